@@ -1,0 +1,28 @@
+"""Exact counts of a model: weights, parameters, bytes, cache.
+
+All counts of a dense model can be made on the meta device.
+"""
+
+from torch import nn
+
+__all__ = ["block_weights", "kv_numbers_per_token", "tensor_bytes", "unique_parameters"]
+
+
+def block_weights(block: nn.Module) -> int:
+    """Weights of a block's linear maps: every parameter with two or more dimensions (3-D expert stacks included)."""
+    return sum(p.numel() for p in block.parameters() if p.dim() >= 2)
+
+
+def unique_parameters(model: nn.Module) -> int:
+    """Parameters of a model; a tied matrix counts once."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def tensor_bytes(module: nn.Module) -> int:
+    """Bytes of a module's parameters and persistent buffers."""
+    return sum(t.numel() * t.element_size() for t in module.state_dict().values())
+
+
+def kv_numbers_per_token(kv_heads: int, qk_dim: int, vo_dim: int) -> int:
+    """Numbers the cache of one block holds per token: a key and a value for each key/value head."""
+    return kv_heads * (qk_dim + vo_dim)

@@ -1,0 +1,136 @@
+"""From a sparsity to integer ranks under an exact budget of weights."""
+
+import math
+
+import torch
+
+from ..errors import OptionError
+from .influence import capped_sparsities, epsilon_for, softmax_sparsities
+
+__all__ = ["allocate", "removable"]
+
+
+def removable(units) -> int:
+    """The most weights these units can lose."""
+    return sum(u.dense - u.sizes[0] for u in units)
+
+
+def allocate(units, method, counted: int, scores=None) -> tuple[dict[tuple[int, str], int], dict]:
+    """Ranks for all units such that at least ``sparsity`` of ``counted`` weights go, and less than one rank step more.
+
+    Args:
+        units: the :class:`~rankfold.methods.Unit` of all blocks.
+        method: sparsity, allocation, protected blocks (see :class:`~rankfold.methods.Method`).
+        counted: weights the sparsity is a fraction of (of the blocks, or of the model).
+        scores: block -> (block, attention, mlp) influence; needed by the influence allocations.
+
+    Returns:
+        ``(ranks by (block, module), facts for the record)``.
+
+    Raises:
+        OptionError: the sparsity cannot be reached; the message says what can.
+    """
+    blocks = 1 + max((u.block for u in units), default=0)
+    protected = {_block(b, blocks) for b in method.protect}
+    free = [u for u in units if u.block not in protected]
+    ranks = {(u.block, u.module): u.ranks[-1] for u in units}
+    facts: dict = {"allocation": method.allocation}
+    if method.own_sparsities:
+        for module, sparsity in method.own_sparsities.items():
+            mine = [u for u in free if u.module == module]
+            remove = math.ceil(sparsity * sum(u.dense for u in units if u.module == module) - 1e-9)
+            ranks |= _within(mine, method, remove, scores, facts, f"sparsity {sparsity} of module {module}")
+        return ranks, facts
+    remove = math.ceil(method.sparsity * counted - 1e-9)
+    return ranks | _within(free, method, remove, scores, facts, f"sparsity {method.sparsity}", counted), facts
+
+
+def _block(index: int, blocks: int) -> int:
+    if not -blocks <= index < blocks:
+        raise OptionError(f"protected block {index} is not in the model, which has blocks 0 to {blocks - 1}")
+    return index % blocks
+
+
+def _within(units, method, remove: int, scores, facts: dict, what: str, counted: int | None = None) -> dict:
+    """Ranks of ``units`` that remove at least ``remove`` weights."""
+    if remove == 0:
+        return {(u.block, u.module): u.ranks[-1] for u in units}
+    most, dense = removable(units), sum(u.dense for u in units)
+    if remove > most:
+        reach = most / (counted or max(dense, 1))
+        raise OptionError(
+            f"{what} cannot be reached: the chosen modules can lose at most {most:,} of the {remove:,} weights that must "
+            f"go, sparsity {reach:.4f}; lower the sparsity, compress more modules, or lower --multiple"
+        )
+    phi = _sparsities(units, method, remove / dense, scores, facts)
+    return _round(units, phi, dense - remove)
+
+
+def _sparsities(units, method, average: float, scores, facts: dict) -> list[float]:
+    """Real-valued sparsity of every unit, weighted mean ``average``."""
+    weights = torch.tensor([u.dense for u in units], dtype=torch.float64)
+    caps = torch.tensor([1 - u.sizes[0] / u.dense for u in units], dtype=torch.float64)
+    phi = torch.full_like(weights, average)
+    if method.allocation != "uniform":
+        if scores is None:
+            raise OptionError(f"allocation {method.allocation!r} needs influence scores, which these moments do not hold")
+        s = torch.tensor([_score(u, method.allocation, scores) for u in units], dtype=torch.float64)
+        if method.allocation == "influence-modules":
+            s = s * _shares(units)
+        epsilon = method.epsilon or epsilon_for(s, weights, average)
+        facts |= {"epsilon": epsilon if math.isfinite(epsilon) else None, "scores": {str(b): v for b, v in scores.items()}}
+        phi = softmax_sparsities(s, weights, average, epsilon)
+    return capped_sparsities(phi, weights, average, caps).tolist()
+
+
+def _score(unit, allocation: str, scores) -> float:
+    block, attention, mlp = scores[unit.block]
+    if allocation == "influence":
+        return block
+    return mlp if unit.module == "mlp" else attention
+
+
+def _shares(units) -> torch.Tensor:
+    """Weight of a unit's half of the block, with mean 3/2 over the two halves: the paper's w_mlp = 2, w_mha = 1 (Eq. 42)
+    where the MLP holds two thirds of the parameters, and the true shares elsewhere."""
+    halves: dict[tuple[int, bool], int] = {}
+    for u in units:
+        key = (u.block, u.module == "mlp")
+        halves[key] = halves.get(key, 0) + u.dense
+    share = [3 * halves[u.block, u.module == "mlp"] / sum(halves.get((u.block, h), 0) for h in (0, 1)) for u in units]
+    return torch.tensor(share, dtype=torch.float64)
+
+
+def _round(units, phi: list[float], budget: int) -> dict[tuple[int, str], int]:
+    """Integer ranks that store at most ``budget`` weights, and less than one smallest step fewer.
+
+    Along the blocks, per module, each unit takes the largest rank that its own share plus what its predecessors left
+    over can pay for (error diffusion), so that every module keeps its average; what is left at the end goes, step by
+    step, to the units that are furthest below their share.
+    """
+    level: dict[int, int] = {}
+    carry: dict[str, float] = {}
+    for i, unit in sorted(enumerate(units), key=lambda pair: pair[1].block):
+        wanted = (1 - phi[i]) * unit.dense + carry.get(unit.module, 0.0)
+        level[i] = max([n for n, size in enumerate(unit.sizes) if size <= wanted + 1e-6], default=0)
+        carry[unit.module] = wanted - unit.sizes[level[i]]
+    spent = sum(u.sizes[level[i]] for i, u in enumerate(units))
+    for i in _most_over(units, phi, level):  # units at their smallest rank may have overspent
+        while spent > budget and level[i] > 0:
+            spent -= units[i].sizes[level[i]] - units[i].sizes[level[i] - 1]
+            level[i] -= 1
+    while True:
+        affordable = [
+            i
+            for i, u in enumerate(units)
+            if level[i] + 1 < len(u.sizes) and u.sizes[level[i] + 1] - u.sizes[level[i]] <= budget - spent
+        ]
+        if not affordable:
+            return {(u.block, u.module): u.ranks[level[i]] for i, u in enumerate(units)}
+        i = min(affordable, key=lambda i: (units[i].sizes[level[i]] / units[i].dense - (1 - phi[i]), units[i].block))
+        spent += units[i].sizes[level[i] + 1] - units[i].sizes[level[i]]
+        level[i] += 1
+
+
+def _most_over(units, phi: list[float], level: dict[int, int]) -> list[int]:
+    return sorted(range(len(units)), key=lambda i: 1 - phi[i] - units[i].sizes[level[i]] / units[i].dense)

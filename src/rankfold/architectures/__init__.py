@@ -1,0 +1,18 @@
+"""What model families look like, as data, and one view of their weights."""
+
+from .registry import architecture_for, known_architectures
+from .spec import Architecture, AttentionSpec, MLPSpec
+from .views import AttentionView, BlockView, Dense, MLPView, read_linear
+
+__all__ = [
+    "Architecture",
+    "AttentionSpec",
+    "AttentionView",
+    "BlockView",
+    "Dense",
+    "MLPSpec",
+    "MLPView",
+    "architecture_for",
+    "known_architectures",
+    "read_linear",
+]

@@ -1,0 +1,22 @@
+"""BLOOM: q, k, v interleaved per head, ALiBi, residual added inside the attention module."""
+
+from .spec import Architecture, AttentionSpec, MLPSpec
+
+ARCHITECTURES = (
+    Architecture(
+        model_type="bloom",
+        blocks="transformer.h",
+        attention=AttentionSpec(
+            path="self_attention",
+            qkv=("query_key_value",),
+            layout="grouped",
+            output="dense",
+            kv_heads=None,
+            position="alibi",
+            scaling="inv_norm_factor",
+            output_dropout="hidden_dropout",
+        ),
+        mlp=MLPSpec(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
+        returns_tuple=True,
+    ),
+)

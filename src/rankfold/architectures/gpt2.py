@@ -1,0 +1,22 @@
+"""GPT-2: `Conv1D` weights stored (in, out), fused q/k/v, learned positions."""
+
+from .spec import Architecture, AttentionSpec, MLPSpec
+
+ARCHITECTURES = (
+    Architecture(
+        model_type="gpt2",
+        blocks="transformer.h",
+        attention=AttentionSpec(
+            path="attn",
+            qkv=("c_attn",),
+            layout="concat",
+            output="c_proj",
+            kv_heads=None,
+            position="none",
+            dropout="attn_dropout",
+            output_dropout="resid_dropout",
+        ),
+        mlp=MLPSpec(up="mlp.c_fc", down="mlp.c_proj"),
+        middle="ln_2",
+    ),
+)

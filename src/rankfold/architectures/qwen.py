@@ -1,0 +1,10 @@
+"""Qwen2 (biases on q, k, v) and Qwen3 (norms over the head dimension of q and k)."""
+
+from dataclasses import replace
+
+from .llama import LLAMA
+
+QWEN2 = replace(LLAMA, model_type="qwen2")
+QWEN3 = replace(LLAMA, model_type="qwen3", attention=replace(LLAMA.attention, qk_norm=("q_norm", "k_norm")))
+
+ARCHITECTURES = (QWEN2, QWEN3, replace(QWEN3, model_type="qwen3_moe", mlp=None))

@@ -1,0 +1,33 @@
+"""Which families are known, by ``config.model_type``."""
+
+import difflib
+
+from ..errors import UnsupportedModelError
+from . import bloom, falcon, gemma, gpt2, gpt_neox, llama, mixtral, opt, phi, qwen
+from .spec import Architecture
+
+__all__ = ["architecture_for", "known_architectures"]
+
+_FAMILIES = (llama, qwen, gemma, phi, opt, gpt2, gpt_neox, falcon, bloom, mixtral)
+_BY_TYPE = {a.model_type: a for family in _FAMILIES for a in family.ARCHITECTURES}
+
+
+def known_architectures() -> tuple[Architecture, ...]:
+    """All families, ordered by ``model_type``."""
+    return tuple(_BY_TYPE[name] for name in sorted(_BY_TYPE))
+
+
+def architecture_for(model_type: str) -> Architecture:
+    """The family of a ``config.model_type``.
+
+    Raises:
+        UnsupportedModelError: unknown type; the message names close and available ones and what a spec needs.
+    """
+    if model_type in _BY_TYPE:
+        return _BY_TYPE[model_type]
+    close = difflib.get_close_matches(model_type, _BY_TYPE, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    raise UnsupportedModelError(
+        f"model type {model_type!r} is not supported; {hint}available: {', '.join(sorted(_BY_TYPE))}. A new family "
+        "needs one spec: the paths of its blocks, q/k/v/o and MLP projections (docs/add-an-architecture.md)"
+    )

@@ -1,0 +1,57 @@
+"""What a model family looks like: data only, one :class:`Architecture` per ``model_type``.
+
+Every trait is here because some step of the compression reads it, and the comment says which.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Architecture", "AttentionSpec", "MLPSpec"]
+
+QKVLayout = Literal["split", "concat", "grouped"]
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Where the attention of a block keeps its projections. Paths are relative to the attention module."""
+
+    path: str  # the module that is replaced, relative to the block
+    output: str
+    qkv: tuple[str, ...]  # ("q_proj", "k_proj", "v_proj"), or the one fused projection
+    # split: three projections. concat: rows are [all q | all k | all v]. grouped: rows are, for every key head,
+    # [its q heads | k | v]; with one query head each this is what GPT-NeoX and BLOOM call interleaved.
+    layout: QKVLayout = "split"
+    kv_heads: str | None = "config.num_key_value_heads"  # None: as many as query heads
+    # rope: queries and keys are rotated in pairs, so type II may only select pairs. alibi: a bias on the scores is passed
+    # in and must still be added. none: nothing sits between queries and keys, so they may be rotated freely (SVD).
+    position: Literal["rope", "alibi", "none"] = "rope"
+    # Norms over the head dimension between projection and rotation: dropping dimensions would change the RMS, so the
+    # query-key pair of such a family stays dense.
+    qk_norm: tuple[str, str] | None = None
+    scaling: str = "scaling"  # attribute with the softmax scale; the compressed module keeps this number
+    dropout: str = "attention_dropout"
+    output_dropout: str | None = None
+
+
+@dataclass(frozen=True)
+class MLPSpec:
+    """Where a block keeps its MLP. Paths are relative to the block; all of them lose or keep the same hidden units."""
+
+    down: str
+    up: str
+    gate: str | None = None
+    fused_gate: bool = False  # `up` holds [gate; up] stacked in its rows
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One model family, selected by ``config.model_type``."""
+
+    model_type: str
+    blocks: str  # path of the list of decoder blocks
+    attention: AttentionSpec
+    mlp: MLPSpec | None  # None: the MLP is a mixture of experts, which no method takes yet
+    # The module whose input is the residual stream between attention and MLP; None in a parallel block, where both read
+    # the block's input. The per-module influence score (MoDeGPT Eq. 42) needs that point.
+    middle: str | None = "post_attention_layernorm"
+    returns_tuple: bool = False  # the block returns (hidden, ...) instead of the hidden states

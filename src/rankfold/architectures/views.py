@@ -1,0 +1,186 @@
+"""One reading of a block's weights, whatever its family calls them and however it stores them.
+
+Shape legend: D model width, H query heads, K key/value heads, N head dimension, F hidden width of the MLP.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .spec import Architecture, AttentionSpec, MLPSpec
+
+__all__ = ["AttentionView", "BlockView", "Dense", "MLPView", "read_linear"]
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A linear map as ``nn.Linear`` stores it."""
+
+    weight: Tensor  # (out, in)
+    bias: Tensor | None  # (out,)
+
+    def rows(self, index) -> "Dense":
+        return Dense(self.weight[index], None if self.bias is None else self.bias[index])
+
+
+def read_linear(module: nn.Module) -> Dense:
+    """``(out, in)`` view of a Linear, a subclass of it, or transformers' ``Conv1D`` (stored transposed); no copy."""
+    weight = module.weight.detach()
+    weight = weight if isinstance(module, nn.Linear) else weight.T
+    return Dense(weight, None if module.bias is None else module.bias.detach())
+
+
+def _split_rows(fused: Dense, layout: str, heads: int, kv_heads: int) -> tuple[Dense, Dense, Dense]:
+    """q, k, v out of a fused projection; see :class:`AttentionSpec` for the layouts."""
+    rows = torch.arange(fused.weight.shape[0], device=fused.weight.device)
+    head_dim = rows.numel() // (heads + 2 * kv_heads)
+    if layout == "concat":
+        parts = rows.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim])
+    else:
+        grouped = rows.view(kv_heads, heads // kv_heads + 2, head_dim)
+        parts = (grouped[:, :-2].reshape(-1), grouped[:, -2].reshape(-1), grouped[:, -1].reshape(-1))
+    return tuple(fused.rows(part) for part in parts)
+
+
+@dataclass(frozen=True)
+class AttentionView:
+    """The attention of one block."""
+
+    spec: AttentionSpec
+    module: nn.Module
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary_dim: int  # leading dimensions of a head that rotary embedding turns; 0 without
+    config: object
+
+    @property
+    def qkv_modules(self) -> tuple[nn.Module, ...]:
+        return tuple(self.module.get_submodule(name) for name in self.spec.qkv)
+
+    @property
+    def output_module(self) -> nn.Module:
+        return self.module.get_submodule(self.spec.output)
+
+    def qkv(self) -> tuple[Dense, Dense, Dense]:
+        """q ``(H N, D)``, k ``(K N, D)``, v ``(K N, D)``."""
+        modules = [read_linear(m) for m in self.qkv_modules]
+        return tuple(modules) if len(modules) == 3 else _split_rows(modules[0], self.spec.layout, self.heads, self.kv_heads)
+
+    def split_states(self, outputs: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries ``(B, T, H, N)``, keys and values ``(B, T, K, N)`` from what :attr:`qkv_modules` returned."""
+        if len(outputs) == 1:
+            x = outputs[0]
+            row = Dense(torch.arange(x.shape[-1], device=x.device)[:, None], None)
+            parts = _split_rows(row, self.spec.layout, self.heads, self.kv_heads)
+            outputs = [x[..., part.weight[:, 0]] for part in parts]
+        return tuple(o.unflatten(-1, (-1, self.head_dim)) for o in outputs)
+
+    @property
+    def output(self) -> Dense:
+        """o ``(D, H N)``."""
+        return read_linear(self.output_module)
+
+    @property
+    def norms(self) -> tuple[str, str] | None:
+        """Names of the q/k-norms, where this model really has them."""
+        names = self.spec.qk_norm
+        return names if names and getattr(self.module, names[0], None) is not None else None
+
+    def runtime(self) -> dict:
+        """What a compressed attention must keep of this one, as its description."""
+
+        def setting(name, default=None):
+            value = getattr(self.module, name, getattr(self.config, name, default))
+            return value.p if isinstance(value, nn.Dropout) else value
+
+        return {
+            "kind": "attention",
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "scaling": float(setting(self.spec.scaling)),
+            "alibi": self.spec.position == "alibi",
+            "softcap": setting("attn_logit_softcapping"),
+            "sliding_window": setting("sliding_window"),
+            "dropout": setting(self.spec.dropout, 0.0),
+            "output_dropout": setting(self.spec.output_dropout, 0.0) if self.spec.output_dropout else 0.0,
+            "adopt": dict(zip(("q_norm", "k_norm"), self.norms, strict=True)) if self.norms else {},
+        }
+
+
+@dataclass(frozen=True)
+class MLPView:
+    """The MLP of one block."""
+
+    spec: MLPSpec
+    block: nn.Module
+
+    @property
+    def down(self) -> Dense:
+        """``(D, F)``."""
+        return read_linear(self.block.get_submodule(self.spec.down))
+
+    @property
+    def hidden(self) -> int:
+        return self.down.weight.shape[1]
+
+    def rising(self) -> dict[str, Dense]:
+        """Path -> projection into the hidden units: up, gate, or both stacked."""
+        paths = [p for p in (self.spec.gate, self.spec.up) if p]
+        return {p: read_linear(self.block.get_submodule(p)) for p in paths}
+
+    def rows_of(self, keep: Tensor) -> Tensor:
+        """Rows of every rising projection that belong to the hidden units ``keep``."""
+        return torch.cat([keep, keep + self.hidden]) if self.spec.fused_gate else keep
+
+
+@dataclass(frozen=True)
+class BlockView:
+    """One decoder block."""
+
+    architecture: Architecture
+    index: int
+    module: nn.Module
+    config: object  # the text config
+
+    @property
+    def path(self) -> str:
+        return f"{self.architecture.blocks}.{self.index}"
+
+    @property
+    def attention(self) -> AttentionView:
+        spec = self.architecture.attention
+        module = self.module.get_submodule(spec.path)
+        heads = self.config.num_attention_heads
+        kv_heads = _attribute(spec.kv_heads, module, self.config) if spec.kv_heads else heads
+        out_rows = read_linear(module.get_submodule(spec.output)).weight.shape[1]
+        head_dim = out_rows // heads
+        return AttentionView(
+            spec, module, heads, kv_heads, head_dim, _rotary_dim(spec, module, self.config, head_dim), self.config
+        )
+
+    @property
+    def mlp(self) -> MLPView | None:
+        spec = self.architecture.mlp
+        return MLPView(spec, self.module) if spec else None
+
+    @property
+    def middle(self) -> nn.Module | None:
+        path = self.architecture.middle
+        return self.module.get_submodule(path) if path else None
+
+
+def _attribute(path: str, module: nn.Module, config) -> int:
+    owner, name = path.split(".")
+    return getattr(module if owner == "module" else config, name)
+
+
+def _rotary_dim(spec: AttentionSpec, module: nn.Module, config, head_dim: int) -> int:
+    if spec.position != "rope" or getattr(config, "alibi", False):
+        return 0
+    rotary = getattr(module, "rotary_ndims", None)
+    if rotary is None:
+        factor = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
+        rotary = int(head_dim * factor)
+    return rotary

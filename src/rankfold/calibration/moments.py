@@ -1,0 +1,153 @@
+"""Streaming second moments: sums that merge over batches, processes and files.
+
+Shape legend: N width of what is measured, H heads, n rows (tokens) of a batch.
+
+Precision policy of the statistics, in this one place: products in fp32 (bf16 activations multiply exactly in it), sums
+in fp64, saved as fp32.
+"""
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import NumericsError
+
+__all__ = ["BlockMoments", "Moment", "gram"]
+
+SYMMETRIC_TILES = 4  # of a product x^T x only the upper tiles are computed: 10 of 16
+
+
+@dataclass
+class Moment:
+    """Sums over ``count`` observations of a vector ``x`` (or of one per head)."""
+
+    count: float
+    total: Tensor | None  # (..., N) sum of x
+    absolute: Tensor | None  # (..., N) sum of |x|; only where a diagonal l1 pre-conditioner may want it
+    second: Tensor | None  # (..., N, N) sum of x x^T
+
+    @property
+    def mean(self) -> Tensor:
+        return self.total.double() / self.count
+
+    @property
+    def mean_absolute(self) -> Tensor:
+        return self.absolute.double() / self.count
+
+    @property
+    def C(self) -> Tensor:
+        """Second moment ``E[x x^T]``, fp64."""
+        return self.second.double() / self.count
+
+    @property
+    def covariance(self) -> Tensor:
+        """``C - mean mean^T``, fp64; not clamped, so eigenvalues may be negative in the last digits."""
+        mean = self.mean
+        return self.C - mean.unsqueeze(-1) * mean.unsqueeze(-2)
+
+    def merge(self, other: "Moment") -> "Moment":
+        """The moment over both sets of observations."""
+
+        def add(a, b):
+            return None if a is None else a + b
+
+        return Moment(
+            self.count + other.count,
+            add(self.total, other.total),
+            add(self.absolute, other.absolute),
+            add(self.second, other.second),
+        )
+
+
+BlockMoments = dict[str, Moment]  # statistic -> moment; the names are in `runner.STATISTICS`
+
+
+@contextlib.contextmanager
+def _bf16_products():
+    """Let oneDNN multiply fp32 tensors that HOLD bf16 numbers with its bf16 instructions.
+
+    Such products are exact in fp32 and sums stay in fp32, so nothing is lost, and it is 3 times faster on CPUs with AMX.
+    PyTorch offers this only as a process-wide setting on CPUs (on CUDA `torch.mm(out_dtype=)` does the same), hence the
+    scope. On CPUs without bf16 instructions the setting has no effect.
+    """
+    backend = torch.backends.mkldnn.matmul
+    before = backend.fp32_precision
+    backend.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        backend.fp32_precision = before
+
+
+def gram(x: Tensor, out: Tensor, *, exact_in_bf16: bool = False) -> None:
+    """Add ``x^T x`` to the upper tiles of ``out``.
+
+    Args:
+        x: ``(n, N)`` activations, fp32.
+        out: ``(N, N)`` fp64 accumulator; only tiles on and above the diagonal are written.
+        exact_in_bf16: every entry of ``x`` is a bf16 number.
+    """
+    tiles = [t for t in torch.arange(x.shape[1]).tensor_split(SYMMETRIC_TILES) if len(t)]
+    with _bf16_products() if exact_in_bf16 and x.device.type == "cpu" else contextlib.nullcontext():
+        for tile in tiles:
+            a, b = int(tile[0]), int(tile[-1]) + 1
+            out[a:b, a:] += (x[:, a:b].T @ x[:, a:]).to(out)
+
+
+class VectorMoment:
+    """Accumulates :class:`Moment` of rows."""
+
+    def __init__(self, width: int, device: torch.device):
+        self.count = 0
+        self.total = torch.zeros(width, dtype=torch.float64, device=device)
+        self.absolute = torch.zeros_like(self.total)
+        self.second = torch.zeros(width, width, dtype=torch.float64, device=device)
+
+    def add(self, x: Tensor) -> None:
+        """Add ``x`` ``(..., N)``."""
+        x, exact = x.detach().flatten(0, -2), x.dtype is torch.bfloat16
+        x = x.float()
+        self.count += len(x)
+        self.total += x.sum(0)
+        self.absolute += torch.linalg.vector_norm(x, 1, dim=0)
+        gram(x, self.second, exact_in_bf16=exact)
+
+    def finish(self) -> Moment:
+        return Moment(self.count, self.total, self.absolute, self.second.triu() + self.second.triu(1).T)
+
+
+class HeadMoment:
+    """Accumulates one :class:`Moment` per head."""
+
+    def __init__(self):
+        self.count, self.total, self.second = 0, 0.0, 0.0
+
+    def add(self, x: Tensor, grams: Tensor | None = None) -> None:
+        """Add ``x`` ``(B, T, H, N)``; ``grams`` ``(B, H, N, N)`` where the caller has them already."""
+        grams = head_grams(x) if grams is None else grams
+        self.count += x.shape[0] * x.shape[1]
+        self.total = self.total + x.sum((0, 1), dtype=torch.float32).double()
+        self.second = self.second + grams.double().sum(0)
+
+    def finish(self) -> Moment:
+        return Moment(self.count, self.total, None, self.second)
+
+
+def head_grams(x: Tensor) -> Tensor:
+    """``(B, H, N, N)`` Gram of every sequence and head of ``x`` ``(B, T, H, N)``, fp32."""
+    exact = x.dtype is torch.bfloat16 and x.device.type == "cpu"
+    x = x.detach().float().permute(0, 2, 1, 3)
+    with _bf16_products() if exact else contextlib.nullcontext():
+        return x.transpose(-1, -2) @ x
+
+
+def check_finite(moments: BlockMoments, block: str) -> None:
+    """Raise :class:`NumericsError` naming the block and the statistic that is not finite."""
+    for name, moment in moments.items():
+        for tensor in (moment.total, moment.second):
+            if tensor is not None and not torch.isfinite(tensor).all():
+                raise NumericsError(
+                    f"activations of {block} ({name}) are NaN or infinite; try --dtype float32, or check the checkpoint"
+                )

@@ -1,0 +1,96 @@
+"""Loading what :mod:`.run` wrote."""
+
+from pathlib import Path
+
+from accelerate import init_empty_weights
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from ..errors import CheckpointError
+from ..files import check_output
+from ..modules import attach, install
+from .source import _first_line, _locate, resolve_device, resolve_dtype
+
+__all__ = ["assemble", "empty_model", "load_model", "load_tokenizer", "save_model"]
+
+
+def load_model(model: str | Path, *, dtype: str = "auto", device: str = "auto") -> PreTrainedModel:
+    """A model ready to run: compressed by rankfold, dense, or a ``.gguf`` file.
+
+    Args:
+        model: hub id, folder, or ``.gguf`` file.
+        dtype: ``auto`` (as stored) or a dtype.
+        device: where to put it.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    path = _locate(str(model))
+    where = resolve_device(device)
+    kwargs = {"gguf_file": path.name} if path.suffix == ".gguf" else {"use_safetensors": True}
+    folder = path.parent if path.suffix == ".gguf" else path
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=resolve_dtype(dtype) or "auto", **kwargs)
+    except Exception as error:  # transformers, safetensors and json raise many types for a damaged checkpoint
+        raise CheckpointError(f"{model} cannot be loaded: {_first_line(error)}; copy or make it again") from error
+    return loaded.to(where).eval()
+
+
+def empty_model(config, attention: str | None = None) -> PreTrainedModel:
+    """The compressed structure a config describes, parameters on the meta device."""
+    plain = config.__class__.from_dict(config.to_dict())
+    plain.__dict__.pop("quantization_config", None)
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(plain, dtype=config.dtype, attn_implementation=attention)
+        install(model, config.quantization_config["modules"])
+    return model.eval()
+
+
+def assemble(source, config, blocks: dict[str, Tensor]) -> PreTrainedModel:
+    """A compressed model in memory: the source's outer tensors around the given block tensors."""
+    model = empty_model(config, source.model.config._attn_implementation)
+    state = source.outer_state() | {name: t.to("cpu", source.dtype) if t.is_floating_point() else t for name, t in blocks.items()}
+    model.load_state_dict(state, strict=False, assign=True)
+    model.tie_weights()
+    model.generation_config = source.model.generation_config
+    attach(model, config.quantization_config)
+    return model.to(source.device)
+
+
+def load_tokenizer(model: str | Path):
+    """The tokenizer beside a model, named as for :func:`load_model`.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    path = _locate(str(model))
+    kwargs = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
+    try:
+        return AutoTokenizer.from_pretrained(path.parent if kwargs else path, **kwargs)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"no tokenizer can be read from {path}: {_first_line(error)}") from error
+
+
+def save_model(model: PreTrainedModel, folder: str | Path, tokenizer=None) -> Path:
+    """Write a model compressed in memory, so that it loads anywhere.
+
+    Args:
+        model: what :func:`rankfold.compress` returned.
+        folder: must not exist.
+        tokenizer: written beside the weights where given.
+
+    Raises:
+        CheckpointError: the folder exists or cannot be written.
+    """
+    folder = Path(folder)
+    check_output(folder)
+    partial = folder.with_name(folder.name + ".partial")
+    try:
+        partial.mkdir()
+        model.save_pretrained(partial)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+        partial.rename(folder)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {folder}: {error.strerror or error}") from error
+    return folder

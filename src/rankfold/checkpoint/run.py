@@ -1,0 +1,146 @@
+"""Writing a compressed checkpoint so that a killed run can go on, and nothing unfinished looks finished.
+
+While a run is under way everything lies in ``OUT.partial``: its configuration, one safetensors shard per finished block,
+and what was measured there. Only when all is written and checked is the folder renamed to ``OUT``.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from ..errors import CheckpointError
+from ..files import check_output, read_json, sync_folder, write_json, write_tensors, write_text
+from ..modules import CODE_FILE, FORMAT
+from .load import empty_model
+
+__all__ = ["Run", "compressed_config"]
+
+CONFIG = "run.json"
+
+
+def compressed_config(source, identity: dict, modules: dict[str, dict]):
+    """The model's config with the description of the compressed modules in it."""
+    config = source.model.config.__class__.from_dict(source.model.config.to_dict())
+    config.architectures = [type(source.model).__name__]
+    config.dtype = source.dtype
+    config.auto_map = {"AutoModelForCausalLM": f"{CODE_FILE.removesuffix('.py')}.RankfoldForCausalLM"}
+    config.quantization_config = {"quant_method": "rankfold", "format": FORMAT, **identity, "modules": modules}
+    return config
+
+
+class Run:
+    """The folder a compression writes to.
+
+    Args:
+        output: the final folder; must not exist.
+        identity: configuration of the run; an unfinished run is continued only if it is equal.
+        blocks: number of blocks.
+
+    Raises:
+        CheckpointError: ``output`` exists, or holds an unfinished run of another configuration, or cannot be written.
+    """
+
+    def __init__(self, output: str | Path, identity: dict, blocks: int):
+        self.output = Path(output)
+        check_output(self.output)
+        self.folder = self.output.with_name(self.output.name + ".partial")
+        self.blocks = blocks
+        if self.folder.exists():
+            if not (self.folder / CONFIG).exists() and any(self.folder.iterdir()):
+                raise CheckpointError(f"{self.folder} exists and is not an unfinished run; remove it or choose another output")
+            if (self.folder / CONFIG).exists() and read_json(self.folder / CONFIG) != identity:
+                raise CheckpointError(
+                    f"{self.folder} is an unfinished run of another configuration; repeat that one, remove the folder, or "
+                    "choose another output"
+                )
+        try:
+            self.folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"cannot make {self.folder}: {error.strerror}") from error
+        write_json(self.folder / CONFIG, identity)
+
+    def _shard(self, index: int) -> Path:
+        return self.folder / f"model-{index + 1:05d}-of-{self.blocks + 1:05d}.safetensors"
+
+    def _report(self, index: int) -> Path:
+        return self.folder / f"block-{index:05d}.json"
+
+    def __contains__(self, index: int) -> bool:
+        return self._report(index).exists()  # written after the shard
+
+    def save_block(self, index: int, prefix: str, module: nn.Module, dtype: torch.dtype, facts: dict) -> None:
+        """Make one finished block durable."""
+        state = {f"{prefix}.{name}": stored(tensor, dtype) for name, tensor in module.state_dict().items()}
+        write_tensors(self._shard(index), state, {"format": "pt"})
+        write_json(self._report(index), facts)
+
+    def load_block(self, index: int, prefix: str) -> tuple[dict[str, Tensor], dict]:
+        """Tensors and facts of a finished block."""
+        try:
+            state = load_file(self._shard(index))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self._shard(index)} is damaged ({error}); remove {self.folder} and start again") from error
+        return {name.removeprefix(prefix + "."): tensor for name, tensor in state.items()}, read_json(self._report(index))
+
+    def finish(self, source, config, card: str, record: dict) -> Path:
+        """Write what is not in the blocks, check the whole against the config, and rename the folder to the output."""
+        outer = {name: stored(tensor, source.dtype) for name, tensor in source.outer_state().items()}
+        write_tensors(self._shard(self.blocks), outer, {"format": "pt"})
+        self._write_index()
+        self._verify(config)
+        try:
+            config.save_pretrained(self.folder)
+            if source.model.generation_config is not None:
+                source.model.generation_config.save_pretrained(self.folder)
+            if source.has_tokenizer:
+                source.tokenizer.save_pretrained(self.folder)
+            shutil.copyfile(Path(__file__).parents[1] / "modules" / CODE_FILE, self.folder / CODE_FILE)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {self.folder}: {error.strerror or error}") from error
+        write_text(self.folder / "README.md", card)
+        write_json(self.folder / "rankfold.json", record)
+        for index in range(self.blocks):
+            self._report(index).unlink()
+        shutil.rmtree(self.folder / "moments", ignore_errors=True)
+        (self.folder / CONFIG).unlink()
+        os.rename(self.folder, self.output)
+        sync_folder(self.output.resolve().parent)
+        return self.output
+
+    def _write_index(self) -> None:
+        weight_map, size = {}, 0
+        for index in range(self.blocks + 1):
+            path = self._shard(index)
+            with safe_open(path, framework="pt") as handle:
+                weight_map |= dict.fromkeys(handle.keys(), path.name)  # noqa: SIM118 - not a dict
+            size += path.stat().st_size - 8 - int.from_bytes(path.open("rb").read(8), "little")
+        write_json(
+            self.folder / "model.safetensors.index.json",
+            {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))},
+        )
+
+    def _verify(self, config) -> None:
+        """Compare names and shapes on disk with the model that the config describes."""
+        model = empty_model(config)
+        tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+        wanted = {name: tuple(t.shape) for name, t in model.state_dict().items() if name not in tied}
+        found = {}
+        for index in range(self.blocks + 1):
+            with safe_open(self._shard(index), framework="pt") as handle:
+                found |= {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
+        if wanted != found:
+            wrong = sorted(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n))
+            raise CheckpointError(
+                f"the checkpoint written does not match its config: {len(wrong)} tensors differ, first {wrong[0]}: "
+                f"expected {wanted.get(wrong[0])}, wrote {found.get(wrong[0])}; this is a bug, please report it"
+            )
+
+
+def stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor as it is written: floats in the model's dtype, indices as they are."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -1,0 +1,30 @@
+"""All commands together."""
+
+import logging
+import sys
+
+import typer
+
+from . import calibrate, compress, evaluate, generate, inspect, models, plan
+
+app = typer.Typer(
+    help="Shrink any Hugging Face language model in minutes, without training, and load the result anywhere.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for module in (compress, calibrate, plan, evaluate, generate, inspect, models):
+    app.command(name=module.__name__.rpartition(".")[2])(module.command)
+
+
+@app.callback()
+def setup() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    for name in ("httpx", "httpx2", "datasets", "huggingface_hub", "transformers", "fsspec"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()

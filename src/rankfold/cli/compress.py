@@ -1,0 +1,81 @@
+"""`rankfold compress`"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import OptionError
+from . import common as c
+
+
+def command(
+    model: c.Model,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder to write; must not exist.")] = None,
+    sparsity: c.Sparsity = 0.3,
+    method: c.MethodName = "modegpt",
+    calibration: c.Calibration = "wikitext2",
+    samples: c.Samples = 128,
+    length: c.Length = 2048,
+    seed: c.Seed = 0,
+    field: c.Field = "text",
+    of: c.Of = "blocks",
+    modules: c.Modules = None,
+    allocation: c.Allocation = "uniform",
+    epsilon: c.Epsilon = None,
+    multiple: c.Multiple = 8,
+    protect: c.Protect = "",
+    option: c.Option = None,
+    mode: Annotated[str, typer.Option(help="sequential, or one-pass (all blocks measured on the dense model).")] = "sequential",
+    moments: c.Moments = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
+    dtype: c.Dtype = "auto",
+    device: c.Device = "auto",
+    json: c.Json = False,
+) -> None:
+    """Compress a model and write a checkpoint that transformers loads.
+
+    \b
+    rankfold compress HuggingFaceTB/SmolLM2-135M -o small --sparsity 0.3
+    rankfold compress ./my-model -o small --calibration my-text.txt --modules mlp=0.4,vo=0.2
+    rankfold compress ./my-model -o small --moments moments/ --sparsity 0.2
+    rankfold compress ./my-model --sparsity 0.5 --dry-run
+
+    A run that was interrupted continues when the same command is given again.
+    """
+    chosen = c.parse_method(method, sparsity, of, modules, allocation, epsilon, multiple, protect, option)
+    if output is None and not dry_run:
+        raise OptionError("-o/--output is missing: where to write the compressed model (or use --dry-run)")
+    from .. import pipeline
+    from ..calibration.store import MomentStore
+    from ..calibration.tokens import load_tokens
+    from ..checkpoint.source import open_model
+    from ..files import check_output
+
+    if output is not None and not dry_run:
+        check_output(output)
+    store = MomentStore.open(moments) if moments else None
+    source = open_model(model, dtype=dtype, device=device)
+    chosen.supported_modules(source.architecture, source.meta_block(0))
+    tokens = None if store else load_tokens(calibration, source, samples=samples, length=length, seed=seed, field=field)
+    if dry_run:
+        from .plan import show
+
+        return show(pipeline.plan(source, chosen, store or pipeline.calibrate(source, tokens)), None, json)
+
+    def announce(plan) -> None:
+        c.console().print(plan.table(), plan.summary())
+
+    folder = pipeline.compress(source, chosen, tokens, output, moments=store, mode=mode, on_plan=announce)
+    from ..files import read_json
+
+    record = read_json(folder / "rankfold.json")
+    result = {"output": str(folder), **record["counts"], "seconds": record["run"]["seconds"]["total"]}
+    c.emit(
+        result,
+        json,
+        lambda out: out.print(
+            f"{folder}: {result['sparsity']:.2%} of the counted weights removed, {result['parameters']:,} parameters, "
+            f"{result['seconds']:.0f} s"
+        ),
+    )

@@ -1,0 +1,30 @@
+"""`rankfold generate`"""
+
+from typing import Annotated
+
+import typer
+
+from . import common as c
+
+
+def command(
+    model: c.Model,
+    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to write.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    dtype: c.Dtype = "auto",
+    device: c.Device = "auto",
+    json: c.Json = False,
+) -> None:
+    """Continue a prompt, with a dense or compressed model.
+
+    \b
+    rankfold generate small "The capital of France is"
+    """
+    from ..evaluation.generation import generate_text
+
+    text = generate_text(
+        model, prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, dtype=dtype, device=device
+    )
+    c.emit({"model": model, "prompt": prompt, "text": text}, json, lambda out: out.print(prompt + text, markup=False))

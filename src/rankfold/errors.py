@@ -1,0 +1,31 @@
+"""Every error rankfold raises on purpose.
+
+Each message is one line that says what was got, what is allowed, and what to do. The command line prints that line and
+exits with code 2; anything that is not a :class:`RankfoldError` is a bug and shows its traceback.
+"""
+
+__all__ = ["CheckpointError", "DataError", "NumericsError", "OptionError", "RankfoldError", "UnsupportedModelError"]
+
+
+class RankfoldError(Exception):
+    """Base of all errors below."""
+
+
+class OptionError(RankfoldError, ValueError):
+    """An option is outside its range, unknown, or does not go with another one."""
+
+
+class UnsupportedModelError(RankfoldError):
+    """The model's architecture, or a module of it, is not one that the method can take."""
+
+
+class DataError(RankfoldError):
+    """The text or the token ids cannot be used."""
+
+
+class CheckpointError(RankfoldError):
+    """A folder or file cannot be read, is damaged, or would be overwritten."""
+
+
+class NumericsError(RankfoldError):
+    """Weights, activations or moments are not finite, or a factorisation broke down."""

@@ -1,0 +1,41 @@
+"""Text a model writes."""
+
+from pathlib import Path
+
+import torch
+
+from ..checkpoint.load import load_model, load_tokenizer
+from ..errors import DataError, OptionError
+
+__all__ = ["continue_text", "generate_text"]
+
+
+def generate_text(model: str | Path, prompt: str, *, dtype: str = "auto", device: str = "auto", **options) -> str:
+    """Load a model by name and continue a prompt; see :func:`continue_text` for the options."""
+    return continue_text(load_model(model, dtype=dtype, device=device), load_tokenizer(model), prompt, **options)
+
+
+@torch.no_grad()
+def continue_text(model, tokenizer, prompt: str, *, max_new_tokens: int = 64, temperature: float = 0.0, seed: int = 0) -> str:
+    """What the model writes after ``prompt``, the prompt not included.
+
+    Raises:
+        OptionError: ``max_new_tokens`` below 1 or a negative temperature.
+        DataError: the prompt has no tokens.
+    """
+    if max_new_tokens < 1 or temperature < 0:
+        raise OptionError(f"max-new-tokens must be >= 1 and temperature >= 0, got {max_new_tokens} and {temperature}")
+    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+    if inputs.input_ids.shape[1] == 0:
+        raise DataError("the prompt is empty; give some text to continue")
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    torch.manual_seed(seed)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    ids = model.generate(
+        input_ids=inputs.input_ids,
+        attention_mask=inputs.attention_mask,
+        max_new_tokens=max_new_tokens,
+        pad_token_id=pad,
+        **sampling,
+    )
+    return tokenizer.decode(ids[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)

@@ -1,0 +1,70 @@
+"""Perplexity the way the field computes it for WikiText-2.
+
+Shape legend: W windows, T window length, V vocabulary.
+"""
+
+import contextlib
+import math
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import DataError, NumericsError
+from ..progress import track
+
+__all__ = ["DEFINITION", "perplexity", "windows_of"]
+
+DEFINITION = (
+    "rows joined by a blank line, tokenised once; non-overlapping windows, no token shared; exp of the mean negative "
+    "log-likelihood per predicted token (each window predicts all its tokens but the first)"
+)
+BATCH_TOKENS = 4096
+
+
+def windows_of(ids: Tensor, length: int, limit: int | None = None) -> Tensor:
+    """``(W, T)`` non-overlapping windows of a token stream, the incomplete last one dropped.
+
+    Raises:
+        DataError: the text has less than one window.
+    """
+    if ids.numel() < length:
+        raise DataError(f"the text has {ids.numel()} tokens, less than one window of {length}; use a smaller --length")
+    return ids[: ids.numel() // length * length].view(-1, length)[:limit]
+
+
+@torch.no_grad()
+def perplexity(model: nn.Module, windows: Tensor, *, autocast: torch.dtype | None = None) -> dict:
+    """Perplexity of a model on token windows.
+
+    Args:
+        model: a causal language model in eval mode.
+        windows: ``(W, T)`` token ids.
+        autocast: run the forward under autocast in this dtype.
+
+    Returns:
+        ``{"perplexity", "nll", "windows", "length", "tokens", "definition"}``; ``nll`` in nats per predicted token.
+
+    Raises:
+        NumericsError: a window has no finite loss.
+    """
+    device, length = model.device, windows.shape[1]
+    context = torch.autocast(device.type, autocast) if autocast else contextlib.nullcontext()
+    total = 0.0
+    batches = windows.split(max(1, BATCH_TOKENS // length))
+    for batch in track(batches, "evaluating"):
+        batch = batch.to(device)
+        with context:
+            logits = model(batch, use_cache=False).logits[:, :-1]
+        losses = nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="none")
+        if not torch.isfinite(losses).all():
+            raise NumericsError("the model's loss is NaN or infinite on the evaluation text; check the checkpoint or dtype")
+        total += losses.double().sum().item()
+    nll = total / (len(windows) * (length - 1))
+    return {
+        "perplexity": math.exp(nll),
+        "nll": nll,
+        "windows": len(windows),
+        "length": length,
+        "tokens": len(windows) * (length - 1),
+        "definition": DEFINITION,
+    }

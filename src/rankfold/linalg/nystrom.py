@@ -1,0 +1,184 @@
+"""Type I: keep some hidden units of an MLP, refit the down projection on top of them.
+
+Shape legend: D model width, F hidden (intermediate) width, R kept width.
+Weights use the ``torch.nn.Linear`` layout ``(out, in)``. The MoDeGPT paper (arXiv:2408.09632) writes the transpose: its
+``W_U S_k`` is ``W_up[keep]`` here and its ``W_D`` is ``W_down.T``.
+
+This module imports torch only: no modules, no hooks, no device policy.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .psd import check_moment
+
+__all__ = ["Nystrom", "NystromBounds", "nystrom", "ridge_leverage_scores"]
+
+
+class NystromBounds(NamedTuple):
+    """The paper's guarantees for a choice of units; both bound :attr:`Nystrom.error`."""
+
+    theorem: float  # Theorem 1, Eq. 7
+    proposition: float | None  # Proposition 1; None where its premise (epsilon < 1) does not hold
+    epsilon: float  # sum of the leverage scores of the dropped units
+
+
+class Nystrom(NamedTuple):
+    """Result of :func:`nystrom`."""
+
+    keep: Tensor  # (R,) hidden units that survive, ascending
+    W_down: Tensor  # (D, R) refitted down projection, dtype of the input weight
+    error: float  # mean squared output error per token, E||W_down a - W_down' a_k||^2
+    relative_error: float  # RMS output error over RMS output, on the statistics in C
+    bounds: NystromBounds
+    clamped: bool  # C was indefinite beyond the ridge and its negative eigenvalues were set to zero
+
+
+class _Damped(NamedTuple):
+    """``matrix = C + lam I``, made positive definite, and its inverse."""
+
+    matrix: Tensor  # (F, F)
+    inverse: Tensor  # (F, F)
+    lam: float
+    clamped: bool
+
+
+def _damp(C: Tensor, ridge: float) -> _Damped:
+    """Damp by ``lam = ridge * mean(diag C)``.
+
+    Sums of fp32 products with a few massive activations are indefinite by more than a small ridge. There, and only there,
+    negative eigenvalues are clamped first (one ``eigh``); otherwise Cholesky is ten times cheaper.
+    """
+    lam = ridge * C.diagonal().mean().item()
+    if not lam > 0:
+        raise ValueError(f"ridge * mean(diag(C)) must be positive, got {lam:.1e}; the units never fire, or ridge is 0")
+    matrix, clamped = C.clone(), False
+    matrix.diagonal().add_(lam)
+    L, info = torch.linalg.cholesky_ex(matrix)
+    if info.item():
+        clamped = True
+        eigenvalues, U = torch.linalg.eigh(C)
+        matrix = (U * (eigenvalues.clamp_min(0) + lam)) @ U.T
+        L = _cholesky(matrix, "C + lam I")
+    return _Damped(matrix, torch.cholesky_inverse(L), lam, clamped)
+
+
+def _cholesky(A: Tensor, what: str) -> Tensor:
+    L, info = torch.linalg.cholesky_ex(A)
+    if info.item():
+        raise torch.linalg.LinAlgError(
+            f"{what} {tuple(A.shape)} is not positive definite; raise the ridge or use more calibration tokens"
+        )
+    return L
+
+
+def _scores(damped: _Damped) -> Tensor:
+    return 1.0 - damped.lam * damped.inverse.diagonal()
+
+
+@torch.no_grad()
+def ridge_leverage_scores(C: Tensor, *, ridge: float = 1e-4) -> Tensor:
+    r"""Score every unit by :math:`[C (C + \lambda I)^{-1}]_{ii}`, in ``[0, 1)``; MoDeGPT Algorithm 1, line 2.
+
+    Computed as ``1 - lam * diag((C + lam I)^-1)`` from one Cholesky factor. The paper uses ``lam = 1`` on un-normalised
+    sums; here ``lam = ridge * mean(diag C)``, so the scores do not depend on the scale of ``C``.
+
+    Args:
+        C: ``(F, F)`` second moment (or covariance) of the hidden activations, fp64 advised.
+        ridge: relative damping, ``> 0``.
+
+    Raises:
+        ValueError: wrong shape, non-finite entries, no energy.
+
+    Cost: O(F^3).
+    """
+    check_moment(C, C.shape[-1])
+    return _scores(_damp(C, ridge))
+
+
+@torch.no_grad()
+def nystrom(W_down: Tensor, C: Tensor, *, rank: int, ridge: float = 1e-4) -> Nystrom:
+    r"""Choose ``rank`` hidden units and the best down projection on top of them.
+
+    For hidden activations ``a`` with second moment ``C = E[a a^T]`` and the index set ``k`` of the ``rank`` largest
+    ridge leverage scores, returns the minimiser
+
+    .. math:: W' = \arg\min_{W'} \mathbb{E}\,\|W_\text{down} a - W' a_k\|^2
+                 = W_\text{down}\, C_{:,k}\, (C_{kk} + \lambda I)^{-1}.
+
+    MoDeGPT Algorithm 1 and Theorem 1. The caller slices ``W_up[keep]`` and, for a gated MLP, ``W_gate[keep]``. Where the
+    down projection has a bias, pass the covariance and move the mean into the bias (LatentLLM App. B.2).
+
+    Args:
+        W_down: ``(D, F)`` weight of the down projection.
+        C: ``(F, F)`` second moment of the INPUT OF THE DOWN PROJECTION (after activation and gate); any positive scale.
+        rank: hidden units to keep, ``1 <= rank <= F``.
+        ridge: ``lam = ridge * mean(diag(C))``, used for the scores and for the solve.
+
+    Returns:
+        :class:`Nystrom`. With ``rank == F`` the units all stay and ``W_down`` comes back unchanged.
+
+    Raises:
+        ValueError: shapes disagree, ``rank`` is out of range, ``C`` is not finite or has no energy.
+        torch.linalg.LinAlgError: a kept block is numerically singular even after damping.
+
+    Cost: O(F^3 + D F^2) time, O(F^2) extra memory. Deterministic.
+    """
+    D, F = W_down.shape
+    check_moment(C, F)
+    if not 1 <= rank <= F:
+        raise ValueError(f"rank must be in [1, {F}], got {rank}")
+    if rank == F:
+        every = torch.arange(F, device=C.device)
+        return Nystrom(every, W_down.clone(), 0.0, 0.0, NystromBounds(0.0, 0.0, 0.0), False)
+    W = W_down.to(C)  # decompose in the precision of the statistics, never in bf16
+    damped = _damp(C, ridge)
+    keep = _scores(damped).topk(rank).indices.sort().values
+    cross = damped.matrix[keep]
+    cross[torch.arange(rank, device=C.device), keep] -= damped.lam  # C[keep], clamped where C was
+    W_kept = torch.cholesky_solve(cross @ W.T, _cholesky(damped.matrix[keep][:, keep], "C_kk + lam I")).T  # (D, R)
+    gap = W.clone()
+    gap[:, keep] -= W_kept
+    error = _energy(gap, damped).clamp_min(0)
+    total = _energy(W, damped)
+    relative = (error / total).sqrt().item() if total > 0 else 0.0
+    return Nystrom(keep, W_kept.to(W_down.dtype), error.item(), relative, _bounds(W, damped, keep), damped.clamped)
+
+
+def _energy(W: Tensor, damped: _Damped) -> Tensor:
+    """``tr W C W^T``."""
+    return ((W @ damped.matrix) * W).sum() - damped.lam * W.square().sum()
+
+
+def _bounds(W: Tensor, damped: _Damped, keep: Tensor) -> NystromBounds:
+    r"""The paper's guarantees, evaluated on the damped moment: damping only raises the left side, so they hold for ``C``.
+
+    Theorem 1 (Eq. 7): :math:`V \le \|W_D\|_2^2\, \|C^{-1}\|_2\, \|C - C_{:,k} C_{kk}^{-1} C_{k,:}\|_F^2`.
+    Proposition 1: :math:`V \le \|W_D\|_2^2 \|C^{-1}\|_2 \frac{\varepsilon^2 F^2}{R^2 (1-\varepsilon)^2}
+    \sum_{i>R} \sigma_i^2(C)`, which needs :math:`\varepsilon = \sum_{i \notin k} s_i < 1`. Real MLPs drop hundreds of
+    units with scores near one, so there the premise fails: the proposition says nothing and is ``None``.
+    """
+    F, R = W.shape[1], keep.numel()
+    dropped = torch.ones(F, dtype=torch.bool, device=W.device)
+    dropped[keep] = False
+    epsilon = _scores(damped)[dropped].sum().item()
+    # The Nystrom residual is zero outside the dropped block, and there it is the Schur complement, whose inverse is the
+    # dropped block of the inverse.
+    inverse = damped.inverse[dropped][:, dropped]
+    residual = torch.cholesky_inverse(_cholesky(inverse, "Schur complement of the kept units"))
+    front = _spectral_norm(W @ W.T) * _spectral_norm(damped.inverse)
+    theorem = front * residual.square().sum().item()
+    if epsilon >= 1:
+        return NystromBounds(theorem, None, epsilon)
+    tail = torch.linalg.eigvalsh(damped.matrix)[: F - R].square().sum().item()
+    return NystromBounds(theorem, front * (epsilon * F / (R * (1 - epsilon))) ** 2 * tail, epsilon)
+
+
+def _spectral_norm(A: Tensor, steps: int = 100) -> float:
+    """Largest eigenvalue of a PSD matrix, by power iteration."""
+    x = torch.ones(len(A), dtype=A.dtype, device=A.device)
+    for _ in range(steps):
+        x = A @ (x / x.norm().clamp_min(torch.finfo(A.dtype).tiny))
+    return x.norm().item()

@@ -1,0 +1,66 @@
+"""Type III: the best rank-R replacement of a pair of projections with nothing between them.
+
+Shape legend: N width between the two projections (head dimension), R kept width.
+
+This module imports torch only: no modules, no hooks, no device policy.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .psd import check_moment, psd_root
+
+__all__ = ["PairedSVD", "paired_svd"]
+
+
+class PairedSVD(NamedTuple):
+    """Result of :func:`paired_svd`; replace ``v`` by ``down @ v`` and what multiplies it, ``X``, by ``X @ up``."""
+
+    down: Tensor  # (R, N)
+    up: Tensor  # (N, R)
+    singular_values: Tensor  # (N,) descending; the squares past R are the error
+    error: float  # E||X v - X up down v||^2 in the units of the moments
+    relative_error: float
+
+
+@torch.no_grad()
+def paired_svd(A: Tensor, B: Tensor, *, rank: int) -> PairedSVD:
+    r"""Best projection pair between a vector ``v`` with moment ``A`` and a matrix ``X`` with Gram ``B``.
+
+    Solves :math:`\min_{U D} \mathbb{E}\|X v - X U D v\|^2` over ``U (N, R)``, ``D (R, N)``, where
+    :math:`A = \mathbb{E}[v v^\top]` and :math:`B = X^\top X`. The minimiser is the truncated SVD of
+    :math:`B^{1/2} A^{1/2}`: with its top right singular vectors ``V_r``, :math:`D = V_r^\top A^{-1/2}` and
+    :math:`U = A^{1/2} V_r`.
+
+    With ``v = W_v x`` and ``X = W_o`` of one head this is MoDeGPT Theorem 3 (Algorithm 3), from ``N x N`` matrices
+    instead of a ``d x d`` root. With ``B`` summed over the query heads that share a value head it is the joint optimum for
+    grouped queries, where the paper's App. B.1 ignores the output projections; that form is ``B = I``. With the queries'
+    moment as ``B`` it is the optimal query-key pair where nothing sits between them (no rotary embedding).
+
+    Args:
+        A: ``(N, N)`` second moment of ``v``.
+        B: ``(N, N)`` Gram of ``X``, same dtype.
+        rank: ``1 <= rank <= N``.
+
+    Raises:
+        ValueError: shapes disagree, ``rank`` out of range, entries not finite.
+
+    Cost: O(N^3). Signs are fixed: the largest entry of each row of ``down`` is positive.
+    """
+    N = A.shape[-1]
+    check_moment(A, N, name="A")
+    check_moment(B, N, name="B")
+    if not 1 <= rank <= N:
+        raise ValueError(f"rank must be in [1, {N}], got {rank}")
+    root_A, root_B = psd_root(A), psd_root(B)
+    _, S, Vh = torch.linalg.svd(root_B.root @ root_A.root)
+    V_r = Vh[:rank]
+    down, up = V_r @ root_A.inverse, root_A.root @ V_r.T
+    sign = down.gather(1, down.abs().argmax(1, keepdim=True)).sign()
+    sign = torch.where(sign == 0, torch.ones_like(sign), sign)
+    energy = S.square()
+    error, total = energy[rank:].sum(), energy.sum()
+    relative = (error / total).sqrt().item() if total > 0 else 0.0
+    return PairedSVD(down * sign, up * sign.T, S, error.item(), relative)

@@ -1,0 +1,68 @@
+"""Roots of second moments that real activations made.
+
+Shape legend: N width of the moment.
+
+Every function here takes a symmetric positive semi-definite matrix that was *summed* from activations. Such a sum is
+only semi-definite up to rounding: a few massive activations put eigenvalues nine orders of magnitude apart, and fp32
+products leave the smallest ones slightly negative. So roots go through ``eigh`` with clamped eigenvalues; Cholesky is
+used only where a ridge has been added.
+
+This module imports torch only: no modules, no hooks, no device policy.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["PSDRoot", "check_moment", "psd_root"]
+
+
+class PSDRoot(NamedTuple):
+    """Result of :func:`psd_root`; all matrices symmetric, dtype of the input."""
+
+    root: Tensor  # (N, N), C^(1/2)
+    inverse: Tensor  # (N, N), Moore-Penrose inverse of ``root``
+    eigenvalues: Tensor  # (N,), ascending, clamped at 0
+    rank: int  # eigenvalues above the cut-off
+
+
+def check_moment(C: Tensor, size: int, *, name: str = "C") -> None:
+    """Raise unless ``C`` is a finite ``(size, size)`` matrix.
+
+    Raises:
+        ValueError: wrong shape, or entries that are NaN or infinite.
+    """
+    if C.shape != (size, size):
+        raise ValueError(f"{name} must be ({size}, {size}), got {tuple(C.shape)}")
+    if not torch.isfinite(C).all():
+        raise ValueError(f"{name} has non-finite entries; were the activations accumulated in fp16?")
+
+
+@torch.no_grad()
+def psd_root(C: Tensor, *, ridge: float = 0.0, cutoff: float | None = None) -> PSDRoot:
+    r"""Symmetric square root of a second moment and its pseudo-inverse.
+
+    Computes :math:`(C + \lambda I)^{1/2}` with :math:`\lambda = \text{ridge} \cdot \operatorname{mean}(\operatorname{diag} C)`
+    from one ``eigh``; eigenvalues below ``cutoff * max`` are treated as zero in the inverse.
+
+    Args:
+        C: ``(N, N)`` symmetric, positive semi-definite up to rounding; fp32 or fp64, any positive scale.
+        ridge: relative damping, ``>= 0``; scaling ``C`` by ``c`` scales the result by ``sqrt(c)`` exactly.
+        cutoff: relative eigenvalue cut-off of the inverse; default ``N * eps`` of the dtype, numpy's rule.
+
+    Raises:
+        ValueError: ``C`` is not square or not finite.
+
+    Cost: O(N^3) time, O(N^2) memory.
+    """
+    N = C.shape[-1]
+    check_moment(C, N)
+    eigenvalues, U = torch.linalg.eigh(C)
+    eigenvalues = eigenvalues.clamp_min(0) + ridge * C.diagonal().mean().clamp_min(0)
+    if cutoff is None:
+        cutoff = N * torch.finfo(C.dtype).eps
+    alive = eigenvalues > cutoff * eigenvalues[-1]
+    sqrt = eigenvalues.sqrt()
+    inverse = torch.where(alive, 1 / sqrt.clamp_min(torch.finfo(C.dtype).tiny), torch.zeros_like(sqrt))
+    return PSDRoot((U * sqrt) @ U.T, (U * inverse) @ U.T, eigenvalues, int(alive.sum()))

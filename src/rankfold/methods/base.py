@@ -1,0 +1,163 @@
+"""What every compression method is to the pipeline.
+
+A method says which ranks a block may take and what they cost (:meth:`Method.units`), which statistics it needs
+(:meth:`Method.statistics`), and turns a block, its moments and its ranks into smaller modules (:meth:`Method.decompose`).
+Allocation, calibration, checkpoints and reports know nothing else about it.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import ClassVar, Literal, NamedTuple
+
+from torch import Tensor
+
+from ..architectures import Architecture, BlockView
+from ..errors import OptionError
+
+__all__ = ["BlockResult", "Method", "Unit", "make_method", "method_class", "method_names", "register_method"]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One rank to be chosen: a module of a block, the ranks it may take, and the weights it then stores."""
+
+    block: int
+    module: str
+    ranks: tuple[int, ...]  # ascending; the last one leaves the module dense
+    sizes: tuple[int, ...]  # weights stored at each rank, ascending
+
+    @property
+    def dense(self) -> int:
+        return self.sizes[-1]
+
+    def size(self, rank: int) -> int:
+        return self.sizes[self.ranks.index(rank)]
+
+
+class BlockResult(NamedTuple):
+    """A compressed block."""
+
+    modules: dict[str, dict]  # path relative to the block -> description (see modules/modeling_rankfold.py)
+    state: dict[str, Tensor]  # tensor name relative to the block -> value, for the replaced modules only
+    reports: dict[str, dict]  # module -> what was measured: relative_error, bounds, ...
+
+
+@dataclass(frozen=True)
+class Method:
+    """Options that all methods share; subclasses add their own.
+
+    Attributes:
+        sparsity: fraction of the weights to remove, in [0, 1).
+        of: the weights ``sparsity`` counts: the linear weights of the decoder ``blocks``, or the whole ``model``.
+        modules: which modules to compress; ``None`` for all that the architecture allows. A mapping gives each its own
+            sparsity, a fraction of that module's weights (MoDeGPT Tables 29, 31); ``sparsity`` is then not used.
+        allocation: ``uniform``; ``influence`` (MoDeGPT Eq. 11); ``influence-modules`` (Eq. 43).
+        epsilon: temperature of the influence allocations; ``None`` for the paper's rule, largest layer sparsity 0.8.
+        multiple: ranks are multiples of this.
+        protect: blocks left dense; negative numbers count from the end.
+    """
+
+    name: ClassVar[str]
+    all_modules: ClassVar[tuple[str, ...]]
+
+    sparsity: float = 0.3
+    of: Literal["blocks", "model"] = "blocks"
+    modules: tuple[str, ...] | Mapping[str, float] | None = None
+    allocation: Literal["uniform", "influence", "influence-modules"] = "uniform"
+    epsilon: float | None = None
+    multiple: int = 8
+    protect: tuple[int, ...] = field(default=())
+
+    def __post_init__(self):
+        for what, value in [("sparsity", self.sparsity), *(dict(self.own_sparsities or {}).items())]:
+            if not 0 <= value < 1:
+                raise OptionError(f"{what} must be in [0, 1), got {value}; 0.3 removes 30 % of the weights")
+        choices = {"of": ("blocks", "model"), "allocation": ("uniform", "influence", "influence-modules")}
+        for key, allowed in choices.items():
+            check_choice(key, getattr(self, key), allowed)
+        for module in self.modules or ():
+            check_choice("module", module, self.all_modules)
+        if self.multiple < 1:
+            raise OptionError(f"multiple must be >= 1, got {self.multiple}")
+        if self.epsilon is not None and self.epsilon <= 0:
+            raise OptionError(f"epsilon must be > 0, got {self.epsilon}")
+
+    @property
+    def own_sparsities(self) -> Mapping[str, float] | None:
+        return self.modules if isinstance(self.modules, Mapping) else None
+
+    def describe(self) -> dict:
+        """All options, for the run record."""
+        options = {f.name: getattr(self, f.name) for f in fields(self)}
+        options["modules"] = dict(self.modules) if self.own_sparsities else options["modules"]
+        return {"method": self.name, **options}
+
+    def supported_modules(self, architecture: Architecture, view: BlockView) -> tuple[str, ...]:
+        """Modules of this architecture that the method can take.
+
+        Raises:
+            UnsupportedModelError: a module was asked for by name that it cannot.
+        """
+        raise NotImplementedError
+
+    def statistics(self, view: BlockView) -> set[str]:
+        """Names of the statistics :meth:`decompose` reads."""
+        raise NotImplementedError
+
+    def units(self, view: BlockView) -> list[Unit]:
+        """The ranks to choose in this block; weights may be on the meta device."""
+        raise NotImplementedError
+
+    def parameter_change(self, view: BlockView, ranks: dict[str, int]) -> tuple[int, int]:
+        """``(change in parameters, bytes of indices added)`` in a block at these ranks, biases included."""
+        raise NotImplementedError
+
+    def decompose(self, view: BlockView, moments, ranks: dict[str, int]) -> BlockResult:
+        """Compress one block to the given ranks (module -> rank)."""
+        raise NotImplementedError
+
+
+def check_choice(what: str, value: str, allowed) -> None:
+    """Raise :class:`OptionError` with a suggestion unless ``value`` is allowed."""
+    if value not in allowed:
+        close = difflib.get_close_matches(str(value), [str(a) for a in allowed], n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise OptionError(f"unknown {what} {value!r}; {hint}available: {', '.join(allowed)}")
+
+
+_METHODS: dict[str, type[Method]] = {}
+
+
+def register_method(cls: type[Method]) -> type[Method]:
+    """Make a method known by its ``name``; used as a decorator, once per method."""
+    if cls.name in _METHODS:
+        raise ValueError(f"method {cls.name!r} is registered twice")
+    _METHODS[cls.name] = cls
+    return cls
+
+
+def method_names() -> tuple[str, ...]:
+    return tuple(sorted(_METHODS))
+
+
+def method_class(name: str) -> type[Method]:
+    """The class of a method.
+
+    Raises:
+        OptionError: unknown method, with a suggestion.
+    """
+    check_choice("method", name, method_names())
+    return _METHODS[name]
+
+
+def make_method(name: str, **options) -> Method:
+    """A method by name.
+
+    Raises:
+        OptionError: unknown method or option, with a suggestion.
+    """
+    cls = method_class(name)
+    for key in options:
+        check_choice(f"{name} option", key, [f.name for f in fields(cls)])
+    return cls(**options)

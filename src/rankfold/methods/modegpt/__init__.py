@@ -1,0 +1,5 @@
+"""MoDeGPT; see :mod:`.method`."""
+
+from .method import MoDeGPT
+
+__all__ = ["MoDeGPT"]

@@ -1,0 +1,109 @@
+"""MoDeGPT (arXiv:2408.09632, ICLR 2025): Nystrom for the MLP, column selection for query-key, SVD for value-output.
+
+Nothing is added to the model: every matrix keeps its place and loses rows or columns.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from ...architectures import BlockView
+from ...errors import UnsupportedModelError
+from ..base import BlockResult, Method, Unit, check_choice, register_method
+from .attention import decompose_attention
+from .mlp import decompose_mlp
+
+__all__ = ["MoDeGPT"]
+
+
+@register_method
+@dataclass(frozen=True)
+class MoDeGPT(Method):
+    """Options of MoDeGPT beside those of every method.
+
+    Attributes:
+        gqa: value-output under grouped queries: ``joint`` is the optimum over the group; ``paper`` ignores the output
+            projections (App. B.1). The same where every query head has its own value head.
+        qk: query-key where no rotary embedding sits between them: ``svd``, the optimum, or ``cr``, the paper's selection.
+            With rotary embedding it is always a selection of pairs.
+        bias_refit: where a projection has a bias, fit the covariance and move the mean into the bias (LatentLLM App. B.2);
+            ``False`` keeps the bias as it is and fits the second moment, as the paper does.
+        ridge: relative damping of the MLP's moment; the paper's lambda is 1 on un-normalised sums.
+    """
+
+    name: ClassVar[str] = "modegpt"
+    all_modules: ClassVar[tuple[str, ...]] = ("mlp", "qk", "vo")
+
+    gqa: Literal["joint", "paper"] = "joint"
+    qk: Literal["svd", "cr"] = "svd"
+    bias_refit: bool = True
+    ridge: float = 1e-4
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_choice("gqa", self.gqa, ("joint", "paper"))
+        check_choice("qk", self.qk, ("svd", "cr"))
+
+    def supported_modules(self, architecture, view: BlockView) -> tuple[str, ...]:
+        reasons = {}
+        if architecture.mlp is None:
+            reasons["mlp"] = "its MLP is a mixture of experts, whose stacked weights are not taken yet"
+        if view.attention.norms:
+            reasons["qk"] = (
+                "it normalises queries and keys over the head dimension, and dropping dimensions would change the norm"
+            )
+        for module in self.modules or ():
+            if module in reasons:
+                allowed = ",".join(m for m in self.all_modules if m not in reasons)
+                raise UnsupportedModelError(
+                    f"{architecture.model_type} cannot take module {module!r}: {reasons[module]}; use --modules {allowed}"
+                )
+        wanted = self.modules if self.modules is not None else self.all_modules
+        return tuple(m for m in self.all_modules if m in wanted and m not in reasons)
+
+    def statistics(self, view: BlockView) -> set[str]:
+        needed = {"mlp": {"mlp_hidden"}, "qk": {"query", "key", "query_key"}, "vo": {"value"}}
+        modules = self.supported_modules(view.architecture, view)
+        return set().union(*(needed[m] for m in modules))
+
+    def units(self, view: BlockView) -> list[Unit]:
+        modules, attention = self.supported_modules(view.architecture, view), view.attention
+        width = attention.output.weight.shape[0]
+        projections = {"qk": attention.heads + attention.kv_heads, "vo": attention.heads + attention.kv_heads}
+        units = []
+        for module in modules:
+            if module == "mlp":
+                step, full = self.multiple, view.mlp.hidden
+                per_rank = width + sum(p.weight.numel() for p in view.mlp.rising().values()) // full
+            else:
+                full, per_rank = attention.head_dim, projections[module] * width
+                step = self.multiple * 2 if module == "qk" and self.multiple % 2 else self.multiple  # whole pairs
+            ranks = (*range(step, full, step), full)
+            units.append(Unit(view.index, module, ranks, tuple(r * per_rank for r in ranks)))
+        return units
+
+    def parameter_change(self, view: BlockView, ranks: dict[str, int]) -> tuple[int, int]:
+        sizes = {u.module: u for u in self.units(view)}
+        change = sum(sizes[m].size(rank) - sizes[m].dense for m, rank in ranks.items())
+        attention, indices = view.attention, 0
+        full = attention.head_dim
+        qk, vo = ranks.get("qk", full), ranks.get("vo", full)
+        q, k, v = attention.qkv()
+        if "mlp" in ranks:
+            lost = view.mlp.hidden - ranks["mlp"]
+            biases = sum(p.bias.numel() for p in view.mlp.rising().values() if p.bias is not None)
+            change -= lost * biases // view.mlp.hidden
+        change -= sum((full - qk) * d.bias.numel() // full for d in (q, k) if d.bias is not None)
+        if v.bias is not None and vo < full:
+            moved = self.bias_refit and attention.output.bias is not None  # into the output bias
+            change -= v.bias.numel() if moved else (full - vo) * v.bias.numel() // full
+        if qk < full and attention.rotary_dim:
+            indices = 4 * attention.kv_heads * qk // 2
+        return change, indices
+
+    def decompose(self, view: BlockView, moments, ranks: dict[str, int]) -> BlockResult:
+        result = BlockResult({}, {}, {})
+        if "mlp" in ranks:
+            decompose_mlp(self, view, moments, ranks["mlp"], result)
+        if ranks.keys() & {"qk", "vo"}:
+            decompose_attention(self, view, moments, ranks, result)
+        return result

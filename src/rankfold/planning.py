@@ -1,0 +1,122 @@
+"""Ranks under the budget, and everything that can be said before a weight changes."""
+
+import time
+
+import torch
+
+from .allocation import allocate, block_weights, kv_numbers_per_token, tensor_bytes, unique_parameters
+from .checkpoint.source import Source
+from .errors import OptionError
+from .methods import Method, Unit
+from .report.plan import ModulePlan, Plan
+
+__all__ = ["allocate_ranks", "build_plan"]
+
+
+def _units(source: Source, method: Method) -> list[Unit]:
+    units = [unit for i in range(len(source)) for unit in method.units(source.meta_block(i))]
+    if not units:
+        raise OptionError("no module is left to compress; see `rankfold models` for what each family allows")
+    return units
+
+
+def _counted(source: Source, method: Method) -> int:
+    if method.of == "model":
+        return unique_parameters(source.model)
+    return sum(block_weights(block) for block in source.blocks)
+
+
+def allocate_ranks(source: Source, method: Method, scores=None) -> tuple[dict[tuple[int, str], int], dict]:
+    """Ranks by (block, module), and facts of the allocation; see :func:`rankfold.allocation.allocate`."""
+    return allocate(_units(source, method), method, _counted(source, method), scores)
+
+
+def build_plan(source: Source, method: Method, ranks, facts: dict, errors: dict, calibration: dict | None) -> Plan:
+    """The plan of an allocation.
+
+    Args:
+        ranks: (block, module) -> rank.  facts: of the allocation.
+        errors: (block, module) -> predicted relative error; may be empty.
+        calibration: description of the calibration tokens, for the estimates of time and memory.
+    """
+    units = _units(source, method)
+    modules = tuple(
+        ModulePlan(
+            block=u.block,
+            module=u.module,
+            rank=ranks[u.block, u.module],
+            of=u.ranks[-1],
+            weights=u.size(ranks[u.block, u.module]),
+            dense_weights=u.dense,
+            relative_error=errors.get((u.block, u.module)),
+        )
+        for u in units
+    )
+    removed = sum(m.dense_weights - m.weights for m in modules)
+    parameters, change = unique_parameters(source.model), _change(source, method, ranks)
+    item = torch.empty((), dtype=source.dtype).element_size()
+    cache = [_cache(source, i, ranks) for i in range(len(source))]
+    return Plan(
+        model=source.name,
+        method=method.describe(),
+        modules=modules,
+        counted_weights=_counted(source, method),
+        removed_weights=removed,
+        parameters=parameters,
+        parameters_after=parameters + change[0],
+        bytes=parameters * item,
+        bytes_after=(parameters + change[0]) * item + change[1],
+        kv_bytes_per_token=sum(before for before, _ in cache) * item,
+        kv_bytes_per_token_after=sum(after for _, after in cache) * item,
+        peak_memory_bytes=_peak_memory(source, method, calibration),
+        seconds=_seconds(source, calibration),
+        facts=facts,
+    )
+
+
+def _change(source: Source, method: Method, ranks) -> tuple[int, int]:
+    """Change in parameters (biases included), and bytes of indices added."""
+    parameters = index_bytes = 0
+    for i in range(len(source)):
+        mine = {module: rank for (block, module), rank in ranks.items() if block == i}
+        more, indices = method.parameter_change(source.meta_block(i), mine)
+        parameters, index_bytes = parameters + more, index_bytes + indices
+    return parameters, index_bytes
+
+
+def _cache(source: Source, index: int, ranks) -> tuple[int, int]:
+    """Numbers cached per token in a block, dense and planned."""
+    attention = source.meta_block(index).attention
+    full = attention.head_dim
+    after = (ranks.get((index, "qk"), full), ranks.get((index, "vo"), full))
+    return 2 * full * attention.kv_heads, kv_numbers_per_token(attention.kv_heads, *after)
+
+
+def _peak_memory(source: Source, method: Method, calibration: dict | None) -> int:
+    """Estimate: what surrounds the blocks, the largest block twice, its moments, the residual stream."""
+    item = torch.empty((), dtype=source.compute_dtype).element_size()
+    largest = max(sum(p.numel() for p in b.parameters()) for b in source.blocks) * item
+    around = (unique_parameters(source.model) - sum(sum(p.numel() for p in b.parameters()) for b in source.blocks)) * item
+    resident = 0 if source.streamed else tensor_bytes(source.model) - around
+    view = source.meta_block(0)
+    width, hidden = view.attention.output.weight.shape[0], view.mlp.hidden if view.mlp else 0
+    moments = sum(8 * (hidden if name == "mlp_hidden" else width) ** 2 for name in method.statistics(view))
+    tokens = calibration["tokens"] if calibration else 0
+    stream = tokens * width * (2 if source.autocast else item)
+    return int(around + resident + 2 * largest + 2.5 * moments + stream)
+
+
+def _seconds(source: Source, calibration: dict | None) -> float | None:
+    """Estimate: three forwards of the blocks' weights at this machine's measured speed of a product."""
+    if calibration is None:
+        return None
+    n, width = 2048, source.meta_block(0).attention.output.weight.shape[0]
+    dtype = source.autocast or source.compute_dtype
+    x, w = (torch.ones(n, width, dtype=dtype, device=source.device), torch.ones(width, width, dtype=dtype, device=source.device))
+    times = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        (x @ w).sum().item()
+        times.append(time.perf_counter() - begin)
+    weights = sum(block_weights(block) for block in source.blocks)
+    return 3 * calibration["tokens"] * weights / (n * width * width / sorted(times)[1])

@@ -1,0 +1,1 @@
+"""What is told about a run: plan, record, model card."""

@@ -1,0 +1,93 @@
+"""The model card written beside the weights."""
+
+import json
+
+__all__ = ["model_card", "reproduce_command"]
+
+_CARD = """---
+library_name: transformers
+base_model: {base}
+tags:
+- rankfold
+- compressed
+- {method}
+---
+
+# {title}
+
+{base}, compressed by [rankfold](https://pypi.org/project/rankfold/) {version} with method `{method}`, without training.
+
+| | dense | compressed | |
+|---|---|---|---|
+| counted weights ({of}) | {counted:,} | {counted_after:,} | {sparsity:.2%} removed |
+| parameters | {parameters:,} | {parameters_after:,} | |
+| bytes of weights | {bytes:,} | {bytes_after:,} | |
+| KV-cache bytes per token | {kv:,} | {kv_after:,} | |
+
+## Use
+
+```python
+import rankfold  # or, where it is not installed: trust_remote_code=True
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{folder}")
+tokenizer = AutoTokenizer.from_pretrained("{folder}")
+```
+
+## How it was made
+
+```
+{command}
+```
+
+Calibration: {calibration}. Options: `{options}`. `rankfold.json` holds, for every module, its rank, the reconstruction
+error that was measured, and the paper's bounds.
+"""
+
+
+def reproduce_command(model: str, folder: str, method: dict, calibration: dict, mode: str, dtype: str) -> str:
+    """The command line that makes this checkpoint."""
+    options = []
+    defaults = {"sparsity": None, "of": "blocks", "allocation": "uniform", "multiple": 8, "epsilon": None}
+    for key, default in defaults.items():
+        if method.get(key) not in (default, None):
+            options.append(f"--{key} {method[key]}")
+    modules = method.get("modules")
+    if isinstance(modules, dict):
+        options.append("--modules " + ",".join(f"{k}={v}" for k, v in modules.items()))
+    elif modules:
+        options.append(f"--modules {','.join(modules)}")
+    if method.get("protect"):
+        options.append("--protect " + ",".join(map(str, method["protect"])))
+    shared = {*defaults, "modules", "protect", "method"}
+    options += [f"--option {k}={v}" for k, v in method.items() if k not in shared and v is not None]
+    options += [f"--calibration {calibration['source']}", f"--samples {calibration['samples']}"]
+    options += [f"--length {calibration['length']}", f"--seed {calibration['seed']}", f"--mode {mode}", f"--dtype {dtype}"]
+    return f"rankfold compress {model} -o {folder} --method {method['method']} " + " ".join(options)
+
+
+def model_card(plan, version: str, folder: str, calibration: dict, command: str) -> str:
+    """README.md of a compressed checkpoint; deterministic, so that a resumed run writes the same bytes."""
+    method = plan.method
+    options = {k: v for k, v in method.items() if v is not None and k != "method"}
+    return _CARD.format(
+        base=plan.model,
+        title=folder,
+        folder=folder,
+        version=version,
+        method=method["method"],
+        of="linear weights of the blocks" if method["of"] == "blocks" else "whole model",
+        counted=plan.counted_weights,
+        counted_after=plan.counted_weights - plan.removed_weights,
+        sparsity=plan.sparsity,
+        parameters=plan.parameters,
+        parameters_after=plan.parameters_after,
+        bytes=plan.bytes,
+        bytes_after=plan.bytes_after,
+        kv=plan.kv_bytes_per_token,
+        kv_after=plan.kv_bytes_per_token_after,
+        calibration=f"{calibration['samples']} x {calibration['length']} tokens of `{calibration['source']}` "
+        f"(seed {calibration['seed']}, sha256 {calibration['sha256']})",
+        command=command,
+        options=json.dumps(options),
+    )

@@ -1,0 +1,94 @@
+"""The plan: what will be done to every module, before any weight changes."""
+
+from dataclasses import asdict, dataclass, field
+
+from rich.table import Table
+
+__all__ = ["ModulePlan", "Plan"]
+
+
+@dataclass(frozen=True)
+class ModulePlan:
+    """One module of one block."""
+
+    block: int
+    module: str
+    rank: int
+    of: int  # rank when dense
+    weights: int
+    dense_weights: int
+    relative_error: float | None  # predicted from dense moments; None without moments
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Ranks of all modules and what follows from them."""
+
+    model: str
+    method: dict
+    modules: tuple[ModulePlan, ...]
+    counted_weights: int  # what the sparsity is a fraction of
+    removed_weights: int
+    parameters: int  # of the whole model, before; tied matrices once
+    parameters_after: int
+    bytes: int
+    bytes_after: int
+    kv_bytes_per_token: int
+    kv_bytes_per_token_after: int
+    peak_memory_bytes: int  # estimate
+    seconds: float | None  # estimate
+    facts: dict = field(default_factory=dict)  # of the allocation: epsilon, scores
+
+    @property
+    def sparsity(self) -> float:
+        """Reached, of the counted weights."""
+        return self.removed_weights / self.counted_weights
+
+    def ranks(self, block: int) -> dict[str, int]:
+        return {m.module: m.rank for m in self.modules if m.block == block}
+
+    def to_dict(self) -> dict:
+        value = asdict(self)
+        value["sparsity"] = self.sparsity
+        value["modules"] = [asdict(m) for m in self.modules]
+        return value
+
+    def table(self) -> Table:
+        """One row per block: rank of each module, with its predicted relative error."""
+        names = list(dict.fromkeys(m.module for m in self.modules))
+        of = {name: max(m.of for m in self.modules if m.module == name) for name in names}
+        table = Table(title=f"{self.model}: {self.method['method']}, sparsity {self.sparsity:.4f}", title_justify="left")
+        table.add_column("block", justify="right")
+        for name in names:
+            table.add_column(f"{name} (of {of[name]})", justify="right")
+            table.add_column("error", justify="right")
+        table.add_column("weights", justify="right")
+        for block in sorted({m.block for m in self.modules}):
+            mine = {m.module: m for m in self.modules if m.block == block}
+            cells = []
+            for name in names:
+                m = mine.get(name)
+                error = "" if m is None or m.relative_error is None else f"{m.relative_error:.3f}"
+                cells += ["-" if m is None else str(m.rank), error]
+            table.add_row(str(block), *cells, f"{sum(m.weights for m in mine.values()):,}")
+        return table
+
+    def summary(self) -> Table:
+        """Totals before and after."""
+        table = Table(show_header=True)
+        for name in ("", "before", "after", "change"):
+            table.add_column(name, justify="right" if name else "left")
+
+        def row(label, before, after, unit=1, form=",.0f"):
+            change = f"{(after - before) / before:+.1%}" if before else ""
+            table.add_row(label, f"{before / unit:{form}}", f"{after / unit:{form}}", change)
+
+        row("counted weights", self.counted_weights, self.counted_weights - self.removed_weights)
+        row("parameters", self.parameters, self.parameters_after)
+        row("MiB of weights", self.bytes, self.bytes_after, 2**20, ",.1f")
+        row("KV-cache bytes per token", self.kv_bytes_per_token, self.kv_bytes_per_token_after)
+        table.add_section()
+        table.add_row("peak memory (estimate)", "", f"{self.peak_memory_bytes / 2**30:.2f} GiB", "")
+        if self.seconds is not None:
+            table.add_row("time (estimate)", "", f"{self.seconds:.0f} s", "")
+        return table

@@ -1,0 +1,45 @@
+"""The run record: one JSON with everything a number depends on."""
+
+import os
+import platform
+import resource
+import sys
+from importlib import metadata
+
+import torch
+
+from ..version import __version__
+
+__all__ = ["environment", "peak_memory_bytes", "versions"]
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the numbers depend on."""
+    packages = ("torch", "transformers", "safetensors")
+    return {"rankfold": __version__, "python": platform.python_version()} | {p: metadata.version(p) for p in packages}
+
+
+def peak_memory_bytes() -> int:
+    """Largest resident set of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def environment(device: torch.device) -> dict:
+    """Hardware, without names of the machine."""
+    return {
+        "device": device.type,
+        "accelerator": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "cpu": _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "cpus": os.cpu_count(),
+        "system": platform.system(),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as handle:
+            return next(line.split(":", 1)[1].strip() for line in handle if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
