@@ -1,0 +1,250 @@
+"""What must hold for MoDeGPT on every family; a new family adds one line to `families.CONFIGS`."""
+
+import pytest
+import torch
+from families import CONFIGS, some_ids, tiny_model
+
+import rankfold
+from rankfold import MoDeGPT, pipeline
+from rankfold.calibration.runner import advance, start
+from rankfold.calibration.tokens import Tokens
+from rankfold.errors import UnsupportedModelError
+from rankfold.modules import CompressedAttention
+
+ALL = sorted(CONFIGS)
+NORMED = {"qwen3", "gemma3", "qwen3_moe"}
+EXPERTS = {"mixtral", "qwen3_moe"}
+
+
+@pytest.fixture(scope="module", params=ALL)
+def family(request):
+    return request.param
+
+
+def opened(family: str):
+    source = rankfold.open_model(tiny_model(family), device="cpu")
+    source.autocast = None
+    return source
+
+
+def tokens(rows: int = 16) -> Tokens:
+    return Tokens(some_ids(rows, 32, seed=1), "random", "random", 0)
+
+
+def method_for(family: str, **options) -> MoDeGPT:
+    """Experts hold most of the weights and stay dense, so less can be asked of the attention around them."""
+    sparsity = 0.1 if family in EXPERTS else 0.3
+    return MoDeGPT(**{"sparsity": sparsity, "multiple": 2} | options)
+
+
+def compressed(family: str, **options):
+    source = opened(family)
+    return source, rankfold.compress(source, method_for(family, **options), tokens())
+
+
+@torch.no_grad()
+def logits(model, ids=None):
+    return model(some_ids() if ids is None else ids).logits
+
+
+def test_blocks_run_one_by_one_as_the_model_runs_them(family):
+    source = opened(family)
+    ids = some_ids(4)
+    stream = start(source, ids, autocast=None)
+    for index in range(len(source)):
+        advance(source.block(index), stream)
+    hidden = source.model(ids, output_hidden_states=True).hidden_states  # the last one is after the final norm
+    before_last = start(source, ids, autocast=None)
+    for index in range(len(source) - 1):
+        advance(source.block(index), before_last)
+    torch.testing.assert_close(torch.cat(before_last.hidden), hidden[-2], rtol=1e-4, atol=1e-5)
+
+
+def test_sparsity_zero_leaves_the_logits_unchanged(family):
+    source, model = compressed(family, sparsity=0.0)
+    torch.testing.assert_close(logits(model), logits(source.model))
+
+
+def test_replacing_attention_at_full_rank_leaves_the_logits_unchanged(family):
+    """Forces the compressed attention module at full width: the runtime alone must be exact."""
+    source = opened(family)
+    view = source.block(0)
+    from rankfold.methods.base import BlockResult
+    from rankfold.methods.modegpt.attention import put_attention
+
+    attention, full = view.attention, view.attention.head_dim
+    result = BlockResult({}, {}, {})
+    q, k, v = attention.qkv()
+    put_attention(result, attention, {"q": q, "k": k, "v": v, "o": attention.output}, full, full, None)
+    pipeline.replace(view, result, source)
+    assert any(isinstance(m, CompressedAttention) for m in view.module.modules())
+    stream = start(source, some_ids(), autocast=None)
+    reference = start(source, some_ids(), autocast=None)
+    advance(view, stream)
+    advance(source.block(0), reference)
+    torch.testing.assert_close(stream.hidden[0], reference.hidden[0], rtol=1e-5, atol=1e-5)
+
+
+def test_tensors_really_shrink_and_planned_equals_actual(family):
+    source, model = compressed(family)
+    dense = sum(p.numel() for p in source.model.parameters())
+    plan = rankfold.plan(source, method_for(family))
+    assert sum(p.numel() for p in model.parameters()) == plan.parameters_after < dense
+    assert plan.sparsity >= method_for(family).sparsity
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            assert (parameter.abs().sum(1) > 0).all(), "a row is all zeros: masked, not removed"
+
+
+def test_saved_and_loaded_logits_are_identical(family, tmp_path):
+    source, model = compressed(family)
+    rankfold.save(model, tmp_path / "small")
+    again = rankfold.load(tmp_path / "small", device="cpu")
+    assert torch.equal(logits(again), logits(model))
+    again.save_pretrained(tmp_path / "twice")
+    assert torch.equal(logits(rankfold.load(tmp_path / "twice", device="cpu")), logits(model))
+
+
+def test_folder_and_memory_give_the_same_model(family, tmp_path):
+    source, model = compressed(family)
+    folder = rankfold.compress(source, method_for(family), tokens(), tmp_path / "out")
+    assert torch.equal(logits(rankfold.load(folder, device="cpu")), logits(model))
+
+
+def test_generation_with_cache_equals_without(family):
+    _, model = compressed(family)
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    ids = some_ids()
+    cached = model.generate(ids, attention_mask=torch.ones_like(ids), use_cache=True, **options)
+    plain = model.generate(ids, attention_mask=torch.ones_like(ids), use_cache=False, **options)
+    assert torch.equal(cached, plain)
+
+
+def test_padding_on_the_left_changes_nothing(family):
+    _, model = compressed(family)
+    if family in EXPERTS:
+        pytest.skip("experts route pad tokens too; the dense model itself differs in the last digits")
+    ids = some_ids(1, 12)
+    padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), ids], 1)
+    mask = torch.cat([torch.zeros(1, 5, dtype=torch.long), torch.ones_like(ids)], 1)
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    alone = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    batched = model.generate(padded, attention_mask=mask, **options)
+    assert torch.equal(alone[:, 12:], batched[:, 17:])
+
+
+def test_eager_and_sdpa_attention_agree(family):
+    source, model = compressed(family)
+    if not type(source.model)._supports_sdpa:
+        pytest.skip("the family itself runs eager attention only")
+    if family == "falcon-alibi":
+        pytest.skip("transformers' own eager Falcon adds ALiBi twice")
+    sdpa = logits(model)
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(logits(model), sdpa, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_runs(family, dtype, tmp_path):
+    _, model = compressed(family)
+    reference = logits(model)
+    low = model.to(dtype)
+    assert torch.isfinite(logits(low)).all()
+    assert (logits(low).float() - reference).abs().max() < 0.15 * reference.abs().max()
+
+
+def test_one_pass_from_saved_moments_equals_one_pass_at_once(family, tmp_path):
+    source = opened(family)
+    method = method_for(family)
+    moments = rankfold.calibrate(source, tokens(), tmp_path / "moments")
+    a = rankfold.compress(source, method, moments=rankfold.MomentStore.open(tmp_path / "moments"))
+    b = rankfold.compress(source, method, moments=moments)
+    assert torch.equal(logits(a), logits(b))
+    c = rankfold.compress(source, method, tokens(), mode="one-pass")
+    torch.testing.assert_close(logits(a), logits(c), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("allocation", ["influence", "influence-modules"])
+def test_influence_allocations_meet_the_budget(family, allocation):
+    source = opened(family)
+    method = method_for(family, allocation=allocation)
+    plan = rankfold.plan(source, method, rankfold.calibrate(source, tokens()))
+    step = max(m.dense_weights // m.of * 2 for m in plan.modules)
+    assert method.sparsity * plan.counted_weights <= plan.removed_weights < method.sparsity * plan.counted_weights + step
+    assert all(m.relative_error is not None for m in plan.modules)
+
+
+def test_same_seed_same_bits(family):
+    a, b = compressed(family)[1], compressed(family)[1]
+    assert torch.equal(logits(a), logits(b))
+
+
+def test_compiled_forward_agrees():
+    _, model = compressed("llama")
+    expected = logits(model)
+    torch.testing.assert_close(logits(torch.compile(model, backend="eager", fullgraph=True)), expected)
+
+
+@pytest.mark.parametrize("family", sorted(NORMED))
+def test_query_key_norms_keep_the_pair_dense_and_say_so(family):
+    _, model = compressed(family)
+    attention = next(m for m in model.modules() if isinstance(m, CompressedAttention))
+    assert attention.qk_dim == 8 and attention.q_norm is not None
+    with pytest.raises(UnsupportedModelError, match="cannot take module 'qk'.*norm"):
+        compressed(family, modules=("qk",))
+
+
+@pytest.mark.parametrize("family", sorted(EXPERTS))
+def test_experts_are_refused_for_the_mlp(family):
+    with pytest.raises(UnsupportedModelError, match="cannot take module 'mlp'.*mixture of experts"):
+        compressed(family, modules=("mlp",))
+
+
+def test_the_cache_shrinks():
+    source, model = compressed("llama", modules={"qk": 0.5, "vo": 0.5})
+    with torch.no_grad():
+        small, large = model(some_ids()).past_key_values, source.model(some_ids()).past_key_values
+    numbers = [sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers) for cache in (small, large)]
+    assert numbers[0] == numbers[1] // 2
+
+
+def test_sliced_equals_zeroed():
+    """Rotary pairs, kept scale, biases: dropping dimensions equals zeroing them in the dense model."""
+    source = opened("qwen2")
+    method = MoDeGPT(modules={"qk": 0.5}, multiple=2)
+    model = rankfold.compress(source, method, tokens(), mode="one-pass")
+    zeroed = tiny_model("qwen2")
+    for index, block in enumerate(zeroed.model.layers):
+        attention, small = block.self_attn, model.model.layers[index].self_attn
+        head_dim, half = attention.head_dim, attention.head_dim // 2
+        groups = attention.num_key_value_groups
+        for k, pairs in enumerate(small.rotary_pairs.long()):
+            dropped = torch.ones(head_dim, dtype=torch.bool)
+            dropped[pairs], dropped[pairs + half] = False, False
+            rows = dropped.nonzero()[:, 0]
+            attention.k_proj.weight.data[rows + k * head_dim] = 0
+            attention.k_proj.bias.data[rows + k * head_dim] = 0
+            for g in range(groups):
+                attention.q_proj.weight.data[rows + (k * groups + g) * head_dim] = 0
+    torch.testing.assert_close(logits(model), logits(zeroed), rtol=1e-4, atol=1e-5)
+
+
+def test_grouped_queries_equal_the_expanded_multi_head_model_at_full_information():
+    """A GQA model and the MHA model with repeated key/value heads are one function; at ranks where both are exact they
+    stay so."""
+    import transformers as t
+    from families import GQA
+
+    grouped = tiny_model("llama")
+    expanded = t.LlamaForCausalLM(t.LlamaConfig(**{**GQA, "num_key_value_heads": 4})).eval()
+    state = grouped.state_dict()
+    for name in list(state):
+        if "k_proj" in name or "v_proj" in name:
+            state[name] = state[name].view(2, 8, -1).repeat_interleave(2, 0).flatten(0, 1)
+    expanded.load_state_dict(state)
+    results = []
+    for model in (grouped, expanded):
+        source = rankfold.open_model(model, device="cpu")
+        source.autocast = None
+        results.append(rankfold.compress(source, MoDeGPT(modules={"mlp": 0.3}, multiple=2), tokens()))
+    torch.testing.assert_close(logits(results[0]), logits(results[1]), rtol=1e-4, atol=1e-5)

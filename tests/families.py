@@ -1,0 +1,78 @@
+"""Tiny random models of every family; one line each. Offline, seconds."""
+
+import torch
+import transformers as t
+from torch import nn
+
+SHAPE = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+}
+GQA = {**SHAPE, "num_key_value_heads": 2}
+IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+CONFIGS = {
+    "llama": lambda: t.LlamaConfig(**GQA),
+    "llama-mha-tied": lambda: t.LlamaConfig(**SHAPE, tie_word_embeddings=True),
+    "llama-bias": lambda: t.LlamaConfig(**GQA, attention_bias=True, mlp_bias=True),
+    "mistral": lambda: t.MistralConfig(**GQA, sliding_window=8, head_dim=8),
+    "qwen2": lambda: t.Qwen2Config(**GQA),
+    "qwen3": lambda: t.Qwen3Config(**GQA, head_dim=8),
+    "gemma2": lambda: t.Gemma2Config(**GQA, head_dim=8, sliding_window=8, **IDS),
+    "gemma3": lambda: t.Gemma3TextConfig(**{**GQA, "num_key_value_heads": 1}, head_dim=8, sliding_window=8, **IDS),
+    "phi": lambda: t.PhiConfig(**SHAPE, partial_rotary_factor=0.5),
+    "phi3": lambda: t.Phi3Config(**GQA, **IDS),
+    "opt": lambda: t.OPTConfig(
+        hidden_size=32,
+        ffn_dim=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        vocab_size=96,
+        max_position_embeddings=64,
+        word_embed_proj_dim=32,
+        dropout=0.0,
+    ),
+    "gpt2": lambda: t.GPT2Config(n_embd=32, n_layer=3, n_head=4, n_inner=48, vocab_size=96, n_positions=64),
+    "gpt_neox": lambda: t.GPTNeoXConfig(**SHAPE, rotary_pct=0.5),
+    "gpt_neox-sequential": lambda: t.GPTNeoXConfig(**SHAPE, use_parallel_residual=False),
+    "falcon-mqa": lambda: t.FalconConfig(**_falcon(), multi_query=True),
+    "falcon-gqa": lambda: t.FalconConfig(**_falcon(), new_decoder_architecture=True, num_kv_heads=2),
+    "falcon-alibi": lambda: t.FalconConfig(**_falcon(), alibi=True, multi_query=False, parallel_attn=False, bias=True),
+    "bloom": lambda: t.BloomConfig(hidden_size=32, n_layer=3, n_head=4, vocab_size=96),
+    "mixtral": lambda: t.MixtralConfig(**GQA, num_local_experts=2),
+    "qwen3_moe": lambda: t.Qwen3MoeConfig(**GQA, num_experts=2, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8),
+}
+
+
+def _falcon() -> dict:
+    return {
+        "hidden_size": 32,
+        "ffn_hidden_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "vocab_size": 96,
+        "max_position_embeddings": 64,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+
+
+def tiny_model(family: str, seed: int = 0) -> nn.Module:
+    """A random model; weights and biases large enough that every path matters."""
+    torch.manual_seed(seed)
+    model = t.AutoModelForCausalLM.from_config(CONFIGS[family]())
+    for name, parameter in model.named_parameters():
+        if parameter.dim() >= 2:
+            nn.init.normal_(parameter, std=0.15)
+        elif name.endswith("bias"):
+            nn.init.normal_(parameter, std=0.1)
+    model.tie_weights()
+    return model.eval()
+
+
+def some_ids(rows: int = 2, length: int = 24, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 96, (rows, length), generator=torch.Generator().manual_seed(seed))
