@@ -22,12 +22,13 @@ from .checkpoint.source import Source, open_model
 from .errors import RankfoldError
 from .evaluation.perplexity import perplexity
 from .evaluation.text import evaluate_text
-from .methods import MoDeGPT, make_method, method_names
+from .methods import LatentLLM, MoDeGPT, make_method, method_names
 from .pipeline import calibrate, compress, plan
 from .report.plan import Plan
 from .version import __version__
 
 __all__ = [
+    "LatentLLM",
     "MoDeGPT",
     "MomentStore",
     "Plan",

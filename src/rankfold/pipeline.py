@@ -226,7 +226,7 @@ def _start(source: Source, tokens: Tokens):
 
 def _available(source: Source, statistics: set[str]) -> set[str]:
     """Without the statistics of an MLP that the architecture does not show."""
-    hidden = {"mlp_input", "mlp_hidden"} if source.architecture.mlp is None else set()
+    hidden = {"mlp_input", "mlp_hidden", "mlp_samples"} if source.architecture.mlp is None else set()
     return statistics - hidden
 
 

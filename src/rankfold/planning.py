@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from .allocation import allocate, block_weights, kv_numbers_per_token, tensor_bytes, unique_parameters
+from .allocation import allocate, block_weights, tensor_bytes, unique_parameters
 from .checkpoint.source import Source
 from .errors import OptionError
 from .methods import Method, Unit
@@ -55,7 +55,7 @@ def build_plan(source: Source, method: Method, ranks, facts: dict, errors: dict,
     removed = sum(m.dense_weights - m.weights for m in modules)
     parameters, change = unique_parameters(source.model), _change(source, method, ranks)
     item = torch.empty((), dtype=source.dtype).element_size()
-    cache = [_cache(source, i, ranks) for i in range(len(source))]
+    cache = [_cache(source, method, i, ranks) for i in range(len(source))]
     return Plan(
         model=source.name,
         method=method.describe(),
@@ -84,12 +84,11 @@ def _change(source: Source, method: Method, ranks) -> tuple[int, int]:
     return parameters, index_bytes
 
 
-def _cache(source: Source, index: int, ranks) -> tuple[int, int]:
+def _cache(source: Source, method: Method, index: int, ranks) -> tuple[int, int]:
     """Numbers cached per token in a block, dense and planned."""
-    attention = source.meta_block(index).attention
-    full = attention.head_dim
-    after = (ranks.get((index, "qk"), full), ranks.get((index, "vo"), full))
-    return 2 * full * attention.kv_heads, kv_numbers_per_token(attention.kv_heads, *after)
+    view = source.meta_block(index)
+    mine = {module: rank for (block, module), rank in ranks.items() if block == index}
+    return 2 * view.attention.head_dim * view.attention.kv_heads, method.cached_numbers(view, mine)
 
 
 def _peak_memory(source: Source, method: Method, calibration: dict | None) -> int:
@@ -100,7 +99,7 @@ def _peak_memory(source: Source, method: Method, calibration: dict | None) -> in
     resident = 0 if source.streamed else tensor_bytes(source.model) - around
     view = source.meta_block(0)
     width, hidden = view.attention.output.weight.shape[0], view.mlp.hidden if view.mlp else 0
-    moments = sum(8 * (hidden if name == "mlp_hidden" else width) ** 2 for name in method.statistics(view))
+    moments = sum(8 * (hidden if name == "mlp_hidden" else width) ** 2 for name in method.statistics(view) - {"mlp_samples"})
     tokens = calibration["tokens"] if calibration else 0
     stream = tokens * width * (2 if source.autocast else item)
     return int(around + resident + 2 * largest + 2.5 * moments + stream)

@@ -1,6 +1,6 @@
 """How many ranks each module keeps: counts, importance scores, exact integer allocation."""
 
-from .counting import block_weights, kv_numbers_per_token, tensor_bytes, unique_parameters
+from .counting import block_weights, tensor_bytes, unique_parameters
 from .influence import capped_sparsities, epsilon_for, softmax_sparsities
 from .ranks import allocate, removable
 
@@ -9,7 +9,6 @@ __all__ = [
     "block_weights",
     "capped_sparsities",
     "epsilon_for",
-    "kv_numbers_per_token",
     "removable",
     "softmax_sparsities",
     "tensor_bytes",

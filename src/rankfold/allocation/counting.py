@@ -5,7 +5,7 @@ All counts of a dense model can be made on the meta device.
 
 from torch import nn
 
-__all__ = ["block_weights", "kv_numbers_per_token", "tensor_bytes", "unique_parameters"]
+__all__ = ["block_weights", "tensor_bytes", "unique_parameters"]
 
 
 def block_weights(block: nn.Module) -> int:
@@ -21,8 +21,3 @@ def unique_parameters(model: nn.Module) -> int:
 def tensor_bytes(module: nn.Module) -> int:
     """Bytes of a module's parameters and persistent buffers."""
     return sum(t.numel() * t.element_size() for t in module.state_dict().values())
-
-
-def kv_numbers_per_token(kv_heads: int, qk_dim: int, vo_dim: int) -> int:
-    """Numbers the cache of one block holds per token: a key and a value for each key/value head."""
-    return kv_heads * (qk_dim + vo_dim)

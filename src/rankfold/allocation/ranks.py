@@ -104,33 +104,65 @@ def _shares(units) -> torch.Tensor:
 def _round(units, phi: list[float], budget: int) -> dict[tuple[int, str], int]:
     """Integer ranks that store at most ``budget`` weights, and less than one smallest step fewer.
 
-    Along the blocks, per module, each unit takes the largest rank that its own share plus what its predecessors left
-    over can pay for (error diffusion), so that every module keeps its average; what is left at the end goes, step by
-    step, to the units that are furthest below their share.
+    Modules with coarse steps (a head of 64 in multiples of 8) are rounded to the NEAREST rank in every block; the module
+    with the finest steps (the MLP) absorbs the difference. Rounding down everywhere and handing out the rest would leave
+    some blocks a whole coarse step below others for no reason. Where the finest module cannot absorb it, all modules
+    diffuse their remainders.
     """
-    level: dict[int, int] = {}
+    wanted = [(1 - share) * unit.dense for share, unit in zip(phi, units, strict=True)]
+    finest = min({u.module for u in units}, key=lambda m: max(_step(u) for u in units if u.module == m))
+    level = [_nearest(u.sizes, size) for u, size in zip(units, wanted, strict=True)]
+    fine = [i for i, u in enumerate(units) if u.module == finest]
+    rest = budget - sum(u.sizes[level[i]] for i, u in enumerate(units) if u.module != finest)
+    if sum(units[i].sizes[0] for i in fine) <= rest <= sum(units[i].dense for i in fine):
+        scale = rest / max(sum(wanted[i] for i in fine), 1e-9)
+        for i in fine:
+            wanted[i] *= scale
+    else:
+        fine = list(range(len(units)))
+    _diffuse(units, wanted, level, fine)
+    _spend(units, wanted, level, fine, budget)
+    return {(u.block, u.module): u.ranks[level[i]] for i, u in enumerate(units)}
+
+
+def _step(unit) -> int:
+    return max((b - a for a, b in zip(unit.sizes, unit.sizes[1:], strict=False)), default=0)
+
+
+def _nearest(sizes, wanted: float) -> int:
+    return min(range(len(sizes)), key=lambda n: (abs(sizes[n] - wanted), n))
+
+
+def _diffuse(units, wanted: list[float], level: list[int], which: list[int]) -> None:
+    """Along the blocks, per module, each unit takes the largest rank that its own share plus what its predecessors left
+    over can pay for, so that every module keeps its average."""
     carry: dict[str, float] = {}
-    for i, unit in sorted(enumerate(units), key=lambda pair: pair[1].block):
-        wanted = (1 - phi[i]) * unit.dense + carry.get(unit.module, 0.0)
-        level[i] = max([n for n, size in enumerate(unit.sizes) if size <= wanted + 1e-6], default=0)
-        carry[unit.module] = wanted - unit.sizes[level[i]]
+    for i in sorted(which, key=lambda i: units[i].block):
+        share = wanted[i] + carry.get(units[i].module, 0.0)
+        level[i] = max((n for n, size in enumerate(units[i].sizes) if size <= share + 1e-6), default=0)
+        carry[units[i].module] = share - units[i].sizes[level[i]]
+
+
+def _spend(units, wanted: list[float], level: list[int], which: list[int], budget: int) -> None:
+    """Step ranks down until the budget holds, then up while a step still fits, furthest from their share first."""
+
+    def over(i: int) -> float:
+        return (units[i].sizes[level[i]] - wanted[i]) / units[i].dense
+
     spent = sum(u.sizes[level[i]] for i, u in enumerate(units))
-    for i in _most_over(units, phi, level):  # units at their smallest rank may have overspent
-        while spent > budget and level[i] > 0:
-            spent -= units[i].sizes[level[i]] - units[i].sizes[level[i] - 1]
-            level[i] -= 1
+    while spent > budget:
+        i = max((i for i in which if level[i] > 0), key=lambda i: (over(i), units[i].block))
+        spent -= units[i].sizes[level[i]] - units[i].sizes[level[i] - 1]
+        level[i] -= 1
     while True:
-        affordable = [
-            i
-            for i, u in enumerate(units)
-            if level[i] + 1 < len(u.sizes) and u.sizes[level[i] + 1] - u.sizes[level[i]] <= budget - spent
-        ]
-        if not affordable:
-            return {(u.block, u.module): u.ranks[level[i]] for i, u in enumerate(units)}
-        i = min(affordable, key=lambda i: (units[i].sizes[level[i]] / units[i].dense - (1 - phi[i]), units[i].block))
-        spent += units[i].sizes[level[i] + 1] - units[i].sizes[level[i]]
+        room = budget - spent
+        fits = [i for i in which if level[i] + 1 < len(units[i].sizes) and _up(units[i], level[i]) <= room]
+        if not fits:
+            return
+        i = min(fits, key=lambda i: (over(i), units[i].block))
+        spent += _up(units[i], level[i])
         level[i] += 1
 
 
-def _most_over(units, phi: list[float], level: dict[int, int]) -> list[int]:
-    return sorted(range(len(units)), key=lambda i: 1 - phi[i] - units[i].sizes[level[i]] / units[i].dense)
+def _up(unit, level: int) -> int:
+    return unit.sizes[level + 1] - unit.sizes[level]

@@ -143,6 +143,7 @@ class BlockView:
     index: int
     module: nn.Module
     config: object  # the text config
+    inv_freq: Tensor | None = None  # (rotary_dim / 2,) angle per position of each rotary pair; None without
 
     @property
     def path(self) -> str:

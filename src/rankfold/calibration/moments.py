@@ -27,6 +27,7 @@ class Moment:
     total: Tensor | None  # (..., N) sum of x
     absolute: Tensor | None  # (..., N) sum of |x|; only where a diagonal l1 pre-conditioner may want it
     second: Tensor | None  # (..., N, N) sum of x x^T
+    rows: Tensor | None = None  # (n, N) observations themselves, where a method iterates on them
 
     @property
     def mean(self) -> Tensor:
@@ -58,6 +59,7 @@ class Moment:
             add(self.total, other.total),
             add(self.absolute, other.absolute),
             add(self.second, other.second),
+            None if self.rows is None else torch.cat([self.rows, other.rows]),
         )
 
 
@@ -118,6 +120,23 @@ class VectorMoment:
         return Moment(self.count, self.total, self.absolute, self.second.triu() + self.second.triu(1).T)
 
 
+class Samples:
+    """Keeps every ``stride``-th row."""
+
+    def __init__(self, stride: int):
+        self.stride, self.seen, self.rows = stride, 0, []
+
+    def add(self, x: Tensor) -> None:
+        """Look at ``x`` ``(..., N)``."""
+        x = x.detach().flatten(0, -2)
+        self.rows.append(x[-self.seen % self.stride :: self.stride].float())
+        self.seen += len(x)
+
+    def finish(self) -> Moment:
+        rows = torch.cat(self.rows)
+        return Moment(len(rows), None, None, None, rows)
+
+
 class HeadMoment:
     """Accumulates one :class:`Moment` per head."""
 
@@ -146,7 +165,7 @@ def head_grams(x: Tensor) -> Tensor:
 def check_finite(moments: BlockMoments, block: str) -> None:
     """Raise :class:`NumericsError` naming the block and the statistic that is not finite."""
     for name, moment in moments.items():
-        for tensor in (moment.total, moment.second):
+        for tensor in (moment.total, moment.second, moment.rows):
             if tensor is not None and not torch.isfinite(tensor).all():
                 raise NumericsError(
                     f"activations of {block} ({name}) are NaN or infinite; try --dtype float32, or check the checkpoint"

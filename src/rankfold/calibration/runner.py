@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..architectures import BlockView
 from ..errors import NumericsError
-from .moments import BlockMoments, HeadMoment, Moment, VectorMoment, check_finite, head_grams
+from .moments import BlockMoments, HeadMoment, Moment, Samples, VectorMoment, check_finite, head_grams
 
 __all__ = ["STATISTICS", "Stream", "advance", "measure", "start"]
 
@@ -23,6 +23,7 @@ STATISTICS = {
     "attention_input": "input of q, k and v",
     "attention_output": "input of the output projection",
     "mlp_input": "input of up and gate",
+    "mlp_samples": "rows of the input of up, for methods that iterate on activations",
     "mlp_hidden": "input of the down projection",
     "query": "rotated queries, per head",
     "key": "rotated keys, per key head",
@@ -31,6 +32,7 @@ STATISTICS = {
     "influence": "1 - cosine between input and output of the block, of its attention and of its MLP",
 }
 BATCH_TOKENS = 8192
+SAMPLE_ROWS = 4096  # kept of `mlp_samples`, spread evenly over all tokens
 
 
 @dataclass
@@ -124,7 +126,7 @@ def measure(view: BlockView, stream: Stream, statistics: set[str], *, step: bool
     Raises:
         NumericsError: an activation is NaN or infinite.
     """
-    probes = _Probes(view, statistics)
+    probes = _Probes(view, statistics, sum(h.shape[0] * h.shape[1] for h in stream.hidden))
     with probes.attached():
         for i, kwargs, output in _forward(view, stream, view.module, probes):
             probes.after(stream.hidden[i], kwargs, output)
@@ -149,10 +151,10 @@ def _forward(view, stream, module, probes=None) -> Iterator[tuple[int, dict, Ten
 class _Probes:
     """Hooks on one block that add what they see to the wanted moments."""
 
-    def __init__(self, view: BlockView, statistics: set[str]):
-        self.view, self.statistics = view, statistics
+    def __init__(self, view: BlockView, statistics: set[str], tokens: int):
+        self.view, self.statistics, self.tokens = view, statistics, tokens
         self.attention = view.attention
-        self.moments: dict[str, VectorMoment | HeadMoment] = {}
+        self.moments: dict[str, VectorMoment | HeadMoment | Samples] = {}
         self.projected: list[Tensor] = []  # outputs of the q/k/v projections of the current batch
         self.seen: dict[str, Tensor] = {}  # stream in the middle, outputs of the two halves
         self.influence, self.rows = torch.zeros(3, dtype=torch.float64), 0
@@ -171,6 +173,7 @@ class _Probes:
         inputs(self.attention.output_module, "attention_output")
         if mlp:
             inputs(view.module.get_submodule(mlp.spec.up), "mlp_input")
+            inputs(view.module.get_submodule(mlp.spec.up), "mlp_samples")
             inputs(view.module.get_submodule(mlp.spec.down), "mlp_hidden")
         if self.statistics & {"query", "key", "query_key", "value"}:
             for module in self.attention.qkv_modules:
@@ -190,7 +193,8 @@ class _Probes:
 
     def _add(self, name: str, x: Tensor) -> None:
         if name not in self.moments:
-            self.moments[name] = VectorMoment(x.shape[-1], x.device)
+            every = max(1, self.tokens // SAMPLE_ROWS)
+            self.moments[name] = Samples(every) if name == "mlp_samples" else VectorMoment(x.shape[-1], x.device)
         self.moments[name].add(x)
 
     def after(self, hidden: Tensor, kwargs: dict, output: Tensor) -> None:

@@ -11,6 +11,7 @@ from .moments import BlockMoments, Moment
 
 __all__ = ["MomentStore"]
 
+PARTS = ("total", "absolute", "second", "rows")
 RECORD, UNFINISHED = "moments.json", "moments.unfinished.json"
 
 
@@ -83,7 +84,7 @@ class MomentStore:
         tensors, counts = {}, {}
         for name, moment in moments.items():
             counts[f"{name}.count"] = repr(float(moment.count))
-            for part in ("total", "absolute", "second"):
+            for part in PARTS:
                 tensor = getattr(moment, part)
                 if tensor is not None:
                     tensors[f"{name}.{part}"] = tensor.float()
@@ -103,7 +104,7 @@ class MomentStore:
             raise CheckpointError(f"{path} is missing or damaged; run `rankfold calibrate` again ({error})") from error
         return {
             key.removesuffix(".count"): Moment(
-                float(count), *(tensors.get(f"{key.removesuffix('.count')}.{p}") for p in ("total", "absolute", "second"))
+                float(count), *(tensors.get(f"{key.removesuffix('.count')}.{p}") for p in PARTS)
             )
             for key, count in counts.items()
         }

@@ -138,7 +138,16 @@ class Source:
             self._weights.fill(module, prefix, self.dtype, self.compute_dtype, self.device)
         module.to(self.device)
         _check_finite(module, prefix)
-        return BlockView(self.architecture, index, module, self.config)
+        return BlockView(self.architecture, index, module, self.config, self._inv_freq(index))
+
+    def _inv_freq(self, index: int) -> torch.Tensor | None:
+        """Rotary frequencies of a block; families with sliding layers keep one table per layer type."""
+        for module in self.model.modules():
+            if type(module).__name__.endswith("RotaryEmbedding"):
+                kind = getattr(self.config, "layer_types", None)
+                named = getattr(module, f"{kind[index]}_inv_freq", None) if kind else None
+                return named if named is not None else getattr(module, "inv_freq", None)
+        return None
 
     def meta_block(self, index: int) -> BlockView:
         """Block ``index`` for reading shapes only; its weights may be on the meta device."""

@@ -113,6 +113,10 @@ class Method:
         """``(change in parameters, bytes of indices added)`` in a block at these ranks, biases included."""
         raise NotImplementedError
 
+    def cached_numbers(self, view: BlockView, ranks: dict[str, int]) -> int:
+        """Numbers the key/value cache of this block holds per token at these ranks."""
+        raise NotImplementedError
+
     def decompose(self, view: BlockView, moments, ranks: dict[str, int]) -> BlockResult:
         """Compress one block to the given ranks (module -> rank)."""
         raise NotImplementedError

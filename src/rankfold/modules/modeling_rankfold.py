@@ -28,11 +28,89 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-__all__ = ["CompressedAttention", "RankfoldConfig", "RankfoldForCausalLM", "attach", "build", "install"]
+__all__ = ["CompressedAttention", "LatentLinear", "RankfoldConfig", "RankfoldForCausalLM", "attach", "build", "install"]
 
 METHOD_NAME = "rankfold"
 FORMAT = 1
 CODE_FILE = "modeling_rankfold.py"
+
+
+class LatentLinear(nn.Module):
+    """``y = B (A x) + b`` through a latent of width ``rank``; the junction decides what of ``A`` and ``B`` is stored.
+
+    * ``plain``: ``A`` (rank, in) and ``B`` (out, rank).
+    * ``block_identity_right``: ``A = [I | A_2]`` after a permutation of the inputs; the identity is neither stored nor
+      multiplied: ``z = x[p_1] + A_2 x[p_2]``. Stores ``rank * (out + in - rank)`` numbers, fewer than ``out * in``.
+    * ``block_identity_left``: the mirror, ``y[q_1] = z``, ``y[q_2] = B_2 z``.
+    * ``lu``: ``B`` unit lower, ``A`` upper trapezoidal; only the entries that are not fixed are stored.
+
+    LatentLLM (arXiv:2505.18413), Sec. 3.3 and App. A.2.
+    """
+
+    def __init__(self, spec: dict):
+        super().__init__()
+        self.in_features, self.out_features, self.rank = spec["in"], spec["out"], spec["rank"]
+        self.form = spec["form"]
+        if self.form not in ("plain", "block_identity_right", "block_identity_left", "lu"):
+            raise ValueError(f"unknown form {self.form!r} of a latent linear layer")
+        if self.rank > min(self.in_features, self.out_features):
+            raise ValueError(f"rank {self.rank} of a ({self.out_features}, {self.in_features}) layer is too large")
+        A, B = self.shapes(spec)
+        self.A, self.B = nn.Parameter(torch.empty(A)), nn.Parameter(torch.empty(B))
+        self.bias = nn.Parameter(torch.empty(self.out_features)) if spec["bias"] else None
+        if self.form in ("block_identity_right", "lu"):
+            self.register_buffer("columns", torch.zeros(self.in_features, dtype=torch.int32))
+        if self.form in ("block_identity_left", "lu"):
+            self.register_buffer("rows", torch.zeros(self.out_features, dtype=torch.int32))
+
+    @staticmethod
+    def shapes(spec: dict) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of the stored ``A`` and ``B``."""
+        wide, tall, rank = spec["in"], spec["out"], spec["rank"]
+        if spec["form"] == "lu":
+            return (rank * wide - rank * (rank - 1) // 2,), (rank * tall - rank * (rank + 1) // 2,)
+        A = (rank, wide - rank) if spec["form"] == "block_identity_right" else (rank, wide)
+        B = (tall - rank, rank) if spec["form"] == "block_identity_left" else (tall, rank)
+        return A, B
+
+    def down(self, x):
+        """``(..., in) -> (..., rank)``."""
+        if self.form == "block_identity_right":
+            x = x[..., self.columns.long()]
+            return x[..., : self.rank] + nn.functional.linear(x[..., self.rank :], self.A)
+        if self.form == "lu":
+            return nn.functional.linear(x[..., self.columns.long()], self._upper())
+        return nn.functional.linear(x, self.A)
+
+    def up(self, z, bias=True):
+        """``(..., rank) -> (..., out)``."""
+        b = self.bias if bias else None
+        if self.form == "block_identity_left":
+            y = torch.cat([z, nn.functional.linear(z, self.B)], -1)[..., torch.argsort(self.rows.long())]
+            return y if b is None else y + b
+        if self.form == "lu":
+            y = nn.functional.linear(z, self._lower())[..., torch.argsort(self.rows.long())]
+            return y if b is None else y + b
+        return nn.functional.linear(z, self.B, b)
+
+    def up_matrix(self):
+        """Dense ``(out, rank)`` of :meth:`up`, without the bias."""
+        if self.form in ("plain", "block_identity_right"):
+            return self.B
+        return self.up(torch.eye(self.rank, dtype=self.B.dtype, device=self.B.device), bias=False).T
+
+    def forward(self, x):
+        return self.up(self.down(x))
+
+    def _upper(self):
+        full = self.A.new_zeros(self.rank, self.in_features)
+        i, j = torch.triu_indices(self.rank, self.in_features, device=self.A.device)
+        return full.index_put((i, j), self.A)
+
+    def _lower(self):
+        full = torch.eye(self.out_features, self.rank, dtype=self.B.dtype, device=self.B.device)
+        i, j = torch.tril_indices(self.out_features, self.rank, -1, device=self.B.device)
+        return full.index_put((i, j), self.B)
 
 
 class CompressedAttention(nn.Module):
@@ -58,6 +136,8 @@ class CompressedAttention(nn.Module):
         self.adds_alibi = spec.get("alibi", False)  # Falcon passes ALiBi too, but has already put it into the mask
         self.rotary_dim = spec.get("rotary_dim", 0)
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (build(spec[name]) for name in ("q", "k", "v", "o"))
+        # Which side caches its latent instead of heads: keys only where nothing rotates or normalises them afterwards.
+        self.latent_keys, self.latent_values = "k" in spec.get("latent_cache", ()), "v" in spec.get("latent_cache", ())
         self.q_norm = self.k_norm = None  # adopted from the dense module by `build` where the family has them
         if spec.get("selected_pairs"):
             # Row p of head k says which rotary frequency pair p turns with; `rotary_dim / 2` means "does not turn".
@@ -79,13 +159,19 @@ class CompressedAttention(nn.Module):
     ):
         B, T, _ = hidden_states.shape
         query = self.q_proj(hidden_states).view(B, T, self.heads, self.qk_dim)
-        key = self.k_proj(hidden_states).view(B, T, self.kv_heads, self.qk_dim)
-        value = self.v_proj(hidden_states).view(B, T, self.kv_heads, self.vo_dim).transpose(1, 2)  # (B, K, T, V)
         if self.q_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query, key = query.transpose(1, 2), key.transpose(1, 2)  # (B, H, T, R), (B, K, T, R)
+            query = self.q_norm(query)
+        query = query.transpose(1, 2)  # (B, H, T, R)
+        if self.latent_keys:
+            key = self.k_proj.down(hidden_states)[:, None]  # (B, 1, T, latent)
+        else:
+            key = self._keys(self.k_proj(hidden_states))
         if self.rotary_dim:
             query, key = self._rotate(query, key, *position_embeddings)
+        if self.latent_values:
+            value = self.v_proj.down(hidden_states)[:, None]  # (B, 1, T, latent)
+        else:
+            value = self._values(self.v_proj(hidden_states))
 
         cache = past_key_values if past_key_values is not None else layer_past
         if cache is not None:
@@ -93,11 +179,48 @@ class CompressedAttention(nn.Module):
         if self.adds_alibi and alibi is not None:
             attention_mask = _add_alibi(alibi, attention_mask, B, self.heads, query.dtype)
 
-        output, weights = self._attend(query, key, value, attention_mask, kwargs)
+        if cache is not None and T == 1 and (self.latent_keys or self.latent_values):
+            output, weights = self._attend_latent(query, key, value, attention_mask)
+        else:
+            key = self._keys(self.k_proj.up(key[:, 0])) if self.latent_keys else key
+            value = self._values(self.v_proj.up(value[:, 0])) if self.latent_values else value
+            output, weights = self._attend(query, key, value, attention_mask, kwargs)
         output = self.o_proj(output.reshape(B, T, self.heads * self.vo_dim))
         if self.training and self.output_dropout:
             output = nn.functional.dropout(output, self.output_dropout)
         return (output if residual is None else output + residual), weights
+
+    def _keys(self, x):
+        x = x.view(*x.shape[:2], self.kv_heads, self.qk_dim)
+        return (x if self.k_norm is None else self.k_norm(x)).transpose(1, 2)  # (B, K, T, R)
+
+    def _values(self, x):
+        return x.view(*x.shape[:2], self.kv_heads, self.vo_dim).transpose(1, 2)  # (B, K, T, V)
+
+    def _attend_latent(self, query, key, value, mask):
+        """One new token against a cache of latents, which are never expanded (the absorbed form of latent attention).
+
+        Scores: ``q^T B_k c = (B_k^T q)^T c``; a key bias adds the same number to all scores of a query and drops out of
+        the softmax. Outputs: attention is averaged over latents first, then expanded (LatentLLM Eq. 18).
+        """
+        B, H, G = query.shape[0], self.heads, self.num_key_value_groups
+        if self.latent_keys:
+            up = self.k_proj.up_matrix().view(self.kv_heads, self.qk_dim, -1).repeat_interleave(G, 0)  # (H, R, latent)
+            scores = torch.einsum("bhr,hrl->bhl", query[:, :, 0], up) @ key[:, 0].transpose(-1, -2)  # (B, H, S)
+        else:
+            grouped = query.view(B, self.kv_heads, G, self.qk_dim)
+            scores = (grouped @ key.transpose(-1, -2)).view(B, H, -1)
+        scores = _masked(scores[:, :, None] * self.scaling, mask, self.softcap)[:, :, 0]
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+        if self.latent_values:
+            mixed = weights @ value[:, 0]  # (B, H, latent)
+            up = self.v_proj.up_matrix().view(self.kv_heads, self.vo_dim, -1).repeat_interleave(G, 0)
+            output = torch.einsum("bhl,hvl->bhv", mixed, up)
+            if self.v_proj.bias is not None:
+                output = output + self.v_proj.bias.view(self.kv_heads, self.vo_dim).repeat_interleave(G, 0)
+        else:
+            output = (weights.view(B, self.kv_heads, G, -1) @ value).view(B, H, self.vo_dim)
+        return output[:, None], weights[:, :, None]
 
     def _rotate(self, query, key, cos, sin):
         """Rotary embedding, Hugging Face's half layout: dimension p turns together with dimension p + P."""
@@ -160,16 +283,20 @@ def _add_alibi(alibi, mask, batch, heads, dtype):
     return alibi + mask
 
 
+def _masked(scores, mask, softcap):
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is None:
+        return scores
+    return torch.where(mask, scores, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
+
+
 def _eager_attention(module, query, key, value, mask, scaling, dropout=0.0, softcap=None, **kwargs):
     """Attention by its formula; (B, T, H, V) and the weights (B, H, T, S)."""
     groups = module.num_key_value_groups
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    scores = query @ key.transpose(-1, -2) * scaling
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if mask is not None:
-        scores = torch.where(mask, scores, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
+    scores = _masked(query @ key.transpose(-1, -2) * scaling, mask, softcap)
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
     weights = nn.functional.dropout(weights, dropout, module.training)
     return (weights @ value).transpose(1, 2), weights
@@ -192,7 +319,11 @@ def _build_attention(spec: dict, dense, config) -> nn.Module:
     return module
 
 
-_BUILDERS = {"linear": _build_linear, "attention": _build_attention}
+def _build_latent(spec: dict, dense, config) -> nn.Module:
+    return LatentLinear(spec)
+
+
+_BUILDERS = {"linear": _build_linear, "latent": _build_latent, "attention": _build_attention}
 
 
 def build(spec: dict, dense: nn.Module | None = None, config=None) -> nn.Module:
@@ -209,7 +340,7 @@ def build(spec: dict, dense: nn.Module | None = None, config=None) -> nn.Module:
     kind = spec.get("kind")
     if kind not in _BUILDERS:
         raise ValueError(f"unknown module kind {kind!r}; this version of rankfold reads: {', '.join(sorted(_BUILDERS))}")
-    for key in ("in", "out", "heads", "kv_heads", "qk_dim", "vo_dim"):
+    for key in ("in", "out", "rank", "heads", "kv_heads", "qk_dim", "vo_dim"):
         if key in spec and not (isinstance(spec[key], int) and 0 < spec[key] < 2**31):
             raise ValueError(f"{key!r} of a {kind} module must be a positive integer, got {spec[key]!r}")
     return _BUILDERS[kind](spec, dense, config)

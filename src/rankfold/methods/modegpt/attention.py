@@ -11,6 +11,7 @@ from ...architectures import AttentionView, BlockView, Dense
 from ...linalg.column_row import column_row, column_row_bounds
 from ...linalg.paired_svd import paired_svd
 from ..base import BlockResult
+from ..result import put_attention
 
 
 def per_head(dense: Dense, heads: int) -> tuple[Tensor, Tensor | None]:
@@ -51,23 +52,6 @@ def decompose_attention(method, view: BlockView, moments, ranks: dict[str, int],
     if qk_rank == vo_rank == full:
         return
     put_attention(result, attention, {"q": q, "k": k, "v": v, "o": o}, qk_rank, vo_rank, pairs)
-
-
-def put_attention(result, attention: AttentionView, projections, qk_dim: int, vo_dim: int, pairs: Tensor | None) -> None:
-    """Describe the new module and its tensors."""
-    path = attention.spec.path
-    linear = {}
-    for name, dense in projections.items():
-        out_features, in_features = dense.weight.shape
-        has_bias = dense.bias is not None
-        linear[name] = {"kind": "linear", "in": in_features, "out": out_features, "bias": has_bias}
-        result.state[f"{path}.{name}_proj.weight"] = dense.weight
-        if has_bias:
-            result.state[f"{path}.{name}_proj.bias"] = dense.bias
-    sizes = {"qk_dim": qk_dim, "vo_dim": vo_dim, "rotary_dim": attention.rotary_dim, "selected_pairs": pairs is not None}
-    result.modules[path] = {**attention.runtime(), **sizes, **linear}
-    if pairs is not None:
-        result.state[f"{path}.rotary_pairs"] = pairs.to(torch.int32)
 
 
 def compress_qk(method, attention: AttentionView, moments, q: Dense, k: Dense, rank: int):

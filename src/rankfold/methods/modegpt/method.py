@@ -100,6 +100,10 @@ class MoDeGPT(Method):
             indices = 4 * attention.kv_heads * qk // 2
         return change, indices
 
+    def cached_numbers(self, view: BlockView, ranks: dict[str, int]) -> int:
+        full = view.attention.head_dim
+        return view.attention.kv_heads * (ranks.get("qk", full) + ranks.get("vo", full))
+
     def decompose(self, view: BlockView, moments, ranks: dict[str, int]) -> BlockResult:
         result = BlockResult({}, {}, {})
         if "mlp" in ranks:

@@ -3,16 +3,7 @@
 from ...architectures import BlockView, Dense
 from ...linalg.nystrom import nystrom
 from ..base import BlockResult
-
-
-def add_linear(result: BlockResult, path: str, dense: Dense) -> None:
-    """Put a linear layer into a result."""
-    out_features, in_features = dense.weight.shape
-    has_bias = dense.bias is not None
-    result.modules[path] = {"kind": "linear", "in": in_features, "out": out_features, "bias": has_bias}
-    result.state[f"{path}.weight"] = dense.weight
-    if has_bias:
-        result.state[f"{path}.bias"] = dense.bias
+from ..result import put_projection
 
 
 def decompose_mlp(method, view: BlockView, moments, rank: int, result: BlockResult) -> None:
@@ -32,8 +23,8 @@ def decompose_mlp(method, view: BlockView, moments, rank: int, result: BlockResu
         shift = down.weight.double() @ mean - fit.W_down.double() @ mean[fit.keep]
         bias = (bias.double() + shift).to(bias.dtype)
     for path, projection in mlp.rising().items():
-        add_linear(result, path, projection.rows(mlp.rows_of(fit.keep)))
-    add_linear(result, mlp.spec.down, Dense(fit.W_down, bias))
+        put_projection(result, path, projection.rows(mlp.rows_of(fit.keep)))
+    put_projection(result, mlp.spec.down, Dense(fit.W_down, bias))
     result.reports["mlp"] = {
         "rank": rank,
         "of": full,

@@ -1,0 +1,121 @@
+"""Tokens per second of models beside each other.
+
+Shape legend: B sequences, T prompt tokens, S tokens decoded per sequence.
+"""
+
+import statistics
+import time
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import OptionError
+from ..progress import track
+
+__all__ = ["DEFINITION", "speed"]
+
+DEFINITION = (
+    "prefill: B x T prompt tokens over the time of one forward that fills the cache and computes the last logits; decode: "
+    "B x S tokens over the time of S greedy steps with that cache; medians over rounds, every round runs all models in "
+    "turning order; ratio: median over rounds of the speed over the first model's in the same round; one round unmeasured"
+)
+
+
+def speed(
+    models: Mapping[str, nn.Module],
+    *,
+    batch: int = 8,
+    prompt: int = 256,
+    steps: int = 32,
+    repeats: int = 5,
+    seed: int = 0,
+) -> dict:
+    """Measure prefill and batched decode of several models in paired, alternating runs.
+
+    A machine that slows down for a moment slows one round of all models, and the ratios of a round hardly change.
+
+    Args:
+        models: name -> causal language model in eval mode; the first is what the others are compared with.
+        batch: sequences B, ``>= 1``.
+        prompt: random prompt tokens T of each, ``>= 1``.
+        steps: decoded tokens S of each, ``>= 1``.
+        repeats: measured rounds, ``>= 1``.
+        seed: of the prompts.
+
+    Returns:
+        ``{"models": {name: {"prefill_tokens_per_second", "decode_tokens_per_second", "prefill_ratio", "decode_ratio",
+        "prefill_range", "decode_range"}}, "batch", "prompt", "steps", "repeats", "definition"}``; ranges are
+        ``[slowest, fastest]`` round.
+
+    Raises:
+        OptionError: nothing to measure, or more tokens than a model's context.
+    """
+    _check(models, batch, prompt, steps, repeats)
+    vocabulary = min(m.config.get_text_config().vocab_size for m in models.values())
+    ids = torch.randint(vocabulary, (batch, prompt), generator=torch.Generator().manual_seed(seed))
+    names = list(models)
+    rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    for turn in track(range(repeats + 1), "measuring speed"):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            seconds = _run(models[name], ids, steps)
+            if turn:  # the first round warms up caches and kernels
+                rounds[name].append((batch * prompt / seconds[0], batch * steps / seconds[1]))
+    reference = rounds[names[0]]
+    return {
+        "models": {name: _summary(mine, reference) for name, mine in rounds.items()},
+        "batch": batch,
+        "prompt": prompt,
+        "steps": steps,
+        "repeats": repeats,
+        "definition": DEFINITION,
+    }
+
+
+def _check(models: Mapping[str, nn.Module], batch: int, prompt: int, steps: int, repeats: int) -> None:
+    if not models:
+        raise OptionError("no models to measure; give at least one")
+    for name, value in {"batch": batch, "prompt": prompt, "steps": steps, "repeats": repeats}.items():
+        if value < 1:
+            raise OptionError(f"{name} must be >= 1, got {value}")
+    for name, model in models.items():
+        context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if context is not None and prompt + steps > context:
+            raise OptionError(
+                f"prompt + steps is {prompt + steps}, more than the context of {name}, {context}; lower them"
+            )
+
+
+@torch.no_grad()
+def _run(model: nn.Module, ids: Tensor, steps: int) -> tuple[float, float]:
+    """Seconds of the prefill and of the decode of one run."""
+    device = model.device
+    ids = ids.to(device)
+    started = _now(device)
+    out = model(ids, use_cache=True, logits_to_keep=1)  # (B, 1, vocabulary)
+    filled = _now(device)
+    for _ in range(steps):
+        token = out.logits[:, -1:].argmax(-1)  # (B, 1)
+        out = model(token, past_key_values=out.past_key_values, use_cache=True)
+    return filled - started, _now(device) - filled
+
+
+def _now(device: torch.device) -> float:
+    """The time at which all work given to ``device`` is done."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
+def _summary(mine: list[tuple[float, float]], reference: list[tuple[float, float]]) -> dict:
+    summary = {}
+    for kind, name in enumerate(("prefill", "decode")):
+        values = [run[kind] for run in mine]
+        ratios = [run[kind] / base[kind] for run, base in zip(mine, reference, strict=True)]
+        summary |= {
+            f"{name}_tokens_per_second": statistics.median(values),
+            f"{name}_ratio": statistics.median(ratios),
+            f"{name}_range": [min(values), max(values)],
+        }
+    return summary

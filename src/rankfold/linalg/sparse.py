@@ -1,0 +1,313 @@
+"""Sparse weights, and low-rank plus sparse ones, for the activations they see.
+
+Shape legend: O output width, N input width, R rank.
+
+LatentLLM (arXiv:2505.18413), App. I: ``W ~ B A + D`` with at most ``count`` non-zeros in ``D``, in the metric ``||(W
+- B A - D) C^(1/2)||``. Choosing the non-zeros is NP-hard; all solvers here are gradient steps followed by a
+shrinkage. They work on ``D diag(C)^(1/2)``: the same problem with unit diagonal, which makes "largest entry" mean
+largest effect on the output, fits the step to outlier features, and makes the result free of the scale of ``C`` and
+of its coordinates.
+
+This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rankfold.linalg.lowrank import low_rank, metric_error, preconditioner
+from rankfold.linalg.psd import check_moment
+
+__all__ = [
+    "LowRankSparse",
+    "Sparse",
+    "SparseFactors",
+    "fista",
+    "hard_shrink",
+    "low_rank_plus_sparse",
+    "soft_shrink",
+    "sparse",
+    "sparse_bytes",
+    "sparse_factors",
+]
+
+METHODS = ("diagonal", "hard", "soft", "ste")
+
+
+class Sparse(NamedTuple):
+    """Result of :func:`sparse` and :func:`fista`."""
+
+    D: Tensor  # (O, N) dense tensor with zeros, dtype of the weight
+    loss_history: list[float]  # relative error (fista: objective over its value at 0) per iteration
+    relative_error: float  # RMS output error over RMS output
+
+
+class LowRankSparse(NamedTuple):
+    """Result of :func:`low_rank_plus_sparse`; dtype of the weight."""
+
+    B: Tensor  # (O, R)
+    A: Tensor  # (R, N)
+    D: Tensor  # (O, N)
+    loss_history: list[float]  # relative error after each round
+    relative_error: float
+
+
+class SparseFactors(NamedTuple):
+    """Result of :func:`sparse_factors`; dtype of the factors."""
+
+    B: Tensor  # (O, R)
+    A: Tensor  # (R, N)
+    loss_history: list[float]  # relative error after each round
+    relative_error: float
+
+
+def soft_shrink(x: Tensor, threshold: float | Tensor) -> Tensor:
+    """``sign(x) (|x| - t)_+``. LatentLLM Eq. 236 misses the absolute value."""
+    return x.sign() * (x.abs() - threshold).clamp_min(0)
+
+
+def hard_shrink(x: Tensor, count: int) -> Tensor:
+    """Keep the ``count`` entries of largest magnitude: ``S_kappa`` of LatentLLM Eq. 237."""
+    out = torch.zeros_like(x).flatten()
+    keep = x.abs().flatten().topk(count).indices
+    out[keep] = x.flatten()[keep]
+    return out.view_as(x)
+
+
+@torch.no_grad()
+def sparse(W: Tensor, C: Tensor, *, count: int, method: str = "hard", iterations: int = 50) -> Sparse:
+    r"""Sparse approximation of a weight with a given number of non-zeros.
+
+    Minimises :math:`\|(D - W) C^{1/2}\|^2` over :math:`\|D\|_0 \le` ``count`` (LatentLLM App. I). ``diagonal``:
+    closed form for diagonal ``C`` (Eq. 238, the criterion of WandA), weights unchanged. The others start there.
+    ``hard``: hard shrinkage after each gradient step, loss never rises; ``soft``: soft shrinkage by the ``count``-th
+    magnitude; ``ste``: the gradient passes straight through (Eq. 237), zeros keep a hidden value and can come back.
+    The best iterate's non-zeros are then re-solved by least squares on their support.
+
+    Args:
+        W: ``(O, N)``.
+        C: ``(N, N)`` second moment of the inputs; fp32 or fp64, any scale.
+        count: non-zeros, ``0 <= count <= O N``.
+        method: ``diagonal``, ``hard``, ``soft`` or ``ste``.
+        iterations: gradient steps, ``>= 1``.
+
+    Returns:
+        :class:`Sparse`; ``loss_history`` before the re-solve.
+
+    Raises:
+        ValueError: unknown method, shapes disagree, ``count`` or ``iterations`` out of range.
+
+    Cost: O(N^3) once and O(O N^2) per iteration.
+    """
+    _check(W, C, method, iterations, D=(count, W.numel()))
+    target = W.to(C)
+    problem = _Problem(C, None, target @ C, (target @ C * target).sum())
+    if method == "diagonal":
+        D = hard_shrink(target * problem.right, count) / problem.right
+        history = [problem.error(D)]
+    else:
+        D, history = _shrink(problem, target, count, method, iterations)
+    return Sparse(D.to(W.dtype), history, metric_error(target - D, target, C))
+
+
+@torch.no_grad()
+def fista(W: Tensor, C: Tensor, *, penalty: float, iterations: int = 100) -> Sparse:
+    r"""L1-penalised sparse approximation by FISTA.
+
+    Minimises :math:`\|(D - W) C^{1/2}\|^2 + \lambda \sum_{ij} C_{jj}^{1/2} |D_{ij}|`, LatentLLM Eq. 232 with the
+    weights that make it scale-free. Eq. 233-235 use one ``mu_k`` as step and as momentum, which diverges unless ``C``
+    is small, and extrapolate ``D_k`` in place; here the step is ``1 / (2 lambda_max)`` and the momentum sequence is
+    its own, as in Beck and Teboulle. The number of non-zeros cannot be chosen beforehand: use :func:`sparse`.
+
+    Args:
+        W, C: as in :func:`sparse`.
+        penalty: ``lambda`` as a fraction of the smallest one that gives ``D = 0``; in (0, 1].
+        iterations: ``>= 1``.
+
+    Returns:
+        :class:`Sparse`; ``loss_history`` is the objective over its value at ``D = 0``.
+
+    Raises:
+        ValueError: shapes disagree, ``penalty`` or ``iterations`` out of range.
+    """
+    _check(W, C, "soft", iterations)
+    if not 0 < penalty <= 1:
+        raise ValueError(f"penalty must be in (0, 1], got {penalty}; it is relative to the value that gives D = 0")
+    target = W.to(C)
+    problem = _Problem(C, None, target @ C, (target @ C * target).sum())
+    K, G = problem.K, problem.G_r
+    weight = 2 * penalty * K.abs().max()
+    D = previous = point = torch.zeros_like(K)
+    momentum, history = 1.0, []
+    for _ in range(iterations):
+        D = soft_shrink(point - (point @ G - K) * problem.step, weight * problem.step / 2)
+        following = (1 + (1 + 4 * momentum**2) ** 0.5) / 2
+        point = D + (momentum - 1) / following * (D - previous)
+        previous, momentum = D, following
+        value = problem.energy + ((D @ G - 2 * K) * D).sum() + weight * D.abs().sum()
+        history.append((value / problem.energy).item())
+    D = D / problem.right
+    return Sparse(D.to(W.dtype), history, metric_error(target - D, target, C))
+
+
+@torch.no_grad()
+def low_rank_plus_sparse(
+    W: Tensor, C: Tensor, *, rank: int, count: int, method: str = "hard", rounds: int = 4, ridge: float = 1e-6
+) -> LowRankSparse:
+    r"""Alternate a low-rank and a sparse fit of what the other leaves.
+
+    Minimises :math:`\|(W - B A - D)(C + \lambda I)^{1/2}\|^2`: LatentLLM Eq. 231, "we may iterate SVD and FISTA".
+    Never rises with ``method="hard"``. The paper finds sparse alone better at equal size (Fig. 14).
+
+    Args:
+        W, C, count, method: as in :func:`sparse`.
+        rank: ``1 <= rank <= min(O, N)``.
+        rounds: ``>= 1``.
+        ridge: relative to ``mean(diag C)``, ``>= 0``.
+
+    Raises:
+        ValueError: as :func:`sparse` and :func:`rankfold.linalg.lowrank.low_rank`.
+    """
+    _check(W, C, method, rounds, D=(count, W.numel()))
+    C = C + ridge * C.diagonal().mean() * torch.eye(C.shape[0], dtype=C.dtype, device=C.device)
+    target, root, history = W.to(C), preconditioner(C, "rootcov", ridge=0), []
+    D = torch.zeros_like(target)
+    for _ in range(rounds):
+        B, A, _, _ = low_rank(target - D, root, rank=rank)
+        rest = target - B @ A
+        problem = _Problem(C, None, rest @ C, (rest @ C * rest).sum())
+        if method == "diagonal":
+            D = hard_shrink(rest * problem.right, count) / problem.right
+        else:  # from the last D, so that the loss cannot rise; from the diagonal solution, so that zeros can come back
+            found = [_shrink(problem, start, count, method, 20)[0] for start in (D, rest)]
+            D = min(found, key=problem.error)
+        history.append(metric_error(rest - D, target, C))
+    return LowRankSparse(B.to(W.dtype), A.to(W.dtype), D.to(W.dtype), history, history[-1])
+
+
+@torch.no_grad()
+def sparse_factors(
+    W: Tensor, B: Tensor, A: Tensor, C: Tensor, *, counts: tuple[int, int], method: str = "hard", rounds: int = 4
+) -> SparseFactors:
+    r"""Sparsify low-rank factors in turn, each against the other's current value.
+
+    Minimises :math:`\|(W - B A) C^{1/2}\|^2` with ``counts[0]`` non-zeros in ``B`` and ``counts[1]`` in ``A``.
+    LatentLLM App. I (Fig. 15), which finds it worse than sparse alone, since the product of two half-sparse matrices
+    is sparser still.
+
+    Args:
+        W: ``(O, N)`` dense weight, the target.
+        B, A: ``(O, R)``, ``(R, N)``, the start.
+        C: ``(N, N)``.
+        counts: non-zeros of ``B`` and ``A``.
+        method: ``hard``, ``soft`` or ``ste``.
+        rounds: ``>= 1``.
+
+    Raises:
+        ValueError: as :func:`sparse`.
+    """
+    _check(W, C, method, rounds, B=(counts[0], B.numel()), A=(counts[1], A.numel()))
+    if method == "diagonal":
+        raise ValueError("sparse_factors has no diagonal form; use method='hard', 'soft' or 'ste'")
+    target, dtype, history = W.to(C), B.dtype, []
+    B, A, cross = B.to(C), A.to(C), target @ C
+    energy = (cross * target).sum()
+    for _ in range(rounds):
+        B, _ = _shrink(_Problem(A @ C @ A.T, None, cross @ A.T, energy), B, counts[0], method, 20)
+        A, _ = _shrink(_Problem(C, B.T @ B, B.T @ cross, energy), A, counts[1], method, 20)
+        history.append(metric_error(target - B @ A, target, C))
+    return SparseFactors(B.to(dtype), A.to(dtype), history, history[-1])
+
+
+def sparse_bytes(out: int, in_: int, count: int, *, value_bits: int = 16, index: str = "auto") -> int:
+    """Bytes of ``count`` values and of where they are.
+
+    LatentLLM App. I: a mask has 1 bit per entry, indices have ``ceil(log2(out in))`` bits per value. ``index``:
+    ``mask``, ``index`` or ``auto`` (the smaller).
+    """
+    if not 0 <= count <= out * in_:
+        raise ValueError(f"count must be in [0, {out * in_}], got {count}")
+    bits = {"mask": out * in_, "index": count * (out * in_ - 1).bit_length()}
+    bits["auto"] = min(bits.values())
+    if index not in bits:
+        raise ValueError(f"index must be 'mask', 'index' or 'auto', got {index!r}")
+    return -(-(count * value_bits + bits[index]) // 8)
+
+
+class _Problem:
+    """``energy + tr(G_l X G_r X^T) - 2 tr(X^T K)`` in coordinates where both ``G`` have unit diagonal."""
+
+    def __init__(self, G_r: Tensor, G_l: Tensor | None, K: Tensor, energy: Tensor):
+        self.right, self.G_r = _unit_diagonal(G_r)
+        left, self.G_l = (None, None) if G_l is None else _unit_diagonal(G_l)
+        self.right = self.right if left is None else left[:, None] * self.right  # X_scaled = X * right
+        self.K, self.energy = K / self.right, energy.clamp_min(torch.finfo(K.dtype).tiny)
+        top = torch.linalg.eigvalsh(self.G_r)[-1]
+        self.step = 1 / (top if left is None else top * torch.linalg.eigvalsh(self.G_l)[-1])
+
+    def product(self, X: Tensor) -> Tensor:
+        return X @ self.G_r if self.G_l is None else self.G_l @ X @ self.G_r
+
+    def error(self, D: Tensor) -> float:
+        X = D * self.right
+        return ((self.energy + ((self.product(X) - 2 * self.K) * X).sum()) / self.energy).clamp_min(0).sqrt().item()
+
+
+def _unit_diagonal(G: Tensor) -> tuple[Tensor, Tensor]:
+    size = G.diagonal().clamp_min(0).sqrt()
+    size = torch.where(size > 0, size, torch.ones_like(size))  # a dead input has a zero row; any scale will do
+    return size, G / torch.outer(size, size)
+
+
+def _shrink(problem: _Problem, start: Tensor, count: int, method: str, iterations: int) -> tuple[Tensor, list[float]]:
+    """Gradient step, shrink, repeat; then least squares on the support of the best iterate."""
+    latent, best, history = start * problem.right, None, []
+    for _ in range(iterations):
+        X = hard_shrink(latent, count)
+        error = problem.error(X / problem.right)
+        if best is None or error < min(history):
+            best = X
+        history.append(error)
+        base = latent if method == "ste" else X
+        if method == "soft":
+            base = X = soft_shrink(latent, _runner_up(latent, count))
+        latent = base - (problem.product(X) - problem.K) * problem.step
+    return _resolve(problem, best) / problem.right, history
+
+
+def _runner_up(x: Tensor, count: int) -> Tensor:
+    """The largest magnitude that is not kept, so that soft shrinkage leaves ``count`` entries."""
+    return x.abs().flatten().topk(min(count + 1, x.numel())).values[-1] if count < x.numel() else x.new_zeros(())
+
+
+def _resolve(problem: _Problem, X: Tensor, iterations: int = 50) -> Tensor:
+    """Conjugate gradients for the values on the support of ``X``."""
+    mask = X != 0
+    residual = (problem.K - problem.product(X)) * mask
+    direction, size = residual, residual.square().sum()
+    stop = size * torch.finfo(X.dtype).eps ** 2
+    for _ in range(iterations):
+        if size <= stop:
+            break
+        moved = problem.product(direction) * mask
+        length = size / (direction * moved).sum().clamp_min(torch.finfo(X.dtype).tiny)
+        X, residual = X + length * direction, residual - length * moved
+        size, before = residual.square().sum(), size
+        direction = residual + size / before * direction
+    return X
+
+
+def _check(W: Tensor, C: Tensor, method: str, iterations: int, **counts: tuple[int, int]) -> None:
+    if W.ndim != 2 or not torch.isfinite(W).all():
+        raise ValueError(f"W must be a finite (out, in) matrix, got {tuple(W.shape)}")
+    check_moment(C, W.shape[1])
+    if C.diagonal().mean() <= 0:
+        raise ValueError("C has no energy (its diagonal is zero); was any calibration token seen?")
+    if method not in METHODS:
+        raise ValueError(f"unknown method {method!r}; available: {', '.join(METHODS)}")
+    if iterations < 1:
+        raise ValueError(f"iterations and rounds must be >= 1, got {iterations}")
+    for name, (count, full) in counts.items():
+        if not 0 <= count <= full:
+            raise ValueError(f"count of {name} must be in [0, {full}], got {count}")

@@ -1,0 +1,89 @@
+"""Putting projections into a :class:`~rankfold.methods.BlockResult`, whatever they have become."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..architectures import AttentionView, Dense
+from .base import BlockResult
+
+__all__ = ["Latent", "Projection", "describe", "put_attention", "put_projection", "tensors_of"]
+
+
+@dataclass(frozen=True)
+class Latent:
+    """A factorised projection, as ``LatentLinear`` of the runtime stores it."""
+
+    A: Tensor
+    B: Tensor
+    bias: Tensor | None
+    form: str
+    shape: tuple[int, int]  # (out, in) of the projection it stands for
+    rank: int
+    columns: Tensor | None = None
+    rows: Tensor | None = None
+
+
+Projection = Dense | Latent
+
+
+def describe(projection: Projection) -> dict:
+    """Its description for the checkpoint's config."""
+    if isinstance(projection, Dense):
+        out_features, in_features = projection.weight.shape
+        return {"kind": "linear", "in": in_features, "out": out_features, "bias": projection.bias is not None}
+    out_features, in_features = projection.shape
+    return {
+        "kind": "latent",
+        "in": in_features,
+        "out": out_features,
+        "rank": projection.rank,
+        "form": projection.form,
+        "bias": projection.bias is not None,
+    }
+
+
+def tensors_of(projection: Projection) -> dict[str, Tensor]:
+    """Its tensors by the names of the runtime module."""
+    if isinstance(projection, Dense):
+        tensors = {"weight": projection.weight, "bias": projection.bias}
+    else:
+        tensors = {name: getattr(projection, name) for name in ("A", "B", "bias", "columns", "rows")}
+    indices = ("columns", "rows")
+    return {k: t.to(torch.int32) if k in indices else t for k, t in tensors.items() if t is not None}
+
+
+def put_projection(result: BlockResult, path: str, projection: Projection) -> None:
+    """Replace the linear layer at ``path``."""
+    result.modules[path] = describe(projection)
+    result.state.update({f"{path}.{name}": tensor for name, tensor in tensors_of(projection).items()})
+
+
+def put_attention(
+    result: BlockResult,
+    attention: AttentionView,
+    projections: dict[str, Projection],
+    qk_dim: int,
+    vo_dim: int,
+    pairs: Tensor | None = None,
+    latent_cache: str = "",
+) -> None:
+    """Replace the attention module.
+
+    Args:
+        projections: q, k, v, o.  qk_dim, vo_dim: widths per head.  pairs: ``(K, qk_dim / 2)`` kept rotary pairs.
+        latent_cache: which of ``k`` and ``v`` keep their latent in the cache instead of their heads.
+    """
+    path = attention.spec.path
+    sizes = {"qk_dim": qk_dim, "vo_dim": vo_dim, "rotary_dim": attention.rotary_dim, "selected_pairs": pairs is not None}
+    result.modules[path] = {
+        **attention.runtime(),
+        **sizes,
+        "latent_cache": latent_cache,
+        **{name: describe(projection) for name, projection in projections.items()},
+    }
+    for name, projection in projections.items():
+        result.state.update({f"{path}.{name}_proj.{key}": t for key, t in tensors_of(projection).items()})
+    if pairs is not None:
+        result.state[f"{path}.rotary_pairs"] = pairs.to(torch.int32)

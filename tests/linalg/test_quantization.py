@@ -1,0 +1,124 @@
+"""Chunk-wise quantisation against the formula written as a loop. CPU, no network."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import KINDS, heads, problem, rms_error
+
+from rankfold.linalg.junction import apply_junction
+from rankfold.linalg.lowrank import low_rank, preconditioner
+from rankfold.linalg.quantization import dequantize, quantize, quantized_bytes, refine_quantized
+
+
+def equation_242(x, bits, chunk):
+    flat, out = x.flatten(), []
+    for start in range(0, len(flat), chunk):
+        part = flat[start : start + chunk]
+        low, high = part.min(), part.max()
+        step = (high - low) / (2**bits - 1)
+        out.append((((part - low) / step).round() * step + low) if high > low else part)
+    return torch.cat(out).view_as(x)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 12), st.integers(1, 40))
+def test_is_the_papers_formula_chunk_by_chunk(seed, bits, chunk):
+    x = heads(1, 5, 7, seed=seed % 1000)[0]
+    q = quantize(x, bits=bits, chunk=chunk, scale_dtype=torch.float64)
+    torch.testing.assert_close(dequantize(q, torch.float64), equation_242(x, bits, chunk))
+    assert int(q.codes.min()) >= 0 and int(q.codes.max()) < 2**bits and len(q.scale) == -(-35 // chunk)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 12), st.integers(2, 40), st.floats(1e-3, 1e3))
+def test_error_is_at_most_half_a_step(bits, chunk, size):
+    x = size * heads(1, 5, 7)[0]
+    q = quantize(x, bits=bits, chunk=chunk)
+    half = q.scale.double().repeat_interleave(chunk)[:35].view(5, 7) / 2
+    assert ((dequantize(q, torch.float64) - x).abs() <= half + 1e-6 * x.abs().max()).all()
+
+
+@pytest.mark.parametrize("chunk", [8, 35])
+def test_more_bits_less_error(chunk):
+    x = heads(1, 5, 7)[0]
+    errors = [(dequantize(quantize(x, bits=b, chunk=chunk), x.dtype) - x).norm() for b in (1, 2, 4, 8, 12)]
+    assert all(b < 0.6 * a for a, b in pairwise(errors))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_constant_chunks_come_back(dtype):
+    x = torch.tensor([3.25, 3.25, 3.25, -1.0, -1.0], dtype=dtype)
+    back = dequantize(quantize(x, bits=4, chunk=3), dtype)
+    assert back.dtype == dtype and torch.equal(back, x)
+
+
+def test_short_scales_are_rounded_before_the_codes():
+    x = 1000 + heads(1, 4, 16)[0]  # bf16 cannot hold the lows exactly
+    q = quantize(x, bits=8, chunk=16, scale_dtype=torch.bfloat16)
+    assert q.scale.dtype == q.low.dtype == torch.bfloat16
+    low = q.low.double()[:, None]
+    ideal = ((x - low) / q.scale.double()[:, None]).round().clamp(0, 255)
+    assert torch.equal(q.codes.view(4, 16).double(), ideal)
+
+
+def test_bytes():
+    assert quantized_bytes(1000, bits=4, chunk=64) == 500 + 16 * 8
+    assert quantized_bytes(7, bits=3, chunk=100, scale_bits=16) == 3 + 4
+    x = torch.randn(10, 100)
+    assert quantize(x, bits=4, chunk=64).nbytes == 500 + 16 * 8
+    assert quantize(x, bits=4, chunk=64, scale_dtype=torch.bfloat16).nbytes == 500 + 16 * 4
+    assert quantize(x, bits=8, chunk=64).codes.dtype == torch.uint8
+    assert quantize(x, bits=9, chunk=64).codes.dtype == torch.int32
+
+
+def factors(kind="gaussian", rank=5):
+    p = problem(kind)
+    out = low_rank(p.W, preconditioner(p.C, "rootcov", ridge=1e-9), rank=rank)
+    junction = apply_junction(out.B, out.A, "symmetric")
+    return p, junction.B, junction.A
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_refinement_starts_at_rounding_and_never_ends_above(kind, bits):
+    p, B, A = factors(kind)
+    out = refine_quantized(p.W, B, A, p.C, bits=bits, chunk=8)
+    rounded = [dequantize(quantize(M, bits=bits, chunk=8), M.dtype) for M in (B, A)]
+    Y = p.X @ p.W.T
+    assert out.loss_history[0] == pytest.approx(rms_error(Y, p.X @ (rounded[0] @ rounded[1]).T), rel=1e-6)
+    run = dequantize(out.B, B.dtype) @ dequantize(out.A, B.dtype)
+    assert out.relative_error == pytest.approx(rms_error(Y, p.X @ run.T), rel=1e-6)
+    assert out.relative_error <= out.loss_history[0] and len(out.loss_history) == 31
+
+
+def test_refinement_helps_at_few_bits():
+    for kind in ("gaussian", "outlier"):
+        p, B, A = factors(kind)
+        out = refine_quantized(p.W, B, A, p.C, bits=3, chunk=12)
+        assert out.relative_error < 0.95 * out.loss_history[0]
+
+
+def test_scale_of_the_statistics_does_not_matter():
+    p, B, A = factors()
+    a, b = (refine_quantized(p.W, B, A, s * p.C, bits=3, chunk=8, steps=6) for s in (1.0, 2.0**20))
+    assert torch.equal(a.B.codes, b.B.codes) and torch.equal(a.A.codes, b.A.codes)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda p, B, A: quantize(B, bits=0, chunk=8), r"bits must be in \[1, 16\], got 0"),
+        (lambda p, B, A: quantize(B, bits=17, chunk=8), r"bits must be in \[1, 16\], got 17"),
+        (lambda p, B, A: quantize(B, bits=4, chunk=0), "chunk must be >= 1, got 0"),
+        (lambda p, B, A: quantize(B / 0, bits=4, chunk=8), "non-empty and finite"),
+        (lambda p, B, A: quantize(B[:0], bits=4, chunk=8), r"non-empty and finite, got shape \(0, 5\)"),
+        (lambda p, B, A: refine_quantized(p.W, A, B, p.C, bits=4, chunk=8), r"must match W \(9, 12\), got \(5, 12\)"),
+        (lambda p, B, A: refine_quantized(p.W, B, A, p.C, bits=4, chunk=8, steps=-1), "steps must be >= 0, got -1"),
+    ],
+)
+def test_errors_say_what_to_fix(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(*factors())
