@@ -70,7 +70,7 @@ def test_replacing_attention_at_full_rank_leaves_the_logits_unchanged(family):
     source = opened(family)
     view = source.block(0)
     from rankfold.methods.base import BlockResult
-    from rankfold.methods.modegpt.attention import put_attention
+    from rankfold.methods.result import put_attention
 
     attention, full = view.attention, view.attention.head_dim
     result = BlockResult({}, {}, {})

@@ -1,0 +1,157 @@
+"""Streaming moments against dense formulas on all rows at once."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rankfold.calibration.moments import HeadMoment, Moment, Samples, VectorMoment, check_finite, gram, head_grams
+from rankfold.errors import NumericsError
+
+F64 = torch.float64
+CPU = torch.device("cpu")
+
+
+def draw(*shape, seed: int = 0, dtype=torch.float32) -> torch.Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) + 0.5).to(dtype)
+
+
+def streamed(batches) -> Moment:
+    moment = VectorMoment(batches[0].shape[-1], CPU)
+    for batch in batches:
+        moment.add(batch)
+    return moment.finish()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 13), st.lists(st.integers(1, 40), min_size=1, max_size=5), st.integers(0, 100))
+def test_streamed_batches_are_the_dense_formula(width, sizes, seed):
+    x = draw(sum(sizes), width, seed=seed)
+    ours, rows = streamed(x.split(sizes)), x.double()
+    assert ours.count == len(rows)
+    torch.testing.assert_close(ours.mean, rows.mean(0), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours.mean_absolute, rows.abs().mean(0), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours.C, rows.T @ rows / len(rows), rtol=1e-5, atol=1e-6)
+    centred = rows - rows.mean(0)
+    torch.testing.assert_close(ours.covariance, centred.T @ centred / len(rows), rtol=1e-4, atol=1e-5)
+
+
+def test_results_are_fp64_and_the_moment_is_symmetric():
+    ours = streamed([draw(50, 9)])
+    assert {ours.C.dtype, ours.mean.dtype, ours.covariance.dtype, ours.mean_absolute.dtype} == {F64}
+    assert torch.equal(ours.C, ours.C.T)
+
+
+def test_leading_dimensions_are_rows():
+    x = draw(2, 5, 7, 4)
+    a, b = streamed([x]), streamed([x.flatten(0, 2)])
+    assert a.count == 70 and torch.equal(a.C, b.C)
+
+
+def test_sums_over_many_batches_do_not_lose_small_ones():
+    """fp32 sums of 2^25 would not move for another 1."""
+    moment = VectorMoment(1, CPU)
+    moment.add(torch.full((1, 1), 2.0**15))
+    for _ in range(64):
+        moment.add(torch.ones(1, 1))
+    out = moment.finish()
+    assert out.second.item() == 2.0**30 + 64 and out.total.item() == 2.0**15 + 64
+
+
+@pytest.mark.parametrize("width", [1, 3, 8, 33])
+def test_bf16_activations_are_measured_exactly(width):
+    """Products of bf16 numbers fit fp32; where their sums fit too, nothing at all is lost."""
+    x = torch.randint(-255, 256, (64, width), generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    ours, rows = streamed(x.split(16)), x.double()
+    assert torch.equal(ours.second, rows.T @ rows)
+    assert torch.equal(ours.total, rows.sum(0)) and torch.equal(ours.absolute, rows.abs().sum(0))
+
+
+def test_bf16_activations_with_fractions_are_measured_as_well_as_fp32_ones():
+    x = draw(500, 16, dtype=torch.bfloat16)
+    rows = x.double()
+    reference = rows.T @ rows
+    error = (streamed([x]).second - reference).abs().max() / reference.abs().max()
+    assert error < 1e-6
+
+
+def test_gram_fills_the_upper_tiles_only_where_it_must():
+    x, out = draw(30, 10), torch.zeros(10, 10, dtype=F64)
+    gram(x, out)
+    gram(x, out)
+    torch.testing.assert_close(out.triu(), (2 * x.double().T @ x.double()).triu(), rtol=1e-5, atol=1e-5)
+    assert out[-1, 0] == 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_precision_of_products_elsewhere_is_left_alone(fails):
+    backend = torch.backends.mkldnn.matmul
+    before = backend.fp32_precision
+    if fails:
+        with pytest.raises((RuntimeError, IndexError)):
+            gram(torch.zeros(3, 2), torch.zeros(5, 7, dtype=F64), exact_in_bf16=True)
+    else:
+        gram(torch.zeros(3, 2), torch.zeros(2, 2, dtype=F64), exact_in_bf16=True)
+    assert backend.fp32_precision == before
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 30), st.integers(1, 30), st.integers(0, 100))
+def test_merged_halves_are_the_whole(width, n, m, seed):
+    x = draw(n + m, width, seed=seed)
+    whole, merged = streamed([x[:n], x[n:]]), streamed([x[:n]]).merge(streamed([x[n:]]))
+    assert merged.count == whole.count
+    for part in ("total", "absolute", "second"):
+        torch.testing.assert_close(getattr(merged, part), getattr(whole, part), rtol=1e-12, atol=1e-12)
+
+
+def test_merging_keeps_what_is_not_measured_absent():
+    moment = Moment(3, torch.ones(2), None, None)
+    merged = moment.merge(moment)
+    assert merged.count == 6 and merged.absolute is None and merged.second is None
+    assert torch.equal(merged.total, 2 * torch.ones(2))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=6), st.integers(1, 9))
+def test_samples_are_every_so_many_rows_whatever_the_batches(sizes, stride):
+    x, samples = draw(sum(sizes), 3), Samples(stride)
+    for batch in x.split(sizes):
+        samples.add(batch[None])
+    out = samples.finish()
+    assert torch.equal(out.rows, x[::stride]) and out.count == len(out.rows)
+    assert len(out.merge(out).rows) == 2 * len(out.rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_are_measured_one_by_one(dtype):
+    x = draw(6, 10, 3, 4, dtype=dtype)  # (B, T, H, N)
+    moment = HeadMoment()
+    moment.add(x[:2])
+    moment.add(x[2:], head_grams(x[2:]))
+    ours = moment.finish()
+    assert ours.count == 60 and ours.second.dtype == F64
+    for head in range(3):
+        rows = x[:, :, head].flatten(0, 1).double()
+        torch.testing.assert_close(ours.C[head], rows.T @ rows / 60, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours.mean[head], rows.mean(0), rtol=1e-5, atol=1e-5)
+        centred = rows - rows.mean(0)
+        torch.testing.assert_close(ours.covariance[head], centred.T @ centred / 60, rtol=1e-4, atol=1e-4)
+
+
+def test_head_grams_are_per_sequence():
+    x = draw(2, 5, 3, 4)
+    out = head_grams(x)
+    assert out.shape == (2, 3, 4, 4)
+    torch.testing.assert_close(out[1, 2], x[1, :, 2].T @ x[1, :, 2])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("part", ["total", "second", "rows"])
+def test_moments_that_are_not_finite_name_the_block_and_the_statistic(part, value):
+    tensors = {"total": torch.zeros(2), "absolute": None, "second": torch.zeros(2, 2), "rows": torch.zeros(2, 2)}
+    tensors[part].view(-1)[0] = value
+    message = r"activations of model\.layers\.3 \(mlp_hidden\) are NaN or infinite; try --dtype float32"
+    with pytest.raises(NumericsError, match=message):
+        check_finite({"query": streamed([draw(4, 2)]), "mlp_hidden": Moment(1, **tensors)}, "model.layers.3")
+    check_finite({"influence": Moment(1, torch.ones(3), None, None)}, "model.layers.3")

@@ -1,0 +1,114 @@
+"""Moments measured block by block, against the activations themselves."""
+
+import pytest
+import torch
+from families import some_ids, tiny_model
+
+import rankfold
+from rankfold.calibration import runner
+from rankfold.calibration.runner import measure, start
+
+NAMES = {"mlp_hidden", "mlp_input", "attention_input", "attention_output"}
+
+
+def opened(family="llama", autocast=None):
+    source = rankfold.open_model(tiny_model(family), device="cpu")
+    source.autocast = autocast
+    return source
+
+
+def captured(view, stream, path):
+    """Inputs of one layer of the block, as they were."""
+    seen = []
+    handle = view.module.get_submodule(path).register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
+    measure(view, stream, set(), step=False)
+    handle.remove()
+    return torch.cat([x.flatten(0, -2) for x in seen]).double()
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_moments_equal_those_of_the_raw_activations_in_fp64(autocast, monkeypatch):
+    """Under autocast too: products must not be rounded to bf16 because a hook runs inside the model's autocast."""
+    monkeypatch.setattr(runner, "BATCH_TOKENS", 128)
+    source = opened(autocast=autocast)
+    view, stream = source.block(1), start(source, some_ids(16, 32), autocast=autocast)
+    moments = measure(view, stream, NAMES, step=False)
+    paths = {
+        "mlp_hidden": "mlp.down_proj",
+        "mlp_input": "mlp.up_proj",
+        "attention_input": "self_attn.q_proj",
+        "attention_output": "self_attn.o_proj",
+    }
+    for name, path in paths.items():
+        x = captured(view, stream, path)
+        reference = x.T @ x / len(x)
+        scale = (reference.diagonal()[:, None] * reference.diagonal()).sqrt()
+        assert ((moments[name].C - reference).abs() / scale).max() < 1e-5, name
+        torch.testing.assert_close(moments[name].mean, x.mean(0), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(moments[name].mean_absolute, x.abs().mean(0), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi", "gpt_neox", "falcon-gqa", "gpt2"])
+def test_queries_and_keys_are_measured_after_norm_and_rotation(family, monkeypatch):
+    """Reference: what the attention kernel itself is called with."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    source = opened(family)
+    ids = some_ids(4, 16)
+    seen = {}
+    plain = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(query, key, value, *args, **kwargs):
+        seen.update(q=query.double(), k=key.double(), v=value.double())
+        return plain(query, key, value, *args, **kwargs)
+
+    assert "sdpa" in ALL_ATTENTION_FUNCTIONS
+    view, stream = source.block(0), start(source, ids, autocast=None)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    moments = measure(view, stream, {"query", "key", "query_key", "value"}, step=False)
+    heads, kv = view.attention.heads, view.attention.kv_heads
+    q, k, v = seen["q"], seen["k"], seen["v"]  # (B, H, T, N), the latter two perhaps repeated
+    k, v = (x[:, :: x.shape[1] // kv] for x in (k, v))
+    for name, x in (("query", q), ("key", k), ("value", v)):
+        torch.testing.assert_close(moments[name].second, torch.einsum("bhti,bhtj->hij", x, x), rtol=1e-4, atol=1e-4)
+    grams = torch.einsum("bhti,bhtj->bhij", q, q) * torch.einsum("bhti,bhtj->bhij", k, k).repeat_interleave(
+        heads // kv, 1
+    )
+    torch.testing.assert_close(moments["query_key"].second, grams.sum(0), rtol=1e-3, atol=1e-3)
+    assert moments["query_key"].count == 4 * 16**2
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "opt", "phi", "bloom", "gpt_neox-sequential"])
+def test_influence_is_one_minus_the_cosine(family):
+    source = opened(family)
+    ids = some_ids(4, 16)
+    view, stream = source.block(0), start(source, ids, autocast=None)
+    before = stream.hidden[0]
+    moments = measure(view, stream, {"influence"}, step=True)
+    block = (1 - torch.cosine_similarity(before, stream.hidden[0], dim=-1)).mean()
+    torch.testing.assert_close(moments["influence"].mean[0].float(), block)
+    assert (moments["influence"].mean[1:] > 0).all()
+
+
+def test_samples_are_spread_over_all_tokens(monkeypatch):
+    monkeypatch.setattr(runner, "BATCH_TOKENS", 96)
+    monkeypatch.setattr(runner, "SAMPLE_ROWS", 40)
+    source = opened("opt")
+    view, stream = source.block(0), start(source, some_ids(10, 32), autocast=None)
+    rows = measure(view, stream, {"mlp_samples"}, step=False)["mlp_samples"].rows
+    everything = captured(view, stream, "fc1").float()
+    torch.testing.assert_close(rows, everything[::8])
+
+
+def test_non_finite_activations_are_named():
+    source = opened()
+    source.blocks[1].mlp.down_proj.weight.data.fill_(3e38)
+    with pytest.raises(rankfold.RankfoldError, match=r"model.layers.1.*NaN or infinite"):
+        rankfold.calibrate(source, rankfold.Tokens(some_ids(4, 16), "r", "r", 0))
+
+
+def test_non_finite_weights_are_named():
+    source = opened()
+    source.blocks[2].mlp.up_proj.weight.data[3, 4] = float("nan")
+    with pytest.raises(rankfold.RankfoldError, match=r"weight model.layers.2.mlp.up_proj.weight has 1 NaN"):
+        rankfold.calibrate(source, rankfold.Tokens(some_ids(4, 16), "r", "r", 0))

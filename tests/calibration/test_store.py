@@ -1,0 +1,204 @@
+"""Folders of moments: the same numbers back, and nothing unfinished or foreign taken for them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rankfold.calibration.moments import Moment
+from rankfold.calibration.store import MomentStore
+from rankfold.errors import CheckpointError
+
+IDENTITY = {
+    "name": "tiny",
+    "model": "f00d",
+    "blocks": 2,
+    "dtype": "float32",
+    "autocast": None,
+    "tokens": {
+        "source": "a.txt",
+        "origin": "/a.txt",
+        "samples": 2,
+        "length": 8,
+        "tokens": 16,
+        "seed": 0,
+        "sha256": "0" * 32,
+    },
+    "statistics": ["influence", "mlp_hidden", "query"],
+}
+
+
+def block(seed: int) -> dict[str, Moment]:
+    g = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    return {
+        "mlp_hidden": Moment(16, draw(5), draw(5).abs(), draw(5, 5)),
+        "query": Moment(16, draw(2, 3), None, draw(2, 3, 3)),
+        "query_key": Moment(1e17 + 2.0, None, None, draw(2, 3, 3)),
+        "influence": Moment(16, draw(3), None, None),
+        "mlp_samples": Moment(4, None, None, None, draw(4, 5)),
+    }
+
+
+def same(a: dict[str, Moment], b: dict[str, Moment]) -> None:
+    """Equal up to the fp32 they are stored in."""
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].count == b[name].count
+        for part in ("total", "absolute", "second", "rows"):
+            x, y = getattr(a[name], part), getattr(b[name], part)
+            assert (x is None) == (y is None)
+            assert x is None or torch.equal(x.float(), y.float())
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A finished folder of two blocks."""
+    store = MomentStore.create(IDENTITY, tmp_path / "moments")
+    store[0], store[1] = block(0), block(1)
+    store.finish()
+    return tmp_path / "moments"
+
+
+def test_a_folder_gives_back_what_was_put_in(folder):
+    store = MomentStore.open(folder)
+    assert store.identity == IDENTITY
+    assert 0 in store and 1 in store and 2 not in store
+    same(store[0], block(0))
+    same(store[1], block(1))
+
+
+def test_memory_gives_back_what_was_put_in():
+    store = MomentStore.create(IDENTITY, None)
+    assert 0 not in store
+    store[0] = block(0)
+    store.finish()
+    assert 0 in store
+    same(store[0], block(0))
+
+
+def test_equal_identities_hold_the_same_numbers(folder):
+    """In memory or in a folder: a compression must not depend on where its moments were kept."""
+    memory = MomentStore.create(IDENTITY, None)
+    memory[0] = block(0)
+    stored = MomentStore.open(folder)[0]
+    for name, moment in memory[0].items():
+        if moment.second is not None:
+            assert torch.equal(moment.C, stored[name].C)
+
+
+def test_one_file_a_block_and_nothing_temporary(folder):
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "block-00000.safetensors",
+        "block-00001.safetensors",
+        "moments.json",
+    ]
+
+
+def test_an_interrupted_folder_is_refused_and_can_be_continued(tmp_path):
+    folder = tmp_path / "moments"
+    MomentStore.create(IDENTITY, folder)[0] = block(0)
+    with pytest.raises(
+        CheckpointError, match=r"calibration in .*moments did not finish; run the same `rankfold calibrate`"
+    ):
+        MomentStore.open(folder)
+    store = MomentStore.create(IDENTITY, folder)
+    assert 0 in store and 1 not in store
+    store[1] = block(1)
+    store.finish()
+    same(MomentStore.open(folder)[0], block(0))
+
+
+def test_a_finished_folder_is_used_again(folder):
+    store = MomentStore.create(IDENTITY, folder)
+    assert 0 in store and 1 in store
+    store.finish()
+    assert MomentStore.open(folder).identity == IDENTITY
+
+
+def test_finishing_twice_is_harmless(folder):
+    store = MomentStore.create(IDENTITY, folder)
+    store.finish()
+    store.finish()
+    same(MomentStore.open(folder)[1], block(1))
+
+
+@pytest.mark.parametrize(
+    "change", [{"model": "beef"}, {"dtype": "bfloat16"}, {"statistics": ["query"]}, {"tokens": {}}]
+)
+@pytest.mark.parametrize("finished", [True, False])
+def test_another_identity_is_refused(folder, change, finished):
+    if not finished:
+        (folder / "moments.json").rename(folder / "moments.unfinished.json")
+    with pytest.raises(CheckpointError, match="holds moments of another model, text or setting; choose another folder"):
+        MomentStore.create({**IDENTITY, **change}, folder)
+    assert (folder / "block-00000.safetensors").exists()
+
+
+def test_a_folder_with_something_else_in_it_is_refused(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="exists and is not a moments folder; choose another folder"):
+        MomentStore.create(IDENTITY, tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_an_empty_folder_is_taken(tmp_path):
+    MomentStore.create(IDENTITY, tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["moments.unfinished.json"]
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
+    (tmp_path / "moments").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"moments"):
+        MomentStore.create(IDENTITY, tmp_path / "moments")
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"cannot make .*file/moments: Not a directory"):
+        MomentStore.create(IDENTITY, tmp_path / "file" / "moments")
+
+
+def test_a_folder_that_is_no_moments_folder_says_how_to_make_one(tmp_path):
+    with pytest.raises(
+        CheckpointError, match=r"is not a moments folder; make one with `rankfold calibrate MODEL -o .*`"
+    ):
+        MomentStore.open(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "rubbish"])
+def test_a_damaged_block_is_named(folder, damage):
+    file = folder / "block-00001.safetensors"
+    content = file.read_bytes()
+    file.unlink()
+    if damage != "missing":
+        file.write_bytes(content[: len(content) // 2] if damage == "cut" else b"rubbish" * 10)
+    store = MomentStore.open(folder)
+    same(store[0], block(0))
+    with pytest.raises(
+        CheckpointError, match=r"block-00001\.safetensors is missing or damaged; run `rankfold calibrate` again"
+    ):
+        store[1]
+
+
+def test_a_damaged_record_is_named(folder):
+    (folder / "moments.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"moments\.json is missing or damaged"):
+        MomentStore.open(folder)
+
+
+def test_moments_of_another_model_are_refused(folder):
+    store = MomentStore.open(folder)
+    store.check(SimpleNamespace(fingerprint="f00d"), {"query"})
+    with pytest.raises(CheckpointError, match=r"measured on another model \(tiny\); calibrate this one"):
+        store.check(SimpleNamespace(fingerprint="beef"), {"query"})
+
+
+def test_missing_statistics_are_named(folder):
+    with pytest.raises(CheckpointError, match="lack key, value; calibrate again for this method"):
+        MomentStore.open(folder).check(SimpleNamespace(fingerprint="f00d"), {"query", "value", "key"})
+    with pytest.raises(CheckpointError, match="the moments in memory lack key"):
+        MomentStore.create(IDENTITY, None).check(SimpleNamespace(fingerprint="f00d"), {"key"})

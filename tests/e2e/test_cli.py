@@ -1,0 +1,236 @@
+"""The commands as a user runs them, in this process (the interpreter start is the slow part)."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from saved import save_text, save_tiny
+
+from rankfold.cli import main
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cli")
+    save_tiny(folder / "model")
+    save_text(folder / "text.txt")
+    return folder
+
+
+@pytest.fixture
+def run(place, monkeypatch, capsys):
+    """Run a command line in the folder; (exit code, stdout, stderr)."""
+
+    def call(line: str):
+        monkeypatch.chdir(place)
+        monkeypatch.setattr(sys, "argv", ["rankfold", *line.split()])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        out = capsys.readouterr()
+        return stop.value.code, out.out, out.err
+
+    return call
+
+
+CALIBRATION = "--calibration text.txt --samples 8 --length 64 --device cpu"
+
+
+@pytest.fixture(scope="module")
+def small(place):
+    """A compressed checkpoint made by the command line."""
+    import os
+    import subprocess
+
+    line = f"compress model -o small --sparsity 0.3 --multiple 2 {CALIBRATION} --json"
+    done = subprocess.run(
+        [sys.executable, "-m", "rankfold", *line.split()], cwd=place, capture_output=True, text=True, env=os.environ
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_compress_prints_one_json_object_and_writes_a_whole_checkpoint(small, place):
+    assert small["output"] == "small" and small["sparsity"] >= 0.3
+    names = {p.name for p in (place / "small").iterdir()}
+    assert {"config.json", "README.md", "rankfold.json", "modeling_rankfold.py", "tokenizer.json"} <= names
+    assert "model.safetensors.index.json" in names and not any(n.endswith((".bin", ".pt", ".pkl", ".tmp")) for n in names)
+    assert not (place / "small.partial").exists()
+    card = (place / "small" / "README.md").read_text()
+    assert "rankfold compress model -o small --method modegpt --sparsity 0.3" in card
+
+
+def test_the_command_in_the_card_makes_the_same_weights(small, place, run):
+    card = (place / "small" / "README.md").read_text()
+    command = next(line for line in card.splitlines() if line.startswith("rankfold compress"))
+    code, _, err = run(command.removeprefix("rankfold ").replace("-o small", "-o again") + " --device cpu")
+    assert code in (0, None), err
+    for shard in (place / "small").glob("*.safetensors"):
+        assert shard.read_bytes() == (place / "again" / shard.name).read_bytes()
+
+
+def test_inspect(small, run):
+    code, out, _ = run("inspect small")
+    assert code in (0, None) and "counted weights removed" in out
+    code, out, _ = run("inspect small --json")
+    assert json.loads(out)["counts"]["sparsity"] >= 0.3
+
+
+def test_evaluate_and_its_definition(small, run, caplog):
+    code, out, _ = run("evaluate small --text text.txt --length 64 --limit 2 --device cpu --json")
+    result = json.loads(out)
+    assert code in (0, None) and result["windows"] == 2 and "non-overlapping" in result["definition"]
+    assert "calibrated on this very text" in caplog.text
+
+
+def test_generate(small, run):
+    code, out, _ = run("generate small hello --max-new-tokens 4 --device cpu --json")
+    assert code in (0, None) and json.loads(out)["prompt"] == "hello"
+
+
+def test_calibrate_once_then_plan_and_compress_many(place, run):
+    code, _, err = run(f"calibrate model -o moments {CALIBRATION}")
+    assert code in (0, None), err
+    code, out, _ = run("plan model --moments moments --sparsity 0.2 --multiple 2 --device cpu --json -o plan.json")
+    plan = json.loads(out)
+    assert plan == json.loads((place / "plan.json").read_text())
+    assert all(m["relative_error"] is not None for m in plan["modules"])
+    code, out, err = run("compress model -o from-moments --moments moments --sparsity 0.2 --multiple 2 --device cpu --json")
+    assert code in (0, None), err
+    assert json.loads(out)["removed_weights"] == plan["removed_weights"]
+    code, out, _ = run("compress model --moments moments --sparsity 0.2 --multiple 2 --device cpu --dry-run")
+    assert code in (0, None) and "counted weights" in out
+
+
+@pytest.mark.parametrize("allocation", ["influence", "influence-modules"])
+def test_influence_in_sequential_mode(run, allocation, place):
+    code, _, err = run(f"compress model -o {allocation} --allocation {allocation} --multiple 2 {CALIBRATION}")
+    assert code in (0, None), err
+    record = json.loads((place / allocation / "rankfold.json").read_text())
+    assert len(record["plan"]["facts"]["scores"]) == 4
+
+
+def test_self_calibration_needs_no_data(run, place):
+    code, _, err = run("compress model -o self --calibration self --samples 3 --length 16 --multiple 2 --device cpu")
+    assert code in (0, None), err
+    assert json.loads((place / "self" / "rankfold.json").read_text())["calibration"]["origin"] == "self"
+
+
+def test_latentllm_by_one_switch(run, place):
+    code, _, err = run(f"compress model -o latent --method latentllm --multiple 2 --option window=0 {CALIBRATION}")
+    assert code in (0, None), err
+    assert json.loads((place / "latent" / "rankfold.json").read_text())["options"]["window"] == 0
+
+
+BAD = [
+    ("compress model -o x --sparsity 1", r"sparsity must be in \[0, 1\), got 1.0"),
+    ("compress model", "-o/--output is missing"),
+    ("compress model -o x --method svdd", "unknown method 'svdd'; did you mean 'svd'"),
+    ("compress model -o x --modules mlp=0.3,qk", "--modules takes"),
+    ("compress model -o x --option ridge", "--option takes KEY=VALUE"),
+    ("compress model -o x --option rigde=1", "unknown modegpt option 'rigde'; did you mean 'ridge'"),
+    ("compress model -o x --calibration nowhere.txt", "no text at 'nowhere.txt'"),
+    ("compress model -o x --calibration empty.txt", "is empty"),
+    ("compress model -o x --calibration short.txt", "at least 32 are needed"),
+    ("compress model -o x --calibration rows.jsonl", "has no text field 'text'; a row has: body"),
+    ("compress model -o x --dtype int8 --calibration text.txt", "dtype must be auto"),
+    ("compress model -o x --device tpu --calibration text.txt", "device must be auto"),
+    ("compress model -o existing --calibration text.txt", "existing exists already"),
+    ("compress model -o no/such/folder/x --calibration text.txt", "is not a folder; make it first"),
+    ("compress missing -o x", "no model at 'missing'"),
+    ("compress unknown -o x", "model type 'albert' is not supported"),
+    ("compress truncated -o x --calibration text.txt", "not a readable safetensors file"),
+    ("compress nan -o x --calibration text.txt --samples 2 --length 32", "up_proj.weight has 1 NaN"),
+    ("compress pickled -o x --calibration text.txt", "reads safetensors and GGUF only"),
+    ("compress mismatch -o x --calibration text.txt", "tokenizer and model do not belong together"),
+    ("compress model -o x --moments nowhere", "is not a moments folder"),
+    ("compress model -o x --mode both --calibration text.txt", "mode must be sequential or one-pass"),
+    ("compress model -o x --multiple 64 --calibration text.txt --modules qk,vo", "cannot be reached"),
+    ("compress model -o x --protect 9 --calibration text.txt", "protected block 9 is not in the model"),
+    ("evaluate missing --text text.txt", "no model at 'missing'"),
+    ("evaluate model --text text.txt --length 1", "length must be >= 2"),
+    ("generate model x --max-new-tokens 0", "max-new-tokens must be >= 1"),
+    ("inspect model", "not a checkpoint written by"),
+    ("compress small -o x --calibration text.txt", "already compressed or quantised"),
+]
+
+
+@pytest.fixture(scope="module")
+def broken(place, small):
+    """Models and texts with one thing wrong each."""
+    (place / "empty.txt").write_text("\n \n")
+    (place / "short.txt").write_text("too short")
+    (place / "rows.jsonl").write_text('{"body": "x"}\n')
+    (place / "existing").mkdir()
+    for name in ("unknown", "truncated", "nan", "pickled", "mismatch"):
+        shutil.copytree(place / "model", place / name)
+    config = json.loads((place / "unknown" / "config.json").read_text())
+    (place / "unknown" / "config.json").write_text(json.dumps(config | {"model_type": "albert"}))
+    weights = place / "truncated" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    from safetensors.torch import load_file, save_file
+
+    state = load_file(place / "nan" / "model.safetensors")
+    state["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
+    save_file(state, place / "nan" / "model.safetensors")
+    (place / "pickled" / "model.safetensors").unlink()
+    torch.save({}, place / "pickled" / "pytorch_model.bin")
+    config = json.loads((place / "mismatch" / "config.json").read_text())
+    (place / "mismatch" / "config.json").write_text(json.dumps(config | {"vocab_size": 100}))
+    state = load_file(place / "mismatch" / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        state[name] = state[name][:100].clone()
+    save_file(state, place / "mismatch" / "model.safetensors")
+
+
+@pytest.mark.parametrize("line, message", BAD, ids=[line for line, _ in BAD])
+def test_bad_input_is_one_line_and_exit_code_2(run, broken, place, line, message):
+    import re
+
+    extra = " --device cpu" if line.split()[0] == "compress" and "--device" not in line else ""
+    code, out, err = run(line + extra)
+    assert code == 2
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("rankfold: ") and re.search(message, last), err
+    assert "Traceback" not in err and out == ""
+    assert not (place / "x").exists()
+    left = place / "x.partial"
+    if left.exists():  # a run that began and failed is continued or refused, never mistaken for a result
+        assert not (left / "config.json").exists()
+        shutil.rmtree(left)
+
+
+def test_an_unreachable_hub_says_how_to_go_on(run, monkeypatch):
+    import huggingface_hub
+
+    def refuse(*args, **kwargs):
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    code, _, err = run("compress owner/name -o x")
+    assert code == 2 and "cannot get 'owner/name' from the hub (no route to host)" in err
+    assert "give the folder" in err
+
+
+def test_a_hub_id_is_downloaded_without_pickles(run, monkeypatch, place):
+    """The hub stands in a local folder; what is asked of it must exclude anything that can run code."""
+    import huggingface_hub
+
+    asked = {}
+
+    def fake(name, allow_patterns):
+        asked.update(name=name, patterns=allow_patterns)
+        return str(place / "model")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
+    code, _, err = run(f"compress owner/name -o from-hub --multiple 2 {CALIBRATION}")
+    assert code in (0, None), err
+    assert asked["name"] == "owner/name"
+    assert not any(pattern in ("*", "*.bin", "*.py", "*.pt") for pattern in asked["patterns"])
+
+
+def test_help_has_examples(run):
+    for command in ("compress", "calibrate", "plan", "evaluate", "generate", "inspect", "models"):
+        code, out, _ = run(f"{command} --help")
+        assert code in (0, None) and f"rankfold {command}" in out

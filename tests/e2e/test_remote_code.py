@@ -1,0 +1,85 @@
+"""A compressed checkpoint loads where rankfold is not installed, and is refused politely where it must be."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from families import some_ids, tiny_model
+
+import rankfold
+from rankfold.calibration.tokens import Tokens
+
+WITHOUT = """
+import sys, importlib.abc
+class Block(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "rankfold":
+            raise ImportError("rankfold is not installed")
+sys.meta_path.insert(0, Block())
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
+ids = torch.load(sys.argv[2])
+with torch.no_grad():
+    torch.save(model(ids).logits, sys.argv[3])
+model.save_pretrained(sys.argv[4])
+dense = AutoModelForCausalLM.from_config(type(model.config)(**__import__("json").loads(sys.argv[5])))
+assert type(dense).__name__ == type(model).__name__
+"""
+
+
+@pytest.mark.parametrize("family, method", [("llama", "modegpt"), ("gpt2", "modegpt"), ("opt", "latentllm")])
+def test_without_rankfold(tmp_path, family, method):
+    source = rankfold.open_model(tiny_model(family), device="cpu")
+    source.autocast = None
+    options = {"sparsity": 0.3, "multiple": 2}
+    folder = tmp_path / "small"
+    tokens = Tokens(some_ids(16, 32), "random", "random", 0)
+    rankfold.compress(source, rankfold.make_method(method, **options), tokens, folder)
+    ids = some_ids()
+    torch.save(ids, tmp_path / "ids.pt")
+    arguments = [str(folder), str(tmp_path / "ids.pt"), str(tmp_path / "logits.pt"), str(tmp_path / "again"), "{}"]
+    done = subprocess.run([sys.executable, "-c", WITHOUT, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with torch.no_grad():
+        expected = rankfold.load(folder, device="cpu")(ids).logits
+        twice = rankfold.load(tmp_path / "again", device="cpu")(ids).logits
+    assert torch.equal(torch.load(tmp_path / "logits.pt"), expected)
+    assert torch.equal(twice, expected)
+    assert (tmp_path / "again" / "modeling_rankfold.py").exists()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"kind": "os.system"}, "unknown module kind 'os.system'"),
+        ({"out": -3}, "must be a positive integer, got -3"),
+        ({"out": "6"}, "must be a positive integer"),
+    ],
+)
+def test_a_hostile_description_is_refused(tmp_path, change, message):
+    source = rankfold.open_model(tiny_model("llama"), device="cpu")
+    folder = tmp_path / "small"
+    method = rankfold.MoDeGPT(modules={"mlp": 0.3}, multiple=2)
+    rankfold.compress(source, method, Tokens(some_ids(8, 32), "r", "r", 0), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["modules"]["model.layers.0.mlp.up_proj"] |= change
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(rankfold.RankfoldError, match=message):
+        rankfold.load(folder, device="cpu")
+
+
+def test_an_unknown_path_or_newer_format_is_refused(tmp_path):
+    source = rankfold.open_model(tiny_model("llama"), device="cpu")
+    folder = tmp_path / "small"
+    method = rankfold.MoDeGPT(modules={"mlp": 0.3}, multiple=2)
+    rankfold.compress(source, method, Tokens(some_ids(8, 32), "r", "r", 0), folder)
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text.replace("model.layers.0.mlp.up_proj", "model.layers.0.mlp.side_proj"))
+    with pytest.raises(rankfold.RankfoldError, match="'model.layers.0.mlp.side_proj' that this model does not have"):
+        rankfold.load(folder, device="cpu")
+    (folder / "config.json").write_text(text.replace('"format": 1', '"format": 99'))
+    with pytest.raises(rankfold.RankfoldError, match="format 99, this version reads 1"):
+        rankfold.load(folder, device="cpu")

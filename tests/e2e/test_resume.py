@@ -1,0 +1,110 @@
+"""Kill -9 at random moments, start again, end in the same bytes."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from saved import save_text, save_tiny
+
+import rankfold
+from rankfold import MoDeGPT
+from rankfold.errors import CheckpointError
+
+OPTIONS = "--multiple 2 --calibration text.txt --samples 48 --length 128 --device cpu"
+
+
+def command(folder, output: str, extra: str) -> list[str]:
+    return [sys.executable, "-m", "rankfold", "compress", "model", "-o", output, *OPTIONS.split(), *extra.split()]
+
+
+def contents(folder) -> dict[str, bytes]:
+    """All bytes of a checkpoint; the times and memory of the run do not count."""
+    files = {p.name: p.read_bytes() for p in folder.iterdir()}
+    record = json.loads(files.pop("rankfold.json"))
+    record.pop("run")
+    text = json.dumps(record).replace("killed", "whole")
+    return {**files, "README.md": files["README.md"].replace(b"killed", b"whole"), "rankfold.json": text.encode()}
+
+
+@pytest.mark.parametrize("extra", ["", "--mode one-pass --allocation influence"])
+def test_killed_runs_end_in_the_same_bytes(tmp_path, extra):
+    save_tiny(tmp_path / "model", blocks=16)
+    save_text(tmp_path / "text.txt", copies=8)
+    subprocess.run(command(tmp_path, "whole", extra), cwd=tmp_path, check=True, capture_output=True)
+    wait, kills = random.Random(7), 0
+    for _ in range(12):
+        process = subprocess.Popen(
+            command(tmp_path, "killed", extra), cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        partial = tmp_path / "killed.partial"
+        before = _progress(partial)
+        while process.poll() is None and _progress(partial) < before + 2 + kills:
+            time.sleep(0.005)
+        time.sleep(wait.uniform(0, 0.05))
+        if process.poll() is not None:
+            break
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        kills += 1
+        assert not (tmp_path / "killed").exists(), "a killed run left something that looks finished"
+        assert not (partial / "config.json").exists() or not (partial / "rankfold.json").exists()
+        if kills == 3:
+            subprocess.run(command(tmp_path, "killed", extra), cwd=tmp_path, check=True, capture_output=True)
+            break
+    assert kills == 3
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+
+
+def _progress(partial) -> int:
+    return sum(1 for _ in partial.rglob("block-*")) if partial.exists() else 0
+
+
+def test_an_unfinished_run_of_another_configuration_is_refused(tmp_path, monkeypatch):
+    save_tiny(tmp_path / "model")
+    save_text(tmp_path / "text.txt")
+    source = rankfold.open_model(tmp_path / "model", device="cpu")
+    tokens = rankfold.load_tokens(str(tmp_path / "text.txt"), source, samples=4, length=32)
+    original = MoDeGPT.decompose
+
+    def fail_at_two(self, view, *args):
+        if view.index == 2:
+            raise KeyboardInterrupt
+        return original(self, view, *args)
+
+    monkeypatch.setattr(MoDeGPT, "decompose", fail_at_two)
+    with pytest.raises(KeyboardInterrupt):
+        rankfold.compress(source, MoDeGPT(multiple=2), tokens, tmp_path / "out")
+    monkeypatch.setattr(MoDeGPT, "decompose", original)
+    assert (tmp_path / "out.partial").exists() and not (tmp_path / "out").exists()
+    with pytest.raises(CheckpointError, match="unfinished run of another configuration"):
+        rankfold.compress(source, MoDeGPT(sparsity=0.2, multiple=2), tokens, tmp_path / "out")
+    rankfold.compress(source, MoDeGPT(multiple=2), tokens, tmp_path / "out")
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_full_disk_is_one_line_and_the_run_can_go_on(tmp_path, monkeypatch):
+    save_tiny(tmp_path / "model")
+    save_text(tmp_path / "text.txt")
+    source = rankfold.open_model(tmp_path / "model", device="cpu")
+    tokens = rankfold.load_tokens(str(tmp_path / "text.txt"), source, samples=4, length=32)
+    from rankfold import files
+
+    real, calls = files.save_file, []
+
+    def full(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3:
+            raise OSError(28, "No space left on device")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(files, "save_file", full)
+    with pytest.raises(CheckpointError, match="cannot write .*No space left on device; free space"):
+        rankfold.compress(source, MoDeGPT(multiple=2), tokens, tmp_path / "out")
+    assert not list(tmp_path.rglob("*.tmp"))
+    rankfold.compress(source, MoDeGPT(multiple=2), tokens, tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").exists()

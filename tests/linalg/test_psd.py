@@ -1,0 +1,115 @@
+"""Roots of moments against eigen-free references: squares, lstsq, numpy's pseudo-inverse."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import KINDS, activations
+
+from rankfold.linalg.psd import check_moment, psd_root
+
+
+def moment(kind: str, seed: int = 0) -> torch.Tensor:
+    X = activations(kind, 12, seed=seed)
+    return X.T @ X / len(X)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_root_squares_to_the_moment_and_is_symmetric(kind):
+    C = moment(kind)
+    root = psd_root(C).root
+    assert (root @ root - C).norm() <= 1e-13 * len(C) * C.norm()
+    torch.testing.assert_close(root, root.T)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_root_is_the_positive_one(kind):
+    root = psd_root(moment(kind)).root
+    assert torch.linalg.eigvalsh(root).min() >= -1e-12 * root.norm()
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "low_rank", "outlier"])
+def test_inverse_is_the_pseudo_inverse_of_the_root(kind):
+    out = psd_root(moment(kind))
+    reference = torch.from_numpy(np.linalg.pinv(out.root.numpy(), rcond=1e-7, hermitian=True))
+    torch.testing.assert_close(out.inverse, reference, rtol=1e-6, atol=1e-7 * reference.abs().max().item())
+
+
+@pytest.mark.parametrize(("kind", "rank"), [("gaussian", 12), ("low_rank", 5), ("outlier", 12)])
+def test_rank_counts_the_directions_that_have_energy(kind, rank):
+    out = psd_root(moment(kind))
+    assert out.rank == rank
+    assert torch.linalg.matrix_rank(out.inverse, hermitian=True, rtol=1e-10) == rank
+
+
+def test_root_times_inverse_projects_on_the_span_of_the_data():
+    X = activations("low_rank", 12)
+    out = psd_root(X.T @ X)
+    projector = out.root @ out.inverse
+    basis = torch.linalg.qr(X.T[:, :5]).Q  # 5 tokens span what all of them span
+    torch.testing.assert_close(projector, basis @ basis.T, rtol=0, atol=1e-6)
+
+
+def test_eigenvalues_ascend_and_are_clamped():
+    C = torch.diag(torch.tensor([3.0, -1e-9, 1.0], dtype=torch.float64))
+    out = psd_root(C)
+    torch.testing.assert_close(out.eigenvalues, torch.tensor([0.0, 1.0, 3.0], dtype=torch.float64))
+    assert out.rank == 2 and torch.isfinite(out.root).all() and out.inverse[1, 1] == 0
+
+
+def test_zero_moment_has_zero_root_and_zero_inverse():
+    out = psd_root(torch.zeros(3, 3))
+    assert out.rank == 0 and not out.root.any() and not out.inverse.any()
+
+
+def test_ridge_is_relative_to_the_mean_diagonal():
+    C = moment("gaussian")
+    damped = C + 0.1 * C.diagonal().mean() * torch.eye(12, dtype=torch.float64)
+    torch.testing.assert_close(psd_root(C, ridge=0.1).root, psd_root(damped).root)
+    torch.testing.assert_close(psd_root(C, ridge=0.1).inverse, psd_root(damped).inverse)
+
+
+def test_ridge_makes_a_singular_moment_invertible():
+    out = psd_root(moment("low_rank"), ridge=1e-3)
+    assert out.rank == 12
+    torch.testing.assert_close(out.root @ out.inverse, torch.eye(12, dtype=torch.float64), rtol=0, atol=1e-6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(KINDS), st.floats(-20, 20), st.floats(0, 1))
+def test_scaling_the_moment_scales_the_root(kind, exponent, ridge):
+    C, scale = moment(kind), 10.0**exponent
+    a, b = psd_root(C, ridge=ridge, cutoff=1e-10), psd_root(scale * C, ridge=ridge, cutoff=1e-10)
+    torch.testing.assert_close(b.root, a.root * scale**0.5, rtol=1e-7, atol=1e-7 * scale**0.5 * a.root.norm().item())
+    torch.testing.assert_close(b.inverse, a.inverse * scale**-0.5, rtol=1e-5, atol=1e-6 * b.inverse.norm().item())
+    assert a.rank == b.rank
+
+
+def test_precision_of_the_input_is_kept_and_the_input_stays_untouched():
+    C = moment("gaussian").float()
+    before = C.clone()
+    out = psd_root(C, ridge=1e-3)
+    assert {out.root.dtype, out.inverse.dtype, out.eigenvalues.dtype} == {torch.float32}
+    assert torch.equal(C, before)
+
+
+@pytest.mark.parametrize(
+    ("C", "message"),
+    [
+        (torch.ones(3, 4), r"C must be \(4, 4\), got \(3, 4\)"),
+        (torch.full((2, 2), float("nan")), "C has non-finite entries; were the activations accumulated in fp16"),
+        (torch.full((2, 2), float("inf")), "C has non-finite entries"),
+    ],
+)
+def test_errors_say_what_to_fix(C, message):
+    with pytest.raises(ValueError, match=message):
+        psd_root(C)
+
+
+def test_check_moment_names_what_it_was_given():
+    check_moment(torch.eye(3), 3)
+    with pytest.raises(ValueError, match=r"^A must be \(4, 4\), got \(3, 3\)$"):
+        check_moment(torch.eye(3), 4, name="A")
+    with pytest.raises(ValueError, match=r"^B has non-finite entries"):
+        check_moment(torch.eye(2) / 0, 2, name="B")

@@ -1,0 +1,62 @@
+"""The exception tree, and what the source raises."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import rankfold
+from rankfold import errors
+
+SRC = Path(rankfold.__file__).parent
+FILES = sorted(SRC.rglob("*.py"))
+# Pure functions know no RankfoldError (the pipeline names the block and converts); the self-contained modelling file
+# must not import one; the registry's ValueError and the abstract methods are for programmers.
+BUILTIN = {
+    "linalg": {"ValueError", "LinAlgError"},
+    "modules": {"ValueError", "AttributeError", "NotImplementedError", "ImportError", "KeyError"},
+    "methods": {"ValueError", "NotImplementedError"},
+}
+
+
+def raised(tree: ast.AST):
+    """Name, constant parts of the message, and line of every ``raise Name(...)``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            target = node.exc.func
+            name = target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
+            parts = [c.value for a in node.exc.args for c in ast.walk(a) if isinstance(c, ast.Constant)]
+            yield name, [p for p in parts if isinstance(p, str)], node.lineno
+
+
+@pytest.mark.parametrize("name", [n for n in errors.__all__ if n != "RankfoldError"])
+def test_all_errors_have_one_base(name):
+    assert issubclass(getattr(errors, name), errors.RankfoldError)
+
+
+def test_a_wrong_option_is_also_a_value_error():
+    with pytest.raises(ValueError, match="got 2"):
+        raise errors.OptionError("got 2")
+    assert not issubclass(errors.RankfoldError, ValueError)
+
+
+def test_the_base_is_public():
+    assert rankfold.RankfoldError is errors.RankfoldError and "RankfoldError" in rankfold.__all__
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
+def test_what_is_raised_on_purpose_is_ours(path):
+    package = path.relative_to(SRC).parts[0]
+    allowed = {n for n in errors.__all__ if n != "RankfoldError"} | BUILTIN.get(package, set())
+    private = {"_Stop", "_guard", "OptionError"}
+    found = [
+        (n, line) for n, _, line in raised(ast.parse(path.read_text(encoding="utf-8"))) if n not in allowed | private
+    ]
+    found = [(n, line) for n, line in found if not (package == "cli" and n in {"Exit", "BadParameter"})]
+    assert not found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
+def test_messages_are_one_line(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    assert not [(name, line) for name, parts, line in raised(tree) if any("\n" in p for p in parts)]
