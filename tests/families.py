@@ -44,7 +44,9 @@ CONFIGS = {
     "falcon-alibi": lambda: t.FalconConfig(**_falcon(), alibi=True, multi_query=False, parallel_attn=False, bias=True),
     "bloom": lambda: t.BloomConfig(hidden_size=32, n_layer=3, n_head=4, vocab_size=96),
     "mixtral": lambda: t.MixtralConfig(**GQA, num_local_experts=2),
-    "qwen3_moe": lambda: t.Qwen3MoeConfig(**GQA, num_experts=2, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8),
+    "qwen3_moe": lambda: t.Qwen3MoeConfig(
+        **GQA, num_experts=2, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8
+    ),
 }
 
 

@@ -1,10 +1,10 @@
 """A tiny model on disk with a real tokenizer, as a user would have one."""
 
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import torch
 import transformers as t
-from pydoc_data.topics import topics
 from tokenizers import ByteLevelBPETokenizer
 
 from rankfold.files import write_text

@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -45,7 +46,7 @@ def write_text(path: Path, text: str) -> None:
     """Write text, fsync, rename."""
     temporary = path.with_name(path.name + ".tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(text.encode("utf-8", "surrogateescape"))
         _finish(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
@@ -79,6 +80,6 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise _guard(path, error) from error
-    except Exception as error:  # safetensors reports a full disk as its own error type
+    except SafetensorError as error:  # how safetensors reports a full disk
         temporary.unlink(missing_ok=True)
         raise CheckpointError(f"cannot write {path}: {error}; free space or choose another folder") from error

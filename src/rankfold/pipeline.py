@@ -133,7 +133,9 @@ def compress(
         wanted = _statistics(source, method) | ({"influence"} if method.allocation != "uniform" else set())
         moments = calibrate(source, tokens, run.folder / "moments" if run else None, statistics=wanted)
     if mode == "sequential" and method.allocation != "uniform":
-        scores = _scores(calibrate(source, tokens, run.folder / "moments" if run else None, statistics={"influence"}), len(source))
+        scores = _scores(
+            calibrate(source, tokens, run.folder / "moments" if run else None, statistics={"influence"}), len(source)
+        )
     else:
         scores = _scores(moments, len(source)) if method.allocation != "uniform" else None
     if moments is not None:
@@ -173,14 +175,16 @@ def compress(
         return assemble(source, config, finished)
     command = reproduce_command(source.name, run.output.name, method.describe(), calibration, mode, _dtype_name(source))
     card = model_card(the_plan, __version__, run.output.name, calibration, command)
-    measurements = {"seconds": seconds, "peak_memory_bytes": peak_memory_bytes(), **environment(source.device)}
+    estimates = {"seconds": the_plan.seconds, "peak_memory_bytes": the_plan.peak_memory_bytes}
+    measurements = {"seconds": seconds, "peak_memory_bytes": peak_memory_bytes(), "estimated": estimates}
     record = {
         **description,
         "command": command,
         "versions": versions(),
-        "plan": the_plan.to_dict(),
+        "plan": {k: v for k, v in the_plan.to_dict().items() if k not in estimates},
         "blocks": reports,
-        "run": measurements,  # the only part that differs between two runs of the same configuration
+        "run": measurements
+        | environment(source.device),  # the only part that differs between two runs of the same configuration
     }
     return run.finish(source, config, card, record)
 

@@ -95,11 +95,15 @@ def _peak_memory(source: Source, method: Method, calibration: dict | None) -> in
     """Estimate: what surrounds the blocks, the largest block twice, its moments, the residual stream."""
     item = torch.empty((), dtype=source.compute_dtype).element_size()
     largest = max(sum(p.numel() for p in b.parameters()) for b in source.blocks) * item
-    around = (unique_parameters(source.model) - sum(sum(p.numel() for p in b.parameters()) for b in source.blocks)) * item
+    around = (
+        unique_parameters(source.model) - sum(sum(p.numel() for p in b.parameters()) for b in source.blocks)
+    ) * item
     resident = 0 if source.streamed else tensor_bytes(source.model) - around
     view = source.meta_block(0)
     width, hidden = view.attention.output.weight.shape[0], view.mlp.hidden if view.mlp else 0
-    moments = sum(8 * (hidden if name == "mlp_hidden" else width) ** 2 for name in method.statistics(view) - {"mlp_samples"})
+    moments = sum(
+        8 * (hidden if name == "mlp_hidden" else width) ** 2 for name in method.statistics(view) - {"mlp_samples"}
+    )
     tokens = calibration["tokens"] if calibration else 0
     stream = tokens * width * (2 if source.autocast else item)
     return int(around + resident + 2 * largest + 2.5 * moments + stream)
@@ -111,7 +115,10 @@ def _seconds(source: Source, calibration: dict | None) -> float | None:
         return None
     n, width = 2048, source.meta_block(0).attention.output.weight.shape[0]
     dtype = source.autocast or source.compute_dtype
-    x, w = (torch.ones(n, width, dtype=dtype, device=source.device), torch.ones(width, width, dtype=dtype, device=source.device))
+    x, w = (
+        torch.ones(n, width, dtype=dtype, device=source.device),
+        torch.ones(width, width, dtype=dtype, device=source.device),
+    )
     times = []
     for _ in range(3):
         begin = time.perf_counter()

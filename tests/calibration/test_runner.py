@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from families import some_ids, tiny_model
 
 import rankfold
+from families import some_ids, tiny_model
 from rankfold.calibration import runner
 from rankfold.calibration.runner import measure, start
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from families import CONFIGS, some_ids, tiny_model
 
 import rankfold
+from families import CONFIGS, some_ids, tiny_model
 from rankfold import LatentLLM, pipeline
 from rankfold.calibration.runner import advance, measure, start
 from rankfold.calibration.tokens import Tokens

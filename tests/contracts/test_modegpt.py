@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from families import CONFIGS, some_ids, tiny_model
 
 import rankfold
+from families import CONFIGS, some_ids, tiny_model
 from rankfold import MoDeGPT, pipeline
 from rankfold.calibration.runner import advance, start
 from rankfold.calibration.tokens import Tokens
@@ -97,7 +97,7 @@ def test_tensors_really_shrink_and_planned_equals_actual(family):
 
 
 def test_saved_and_loaded_logits_are_identical(family, tmp_path):
-    source, model = compressed(family)
+    _, model = compressed(family)
     rankfold.save(model, tmp_path / "small")
     again = rankfold.load(tmp_path / "small", device="cpu")
     assert torch.equal(logits(again), logits(model))
@@ -170,7 +170,9 @@ def test_influence_allocations_meet_the_budget(family, allocation):
     method = method_for(family, allocation=allocation)
     plan = rankfold.plan(source, method, rankfold.calibrate(source, tokens()))
     step = max(m.dense_weights // m.of * 2 for m in plan.modules)
-    assert method.sparsity * plan.counted_weights <= plan.removed_weights < method.sparsity * plan.counted_weights + step
+    assert (
+        method.sparsity * plan.counted_weights <= plan.removed_weights < method.sparsity * plan.counted_weights + step
+    )
     assert all(m.relative_error is not None for m in plan.modules)
 
 
@@ -233,6 +235,7 @@ def test_grouped_queries_equal_the_expanded_multi_head_model_at_full_information
     """A GQA model and the MHA model with repeated key/value heads are one function; at ranks where both are exact they
     stay so."""
     import transformers as t
+
     from families import GQA
 
     grouped = tiny_model("llama")

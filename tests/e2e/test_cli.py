@@ -6,9 +6,9 @@ import sys
 
 import pytest
 import torch
-from saved import save_text, save_tiny
 
 from rankfold.cli import main
+from saved import save_text, save_tiny
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,9 @@ def test_compress_prints_one_json_object_and_writes_a_whole_checkpoint(small, pl
     assert small["output"] == "small" and small["sparsity"] >= 0.3
     names = {p.name for p in (place / "small").iterdir()}
     assert {"config.json", "README.md", "rankfold.json", "modeling_rankfold.py", "tokenizer.json"} <= names
-    assert "model.safetensors.index.json" in names and not any(n.endswith((".bin", ".pt", ".pkl", ".tmp")) for n in names)
+    assert "model.safetensors.index.json" in names and not any(
+        n.endswith((".bin", ".pt", ".pkl", ".tmp")) for n in names
+    )
     assert not (place / "small.partial").exists()
     card = (place / "small" / "README.md").read_text()
     assert "rankfold compress model -o small --method modegpt --sparsity 0.3" in card
@@ -96,7 +98,9 @@ def test_calibrate_once_then_plan_and_compress_many(place, run):
     plan = json.loads(out)
     assert plan == json.loads((place / "plan.json").read_text())
     assert all(m["relative_error"] is not None for m in plan["modules"])
-    code, out, err = run("compress model -o from-moments --moments moments --sparsity 0.2 --multiple 2 --device cpu --json")
+    code, out, err = run(
+        "compress model -o from-moments --moments moments --sparsity 0.2 --multiple 2 --device cpu --json"
+    )
     assert code in (0, None), err
     assert json.loads(out)["removed_weights"] == plan["removed_weights"]
     code, out, _ = run("compress model --moments moments --sparsity 0.2 --multiple 2 --device cpu --dry-run")

@@ -9,11 +9,11 @@ import sys
 import time
 
 import pytest
-from saved import save_text, save_tiny
 
 import rankfold
 from rankfold import MoDeGPT
 from rankfold.errors import CheckpointError
+from saved import save_text, save_tiny
 
 OPTIONS = "--multiple 2 --calibration text.txt --samples 48 --length 128 --device cpu"
 

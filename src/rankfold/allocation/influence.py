@@ -67,6 +67,6 @@ def capped_sparsities(phi: Tensor, weights: Tensor, average: float, caps: Tensor
         phi[over] = caps[over]
         free &= ~over
         fixed, rest = (phi * weights)[~free].sum(), (phi * weights)[free].sum()
-        if not free.any() or rest == 0:
+        if not free.any():
             return phi.clamp_min(0)
-        phi[free] *= (total - fixed) / rest
+        phi[free] = phi[free] * ((total - fixed) / rest) if rest > 0 else (total - fixed) / weights[free].sum()

@@ -38,8 +38,11 @@ def allocate(units, method, counted: int, scores=None) -> tuple[dict[tuple[int, 
     if method.own_sparsities:
         for module, sparsity in method.own_sparsities.items():
             mine = [u for u in free if u.module == module]
-            remove = math.ceil(sparsity * sum(u.dense for u in units if u.module == module) - 1e-9)
-            ranks |= _within(mine, method, remove, scores, facts, f"sparsity {sparsity} of module {module}")
+            counted_here = sum(u.dense for u in units if u.module == module)
+            remove = math.ceil(sparsity * counted_here - 1e-9)
+            own: dict = {}
+            ranks |= _within(mine, method, remove, scores, own, f"sparsity {sparsity} of module {module}", counted_here)
+            facts[module] = own
         return ranks, facts
     remove = math.ceil(method.sparsity * counted - 1e-9)
     return ranks | _within(free, method, remove, scores, facts, f"sparsity {method.sparsity}", counted), facts
@@ -51,13 +54,13 @@ def _block(index: int, blocks: int) -> int:
     return index % blocks
 
 
-def _within(units, method, remove: int, scores, facts: dict, what: str, counted: int | None = None) -> dict:
+def _within(units, method, remove: int, scores, facts: dict, what: str, counted: int) -> dict:
     """Ranks of ``units`` that remove at least ``remove`` weights."""
     if remove == 0:
         return {(u.block, u.module): u.ranks[-1] for u in units}
     most, dense = removable(units), sum(u.dense for u in units)
     if remove > most:
-        reach = most / (counted or max(dense, 1))
+        reach = most / max(counted, 1)
         raise OptionError(
             f"{what} cannot be reached: the chosen modules can lose at most {most:,} of the {remove:,} weights that must "
             f"go, sparsity {reach:.4f}; lower the sparsity, compress more modules, or lower --multiple"
@@ -73,12 +76,17 @@ def _sparsities(units, method, average: float, scores, facts: dict) -> list[floa
     phi = torch.full_like(weights, average)
     if method.allocation != "uniform":
         if scores is None:
-            raise OptionError(f"allocation {method.allocation!r} needs influence scores, which these moments do not hold")
+            raise OptionError(
+                f"allocation {method.allocation!r} needs influence scores, which these moments do not hold"
+            )
         s = torch.tensor([_score(u, method.allocation, scores) for u in units], dtype=torch.float64)
         if method.allocation == "influence-modules":
             s = s * _shares(units)
         epsilon = method.epsilon or epsilon_for(s, weights, average)
-        facts |= {"epsilon": epsilon if math.isfinite(epsilon) else None, "scores": {str(b): v for b, v in scores.items()}}
+        facts |= {
+            "epsilon": epsilon if math.isfinite(epsilon) else None,
+            "scores": {str(b): v for b, v in scores.items()},
+        }
         phi = softmax_sparsities(s, weights, average, epsilon)
     return capped_sparsities(phi, weights, average, caps).tolist()
 
@@ -122,6 +130,7 @@ def _round(units, phi: list[float], budget: int) -> dict[tuple[int, str], int]:
         fine = list(range(len(units)))
     _diffuse(units, wanted, level, fine)
     _spend(units, wanted, level, fine, budget)
+    _spend(units, wanted, level, list(range(len(units))), budget)  # a short last step of a coarse module may still fit
     return {(u.block, u.module): u.ranks[level[i]] for i, u in enumerate(units)}
 
 

@@ -66,7 +66,11 @@ class AttentionView:
     def qkv(self) -> tuple[Dense, Dense, Dense]:
         """q ``(H N, D)``, k ``(K N, D)``, v ``(K N, D)``."""
         modules = [read_linear(m) for m in self.qkv_modules]
-        return tuple(modules) if len(modules) == 3 else _split_rows(modules[0], self.spec.layout, self.heads, self.kv_heads)
+        return (
+            tuple(modules)
+            if len(modules) == 3
+            else _split_rows(modules[0], self.spec.layout, self.heads, self.kv_heads)
+        )
 
     def split_states(self, outputs: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``(B, T, H, N)``, keys and values ``(B, T, K, N)`` from what :attr:`qkv_modules` returned."""

@@ -92,7 +92,9 @@ def gram(x: Tensor, out: Tensor, *, exact_in_bf16: bool = False) -> None:
         exact_in_bf16: every entry of ``x`` is a bf16 number.
     """
     tiles = [t for t in torch.arange(x.shape[1]).tensor_split(SYMMETRIC_TILES) if len(t)]
-    with _bf16_products() if exact_in_bf16 and x.device.type == "cpu" else contextlib.nullcontext():
+    products = _bf16_products() if exact_in_bf16 and x.device.type == "cpu" else contextlib.nullcontext()
+    # Hooks run inside the model's autocast, which would round these products to bf16.
+    with torch.autocast(x.device.type, enabled=False), products:
         for tile in tiles:
             a, b = int(tile[0]), int(tile[-1]) + 1
             out[a:b, a:] += (x[:, a:b].T @ x[:, a:]).to(out)
@@ -158,7 +160,7 @@ def head_grams(x: Tensor) -> Tensor:
     """``(B, H, N, N)`` Gram of every sequence and head of ``x`` ``(B, T, H, N)``, fp32."""
     exact = x.dtype is torch.bfloat16 and x.device.type == "cpu"
     x = x.detach().float().permute(0, 2, 1, 3)
-    with _bf16_products() if exact else contextlib.nullcontext():
+    with torch.autocast(x.device.type, enabled=False), _bf16_products() if exact else contextlib.nullcontext():
         return x.transpose(-1, -2) @ x
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from ..files import read_json, write_json, write_tensors
 from ..errors import CheckpointError
+from ..files import read_json, write_json, write_tensors
 from .moments import BlockMoments, Moment
 
 __all__ = ["MomentStore"]
@@ -37,9 +37,13 @@ class MomentStore:
         """
         if folder is None:
             return cls(identity)
+        if folder.exists() and not folder.is_dir():
+            raise CheckpointError(f"{folder} is a file; choose another folder")
         for name in (RECORD, UNFINISHED):
             if (folder / name).exists() and read_json(folder / name) != identity:
-                raise CheckpointError(f"{folder} holds moments of another model, text or setting; choose another folder")
+                raise CheckpointError(
+                    f"{folder} holds moments of another model, text or setting; choose another folder"
+                )
         known = (folder / RECORD).exists() or (folder / UNFINISHED).exists()
         if folder.exists() and not known and any(folder.iterdir()):
             raise CheckpointError(f"{folder} exists and is not a moments folder; choose another folder")
@@ -60,9 +64,13 @@ class MomentStore:
         """
         folder = Path(folder)
         if (folder / UNFINISHED).exists():
-            raise CheckpointError(f"the calibration in {folder} did not finish; run the same `rankfold calibrate` again")
+            raise CheckpointError(
+                f"the calibration in {folder} did not finish; run the same `rankfold calibrate` again"
+            )
         if not (folder / RECORD).exists():
-            raise CheckpointError(f"{folder} is not a moments folder; make one with `rankfold calibrate MODEL -o {folder}`")
+            raise CheckpointError(
+                f"{folder} is not a moments folder; make one with `rankfold calibrate MODEL -o {folder}`"
+            )
         return cls(read_json(folder / RECORD), folder)
 
     def finish(self) -> None:
@@ -79,7 +87,12 @@ class MomentStore:
 
     def __setitem__(self, index: int, moments: BlockMoments) -> None:
         if self.folder is None:
-            self._blocks[index] = moments
+            self._blocks[index] = {
+                name: Moment(
+                    float(m.count), *(None if t is None else t.float() for t in (getattr(m, p) for p in PARTS))
+                )
+                for name, m in moments.items()
+            }
             return
         tensors, counts = {}, {}
         for name, moment in moments.items():

@@ -135,21 +135,32 @@ def _from_file(path: Path, field: str) -> Iterable[str]:
         return tuple(_field_of(row, field, path) for row in _json_lines(path))
     if path.suffix == ".parquet":
         import pyarrow.parquet as parquet
+        from pyarrow.lib import ArrowException
 
-        table = parquet.read_table(_existing(path))
+        try:
+            table = parquet.read_table(_existing(path))
+        except (ArrowException, OSError) as error:
+            raise DataError(f"{path} is not a readable parquet file ({_first_line(error)})") from error
         if field not in table.column_names:
             raise DataError(f"{path} has no column {field!r}; it has: {', '.join(table.column_names)} (use --field)")
-        return tuple(table[field].to_pylist())
+        rows = tuple(table[field].to_pylist())
+        if not all(isinstance(row, str) for row in rows):
+            raise DataError(
+                f"{path}: column {field!r} is {table[field].type}, with rows that are not text (use --field)"
+            )
+        return rows
     return (_read(path),)
 
 
 def _json_lines(path: Path) -> Iterable[dict]:
-    for number, line in enumerate(_read(path).splitlines(), 1):
+    for number, line in enumerate(_read(path).split("\n"), 1):
         if line.strip():
             try:
                 yield json.loads(line)
             except json.JSONDecodeError as error:
-                raise DataError(f"{path}, line {number} is not JSON ({error.msg}); one object a line is expected") from error
+                raise DataError(
+                    f"{path}, line {number} is not JSON ({error.msg}); one object a line is expected"
+                ) from error
 
 
 def _field_of(row: dict, field: str, path: Path) -> str:
@@ -157,6 +168,10 @@ def _field_of(row: dict, field: str, path: Path) -> str:
         names = ", ".join(row) if isinstance(row, dict) else type(row).__name__
         raise DataError(f"{path} has no text field {field!r}; a row has: {names} (use --field)")
     return row[field]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).split("\n")[0][:200]
 
 
 def _from_hub(alias: str, use: str) -> Iterable[str]:
@@ -176,6 +191,6 @@ def _from_hub(alias: str, use: str) -> Iterable[str]:
             yield row[hub.field]
     except Exception as error:  # network, hub and datasets errors share no base; all mean "not to be had"
         raise CheckpointError(
-            f"cannot read {alias!r} ({hub.path}) from the hub ({str(error).strip().splitlines()[0][:200]}); check the "
+            f"cannot read {alias!r} ({hub.path}) from the hub ({_first_line(error)}); check the "
             f"connection, or give a local copy: {alias}:FILE (raw rows), or a .txt/.jsonl/.parquet file"
         ) from error

@@ -49,7 +49,9 @@ def empty_model(config, attention: str | None = None) -> PreTrainedModel:
 def assemble(source, config, blocks: dict[str, Tensor]) -> PreTrainedModel:
     """A compressed model in memory: the source's outer tensors around the given block tensors."""
     model = empty_model(config, source.model.config._attn_implementation)
-    state = source.outer_state() | {name: t.to("cpu", source.dtype) if t.is_floating_point() else t for name, t in blocks.items()}
+    state = source.outer_state() | {
+        name: t.to("cpu", source.dtype) if t.is_floating_point() else t for name, t in blocks.items()
+    }
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     model.generation_config = source.model.generation_config

@@ -52,7 +52,9 @@ class Run:
         self.blocks = blocks
         if self.folder.exists():
             if not (self.folder / CONFIG).exists() and any(self.folder.iterdir()):
-                raise CheckpointError(f"{self.folder} exists and is not an unfinished run; remove it or choose another output")
+                raise CheckpointError(
+                    f"{self.folder} exists and is not an unfinished run; remove it or choose another output"
+                )
             if (self.folder / CONFIG).exists() and read_json(self.folder / CONFIG) != identity:
                 raise CheckpointError(
                     f"{self.folder} is an unfinished run of another configuration; repeat that one, remove the folder, or "
@@ -84,8 +86,12 @@ class Run:
         try:
             state = load_file(self._shard(index))
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{self._shard(index)} is damaged ({error}); remove {self.folder} and start again") from error
-        return {name.removeprefix(prefix + "."): tensor for name, tensor in state.items()}, read_json(self._report(index))
+            raise CheckpointError(
+                f"{self._shard(index)} is damaged ({error}); remove {self.folder} and start again"
+            ) from error
+        return {name.removeprefix(prefix + "."): tensor for name, tensor in state.items()}, read_json(
+            self._report(index)
+        )
 
     def finish(self, source, config, card: str, record: dict) -> Path:
         """Write what is not in the blocks, check the whole against the config, and rename the folder to the output."""
@@ -117,7 +123,7 @@ class Run:
         for index in range(self.blocks + 1):
             path = self._shard(index)
             with safe_open(path, framework="pt") as handle:
-                weight_map |= dict.fromkeys(handle.keys(), path.name)  # noqa: SIM118 - not a dict
+                weight_map |= dict.fromkeys(handle.keys(), path.name)
             size += path.stat().st_size - 8 - int.from_bytes(path.open("rb").read(8), "little")
         write_json(
             self.folder / "model.safetensors.index.json",

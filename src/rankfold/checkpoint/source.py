@@ -24,6 +24,7 @@ __all__ = ["Source", "open_model", "resolve_device", "resolve_dtype"]
 
 log = logging.getLogger(__name__)
 
+
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """bf16 on CPUs that multiply it in hardware (3 times faster there), otherwise no autocast."""
     if device.type != "cpu":
@@ -324,7 +325,9 @@ def _read_config(folder: Path):
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{folder} has no readable config.json ({_first_line(error)})") from error
     if getattr(config, "quantization_config", None):
-        method = dict(config.quantization_config).get("quant_method") if isinstance(config.quantization_config, dict) else ""
+        method = (
+            dict(config.quantization_config).get("quant_method") if isinstance(config.quantization_config, dict) else ""
+        )
         raise UnsupportedModelError(
             f"{folder} is already compressed or quantised ({method or 'quantization_config'}); start from the dense model"
         )
@@ -344,7 +347,9 @@ def _open_folder(folder: Path, device: torch.device, dtype: torch.dtype | None) 
         _fill_outer(model, weights, device)
         source = Source(model, str(folder), device, stored, weights)
     else:
-        log.info("the checkpoint names its weights differently from the model: reading it as a whole, not block by block")
+        log.info(
+            "the checkpoint names its weights differently from the model: reading it as a whole, not block by block"
+        )
         source = Source(_whole(folder, stored, device), str(folder), device, stored, None)
     if (folder / "generation_config.json").exists():
         source.model.generation_config = GenerationConfig.from_pretrained(folder)

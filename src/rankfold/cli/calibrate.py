@@ -33,4 +33,8 @@ def command(
     source = open_model(model, dtype=dtype, device=device)
     tokens = load_tokens(calibration, source, samples=samples, length=length, seed=seed, field=field)
     store = pipeline.calibrate(source, tokens, output)
-    c.emit({"output": str(output), **store.identity}, json, lambda out: out.print(f"{output}: moments of {len(source)} blocks"))
+    c.emit(
+        {"output": str(output), **store.identity},
+        json,
+        lambda out: out.print(f"{output}: moments of {len(source)} blocks"),
+    )

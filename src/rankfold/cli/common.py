@@ -44,7 +44,15 @@ Moments = Annotated[Path | None, typer.Option(help="Folder written by `rankfold 
 
 
 def parse_method(
-    name: str, sparsity: float, of: str, modules: str | None, allocation: str, epsilon, multiple: int, protect: str, option
+    name: str,
+    sparsity: float,
+    of: str,
+    modules: str | None,
+    allocation: str,
+    epsilon,
+    multiple: int,
+    protect: str,
+    option,
 ) -> Method:
     """The method the options describe.
 

@@ -26,7 +26,9 @@ def command(
     multiple: c.Multiple = 8,
     protect: c.Protect = "",
     option: c.Option = None,
-    mode: Annotated[str, typer.Option(help="sequential, or one-pass (all blocks measured on the dense model).")] = "sequential",
+    mode: Annotated[
+        str, typer.Option(help="sequential, or one-pass (all blocks measured on the dense model).")
+    ] = "sequential",
     moments: c.Moments = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     dtype: c.Dtype = "auto",

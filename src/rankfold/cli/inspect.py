@@ -28,7 +28,9 @@ def command(
 
 def _print(record: dict, out) -> None:
     counts, calibration = record["counts"], record["calibration"]
-    out.print(f"{record['base_model']} compressed by {record['method']} ({record['mode']}), rankfold {record['rankfold_version']}")
+    out.print(
+        f"{record['base_model']} compressed by {record['method']} ({record['mode']}), rankfold {record['rankfold_version']}"
+    )
     out.print(f"calibrated on {calibration['samples']} x {calibration['length']} tokens of {calibration['source']}")
     table = Table()
     names = list(dict.fromkeys(module for block in record["blocks"].values() for module in block))

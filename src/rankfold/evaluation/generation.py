@@ -16,7 +16,9 @@ def generate_text(model: str | Path, prompt: str, *, dtype: str = "auto", device
 
 
 @torch.no_grad()
-def continue_text(model, tokenizer, prompt: str, *, max_new_tokens: int = 64, temperature: float = 0.0, seed: int = 0) -> str:
+def continue_text(
+    model, tokenizer, prompt: str, *, max_new_tokens: int = 64, temperature: float = 0.0, seed: int = 0
+) -> str:
     """What the model writes after ``prompt``, the prompt not included.
 
     Raises:

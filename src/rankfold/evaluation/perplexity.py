@@ -5,6 +5,7 @@ Shape legend: W windows, T window length, V vocabulary.
 
 import contextlib
 import math
+import sys
 
 import torch
 from torch import Tensor, nn
@@ -57,9 +58,15 @@ def perplexity(model: nn.Module, windows: Tensor, *, autocast: torch.dtype | Non
             logits = model(batch, use_cache=False).logits[:, :-1]
         losses = nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="none")
         if not torch.isfinite(losses).all():
-            raise NumericsError("the model's loss is NaN or infinite on the evaluation text; check the checkpoint or dtype")
+            raise NumericsError(
+                "the model's loss is NaN or infinite on the evaluation text; check the checkpoint or dtype"
+            )
         total += losses.double().sum().item()
     nll = total / (len(windows) * (length - 1))
+    if nll > math.log(sys.float_info.max):
+        raise NumericsError(
+            f"the model's loss is {nll:.0f} nats a token, its perplexity beyond floating point; check the checkpoint"
+        )
     return {
         "perplexity": math.exp(nll),
         "nll": nll,

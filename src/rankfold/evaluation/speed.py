@@ -16,9 +16,10 @@ from ..progress import track
 __all__ = ["DEFINITION", "speed"]
 
 DEFINITION = (
-    "prefill: B x T prompt tokens over the time of one forward that fills the cache and computes the last logits; decode: "
-    "B x S tokens over the time of S greedy steps with that cache; medians over rounds, every round runs all models in "
-    "turning order; ratio: median over rounds of the speed over the first model's in the same round; one round unmeasured"
+    "prefill: B x T prompt tokens over the time of one forward that fills the cache and computes the last logits; "
+    "decode: B x S tokens over the time of S greedy steps with that cache; medians over rounds, every round runs all "
+    "models in turning order; ratio: median over rounds of the speed over the first model's in the same round; one "
+    "round before them is not counted"
 )
 
 

@@ -41,9 +41,9 @@ def pair_up(scores: Tensor, rotary_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Group dimensions into the pairs that must stay or go together.
 
     Rotary embedding turns dimension ``p`` with ``p + rotary_dim / 2`` (Hugging Face's half layout), so a kept dimension
-    needs its partner; the pair's score is the root of the sum of squares (the norm score of a two-column block). The
-    other dimensions are free; the best is paired with the second best, and so on, which keeps the choice of the top
-    pairs equal to the choice of the top dimensions.
+    needs its partner; the pair's score is the sum of its two scores, with which Proposition 2 still holds (with the root
+    of their squares it does not). The other dimensions are free; the best is paired with the second best, and so on,
+    which keeps the choice of the top pairs equal to the choice of the top dimensions.
 
     Returns:
         ``(first, second, score)``, each ``(N // 2,)``: rotary pairs in order of frequency, then the free ones.
@@ -58,7 +58,7 @@ def pair_up(scores: Tensor, rotary_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     free = scores[rotary_dim:].argsort(descending=True, stable=True) + rotary_dim
     first = torch.cat([turning, free[0::2]])
     second = torch.cat([turning + rotary_dim // 2, free[1::2]])
-    return first, second, (scores[first].square() + scores[second].square()).sqrt()
+    return first, second, scores[first] + scores[second]
 
 
 @torch.no_grad()
@@ -95,9 +95,9 @@ def column_row_bounds(C_q: Tensor, C_k: Tensor, keep: Tensor) -> tuple[float, fl
 
     Theorem 2 (Eq. 8): :math:`V \le \|C_k^{1/2}(I - SS^\top)C_q^{1/2}\|_F^2 = \sum_{i,j \in D} C_{q,ij} C_{k,ij}` over
     the dropped set ``D``, summed over the group. Proposition 2: :math:`V \le (\tfrac{N-R}{N})^2 \operatorname{tr} C_k
-    \operatorname{tr} C_q`; its step (b) averages the dropped norms against all norms SEPARATELY for queries and keys,
-    which the choice by their product does not imply, and a choice per pair or per group even less. It is reported, not
-    relied on.
+    \operatorname{tr} C_q`. Its printed step (b) does not follow, because queries and keys are averaged separately while the
+    choice is by their product; averaging the dropped products first and applying Cauchy-Schwarz over all dimensions
+    gives the same end, for pairs and groups too.
 
     Returns:
         ``(theorem, proposition)``.

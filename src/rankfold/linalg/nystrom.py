@@ -7,6 +7,7 @@ Weights use the ``torch.nn.Linear`` layout ``(out, in)``. The MoDeGPT paper (arX
 This module imports torch only: no modules, no hooks, no device policy.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -18,10 +19,10 @@ __all__ = ["Nystrom", "NystromBounds", "nystrom", "ridge_leverage_scores"]
 
 
 class NystromBounds(NamedTuple):
-    """The paper's guarantees for a choice of units; both bound :attr:`Nystrom.error`."""
+    """Guarantees for a choice of units; both bound :attr:`Nystrom.error`."""
 
     theorem: float  # Theorem 1, Eq. 7
-    proposition: float | None  # Proposition 1; None where its premise (epsilon < 1) does not hold
+    proposition: float | None  # Proposition 1, corrected; None where its premise (epsilon < 1) does not hold
     epsilon: float  # sum of the leverage scores of the dropped units
 
 
@@ -57,12 +58,13 @@ def _damp(C: Tensor, ridge: float) -> _Damped:
     matrix, clamped = C.clone(), False
     matrix.diagonal().add_(lam)
     L, info = torch.linalg.cholesky_ex(matrix)
-    if info.item():
+    inverse = None if info.item() else torch.cholesky_inverse(L)
+    if inverse is None or (lam * inverse.diagonal() > 1 + 1e-6).any():  # a score below zero: C is indefinite
         clamped = True
         eigenvalues, U = torch.linalg.eigh(C)
         matrix = (U * (eigenvalues.clamp_min(0) + lam)) @ U.T
-        L = _cholesky(matrix, "C + lam I")
-    return _Damped(matrix, torch.cholesky_inverse(L), lam, clamped)
+        inverse = torch.cholesky_inverse(_cholesky(matrix, "C + lam I"))
+    return _Damped(matrix, inverse, lam, clamped)
 
 
 def _cholesky(A: Tensor, what: str) -> Tensor:
@@ -106,7 +108,10 @@ def nystrom(W_down: Tensor, C: Tensor, *, rank: int, ridge: float = 1e-4) -> Nys
     ridge leverage scores, returns the minimiser
 
     .. math:: W' = \arg\min_{W'} \mathbb{E}\,\|W_\text{down} a - W' a_k\|^2
-                 = W_\text{down}\, C_{:,k}\, (C_{kk} + \lambda I)^{-1}.
+                 = W_k + W_d\, C_{dk}\, (C_{kk} + \lambda I)^{-1},
+
+    ``d`` the dropped units. The paper's :math:`W_\text{down} C_{:,k} C_{kk}^{+}` is the same for ``lambda = 0``; damped, it
+    would also shrink the kept weights towards zero, for nothing.
 
     MoDeGPT Algorithm 1 and Theorem 1. The caller slices ``W_up[keep]`` and, for a gated MLP, ``W_gate[keep]``. Where the
     down projection has a bias, pass the covariance and move the mean into the bias (LatentLLM App. B.2).
@@ -126,7 +131,7 @@ def nystrom(W_down: Tensor, C: Tensor, *, rank: int, ridge: float = 1e-4) -> Nys
 
     Cost: O(F^3 + D F^2) time, O(F^2) extra memory. Deterministic.
     """
-    D, F = W_down.shape
+    F = W_down.shape[1]
     check_moment(C, F)
     if not 1 <= rank <= F:
         raise ValueError(f"rank must be in [1, {F}], got {rank}")
@@ -136,9 +141,8 @@ def nystrom(W_down: Tensor, C: Tensor, *, rank: int, ridge: float = 1e-4) -> Nys
     W = W_down.to(C)  # decompose in the precision of the statistics, never in bf16
     damped = _damp(C, ridge)
     keep = _scores(damped).topk(rank).indices.sort().values
-    cross = damped.matrix[keep]
-    cross[torch.arange(rank, device=C.device), keep] -= damped.lam  # C[keep], clamped where C was
-    W_kept = torch.cholesky_solve(cross @ W.T, _cholesky(damped.matrix[keep][:, keep], "C_kk + lam I")).T  # (D, R)
+    # The minimiser under C + lam I: kept weights stay as they are, and only what stands in for dropped units is damped.
+    W_kept = torch.cholesky_solve(damped.matrix[keep] @ W.T, _cholesky(damped.matrix[keep][:, keep], "C_kk + lam I")).T
     gap = W.clone()
     gap[:, keep] -= W_kept
     error = _energy(gap, damped).clamp_min(0)
@@ -153,15 +157,17 @@ def _energy(W: Tensor, damped: _Damped) -> Tensor:
 
 
 def _bounds(W: Tensor, damped: _Damped, keep: Tensor) -> NystromBounds:
-    r"""The paper's guarantees, evaluated on the damped moment: damping only raises the left side, so they hold for ``C``.
+    r"""Guarantees on :math:`V = \mathbb{E}\|W a - W' a_k\|^2`, both evaluated on ``C + lam I``, where ``W'`` is optimal.
 
     Theorem 1 (Eq. 7): :math:`V \le \|W_D\|_2^2\, \|C^{-1}\|_2\, \|C - C_{:,k} C_{kk}^{-1} C_{k,:}\|_F^2`.
-    Proposition 1: :math:`V \le \|W_D\|_2^2 \|C^{-1}\|_2 \frac{\varepsilon^2 F^2}{R^2 (1-\varepsilon)^2}
-    \sum_{i>R} \sigma_i^2(C)`, which needs :math:`\varepsilon = \sum_{i \notin k} s_i < 1`. Real MLPs drop hundreds of
-    units with scores near one, so there the premise fails: the proposition says nothing and is ``None``.
+
+    Proposition 1 as printed, :math:`\|W_D\|_2^2 \|C^{-1}\|_2 \frac{\varepsilon^2 F^2}{R^2 (1-\varepsilon)^2}
+    \sum_{i>R} \sigma_i^2(C)`, holds only for the ridge of McCurdy (2018), the tail of the spectrum over ``R``; with a ridge
+    of one's own it is no bound. The same proof with that ridge left in gives :math:`V \le \lambda
+    \frac{\varepsilon}{1-\varepsilon} \|W_d\|_2^2`, which is reported. It needs :math:`\varepsilon = \sum_{i \notin k} s_i
+    < 1`; real MLPs drop hundreds of units with scores near one, so there it says nothing and is ``None``.
     """
-    F, R = W.shape[1], keep.numel()
-    dropped = torch.ones(F, dtype=torch.bool, device=W.device)
+    dropped = torch.ones(W.shape[1], dtype=torch.bool, device=W.device)
     dropped[keep] = False
     epsilon = _scores(damped)[dropped].sum().item()
     # The Nystrom residual is zero outside the dropped block, and there it is the Schur complement, whose inverse is the
@@ -172,13 +178,14 @@ def _bounds(W: Tensor, damped: _Damped, keep: Tensor) -> NystromBounds:
     theorem = front * residual.square().sum().item()
     if epsilon >= 1:
         return NystromBounds(theorem, None, epsilon)
-    tail = torch.linalg.eigvalsh(damped.matrix)[: F - R].square().sum().item()
-    return NystromBounds(theorem, front * (epsilon * F / (R * (1 - epsilon))) ** 2 * tail, epsilon)
+    proposition = damped.lam * epsilon / (1 - epsilon) * _spectral_norm(W[:, dropped].T @ W[:, dropped])
+    return NystromBounds(theorem, proposition, epsilon)
 
 
 def _spectral_norm(A: Tensor, steps: int = 100) -> float:
-    """Largest eigenvalue of a PSD matrix, by power iteration."""
-    x = torch.ones(len(A), dtype=A.dtype, device=A.device)
+    """Upper bound, nearly always, on the largest eigenvalue of a PSD matrix: power iteration from a random vector, over
+    its expected relative error 0.871 ln N / (steps - 1) (Kuczynski and Wozniakowski 1992), which needs no gap."""
+    x = torch.randn(len(A), generator=torch.Generator().manual_seed(0), dtype=A.dtype).to(A.device)
     for _ in range(steps):
         x = A @ (x / x.norm().clamp_min(torch.finfo(A.dtype).tiny))
-    return x.norm().item()
+    return x.norm().item() / (1 - 0.871 * math.log(len(A)) / (steps - 1))

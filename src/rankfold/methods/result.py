@@ -76,7 +76,12 @@ def put_attention(
         latent_cache: which of ``k`` and ``v`` keep their latent in the cache instead of their heads.
     """
     path = attention.spec.path
-    sizes = {"qk_dim": qk_dim, "vo_dim": vo_dim, "rotary_dim": attention.rotary_dim, "selected_pairs": pairs is not None}
+    sizes = {
+        "qk_dim": qk_dim,
+        "vo_dim": vo_dim,
+        "rotary_dim": attention.rotary_dim,
+        "selected_pairs": pairs is not None,
+    }
     result.modules[path] = {
         **attention.runtime(),
         **sizes,

@@ -339,7 +339,9 @@ def build(spec: dict, dense: nn.Module | None = None, config=None) -> nn.Module:
     """
     kind = spec.get("kind")
     if kind not in _BUILDERS:
-        raise ValueError(f"unknown module kind {kind!r}; this version of rankfold reads: {', '.join(sorted(_BUILDERS))}")
+        raise ValueError(
+            f"unknown module kind {kind!r}; this version of rankfold reads: {', '.join(sorted(_BUILDERS))}"
+        )
     for key in ("in", "out", "rank", "heads", "kv_heads", "qk_dim", "vo_dim"):
         if key in spec and not (isinstance(spec[key], int) and 0 < spec[key] < 2**31):
             raise ValueError(f"{key!r} of a {kind} module must be a positive integer, got {spec[key]!r}")
@@ -361,6 +363,7 @@ def install(model: nn.Module, modules: dict[str, dict]) -> None:
         except AttributeError:
             raise ValueError(f"the checkpoint describes a module {path!r} that this model does not have") from None
         setattr(owner, name, build(spec, dense, config))
+        owner._is_hf_initialized = True  # some families' weight init reaches into children by names that are gone now
 
 
 # ---------------------------------------------------------------------------------------------------------------------

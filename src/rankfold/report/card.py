@@ -62,7 +62,12 @@ def reproduce_command(model: str, folder: str, method: dict, calibration: dict, 
     shared = {*defaults, "modules", "protect", "method"}
     options += [f"--option {k}={v}" for k, v in method.items() if k not in shared and v is not None]
     options += [f"--calibration {calibration['source']}", f"--samples {calibration['samples']}"]
-    options += [f"--length {calibration['length']}", f"--seed {calibration['seed']}", f"--mode {mode}", f"--dtype {dtype}"]
+    options += [
+        f"--length {calibration['length']}",
+        f"--seed {calibration['seed']}",
+        f"--mode {mode}",
+        f"--dtype {dtype}",
+    ]
     return f"rankfold compress {model} -o {folder} --method {method['method']} " + " ".join(options)
 
 

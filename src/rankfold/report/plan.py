@@ -57,7 +57,9 @@ class Plan:
         """One row per block: rank of each module, with its predicted relative error."""
         names = list(dict.fromkeys(m.module for m in self.modules))
         of = {name: max(m.of for m in self.modules if m.module == name) for name in names}
-        table = Table(title=f"{self.model}: {self.method['method']}, sparsity {self.sparsity:.4f}", title_justify="left")
+        table = Table(
+            title=f"{self.model}: {self.method['method']}, sparsity {self.sparsity:.4f}", title_justify="left"
+        )
         table.add_column("block", justify="right")
         for name in names:
             table.add_column(f"{name} (of {of[name]})", justify="right")

@@ -14,7 +14,7 @@ from ..base import BlockResult, Method, Unit, check_choice, register_method
 from .attention import decompose_attention
 from .mlp import decompose_mlp
 
-__all__ = ["ASVD", "SVD", "LatentLLM", "RootCov", "SVDLLM"]
+__all__ = ["ASVD", "SVD", "SVDLLM", "LatentLLM", "RootCov"]
 
 ATTENTION = ("q", "k", "v", "o")
 JOINT = ("qk", "vo", "ud")

@@ -7,7 +7,9 @@ from ..result import put_projection
 from .factor import latent_of, local, prepare
 
 
-def decompose_mlp(method, view: BlockView, moments, ranks: dict[str, int], joint: set[str], result: BlockResult) -> None:
+def decompose_mlp(
+    method, view: BlockView, moments, ranks: dict[str, int], joint: set[str], result: BlockResult
+) -> None:
     """Replace the projections of the MLP listed in ``ranks``."""
     spec, rising = view.mlp.spec, view.mlp.rising()
     paths = {"up": spec.up, "gate": spec.gate, "down": spec.down}
@@ -33,7 +35,10 @@ def _joint(method, view: BlockView, moments, ranks: dict[str, int], result: Bloc
     biases = [None if dense.bias is None else dense.bias.double() for dense in (up, down)]
     mlp = MLP(up.weight.double(), biases[0], down.weight.double(), biases[1])
     fit = joint_mlp(mlp, X, ranks=(ranks["up"], ranks["down"]), rounds=method.rounds, ridge=method.ridge)
-    parts = (("up", spec.up, up, fit.B_up, fit.A_up, fit.b_up), ("down", spec.down, down, fit.B_down, fit.A_down, fit.b_down))
+    parts = (
+        ("up", spec.up, up, fit.B_up, fit.A_up, fit.b_up),
+        ("down", spec.down, down, fit.B_down, fit.A_down, fit.b_down),
+    )
     for module, path, dense, B, A, bias in parts:
         kept = None if dense.bias is None else bias.to(dense.weight.dtype)
         latent, condition = latent_of(method, B, A, kept, dense.weight.dtype)

