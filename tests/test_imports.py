@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "calibration": {"architectures", "errors", "files", "progress"},
     "methods": {"allocation", "architectures", "calibration", "errors", "linalg", "modules"},
     "checkpoint": {"architectures", "errors", "files", "modules", "progress", "version"},
-    "report": {"errors", "files", "version"},
+    "report": {"errors", "files", "methods", "version"},
     "evaluation": {"calibration", "checkpoint", "errors", "files", "progress", "report", "version"},
     "distributed": {"calibration", "errors"},
 }

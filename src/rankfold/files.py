@@ -22,6 +22,9 @@ def check_output(output: Path) -> None:
 
 
 def _finish(temporary: Path, path: Path) -> None:
+    umask = os.umask(0)
+    os.umask(umask)
+    os.chmod(temporary, 0o666 & ~umask)  # safetensors makes files only their owner can read
     with open(temporary, "rb") as handle:
         os.fsync(handle.fileno())
     os.replace(temporary, path)

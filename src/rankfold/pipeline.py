@@ -32,7 +32,7 @@ from .report.plan import Plan
 from .report.record import environment, peak_memory_bytes, versions
 from .version import __version__
 
-__all__ = ["calibrate", "compress", "plan"]
+__all__ = ["calibrate", "compress", "needed", "plan"]
 
 log = logging.getLogger(__name__)
 
@@ -130,8 +130,8 @@ def compress(
     run = Run(output, identity, len(source)) if output is not None else None
 
     if mode == "one-pass" and moments is None:
-        wanted = _statistics(source, method) | ({"influence"} if method.allocation != "uniform" else set())
-        moments = calibrate(source, tokens, run.folder / "moments" if run else None, statistics=wanted)
+        folder = run.folder / "moments" if run else None
+        moments = calibrate(source, tokens, folder, statistics=needed(source, method))
     if mode == "sequential" and method.allocation != "uniform":
         scores = _scores(
             calibrate(source, tokens, run.folder / "moments" if run else None, statistics={"influence"}), len(source)
@@ -217,6 +217,8 @@ def _as_computed(tensor, source: Source):
 
 
 def _decompose(method: Method, view, moments, ranks: dict[str, int]) -> BlockResult:
+    if view.device.type == "mps":  # no fp64 there; the factors go back to the device when they are installed
+        view = view.on_cpu()
     try:
         return method.decompose(view, moments, ranks)
     except (torch.linalg.LinAlgError, ValueError) as error:
@@ -232,6 +234,11 @@ def _available(source: Source, statistics: set[str]) -> set[str]:
     """Without the statistics of an MLP that the architecture does not show."""
     hidden = {"mlp_input", "mlp_hidden", "mlp_samples"} if source.architecture.mlp is None else set()
     return statistics - hidden
+
+
+def needed(source: Source, method: Method) -> set[str]:
+    """Statistics that planning and decomposing with this method read."""
+    return _statistics(source, method) | ({"influence"} if method.allocation != "uniform" else set())
 
 
 def _statistics(source: Source, method: Method) -> set[str]:

@@ -120,9 +120,9 @@ def _seconds(source: Source, calibration: dict | None) -> float | None:
         torch.ones(width, width, dtype=dtype, device=source.device),
     )
     times = []
-    for _ in range(3):
+    for _ in range(6):  # the first ones warm up
         begin = time.perf_counter()
         (x @ w).sum().item()
         times.append(time.perf_counter() - begin)
     weights = sum(block_weights(block) for block in source.blocks)
-    return 3 * calibration["tokens"] * weights / (n * width * width / sorted(times)[1])
+    return 3 * calibration["tokens"] * weights / (n * width * width / min(times))

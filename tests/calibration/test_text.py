@@ -49,7 +49,7 @@ def test_a_text_file_is_one_document(tmp_path):
     name = write(tmp_path / "a.txt", "first line\n\nüber β\n")
     text = read_text(name)
     assert text.documents == ("first line\n\nüber β\n",) and text.joined() == "first line\n\nüber β\n"
-    assert text.name == name and text.origin == str((tmp_path / "a.txt").resolve())
+    assert text.name == name and text.origin.startswith("file:") and str(tmp_path) not in text.origin
 
 
 def test_origin_is_the_same_however_the_file_is_named(tmp_path, monkeypatch):

@@ -3,7 +3,8 @@
 Shape legend: D model width, H query heads, K key/value heads, N head dimension, F hidden width of the MLP.
 """
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -152,6 +153,15 @@ class BlockView:
     @property
     def path(self) -> str:
         return f"{self.architecture.blocks}.{self.index}"
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    def on_cpu(self) -> "BlockView":
+        """A copy on the CPU."""
+        frequencies = None if self.inv_freq is None else self.inv_freq.cpu()
+        return replace(self, module=copy.deepcopy(self.module).to("cpu"), inv_freq=frequencies)
 
     @property
     def attention(self) -> AttentionView:

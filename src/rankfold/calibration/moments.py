@@ -16,7 +16,7 @@ from ..errors import NumericsError
 
 __all__ = ["BlockMoments", "Moment", "gram"]
 
-SYMMETRIC_TILES = 4  # of a product x^T x only the upper tiles are computed: 10 of 16
+SYMMETRIC_TILES = 2  # of a product x^T x only the upper tiles are computed: 3 of 4; more tiles, slower products
 
 
 @dataclass
@@ -97,16 +97,22 @@ def gram(x: Tensor, out: Tensor, *, exact_in_bf16: bool = False) -> None:
     with torch.autocast(x.device.type, enabled=False), products:
         for tile in tiles:
             a, b = int(tile[0]), int(tile[-1]) + 1
-            out[a:b, a:] += (x[:, a:b].T @ x[:, a:]).to(out)
+            out[a:b, a:].add_((x[:, a:b].T @ x[:, a:]).to(out.device))
+
+
+def accumulator(device: torch.device) -> torch.device:
+    """Where fp64 sums live: beside the products, except on devices without fp64."""
+    return torch.device("cpu") if device.type == "mps" else device
 
 
 class VectorMoment:
     """Accumulates :class:`Moment` of rows."""
 
-    def __init__(self, width: int, device: torch.device):
+    def __init__(self, width: int, device: torch.device, *, absolute: bool = False):
         self.count = 0
+        device = accumulator(device)
         self.total = torch.zeros(width, dtype=torch.float64, device=device)
-        self.absolute = torch.zeros_like(self.total)
+        self.absolute = torch.zeros_like(self.total) if absolute else None
         self.second = torch.zeros(width, width, dtype=torch.float64, device=device)
 
     def add(self, x: Tensor) -> None:
@@ -114,8 +120,9 @@ class VectorMoment:
         x, exact = x.detach().flatten(0, -2), x.dtype is torch.bfloat16
         x = x.float()
         self.count += len(x)
-        self.total += x.sum(0)
-        self.absolute += torch.linalg.vector_norm(x, 1, dim=0)
+        self.total += x.sum(0).to(self.total.device)
+        if self.absolute is not None:
+            self.absolute += x.abs().sum(0).to(self.total.device)
         gram(x, self.second, exact_in_bf16=exact)
 
     def finish(self) -> Moment:
@@ -145,12 +152,12 @@ class HeadMoment:
     def __init__(self):
         self.count, self.total, self.second = 0, 0.0, 0.0
 
-    def add(self, x: Tensor, grams: Tensor | None = None) -> None:
-        """Add ``x`` ``(B, T, H, N)``; ``grams`` ``(B, H, N, N)`` where the caller has them already."""
-        grams = head_grams(x) if grams is None else grams
+    def add(self, x: Tensor, grams: Tensor) -> None:
+        """Add ``x`` ``(B, T, H, N)``, fp32, with its ``grams`` ``(B, H, N, N)``."""
         self.count += x.shape[0] * x.shape[1]
-        self.total = self.total + x.sum((0, 1), dtype=torch.float32).double()
-        self.second = self.second + grams.double().sum(0)
+        where = accumulator(x.device)
+        self.total = self.total + x.sum((0, 1)).to(where).double()
+        self.second = self.second + grams.to(where).double().sum(0)
 
     def finish(self) -> Moment:
         return Moment(self.count, self.total, None, self.second)
@@ -158,9 +165,8 @@ class HeadMoment:
 
 def head_grams(x: Tensor) -> Tensor:
     """``(B, H, N, N)`` Gram of every sequence and head of ``x`` ``(B, T, H, N)``, fp32."""
-    exact = x.dtype is torch.bfloat16 and x.device.type == "cpu"
-    x = x.detach().float().permute(0, 2, 1, 3)
-    with torch.autocast(x.device.type, enabled=False), _bf16_products() if exact else contextlib.nullcontext():
+    x = x.detach().permute(0, 2, 1, 3)
+    with torch.autocast(x.device.type, enabled=False):
         return x.transpose(-1, -2) @ x
 
 

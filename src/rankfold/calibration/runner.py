@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..architectures import BlockView
 from ..errors import NumericsError
-from .moments import BlockMoments, HeadMoment, Moment, Samples, VectorMoment, check_finite, head_grams
+from .moments import BlockMoments, HeadMoment, Moment, Samples, VectorMoment, accumulator, check_finite, head_grams
 
 __all__ = ["STATISTICS", "Stream", "advance", "measure", "start"]
 
@@ -29,6 +29,7 @@ STATISTICS = {
     "key": "rotated keys, per key head",
     "query_key": "sum over sequences of (Q^T Q) o (K^T K), per head: the exact cost of dropping dimensions",
     "value": "values, per key head",
+    "absolute": "also the mean absolute value of every input above, for the l1 pre-conditioner",
     "influence": "1 - cosine between input and output of the block, of its attention and of its MLP",
 }
 BATCH_TOKENS = 8192
@@ -194,7 +195,9 @@ class _Probes:
     def _add(self, name: str, x: Tensor) -> None:
         if name not in self.moments:
             every = max(1, self.tokens // SAMPLE_ROWS)
-            self.moments[name] = Samples(every) if name == "mlp_samples" else VectorMoment(x.shape[-1], x.device)
+            absolute = "absolute" in self.statistics
+            moment = Samples(every) if name == "mlp_samples" else VectorMoment(x.shape[-1], x.device, absolute=absolute)
+            self.moments[name] = moment
         self.moments[name].add(x)
 
     def after(self, hidden: Tensor, kwargs: dict, output: Tensor) -> None:
@@ -208,14 +211,15 @@ class _Probes:
         query, key, value = self.attention.split_states(self.projected)  # (B, T, H or K, N)
         self.projected = []
         if "value" in self.statistics:
-            self._head("value").add(value)
+            value = value.float()
+            self._head("value").add(value, head_grams(value))
         if self.statistics & {"query", "key", "query_key"}:
             query, key = self._rotated(query, key, kwargs)
             q_grams, k_grams = head_grams(query), head_grams(key)
             self._head("query").add(query, q_grams)
             self._head("key").add(key, k_grams)
             k_grams = k_grams.repeat_interleave(self.attention.heads // self.attention.kv_heads, dim=1)
-            self.product = self.product + (q_grams * k_grams).double().sum(0)
+            self.product = self.product + (q_grams * k_grams).to(accumulator(query.device)).double().sum(0)
             self.positions += query.shape[0] * float(query.shape[1]) ** 2
 
     def _head(self, name: str) -> HeadMoment:
@@ -226,6 +230,7 @@ class _Probes:
         if attention.norms:
             q_norm, k_norm = (getattr(attention.module, name) for name in attention.norms)
             query, key = q_norm(query), k_norm(key)
+        query, key = query.float(), key.float()
         if not attention.rotary_dim:
             return query, key
         half = attention.rotary_dim // 2
@@ -235,7 +240,7 @@ class _Probes:
             a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
             return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 
-        return turn(query.float()), turn(key.float())
+        return turn(query), turn(key)
 
     def _influence(self, hidden: Tensor, output: Tensor) -> None:
         if "middle" in self.seen:
@@ -246,7 +251,7 @@ class _Probes:
             pairs = [(hidden, output), (hidden, hidden + attention), (hidden, output - attention)]
         for j, (a, b) in enumerate(pairs):
             cosine = nn.functional.cosine_similarity(a.float(), b.float(), dim=-1)
-            self.influence[j] += (1 - cosine).double().sum().cpu()
+            self.influence[j] += (1 - cosine).cpu().double().sum()
         self.rows += hidden.shape[0] * hidden.shape[1]
 
     def finish(self) -> BlockMoments:

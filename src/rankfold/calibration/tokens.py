@@ -6,6 +6,7 @@ Shape legend: S samples (windows), T window length.
 import hashlib
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -36,8 +37,9 @@ class Tokens:
     def describe(self) -> dict:
         """For the run record."""
         samples, length = self.ids.shape
+        alias, _, local = self.name.partition(":")
         return {
-            "source": self.name,
+            "source": f"{alias}:{Path(local).name}" if local else Path(self.name).name,
             "origin": self.origin,
             "samples": samples,
             "length": length,

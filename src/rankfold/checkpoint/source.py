@@ -314,7 +314,7 @@ def open_model(model: "str | Path | nn.Module", *, dtype: str = "auto", device: 
     else:
         path = _locate(str(model))
         source = _open_gguf(path, where, wanted) if path.suffix == ".gguf" else _open_folder(path, where, wanted)
-        source.name = str(model)
+        source.name = path.name if Path(str(model)).expanduser().exists() else str(model)  # no local paths in results
     source._tokenizer = tokenizer
     return source
 

@@ -1,6 +1,7 @@
 """All commands together."""
 
 import logging
+import os
 import sys
 
 import typer
@@ -24,6 +25,8 @@ def setup() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     for name in ("httpx", "httpx2", "datasets", "huggingface_hub", "transformers", "fsspec"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the loaders do not belong into log files
     import transformers
 
     transformers.utils.logging.set_verbosity_error()

@@ -63,7 +63,13 @@ def command(
     if dry_run:
         from .plan import show
 
-        return show(pipeline.plan(source, chosen, store or pipeline.calibrate(source, tokens)), None, json)
+        return show(
+            pipeline.plan(
+                source, chosen, store or pipeline.calibrate(source, tokens, statistics=pipeline.needed(source, chosen))
+            ),
+            None,
+            json,
+        )
 
     def announce(plan) -> None:
         c.console().print(plan.table(), plan.summary())

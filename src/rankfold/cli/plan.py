@@ -47,7 +47,7 @@ def command(
     source = open_model(model, dtype=dtype, device=device)
     if store is None:
         tokens = load_tokens(calibration, source, samples=samples, length=length, seed=seed, field=field)
-        store = pipeline.calibrate(source, tokens)
+        store = pipeline.calibrate(source, tokens, statistics=pipeline.needed(source, chosen))
     show(pipeline.plan(source, chosen, store), output, json)
 
 

@@ -42,9 +42,7 @@ def evaluate_text(
         length = context
     calibrated_on = (getattr(getattr(network, "hf_quantizer", None), "quantization_config", None)) or None
     if getattr(calibrated_on, "fields", {}).get("calibration", {}).get("origin") == source.origin:
-        log.warning(
-            "warning: %s was calibrated on this very text (%s); its perplexity here is too good", model, source.origin
-        )
+        log.warning("warning: %s was calibrated on this very text (%s); its perplexity here is too good", model, text)
     ids = load_tokenizer(model)(source.joined(), return_tensors="pt", verbose=False).input_ids[0]
     check_vocabulary(ids, config.vocab_size)
     return {"model": str(model), "text": text, **perplexity(network, windows_of(ids, length, limit))}

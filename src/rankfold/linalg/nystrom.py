@@ -143,20 +143,20 @@ def nystrom(W_down: Tensor, C: Tensor, *, rank: int, ridge: float = 1e-4) -> Nys
     keep = _scores(damped).topk(rank).indices.sort().values
     # The minimiser under C + lam I: kept weights stay as they are, and only what stands in for dropped units is damped.
     W_kept = torch.cholesky_solve(damped.matrix[keep] @ W.T, _cholesky(damped.matrix[keep][:, keep], "C_kk + lam I")).T
-    gap = W.clone()
-    gap[:, keep] -= W_kept
-    error = _energy(gap, damped).clamp_min(0)
-    total = _energy(W, damped)
+    dropped = torch.ones(F, dtype=torch.bool, device=C.device)
+    dropped[keep] = False
+    # The residual of the fit is zero outside the dropped block, and there it is the Schur complement of the kept units,
+    # whose inverse is the dropped block of the inverse.
+    schur = torch.cholesky_inverse(_cholesky(damped.inverse[dropped][:, dropped], "Schur complement of the kept units"))
+    change = (W[:, keep] - W_kept).square().sum() + W[:, dropped].square().sum()
+    error = (((W[:, dropped] @ schur) * W[:, dropped]).sum() - damped.lam * change).clamp_min(0)
+    total = ((W @ damped.matrix) * W).sum() - damped.lam * W.square().sum()
     relative = (error / total).sqrt().item() if total > 0 else 0.0
-    return Nystrom(keep, W_kept.to(W_down.dtype), error.item(), relative, _bounds(W, damped, keep), damped.clamped)
+    bounds = _bounds(W, damped, dropped, schur)
+    return Nystrom(keep, W_kept.to(W_down.dtype), error.item(), relative, bounds, damped.clamped)
 
 
-def _energy(W: Tensor, damped: _Damped) -> Tensor:
-    """``tr W C W^T``."""
-    return ((W @ damped.matrix) * W).sum() - damped.lam * W.square().sum()
-
-
-def _bounds(W: Tensor, damped: _Damped, keep: Tensor) -> NystromBounds:
+def _bounds(W: Tensor, damped: _Damped, dropped: Tensor, schur: Tensor) -> NystromBounds:
     r"""Guarantees on :math:`V = \mathbb{E}\|W a - W' a_k\|^2`, both evaluated on ``C + lam I``, where ``W'`` is optimal.
 
     Theorem 1 (Eq. 7): :math:`V \le \|W_D\|_2^2\, \|C^{-1}\|_2\, \|C - C_{:,k} C_{kk}^{-1} C_{k,:}\|_F^2`.
@@ -167,15 +167,9 @@ def _bounds(W: Tensor, damped: _Damped, keep: Tensor) -> NystromBounds:
     \frac{\varepsilon}{1-\varepsilon} \|W_d\|_2^2`, which is reported. It needs :math:`\varepsilon = \sum_{i \notin k} s_i
     < 1`; real MLPs drop hundreds of units with scores near one, so there it says nothing and is ``None``.
     """
-    dropped = torch.ones(W.shape[1], dtype=torch.bool, device=W.device)
-    dropped[keep] = False
     epsilon = _scores(damped)[dropped].sum().item()
-    # The Nystrom residual is zero outside the dropped block, and there it is the Schur complement, whose inverse is the
-    # dropped block of the inverse.
-    inverse = damped.inverse[dropped][:, dropped]
-    residual = torch.cholesky_inverse(_cholesky(inverse, "Schur complement of the kept units"))
     front = _spectral_norm(W @ W.T) * _spectral_norm(damped.inverse)
-    theorem = front * residual.square().sum().item()
+    theorem = front * schur.square().sum().item()
     if epsilon >= 1:
         return NystromBounds(theorem, None, epsilon)
     proposition = damped.lam * epsilon / (1 - epsilon) * _spectral_norm(W[:, dropped].T @ W[:, dropped])

@@ -1,8 +1,14 @@
 """The model card written beside the weights."""
 
 import json
+import shlex
+from dataclasses import fields
+
+from ..methods import Method, method_class
 
 __all__ = ["model_card", "reproduce_command"]
+
+SHARED_OPTIONS = {f.name for f in fields(Method)}  # those with a flag of their own
 
 _CARD = """---
 library_name: transformers
@@ -47,28 +53,25 @@ error that was measured, and the paper's bounds.
 
 def reproduce_command(model: str, folder: str, method: dict, calibration: dict, mode: str, dtype: str) -> str:
     """The command line that makes this checkpoint."""
-    options = []
-    defaults = {"sparsity": None, "of": "blocks", "allocation": "uniform", "multiple": 8, "epsilon": None}
-    for key, default in defaults.items():
-        if method.get(key) not in (default, None):
-            options.append(f"--{key} {method[key]}")
-    modules = method.get("modules")
-    if isinstance(modules, dict):
-        options.append("--modules " + ",".join(f"{k}={v}" for k, v in modules.items()))
-    elif modules:
-        options.append(f"--modules {','.join(modules)}")
-    if method.get("protect"):
-        options.append("--protect " + ",".join(map(str, method["protect"])))
-    shared = {*defaults, "modules", "protect", "method"}
-    options += [f"--option {k}={v}" for k, v in method.items() if k not in shared and v is not None]
-    options += [f"--calibration {calibration['source']}", f"--samples {calibration['samples']}"]
+    defaults, options = method_class(method["method"])().describe(), [f"--sparsity {method['sparsity']}"]
+    for key, value in method.items():
+        if value == defaults[key] or key in ("method", "sparsity"):
+            continue
+        if isinstance(value, dict):
+            value = ",".join(f"{k}={v}" for k, v in value.items())
+        elif isinstance(value, list | tuple):
+            value = ",".join(map(str, value))
+        options.append(f"--{key} {value}" if key in SHARED_OPTIONS else f"--option {key}={value}")
+    options += [f"--calibration {shlex.quote(calibration['source'])}", f"--samples {calibration['samples']}"]
     options += [
         f"--length {calibration['length']}",
         f"--seed {calibration['seed']}",
         f"--mode {mode}",
         f"--dtype {dtype}",
     ]
-    return f"rankfold compress {model} -o {folder} --method {method['method']} " + " ".join(options)
+    return f"rankfold compress {shlex.quote(model)} -o {shlex.quote(folder)} --method {method['method']} " + " ".join(
+        options
+    )
 
 
 def model_card(plan, version: str, folder: str, calibration: dict, command: str) -> str:

@@ -61,17 +61,19 @@ class Plan:
             title=f"{self.model}: {self.method['method']}, sparsity {self.sparsity:.4f}", title_justify="left"
         )
         table.add_column("block", justify="right")
+        predicted = any(m.relative_error is not None for m in self.modules)
         for name in names:
-            table.add_column(f"{name} (of {of[name]})", justify="right")
-            table.add_column("error", justify="right")
-        table.add_column("weights", justify="right")
+            table.add_column(f"{name}/{of[name]}", justify="right")
+            if predicted:
+                table.add_column("error", justify="right")
+        table.add_column("weights", justify="right", no_wrap=True)
         for block in sorted({m.block for m in self.modules}):
             mine = {m.module: m for m in self.modules if m.block == block}
             cells = []
             for name in names:
                 m = mine.get(name)
                 error = "" if m is None or m.relative_error is None else f"{m.relative_error:.3f}"
-                cells += ["-" if m is None else str(m.rank), error]
+                cells += ["-" if m is None else str(m.rank), error][: 2 if predicted else 1]
             table.add_row(str(block), *cells, f"{sum(m.weights for m in mine.values()):,}")
         return table
 

@@ -120,7 +120,7 @@ class LatentLLM(Method):
     def statistics(self, view: BlockView) -> set[str]:
         needed = dict.fromkeys(("q", "k", "v"), "attention_input") | {"o": "attention_output", "down": "mlp_hidden"}
         modules = self.supported_modules(view.architecture, view)
-        names = {needed.get(m, "mlp_input") for m in modules}
+        names = {needed.get(m, "mlp_input") for m in modules} | ({"absolute"} if self.precondition == "l1" else set())
         return names | ({"mlp_samples"} if "ud" in self.joint_forms(view) and {"up", "down"} <= set(modules) else set())
 
     def units(self, view: BlockView) -> list[Unit]:

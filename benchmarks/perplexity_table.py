@@ -1,0 +1,143 @@
+"""Perplexity of named settings, one after another; a killed run keeps its rows and goes on where it was.
+
+SmolLM2-135M: calibration 32 x 1024 tokens of WikiText-2 validation (seed 0), evaluation on every 9th window of 1024 tokens of
+WikiText-2 test, the first 32 of these. OPT: one text of which the first half of the windows calibrates and the second half
+evaluates. Logits in bf16 autocast where the processor has it.
+
+    python benchmarks/perplexity_table.py
+    python benchmarks/perplexity_table.py --model $RANKFOLD_MODELS/opt-6m --text opt-6m-val.txt --length 256 \\
+        --json benchmarks/results/perplexity_opt-6m.json
+"""
+
+import gc
+import time
+from dataclasses import dataclass, field
+
+import common
+
+from rankfold import Tokens, compress, make_method, perplexity
+from rankfold.errors import NumericsError
+from rankfold.evaluation.perplexity import DEFINITION
+
+EVERY, FIRST = 9, 32  # evaluation windows of the test text
+DEFINITIONS = {
+    "perplexity": DEFINITION,
+    "nll": "nats per predicted token",
+    "sparsity": "asked for: fraction of the linear weights of the blocks, or of one module's where options say so",
+    "removed": "reached: weights removed over linear weights of the blocks",
+    "parameters": "of the compressed model, biases included, a tied matrix once",
+    "compress_seconds": "from an open model to the compressed model in memory, calibration included",
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One line of a table at one or more sparsities."""
+
+    name: str
+    sparsities: tuple[float, ...]
+    method: str = "modegpt"
+    options: dict = field(default_factory=dict)
+    mode: str = "sequential"
+    module: str | None = None  # compress this one only, by the sparsity of its own weights
+
+
+ALL = (0.1, 0.2, 0.3, 0.4, 0.5)
+LLAMA = (
+    Setting("modegpt", (0.3,)),
+    Setting("modegpt gqa=paper", (0.3,), options={"gqa": "paper"}),
+    Setting("modegpt multiple=2", (0.3,), options={"multiple": 2}),
+    Setting("modegpt one-pass", (0.3,), mode="one-pass"),
+    Setting("modegpt influence", (0.3,), options={"allocation": "influence"}),
+    Setting("mlp only", (0.3,), module="mlp"),
+    Setting("qk only", (0.3,), module="qk"),
+    Setting("vo only", (0.3,), module="vo"),
+    Setting("modegpt", (0.1, 0.2, 0.4, 0.5)),
+    Setting("modegpt gqa=paper", (0.1, 0.2, 0.4, 0.5), options={"gqa": "paper"}),
+)
+OPT = tuple(
+    Setting(f"modegpt qk={qk} bias_refit={str(refit).lower()}", ALL, options={"qk": qk, "bias_refit": refit})
+    for qk in ("svd", "cr")
+    for refit in (True, False)
+)
+
+
+def main() -> None:
+    parser = common.arguments(__doc__, "perplexity_smollm2")
+    common.add_model(parser)
+    common.add_data(parser)
+    parser.add_argument("--text", help="one text in the data's text/ folder, half for each; default: WikiText-2")
+    parser.add_argument("--form", choices=("rows", "plain"), default="rows", help="WikiText-2 as rows, or as one string")
+    parser.add_argument("--samples", type=int, default=32)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="settings, or `dense`; default: all")
+    parser.add_argument("--sparsity", type=float, nargs="+", help="only these; default: all")
+    args = parser.parse_args()
+
+    source = common.open_source(args.model)
+    tokens, windows, texts = halves(source, args) if args.text else wikitext2(source, args)
+    config = {
+        "model": common.describe_model(source),
+        "precision": common.precision(source),
+        "calibration": common.describe_tokens(tokens.ids, texts[0], tokens.seed),
+        "evaluation": common.describe_tokens(windows, texts[1]),
+        "form": args.form,
+    }
+    record = common.Record(args.json, config, DEFINITIONS, resume=True)
+    if "dense" not in record and (not args.only or "dense" in args.only):
+        add(record, "dense", source.whole_model(), source, windows, sparsity=0.0)
+    for setting in OPT if source.config.model_type == "opt" else LLAMA:
+        for sparsity in setting.sparsities:
+            name = f"{setting.name} {sparsity}"
+            chosen = not args.only or setting.name in args.only
+            if name not in record and chosen and (not args.sparsity or sparsity in args.sparsity):
+                run(record, name, setting, sparsity, source, tokens, windows)
+    common.say(f"wrote {common.shown(str(args.json))}")
+
+
+def wikitext2(source, args):
+    paths = [common.data_file(args.data, f"text/wikitext2-{split}.tokens") for split in ("valid", "test")]
+    tokens = common.calibration(source, paths[0], args, args.form)
+    return tokens, common.windows(source, paths[1], args.length, args.form)[::EVERY][:FIRST], paths
+
+
+def halves(source, args):
+    """First half of the windows to calibrate on, second half to evaluate on: no window, and no token, is in both."""
+    path = common.data_file(args.data, f"text/{args.text}")
+    windows = common.windows(source, path, args.length)
+    half = len(windows) // 2
+    tokens = Tokens(windows[:half].contiguous(), path.name, f"{path.name}, first half", args.seed)
+    return tokens, windows[half:], [f"{path}, first half", f"{path}, second half"]
+
+
+def run(record, name: str, setting: Setting, sparsity: float, source, tokens: Tokens, windows) -> None:
+    own = {"modules": {setting.module: sparsity}} if setting.module else {"sparsity": sparsity}
+    method = make_method(setting.method, **setting.options, **own)
+    begin = time.perf_counter()
+    model = compress(source, method, tokens, mode=setting.mode)
+    seconds = time.perf_counter() - begin
+    facts = {"setting": setting.name, "method": method.describe(), "mode": setting.mode, "compress_seconds": seconds}
+    counts = model.config.quantization_config.fields["counts"]
+    facts["removed"] = counts["sparsity"]
+    add(record, name, model, source, windows, sparsity=sparsity, **facts)
+
+
+def add(record, name: str, model, source, windows, **facts) -> None:
+    """Evaluate and keep the row; a loss beyond floating point is a result too."""
+    facts["parameters"] = sum(p.numel() for p in model.parameters())
+    begin = time.perf_counter()
+    try:
+        result = perplexity(model, windows, autocast=source.autocast)
+        facts |= {"perplexity": result["perplexity"], "nll": result["nll"]}
+    except NumericsError as error:
+        facts |= {"perplexity": None, "nll": None, "error": str(error)}
+    record.add(name, **facts, evaluate_seconds=time.perf_counter() - begin)
+    shown = facts.get("error") or f"perplexity {facts['perplexity']:.2f}"
+    common.say(f"{name}: {shown}")
+    del model
+    gc.collect()
+
+
+if __name__ == "__main__":
+    main()
