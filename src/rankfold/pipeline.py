@@ -7,7 +7,7 @@
 Every step that knows a model family, a method or a file format lives elsewhere.
 """
 
-import logging
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,22 +19,21 @@ from .calibration.runner import STATISTICS, advance, measure, start
 from .calibration.store import MomentStore
 from .calibration.tokens import Tokens, check_vocabulary
 from .checkpoint.load import assemble
-from .checkpoint.run import Run, compressed_config, stored
+from .checkpoint.run import Run, compressed_config
 from .checkpoint.source import Source
 from .errors import NumericsError, OptionError
 from .files import check_output
 from .methods import BlockResult, Method
-from .modules import build
 from .planning import allocate_ranks, build_plan
 from .progress import track
+from .replacing import replace
 from .report.card import model_card, reproduce_command
+from .report.identity import dtype_name, moments_identity, published_counts, run_identity
 from .report.plan import Plan
-from .report.record import environment, peak_memory_bytes, versions
+from .report.record import run_record
 from .version import __version__
 
 __all__ = ["calibrate", "compress", "needed", "plan"]
-
-log = logging.getLogger(__name__)
 
 
 def calibrate(
@@ -54,7 +53,7 @@ def calibrate(
         CheckpointError: ``output`` holds something else.
     """
     statistics = _available(source, statistics or set(STATISTICS))
-    identity = _moments_identity(source, tokens, statistics)
+    identity = moments_identity(source, tokens, statistics)
     store = MomentStore.create(identity, Path(output) if output else None)
     if all(i in store for i in range(len(source))):
         store.finish()
@@ -117,103 +116,78 @@ def compress(
     Raises:
         OptionError, UnsupportedModelError, NumericsError, CheckpointError: with one line saying what to do.
     """
+    mode = _check(tokens, moments, mode, output)
+    begin = time.perf_counter()
+    calibration = tokens.describe() if tokens else moments.identity["tokens"]
+    identity = run_identity(source, method, calibration, mode)
+    run = Run(output, identity, len(source)) if output is not None else None
+    with run.discarded_if_nothing_is_done() if run else contextlib.nullcontext():
+        moments, scores = _dense_pass(source, method, tokens, moments, mode, run)
+        seconds = {"calibrate": time.perf_counter() - begin}
+        ranks, facts = allocate_ranks(source, method, scores)
+        the_plan = build_plan(source, method, ranks, facts, {}, calibration)
+        if on_plan:
+            on_plan(the_plan)
+        stream = _start(source, tokens) if mode == "sequential" else None
+        blocks = [
+            _compress_block(source, method, index, _of_block(ranks, index), moments, stream, run)
+            for index in track(range(len(source)), "compressing")
+        ]
+    seconds["total"] = time.perf_counter() - begin
+    modules = {path: spec for block in blocks for path, spec in block.modules.items()}
+    description = {"rankfold_version": __version__, **identity, "counts": published_counts(the_plan)}
+    config = compressed_config(source, description, modules)
+    if run is None:
+        return assemble(source, config, {name: tensor for block in blocks for name, tensor in block.state.items()})
+    command = reproduce_command(source.name, run.output.name, method.describe(), calibration, mode, dtype_name(source))
+    card = model_card(the_plan, __version__, run.output.name, calibration, command)
+    reports = {str(index): block.reports for index, block in enumerate(blocks)}
+    return run.finish(source, config, card, run_record(source, description, command, the_plan, reports, seconds))
+
+
+def _check(tokens, moments, mode: str, output) -> str:
+    """The mode, once everything that can be checked without the model is."""
     if mode not in ("sequential", "one-pass"):
         raise OptionError(f"mode must be sequential or one-pass, got {mode!r}")
     if (tokens is None) == (moments is None):
         raise OptionError("give either calibration tokens or moments, not both and not neither")
     if output is not None:
         check_output(Path(output))
-    mode = "one-pass" if moments is not None else mode
-    started, seconds = time.perf_counter(), {}
-    calibration = tokens.describe() if tokens else moments.identity["tokens"]
-    identity = _run_identity(source, method, calibration, mode)
-    run = Run(output, identity, len(source)) if output is not None else None
+    return "one-pass" if moments is not None else mode
 
-    if mode == "one-pass" and moments is None:
-        folder = run.folder / "moments" if run else None
-        moments = calibrate(source, tokens, folder, statistics=needed(source, method))
-    if mode == "sequential" and method.allocation != "uniform":
-        scores = _scores(
-            calibrate(source, tokens, run.folder / "moments" if run else None, statistics={"influence"}), len(source)
-        )
-    else:
-        scores = _scores(moments, len(source)) if method.allocation != "uniform" else None
-    if moments is not None:
-        moments.check(source, _statistics(source, method))
-    seconds["calibrate"] = time.perf_counter() - started
 
-    ranks, facts = allocate_ranks(source, method, scores)
-    the_plan = build_plan(source, method, ranks, facts, {}, calibration)
-    if on_plan:
-        on_plan(the_plan)
-    stream = _start(source, tokens) if mode == "sequential" else None
-    statistics = _statistics(source, method)
-    modules, reports, finished = {}, {}, {}
-    for index in track(range(len(source)), "compressing"):
-        view = source.block(index)
-        if run and index in run:
-            state, record = run.load_block(index, view.path)
-            result = BlockResult(record["modules"], state, record["reports"])
-        else:
-            measured = moments[index] if stream is None else measure(view, stream, statistics, step=False)
-            result = _decompose(method, view, measured, _of_block(ranks, index))
+def _dense_pass(source: Source, method: Method, tokens, moments, mode: str, run: Run | None):
+    """Moments of the dense model in one-pass mode, and influence scores where the allocation wants them."""
+    statistics = needed(source, method) if mode == "one-pass" else needed(source, method) & {"influence"}
+    if moments is None and statistics:
+        moments = calibrate(source, tokens, run.folder / "moments" if run else None, statistics=statistics)
+    scores = _scores(moments, len(source)) if method.allocation != "uniform" else None
+    if mode == "sequential":
+        return None, scores
+    moments.check(source, _statistics(source, method))
+    return moments, scores
+
+
+def _compress_block(source: Source, method: Method, index: int, ranks, moments, stream, run: Run | None) -> BlockResult:
+    """Measure, decompose, replace and keep one block, or take it from an earlier run; then move the stream on.
+
+    Returns:
+        Descriptions by full path, what was measured, and the block's tensors by full name unless they went to disk.
+    """
+    view = source.block(index)
+    if run and index in run:
+        result = run.load_block(index, view.path)
         replace(view, result, source)
-        if run and index not in run:
-            record = {"modules": result.modules, "reports": result.reports}
-            run.save_block(index, view.path, view.module, source.dtype, record)
-        if stream is not None:
-            advance(view, stream)
-        if run is None:
-            finished |= {f"{view.path}.{name}": tensor for name, tensor in view.module.state_dict().items()}
-        modules |= {f"{view.path}.{path}": spec for path, spec in result.modules.items()}
-        reports |= {str(index): result.reports}
-    seconds["total"] = time.perf_counter() - started
-
-    description = {"rankfold_version": __version__, **identity, "counts": _counts(the_plan)}
-    config = compressed_config(source, description, modules)
-    if run is None:
-        return assemble(source, config, finished)
-    command = reproduce_command(source.name, run.output.name, method.describe(), calibration, mode, _dtype_name(source))
-    card = model_card(the_plan, __version__, run.output.name, calibration, command)
-    estimates = {"seconds": the_plan.seconds, "peak_memory_bytes": the_plan.peak_memory_bytes}
-    measurements = {"seconds": seconds, "peak_memory_bytes": peak_memory_bytes(), "estimated": estimates}
-    record = {
-        **description,
-        "command": command,
-        "versions": versions(),
-        "plan": {k: v for k, v in the_plan.to_dict().items() if k not in estimates},
-        "blocks": reports,
-        "run": measurements
-        | environment(source.device),  # the only part that differs between two runs of the same configuration
-    }
-    return run.finish(source, config, card, record)
-
-
-def replace(view, result: BlockResult, source: Source) -> None:
-    """Put the result's modules into the block, with weights rounded as they will be stored."""
-    for path, spec in result.modules.items():
-        parent, _, name = path.rpartition(".")
-        owner = view.module.get_submodule(parent)
-        with torch.device("meta"):
-            module = build(spec, getattr(owner, name), view.config)
-        adopted = set(spec.get("adopt", {}))
-        state = {
-            key.removeprefix(path + "."): _as_computed(tensor, source)
-            for key, tensor in result.state.items()
-            if key.startswith(path + ".") and key.removeprefix(path + ".").split(".")[0] not in adopted
-        }
-        missing = module.load_state_dict(state, strict=False, assign=True).missing_keys
-        if any(key.split(".")[0] not in adopted for key in missing):
-            raise NumericsError(f"{view.path}.{path} was not computed completely: {', '.join(missing)} missing")
-        setattr(owner, name, module.to(source.device).eval())
-
-
-def _as_computed(tensor, source: Source):
-    if not tensor.is_floating_point():
-        return tensor.to(source.device)
-    if not torch.isfinite(tensor).all():
-        raise NumericsError("a factor has NaN or infinite entries; raise the ridge or use more calibration tokens")
-    return stored(tensor, source.dtype).to(source.device, source.compute_dtype)
+    else:
+        measured = moments[index] if stream is None else measure(view, stream, _statistics(source, method), step=False)
+        result = _decompose(method, view, measured, ranks)
+        replace(view, result, source)
+        if run:
+            run.save_block(index, view.path, view.module, source.dtype, result)
+    if stream is not None:
+        advance(view, stream)
+    state = {} if run else {f"{view.path}.{name}": tensor for name, tensor in view.module.state_dict().items()}
+    return BlockResult({f"{view.path}.{path}": spec for path, spec in result.modules.items()}, state, result.reports)
 
 
 def _decompose(method: Method, view, moments, ranks: dict[str, int]) -> BlockResult:
@@ -254,44 +228,3 @@ def _scores(moments: MomentStore | None, blocks: int) -> dict[int, tuple[float, 
 
 def _of_block(ranks: dict[tuple[int, str], int], index: int) -> dict[str, int]:
     return {module: rank for (block, module), rank in ranks.items() if block == index}
-
-
-def _moments_identity(source: Source, tokens: Tokens, statistics: set[str]) -> dict:
-    return {
-        "name": source.name,
-        "model": source.fingerprint,
-        "blocks": len(source),
-        "dtype": _dtype_name(source),
-        "autocast": str(source.autocast).removeprefix("torch.") if source.autocast else None,
-        "tokens": tokens.describe(),
-        "statistics": sorted(statistics),
-    }
-
-
-def _run_identity(source: Source, method: Method, calibration: dict, mode: str) -> dict:
-    options = {k: list(v) if isinstance(v, tuple) else v for k, v in method.describe().items()}
-    return {
-        "method": options.pop("method"),
-        "options": options,
-        "mode": mode,
-        "base_model": source.name,
-        "fingerprint": source.fingerprint,
-        "dtype": _dtype_name(source),
-        "autocast": str(source.autocast).removeprefix("torch.") if source.autocast else None,
-        "calibration": calibration,
-    }
-
-
-def _dtype_name(source: Source) -> str:
-    return str(source.dtype).removeprefix("torch.")
-
-
-def _counts(the_plan: Plan) -> dict:
-    return {
-        "sparsity": the_plan.sparsity,
-        "counted_weights": the_plan.counted_weights,
-        "removed_weights": the_plan.removed_weights,
-        "parameters": the_plan.parameters_after,
-        "bytes": the_plan.bytes_after,
-        "kv_bytes_per_token": the_plan.kv_bytes_per_token_after,
-    }

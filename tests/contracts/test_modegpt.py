@@ -5,11 +5,12 @@ import torch
 
 import rankfold
 from families import CONFIGS, some_ids, tiny_model
-from rankfold import MoDeGPT, pipeline
+from rankfold import MoDeGPT
 from rankfold.calibration.runner import advance, start
 from rankfold.calibration.tokens import Tokens
 from rankfold.errors import UnsupportedModelError
 from rankfold.modules import CompressedAttention
+from rankfold.replacing import replace
 
 ALL = sorted(CONFIGS)
 NORMED = {"qwen3", "gemma3", "qwen3_moe"}
@@ -76,7 +77,7 @@ def test_replacing_attention_at_full_rank_leaves_the_logits_unchanged(family):
     result = BlockResult({}, {}, {})
     q, k, v = attention.qkv()
     put_attention(result, attention, {"q": q, "k": k, "v": v, "o": attention.output}, full, full, None)
-    pipeline.replace(view, result, source)
+    replace(view, result, source)
     assert any(isinstance(m, CompressedAttention) for m in view.module.modules())
     stream = start(source, some_ids(), autocast=None)
     reference = start(source, some_ids(), autocast=None)

@@ -200,9 +200,12 @@ def test_bad_input_is_one_line_and_exit_code_2(run, broken, place, line, message
     assert "Traceback" not in err and out == ""
     assert not (place / "x").exists()
     left = place / "x.partial"
-    if left.exists():  # a run that began and failed is continued or refused, never mistaken for a result
+    if line.startswith(
+        "compress nan"
+    ):  # found in the second block: the first is kept, and cannot be mistaken for a result
         assert not (left / "config.json").exists()
         shutil.rmtree(left)
+    assert not left.exists()
 
 
 def test_an_unreachable_hub_says_how_to_go_on(run, monkeypatch):

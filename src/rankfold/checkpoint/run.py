@@ -4,6 +4,7 @@ While a run is under way everything lies in ``OUT.partial``: its configuration, 
 and what was measured there. Only when all is written and checked is the folder renamed to ``OUT``.
 """
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -13,8 +14,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, RankfoldError
 from ..files import check_output, read_json, sync_folder, write_json, write_tensors, write_text
+from ..methods import BlockResult
 from ..modules import CODE_FILE, FORMAT
 from .load import empty_model
 
@@ -75,23 +77,33 @@ class Run:
     def __contains__(self, index: int) -> bool:
         return self._report(index).exists()  # written after the shard
 
-    def save_block(self, index: int, prefix: str, module: nn.Module, dtype: torch.dtype, facts: dict) -> None:
+    @contextlib.contextmanager
+    def discarded_if_nothing_is_done(self):
+        """Remove the folder again when an error comes before anything in it was worth keeping."""
+        try:
+            yield
+        except RankfoldError:
+            if {path.name for path in self.folder.iterdir()} == {CONFIG}:
+                shutil.rmtree(self.folder)
+            raise
+
+    def save_block(self, index: int, prefix: str, module: nn.Module, dtype: torch.dtype, result: BlockResult) -> None:
         """Make one finished block durable."""
         state = {f"{prefix}.{name}": stored(tensor, dtype) for name, tensor in module.state_dict().items()}
         write_tensors(self._shard(index), state, {"format": "pt"})
-        write_json(self._report(index), facts)
+        write_json(self._report(index), {"modules": result.modules, "reports": result.reports})
 
-    def load_block(self, index: int, prefix: str) -> tuple[dict[str, Tensor], dict]:
-        """Tensors and facts of a finished block."""
+    def load_block(self, index: int, prefix: str) -> BlockResult:
+        """A finished block."""
         try:
             state = load_file(self._shard(index))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 f"{self._shard(index)} is damaged ({error}); remove {self.folder} and start again"
             ) from error
-        return {name.removeprefix(prefix + "."): tensor for name, tensor in state.items()}, read_json(
-            self._report(index)
-        )
+        facts = read_json(self._report(index))
+        state = {name.removeprefix(prefix + "."): tensor for name, tensor in state.items()}
+        return BlockResult(facts["modules"], state, facts["reports"])
 
     def finish(self, source, config, card: str, record: dict) -> Path:
         """Write what is not in the blocks, check the whole against the config, and rename the folder to the output."""

@@ -10,7 +10,7 @@ import torch
 
 from ..version import __version__
 
-__all__ = ["environment", "peak_memory_bytes", "versions"]
+__all__ = ["environment", "peak_memory_bytes", "run_record", "versions"]
 
 
 def versions() -> dict[str, str]:
@@ -43,3 +43,17 @@ def _cpu_name() -> str:
             return next(line.split(":", 1)[1].strip() for line in handle if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
+
+
+def run_record(source, description: dict, command: str, plan, reports: dict, seconds: dict) -> dict:
+    """``rankfold.json``: everything but ``run`` is equal between two runs of the same configuration."""
+    estimates = {"seconds": plan.seconds, "peak_memory_bytes": plan.peak_memory_bytes}
+    measurements = {"seconds": seconds, "peak_memory_bytes": peak_memory_bytes(), "estimated": estimates}
+    return {
+        **description,
+        "command": command,
+        "versions": versions(),
+        "plan": {key: value for key, value in plan.to_dict().items() if key not in estimates},
+        "blocks": reports,
+        "run": measurements | environment(source.device),
+    }

@@ -1,0 +1,39 @@
+"""Replace modules of a block by the smaller ones a method computed."""
+
+import torch
+
+from .architectures import BlockView
+from .checkpoint.run import stored
+from .checkpoint.source import Source
+from .errors import NumericsError
+from .methods import BlockResult
+from .modules import build
+
+__all__ = ["replace"]
+
+
+def replace(view: BlockView, result: BlockResult, source: Source) -> None:
+    """Put the result's modules into the block, with weights rounded as they will be stored."""
+    for path, spec in result.modules.items():
+        parent, _, name = path.rpartition(".")
+        owner = view.module.get_submodule(parent)
+        with torch.device("meta"):
+            module = build(spec, getattr(owner, name), view.config)
+        adopted = set(spec.get("adopt", {}))
+        state = {
+            key.removeprefix(path + "."): _as_computed(tensor, source)
+            for key, tensor in result.state.items()
+            if key.startswith(path + ".") and key.removeprefix(path + ".").split(".")[0] not in adopted
+        }
+        missing = module.load_state_dict(state, strict=False, assign=True).missing_keys
+        if any(key.split(".")[0] not in adopted for key in missing):
+            raise NumericsError(f"{view.path}.{path} was not computed completely: {', '.join(missing)} missing")
+        setattr(owner, name, module.to(source.device).eval())
+
+
+def _as_computed(tensor, source: Source):
+    if not tensor.is_floating_point():
+        return tensor.to(source.device)
+    if not torch.isfinite(tensor).all():
+        raise NumericsError("a factor has NaN or infinite entries; raise the ridge or use more calibration tokens")
+    return stored(tensor, source.dtype).to(source.device, source.compute_dtype)
