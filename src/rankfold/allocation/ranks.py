@@ -113,7 +113,7 @@ def _round(units, phi: list[float], budget: int) -> dict[tuple[int, str], int]:
     """Integer ranks that store at most ``budget`` weights, and less than one smallest step fewer.
 
     Modules with coarse steps (a head of 64 in multiples of 8) are rounded to the NEAREST rank in every block; the module
-    with the finest steps (the MLP) absorbs the difference. Rounding down everywhere and handing out the rest would leave
+    with the finest steps relative to its size (the MLP) absorbs the difference. Rounding down everywhere and handing out the rest would leave
     some blocks a whole coarse step below others for no reason. Where the finest module cannot absorb it, all modules
     diffuse their remainders.
     """
@@ -134,8 +134,8 @@ def _round(units, phi: list[float], budget: int) -> dict[tuple[int, str], int]:
     return {(u.block, u.module): u.ranks[level[i]] for i, u in enumerate(units)}
 
 
-def _step(unit) -> int:
-    return max((b - a for a, b in zip(unit.sizes, unit.sizes[1:], strict=False)), default=0)
+def _step(unit) -> float:
+    return max((b - a for a, b in zip(unit.sizes, unit.sizes[1:], strict=False)), default=0) / unit.dense
 
 
 def _nearest(sizes, wanted: float) -> int:
