@@ -25,7 +25,17 @@ MAY_IMPORT = {
     "methods": {"allocation", "architectures", "calibration", "errors", "linalg", "modules"},
     "checkpoint": {"architectures", "errors", "files", "methods", "modules", "progress", "version"},
     "report": {"errors", "files", "methods", "version"},
-    "evaluation": {"calibration", "checkpoint", "errors", "files", "progress", "report", "version"},
+    "evaluation": {
+        "architectures",
+        "calibration",
+        "checkpoint",
+        "errors",
+        "files",
+        "modules",
+        "progress",
+        "report",
+        "version",
+    },
     "distributed": {"calibration", "errors"},
 }
 ABOVE = {"cli", "evaluation"}  # sit on top of the pipeline

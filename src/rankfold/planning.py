@@ -53,7 +53,8 @@ def build_plan(source: Source, method: Method, ranks, facts: dict, errors: dict,
         for u in units
     )
     removed = sum(m.dense_weights - m.weights for m in modules)
-    parameters, change = unique_parameters(source.model), _change(source, method, ranks)
+    parameters = unique_parameters(source.model)
+    change, floats, other = _change(source, method, ranks)
     item = torch.empty((), dtype=source.dtype).element_size()
     cache = [_cache(source, method, i, ranks) for i in range(len(source))]
     return Plan(
@@ -63,9 +64,9 @@ def build_plan(source: Source, method: Method, ranks, facts: dict, errors: dict,
         counted_weights=_counted(source, method),
         removed_weights=removed,
         parameters=parameters,
-        parameters_after=parameters + change[0],
+        parameters_after=parameters + change,
         bytes=parameters * item,
-        bytes_after=(parameters + change[0]) * item + change[1],
+        bytes_after=(parameters + floats) * item + other,
         kv_bytes_per_token=sum(before for before, _ in cache) * item,
         kv_bytes_per_token_after=sum(after for _, after in cache) * item,
         peak_memory_bytes=_peak_memory(source, method, calibration),
@@ -74,14 +75,15 @@ def build_plan(source: Source, method: Method, ranks, facts: dict, errors: dict,
     )
 
 
-def _change(source: Source, method: Method, ranks) -> tuple[int, int]:
-    """Change in parameters (biases included), and bytes of indices added."""
-    parameters = index_bytes = 0
+def _change(source: Source, method: Method, ranks) -> tuple[int, int, int]:
+    """Change in parameters (biases included) and in numbers of the model's dtype, and bytes of codes and indices added."""
+    parameters = floats = other = 0
     for i in range(len(source)):
         mine = {module: rank for (block, module), rank in ranks.items() if block == i}
-        more, indices = method.parameter_change(source.meta_block(i), mine)
-        parameters, index_bytes = parameters + more, index_bytes + indices
-    return parameters, index_bytes
+        view = source.meta_block(i)
+        more, added = method.parameter_change(view, mine)
+        parameters, other, floats = parameters + more, other + added, floats + method.float_change(view, mine)
+    return parameters, floats, other
 
 
 def _cache(source: Source, method: Method, index: int, ranks) -> tuple[int, int]:

@@ -5,14 +5,15 @@ import torch
 
 import rankfold
 from families import CONFIGS, some_ids, tiny_model
-from rankfold import LatentLLM, pipeline
+from rankfold import LatentLLM
 from rankfold.calibration.runner import advance, measure, start
 from rankfold.calibration.tokens import Tokens
 from rankfold.errors import NumericsError, OptionError, UnsupportedModelError
 from rankfold.methods.base import BlockResult
-from rankfold.methods.latentllm.attention import decompose_attention
+from rankfold.methods.latentllm.attention import ATTENTION, decompose_attention
 from rankfold.methods.latentllm.mlp import decompose_mlp
 from rankfold.modules import CompressedAttention, LatentLinear, build
+from rankfold.replacing import replace
 
 EXPERTS = {"mixtral", "qwen3_moe"}
 FAMILIES = sorted(CONFIGS)
@@ -46,13 +47,13 @@ def full_rank_block(family: str, **options):
     view = source.block(0)
     moments = measure(view, start(source, tokens().ids, autocast=None), method.statistics(view), step=False)
     ranks = {u.module: u.ranks[-1] for u in method.units(view)}
-    joint, result = method.joint_forms(view), BlockResult({}, {}, {})
-    attention = {m: r for m, r in ranks.items() if m in "qkvo"}
-    decompose_attention(method, view, moments, attention, joint, method.cached_latents(view, attention), result)
+    result = BlockResult({}, {}, {})
+    attention = {m: r for m, r in ranks.items() if m in ATTENTION}
+    decompose_attention(method, view, moments, attention, result)
     mlp = {m: r for m, r in ranks.items() if m not in attention}
     if mlp:
-        decompose_mlp(method, view, moments, mlp, joint, result)
-    pipeline.replace(view, result, source)
+        decompose_mlp(method, view, moments, mlp, result)
+    replace(view, result, source)
     assert any(isinstance(m, LatentLinear) for m in view.module.modules())
     streams = [start(source, some_ids(), autocast=None) for _ in range(2)]
     advance(view, streams[0])

@@ -9,6 +9,8 @@ from .influence import capped_sparsities, epsilon_for, softmax_sparsities
 
 __all__ = ["allocate", "removable"]
 
+MLP_MODULES = ("mlp", "gate", "up", "down")  # the rest belong to the attention half of a block
+
 
 def removable(units) -> int:
     """The most weights these units can lose."""
@@ -95,7 +97,7 @@ def _score(unit, allocation: str, scores) -> float:
     block, attention, mlp = scores[unit.block]
     if allocation == "influence":
         return block
-    return mlp if unit.module == "mlp" else attention
+    return mlp if unit.module in MLP_MODULES else attention
 
 
 def _shares(units) -> torch.Tensor:
@@ -103,9 +105,11 @@ def _shares(units) -> torch.Tensor:
     where the MLP holds two thirds of the parameters, and the true shares elsewhere."""
     halves: dict[tuple[int, bool], int] = {}
     for u in units:
-        key = (u.block, u.module == "mlp")
+        key = (u.block, u.module in MLP_MODULES)
         halves[key] = halves.get(key, 0) + u.dense
-    share = [3 * halves[u.block, u.module == "mlp"] / sum(halves.get((u.block, h), 0) for h in (0, 1)) for u in units]
+    share = [
+        3 * halves[u.block, u.module in MLP_MODULES] / sum(halves.get((u.block, h), 0) for h in (0, 1)) for u in units
+    ]
     return torch.tensor(share, dtype=torch.float64)
 
 
@@ -118,7 +122,7 @@ def _round(units, phi: list[float], budget: int) -> dict[tuple[int, str], int]:
     diffuse their remainders.
     """
     wanted = [(1 - share) * unit.dense for share, unit in zip(phi, units, strict=True)]
-    finest = min({u.module for u in units}, key=lambda m: max(_step(u) for u in units if u.module == m))
+    finest = min(dict.fromkeys(u.module for u in units), key=lambda m: max(_step(u) for u in units if u.module == m))
     level = [_nearest(u.sizes, size) for u, size in zip(units, wanted, strict=True)]
     fine = [i for i, u in enumerate(units) if u.module == finest]
     rest = budget - sum(u.sizes[level[i]] for i, u in enumerate(units) if u.module != finest)

@@ -110,8 +110,12 @@ class Method:
         raise NotImplementedError
 
     def parameter_change(self, view: BlockView, ranks: dict[str, int]) -> tuple[int, int]:
-        """``(change in parameters, bytes of indices added)`` in a block at these ranks, biases included."""
+        """``(change in parameters, bytes of codes and indices added)`` in a block at these ranks, biases included."""
         raise NotImplementedError
+
+    def float_change(self, view: BlockView, ranks: dict[str, int]) -> int:
+        """Change in the numbers a block keeps in the model's dtype; not all parameters where a method quantises them."""
+        return self.parameter_change(view, ranks)[0]
 
     def cached_numbers(self, view: BlockView, ranks: dict[str, int]) -> int:
         """Numbers the key/value cache of this block holds per token at these ranks."""

@@ -13,16 +13,10 @@ __all__ = ["Latent", "Projection", "describe", "put_attention", "put_projection"
 
 @dataclass(frozen=True)
 class Latent:
-    """A factorised projection, as ``LatentLinear`` of the runtime stores it."""
+    """A factorised projection: its description and tensors, as a module of the runtime reads and stores them."""
 
-    A: Tensor
-    B: Tensor
-    bias: Tensor | None
-    form: str
-    shape: tuple[int, int]  # (out, in) of the projection it stands for
-    rank: int
-    columns: Tensor | None = None
-    rows: Tensor | None = None
+    spec: dict
+    tensors: dict[str, Tensor]
 
 
 Projection = Dense | Latent
@@ -30,28 +24,18 @@ Projection = Dense | Latent
 
 def describe(projection: Projection) -> dict:
     """Its description for the checkpoint's config."""
-    if isinstance(projection, Dense):
-        out_features, in_features = projection.weight.shape
-        return {"kind": "linear", "in": in_features, "out": out_features, "bias": projection.bias is not None}
-    out_features, in_features = projection.shape
-    return {
-        "kind": "latent",
-        "in": in_features,
-        "out": out_features,
-        "rank": projection.rank,
-        "form": projection.form,
-        "bias": projection.bias is not None,
-    }
+    if isinstance(projection, Latent):
+        return projection.spec
+    out_features, in_features = projection.weight.shape
+    return {"kind": "linear", "in": in_features, "out": out_features, "bias": projection.bias is not None}
 
 
 def tensors_of(projection: Projection) -> dict[str, Tensor]:
     """Its tensors by the names of the runtime module."""
-    if isinstance(projection, Dense):
-        tensors = {"weight": projection.weight, "bias": projection.bias}
-    else:
-        tensors = {name: getattr(projection, name) for name in ("A", "B", "bias", "columns", "rows")}
-    indices = ("columns", "rows")
-    return {k: t.to(torch.int32) if k in indices else t for k, t in tensors.items() if t is not None}
+    if isinstance(projection, Latent):
+        return projection.tensors
+    tensors = {"weight": projection.weight, "bias": projection.bias}
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def put_projection(result: BlockResult, path: str, projection: Projection) -> None:
@@ -72,7 +56,9 @@ def put_attention(
     """Replace the attention module.
 
     Args:
-        projections: q, k, v, o.  qk_dim, vo_dim: widths per head.  pairs: ``(K, qk_dim / 2)`` kept rotary pairs.
+        projections: q, k, v, o; or qkv, which share a latent, and o.
+        qk_dim, vo_dim: widths per head.
+        pairs: ``(K, qk_dim / 2)`` kept rotary pairs.
         latent_cache: which of ``k`` and ``v`` keep their latent in the cache instead of their heads.
     """
     path = attention.spec.path

@@ -5,10 +5,23 @@ from .modeling_rankfold import (
     FORMAT,
     CompressedAttention,
     LatentLinear,
+    QuantizedTensor,
     RankfoldConfig,
+    SparseCorrection,
     attach,
     build,
     install,
 )
 
-__all__ = ["CODE_FILE", "FORMAT", "CompressedAttention", "LatentLinear", "RankfoldConfig", "attach", "build", "install"]
+__all__ = [
+    "CODE_FILE",
+    "FORMAT",
+    "CompressedAttention",
+    "LatentLinear",
+    "QuantizedTensor",
+    "RankfoldConfig",
+    "SparseCorrection",
+    "attach",
+    "build",
+    "install",
+]

@@ -16,6 +16,7 @@ width, V kept value width, P = R / 2 rotary pairs, D model width.
 """
 
 import functools
+import math
 import os
 import shutil
 
@@ -28,11 +29,139 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-__all__ = ["CompressedAttention", "LatentLinear", "RankfoldConfig", "RankfoldForCausalLM", "attach", "build", "install"]
+__all__ = [
+    "CompressedAttention",
+    "LatentLinear",
+    "QuantizedTensor",
+    "RankfoldConfig",
+    "RankfoldForCausalLM",
+    "SparseCorrection",
+    "attach",
+    "build",
+    "install",
+]
 
 METHOD_NAME = "rankfold"
 FORMAT = 1
 CODE_FILE = "modeling_rankfold.py"
+
+
+class QuantizedTensor(nn.Module):
+    """A tensor stored as ``low + scale * code``: one scale and one low per run of ``chunk`` numbers in row-major order.
+
+    Codes have 2 to 8 bits and are packed for every width: a code is cut into fields of 8, 4, 2 and 1 bits (7 = 4 + 2 +
+    1), and as many fields of a kind as fit share a byte. Code ``i`` of ``m`` bytes lies in byte ``i mod m``, so that
+    unpacking is a few shifts of whole vectors. Calling the module gives the tensor, computed in fp32 at least and
+    rounded to the dtype of the scales. LatentLLM (arXiv:2505.18413), Eq. 242.
+    """
+
+    def __init__(self, shape: tuple[int, ...], bits: int, chunk: int):
+        super().__init__()
+        if not 2 <= bits <= 8:
+            raise ValueError(f"codes must have 2 to 8 bits, got {bits}")
+        self.shape, self.bits, self.chunk = tuple(shape), bits, chunk
+        self.numel = math.prod(self.shape)
+        size = sum(-(-self.numel // (8 // width)) for width in self.fields(bits))
+        self.register_buffer("codes", torch.zeros(size, dtype=torch.uint8))
+        for name in ("scale", "low"):
+            self.register_buffer(name, torch.zeros(-(-self.numel // chunk)))
+
+    @staticmethod
+    def fields(bits: int) -> list[int]:
+        return [width for width in (8, 4, 2, 1) if bits & width]
+
+    @staticmethod
+    def pack(codes, bits: int):
+        """Bytes of ``(n,)`` uint8 codes; no more than ``bits * n / 8`` and one per field."""
+        packed, shift = [], 0
+        for width in QuantizedTensor.fields(bits):
+            field = (codes >> shift) & (2**width - 1)
+            rows = nn.functional.pad(field, (0, -len(field) % (8 // width))).view(8 // width, -1)
+            places = torch.arange(0, 8, width, dtype=torch.uint8, device=codes.device)
+            packed.append((rows << places[:, None]).sum(0).to(torch.uint8))
+            shift += width
+        return torch.cat(packed)
+
+    def unpack(self):
+        """``(n,)`` uint8 codes."""
+        codes, start, shift = 0, 0, 0
+        for width in self.fields(self.bits):
+            stop = start - (-self.numel // (8 // width))
+            places = torch.arange(0, 8, width, dtype=torch.uint8, device=self.codes.device)
+            field = (self.codes[start:stop] >> places[:, None]) & (2**width - 1)
+            codes = codes | (field.flatten()[: self.numel] << shift)
+            start, shift = stop, shift + width
+        return codes
+
+    def forward(self):
+        work = torch.promote_types(self.scale.dtype, torch.float32)
+        codes = nn.functional.pad(self.unpack(), (0, -self.numel % self.chunk)).view(len(self.scale), self.chunk)
+        values = self.low.to(work)[:, None] + self.scale.to(work)[:, None] * codes
+        return values.flatten()[: self.numel].view(self.shape).to(self.scale.dtype)
+
+
+class SparseCorrection(nn.Module):
+    """``D x`` for a sparse ``D`` (out, in): values, their columns, and where every row starts.
+
+    ``embedding_bag`` is the product: row ``o`` of the output is a weighted sum of rows of ``x^T``. It costs what the
+    values cost, makes no dense ``D``, works in bf16 and fp16 on CPU and GPU, and has gradients; torch's CSR product has
+    no bf16 on CPU, and a scatter into a dense matrix costs more than the layer it corrects.
+    """
+
+    def __init__(self, in_features: int, out_features: int, nonzeros: int):
+        super().__init__()
+        if nonzeros > in_features * out_features:
+            raise ValueError(f"{nonzeros} non-zeros do not fit a ({out_features}, {in_features}) layer")
+        self.values = nn.Parameter(torch.empty(nonzeros))
+        self.register_buffer("columns", torch.zeros(nonzeros, dtype=_index_dtype(in_features)))
+        self.register_buffer("starts", torch.zeros(out_features + 1, dtype=torch.int32))
+
+    def forward(self, x):
+        table = x.reshape(-1, x.shape[-1]).T.contiguous()  # (in, tokens)
+        y = nn.functional.embedding_bag(
+            self.columns.int(),
+            table,
+            self.starts,
+            mode="sum",
+            per_sample_weights=self.values.to(x.dtype),
+            include_last_offset=True,
+        )
+        return y.T.reshape(*x.shape[:-1], -1)
+
+
+class HeadIdentity(nn.Module):
+    """``B`` (heads * h, rank) whose heads are ``[I | rest]`` up to an order of their own (LatentLLM Eq. 79-80).
+
+    The identities are not stored. Calling the module gives the matrix.
+    """
+
+    def __init__(self, heads: int, head_dim: int, rank: int, spec: dict):
+        super().__init__()
+        if rank < head_dim:
+            raise ValueError(f"a per-head identity needs rank >= {head_dim} (the head dimension), got {rank}")
+        self.rest = _tensor((heads, head_dim, rank - head_dim), spec)
+        self.register_buffer("order", torch.zeros(heads, rank, dtype=_index_dtype(rank)))
+
+    def forward(self):
+        rest = _value(self.rest)
+        identity = torch.eye(rest.shape[1], dtype=rest.dtype, device=rest.device).expand(len(rest), -1, -1)
+        back = torch.argsort(self.order.long(), -1)[:, None].expand(-1, rest.shape[1], -1)
+        return torch.cat([identity, rest], -1).gather(2, back).flatten(0, 1)
+
+
+def _index_dtype(size: int) -> torch.dtype:
+    """The smallest of two integer types that holds an index below ``size``."""
+    return torch.int16 if size <= 2**15 else torch.int32
+
+
+def _tensor(shape: tuple[int, ...], spec: dict) -> nn.Parameter | QuantizedTensor:
+    """A parameter, or quantised numbers where the description has ``bits``."""
+    return QuantizedTensor(shape, spec["bits"], spec["chunk"]) if "bits" in spec else nn.Parameter(torch.empty(shape))
+
+
+def _value(stored):
+    """The tensor that a parameter is, or that a module stands for."""
+    return stored() if isinstance(stored, nn.Module) else stored
 
 
 class LatentLinear(nn.Module):
@@ -44,7 +173,10 @@ class LatentLinear(nn.Module):
     * ``block_identity_left``: the mirror, ``y[q_1] = z``, ``y[q_2] = B_2 z``.
     * ``lu``: ``B`` unit lower, ``A`` upper trapezoidal; only the entries that are not fixed are stored.
 
-    LatentLLM (arXiv:2505.18413), Sec. 3.3 and App. A.2.
+    What is stored of ``A`` and ``B`` may be quantised (``bits``, ``chunk``), ``B`` may have an identity in every head
+    (``head_identity`` heads), and ``nonzeros`` adds a sparse correction: ``y = B (A x) + D x + b``.
+
+    LatentLLM (arXiv:2505.18413), Sec. 3.3 and App. A.2, I.
     """
 
     def __init__(self, spec: dict):
@@ -56,7 +188,13 @@ class LatentLinear(nn.Module):
         if self.rank > min(self.in_features, self.out_features):
             raise ValueError(f"rank {self.rank} of a ({self.out_features}, {self.in_features}) layer is too large")
         A, B = self.shapes(spec)
-        self.A, self.B = nn.Parameter(torch.empty(A)), nn.Parameter(torch.empty(B))
+        self.A = _tensor(A, spec)
+        if heads := spec.get("head_identity"):
+            self.B = HeadIdentity(heads, self.out_features // heads, self.rank, spec)
+        else:
+            self.B = _tensor(B, spec)
+        count = spec.get("nonzeros")
+        self.sparse = SparseCorrection(self.in_features, self.out_features, count) if count else None
         self.bias = nn.Parameter(torch.empty(self.out_features)) if spec["bias"] else None
         if self.form in ("block_identity_right", "lu"):
             self.register_buffer("columns", torch.zeros(self.in_features, dtype=torch.int32))
@@ -75,42 +213,93 @@ class LatentLinear(nn.Module):
 
     def down(self, x):
         """``(..., in) -> (..., rank)``."""
+        A = _value(self.A)
         if self.form == "block_identity_right":
             x = x[..., self.columns.long()]
-            return x[..., : self.rank] + nn.functional.linear(x[..., self.rank :], self.A)
+            return x[..., : self.rank] + nn.functional.linear(x[..., self.rank :], A)
         if self.form == "lu":
-            return nn.functional.linear(x[..., self.columns.long()], self._upper())
-        return nn.functional.linear(x, self.A)
+            return nn.functional.linear(x[..., self.columns.long()], self._upper(A))
+        return nn.functional.linear(x, A)
 
     def up(self, z, bias=True):
         """``(..., rank) -> (..., out)``."""
-        b = self.bias if bias else None
+        b, B = self.bias if bias else None, _value(self.B)
         if self.form == "block_identity_left":
-            y = torch.cat([z, nn.functional.linear(z, self.B)], -1)[..., torch.argsort(self.rows.long())]
-            return y if b is None else y + b
+            y = torch.cat([z, nn.functional.linear(z, B)], -1)[..., torch.argsort(self.rows.long())]
+            return y if b is None else y + b.to(y.dtype)  # under autocast biases stay fp32
         if self.form == "lu":
-            y = nn.functional.linear(z, self._lower())[..., torch.argsort(self.rows.long())]
-            return y if b is None else y + b
-        return nn.functional.linear(z, self.B, b)
+            y = nn.functional.linear(z, self._lower(B))[..., torch.argsort(self.rows.long())]
+            return y if b is None else y + b.to(y.dtype)
+        return nn.functional.linear(z, B, b)
 
     def up_matrix(self):
         """Dense ``(out, rank)`` of :meth:`up`, without the bias."""
+        B = _value(self.B)
         if self.form in ("plain", "block_identity_right"):
-            return self.B
-        return self.up(torch.eye(self.rank, dtype=self.B.dtype, device=self.B.device), bias=False).T
+            return B
+        return self.up(torch.eye(self.rank, dtype=B.dtype, device=B.device), bias=False).T
 
     def forward(self, x):
-        return self.up(self.down(x))
+        y = self.up(self.down(x))
+        return y if self.sparse is None else y + self.sparse(x).to(y.dtype)
 
-    def _upper(self):
-        full = self.A.new_zeros(self.rank, self.in_features)
-        i, j = torch.triu_indices(self.rank, self.in_features, device=self.A.device)
-        return full.index_put((i, j), self.A)
+    def _upper(self, A):
+        full = A.new_zeros(self.rank, self.in_features)
+        i, j = torch.triu_indices(self.rank, self.in_features, device=A.device)
+        return full.index_put((i, j), A)
 
-    def _lower(self):
-        full = torch.eye(self.out_features, self.rank, dtype=self.B.dtype, device=self.B.device)
-        i, j = torch.tril_indices(self.out_features, self.rank, -1, device=self.B.device)
-        return full.index_put((i, j), self.B)
+    def _lower(self, B):
+        full = torch.eye(self.out_features, self.rank, dtype=B.dtype, device=B.device)
+        i, j = torch.tril_indices(self.out_features, self.rank, -1, device=B.device)
+        return full.index_put((i, j), B)
+
+
+class SplitHeadLinear(nn.Module):
+    """``y_i = B_i (A_i x) + b_i``: a low rank of its own for every head of the output (LatentLLM App. D).
+
+    ``plain``: ``A`` (heads * rank, in), ``B`` (heads, h, rank). ``block_identity_left``: every ``B_i`` has an identity
+    after a permutation of the head's outputs, which is neither stored nor multiplied.
+    """
+
+    def __init__(self, spec: dict):
+        super().__init__()
+        self.heads, self.rank, self.form = spec["heads"], spec["rank"], spec["form"]
+        if self.form not in ("plain", "block_identity_left"):
+            raise ValueError(f"unknown form {self.form!r} of a split-head layer")
+        head_dim, fixed = spec["out"] // self.heads, self.rank if self.form == "block_identity_left" else 0
+        if self.rank > min(head_dim, spec["in"]):
+            raise ValueError(f"rank {self.rank} of heads ({head_dim}, {spec['in']}) is too large")
+        self.A = _tensor((self.heads * self.rank, spec["in"]), spec)
+        self.B = _tensor((self.heads, head_dim - fixed, self.rank), spec)
+        self.bias = nn.Parameter(torch.empty(spec["out"])) if spec["bias"] else None
+        if fixed:
+            self.register_buffer("rows", torch.zeros(spec["out"], dtype=torch.int32))
+
+    def forward(self, x):
+        z = nn.functional.linear(x, _value(self.A)).unflatten(-1, (self.heads, self.rank))
+        y = torch.einsum("...hr,hor->...ho", z, _value(self.B))  # (..., heads, h or h - rank)
+        if self.form == "block_identity_left":
+            y = torch.cat([z, y], -1).flatten(-2)[..., torch.argsort(self.rows.long())]
+        else:
+            y = y.flatten(-2)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+class LatentRows:
+    """Some outputs of a :class:`LatentLinear` as if they were a layer of their own: keys or values of a shared latent."""
+
+    def __init__(self, shared: LatentLinear, start: int, stop: int):
+        self.shared, self.rows = shared, slice(start, stop)
+
+    @property
+    def bias(self):
+        return None if self.shared.bias is None else self.shared.bias[self.rows]
+
+    def up(self, z):
+        return nn.functional.linear(z, self.up_matrix(), self.bias)
+
+    def up_matrix(self):
+        return self.shared.up_matrix()[self.rows]
 
 
 class CompressedAttention(nn.Module):
@@ -135,9 +324,17 @@ class CompressedAttention(nn.Module):
         self.is_causal = True
         self.adds_alibi = spec.get("alibi", False)  # Falcon passes ALiBi too, but has already put it into the mask
         self.rotary_dim = spec.get("rotary_dim", 0)
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (build(spec[name]) for name in ("q", "k", "v", "o"))
+        self.o_proj = build(spec["o"])
+        self.qkv_proj = build(spec["qkv"]) if "qkv" in spec else None  # one latent that all three share
+        if self.qkv_proj is None:
+            self.q_proj, self.k_proj, self.v_proj = (build(spec[name]) for name in ("q", "k", "v"))
+        else:
+            self.widths = (self.heads * self.qk_dim, self.kv_heads * self.qk_dim, self.kv_heads * self.vo_dim)
+            q, k, v = self.widths
+            self.k_proj, self.v_proj = LatentRows(self.qkv_proj, q, q + k), LatentRows(self.qkv_proj, q + k, q + k + v)
         # Which side caches its latent instead of heads: keys only where nothing rotates or normalises them afterwards.
         self.latent_keys, self.latent_values = "k" in spec.get("latent_cache", ()), "v" in spec.get("latent_cache", ())
+        self.one_latent = self.qkv_proj is not None and self.latent_keys  # cached once, as keys; values are empty
         self.q_norm = self.k_norm = None  # adopted from the dense module by `build` where the family has them
         if spec.get("selected_pairs"):
             # Row p of head k says which rotary frequency pair p turns with; `rotary_dim / 2` means "does not turn".
@@ -158,24 +355,21 @@ class CompressedAttention(nn.Module):
         **kwargs,
     ):
         B, T, _ = hidden_states.shape
-        query = self.q_proj(hidden_states).view(B, T, self.heads, self.qk_dim)
+        query, key, value = self._project(hidden_states)
+        query = query.view(B, T, self.heads, self.qk_dim)
         if self.q_norm is not None:
             query = self.q_norm(query)
         query = query.transpose(1, 2)  # (B, H, T, R)
-        if self.latent_keys:
-            key = self.k_proj.down(hidden_states)[:, None]  # (B, 1, T, latent)
-        else:
-            key = self._keys(self.k_proj(hidden_states))
+        key = key[:, None] if self.latent_keys else self._keys(key)  # (B, 1, T, latent) or (B, K, T, R)
         if self.rotary_dim:
             query, key = self._rotate(query, key, *position_embeddings)
-        if self.latent_values:
-            value = self.v_proj.down(hidden_states)[:, None]  # (B, 1, T, latent)
-        else:
-            value = self._values(self.v_proj(hidden_states))
+        value = value[:, None] if self.latent_values else self._values(value)
 
         cache = past_key_values if past_key_values is not None else layer_past
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
+        if self.one_latent:
+            value = key
         if self.adds_alibi and alibi is not None:
             attention_mask = _add_alibi(alibi, attention_mask, B, self.heads, query.dtype)
 
@@ -189,6 +383,18 @@ class CompressedAttention(nn.Module):
         if self.training and self.output_dropout:
             output = nn.functional.dropout(output, self.output_dropout)
         return (output if residual is None else output + residual), weights
+
+    def _project(self, x):
+        """Queries; keys and values or, where those are cached, their latents; all (B, T, width)."""
+        if self.qkv_proj is None:
+            key = self.k_proj.down(x) if self.latent_keys else self.k_proj(x)
+            value = self.v_proj.down(x) if self.latent_values else self.v_proj(x)
+            return self.q_proj(x), key, value
+        if not self.latent_values:
+            return self.qkv_proj(x).split(self.widths, -1)
+        z = self.qkv_proj.down(x)
+        query, key, _ = self.qkv_proj.up(z).split(self.widths, -1)
+        return (query, z, z[..., :0]) if self.one_latent else (query, key, z)
 
     def _keys(self, x):
         x = x.view(*x.shape[:2], self.kv_heads, self.qk_dim)
@@ -323,7 +529,17 @@ def _build_latent(spec: dict, dense, config) -> nn.Module:
     return LatentLinear(spec)
 
 
-_BUILDERS = {"linear": _build_linear, "latent": _build_latent, "attention": _build_attention}
+def _build_split_head(spec: dict, dense, config) -> nn.Module:
+    return SplitHeadLinear(spec)
+
+
+_BUILDERS = {
+    "linear": _build_linear,
+    "latent": _build_latent,
+    "split_head": _build_split_head,
+    "attention": _build_attention,
+}
+_SIZES = ("in", "out", "rank", "heads", "kv_heads", "qk_dim", "vo_dim", "bits", "chunk", "nonzeros", "head_identity")
 
 
 def build(spec: dict, dense: nn.Module | None = None, config=None) -> nn.Module:
@@ -342,7 +558,7 @@ def build(spec: dict, dense: nn.Module | None = None, config=None) -> nn.Module:
         raise ValueError(
             f"unknown module kind {kind!r}; this version of rankfold reads: {', '.join(sorted(_BUILDERS))}"
         )
-    for key in ("in", "out", "rank", "heads", "kv_heads", "qk_dim", "vo_dim"):
+    for key in _SIZES:
         if key in spec and not (isinstance(spec[key], int) and 0 < spec[key] < 2**31):
             raise ValueError(f"{key!r} of a {kind} module must be a positive integer, got {spec[key]!r}")
     return _BUILDERS[kind](spec, dense, config)

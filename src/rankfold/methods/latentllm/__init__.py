@@ -1,5 +1,6 @@
-"""LatentLLM and the local low-rank methods it is compared with; see :mod:`.method`."""
+"""LatentLLM: latent linear layers, jointly where modules act jointly."""
 
-from .method import ASVD, SVD, SVDLLM, LatentLLM, RootCov
+from .method import LatentLLM
+from .variants import ASVD, SVD, SVDLLM, RootCov
 
 __all__ = ["ASVD", "SVD", "SVDLLM", "LatentLLM", "RootCov"]

@@ -1,4 +1,4 @@
-"""One linear layer as a latent one.
+"""The best factors of one linear layer, before they are stored.
 
 Shape legend: O outputs, N inputs, R latent width.
 """
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ...architectures import Dense
 from ...calibration.moments import Moment
-from ...linalg.junction import apply_junction
-from ...linalg.lowrank import Preconditioner, bias_update, low_rank, preconditioner
-from ..result import Latent
+from ...linalg.lowrank import Preconditioner, bias_update, low_rank, metric_error, preconditioner
+from ...linalg.sparse import low_rank_plus_sparse
+from .layout import QKV, Slot
 
-__all__ = ["Input", "latent_of", "local", "prepare"]
+__all__ = ["Fit", "Input", "local", "prepare"]
 
 
 class Input(NamedTuple):
@@ -26,6 +26,18 @@ class Input(NamedTuple):
     centred: bool
 
 
+class Fit(NamedTuple):
+    """Unrounded factors of a projection, ``B A + D``, and what was measured."""
+
+    B: Tensor  # (O, R); split heads: (H, h, R)
+    A: Tensor  # (R, N); split heads: (H, R, N)
+    bias: Tensor | None  # (O,)
+    report: dict
+    D: Tensor | None = None  # (O, N) sparse correction
+    given: Input | None = None  # its input; None where the fit is not of this layer's own output
+    target: Tensor | None = None  # (O, N) the weight, where it is needed: to quantise factors that fit its own output
+
+
 def prepare(method, moment: Moment, *, centred: bool) -> Input:
     """Pre-conditioner of an input; ``centred`` for layers whose bias takes the mean (LatentLLM App. B.2)."""
     C = moment.covariance if centred else moment.C
@@ -34,29 +46,40 @@ def prepare(method, moment: Moment, *, centred: bool) -> Input:
     return Input(C, moment.mean, precond, centred)
 
 
-def local(method, dense: Dense, given: Input, rank: int) -> tuple[Latent, dict]:
-    """The best rank-R factors of one layer for its own output (LatentLLM Sec. 3.2), in the method's junction."""
-    W = dense.weight.double()
-    fit = low_rank(W, given.precond, rank=rank, C=given.C)
-    bias = dense.bias
-    if given.centred and bias is not None:
-        bias = bias_update(W, (fit.B, fit.A), given.mean, bias.double()).to(dense.weight.dtype)
-    latent, condition = latent_of(method, fit.B, fit.A, bias, dense.weight.dtype)
-    report = {"rank": rank, "of": min(W.shape), "form": "local", "relative_error": fit.relative_error}
-    return latent, report | {"junction_condition": condition}
+def local(slot: Slot, dense: Dense, given: Input, rank: int) -> Fit:
+    """The best rank-R factors of one layer for its own output (LatentLLM Sec. 3.2, App. C for a stack, App. I)."""
+    W, count = dense.weight.double(), slot.nonzeros(rank)
+    report = {"rank": rank, "of": slot.full, "form": "local, one latent" if slot.name == QKV else "local"}
+    if slot.split:
+        fit = _by_head(slot, W, dense.bias, given, report)
+    elif count:
+        fit = _with_sparse(slot, W, dense.bias, given, count, report)
+    else:
+        factors = low_rank(W, given.precond, rank=rank, C=given.C)
+        report["relative_error"] = factors.relative_error
+        fit = Fit(factors.B, factors.A, _moved(W, factors[:2], dense.bias, given), report)
+    return fit._replace(given=given, target=W if slot.method.bits else None)
 
 
-def latent_of(method, B: Tensor, A: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Latent, float]:
-    """Factors in the method's junction, rounded to ``dtype``; and the condition number of the block it inverted."""
-    junction = apply_junction(B, A, method.junction, limit=method.condition_limit)
-    form = "plain" if method.junction in ("left", "right", "symmetric") else method.junction
-    stored_A, stored_B = junction.A, junction.B
-    if form == "lu":
-        rank, wide, tall = A.shape[0], A.shape[1], B.shape[0]
-        stored_A = stored_A[tuple(torch.triu_indices(rank, wide, device=A.device))]
-        stored_B = stored_B[tuple(torch.tril_indices(tall, rank, -1, device=A.device))]
-    shape = (B.shape[0], A.shape[1])
-    latent = Latent(
-        stored_A.to(dtype), stored_B.to(dtype), bias, form, shape, A.shape[0], junction.columns, junction.rows
-    )
-    return latent, junction.condition
+def _with_sparse(slot: Slot, W: Tensor, bias: Tensor | None, given: Input, count: int, report: dict) -> Fit:
+    """Low rank plus a sparse correction (App. I)."""
+    method, rank = slot.method, report["rank"]
+    fit = low_rank_plus_sparse(W, given.C, rank=rank, count=count, method=method.shrink, ridge=method.ridge)
+    report |= {"form": f"{report['form']} + sparse", "nonzeros": count}
+    report |= {"relative_error": fit.relative_error, "loss_history": fit.loss_history}
+    return Fit(fit.B, fit.A, _moved(W - fit.D, fit[:2], bias, given), report, fit.D)
+
+
+def _by_head(slot: Slot, W: Tensor, bias: Tensor | None, given: Input, report: dict) -> Fit:
+    """A low rank of its own for every head (App. D)."""
+    fits = [low_rank(head, given.precond, rank=report["rank"]) for head in W.unflatten(0, (slot.heads, -1))]
+    B, A = torch.stack([fit.B for fit in fits]), torch.stack([fit.A for fit in fits])
+    report |= {"form": "split heads", "relative_error": metric_error(W - (B @ A).flatten(0, 1), W, given.C)}
+    return Fit(B, A, _moved(W, (torch.block_diag(*B), A.flatten(0, 1)), bias, given), report)
+
+
+def _moved(W: Tensor, factors: tuple[Tensor, Tensor], bias: Tensor | None, given: Input) -> Tensor | None:
+    """The bias that makes the layer right on average (App. B.2), where the fit counts on it."""
+    if bias is None or not given.centred:
+        return bias
+    return bias_update(W, factors, given.mean, bias.double()).to(bias.dtype)

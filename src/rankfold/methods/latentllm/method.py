@@ -1,23 +1,17 @@
-"""LatentLLM (arXiv:2505.18413): every linear layer through a latent, jointly where they act jointly.
-
-Also the local methods it is compared with, as methods of their own: they differ in pre-conditioner and junction only.
-"""
+"""LatentLLM (arXiv:2505.18413): every linear layer through a latent, jointly where they act jointly."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...architectures import BlockView, Dense
-from ...errors import OptionError, UnsupportedModelError
-from ...linalg.junction import JUNCTIONS, stored_numbers
-from ...linalg.lowrank import PRECONDITIONERS
-from ..base import BlockResult, Method, Unit, check_choice, register_method
-from .attention import decompose_attention
+from ...architectures import BlockView
+from ...errors import UnsupportedModelError
+from ..base import BlockResult, Method, Unit, register_method
+from .attention import ATTENTION, decompose_attention
+from .layout import QKV, slots
 from .mlp import decompose_mlp
+from .options import check_options
 
-__all__ = ["ASVD", "SVD", "SVDLLM", "LatentLLM", "RootCov"]
-
-ATTENTION = ("q", "k", "v", "o")
-JOINT = ("qk", "vo", "ud")
+__all__ = ["LatentLLM"]
 
 
 @register_method
@@ -40,6 +34,17 @@ class LatentLLM(Method):
         bias_refit: let biases take the mean (App. B.2).
         condition_limit: largest condition number of the block a junction inverts.
         latent_cache: cache latents instead of heads where that is smaller and still correct.
+        bits: of the stored factors, 2 to 8, in chunks of ``chunk`` numbers (App. I.1); 0 keeps the model's dtype. Plain
+            factors of a layer's own output are refined under rounding. Sparse values, biases and dense modules stay.
+        chunk: numbers that share a scale and a smallest value.
+        sparse: share of a module's kept weights that goes into a sparse correction (App. I), in [0, 1); the low rank
+            has the rest. All forms are then local, and heads are cached: a correction has no latent.
+        shrink: how its entries are chosen: ``hard``, ``soft``, ``ste`` or ``diagonal``.
+        shared_qkv: one latent for queries, keys and values (App. C), as unit ``qkv`` in place of ``q``, ``k``, ``v``.
+        split_head: a low rank of its own for every head of ``q``, ``k``, ``v`` (App. D), the rank being a head's.
+        head_junction: an identity in every key head (Eq. 79-80): ``K h^2`` numbers less; nothing may rotate keys.
+        qk_ranks: ``plan``, or ``spectra``: in the joint form both ranks are chosen anew within what was planned for q and
+            k together (App. E), once the spectra are known. The plan is then an upper bound; the record has the ranks.
     """
 
     name: ClassVar[str] = "latentllm"
@@ -56,19 +61,18 @@ class LatentLLM(Method):
     bias_refit: bool = True
     condition_limit: float = 1e8
     latent_cache: bool = True
+    bits: int = 0
+    chunk: int = 64
+    sparse: float = 0.0
+    shrink: str = "hard"
+    shared_qkv: bool = False
+    split_head: bool = False
+    head_junction: bool = False
+    qk_ranks: str = "plan"
 
     def __post_init__(self):
         super().__post_init__()
-        check_choice("precondition", self.precondition, PRECONDITIONERS)
-        check_choice("junction", self.junction, JUNCTIONS)
-        for pair in self.joint_asked:
-            check_choice("joint", pair, JOINT)
-        for key in ("alternations",):
-            if getattr(self, key) < 1:
-                raise OptionError(f"{key} must be >= 1, got {getattr(self, key)}")
-        for key in ("window", "rounds", "ridge"):
-            if getattr(self, key) < 0:
-                raise OptionError(f"{key} must be >= 0, got {getattr(self, key)}")
+        check_options(self)
 
     @property
     def joint_asked(self) -> tuple[str, ...]:
@@ -93,131 +97,89 @@ class LatentLLM(Method):
                 raise UnsupportedModelError(
                     f"{view.architecture.model_type} cannot take the joint form {pair!r}: {reasons[pair]}; use joint=auto"
                 )
-        wanted = {"qk", "ud"} if self.joint == "auto" else set(self.joint_asked)
+        wanted = {"qk", "ud"} if self.joint == "auto" and not self.sparse else set(self.joint_asked)
+        if self.shared_qkv or self.split_head:
+            wanted -= {"qk"}
         return wanted - reasons.keys()
 
-    def _projections(self, view: BlockView) -> dict[str, Dense]:
-        """Module -> projection, for the modules this block has."""
-        projections = dict(zip(("q", "k", "v"), view.attention.qkv(), strict=True)) | {"o": view.attention.output}
-        if view.mlp:
-            rising = view.mlp.rising()
-            projections |= {"up": rising[view.mlp.spec.up], "down": view.mlp.down}
-            if view.mlp.spec.gate:
-                projections["gate"] = rising[view.mlp.spec.gate]
-        return projections
-
     def supported_modules(self, architecture, view: BlockView) -> tuple[str, ...]:
-        present = [m for m in self.all_modules if m in ATTENTION or (architecture.mlp and _has(architecture.mlp, m))]
+        there = slots(self, view)
+        present = [m for m in self.all_modules if m in there]
         for module in self.modules or ():
             if module not in present:
                 raise UnsupportedModelError(
                     f"{architecture.model_type} has no module {module!r} that can be compressed; it has: {','.join(present)}"
                 )
+        if self.head_junction and (view.attention.rotary_dim or view.attention.norms):
+            why = "normalises" if view.attention.norms else "rotates"
+            raise UnsupportedModelError(
+                f"{architecture.model_type} cannot take head_junction=true: it {why} queries and keys after their "
+                "projections, and an identity in a head's keys mixes its dimensions; leave it out"
+            )
         self.joint_forms(view)
         wanted = self.modules if self.modules is not None else present
         return tuple(m for m in present if m in wanted)
 
     def statistics(self, view: BlockView) -> set[str]:
-        needed = dict.fromkeys(("q", "k", "v"), "attention_input") | {"o": "attention_output", "down": "mlp_hidden"}
+        needed = dict.fromkeys(ATTENTION, "attention_input") | {"o": "attention_output", "down": "mlp_hidden"}
         modules = self.supported_modules(view.architecture, view)
         names = {needed.get(m, "mlp_input") for m in modules} | ({"absolute"} if self.precondition == "l1" else set())
         return names | ({"mlp_samples"} if "ud" in self.joint_forms(view) and {"up", "down"} <= set(modules) else set())
 
     def units(self, view: BlockView) -> list[Unit]:
-        projections, units = self._projections(view), []
-        for module in self.supported_modules(view.architecture, view):
-            out, wide = projections[module].weight.shape
-            full = min(out, wide)
-            steps = [r for r in range(self.multiple, full, self.multiple) if self._size(out, wide, r) < out * wide]
-            sizes = [self._size(out, wide, r) for r in steps]
-            units.append(Unit(view.index, module, (*steps, full), (*sizes, out * wide)))
-        return units
-
-    def _size(self, out: int, wide: int, rank: int) -> int:
-        return stored_numbers(self.junction, out, wide, rank)
+        there = slots(self, view)
+        modules = self.supported_modules(view.architecture, view)
+        return [Unit(view.index, module, *there[module].ladder()) for module in modules]
 
     def parameter_change(self, view: BlockView, ranks: dict[str, int]) -> tuple[int, int]:
-        units, projections = {u.module: u for u in self.units(view)}, self._projections(view)
-        change = sum(units[m].size(rank) - units[m].dense for m, rank in ranks.items())
-        wide = {"block_identity_right": (0, 1), "block_identity_left": (1, 0), "lu": (1, 1)}.get(self.junction, (0, 0))
-        indices = 0
-        for module, rank in ranks.items():
-            out, inputs = projections[module].weight.shape
-            if rank < units[module].ranks[-1]:
-                indices += 4 * (wide[0] * out + wide[1] * inputs)
-        return change, indices
+        lower = self._lower(view, ranks)
+        change = sum(slot.numbers(rank) - slot.dense for slot, rank in lower)
+        return change, sum(slot.stored(rank)[1] for slot, rank in lower)
+
+    def float_change(self, view: BlockView, ranks: dict[str, int]) -> int:
+        return sum(slot.stored(rank)[0] - slot.dense for slot, rank in self._lower(view, ranks))
+
+    def _lower(self, view: BlockView, ranks: dict[str, int]):
+        """Slot and rank of every module that does not stay dense."""
+        there = slots(self, view)
+        return [(there[module], rank) for module, rank in ranks.items() if rank < there[module].full]
 
     def cached_latents(self, view: BlockView, ranks: dict[str, int]) -> str:
         """Which of k and v cache latents: where the latent is narrower than all heads together, and, for keys, where no
-        rotary embedding or norm stands between latent and score."""
-        if not self.latent_cache:
+        rotary embedding or norm stands between latent and score. A latent that all share is cached once."""
+        if not self.latent_cache or self.sparse or self.split_head:
             return ""
-        attention = view.attention
+        attention, there = view.attention, slots(self, view)
         width = attention.kv_heads * attention.head_dim
-        free = {"v": True, "k": not attention.rotary_dim and not attention.norms}
-        full = {m: min(p.weight.shape) for m, p in self._projections(view).items()}
-        return "".join(m for m in "kv" if free[m] and m in ranks and ranks[m] < min(width, full[m]))
+        free = "v" if attention.rotary_dim or attention.norms else "kv"
+        if self.shared_qkv:
+            latent = QKV in ranks and ranks[QKV] < min(len(free) * width, there[QKV].full)
+            return free if latent else ""
+        return "".join(m for m in free if m in ranks and ranks[m] < min(width, there[m].full))
 
     def cached_numbers(self, view: BlockView, ranks: dict[str, int]) -> int:
         cached = self.cached_latents(view, ranks)
         width = view.attention.kv_heads * view.attention.head_dim
+        if self.shared_qkv and cached:
+            return ranks[QKV] + (2 - len(cached)) * width
+        if self.qk_ranks == "spectra" and "qk" in self.joint_forms(view):
+            cached = cached.replace("k", "")  # the latent of the keys may become as wide as their heads
         return sum(ranks[m] if m in cached else width for m in "kv")
 
     def decompose(self, view: BlockView, moments, ranks: dict[str, int]) -> BlockResult:
         result = BlockResult({}, {}, {})
-        dense = {u.module: u.ranks[-1] for u in self.units(view)}
-        lower = {m: r for m, r in ranks.items() if r < dense[m]}
-        joint = self.joint_forms(view)
+        there = slots(self, view)
+        lower = {m: r for m, r in ranks.items() if r < there[m].full}
         attention = {m: r for m, r in lower.items() if m in ATTENTION}
         mlp = {m: r for m, r in lower.items() if m not in ATTENTION}
         if attention:
-            decompose_attention(self, view, moments, attention, joint, self.cached_latents(view, ranks), result)
+            decompose_attention(self, view, moments, attention, result)
         if mlp:
-            decompose_mlp(self, view, moments, mlp, joint, result)
-        for module in ranks.keys() - lower.keys():
-            result.reports[module] = {"rank": dense[module], "of": dense[module], "relative_error": 0.0}
+            decompose_mlp(self, view, moments, mlp, result)
+        for module in [m for m in ranks if m not in lower]:
+            result.reports[module] = {"rank": there[module].full, "of": there[module].full, "relative_error": 0.0}
         return result
-
-
-def _has(mlp, module: str) -> bool:
-    return module in ("up", "down") or (module == "gate" and mlp.gate is not None)
 
 
 def _is_relu(config) -> bool:
     return any(getattr(config, key, None) == "relu" for key in ("activation_function", "hidden_act", "activation"))
-
-
-@register_method
-@dataclass(frozen=True)
-class RootCov(LatentLLM):
-    """Local low rank by root covariance, with block identity: LatentLLM without its joint forms."""
-
-    name: ClassVar[str] = "rootcov"
-    joint: str = "none"
-
-
-@register_method
-@dataclass(frozen=True)
-class SVDLLM(RootCov):
-    """Root covariance by whitening, plain factors: what SVD-LLM (arXiv:2403.07378) does before its update step."""
-
-    name: ClassVar[str] = "svd-llm"
-    junction: str = "symmetric"
-
-
-@register_method
-@dataclass(frozen=True)
-class ASVD(SVDLLM):
-    """Diagonal pre-conditioning by mean absolute activations to the power alpha: ASVD (arXiv:2312.05821)."""
-
-    name: ClassVar[str] = "asvd"
-    precondition: str = "l1"
-
-
-@register_method
-@dataclass(frozen=True)
-class SVD(SVDLLM):
-    """Plain SVD of the weights."""
-
-    name: ClassVar[str] = "svd"
-    precondition: str = "identity"

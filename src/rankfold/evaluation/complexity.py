@@ -1,0 +1,156 @@
+"""What a model costs to run: multiply-accumulates, parameters, cache. Counted while it runs, and by closed formula.
+
+Shape legend: T tokens of one sequence, H query heads, R query-key width, V value width, D model width.
+
+All products are counted as they are computed: the T x T scores in full, although half of them are masked. One
+multiply-accumulate (MAC) is two floating-point operations (FLOPs); norms, activations and softmax are not counted.
+"""
+
+import math
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers.pytorch_utils import Conv1D
+
+from ..architectures import BlockView, architecture_for
+from ..checkpoint.source import Source
+from ..errors import OptionError, UnsupportedModelError
+from ..modules import CompressedAttention, LatentLinear
+from ..report.plan import Plan
+
+__all__ = ["DEFINITION", "complexity", "counted_macs", "formula_macs", "planned_macs"]
+
+DEFINITION = (
+    "MACs per token of one forward over T tokens without cache: every weight of a linear map once (head included, embedding "
+    "not), and heads x (query-key width + value width) x T for the attention of each block, mask not used; FLOPs are twice that"
+)
+
+
+def complexity(model: nn.Module, tokens: int = 128) -> dict:
+    """Cost of a loaded model, dense or compressed.
+
+    Args:
+        model: a causal language model in eval mode.
+        tokens: T, at least 1.
+
+    Returns:
+        ``{"tokens", "macs_per_token", "flops_per_token", "linear_macs_per_token", "attention_macs_per_token",
+        "parameters", "kv_bytes_per_token", "definition"}``; MACs by :func:`counted_macs`, the cache by filling one.
+
+    Raises:
+        UnsupportedModelError: see :func:`formula_macs`.
+    """
+    macs, parts = counted_macs(model, tokens), formula_macs(model, tokens)
+    return {
+        "tokens": tokens,
+        "macs_per_token": macs / tokens,
+        "flops_per_token": 2 * macs / tokens,
+        "linear_macs_per_token": parts["linear"] / tokens,
+        "attention_macs_per_token": parts["attention"] / tokens,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "kv_bytes_per_token": cache_bytes(model),
+        "definition": DEFINITION,
+    }
+
+
+@torch.no_grad()
+def counted_macs(model: nn.Module, tokens: int) -> int:
+    """MACs of one forward over ``tokens`` tokens, counted operation by operation by PyTorch.
+
+    Attention runs by its formula meanwhile: the counter does not see inside fused kernels on every device, and these pad.
+    Rotary angles (frequency times position, no weights) are left out: whether they are a matrix product changes with versions.
+    """
+    ids = torch.zeros(1, tokens, dtype=torch.long, device=model.device)
+    with _eager(model), FlopCounterMode(display=False) as counter:
+        model(ids, use_cache=False)
+    names = (name for name, module in model.named_modules() if type(module).__name__.endswith("RotaryEmbedding"))
+    counts = counter.get_flop_counts()  # qualified module name -> operator -> FLOPs; modules without any are missing
+    angles = sum(sum(counts.get(f"{type(model).__name__}.{name}", {}).values()) for name in names)
+    sparse = sum(_nonzeros(module) for module in model.modules())  # an embedding bag, which the counter does not know
+    return (counter.get_total_flops() - angles) // 2 + tokens * sparse
+
+
+def formula_macs(model: nn.Module, tokens: int) -> dict[str, int]:
+    """MACs of one forward over ``tokens`` tokens from the shapes of the model's modules alone.
+
+    Returns:
+        ``{"linear", "attention", "total"}``.
+
+    Raises:
+        UnsupportedModelError: a mixture of experts, where the count depends on the routing.
+    """
+    architecture, config = architecture_for(model.config.get_text_config().model_type), model.config.get_text_config()
+    if architecture.mlp is None:
+        raise UnsupportedModelError(
+            f"{architecture.model_type} routes tokens to experts, so its MACs are not a matter of shapes; use counted_macs"
+        )
+    attention = 0
+    for index, block in enumerate(model.get_submodule(architecture.blocks)):
+        module = block.get_submodule(architecture.attention.path)
+        if isinstance(module, CompressedAttention):
+            attention += module.heads * (module.qk_dim + module.vo_dim)
+        else:
+            view = BlockView(architecture, index, block, config).attention
+            attention += 2 * view.heads * view.head_dim
+    parts = {
+        "linear": tokens * sum(_linear(module) for module in model.modules()),
+        "attention": tokens * tokens * attention,
+    }
+    return parts | {"total": sum(parts.values())}
+
+
+def planned_macs(source: Source, plan: Plan, tokens: int) -> dict[str, int]:
+    """What :func:`formula_macs` will say of the model that a plan leads to; the source's weights may be on the meta device.
+
+    Raises:
+        UnsupportedModelError: see :func:`formula_macs`.
+        OptionError: the junction ``lu`` or one per head: what they do not store is multiplied all the same.
+    """
+    if plan.method.get("junction") == "lu" or plan.method.get("head_junction"):
+        raise OptionError(
+            "MACs of junction=lu and head_junction=true do not follow from the weights stored; count the compressed model"
+        )
+    parts = formula_macs(source.model, tokens)
+    attention = 0
+    for index in range(len(source)):
+        view, ranks = source.meta_block(index).attention, plan.ranks(index)
+        attention += view.heads * (ranks.get("qk", view.head_dim) + ranks.get("vo", view.head_dim))
+    parts |= {"linear": parts["linear"] - tokens * plan.removed_weights, "attention": tokens * tokens * attention}
+    return parts | {"total": parts["linear"] + parts["attention"]}
+
+
+@torch.no_grad()
+def cache_bytes(model: nn.Module, tokens: int = 8) -> int:
+    """Bytes by which the cache grows with every token."""
+    ids = torch.zeros(1, tokens, dtype=torch.long, device=model.device)
+    cache = model(ids, use_cache=True).past_key_values
+    return sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values)) // tokens
+
+
+def _linear(module: nn.Module) -> int:
+    """MACs per token of one module itself; only the identity of a junction is not multiplied."""
+    if isinstance(module, nn.Linear | Conv1D):
+        return module.weight.numel()
+    if isinstance(module, LatentLinear):
+        identity = module.rank**2 if module.form.startswith("block_identity") else 0
+        return module.rank * (module.in_features + module.out_features) - identity + _nonzeros(module)
+    factors = (module.A, module.B) if hasattr(module, "A") and hasattr(module, "B") else ()  # one low rank per head
+    return sum(math.prod(factor.shape) for factor in factors)
+
+
+def _nonzeros(module: nn.Module) -> int:
+    """Values of a sparse correction."""
+    sparse = getattr(module, "sparse", None) if isinstance(module, LatentLinear) else None
+    return 0 if sparse is None else sparse.values.numel()
+
+
+@contextmanager
+def _eager(model: nn.Module):
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)

@@ -1,0 +1,133 @@
+"""How a projection is stored at a rank: how many numbers, how many bytes, and the description the runtime builds from.
+
+The plan counts with it and the decomposition stores by it, so that what is planned is what is stored.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from ...architectures import BlockView, Dense
+from ...errors import UnsupportedModelError
+from ...linalg.junction import stored_numbers
+from ...modules import build
+
+__all__ = ["PLAIN", "QKV", "Slot", "dense_projections", "slots"]
+
+PLAIN = ("left", "right", "symmetric")  # junctions that store both factors in full
+QKV = "qkv"  # the unit that takes the place of q, k and v where they share a latent
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One projection that may become latent, and the options that decide how it is stored."""
+
+    method: object  # LatentLLM
+    name: str
+    out: int
+    wide: int
+    bias: bool
+    heads: int  # heads its outputs come in; of query, key and value projections
+
+    @property
+    def split(self) -> bool:
+        """Whether every head has a low rank of its own (App. D); the rank is then that of a head."""
+        return self.method.split_head and self.name in ("q", "k", "v")
+
+    @property
+    def head_identity(self) -> bool:
+        """Whether every head of ``B`` has an identity block (Eq. 79-80)."""
+        return self.method.head_junction and self.name == "k"
+
+    @property
+    def head_dim(self) -> int:
+        return self.out // self.heads
+
+    @property
+    def full(self) -> int:
+        """The rank that stands for the dense projection."""
+        return min(self.head_dim if self.split else self.out, self.wide)
+
+    @property
+    def dense(self) -> int:
+        return self.out * self.wide
+
+    def factors(self, rank: int) -> int:
+        """Numbers in ``A`` and ``B``; a bias is not counted."""
+        if self.split:
+            return self.heads * stored_numbers(self.method.junction, self.head_dim, self.wide, rank)
+        saved = self.heads * self.head_dim**2 if self.head_identity else 0
+        return stored_numbers(self.method.junction, self.out, self.wide, rank) - saved
+
+    def nonzeros(self, rank: int) -> int:
+        """Values of the sparse correction: the method's share of all numbers."""
+        share = self.method.sparse
+        return int(self.factors(rank) * share / (1 - share))
+
+    def numbers(self, rank: int) -> int:
+        """All weights stored."""
+        return self.factors(rank) + self.nonzeros(rank)
+
+    def ladder(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Ranks to choose from and weights at each, ascending; the last one leaves the projection dense."""
+        least = self.head_dim if self.head_identity else 1
+        steps = [r for r in range(self.method.multiple, self.full, self.method.multiple) if r >= least]
+        steps = [r for r in steps if self.numbers(r) < self.dense]
+        return (*steps, self.full), (*map(self.numbers, steps), self.dense)
+
+    def spec(self, rank: int) -> dict:
+        """The description of the runtime module."""
+        form = "plain" if self.method.junction in PLAIN else self.method.junction
+        spec = {"kind": "latent", "in": self.wide, "out": self.out, "rank": rank, "form": form, "bias": self.bias}
+        if self.split:
+            spec |= {"kind": "split_head", "heads": self.heads}
+        if self.method.bits:
+            spec |= {"bits": self.method.bits, "chunk": self.method.chunk}
+        if self.head_identity:
+            spec["head_identity"] = self.heads
+        if self.nonzeros(rank):
+            spec["nonzeros"] = self.nonzeros(rank)
+        return spec
+
+    def stored(self, rank: int) -> tuple[int, int]:
+        """``(numbers kept in the model's dtype, bytes of all else)``: codes and indices are bytes, scales are numbers.
+
+        Counted on the module the runtime will build. A bias is not counted, as in :meth:`numbers`.
+        """
+        with torch.device("meta"):
+            tensors = build(self.spec(rank)).state_dict().values()
+        floats = sum(t.numel() for t in tensors if t.is_floating_point())
+        other = sum(t.numel() * t.element_size() for t in tensors if not t.is_floating_point())
+        return floats - self.out * self.bias, other
+
+
+def dense_projections(method, view: BlockView) -> dict[str, Dense]:
+    """Unit -> projection, for all that this block has."""
+    parts = dict(zip(("q", "k", "v"), view.attention.qkv(), strict=True))
+    projections = {QKV: _stack(view, *parts.values())} if method.shared_qkv else parts
+    projections |= {"o": view.attention.output}
+    if view.mlp:
+        rising = view.mlp.rising()
+        projections |= {"up": rising[view.mlp.spec.up], "down": view.mlp.down}
+        if view.mlp.spec.gate:
+            projections["gate"] = rising[view.mlp.spec.gate]
+    return projections
+
+
+def slots(method, view: BlockView) -> dict[str, Slot]:
+    """Unit -> slot, for all that this block has."""
+    heads = {"q": view.attention.heads, "k": view.attention.kv_heads, "v": view.attention.kv_heads}
+    return {
+        name: Slot(method, name, *dense.weight.shape, dense.bias is not None, heads.get(name, 1))
+        for name, dense in dense_projections(method, view).items()
+    }
+
+
+def _stack(view: BlockView, *parts: Dense) -> Dense:
+    """``[W_q; W_k; W_v]`` (Eq. 50)."""
+    biases = [p.bias for p in parts]
+    if any(b is None for b in biases) and any(b is not None for b in biases):
+        raise UnsupportedModelError(
+            f"{view.architecture.model_type} has biases on some of q, k and v only; shared_qkv=true takes all or none"
+        )
+    return Dense(torch.cat([p.weight for p in parts]), None if biases[0] is None else torch.cat(biases))

@@ -1,0 +1,115 @@
+"""The modules of the runtime that the options of the latent methods bring, and all that is refused."""
+
+import pytest
+import torch
+from test_latentllm_options import compressed
+
+from families import some_ids
+from rankfold import LatentLLM
+from rankfold.errors import OptionError, UnsupportedModelError
+from rankfold.linalg.quantization import dequantize, quantize
+from rankfold.modules import QuantizedTensor, SparseCorrection, build
+
+
+@pytest.mark.parametrize("family", ["opt", "llama", "bloom"])
+def test_padding_on_the_left_changes_nothing_with_a_shared_latent(family):
+    model, _ = compressed(family, shared_qkv=True, sparsity=0.5)
+    ids = some_ids(1, 12)
+    padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), ids], 1)
+    mask = torch.cat([torch.zeros(1, 5, dtype=torch.long), torch.ones_like(ids)], 1)
+    settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    alone = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    assert torch.equal(alone[:, 12:], model.generate(padded, attention_mask=mask, **settings)[:, 17:])
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("shape", [(1,), (3, 5), (16, 8), (129,)])
+def test_packed_codes_come_back(bits, shape):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    q = quantize(x, bits=bits, chunk=8)
+    module = QuantizedTensor(shape, bits, 8)
+    module.load_state_dict({"codes": QuantizedTensor.pack(q.codes, bits), "scale": q.scale, "low": q.low})
+    assert torch.equal(module.unpack(), q.codes)
+    assert torch.equal(module(), dequantize(q))
+    assert module.codes.numel() <= -(-x.numel() * bits // 8) + 3  # fields are padded to whole bytes, one per kind
+    if x.numel() % 8 == 0:
+        assert module.codes.numel() * 8 == x.numel() * bits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lead", [(), (3,), (2, 5)])
+def test_a_sparse_correction_is_the_sparse_product(dtype, lead):
+    torch.manual_seed(0)
+    D = torch.randn(6, 9) * (torch.rand(6, 9) < 0.3)
+    D[2] = 0  # an empty row
+    csr = D.to_sparse_csr()
+    module = SparseCorrection(9, 6, csr.values().numel())
+    module.load_state_dict({"values": csr.values(), "columns": csr.col_indices(), "starts": csr.crow_indices()})
+    x = torch.randn(*lead, 9)
+    loose = 1e-5 if dtype == torch.float32 else 0.05
+    torch.testing.assert_close(module.to(dtype)(x.to(dtype)).float(), x @ D.T, rtol=loose, atol=loose)
+    assert module.columns.dtype == torch.int16
+    if dtype == torch.float32:
+        module(x.requires_grad_()).sum().backward()
+        torch.testing.assert_close(x.grad, D.sum(0).expand_as(x))
+        torch.testing.assert_close(module.values.grad, x.detach().reshape(-1, 9).sum(0)[csr.col_indices()])
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"bits": 9, "chunk": 4}, "2 to 8 bits, got 9"),
+        ({"bits": 4, "chunk": 0}, "'chunk' of a latent module must be a positive integer, got 0"),
+        ({"nonzeros": 1000}, r"1000 non-zeros do not fit a \(10, 12\) layer"),
+        ({"head_identity": 2}, "a per-head identity needs rank >= 5"),
+        ({"kind": "split_head", "heads": 2, "form": "lu"}, "unknown form 'lu' of a split-head layer"),
+        ({"kind": "split_head", "heads": 5}, r"rank 4 of heads \(2, 12\) is too large"),
+    ],
+)
+def test_a_hostile_description_is_refused(change, message):
+    spec = {"kind": "latent", "in": 12, "out": 10, "rank": 4, "form": "plain", "bias": True}
+    with pytest.raises(ValueError, match=message):
+        build(spec | change)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"bits": 1}, r"bits must be 0 \(not quantised\) or 2 to 8, got 1"),
+        ({"bits": 9}, "2 to 8, got 9"),
+        ({"bits": 4, "chunk": 0}, "chunk must be >= 1, got 0"),
+        ({"bits": 4, "sparsity": 0.0}, "sparsity 0 leaves all dense"),
+        ({"sparse": 1.0}, r"sparse must be in \[0, 1\), got 1.0"),
+        ({"sparse": 0.1, "shrink": "hrd"}, "unknown shrink 'hrd'; did you mean 'hard'"),
+        ({"sparse": 0.1, "precondition": "l2"}, "use precondition=rootcov, got 'l2'"),
+        ({"sparse": 0.1, "joint": "qk"}, "joint=qk fits products of two; use joint=auto or none"),
+        ({"sparse": 0.1, "head_junction": True}, "sparse > 0 and head_junction=true exclude each other"),
+        ({"sparse": 0.1, "qk_ranks": "spectra"}, "sparse > 0 and qk_ranks=spectra exclude"),
+        ({"shared_qkv": True, "joint": "vo"}, "without joint=vo; use joint=auto"),
+        ({"shared_qkv": True, "split_head": True}, "shared_qkv=true and split_head=true exclude each other"),
+        ({"shared_qkv": True, "modules": ("q", "o")}, "module 'q' is part of 'qkv'"),
+        ({"modules": ("qkv",)}, "module 'qkv' exists with shared_qkv=true only"),
+        ({"split_head": True}, "split_head=true takes the junctions block_identity_left, left, right, symmetric"),
+        ({"head_junction": True, "junction": "lu"}, "head_junction=true takes the junctions block_identity_right"),
+        ({"head_junction": True, "modules": ("k",)}, "acts on q and k together; name both in modules, got k"),
+        ({"qk_ranks": "spectra", "joint": "vo"}, "qk_ranks=spectra is for the joint query-key form"),
+        ({"qk_ranks": "spectra", "junction": "left"}, "qk_ranks=spectra takes the junctions block_identity_left"),
+        ({"qk_ranks": "spectrum"}, "unknown qk_ranks 'spectrum'; did you mean 'spectra'"),
+    ],
+)
+def test_options_that_exclude_each_other(options, message):
+    with pytest.raises(OptionError, match=message):
+        LatentLLM(**options)
+
+
+@pytest.mark.parametrize(
+    "family, options, message",
+    [
+        ("llama", {"head_junction": True}, "llama cannot take head_junction=true: it rotates"),
+        ("qwen3", {"head_junction": True}, "qwen3 cannot take head_junction=true: it normalises"),
+        ("qwen3", {"joint": "qk", "qk_ranks": "spectra"}, "qwen3 cannot take the joint form 'qk'"),
+    ],
+)
+def test_models_that_cannot(family, options, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        compressed(family, **options)

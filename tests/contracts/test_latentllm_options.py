@@ -1,0 +1,248 @@
+"""What must hold for the options of the latent methods: quantised, sparse, shared, split, per head, by spectra."""
+
+import copy
+import functools
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_latentllm import logits, method_for, opened, tokens
+
+import rankfold
+from families import some_ids, tiny_model
+from rankfold.calibration.runner import advance, start
+from rankfold.linalg.quantization import refine_quantized
+from rankfold.methods.latentllm import storing
+from rankfold.methods.latentllm.factor import prepare
+from rankfold.methods.latentllm.layout import dense_projections, slots
+from rankfold.modules import CompressedAttention, QuantizedTensor, build
+from rankfold.replacing import replace
+
+FAMILIES = ["llama", "opt", "gpt2", "qwen3", "falcon-gqa"]
+FREE = ["opt", "gpt2", "bloom", "falcon-alibi"]  # nothing sits between keys and scores
+OPTIONS = {
+    "bits": {"bits": 4, "chunk": 16},
+    "bits-odd-lu": {"bits": 3, "chunk": 7, "junction": "lu"},
+    "bits-plain": {"bits": 5, "junction": "symmetric", "joint": "none"},
+    "bits-joint-vo": {"bits": 8, "joint": "vo"},
+    "sparse": {"sparse": 0.15},
+    "sparse-bits": {"sparse": 0.1, "bits": 6, "junction": "right"},
+    "shared": {"shared_qkv": True},
+    "shared-all": {"shared_qkv": True, "bits": 7, "sparse": 0.1, "junction": "block_identity_left"},
+    "shared-bits-lu": {"shared_qkv": True, "bits": 8, "junction": "lu"},
+    "split": {"split_head": True, "junction": "block_identity_left"},
+    "split-bits": {"split_head": True, "junction": "symmetric", "bits": 4},
+}
+OPTIONS_FREE = {
+    "head": {"head_junction": True},
+    "head-bits": {"head_junction": True, "bits": 8, "chunk": 16},
+    "head-plain-local": {"head_junction": True, "junction": "symmetric", "joint": "none", "bits": 2},
+    "head-dense-queries": {"head_junction": True, "modules": {"q": 0.0, "k": 0.3}},
+}
+MATRIX = [(f, o) for f in FAMILIES for o in OPTIONS] + [(f, o) for f in FREE for o in OPTIONS_FREE]
+
+
+def compressed(family: str, **options):
+    source, method = opened(family), method_for(family, **options)
+    return rankfold.compress(source, method, tokens()), rankfold.plan(source, method)
+
+
+def numbers(model) -> int:
+    """Parameters, quantised ones included."""
+    quantised = sum(m.numel for m in model.modules() if isinstance(m, QuantizedTensor))
+    return sum(p.numel() for p in model.parameters()) + quantised
+
+
+def bytes_of(folder) -> int:
+    tensors = [t for file in folder.glob("*.safetensors") for t in load_file(file).values()]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+@pytest.mark.parametrize("family, option", MATRIX)
+def test_counts_bytes_round_trips_cache_and_generation(family, option, tmp_path):
+    model, plan = compressed(family, **(OPTIONS | OPTIONS_FREE)[option])
+    assert numbers(model) == plan.parameters_after
+    assert option == "head-dense-queries" or plan.sparsity >= 0.3
+
+    rankfold.save(model, tmp_path / "small")
+    assert bytes_of(tmp_path / "small") == plan.bytes_after
+    again = rankfold.load(tmp_path / "small", device="cpu")
+    assert torch.equal(logits(again), logits(model))
+    again.save_pretrained(tmp_path / "twice")
+    assert torch.equal(logits(rankfold.load(tmp_path / "twice", device="cpu")), logits(model))
+
+    ids = some_ids()
+    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    mask = torch.ones_like(ids)
+    cached = model.generate(ids, attention_mask=mask, **settings)
+    assert torch.equal(cached, model.generate(ids, attention_mask=mask, use_cache=False, **settings))
+    with torch.no_grad():
+        cache = model(ids).past_key_values
+    widths = [t.shape[1] * t.shape[3] for layer in cache.layers for t in (layer.keys, layer.values)]
+    assert sum(widths) * 4 == plan.kv_bytes_per_token_after
+
+
+@pytest.mark.parametrize("option", ["bits", "sparse-bits", "shared-all", "head-bits"])
+def test_written_block_by_block_in_bf16(option, tmp_path):
+    source = rankfold.open_model(tiny_model("opt").to(torch.bfloat16), device="cpu")
+    method = method_for("opt", **(OPTIONS | OPTIONS_FREE)[option])
+    rankfold.compress(source, method, tokens(), tmp_path / "small")
+    plan = rankfold.plan(source, method)
+    assert bytes_of(tmp_path / "small") == plan.bytes_after
+    model = rankfold.load(tmp_path / "small", device="cpu")
+    assert model.dtype == torch.bfloat16 and torch.isfinite(logits(model)).all()
+    rankfold.save(rankfold.compress(source, method, tokens()), tmp_path / "memory")
+    assert torch.equal(logits(rankfold.load(tmp_path / "memory", device="cpu")), logits(model))
+    wide = logits(rankfold.load(tmp_path / "small", dtype="float32", device="cpu"))
+    assert (logits(model).float() - wide).norm() < 0.03 * wide.norm()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (logits(copy.deepcopy(model).float()).float() - wide).norm() < 0.03 * wide.norm()
+
+
+def distance(a, b) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+@pytest.mark.parametrize("junction", ["block_identity_right", "block_identity_left", "lu", "symmetric"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_eight_bits_are_close_to_none_and_more_bits_are_closer(family, junction):
+    settings = {"junction": junction, "chunk": 16}
+    plain = logits(compressed(family, **settings)[0])
+    errors = [distance(logits(compressed(family, bits=bits, **settings)[0]), plain) for bits in (3, 5, 8)]
+    assert errors[2] < 0.06 and errors[0] > errors[1] > errors[2]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_little_sparse_is_close_to_none(family):
+    local = {"joint": "none", "sparsity": 0.2}
+    dense = logits(opened(family).model)
+    plain, some = (distance(logits(compressed(family, **local, **more)[0]), dense) for more in ({}, {"sparse": 0.02}))
+    assert some < 1.2 * plain
+
+
+def reports(family: str, **options):
+    """Moments of block 0, its view, and the reports of a method at the planned ranks."""
+    source, method = opened(family), method_for(family, **options)
+    moments = rankfold.calibrate(source, tokens())
+    ranks = rankfold.plan(source, method).ranks(0)
+    result = method.decompose(source.block(0), moments[0], ranks)
+    return source.block(0), moments[0], method, ranks, result
+
+
+@pytest.mark.parametrize(
+    "option", ["bits", "bits-odd-lu", "bits-plain", "sparse", "sparse-bits", "shared-all", "split-bits"]
+)
+def test_the_error_reported_is_that_of_what_is_stored(option):
+    view, moments, method, _, result = reports("llama-bias", **OPTIONS[option] | {"joint": "none"})
+    dense, attention = dense_projections(method, view), result.modules["self_attn"]
+    specs = {"up": result.modules["mlp.up_proj"], "down": result.modules["mlp.down_proj"]} | attention
+    statistic = {"o": "attention_output", "down": "mlp_hidden", "up": "mlp_input"}
+    for module in [m for m, report in result.reports.items() if m != "gate" and "junction_condition" in report]:
+        path = f"mlp.{module}_proj." if module in ("up", "down") else f"self_attn.{module}_proj."
+        runtime = build(specs[module])
+        state = {k.removeprefix(path): t for k, t in result.state.items() if k.startswith(path)}
+        runtime.load_state_dict(state)
+        with torch.no_grad():
+            weight = (runtime(torch.eye(specs[module]["in"])) - runtime.bias).T.double()
+        W, given = (
+            dense[module].weight.double(),
+            prepare(method, moments[statistic.get(module, "attention_input")], centred=True),
+        )
+        error = (((W - weight) @ given.C) * (W - weight)).sum() / ((W @ given.C) * W).sum()
+        assert result.reports[module]["relative_error"] == pytest.approx(error.sqrt().item(), rel=1e-3)
+        mean = W @ given.mean + dense[module].bias.double()  # a bias makes the mean output exact, rounding included
+        torch.testing.assert_close(weight @ given.mean + runtime.bias.double(), mean, rtol=1e-4, atol=1e-4)
+
+
+def test_plain_factors_are_refined_and_never_worse_than_rounded(monkeypatch):
+    options = OPTIONS["bits-plain"] | {"bits": 3}
+    refined = reports("llama", **options)[-1].reports
+    assert "refined" in {r.get("quantisation") for r in refined.values()}
+    monkeypatch.setattr(storing, "refine_quantized", functools.partial(refine_quantized, steps=0))
+    for module, report in reports("llama", **options)[-1].reports.items():
+        assert refined[module]["relative_error"] <= report["relative_error"]
+    _, _, _, _, result = reports("llama", **OPTIONS["bits"])
+    assert {r["quantisation"] for r in result.reports.values()} == {"rounded"}
+
+
+@pytest.mark.parametrize("shrink", ["hard", "soft", "ste", "diagonal"])
+@pytest.mark.parametrize("share", [0.05, 0.4])
+def test_a_sparse_correction_has_its_share_of_the_planned_weights(shrink, share):
+    _, _, _, ranks, result = reports("llama", sparse=share, shrink=shrink)
+    method = method_for("llama", sparse=share)
+    for module, slot in slots(method, opened("llama").block(0)).items():
+        rank = ranks[module]
+        assert result.reports[module]["nonzeros"] == slot.nonzeros(rank)
+        assert abs(slot.nonzeros(rank) - share * slot.numbers(rank)) <= 1
+        assert result.reports[module]["relative_error"] < 1
+
+
+def test_corrected_outliers_beat_low_rank_alone():
+    source = opened("llama")
+    for parameter in source.model.model.layers.parameters():  # what a sparse correction is for
+        if parameter.dim() == 2:
+            where = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(0)) < 0.02
+            parameter.data[where] *= 20
+    moments = rankfold.calibrate(source, tokens())
+    errors = {}
+    for share in (0.0, 0.1):
+        method = method_for("llama", sparse=share, joint="none", sparsity=0.4)
+        result = method.decompose(source.block(0), moments[0], rankfold.plan(source, method).ranks(0))
+        errors[share] = {m: r["relative_error"] for m, r in result.reports.items()}
+    assert all(errors[0.1][m] < errors[0.0][m] for m in errors[0.0])
+
+
+def test_a_shared_latent_is_cached_once():
+    for family, expected in (("opt", (True, True)), ("llama-mha-tied", (False, True)), ("qwen3", (False, True))):
+        model, plan = compressed(family, shared_qkv=True, sparsity=0.6)
+        attention = next(m for m in model.modules() if isinstance(m, CompressedAttention))
+        assert (attention.latent_keys, attention.latent_values) == expected, family
+        rank, width = plan.ranks(0)["qkv"], attention.kv_heads * attention.qk_dim
+        with torch.no_grad():
+            layer = model(some_ids()).past_key_values.layers[0]
+        found = [t.shape[1] * t.shape[3] for t in (layer.keys, layer.values)]
+        assert found == ([rank, 0] if expected[0] else [width, rank])
+
+
+@pytest.mark.parametrize("family", FREE)
+@pytest.mark.parametrize("joint", ["auto", "none"])
+def test_a_per_head_identity_changes_no_output_and_saves_its_numbers(family, joint):
+    source = opened(family)
+    moments = rankfold.calibrate(source, tokens())
+    plain, saving = (method_for(family, joint=joint, head_junction=on) for on in (False, True))
+    ranks = {u.module: u.ranks[len(u.ranks) // 2] for u in saving.units(source.block(0))}
+    outputs, stored = [], []
+    for method in (plain, saving):
+        view, stream = source.block(0), start(source, some_ids(), autocast=None)
+        replace(view, method.decompose(view, moments[0], ranks), source)
+        advance(view, stream)
+        outputs.append(stream.hidden[0])
+        stored.append(numbers(view.module))
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-4, atol=1e-4)
+    view = source.block(0)
+    assert stored[0] - stored[1] == view.attention.kv_heads * view.attention.head_dim**2
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "falcon-gqa"])
+@pytest.mark.parametrize("junction", ["block_identity_right", "lu"])
+def test_ranks_by_spectra_stay_within_the_plan(family, junction, tmp_path):
+    source, method = opened(family), method_for(family, qk_ranks="spectra", junction=junction, sparsity=0.4)
+    folder = rankfold.compress(source, method, tokens(), tmp_path / "small")
+    plan = rankfold.plan(source, method)
+    record, model = json.loads((folder / "rankfold.json").read_text()), rankfold.load(folder, device="cpu")
+    less = 0
+    for block in record["blocks"].values():
+        q, k = block["q"], block["k"]
+        assert q["weights"] + k["weights"] <= q["planned_weights"] + k["planned_weights"]
+        less += q["planned_weights"] + k["planned_weights"] - q["weights"] - k["weights"]
+    assert numbers(model) == plan.parameters_after - less
+    with torch.no_grad():
+        cache = model(some_ids()).past_key_values
+    widths = [t.shape[1] * t.shape[3] for layer in cache.layers for t in (layer.keys, layer.values)]
+    assert sum(widths) * 4 <= plan.kv_bytes_per_token_after
+
+
+def test_spectra_where_keys_are_normalised_leave_the_plan_as_it_is():
+    model, plan = compressed("qwen3", qk_ranks="spectra")
+    assert numbers(model) == plan.parameters_after
