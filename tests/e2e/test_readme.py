@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from saved import save_text, save_tiny
 
 from rankfold.cli import main
+from saved import save_text, save_tiny
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 
