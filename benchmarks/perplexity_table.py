@@ -1,8 +1,8 @@
 """Perplexity of named settings, one after another; a killed run keeps its rows and goes on where it was.
 
 SmolLM2-135M: calibration 32 x 1024 tokens of WikiText-2 validation (seed 0), evaluation on every 9th window of 1024 tokens of
-WikiText-2 test, the first 32 of these. OPT: one text of which the first half of the windows calibrates and the second half
-evaluates. Logits in bf16 autocast where the processor has it.
+WikiText-2 test, the first 32 of these; each split is one string. OPT: one text, of which the first half of the windows
+calibrates and the second half evaluates. Logits in bf16 autocast where the processor has it.
 
     python benchmarks/perplexity_table.py
     python benchmarks/perplexity_table.py --model $RANKFOLD_MODELS/opt-6m --text opt-6m-val.txt --length 256 \\
@@ -14,14 +14,13 @@ import time
 from dataclasses import dataclass, field
 
 import common
-
 from rankfold import Tokens, compress, make_method, perplexity
 from rankfold.errors import NumericsError
 from rankfold.evaluation.perplexity import DEFINITION
 
 EVERY, FIRST = 9, 32  # evaluation windows of the test text
 DEFINITIONS = {
-    "perplexity": DEFINITION,
+    "perplexity": f"{DEFINITION}; with form `plain` the file is one string instead of rows",
     "nll": "nats per predicted token",
     "sparsity": "asked for: fraction of the linear weights of the blocks, or of one module's where options say so",
     "removed": "reached: weights removed over linear weights of the blocks",
@@ -52,6 +51,10 @@ LLAMA = (
     Setting("mlp only", (0.3,), module="mlp"),
     Setting("qk only", (0.3,), module="qk"),
     Setting("vo only", (0.3,), module="vo"),
+    Setting("rootcov + block identity", (0.3,), method="rootcov"),
+    Setting("latentllm (joint)", (0.3,), method="latentllm"),
+    Setting("latentllm (joint, window=0)", (0.3,), method="latentllm", options={"window": 0}),
+    Setting("svd-llm (root covariance, plain factors)", (0.3,), method="svd-llm"),
     Setting("modegpt", (0.1, 0.2, 0.4, 0.5)),
     Setting("modegpt gqa=paper", (0.1, 0.2, 0.4, 0.5), options={"gqa": "paper"}),
 )
@@ -67,7 +70,9 @@ def main() -> None:
     common.add_model(parser)
     common.add_data(parser)
     parser.add_argument("--text", help="one text in the data's text/ folder, half for each; default: WikiText-2")
-    parser.add_argument("--form", choices=("rows", "plain"), default="rows", help="WikiText-2 as rows, or as one string")
+    parser.add_argument(
+        "--form", choices=("rows", "plain"), default="plain", help="WikiText-2 as rows, or as one string"
+    )
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--seed", type=int, default=0)
@@ -82,7 +87,7 @@ def main() -> None:
         "precision": common.precision(source),
         "calibration": common.describe_tokens(tokens.ids, texts[0], tokens.seed),
         "evaluation": common.describe_tokens(windows, texts[1]),
-        "form": args.form,
+        "form": "plain" if args.text else args.form,
     }
     record = common.Record(args.json, config, DEFINITIONS, resume=True)
     if "dense" not in record and (not args.only or "dense" in args.only):

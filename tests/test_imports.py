@@ -16,6 +16,7 @@ MAY_IMPORT = {
     "errors": set(),
     "version": set(),
     "progress": set(),
+    "memory": set(),
     "linalg": set(),
     "modules": set(),  # one self-contained file, copied into every checkpoint
     "files": {"errors"},

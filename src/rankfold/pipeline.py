@@ -23,6 +23,7 @@ from .checkpoint.run import Run, compressed_config
 from .checkpoint.source import Source
 from .errors import NumericsError, OptionError
 from .files import check_output
+from .memory import release_memory
 from .methods import BlockResult, Method
 from .planning import allocate_ranks, build_plan
 from .progress import track
@@ -65,6 +66,7 @@ def calibrate(
             advance(view, stream)
         else:
             store[index] = measure(view, stream, statistics, step=True)
+        release_memory()
     store.finish()
     return store
 
@@ -83,7 +85,7 @@ def plan(source: Source, method: Method, moments: MomentStore | None = None) -> 
     if moments is not None:
         moments.check(source, _statistics(source, method))
         for index in track(range(len(source)), "predicting"):
-            result = _decompose(method, source.block(index), moments[index], _of_block(ranks, index))
+            result = _decompose(method, source.block(index), dict(moments[index]), _of_block(ranks, index))
             errors |= {(index, module): report["relative_error"] for module, report in result.reports.items()}
     return build_plan(source, method, ranks, facts, errors, moments.identity["tokens"] if moments else None)
 
@@ -179,11 +181,16 @@ def _compress_block(source: Source, method: Method, index: int, ranks, moments, 
         result = run.load_block(index, view.path)
         replace(view, result, source)
     else:
-        measured = moments[index] if stream is None else measure(view, stream, _statistics(source, method), step=False)
+        measured = (
+            dict(moments[index]) if stream is None else measure(view, stream, _statistics(source, method), step=False)
+        )
+        release_memory()
         result = _decompose(method, view, measured, ranks)
+        del measured
         replace(view, result, source)
         if run:
             run.save_block(index, view.path, view.module, source.dtype, result)
+    release_memory()
     if stream is not None:
         advance(view, stream)
     state = {} if run else {f"{view.path}.{name}": tensor for name, tensor in view.module.state_dict().items()}

@@ -75,15 +75,18 @@ def test_loaded_tokens_describe_themselves(text):
     name = text(1000)
     tokens = load_tokens(name, source(), samples=4, length=32, seed=3)
     assert tokens.ids.shape == (4, 32) and tokens.ids.dtype == torch.int64
-    assert tokens.describe() == {
-        "source": name.rpartition("/")[2],  # no path of this machine in a record
-        "origin": tokens.origin,
-        "samples": 4,
-        "length": 32,
-        "tokens": 128,
-        "seed": 3,
-        "sha256": hashlib.sha256(tokens.ids.numpy().tobytes()).hexdigest()[:32],
-    }
+    assert (
+        tokens.describe()
+        == {
+            "source": name.rpartition("/")[2],  # no path of this machine in a record
+            "origin": tokens.origin,
+            "samples": 4,
+            "length": 32,
+            "tokens": 128,
+            "seed": 3,
+            "sha256": hashlib.sha256(tokens.ids.numpy().tobytes()).hexdigest()[:32],
+        }
+    )
 
 
 def test_same_text_and_seed_give_the_same_hash_and_any_change_another(text):

@@ -105,7 +105,12 @@ class Source:
 
     @property
     def has_tokenizer(self) -> bool:
-        return self._tokenizer is not None or self._tokenizer_args is not None
+        """Whether there is a tokenizer to use and to save; a folder of weights alone has none."""
+        if self._tokenizer is not None or self._tokenizer_args is None:
+            return self._tokenizer is not None
+        path, kwargs = self._tokenizer_args
+        names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+        return bool(kwargs) or any((Path(path) / name).exists() for name in names)
 
     @property
     def tokenizer(self):

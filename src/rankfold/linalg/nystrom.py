@@ -46,7 +46,7 @@ class _Damped(NamedTuple):
     clamped: bool
 
 
-def _damp(C: Tensor, ridge: float) -> _Damped:
+def _damp(C: Tensor, ridge: float, overwrite: bool = False) -> _Damped:
     """Damp by ``lam = ridge * mean(diag C)``.
 
     Sums of fp32 products with a few massive activations are indefinite by more than a small ridge. There, and only there,
@@ -55,14 +55,15 @@ def _damp(C: Tensor, ridge: float) -> _Damped:
     lam = ridge * C.diagonal().mean().item()
     if not lam > 0:
         raise ValueError(f"ridge * mean(diag(C)) must be positive, got {lam:.1e}; the units never fire, or ridge is 0")
-    matrix, clamped = C.clone(), False
+    matrix, clamped = C if overwrite else C.clone(), False
     matrix.diagonal().add_(lam)
     L, info = torch.linalg.cholesky_ex(matrix)
     inverse = None if info.item() else torch.cholesky_inverse(L)
+    del L
     if inverse is None or (lam * inverse.diagonal() > 1 + 1e-6).any():  # a score below zero: C is indefinite
         clamped = True
-        eigenvalues, U = torch.linalg.eigh(C)
-        matrix = (U * (eigenvalues.clamp_min(0) + lam)) @ U.T
+        eigenvalues, U = torch.linalg.eigh(matrix)
+        matrix = (U * eigenvalues.clamp_min(lam)) @ U.T
         inverse = torch.cholesky_inverse(_cholesky(matrix, "C + lam I"))
     return _Damped(matrix, inverse, lam, clamped)
 
@@ -101,7 +102,7 @@ def ridge_leverage_scores(C: Tensor, *, ridge: float = 1e-4) -> Tensor:
 
 
 @torch.no_grad()
-def nystrom(W_down: Tensor, C: Tensor, *, rank: int, ridge: float = 1e-4) -> Nystrom:
+def nystrom(W_down: Tensor, C: Tensor, *, rank: int, ridge: float = 1e-4, overwrite: bool = False) -> Nystrom:
     r"""Choose ``rank`` hidden units and the best down projection on top of them.
 
     For hidden activations ``a`` with second moment ``C = E[a a^T]`` and the index set ``k`` of the ``rank`` largest
@@ -121,6 +122,7 @@ def nystrom(W_down: Tensor, C: Tensor, *, rank: int, ridge: float = 1e-4) -> Nys
         C: ``(F, F)`` second moment of the INPUT OF THE DOWN PROJECTION (after activation and gate); any positive scale.
         rank: hidden units to keep, ``1 <= rank <= F``.
         ridge: ``lam = ridge * mean(diag(C))``, used for the scores and for the solve.
+        overwrite: ``C`` may be destroyed, which saves one ``(F, F)`` copy.
 
     Returns:
         :class:`Nystrom`. With ``rank == F`` the units all stay and ``W_down`` comes back unchanged.
@@ -139,7 +141,7 @@ def nystrom(W_down: Tensor, C: Tensor, *, rank: int, ridge: float = 1e-4) -> Nys
         every = torch.arange(F, device=C.device)
         return Nystrom(every, W_down.clone(), 0.0, 0.0, NystromBounds(0.0, 0.0, 0.0), False)
     W = W_down.to(C)  # decompose in the precision of the statistics, never in bf16
-    damped = _damp(C, ridge)
+    damped = _damp(C, ridge, overwrite)
     keep = _scores(damped).topk(rank).indices.sort().values
     # The minimiser under C + lam I: kept weights stay as they are, and only what stands in for dropped units is damped.
     W_kept = torch.cholesky_solve(damped.matrix[keep] @ W.T, _cholesky(damped.matrix[keep][:, keep], "C_kk + lam I")).T

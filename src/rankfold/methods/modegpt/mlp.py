@@ -16,10 +16,12 @@ def decompose_mlp(method, view: BlockView, moments, rank: int, result: BlockResu
     down, moment = mlp.down, moments["mlp_hidden"]
     refit = method.bias_refit and down.bias is not None
     C = moment.covariance if refit else moment.C
-    fit = nystrom(down.weight, C, rank=rank, ridge=method.ridge)
+    mean = moment.mean
+    del moment
+    moments.pop("mlp_hidden")  # the largest of all; nothing else needs it
+    fit = nystrom(down.weight, C, rank=rank, ridge=method.ridge, overwrite=True)
     bias = down.bias
     if refit:
-        mean = moment.mean
         shift = down.weight.double() @ mean - fit.W_down.double() @ mean[fit.keep]
         bias = (bias.double() + shift).to(bias.dtype)
     for path, projection in mlp.rising().items():

@@ -1,0 +1,191 @@
+"""Tables in docs/results/ out of the records in benchmarks/results/. No number comes from anywhere else.
+
+python benchmarks/render.py
+"""
+
+import argparse
+from pathlib import Path
+
+import common
+import latent_table
+from decomposition_cost import GROUPS
+from rankfold.files import read_json, write_text
+
+GIB, MIB = 2**30, 2**20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=common.RESULTS, metavar="DIR", help="records to read")
+    parser.add_argument("--docs", type=Path, default=common.DOCS, metavar="DIR", help="folder to write")
+    args = parser.parse_args()
+    common.DOCS = args.docs
+    args.docs.mkdir(parents=True, exist_ok=True)
+    for name, (pattern, title, table) in PAGES.items():
+        records = [read_json(path) for path in sorted(args.results.glob(pattern))]
+        if not records:
+            common.say(f"{name}: no {pattern}")
+            continue
+        lines = [f"# {title}", ""]
+        for record in records:
+            lines += [*heading(record), *table(record), "", *definitions(record)]
+        lines += ["Written by `python benchmarks/render.py`.", ""]
+        write_text(args.docs / f"{name}.md", "\n".join(lines))
+        common.say(f"wrote {name}.md: {len(records)} records")
+    latent = sorted(args.results.glob("latent_*.json"))
+    if latent:
+        latent_table.render(latent)
+
+
+def heading(record: dict) -> list[str]:
+    model = record["config"].get("model")
+    hardware, packages = record["hardware"], record["versions"]
+    lines = [f"## {model['name']}", ""] if model else []
+    lines += ["```bash", *record["commands"], "```", ""]
+    versions = ", ".join(f"{name} {version}" for name, version in packages.items())
+    return [*lines, f"{hardware['cpu']}, {hardware['threads']} threads; {versions}.", ""]
+
+
+def definitions(record: dict) -> list[str]:
+    return [f"- {name}: {text}" for name, text in record["definitions"].items()] + [""]
+
+
+def grid(head: list[str], rows: list[list[str]]) -> list[str]:
+    return [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def perplexity(record: dict) -> list[str]:
+    config, rows = record["config"], record["rows"]
+    found = {(r.get("setting", "dense"), r["sparsity"]): r for r in rows}
+    sparsities = sorted({s for _, s in found} - {0.0})
+    texts = [
+        f"- {use}: {config[use]['samples']} x {config[use]['length']} tokens of `{config[use]['source']}`"
+        for use in ("calibration", "evaluation")
+    ]
+    dense = [f"- dense: {latent_table.number(found['dense', 0.0]['perplexity'])}"] if ("dense", 0.0) in found else []
+    body = []
+    for name in dict.fromkeys(s for s, _ in found if s != "dense"):
+        cells = [found.get((name, s)) for s in sparsities]
+        body.append([name, *("" if c is None else latent_table.number(c["perplexity"]) for c in cells)])
+    return [*texts, *dense, "", *grid(["", *(f"{s:.0%}" for s in sparsities)], body)]
+
+
+def cost(record: dict) -> list[str]:
+    rows = []
+    for row in record["rows"]:
+        for kind, ratio in row["ratios"].items():
+            low, high = ratio["range"]
+            rows.append(
+                [
+                    row["name"],
+                    kind,
+                    f"{row['forward_seconds']:.1f}",
+                    f"{row[f'{kind}_seconds']:.1f}",
+                    f"{ratio['ratio']:.2f} [{low:.2f}, {high:.2f}]",
+                    f"{ratio['target']} {'met' if ratio['met'] else '**missed**'}",
+                ]
+            )
+    method, tokens = record["config"]["method"], record["config"]["tokens"]
+    what = f"`{method['method']}`, sparsity {method['sparsity']}, {tokens['samples']} x {tokens['length']} tokens."
+    return [what, "", *grid(["precision", "mode", "forward, s", "compression, s", "ratio", "target"], rows)]
+
+
+def speed(record: dict) -> list[str]:
+    rows = []
+    for row in record["rows"]:
+        dense, small = row["models"]["dense"], row["models"]["compressed"]
+        low, high = small["range"]
+        rows.append(
+            [
+                row["kind"],
+                f"{row['batch']} x {row['length']}",
+                row["dtype"],
+                f"{dense['tokens_per_second']:,.0f}",
+                f"{small['tokens_per_second']:,.0f} [{low:,.0f}, {high:,.0f}]",
+                f"{small['ratio']:.2f}",
+            ]
+        )
+    config = record["config"]
+    method = config.get("method", {})
+    what = f"`{method['method']}`, sparsity {method['sparsity']}" if method else f"`{config['compressed']}`"
+    head = ["", "batch x tokens", "dtype", "dense, tokens/s", "compressed, tokens/s", "ratio"]
+    return [f"{what}, {config['repeats']} rounds.", "", *grid(head, rows)]
+
+
+def memory(record: dict) -> list[str]:
+    names = ("peak", "baseline", "stream", "shard", "block", "moments", "model")
+    rows = [
+        [
+            r["name"],
+            *(f"{r[f'{n}_bytes'] / MIB:,.0f}" for n in names),
+            f"{r['ratio']:.2f}",
+            "met" if r["met"] else "**missed**",
+        ]
+        for r in record["rows"]
+    ]
+    c = record["config"]
+    what = f"Random Llama, {c['blocks']} blocks, d = {c['width']}, F = {c['hidden']}; {c['samples']} x {c['length']} tokens."
+    return [what, "", *grid(["MiB", *names, "ratio", "target 3"], rows)]
+
+
+def complexity(record: dict) -> list[str]:
+    rows, tokens = record["rows"], record["config"]["tokens"]
+    counted = [r for r in rows if r.get("kind") == "counted"]
+    equal = sum(r["equal"] for r in counted)
+    lines = [
+        f"Counter, formula and plan agree exactly on {equal} of {len(counted)} compressed models of a few blocks.",
+        "",
+    ]
+    for model, method in dict.fromkeys((r["model"], r["method"]) for r in rows):
+        mine = [r for r in rows if (r["model"], r["method"]) == (model, method)]
+        body = [
+            [f"{r['sparsity']:.0%}", r["error"], "", "", ""]
+            if "error" in r
+            else [
+                f"{r['sparsity']:.0%}",
+                f"{r['flops_per_token'] * tokens / 1e9:,.2f}",
+                f"{r['macs_per_token'] * tokens / 1e9:,.2f}",
+                f"{r['parameters'] / 1e6:,.2f}",
+                f"{r['kv_bytes_per_token']:,}",
+            ]
+            for r in mine
+        ]
+        head = ["sparsity", f"GFLOPs, {tokens} tokens", f"GMACs, {tokens} tokens", "M parameters", "KV bytes per token"]
+        lines += [f"### {model}, `{method}`, {mine[0].get('kind', 'planned')}", "", *grid(head, body), ""]
+    return lines
+
+
+def decomposition(record: dict) -> list[str]:
+    rows = []
+    for r in record["rows"]:
+        name = [f"`{r['method']}`", " + ".join(r["modules"])]
+        if "error" in r:
+            rows.append([*name, r["error"], "", "", ""])
+            continue
+        ranks = ", ".join(f"{m} {rank}" for m, rank in r["ranks"].items())
+        peak = f"{r['peak_bytes'] / GIB:.2f}"
+        rows.append([*name, ranks, f"{r['seconds']:.1f}", peak, f"{r['resident_bytes'] / GIB:.2f}"])
+    for method in dict.fromkeys(r["method"] for r in record["rows"]):
+        mine = [r for r in record["rows"] if r["method"] == method]
+        if len(mine) == len(GROUPS[method]) and not any("error" in r for r in mine):
+            most = max(r["peak_bytes"] + r["resident_bytes"] for r in mine) / GIB
+            seconds = sum(r["seconds"] for r in mine)
+            rows.append([f"`{method}`", "whole block", "", f"{seconds:.1f}", "", f"{most:.2f} with the peak"])
+    c = record["config"]
+    what = f"One block, d = {c['width']}, F = {c['hidden']}, {c['heads']} heads, sparsity {c['sparsity']}."
+    return [what, "", *grid(["method", "module", "rank", "seconds", "peak, GiB", "resident before, GiB"], rows)]
+
+
+# Page -> records, title, table of one record.
+PAGES = {
+    "perplexity": ("perplexity_*.json", "Perplexity", perplexity),
+    "compression_cost": ("compression_cost*.json", "What compressing costs, in forwards", cost),
+    "speed": ("speed*.json", "Speed, dense against compressed", speed),
+    "memory": ("memory*.json", "Peak memory of compressing a streamed model", memory),
+    "complexity": ("complexity*.json", "Parameters, MACs and cache against sparsity", complexity),
+    "decomposition_cost": ("decomposition_cost*.json", "Decomposing one block", decomposition),
+}
+
+
+if __name__ == "__main__":
+    main()
