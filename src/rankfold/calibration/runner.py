@@ -32,7 +32,7 @@ STATISTICS = {
     "absolute": "also the mean absolute value of every input above, for the l1 pre-conditioner",
     "influence": "1 - cosine between input and output of the block, of its attention and of its MLP",
 }
-BATCH_TOKENS = 4096  # a forward; larger batches are hardly faster and their activations dwarf the block
+BATCH_TOKENS = 2048  # a forward; larger batches are hardly faster, and their activations dwarf the block
 SAMPLE_ROWS = 4096  # kept of `mlp_samples`, spread evenly over all tokens
 
 
