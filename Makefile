@@ -24,9 +24,9 @@ lint: $(VENV)/.installed
 demo: $(VENV)/.installed-demo
 	OMP_WAIT_POLICY=PASSIVE $(RUN) scripts/demo.py
 
-# Every script in benchmarks/ whose name starts with "bench_"; each writes its JSON beside itself.
+# What needs no data but the demo's model; each script writes its record to benchmarks/results/ (see benchmarks/README.md).
 bench: $(VENV)/.installed-demo
-	@set -e; for script in $(sort $(wildcard benchmarks/bench_*.py)); do echo "$$script"; OMP_WAIT_POLICY=PASSIVE $(RUN) "$$script"; done
+	@set -e; for name in compression_cost speed memory complexity render; do OMP_WAIT_POLICY=PASSIVE $(RUN) benchmarks/$$name.py; done
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "rankfold needs Python >= 3.11; none found, give one: make PYTHON=/path/to/python3" >&2; exit 1; }
