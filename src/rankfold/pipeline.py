@@ -25,7 +25,7 @@ from .errors import NumericsError, OptionError
 from .files import check_output
 from .memory import release_memory
 from .methods import BlockResult, Method
-from .planning import allocate_ranks, build_plan
+from .planning import allocate_ranks, build_plan, of_block
 from .progress import track
 from .replacing import replace
 from .report.card import model_card, reproduce_command
@@ -85,7 +85,7 @@ def plan(source: Source, method: Method, moments: MomentStore | None = None) -> 
     if moments is not None:
         moments.check(source, _statistics(source, method))
         for index in track(range(len(source)), "predicting"):
-            result = _decompose(method, source.block(index), dict(moments[index]), _of_block(ranks, index))
+            result = _decompose(method, source.block(index), dict(moments[index]), of_block(ranks, index))
             errors |= {(index, module): report["relative_error"] for module, report in result.reports.items()}
     return build_plan(source, method, ranks, facts, errors, moments.identity["tokens"] if moments else None)
 
@@ -132,7 +132,7 @@ def compress(
             on_plan(the_plan)
         stream = _start(source, tokens) if mode == "sequential" else None
         blocks = [
-            _compress_block(source, method, index, _of_block(ranks, index), moments, stream, run)
+            _compress_block(source, method, index, of_block(ranks, index), moments, stream, run)
             for index in track(range(len(source)), "compressing")
         ]
     seconds["total"] = time.perf_counter() - begin
@@ -231,7 +231,3 @@ def _scores(moments: MomentStore | None, blocks: int) -> dict[int, tuple[float, 
     if moments is None or "influence" not in moments.identity["statistics"]:
         raise OptionError("an influence allocation needs moments with influence scores; run `rankfold calibrate`")
     return {i: tuple(moments[i]["influence"].mean.tolist()) for i in range(blocks)}
-
-
-def _of_block(ranks: dict[tuple[int, str], int], index: int) -> dict[str, int]:
-    return {module: rank for (block, module), rank in ranks.items() if block == index}

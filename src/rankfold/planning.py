@@ -10,7 +10,7 @@ from .errors import OptionError
 from .methods import Method, Unit
 from .report.plan import ModulePlan, Plan
 
-__all__ = ["allocate_ranks", "build_plan"]
+__all__ = ["allocate_ranks", "build_plan", "of_block"]
 
 
 def _units(source: Source, method: Method) -> list[Unit]:
@@ -29,6 +29,11 @@ def _counted(source: Source, method: Method) -> int:
 def allocate_ranks(source: Source, method: Method, scores=None) -> tuple[dict[tuple[int, str], int], dict]:
     """Ranks by (block, module), and facts of the allocation; see :func:`rankfold.allocation.allocate`."""
     return allocate(_units(source, method), method, _counted(source, method), scores)
+
+
+def of_block(ranks: dict[tuple[int, str], int], index: int) -> dict[str, int]:
+    """Module -> rank of one block."""
+    return {module: rank for (block, module), rank in ranks.items() if block == index}
 
 
 def build_plan(source: Source, method: Method, ranks, facts: dict, errors: dict, calibration: dict | None) -> Plan:
@@ -79,7 +84,7 @@ def _change(source: Source, method: Method, ranks) -> tuple[int, int, int]:
     """Change in parameters (biases included) and in numbers of the model's dtype, and bytes of codes and indices added."""
     parameters = floats = other = 0
     for i in range(len(source)):
-        mine = {module: rank for (block, module), rank in ranks.items() if block == i}
+        mine = of_block(ranks, i)
         view = source.meta_block(i)
         more, added = method.parameter_change(view, mine)
         parameters, other, floats = parameters + more, other + added, floats + method.float_change(view, mine)
@@ -89,7 +94,7 @@ def _change(source: Source, method: Method, ranks) -> tuple[int, int, int]:
 def _cache(source: Source, method: Method, index: int, ranks) -> tuple[int, int]:
     """Numbers cached per token in a block, dense and planned."""
     view = source.meta_block(index)
-    mine = {module: rank for (block, module), rank in ranks.items() if block == index}
+    mine = of_block(ranks, index)
     return 2 * view.attention.head_dim * view.attention.kv_heads, method.cached_numbers(view, mine)
 
 

@@ -204,9 +204,6 @@ class Weights:
         self.folder = folder
         self.files = _tensor_files(folder)
 
-    def names(self) -> set[str]:
-        return set(self.files)
-
     def rename(self, prefix: str, wanted: set[str]) -> bool:
         """Match checkpoint names to the model's, with or without the base model's prefix; False where they differ."""
         for change in (str, lambda n: f"{prefix}.{n}", lambda n: n.removeprefix(f"{prefix}.")):
