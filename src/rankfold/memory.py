@@ -3,7 +3,6 @@
 import ctypes
 import ctypes.util
 import functools
-import gc
 import sys
 
 __all__ = ["release_memory"]
@@ -22,7 +21,6 @@ def release_memory() -> None:
     Blocks come and go by the hundred megabytes. glibc keeps what was freed on its heap, so that without this the resident
     set grows with the number of blocks instead of staying at one.
     """
-    gc.collect()
     trim = _trim()
     if trim is not None:
         trim(0)

@@ -66,6 +66,7 @@ def calibrate(
             advance(view, stream)
         else:
             store[index] = measure(view, stream, statistics, step=True)
+        del view
         release_memory()
     store.finish()
     return store
@@ -177,6 +178,7 @@ def _compress_block(source: Source, method: Method, index: int, ranks, moments, 
         Descriptions by full path, what was measured, and the block's tensors by full name unless they went to disk.
     """
     view = source.block(index)
+    release_memory()
     if run and index in run:
         result = run.load_block(index, view.path)
         replace(view, result, source)
@@ -193,6 +195,7 @@ def _compress_block(source: Source, method: Method, index: int, ranks, moments, 
     release_memory()
     if stream is not None:
         advance(view, stream)
+        release_memory()
     state = {} if run else {f"{view.path}.{name}": tensor for name, tensor in view.module.state_dict().items()}
     return BlockResult({f"{view.path}.{path}": spec for path, spec in result.modules.items()}, state, result.reports)
 

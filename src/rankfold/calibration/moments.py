@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import NumericsError
+from ..linalg.psd import all_finite
 
 __all__ = ["BlockMoments", "Moment", "gram"]
 
@@ -100,6 +101,15 @@ def gram(x: Tensor, out: Tensor, *, exact_in_bf16: bool = False) -> None:
             out[a:b, a:].add_((x[:, a:b].T @ x[:, a:]).to(out.device))
 
 
+def mirror(A: Tensor, tile: int = 512) -> None:
+    """Copy the upper triangle of the square ``A`` onto the lower one, in place: a copy of the largest moment is a peak."""
+    for a in range(0, len(A), tile):
+        b = a + tile
+        A[b:, a:b] = A[a:b, b:].T
+        diagonal = A[a:b, a:b]
+        diagonal.copy_(diagonal.triu() + diagonal.triu(1).T)
+
+
 def accumulator(device: torch.device) -> torch.device:
     """Where fp64 sums live: beside the products, except on devices without fp64."""
     return torch.device("cpu") if device.type == "mps" else device
@@ -126,7 +136,8 @@ class VectorMoment:
         gram(x, self.second, exact_in_bf16=exact)
 
     def finish(self) -> Moment:
-        return Moment(self.count, self.total, self.absolute, self.second.triu() + self.second.triu(1).T)
+        mirror(self.second)
+        return Moment(self.count, self.total, self.absolute, self.second)
 
 
 class Samples:
@@ -174,7 +185,7 @@ def check_finite(moments: BlockMoments, block: str) -> None:
     """Raise :class:`NumericsError` naming the block and the statistic that is not finite."""
     for name, moment in moments.items():
         for tensor in (moment.total, moment.second, moment.rows):
-            if tensor is not None and not torch.isfinite(tensor).all():
+            if tensor is not None and not all_finite(tensor):
                 raise NumericsError(
                     f"activations of {block} ({name}) are NaN or infinite; try --dtype float32, or check the checkpoint"
                 )

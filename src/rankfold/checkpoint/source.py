@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from ..architectures import BlockView, architecture_for
 from ..errors import CheckpointError, NumericsError, OptionError, UnsupportedModelError
+from ..linalg.psd import all_finite
 
 __all__ = ["Source", "open_model", "resolve_device", "resolve_dtype"]
 
@@ -268,7 +269,7 @@ def _tensor_files(folder: Path) -> dict[str, tuple[Path, str]]:
 
 def _check_finite(module: nn.Module, prefix: str) -> None:
     for name, tensor in module.state_dict().items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        if tensor.is_floating_point() and not all_finite(tensor):
             bad = int((~torch.isfinite(tensor)).sum())
             raise NumericsError(f"weight {prefix}{name} has {bad} NaN or infinite entries; the checkpoint is damaged")
 
@@ -376,7 +377,7 @@ def _fill_outer(model: nn.Module, weights: Weights, device: torch.device) -> Non
         with _open(file) as handle:
             tensor = handle.get_tensor(stored)
         state[name] = tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        if tensor.is_floating_point() and not all_finite(tensor):
             raise NumericsError(f"weight {name} has NaN or infinite entries; the checkpoint is damaged")
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()

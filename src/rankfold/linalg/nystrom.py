@@ -37,17 +37,8 @@ class Nystrom(NamedTuple):
     clamped: bool  # C was indefinite beyond the ridge and its negative eigenvalues were set to zero
 
 
-class _Damped(NamedTuple):
-    """``matrix = C + lam I``, made positive definite, and its inverse."""
-
-    matrix: Tensor  # (F, F)
-    inverse: Tensor  # (F, F)
-    lam: float
-    clamped: bool
-
-
-def _damp(C: Tensor, ridge: float, overwrite: bool = False) -> _Damped:
-    """Damp by ``lam = ridge * mean(diag C)``.
+def _damp(C: Tensor, ridge: float, overwrite: bool = False) -> tuple[Tensor, Tensor, float, bool]:
+    """``C + lam I`` made positive definite, with ``lam = ridge * mean(diag C)``; its inverse; lam; and whether it was clamped.
 
     Sums of fp32 products with a few massive activations are indefinite by more than a small ridge. There, and only there,
     negative eigenvalues are clamped first (one ``eigh``); otherwise Cholesky is ten times cheaper.
@@ -58,14 +49,13 @@ def _damp(C: Tensor, ridge: float, overwrite: bool = False) -> _Damped:
     matrix, clamped = C if overwrite else C.clone(), False
     matrix.diagonal().add_(lam)
     L, info = torch.linalg.cholesky_ex(matrix)
-    inverse = None if info.item() else torch.cholesky_inverse(L)
-    del L
+    inverse = None if info.item() else torch.cholesky_inverse(L, out=L)
     if inverse is None or (lam * inverse.diagonal() > 1 + 1e-6).any():  # a score below zero: C is indefinite
         clamped = True
         eigenvalues, U = torch.linalg.eigh(matrix)
         matrix = (U * eigenvalues.clamp_min(lam)) @ U.T
         inverse = torch.cholesky_inverse(_cholesky(matrix, "C + lam I"))
-    return _Damped(matrix, inverse, lam, clamped)
+    return matrix, inverse, lam, clamped
 
 
 def _cholesky(A: Tensor, what: str) -> Tensor:
@@ -75,10 +65,6 @@ def _cholesky(A: Tensor, what: str) -> Tensor:
             f"{what} {tuple(A.shape)} is not positive definite; raise the ridge or use more calibration tokens"
         )
     return L
-
-
-def _scores(damped: _Damped) -> Tensor:
-    return 1.0 - damped.lam * damped.inverse.diagonal()
 
 
 @torch.no_grad()
@@ -98,7 +84,8 @@ def ridge_leverage_scores(C: Tensor, *, ridge: float = 1e-4) -> Tensor:
     Cost: O(F^3).
     """
     check_moment(C, C.shape[-1])
-    return _scores(_damp(C, ridge))
+    _, inverse, lam, _ = _damp(C, ridge)
+    return 1.0 - lam * inverse.diagonal()
 
 
 @torch.no_grad()
@@ -140,25 +127,34 @@ def nystrom(W_down: Tensor, C: Tensor, *, rank: int, ridge: float = 1e-4, overwr
     if rank == F:
         every = torch.arange(F, device=C.device)
         return Nystrom(every, W_down.clone(), 0.0, 0.0, NystromBounds(0.0, 0.0, 0.0), False)
-    W = W_down.to(C)  # decompose in the precision of the statistics, never in bf16
-    damped = _damp(C, ridge, overwrite)
-    keep = _scores(damped).topk(rank).indices.sort().values
-    # The minimiser under C + lam I: kept weights stay as they are, and only what stands in for dropped units is damped.
-    W_kept = torch.cholesky_solve(damped.matrix[keep] @ W.T, _cholesky(damped.matrix[keep][:, keep], "C_kk + lam I")).T
+    C, inverse, lam, clamped = _damp(C, ridge, overwrite)
+    scores = 1.0 - lam * inverse.diagonal()
+    keep = scores.topk(rank).indices.sort().values
     dropped = torch.ones(F, dtype=torch.bool, device=C.device)
     dropped[keep] = False
     # The residual of the fit is zero outside the dropped block, and there it is the Schur complement of the kept units,
     # whose inverse is the dropped block of the inverse.
-    schur = torch.cholesky_inverse(_cholesky(damped.inverse[dropped][:, dropped], "Schur complement of the kept units"))
-    change = (W[:, keep] - W_kept).square().sum() + W[:, dropped].square().sum()
-    error = (((W[:, dropped] @ schur) * W[:, dropped]).sum() - damped.lam * change).clamp_min(0)
-    total = ((W @ damped.matrix) * W).sum() - damped.lam * W.square().sum()
+    schur = torch.cholesky_inverse(_cholesky(inverse[dropped][:, dropped], "Schur complement of the kept units"))
+    inverse_norm = _spectral_norm(inverse)
+    del inverse  # memory peaks here: no two moments beside the solve
+
+    W = W_down.to(C)  # decompose in the precision of the statistics, never in bf16
+    WC = W @ C
+    total = torch.einsum("df,df->", WC, W) - lam * W.square().sum()
+    # The minimiser under C + lam I: kept weights stay as they are, and only what stands in for dropped units is damped.
+    WC = WC[:, keep]
+    W_kept = torch.cholesky_solve(WC.T, _cholesky(C[keep[:, None], keep], "C_kk + lam I")).T
+    W_dropped = W[:, dropped]
+    change = (W[:, keep] - W_kept).square().sum() + W_dropped.square().sum()
+    error = (((W_dropped @ schur) * W_dropped).sum() - lam * change).clamp_min(0)
     relative = (error / total).sqrt().item() if total > 0 else 0.0
-    bounds = _bounds(W, damped, dropped, schur)
-    return Nystrom(keep, W_kept.to(W_down.dtype), error.item(), relative, bounds, damped.clamped)
+    bounds = _bounds(W, W_dropped, schur, inverse_norm, scores[dropped].sum().item(), lam)
+    return Nystrom(keep, W_kept.to(W_down.dtype), error.item(), relative, bounds, clamped)
 
 
-def _bounds(W: Tensor, damped: _Damped, dropped: Tensor, schur: Tensor) -> NystromBounds:
+def _bounds(
+    W: Tensor, W_dropped: Tensor, schur: Tensor, inverse_norm: float, epsilon: float, lam: float
+) -> NystromBounds:
     r"""Guarantees on :math:`V = \mathbb{E}\|W a - W' a_k\|^2`, both evaluated on ``C + lam I``, where ``W'`` is optimal.
 
     Theorem 1 (Eq. 7): :math:`V \le \|W_D\|_2^2\, \|C^{-1}\|_2\, \|C - C_{:,k} C_{kk}^{-1} C_{k,:}\|_F^2`.
@@ -169,12 +165,10 @@ def _bounds(W: Tensor, damped: _Damped, dropped: Tensor, schur: Tensor) -> Nystr
     \frac{\varepsilon}{1-\varepsilon} \|W_d\|_2^2`, which is reported. It needs :math:`\varepsilon = \sum_{i \notin k} s_i
     < 1`; real MLPs drop hundreds of units with scores near one, so there it says nothing and is ``None``.
     """
-    epsilon = _scores(damped)[dropped].sum().item()
-    front = _spectral_norm(W @ W.T) * _spectral_norm(damped.inverse)
-    theorem = front * schur.square().sum().item()
+    theorem = _spectral_norm(W @ W.T) * inverse_norm * schur.square().sum().item()
     if epsilon >= 1:
         return NystromBounds(theorem, None, epsilon)
-    proposition = damped.lam * epsilon / (1 - epsilon) * _spectral_norm(W[:, dropped].T @ W[:, dropped])
+    proposition = lam * epsilon / (1 - epsilon) * _spectral_norm(W_dropped.T @ W_dropped)
     return NystromBounds(theorem, proposition, epsilon)
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["PSDRoot", "check_moment", "psd_root"]
+__all__ = ["PSDRoot", "all_finite", "check_moment", "psd_root"]
 
 
 class PSDRoot(NamedTuple):
@@ -27,6 +27,11 @@ class PSDRoot(NamedTuple):
     rank: int  # eigenvalues above the cut-off
 
 
+def all_finite(x: Tensor) -> bool:
+    """Whether no entry is NaN or infinite. ``isfinite`` would allocate another ``x``, which shows at moments' size."""
+    return bool(torch.stack(torch.aminmax(x)).isfinite().all())
+
+
 def check_moment(C: Tensor, size: int, *, name: str = "C") -> None:
     """Raise unless ``C`` is a finite ``(size, size)`` matrix.
 
@@ -35,7 +40,7 @@ def check_moment(C: Tensor, size: int, *, name: str = "C") -> None:
     """
     if C.shape != (size, size):
         raise ValueError(f"{name} must be ({size}, {size}), got {tuple(C.shape)}")
-    if not torch.isfinite(C).all():
+    if not all_finite(C):
         raise ValueError(f"{name} has non-finite entries; were the activations accumulated in fp16?")
 
 
