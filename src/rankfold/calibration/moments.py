@@ -41,13 +41,13 @@ class Moment:
     @property
     def C(self) -> Tensor:
         """Second moment ``E[x x^T]``, fp64."""
-        return self.second.double() / self.count
+        return self.second.to(torch.float64, copy=True).div_(self.count)
 
     @property
     def covariance(self) -> Tensor:
         """``C - mean mean^T``, fp64; not clamped, so eigenvalues may be negative in the last digits."""
         mean = self.mean
-        return self.C - mean.unsqueeze(-1) * mean.unsqueeze(-2)
+        return self.C.sub_(mean.unsqueeze(-1) * mean.unsqueeze(-2))
 
     def merge(self, other: "Moment") -> "Moment":
         """The moment over both sets of observations."""
