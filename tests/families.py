@@ -4,6 +4,9 @@ import torch
 import transformers as t
 from torch import nn
 
+import rankfold
+from rankfold import Tokens
+
 SHAPE = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -78,3 +81,14 @@ def tiny_model(family: str, seed: int = 0) -> nn.Module:
 
 def some_ids(rows: int = 2, length: int = 24, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, 96, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def opened(family: str):
+    """A tiny model, open, its blocks run in fp32."""
+    source = rankfold.open_model(tiny_model(family), device="cpu")
+    source.autocast = None
+    return source
+
+
+def tokens(rows: int = 16) -> Tokens:
+    return Tokens(some_ids(rows, 32, seed=1), "random", "random", 0)

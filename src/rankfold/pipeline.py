@@ -19,6 +19,7 @@ from .calibration.runner import STATISTICS, advance, measure, start
 from .calibration.store import MomentStore
 from .calibration.tokens import Tokens, check_vocabulary
 from .checkpoint.load import assemble
+from .checkpoint.probe import Probe
 from .checkpoint.run import Run, compressed_config
 from .checkpoint.source import Source
 from .errors import NumericsError, OptionError
@@ -132,8 +133,9 @@ def compress(
         if on_plan:
             on_plan(the_plan)
         stream = _start(source, tokens) if mode == "sequential" else None
+        probe = Probe(source) if run else None
         blocks = [
-            _compress_block(source, method, index, of_block(ranks, index), moments, stream, run)
+            _compress_block(source, method, index, of_block(ranks, index), moments, stream, run, probe)
             for index in track(range(len(source)), "compressing")
         ]
     seconds["total"] = time.perf_counter() - begin
@@ -145,7 +147,8 @@ def compress(
     command = reproduce_command(source.name, run.output.name, method.describe(), calibration, mode, dtype_name(source))
     card = model_card(the_plan, __version__, run.output.name, calibration, command)
     reports = {str(index): block.reports for index, block in enumerate(blocks)}
-    return run.finish(source, config, card, run_record(source, description, command, the_plan, reports, seconds))
+    record = run_record(source, description, command, the_plan, reports, seconds)
+    return run.finish(source, config, card, record, probe)
 
 
 def _check(tokens, moments, mode: str, output) -> str:
@@ -171,8 +174,8 @@ def _dense_pass(source: Source, method: Method, tokens, moments, mode: str, run:
     return moments, scores
 
 
-def _compress_block(source: Source, method: Method, index: int, ranks, moments, stream, run: Run | None) -> BlockResult:
-    """Measure, decompose, replace and keep one block, or take it from an earlier run; then move the stream on.
+def _compress_block(source, method: Method, index: int, ranks, moments, stream, run: Run | None, probe) -> BlockResult:
+    """Measure, decompose, replace and keep one block, or take it from an earlier run; then move stream and probe on.
 
     Returns:
         Descriptions by full path, what was measured, and the block's tensors by full name unless they went to disk.
@@ -193,6 +196,8 @@ def _compress_block(source: Source, method: Method, index: int, ranks, moments, 
         if run:
             run.save_block(index, view.path, view.module, source.dtype, result)
     release_memory()
+    if probe:
+        probe.follow(view)
     if stream is not None:
         advance(view, stream)
         release_memory()

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 import rankfold
-from families import CONFIGS, some_ids, tiny_model
+from families import CONFIGS, opened, some_ids, tokens
 from rankfold import LatentLLM
 from rankfold.calibration.runner import advance, measure, start
-from rankfold.calibration.tokens import Tokens
 from rankfold.errors import NumericsError, OptionError, UnsupportedModelError
 from rankfold.methods.base import BlockResult
 from rankfold.methods.latentllm.attention import ATTENTION, decompose_attention
@@ -18,16 +17,6 @@ from rankfold.replacing import replace
 EXPERTS = {"mixtral", "qwen3_moe"}
 FAMILIES = sorted(CONFIGS)
 JUNCTIONS = ["block_identity_right", "block_identity_left", "lu", "symmetric", "left", "right"]
-
-
-def opened(family: str):
-    source = rankfold.open_model(tiny_model(family), device="cpu")
-    source.autocast = None
-    return source
-
-
-def tokens(rows: int = 32) -> Tokens:
-    return Tokens(some_ids(rows, 32, seed=1), "random", "random", 0)
 
 
 def method_for(family: str, **options) -> LatentLLM:
@@ -45,7 +34,7 @@ def full_rank_block(family: str, **options):
     source = opened(family)
     method = method_for(family, ridge=1e-12, **options)
     view = source.block(0)
-    moments = measure(view, start(source, tokens().ids, autocast=None), method.statistics(view), step=False)
+    moments = measure(view, start(source, tokens(32).ids, autocast=None), method.statistics(view), step=False)
     ranks = {u.module: u.ranks[-1] for u in method.units(view)}
     result = BlockResult({}, {}, {})
     attention = {m: r for m, r in ranks.items() if m in ATTENTION}
@@ -83,7 +72,7 @@ def test_full_rank_joint_value_output(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_round_trip_counts_cache_and_generation(family, tmp_path):
     source, method = opened(family), method_for(family)
-    model = rankfold.compress(source, method, tokens())
+    model = rankfold.compress(source, method, tokens(32))
     plan = rankfold.plan(source, method)
     assert sum(p.numel() for p in model.parameters()) == plan.parameters_after
     assert plan.sparsity >= method.sparsity
@@ -108,13 +97,13 @@ def test_round_trip_counts_cache_and_generation(family, tmp_path):
 @pytest.mark.parametrize("junction", JUNCTIONS)
 def test_planned_counts_are_the_stored_ones_for_every_junction(family, junction):
     source, method = opened(family), method_for(family, junction=junction, joint="none")
-    model = rankfold.compress(source, method, tokens())
+    model = rankfold.compress(source, method, tokens(32))
     assert sum(p.numel() for p in model.parameters()) == rankfold.plan(source, method).parameters_after
 
 
 @pytest.mark.parametrize("family", ["opt", "bloom", "llama", "gpt_neox"])
 def test_padding_on_the_left_changes_nothing(family):
-    model = rankfold.compress(opened(family), method_for(family), tokens())
+    model = rankfold.compress(opened(family), method_for(family), tokens(32))
     ids = some_ids(1, 12)
     padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), ids], 1)
     mask = torch.cat([torch.zeros(1, 5, dtype=torch.long), torch.ones_like(ids)], 1)
@@ -125,7 +114,7 @@ def test_padding_on_the_left_changes_nothing(family):
 
 def test_latents_are_cached_without_rotary_embedding_and_only_values_with_it():
     for family, expected in (("opt", (True, True)), ("llama-mha-tied", (False, True)), ("qwen3", (False, True))):
-        model = rankfold.compress(opened(family), method_for(family), tokens())
+        model = rankfold.compress(opened(family), method_for(family), tokens(32))
         attention = next(m for m in model.modules() if isinstance(m, CompressedAttention))
         assert (attention.latent_keys, attention.latent_values) == expected, family
 
@@ -155,7 +144,7 @@ def test_root_covariance_has_the_smallest_measured_error_of_all_preconditioners(
     errors = {}
     for kind in ("identity", "hessian", "l1", "l2", "covariance", "rootcov"):
         method = method_for("llama", precondition=kind, joint="none", ridge=1e-9)
-        moments = measure(view, start(source, tokens().ids, autocast=None), method.statistics(view), step=False)
+        moments = measure(view, start(source, tokens(32).ids, autocast=None), method.statistics(view), step=False)
         ranks = {u.module: u.ranks[len(u.ranks) // 2] for u in method.units(view)}
         errors[kind] = {m: r["relative_error"] for m, r in method.decompose(view, moments, ranks).reports.items()}
     for kind, values in errors.items():
@@ -166,7 +155,7 @@ def test_root_covariance_has_the_smallest_measured_error_of_all_preconditioners(
 @pytest.mark.parametrize("name", ["rootcov", "svd-llm", "asvd", "svd"])
 def test_local_methods_run_and_are_local(name):
     source = opened("opt")
-    model = rankfold.compress(source, rankfold.make_method(name, sparsity=0.3, multiple=1), tokens())
+    model = rankfold.compress(source, rankfold.make_method(name, sparsity=0.3, multiple=1), tokens(32))
     assert torch.isfinite(logits(model)).all()
     assert model.config.quantization_config.fields["method"] == name
 
@@ -184,7 +173,7 @@ def test_local_methods_run_and_are_local(name):
 )
 def test_what_cannot_be_done_is_said(family, options, error, message):
     with pytest.raises(error, match=message):
-        rankfold.compress(opened(family), method_for(family, **options), tokens())
+        rankfold.compress(opened(family), method_for(family, **options), tokens(32))
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_latentllm import logits, method_for, opened, tokens
+from test_latentllm import logits, method_for
 
 import rankfold
-from families import some_ids, tiny_model
+from families import opened, some_ids, tiny_model, tokens
 from rankfold.calibration.runner import advance, start
 from rankfold.linalg.quantization import refine_quantized
 from rankfold.methods.latentllm import storing
@@ -45,7 +45,7 @@ MATRIX = [(f, o) for f in FAMILIES for o in OPTIONS] + [(f, o) for f in FREE for
 
 def compressed(family: str, **options):
     source, method = opened(family), method_for(family, **options)
-    return rankfold.compress(source, method, tokens()), rankfold.plan(source, method)
+    return rankfold.compress(source, method, tokens(32)), rankfold.plan(source, method)
 
 
 def numbers(model) -> int:
@@ -87,12 +87,12 @@ def test_counts_bytes_round_trips_cache_and_generation(family, option, tmp_path)
 def test_written_block_by_block_in_bf16(option, tmp_path):
     source = rankfold.open_model(tiny_model("opt").to(torch.bfloat16), device="cpu")
     method = method_for("opt", **(OPTIONS | OPTIONS_FREE)[option])
-    rankfold.compress(source, method, tokens(), tmp_path / "small")
+    rankfold.compress(source, method, tokens(32), tmp_path / "small")
     plan = rankfold.plan(source, method)
     assert bytes_of(tmp_path / "small") == plan.bytes_after
     model = rankfold.load(tmp_path / "small", device="cpu")
     assert model.dtype == torch.bfloat16 and torch.isfinite(logits(model)).all()
-    rankfold.save(rankfold.compress(source, method, tokens()), tmp_path / "memory")
+    rankfold.save(rankfold.compress(source, method, tokens(32)), tmp_path / "memory")
     assert torch.equal(logits(rankfold.load(tmp_path / "memory", device="cpu")), logits(model))
     wide = logits(rankfold.load(tmp_path / "small", dtype="float32", device="cpu"))
     assert (logits(model).float() - wide).norm() < 0.03 * wide.norm()
@@ -124,7 +124,7 @@ def test_little_sparse_is_close_to_none(family):
 def reports(family: str, **options):
     """Moments of block 0, its view, and the reports of a method at the planned ranks."""
     source, method = opened(family), method_for(family, **options)
-    moments = rankfold.calibrate(source, tokens())
+    moments = rankfold.calibrate(source, tokens(32))
     ranks = rankfold.plan(source, method).ranks(0)
     result = method.decompose(source.block(0), moments[0], ranks)
     return source.block(0), moments[0], method, ranks, result
@@ -184,7 +184,7 @@ def test_corrected_outliers_beat_low_rank_alone():
         if parameter.dim() == 2:
             where = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(0)) < 0.02
             parameter.data[where] *= 20
-    moments = rankfold.calibrate(source, tokens())
+    moments = rankfold.calibrate(source, tokens(32))
     errors = {}
     for share in (0.0, 0.1):
         method = method_for("llama", sparse=share, joint="none", sparsity=0.4)
@@ -209,7 +209,7 @@ def test_a_shared_latent_is_cached_once():
 @pytest.mark.parametrize("joint", ["auto", "none"])
 def test_a_per_head_identity_changes_no_output_and_saves_its_numbers(family, joint):
     source = opened(family)
-    moments = rankfold.calibrate(source, tokens())
+    moments = rankfold.calibrate(source, tokens(32))
     plain, saving = (method_for(family, joint=joint, head_junction=on) for on in (False, True))
     ranks = {u.module: u.ranks[len(u.ranks) // 2] for u in saving.units(source.block(0))}
     outputs, stored = [], []
@@ -228,7 +228,7 @@ def test_a_per_head_identity_changes_no_output_and_saves_its_numbers(family, joi
 @pytest.mark.parametrize("junction", ["block_identity_right", "lu"])
 def test_ranks_by_spectra_stay_within_the_plan(family, junction, tmp_path):
     source, method = opened(family), method_for(family, qk_ranks="spectra", junction=junction, sparsity=0.4)
-    folder = rankfold.compress(source, method, tokens(), tmp_path / "small")
+    folder = rankfold.compress(source, method, tokens(32), tmp_path / "small")
     plan = rankfold.plan(source, method)
     record, model = json.loads((folder / "rankfold.json").read_text()), rankfold.load(folder, device="cpu")
     less = 0

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 import rankfold
-from families import CONFIGS, some_ids, tiny_model
+from families import CONFIGS, opened, some_ids, tiny_model, tokens
 from rankfold import MoDeGPT
 from rankfold.calibration.runner import advance, start
-from rankfold.calibration.tokens import Tokens
 from rankfold.errors import UnsupportedModelError
 from rankfold.modules import CompressedAttention
 from rankfold.replacing import replace
@@ -20,16 +19,6 @@ EXPERTS = {"mixtral", "qwen3_moe"}
 @pytest.fixture(scope="module", params=ALL)
 def family(request):
     return request.param
-
-
-def opened(family: str):
-    source = rankfold.open_model(tiny_model(family), device="cpu")
-    source.autocast = None
-    return source
-
-
-def tokens(rows: int = 16) -> Tokens:
-    return Tokens(some_ids(rows, 32, seed=1), "random", "random", 0)
 
 
 def method_for(family: str, **options) -> MoDeGPT:

@@ -16,7 +16,7 @@ from ..architectures import BlockView
 from ..errors import NumericsError
 from .moments import BlockMoments, HeadMoment, Moment, Samples, VectorMoment, accumulator, check_finite, head_grams
 
-__all__ = ["STATISTICS", "Stream", "advance", "measure", "start"]
+__all__ = ["STATISTICS", "Stream", "advance", "logits", "measure", "start"]
 
 # What can be measured in a block. Methods name the ones they need.
 STATISTICS = {
@@ -57,7 +57,7 @@ class _Stop(Exception):
 
 
 class _Recorder(nn.Module):
-    """Stands in for a block: notes what it is called with and passes the hidden states on."""
+    """Stands in for a block: notes what it is called with and passes the hidden states (or ``instead``) on."""
 
     def __init__(self, block: nn.Module, returns_tuple: bool, last: bool):
         super().__init__()
@@ -65,6 +65,7 @@ class _Recorder(nn.Module):
         self.returns_tuple, self.last = returns_tuple, last
         self.call: tuple[tuple, dict] | None = None
         self.hidden: Tensor | None = None
+        self.instead: Tensor | None = None
 
     def __getattr__(self, name):
         try:
@@ -76,7 +77,22 @@ class _Recorder(nn.Module):
         self.hidden, self.call = hidden, (args, kwargs)
         if self.last:
             raise _Stop
+        hidden = hidden if self.instead is None else self.instead
         return (hidden,) if self.returns_tuple else hidden
+
+
+@contextlib.contextmanager
+def _recording(source, stop: bool) -> Iterator[list[_Recorder]]:
+    """The source's model with a recorder in place of every block; with ``stop`` its forward ends at the last one."""
+    blocks, (owner, _, name) = source.blocks, source.architecture.blocks.rpartition(".")
+    last = len(blocks) - 1
+    recorders = [_Recorder(b, source.architecture.returns_tuple, stop and i == last) for i, b in enumerate(blocks)]
+    owner = source.model.get_submodule(owner)
+    setattr(owner, name, nn.ModuleList(recorders))
+    try:
+        yield recorders
+    finally:
+        setattr(owner, name, blocks)
 
 
 @torch.no_grad()
@@ -92,20 +108,25 @@ def start(source, ids: Tensor, *, autocast: torch.dtype | None) -> Stream:
     """
     per_batch = max(1, BATCH_TOKENS // ids.shape[1])
     stream = Stream([], {}, autocast)
-    blocks, owner = source.blocks, source.model.get_submodule(source.architecture.blocks.rpartition(".")[0])
-    name = source.architecture.blocks.rpartition(".")[2]
-    last = len(blocks) - 1
-    recorders = [_Recorder(b, source.architecture.returns_tuple, i == last) for i, b in enumerate(blocks)]
-    setattr(owner, name, nn.ModuleList(recorders))
-    try:
+    with _recording(source, stop=True) as recorders:
         for batch in ids.split(per_batch):
             with contextlib.suppress(_Stop):
                 source.model(input_ids=batch.to(source.device), use_cache=False)
             stream.hidden.append(recorders[0].hidden.to(autocast or recorders[0].hidden.dtype))
             stream.calls.setdefault(len(batch), [r.call for r in recorders])
-    finally:
-        setattr(owner, name, blocks)
     return stream
+
+
+@torch.no_grad()
+def logits(source, ids: Tensor, stream: Stream) -> Tensor:
+    """``(B, T, vocabulary)``: what the model's own norm and head make of a stream of one batch that is behind the last block.
+
+    Args:
+        source: an open model.  ids: ``(B, T)`` what the stream was started from.  stream: one batch.
+    """
+    with _recording(source, stop=False) as recorders:
+        recorders[-1].instead = stream.hidden[0]
+        return source.model(input_ids=ids.to(source.device), use_cache=False).logits
 
 
 @torch.no_grad()

@@ -36,12 +36,12 @@ def load_model(model: str | Path, *, dtype: str = "auto", device: str = "auto") 
     return loaded.to(where).eval()
 
 
-def empty_model(config, attention: str | None = None) -> PreTrainedModel:
-    """The compressed structure a config describes, parameters on the meta device."""
+def empty_model(config, attention: str | None = None, dtype=None) -> PreTrainedModel:
+    """The compressed structure a config describes, parameters on the meta device, of its own dtype or another."""
     plain = config.__class__.from_dict(config.to_dict())
     plain.__dict__.pop("quantization_config", None)
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(plain, dtype=config.dtype, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_config(plain, dtype=dtype or config.dtype, attn_implementation=attention)
         install(model, config.quantization_config["modules"])
     return model.eval()
 

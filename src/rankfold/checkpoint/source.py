@@ -21,7 +21,7 @@ from ..architectures import BlockView, architecture_for
 from ..errors import CheckpointError, NumericsError, OptionError, UnsupportedModelError
 from ..linalg.psd import all_finite
 
-__all__ = ["Source", "open_model", "resolve_device", "resolve_dtype"]
+__all__ = ["Source", "Weights", "fill_outer", "open_model", "resolve_device", "resolve_dtype"]
 
 log = logging.getLogger(__name__)
 
@@ -143,8 +143,10 @@ class Source:
         prefix = f"{self.architecture.blocks}.{index}."
         if self._weights:
             self._weights.fill(module, prefix, self.dtype, self.compute_dtype, self.device)
+        elif self.dtype != self.compute_dtype:
+            module.to(self.dtype).to(self.compute_dtype)  # rounded as it will be stored
         module.to(self.device)
-        _check_finite(module, prefix)
+        _check_finite({prefix + name: tensor for name, tensor in module.state_dict().items()})
         return BlockView(self.architecture, index, module, self.config, self._inv_freq(index))
 
     def _inv_freq(self, index: int) -> torch.Tensor | None:
@@ -214,22 +216,23 @@ class Weights:
                 return True
         return False
 
-    def fill(self, module: nn.Module, prefix: str, stored: torch.dtype, dtype: torch.dtype, device) -> None:
-        """Load all parameters and persistent buffers of ``module`` from the files, replacing meta tensors.
-
-        Values are rounded to ``stored``, the precision of the result, and held as ``dtype``.
-        """
+    def read(self, names: list[str], stored: torch.dtype, dtype: torch.dtype, device) -> dict[str, torch.Tensor]:
+        """Tensors by name; floats are rounded to ``stored``, the precision of the result, and held as ``dtype``."""
         state = {}
-        by_file: dict[Path, list[tuple[str, str]]] = {}
-        for name in module.state_dict():
-            file, theirs = self.files[prefix + name]
-            by_file.setdefault(file, []).append((name, theirs))
-        for file, names in by_file.items():
+        by_file: dict[Path, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self.files[name][0], []).append(name)
+        for file, here in by_file.items():
             with _open(file) as handle:
-                for name, theirs in names:
-                    tensor = handle.get_tensor(theirs)
+                for name in here:
+                    tensor = handle.get_tensor(self.files[name][1])
                     state[name] = (tensor.to(stored).to(dtype) if tensor.is_floating_point() else tensor).to(device)
-        module.load_state_dict(state, assign=True)
+        return state
+
+    def fill(self, module: nn.Module, prefix: str, stored: torch.dtype, dtype: torch.dtype, device) -> None:
+        """Replace all meta tensors of ``module`` by those of the files; see :meth:`read`."""
+        state = self.read([prefix + name for name in module.state_dict()], stored, dtype, device)
+        module.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in state.items()}, assign=True)
 
 
 def _first_line(error: BaseException) -> str:
@@ -267,11 +270,11 @@ def _tensor_files(folder: Path) -> dict[str, tuple[Path, str]]:
         return {name: (single, name) for name in handle.keys()}  # noqa: SIM118 - not a dict
 
 
-def _check_finite(module: nn.Module, prefix: str) -> None:
-    for name, tensor in module.state_dict().items():
+def _check_finite(state: dict[str, torch.Tensor]) -> None:
+    for name, tensor in state.items():
         if tensor.is_floating_point() and not all_finite(tensor):
             bad = int((~torch.isfinite(tensor)).sum())
-            raise NumericsError(f"weight {prefix}{name} has {bad} NaN or infinite entries; the checkpoint is damaged")
+            raise NumericsError(f"weight {name} has {bad} NaN or infinite entries; the checkpoint is damaged")
 
 
 def _locate(name: str) -> Path:
@@ -347,7 +350,7 @@ def _open_folder(folder: Path, device: torch.device, dtype: torch.dtype | None) 
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32 if device.type == "cpu" else stored)
     if weights.rename(model.base_model_prefix, _required_names(model)):
-        _fill_outer(model, weights, device)
+        fill_outer(model, weights, stored, device)
         source = Source(model, str(folder), device, stored, weights)
     else:
         log.info(
@@ -364,21 +367,12 @@ def _required_names(model: nn.Module) -> set[str]:
     return set(model.state_dict()) - set(getattr(model, "all_tied_weights_keys", None) or {})
 
 
-def _fill_outer(model: nn.Module, weights: Weights, device: torch.device) -> None:
+def fill_outer(model: nn.Module, weights: Weights, stored: torch.dtype, device: torch.device) -> None:
     """Load what is not in the blocks, and tie the head."""
-    architecture = architecture_for(model.config.get_text_config().model_type)
-    prefix = architecture.blocks + "."
-    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
-    outer = [n for n in model.state_dict() if not n.startswith(prefix) and n not in tied]
-    dtype = model.dtype
-    state = {}
-    for name in outer:
-        file, stored = weights.files[name]
-        with _open(file) as handle:
-            tensor = handle.get_tensor(stored)
-        state[name] = tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
-        if tensor.is_floating_point() and not all_finite(tensor):
-            raise NumericsError(f"weight {name} has NaN or infinite entries; the checkpoint is damaged")
+    prefix = architecture_for(model.config.get_text_config().model_type).blocks + "."
+    outer = [name for name in _required_names(model) if not name.startswith(prefix)]
+    state = weights.read(sorted(outer), stored, model.dtype, device)
+    _check_finite(state)
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     for module in model.modules():  # non-persistent buffers (rotary tables) were made on the CPU

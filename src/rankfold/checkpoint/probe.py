@@ -1,0 +1,58 @@
+"""Read a checkpoint back, block by block: does it compute what the blocks computed before they were written?"""
+
+from pathlib import Path
+
+import torch
+
+from ..calibration.runner import advance, logits, start
+from ..errors import CheckpointError
+from .load import empty_model
+from .source import Source, Weights, fill_outer
+
+__all__ = ["Probe"]
+
+LENGTH = 64  # tokens
+TOLERANCE = 1e-3  # of the logits' norm; or a few roundings of the stored dtype, which the head in memory is spared
+
+
+class Probe:
+    """A short window that follows the compressed blocks while they are in memory.
+
+    Args:
+        source: the dense model the blocks come from.
+    """
+
+    def __init__(self, source: Source):
+        self.source = source
+        vocabulary, length = source.config.vocab_size, min(LENGTH, source.context_length)
+        self.ids = (torch.arange(length) * max(1, vocabulary // length) % vocabulary)[None]
+        self.stream = start(source, self.ids, autocast=None)
+
+    def follow(self, view) -> None:
+        """Go through a block."""
+        advance(view, self.stream)
+
+    def check(self, folder: Path, config) -> None:
+        """Run the checkpoint in ``folder`` on the same window; one block is resident.
+
+        Raises:
+            CheckpointError: the logits differ.
+        """
+        written = self._reopen(folder, config)
+        stream = start(written, self.ids, autocast=None)
+        for index in range(len(written)):
+            advance(written.block(index), stream)
+        expected, got = logits(self.source, self.ids, self.stream).float(), logits(written, self.ids, stream).float()
+        difference = ((got - expected).norm() / expected.norm()).item()
+        if not difference <= max(TOLERANCE, 8 * torch.finfo(self.source.dtype).eps):
+            raise CheckpointError(
+                f"the checkpoint written computes other logits than the model in memory (they differ by {difference:.1e} of "
+                "their norm); this is a bug, please report it"
+            )
+
+    def _reopen(self, folder: Path, config) -> Source:
+        source = self.source
+        model = empty_model(config, source.model.config._attn_implementation, source.compute_dtype)
+        weights = Weights(folder)
+        fill_outer(model, weights, source.dtype, source.device)
+        return Source(model, folder.name, source.device, source.dtype, weights)

@@ -1,0 +1,48 @@
+"""A checkpoint is read back and compared with what was in memory before it is called finished."""
+
+import pytest
+import torch
+
+import rankfold
+from families import CONFIGS, some_ids, tiny_model, tokens
+from rankfold import LatentLLM, MoDeGPT
+from rankfold.checkpoint.probe import Probe
+from rankfold.checkpoint.run import Run
+from rankfold.errors import CheckpointError
+
+
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+def test_logits_of_a_stream_are_the_models_own(family):
+    source = rankfold.open_model(tiny_model(family), device="cpu")
+    probe = Probe(source)
+    for index in range(len(source)):
+        probe.follow(source.block(index))
+    with torch.no_grad():
+        whole = source.model(probe.ids).logits
+    torch.testing.assert_close(rankfold.calibration.runner.logits(source, probe.ids, probe.stream), whole)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_every_precision_passes(family, dtype, tmp_path):
+    tiny_model(family).save_pretrained(tmp_path / "model")
+    source = rankfold.open_model(tmp_path / "model", dtype=dtype, device="cpu")
+    method = LatentLLM(sparsity=0.3, multiple=1) if family == "gpt2" else MoDeGPT(sparsity=0.3, multiple=2)
+    folder = rankfold.compress(source, method, tokens(32), tmp_path / "small")
+    assert torch.isfinite(rankfold.load(folder)(some_ids()).logits).all()
+
+
+def test_a_checkpoint_that_computes_something_else_is_not_finished(tmp_path, monkeypatch):
+    """Names and shapes agree; one matrix is another."""
+    keep = Run.save_block
+
+    def damage(self, index, prefix, module, dtype, result):
+        state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+        keep(self, index, prefix, module, dtype, result)
+        module.load_state_dict(state | {"mlp.down_proj.weight": state["mlp.down_proj.weight"].flip(0)})
+
+    monkeypatch.setattr(Run, "save_block", damage)
+    source = rankfold.open_model(tiny_model("llama"), device="cpu")
+    with pytest.raises(CheckpointError, match="computes other logits"):
+        rankfold.compress(source, MoDeGPT(sparsity=0.3, multiple=2), tokens(32), tmp_path / "small")
+    assert not (tmp_path / "small").exists()
