@@ -29,16 +29,8 @@ CONFIGS = {
     "gemma3": lambda: t.Gemma3TextConfig(**{**GQA, "num_key_value_heads": 1}, head_dim=8, sliding_window=8, **IDS),
     "phi": lambda: t.PhiConfig(**SHAPE, partial_rotary_factor=0.5),
     "phi3": lambda: t.Phi3Config(**GQA, **IDS),
-    "opt": lambda: t.OPTConfig(
-        hidden_size=32,
-        ffn_dim=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        vocab_size=96,
-        max_position_embeddings=64,
-        word_embed_proj_dim=32,
-        dropout=0.0,
-    ),
+    "opt": lambda: t.OPTConfig(**_opt(), word_embed_proj_dim=32),
+    "opt-post-norm": lambda: t.OPTConfig(**_opt(), word_embed_proj_dim=16, do_layer_norm_before=False),  # as OPT-350m
     "gpt2": lambda: t.GPT2Config(n_embd=32, n_layer=3, n_head=4, n_inner=48, vocab_size=96, n_positions=64),
     "gpt_neox": lambda: t.GPTNeoXConfig(**SHAPE, rotary_pct=0.5),
     "gpt_neox-sequential": lambda: t.GPTNeoXConfig(**SHAPE, use_parallel_residual=False),
@@ -51,6 +43,10 @@ CONFIGS = {
         **GQA, num_experts=2, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8
     ),
 }
+
+
+def _opt() -> dict:
+    return {**{k: v for k, v in SHAPE.items() if k != "intermediate_size"}, "ffn_dim": 48, "dropout": 0.0}
 
 
 def _falcon() -> dict:

@@ -90,6 +90,22 @@ def test_influence_is_one_minus_the_cosine(family):
     assert (moments["influence"].mean[1:] > 0).all()
 
 
+@pytest.mark.parametrize("family", ["opt", "opt-post-norm"])
+def test_influence_of_attention_is_taken_before_the_mlp(family):
+    source = opened(family)
+    view, stream = source.block(0), start(source, some_ids(4, 16), autocast=None)
+    block, before = view.module, stream.hidden[0]
+    moments = measure(view, stream, {"influence"}, step=False)
+    args, kwargs = stream.calls[4][0]
+    with torch.no_grad():
+        if block.do_layer_norm_before:
+            middle = before + block.self_attn(block.self_attn_layer_norm(before), *args, **kwargs)[0]
+        else:
+            middle = block.self_attn_layer_norm(before + block.self_attn(before, *args, **kwargs)[0])
+    expected = (1 - torch.cosine_similarity(before, middle, dim=-1)).mean()
+    torch.testing.assert_close(moments["influence"].mean[1].float(), expected)
+
+
 def test_samples_are_spread_over_all_tokens(monkeypatch):
     monkeypatch.setattr(runner, "BATCH_TOKENS", 96)
     monkeypatch.setattr(runner, "SAMPLE_ROWS", 40)

@@ -182,7 +182,10 @@ class BlockView:
 
     @property
     def middle(self) -> nn.Module | None:
+        """The module whose input is the residual stream between attention and MLP."""
         path = self.architecture.middle
+        if not getattr(self.config, "do_layer_norm_before", True):  # OPT-350m: the MLP reads the stream itself
+            path = self.architecture.mlp.up
         return self.module.get_submodule(path) if path else None
 
 

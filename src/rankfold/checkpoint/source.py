@@ -164,8 +164,8 @@ class Source:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """What blocks run in: the stored dtype on accelerators, fp32 (under autocast) on CPUs."""
-        return torch.float32 if self.device.type == "cpu" else self.dtype
+        """What blocks run in: the stored dtype on accelerators, fp32 (under autocast) on CPUs, a caller's model as it is."""
+        return self.model.dtype
 
     def whole_model(self) -> nn.Module:
         """The model with every block resident, for generating with it.
