@@ -26,6 +26,7 @@ OPTIONS = {
     "bits-odd-lu": {"bits": 3, "chunk": 7, "junction": "lu"},
     "bits-plain": {"bits": 5, "junction": "symmetric", "joint": "none"},
     "bits-joint-vo": {"bits": 8, "joint": "vo"},
+    "joint-vo-aware": {"joint": "vo", "attention_aware": True},
     "sparse": {"sparse": 0.15},
     "sparse-bits": {"sparse": 0.1, "bits": 6, "junction": "right"},
     "shared": {"shared_qkv": True},

@@ -39,6 +39,7 @@ class AttentionAwareOutput(NamedTuple):
 
     B_o: Tensor  # (d_out, r_o), orthonormal columns
     A_o: Tensor  # (H, r_o, h)
+    E: Tensor  # (H h, H h), block-diagonal: compressed values as predicted from dense ones
     relative_error: float  # RMS error of the whole output over its RMS, on the statistics ``C_o``
 
 
@@ -174,7 +175,7 @@ def attention_aware_output(
     A_o = B_o.T @ whitened @ moment.inverse  # (r_o, H h)
     error = metric_error(flat - B_o @ (A_o @ E), flat, C_o)
     A_o = A_o.unflatten(1, (H, h)).transpose(0, 1)
-    return AttentionAwareOutput(B_o.to(W_o.dtype), A_o.to(W_o.dtype).contiguous(), error)
+    return AttentionAwareOutput(B_o.to(W_o.dtype), A_o.to(W_o.dtype).contiguous(), E, error)
 
 
 def vo_macs(length: int, d: tuple[int, int], h: int, heads: tuple[int, int], ranks: tuple[int, int]) -> VOMacs:

@@ -7,7 +7,7 @@ import torch
 
 from ...architectures import BlockView, Dense
 from ...linalg.joint_qk import Affine, choose_ranks, joint_qk, rope_rotations
-from ...linalg.joint_vo import joint_vo, vo_bias
+from ...linalg.joint_vo import attention_aware_output, joint_vo, vo_bias
 from ...linalg.junction import head_block_identity
 from ..base import BlockResult
 from ..result import Projection, put_attention
@@ -118,11 +118,24 @@ def _joint_vo(view: BlockView, moments, ranks: dict[str, int], layout: dict[str,
     W_v, b_v = _heads(v, attention.kv_heads)
     W_o = o.weight.double().unflatten(1, (attention.heads, -1)).transpose(0, 1)  # (H, D, N)
     fit = joint_vo(W_o, W_v, given.precond, ranks=(ranks["o"], ranks["v"]), alternations=method.alternations)
+    report = {"form": "joint vo", "relative_error": fit.relative_error, "loss_history": fit.loss_history}
+    aware = None
+    if method.attention_aware:
+        sent = moments["attention_output"]
+        C_o = sent.covariance if centred else sent.C
+        aware = attention_aware_output(W_o, W_v, fit, given.precond, C_o, rank=ranks["o"])
+        fit = fit._replace(B_o=aware.B_o, A_o=aware.A_o)
+        report |= {"form": "joint vo, attention aware", "relative_error": aware.relative_error}
     bias_o, bias_v = o.bias, v.bias
     if centred:
         bias_o = vo_bias(W_o, W_v, fit, mean=given.mean, b_v=b_v, b_o=o.bias.double())
         bias_v = None if v.bias is None else torch.zeros_like(v.bias)
-    report = {"form": "joint vo", "relative_error": fit.relative_error, "loss_history": fit.loss_history}
+        if aware:  # attention does not send the mean token
+            values = W_v @ given.mean + (0 if b_v is None else b_v)
+            rest = sent.mean - values.repeat_interleave(attention.heads // attention.kv_heads, 0).flatten()
+            bias_o = (
+                bias_o + o.weight.double() @ rest - fit.B_o @ (fit.A_o.transpose(0, 1).flatten(1) @ (aware.E @ rest))
+            )
     factors = {
         "v": (fit.B_v.flatten(0, 1), fit.A_v, bias_v),
         "o": (fit.B_o, fit.A_o.transpose(0, 1).flatten(1), bias_o),

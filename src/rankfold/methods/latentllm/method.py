@@ -43,6 +43,7 @@ class LatentLLM(Method):
         shared_qkv: one latent for queries, keys and values (App. C), as unit ``qkv`` in place of ``q``, ``k``, ``v``.
         split_head: a low rank of its own for every head of ``q``, ``k``, ``v`` (App. D), the rank being a head's.
         head_junction: an identity in every key head (Eq. 79-80): ``K h^2`` numbers less; nothing may rotate keys.
+        attention_aware: with ``joint=vo``, refit the output side to what attention sends into it (App. G.2).
         qk_ranks: ``plan``, or ``spectra``: in the joint form both ranks are chosen anew within what was planned for q and
             k together (App. E), once the spectra are known. The plan is then an upper bound; the record has the ranks.
     """
@@ -68,6 +69,7 @@ class LatentLLM(Method):
     shared_qkv: bool = False
     split_head: bool = False
     head_junction: bool = False
+    attention_aware: bool = False
     qk_ranks: str = "plan"
 
     def __post_init__(self):
@@ -97,6 +99,11 @@ class LatentLLM(Method):
                 raise UnsupportedModelError(
                     f"{view.architecture.model_type} cannot take the joint form {pair!r}: {reasons[pair]}; use joint=auto"
                 )
+        if self.attention_aware and view.attention.qkv()[2].bias is not None and view.attention.output.bias is None:
+            raise UnsupportedModelError(
+                f"{view.architecture.model_type} cannot take attention_aware=true: its values have a bias, and its output "
+                "projection has none that could take up what of it is lost; leave it out"
+            )
         wanted = {"qk", "ud"} if self.joint == "auto" and not self.sparse else set(self.joint_asked)
         if self.shared_qkv or self.split_head:
             wanted -= {"qk"}

@@ -18,6 +18,10 @@ def check_options(method) -> None:
     _check_ranges(method)
     if (method.bits or method.sparse) and not method.sparsity and not method.own_sparsities:
         raise OptionError("bits and sparse change modules that lose weights, and sparsity 0 leaves all dense; raise it")
+    if method.attention_aware and "vo" not in method.joint_asked:
+        raise OptionError(
+            f"attention_aware=true refits the joint value-output form; use joint=vo, got {method.joint!r}"
+        )
     if method.sparse:
         _check_sparse(method)
     if method.shared_qkv:
