@@ -92,7 +92,7 @@ def test_autocast_is_close_and_the_weights_stay(model):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 100), st.integers(1, 30), st.one_of(st.none(), st.integers(1, 10)))
+@given(st.integers(1, 100), st.integers(2, 30), st.one_of(st.none(), st.integers(1, 10)))
 def test_windows_are_the_text_in_order_without_its_rest(n, length, limit):
     stream = torch.arange(n)
     if n < length:
@@ -137,3 +137,8 @@ def test_a_perplexity_beyond_floating_point_is_an_error_with_a_name(model):
     broken.lm_head.weight.data *= 1e4
     with pytest.raises(NumericsError, match="loss"):
         perplexity(broken, windows_of(ids(64), 16))
+
+
+def test_a_window_of_one_token_predicts_nothing():
+    with pytest.raises(DataError, match="a window of 1 tokens predicts none"):
+        windows_of(torch.arange(9), 1)

@@ -1,13 +1,10 @@
 """`rankfold evaluate`"""
 
-import logging
 from typing import Annotated
 
 import typer
 
 from . import common as c
-
-log = logging.getLogger(__name__)
 
 
 def command(

@@ -31,13 +31,15 @@ def continue_text(
     if inputs.input_ids.shape[1] == 0:
         raise DataError("the prompt is empty; give some text to continue")
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    torch.manual_seed(seed)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    ids = model.generate(
-        input_ids=inputs.input_ids,
-        attention_mask=inputs.attention_mask,
-        max_new_tokens=max_new_tokens,
-        pad_token_id=pad,
-        **sampling,
-    )
+    devices = [] if model.device.type == "cpu" else [model.device]
+    with torch.random.fork_rng(devices, device_type=model.device.type):  # the caller's random state is not ours
+        torch.manual_seed(seed)
+        ids = model.generate(
+            input_ids=inputs.input_ids,
+            attention_mask=inputs.attention_mask,
+            max_new_tokens=max_new_tokens,
+            pad_token_id=pad,
+            **sampling,
+        )
     return tokenizer.decode(ids[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)

@@ -26,8 +26,10 @@ def windows_of(ids: Tensor, length: int, limit: int | None = None) -> Tensor:
     """``(W, T)`` non-overlapping windows of a token stream, the incomplete last one dropped.
 
     Raises:
-        DataError: the text has less than one window.
+        DataError: windows too short to predict a token, or the text has less than one.
     """
+    if length < 2:
+        raise DataError(f"a window of {length} tokens predicts none; --length must be at least 2")
     if ids.numel() < length:
         raise DataError(f"the text has {ids.numel()} tokens, less than one window of {length}; use a smaller --length")
     return ids[: ids.numel() // length * length].view(-1, length)[:limit]
