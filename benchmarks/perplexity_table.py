@@ -9,16 +9,13 @@ calibrates and the second half evaluates. Logits in bf16 autocast where the proc
         --json benchmarks/results/perplexity_opt-6m.json
 """
 
-import gc
 import time
 from dataclasses import dataclass, field
 
 import common
-from rankfold import Tokens, compress, make_method, perplexity
-from rankfold.errors import NumericsError
+from rankfold import Tokens, compress, make_method
 from rankfold.evaluation.perplexity import DEFINITION
 
-EVERY, FIRST = 9, 32  # evaluation windows of the test text
 DEFINITIONS = {
     "perplexity": f"{DEFINITION}; with form `plain` the file is one string instead of rows",
     "nll": "nats per predicted token",
@@ -67,15 +64,8 @@ OPT = tuple(
 
 def main() -> None:
     parser = common.arguments(__doc__, "perplexity_smollm2")
-    common.add_model(parser)
-    common.add_data(parser)
+    common.add_protocol(parser)
     parser.add_argument("--text", help="one text in the data's text/ folder, half for each; default: WikiText-2")
-    parser.add_argument(
-        "--form", choices=("rows", "plain"), default="plain", help="WikiText-2 as rows, or as one string"
-    )
-    parser.add_argument("--samples", type=int, default=32)
-    parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="settings, or `dense`; default: all")
     parser.add_argument("--sparsity", type=float, nargs="+", help="only these; default: all")
     args = parser.parse_args()
@@ -102,9 +92,9 @@ def main() -> None:
 
 
 def wikitext2(source, args):
-    paths = [common.data_file(args.data, f"text/wikitext2-{split}.tokens") for split in ("valid", "test")]
-    tokens = common.calibration(source, paths[0], args, args.form)
-    return tokens, common.windows(source, paths[1], args.length, args.form)[::EVERY][:FIRST], paths
+    valid = common.data_file(args.data, "text/wikitext2-valid.tokens")
+    windows, test = common.wikitext2_windows(source, args)
+    return common.calibration(source, valid, args, args.form), windows, [valid, test]
 
 
 def halves(source, args):
@@ -129,19 +119,8 @@ def run(record, name: str, setting: Setting, sparsity: float, source, tokens: To
 
 
 def add(record, name: str, model, source, windows, **facts) -> None:
-    """Evaluate and keep the row; a loss beyond floating point is a result too."""
-    facts["parameters"] = sum(p.numel() for p in model.parameters())
-    begin = time.perf_counter()
-    try:
-        result = perplexity(model, windows, autocast=source.autocast)
-        facts |= {"perplexity": result["perplexity"], "nll": result["nll"]}
-    except NumericsError as error:
-        facts |= {"perplexity": None, "nll": None, "error": str(error)}
-    record.add(name, **facts, evaluate_seconds=time.perf_counter() - begin)
-    shown = facts.get("error") or f"perplexity {facts['perplexity']:.2f}"
-    common.say(f"{name}: {shown}")
-    del model
-    gc.collect()
+    parameters = sum(p.numel() for p in model.parameters())
+    common.add_perplexity(record, name, model, source, windows, parameters=parameters, **facts)
 
 
 if __name__ == "__main__":
