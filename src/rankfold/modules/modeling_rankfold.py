@@ -440,10 +440,9 @@ class CompressedAttention(nn.Module):
         cos = torch.cat([cos, cos.new_ones(still)], -1)[:, :, index].transpose(1, 2)  # (B, K, T, P)
         sin = torch.cat([sin, sin.new_zeros(still)], -1)[:, :, index].transpose(1, 2)
         half = self.qk_dim // 2
-        key = _turn(key, cos, sin, half)
-        if self.num_key_value_groups > 1:
-            cos, sin = (t.repeat_interleave(self.num_key_value_groups, dim=1) for t in (cos, sin))
-        return _turn(query, cos, sin, half), key
+        groups = query.unflatten(1, (self.kv_heads, -1))  # the queries of a group turn as their key
+        query = _turn(groups, cos[:, :, None], sin[:, :, None], half).flatten(1, 2)
+        return query, _turn(key, cos, sin, half)
 
     def _attend(self, query, key, value, mask, kwargs):
         """(B, T, H, V) by the attention implementation the model was loaded with."""
