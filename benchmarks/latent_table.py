@@ -144,18 +144,20 @@ def section(record: dict) -> list[str]:
         lines.append(f"- {use}: {text['samples']} x {text['length']} tokens of `{text['source']}`")
     lines += [f"- dense: {number(dense)}", ""] if dense else [""]
     lines += ["| | " + " | ".join(f"{s:.0%}" for s in sparsities) + " |", "|---" * (len(sparsities) + 1) + "|"]
-    for name in METHODS:
+    measured = [name for name in METHODS if any(setting == name for setting, _ in value)]
+    for name in measured:
         cells = [number(value[name, s]) if (name, s) in value else "" for s in sparsities]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     lines += ["", "The paper's orders, worse first, in these numbers (ratios of perplexities):", ""]
     for worse, better in pairwise(ORDER):
         lines += [verdict(a, b, value, sparsities) for a in worse for b in better]
-    lines += [
-        "",
-        "Values and outputs together instead of apart (Remark 11 finds no gain; hence `joint=auto` leaves them apart):",
-        "",
-    ]
-    lines += [verdict(name, "rootcov + block identity", value, sparsities) for name in VO]
+    if set(VO) <= set(measured):
+        lines += [
+            "",
+            "Values and outputs together, against apart (Remark 11: no gain; `joint=auto` leaves them apart):",
+            "",
+        ]
+        lines += [verdict(name, "rootcov + block identity", value, sparsities) for name in VO]
     return [*lines, ""]
 
 
