@@ -21,7 +21,8 @@ DEFINITIONS = {
     "nll": "nats per predicted token",
     "sparsity": "asked for: fraction of the linear weights of the blocks, or of one module's where options say so",
     "removed": "reached: weights removed over linear weights of the blocks",
-    "parameters": "of the compressed model, biases included, a tied matrix once",
+    "parameters": "of the compressed model, biases included, a tied matrix once; codes of quantised factors not",
+    "bytes": "of its weights on disk: codes, scales and indices included",
     "compress_seconds": "from an open model to the compressed model in memory, calibration included",
 }
 
@@ -55,10 +56,28 @@ LLAMA = (
     Setting("modegpt", (0.1, 0.2, 0.4, 0.5)),
     Setting("modegpt gqa=paper", (0.1, 0.2, 0.4, 0.5), options={"gqa": "paper"}),
 )
-OPT = tuple(
-    Setting(f"modegpt qk={qk} bias_refit={str(refit).lower()}", ALL, options={"qk": qk, "bias_refit": refit})
-    for qk in ("svd", "cr")
-    for refit in (True, False)
+OPT = (
+    *(
+        Setting(f"modegpt qk={qk} bias_refit={str(refit).lower()}", ALL, options={"qk": qk, "bias_refit": refit})
+        for qk in ("svd", "cr")
+        for refit in (True, False)
+    ),
+    Setting("rootcov + block identity", (0.3,), method="rootcov"),
+    *(
+        Setting(" ".join(["latentllm", *(f"{k}={v}".lower() for k, v in form.items())]), (0.3,), "latentllm", form)
+        for form in (
+            {},
+            {"qk_ranks": "spectra"},
+            {"head_junction": True},
+            {"joint": "vo", "attention_aware": True},
+            {"shared_qkv": True},
+            {"split_head": True, "junction": "block_identity_left"},
+            {"sparse": 0.1},
+            {"bits": 8},
+            {"bits": 4},
+            {"sparse": 0.1, "bits": 8},
+        )
+    ),
 )
 
 
@@ -114,7 +133,7 @@ def run(record, name: str, setting: Setting, sparsity: float, source, tokens: To
     seconds = time.perf_counter() - begin
     facts = {"setting": setting.name, "method": method.describe(), "mode": setting.mode, "compress_seconds": seconds}
     counts = model.config.quantization_config.fields["counts"]
-    facts["removed"] = counts["sparsity"]
+    facts |= {"removed": counts["sparsity"], "bytes": counts["bytes"]}
     add(record, name, model, source, windows, sparsity=sparsity, **facts)
 
 

@@ -291,8 +291,9 @@ def _locate(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     patterns = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt", "*.jinja"]
+    copies = ["consolidated*", "original/*"]  # the same weights in the maker's own format
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=copies))
     except Exception as error:  # httpx, requests and hub errors share no base; all mean "not to be had"
         raise CheckpointError(
             f"cannot get {name!r} from the hub ({_first_line(error)}); check the name and the connection, or download it "
