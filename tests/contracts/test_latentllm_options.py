@@ -19,7 +19,7 @@ from rankfold.methods.latentllm.layout import dense_projections, slots
 from rankfold.modules import CompressedAttention, QuantizedTensor, build
 from rankfold.replacing import replace
 
-FAMILIES = ["llama", "opt", "gpt2", "qwen3", "falcon-gqa"]
+FAMILIES = ["llama", "qwen2", "qwen3", "gemma3", "opt", "gpt2", "phi", "gpt_neox", "falcon-gqa"]
 FREE = ["opt", "gpt2", "bloom", "falcon-alibi"]  # nothing sits between keys and scores
 OPTIONS = {
     "bits": {"bits": 4, "chunk": 16},
@@ -41,7 +41,8 @@ OPTIONS_FREE = {
     "head-plain-local": {"head_junction": True, "junction": "symmetric", "joint": "none", "bits": 2},
     "head-dense-queries": {"head_junction": True, "modules": {"q": 0.0, "k": 0.3}},
 }
-MATRIX = [(f, o) for f in FAMILIES for o in OPTIONS] + [(f, o) for f in FREE for o in OPTIONS_FREE]
+REFUSED = ("qwen2", "joint-vo-aware")  # its output projection has no bias; see `test_what_cannot_be_done_is_said`
+MATRIX = [(f, o) for f in FAMILIES for o in OPTIONS if (f, o) != REFUSED] + [(f, o) for f in FREE for o in OPTIONS_FREE]
 
 
 def compressed(family: str, **options):

@@ -84,6 +84,14 @@ def _bf16_products():
         backend.fp32_precision = before
 
 
+@contextlib.contextmanager
+def _exact_products(x: Tensor, exact_in_bf16: bool):
+    """Hooks run inside the model's autocast, which would round their products to bf16."""
+    products = _bf16_products() if exact_in_bf16 and x.device.type == "cpu" else contextlib.nullcontext()
+    with torch.autocast(x.device.type, enabled=False), products:
+        yield
+
+
 def gram(x: Tensor, out: Tensor, *, exact_in_bf16: bool = False) -> None:
     """Add ``x^T x`` to the upper tiles of ``out``.
 
@@ -93,9 +101,7 @@ def gram(x: Tensor, out: Tensor, *, exact_in_bf16: bool = False) -> None:
         exact_in_bf16: every entry of ``x`` is a bf16 number.
     """
     tiles = [t for t in torch.arange(x.shape[1]).tensor_split(SYMMETRIC_TILES) if len(t)]
-    products = _bf16_products() if exact_in_bf16 and x.device.type == "cpu" else contextlib.nullcontext()
-    # Hooks run inside the model's autocast, which would round these products to bf16.
-    with torch.autocast(x.device.type, enabled=False), products:
+    with _exact_products(x, exact_in_bf16):
         for tile in tiles:
             a, b = int(tile[0]), int(tile[-1]) + 1
             out[a:b, a:].add_((x[:, a:b].T @ x[:, a:]).to(out.device))
@@ -174,10 +180,10 @@ class HeadMoment:
         return Moment(self.count, self.total, None, self.second)
 
 
-def head_grams(x: Tensor) -> Tensor:
-    """``(B, H, N, N)`` Gram of every sequence and head of ``x`` ``(B, T, H, N)``, fp32."""
-    x = x.detach().permute(0, 2, 1, 3)
-    with torch.autocast(x.device.type, enabled=False):
+def head_grams(x: Tensor, *, exact_in_bf16: bool = False) -> Tensor:
+    """``(B, H, N, N)`` Gram of every sequence and head of ``x`` ``(B, T, H, N)``, fp32; see :func:`gram`."""
+    x = x.detach().permute(0, 2, 1, 3).contiguous()
+    with _exact_products(x, exact_in_bf16):
         return x.transpose(-1, -2) @ x
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..architectures import BlockView
 from ..errors import NumericsError
+from ..linalg.psd import all_finite
 from .moments import BlockMoments, HeadMoment, Moment, Samples, VectorMoment, accumulator, check_finite, head_grams
 
 __all__ = ["STATISTICS", "Stream", "advance", "logits", "measure", "start"]
@@ -166,7 +167,7 @@ def _forward(view, stream, module, probes=None) -> Iterator[tuple[int, dict, Ten
         with stream.context():
             output = module(hidden, *args, **kwargs)
         output = output[0] if isinstance(output, tuple) else output
-        if not torch.isfinite(output).all():
+        if not all_finite(output):
             raise NumericsError(f"the output of {view.path} has NaN or infinite entries; try --dtype float32")
         yield i, kwargs, output.to(hidden.dtype)
 
@@ -233,8 +234,8 @@ class _Probes:
         query, key, value = self.attention.split_states(self.projected)  # (B, T, H or K, N)
         self.projected = []
         if "value" in self.statistics:
-            value = value.float()
-            self._head("value").add(value, head_grams(value))
+            exact, value = value.dtype is torch.bfloat16, value.float()
+            self._head("value").add(value, head_grams(value, exact_in_bf16=exact))
         if self.statistics & {"query", "key", "query_key"}:
             query, key = self._rotated(query, key, kwargs)
             q_grams, k_grams = head_grams(query), head_grams(key)
@@ -259,8 +260,11 @@ class _Probes:
         cos, sin = (t[..., None, :half] for t in kwargs["position_embeddings"])  # (B, T, 1, half)
 
         def turn(x):
-            a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-            return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
+            a, b, turned = x[..., :half], x[..., half : 2 * half], torch.empty_like(x)
+            turned[..., 2 * half :] = x[..., 2 * half :]
+            torch.mul(a, cos, out=turned[..., :half]).addcmul_(b, sin, value=-1)
+            torch.mul(b, cos, out=turned[..., half : 2 * half]).addcmul_(a, sin)
+            return turned
 
         return turn(query), turn(key)
 

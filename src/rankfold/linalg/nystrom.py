@@ -172,7 +172,7 @@ def _bounds(
     return NystromBounds(theorem, proposition, epsilon)
 
 
-def _spectral_norm(A: Tensor, steps: int = 100) -> float:
+def _spectral_norm(A: Tensor, steps: int = 30) -> float:
     """Upper bound, nearly always, on the largest eigenvalue of a PSD matrix: power iteration from a random vector, over
     its expected relative error 0.871 ln N / (steps - 1) (Kuczynski and Wozniakowski 1992), which needs no gap."""
     x = torch.randn(len(A), generator=torch.Generator().manual_seed(0), dtype=A.dtype).to(A.device)
