@@ -19,7 +19,6 @@ from .calibration.runner import STATISTICS, advance, measure, start
 from .calibration.store import MomentStore
 from .calibration.tokens import Tokens, check_vocabulary
 from .checkpoint.load import assemble
-from .checkpoint.probe import Probe
 from .checkpoint.run import Run, compressed_config
 from .checkpoint.source import Source
 from .errors import NumericsError, OptionError
@@ -33,6 +32,7 @@ from .report.card import model_card, reproduce_command
 from .report.identity import dtype_name, moments_identity, published_counts, run_identity
 from .report.plan import Plan
 from .report.record import run_record
+from .verifying import Probe
 from .version import __version__
 
 __all__ = ["calibrate", "compress", "needed", "plan"]
@@ -148,7 +148,7 @@ def compress(
     card = model_card(the_plan, __version__, run.output.name, calibration, command)
     reports = {str(index): block.reports for index, block in enumerate(blocks)}
     record = run_record(source, description, command, the_plan, reports, seconds)
-    return run.finish(source, config, card, record, probe)
+    return run.finish(source, config, card, record, probe.check)
 
 
 def _check(tokens, moments, mode: str, output) -> str:

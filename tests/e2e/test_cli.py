@@ -1,5 +1,6 @@
 """The commands as a user runs them, in this process (the interpreter start is the slow part)."""
 
+import fnmatch
 import json
 import shutil
 import sys
@@ -226,8 +227,9 @@ def test_a_hub_id_is_downloaded_without_pickles(run, monkeypatch, place):
 
     asked = {}
 
-    def fake(name, allow_patterns):
+    def fake(name, allow_patterns, ignore_patterns):
         asked.update(name=name, patterns=allow_patterns)
+        assert any(fnmatch.fnmatch("consolidated.safetensors", p) for p in ignore_patterns)  # the weights once more
         return str(place / "model")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)

@@ -7,6 +7,7 @@ and what was measured there. Only when all is written and checked is the folder 
 import contextlib
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -19,7 +20,6 @@ from ..files import check_output, read_json, sync_folder, write_json, write_tens
 from ..methods import BlockResult
 from ..modules import CODE_FILE, FORMAT
 from .load import empty_model
-from .probe import Probe
 
 __all__ = ["Run", "compressed_config"]
 
@@ -106,14 +106,17 @@ class Run:
         state = {name.removeprefix(prefix + "."): tensor for name, tensor in state.items()}
         return BlockResult(facts["modules"], state, facts["reports"])
 
-    def finish(self, source, config, card: str, record: dict, probe: Probe) -> Path:
-        """Write what is not in the blocks, check the whole against the config and the probe, and rename the folder to the
-        output."""
+    def finish(self, source, config, card: str, record: dict, check: Callable) -> Path:
+        """Write what is not in the blocks, check the whole, and rename the folder to the output.
+
+        Args:
+            check: called with the folder and the config once names and shapes are right; raises where they compute otherwise.
+        """
         outer = {name: stored(tensor, source.dtype) for name, tensor in source.outer_state().items()}
         write_tensors(self._shard(self.blocks), outer, {"format": "pt"})
         self._write_index()
         self._verify(config)
-        probe.check(self.folder, config)
+        check(self.folder, config)
         try:
             config.save_pretrained(self.folder)
             if source.model.generation_config is not None:

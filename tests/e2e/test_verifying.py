@@ -6,9 +6,9 @@ import torch
 import rankfold
 from families import CONFIGS, some_ids, tiny_model, tokens
 from rankfold import LatentLLM, MoDeGPT
-from rankfold.checkpoint.probe import Probe
 from rankfold.checkpoint.run import Run
 from rankfold.errors import CheckpointError
+from rankfold.verifying import Probe
 
 
 @pytest.mark.parametrize("family", sorted(CONFIGS))

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import torch
 
-from ..calibration.runner import advance, logits, start
-from ..errors import CheckpointError
-from .load import empty_model
-from .source import Source, Weights, fill_outer
+from .calibration.runner import advance, logits, start
+from .checkpoint.load import empty_model
+from .checkpoint.source import Source, Weights, fill_outer
+from .errors import CheckpointError
 
 __all__ = ["Probe"]
 
