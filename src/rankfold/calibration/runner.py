@@ -54,7 +54,11 @@ class Stream:
 
 
 class _Stop(Exception):
-    """Leaves the model's forward before the final norm and the head."""
+    """Leaves a forward whose rest is not needed: the model's before norm and head, a block's before its last product."""
+
+
+def _stop(*_):
+    raise _Stop
 
 
 class _Recorder(nn.Module):
@@ -150,9 +154,9 @@ def measure(view: BlockView, stream: Stream, statistics: set[str], *, step: bool
     Raises:
         NumericsError: an activation is NaN or infinite.
     """
-    probes = _Probes(view, statistics, sum(h.shape[0] * h.shape[1] for h in stream.hidden))
+    probes = _Probes(view, statistics, sum(h.shape[0] * h.shape[1] for h in stream.hidden), stop=not step)
     with probes.attached():
-        for i, kwargs, output in _forward(view, stream, view.module, probes):
+        for i, kwargs, output in _forward(view, stream, view.module):
             probes.after(stream.hidden[i], kwargs, output)
             if step:
                 stream.hidden[i] = output
@@ -161,11 +165,16 @@ def measure(view: BlockView, stream: Stream, statistics: set[str], *, step: bool
     return moments
 
 
-def _forward(view, stream, module, probes=None) -> Iterator[tuple[int, dict, Tensor]]:
+def _forward(view, stream, module) -> Iterator[tuple[int, dict, Tensor | None]]:
+    """Batch, its keyword arguments and the output, which is ``None`` where a probe stopped the block early."""
     for i, hidden in enumerate(stream.hidden):
         args, kwargs = stream.calls[len(hidden)][view.index]
         with stream.context():
-            output = module(hidden, *args, **kwargs)
+            try:
+                output = module(hidden, *args, **kwargs)
+            except _Stop:
+                yield i, kwargs, None
+                continue
         output = output[0] if isinstance(output, tuple) else output
         if not all_finite(output):
             raise NumericsError(f"the output of {view.path} has NaN or infinite entries; try --dtype float32")
@@ -175,8 +184,9 @@ def _forward(view, stream, module, probes=None) -> Iterator[tuple[int, dict, Ten
 class _Probes:
     """Hooks on one block that add what they see to the wanted moments."""
 
-    def __init__(self, view: BlockView, statistics: set[str], tokens: int):
+    def __init__(self, view: BlockView, statistics: set[str], tokens: int, *, stop: bool):
         self.view, self.statistics, self.tokens = view, statistics, tokens
+        self.stop = stop and "influence" not in statistics  # nothing is measured behind the input of down
         self.attention = view.attention
         self.moments: dict[str, VectorMoment | HeadMoment | Samples] = {}
         self.projected: list[Tensor] = []  # outputs of the q/k/v projections of the current batch
@@ -199,6 +209,8 @@ class _Probes:
             inputs(view.module.get_submodule(mlp.spec.up), "mlp_input")
             inputs(view.module.get_submodule(mlp.spec.up), "mlp_samples")
             inputs(view.module.get_submodule(mlp.spec.down), "mlp_hidden")
+            if self.stop:
+                handles.append(view.module.get_submodule(mlp.spec.down).register_forward_pre_hook(_stop))
         if self.statistics & {"query", "key", "query_key", "value"}:
             for module in self.attention.qkv_modules:
                 handles.append(module.register_forward_hook(lambda _, __, out: self.projected.append(out)))
