@@ -89,10 +89,10 @@ class _Recorder(nn.Module):
 @contextlib.contextmanager
 def _recording(source, stop: bool) -> Iterator[list[_Recorder]]:
     """The source's model with a recorder in place of every block; with ``stop`` its forward ends at the last one."""
-    blocks, (owner, _, name) = source.blocks, source.architecture.blocks.rpartition(".")
+    blocks, (path, _, name) = source.blocks, source.architecture.blocks.rpartition(".")
     last = len(blocks) - 1
     recorders = [_Recorder(b, source.architecture.returns_tuple, stop and i == last) for i, b in enumerate(blocks)]
-    owner = source.model.get_submodule(owner)
+    owner = source.model.get_submodule(path)
     setattr(owner, name, nn.ModuleList(recorders))
     try:
         yield recorders

@@ -23,8 +23,8 @@ def decompose_attention(method, view: BlockView, moments, ranks: dict[str, int],
     dense = {m: d for m, d in dense_projections(method, view).items() if m in ATTENTION}
     joint, refit, inputs = method.joint_forms(view), method.bias_refit, {}
 
-    def given(module: str) -> Input:
-        key = (module == "o", refit and dense[module].bias is not None)
+    def given(module: str, mean_into: str | None = None) -> Input:
+        key = (module == "o", refit and dense[mean_into or module].bias is not None)
         if key not in inputs:
             statistic = "attention_output" if key[0] else "attention_input"
             inputs[key] = prepare(method, moments[statistic], centred=key[1])
@@ -34,7 +34,7 @@ def decompose_attention(method, view: BlockView, moments, ranks: dict[str, int],
     if "qk" in joint and {"q", "k"} <= ranks.keys():
         fits |= _joint_qk(view, given("q"), ranks, layout, dense)
     if "vo" in joint and {"v", "o"} <= ranks.keys():
-        fits |= _joint_vo(view, moments, ranks, layout, dense)
+        fits |= _joint_vo(view, given("v", mean_into="o"), moments, ranks, layout, dense)
     for module in [m for m in ranks if m not in fits]:
         fits[module] = local(layout[module], dense[module], given(module), ranks[module])
     stored: dict[str, Projection] = dict(dense)
@@ -110,11 +110,9 @@ def _head_junction(view: BlockView, layout: dict[str, Slot], dense, fits: dict[s
     return put_together(layout["k"], keys, parts._replace(numbers=numbers, indices=indices), dense["k"].weight.dtype)
 
 
-def _joint_vo(view: BlockView, moments, ranks: dict[str, int], layout: dict[str, Slot], dense) -> dict[str, Fit]:
+def _joint_vo(view: BlockView, given: Input, moments, ranks, layout: dict[str, Slot], dense) -> dict[str, Fit]:
     """App. G: shared latents of values and outputs; biases folded into the output's (G.1) where it has one."""
     attention, v, o, method = view.attention, dense["v"], dense["o"], layout["v"].method
-    centred = method.bias_refit and o.bias is not None
-    given = prepare(method, moments["attention_input"], centred=centred)
     W_v, b_v = _heads(v, attention.kv_heads)
     W_o = o.weight.double().unflatten(1, (attention.heads, -1)).transpose(0, 1)  # (H, D, N)
     fit = joint_vo(W_o, W_v, given.precond, ranks=(ranks["o"], ranks["v"]), alternations=method.alternations)
@@ -122,22 +120,21 @@ def _joint_vo(view: BlockView, moments, ranks: dict[str, int], layout: dict[str,
     aware = None
     if method.attention_aware:
         sent = moments["attention_output"]
-        C_o = sent.covariance if centred else sent.C
+        C_o = sent.covariance if given.centred else sent.C
         aware = attention_aware_output(W_o, W_v, fit, given.precond, C_o, rank=ranks["o"])
         fit = fit._replace(B_o=aware.B_o, A_o=aware.A_o)
         report |= {"form": "joint vo, attention aware", "relative_error": aware.relative_error}
+    A_o = fit.A_o.transpose(0, 1).flatten(1)  # (r_o, H N)
     bias_o, bias_v = o.bias, v.bias
-    if centred:
+    if given.centred:
         bias_o = vo_bias(W_o, W_v, fit, mean=given.mean, b_v=b_v, b_o=o.bias.double())
         bias_v = None if v.bias is None else torch.zeros_like(v.bias)
         if aware:  # attention does not send the mean token
             values = W_v @ given.mean + (0 if b_v is None else b_v)
             rest = sent.mean - values.repeat_interleave(attention.heads // attention.kv_heads, 0).flatten()
-            bias_o = (
-                bias_o + o.weight.double() @ rest - fit.B_o @ (fit.A_o.transpose(0, 1).flatten(1) @ (aware.E @ rest))
-            )
+            bias_o = bias_o + o.weight.double() @ rest - fit.B_o @ (A_o @ (aware.E @ rest))
     factors = {
         "v": (fit.B_v.flatten(0, 1), fit.A_v, bias_v),
-        "o": (fit.B_o, fit.A_o.transpose(0, 1).flatten(1), bias_o),
+        "o": (fit.B_o, A_o, bias_o),
     }
     return {m: Fit(*f, {"rank": ranks[m], "of": layout[m].full} | report) for m, f in factors.items()}
