@@ -17,6 +17,7 @@ from torch import nn
 
 from .calibration.runner import STATISTICS, advance, measure, start
 from .calibration.store import MomentStore
+from .calibration.supply import Measured, Stored
 from .calibration.tokens import Tokens, check_vocabulary
 from .checkpoint.load import assemble
 from .checkpoint.run import Run, compressed_config
@@ -132,10 +133,13 @@ def compress(
         the_plan = build_plan(source, method, ranks, facts, {}, calibration)
         if on_plan:
             on_plan(the_plan)
-        stream = _start(source, tokens) if mode == "sequential" else None
+        if moments is not None:
+            supply = Stored(moments)
+        else:
+            supply = Measured(_start(source, tokens), sequential=mode == "sequential")
         probe = Probe(source) if run else None
         blocks = [
-            _compress_block(source, method, index, of_block(ranks, index), moments, stream, run, probe)
+            _compress_block(source, method, index, of_block(ranks, index), supply, run, probe)
             for index in track(range(len(source)), "compressing")
         ]
     seconds["total"] = time.perf_counter() - begin
@@ -163,9 +167,14 @@ def _check(tokens, moments, mode: str, output) -> str:
 
 
 def _dense_pass(source: Source, method: Method, tokens, moments, mode: str, run: Run | None):
-    """Moments of the dense model in one-pass mode, and influence scores where the allocation wants them."""
-    statistics = needed(source, method) if mode == "one-pass" else needed(source, method) & {"influence"}
-    if moments is None and statistics:
+    """Influence scores, where the allocation wants them, and the moments of the dense model, where they are there already.
+
+    Ranks of an influence allocation are known only behind the last block: its one pass keeps all moments on the way.
+    """
+    if method.allocation == "uniform" and moments is None:
+        return None, None
+    if moments is None:
+        statistics = needed(source, method) if mode == "one-pass" else {"influence"}
         moments = calibrate(source, tokens, run.folder / "moments" if run else None, statistics=statistics)
     scores = _scores(moments, len(source)) if method.allocation != "uniform" else None
     if mode == "sequential":
@@ -174,8 +183,8 @@ def _dense_pass(source: Source, method: Method, tokens, moments, mode: str, run:
     return moments, scores
 
 
-def _compress_block(source, method: Method, index: int, ranks, moments, stream, run: Run | None, probe) -> BlockResult:
-    """Measure, decompose, replace and keep one block, or take it from an earlier run; then move stream and probe on.
+def _compress_block(source, method: Method, index: int, ranks, supply, run: Run | None, probe) -> BlockResult:
+    """Measure, decompose, replace and keep one block, or take it from an earlier run; then move on.
 
     Returns:
         Descriptions by full path, what was measured, and the block's tensors by full name unless they went to disk.
@@ -183,12 +192,11 @@ def _compress_block(source, method: Method, index: int, ranks, moments, stream, 
     view = source.block(index)
     release_memory()
     if run and index in run:
+        supply.skip(view)
         result = run.load_block(index, view.path)
         replace(view, result, source)
     else:
-        measured = (
-            dict(moments[index]) if stream is None else measure(view, stream, _statistics(source, method), step=False)
-        )
+        measured = supply.take(view, _statistics(source, method))
         release_memory()
         result = _decompose(method, view, measured, ranks)
         del measured
@@ -198,9 +206,8 @@ def _compress_block(source, method: Method, index: int, ranks, moments, stream, 
     release_memory()
     if probe:
         probe.follow(view)
-    if stream is not None:
-        advance(view, stream)
-        release_memory()
+    supply.follow(view)
+    release_memory()
     state = {} if run else {f"{view.path}.{name}": tensor for name, tensor in view.module.state_dict().items()}
     return BlockResult({f"{view.path}.{path}": spec for path, spec in result.modules.items()}, state, result.reports)
 

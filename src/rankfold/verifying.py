@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from .calibration.runner import advance, logits, start
-from .checkpoint.load import empty_model
 from .checkpoint.source import Source, Weights, fill_outer
 from .errors import CheckpointError
 
@@ -32,13 +32,16 @@ class Probe:
         """Go through a block."""
         advance(view, self.stream)
 
-    def check(self, folder: Path, config) -> None:
+    def check(self, folder: Path, model: nn.Module) -> None:
         """Run the checkpoint in ``folder`` on the same window; one block is resident.
+
+        Args:
+            model: empty, as the checkpoint's config describes it.
 
         Raises:
             CheckpointError: the logits differ.
         """
-        written = self._reopen(folder, config)
+        written = self._reopen(folder, model)
         stream = start(written, self.ids, autocast=None)
         for index in range(len(written)):
             advance(written.block(index), stream)
@@ -50,9 +53,7 @@ class Probe:
                 "their norm); this is a bug, please report it"
             )
 
-    def _reopen(self, folder: Path, config) -> Source:
-        source = self.source
-        model = empty_model(config, source.model.config._attn_implementation, source.compute_dtype)
-        weights = Weights(folder)
+    def _reopen(self, folder: Path, model: nn.Module) -> Source:
+        source, weights = self.source, Weights(folder)
         fill_outer(model, weights, source.dtype, source.device)
         return Source(model, folder.name, source.device, source.dtype, weights)

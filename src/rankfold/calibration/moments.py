@@ -64,6 +64,12 @@ class Moment:
         )
 
 
+    def rounded(self) -> "Moment":
+        """The moment as it is saved, in fp32: what is computed from saved moments is computed from these."""
+        parts = (self.total, self.absolute, self.second, self.rows)
+        return Moment(float(self.count), *(None if part is None else part.float() for part in parts))
+
+
 BlockMoments = dict[str, Moment]  # statistic -> moment; the names are in `runner.STATISTICS`
 
 

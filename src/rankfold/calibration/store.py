@@ -86,21 +86,15 @@ class MomentStore:
         return self._path(index).exists() if self.folder else index in self._blocks
 
     def __setitem__(self, index: int, moments: BlockMoments) -> None:
+        moments = {name: moment.rounded() for name, moment in moments.items()}
         if self.folder is None:
-            self._blocks[index] = {
-                name: Moment(
-                    float(m.count), *(None if t is None else t.float() for t in (getattr(m, p) for p in PARTS))
-                )
-                for name, m in moments.items()
-            }
+            self._blocks[index] = moments
             return
         tensors, counts = {}, {}
         for name, moment in moments.items():
-            counts[f"{name}.count"] = repr(float(moment.count))
-            for part in PARTS:
-                tensor = getattr(moment, part)
-                if tensor is not None:
-                    tensors[f"{name}.{part}"] = tensor.float()
+            counts[f"{name}.count"] = repr(moment.count)
+            parts = {f"{name}.{part}": getattr(moment, part) for part in PARTS}
+            tensors |= {key: tensor for key, tensor in parts.items() if tensor is not None}
         write_tensors(self._path(index), tensors, counts)
 
     def __getitem__(self, index: int) -> BlockMoments:

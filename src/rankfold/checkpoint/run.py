@@ -110,13 +110,15 @@ class Run:
         """Write what is not in the blocks, check the whole, and rename the folder to the output.
 
         Args:
-            check: called with the folder and the config once names and shapes are right; raises where they compute otherwise.
+            check: called with the folder and the empty model its config describes once names and shapes are right; raises
+                where they compute otherwise.
         """
         outer = {name: stored(tensor, source.dtype) for name, tensor in source.outer_state().items()}
         write_tensors(self._shard(self.blocks), outer, {"format": "pt"})
         self._write_index()
-        self._verify(config)
-        check(self.folder, config)
+        model = empty_model(config, source.model.config._attn_implementation, source.compute_dtype)
+        self._verify(model)
+        check(self.folder, model)
         try:
             config.save_pretrained(self.folder)
             if source.model.generation_config is not None:
@@ -148,9 +150,8 @@ class Run:
             {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))},
         )
 
-    def _verify(self, config) -> None:
+    def _verify(self, model: nn.Module) -> None:
         """Compare names and shapes on disk with the model that the config describes."""
-        model = empty_model(config)
         tied = set(getattr(model, "all_tied_weights_keys", None) or {})
         wanted = {name: tuple(t.shape) for name, t in model.state_dict().items() if name not in tied}
         found = {}

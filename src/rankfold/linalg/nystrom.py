@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .psd import check_moment
+from .psd import check_moment, spd_inverse
 
 __all__ = ["Nystrom", "NystromBounds", "nystrom", "ridge_leverage_scores"]
 
@@ -48,23 +48,22 @@ def _damp(C: Tensor, ridge: float, overwrite: bool = False) -> tuple[Tensor, Ten
         raise ValueError(f"ridge * mean(diag(C)) must be positive, got {lam:.1e}; the units never fire, or ridge is 0")
     matrix, clamped = C if overwrite else C.clone(), False
     matrix.diagonal().add_(lam)
-    L, info = torch.linalg.cholesky_ex(matrix)
-    inverse = None if info.item() else torch.cholesky_inverse(L, out=L)
+    inverse = spd_inverse(matrix)
     if inverse is None or (lam * inverse.diagonal() > 1 + 1e-6).any():  # a score below zero: C is indefinite
         clamped = True
         eigenvalues, U = torch.linalg.eigh(matrix)
         matrix = (U * eigenvalues.clamp_min(lam)) @ U.T
-        inverse = torch.cholesky_inverse(_cholesky(matrix, "C + lam I"))
+        inverse = _inverse(matrix, "C + lam I")
     return matrix, inverse, lam, clamped
 
 
-def _cholesky(A: Tensor, what: str) -> Tensor:
-    L, info = torch.linalg.cholesky_ex(A)
-    if info.item():
+def _inverse(A: Tensor, what: str) -> Tensor:
+    inverse = spd_inverse(A)
+    if inverse is None:
         raise torch.linalg.LinAlgError(
             f"{what} {tuple(A.shape)} is not positive definite; raise the ridge or use more calibration tokens"
         )
-    return L
+    return inverse
 
 
 @torch.no_grad()
@@ -132,21 +131,23 @@ def nystrom(W_down: Tensor, C: Tensor, *, rank: int, ridge: float = 1e-4, overwr
     keep = scores.topk(rank).indices.sort().values
     dropped = torch.ones(F, dtype=torch.bool, device=C.device)
     dropped[keep] = False
-    # The residual of the fit is zero outside the dropped block, and there it is the Schur complement of the kept units,
-    # whose inverse is the dropped block of the inverse.
-    schur = torch.cholesky_inverse(_cholesky(inverse[dropped][:, dropped], "Schur complement of the kept units"))
+    # The inverse P of C + lam I holds the fit: the residual is zero outside the dropped block, where it is the Schur
+    # complement of the kept units, P_dd^-1, and C_dk (C_kk + lam I)^-1 = -P_dd^-1 P_dk.
+    P_dropped = inverse[dropped]
     inverse_norm = _spectral_norm(inverse)
-    del inverse  # memory peaks here: no two moments beside the solve
+    del inverse  # memory peaks here: no two moments beside the fit
+    schur = _inverse(P_dropped[:, dropped], "inverse of the Schur complement of the kept units")
 
     W = W_down.to(C)  # decompose in the precision of the statistics, never in bf16
-    WC = W @ C
-    total = torch.einsum("df,df->", WC, W) - lam * W.square().sum()
-    # The minimiser under C + lam I: kept weights stay as they are, and only what stands in for dropped units is damped.
-    WC = WC[:, keep]
-    W_kept = torch.cholesky_solve(WC.T, _cholesky(C[keep[:, None], keep], "C_kk + lam I")).T
     W_dropped = W[:, dropped]
+    residual = W_dropped @ schur
+    W_kept = W[:, keep] - residual @ P_dropped[:, keep]
+    # Everything is optimal, hence orthogonal, under C + lam I; what the damping adds is taken off again. It acts on what
+    # stands in for dropped units only: kept weights are not shrunk.
+    error = (residual * W_dropped).sum()
+    total = error + ((W_kept @ C[keep[:, None], keep]) * W_kept).sum() - lam * W.square().sum()
     change = (W[:, keep] - W_kept).square().sum() + W_dropped.square().sum()
-    error = (((W_dropped @ schur) * W_dropped).sum() - lam * change).clamp_min(0)
+    error = (error - lam * change).clamp_min(0)
     relative = (error / total).sqrt().item() if total > 0 else 0.0
     bounds = _bounds(W, W_dropped, schur, inverse_norm, scores[dropped].sum().item(), lam)
     return Nystrom(keep, W_kept.to(W_down.dtype), error.item(), relative, bounds, clamped)

@@ -121,8 +121,11 @@ def compress_vo(method, attention: AttentionView, moments, v: Dense, o: Dense, r
     A = moment.covariance if refit else moment.C  # (K, N, N)
     W_o = o.weight.unflatten(1, (K, -1, attention.head_dim)).to(A)  # (D, K, G, N)
     B = torch.einsum("dkgn,dkgm->knm", W_o, W_o)
-    metric = B if method.gqa == "joint" or attention.heads == K else torch.eye(attention.head_dim).to(A).expand_as(B)
-    fits = [paired_svd(a, b, rank=rank) for a, b in zip(A, metric, strict=True)]
+    best = [paired_svd(a, b, rank=rank) for a, b in zip(A, B, strict=True)]
+    if method.gqa == "joint" or attention.heads == K:
+        fits = best
+    else:
+        fits = [paired_svd(a, torch.eye(len(a)).to(a), rank=rank) for a in A]
     down, up = torch.stack([f.down for f in fits]), torch.stack([f.up for f in fits])  # (K, R, N), (K, N, R)
     new_o = torch.einsum("dkgn,knr->dkgr", W_o, up).flatten(1).to(o.weight.dtype)
     bias, new_v = o.bias, map_heads(v, down)
@@ -131,7 +134,7 @@ def compress_vo(method, attention: AttentionView, moments, v: Dense, o: Dense, r
         gone = mean - (up @ (down @ (mean - _bias_of(v, K, mean)).unsqueeze(-1))).squeeze(-1)
         bias = (o.bias.double() + torch.einsum("dkgn,kn->d", W_o, gone)).to(o.bias.dtype)
         new_v = Dense(new_v.weight, None)
-    report = {"rank": rank, "of": attention.head_dim, **_vo_error(A, B, down, up)}
+    report = {"rank": rank, "of": attention.head_dim, **_vo_error(A, B, down, up, sum(f.error for f in best))}
     return new_v, Dense(new_o, bias), report
 
 
@@ -139,15 +142,14 @@ def _bias_of(v: Dense, kv_heads: int, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if v.bias is None else v.bias.unflatten(0, (kv_heads, -1)).to(like)
 
 
-def _vo_error(A: Tensor, B: Tensor, down: Tensor, up: Tensor) -> dict:
+def _vo_error(A: Tensor, B: Tensor, down: Tensor, up: Tensor, optimum: float) -> dict:
     """Error of a value-output factor pair in the metric of the output projections, summed over heads.
 
-    For the joint form this is the optimum of Theorem 3 and Proposition 3, also given as ``proposition_3``.
+    ``proposition_3`` is the optimum, which Theorem 3 and Proposition 3 state; the joint form reaches it.
     """
     gap = torch.eye(A.shape[-1]).to(A) - up @ down
     error = _trace(B @ gap @ A @ gap.mT)
     total = _trace(B @ A)
-    optimum = sum(paired_svd(a, b, rank=down.shape[1]).error for a, b in zip(A, B, strict=True))
     return {
         "relative_error": (max(error, 0.0) / total) ** 0.5 if total > 0 else 0.0,
         "error": error,
