@@ -15,7 +15,17 @@ from torch import Tensor, nn
 from ..architectures import BlockView
 from ..errors import NumericsError
 from ..linalg.psd import all_finite
-from .moments import BlockMoments, HeadMoment, Moment, Samples, VectorMoment, accumulator, check_finite, head_grams
+from .moments import (
+    BlockMoments,
+    HeadMoment,
+    Moment,
+    Samples,
+    VectorMoment,
+    accumulator,
+    check_finite,
+    head_grams,
+    heads_first,
+)
 
 __all__ = ["STATISTICS", "Stream", "advance", "logits", "measure", "start"]
 
@@ -246,7 +256,7 @@ class _Probes:
         query, key, value = self.attention.split_states(self.projected)  # (B, T, H or K, N)
         self.projected = []
         if "value" in self.statistics:
-            exact, value = value.dtype is torch.bfloat16, value.float()
+            exact, value = value.dtype is torch.bfloat16, heads_first(value)
             self._head("value").add(value, head_grams(value, exact_in_bf16=exact))
         if self.statistics & {"query", "key", "query_key"}:
             query, key = self._rotated(query, key, kwargs)
@@ -255,30 +265,27 @@ class _Probes:
             self._head("key").add(key, k_grams)
             k_grams = k_grams.repeat_interleave(self.attention.heads // self.attention.kv_heads, dim=1)
             self.product = self.product + (q_grams * k_grams).to(accumulator(query.device)).double().sum(0)
-            self.positions += query.shape[0] * float(query.shape[1]) ** 2
+            self.positions += query.shape[0] * float(query.shape[2]) ** 2
 
     def _head(self, name: str) -> HeadMoment:
         return self.moments.setdefault(name, HeadMoment())
 
     def _rotated(self, query: Tensor, key: Tensor, kwargs: dict) -> tuple[Tensor, Tensor]:
+        """Queries ``(B, H, T, N)`` and keys ``(B, K, T, N)`` as they meet, fp32."""
         attention = self.attention
         if attention.norms:
             q_norm, k_norm = (getattr(attention.module, name) for name in attention.norms)
             query, key = q_norm(query), k_norm(key)
-        query, key = query.float(), key.float()
-        if not attention.rotary_dim:
-            return query, key
-        half = attention.rotary_dim // 2
-        cos, sin = (t[..., None, :half] for t in kwargs["position_embeddings"])  # (B, T, 1, half)
-
-        def turn(x):
-            a, b, turned = x[..., :half], x[..., half : 2 * half], torch.empty_like(x)
-            turned[..., 2 * half :] = x[..., 2 * half :]
-            torch.mul(a, cos, out=turned[..., :half]).addcmul_(b, sin, value=-1)
-            torch.mul(b, cos, out=turned[..., half : 2 * half]).addcmul_(a, sin)
-            return turned
-
-        return turn(query), turn(key)
+        query, key = heads_first(query), heads_first(key)
+        if attention.rotary_dim:
+            half = attention.rotary_dim // 2
+            cos, sin = (t[:, None, :, :half] for t in kwargs["position_embeddings"])  # (B, 1, T, half)
+            for x in (query, key):
+                a, b = x[..., :half], x[..., half : 2 * half]
+                turned = a * sin
+                a.mul_(cos).addcmul_(b, sin, value=-1)
+                b.mul_(cos).add_(turned)
+        return query, key
 
     def _influence(self, hidden: Tensor, output: Tensor) -> None:
         if "middle" in self.seen:
