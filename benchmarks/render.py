@@ -4,6 +4,7 @@ python benchmarks/render.py
 """
 
 import argparse
+import statistics
 from pathlib import Path
 
 import common
@@ -91,6 +92,23 @@ def cost(record: dict) -> list[str]:
     method, tokens = record["config"]["method"], record["config"]["tokens"]
     what = f"`{method['method']}`, sparsity {method['sparsity']}, {tokens['samples']} x {tokens['length']} tokens."
     return [what, "", *grid(["precision", "mode", "forward, s", "compression, s", "ratio", "target"], rows)]
+
+
+def moment_precision(record: dict) -> list[str]:
+    settings = record["config"]["fp32_rows"]
+    rows = [
+        [f"`{r['name']}`", f"{r['largest']:,.0f}", f"{r['smallest_eigenvalue']:,.1f}"]
+        + [f"{r['errors'][name]:.3f}" for name in settings]
+        for r in record["rows"]
+    ]
+    medians = [f"{statistics.median(r['errors'][name] for r in record['rows']):.3f}" for name in settings]
+    head = [
+        "block",
+        "largest activation",
+        "smallest eigenvalue",
+        *(f"{name}: {n:,} rows" for name, n in settings.items()),
+    ]
+    return grid(head, [*rows, ["median", "", "", *medians]])
 
 
 def speed(record: dict) -> list[str]:
@@ -183,6 +201,7 @@ def decomposition(record: dict) -> list[str]:
 PAGES = {
     "perplexity": ("perplexity_*.json", "Perplexity", perplexity),
     "compression_cost": ("compression_cost*.json", "What compressing costs, in forwards", cost),
+    "moment_precision": ("moment_precision*.json", "Precision of the moments", moment_precision),
     "speed": ("speed*.json", "Speed, dense against compressed", speed),
     "memory": ("memory*.json", "Peak memory of compressing a streamed model", memory),
     "complexity": ("complexity*.json", "Parameters, MACs and cache against sparsity", complexity),

@@ -149,9 +149,8 @@ def test_one_pass_from_saved_moments_equals_one_pass_at_once(family, tmp_path):
     moments = rankfold.calibrate(source, tokens(), tmp_path / "moments")
     a = rankfold.compress(source, method, moments=rankfold.MomentStore.open(tmp_path / "moments"))
     b = rankfold.compress(source, method, moments=moments)
-    assert torch.equal(logits(a), logits(b))
     c = rankfold.compress(source, method, tokens(), mode="one-pass")
-    torch.testing.assert_close(logits(a), logits(c), rtol=2e-2, atol=2e-2)
+    assert torch.equal(logits(a), logits(b)) and torch.equal(logits(a), logits(c))
 
 
 @pytest.mark.parametrize("allocation", ["influence", "influence-modules"])

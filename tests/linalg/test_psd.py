@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import KINDS, activations
 
-from rankfold.linalg.psd import check_moment, psd_root
+from rankfold.linalg.psd import check_moment, psd_root, spd_inverse
 
 
 def moment(kind: str, seed: int = 0) -> torch.Tensor:
@@ -113,3 +113,21 @@ def test_check_moment_names_what_it_was_given():
         check_moment(torch.eye(3), 4, name="A")
     with pytest.raises(ValueError, match=r"^B has non-finite entries"):
         check_moment(torch.eye(2) / 0, 2, name="B")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("N", [1, 2, 7, 64, 130])
+def test_spd_inverse_is_the_inverse(N, dtype):
+    x = torch.randn(3 * N, N, generator=torch.Generator().manual_seed(N), dtype=torch.float64)
+    A = (x.T @ x / (3 * N) + 0.1 * torch.eye(N)).to(dtype)
+    before, expected = A.clone(), np.linalg.inv(A.double().numpy())
+    ours = spd_inverse(A)
+    assert ours.dtype == dtype and ours.shape == (N, N) and torch.equal(A, before)
+    np.testing.assert_allclose(
+        ours.double().numpy(), expected, rtol=0, atol=200 * torch.finfo(dtype).eps * abs(expected).max()
+    )
+
+
+@pytest.mark.parametrize("A", [torch.zeros(3, 3), -torch.eye(4), torch.tensor([[1.0, 2.0], [2.0, 1.0]])])
+def test_spd_inverse_says_where_there_is_none(A):
+    assert spd_inverse(A) is None
