@@ -16,6 +16,7 @@ SHAPE = {
     "max_position_embeddings": 64,
 }
 GQA = {**SHAPE, "num_key_value_heads": 2}
+VISION = {"hidden_size": 16, "intermediate_size": 16, "image_size": 28, "patch_size": 14}
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 CONFIGS = {
@@ -27,6 +28,12 @@ CONFIGS = {
     "qwen3": lambda: t.Qwen3Config(**GQA, head_dim=8),
     "gemma2": lambda: t.Gemma2Config(**GQA, head_dim=8, sliding_window=8, **IDS),
     "gemma3": lambda: t.Gemma3TextConfig(**{**GQA, "num_key_value_heads": 1}, head_dim=8, sliding_window=8, **IDS),
+    "gemma3-images": lambda: t.Gemma3Config(
+        text_config={**GQA, "head_dim": 8, "sliding_window": 8, **IDS},
+        vision_config={**VISION, "num_hidden_layers": 1, "num_attention_heads": 2},
+        image_token_index=90,
+        mm_tokens_per_image=4,
+    ),
     "phi": lambda: t.PhiConfig(**SHAPE, partial_rotary_factor=0.5),
     "phi3": lambda: t.Phi3Config(**GQA, **IDS),
     "opt": lambda: t.OPTConfig(**_opt(), word_embed_proj_dim=32),

@@ -12,7 +12,7 @@ from rankfold.modules import CompressedAttention
 from rankfold.replacing import replace
 
 ALL = sorted(CONFIGS)
-NORMED = {"qwen3", "gemma3", "qwen3_moe"}
+NORMED = {"qwen3", "gemma3", "gemma3-images", "qwen3_moe"}
 EXPERTS = {"mixtral", "qwen3_moe"}
 
 

@@ -1,12 +1,15 @@
 """Which families are known, by ``config.model_type``."""
 
 import difflib
+from dataclasses import replace
+
+from torch import nn
 
 from ..errors import UnsupportedModelError
 from . import bloom, falcon, gemma, gpt2, gpt_neox, llama, mixtral, opt, phi, qwen
 from .spec import Architecture
 
-__all__ = ["architecture_for", "known_architectures"]
+__all__ = ["architecture_for", "architecture_of", "known_architectures"]
 
 _FAMILIES = (llama, qwen, gemma, phi, opt, gpt2, gpt_neox, falcon, bloom, mixtral)
 _BY_TYPE = {a.model_type: a for family in _FAMILIES for a in family.ARCHITECTURES}
@@ -31,3 +34,17 @@ def architecture_for(model_type: str) -> Architecture:
         f"model type {model_type!r} is not supported; {hint}available: {', '.join(sorted(_BY_TYPE))}. A new family "
         "needs one spec: the paths of its blocks, q/k/v/o and MLP projections (docs/add-an-architecture.md)"
     )
+
+
+def architecture_of(model: nn.Module) -> Architecture:
+    """The family of a transformers model; of a model for images and text, the family of its language model.
+
+    Raises:
+        UnsupportedModelError: unknown type.
+    """
+    text = model.config.get_text_config()
+    found = architecture_for(text.model_type)
+    if text is model.config:
+        return found
+    base, _, path = found.blocks.partition(".")
+    return replace(found, blocks=f"{base}.language_model.{path}")

@@ -125,6 +125,8 @@ class Run:
                 source.model.generation_config.save_pretrained(self.folder)
             if source.has_tokenizer:
                 source.tokenizer.save_pretrained(self.folder)
+            for file in source.processor_files:
+                shutil.copyfile(file, self.folder / file.name)
             shutil.copyfile(Path(__file__).parents[1] / "modules" / CODE_FILE, self.folder / CODE_FILE)
         except OSError as error:
             raise CheckpointError(f"cannot write {self.folder}: {error.strerror or error}") from error

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from ..architectures import BlockView, architecture_for
+from ..architectures import BlockView, architecture_for, architecture_of
 from ..errors import CheckpointError, NumericsError, OptionError, UnsupportedModelError
 from ..linalg.psd import all_finite
 
@@ -81,7 +81,7 @@ class Source:
     def __init__(self, model: nn.Module, name: str, device: torch.device, dtype: torch.dtype, folder: "Weights | None"):
         self.model, self.name, self.device, self.dtype = model.eval(), name, device, dtype
         self.config = model.config.get_text_config()
-        self.architecture = architecture_for(self.config.model_type)
+        self.architecture = architecture_of(self.model)
         self.autocast = autocast_dtype(device)  # precision of block forwards; None for the compute dtype itself
         self._weights = folder
         self._tokenizer_args: tuple | None = None
@@ -131,6 +131,13 @@ class Source:
                     f"no tokenizer can be read from {path}: {_first_line(error)}; put the tokenizer files beside the weights"
                 ) from error
         return self._tokenizer
+
+    @property
+    def processor_files(self) -> list[Path]:
+        """What prepares images beside the weights of a model for images and text; it stays as it is."""
+        folder = Path(self._tokenizer_args[0]) if self._tokenizer_args else None
+        names = ("preprocessor_config.json", "processor_config.json")
+        return [folder / name for name in names if (folder / name).is_file()] if folder else []
 
     def block(self, index: int) -> BlockView:
         """A private copy of block ``index`` with its weights on :attr:`device`, released with the last reference.
@@ -339,6 +346,11 @@ def _read_config(folder: Path):
             f"{folder} is already compressed or quantised ({method or 'quantization_config'}); start from the dense model"
         )
     architecture_for(config.get_text_config().model_type)
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise UnsupportedModelError(
+            f"{folder} is a {config.model_type} model, which transformers does not load as a causal language model; save its "
+            "language model alone and give that"
+        )
     return config
 
 
@@ -370,7 +382,7 @@ def _required_names(model: nn.Module) -> set[str]:
 
 def fill_outer(model: nn.Module, weights: Weights, stored: torch.dtype, device: torch.device) -> None:
     """Load what is not in the blocks, and tie the head."""
-    prefix = architecture_for(model.config.get_text_config().model_type).blocks + "."
+    prefix = architecture_of(model).blocks + "."
     outer = [name for name in _required_names(model) if not name.startswith(prefix)]
     state = weights.read(sorted(outer), stored, model.dtype, device)
     _check_finite(state)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
-from ..architectures import BlockView, architecture_for
+from ..architectures import BlockView, architecture_of
 from ..checkpoint.source import Source
 from ..errors import OptionError, UnsupportedModelError
 from ..modules import CompressedAttention, LatentLinear
@@ -81,7 +81,7 @@ def formula_macs(model: nn.Module, tokens: int) -> dict[str, int]:
     Raises:
         UnsupportedModelError: a mixture of experts, where the count depends on the routing.
     """
-    architecture, config = architecture_for(model.config.get_text_config().model_type), model.config.get_text_config()
+    architecture, config = architecture_of(model), model.config.get_text_config()
     if architecture.mlp is None:
         raise UnsupportedModelError(
             f"{architecture.model_type} routes tokens to experts, so its MACs are not a matter of shapes; use counted_macs"
