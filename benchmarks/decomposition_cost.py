@@ -17,11 +17,12 @@ import torch
 import transformers
 
 import common
-from memory import peak_resident, reset_peak, resident
+from memory import reset_peak, resident
 from rankfold import Source, make_method
 from rankfold.architectures import BlockView
 from rankfold.calibration.moments import Moment
 from rankfold.planning import allocate_ranks
+from rankfold.report.record import peak_memory_bytes
 
 WIDTH, HIDDEN, HEAD_DIM = 4096, 11008, 128
 # Method -> groups of modules that are decomposed together.
@@ -85,7 +86,7 @@ def worker(args: argparse.Namespace, name: str, group: tuple[str, ...]) -> dict:
     reset_peak()
     before, begin = resident(), time.perf_counter()
     result = method.decompose(view, moments, ranks)
-    seconds, peak = time.perf_counter() - begin, peak_resident()
+    seconds, peak = time.perf_counter() - begin, peak_memory_bytes()
     reports = {m: result.reports[m] for m in group}
     return {
         "ranks": ranks,

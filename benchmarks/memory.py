@@ -105,7 +105,7 @@ def worker(args: argparse.Namespace, folder: str, mode: str) -> dict:
     method = make_method(args.method, sparsity=args.sparsity)
     ids = torch.randint(512, (args.samples, args.length), generator=torch.Generator().manual_seed(0))
     output = compress(source, method, Tokens(ids, "random", "random", 0), Path(folder) / f"small-{mode}", mode=mode)
-    peak = peak_resident()
+    peak = peak_memory_bytes()
     shards = [path.stat().st_size for path in output.glob("model-*.safetensors")]
     blocks = [sum(p.numel() for p in block.parameters()) for block in source.blocks]
     item = torch.empty((), dtype=source.compute_dtype).element_size()
@@ -129,15 +129,6 @@ def worker(args: argparse.Namespace, folder: str, mode: str) -> dict:
     return facts | {"ratio": ratio, "target": FACTOR, "met": ratio <= FACTOR}
 
 
-def status(name: str) -> int | None:
-    """A line of /proc/self/status in bytes."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
-
-
 def reset_peak() -> None:
     """Forget the peak so far, where the system can."""
     with contextlib.suppress(OSError):
@@ -145,12 +136,12 @@ def reset_peak() -> None:
 
 
 def resident() -> int:
-    return status("VmRSS") or peak_memory_bytes()
-
-
-def peak_resident() -> int:
-    """Not ru_maxrss where there is a choice: a child inherits that one from the process that started it."""
-    return status("VmHWM") or peak_memory_bytes()
+    """Resident set now; where the system does not tell, the largest so far."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return peak_memory_bytes()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def _finish(temporary: Path, path: Path) -> None:
     umask = os.umask(0)
     os.umask(umask)
     os.chmod(temporary, 0o666 & ~umask)  # safetensors makes files only their owner can read
-    with open(temporary, "rb") as handle:
+    with open(temporary, "r+b") as handle:  # Windows syncs only what is open for writing
         os.fsync(handle.fileno())
     os.replace(temporary, path)
     sync_folder(path.parent)

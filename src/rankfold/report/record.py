@@ -2,9 +2,9 @@
 
 import os
 import platform
-import resource
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import torch
 
@@ -19,8 +19,17 @@ def versions() -> dict[str, str]:
     return {"rankfold": __version__, "python": platform.python_version()} | {p: metadata.version(p) for p in packages}
 
 
-def peak_memory_bytes() -> int:
-    """Largest resident set of this process so far."""
+def peak_memory_bytes() -> int | None:
+    """Largest resident set of this process so far; ``None`` where the system does not tell (Windows)."""
+    status = Path("/proc/self/status")
+    if status.exists():  # not ru_maxrss, which a child inherits from the process that started it
+        return next(
+            int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM:")
+        )
+    try:
+        import resource
+    except ImportError:
+        return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
