@@ -39,8 +39,10 @@ def test_the_language_model_shrinks_and_images_are_still_seen(dense, tmp_path):
 def test_a_model_that_is_no_causal_language_model_is_refused_in_one_line(tmp_path):
     text = t.LlamaConfig(**GQA)
     vision = t.CLIPVisionConfig(**VISION, num_hidden_layers=1, num_attention_heads=2)
-    t.LlavaForConditionalGeneration(
-        t.LlavaConfig(text_config=text, vision_config=vision, image_token_index=90)
-    ).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="is a llava model, which transformers does not load as a causal"):
-        rankfold.open_model(tmp_path)
+    model = t.LlavaForConditionalGeneration(t.LlavaConfig(text_config=text, vision_config=vision, image_token_index=90))
+    model.save_pretrained(tmp_path)
+    for given in (tmp_path, model):
+        with pytest.raises(
+            UnsupportedModelError, match="model type 'llava' is not one that transformers loads as a causal"
+        ):
+            rankfold.open_model(given)

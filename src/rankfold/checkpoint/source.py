@@ -322,6 +322,7 @@ def open_model(model: "str | Path | nn.Module", *, dtype: str = "auto", device: 
     """
     where, wanted = resolve_device(device), resolve_dtype(dtype)
     if isinstance(model, nn.Module):
+        _check_type(model.config)
         source = Source(model, getattr(model, "name_or_path", "") or type(model).__name__, where, model.dtype, None)
         if source.name != type(model).__name__:
             source._tokenizer_args = (source.name, {})
@@ -345,13 +346,17 @@ def _read_config(folder: Path):
         raise UnsupportedModelError(
             f"{folder} is already compressed or quantised ({method or 'quantization_config'}); start from the dense model"
         )
+    _check_type(config)
+    return config
+
+
+def _check_type(config) -> None:
     architecture_for(config.get_text_config().model_type)
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise UnsupportedModelError(
-            f"{folder} is a {config.model_type} model, which transformers does not load as a causal language model; save its "
-            "language model alone and give that"
+            f"model type {config.model_type!r} is not one that transformers loads as a causal language model; give its "
+            "language model alone"
         )
-    return config
 
 
 def _open_folder(folder: Path, device: torch.device, dtype: torch.dtype | None) -> Source:
