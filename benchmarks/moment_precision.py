@@ -1,4 +1,4 @@
-"""What fp32 sums of several batches cost in a moment: nothing that one batch has not cost already.
+"""What fp32 sums of several batches cost in a moment: hardly more than one batch has cost already.
 
 The moment of an MLP's hidden activations is a sum of products over batches. Sums of a batch are fp32, as the matrix product
 makes them; beyond `FP32_ROWS` rows they are fp64. The error against the exact fp64 moment of the same activations is given in

@@ -111,6 +111,14 @@ def moment_precision(record: dict) -> list[str]:
     return grid(head, [*rows, ["median", "", "", *medians]])
 
 
+def cholesky(record: dict) -> list[str]:
+    rows = [
+        [r["name"], f"{r['seconds'] * 1e3:.1f}", f"{r['padded_seconds'] * 1e3:.1f}", f"{r['ratio']:.2f}"]
+        for r in record["rows"]
+    ]
+    return grid(["N", "ms", "ms, a few rows larger", "ratio"], rows)
+
+
 def speed(record: dict) -> list[str]:
     rows = []
     for row in record["rows"]:
@@ -202,6 +210,7 @@ PAGES = {
     "perplexity": ("perplexity_*.json", "Perplexity", perplexity),
     "compression_cost": ("compression_cost*.json", "What compressing costs, in forwards", cost),
     "moment_precision": ("moment_precision*.json", "Precision of the moments", moment_precision),
+    "cholesky": ("cholesky*.json", "Cholesky and memory pages", cholesky),
     "speed": ("speed*.json", "Speed, dense against compressed", speed),
     "memory": ("memory*.json", "Peak memory of compressing a streamed model", memory),
     "complexity": ("complexity*.json", "Parameters, MACs and cache against sparsity", complexity),

@@ -3,8 +3,8 @@
 Shape legend: N width of what is measured, H heads, n rows (tokens) of a batch.
 
 Precision policy of the statistics, in this one place: products in fp32 (bf16 activations multiply exactly in it), sums of a
-batch and of a few batches too, beyond that in fp64; saved as fp32. On real activations the fp32 sums of four batches add no
-error to that of one (docs/results/moment_precision.md).
+batch and of a few batches too, beyond that in fp64; saved as fp32. On real activations the fp32 sums of four batches add
+hardly any error to that of one (docs/results/moment_precision.md).
 """
 
 import contextlib
