@@ -80,7 +80,8 @@ def spd_inverse(A: Tensor) -> Tensor | None:
     """Inverse of a symmetric matrix by Cholesky, ``None`` where the matrix is not positive definite.
 
     A few rows of the identity are appended on the way: rows whose length is a multiple of a memory page, as the widths of
-    models make them, fall on the same cache sets, and MKL's Cholesky takes up to three times as long (docs/results/cholesky.md).
+    models make them, fall on the same cache sets, and MKL's Cholesky takes up to three times as long
+    (docs/results/cholesky.md).
 
     Args:
         A: ``(N, N)``, fp32 or fp64.
