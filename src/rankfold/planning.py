@@ -1,10 +1,12 @@
 """Ranks under the budget, and everything that can be said before a weight changes."""
 
 import time
+from dataclasses import replace
 
 import torch
 
 from .allocation import allocate, block_weights, tensor_bytes, unique_parameters
+from .calibration.runner import BATCH_TOKENS, advance, start
 from .checkpoint.source import Source
 from .errors import OptionError
 from .methods import Method, Unit
@@ -117,19 +119,14 @@ def _peak_memory(source: Source, method: Method, calibration: dict | None) -> in
 
 
 def _seconds(source: Source, calibration: dict | None) -> float | None:
-    """Estimate: three forwards of the blocks' weights at this machine's measured speed of a product."""
+    """Estimate: two and a half forwards of all blocks (docs/results/compression_cost.md), by one block on one batch."""
     if calibration is None:
         return None
-    n, width = 2048, source.meta_block(0).attention.output.weight.shape[0]
-    dtype = source.autocast or source.compute_dtype
-    x, w = (
-        torch.ones(n, width, dtype=dtype, device=source.device),
-        torch.ones(width, width, dtype=dtype, device=source.device),
-    )
-    times = []
-    for _ in range(6):  # the first ones warm up
+    length = calibration["length"]
+    ids = torch.zeros(max(1, BATCH_TOKENS // length), length, dtype=torch.long)
+    view, stream, times = source.block(0), start(source, ids, autocast=source.autocast), []
+    for _ in range(3):  # the first one warms up
         begin = time.perf_counter()
-        (x @ w).sum().item()
+        advance(view, replace(stream, hidden=list(stream.hidden)))
         times.append(time.perf_counter() - begin)
-    weights = sum(block_weights(block) for block in source.blocks)
-    return 3 * calibration["tokens"] * weights / (n * width * width / min(times))
+    return 2.5 * len(source) * min(times) * calibration["tokens"] / ids.numel()

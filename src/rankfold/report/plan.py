@@ -35,8 +35,8 @@ class Plan:
     bytes_after: int
     kv_bytes_per_token: int
     kv_bytes_per_token_after: int
-    peak_memory_bytes: int  # estimate
-    seconds: float | None  # estimate
+    peak_memory_bytes: int  # estimate, beside the program and its libraries
+    seconds: float | None  # estimate, for sequential mode
     facts: dict = field(default_factory=dict)  # of the allocation: epsilon, scores
 
     @property
@@ -92,7 +92,7 @@ class Plan:
         row("MiB of weights", self.bytes, self.bytes_after, 2**20, ",.1f")
         row("KV-cache bytes per token", self.kv_bytes_per_token, self.kv_bytes_per_token_after)
         table.add_section()
-        table.add_row("peak memory (estimate)", "", f"{self.peak_memory_bytes / 2**30:.2f} GiB", "")
+        table.add_row("peak memory beside the program (estimate)", "", f"{self.peak_memory_bytes / 2**30:.2f} GiB", "")
         if self.seconds is not None:
             table.add_row("time (estimate)", "", f"{self.seconds:.0f} s", "")
         return table
