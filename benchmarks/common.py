@@ -53,6 +53,13 @@ def add_data(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_windows(parser: argparse.ArgumentParser) -> None:
+    """Which calibration windows are drawn."""
+    parser.add_argument("--samples", type=int, default=32)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--seed", type=int, default=0)
+
+
 def add_protocol(parser: argparse.ArgumentParser) -> None:
     """What the tables of perplexity have in common."""
     add_model(parser)
@@ -60,9 +67,7 @@ def add_protocol(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--form", choices=("rows", "plain"), default="plain", help="WikiText-2 as rows, or as one string"
     )
-    parser.add_argument("--samples", type=int, default=32)
-    parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--seed", type=int, default=0)
+    add_windows(parser)
 
 
 def skip(reason: str) -> None:

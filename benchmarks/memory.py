@@ -25,7 +25,7 @@ import common
 from rankfold import Tokens, compress, make_method, open_model
 from rankfold.allocation import tensor_bytes
 from rankfold.calibration.runner import measure, start
-from rankfold.report.record import peak_memory_bytes
+from rankfold.report.record import peak_memory_bytes, process_status
 
 FACTOR = 3.0
 DEFINITIONS = {
@@ -137,11 +137,7 @@ def reset_peak() -> None:
 
 def resident() -> int:
     """Resident set now; where the system does not tell, the largest so far."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return peak_memory_bytes()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:"))
+    return process_status("VmRSS") or peak_memory_bytes()
 
 
 if __name__ == "__main__":

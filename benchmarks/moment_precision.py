@@ -27,9 +27,7 @@ DEFINITIONS = {
 def main() -> None:
     parser = common.arguments(__doc__, "moment_precision")
     common.add_model(parser)
-    parser.add_argument("--samples", type=int, default=32)
-    parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--seed", type=int, default=0)
+    common.add_windows(parser)
     parser.add_argument("--text", default="pydoc")
     args = parser.parse_args()
 

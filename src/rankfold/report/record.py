@@ -10,7 +10,7 @@ import torch
 
 from ..version import __version__
 
-__all__ = ["environment", "peak_memory_bytes", "run_record", "versions"]
+__all__ = ["environment", "peak_memory_bytes", "process_status", "run_record", "versions"]
 
 
 def versions() -> dict[str, str]:
@@ -19,13 +19,20 @@ def versions() -> dict[str, str]:
     return {"rankfold": __version__, "python": platform.python_version()} | {p: metadata.version(p) for p in packages}
 
 
+def process_status(name: str) -> int | None:
+    """A line of /proc/self/status in bytes; ``None`` where there is none."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
+
+
 def peak_memory_bytes() -> int | None:
     """Largest resident set of this process so far; ``None`` where the system does not tell (Windows)."""
-    status = Path("/proc/self/status")
-    if status.exists():  # not ru_maxrss, which a child inherits from the process that started it
-        return next(
-            int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM:")
-        )
+    peak = process_status("VmHWM")
+    if peak is not None:  # not ru_maxrss, which a child inherits from the process that started it
+        return peak
     try:
         import resource
     except ImportError:
