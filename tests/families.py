@@ -26,6 +26,7 @@ CONFIGS = {
     "mistral": lambda: t.MistralConfig(**GQA, sliding_window=8, head_dim=8),
     "qwen2": lambda: t.Qwen2Config(**GQA),
     "qwen3": lambda: t.Qwen3Config(**GQA, head_dim=8),
+    "gemma": lambda: t.GemmaConfig(**{**GQA, "num_key_value_heads": 1}, head_dim=16, **IDS),
     "gemma2": lambda: t.Gemma2Config(**GQA, head_dim=8, sliding_window=8, **IDS),
     "gemma3": lambda: t.Gemma3TextConfig(**{**GQA, "num_key_value_heads": 1}, head_dim=8, sliding_window=8, **IDS),
     "gemma3-images": lambda: t.Gemma3Config(
