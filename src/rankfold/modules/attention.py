@@ -11,6 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .kernels import add_alibi, eager_attention, masked, turn
 from .latent import LatentRows
 from .layers import build_layer
+from .tensors import check_range
 
 __all__ = ["CompressedAttention"]
 
@@ -54,6 +55,11 @@ class CompressedAttention(nn.Module):
             self.register_buffer("rotary_pairs", torch.zeros(self.kv_heads, self.qk_dim // 2, dtype=torch.int32))
         else:
             self.rotary_pairs = None
+
+    def check_indices(self, name: str) -> None:
+        """Raise :class:`ValueError` where a pair turns with a frequency that there is not."""
+        if self.rotary_pairs is not None:
+            check_range(self.rotary_pairs, self.rotary_dim // 2 + 1, f"{name}.rotary_pairs")
 
     def forward(
         self,

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from .tensors import index_dtype, new_tensor, value_of
+from .tensors import check_permutation, check_range, index_dtype, new_tensor, value_of
 
 __all__ = ["HeadIdentity", "SparseCorrection"]
 
@@ -23,6 +23,16 @@ class SparseCorrection(nn.Module):
         self.values = nn.Parameter(torch.empty(nonzeros))
         self.register_buffer("columns", torch.zeros(nonzeros, dtype=index_dtype(in_features)))
         self.register_buffer("starts", torch.zeros(out_features + 1, dtype=torch.int32))
+        self.in_features = in_features
+
+    def check_indices(self, name: str) -> None:
+        """Raise :class:`ValueError` where an index leads outside."""
+        check_range(self.columns, self.in_features, f"{name}.columns")
+        ends = (int(self.starts[0]), int(self.starts[-1]))
+        if ends != (0, self.values.numel()) or (self.starts.diff() < 0).any():
+            raise ValueError(
+                f"{name}.starts do not rise from 0 to {self.values.numel()}: they are damaged, or the checkpoint lacks them"
+            )
 
     def forward(self, x):
         table = x.reshape(-1, x.shape[-1]).T.contiguous()  # (in, tokens)
@@ -49,6 +59,10 @@ class HeadIdentity(nn.Module):
             raise ValueError(f"a per-head identity needs rank >= {head_dim} (the head dimension), got {rank}")
         self.rest = new_tensor((heads, head_dim, rank - head_dim), spec)
         self.register_buffer("order", torch.zeros(heads, rank, dtype=index_dtype(rank)))
+
+    def check_indices(self, name: str) -> None:
+        """Raise :class:`ValueError` where the order of a head is none."""
+        check_permutation(self.order, f"{name}.order")
 
     def forward(self):
         rest = value_of(self.rest)

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from .factors import HeadIdentity, SparseCorrection
-from .tensors import new_tensor, value_of
+from .tensors import check_permutation, new_tensor, value_of
 
 __all__ = ["LatentLinear", "LatentRows", "SplitHeadLinear"]
 
@@ -45,6 +45,12 @@ class LatentLinear(nn.Module):
             self.register_buffer("columns", torch.zeros(self.in_features, dtype=torch.int32))
         if self.form in ("block_identity_left", "lu"):
             self.register_buffer("rows", torch.zeros(self.out_features, dtype=torch.int32))
+
+    def check_indices(self, name: str) -> None:
+        """Raise :class:`ValueError` where a permutation is none."""
+        for key in ("columns", "rows"):
+            if hasattr(self, key):
+                check_permutation(getattr(self, key), f"{name}.{key}")
 
     @staticmethod
     def shapes(spec: dict) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -119,6 +125,11 @@ class SplitHeadLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(spec["out"])) if spec["bias"] else None
         if fixed:
             self.register_buffer("rows", torch.zeros(spec["out"], dtype=torch.int32))
+
+    def check_indices(self, name: str) -> None:
+        """Raise :class:`ValueError` where a permutation is none."""
+        if self.form == "block_identity_left":
+            check_permutation(self.rows, f"{name}.rows")
 
     def forward(self, x):
         z = nn.functional.linear(x, value_of(self.A)).unflatten(-1, (self.heads, self.rank))

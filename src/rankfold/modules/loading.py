@@ -56,6 +56,9 @@ class RankfoldQuantizer(HfQuantizer):
             install(model, self.quantization_config.modules)
 
     def _process_model_after_weight_loading(self, model, **kwargs):
+        for name, module in model.named_modules():
+            if hasattr(module, "check_indices") and not any(b.is_meta for b in module.buffers()):  # meta: kept on disk
+                module.check_indices(name)
         attach(model, self.quantization_config, self)
         return model
 

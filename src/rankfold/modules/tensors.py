@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-__all__ = ["QuantizedTensor", "index_dtype", "new_tensor", "value_of"]
+__all__ = ["QuantizedTensor", "check_permutation", "check_range", "index_dtype", "new_tensor", "value_of"]
 
 
 class QuantizedTensor(nn.Module):
@@ -60,6 +60,24 @@ class QuantizedTensor(nn.Module):
         codes = nn.functional.pad(self.unpack(), (0, -self.numel % self.chunk)).view(len(self.scale), self.chunk)
         values = self.low.to(work)[:, None] + self.scale.to(work)[:, None] * codes
         return values.flatten()[: self.numel].view(self.shape).to(self.scale.dtype)
+
+
+def check_permutation(index, name: str) -> None:
+    """Raise :class:`ValueError` unless every row of ``index`` holds each of its places once."""
+    places = torch.arange(index.shape[-1], device=index.device)
+    if not torch.equal(index.long().sort(-1).values, places.expand(index.shape)):
+        raise ValueError(
+            f"{name} is no permutation of 0 to {index.shape[-1] - 1}: it is damaged, or the checkpoint lacks it"
+        )
+
+
+def check_range(index, size: int, name: str) -> None:
+    """Raise :class:`ValueError` unless every entry of ``index`` is in ``[0, size)``."""
+    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < size:
+        raise ValueError(
+            f"{name} has entries {int(index.min())} to {int(index.max())}, allowed are 0 to {size - 1}: it is damaged, or the "
+            "checkpoint lacks it"
+        )
 
 
 def index_dtype(size: int) -> torch.dtype:
