@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .calibration.runner import STATISTICS, advance, measure, start
+from .calibration.observers import STATISTICS
+from .calibration.runner import advance, measure, start
 from .calibration.store import MomentStore
 from .calibration.supply import Measured, Stored
 from .calibration.tokens import Tokens, check_vocabulary
@@ -48,7 +49,7 @@ def calibrate(
         source: an open model.
         tokens: calibration windows.
         output: folder to keep the moments in (continued where an earlier call was interrupted); ``None``: in memory.
-        statistics: names out of :data:`rankfold.calibration.runner.STATISTICS`; all by default, so that any method can be
+        statistics: names out of :data:`rankfold.calibration.observers.STATISTICS`; all by default, so that any method can be
             computed from them.
 
     Raises:

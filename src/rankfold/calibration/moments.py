@@ -48,8 +48,13 @@ class Moment:
     @property
     def covariance(self) -> Tensor:
         """``C - mean mean^T``, fp64; not clamped, so eigenvalues may be negative in the last digits."""
+        return self.about(self.mean)
+
+    def about(self, point: Tensor) -> Tensor:
+        """``E[(x - point)(x - point)^T]``, fp64; with the mean of a fit, what that fit leaves on other observations."""
         mean = self.mean
-        return self.C.sub_(mean.unsqueeze(-1) * mean.unsqueeze(-2))
+        cross = mean.unsqueeze(-1) * point.unsqueeze(-2)
+        return self.C.sub_(cross).sub_(cross.mT).add_(point.unsqueeze(-1) * point.unsqueeze(-2))
 
     def merge(self, other: "Moment") -> "Moment":
         """The moment over both sets of observations."""
@@ -71,7 +76,7 @@ class Moment:
         return Moment(float(self.count), *(None if part is None else part.float() for part in parts))
 
 
-BlockMoments = dict[str, Moment]  # statistic -> moment; the names are in `runner.STATISTICS`
+BlockMoments = dict[str, Moment]  # statistic -> moment; the names are in `observers.STATISTICS`
 
 
 @contextlib.contextmanager
