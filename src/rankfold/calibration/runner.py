@@ -108,15 +108,18 @@ def start(source, ids: Tensor, *, autocast: torch.dtype | None) -> Stream:
 
 
 @torch.no_grad()
-def logits(source, ids: Tensor, stream: Stream) -> Tensor:
-    """``(B, T, vocabulary)``: what the model's own norm and head make of a stream of one batch that is behind the last block.
+def logits(source, ids: Tensor, stream: Stream, hidden: Tensor | None = None, *, keep: Tensor | None = None) -> Tensor:
+    """``(B, T, vocabulary)``: what the model's own norm and head make of one batch of a stream behind the last block.
 
     Args:
-        source: an open model.  ids: ``(B, T)`` what the stream was started from.  stream: one batch.
+        source: an open model.  ids: ``(B, T)`` what the batch was started from.  stream: what it belongs to.
+        hidden: ``(B, T, D)`` the batch; the only one of the stream by default.
+        keep: positions whose logits are wanted, where the model can leave out others; all by default.
     """
-    with _recording(source, stop=False) as recorders:
-        recorders[-1].instead = stream.hidden[0]
-        return source.model(input_ids=ids.to(source.device), use_cache=False).logits
+    some = {} if keep is None else {"logits_to_keep": keep}
+    with _recording(source, stop=False) as recorders, stream.context():
+        recorders[-1].instead = (stream.hidden[0] if hidden is None else hidden).to(source.model.dtype)
+        return source.model(input_ids=ids.to(source.device), use_cache=False, **some).logits
 
 
 @torch.no_grad()

@@ -29,6 +29,7 @@ class Tokens:
     name: str  # the text source as the user named it
     origin: str
     seed: int
+    held_out: Tensor | None = None  # (S', T) windows kept out of the fit, to check it on
 
     @property
     def sha256(self) -> str:
