@@ -26,6 +26,7 @@ CONFIGS = {
     "mistral": lambda: t.MistralConfig(**GQA, sliding_window=8, head_dim=8),
     "qwen2": lambda: t.Qwen2Config(**GQA),
     "qwen3": lambda: t.Qwen3Config(**GQA, head_dim=8),
+    "gemma": lambda: t.GemmaConfig(**{**GQA, "num_key_value_heads": 1}, head_dim=16, **IDS),
     "gemma2": lambda: t.Gemma2Config(**GQA, head_dim=8, sliding_window=8, **IDS),
     "gemma3": lambda: t.Gemma3TextConfig(**{**GQA, "num_key_value_heads": 1}, head_dim=8, sliding_window=8, **IDS),
     "gemma3-images": lambda: t.Gemma3Config(
@@ -43,6 +44,10 @@ CONFIGS = {
     "gpt_neox-sequential": lambda: t.GPTNeoXConfig(**SHAPE, use_parallel_residual=False),
     "falcon-mqa": lambda: t.FalconConfig(**_falcon(), multi_query=True),
     "falcon-gqa": lambda: t.FalconConfig(**_falcon(), new_decoder_architecture=True, num_kv_heads=2),
+    "falcon-gqa-one-norm": lambda: t.FalconConfig(  # as Falcon 2 11B
+        **_falcon(), new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1
+    ),
+    "falcon-sequential": lambda: t.FalconConfig(**_falcon(), multi_query=True, parallel_attn=False),
     "falcon-alibi": lambda: t.FalconConfig(**_falcon(), alibi=True, multi_query=False, parallel_attn=False, bias=True),
     "bloom": lambda: t.BloomConfig(hidden_size=32, n_layer=3, n_head=4, vocab_size=96),
     "mixtral": lambda: t.MixtralConfig(**GQA, num_local_experts=2),

@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from rankfold.calibration.text import ALIASES, Text, read_text
+from rankfold.calibration.hub import ALIASES
+from rankfold.calibration.text import Text, read_text
 from rankfold.errors import CheckpointError, DataError
 
 RAW = " \n = Robert = \n \n Robert is an actor . \n\n He left . \n"
@@ -135,10 +136,10 @@ def test_no_loading_script_is_ever_run(hub, alias):
     assert kwargs["revision"] == ("refs/convert/parquet" if alias == "ptb" else None)
 
 
-def test_c4_reads_one_shard_for_each_use(hub):
-    read_text("c4")
+def test_c4_is_evaluated_on_its_first_validation_shard(hub):
+    """As the field does; calibration text comes from all training shards (test_pieces.py)."""
+    read_text("c4", use="evaluation")
     files = hub.calls[0][1]["data_files"]
-    assert files["train"] == "en/c4-train.00000-of-01024.json.gz"
     assert files["validation"] == "en/c4-validation.00000-of-00008.json.gz"
 
 

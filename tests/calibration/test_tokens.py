@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ from rankfold.checkpoint.source import open_model
 from rankfold.errors import DataError, OptionError
 
 
-def characters(text: str, return_tensors: str, verbose: bool = True):
+def characters(text: str, return_tensors: str, verbose: bool = True, add_special_tokens: bool = True):
     """A tokenizer with one id a character."""
     assert return_tensors == "pt"
     return SimpleNamespace(input_ids=torch.tensor([[ord(c) % 97 for c in text]], dtype=torch.long))
@@ -80,11 +81,14 @@ def test_loaded_tokens_describe_themselves(text):
         == {
             "source": name.rpartition("/")[2],  # no path of this machine in a record
             "origin": tokens.origin,
+            "draw": "windows of the whole text",
             "samples": 4,
             "length": 32,
             "tokens": 128,
             "seed": 3,
             "sha256": hashlib.sha256(tokens.ids.numpy().tobytes()).hexdigest()[:32],
+            "held_out": 1,
+            "held_out_sha256": hashlib.sha256(tokens.held_out.numpy().tobytes()).hexdigest()[:32],
         }
     )
 
@@ -113,8 +117,8 @@ def test_length_is_clamped_to_the_context_and_said(text, caplog):
 def test_samples_are_clamped_to_the_text_and_said(text, caplog):
     with caplog.at_level(logging.INFO, "rankfold"):
         tokens = load_tokens(text(200), source(), samples=128, length=64)
-    assert tokens.ids.shape == (3, 64)
-    assert "the text fills 3 windows of 64 tokens, not the 128 asked for" in caplog.text
+    assert tokens.ids.shape == (2, 64) and tokens.held_out.shape == (1, 64)
+    assert "the text fills 3 windows of 64 tokens, not 136: 2 are fitted, 1 held out" in caplog.text
 
 
 def test_a_text_shorter_than_a_window_gives_one_shorter_window(text, caplog):
@@ -125,13 +129,13 @@ def test_a_text_shorter_than_a_window_gives_one_shorter_window(text, caplog):
 
 
 def test_a_short_window_that_was_asked_for_is_given(text):
-    assert load_tokens(text(20), source(), samples=2, length=8).ids.shape == (2, 8)
+    assert load_tokens(text(28), source(), samples=2, length=8).ids.shape == (2, 8)
 
 
 @pytest.mark.parametrize("length", [1, 31])
 def test_too_little_text_is_refused(text, length):
     with pytest.raises(DataError, match=rf"has {length} tokens; at least 32 are needed, and 256 wanted"):
-        load_tokens(text(length), source(), samples=4, length=64)
+        load_tokens(text(length), source(), samples=3, length=64)
 
 
 @pytest.mark.parametrize(("samples", "length"), [(0, 64), (-1, 64), (4, 1), (4, 0)])
@@ -145,6 +149,36 @@ def test_a_tokenizer_of_another_model_is_refused(text):
         DataError, match=r"token id \d+, the model has 10 embeddings; tokenizer and model do not belong"
     ):
         load_tokens(text(1000), source(vocabulary=10), samples=2, length=32)
+
+
+@pytest.mark.parametrize(
+    ("windows", "samples", "fit", "held_out"),
+    [
+        (500, 32, 32, 4),  # one for eight
+        (500, 100, 100, 8),  # at most 8
+        (500, 3, 3, 1),  # at least one
+        (36, 32, 32, 4),
+        (35, 32, 31, 4),  # too few for both: out of the samples
+        (32, 32, 28, 4),
+        (9, 32, 8, 1),
+        (2, 32, 1, 1),
+        (1, 32, 1, 0),  # a single window is fitted
+        (1, 1, 1, 0),
+    ],
+)
+def test_windows_behind_the_samples_are_held_out(text, windows, samples, fit, held_out):
+    """Reference: the permutation of all windows of the stream, cut by hand."""
+    name = text(windows * 16 + 5)
+    tokens = load_tokens(name, source(), samples=samples, length=16, seed=5)
+    stream = characters(Path(name).read_text(encoding="utf-8"), "pt").input_ids[0]
+    order = torch.randperm(windows, generator=torch.Generator().manual_seed(5))
+    drawn = torch.stack([stream[i * 16 : i * 16 + 16] for i in order.tolist()])
+    assert torch.equal(tokens.ids, drawn[:fit])
+    if held_out:
+        assert torch.equal(tokens.held_out, drawn[fit : fit + held_out])
+    else:
+        assert tokens.held_out is None and "held_out_sha256" not in tokens.describe()
+    assert tokens.describe()["held_out"] == held_out
 
 
 def test_vocabulary_is_checked_at_its_edge():
@@ -178,6 +212,15 @@ def test_text_of_the_model_itself_is_seeded_and_starts_with_its_start_token(llam
     assert a.ids.shape == (18, 12) and a.ids.dtype == torch.int64 and a.origin == "self"
     assert torch.equal(a.ids, b.ids) and not torch.equal(a.ids, c.ids)
     assert (a.ids[:, 0] == 1).all() and a.ids.max() < 50
+
+
+def test_windows_held_out_of_the_models_own_text_leave_the_others_alone(llama, monkeypatch):
+    tokens = load_tokens("self", llama, samples=18, length=12)
+    assert tokens.held_out.shape == (2, 12) and tokens.draw == "sampled"
+    monkeypatch.setattr("rankfold.calibration.tokens._held_out", lambda samples: 5)
+    more = load_tokens("self", llama, samples=18, length=12)
+    assert torch.equal(tokens.ids, more.ids) and len(more.held_out) == 5
+    assert not torch.equal(tokens.ids[:2], tokens.held_out)
 
 
 def test_text_of_the_model_itself_follows_its_distribution(llama):

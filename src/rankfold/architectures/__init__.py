@@ -1,7 +1,7 @@
 """What model families look like, as data, and one view of their weights."""
 
 from .registry import architecture_for, architecture_of, known_architectures
-from .spec import Architecture, AttentionSpec, MLPSpec
+from .spec import Architecture, AttentionSpec, ByConfig, MLPSpec
 from .views import AttentionView, BlockView, Dense, MLPView, read_linear
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "AttentionSpec",
     "AttentionView",
     "BlockView",
+    "ByConfig",
     "Dense",
     "MLPSpec",
     "MLPView",

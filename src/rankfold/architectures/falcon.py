@@ -1,6 +1,6 @@
-"""Falcon: multi-query or grouped-query attention in one fused projection, parallel block; rotary embedding or ALiBi."""
+"""Falcon: multi-query or grouped-query attention in one fused projection, rotary or ALiBi, parallel block (by config)."""
 
-from .spec import Architecture, AttentionSpec, MLPSpec
+from .spec import Architecture, AttentionSpec, ByConfig, MLPSpec
 
 ARCHITECTURES = (
     Architecture(
@@ -15,7 +15,7 @@ ARCHITECTURES = (
             scaling="inv_norm_factor",
         ),
         mlp=MLPSpec(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
-        middle=None,
+        middle=ByConfig("parallel_attn", yes=None, no="post_attention_layernorm"),
         returns_tuple=True,
     ),
 )

@@ -1,6 +1,6 @@
 """GPT-NeoX and Pythia: q, k, v interleaved per head, partial rotary embedding, parallel residual (by config)."""
 
-from .spec import Architecture, AttentionSpec, MLPSpec
+from .spec import Architecture, AttentionSpec, ByConfig, MLPSpec
 
 ARCHITECTURES = (
     Architecture(
@@ -10,6 +10,6 @@ ARCHITECTURES = (
             path="attention", qkv=("query_key_value",), layout="grouped", output="dense", kv_heads=None
         ),
         mlp=MLPSpec(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
-        middle=None,
+        middle=ByConfig("use_parallel_residual", yes=None, no="post_attention_layernorm"),
     ),
 )

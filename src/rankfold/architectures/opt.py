@@ -1,6 +1,6 @@
 """OPT: ReLU, biases everywhere, learned positions, the MLP's layers directly in the block."""
 
-from .spec import Architecture, AttentionSpec, MLPSpec
+from .spec import Architecture, AttentionSpec, ByConfig, MLPSpec
 
 ARCHITECTURES = (
     Architecture(
@@ -15,6 +15,7 @@ ARCHITECTURES = (
             dropout="dropout",
         ),
         mlp=MLPSpec(up="fc1", down="fc2"),
-        middle="final_layer_norm",
+        # OPT-350m normalises behind each half, so its MLP reads the stream itself
+        middle=ByConfig("do_layer_norm_before", yes="final_layer_norm", no="fc1"),
     ),
 )

@@ -6,9 +6,22 @@ Every trait is here because some step of the compression reads it, and the comme
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Architecture", "AttentionSpec", "MLPSpec"]
+__all__ = ["Architecture", "AttentionSpec", "ByConfig", "MLPSpec"]
 
 QKVLayout = Literal["split", "concat", "grouped"]
+
+
+@dataclass(frozen=True)
+class ByConfig:
+    """A path that a yes-or-no field of the config decides."""
+
+    field: str
+    yes: str | None
+    no: str | None
+
+    def of(self, config) -> str | None:
+        """The path for this model."""
+        return self.yes if getattr(config, self.field) else self.no
 
 
 @dataclass(frozen=True)
@@ -53,5 +66,5 @@ class Architecture:
     mlp: MLPSpec | None  # None: the MLP is a mixture of experts, which no method takes yet
     # The module whose input is the residual stream between attention and MLP; None in a parallel block, where both read
     # the block's input. The per-module influence score (MoDeGPT Eq. 42) needs that point.
-    middle: str | None = "post_attention_layernorm"
+    middle: str | ByConfig | None = "post_attention_layernorm"
     returns_tuple: bool = False  # the block returns (hidden, ...) instead of the hidden states

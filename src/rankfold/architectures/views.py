@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from .spec import Architecture, AttentionSpec, MLPSpec
+from .spec import Architecture, AttentionSpec, ByConfig, MLPSpec
 
 __all__ = ["AttentionView", "BlockView", "Dense", "MLPView", "read_linear"]
 
@@ -182,10 +182,9 @@ class BlockView:
 
     @property
     def middle(self) -> nn.Module | None:
-        """The module whose input is the residual stream between attention and MLP."""
+        """The module whose input is the residual stream between attention and MLP; ``None`` in a parallel block."""
         path = self.architecture.middle
-        if not getattr(self.config, "do_layer_norm_before", True):  # OPT-350m: the MLP reads the stream itself
-            path = self.architecture.mlp.up
+        path = path.of(self.config) if isinstance(path, ByConfig) else path
         return self.module.get_submodule(path) if path else None
 
 

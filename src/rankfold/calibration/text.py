@@ -2,56 +2,33 @@
 
 A source is named by one string: a hub data set by alias (``wikitext2``), the same rows from a local copy
 (``wikitext2:wiki.test.raw``), a local ``.txt``, ``.jsonl`` or ``.parquet`` file, or ``pydoc`` (the language reference that
-ships with CPython: text on every machine). ``self``, text sampled from the model, is made in :mod:`.tokens`.
+ships with CPython: text on every machine). ``self``, text sampled from the model, is made in :mod:`.tokens`. What is too
+large to be read as a whole is drawn from in :mod:`.pieces`.
 """
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from ..errors import CheckpointError, DataError
+from ..errors import DataError
+from .hub import ALIASES, hub_rows
 
-__all__ = ["ALIASES", "HubText", "Text", "read_text"]
-
-
-@dataclass(frozen=True)
-class HubText:
-    """A data set on the hub, in a form that needs no loading script."""
-
-    path: str
-    config: str | None
-    splits: dict[str, str]  # "calibration" / "evaluation" -> split
-    field: str
-    revision: str | None = None
-    data_files: dict[str, str] | None = None
-
-
-ALIASES = {
-    "wikitext2": HubText(
-        "Salesforce/wikitext", "wikitext-2-raw-v1", {"calibration": "train", "evaluation": "test"}, "text"
-    ),
-    # The data set itself is a loading script, which `datasets` no longer runs; the hub keeps a converted copy.
-    "ptb": HubText(
-        "ptb-text-only/ptb_text_only",
-        "penn_treebank",
-        {"calibration": "train", "evaluation": "test"},
-        "sentence",
-        revision="refs/convert/parquet",
-    ),
-    "c4": HubText(
-        "allenai/c4",
-        None,
-        {"calibration": "train", "evaluation": "validation"},
-        "text",
-        data_files={
-            "train": "en/c4-train.00000-of-01024.json.gz",
-            "validation": "en/c4-validation.00000-of-00008.json.gz",
-        },
-    ),
-    "alpaca": HubText("tatsu-lab/alpaca", None, {"calibration": "train", "evaluation": "train"}, "text"),
-}
+__all__ = [
+    "Text",
+    "TextSource",
+    "decode",
+    "field_of",
+    "json_row",
+    "open_parquet",
+    "raw_row",
+    "read_text",
+    "rows_of_group",
+    "text_source",
+]
 
 
 @dataclass(frozen=True)
@@ -67,8 +44,37 @@ class Text:
         return "\n\n".join(self.documents)
 
 
+@dataclass(frozen=True)
+class TextSource:
+    """What the name of a text source means."""
+
+    kind: str  # pydoc, hub, raw (rows as the hub's WikiText-2 has them, one a line), txt, jsonl or parquet
+    origin: str
+    path: Path | None = None
+
+
+def text_source(name: str, use: str = "calibration") -> TextSource:
+    """What ``name`` means; see :func:`read_text`.
+
+    Raises:
+        DataError: neither known nor a file.
+    """
+    alias, _, local = name.partition(":")
+    if name == "pydoc":
+        return TextSource("pydoc", "pydoc")
+    if name in ALIASES:
+        return TextSource("hub", f"{ALIASES[name].path}:{ALIASES[name].splits[use]}")
+    raw = alias in ALIASES and local
+    path = Path(local if raw else name).expanduser()
+    if not path.is_file():
+        raise DataError(f"no text at {str(path)!r}: expected {_choices()}")
+    kind = "raw" if raw else {".jsonl": "jsonl", ".parquet": "parquet"}.get(path.suffix, "txt")
+    # Tells files apart without telling a reader of the checkpoint where they lay.
+    return TextSource(kind, "file:" + hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16], path)
+
+
 def read_text(name: str, *, use: str = "calibration", field: str = "text", characters: int | None = None) -> Text:
-    """Read a text source.
+    """Read a text source from its beginning.
 
     Args:
         name: alias, ``alias:local file``, ``pydoc``, or a ``.txt``, ``.jsonl`` or ``.parquet`` file.
@@ -80,29 +86,36 @@ def read_text(name: str, *, use: str = "calibration", field: str = "text", chara
         DataError: unknown source, missing field, unreadable or empty file.
         CheckpointError: the hub cannot be reached.
     """
-    alias, _, local = name.partition(":")
-    if name == "pydoc":
-        from pydoc_data.topics import topics
-
-        documents: Iterable[str] = (topics[key] for key in sorted(topics))
-        origin = "pydoc"
-    elif alias in ALIASES and local:
-        path = Path(local).expanduser()
-        documents, origin = _rows_of_raw_file(path), _file_origin(path)
-    elif name in ALIASES:
-        documents, origin = _from_hub(name, use), f"{ALIASES[name].path}:{ALIASES[name].splits[use]}"
-    else:
-        path = Path(name).expanduser()
-        documents, origin = _from_file(path, field), _file_origin(path)
-    kept = _up_to(documents, characters)
+    source = text_source(name, use)
+    kept = _up_to(_documents(source, name, use, field), characters)
     if not any(d.strip() for d in kept):
         raise DataError(f"text source {name!r} is empty; give a file with text, or one of {_choices()}")
-    return Text(name, kept, origin)
+    return Text(name, kept, source.origin)
 
 
-def _file_origin(path: Path) -> str:
-    """Tells files apart without telling a reader of the checkpoint where they lay."""
-    return "file:" + hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+def _documents(source: TextSource, name: str, use: str, field: str) -> Iterable[str]:
+    if source.kind == "pydoc":
+        from pydoc_data.topics import topics
+
+        return (topics[key] for key in sorted(topics))
+    if source.kind == "hub":
+        return hub_rows(name, use)
+    if source.kind == "parquet":
+        with open_parquet(source.path, field) as file:
+            return [
+                row for group in range(file.num_row_groups) for row in rows_of_group(file, group, field, source.path)
+            ]
+    text = decode(source.path.read_bytes(), source.path)
+    if source.kind == "txt":
+        return (text,)
+    lines = text.split("\n")
+    if source.kind == "raw":
+        return (raw_row(line) for line in lines[:-1])
+    return (
+        field_of(json_row(line, f"line {i}", source.path), field, source.path)
+        for i, line in enumerate(lines, 1)
+        if line.strip()
+    )
 
 
 def _choices() -> str:
@@ -119,85 +132,56 @@ def _up_to(documents: Iterable[str], characters: int | None) -> tuple[str, ...]:
     return tuple(kept)
 
 
-def _existing(path: Path) -> Path:
-    if not path.is_file():
-        raise DataError(f"no text at {str(path)!r}: expected {_choices()}")
-    return path
-
-
-def _read(path: Path) -> str:
+def decode(data: bytes, path: Path) -> str:
+    """UTF-8 with any line ends; :class:`DataError` where it is not."""
     try:
-        return _existing(path).read_text(encoding="utf-8")
+        return data.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text ({error}); convert it") from error
 
 
-def _rows_of_raw_file(path: Path) -> tuple[str, ...]:
-    """Rows as the hub's WikiText-2 has them: a line with its newline, or an empty string."""
-    return tuple("" if not line.strip() else line + "\n" for line in _read(path).split("\n")[:-1])
+def raw_row(line: str) -> str:
+    """A line as the hub's WikiText-2 has it: with its newline, or an empty string."""
+    return "" if not line.strip() else line + "\n"
 
 
-def _from_file(path: Path, field: str) -> Iterable[str]:
-    if path.suffix == ".jsonl":
-        return tuple(_field_of(row, field, path) for row in _json_lines(path))
-    if path.suffix == ".parquet":
-        import pyarrow.parquet as parquet
-        from pyarrow.lib import ArrowException
-
-        try:
-            table = parquet.read_table(_existing(path))
-        except (ArrowException, OSError) as error:
-            raise DataError(f"{path} is not a readable parquet file ({_first_line(error)})") from error
-        if field not in table.column_names:
-            raise DataError(f"{path} has no column {field!r}; it has: {', '.join(table.column_names)} (use --field)")
-        rows = tuple(table[field].to_pylist())
-        if not all(isinstance(row, str) for row in rows):
-            raise DataError(
-                f"{path}: column {field!r} is {table[field].type}, with rows that are not text (use --field)"
-            )
-        return rows
-    return (_read(path),)
+def json_row(line: str, where: str, path: Path) -> Any:
+    """One line of a .jsonl file."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}, {where} is not JSON ({error.msg}); one object a line is expected") from error
 
 
-def _json_lines(path: Path) -> Iterable[dict]:
-    for number, line in enumerate(_read(path).split("\n"), 1):
-        if line.strip():
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(
-                    f"{path}, line {number} is not JSON ({error.msg}); one object a line is expected"
-                ) from error
-
-
-def _field_of(row: dict, field: str, path: Path) -> str:
+def field_of(row: Any, field: str, path: Path) -> str:
+    """The text of a row."""
     if not isinstance(row, dict) or not isinstance(row.get(field), str):
         names = ", ".join(row) if isinstance(row, dict) else type(row).__name__
         raise DataError(f"{path} has no text field {field!r}; a row has: {names} (use --field)")
     return row[field]
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).split("\n")[0][:200]
+@contextlib.contextmanager
+def open_parquet(path: Path, field: str) -> Iterator[Any]:
+    """A ``pyarrow.parquet.ParquetFile`` that has the column ``field``; :class:`DataError` where it has not or is damaged."""
+    import pyarrow.parquet as parquet
+    from pyarrow.lib import ArrowException
 
-
-def _from_hub(alias: str, use: str) -> Iterable[str]:
-    from datasets import load_dataset
-
-    hub = ALIASES[alias]
     try:
-        rows = load_dataset(
-            hub.path,
-            hub.config,
-            split=hub.splits[use],
-            revision=hub.revision,
-            data_files=hub.data_files,
-            streaming=True,
-        )
-        for row in rows:
-            yield row[hub.field]
-    except Exception as error:  # network, hub and datasets errors share no base; all mean "not to be had"
-        raise CheckpointError(
-            f"cannot read {alias!r} ({hub.path}) from the hub ({_first_line(error)}); check the "
-            f"connection, or give a local copy: {alias}:FILE (raw rows), or a .txt/.jsonl/.parquet file"
-        ) from error
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if field not in names:
+                raise DataError(f"{path} has no column {field!r}; it has: {', '.join(names)} (use --field)")
+            yield file
+    except (ArrowException, OSError) as error:
+        reason = (str(error).strip() or type(error).__name__).split("\n")[0][:200]
+        raise DataError(f"{path} is not a readable parquet file ({reason})") from error
+
+
+def rows_of_group(file, group: int, field: str, path: Path) -> list[str]:
+    """Texts of one row group of an open parquet file."""
+    column = file.read_row_group(group, columns=[field])[field]
+    rows = column.to_pylist()
+    if not all(isinstance(row, str) for row in rows):
+        raise DataError(f"{path}: column {field!r} is {column.type}, with rows that are not text (use --field)")
+    return rows

@@ -1,10 +1,11 @@
 """Token ids for calibration: packed, seeded, hashed.
 
-Shape legend: S samples (windows), T window length.
+Shape legend: S samples (windows), S' windows held out, T window length.
 """
 
 import hashlib
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,42 +13,51 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError, OptionError
+from .pieces import pieces_of_file_or_hub, pieces_of_text
 from .text import Text, read_text
 
 __all__ = ["Tokens", "load_tokens", "pack"]
 
 log = logging.getLogger(__name__)
 
-CHARACTERS_PER_TOKEN = 8  # generous for English; how much of an endless text is read
+CHARACTERS_PER_TOKEN = 8  # generous for English; how much of a large text is tokenised for a window
 
 
 @dataclass(frozen=True)
 class Tokens:
     """Windows of token ids and where they came from."""
 
-    ids: Tensor  # (S, T) int64
+    ids: Tensor  # (S, T) int64, what moments are measured on
     name: str  # the text source as the user named it
     origin: str
     seed: int
-    held_out: Tensor | None = None  # (S', T) windows kept out of the fit, to check it on
+    held_out: Tensor | None = None  # (S', T) int64, further windows of the same draw that nothing is fitted to
+    draw: str = "windows of the whole text"  # how the windows were drawn
 
     @property
     def sha256(self) -> str:
-        return hashlib.sha256(self.ids.numpy().tobytes()).hexdigest()[:32]
+        return _sha256(self.ids)
 
     def describe(self) -> dict:
         """For the run record."""
         samples, length = self.ids.shape
         alias, _, local = self.name.partition(":")
-        return {
+        described = {
             "source": f"{alias}:{Path(local).name}" if local else Path(self.name).name,
             "origin": self.origin,
+            "draw": self.draw,
             "samples": samples,
             "length": length,
             "tokens": samples * length,
             "seed": self.seed,
             "sha256": self.sha256,
+            "held_out": 0 if self.held_out is None else len(self.held_out),
         }
+        return described if self.held_out is None else described | {"held_out_sha256": _sha256(self.held_out)}
+
+
+def _sha256(ids: Tensor) -> str:
+    return hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:32]
 
 
 def pack(ids: Tensor, *, samples: int, length: int, seed: int) -> Tensor:
@@ -70,43 +80,101 @@ def pack(ids: Tensor, *, samples: int, length: int, seed: int) -> Tensor:
 def load_tokens(
     name: str, source, *, samples: int = 128, length: int = 2048, seed: int = 0, field: str = "text"
 ) -> Tokens:
-    """Token windows for calibrating ``source``.
+    """Token windows for calibrating ``source``, drawn at random over the whole text.
 
-    The paper calibrates on 128 x 2048 tokens (MoDeGPT Sec. 4.1). Both numbers are clamped to what the model's context and
-    the text give, which is logged.
+    The papers calibrate on 128 x 2048 tokens (MoDeGPT Sec. 4.1). Both numbers are clamped to what the model's context and
+    the text give, which is logged. A text of up to 16 MiB is tokenised as a whole and cut into windows, of which some are
+    drawn; of a larger one random pieces are tokenised, one window each (:mod:`.pieces`). Windows never overlap.
+
+    Behind the ``samples`` windows come a few more of the same draw that nothing is fitted to, ``held_out``: one for eight
+    samples, at least one and at most 8. Where the text has too few windows they are taken out of the samples; a single
+    window is fitted.
 
     Args:
         name: see :func:`rankfold.calibration.text.read_text`, or ``self`` for text sampled from the model itself.
         source: an open model; its tokenizer and vocabulary are used.
-        samples, length: ``>= 1``.
+        samples: ``>= 1``.
+        length: ``>= 2``.
         seed: of the draw (and of the sampling for ``self``).
         field: column of a jsonl or parquet file.
 
     Raises:
         DataError: too little text, or token ids outside the model's vocabulary.
-        OptionError: ``samples`` or ``length`` below 1.
+        OptionError: ``samples`` or ``length`` out of range.
     """
     if samples < 1 or length < 2:
         raise OptionError(f"samples must be >= 1 and length >= 2, got {samples} and {length}")
     if length > source.context_length:
         log.info("length %d is more than the model's context; using %d", length, source.context_length)
         length = source.context_length
+    count = samples + _held_out(samples)
     if name == "self":
-        return Tokens(_sample_from_model(source, samples, length, seed), name, "self", seed)
-    text = read_text(name, field=field, characters=max(samples * length * CHARACTERS_PER_TOKEN, 1_000_000))
+        windows, origin, draw = _sample_from_model(source, samples, count, length, seed), "self", "sampled"
+    else:
+        windows, origin, draw = _draw(name, source, field, count, length, seed)
+    fit = min(samples, max(1, len(windows) - _held_out(min(samples, len(windows)))))
+    if len(windows) < count:
+        log.info(
+            "the text fills %d windows of %d tokens, not %d: %d are fitted, %d held out",
+            *(*windows.shape, count, fit, len(windows) - fit),
+        )
+    held_out = windows[fit:].clone() if len(windows) > fit else None
+    return Tokens(windows[:fit].clone(), name, origin, seed, held_out, draw)
+
+
+def _held_out(samples: int) -> int:
+    return max(1, min(8, samples // 8))
+
+
+def _draw(name: str, source, field: str, count: int, length: int, seed: int) -> tuple[Tensor, str, str]:
+    """``(<= count, T)`` windows of a text in the order drawn, the text's origin, and how they were drawn."""
+    large = pieces_of_file_or_hub(name, field=field, seed=seed, size=length * CHARACTERS_PER_TOKEN)
+    if large is None:
+        text = read_text(name, field=field)
+        large = pieces_of_text(text, seed)
+        if large is None:
+            return _windows_of_text(text, source, count, length, seed), text.origin, Tokens.draw
+    windows = list(_windows_of_pieces(large.pieces, source, count, length, seed))
+    if not windows:
+        raise DataError(f"text source {name!r} has less than one window of {length} tokens; choose a smaller length")
+    return torch.stack(windows), large.origin, large.draw
+
+
+def _windows_of_text(text: Text, source, count: int, length: int, seed: int) -> Tensor:
     ids = encode(text, source)
     if ids.numel() < length:
         shorter = 2 ** (ids.numel().bit_length() - 1)
         if shorter < 32:
             raise DataError(
-                f"text source {name!r} has {ids.numel()} tokens; at least 32 are needed, and {samples * length} wanted"
+                f"text source {text.name!r} has {ids.numel()} tokens; at least 32 are needed, and {count * length} wanted"
             )
         log.info("the text has %d tokens, less than one window; using length %d", ids.numel(), shorter)
         length = shorter
-    windows = pack(ids, samples=samples, length=length, seed=seed)
-    if len(windows) < samples:
-        log.info("the text fills %d windows of %d tokens, not the %d asked for", len(windows), length, samples)
-    return Tokens(windows, name, text.origin, seed)
+    return pack(ids, samples=count, length=length, seed=seed)
+
+
+def _windows_of_pieces(pieces: Iterator[str], source, count: int, length: int, seed: int) -> Iterator[Tensor]:
+    """Up to ``count`` windows ``(T,)``: pieces are joined until they fill one, and what is left over is dropped.
+
+    Of a long piece a random stretch is taken. No special tokens are added, as there are none inside a whole text.
+    """
+    generator, wanted = torch.Generator().manual_seed(seed), length * CHARACTERS_PER_TOKEN
+    joined, enough = "", wanted * 5 // 8
+    for piece in pieces:
+        if (extra := len(piece) - wanted) > 0:
+            begin = int(torch.randint(extra + 1, (), generator=generator))
+            piece = piece[begin : begin + wanted]
+        joined = f"{joined}\n\n{piece}" if joined else piece
+        if len(joined) < enough:
+            continue
+        ids = _tokenised(joined, source, add_special_tokens=False)
+        if len(ids) < length:
+            enough = len(joined) * 5 // 4
+            continue
+        yield ids[:length]
+        count, joined, enough = count - 1, "", wanted * 5 // 8
+        if not count:
+            return
 
 
 def encode(text: Text, source) -> Tensor:
@@ -115,7 +183,11 @@ def encode(text: Text, source) -> Tensor:
     Raises:
         DataError: the tokenizer gives ids that the embedding does not have.
     """
-    ids = source.tokenizer(text.joined(), return_tensors="pt", verbose=False).input_ids[0]
+    return _tokenised(text.joined(), source)
+
+
+def _tokenised(text: str, source, **options) -> Tensor:
+    ids = source.tokenizer(text, return_tensors="pt", verbose=False, **options).input_ids[0]
     check_vocabulary(ids, source.config.vocab_size)
     return ids
 
@@ -130,8 +202,11 @@ def check_vocabulary(ids: Tensor, vocabulary: int) -> None:
 
 
 @torch.no_grad()
-def _sample_from_model(source, samples: int, length: int, seed: int) -> Tensor:
-    """Text the model writes itself, from its start token, at temperature 1: calibration without any data."""
+def _sample_from_model(source, samples: int, count: int, length: int, seed: int) -> Tensor:
+    """``(count, T)``: text the model writes itself, from its start token, at temperature 1; calibration without any data.
+
+    The first ``samples`` do not depend on ``count``.
+    """
     model = source.whole_model()
     start = getattr(source.config, "bos_token_id", None)
     start = start if start is not None else source.tokenizer.bos_token_id
@@ -139,8 +214,8 @@ def _sample_from_model(source, samples: int, length: int, seed: int) -> Tensor:
         start = source.tokenizer.eos_token_id
     generator = torch.Generator(device=source.device).manual_seed(seed)
     batches = []
-    for n in torch.full((samples,), 1).split(16):
-        ids = torch.full((len(n), 1), start, dtype=torch.long, device=source.device)
+    for rows in [len(part) for wanted in (samples, count - samples) for part in torch.empty(wanted).split(16)]:
+        ids = torch.full((rows, 1), start, dtype=torch.long, device=source.device)
         cache, step = None, ids
         while ids.shape[1] < length:
             out = model(step, past_key_values=cache, use_cache=True)

@@ -27,11 +27,13 @@ log = logging.getLogger(__name__)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """bf16 on CPUs that multiply it in hardware (3 times faster there), otherwise no autocast."""
-    if device.type != "cpu":
-        return None
-    supported = (getattr(torch.cpu, name, bool) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
-    return torch.bfloat16 if any(check() for check in supported) else None
+    """bf16 on CPUs with AMX, where block forwards are 3 times faster in it; otherwise no autocast.
+
+    AVX512-BF16 alone does not pay: products of bf16 take longer there than of fp32 (linear 25.5 ms against 19.5, attention 33
+    against 22).
+    """
+    supported = getattr(torch.cpu, "_is_amx_tile_supported", bool)
+    return torch.bfloat16 if device.type == "cpu" and supported() else None
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
