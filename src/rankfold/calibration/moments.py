@@ -97,25 +97,35 @@ def _bf16_products():
 
 
 @contextlib.contextmanager
-def _exact_products(x: Tensor, exact_in_bf16: bool):
+def _exact_products(x: Tensor):
     """Hooks run inside the model's autocast, which would round their products to bf16."""
-    products = _bf16_products() if exact_in_bf16 and x.device.type == "cpu" else contextlib.nullcontext()
+    products = _bf16_products() if x.dtype is torch.bfloat16 and x.device.type == "cpu" else contextlib.nullcontext()
     with torch.autocast(x.device.type, enabled=False), products:
         yield
 
 
-def gram(x: Tensor, sums: list[Tensor], *, exact_in_bf16: bool = False) -> None:
-    """Add the upper tiles of ``x^T x`` to ``sums``.
+def _widens(x: Tensor) -> bool:
+    """Whether the device multiplies these half-precision numbers into fp32 results by itself (CUDA and ROCm tensor cores)."""
+    return x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16)
+
+
+def gram(x: Tensor, sums: list[Tensor]) -> None:
+    """Add the upper tiles of ``x^T x`` to ``sums``; products of half-precision numbers are exact.
 
     Args:
-        x: ``(n, N)`` activations, fp32.
-        sums: of :func:`upper_tiles`, on the device of ``x``.
-        exact_in_bf16: every entry of ``x`` is a bf16 number.
+        x: ``(n, N)`` activations.
+        sums: of :func:`upper_tiles`, fp32, on the device of ``x``.
     """
-    with _exact_products(x, exact_in_bf16):
+    with _exact_products(x):
+        widens = _widens(x)
+        x = x if widens else x.float()
         for i, tile in enumerate(sums):
             a = i * TILE
-            tile.addmm_(x[:, a : a + len(tile)].T, x[:, a:])
+            left, right = x[:, a : a + len(tile)].T, x[:, a:]
+            if widens:
+                tile.add_(torch.mm(left, right, out_dtype=torch.float32))
+            else:
+                tile.addmm_(left, right)
 
 
 def upper_tiles(N: int, device: torch.device) -> list[Tensor]:
@@ -150,13 +160,12 @@ class VectorMoment:
 
     def add(self, x: Tensor) -> None:
         """Add ``x`` ``(..., N)``."""
-        x, exact = x.detach().flatten(0, -2), x.dtype is torch.bfloat16
-        x = x.float()
+        x = x.detach().flatten(0, -2)
         self.count += len(x)
-        self.total += x.sum(0).to(self.total.device)
+        self.total += x.sum(0, dtype=torch.float32).to(self.total.device)
         if self.absolute is not None:
-            self.absolute += x.abs().sum(0).to(self.total.device)
-        gram(x, self._sums, exact_in_bf16=exact)
+            self.absolute += x.abs().sum(0, dtype=torch.float32).to(self.total.device)
+        gram(x, self._sums)
         self._rows += len(x)
         if self._rows >= FP32_ROWS:
             self._flush()
@@ -199,8 +208,13 @@ def heads_first(x: Tensor) -> Tensor:
 
 
 def head_grams(x: Tensor, *, exact_in_bf16: bool = False) -> Tensor:
-    """``(B, H, N, N)`` Gram of every sequence and head of ``x`` ``(B, H, T, N)``, fp32; see :func:`gram`."""
-    with _exact_products(x, exact_in_bf16):
+    """``(B, H, N, N)`` Gram of every sequence and head of ``x`` ``(B, H, T, N)``, fp32.
+
+    Args:
+        exact_in_bf16: every entry of the fp32 ``x`` is a bf16 number.
+    """
+    products = _bf16_products() if exact_in_bf16 and x.device.type == "cpu" else contextlib.nullcontext()
+    with torch.autocast(x.device.type, enabled=False), products:
         return x.transpose(-1, -2) @ x
 
 
