@@ -127,7 +127,7 @@ def test_devices_that_multiply_half_precision_into_fp32_are_given_half_precision
         called.append((a.dtype, b.dtype, out_dtype))
         return a.float() @ b.float()
 
-    monkeypatch.setattr(moments, "_widens", lambda x: True)
+    monkeypatch.setattr(moments, "_widens", lambda device, dtype: True)
     monkeypatch.setattr(torch, "mm", widening)
     x = draw(40, TILE + 9, dtype=torch.bfloat16)
     ours = streamed(x.split(7)).second

@@ -8,6 +8,7 @@ hardly any error to that of one (docs/results/moment_precision.md).
 """
 
 import contextlib
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -104,9 +105,17 @@ def _exact_products(x: Tensor):
         yield
 
 
-def _widens(x: Tensor) -> bool:
-    """Whether the device multiplies these half-precision numbers into fp32 results by itself (CUDA and ROCm tensor cores)."""
-    return x.device.type == "cuda" and x.dtype in (torch.bfloat16, torch.float16)
+@functools.cache
+def _widens(device: str, dtype: torch.dtype) -> bool:
+    """Whether the device multiplies half-precision numbers into fp32 results by itself, as tensor cores do."""
+    if not dtype.is_floating_point or dtype.itemsize != 2:
+        return False
+    x = torch.zeros(8, 8, dtype=dtype, device=device)
+    try:
+        torch.mm(x, x, out_dtype=torch.float32)
+    except (RuntimeError, NotImplementedError):  # PyTorch has no other way to ask
+        return False
+    return True
 
 
 def gram(x: Tensor, sums: list[Tensor]) -> None:
@@ -117,7 +126,7 @@ def gram(x: Tensor, sums: list[Tensor]) -> None:
         sums: of :func:`upper_tiles`, fp32, on the device of ``x``.
     """
     with _exact_products(x):
-        widens = _widens(x)
+        widens = _widens(x.device.type, x.dtype)
         x = x if widens else x.float()
         for i, tile in enumerate(sums):
             a = i * TILE
