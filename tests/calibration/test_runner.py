@@ -1,5 +1,7 @@
 """Moments measured block by block, against the activations themselves."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -115,6 +117,18 @@ def test_samples_are_spread_over_all_tokens(monkeypatch):
     rows = measure(view, stream, {"mlp_samples"}, step=False)["mlp_samples"].rows
     everything = captured(view, stream, "fc1").float()
     torch.testing.assert_close(rows, everything[::6])
+
+
+@pytest.mark.parametrize(("free", "tokens"), [(2**20, 2048), (2**27, 9362), (2**40, 32768)])
+def test_batches_grow_with_the_free_memory_of_an_accelerator(free, tokens, monkeypatch):
+    """A stand-in for the device: llama's D = 32, F = 48 take 4 (8 * 32 + 4 * 48) bytes a token."""
+    source = opened()
+    assert runner.batch_tokens(source) == runner.BATCH_TOKENS
+    source.device = SimpleNamespace(type="accelerator")
+    monkeypatch.setattr(
+        torch, "get_device_module", lambda device: SimpleNamespace(mem_get_info=lambda device: (free, 2**41))
+    )
+    assert runner.batch_tokens(source) == tokens
 
 
 def test_non_finite_activations_are_named():

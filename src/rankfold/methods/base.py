@@ -6,6 +6,7 @@ Allocation, calibration, checkpoints and reports know nothing else about it.
 """
 
 import difflib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
@@ -74,6 +75,10 @@ class Method:
     protect: tuple[int, ...] = field(default=())
 
     def __post_init__(self):
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise OptionError(f"{option.name} must be a finite number, got {value}")
         for what, value in [("sparsity", self.sparsity), *(dict(self.own_sparsities or {}).items())]:
             if not 0 <= value < 1:
                 raise OptionError(f"{what} must be in [0, 1), got {value}; 0.3 removes 30 % of the weights")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from ...architectures import BlockView
-from ...errors import UnsupportedModelError
+from ...errors import OptionError, UnsupportedModelError
 from ..base import BlockResult, Method, Unit, check_choice, register_method
 from .attention import decompose_attention
 from .mlp import decompose_mlp
@@ -47,6 +47,8 @@ class MoDeGPT(Method):
 
     def __post_init__(self):
         super().__post_init__()
+        if not self.ridge > 0:
+            raise OptionError(f"ridge must be > 0, got {self.ridge}; the default is 1e-4 of the moment's mean diagonal")
         check_choice("select", self.select, ("elimination", "leverage"))
         check_choice("select_qk", self.select_qk, ("elimination", "norm"))
         check_choice("gqa", self.gqa, ("joint", "paper"))
