@@ -5,7 +5,6 @@ variables RANKFOLD_DATA and RANKFOLD_MODELS, and commands are written with these
 """
 
 import argparse
-import copy
 import gc
 import importlib.util
 import os
@@ -170,8 +169,8 @@ def open_source(name: str) -> Source:
 
 def again(source: Source) -> Source:
     """The same source without what it has remembered (its fingerprint), to be timed afresh."""
-    fresh = copy.copy(source)
-    fresh._fingerprint = None
+    fresh = Source(source.model, source.name, source.device, source.dtype, source.weights)
+    fresh.autocast = source.autocast
     return fresh
 
 

@@ -4,7 +4,15 @@ Each message is one line that says what was got, what is allowed, and what to do
 exits with code 2; anything that is not a :class:`RankfoldError` is a bug and shows its traceback.
 """
 
-__all__ = ["CheckpointError", "DataError", "NumericsError", "OptionError", "RankfoldError", "UnsupportedModelError"]
+__all__ = [
+    "CheckpointError",
+    "DataError",
+    "NumericsError",
+    "OptionError",
+    "RankfoldError",
+    "UnsupportedModelError",
+    "first_line",
+]
 
 
 class RankfoldError(Exception):
@@ -29,3 +37,8 @@ class CheckpointError(RankfoldError):
 
 class NumericsError(RankfoldError):
     """Weights, activations or moments are not finite, or a factorisation broke down."""
+
+
+def first_line(error: BaseException) -> str:
+    """What another library's error says, in one line: its first, or its type where it says nothing."""
+    return (str(error).strip() or type(error).__name__).split("\n")[0][:300]

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from .calibration.runner import advance, logits, start
-from .checkpoint.source import Source, Weights, fill_outer
+from .checkpoint.source import Source
+from .checkpoint.weights import Weights, fill_outer
 from .errors import CheckpointError
 
 __all__ = ["Probe"]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rankfold.checkpoint.source import autocast_dtype
+from rankfold.checkpoint.devices import autocast_dtype
 
 
 @pytest.mark.parametrize(

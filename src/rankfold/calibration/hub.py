@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, first_line
 
 __all__ = ["ALIASES", "BUFFER", "HubText", "hub_rows"]
 
@@ -75,8 +75,7 @@ def hub_rows(alias: str, use: str, shuffle: int | None = None) -> Iterator[str]:
         for row in rows if shuffle is None else rows.shuffle(seed=shuffle, buffer_size=BUFFER):
             yield row[hub.field]
     except Exception as error:  # network, hub and datasets errors share no base; all mean "not to be had"
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0][:200]
         raise CheckpointError(
-            f"cannot read {alias!r} ({hub.path}) from the hub ({reason}); check the connection, or give a local copy: "
-            f"{alias}:FILE (raw rows), or a .txt/.jsonl/.parquet file"
+            f"cannot read {alias!r} ({hub.path}) from the hub ({first_line(error)}); check the connection, or give a "
+            f"local copy: {alias}:FILE (raw rows), or a .txt/.jsonl/.parquet file"
         ) from error

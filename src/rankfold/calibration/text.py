@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import DataError
+from ..errors import DataError, first_line
 from .hub import ALIASES, hub_rows
 
 __all__ = [
@@ -174,8 +174,7 @@ def open_parquet(path: Path, field: str) -> Iterator[Any]:
                 raise DataError(f"{path} has no column {field!r}; it has: {', '.join(names)} (use --field)")
             yield file
     except (ArrowException, OSError) as error:
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0][:200]
-        raise DataError(f"{path} is not a readable parquet file ({reason})") from error
+        raise DataError(f"{path} is not a readable parquet file ({first_line(error)})") from error
 
 
 def rows_of_group(file, group: int, field: str, path: Path) -> list[str]:

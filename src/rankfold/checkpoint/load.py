@@ -4,12 +4,14 @@ from pathlib import Path
 
 from accelerate import init_empty_weights
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, first_line
 from ..files import check_output
 from ..modules import attach, install
-from .source import _first_line, _locate, resolve_device, resolve_dtype
+from .devices import resolve_device, resolve_dtype
+from .hub import locate
+from .tokenizer import TokenizerFiles
 
 __all__ = ["assemble", "empty_model", "load_model", "load_tokenizer", "save_model"]
 
@@ -25,14 +27,14 @@ def load_model(model: str | Path, *, dtype: str = "auto", device: str = "auto") 
     Raises:
         CheckpointError: it cannot be read.
     """
-    path = _locate(str(model))
+    path = locate(str(model))
     where = resolve_device(device)
     kwargs = {"gguf_file": path.name} if path.suffix == ".gguf" else {"use_safetensors": True}
     folder = path.parent if path.suffix == ".gguf" else path
     try:
         loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=resolve_dtype(dtype) or "auto", **kwargs)
     except Exception as error:  # transformers, safetensors and json raise many types for a damaged checkpoint
-        raise CheckpointError(f"{model} cannot be loaded: {_first_line(error)}; copy or make it again") from error
+        raise CheckpointError(f"{model} cannot be loaded: {first_line(error)}; copy or make it again") from error
     return loaded.to(where).eval()
 
 
@@ -65,12 +67,7 @@ def load_tokenizer(model: str | Path):
     Raises:
         CheckpointError: there is none.
     """
-    path = _locate(str(model))
-    kwargs = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
-    try:
-        return AutoTokenizer.from_pretrained(path.parent if kwargs else path, **kwargs)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"no tokenizer can be read from {path}: {_first_line(error)}") from error
+    return TokenizerFiles.beside(locate(str(model))).load()
 
 
 def save_model(model: PreTrainedModel, folder: str | Path, tokenizer=None) -> Path:

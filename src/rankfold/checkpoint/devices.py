@@ -1,0 +1,50 @@
+"""Devices and dtypes by name, and in what precision blocks run on them."""
+
+import torch
+
+from ..errors import OptionError
+
+__all__ = ["autocast_dtype", "resolve_device", "resolve_dtype"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """bf16 on CPUs with AMX, where block forwards are 3 times faster in it; otherwise no autocast.
+
+    AVX512-BF16 alone does not pay: products of bf16 take longer there than of fp32 (linear 25.5 ms against 19.5, attention 33
+    against 22).
+    """
+    supported = getattr(torch.cpu, "_is_amx_tile_supported", bool)
+    return torch.bfloat16 if device.type == "cpu" and supported() else None
+
+
+def resolve_dtype(name: str) -> torch.dtype | None:
+    """``torch.dtype`` of a name; ``None`` for ``auto`` (as the checkpoint stores it).
+
+    Raises:
+        OptionError: any other name.
+    """
+    if name == "auto":
+        return None
+    if _SHORT.get(name, name) not in DTYPES:
+        raise OptionError(f"dtype must be auto, {', '.join(DTYPES)}; got {name!r}")
+    return DTYPES[_SHORT.get(name, name)]
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of ``cpu``, ``cuda[:i]``, ``mps`` or ``auto`` (an accelerator where there is one).
+
+    Raises:
+        OptionError: unknown name, or a device that is not available here.
+    """
+    available = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if name == "auto":
+        return available or torch.device("cpu")
+    kind = name.split(":")[0]
+    if kind not in ("cpu", "cuda", "mps"):
+        raise OptionError(f"device must be auto, cpu, cuda or mps; got {name!r}")
+    if kind != "cpu" and (available is None or available.type != kind):
+        raise OptionError(f"device {name!r} is not available here; use --device auto or cpu")
+    return torch.device(name)

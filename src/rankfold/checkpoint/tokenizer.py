@@ -1,0 +1,51 @@
+"""The tokenizer that lies beside a model's weights."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from ..errors import CheckpointError, first_line
+
+__all__ = ["TokenizerFiles"]
+
+_NAMES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_PROCESSOR = ("preprocessor_config.json", "processor_config.json")
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """Where a tokenizer is read from: a folder, or a GGUF file in it."""
+
+    folder: Path
+    gguf: str | None = None
+
+    @classmethod
+    def beside(cls, model: Path) -> "TokenizerFiles":
+        """Of a model folder or a ``.gguf`` file."""
+        return cls(model.parent, model.name) if model.suffix == ".gguf" else cls(model)
+
+    @property
+    def exist(self) -> bool:
+        """Whether there is a tokenizer; a folder of weights alone has none."""
+        return self.gguf is not None or any((self.folder / name).exists() for name in _NAMES)
+
+    @property
+    def processor(self) -> list[Path]:
+        """Files that prepare images for a model for images and text."""
+        return [self.folder / name for name in _PROCESSOR if (self.folder / name).is_file()]
+
+    def load(self):
+        """The tokenizer.
+
+        Raises:
+            CheckpointError: there is none that can be read.
+        """
+        options = {} if self.gguf is None else {"gguf_file": self.gguf}
+        try:
+            return AutoTokenizer.from_pretrained(self.folder, **options)
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"no tokenizer can be read from {self.folder / (self.gguf or '')}: {first_line(error)}; put the tokenizer "
+                "files beside the weights"
+            ) from error
