@@ -35,7 +35,13 @@ def llama(change=None):
 def falcon(change=None):
     """Four query heads on one key head, positions by ALiBi alone, and its expansion; fp64."""
     options = {"hidden_size": 32, "ffn_hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": HEADS}
-    options |= {"vocab_size": 96, "alibi": True, "parallel_attn": False, "attention_dropout": 0.0, "hidden_dropout": 0.0}
+    options |= {
+        "vocab_size": 96,
+        "alibi": True,
+        "parallel_attn": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+    }
     torch.manual_seed(0)
     grouped, expanded = (
         t.FalconForCausalLM(t.FalconConfig(**options, multi_query=one)).double().eval() for one in (True, False)
@@ -110,7 +116,9 @@ def test_pairs_that_carry_nothing_cost_nothing(select):
 
 
 @pytest.mark.parametrize("gqa", ["joint", "paper"])
-@pytest.mark.parametrize("make, modules", [(llama, ("vo",)), (falcon, ("vo",)), (falcon, ("qk",)), (falcon, ("qk", "vo"))])
+@pytest.mark.parametrize(
+    "make, modules", [(llama, ("vo",)), (falcon, ("vo",)), (falcon, ("qk",)), (falcon, ("qk", "vo"))]
+)
 def test_heads_of_lower_rank_lose_nothing(make, modules, gqa):
     grouped, expanded = make(with_narrow_values)
     method = MoDeGPT(modules=dict.fromkeys(modules, 0.5), multiple=2, gqa=gqa)

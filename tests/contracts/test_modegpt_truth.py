@@ -36,7 +36,10 @@ SETTINGS = {
 RIDGE = 1e-2  # large enough that the fit shows whether it is there
 CLOSE = 1e-3  # moments are products in fp32
 CASES = [
-    (family, setting) for family in sorted(CONFIGS) for setting in SETTINGS if "without" not in setting or family in FREE
+    (family, setting)
+    for family in sorted(CONFIGS)
+    for setting in SETTINGS
+    if "without" not in setting or family in FREE
 ]
 
 
