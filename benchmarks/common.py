@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -67,6 +68,12 @@ def add_protocol(parser: argparse.ArgumentParser) -> None:
         "--form", choices=("rows", "plain"), default="plain", help="WikiText-2 as rows, or as one string"
     )
     add_windows(parser)
+    parser.add_argument(
+        "--first", type=int, default=FIRST, metavar="N", help=f"evaluate on the first N of every {EVERY}th window"
+    )
+    parser.add_argument(
+        "--evaluate-in", choices=("autocast", "float32"), default="autocast", help="precision of evaluation"
+    )
 
 
 def skip(reason: str) -> None:
@@ -203,14 +210,21 @@ def windows(source: Source, path: Path, length: int, form: str = "plain") -> tor
 def wikitext2_windows(source: Source, args: argparse.Namespace) -> tuple[torch.Tensor, Path]:
     """The evaluation windows of WikiText-2's test text, and its path."""
     path = data_file(args.data, "text/wikitext2-test.tokens")
-    return windows(source, path, args.length, args.form)[::EVERY][:FIRST], path
+    return windows(source, path, args.length, args.form)[::EVERY][: args.first], path
 
 
-def add_perplexity(record: Record, name: str, model: nn.Module, source: Source, windows, **facts) -> None:
+class Evaluation(NamedTuple):
+    """What every model of a table is evaluated on."""
+
+    windows: torch.Tensor  # (W, T)
+    autocast: torch.dtype | None
+
+
+def add_perplexity(record: Record, name: str, model: nn.Module, on: Evaluation, **facts) -> None:
     """Evaluate and keep the row; a loss beyond floating point is a result too."""
     begin = time.perf_counter()
     try:
-        result = perplexity(model, windows, autocast=source.autocast)
+        result = perplexity(model, on.windows, autocast=on.autocast)
         facts |= {"perplexity": result["perplexity"], "nll": result["nll"]}
     except NumericsError as error:
         facts |= {"perplexity": None, "nll": None, "error": str(error)}
@@ -228,7 +242,15 @@ def describe_tokens(ids: torch.Tensor, path: Path | str, seed: int | None = None
     return {k: v for k, v in facts.items() if k != "origin" and (k != "seed" or seed is not None)}
 
 
-def precision(source: Source) -> dict:
-    """In what the blocks run."""
-    autocast = str(source.autocast).removeprefix("torch.") if source.autocast else None
-    return {"compute": str(source.compute_dtype).removeprefix("torch."), "autocast": autocast}
+def evaluation(source: Source, windows, args: argparse.Namespace) -> Evaluation:
+    return Evaluation(windows, source.autocast if args.evaluate_in == "autocast" else None)
+
+
+def precision(source: Source, on: Evaluation | None = None) -> dict:
+    """In what the blocks run, and in what the result is evaluated."""
+
+    def name(dtype) -> str | None:
+        return str(dtype).removeprefix("torch.") if dtype else None
+
+    facts = {"compute": name(source.compute_dtype), "autocast": name(source.autocast)}
+    return facts | ({"evaluation": name(on.autocast)} if on else {})

@@ -65,16 +65,17 @@ def main() -> None:
     c4 = common.data_file(args.data, "calibration/c4_demo.jsonl")
     tokens = common.calibration(source, c4, args)
     windows, path = text_windows(source, args) if args.text else common.wikitext2_windows(source, args)
+    on = common.evaluation(source, windows, args)
     config = {
         "model": common.describe_model(source),
-        "precision": common.precision(source),
+        "precision": common.precision(source, on),
         "calibration": common.describe_tokens(tokens.ids, c4, args.seed),
         "evaluation": common.describe_tokens(windows, path),
         "mode": "one-pass",
     }
     record = common.Record(args.json, config, DEFINITIONS, resume=True)
     if "dense" not in record and (not args.only or "dense" in args.only):
-        common.add_perplexity(record, "dense", source.whole_model(), source, windows, sparsity=0.0)
+        common.add_perplexity(record, "dense", source.whole_model(), on, sparsity=0.0)
     todo = [
         (f"{name} {sparsity}", name, sparsity)
         for sparsity in args.sparsity
@@ -85,7 +86,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="rankfold-") as temporary:
             moments = measure(source, tokens, args.moments or Path(temporary) / "moments")
             for row, name, sparsity in todo:
-                run(record, row, name, sparsity, source, moments, windows)
+                run(record, row, name, sparsity, source, moments, on)
     common.say(f"wrote {common.shown(str(args.json))}")
 
 
@@ -102,7 +103,7 @@ def measure(source, tokens, folder: Path) -> MomentStore:
     return moments
 
 
-def run(record, row: str, name: str, sparsity: float, source, moments: MomentStore, windows) -> None:
+def run(record, row: str, name: str, sparsity: float, source, moments: MomentStore, on) -> None:
     kind, options = METHODS[name]
     method = make_method(kind, sparsity=sparsity, **options)
     facts = {"setting": name, "sparsity": sparsity, "method": method.describe()}
@@ -114,7 +115,7 @@ def run(record, row: str, name: str, sparsity: float, source, moments: MomentSto
         return common.say(f"{row}: not compressed: {error}")
     facts["compress_seconds"] = time.perf_counter() - begin
     facts["removed"] = model.config.quantization_config.fields["counts"]["sparsity"]
-    common.add_perplexity(record, row, model, source, windows, **facts)
+    common.add_perplexity(record, row, model, on, **facts)
 
 
 def render(paths: list[Path]) -> None:

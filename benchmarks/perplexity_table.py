@@ -5,6 +5,8 @@ WikiText-2 test, the first 32 of these; each split is one string. OPT: one text,
 calibrates and the second half evaluates. Logits in bf16 autocast where the processor has it.
 
     python benchmarks/perplexity_table.py
+    python benchmarks/perplexity_table.py --model $RANKFOLD_MODELS/qwen2.5-coder-0.5b.gguf --samples 24 --first 10 \\
+        --evaluate-in float32 --sparsity 0.3 --json benchmarks/results/perplexity_qwen2.5.json
     python benchmarks/perplexity_table.py --model $RANKFOLD_MODELS/opt-6m --text opt-6m-val.txt --length 256 \\
         --json benchmarks/results/perplexity_opt-6m.json
 """
@@ -23,6 +25,8 @@ DEFINITIONS = {
     "removed": "reached: weights removed over linear weights of the blocks",
     "parameters": "of the compressed model, biases included, a tied matrix once; codes of quantised factors not",
     "bytes": "of its weights on disk: codes, scales and indices included",
+    "held_out_ratio": "perplexity after over before, on calibration windows that the run kept out of the fit",
+    "damaged": "the run itself warned: the ratio is more than (1 - sparsity)^-3; shown as (!)",
     "compress_seconds": "from an open model to the compressed model in memory, calibration included",
 }
 
@@ -40,8 +44,12 @@ class Setting:
 
 
 ALL = (0.1, 0.2, 0.3, 0.4, 0.5)
+PAPER = {"select": "leverage", "select_qk": "norm", "gqa": "paper"}
 LLAMA = (
     Setting("modegpt", (0.3,)),
+    Setting("modegpt, the paper's forms", (0.3,), options=PAPER),
+    Setting("modegpt select=leverage", (0.3,), options={"select": "leverage"}),
+    Setting("modegpt select_qk=norm", (0.3,), options={"select_qk": "norm"}),
     Setting("modegpt gqa=paper", (0.3,), options={"gqa": "paper"}),
     Setting("modegpt multiple=2", (0.3,), options={"multiple": 2}),
     Setting("modegpt one-pass", (0.3,), mode="one-pass"),
@@ -54,14 +62,14 @@ LLAMA = (
     Setting("latentllm (joint, window=0)", (0.3,), method="latentllm", options={"window": 0}),
     Setting("svd-llm (root covariance, plain factors)", (0.3,), method="svd-llm"),
     Setting("modegpt", (0.1, 0.2, 0.4, 0.5)),
-    Setting("modegpt gqa=paper", (0.1, 0.2, 0.4, 0.5), options={"gqa": "paper"}),
+    Setting("modegpt, the paper's forms", (0.1, 0.2, 0.4, 0.5), options=PAPER),
 )
 OPT = (
-    *(
-        Setting(f"modegpt qk={qk} bias_refit={str(refit).lower()}", ALL, options={"qk": qk, "bias_refit": refit})
-        for qk in ("svd", "cr")
-        for refit in (True, False)
-    ),
+    Setting("modegpt", ALL),
+    Setting("modegpt select=leverage", ALL, options={"select": "leverage"}),
+    Setting("modegpt qk=cr", ALL, options={"qk": "cr"}),
+    Setting("modegpt bias_refit=false", ALL, options={"bias_refit": False}),
+    Setting("modegpt, the paper's forms", ALL, options=PAPER | {"qk": "cr", "bias_refit": False}),
     Setting("rootcov + block identity", (0.3,), method="rootcov"),
     *(
         Setting(" ".join(["latentllm", *(f"{k}={v}".lower() for k, v in form.items())]), (0.3,), "latentllm", form)
@@ -91,22 +99,23 @@ def main() -> None:
 
     source = common.open_source(args.model)
     tokens, windows, texts = halves(source, args) if args.text else wikitext2(source, args)
+    on = common.evaluation(source, windows, args)
     config = {
         "model": common.describe_model(source),
-        "precision": common.precision(source),
+        "precision": common.precision(source, on),
         "calibration": common.describe_tokens(tokens.ids, texts[0], tokens.seed),
         "evaluation": common.describe_tokens(windows, texts[1]),
         "form": "plain" if args.text else args.form,
     }
     record = common.Record(args.json, config, DEFINITIONS, resume=True)
     if "dense" not in record and (not args.only or "dense" in args.only):
-        add(record, "dense", source.whole_model(), source, windows, sparsity=0.0)
+        add(record, "dense", source.whole_model(), on, sparsity=0.0)
     for setting in OPT if source.config.model_type == "opt" else LLAMA:
         for sparsity in setting.sparsities:
             name = f"{setting.name} {sparsity}"
             chosen = not args.only or setting.name in args.only
             if name not in record and chosen and (not args.sparsity or sparsity in args.sparsity):
-                run(record, name, setting, sparsity, source, tokens, windows)
+                run(record, name, setting, sparsity, source, tokens, on)
     common.say(f"wrote {common.shown(str(args.json))}")
 
 
@@ -125,21 +134,23 @@ def halves(source, args):
     return tokens, windows[half:], [f"{path}, first half", f"{path}, second half"]
 
 
-def run(record, name: str, setting: Setting, sparsity: float, source, tokens: Tokens, windows) -> None:
+def run(record, name: str, setting: Setting, sparsity: float, source, tokens: Tokens, on) -> None:
     own = {"modules": {setting.module: sparsity}} if setting.module else {"sparsity": sparsity}
     method = make_method(setting.method, **setting.options, **own)
     begin = time.perf_counter()
     model = compress(source, method, tokens, mode=setting.mode)
     seconds = time.perf_counter() - begin
     facts = {"setting": setting.name, "method": method.describe(), "mode": setting.mode, "compress_seconds": seconds}
-    counts = model.config.quantization_config.fields["counts"]
-    facts |= {"removed": counts["sparsity"], "bytes": counts["bytes"]}
-    add(record, name, model, source, windows, sparsity=sparsity, **facts)
+    described = model.config.quantization_config.fields
+    facts |= {"removed": described["counts"]["sparsity"], "bytes": described["counts"]["bytes"]}
+    outcome = described["held_out"]
+    facts |= {"held_out_ratio": outcome["ratio"], "damaged": outcome["warning"] is not None} if outcome else {}
+    add(record, name, model, on, sparsity=sparsity, **facts)
 
 
-def add(record, name: str, model, source, windows, **facts) -> None:
+def add(record, name: str, model, on, **facts) -> None:
     parameters = sum(p.numel() for p in model.parameters())
-    common.add_perplexity(record, name, model, source, windows, parameters=parameters, **facts)
+    common.add_perplexity(record, name, model, on, parameters=parameters, **facts)
 
 
 if __name__ == "__main__":

@@ -67,11 +67,15 @@ def perplexity(record: dict) -> list[str]:
     body, sized = [], any("bytes" in row for row in rows)
     for name in dict.fromkeys(s for s, _ in found if s != "dense"):
         cells = [found.get((name, s)) for s in sparsities]
-        line = [name, *("" if c is None else latent_table.number(c["perplexity"]) for c in cells)]
+        line = [name, *("" if c is None else latent_table.number(c["perplexity"]) + mark(c) for c in cells)]
         size = (found.get((name, 0.3)) or {}).get("bytes")
         body.append([*line, f"{size / 1e6:.2f}" if size else ""] if sized else line)
     head = ["", *(f"{s:.0%}" for s in sparsities), *(["MB at 30%"] if sized else [])]
     return [*texts, *dense, "", *grid(head, body)]
+
+
+def mark(row: dict) -> str:
+    return " (!)" if row.get("damaged") else ""
 
 
 def cost(record: dict) -> list[str]:

@@ -99,4 +99,4 @@ def opened(family: str):
 
 
 def tokens(rows: int = 16) -> Tokens:
-    return Tokens(some_ids(rows, 32, seed=1), "random", "random", 0)
+    return Tokens(some_ids(rows, 32, seed=1), "random", "random", 0, held_out=some_ids(2, 32, seed=2))

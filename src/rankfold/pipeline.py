@@ -11,19 +11,22 @@ import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from .calibration.runner import STATISTICS, advance, measure, start
+from .calibration.observers import STATISTICS
+from .calibration.runner import advance, measure, start
 from .calibration.store import MomentStore
 from .calibration.supply import Measured, Stored
 from .calibration.tokens import Tokens, check_vocabulary
-from .checkpoint.load import assemble
 from .checkpoint.run import Run, compressed_config
 from .checkpoint.source import Source
+from .destination import InFolder, InMemory
 from .errors import NumericsError, OptionError
 from .files import check_output
+from .held_out import HeldOut, NothingHeldOut
 from .memory import release_memory
 from .methods import BlockResult, Method
 from .planning import allocate_ranks, build_plan, of_block
@@ -33,7 +36,6 @@ from .report.card import model_card, reproduce_command
 from .report.identity import dtype_name, moments_identity, published_counts, run_identity
 from .report.plan import Plan
 from .report.record import run_record
-from .verifying import Probe
 from .version import __version__
 
 __all__ = ["calibrate", "compress", "needed", "plan"]
@@ -48,7 +50,7 @@ def calibrate(
         source: an open model.
         tokens: calibration windows.
         output: folder to keep the moments in (continued where an earlier call was interrupted); ``None``: in memory.
-        statistics: names out of :data:`rankfold.calibration.runner.STATISTICS`; all by default, so that any method can be
+        statistics: names out of :data:`rankfold.calibration.observers.STATISTICS`; all by default, so that any method can be
             computed from them.
 
     Raises:
@@ -57,7 +59,7 @@ def calibrate(
     """
     statistics = _available(source, statistics or set(STATISTICS))
     identity = moments_identity(source, tokens, statistics)
-    store = MomentStore.create(identity, Path(output) if output else None)
+    store = MomentStore.create(identity, Path(output) if output else None, tokens.held_out)
     if all(i in store for i in range(len(source))):
         store.finish()
         return store
@@ -124,6 +126,7 @@ def compress(
     mode = _check(tokens, moments, mode, output)
     begin = time.perf_counter()
     calibration = tokens.describe() if tokens else moments.identity["tokens"]
+    held_out = tokens.held_out if tokens else moments.held_out
     identity = run_identity(source, method, calibration, mode)
     run = Run(output, identity, len(source)) if output is not None else None
     with run.discarded_if_nothing_is_done() if run else contextlib.nullcontext():
@@ -133,26 +136,51 @@ def compress(
         the_plan = build_plan(source, method, ranks, facts, {}, calibration)
         if on_plan:
             on_plan(the_plan)
-        if moments is not None:
-            supply = Stored(moments)
-        else:
-            supply = Measured(_start(source, tokens), sequential=mode == "sequential")
-        probe = Probe(source) if run else None
+        work = _Work(
+            source, method, _supply(source, tokens, moments, mode), _watch(source, held_out, mode), _into(source, run)
+        )
         blocks = [
-            _compress_block(source, method, index, of_block(ranks, index), supply, run, probe)
-            for index in track(range(len(source)), "compressing")
+            _compress_block(work, index, of_block(ranks, index)) for index in track(range(len(source)), "compressing")
         ]
+    outcome = work.watch.finish(the_plan.sparsity)
     seconds["total"] = time.perf_counter() - begin
     modules = {path: spec for block in blocks for path, spec in block.modules.items()}
-    description = {"rankfold_version": __version__, **identity, "counts": published_counts(the_plan)}
+    counts = published_counts(the_plan)
+    description = {"rankfold_version": __version__, **identity, "counts": counts, "held_out": outcome}
     config = compressed_config(source, description, modules)
-    if run is None:
-        return assemble(source, config, {name: tensor for block in blocks for name, tensor in block.state.items()})
-    command = reproduce_command(source.name, run.output.name, method.describe(), calibration, mode, dtype_name(source))
-    card = model_card(the_plan, __version__, run.output.name, calibration, command)
+    name = run.output.name if run else source.name
+    command = reproduce_command(source.name, name, method.describe(), calibration, mode, dtype_name(source))
+    card = model_card(the_plan, __version__, name, calibration, command, outcome)
     reports = {str(index): block.reports for index, block in enumerate(blocks)}
     record = run_record(source, description, command, the_plan, reports, seconds)
-    return run.finish(source, config, card, record, probe.check)
+    return work.into.finish(config, card, record)
+
+
+class _Work(NamedTuple):
+    """What every block of a compression meets."""
+
+    source: Source
+    method: Method
+    supply: Stored | Measured  # where its moments come from
+    watch: HeldOut | NothingHeldOut  # what looks at the result on text that was not fitted
+    into: InMemory | InFolder  # where it goes
+
+
+def _supply(source: Source, tokens: Tokens | None, moments: MomentStore | None, mode: str) -> Stored | Measured:
+    if moments is not None:
+        return Stored(moments)
+    return Measured(_start(source, tokens), sequential=mode == "sequential")
+
+
+def _watch(source: Source, held_out, mode: str) -> HeldOut | NothingHeldOut:
+    if held_out is None:
+        return NothingHeldOut()
+    check_vocabulary(held_out, source.config.vocab_size)
+    return HeldOut(source, held_out, sequential=mode == "sequential")
+
+
+def _into(source: Source, run: Run | None) -> InMemory | InFolder:
+    return InFolder(source, run) if run else InMemory(source)
 
 
 def _check(tokens, moments, mode: str, output) -> str:
@@ -183,33 +211,34 @@ def _dense_pass(source: Source, method: Method, tokens, moments, mode: str, run:
     return moments, scores
 
 
-def _compress_block(source, method: Method, index: int, ranks, supply, run: Run | None, probe) -> BlockResult:
+def _compress_block(work: _Work, index: int, ranks: dict[str, int]) -> BlockResult:
     """Measure, decompose, replace and keep one block, or take it from an earlier run; then move on.
 
     Returns:
-        Descriptions by full path, what was measured, and the block's tensors by full name unless they went to disk.
+        Descriptions by full path and what was measured; the tensors went to where blocks go.
     """
+    source, method, supply, watch, into = work
     view = source.block(index)
     release_memory()
-    if run and index in run:
+    if index in into:
         supply.skip(view)
-        result = run.load_block(index, view.path)
+        watch.skip(view)
+        result = into.load(view)
         replace(view, result, source)
     else:
-        measured = supply.take(view, _statistics(source, method))
+        statistics = _statistics(source, method)
+        moments = supply.take(view, statistics)
         release_memory()
-        result = _decompose(method, view, measured, ranks)
-        del measured
+        result = _decompose(method, view, moments, ranks)
+        del moments
+        watch.judge(view, result, statistics)
         replace(view, result, source)
-        if run:
-            run.save_block(index, view.path, view.module, source.dtype, result)
+        into.keep(view, result)
     release_memory()
-    if probe:
-        probe.follow(view)
-    supply.follow(view)
+    for follower in (into, supply, watch):
+        follower.follow(view)
     release_memory()
-    state = {} if run else {f"{view.path}.{name}": tensor for name, tensor in view.module.state_dict().items()}
-    return BlockResult({f"{view.path}.{path}": spec for path, spec in result.modules.items()}, state, result.reports)
+    return BlockResult({f"{view.path}.{path}": spec for path, spec in result.modules.items()}, {}, result.reports)
 
 
 def _decompose(method: Method, view, moments, ranks: dict[str, int]) -> BlockResult:

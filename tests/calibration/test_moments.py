@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rankfold.calibration import moments
 from rankfold.calibration.moments import (
     FP32_ROWS,
     TILE,
@@ -112,10 +113,26 @@ def test_the_precision_of_products_elsewhere_is_left_alone(fails):
     before = backend.fp32_precision
     if fails:
         with pytest.raises((RuntimeError, IndexError)):
-            gram(torch.zeros(3, 2), [torch.zeros(5, 7)], exact_in_bf16=True)
+            gram(torch.zeros(3, 2, dtype=torch.bfloat16), [torch.zeros(5, 7)])
     else:
-        gram(torch.zeros(3, 2), upper_tiles(2, CPU), exact_in_bf16=True)
+        gram(torch.zeros(3, 2, dtype=torch.bfloat16), upper_tiles(2, CPU))
     assert backend.fp32_precision == before
+
+
+def test_devices_that_multiply_half_precision_into_fp32_are_given_half_precision(monkeypatch):
+    """A stand-in for the accelerator's product, which PyTorch has on CUDA only: nothing is cast before it, fp32 comes out."""
+    called = []
+
+    def widening(a, b, *, out_dtype):
+        called.append((a.dtype, b.dtype, out_dtype))
+        return a.float() @ b.float()
+
+    monkeypatch.setattr(moments, "_widens", lambda device, dtype: True)
+    monkeypatch.setattr(torch, "mm", widening)
+    x = draw(40, TILE + 9, dtype=torch.bfloat16)
+    ours = streamed(x.split(7)).second
+    assert set(called) == {(torch.bfloat16, torch.bfloat16, torch.float32)}
+    torch.testing.assert_close(ours, x.double().T @ x.double(), rtol=1e-5, atol=1e-5)
 
 
 @settings(max_examples=20, deadline=None)

@@ -1,11 +1,13 @@
 """Moments measured block by block, against the activations themselves."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import rankfold
 from families import some_ids, tiny_model
-from rankfold.calibration import runner
+from rankfold.calibration import observers, runner
 from rankfold.calibration.runner import measure, start
 
 NAMES = {"mlp_hidden", "mlp_input", "attention_input", "attention_output"}
@@ -65,13 +67,14 @@ def test_queries_and_keys_are_measured_after_norm_and_rotation(family, monkeypat
     assert "sdpa" in ALL_ATTENTION_FUNCTIONS
     view, stream = source.block(0), start(source, ids, autocast=None)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
-    moments = measure(view, stream, {"query", "key", "query_key", "value"}, step=False)
+    moments = measure(view, stream, {"query", "key", "key_spread", "query_key", "value"}, step=False)
     heads, kv = view.attention.heads, view.attention.kv_heads
     q, k, v = seen["q"], seen["k"], seen["v"]  # (B, H, T, N), the latter two perhaps repeated
     k, v = (x[:, :: x.shape[1] // kv] for x in (k, v))
-    for name, x in (("query", q), ("key", k), ("value", v)):
+    spread = k - k.mean(2, keepdim=True)
+    for name, x in (("query", q), ("key", k), ("key_spread", spread), ("value", v)):
         torch.testing.assert_close(moments[name].second, torch.einsum("bhti,bhtj->hij", x, x), rtol=1e-4, atol=1e-4)
-    grams = torch.einsum("bhti,bhtj->bhij", q, q) * torch.einsum("bhti,bhtj->bhij", k, k).repeat_interleave(
+    grams = torch.einsum("bhti,bhtj->bhij", q, q) * torch.einsum("bhti,bhtj->bhij", spread, spread).repeat_interleave(
         heads // kv, 1
     )
     torch.testing.assert_close(moments["query_key"].second, grams.sum(0), rtol=1e-3, atol=1e-3)
@@ -108,12 +111,24 @@ def test_influence_of_attention_is_taken_before_the_mlp(family):
 
 def test_samples_are_spread_over_all_tokens(monkeypatch):
     monkeypatch.setattr(runner, "BATCH_TOKENS", 96)
-    monkeypatch.setattr(runner, "SAMPLE_ROWS", 40)
+    monkeypatch.setattr(observers, "SAMPLE_ROWS", 1)  # for each of the 48 hidden units
     source = opened("opt")
     view, stream = source.block(0), start(source, some_ids(10, 32), autocast=None)
     rows = measure(view, stream, {"mlp_samples"}, step=False)["mlp_samples"].rows
     everything = captured(view, stream, "fc1").float()
-    torch.testing.assert_close(rows, everything[::8])
+    torch.testing.assert_close(rows, everything[::6])
+
+
+@pytest.mark.parametrize(("free", "tokens"), [(2**20, 2048), (2**27, 9362), (2**40, 32768)])
+def test_batches_grow_with_the_free_memory_of_an_accelerator(free, tokens, monkeypatch):
+    """A stand-in for the device: llama's D = 32, F = 48 take 4 (8 * 32 + 4 * 48) bytes a token."""
+    source = opened()
+    assert runner.batch_tokens(source) == runner.BATCH_TOKENS
+    source.device = SimpleNamespace(type="accelerator")
+    monkeypatch.setattr(
+        torch, "get_device_module", lambda device: SimpleNamespace(mem_get_info=lambda device: (free, 2**41))
+    )
+    assert runner.batch_tokens(source) == tokens
 
 
 def test_non_finite_activations_are_named():

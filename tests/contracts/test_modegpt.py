@@ -218,25 +218,3 @@ def test_sliced_equals_zeroed():
             for g in range(groups):
                 attention.q_proj.weight.data[rows + (k * groups + g) * head_dim] = 0
     torch.testing.assert_close(logits(model), logits(zeroed), rtol=1e-4, atol=1e-5)
-
-
-def test_grouped_queries_equal_the_expanded_multi_head_model_at_full_information():
-    """A GQA model and the MHA model with repeated key/value heads are one function; at ranks where both are exact they
-    stay so."""
-    import transformers as t
-
-    from families import GQA
-
-    grouped = tiny_model("llama")
-    expanded = t.LlamaForCausalLM(t.LlamaConfig(**{**GQA, "num_key_value_heads": 4})).eval()
-    state = grouped.state_dict()
-    for name in list(state):
-        if "k_proj" in name or "v_proj" in name:
-            state[name] = state[name].view(2, 8, -1).repeat_interleave(2, 0).flatten(0, 1)
-    expanded.load_state_dict(state)
-    results = []
-    for model in (grouped, expanded):
-        source = rankfold.open_model(model, device="cpu")
-        source.autocast = None
-        results.append(rankfold.compress(source, MoDeGPT(modules={"mlp": 0.3}, multiple=2), tokens()))
-    torch.testing.assert_close(logits(results[0]), logits(results[1]), rtol=1e-4, atol=1e-5)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from modegpt_problems import MLP, mlp
 from problems import KINDS
 
-from rankfold.linalg.nystrom import nystrom, ridge_leverage_scores
+from rankfold.linalg.nystrom import SELECTIONS, nystrom, ridge_leverage_scores
 
 F64 = torch.float64
 
@@ -50,11 +50,12 @@ def test_scores_sum_to_the_effective_dimension(kind):
     torch.testing.assert_close(ridge_leverage_scores(C, ridge=1e-3).sum(), reference, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("select", SELECTIONS)
 @pytest.mark.parametrize("rank", [1, 5, 11])
 @pytest.mark.parametrize("kind", ["gaussian", "outlier", "wide", "tall"])
-def test_refit_is_least_squares_on_the_raw_activations(kind, rank):
+def test_refit_is_least_squares_on_the_raw_activations(kind, rank, select):
     p = mlp(kind)
-    out = nystrom(p.W, p.C, rank=rank, ridge=1e-10)
+    out = nystrom(p.W, p.C, rank=rank, ridge=1e-10, select=select)
     reference = torch.linalg.lstsq(p.a[:, out.keep], p.a @ p.W.T).solution.T
     torch.testing.assert_close(out.W_down, reference, rtol=1e-4, atol=1e-4 * reference.abs().max().item())
 
@@ -69,11 +70,12 @@ def test_refit_reaches_the_least_squares_error(kind):
     assert raw_error(p, out) <= optimum * (1 + 1e-5) + 1e-7 * Y.square().sum().item() / len(Y)
 
 
+@pytest.mark.parametrize("select", SELECTIONS)
 @pytest.mark.parametrize("rank", [1, 4, 11])
 @pytest.mark.parametrize("kind", KINDS)
-def test_error_is_the_error_measured_on_the_raw_activations(kind, rank):
+def test_error_is_the_error_measured_on_the_raw_activations(kind, rank, select):
     p = mlp(kind)
-    out = nystrom(p.W, p.C, rank=rank)
+    out = nystrom(p.W, p.C, rank=rank, select=select)
     power = (p.a @ p.W.T).square().sum().item() / len(p.a)
     assert out.error == pytest.approx(raw_error(p, out), rel=1e-6, abs=1e-12 * power)
     assert out.relative_error == pytest.approx((raw_error(p, out) / power) ** 0.5, rel=1e-5, abs=1e-6)
@@ -82,7 +84,7 @@ def test_error_is_the_error_measured_on_the_raw_activations(kind, rank):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_highest_scores_are_kept_in_order(kind):
     p = mlp(kind)
-    out, scores = nystrom(p.W, p.C, rank=5), ridge_leverage_scores(p.C)
+    out, scores = nystrom(p.W, p.C, rank=5, select="leverage"), ridge_leverage_scores(p.C)
     dropped = torch.ones(12, dtype=torch.bool)
     dropped[out.keep] = False
     assert scores[out.keep].min() >= scores[dropped].max()
@@ -133,10 +135,16 @@ def test_relabelling_the_units_relabels_the_result(seed, rank):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(KINDS), st.integers(0, 60), st.integers(1, 11), st.sampled_from([1e-6, 1e-4, 1e-2]))
-def test_theorem_1_bounds_the_measured_error(kind, seed, rank, ridge):
+@given(
+    st.sampled_from(KINDS),
+    st.integers(0, 60),
+    st.integers(1, 11),
+    st.sampled_from([1e-6, 1e-4, 1e-2]),
+    st.sampled_from(SELECTIONS),
+)
+def test_theorem_1_bounds_the_measured_error(kind, seed, rank, ridge, select):
     p = mlp(kind, seed=seed)
-    out = nystrom(p.W, p.C, rank=rank, ridge=ridge)
+    out = nystrom(p.W, p.C, rank=rank, ridge=ridge, select=select)
     assert raw_error(p, out) <= out.bounds.theorem * (1 + 1e-9)
 
 
@@ -212,7 +220,7 @@ def test_bound_holds_where_the_spectrum_is_nearly_flat():
     energy[-1] = 0.99
     W = torch.zeros(1, 64, dtype=F64)
     W[0, -1] = 1
-    out = nystrom(W, torch.diag(energy), rank=63, ridge=1e-6)
+    out = nystrom(W, torch.diag(energy), rank=63, ridge=1e-6, select="leverage")
     assert out.keep.tolist() == list(range(63))
     assert out.error <= out.bounds.theorem * (1 + 1e-9)
 
@@ -312,6 +320,7 @@ def test_scores_stay_in_range_where_the_moment_is_indefinite_within_the_ridge(be
         (lambda p: nystrom(p.W, 0 * p.C, rank=3), r"ridge \* mean\(diag\(C\)\) must be positive, got 0.*never fire"),
         (lambda p: nystrom(p.W, p.C, rank=3, ridge=0.0), r"must be positive, got 0.0e\+00; .*or ridge is 0"),
         (lambda p: nystrom(p.W, p.C, rank=3, ridge=-1.0), r"must be positive, got -"),
+        (lambda p: nystrom(p.W, p.C, rank=3, select="norm"), "select must be one of elimination, leverage, got 'norm'"),
         (lambda p: ridge_leverage_scores(0 * p.C), "the units never fire"),
         (lambda p: ridge_leverage_scores(p.C[:, :5]), r"C must be \(5, 5\), got \(12, 5\)"),
     ],

@@ -103,7 +103,7 @@ def test_a_group_of_equal_heads_is_one_head():
     a, b = fitted(one, 3)[0], fitted(many, 3)[0]
     torch.testing.assert_close(a.down, b.down, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(a.up, b.up, rtol=1e-6, atol=1e-9)
-    assert b.error == pytest.approx(4 * a.error, rel=1e-9)
+    assert b.error == pytest.approx(4 * a.error.item(), rel=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "outlier"])
@@ -143,8 +143,9 @@ def test_scale_of_the_moments_does_not_matter(kind, a, b):
     base, scaled = paired_svd(p.A, p.B, rank=3), paired_svd(10**a * p.A, 10**b * p.B, rank=3)
     product = base.up @ base.down
     torch.testing.assert_close(scaled.up @ scaled.down, product, rtol=1e-6, atol=1e-6 * product.abs().max().item())
-    assert scaled.error == pytest.approx(10 ** (a + b) * base.error, rel=1e-5, abs=1e-12 * 10 ** (a + b) * base.error)
-    assert scaled.relative_error == pytest.approx(base.relative_error, rel=1e-5, abs=1e-9)
+    expected = 10 ** (a + b) * base.error.item()
+    assert scaled.error == pytest.approx(expected, rel=1e-5, abs=1e-12 * expected)
+    assert scaled.relative_error == pytest.approx(base.relative_error.item(), rel=1e-5, abs=1e-9)
 
 
 @settings(max_examples=25, deadline=None)
@@ -191,3 +192,13 @@ def test_errors_say_what_to_fix(call, message):
     p = value_output("gaussian")
     with pytest.raises(ValueError, match=message):
         call(p.A, p.B)
+
+
+def test_a_batch_of_heads_is_each_head_by_itself():
+    problems = [value_output("gaussian", seed=seed) for seed in range(6)]
+    A, B = (torch.stack([getattr(p, name) for p in problems]).unflatten(0, (2, 3)) for name in "AB")
+    together = paired_svd(A, B, rank=3)
+    for i, p in enumerate(problems):
+        alone = paired_svd(p.A, p.B, rank=3)
+        for ours, reference in zip(together, alone, strict=True):
+            torch.testing.assert_close(ours.flatten(0, 1)[i], reference, rtol=1e-9, atol=1e-12)

@@ -8,6 +8,7 @@ hardly any error to that of one (docs/results/moment_precision.md).
 """
 
 import contextlib
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -48,8 +49,13 @@ class Moment:
     @property
     def covariance(self) -> Tensor:
         """``C - mean mean^T``, fp64; not clamped, so eigenvalues may be negative in the last digits."""
+        return self.about(self.mean)
+
+    def about(self, point: Tensor) -> Tensor:
+        """``E[(x - point)(x - point)^T]``, fp64; with the mean of a fit, what that fit leaves on other observations."""
         mean = self.mean
-        return self.C.sub_(mean.unsqueeze(-1) * mean.unsqueeze(-2))
+        cross = mean.unsqueeze(-1) * point.unsqueeze(-2)
+        return self.C.sub_(cross).sub_(cross.mT).add_(point.unsqueeze(-1) * point.unsqueeze(-2))
 
     def merge(self, other: "Moment") -> "Moment":
         """The moment over both sets of observations."""
@@ -71,7 +77,7 @@ class Moment:
         return Moment(float(self.count), *(None if part is None else part.float() for part in parts))
 
 
-BlockMoments = dict[str, Moment]  # statistic -> moment; the names are in `runner.STATISTICS`
+BlockMoments = dict[str, Moment]  # statistic -> moment; the names are in `observers.STATISTICS`
 
 
 @contextlib.contextmanager
@@ -92,25 +98,43 @@ def _bf16_products():
 
 
 @contextlib.contextmanager
-def _exact_products(x: Tensor, exact_in_bf16: bool):
+def _exact_products(x: Tensor):
     """Hooks run inside the model's autocast, which would round their products to bf16."""
-    products = _bf16_products() if exact_in_bf16 and x.device.type == "cpu" else contextlib.nullcontext()
+    products = _bf16_products() if x.dtype is torch.bfloat16 and x.device.type == "cpu" else contextlib.nullcontext()
     with torch.autocast(x.device.type, enabled=False), products:
         yield
 
 
-def gram(x: Tensor, sums: list[Tensor], *, exact_in_bf16: bool = False) -> None:
-    """Add the upper tiles of ``x^T x`` to ``sums``.
+@functools.cache
+def _widens(device: str, dtype: torch.dtype) -> bool:
+    """Whether the device multiplies half-precision numbers into fp32 results by itself, as tensor cores do."""
+    if not dtype.is_floating_point or dtype.itemsize != 2:
+        return False
+    x = torch.zeros(8, 8, dtype=dtype, device=device)
+    try:
+        torch.mm(x, x, out_dtype=torch.float32)
+    except (RuntimeError, NotImplementedError):  # PyTorch has no other way to ask
+        return False
+    return True
+
+
+def gram(x: Tensor, sums: list[Tensor]) -> None:
+    """Add the upper tiles of ``x^T x`` to ``sums``; products of half-precision numbers are exact.
 
     Args:
-        x: ``(n, N)`` activations, fp32.
-        sums: of :func:`upper_tiles`, on the device of ``x``.
-        exact_in_bf16: every entry of ``x`` is a bf16 number.
+        x: ``(n, N)`` activations.
+        sums: of :func:`upper_tiles`, fp32, on the device of ``x``.
     """
-    with _exact_products(x, exact_in_bf16):
+    with _exact_products(x):
+        widens = _widens(x.device.type, x.dtype)
+        x = x if widens else x.float()
         for i, tile in enumerate(sums):
             a = i * TILE
-            tile.addmm_(x[:, a : a + len(tile)].T, x[:, a:])
+            left, right = x[:, a : a + len(tile)].T, x[:, a:]
+            if widens:
+                tile.add_(torch.mm(left, right, out_dtype=torch.float32))
+            else:
+                tile.addmm_(left, right)
 
 
 def upper_tiles(N: int, device: torch.device) -> list[Tensor]:
@@ -145,13 +169,12 @@ class VectorMoment:
 
     def add(self, x: Tensor) -> None:
         """Add ``x`` ``(..., N)``."""
-        x, exact = x.detach().flatten(0, -2), x.dtype is torch.bfloat16
-        x = x.float()
+        x = x.detach().flatten(0, -2)
         self.count += len(x)
-        self.total += x.sum(0).to(self.total.device)
+        self.total += x.sum(0, dtype=torch.float32).to(self.total.device)
         if self.absolute is not None:
-            self.absolute += x.abs().sum(0).to(self.total.device)
-        gram(x, self._sums, exact_in_bf16=exact)
+            self.absolute += x.abs().sum(0, dtype=torch.float32).to(self.total.device)
+        gram(x, self._sums)
         self._rows += len(x)
         if self._rows >= FP32_ROWS:
             self._flush()
@@ -194,8 +217,13 @@ def heads_first(x: Tensor) -> Tensor:
 
 
 def head_grams(x: Tensor, *, exact_in_bf16: bool = False) -> Tensor:
-    """``(B, H, N, N)`` Gram of every sequence and head of ``x`` ``(B, H, T, N)``, fp32; see :func:`gram`."""
-    with _exact_products(x, exact_in_bf16):
+    """``(B, H, N, N)`` Gram of every sequence and head of ``x`` ``(B, H, T, N)``, fp32.
+
+    Args:
+        exact_in_bf16: every entry of the fp32 ``x`` is a bf16 number.
+    """
+    products = _bf16_products() if exact_in_bf16 and x.device.type == "cpu" else contextlib.nullcontext()
+    with torch.autocast(x.device.type, enabled=False), products:
         return x.transpose(-1, -2) @ x
 
 

@@ -1,12 +1,12 @@
 """Run the decoder block by block over token batches, and measure on the way.
 
-Shape legend: B sequences of a batch, T tokens, D model width, H query heads, K key heads, N head dimension.
+Shape legend: B sequences of a batch, T tokens, D model width.
 
 Only one block is resident. The residual stream between two blocks is kept on the device in the compute precision.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -14,37 +14,13 @@ from torch import Tensor, nn
 
 from ..architectures import BlockView
 from ..errors import NumericsError
-from ..linalg.psd import all_finite
-from .moments import (
-    BlockMoments,
-    HeadMoment,
-    Moment,
-    Samples,
-    VectorMoment,
-    accumulator,
-    check_finite,
-    head_grams,
-    heads_first,
-)
+from .moments import BlockMoments, check_finite
+from .observers import Observer, observers_for
 
-__all__ = ["STATISTICS", "Stream", "advance", "logits", "measure", "start"]
+__all__ = ["Stream", "advance", "batch_tokens", "logits", "measure", "start"]
 
-# What can be measured in a block. Methods name the ones they need.
-STATISTICS = {
-    "attention_input": "input of q, k and v",
-    "attention_output": "input of the output projection",
-    "mlp_input": "input of up and gate",
-    "mlp_samples": "rows of the input of up, for methods that iterate on activations",
-    "mlp_hidden": "input of the down projection",
-    "query": "rotated queries, per head",
-    "key": "rotated keys, per key head",
-    "query_key": "sum over sequences of (Q^T Q) o (K^T K), per head: the exact cost of dropping dimensions",
-    "value": "values, per key head",
-    "absolute": "also the mean absolute value of every input above, for the l1 pre-conditioner",
-    "influence": "1 - cosine between input and output of the block, of its attention and of its MLP",
-}
-BATCH_TOKENS = 2048  # a forward; larger batches are hardly faster, and their activations dwarf the block
-SAMPLE_ROWS = 4096  # kept of `mlp_samples`, spread evenly over all tokens
+BATCH_TOKENS = 2048  # a forward on a CPU; larger batches are hardly faster, and their activations dwarf the block
+MOST_BATCH_TOKENS = 32768  # a forward on an accelerator, where its memory allows; beyond that nothing gets faster
 
 
 @dataclass
@@ -110,6 +86,18 @@ def _recording(source, stop: bool) -> Iterator[list[_Recorder]]:
         setattr(owner, name, blocks)
 
 
+def batch_tokens(source) -> int:
+    """Tokens of a forward: on an accelerator as many as have their activations in an eighth of the memory that is free."""
+    free_memory = getattr(torch.get_device_module(source.device), "mem_get_info", None)
+    if source.device.type == "cpu" or free_memory is None:
+        return BATCH_TOKENS
+    view = source.meta_block(0)
+    width = view.attention.output.weight.shape[0]
+    hidden = view.mlp.hidden if view.mlp else 4 * width
+    per_token = 4 * (8 * width + 4 * hidden)  # bytes: stream, queries, keys, values, up, gate and their fp32 copies
+    return min(max(BATCH_TOKENS, free_memory(source.device)[0] // 8 // per_token), MOST_BATCH_TOKENS)
+
+
 @torch.no_grad()
 def start(source, ids: Tensor, *, autocast: torch.dtype | None) -> Stream:
     """Embed all windows; learn from the model's own forward what each block is called with.
@@ -121,7 +109,7 @@ def start(source, ids: Tensor, *, autocast: torch.dtype | None) -> Stream:
         ids: ``(S, T)`` token ids.
         autocast: precision of the block forwards, or ``None``.
     """
-    per_batch = max(1, BATCH_TOKENS // ids.shape[1])
+    per_batch = max(1, batch_tokens(source) // ids.shape[1])
     stream = Stream([], {}, autocast)
     with _recording(source, stop=True) as recorders:
         for batch in ids.split(per_batch):
@@ -133,15 +121,18 @@ def start(source, ids: Tensor, *, autocast: torch.dtype | None) -> Stream:
 
 
 @torch.no_grad()
-def logits(source, ids: Tensor, stream: Stream) -> Tensor:
-    """``(B, T, vocabulary)``: what the model's own norm and head make of a stream of one batch that is behind the last block.
+def logits(source, ids: Tensor, stream: Stream, hidden: Tensor | None = None, *, keep: Tensor | None = None) -> Tensor:
+    """``(B, T, vocabulary)``: what the model's own norm and head make of one batch of a stream behind the last block.
 
     Args:
-        source: an open model.  ids: ``(B, T)`` what the stream was started from.  stream: one batch.
+        source: an open model.  ids: ``(B, T)`` what the batch was started from.  stream: what it belongs to.
+        hidden: ``(B, T, D)`` the batch; the only one of the stream by default.
+        keep: positions whose logits are wanted, where the model can leave out others; all by default.
     """
-    with _recording(source, stop=False) as recorders:
-        recorders[-1].instead = stream.hidden[0]
-        return source.model(input_ids=ids.to(source.device), use_cache=False).logits
+    some = {} if keep is None else {"logits_to_keep": keep}
+    with _recording(source, stop=False) as recorders, stream.context():
+        recorders[-1].instead = (stream.hidden[0] if hidden is None else hidden).to(source.model.dtype)
+        return source.model(input_ids=ids.to(source.device), use_cache=False, **some).logits
 
 
 @torch.no_grad()
@@ -158,25 +149,44 @@ def measure(view: BlockView, stream: Stream, statistics: set[str], *, step: bool
     Args:
         view: the block, weights in place.
         stream: its input.
-        statistics: names out of :data:`STATISTICS`.
+        statistics: names out of :data:`rankfold.calibration.observers.STATISTICS`.
         step: also replace the stream by the block's output (one pass); otherwise it stays where it is.
 
     Raises:
         NumericsError: an activation is NaN or infinite.
     """
-    probes = _Probes(view, statistics, sum(h.shape[0] * h.shape[1] for h in stream.hidden), stop=not step)
-    with probes.attached():
+    tokens = sum(hidden.shape[0] * hidden.shape[1] for hidden in stream.hidden)
+    observers = observers_for(view, statistics, tokens)
+    cut = (
+        view.mlp is not None and not step and "influence" not in statistics
+    )  # nothing is measured behind the input of down
+    with _watched(observers.values(), view.module.get_submodule(view.mlp.spec.down) if cut else None):
         for i, kwargs, output in _forward(view, stream, view.module):
-            probes.after(stream.hidden[i], kwargs, output)
+            for observer in observers.values():
+                observer.after(stream.hidden[i], kwargs, output)
             if step:
                 stream.hidden[i] = output
-    moments = probes.finish()
+    moments = {name: observer.finish() for name, observer in observers.items()}
     check_finite(moments, view.path)
     return moments
 
 
+@contextlib.contextmanager
+def _watched(observers: Iterable[Observer], end: nn.Module | None):
+    """Hang the observers' hooks; with ``end`` every forward is left in front of that layer, after they have seen its input."""
+    handles = [handle for observer in observers for handle in observer.hooks()]
+    if end is not None:
+        handles.append(end.register_forward_pre_hook(_stop))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def _forward(view, stream, module) -> Iterator[tuple[int, dict, Tensor | None]]:
-    """Batch, its keyword arguments and the output, which is ``None`` where a probe stopped the block early."""
+    """Batch, its keyword arguments and the output, which is ``None`` where the forward was left early."""
+    ranges = []  # looked at once behind the last batch: a look waits for the device
     for i, hidden in enumerate(stream.hidden):
         args, kwargs = stream.calls[len(hidden)][view.index]
         with stream.context():
@@ -186,123 +196,7 @@ def _forward(view, stream, module) -> Iterator[tuple[int, dict, Tensor | None]]:
                 yield i, kwargs, None
                 continue
         output = output[0] if isinstance(output, tuple) else output
-        if not all_finite(output):
-            raise NumericsError(f"the output of {view.path} has NaN or infinite entries; try --dtype float32")
+        ranges += torch.aminmax(output)
         yield i, kwargs, output.to(hidden.dtype)
-
-
-class _Probes:
-    """Hooks on one block that add what they see to the wanted moments."""
-
-    def __init__(self, view: BlockView, statistics: set[str], tokens: int, *, stop: bool):
-        self.view, self.statistics, self.tokens = view, statistics, tokens
-        self.stop = stop and "influence" not in statistics  # nothing is measured behind the input of down
-        self.attention = view.attention
-        self.moments: dict[str, VectorMoment | HeadMoment | Samples] = {}
-        self.projected: list[Tensor] = []  # outputs of the q/k/v projections of the current batch
-        self.seen: dict[str, Tensor] = {}  # stream in the middle, outputs of the two halves
-        self.influence, self.rows = torch.zeros(3, dtype=torch.float64), 0
-        self.product, self.positions = 0.0, 0.0
-
-    @contextlib.contextmanager
-    def attached(self):
-        view, handles = self.view, []
-        mlp = view.mlp
-
-        def inputs(module, name):
-            if name in self.statistics:
-                handles.append(module.register_forward_pre_hook(lambda _, args: self._add(name, args[0])))
-
-        inputs(self.attention.qkv_modules[0], "attention_input")
-        inputs(self.attention.output_module, "attention_output")
-        if mlp:
-            inputs(view.module.get_submodule(mlp.spec.up), "mlp_input")
-            inputs(view.module.get_submodule(mlp.spec.up), "mlp_samples")
-            inputs(view.module.get_submodule(mlp.spec.down), "mlp_hidden")
-            if self.stop:
-                handles.append(view.module.get_submodule(mlp.spec.down).register_forward_pre_hook(_stop))
-        if self.statistics & {"query", "key", "query_key", "value"}:
-            for module in self.attention.qkv_modules:
-                handles.append(module.register_forward_hook(lambda _, __, out: self.projected.append(out)))
-        if "influence" in self.statistics:
-            if view.middle is not None:
-                handles.append(view.middle.register_forward_pre_hook(lambda _, a: self.seen.update(middle=a[0])))
-            else:
-                handles.append(
-                    self.attention.module.register_forward_hook(lambda _, __, out: self.seen.update(attention=out[0]))
-                )
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _add(self, name: str, x: Tensor) -> None:
-        if name not in self.moments:
-            every = max(1, self.tokens // SAMPLE_ROWS)
-            absolute = "absolute" in self.statistics
-            moment = Samples(every) if name == "mlp_samples" else VectorMoment(x.shape[-1], x.device, absolute=absolute)
-            self.moments[name] = moment
-        self.moments[name].add(x)
-
-    def after(self, hidden: Tensor, kwargs: dict, output: Tensor) -> None:
-        """What needs the whole block to have run."""
-        if self.projected:
-            self._heads(kwargs)
-        if "influence" in self.statistics:
-            self._influence(hidden, output)
-
-    def _heads(self, kwargs: dict) -> None:
-        query, key, value = self.attention.split_states(self.projected)  # (B, T, H or K, N)
-        self.projected = []
-        if "value" in self.statistics:
-            exact, value = value.dtype is torch.bfloat16, heads_first(value)
-            self._head("value").add(value, head_grams(value, exact_in_bf16=exact))
-        if self.statistics & {"query", "key", "query_key"}:
-            query, key = self._rotated(query, key, kwargs)
-            q_grams, k_grams = head_grams(query), head_grams(key)
-            self._head("query").add(query, q_grams)
-            self._head("key").add(key, k_grams)
-            k_grams = k_grams.repeat_interleave(self.attention.heads // self.attention.kv_heads, dim=1)
-            self.product = self.product + (q_grams * k_grams).to(accumulator(query.device)).double().sum(0)
-            self.positions += query.shape[0] * float(query.shape[2]) ** 2
-
-    def _head(self, name: str) -> HeadMoment:
-        return self.moments.setdefault(name, HeadMoment())
-
-    def _rotated(self, query: Tensor, key: Tensor, kwargs: dict) -> tuple[Tensor, Tensor]:
-        """Queries ``(B, H, T, N)`` and keys ``(B, K, T, N)`` as they meet, fp32."""
-        attention = self.attention
-        if attention.norms:
-            q_norm, k_norm = (getattr(attention.module, name) for name in attention.norms)
-            query, key = q_norm(query), k_norm(key)
-        query, key = heads_first(query), heads_first(key)
-        if attention.rotary_dim:
-            half = attention.rotary_dim // 2
-            cos, sin = (t[:, None, :, :half] for t in kwargs["position_embeddings"])  # (B, 1, T, half)
-            for x in (query, key):
-                a, b = x[..., :half], x[..., half : 2 * half]
-                turned = a * sin
-                a.mul_(cos).addcmul_(b, sin, value=-1)
-                b.mul_(cos).add_(turned)
-        return query, key
-
-    def _influence(self, hidden: Tensor, output: Tensor) -> None:
-        if "middle" in self.seen:
-            middle = self.seen.pop("middle").view_as(hidden)
-            pairs = [(hidden, output), (hidden, middle), (middle, output)]
-        else:  # parallel: each half alone moves the block's input
-            attention = self.seen.pop("attention")
-            pairs = [(hidden, output), (hidden, hidden + attention), (hidden, output - attention)]
-        for j, (a, b) in enumerate(pairs):
-            cosine = nn.functional.cosine_similarity(a.float(), b.float(), dim=-1)
-            self.influence[j] += (1 - cosine).cpu().double().sum()
-        self.rows += hidden.shape[0] * hidden.shape[1]
-
-    def finish(self) -> BlockMoments:
-        moments = {name: m.finish() for name, m in self.moments.items() if name in self.statistics}
-        if "query_key" in self.statistics:
-            moments["query_key"] = Moment(self.positions, None, None, self.product)
-        if "influence" in self.statistics:
-            moments["influence"] = Moment(self.rows, self.influence, None, None)
-        return moments
+    if ranges and not torch.stack(ranges).isfinite().all():
+        raise NumericsError(f"the output of {view.path} has NaN or infinite entries; try --dtype float32")

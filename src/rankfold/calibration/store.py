@@ -4,6 +4,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor
 
 from ..errors import CheckpointError
 from ..files import read_json, write_json, write_tensors
@@ -13,6 +14,7 @@ __all__ = ["MomentStore"]
 
 PARTS = ("total", "absolute", "second", "rows")
 RECORD, UNFINISHED = "moments.json", "moments.unfinished.json"
+HELD_OUT = "held-out.safetensors"
 
 
 class MomentStore:
@@ -22,21 +24,22 @@ class MomentStore:
         identity: what the moments were measured on (model, tokens, precision, statistics); two stores with equal
             identity hold the same numbers.
         folder: where to keep them; ``None`` keeps them in memory.
+        held_out: ``(S, T)`` ids of windows that were not measured, to judge what is fitted to the others.
     """
 
-    def __init__(self, identity: dict, folder: Path | None = None):
-        self.identity, self.folder = identity, folder
+    def __init__(self, identity: dict, folder: Path | None = None, held_out: Tensor | None = None):
+        self.identity, self.folder, self._held_out = identity, folder, held_out
         self._blocks: dict[int, BlockMoments] = {}
 
     @classmethod
-    def create(cls, identity: dict, folder: Path | None) -> "MomentStore":
+    def create(cls, identity: dict, folder: Path | None, held_out: Tensor | None = None) -> "MomentStore":
         """A store to be filled; an unfinished folder of the same identity is continued.
 
         Raises:
             CheckpointError: the folder holds something else.
         """
         if folder is None:
-            return cls(identity)
+            return cls(identity, None, held_out)
         if folder.exists() and not folder.is_dir():
             raise CheckpointError(f"{folder} is a file; choose another folder")
         for name in (RECORD, UNFINISHED):
@@ -53,7 +56,9 @@ class MomentStore:
             raise CheckpointError(f"cannot make {folder}: {error.strerror}") from error
         if not known:
             write_json(folder / UNFINISHED, identity)
-        return cls(identity, folder)
+        if held_out is not None:
+            write_tensors(folder / HELD_OUT, {"ids": held_out})
+        return cls(identity, folder, held_out)
 
     @classmethod
     def open(cls, folder: str | Path) -> "MomentStore":
@@ -71,7 +76,13 @@ class MomentStore:
             raise CheckpointError(
                 f"{folder} is not a moments folder; make one with `rankfold calibrate MODEL -o {folder}`"
             )
-        return cls(read_json(folder / RECORD), folder)
+        identity = read_json(folder / RECORD)
+        return cls(identity, folder, _read_ids(folder / HELD_OUT) if identity["tokens"].get("held_out") else None)
+
+    @property
+    def held_out(self) -> Tensor | None:
+        """``(S, T)`` ids of the windows that were not measured; ``None`` where all were."""
+        return self._held_out
 
     def finish(self) -> None:
         """Declare all blocks written."""
@@ -128,3 +139,10 @@ class MomentStore:
             raise CheckpointError(
                 f"the moments in {self.folder or 'memory'} lack {', '.join(sorted(missing))}; calibrate again for this method"
             )
+
+
+def _read_ids(path: Path) -> Tensor:
+    try:
+        return load_file(path)["ids"]
+    except (SafetensorError, OSError, KeyError) as error:
+        raise CheckpointError(f"{path} is missing or damaged; calibrate into a new folder ({error})") from error

@@ -120,3 +120,9 @@ def emit(result: dict, as_json: bool, human) -> None:
         print(json.dumps(result, ensure_ascii=False, allow_nan=False))
     else:
         human(Console(file=sys.stdout, highlight=False))
+
+
+def outcome(held_out: dict) -> str:
+    """What became of the calibration windows that were not fitted."""
+    numbers = "perplexity {perplexity_dense:.2f} -> {perplexity:.2f} (x {ratio:.2f}) on {windows} held-out calibration windows"
+    return numbers.format(**held_out)

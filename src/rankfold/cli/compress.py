@@ -79,11 +79,15 @@ def command(
 
     record = read_json(folder / "rankfold.json")
     result = {"output": str(folder), **record["counts"], "seconds": record["run"]["seconds"]["total"]}
-    c.emit(
-        result,
-        json,
-        lambda out: out.print(
+    result["held_out"] = record["held_out"]
+
+    def show_result(out) -> None:
+        out.print(
             f"{folder}: {result['sparsity']:.2%} of the counted weights removed, {result['parameters']:,} parameters, "
-            f"{result['seconds']:.0f} s"
-        ),
-    )
+            f"{result['seconds']:.0f} s",
+            soft_wrap=True,
+        )
+        if result["held_out"]:
+            out.print(c.outcome(result["held_out"]), soft_wrap=True)
+
+    c.emit(result, json, show_result)

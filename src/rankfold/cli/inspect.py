@@ -38,14 +38,24 @@ def _print(record: dict, out) -> None:
     for name in names:
         table.add_column(name, justify="right")
         table.add_column("error", justify="right")
+        table.add_column("held out", justify="right")
     for block, reports in record["blocks"].items():
-        cells = []
-        for name in names:
-            report = reports.get(name)
-            cells += [f"{report['rank']}/{report['of']}", f"{report['relative_error']:.3f}"] if report else ["-", ""]
-        table.add_row(block, *cells)
+        table.add_row(block, *(cell for name in names for cell in _cells(reports.get(name))))
     out.print(table)
     out.print(
         f"{counts['sparsity']:.2%} of {counts['counted_weights']:,} counted weights removed; {counts['parameters']:,} "
         f"parameters, {counts['bytes'] / 2**20:.1f} MiB, {counts['kv_bytes_per_token']:,} cache bytes per token"
     )
+    if record["held_out"]:
+        out.print(c.outcome(record["held_out"]), soft_wrap=True)
+        if record["held_out"]["warning"]:
+            out.print(record["held_out"]["warning"], soft_wrap=True)
+
+
+def _cells(report: dict | None) -> tuple[str, str, str]:
+    """Rank, error on the calibration moments and on the windows held out."""
+    if report is None:
+        return "-", "", ""
+    held_out = report.get("held_out_error")
+    error = f"{report['relative_error']:.3f}"
+    return f"{report['rank']}/{report['of']}", error, "" if held_out is None else f"{held_out:.3f}"

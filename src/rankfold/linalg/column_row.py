@@ -1,8 +1,8 @@
 """Type II: keep some query-key dimensions, the same ones in queries and keys.
 
-Shape legend: H query heads that share one key head, N head dimension, R kept dimensions.
+Shape legend: H query heads that share one key head, N head dimension, R kept dimensions, ... any batch of key heads.
 
-This module imports torch only: no modules, no hooks, no device policy.
+This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
 """
 
 from typing import NamedTuple
@@ -10,14 +10,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["ColumnRow", "column_row", "column_row_bounds", "pair_up", "unit_scores"]
+from .elimination import eliminate_groups
+
+__all__ = ["ColumnRow", "column_row", "column_row_bounds", "eliminate_pairs", "pair_up", "unit_scores"]
 
 
 class ColumnRow(NamedTuple):
-    """Result of :func:`column_row`."""
+    """Result of :func:`column_row` and :func:`eliminate_pairs`."""
 
-    keep: Tensor  # (R,) dimensions in half layout: the first R/2 and, at the same places, their partners
-    pairs: Tensor  # (R/2,) rotary frequency of each kept pair; rotary_dim/2 where the dimensions do not turn
+    keep: Tensor  # (..., R) dimensions in half layout: the first R/2 and, at the same places, their partners
+    pairs: Tensor  # (..., R/2) rotary frequency of each kept pair; rotary_dim/2 where the dimensions do not turn
 
 
 def unit_scores(C_q: Tensor, C_k: Tensor) -> Tensor:
@@ -27,13 +29,13 @@ def unit_scores(C_q: Tensor, C_k: Tensor) -> Tensor:
     :math:`\|C^{1/2}[:,i]\|^2 = C_{ii}`.
 
     Args:
-        C_q: ``(H, N, N)`` second moments of the rotated queries of the group.
-        C_k: ``(N, N)`` second moment of the rotated keys.
+        C_q: ``(..., H, N, N)`` second moments of the rotated queries of the group.
+        C_k: ``(..., N, N)`` second moment of the rotated keys.
 
     Returns:
-        ``(N,)`` scores, ``>= 0``.
+        ``(..., N)`` scores, ``>= 0``.
     """
-    energy = C_q.diagonal(dim1=-2, dim2=-1).sum(0) * C_k.diagonal()
+    energy = C_q.diagonal(dim1=-2, dim2=-1).sum(-2) * C_k.diagonal(dim1=-2, dim2=-1)
     return energy.clamp_min(0).sqrt()
 
 
@@ -46,19 +48,19 @@ def pair_up(scores: Tensor, rotary_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     which keeps the choice of the top pairs equal to the choice of the top dimensions.
 
     Returns:
-        ``(first, second, score)``, each ``(N // 2,)``: rotary pairs in order of frequency, then the free ones.
+        ``(first, second, score)``, each ``(..., N // 2)``: rotary pairs in order of frequency, then the free ones.
 
     Raises:
         ValueError: ``rotary_dim`` or the number of free dimensions is odd.
     """
-    N = scores.numel()
+    N = scores.shape[-1]
     if rotary_dim % 2 or (N - rotary_dim) % 2:
         raise ValueError(f"rotary and free dimensions must be even in number, got {rotary_dim} and {N - rotary_dim}")
-    turning = torch.arange(rotary_dim // 2, device=scores.device)
-    free = scores[rotary_dim:].argsort(descending=True, stable=True) + rotary_dim
-    first = torch.cat([turning, free[0::2]])
-    second = torch.cat([turning + rotary_dim // 2, free[1::2]])
-    return first, second, scores[first] + scores[second]
+    turning = torch.arange(rotary_dim // 2, device=scores.device).expand(*scores.shape[:-1], -1)
+    free = scores[..., rotary_dim:].argsort(dim=-1, descending=True, stable=True) + rotary_dim
+    first = torch.cat([turning, free[..., 0::2]], -1)
+    second = torch.cat([turning + rotary_dim // 2, free[..., 1::2]], -1)
+    return first, second, scores.gather(-1, first) + scores.gather(-1, second)
 
 
 @torch.no_grad()
@@ -70,41 +72,95 @@ def column_row(C_q: Tensor, C_k: Tensor, *, rank: int, rotary_dim: int) -> Colum
     the group score of App. B.1.
 
     Args:
-        C_q: ``(H, N, N)`` second moments of the group's queries, AFTER rotary embedding.
-        C_k: ``(N, N)`` second moment of the keys, after rotary embedding.
+        C_q: ``(..., H, N, N)`` second moments of the group's queries, AFTER rotary embedding.
+        C_k: ``(..., N, N)`` second moment of the keys, after rotary embedding.
         rank: dimensions to keep, even, ``2 <= rank <= N``.
         rotary_dim: how many leading dimensions turn (0: none, N: all).
 
     Raises:
         ValueError: ``rank`` is odd or out of range.
 
-    Cost: O(H N + N log N).
+    Cost: O(H N + N log N) a key head.
     """
-    N = C_k.shape[-1]
-    if rank % 2 or not 2 <= rank <= N:
-        raise ValueError(f"rank must be even and in [2, {N}], got {rank}")
+    _check_rank(rank, C_k.shape[-1])
     first, second, score = pair_up(unit_scores(C_q, C_k), rotary_dim)
-    chosen = score.argsort(descending=True, stable=True)[: rank // 2].sort().values
-    frequency = chosen.clamp_max(rotary_dim // 2)  # pairs past the rotary ones do not turn
-    return ColumnRow(torch.cat([first[chosen], second[chosen]]), frequency)
+    chosen = score.argsort(dim=-1, descending=True, stable=True)[..., : rank // 2].sort(-1).values
+    return _kept(first, second, chosen, rotary_dim)
 
 
 @torch.no_grad()
-def column_row_bounds(C_q: Tensor, C_k: Tensor, keep: Tensor) -> tuple[float, float]:
+def eliminate_pairs(M: Tensor, *, rank: int, rotary_dim: int) -> ColumnRow:
+    r"""Choose ``rank`` dimensions by the exact error of the scores, pairs that turn together staying together.
+
+    Dropping the set ``D`` changes the scores of the group by :math:`\sum_{i,j \in D} M_{ij}`, with :math:`M = \sum_n
+    (Q_n^\top Q_n) \circ (\tilde K_n^\top \tilde K_n)` summed over windows and over the queries of the group. With
+    :math:`\tilde K` the keys minus their mean over the window this is the change that softmax sees: a shift that all keys of a
+    query share leaves it as it is, and in models whose keys have large biases nearly all their energy is such a shift.
+
+    Args:
+        M: ``(..., N, N)``.
+        rank: dimensions to keep, even, ``2 <= rank <= N``.
+        rotary_dim: how many leading dimensions turn (0: none, N: all). With none, dimensions go one by one.
+
+    Raises:
+        ValueError: ``rank`` is odd or out of range.
+
+    Cost: that of :func:`rankfold.linalg.elimination.eliminate_groups`.
+    """
+    N = M.shape[-1]
+    _check_rank(rank, N)
+    if rotary_dim == 0:
+        keep = _places(eliminate_groups(M, N - rank), rank)
+        return ColumnRow(keep, torch.zeros_like(keep[..., : rank // 2]))
+    first, second, _ = pair_up(M.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt(), rotary_dim)
+    rows = _take(M, first, -2) + _take(M, second, -2)
+    folded = _take(rows, first, -1) + _take(rows, second, -1)
+    stay = eliminate_groups(folded, (N - rank) // 2)
+    return _kept(first, second, _places(stay, rank // 2), rotary_dim)
+
+
+def _check_rank(rank: int, N: int) -> None:
+    if rank % 2 or not 2 <= rank <= N:
+        raise ValueError(f"rank must be even and in [2, {N}], got {rank}")
+
+
+def _take(x: Tensor, index: Tensor, dim: int) -> Tensor:
+    """Rows (``dim=-2``) or columns (``dim=-1``) ``index`` ``(..., n)`` of ``x`` ``(..., a, b)``."""
+    index = index[..., None] if dim == -2 else index[..., None, :]
+    other = -1 if dim == -2 else -2
+    shape = list(index.shape)
+    shape[other] = x.shape[other]
+    return x.gather(dim, index.expand(shape))
+
+
+def _places(mask: Tensor, count: int) -> Tensor:
+    """Where ``mask`` ``(..., n)``, ``count`` times true in every row, is true: ``(..., count)``, ascending."""
+    return mask.int().argsort(dim=-1, descending=True, stable=True)[..., :count]
+
+
+def _kept(first: Tensor, second: Tensor, chosen: Tensor, rotary_dim: int) -> ColumnRow:
+    frequency = chosen.clamp_max(rotary_dim // 2)  # pairs past the rotary ones do not turn
+    return ColumnRow(torch.cat([first.gather(-1, chosen), second.gather(-1, chosen)], -1), frequency)
+
+
+@torch.no_grad()
+def column_row_bounds(C_q: Tensor, C_k: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
     r"""The paper's guarantees for a choice of dimensions, on un-normalised sums over sequences.
 
     Theorem 2 (Eq. 8): :math:`V \le \|C_k^{1/2}(I - SS^\top)C_q^{1/2}\|_F^2 = \sum_{i,j \in D} C_{q,ij} C_{k,ij}` over
     the dropped set ``D``, summed over the group. Proposition 2: :math:`V \le (\tfrac{N-R}{N})^2 \operatorname{tr} C_k
     \operatorname{tr} C_q`. Its printed step (b) does not follow, because queries and keys are averaged separately while the
     choice is by their product; averaging the dropped products first and applying Cauchy-Schwarz over all dimensions
-    gives the same end, for pairs and groups too.
+    gives the same end, for pairs and groups too, where the choice is by the norm scores.
+
+    Args:
+        C_q: ``(..., H, N, N)``.  C_k: ``(..., N, N)``.  keep: ``(..., R)``.
 
     Returns:
-        ``(theorem, proposition)``.
+        ``(theorem, proposition)``, each ``(...)``.
     """
     N = C_k.shape[-1]
-    dropped = torch.ones(N, dtype=torch.bool, device=C_k.device)
-    dropped[keep] = False
-    product = (C_q * C_k).sum(0)[dropped][:, dropped].sum().item()
-    traces = C_k.diagonal().sum() * C_q.diagonal(dim1=-2, dim2=-1).sum()
-    return product, ((N - keep.numel()) / N) ** 2 * traces.item()
+    dropped = torch.ones(*keep.shape[:-1], N, dtype=C_k.dtype, device=C_k.device).scatter(-1, keep, 0.0)
+    product = (C_q.sum(-3) * C_k * dropped[..., :, None] * dropped[..., None, :]).sum((-2, -1))
+    traces = C_k.diagonal(dim1=-2, dim2=-1).sum(-1) * C_q.diagonal(dim1=-2, dim2=-1).sum((-2, -1))
+    return product, ((N - keep.shape[-1]) / N) ** 2 * traces

@@ -4,7 +4,7 @@ Shape legend: D model width, F hidden (intermediate) width, R kept width.
 Weights use the ``torch.nn.Linear`` layout ``(out, in)``. The MoDeGPT paper (arXiv:2408.09632) writes the transpose: its
 ``W_U S_k`` is ``W_up[keep]`` here and its ``W_D`` is ``W_down.T``.
 
-This module imports torch only: no modules, no hooks, no device policy.
+This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
 """
 
 import math
@@ -13,9 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .elimination import eliminate_units
 from .psd import check_moment, spd_inverse
 
-__all__ = ["Nystrom", "NystromBounds", "nystrom", "ridge_leverage_scores"]
+__all__ = ["SELECTIONS", "Nystrom", "NystromBounds", "nystrom", "ridge_leverage_scores"]
+
+SELECTIONS = ("elimination", "leverage")
 
 
 class NystromBounds(NamedTuple):
@@ -37,8 +40,17 @@ class Nystrom(NamedTuple):
     clamped: bool  # C was indefinite beyond the ridge and its negative eigenvalues were set to zero
 
 
-def _damp(C: Tensor, ridge: float, overwrite: bool = False) -> tuple[Tensor, Tensor, float, bool]:
-    """``C + lam I`` made positive definite, with ``lam = ridge * mean(diag C)``; its inverse; lam; and whether it was clamped.
+class _Damped(NamedTuple):
+    """A moment made positive definite."""
+
+    C: Tensor  # (F, F) undamped; clamped where that was needed
+    lam: float
+    inverse: Tensor  # (F, F) of C + lam I
+    clamped: bool
+
+
+def _damp(C: Tensor, ridge: float) -> _Damped:
+    """``(C + lam I)^-1`` with ``lam = ridge * mean(diag C)``.
 
     Sums of fp32 products with a few massive activations are indefinite by more than a small ridge. There, and only there,
     negative eigenvalues are clamped first (one ``eigh``); otherwise Cholesky is ten times cheaper.
@@ -46,24 +58,21 @@ def _damp(C: Tensor, ridge: float, overwrite: bool = False) -> tuple[Tensor, Ten
     lam = ridge * C.diagonal().mean().item()
     if not lam > 0:
         raise ValueError(f"ridge * mean(diag(C)) must be positive, got {lam:.1e}; the units never fire, or ridge is 0")
-    matrix, clamped = C if overwrite else C.clone(), False
-    matrix.diagonal().add_(lam)
-    inverse = spd_inverse(matrix)
-    if inverse is None or (lam * inverse.diagonal() > 1 + 1e-6).any():  # a score below zero: C is indefinite
-        clamped = True
-        eigenvalues, U = torch.linalg.eigh(matrix)
-        matrix = (U * eigenvalues.clamp_min(lam)) @ U.T
-        inverse = _inverse(matrix, "C + lam I")
-    return matrix, inverse, lam, clamped
-
-
-def _inverse(A: Tensor, what: str) -> Tensor:
-    inverse = spd_inverse(A)
+    inverse = spd_inverse(C, shift=lam)
+    if inverse is not None and not (lam * inverse.diagonal() > 1 + 1e-6).any():  # a score below zero: C is indefinite
+        return _Damped(C, lam, inverse, False)
+    eigenvalues, U = torch.linalg.eigh(C)
+    C = (U * eigenvalues.clamp_min(0)) @ U.T
+    inverse = spd_inverse(C, shift=lam)
     if inverse is None:
-        raise torch.linalg.LinAlgError(
-            f"{what} {tuple(A.shape)} is not positive definite; raise the ridge or use more calibration tokens"
-        )
-    return inverse
+        raise _not_definite("C + lam I", C)
+    return _Damped(C, lam, inverse, True)
+
+
+def _not_definite(what: str, A: Tensor) -> torch.linalg.LinAlgError:
+    return torch.linalg.LinAlgError(
+        f"{what} {tuple(A.shape)} is not positive definite; raise the ridge or use more calibration tokens"
+    )
 
 
 @torch.no_grad()
@@ -83,16 +92,19 @@ def ridge_leverage_scores(C: Tensor, *, ridge: float = 1e-4) -> Tensor:
     Cost: O(F^3).
     """
     check_moment(C, C.shape[-1])
-    _, inverse, lam, _ = _damp(C, ridge)
-    return 1.0 - lam * inverse.diagonal()
+    return _scores(_damp(C, ridge))
+
+
+def _scores(damped: _Damped) -> Tensor:
+    return 1.0 - damped.lam * damped.inverse.diagonal()
 
 
 @torch.no_grad()
-def nystrom(W_down: Tensor, C: Tensor, *, rank: int, ridge: float = 1e-4, overwrite: bool = False) -> Nystrom:
+def nystrom(W_down: Tensor, C: Tensor, *, rank: int, ridge: float = 1e-4, select: str = "elimination") -> Nystrom:
     r"""Choose ``rank`` hidden units and the best down projection on top of them.
 
-    For hidden activations ``a`` with second moment ``C = E[a a^T]`` and the index set ``k`` of the ``rank`` largest
-    ridge leverage scores, returns the minimiser
+    For hidden activations ``a`` with second moment ``C = E[a a^T]`` and the index set ``k`` of the chosen units, returns the
+    minimiser
 
     .. math:: W' = \arg\min_{W'} \mathbb{E}\,\|W_\text{down} a - W' a_k\|^2
                  = W_k + W_d\, C_{dk}\, (C_{kk} + \lambda I)^{-1},
@@ -107,50 +119,71 @@ def nystrom(W_down: Tensor, C: Tensor, *, rank: int, ridge: float = 1e-4, overwr
         W_down: ``(D, F)`` weight of the down projection.
         C: ``(F, F)`` second moment of the INPUT OF THE DOWN PROJECTION (after activation and gate); any positive scale.
         rank: hidden units to keep, ``1 <= rank <= F``.
-        ridge: ``lam = ridge * mean(diag(C))``, used for the scores and for the solve.
-        overwrite: ``C`` may be destroyed, which saves one ``(F, F)`` copy.
+        ridge: ``lam = ridge * mean(diag(C))``, used for the choice and for the solve.
+        select: ``elimination``: one after another the unit whose loss costs least after refitting
+            (:func:`rankfold.linalg.elimination.eliminate_units`). ``leverage``: the largest ridge leverage scores, the paper's
+            Algorithm 1; it does not see ``W_down``, and drops collinear units all together.
 
     Returns:
         :class:`Nystrom`. With ``rank == F`` the units all stay and ``W_down`` comes back unchanged.
 
     Raises:
-        ValueError: shapes disagree, ``rank`` is out of range, ``C`` is not finite or has no energy.
+        ValueError: shapes disagree, ``rank`` is out of range, ``C`` is not finite or has no energy, unknown ``select``.
         torch.linalg.LinAlgError: a kept block is numerically singular even after damping.
 
-    Cost: O(F^3 + D F^2) time, O(F^2) extra memory. Deterministic.
+    Cost: O(F^3 + D F^2) time, two (F, F) matrices of memory. Deterministic.
     """
     F = W_down.shape[1]
     check_moment(C, F)
     if not 1 <= rank <= F:
         raise ValueError(f"rank must be in [1, {F}], got {rank}")
+    if select not in SELECTIONS:
+        raise ValueError(f"select must be one of {', '.join(SELECTIONS)}, got {select!r}")
     if rank == F:
         every = torch.arange(F, device=C.device)
         return Nystrom(every, W_down.clone(), 0.0, 0.0, NystromBounds(0.0, 0.0, 0.0), False)
-    C, inverse, lam, clamped = _damp(C, ridge, overwrite)
-    scores = 1.0 - lam * inverse.diagonal()
-    keep = scores.topk(rank).indices.sort().values
+    damped = _damp(C, ridge)
+    scores, inverse_norm = _scores(damped), _spectral_norm(damped.inverse)
+    W = W_down.to(C)  # decompose in the precision of the statistics, never in bf16
+    if select == "leverage":
+        keep = scores.topk(rank).indices.sort().values
+    else:
+        keep = eliminate_units(W.clone(), damped.inverse, rank=rank)
+    C, lam, clamped = damped.C, damped.lam, damped.clamped
+    del damped  # memory peaks here: no inverse beside the fit
     dropped = torch.ones(F, dtype=torch.bool, device=C.device)
     dropped[keep] = False
-    # The inverse P of C + lam I holds the fit: the residual is zero outside the dropped block, where it is the Schur
-    # complement of the kept units, P_dd^-1, and C_dk (C_kk + lam I)^-1 = -P_dd^-1 P_dk.
-    P_dropped = inverse[dropped]
-    inverse_norm = _spectral_norm(inverse)
-    del inverse  # memory peaks here: no two moments beside the fit
-    schur = _inverse(P_dropped[:, dropped], "inverse of the Schur complement of the kept units")
-
-    W = W_down.to(C)  # decompose in the precision of the statistics, never in bf16
-    W_dropped = W[:, dropped]
-    residual = W_dropped @ schur
-    W_kept = W[:, keep] - residual @ P_dropped[:, keep]
+    fit = _refit(W, C, keep, dropped, lam)
     # Everything is optimal, hence orthogonal, under C + lam I; what the damping adds is taken off again. It acts on what
     # stands in for dropped units only: kept weights are not shrunk.
-    error = (residual * W_dropped).sum()
-    total = error + ((W_kept @ C[keep[:, None], keep]) * W_kept).sum() - lam * W.square().sum()
-    change = (W[:, keep] - W_kept).square().sum() + W_dropped.square().sum()
-    error = (error - lam * change).clamp_min(0)
-    relative = (error / total).sqrt().item() if total > 0 else 0.0
-    bounds = _bounds(W, W_dropped, schur, inverse_norm, scores[dropped].sum().item(), lam)
-    return Nystrom(keep, W_kept.to(W_down.dtype), error.item(), relative, bounds, clamped)
+    W_dropped = W[:, dropped]
+    change = (W[:, keep] - fit.W).square().sum() + W_dropped.square().sum()
+    error = ((W_dropped @ fit.schur) * W_dropped).sum() - lam * change
+    total = ((W @ C) * W).sum()
+    bounds = _bounds(W, W_dropped, fit.schur, inverse_norm, scores[dropped].sum().item(), lam)
+    error, total = error.clamp_min(0).item(), total.item()
+    relative = (error / total) ** 0.5 if total > 0 else 0.0
+    return Nystrom(keep, fit.W.to(W_down.dtype), error, relative, bounds, clamped)
+
+
+class _Refit(NamedTuple):
+    W: Tensor  # (D, R)
+    schur: Tensor  # (F - R, F - R) complement of the kept units in C + lam I
+
+
+def _refit(W: Tensor, C: Tensor, keep: Tensor, dropped: Tensor, lam: float) -> _Refit:
+    """Best weights on the kept units, solved afresh from the moment, whatever chose the units."""
+    kept = C[keep[:, None], keep]
+    kept.diagonal().add_(lam)
+    factor, info = torch.linalg.cholesky_ex(kept)
+    if info.item():
+        raise _not_definite("the block of the kept units", kept)
+    cross = C[keep][:, dropped]
+    half = torch.linalg.solve_triangular(factor, cross, upper=False)  # L^-1 C_kd
+    schur = C[dropped][:, dropped] - half.T @ half
+    schur.diagonal().add_(lam)
+    stand_in = torch.linalg.solve_triangular(factor.T, half, upper=True)  # (C_kk + lam I)^-1 C_kd
+    return _Refit(W[:, keep] + W[:, dropped] @ stand_in.T, schur)
 
 
 def _bounds(

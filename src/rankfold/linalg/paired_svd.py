@@ -1,8 +1,8 @@
 """Type III: the best rank-R replacement of a pair of projections with nothing between them.
 
-Shape legend: N width between the two projections (head dimension), R kept width.
+Shape legend: N width between the two projections (head dimension), R kept width, ... any batch of heads.
 
-This module imports torch only: no modules, no hooks, no device policy.
+This module imports torch and psd.py only: no modules, no hooks, no device policy.
 """
 
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .psd import check_moment, psd_root
+from .psd import all_finite
 
 __all__ = ["PairedSVD", "paired_svd"]
 
@@ -18,11 +18,11 @@ __all__ = ["PairedSVD", "paired_svd"]
 class PairedSVD(NamedTuple):
     """Result of :func:`paired_svd`; replace ``v`` by ``down @ v`` and what multiplies it, ``X``, by ``X @ up``."""
 
-    down: Tensor  # (R, N)
-    up: Tensor  # (N, R)
-    singular_values: Tensor  # (N,) descending; the squares past R are the error
-    error: float  # E||X v - X up down v||^2 in the units of the moments
-    relative_error: float
+    down: Tensor  # (..., R, N)
+    up: Tensor  # (..., N, R)
+    singular_values: Tensor  # (..., N) descending; the squares past R are the error
+    error: Tensor  # (...) E||X v - X up down v||^2 in the units of the moments
+    relative_error: Tensor  # (...)
 
 
 @torch.no_grad()
@@ -40,27 +40,41 @@ def paired_svd(A: Tensor, B: Tensor, *, rank: int) -> PairedSVD:
     moment as ``B`` it is the optimal query-key pair where nothing sits between them (no rotary embedding).
 
     Args:
-        A: ``(N, N)`` second moment of ``v``.
-        B: ``(N, N)`` Gram of ``X``, same dtype.
+        A: ``(..., N, N)`` second moment of ``v``; any batch of heads.
+        B: ``(..., N, N)`` Gram of ``X``, same dtype.
         rank: ``1 <= rank <= N``.
 
     Raises:
         ValueError: shapes disagree, ``rank`` out of range, entries not finite.
 
-    Cost: O(N^3). Signs are fixed: the largest entry of each row of ``down`` is positive.
+    Cost: O(N^3) a head. Signs are fixed: the largest entry of each row of ``down`` is positive.
     """
     N = A.shape[-1]
-    check_moment(A, N, name="A")
-    check_moment(B, N, name="B")
+    for name, M in (("A", A), ("B", B)):
+        if M.shape[-2:] != (N, N) or M.shape != A.shape:
+            raise ValueError(f"{name} must be {(*A.shape[:-2], N, N)}, got {tuple(M.shape)}")
+        if not all_finite(M):
+            raise ValueError(f"{name} has non-finite entries; were the activations accumulated in fp16?")
     if not 1 <= rank <= N:
         raise ValueError(f"rank must be in [1, {N}], got {rank}")
-    root_A, root_B = psd_root(A), psd_root(B)
-    _, S, Vh = torch.linalg.svd(root_B.root @ root_A.root)
-    V_r = Vh[:rank]
-    down, up = V_r @ root_A.inverse, root_A.root @ V_r.T
-    sign = down.gather(1, down.abs().argmax(1, keepdim=True)).sign()
+    root_A, inverse_A = _root(A)
+    root_B, _ = _root(B)
+    _, S, Vh = torch.linalg.svd(root_B @ root_A)
+    V_r = Vh[..., :rank, :]
+    down, up = V_r @ inverse_A, root_A @ V_r.mT
+    sign = down.gather(-1, down.abs().argmax(-1, keepdim=True)).sign()
     sign = torch.where(sign == 0, torch.ones_like(sign), sign)
     energy = S.square()
-    error, total = energy[rank:].sum(), energy.sum()
-    relative = (error / total).sqrt().item() if total > 0 else 0.0
-    return PairedSVD(down * sign, up * sign.T, S, error.item(), relative)
+    error, total = energy[..., rank:].sum(-1), energy.sum(-1)
+    relative = (error / total.clamp_min(torch.finfo(total.dtype).tiny)).sqrt()
+    return PairedSVD(down * sign, up * sign.mT, S, error, relative)
+
+
+def _root(A: Tensor) -> tuple[Tensor, Tensor]:
+    """``A^(1/2)`` and its pseudo-inverse for a batch; :func:`rankfold.linalg.psd.psd_root` takes one matrix."""
+    values, U = torch.linalg.eigh(A)
+    values = values.clamp_min(0)
+    alive = values > A.shape[-1] * torch.finfo(A.dtype).eps * values[..., -1:]
+    root = values.sqrt()
+    inverse = torch.where(alive, 1 / root.clamp_min(torch.finfo(A.dtype).tiny), torch.zeros_like(root))
+    return (U * root[..., None, :]) @ U.mT, (U * inverse[..., None, :]) @ U.mT

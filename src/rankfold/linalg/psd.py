@@ -76,8 +76,8 @@ def psd_root(C: Tensor, *, ridge: float = 0.0, cutoff: float | None = None) -> P
     return PSDRoot((U * sqrt) @ U.T, (U * inverse) @ U.T, eigenvalues, int(alive.sum()))
 
 
-def spd_inverse(A: Tensor) -> Tensor | None:
-    """Inverse of a symmetric matrix by Cholesky, ``None`` where the matrix is not positive definite.
+def spd_inverse(A: Tensor, *, shift: float = 0.0) -> Tensor | None:
+    """Inverse of a symmetric ``A + shift I`` by Cholesky, ``None`` where that is not positive definite.
 
     A few rows of the identity are appended on the way: rows whose length is a multiple of a memory page, as the widths of
     models make them, fall on the same cache sets, and MKL's Cholesky takes up to three times as long
@@ -91,6 +91,7 @@ def spd_inverse(A: Tensor) -> Tensor | None:
     N = len(A)
     padded = torch.eye(N + CACHE_LINE, dtype=A.dtype, device=A.device)
     padded[:N, :N] = A
+    padded.diagonal()[:N].add_(shift)
     columns = padded.mT  # LAPACK's order, so that both steps work in place
     info = torch.empty((), dtype=torch.int32, device=A.device)
     torch.linalg.cholesky_ex(columns, out=(columns, info))

@@ -6,13 +6,16 @@ Allocation, calibration, checkpoints and reports know nothing else about it.
 """
 
 import difflib
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
 from ..architectures import Architecture, BlockView
+from ..calibration.moments import BlockMoments
 from ..errors import OptionError
 
 __all__ = ["BlockResult", "Method", "Unit", "make_method", "method_class", "method_names", "register_method"]
@@ -41,6 +44,8 @@ class BlockResult(NamedTuple):
     modules: dict[str, dict]  # path relative to the block -> description (see modules/building.py)
     state: dict[str, Tensor]  # tensor name relative to the block -> value, for the replaced modules only
     reports: dict[str, dict]  # module -> what was measured: relative_error, bounds, ...
+    # Module -> relative error of its fit on any moments of the same statistics, such as those of windows kept out of the fit.
+    errors: Mapping[str, Callable[[BlockMoments], float]] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,10 @@ class Method:
     protect: tuple[int, ...] = field(default=())
 
     def __post_init__(self):
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise OptionError(f"{option.name} must be a finite number, got {value}")
         for what, value in [("sparsity", self.sparsity), *(dict(self.own_sparsities or {}).items())]:
             if not 0 <= value < 1:
                 raise OptionError(f"{what} must be in [0, 1), got {value}; 0.3 removes 30 % of the weights")

@@ -22,13 +22,14 @@ tags:
 # {title}
 
 {base}, compressed by [rankfold](https://pypi.org/project/rankfold/) {version} with method `{method}`, without training.
-
+{warning}
 | | dense | compressed | |
 |---|---|---|---|
 | counted weights ({of}) | {counted:,} | {counted_after:,} | {sparsity:.2%} removed |
 | parameters | {parameters:,} | {parameters_after:,} | |
 | bytes of weights | {bytes:,} | {bytes_after:,} | |
 | KV-cache bytes per token | {kv:,} | {kv_after:,} | |
+{perplexity}
 
 ## Use
 
@@ -74,7 +75,7 @@ def reproduce_command(model: str, folder: str, method: dict, calibration: dict, 
     )
 
 
-def model_card(plan, version: str, folder: str, calibration: dict, command: str) -> str:
+def model_card(plan, version: str, folder: str, calibration: dict, command: str, held_out: dict | None) -> str:
     """README.md of a compressed checkpoint; deterministic, so that a resumed run writes the same bytes."""
     method = plan.method
     options = {k: v for k, v in method.items() if v is not None and k != "method"}
@@ -98,4 +99,15 @@ def model_card(plan, version: str, folder: str, calibration: dict, command: str)
         f"(seed {calibration['seed']}, sha256 {calibration['sha256']})",
         command=command,
         options=json.dumps(options),
+        warning=f"\n> **{held_out['warning']}.**\n" if held_out and held_out["warning"] else "",
+        perplexity=_perplexity(held_out),
     )
+
+
+def _perplexity(held_out: dict | None) -> str:
+    """A row of the table."""
+    if held_out is None:
+        return "| perplexity | not measured | not measured | no calibration window was held out |\n"
+    dense, small, ratio = (held_out[key] for key in ("perplexity_dense", "perplexity", "ratio"))
+    windows = f"{held_out['windows']} calibration windows of {held_out['length']} tokens that were not fitted"
+    return f"| perplexity | {dense:.2f} | {small:.2f} | x {ratio:.2f} on {windows} |\n"

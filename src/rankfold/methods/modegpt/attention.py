@@ -1,161 +1,178 @@
 """Types II and III in a block: one smaller attention module.
 
 Shape legend: H query heads, K key/value heads, G = H / K, N head dimension, R kept query-key width, V kept value width,
-D model width.
+D model width. All heads are decomposed together, and numbers leave the device once a module.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...architectures import AttentionView, BlockView, Dense
-from ...linalg.column_row import column_row, column_row_bounds
-from ...linalg.paired_svd import paired_svd
+from ...calibration.moments import BlockMoments
+from ...linalg.column_row import ColumnRow, column_row, column_row_bounds, eliminate_pairs
+from ...linalg.paired_svd import PairedSVD, paired_svd
 from ..base import BlockResult
 from ..result import put_attention
-
-
-def per_head(dense: Dense, heads: int) -> tuple[Tensor, Tensor | None]:
-    """``(heads, N, D)`` weight and ``(heads, N)`` bias."""
-    bias = None if dense.bias is None else dense.bias.unflatten(0, (heads, -1))
-    return dense.weight.unflatten(0, (heads, -1)), bias
-
-
-def map_heads(dense: Dense, maps: Tensor) -> Dense:
-    """Multiply the rows of every head by its ``(R, N)`` map; ``maps`` is ``(heads, R, N)``."""
-    weight, bias = per_head(dense, len(maps))
-    new = (maps @ weight.to(maps)).flatten(0, 1).to(dense.weight.dtype)
-    return Dense(new, None if bias is None else (maps @ bias.to(maps).unsqueeze(-1)).flatten().to(bias.dtype))
-
-
-def take_heads(dense: Dense, keep: Tensor) -> Dense:
-    """Keep the rows ``keep[i]`` of head ``i``; ``keep`` is ``(heads, R)``."""
-    offsets = torch.arange(len(keep), device=keep.device)[:, None] * (dense.weight.shape[0] // len(keep))
-    return dense.rows((keep + offsets).flatten())
 
 
 def decompose_attention(method, view: BlockView, moments, ranks: dict[str, int], result: BlockResult) -> None:
     """Replace the attention module by one with width ``ranks["qk"]`` for scores and ``ranks["vo"]`` for values."""
     attention = view.attention
     full = attention.head_dim
-    qk_rank, vo_rank = ranks.get("qk", full), ranks.get("vo", full)
     q, k, v = attention.qkv()
-    o = attention.output
-    pairs = None
-    if qk_rank < full:
-        q, k, pairs, result.reports["qk"] = compress_qk(method, attention, moments, q, k, qk_rank)
-    elif "qk" in ranks:
-        result.reports["qk"] = {"rank": full, "of": full, "relative_error": 0.0}
-    if vo_rank < full:
-        v, o, result.reports["vo"] = compress_vo(method, attention, moments, v, o, vo_rank)
-    elif "vo" in ranks:
-        result.reports["vo"] = {"rank": full, "of": full, "relative_error": 0.0}
-    if qk_rank == vo_rank == full:
-        return
-    put_attention(result, attention, {"q": q, "k": k, "v": v, "o": o}, qk_rank, vo_rank, pairs)
+    projections = {"q": q, "k": k, "v": v, "o": attention.output}
+    widths, pairs = {"qk": full, "vo": full} | ranks, None
+    for module, compress in (("qk", compress_qk), ("vo", compress_vo)):
+        if widths[module] < full:
+            part = compress(method, attention, moments, projections, widths[module])
+            projections |= part.projections
+            pairs = part.pairs if module == "qk" else pairs
+            result.reports[module] = {"rank": widths[module], "of": full} | part.report
+            result.errors[module] = part.error
+        elif module in ranks:
+            result.reports[module] = {"rank": full, "of": full, "relative_error": 0.0}
+    if widths["qk"] < full or widths["vo"] < full:
+        put_attention(result, attention, projections, widths["qk"], widths["vo"], pairs)
 
 
-def compress_qk(method, attention: AttentionView, moments, q: Dense, k: Dense, rank: int):
-    """New q, k, the kept rotary pairs ``(K, R / 2)`` or ``None``, and the report."""
-    C_q = moments["query"].C.unflatten(0, (attention.kv_heads, -1))  # (K, G, N, N)
-    C_k = moments["key"].C  # (K, N, N)
+class Part(NamedTuple):
+    """One half of an attention, compressed."""
+
+    projections: dict[str, Dense]  # the new ones
+    report: dict
+    error: object  # BlockMoments -> relative error
+    pairs: Tensor | None = None  # (K, R / 2) kept rotary pairs
+
+
+def compress_qk(method, attention: AttentionView, moments, dense: dict[str, Dense], rank: int) -> Part:
+    """Algorithm 2, or the optimum where nothing sits between queries and keys."""
     if attention.rotary_dim == 0 and method.qk == "svd":
-        return _free_qk(C_q, C_k, q, k, rank, attention.head_dim)
-    choices = [column_row(a, b, rank=rank, rotary_dim=attention.rotary_dim) for a, b in zip(C_q, C_k, strict=True)]
-    keep = torch.stack([c.keep for c in choices])  # (K, R)
-    group_keep = keep.repeat_interleave(C_q.shape[1], dim=0)
-    pairs = torch.stack([c.pairs for c in choices]) if attention.rotary_dim else None
-    report = {"rank": rank, "of": attention.head_dim, "form": "cr", **_selection_error(moments, keep)}
-    return take_heads(q, group_keep), take_heads(k, keep), pairs, report
+        return _free_qk(attention, moments, dense, rank)
+    choice = _choose(method, attention, moments, rank)
+    keep = choice.keep  # (K, R)
+    C_q, C_k = (moments[name].second.double() for name in ("query", "key"))
+    theorem, proposition = column_row_bounds(_grouped(C_q, attention), C_k, keep)
+    parts = torch.stack([*_score_error(moments, keep), theorem.sum(), proposition.sum()]).tolist()
+    positions = moments["query_key"].count
+    names = ("error", "theorem_2", "proposition_2")
+    report = {"form": "cr", "select": method.select_qk, "relative_error": _relative(*parts[:2])}
+    report |= {name: value / positions for name, value in zip(names, (parts[0], *parts[2:]), strict=True)}
+    projections = {"q": take_heads(dense["q"], _of_queries(keep, attention)), "k": take_heads(dense["k"], keep)}
+
+    def error(other: BlockMoments) -> float:
+        return _relative(*torch.stack(_score_error(other, keep)).tolist())
+
+    return Part(projections, report, error, choice.pairs if attention.rotary_dim else None)
 
 
-def _selection_error(moments, keep: Tensor) -> dict:
-    """Measured error of a selection, summed over heads, and the paper's bounds, per sequence position pair.
+def _choose(method, attention: AttentionView, moments, rank: int) -> ColumnRow:
+    sizes = {"rank": rank, "rotary_dim": attention.rotary_dim}
+    if method.select_qk == "norm":
+        return column_row(_grouped(moments["query"].C, attention), moments["key"].C, **sizes)
+    M = moments["query_key"].second.double()
+    return eliminate_pairs(_grouped(M, attention).sum(1), **sizes)
 
-    Dropping the set D costs exactly ``sum_{i,j in D} M_ij`` with ``M = sum_n (Q_n^T Q_n) o (K_n^T K_n)`` (before the causal
-    mask). Theorem 2 bounds it by the product of the two sums over all sequences.
+
+def _score_error(moments: BlockMoments, keep: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared change of all scores by a selection, and squared scores, over heads and position pairs.
+
+    Dropping the set D costs exactly ``sum_{i,j in D} M_ij`` with ``M = sum_n (Q_n^T Q_n) o (K~_n^T K~_n)``, the keys centred
+    over the window (before the causal mask). Theorem 2 bounds it by the product of the two sums over all sequences.
     """
-    product, query, key = moments["query_key"], moments["query"], moments["key"]
-    groups = len(product.second) // len(keep)
-    total = product.second.sum().item()
-    error = theorem = proposition = 0.0
-    for head, M in enumerate(product.second):
-        kept = keep[head // groups]
-        dropped = torch.ones(M.shape[-1], dtype=torch.bool, device=M.device)
-        dropped[kept] = False
-        error += M[dropped][:, dropped].sum().item()
-        sums = query.second[head : head + 1], key.second[head // groups]
-        bound = column_row_bounds(*(s.double() for s in sums), kept)
-        theorem, proposition = theorem + bound[0], proposition + bound[1]
-    return {
-        "relative_error": (max(error, 0.0) / total) ** 0.5 if total > 0 else 0.0,
-        "error": error / product.count,
-        "theorem_2": theorem / product.count,
-        "proposition_2": proposition / product.count,
-    }
+    M = moments["query_key"].second.double()  # (H, N, N)
+    M = M.unflatten(0, (len(keep), -1)).sum(1)
+    dropped = torch.ones(len(keep), M.shape[-1], dtype=M.dtype, device=M.device).scatter(1, keep, 0.0)
+    return torch.einsum("kij,ki,kj->", M, dropped, dropped), M.sum()
 
 
-def _free_qk(C_q: Tensor, C_k: Tensor, q: Dense, k: Dense, rank: int, full: int):
+def _free_qk(attention: AttentionView, moments, dense: dict[str, Dense], rank: int) -> Part:
     """No rotation between queries and keys: the optimum is an SVD, biases included in the moments."""
-    fits = [paired_svd(b, a.sum(0), rank=rank) for a, b in zip(C_q, C_k, strict=True)]
-    down = torch.stack([f.down for f in fits])  # (K, R, N)
-    up = torch.stack([f.up.T for f in fits]).repeat_interleave(C_q.shape[1], dim=0)  # (H, R, N)
-    report = {"rank": rank, "of": full, "form": "svd", **_summed(fits)}
-    return map_heads(q, up), map_heads(k, down), None, report
+
+    def metrics(these: BlockMoments) -> tuple[Tensor, Tensor]:
+        return these["key_spread"].C, _grouped(these["query"].C, attention).sum(1)
+
+    fit = paired_svd(*metrics(moments), rank=rank)
+    projections = {
+        "q": map_heads(dense["q"], _of_queries(fit.up.mT, attention)),
+        "k": map_heads(dense["k"], fit.down),
+    }
+    error, total = torch.stack(_pair_error(*metrics(moments), fit)).tolist()
+    report = {"form": "svd", "relative_error": _relative(error, total), "error": error}
+    return Part(projections, report, lambda other: _relative(*torch.stack(_pair_error(*metrics(other), fit)).tolist()))
 
 
-def _summed(fits) -> dict:
-    """Error over all heads; for an SVD Theorem 3 and Proposition 3 state this number, not a bound on it."""
-    error, total = sum(f.error for f in fits), sum(f.singular_values.square().sum().item() for f in fits)
-    return {"relative_error": (error / total) ** 0.5 if total > 0 else 0.0, "error": error}
-
-
-def compress_vo(method, attention: AttentionView, moments, v: Dense, o: Dense, rank: int):
-    """New v, o and the report; Algorithm 3, jointly over the query heads that share a value head.
+def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dense], rank: int) -> Part:
+    """Algorithm 3, jointly over the query heads that share a value head.
 
     Attention weights sum to one, so a constant passes through them: where the output projection has a bias, the value
     bias and the mean of the values move into it and the covariance is fitted. Elsewhere nothing may be added, so the
     second moment (value bias included) is fitted and the value bias is mapped with its dimensions.
     """
-    moment, K = moments["value"], attention.kv_heads
-    refit = method.bias_refit and o.bias is not None
-    A = moment.covariance if refit else moment.C  # (K, N, N)
-    W_o = o.weight.unflatten(1, (K, -1, attention.head_dim)).to(A)  # (D, K, G, N)
+    v, o, K = dense["v"], dense["o"], attention.kv_heads
+    centre = moments["value"].mean if method.bias_refit and o.bias is not None else None  # (K, N), value bias included
+    W_o = o.weight.unflatten(1, (K, -1, attention.head_dim)).double()  # (D, K, G, N)
     B = torch.einsum("dkgn,dkgm->knm", W_o, W_o)
-    best = [paired_svd(a, b, rank=rank) for a, b in zip(A, B, strict=True)]
-    if method.gqa == "joint" or attention.heads == K:
-        fits = best
-    else:
-        fits = [paired_svd(a, torch.eye(len(a)).to(a), rank=rank) for a in A]
-    down, up = torch.stack([f.down for f in fits]), torch.stack([f.up for f in fits])  # (K, R, N), (K, N, R)
-    new_o = torch.einsum("dkgn,knr->dkgr", W_o, up).flatten(1).to(o.weight.dtype)
-    bias, new_v = o.bias, map_heads(v, down)
-    if refit:
-        mean = moment.mean  # (K, N), value bias included
-        gone = mean - (up @ (down @ (mean - _bias_of(v, K, mean)).unsqueeze(-1))).squeeze(-1)
-        bias = (o.bias.double() + torch.einsum("dkgn,kn->d", W_o, gone)).to(o.bias.dtype)
+
+    def metrics(these: BlockMoments) -> tuple[Tensor, Tensor]:
+        moment = these["value"]
+        return (moment.C if centre is None else moment.about(centre)), B
+
+    A, _ = metrics(moments)
+    best = paired_svd(A, B, rank=rank)
+    joint = method.gqa == "joint" or attention.heads == K
+    fit = best if joint else paired_svd(A, torch.eye(A.shape[-1]).to(A).expand_as(A), rank=rank)
+    new_o = torch.einsum("dkgn,knr->dkgr", W_o, fit.up).flatten(1).to(o.weight.dtype)
+    new_v, bias = map_heads(v, fit.down), o.bias
+    if centre is not None:
+        kept = fit.up @ (fit.down @ (centre - _bias_of(v, K, centre)).unsqueeze(-1))
+        bias = (o.bias.double() + torch.einsum("dkgn,kn->d", W_o, centre - kept.squeeze(-1))).to(o.bias.dtype)
         new_v = Dense(new_v.weight, None)
-    report = {"rank": rank, "of": attention.head_dim, **_vo_error(A, B, down, up, sum(f.error for f in best))}
-    return new_v, Dense(new_o, bias), report
+    error, total, optimum = torch.stack([*_pair_error(A, B, fit), best.error.sum()]).tolist()
+    report = {"relative_error": _relative(error, total), "error": error, "proposition_3": optimum}
+    return Part(
+        {"v": new_v, "o": Dense(new_o, bias)},
+        report,
+        lambda other: _relative(*torch.stack(_pair_error(*metrics(other), fit)).tolist()),
+    )
+
+
+def _pair_error(A: Tensor, B: Tensor, fit: PairedSVD) -> tuple[Tensor, Tensor]:
+    """``E||X v - X up down v||^2`` and ``E||X v||^2`` with ``A = E[v v^T]``, ``B = X^T X``, summed over heads."""
+    gap = torch.eye(A.shape[-1]).to(A) - fit.up @ fit.down
+    return ((B @ gap) * (gap @ A)).sum(), (B * A).sum()
+
+
+def _relative(error: float, total: float) -> float:
+    return (max(error, 0.0) / total) ** 0.5 if total > 0 else 0.0
+
+
+def _grouped(per_query: Tensor, attention: AttentionView) -> Tensor:
+    """``(K, G, ...)`` of ``(H, ...)``."""
+    return per_query.unflatten(0, (attention.kv_heads, -1))
+
+
+def _of_queries(per_key: Tensor, attention: AttentionView) -> Tensor:
+    """``(H, ...)`` of ``(K, ...)``: what a key head does, its queries do."""
+    return per_key.repeat_interleave(attention.heads // attention.kv_heads, 0)
 
 
 def _bias_of(v: Dense, kv_heads: int, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if v.bias is None else v.bias.unflatten(0, (kv_heads, -1)).to(like)
 
 
-def _vo_error(A: Tensor, B: Tensor, down: Tensor, up: Tensor, optimum: float) -> dict:
-    """Error of a value-output factor pair in the metric of the output projections, summed over heads.
-
-    ``proposition_3`` is the optimum, which Theorem 3 and Proposition 3 state; the joint form reaches it.
-    """
-    gap = torch.eye(A.shape[-1]).to(A) - up @ down
-    error = _trace(B @ gap @ A @ gap.mT)
-    total = _trace(B @ A)
-    return {
-        "relative_error": (max(error, 0.0) / total) ** 0.5 if total > 0 else 0.0,
-        "error": error,
-        "proposition_3": optimum,
-    }
+def map_heads(dense: Dense, maps: Tensor) -> Dense:
+    """Multiply the rows of every head by its ``(R, N)`` map; ``maps`` is ``(heads, R, N)``."""
+    heads, dtype = len(maps), dense.weight.dtype
+    weight = (maps @ dense.weight.unflatten(0, (heads, -1)).to(maps)).flatten(0, 1).to(dtype)
+    if dense.bias is None:
+        return Dense(weight, None)
+    bias = dense.bias.unflatten(0, (heads, -1, 1)).to(maps)
+    return Dense(weight, (maps @ bias).flatten().to(dense.bias.dtype))
 
 
-def _trace(x: Tensor) -> float:
-    return x.diagonal(dim1=-2, dim2=-1).sum().item()
+def take_heads(dense: Dense, keep: Tensor) -> Dense:
+    """Keep the rows ``keep[i]`` of head ``i``; ``keep`` is ``(heads, R)``."""
+    offsets = torch.arange(len(keep), device=keep.device)[:, None] * (dense.weight.shape[0] // len(keep))
+    return dense.rows((keep + offsets).flatten())

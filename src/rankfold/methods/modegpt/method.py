@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from ...architectures import BlockView
-from ...errors import UnsupportedModelError
+from ...errors import OptionError, UnsupportedModelError
 from ..base import BlockResult, Method, Unit, check_choice, register_method
 from .attention import decompose_attention
 from .mlp import decompose_mlp
@@ -21,6 +21,11 @@ class MoDeGPT(Method):
     """Options of MoDeGPT beside those of every method.
 
     Attributes:
+        select: which hidden units stay. ``elimination``: they go one after another, each time the one whose loss after
+            refitting the others is least. ``leverage``: the largest ridge leverage scores, the paper's Algorithm 1, which drops
+            collinear units all together (docs/papers.md).
+        select_qk: which query-key dimensions stay. ``elimination``: by the exact error of the scores with keys centred over
+            the window, as softmax sees them. ``norm``: the largest norm scores, the paper's Algorithm 2.
         gqa: value-output under grouped queries: ``joint`` is the optimum over the group; ``paper`` ignores the output
             projections (App. B.1). The same where every query head has its own value head.
         qk: query-key where no rotary embedding sits between them: ``svd``, the optimum, or ``cr``, the paper's selection.
@@ -33,6 +38,8 @@ class MoDeGPT(Method):
     name: ClassVar[str] = "modegpt"
     all_modules: ClassVar[tuple[str, ...]] = ("mlp", "qk", "vo")
 
+    select: Literal["elimination", "leverage"] = "elimination"
+    select_qk: Literal["elimination", "norm"] = "elimination"
     gqa: Literal["joint", "paper"] = "joint"
     qk: Literal["svd", "cr"] = "svd"
     bias_refit: bool = True
@@ -40,6 +47,10 @@ class MoDeGPT(Method):
 
     def __post_init__(self):
         super().__post_init__()
+        if not self.ridge > 0:
+            raise OptionError(f"ridge must be > 0, got {self.ridge}; the default is 1e-4 of the moment's mean diagonal")
+        check_choice("select", self.select, ("elimination", "leverage"))
+        check_choice("select_qk", self.select_qk, ("elimination", "norm"))
         check_choice("gqa", self.gqa, ("joint", "paper"))
         check_choice("qk", self.qk, ("svd", "cr"))
 
@@ -61,7 +72,12 @@ class MoDeGPT(Method):
         return tuple(m for m in self.all_modules if m in wanted and m not in reasons)
 
     def statistics(self, view: BlockView) -> set[str]:
-        needed = {"mlp": {"mlp_hidden"}, "qk": {"query", "key", "query_key"}, "vo": {"value"}}
+        free = view.attention.rotary_dim == 0 and self.qk == "svd"
+        needed = {
+            "mlp": {"mlp_hidden"},
+            "qk": {"query", "key_spread"} if free else {"query", "key", "query_key"},
+            "vo": {"value"},
+        }
         modules = self.supported_modules(view.architecture, view)
         return set().union(*(needed[m] for m in modules))
 
@@ -105,7 +121,7 @@ class MoDeGPT(Method):
         return view.attention.kv_heads * (ranks.get("qk", full) + ranks.get("vo", full))
 
     def decompose(self, view: BlockView, moments, ranks: dict[str, int]) -> BlockResult:
-        result = BlockResult({}, {}, {})
+        result = BlockResult({}, {}, {}, {})
         if "mlp" in ranks:
             decompose_mlp(self, view, moments, ranks["mlp"], result)
         if ranks.keys() & {"qk", "vo"}:

@@ -1,7 +1,14 @@
-"""Type I in a block: slice up and gate, refit down."""
+"""Type I in a block: slice up and gate, refit down.
+
+Shape legend: D model width, F hidden width, R kept width.
+"""
+
+import torch
+from torch import Tensor
 
 from ...architectures import BlockView, Dense
-from ...linalg.nystrom import nystrom
+from ...calibration.moments import Moment
+from ...linalg.nystrom import Nystrom, nystrom
 from ..base import BlockResult
 from ..result import put_projection
 
@@ -15,25 +22,41 @@ def decompose_mlp(method, view: BlockView, moments, rank: int, result: BlockResu
         return
     down, moment = mlp.down, moments["mlp_hidden"]
     refit = method.bias_refit and down.bias is not None
-    C = moment.covariance if refit else moment.C
-    mean = moment.mean
-    del moment
-    moments.pop("mlp_hidden")  # the largest of all; nothing else needs it
-    fit = nystrom(down.weight, C, rank=rank, ridge=method.ridge, overwrite=True)
-    bias = down.bias
+    C, scale = (moment.covariance, 1.0) if refit else (moment.second.double(), moment.count)  # a sum needs no copy
+    fit = nystrom(down.weight, C, rank=rank, ridge=method.ridge, select=method.select)
+    del C
+    bias, centre = down.bias, moment.mean if refit else None
     if refit:
-        shift = down.weight.double() @ mean - fit.W_down.double() @ mean[fit.keep]
+        shift = down.weight.double() @ centre - fit.W_down.double() @ centre[fit.keep]
         bias = (bias.double() + shift).to(bias.dtype)
     for path, projection in mlp.rising().items():
         put_projection(result, path, projection.rows(mlp.rows_of(fit.keep)))
     put_projection(result, mlp.spec.down, Dense(fit.W_down, bias))
+    result.errors["mlp"] = lambda other: output_error(down.weight, fit, centre, other["mlp_hidden"])
+    bounds = fit.bounds
     result.reports["mlp"] = {
         "rank": rank,
         "of": full,
+        "select": method.select,
         "relative_error": fit.relative_error,
-        "error": fit.error,
-        "theorem_1": fit.bounds.theorem,
-        "proposition_1": fit.bounds.proposition,
-        "epsilon": fit.bounds.epsilon,
+        "error": fit.error / scale,
+        "theorem_1": bounds.theorem / scale,
+        "proposition_1": None if bounds.proposition is None else bounds.proposition / scale,
+        "epsilon": bounds.epsilon,
         "clamped": fit.clamped,
     }
+
+
+def output_error(W: Tensor, fit: Nystrom, centre: Tensor | None, moment: Moment) -> float:
+    """RMS error of the MLP's output over its RMS on activations with this moment, about the mean that went into the bias.
+
+    Args:
+        W: ``(D, F)`` dense down projection.
+        centre: ``(F,)`` mean of the fit, where the bias took it.
+    """
+    C = (moment.second.double() if centre is None else moment.about(centre)).float()  # an error needs no more digits
+    gap = W.float().clone()
+    gap[:, fit.keep] -= fit.W_down.float()
+    error, total = (((M @ C) * M).double().sum() for M in (gap, W.float()))
+    error, total = torch.stack([error, total]).tolist()
+    return (max(error, 0.0) / total) ** 0.5 if total > 0 else 0.0

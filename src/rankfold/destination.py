@@ -1,0 +1,65 @@
+"""Where compressed blocks go: a model in memory, or a folder that survives being killed."""
+
+from pathlib import Path
+
+from torch import nn
+
+from .architectures import BlockView
+from .checkpoint.load import assemble
+from .checkpoint.run import Run
+from .checkpoint.source import Source
+from .methods import BlockResult
+from .verifying import Probe
+
+__all__ = ["InFolder", "InMemory"]
+
+
+class InMemory:
+    """Keeps the tensors of all blocks until the model is put together."""
+
+    def __init__(self, source: Source):
+        self.source, self.state = source, {}
+
+    def __contains__(self, index: int) -> bool:
+        return False
+
+    def keep(self, view: BlockView, result: BlockResult) -> None:
+        """Take a block whose modules have been replaced."""
+        self.state |= {f"{view.path}.{name}": tensor for name, tensor in view.module.state_dict().items()}
+
+    def follow(self, view: BlockView) -> None:
+        """Nothing can get lost on the way to memory."""
+
+    def finish(self, config, card: str, record: dict) -> nn.Module:
+        """The compressed model; card and record belong to a folder."""
+        return assemble(self.source, config, self.state)
+
+
+class InFolder:
+    """Writes every block when it is done, and reads the whole back before it gets its name.
+
+    Args:
+        run: the folder, perhaps with blocks of an earlier run.
+    """
+
+    def __init__(self, source: Source, run: Run):
+        self.source, self.run, self.probe = source, run, Probe(source)
+
+    def __contains__(self, index: int) -> bool:
+        return index in self.run
+
+    def load(self, view: BlockView) -> BlockResult:
+        """A block that is done."""
+        return self.run.load_block(view.index, view.path)
+
+    def keep(self, view: BlockView, result: BlockResult) -> None:
+        """Make a block whose modules have been replaced durable."""
+        self.run.save_block(view.index, view.path, view.module, self.source.dtype, result)
+
+    def follow(self, view: BlockView) -> None:
+        """Note what a compressed block computes, to compare the checkpoint with."""
+        self.probe.follow(view)
+
+    def finish(self, config, card: str, record: dict) -> Path:
+        """The folder, complete and checked."""
+        return self.run.finish(self.source, config, card, record, self.probe.check)

@@ -1,0 +1,145 @@
+"""Windows kept out of the fit: what a compression does to text it has not seen.
+
+Errors on the calibration text are training errors, and means over tokens: a module can look fine while the one token that all
+later ones attend to is lost. So some windows stay out of every fit and run beside it twice, through the dense blocks and
+through the compressed ones. They give every module's error there, how far the two streams drift apart block by block, and in
+the end both perplexities. A run that destroys a model must not look like a success.
+"""
+
+import inspect
+import logging
+import math
+
+import torch
+from torch import Tensor, nn
+
+from .architectures import BlockView
+from .calibration.runner import advance, logits, measure, start
+from .checkpoint.source import Source
+from .methods import BlockResult
+
+__all__ = ["HeldOut", "NothingHeldOut", "explained_ratio"]
+
+log = logging.getLogger(__name__)
+
+POSITIONS = 256  # whose logits are held at once: a vocabulary is large
+
+
+def explained_ratio(sparsity: float) -> float:
+    """Largest ratio of perplexities that a sparsity explains: ``(1 - sparsity)^-3``.
+
+    A rule of thumb that sound runs stay well below and broken ones leave far behind (docs/metrics.md).
+    """
+    return (1 - sparsity) ** -3
+
+
+class HeldOut:
+    """Follows one compression on windows that it is not fitted to.
+
+    Args:
+        source: the dense model.
+        ids: ``(S, T)`` token ids.
+        sequential: whether blocks are fitted to what the compressed blocks before them send, or to the dense stream.
+    """
+
+    def __init__(self, source: Source, ids: Tensor, *, sequential: bool):
+        self.source, self.ids, self.sequential = source, ids, sequential
+        self.dense, self.small = (start(source, ids, autocast=source.autocast) for _ in range(2))
+        self.drift: list[float] = []  # of the compressed from the dense stream, behind every block
+
+    def judge(self, view: BlockView, result: BlockResult, statistics: set[str]) -> None:
+        """Add the error on the held-out windows to the report of every module; ``view`` is still dense."""
+        if result.errors:
+            stream = self.small if self.sequential else self.dense
+            moments = measure(view, stream, statistics, step=False)
+            for module, error in result.errors.items():
+                result.reports[module]["held_out_error"] = error(moments)
+        self.skip(view)
+
+    def skip(self, view: BlockView) -> None:
+        """Go through a dense block."""
+        advance(view, self.dense)
+
+    def follow(self, view: BlockView) -> None:
+        """Go through the compressed block in its place."""
+        advance(view, self.small)
+        self.drift.append(_drift(self.dense.hidden, self.small.hidden))
+
+    def finish(self, sparsity: float) -> dict:
+        """Perplexities, and a warning where the compressed one is beyond what the sparsity explains; that is logged too."""
+        dense, small = (self._nll(stream) for stream in (self.dense, self.small))
+        limit = explained_ratio(sparsity)
+        facts = {
+            "windows": len(self.ids),
+            "length": self.ids.shape[1],
+            "perplexity_dense": _perplexity(dense),
+            "perplexity": _perplexity(small),
+            "ratio": _perplexity(small - dense),
+            "explained_ratio": limit,
+            "stream_errors": self.drift,
+            "warning": None,
+        }
+        if small - dense > math.log(limit):
+            block = self._breaks_away()
+            facts |= {"breaks_away_at": block}
+            facts["warning"] = (
+                f"THE MODEL IS DAMAGED: perplexity on held-out calibration text goes from {_perplexity(dense):.1f} to "
+                f"{_perplexity(small):.1f}, more than sparsity {sparsity:.2f} explains (x {limit:.1f}); the stream breaks "
+                f"away at block {block}. Protect it (--protect {block}), lower the sparsity, or calibrate on more text"
+            )
+            log.warning(facts["warning"])
+        return facts
+
+    def _breaks_away(self) -> int:
+        """The block behind which the drift has grown most."""
+        before = [0.0, *self.drift[:-1]]
+        return max(range(len(self.drift)), key=lambda i: self.drift[i] - before[i])
+
+    def _nll(self, stream) -> float:
+        """Nats per predicted token of what norm and head make of a stream."""
+        total = 0.0
+        for ids, hidden in zip(self.ids.split([len(h) for h in stream.hidden]), stream.hidden, strict=True):
+            ids = ids.to(self.source.device)
+            for some, targets in _predictions(self.source, ids, stream, hidden):
+                losses = nn.functional.cross_entropy(some.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+                total += losses.item()
+        return total / (self.ids.shape[0] * (self.ids.shape[1] - 1))
+
+
+class NothingHeldOut:
+    """Where all windows are fitted to: says nothing."""
+
+    def judge(self, view, result, statistics) -> None:
+        pass
+
+    def skip(self, view) -> None:
+        pass
+
+    def follow(self, view) -> None:
+        pass
+
+    def finish(self, sparsity: float) -> None:
+        log.warning("no calibration window was kept out of the fit, so nothing checks the result; evaluate it")
+
+
+def _drift(dense: list[Tensor], small: list[Tensor]) -> float:
+    """RMS difference of two streams over the RMS of the first."""
+    pairs = list(zip(dense, small, strict=True))
+    gap = torch.stack([(a.float() - b.float()).square().sum() for a, b in pairs]).sum()
+    whole = torch.stack([a.float().square().sum() for a, _ in pairs]).sum()
+    return (gap / whole).sqrt().item()
+
+
+def _perplexity(nll: float) -> float:
+    """``exp(nll)``, and the largest float where that is beyond it: JSON has no infinity."""
+    return math.exp(min(nll, 700.0))
+
+
+@torch.no_grad()
+def _predictions(source: Source, ids: Tensor, stream, hidden: Tensor):
+    """Logits ``(B, n, V)`` and targets ``(B, n)``, some positions at a time, of one batch of a stream behind the last block."""
+    last = ids.shape[1] - 1
+    keeps = "logits_to_keep" in inspect.signature(source.model.forward).parameters
+    for positions in torch.arange(last, device=ids.device).split(POSITIONS if keeps else last):
+        some = logits(source, ids, stream, hidden, keep=positions if keeps else None)
+        yield some[:, : len(positions)], ids[:, positions + 1]

@@ -1,0 +1,142 @@
+"""Choose what to drop one after another, by what dropping it really costs.
+
+Shape legend: D output width, F hidden width, n groups of head dimensions.
+
+One-shot scores (leverage, norms) judge every unit as if all others stayed. Where several are collinear each of them looks
+dispensable, and all of them go: on Qwen2.5-0.5B that drops 98 % of what an MLP sends (docs/papers.md). Elimination looks
+again after every removal.
+
+This module imports torch only: no modules, no hooks, no device policy.
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = ["eliminate_groups", "eliminate_units"]
+
+STEPS = 96  # at most F / STEPS units leave between two updates of the whole matrix
+
+
+@torch.no_grad()
+def eliminate_units(W: Tensor, P: Tensor, *, rank: int) -> Tensor:
+    r"""Remove hidden units one after another, each time the one whose loss after refitting the rest is least.
+
+    With :math:`P = (C + \lambda I)^{-1}`, removing unit ``j`` and refitting ``W`` on the others raises
+    :math:`\mathbb{E}\|W a - W' a\|^2` by :math:`\|w_j\|^2 / P_{jj}`, after which :math:`W \leftarrow W - w_j P_{j:} / P_{jj}`
+    and :math:`P \leftarrow P - P_{:j} P_{j:} / P_{jj}`: optimal brain surgery (Hassibi and Stork 1993) in the metric of the
+    activations. It sees the output weights, which the leverage scores of MoDeGPT Algorithm 1 do not.
+
+    The large matrices are updated for up to ``F / 96`` units at once. Among these the removals are exact, one after the other,
+    and the group ends as soon as its next unit costs more than the best one outside did: a collinear group cannot leave
+    together because each of its units looked cheap.
+
+    Args:
+        W: ``(D, F)`` output weights; destroyed.
+        P: ``(F, F)`` inverse of the damped second moment of the units, positive definite, same dtype; destroyed.
+        rank: units to keep, ``1 <= rank <= F``.
+
+    Returns:
+        ``(rank,)`` units that stay, ascending.
+
+    Raises:
+        ValueError: shapes disagree or ``rank`` is out of range.
+
+    Cost: O((F + D) F (F - R)) time in F / 96 or more steps with one synchronisation each. The updates of ``P`` are those of a
+    Cholesky factorisation, and as stable.
+    """
+    F = W.shape[1]
+    if P.shape != (F, F):
+        raise ValueError(f"P must be ({F}, {F}) for a weight {tuple(W.shape)}, got {tuple(P.shape)}")
+    if not 1 <= rank <= F:
+        raise ValueError(f"rank must be in [1, {F}], got {rank}")
+    alive = torch.ones(F, dtype=torch.bool, device=W.device)
+    left = F - rank
+    while left:
+        loss = torch.where(alive, W.square().sum(0) / P.diagonal(), torch.inf)
+        lowest = loss.topk(1 + max(1, F // STEPS), largest=False)
+        group, limit = lowest.indices[:-1], lowest.values[-1]
+        J = group[_one_by_one(W[:, group], P[group[:, None], group], limit, left)]
+        columns = P[:, J]
+        factor = torch.linalg.solve(columns[J], columns.T)  # P_JJ^-1 P_J:
+        W.addmm_(W[:, J], factor, alpha=-1)
+        P.addmm_(columns, factor, alpha=-1)
+        alive[J] = False
+        left -= len(J)
+    return alive.nonzero()[:, 0]
+
+
+def _one_by_one(W: Tensor, P: Tensor, limit: Tensor, most: int) -> Tensor:
+    """Exact elimination among a few units, one to ``most`` of them, as long as the next costs no more than ``limit``."""
+    device, gram, P, limit = W.device, (W.T @ W).cpu(), P.cpu(), limit.item()
+    chosen = []
+    while len(chosen) < min(most, len(P)):
+        loss = gram.diagonal() / P.diagonal()
+        loss[chosen] = torch.inf
+        j = int(loss.argmin())
+        if chosen and loss[j] > limit:
+            break
+        chosen.append(j)
+        column = P[:, j].clone()
+        ratio = column / column[j]
+        gram = gram - torch.outer(ratio, gram[j])
+        gram = gram - torch.outer(gram[:, j], ratio)
+        P = P - torch.outer(ratio, column)
+    return torch.tensor(chosen, device=device)
+
+
+@torch.no_grad()
+def eliminate_groups(M: Tensor, drop: int) -> Tensor:
+    r"""Choose groups of head dimensions to drop, by the exact error of dropping them together.
+
+    Dropping the set ``D`` changes all scores by :math:`\sum_{a,b \in D} M_{ab}` in squared norm. Greedily, the group with the
+    least :math:`M_{aa} + 2 c_a` goes, ``c`` the sum of the columns dropped so far; then dropped and kept groups are exchanged
+    one for one as long as that helps. MoDeGPT Algorithm 2 drops the smallest norms, which bounds this error (Theorem 2) but
+    does not see that groups act together; its choice, exchanged likewise, is the other start, so the result is never worse.
+
+    Args:
+        M: ``(..., n, n)`` symmetric cost of every pair of groups; any batch of heads.
+        drop: groups to drop, ``0 <= drop < n``.
+
+    Returns:
+        ``(..., n)`` bool, true where a group stays.
+
+    Cost: O(n drop) a head and O(n^2) a round of exchanges, heads together; one synchronisation a round.
+    """
+    n = M.shape[-1]
+    if not 0 <= drop < n:
+        raise ValueError(f"drop must be in [0, {n - 1}], got {drop}")
+    own = M.diagonal(dim1=-2, dim2=-1)
+    smallest = torch.zeros_like(own, dtype=torch.bool).scatter(-1, own.topk(drop, largest=False).indices, True)
+    starts = torch.stack([_greedy(M, own, drop), smallest])
+    ends = _exchanged(M, own, starts)
+    cost = (_columns(M, ends) * ends).sum(-1)  # (2, ...)
+    return ~torch.where((cost[0] <= cost[1])[..., None], ends[0], ends[1])
+
+
+def _greedy(M: Tensor, own: Tensor, drop: int) -> Tensor:
+    dropped, cross = torch.zeros_like(own, dtype=torch.bool), torch.zeros_like(own)
+    for _ in range(drop):
+        least = (own + 2 * cross).masked_fill(dropped, torch.inf).argmin(-1, keepdim=True)
+        dropped = dropped.scatter(-1, least, True)
+        cross = cross + M.gather(-1, least[..., None].expand(*M.shape[:-1], 1))[..., 0]
+    return dropped
+
+
+def _exchanged(M: Tensor, own: Tensor, dropped: Tensor) -> Tensor:
+    """``dropped`` ``(starts, ..., n)`` after exchanges; every round takes the best one of every head that has one."""
+    n = M.shape[-1]
+    while True:
+        cross = _columns(M, dropped)
+        change = (own - 2 * cross)[..., :, None] + (own + 2 * cross)[..., None, :] - 2 * M  # [leaves D, enters D]
+        change = change.masked_fill(~dropped[..., :, None] | dropped[..., None, :], torch.inf)
+        least, where = change.flatten(-2).min(-1, keepdim=True)
+        helps = least < -1e-9 * own.sum(-1, keepdim=True)  # well above rounding, so that this ends
+        if not helps.any():
+            return dropped
+        exchanged = dropped.scatter(-1, where // n, False).scatter(-1, where % n, True)
+        dropped = torch.where(helps, exchanged, dropped)
+
+
+def _columns(M: Tensor, chosen: Tensor) -> Tensor:
+    """Sum of the ``chosen`` ``(..., n)`` columns of every matrix."""
+    return (M @ chosen.to(M)[..., None])[..., 0]

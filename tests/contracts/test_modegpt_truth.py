@@ -1,0 +1,389 @@
+"""What MoDeGPT installs, against straightforward dense code on raw activations of the same block.
+
+Nothing of rankfold is used for the references: activations come from hooks on transformers' modules, fits from least
+squares and singular values on them. Every family, every block, both modes.
+
+Shape legend: n tokens, B windows, T tokens of a window, F hidden width of the MLP, R kept width, D model width, H query heads,
+K key/value heads, G = H / K, N head dimension.
+"""
+
+import itertools
+import json
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import rankfold
+from activations import ATTENTION, DOWN, OUTPUT, UP, Heads, blocks_of, look, member, spliced, weight_of
+from choices import ELIMINATION, ONE_SHOT, available, has_option
+from families import CONFIGS, tiny_model, tokens
+from rankfold import MoDeGPT
+
+NORMED = {"qwen3", "gemma3", "gemma3-images", "qwen3_moe"}
+EXPERTS = {"mixtral", "qwen3_moe"}
+FREE = {"opt", "opt-post-norm", "gpt2", "falcon-alibi", "bloom"}  # nothing turns queries and keys
+ROTARY = {"phi": 4, "gpt_neox": 4, "gpt_neox-sequential": 2} | dict.fromkeys(FREE, 0)  # of 8 dimensions; elsewhere all
+PAPER = {"gqa": "paper", "bias_refit": False, "qk": "cr", **ONE_SHOT}
+SETTINGS = {
+    "elimination, sequential": (ELIMINATION, "sequential"),
+    "elimination, one-pass": (ELIMINATION, "one-pass"),
+    "one-shot, sequential": (ONE_SHOT, "sequential"),
+    "paper, one-pass": (PAPER, "one-pass"),
+    "elimination without rotary, one-pass": ({**ELIMINATION, "qk": "cr"}, "one-pass"),
+}
+RIDGE = 1e-2  # large enough that the fit shows whether it is there
+CLOSE = 1e-3  # moments are products in fp32
+CASES = [
+    (family, setting)
+    for family in sorted(CONFIGS)
+    for setting in SETTINGS
+    if "without" not in setting or family in FREE
+]
+
+
+class Block(NamedTuple):
+    """One block: dense on the stream it was measured on, and compressed on the same stream."""
+
+    family: str
+    method: MoDeGPT
+    dense: torch.nn.Module
+    small: torch.nn.Module
+    heads: Heads
+    small_heads: Heads
+    hidden: Tensor | None  # (n, F)
+    report: dict
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}: {case[1]}")
+def blocks(request, tmp_path_factory) -> list[Block]:
+    family, setting = request.param
+    options, mode = SETTINGS[setting]
+    sparsities = {"mlp": 0.05 if family == "bloom" else 0.25, "qk": 0.5, "vo": 0.4}  # BLOOM: four times the units
+    left_out = ({"mlp"} if family in EXPERTS else set()) | ({"qk"} if family in NORMED else set())
+    modules = {name: value for name, value in sparsities.items() if name not in left_out}
+    method = MoDeGPT(modules=modules, multiple=2, ridge=RIDGE, **available(options))
+    model = tiny_model(family)
+    dense = model if family in EXPERTS else model.double()  # grouped products of experts have no fp64
+    source = rankfold.open_model(dense, device="cpu")
+    source.autocast = None
+    folder = rankfold.compress(source, method, tokens(), tmp_path_factory.mktemp("truth") / "small", mode=mode)
+    record = json.loads((folder / "rankfold.json").read_text())
+    models = dense, rankfold.load(folder, device="cpu")
+    return [seen_block(family, method, *models, index, mode, record["blocks"][str(index)]) for index in range(3)]
+
+
+def seen_block(family, method, dense, small, index: int, mode: str, report: dict) -> Block:
+    before = range(index) if mode == "sequential" else ()
+    ids = tokens().ids
+    seen = look(spliced(dense, small, before), ids, index)
+    after = look(spliced(dense, small, (*before, index)), ids, index)
+    heads = (Heads(*(x.double() for x in s.heads)) for s in (seen, after))
+    hidden = None if seen.hidden is None else seen.hidden.double()
+    return Block(family, method, *(blocks_of(m)[index] for m in (dense, small)), *heads, hidden, report)
+
+
+@pytest.fixture(params=range(3), ids=lambda index: f"block {index}")
+def block(request, blocks) -> Block:
+    return blocks[request.param]
+
+
+def needs(block: Block, module: str) -> None:
+    if module not in block.report:
+        why = "its MLP is made of experts" if module == "mlp" else "it normalises queries and keys"
+        pytest.skip(f"{block.family} does not allow {module}: {why}")
+
+
+def ratio(error: Tensor, total: Tensor) -> float:
+    """Relative error of sums of squares."""
+    return (error.square().sum() / total.square().sum()).sqrt().item()
+
+
+def singular_values(X: Tensor, Y: Tensor) -> Tensor:
+    """Of ``X Y^T``, by triangular factors, since ``X`` and ``Y`` are tall."""
+    return torch.linalg.svdvals(torch.linalg.qr(X).R @ torch.linalg.qr(Y).R.T)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# MLP
+
+
+def projection(block: torch.nn.Module, names) -> tuple[Tensor, Tensor | None]:
+    module = member(block, names)
+    return weight_of(module).double(), None if module.bias is None else module.bias.detach().double()
+
+
+def kept_units(block: Block) -> Tensor:
+    """``(R,)`` rows of the dense up projection that are still there, in order, gate and biases with them."""
+    (dense, bias), (small, small_bias) = projection(block.dense, UP), projection(block.small, UP)
+    rows = torch.cdist(small, dense).argmin(1)
+    torch.testing.assert_close(small, dense[rows])
+    if bias is not None:
+        torch.testing.assert_close(small_bias, bias[rows])
+    hidden, fused = block.hidden.shape[1], len(dense) > block.hidden.shape[1]
+    if fused:  # [gate; up]
+        rows, second = rows.chunk(2)
+        assert torch.equal(second, rows + hidden)
+    elif gate := member(block.dense, ("mlp.gate_proj",)):
+        torch.testing.assert_close(weight_of(member(block.small, ("mlp.gate_proj",))), weight_of(gate)[rows])
+    assert len(rows.unique()) == len(rows) == block.report["mlp"]["rank"] < hidden
+    return rows
+
+
+def refitted(block: Block) -> bool:
+    """Whether the bias of the down projection takes the mean."""
+    return block.method.bias_refit and projection(block.dense, DOWN)[1] is not None
+
+
+def fitted_activations(block: Block) -> Tensor:
+    return block.hidden - block.hidden.mean(0) if refitted(block) else block.hidden
+
+
+def damping(activations: Tensor) -> Tensor:
+    """``(F, F)`` rows which, put below the activations, make least squares a ridge regression."""
+    n, F = activations.shape
+    return (n * RIDGE * activations.square().mean()).sqrt() * torch.eye(F, dtype=activations.dtype)
+
+
+def test_the_down_projection_is_the_ridge_fit_on_the_kept_units(block):
+    needs(block, "mlp")
+    keep, a, (W, b) = kept_units(block), fitted_activations(block), projection(block.dense, DOWN)
+    dropped = [unit for unit in range(a.shape[1]) if unit not in set(keep.tolist())]
+    rows = torch.cat([a[:, keep], damping(a)[: len(keep), : len(keep)]])
+    lost = torch.cat([a[:, dropped] @ W[:, dropped].T, torch.zeros(len(keep), len(W), dtype=a.dtype)])
+    expected = W[:, keep] + torch.linalg.lstsq(rows, lost).solution.T
+    found, bias = projection(block.small, DOWN)
+    assert ratio(found - expected, expected - W[:, keep]) < CLOSE * 10
+    if b is None:
+        assert bias is None
+    elif refitted(block):
+        torch.testing.assert_close(bias, b + W @ block.hidden.mean(0) - found @ block.hidden[:, keep].mean(0))
+    else:
+        torch.testing.assert_close(bias, b)
+
+
+def test_the_mlp_error_reported_is_that_of_its_outputs(block):
+    needs(block, "mlp")
+    keep, (W, b), (small, bias) = kept_units(block), projection(block.dense, DOWN), projection(block.small, DOWN)
+    dense = block.hidden @ W.T + (0 if b is None else b)
+    error = dense - (block.hidden[:, keep] @ small.T + (0 if bias is None else bias))
+    if refitted(block):
+        scale = error.square().mean().sqrt()
+        assert error.mean(0).abs().max() < CLOSE * scale, "the mean output changed"
+    total = dense - dense.mean(0) if refitted(block) else dense - (0 if b is None else b)
+    assert block.report["mlp"]["relative_error"] == pytest.approx(ratio(error, total), rel=CLOSE)
+
+
+def errors_of_fits(C: Tensor, W: Tensor, kept: Tensor) -> Tensor:
+    """``(m,)`` squared error of the best refit on each of ``m`` sets of units, ``kept`` ``(m, R)``; the plain formula."""
+    cross = C[kept]  # (m, R, F)
+    inner = cross.gather(2, kept[:, None].expand(-1, kept.shape[1], -1))
+    fit = torch.linalg.solve(inner, cross)  # what stands in for every unit
+    return torch.einsum("df,mfe,de->m", W, C - cross.mT @ fit, W)
+
+
+def naive_elimination(C: Tensor, W: Tensor, rank: int) -> Tensor:
+    """``(R,)``: leave out, again and again, the unit whose loss hurts least after refitting all the others."""
+    kept = torch.arange(len(C))
+    while len(kept) > rank:
+        without = torch.stack([torch.cat([kept[:i], kept[i + 1 :]]) for i in range(len(kept))])
+        kept = without[errors_of_fits(C, W, without).argmin()]
+    return kept
+
+
+def test_the_units_that_stay_are_those_the_option_says(block):
+    needs(block, "mlp")
+    keep, a, W = kept_units(block), fitted_activations(block), projection(block.dense, DOWN)[0]
+    rows = torch.cat([a, damping(a)])
+    C = rows.T @ rows
+    if getattr(block.method, "select", "leverage") == "leverage":
+        scores = torch.linalg.solve(C, a.T @ a).diagonal()
+        assert scores[keep].sum().item() == pytest.approx(scores.topk(len(keep)).values.sum().item(), rel=1e-6)
+        return
+    found, naive = errors_of_fits(C, W, torch.stack([keep, naive_elimination(C, W, len(keep))])).sqrt()
+    assert found <= 1.01 * naive
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Query-key
+
+
+def selects(block: Block) -> bool:
+    return block.family not in FREE or block.method.qk == "cr"
+
+
+def kept_dimensions(block: Block) -> Tensor:
+    """``(K, R)`` dimensions of every key head that are still there, in the queries of its group too."""
+    q, k = block.heads.query, block.heads.key
+    small_q, small_k = (x[..., : block.report["qk"]["rank"]] for x in block.small_heads[:2])  # kernels want padding
+    distance = (k[..., :, None] - small_k[..., None, :]).abs().amax((0, 2))  # (K, N, R)
+    keep = distance.argmin(1)
+    each = keep.repeat_interleave(q.shape[1] // k.shape[1], 0)
+    for dense, small, index in ((k, small_k, keep), (q, small_q, each)):
+        expected = dense.gather(3, index[None, :, None].expand(*dense.shape[:1], -1, dense.shape[2], -1))
+        torch.testing.assert_close(small, expected, rtol=CLOSE, atol=1e-5)
+    return keep
+
+
+def expanded(x: Tensor, like: Tensor) -> Tensor:
+    """Keys or values, once for every query head."""
+    return x.repeat_interleave(like.shape[1] // x.shape[1], 1)
+
+
+def centred(scores: Tensor) -> Tensor:
+    """A shift of all scores of a query leaves softmax as it is."""
+    return scores - scores.mean(-1, keepdim=True) if has_option("select_qk") else scores
+
+
+def scores_of(heads: Heads) -> Tensor:
+    """``(B, H, T, T)`` every query of a window with every key of it."""
+    return centred(heads.query @ expanded(heads.key, heads.query).mT)
+
+
+def test_the_score_error_reported_is_that_of_a_selection(block):
+    needs(block, "qk")
+    if not selects(block):
+        pytest.skip("nothing turns queries and keys here: another test looks at the fit")
+    dense, small = scores_of(block.heads), scores_of(block.small_heads)
+    assert block.report["qk"]["relative_error"] == pytest.approx(ratio(dense - small, dense), rel=CLOSE)
+
+
+def test_scores_without_rotary_embedding_are_the_best_of_their_rank(block):
+    needs(block, "qk")
+    if selects(block):
+        pytest.skip("a selection: another test looks at it")
+    error = best = total = 0.0
+    for head in range(block.heads.key.shape[1]):  # every query head has its own key head in these families
+        q, k, small_q, small_k = (
+            x[:, head].flatten(0, 1) for heads in (block.heads, block.small_heads) for x in heads[:2]
+        )
+        error += (q @ k.T - small_q @ small_k.T).square().sum()
+        spectrum = singular_values(q, k).square()
+        best, total = best + spectrum[block.report["qk"]["rank"] :].sum(), total + spectrum.sum()
+    assert (error / total).sqrt().item() == pytest.approx(block.report["qk"]["relative_error"], rel=CLOSE)
+    assert error.item() == pytest.approx(best.item(), rel=CLOSE)
+
+
+def pairs_of(scores: Tensor, rotary: int) -> list[tuple[int, int]]:
+    """Dimensions that turn together; of the others the best two, the next two, and so on."""
+    free = sorted(range(rotary, len(scores)), key=lambda i: -scores[i])
+    return [(p, p + rotary // 2) for p in range(rotary // 2)] + list(zip(free[::2], free[1::2], strict=True))
+
+
+def norm_scores(q: Tensor, k: Tensor) -> Tensor:
+    """``(N,)`` of a key head: the paper's score, over the queries ``(B, G, T, N)`` of the group."""
+    return (q.square().sum((0, 1, 2)) * k.square().sum((0, 1))).sqrt()
+
+
+def dropping(q: Tensor, k: Tensor, dims) -> float:
+    """Squared change of all scores of a group without these dimensions."""
+    return centred(q[..., dims] @ k[:, None, :, dims].mT).square().sum().item()
+
+
+def greedy_pairs(q: Tensor, k: Tensor, pairs, drop: int) -> float:
+    """What dropping pairs one after the other costs, each time the one after which the scores are best."""
+    gone, cost = [], 0.0
+    for _ in range(drop):
+        left = [pair for pair in pairs if pair[0] not in gone]
+        cost, pair = min((dropping(q, k, [*gone, *pair]), pair) for pair in left)
+        gone += pair
+    return cost
+
+
+def test_the_pairs_that_stay_are_those_the_option_says(block):
+    needs(block, "qk")
+    if not selects(block):
+        pytest.skip("nothing is selected")
+    keep, (B, H, T, N), K = kept_dimensions(block), block.heads.query.shape, block.heads.key.shape[1]
+    rotary = ROTARY.get(block.family, N)
+    for head in range(K):
+        q, k = block.heads.query.view(B, K, H // K, T, N)[:, head], block.heads.key[:, head]
+        scores, kept = norm_scores(q, k), set(keep[head].tolist())
+        assert all((p in kept) == (p + rotary // 2 in kept) for p in range(rotary // 2)), "half a pair is gone"
+        pairs = pairs_of(scores, rotary)
+        if getattr(block.method, "select_qk", "norm") == "norm":
+            best = sorted(pairs, key=lambda pair: -(scores[pair[0]] + scores[pair[1]]))[: len(kept) // 2]
+            assert kept == set(itertools.chain(*best))
+            continue
+        # Which free dimensions leave together is nobody's business: no worse than the worse of two ways to pair them.
+        in_order = pairs_of(-torch.arange(N), rotary)
+        drop = (N - len(kept)) // 2
+        naive = max(greedy_pairs(q, k, some, drop) for some in (pairs, in_order))
+        assert dropping(q, k, [i for i in range(N) if i not in kept]) <= 1.01**2 * naive
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Value-output
+
+
+def output_projection(block: torch.nn.Module, heads: int) -> tuple[Tensor, Tensor | None]:
+    """``(H, D, N)`` and the bias."""
+    weight, bias = projection(member(block, ATTENTION), OUTPUT)
+    return weight.unflatten(1, (heads, -1)).transpose(0, 1), bias
+
+
+class ValueOutput(NamedTuple):
+    """Values and output projections of a block, dense and compressed."""
+
+    values: Tensor  # (K, n, N)
+    small_values: Tensor  # (K, n, V)
+    W_o: Tensor  # (H, D, N)
+    small_W_o: Tensor  # (H, D, V)
+    bias: Tensor | None
+    small_bias: Tensor | None
+    refit: bool  # the bias of the output projection takes the mean
+
+    @property
+    def fitted(self) -> Tensor:
+        return self.values - self.values.mean(1, keepdim=True) if self.refit else self.values
+
+    def outputs(self, values: Tensor, W_o: Tensor) -> Tensor:
+        """``(H, n, D)`` of every head by itself, the mean left out where a bias takes it."""
+        outputs = expanded(values[None], W_o[None])[0] @ W_o.mT
+        return outputs - outputs.mean(1, keepdim=True) if self.refit else outputs
+
+
+def value_output(block: Block) -> ValueOutput:
+    H, rank = block.heads.query.shape[1], block.report["vo"]["rank"]
+    values = (x.transpose(0, 1).flatten(1, 2) for x in (block.heads.value, block.small_heads.value[..., :rank]))
+    (W_o, bias), (small_W_o, small_bias) = (output_projection(b, H) for b in (block.dense, block.small))
+    refit = block.method.bias_refit and bias is not None
+    return ValueOutput(*values, W_o, small_W_o, bias, small_bias, refit)
+
+
+def test_the_value_output_error_reported_is_that_of_the_heads(block):
+    vo = value_output(block)
+    dense = vo.outputs(vo.values, vo.W_o)
+    error = dense - vo.outputs(vo.small_values, vo.small_W_o)
+    assert block.report["vo"]["relative_error"] == pytest.approx(ratio(error, dense), rel=CLOSE)
+
+
+def test_value_output_reaches_the_optimum_of_its_form(block):
+    vo = value_output(block)
+    rank, K = vo.small_values.shape[-1], len(vo.values)
+    error = vo.outputs(vo.values, vo.W_o) - vo.outputs(vo.small_values, vo.small_W_o)
+    joint = paper = 0.0
+    for X, W in zip(vo.fitted, vo.W_o.unflatten(0, (K, -1)).flatten(1, 2), strict=True):  # (n, N), (G D, N)
+        joint += singular_values(X, W)[rank:].square().sum()
+        directions = torch.linalg.svd(X, full_matrices=False).Vh[:rank]  # of C^1/2 W_v alone
+        paper += ((X - X @ directions.T @ directions) @ W.T).square().sum()
+    alone = len(vo.W_o) == K  # every query head has a value head: the paper's form is the optimum
+    expected = joint if block.method.gqa == "joint" or alone else paper
+    assert error.square().sum().item() == pytest.approx(expected.item(), rel=2 * CLOSE)
+    assert alone or joint < (1 - 10 * CLOSE) * paper, "the two forms do not differ here"
+
+
+def test_value_output_keeps_the_mean_output(block):
+    """Attention averages values, whatever its weights: the mean value must be sent as it was."""
+    vo = value_output(block)
+    if not vo.refit:
+        assert (vo.bias is None) == (vo.small_bias is None)
+        assert vo.bias is None or torch.equal(vo.bias, vo.small_bias)
+        return
+    groups = len(vo.W_o) // len(vo.values)
+    dense, small = (
+        torch.einsum("hdn,hn->d", W_o, values.mean(1).repeat_interleave(groups, 0)) + bias
+        for W_o, values, bias in ((vo.W_o, vo.values, vo.bias), (vo.small_W_o, vo.small_values, vo.small_bias))
+    )
+    torch.testing.assert_close(small, dense, rtol=CLOSE, atol=1e-5)
