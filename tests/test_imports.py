@@ -137,7 +137,7 @@ def docstrings(tree: ast.AST) -> set[int]:
 @pytest.mark.parametrize("path", FILES, ids=label)
 def test_no_device_is_named(path):
     """Device and dtype come from arguments and tensors; excepted: parsing the name, its help, the hardware record."""
-    if label(path) in ("checkpoint/devices.py", "report/record.py", "cli/common.py"):
+    if label(path) in ("checkpoint/devices.py", "report/record.py", "cli/options.py"):
         return
     tree = TREES[path]
     skip = docstrings(tree)

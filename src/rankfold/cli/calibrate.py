@@ -6,19 +6,17 @@ from typing import Annotated
 import typer
 
 from . import common as c
+from . import options as o
 
 
+@o.expanded
 def command(
-    model: c.Model,
+    model: o.Model,
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the moments.")],
-    calibration: c.Calibration = "wikitext2",
-    samples: c.Samples = 128,
-    length: c.Length = 2048,
-    seed: c.Seed = 0,
-    field: c.Field = "text",
-    dtype: c.Dtype = "auto",
-    device: c.Device = "auto",
-    json: c.Json = False,
+    text: o.CalibrationOptions,
+    dtype: o.Dtype = "auto",
+    device: o.Device = "auto",
+    json: o.Json = False,
 ) -> None:
     """Measure a model once, to compress it many times in seconds.
 
@@ -27,12 +25,10 @@ def command(
     rankfold compress ./my-model -o small --moments moments --sparsity 0.2
     """
     from .. import pipeline
-    from ..calibration.tokens import load_tokens
     from ..checkpoint.source import open_model
 
     source = open_model(model, dtype=dtype, device=device)
-    tokens = load_tokens(calibration, source, samples=samples, length=length, seed=seed, field=field)
-    store = pipeline.calibrate(source, tokens, output)
+    store = pipeline.calibrate(source, text.load(source), output)
     c.emit(
         {"output": str(output), **store.identity},
         json,

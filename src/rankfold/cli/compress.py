@@ -7,33 +7,24 @@ import typer
 
 from ..errors import OptionError
 from . import common as c
+from . import options as o
 
 
+@o.expanded
 def command(
-    model: c.Model,
+    model: o.Model,
+    *,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder to write; must not exist.")] = None,
-    sparsity: c.Sparsity = 0.3,
-    method: c.MethodName = "modegpt",
-    calibration: c.Calibration = "wikitext2",
-    samples: c.Samples = 128,
-    length: c.Length = 2048,
-    seed: c.Seed = 0,
-    field: c.Field = "text",
-    of: c.Of = "blocks",
-    modules: c.Modules = None,
-    allocation: c.Allocation = "uniform",
-    epsilon: c.Epsilon = None,
-    multiple: c.Multiple = 8,
-    protect: c.Protect = "",
-    option: c.Option = None,
+    what: o.MethodOptions,
+    text: o.CalibrationOptions,
     mode: Annotated[
         str, typer.Option(help="sequential, or one-pass (all blocks measured on the dense model).")
     ] = "sequential",
-    moments: c.Moments = None,
+    moments: o.Moments = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
-    dtype: c.Dtype = "auto",
-    device: c.Device = "auto",
-    json: c.Json = False,
+    dtype: o.Dtype = "auto",
+    device: o.Device = "auto",
+    json: o.Json = False,
 ) -> None:
     """Compress a model and write a checkpoint that transformers loads.
 
@@ -45,12 +36,11 @@ def command(
 
     A run that was interrupted continues when the same command is given again.
     """
-    chosen = c.parse_method(method, sparsity, of, modules, allocation, epsilon, multiple, protect, option)
+    chosen = what.parse()
     if output is None and not dry_run:
         raise OptionError("-o/--output is missing: where to write the compressed model (or use --dry-run)")
     from .. import pipeline
     from ..calibration.store import MomentStore
-    from ..calibration.tokens import load_tokens
     from ..checkpoint.source import open_model
     from ..files import check_output
 
@@ -59,7 +49,7 @@ def command(
     store = MomentStore.open(moments) if moments else None
     source = open_model(model, dtype=dtype, device=device)
     chosen.supported_modules(source.architecture, source.meta_block(0))
-    tokens = None if store else load_tokens(calibration, source, samples=samples, length=length, seed=seed, field=field)
+    tokens = None if store else text.load(source)
     if dry_run:
         from .plan import show
 

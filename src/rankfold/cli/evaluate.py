@@ -5,17 +5,18 @@ from typing import Annotated
 import typer
 
 from . import common as c
+from . import options as o
 
 
 def command(
-    model: c.Model,
+    model: o.Model,
     text: Annotated[str, typer.Option(help="Text to evaluate on; sources as for --calibration.")],
     length: Annotated[int, typer.Option(help="Window length.")] = 2048,
     limit: Annotated[int | None, typer.Option(help="Only the first N windows.")] = None,
-    field: c.Field = "text",
-    dtype: c.Dtype = "auto",
-    device: c.Device = "auto",
-    json: c.Json = False,
+    field: o.Field = "text",
+    dtype: o.Dtype = "auto",
+    device: o.Device = "auto",
+    json: o.Json = False,
 ) -> None:
     """Perplexity, computed as the field does for WikiText-2. Works for dense and compressed models.
 

@@ -5,17 +5,18 @@ from typing import Annotated
 import typer
 
 from . import common as c
+from . import options as o
 
 
 def command(
-    model: c.Model,
+    model: o.Model,
     prompt: Annotated[str, typer.Argument(help="Text to continue.")],
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to write.")] = 64,
     temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
-    dtype: c.Dtype = "auto",
-    device: c.Device = "auto",
-    json: c.Json = False,
+    dtype: o.Dtype = "auto",
+    device: o.Device = "auto",
+    json: o.Json = False,
 ) -> None:
     """Continue a prompt, with a dense or compressed model.
 

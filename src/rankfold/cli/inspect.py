@@ -9,11 +9,12 @@ from rich.table import Table
 from ..errors import CheckpointError
 from ..files import read_json
 from . import common as c
+from . import options as o
 
 
 def command(
     folder: Annotated[Path, typer.Argument(help="Folder written by `rankfold compress`.")],
-    json: c.Json = False,
+    json: o.Json = False,
 ) -> None:
     """Show what a compressed checkpoint is: method, ranks, errors measured, sizes.
 

@@ -4,9 +4,10 @@ from rich.table import Table
 
 from ..architectures import known_architectures
 from . import common as c
+from . import options as o
 
 
-def command(json: c.Json = False) -> None:
+def command(json: o.Json = False) -> None:
     """List the model families, and what of each can be compressed.
 
     \b

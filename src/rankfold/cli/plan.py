@@ -7,29 +7,19 @@ import typer
 
 from ..files import write_json
 from . import common as c
+from . import options as o
 
 
+@o.expanded
 def command(
-    model: c.Model,
-    sparsity: c.Sparsity = 0.3,
-    method: c.MethodName = "modegpt",
-    calibration: c.Calibration = "wikitext2",
-    samples: c.Samples = 128,
-    length: c.Length = 2048,
-    seed: c.Seed = 0,
-    field: c.Field = "text",
-    of: c.Of = "blocks",
-    modules: c.Modules = None,
-    allocation: c.Allocation = "uniform",
-    epsilon: c.Epsilon = None,
-    multiple: c.Multiple = 8,
-    protect: c.Protect = "",
-    option: c.Option = None,
-    moments: c.Moments = None,
-    dtype: c.Dtype = "auto",
-    device: c.Device = "auto",
+    model: o.Model,
+    what: o.MethodOptions,
+    text: o.CalibrationOptions,
+    moments: o.Moments = None,
+    dtype: o.Dtype = "auto",
+    device: o.Device = "auto",
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Also save the plan as JSON.")] = None,
-    json: c.Json = False,
+    json: o.Json = False,
 ) -> None:
     """Show what `compress` would do: ranks, errors, sizes, memory, time. Nothing is changed.
 
@@ -37,17 +27,15 @@ def command(
     rankfold plan ./my-model --sparsity 0.3 --moments moments
     rankfold plan ./my-model --sparsity 0.3 --calibration pydoc --samples 16 -o plan.json
     """
-    chosen = c.parse_method(method, sparsity, of, modules, allocation, epsilon, multiple, protect, option)
+    chosen = what.parse()
     from .. import pipeline
     from ..calibration.store import MomentStore
-    from ..calibration.tokens import load_tokens
     from ..checkpoint.source import open_model
 
     store = MomentStore.open(moments) if moments else None
     source = open_model(model, dtype=dtype, device=device)
     if store is None:
-        tokens = load_tokens(calibration, source, samples=samples, length=length, seed=seed, field=field)
-        store = pipeline.calibrate(source, tokens, statistics=pipeline.needed(source, chosen))
+        store = pipeline.calibrate(source, text.load(source), statistics=pipeline.needed(source, chosen))
     show(pipeline.plan(source, chosen, store), output, json)
 
 

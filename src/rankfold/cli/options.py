@@ -1,0 +1,148 @@
+"""Options that several commands share: one definition of each, in groups that commands take as one parameter."""
+
+import functools
+import inspect
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, get_type_hints
+
+import typer
+
+from ..errors import OptionError
+from ..methods import Method, make_method
+from ..methods.base import method_class
+
+__all__ = ["CalibrationOptions", "Device", "Dtype", "Field", "Json", "MethodOptions", "Model", "Moments", "expanded"]
+
+Model = Annotated[str, typer.Argument(help="Hub id, local folder, or local .gguf file.")]
+Dtype = Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")]
+Field = Annotated[str, typer.Option(help="Column with the text, for .jsonl and .parquet.")]
+Moments = Annotated[Path | None, typer.Option(help="Folder written by `rankfold calibrate`; no calibration then.")]
+
+
+@dataclass(frozen=True)
+class MethodOptions:
+    """What is done to a model."""
+
+    sparsity: Annotated[float, typer.Option(help="Fraction of the weights to remove, in [0, 1).")] = 0.3
+    method: Annotated[str, typer.Option("--method", help="Compression method.")] = "modegpt"
+    of: Annotated[
+        str, typer.Option(help="What --sparsity counts: the linear weights of the blocks, or the whole model.")
+    ] = "blocks"
+    modules: Annotated[
+        str | None,
+        typer.Option(
+            help="Modules to compress, e.g. mlp,qk,vo; or with own sparsities: mlp=0.35,vo=0.2. Default: all."
+        ),
+    ] = None
+    allocation: Annotated[str, typer.Option(help="uniform, influence or influence-modules.")] = "uniform"
+    epsilon: Annotated[
+        float | None, typer.Option(help="Temperature of the influence allocations. Default: the 0.8 rule.")
+    ] = None
+    multiple: Annotated[int, typer.Option(help="Ranks are multiples of this.")] = 8
+    protect: Annotated[str, typer.Option(help="Blocks left dense, e.g. 0,-1.")] = ""
+    option: Annotated[list[str] | None, typer.Option(help="Option of the method, KEY=VALUE; repeatable.")] = None
+
+    def parse(self) -> Method:
+        """The method the options describe.
+
+        Raises:
+            OptionError: an option that does not parse or is out of range.
+        """
+        names = ("sparsity", "of", "allocation", "epsilon", "multiple")
+        shared = {name: getattr(self, name) for name in names} | {"modules": _parse_modules(self.modules)}
+        try:
+            shared["protect"] = tuple(int(b) for b in self.protect.split(",") if b)
+        except ValueError:
+            raise OptionError(f"--protect takes block numbers such as 0,-1; got {self.protect!r}") from None
+        return make_method(self.method, **shared, **_parse_options(self.method, self.option or []))
+
+
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """What text a model is measured on."""
+
+    calibration: Annotated[
+        str,
+        typer.Option(
+            help="wikitext2, ptb, c4, alpaca (from the hub, or ALIAS:FILE for a local copy of the rows), a "
+            ".txt/.jsonl/.parquet file, pydoc (ships with Python), or self (text the model writes)."
+        ),
+    ] = "wikitext2"
+    samples: Annotated[int, typer.Option(help="Calibration windows.")] = 128
+    length: Annotated[int, typer.Option(help="Tokens per window; clamped to the model's context.")] = 2048
+    seed: Annotated[int, typer.Option(help="Order in which windows are drawn.")] = 0
+    field: Field = "text"
+
+    def load(self, source):
+        """The windows; see :func:`rankfold.load_tokens`."""
+        from ..calibration.tokens import load_tokens
+
+        options = {"samples": self.samples, "length": self.length, "seed": self.seed, "field": self.field}
+        return load_tokens(self.calibration, source, **options)
+
+
+def expanded(command):
+    """A command for typer: in place of a parameter that is one of the groups above stand the options of the group."""
+    signature = inspect.signature(command, eval_str=True)
+    groups = {name: p.annotation for name, p in signature.parameters.items() if is_dataclass(p.annotation)}
+
+    @functools.wraps(command)
+    def run(**values):
+        made = {name: cls(**{f.name: values.pop(f.name) for f in fields(cls)}) for name, cls in groups.items()}
+        return command(**values, **made)
+
+    parameters = []
+    for name, parameter in signature.parameters.items():
+        parameters += _options(groups[name]) if name in groups else [parameter.replace(kind=parameter.KEYWORD_ONLY)]
+    run.__signature__ = inspect.Signature(parameters)
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
+
+
+def _options(group: type) -> list[inspect.Parameter]:
+    kind, hints = inspect.Parameter.KEYWORD_ONLY, get_type_hints(group, include_extras=True)
+    return [inspect.Parameter(f.name, kind, default=f.default, annotation=hints[f.name]) for f in fields(group)]
+
+
+def _parse_modules(text: str | None):
+    if text is None:
+        return None
+    parts = [p.strip() for p in text.split(",") if p.strip()]
+    if not parts:
+        raise OptionError("--modules is empty; e.g. mlp,qk,vo")
+    own = [p for p in parts if "=" in p]
+    if not own:
+        return tuple(parts)
+    try:
+        return {m.strip(): float(s) for m, s in (p.split("=", 1) for p in parts)}
+    except ValueError:
+        raise OptionError(f"--modules takes mlp,qk,vo or mlp=0.35,vo=0.2 (all with a sparsity); got {text!r}") from None
+
+
+def _parse_options(method: str, options: list[str]) -> dict:
+    cls = method_class(method)
+    defaults = {f.name: f.default for f in fields(cls)}
+    parsed = {}
+    for item in options:
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise OptionError(f"--option takes KEY=VALUE, got {item!r}")
+        parsed[key] = _like(defaults.get(key), value, item)
+    return parsed
+
+
+def _like(default, value: str, item: str):
+    """``value`` as the type of the option's default."""
+    if isinstance(default, bool):
+        if value.lower() not in ("true", "false"):
+            raise OptionError(f"--option {item!r}: expected true or false")
+        return value.lower() == "true"
+    if isinstance(default, int | float):
+        try:
+            return type(default)(value)
+        except ValueError:
+            raise OptionError(f"--option {item!r}: expected a number") from None
+    return value
