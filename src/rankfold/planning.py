@@ -6,13 +6,16 @@ from dataclasses import replace
 import torch
 
 from .allocation import allocate, block_weights, tensor_bytes, unique_parameters
-from .calibration.runner import BATCH_TOKENS, advance, start
+from .calibration.runner import advance, batch_tokens, start
 from .checkpoint.source import Source
 from .errors import OptionError
 from .methods import Method, Unit
 from .report.plan import ModulePlan, Plan
 
-__all__ = ["allocate_ranks", "build_plan", "of_block"]
+__all__ = ["FORWARDS", "allocate_ranks", "build_plan", "of_block", "timed"]
+
+# What a compression costs, in forwards of all blocks over the calibration tokens (docs/results/compression_cost.md).
+FORWARDS = {"sequential": 2.5, "one-pass": 1.7}
 
 
 def _units(source: Source, method: Method) -> list[Unit]:
@@ -44,7 +47,7 @@ def build_plan(source: Source, method: Method, ranks, facts: dict, errors: dict,
     Args:
         ranks: (block, module) -> rank.  facts: of the allocation.
         errors: (block, module) -> predicted relative error; may be empty.
-        calibration: description of the calibration tokens, for the estimates of time and memory.
+        calibration: description of the calibration tokens, for the estimate of memory.
     """
     units = _units(source, method)
     modules = tuple(
@@ -77,7 +80,7 @@ def build_plan(source: Source, method: Method, ranks, facts: dict, errors: dict,
         kv_bytes_per_token=sum(before for before, _ in cache) * item,
         kv_bytes_per_token_after=sum(after for _, after in cache) * item,
         peak_memory_bytes=_peak_memory(source, method, calibration),
-        seconds=_seconds(source, calibration),
+        seconds=None,
         facts=facts,
     )
 
@@ -118,15 +121,28 @@ def _peak_memory(source: Source, method: Method, calibration: dict | None) -> in
     return int(around + resident + 2 * largest + 2.5 * moments + stream)
 
 
-def _seconds(source: Source, calibration: dict | None) -> float | None:
-    """Estimate: two and a half forwards of all blocks (docs/results/compression_cost.md), by one block on one batch."""
-    if calibration is None:
-        return None
+def timed(the_plan: Plan, source: Source, calibration: dict, mode: str) -> Plan:
+    """The plan with an estimate of the time :func:`rankfold.compress` takes, by one block that is timed on one batch.
+
+    Nothing else here runs the model.
+
+    Args:
+        calibration: description of the calibration tokens.
+        mode: out of :data:`FORWARDS`.
+
+    Raises:
+        OptionError: unknown mode.
+
+    Cost: three forwards of one block over a few thousand tokens, and reading that block.
+    """
+    if mode not in FORWARDS:
+        raise OptionError(f"mode must be sequential or one-pass, got {mode!r}")
     length = calibration["length"]
-    ids = torch.zeros(max(1, BATCH_TOKENS // length), length, dtype=torch.long)
+    ids = torch.zeros(max(1, batch_tokens(source) // length), length, dtype=torch.long)
     view, stream, times = source.block(0), start(source, ids, autocast=source.autocast), []
     for _ in range(3):  # the first one warms up
         begin = time.perf_counter()
         advance(view, replace(stream, hidden=list(stream.hidden)))
         times.append(time.perf_counter() - begin)
-    return 2.5 * len(source) * min(times) * calibration["tokens"] / ids.numel()
+    forward = len(source) * min(times) * calibration["tokens"] / ids.numel()
+    return replace(the_plan, seconds=FORWARDS[mode] * forward)

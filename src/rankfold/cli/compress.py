@@ -43,6 +43,7 @@ def command(
     from ..calibration.store import MomentStore
     from ..checkpoint.source import open_model
     from ..files import check_output
+    from ..planning import timed
 
     if output is not None and not dry_run:
         check_output(output)
@@ -50,18 +51,18 @@ def command(
     source = open_model(model, dtype=dtype, device=device)
     chosen.supported_modules(source.architecture, source.meta_block(0))
     tokens = None if store else text.load(source)
+
+    def with_time(plan):
+        return timed(plan, source, tokens.describe(), mode) if tokens else plan
+
     if dry_run:
         from .plan import show
 
-        return show(
-            pipeline.plan(
-                source, chosen, store or pipeline.calibrate(source, tokens, statistics=pipeline.needed(source, chosen))
-            ),
-            None,
-            json,
-        )
+        measured = store or pipeline.calibrate(source, tokens, statistics=pipeline.needed(source, chosen))
+        return show(with_time(pipeline.plan(source, chosen, measured)), None, json)
 
     def announce(plan) -> None:
+        plan = with_time(plan)
         c.console().print(plan.table(), plan.summary())
 
     folder = pipeline.compress(source, chosen, tokens, output, moments=store, mode=mode, on_plan=announce)

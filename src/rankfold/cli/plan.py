@@ -31,12 +31,15 @@ def command(
     from .. import pipeline
     from ..calibration.store import MomentStore
     from ..checkpoint.source import open_model
+    from ..planning import timed
 
+    source, tokens = open_model(model, dtype=dtype, device=device), None
     store = MomentStore.open(moments) if moments else None
-    source = open_model(model, dtype=dtype, device=device)
     if store is None:
-        store = pipeline.calibrate(source, text.load(source), statistics=pipeline.needed(source, chosen))
-    show(pipeline.plan(source, chosen, store), output, json)
+        tokens = text.load(source)
+        store = pipeline.calibrate(source, tokens, statistics=pipeline.needed(source, chosen))
+    the_plan = pipeline.plan(source, chosen, store)
+    show(timed(the_plan, source, tokens.describe(), "sequential") if tokens else the_plan, output, json)
 
 
 def show(plan, output: Path | None, as_json: bool) -> None:

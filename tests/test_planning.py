@@ -1,0 +1,44 @@
+"""A plan is read off shapes; only who asks for a time runs the model, and then one block."""
+
+import itertools
+
+import pytest
+
+import rankfold
+from families import opened, tokens
+from rankfold import planning
+from rankfold.errors import OptionError
+
+
+def refuse(*_, **__):
+    pytest.fail("the model was run")
+
+
+def test_a_plan_does_not_run_the_model(monkeypatch):
+    monkeypatch.setattr(planning, "advance", refuse)
+    monkeypatch.setattr(planning, "start", refuse)
+    source = opened("llama")
+    monkeypatch.setattr(type(source.model), "forward", refuse)
+    plan = rankfold.plan(source, rankfold.MoDeGPT(sparsity=0.3, multiple=2))
+    assert plan.seconds is None and plan.peak_memory_bytes > 0
+
+
+@pytest.mark.parametrize(("mode", "forwards"), [("sequential", 2.5), ("one-pass", 1.7)])
+def test_the_time_is_that_of_one_block_for_all_blocks_and_tokens(monkeypatch, mode, forwards):
+    """With a clock by which every block forward takes 8, 5 and 6 seconds, and a batch of 64 windows of 32 tokens."""
+    ticks = itertools.accumulate([0, 8, 1, 5, 1, 6])
+    monkeypatch.setattr(planning.time, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(planning, "batch_tokens", lambda source: 2048)
+    source = opened("llama")
+    plan = rankfold.plan(source, rankfold.MoDeGPT(sparsity=0.3, multiple=2))
+    calibration = tokens(16).describe()
+    timed = planning.timed(plan, source, calibration, mode)
+    assert timed.seconds == pytest.approx(forwards * 3 * 5 * (16 * 32) / (64 * 32))
+    assert timed.to_dict() == plan.to_dict() | {"seconds": timed.seconds}
+
+
+def test_the_time_of_an_unknown_mode_is_refused():
+    source = opened("llama")
+    plan = rankfold.plan(source, rankfold.MoDeGPT(sparsity=0.3, multiple=2))
+    with pytest.raises(OptionError, match="mode must be sequential or one-pass, got 'turbo'"):
+        planning.timed(plan, source, tokens().describe(), "turbo")
