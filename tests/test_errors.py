@@ -60,3 +60,15 @@ def test_what_is_raised_on_purpose_is_ours(path):
 def test_messages_are_one_line(path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
     assert not [(name, line) for name, parts, line in raised(tree) if any("\n" in p for p in parts)]
+
+
+def test_a_suggestion_is_what_is_close_or_nothing():
+    assert errors.suggestion("modgpt", ("latentllm", "modegpt")) == "did you mean 'modegpt'? "
+    assert errors.suggestion("zzz", ("latentllm", "modegpt")) == ""
+    assert errors.suggestion("x", ()) == ""
+
+
+def test_the_first_line_of_an_error_is_short_and_never_empty():
+    assert errors.first_line(ValueError("\n one \ntwo")) == "one"
+    assert errors.first_line(ConnectionError()) == "ConnectionError"
+    assert len(errors.first_line(ValueError("x" * 5000))) == 300

@@ -4,6 +4,9 @@ Each message is one line that says what was got, what is allowed, and what to do
 exits with code 2; anything that is not a :class:`RankfoldError` is a bug and shows its traceback.
 """
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 __all__ = [
     "CheckpointError",
     "DataError",
@@ -12,6 +15,7 @@ __all__ = [
     "RankfoldError",
     "UnsupportedModelError",
     "first_line",
+    "suggestion",
 ]
 
 
@@ -41,4 +45,10 @@ class NumericsError(RankfoldError):
 
 def first_line(error: BaseException) -> str:
     """What another library's error says, in one line: its first, or its type where it says nothing."""
-    return (str(error).strip() or type(error).__name__).split("\n")[0][:300]
+    return (str(error).strip() or type(error).__name__).split("\n")[0].strip()[:300]
+
+
+def suggestion(value: str, allowed: Iterable[str]) -> str:
+    """``"did you mean 'x'? "`` where something allowed is close to ``value``, otherwise nothing."""
+    close = get_close_matches(value, list(allowed), n=1)
+    return f"did you mean {close[0]!r}? " if close else ""

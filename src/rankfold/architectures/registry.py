@@ -1,11 +1,10 @@
 """Which families are known, by ``config.model_type``."""
 
-import difflib
 from dataclasses import replace
 
 from torch import nn
 
-from ..errors import UnsupportedModelError
+from ..errors import UnsupportedModelError, suggestion
 from . import bloom, falcon, gemma, gpt2, gpt_neox, llama, mixtral, opt, phi, qwen
 from .spec import Architecture
 
@@ -28,11 +27,10 @@ def architecture_for(model_type: str) -> Architecture:
     """
     if model_type in _BY_TYPE:
         return _BY_TYPE[model_type]
-    close = difflib.get_close_matches(model_type, _BY_TYPE, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
     raise UnsupportedModelError(
-        f"model type {model_type!r} is not supported; {hint}available: {', '.join(sorted(_BY_TYPE))}. A new family "
-        "needs one spec: the paths of its blocks, q/k/v/o and MLP projections (docs/add-an-architecture.md)"
+        f"model type {model_type!r} is not supported; {suggestion(model_type, _BY_TYPE)}available: "
+        f"{', '.join(sorted(_BY_TYPE))}. A new family needs one spec: the paths of its blocks, q/k/v/o and MLP projections "
+        "(docs/add-an-architecture.md)"
     )
 
 

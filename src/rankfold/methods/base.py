@@ -5,7 +5,6 @@ A method says which ranks a block may take and what they cost (:meth:`Method.uni
 Allocation, calibration, checkpoints and reports know nothing else about it.
 """
 
-import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from ..architectures import Architecture, BlockView
 from ..calibration.moments import BlockMoments
-from ..errors import OptionError
+from ..errors import OptionError, suggestion
 
 __all__ = ["BlockResult", "Method", "Unit", "make_method", "method_class", "method_names", "register_method"]
 
@@ -138,8 +137,7 @@ class Method:
 def check_choice(what: str, value: str, allowed) -> None:
     """Raise :class:`OptionError` with a suggestion unless ``value`` is allowed."""
     if value not in allowed:
-        close = difflib.get_close_matches(str(value), [str(a) for a in allowed], n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
+        hint = suggestion(str(value), map(str, allowed))
         raise OptionError(f"unknown {what} {value!r}; {hint}available: {', '.join(allowed)}")
 
 
