@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "progress": set(),
     "memory": set(),
     "linalg": set(),
-    "modules": set(),  # one self-contained file, copied into every checkpoint
+    "modules": set(),  # made into one self-contained file beside every checkpoint
     "files": {"errors"},
     "architectures": {"errors"},
     "allocation": {"errors"},

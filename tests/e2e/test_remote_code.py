@@ -30,11 +30,19 @@ assert type(dense) is type(model) and not hasattr(dense.config, "quantization_co
 """
 
 
-@pytest.mark.parametrize("family, method", [("llama", "modegpt"), ("gpt2", "modegpt"), ("opt", "latentllm")])
-def test_without_rankfold(tmp_path, family, method):
+@pytest.mark.parametrize(
+    "family, method, options",
+    [
+        ("llama", "modegpt", {}),
+        ("gpt2", "modegpt", {}),
+        ("opt", "latentllm", {}),
+        ("opt", "latentllm", {"bits": 5, "sparse": 0.1}),
+    ],
+)
+def test_without_rankfold(tmp_path, family, method, options):
     source = rankfold.open_model(tiny_model(family), device="cpu")
     source.autocast = None
-    options = {"sparsity": 0.3, "multiple": 2}
+    options = {"sparsity": 0.3, "multiple": 2, **options}
     folder = tmp_path / "small"
     tokens = Tokens(some_ids(16, 32), "random", "random", 0)
     rankfold.compress(source, rankfold.make_method(method, **options), tokens, folder)
@@ -50,7 +58,8 @@ def test_without_rankfold(tmp_path, family, method):
         twice = rankfold.load(tmp_path / "again", device="cpu")(ids).logits
     assert torch.equal(torch.load(tmp_path / "logits.pt"), expected)
     assert torch.equal(twice, expected)
-    assert (tmp_path / "again" / "modeling_rankfold.py").exists()
+    written, again = (tmp_path / name / "modeling_rankfold.py" for name in ("small", "again"))
+    assert again.read_bytes() == written.read_bytes()
 
 
 @pytest.mark.parametrize(

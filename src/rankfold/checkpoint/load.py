@@ -8,10 +8,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..errors import CheckpointError, first_line
 from ..files import check_output
-from ..modules import attach, install
+from ..modules import RankfoldConfig, attach, install
 from .devices import resolve_device, resolve_dtype
 from .hub import locate
 from .tokenizer import TokenizerFiles
+from .weights import Weights
+from .whole import REPORTED, check_loaded, untie_where_unequal
 
 __all__ = ["assemble", "empty_model", "load_model", "load_tokenizer", "save_model"]
 
@@ -29,12 +31,19 @@ def load_model(model: str | Path, *, dtype: str = "auto", device: str = "auto") 
     """
     path = locate(str(model))
     where = resolve_device(device)
-    kwargs = {"gguf_file": path.name} if path.suffix == ".gguf" else {"use_safetensors": True}
-    folder = path.parent if path.suffix == ".gguf" else path
+    if path.suffix == ".gguf":
+        folder, kwargs = path.parent, {"gguf_file": path.name}
+    else:
+        folder, kwargs = path, {"use_safetensors": True}
+        Weights(folder)  # an index that leads elsewhere, and what is no plain file, are refused before they are read
+    wanted = resolve_dtype(dtype) or "auto"
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=resolve_dtype(dtype) or "auto", **kwargs)
+        loaded, info = AutoModelForCausalLM.from_pretrained(folder, dtype=wanted, **kwargs, **REPORTED)
     except Exception as error:  # transformers, safetensors and json raise many types for a damaged checkpoint
         raise CheckpointError(f"{model} cannot be loaded: {first_line(error)}; copy or make it again") from error
+    compressed = isinstance(getattr(loaded.config, "quantization_config", None), RankfoldConfig)
+    check_loaded(info, path, only_described=compressed)
+    untie_where_unequal(loaded, str(model))
     return loaded.to(where).eval()
 
 
@@ -43,7 +52,9 @@ def empty_model(config, attention: str | None = None, dtype=None) -> PreTrainedM
     plain = config.__class__.from_dict(config.to_dict())
     plain.__dict__.pop("quantization_config", None)
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(plain, dtype=dtype or config.dtype, attn_implementation=attention)
+        model = AutoModelForCausalLM.from_config(
+            plain, dtype=dtype or config.dtype, attn_implementation=attention, trust_remote_code=False
+        )
         install(model, config.quantization_config["modules"])
     return model.eval()
 

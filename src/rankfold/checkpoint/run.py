@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..errors import CheckpointError, RankfoldError
 from ..files import check_output, read_json, sync_folder, write_json, write_tensors, write_text
 from ..methods import BlockResult
-from ..modules import CODE_FILE, FORMAT
+from ..modules import CODE_FILE, FORMAT, code
 from .load import empty_model
 
 __all__ = ["Run", "compressed_config"]
@@ -127,7 +127,7 @@ class Run:
                 source.tokenizer.save_pretrained(self.folder)
             for file in source.processor_files:
                 shutil.copyfile(file, self.folder / file.name)
-            shutil.copyfile(Path(__file__).parents[1] / "modules" / CODE_FILE, self.folder / CODE_FILE)
+            write_text(self.folder / CODE_FILE, code())
         except OSError as error:
             raise CheckpointError(f"cannot write {self.folder}: {error.strerror or error}") from error
         write_text(self.folder / "README.md", card)

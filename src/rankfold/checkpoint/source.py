@@ -23,7 +23,7 @@ from .devices import autocast_dtype, resolve_device, resolve_dtype
 from .hub import locate
 from .tokenizer import TokenizerFiles
 from .weights import Weights, check_finite, fill_outer, required_names
-from .whole import read_gguf, read_whole
+from .whole import read_gguf, read_whole, say_unused, untie
 
 __all__ = ["Source", "open_model"]
 
@@ -179,6 +179,7 @@ def open_model(model: "str | Path | nn.Module", *, dtype: str = "auto", device: 
     where, wanted = resolve_device(device), resolve_dtype(dtype)
     if isinstance(model, nn.Module):
         _check_type(model.config)
+        _check_tied(model)
         place = getattr(model, "name_or_path", "")
         files = TokenizerFiles(Path(place)) if place else None
         return Source(model, place or type(model).__name__, where, model.dtype, None, files, tokenizer)
@@ -191,7 +192,7 @@ def open_model(model: "str | Path | nn.Module", *, dtype: str = "auto", device: 
 
 def _read_config(folder: Path):
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{folder} has no readable config.json ({first_line(error)})") from error
     if getattr(config, "quantization_config", None):
@@ -214,6 +215,17 @@ def _check_type(config) -> None:
         )
 
 
+def _check_tied(model: nn.Module) -> None:
+    """A caller's model is not changed, so a config that ties what is not tied is refused."""
+    state = model.state_dict()
+    for name, other in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        if not torch.equal(state[name], state[other]):
+            raise UnsupportedModelError(
+                f"{name} differs from {other}, and the model's config ties them; set config.tie_word_embeddings=False and "
+                "save and load the model, so that both are kept"
+            )
+
+
 def _read_gguf(file: Path, device: torch.device, dtype: torch.dtype | None):
     return read_gguf(file, dtype or torch.float32, device), dtype or torch.float32, None
 
@@ -224,9 +236,14 @@ def _read_folder(folder: Path, device: torch.device, dtype: torch.dtype | None):
         raise CheckpointError(f"{folder} is neither a folder nor a .gguf file")
     config, weights = _read_config(folder), Weights(folder)
     storage_dtype = dtype or config.get_text_config().dtype or torch.float32
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32 if device.type == "cpu" else storage_dtype)
+    model = _empty(config, torch.float32 if device.type == "cpu" else storage_dtype)
     if weights.rename(model.base_model_prefix, required_names(model)):
+        if any(weights.differ(*pair) for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items()):
+            untie(config, str(folder))
+            model = _empty(config, model.dtype)
+        weights.check_shapes(model)
+        if unused := weights.unused(model):
+            say_unused(folder, unused)
         fill_outer(model, weights, storage_dtype, device)
     else:
         log.info(
@@ -236,3 +253,8 @@ def _read_folder(folder: Path, device: torch.device, dtype: torch.dtype | None):
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model, storage_dtype, weights
+
+
+def _empty(config, dtype: torch.dtype):
+    with init_empty_weights(include_buffers=False):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)

@@ -43,7 +43,7 @@ class TokenizerFiles:
         """
         options = {} if self.gguf is None else {"gguf_file": self.gguf}
         try:
-            return AutoTokenizer.from_pretrained(self.folder, **options)
+            return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False, **options)
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(
                 f"no tokenizer can be read from {self.folder / (self.gguf or '')}: {first_line(error)}; put the tokenizer "

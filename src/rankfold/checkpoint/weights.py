@@ -1,6 +1,8 @@
 """Tensors of a safetensors checkpoint, read by name when they are wanted."""
 
 import json
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,35 +13,77 @@ from ..architectures import architecture_of
 from ..errors import CheckpointError, NumericsError, first_line
 from ..linalg.psd import all_finite
 
-__all__ = ["Weights", "check_finite", "fill_outer", "required_names"]
+__all__ = ["Place", "Weights", "check_finite", "fill_outer", "listed", "required_names"]
+
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies."""
+
+    file: Path
+    name: str  # in the file
+    shape: tuple[int, ...]
 
 
 class Weights:
-    """Tensors of a safetensors checkpoint by parameter name."""
+    """Tensors of a safetensors checkpoint by parameter name.
+
+    Raises:
+        CheckpointError: the folder's files are absent, damaged, not plain files of this folder, or hold a tensor twice.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.files = _tensor_files(folder)
+        self.places = _places(folder)
 
     def rename(self, prefix: str, wanted: set[str]) -> bool:
         """Match checkpoint names to the model's, with or without the base model's prefix; False where they differ."""
         for change in (str, lambda n: f"{prefix}.{n}", lambda n: n.removeprefix(f"{prefix}.")):
-            renamed = {change(name): (file, name) for name, (file, _) in self.files.items()}
-            if wanted <= set(renamed):
-                self.files = renamed
+            renamed = {change(name): place for name, place in self.places.items()}
+            if wanted <= set(renamed) and len(renamed) == len(self.places):
+                self.places = renamed
                 return True
         return False
+
+    def check_shapes(self, model: nn.Module) -> None:
+        """Compare with the (empty) model.
+
+        Raises:
+            CheckpointError: a tensor has another shape than the config describes.
+        """
+        for name, tensor in model.state_dict().items():
+            place = self.places.get(name)
+            if place and place.shape != tuple(tensor.shape):
+                raise CheckpointError(
+                    f"{name} has shape {list(place.shape)} in {place.file}, and {list(tensor.shape)} by the config; correct "
+                    "config.json, or download or copy the checkpoint again"
+                )
+
+    def unused(self, model: nn.Module) -> list[str]:
+        """Names of tensors that the model has no place for, without those that transformers ignores in its family."""
+        ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        names = set(self.places) - set(model.state_dict())
+        return sorted(n for n in names if not any(re.search(pattern, n) for pattern in ignored))
+
+    def differ(self, one: str, other: str) -> bool:
+        """Whether two tensors, both there, are unequal."""
+        if not {one, other} <= set(self.places):
+            return False
+        with _open(self.places[one].file) as a, _open(self.places[other].file) as b:
+            return not torch.equal(a.get_tensor(self.places[one].name), b.get_tensor(self.places[other].name))
 
     def read(self, names: list[str], storage_dtype: torch.dtype, dtype: torch.dtype, device) -> dict[str, torch.Tensor]:
         """Tensors by name; floats are rounded to ``storage_dtype``, the precision of the result, and held as ``dtype``."""
         state = {}
         by_file: dict[Path, list[str]] = {}
         for name in names:
-            by_file.setdefault(self.files[name][0], []).append(name)
+            by_file.setdefault(self.places[name].file, []).append(name)
         for file, here in by_file.items():
             with _open(file) as handle:
                 for name in here:
-                    tensor = handle.get_tensor(self.files[name][1])
+                    tensor = handle.get_tensor(self.places[name].name)
                     state[name] = (tensor.to(storage_dtype).to(dtype) if tensor.is_floating_point() else tensor).to(
                         device
                     )
@@ -60,26 +104,63 @@ def _open(file: Path):
         ) from error
 
 
-def _tensor_files(folder: Path) -> dict[str, tuple[Path, str]]:
-    """Tensor name -> (file, name in the file)."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            mapping = json.loads(index.read_text())["weight_map"]
-        except (json.JSONDecodeError, KeyError) as error:
-            raise CheckpointError(f"{index} is damaged ({first_line(error)}); download or copy it again") from error
-        missing = sorted({file for file in mapping.values() if not (folder / file).exists()})
-        if missing:
-            raise CheckpointError(f"{folder} lacks {', '.join(missing)} named by its index; download or copy it again")
-        return {name: (folder / file, name) for name, file in mapping.items()}
+def _places(folder: Path) -> dict[str, Place]:
     single = folder / "model.safetensors"
-    if not single.exists():
+    if single.exists() or not (folder / INDEX).exists():  # as transformers chooses
+        files, named = [single], {}
+    else:
+        named = _read_index(folder)
+        files = [folder / file for file in sorted(set(named.values()))]
+    found: dict[str, Place] = {}
+    for file in files:
+        _check_plain(folder, file)
+        with _open(file) as handle:
+            for name in handle.keys():  # noqa: SIM118 - not a dict
+                if name in found:
+                    raise CheckpointError(f"{name} is in {found[name].file} and in {file}; remove one of them")
+                found[name] = Place(file, name, tuple(handle.get_slice(name).get_shape()))
+    lacking = sorted(name for name, file in named.items() if name not in found or found[name].file.name != file)
+    if lacking:
+        raise CheckpointError(
+            f"{folder / INDEX} names {listed(lacking)}, and the files do not hold it there; download or copy them again"
+        )
+    return found
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """Tensor name -> name of a file."""
+    try:
+        named = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
+        strange = sorted(
+            {str(f) for f in named.values() if not isinstance(f, str) or f in ("", "..") or Path(f).name != f}
+        )
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{folder / INDEX} is damaged ({first_line(error)}); download or copy it again"
+        ) from error
+    if strange:
+        raise CheckpointError(
+            f"{folder / INDEX} names {listed(strange)}: not a file in this folder; only files beside the index are read"
+        )
+    missing = sorted({file for file in named.values() if not (folder / file).exists()})
+    if missing:
+        raise CheckpointError(f"{folder} lacks {', '.join(missing)} named by its index; download or copy it again")
+    return named
+
+
+def _check_plain(folder: Path, file: Path) -> None:
+    if not file.exists():
         raise CheckpointError(
             f"{folder} has no model.safetensors; rankfold reads safetensors and GGUF only (a pickle may run code). "
             "Convert it with save_pretrained"
         )
-    with _open(single) as handle:
-        return {name: (single, name) for name in handle.keys()}  # noqa: SIM118 - not a dict
+    if not file.is_file():
+        raise CheckpointError(f"{file} is not a plain file; put the weights there as safetensors")
+
+
+def listed(names: list[str]) -> str:
+    """Names in one line, a few of them where there are many."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def required_names(model: nn.Module) -> set[str]:

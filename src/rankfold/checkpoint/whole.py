@@ -1,5 +1,6 @@
 """Models that are read as a whole: GGUF files, and checkpoints stored under other names than the model class uses."""
 
+import logging
 from pathlib import Path
 
 import torch
@@ -8,20 +9,30 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from ..errors import CheckpointError, first_line
+from .weights import listed
 
-__all__ = ["read_gguf", "read_whole"]
+__all__ = ["REPORTED", "check_loaded", "read_gguf", "read_whole", "say_unused", "untie", "untie_where_unequal"]
+
+log = logging.getLogger(__name__)
+
+# The report of what was loaded comes back instead of an error that names nothing; no code of a checkpoint is ever run.
+REPORTED = {"output_loading_info": True, "ignore_mismatched_sizes": True, "trust_remote_code": False}
 
 
 def read_whole(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """A dense model from a folder of safetensors; on a CPU its numbers are held in fp32.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: it cannot be read, or does not hold what its config describes.
     """
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=_held(dtype, device), use_safetensors=True)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=_held(dtype, device), use_safetensors=True, **REPORTED
+        )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{folder} cannot be loaded ({first_line(error)})") from error
+    check_loaded(info, folder)
+    untie_where_unequal(model, str(folder))
     return model.to(device)
 
 
@@ -32,14 +43,65 @@ def read_gguf(file: Path, dtype: torch.dtype, device: torch.device) -> nn.Module
         CheckpointError: it cannot be read.
     """
     try:
-        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=_held(dtype, device))
+        model, info = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=_held(dtype, device), **REPORTED
+        )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise CheckpointError(f"{file} cannot be read as GGUF ({first_line(error)})") from error
+    check_loaded(info, file)
+    untie_where_unequal(model, str(file))
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # the weights are floats now; save_pretrained refuses otherwise
     model.hf_quantizer = None
     model.is_quantized = False
     return model.to(device)
+
+
+def check_loaded(info: dict, place: Path, *, only_described: bool = False) -> None:
+    """Whether everything a model needs was found, with the right shape: transformers fills in random numbers otherwise.
+
+    Args:
+        info: what ``from_pretrained`` reports with ``output_loading_info``.
+        place: for the message.
+        only_described: tensors that the model has no place for are an error too, instead of a line in the log.
+
+    Raises:
+        CheckpointError: naming the tensors.
+    """
+    wrong = [f"{n} {list(got)} instead of {list(wanted)}" for n, got, wanted in sorted(info["mismatched_keys"])]
+    unused = sorted(info["unexpected_keys"])
+    problems = {"lacks": sorted(info["missing_keys"]), "has the wrong shape of": wrong}
+    problems |= {"has no use for": unused} if only_described else {}
+    found = [f"{what} {listed(names)}" for what, names in problems.items() if names]
+    if found:
+        raise CheckpointError(
+            f"{place} does not fit its config: it {'; it '.join(found)}; correct config.json, or download or copy it again"
+        )
+    if unused:
+        say_unused(place, unused)
+
+
+def say_unused(place: Path, names: list[str]) -> None:
+    """One line in the log."""
+    log.warning("%s: tensors that the model has no use for are left out: %s", place, listed(names))
+
+
+def untie_where_unequal(model: nn.Module, name: str) -> None:
+    """Correct the config where it ties the head to the embedding and both are there and differ: they stay two matrices.
+
+    So does transformers; the dense model computes with both.
+    """
+    config = model.config.get_text_config()
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is not None and config.tie_word_embeddings and head.weight is not embedding.weight:
+        untie(model.config, name)
+
+
+def untie(config, name: str) -> None:
+    """Say in the config that head and embedding are two matrices, and in the log that this was corrected."""
+    for part in {id(c): c for c in (config, config.get_text_config())}.values():
+        part.tie_word_embeddings = False
+    log.warning("%s: the head differs from the embedding it should be tied to; both are kept, untied", name)
 
 
 def _held(dtype: torch.dtype, device: torch.device) -> torch.dtype:

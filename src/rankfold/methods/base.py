@@ -41,7 +41,7 @@ class Unit:
 class BlockResult(NamedTuple):
     """A compressed block."""
 
-    modules: dict[str, dict]  # path relative to the block -> description (see modules/modeling_rankfold.py)
+    modules: dict[str, dict]  # path relative to the block -> description (see modules/building.py)
     state: dict[str, Tensor]  # tensor name relative to the block -> value, for the replaced modules only
     reports: dict[str, dict]  # module -> what was measured: relative_error, bounds, ...
     # Module -> relative error of its fit on any moments of the same statistics, such as those of windows kept out of the fit.

@@ -1,17 +1,12 @@
-"""The modules found in a compressed model; one self-contained file that is copied into every checkpoint."""
+"""The modules found in a compressed model; :mod:`.bundle` puts them into one file beside every checkpoint."""
 
-from .modeling_rankfold import (
-    CODE_FILE,
-    FORMAT,
-    CompressedAttention,
-    LatentLinear,
-    QuantizedTensor,
-    RankfoldConfig,
-    SparseCorrection,
-    attach,
-    build,
-    install,
-)
+from .attention import CompressedAttention
+from .building import build, install
+from .bundle import CODE_FILE, code
+from .factors import SparseCorrection
+from .latent import LatentLinear
+from .loading import FORMAT, RankfoldConfig, attach
+from .tensors import QuantizedTensor
 
 __all__ = [
     "CODE_FILE",
@@ -23,5 +18,6 @@ __all__ = [
     "SparseCorrection",
     "attach",
     "build",
+    "code",
     "install",
 ]

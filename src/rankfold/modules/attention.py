@@ -1,0 +1,192 @@
+"""Attention whose widths are not the head dimension.
+
+Shape legend: B batch, T new tokens, S cached tokens, H query heads, K key/value heads, G = H / K, R kept query-key
+width, V kept value width, P = R / 2 rotary pairs.
+"""
+
+import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .kernels import add_alibi, eager_attention, masked, turn
+from .latent import LatentRows
+from .layers import build_layer
+from .tensors import check_range
+
+__all__ = ["CompressedAttention"]
+
+
+class CompressedAttention(nn.Module):
+    """Causal self-attention whose query-key width R and value width V need not be the head dimension.
+
+    It stands in for the attention module of any family: it takes the names each of them is called with, and differs from
+    them in three things only. The softmax scale is stored (it belongs to the ORIGINAL head dimension). Rotary pairs are
+    chosen per key/value head, by an index into the model's own cos/sin table, so that a reduced key is still a rotated
+    key. And keys and values may have different widths, so the cache holds ``K * (R + V)`` numbers per token.
+    """
+
+    def __init__(self, spec: dict, config, layer_idx: int):
+        super().__init__()
+        self.config, self.layer_idx = config, layer_idx
+        self.heads, self.kv_heads = spec["heads"], spec["kv_heads"]
+        self.num_key_value_groups = self.heads // self.kv_heads  # the name transformers' attention kernels read
+        self.qk_dim, self.vo_dim = spec["qk_dim"], spec["vo_dim"]
+        self.scaling, self.softcap = spec["scaling"], spec.get("softcap")
+        self.sliding_window = spec.get("sliding_window")
+        self.attention_dropout = spec.get("dropout", 0.0)
+        self.output_dropout = spec.get("output_dropout", 0.0)
+        self.is_causal = True
+        self.adds_alibi = spec.get("alibi", False)  # Falcon passes ALiBi too, but has already put it into the mask
+        self.rotary_dim = spec.get("rotary_dim", 0)
+        self.o_proj = build_layer(spec["o"])
+        self.qkv_proj = build_layer(spec["qkv"]) if "qkv" in spec else None  # one latent that all three share
+        if self.qkv_proj is None:
+            self.q_proj, self.k_proj, self.v_proj = (build_layer(spec[name]) for name in ("q", "k", "v"))
+        else:
+            self.widths = (self.heads * self.qk_dim, self.kv_heads * self.qk_dim, self.kv_heads * self.vo_dim)
+            q, k, v = self.widths
+            self.k_proj, self.v_proj = LatentRows(self.qkv_proj, q, q + k), LatentRows(self.qkv_proj, q + k, q + k + v)
+        # Which side caches its latent instead of heads: keys only where nothing rotates or normalises them afterwards.
+        self.latent_keys, self.latent_values = "k" in spec.get("latent_cache", ()), "v" in spec.get("latent_cache", ())
+        self.one_latent = self.qkv_proj is not None and self.latent_keys  # cached once, as keys; values are empty
+        self.q_norm = self.k_norm = None  # adopted from the dense module by `build` where the family has them
+        if spec.get("selected_pairs"):
+            # Row p of head k says which rotary frequency pair p turns with; `rotary_dim / 2` means "does not turn".
+            self.register_buffer("rotary_pairs", torch.zeros(self.kv_heads, self.qk_dim // 2, dtype=torch.int32))
+        else:
+            self.rotary_pairs = None
+
+    def check_indices(self, name: str) -> None:
+        """Raise :class:`ValueError` where a pair turns with a frequency that there is not."""
+        if self.rotary_pairs is not None:
+            check_range(self.rotary_pairs, self.rotary_dim // 2 + 1, f"{name}.rotary_pairs")
+
+    def forward(
+        self,
+        hidden_states,
+        residual=None,
+        *,
+        position_embeddings=None,
+        attention_mask=None,
+        past_key_values=None,
+        layer_past=None,
+        alibi=None,
+        **kwargs,
+    ):
+        B, T, _ = hidden_states.shape
+        query, key, value = self._project(hidden_states)
+        query = query.view(B, T, self.heads, self.qk_dim)
+        if self.q_norm is not None:
+            query = self.q_norm(query)
+        query = query.transpose(1, 2)  # (B, H, T, R)
+        key = key[:, None] if self.latent_keys else self._keys(key)  # (B, 1, T, latent) or (B, K, T, R)
+        if self.rotary_dim:
+            query, key = self._rotate(query, key, *position_embeddings)
+        value = value[:, None] if self.latent_values else self._values(value)
+
+        cache = past_key_values if past_key_values is not None else layer_past
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        if self.one_latent:
+            value = key
+        if self.adds_alibi and alibi is not None:
+            attention_mask = add_alibi(alibi, attention_mask, B, self.heads, query.dtype)
+
+        if cache is not None and T == 1 and (self.latent_keys or self.latent_values):
+            output, weights = self._attend_latent(query, key, value, attention_mask)
+        else:
+            key = self._keys(self.k_proj.up(key[:, 0])) if self.latent_keys else key
+            value = self._values(self.v_proj.up(value[:, 0])) if self.latent_values else value
+            output, weights = self._attend(query, key, value, attention_mask, kwargs)
+        output = self.o_proj(output.reshape(B, T, self.heads * self.vo_dim))
+        if self.training and self.output_dropout:
+            output = nn.functional.dropout(output, self.output_dropout)
+        return (output if residual is None else output + residual), weights
+
+    def _project(self, x):
+        """Queries; keys and values or, where those are cached, their latents; all (B, T, width)."""
+        if self.qkv_proj is None:
+            key = self.k_proj.down(x) if self.latent_keys else self.k_proj(x)
+            value = self.v_proj.down(x) if self.latent_values else self.v_proj(x)
+            return self.q_proj(x), key, value
+        if not self.latent_values:
+            return self.qkv_proj(x).split(self.widths, -1)
+        z = self.qkv_proj.down(x)
+        query, key, _ = self.qkv_proj.up(z).split(self.widths, -1)
+        return (query, z, z[..., :0]) if self.one_latent else (query, key, z)
+
+    def _keys(self, x):
+        x = x.view(*x.shape[:2], self.kv_heads, self.qk_dim)
+        return (x if self.k_norm is None else self.k_norm(x)).transpose(1, 2)  # (B, K, T, R)
+
+    def _values(self, x):
+        return x.view(*x.shape[:2], self.kv_heads, self.vo_dim).transpose(1, 2)  # (B, K, T, V)
+
+    def _attend_latent(self, query, key, value, mask):
+        """One new token against a cache of latents, which are never expanded (the absorbed form of latent attention).
+
+        Scores: ``q^T B_k c = (B_k^T q)^T c``; a key bias adds the same number to all scores of a query and drops out of
+        the softmax. Outputs: attention is averaged over latents first, then expanded (LatentLLM Eq. 18).
+        """
+        B, H, G = query.shape[0], self.heads, self.num_key_value_groups
+        if self.latent_keys:
+            up = self.k_proj.up_matrix().view(self.kv_heads, self.qk_dim, -1).repeat_interleave(G, 0)  # (H, R, latent)
+            scores = torch.einsum("bhr,hrl->bhl", query[:, :, 0], up) @ key[:, 0].transpose(-1, -2)  # (B, H, S)
+        else:
+            grouped = query.view(B, self.kv_heads, G, self.qk_dim)
+            scores = (grouped @ key.transpose(-1, -2)).view(B, H, -1)
+        scores = masked(scores[:, :, None] * self.scaling, mask, self.softcap)[:, :, 0]
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+        if self.latent_values:
+            mixed = weights @ value[:, 0]  # (B, H, latent)
+            up = self.v_proj.up_matrix().view(self.kv_heads, self.vo_dim, -1).repeat_interleave(G, 0)
+            output = torch.einsum("bhl,hvl->bhv", mixed, up)
+            if self.v_proj.bias is not None:
+                output = output + self.v_proj.bias.view(self.kv_heads, self.vo_dim).repeat_interleave(G, 0)
+        else:
+            output = (weights.view(B, self.kv_heads, G, -1) @ value).view(B, H, self.vo_dim)
+        return output[:, None], weights[:, :, None]
+
+    def _rotate(self, query, key, cos, sin):
+        """Rotary embedding, Hugging Face's half layout: dimension p turns together with dimension p + P."""
+        half = self.rotary_dim // 2
+        cos, sin = cos[..., :half], sin[..., :half]  # (B, T, half); the stored tables repeat themselves
+        if self.rotary_pairs is None:  # all pairs in place, then the dimensions that never turn
+            cos, sin = cos[:, None], sin[:, None]
+            return turn(query, cos, sin, half), turn(key, cos, sin, half)
+        still = (*cos.shape[:-1], 1)
+        index = self.rotary_pairs.long()
+        cos = torch.cat([cos, cos.new_ones(still)], -1)[:, :, index].transpose(1, 2)  # (B, K, T, P)
+        sin = torch.cat([sin, sin.new_zeros(still)], -1)[:, :, index].transpose(1, 2)
+        half = self.qk_dim // 2
+        groups = query.unflatten(1, (self.kv_heads, -1))  # the queries of a group turn as their key
+        query = turn(groups, cos[:, :, None], sin[:, :, None], half).flatten(1, 2)
+        return query, turn(key, cos, sin, half)
+
+    def _attend(self, query, key, value, mask, kwargs):
+        """(B, T, H, V) by the attention implementation the model was loaded with."""
+        name = self.config._attn_implementation
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention)
+        # Fused kernels want one width for keys and values; zeros change neither the scores nor the kept outputs. One
+        # token at a time there is no T x S matrix to avoid, and padding would copy the cache.
+        pad = self.qk_dim - self.vo_dim if name != "eager" and query.shape[2] > 1 else 0
+        if pad > 0:
+            value = nn.functional.pad(value, (0, pad))
+        elif pad < 0:
+            query, key = nn.functional.pad(query, (0, -pad)), nn.functional.pad(key, (0, -pad))
+        options = {
+            "softcap": self.softcap,
+            "sliding_window": self.sliding_window,
+        }
+        output, weights = attention(
+            self,
+            query,
+            key,
+            value,
+            mask,
+            scaling=self.scaling,
+            dropout=self.attention_dropout if self.training else 0.0,
+            **{k: v for k, v in options.items() if v is not None},
+            **kwargs,
+        )
+        return output[..., : self.vo_dim], weights

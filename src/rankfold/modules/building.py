@@ -1,0 +1,50 @@
+"""From the descriptions in a config to the modules of a compressed model."""
+
+from torch import nn
+
+from .attention import CompressedAttention
+from .layers import LAYERS, build_layer, check_description
+
+__all__ = ["build", "install"]
+
+
+def build(spec: dict, dense: nn.Module | None = None, config=None) -> nn.Module:
+    """The module a description stands for; weights are uninitialised.
+
+    Args:
+        spec: ``{"kind": ..., sizes}`` as found in ``quantization_config["modules"]``.
+        dense: the module it replaces, for kinds that take something over from it.
+        config: the model's (text) config, for kinds that attend.
+
+    Raises:
+        ValueError: an unknown kind, or sizes that are no positive integers.
+    """
+    check_description(spec, (*LAYERS, "attention"))
+    return _attention(spec, dense, config) if spec["kind"] == "attention" else build_layer(spec)
+
+
+def _attention(spec: dict, dense: nn.Module, config) -> nn.Module:
+    module = CompressedAttention(spec, config, dense.layer_idx)
+    for name, theirs in spec.get("adopt", {}).items():
+        if name not in ("q_norm", "k_norm"):
+            raise ValueError(f"cannot adopt {name!r} into a compressed attention; allowed: q_norm, k_norm")
+        setattr(module, name, getattr(dense, theirs))
+    return module
+
+
+def install(model: nn.Module, modules: dict[str, dict]) -> None:
+    """Swap the named submodules of ``model`` for the ones described, in place.
+
+    Raises:
+        ValueError: a path that is not in the model, or a description :func:`build` refuses.
+    """
+    config = model.config.get_text_config()
+    for path, spec in modules.items():
+        parent, _, name = path.rpartition(".")
+        try:
+            owner = model.get_submodule(parent)
+            dense = getattr(owner, name)
+        except AttributeError:
+            raise ValueError(f"the checkpoint describes a module {path!r} that this model does not have") from None
+        setattr(owner, name, build(spec, dense, config))
+        owner._is_hf_initialized = True  # some families' weight init reaches into children by names that are gone now

@@ -1,0 +1,158 @@
+"""Linear layers through a latent."""
+
+import torch
+from torch import nn
+
+from .factors import HeadIdentity, SparseCorrection
+from .tensors import check_permutation, new_tensor, value_of
+
+__all__ = ["LatentLinear", "LatentRows", "SplitHeadLinear"]
+
+
+class LatentLinear(nn.Module):
+    """``y = B (A x) + b`` through a latent of width ``rank``; the junction decides what of ``A`` and ``B`` is stored.
+
+    * ``plain``: ``A`` (rank, in) and ``B`` (out, rank).
+    * ``block_identity_right``: ``A = [I | A_2]`` after a permutation of the inputs; the identity is neither stored nor
+      multiplied: ``z = x[p_1] + A_2 x[p_2]``. Stores ``rank * (out + in - rank)`` numbers, fewer than ``out * in``.
+    * ``block_identity_left``: the mirror, ``y[q_1] = z``, ``y[q_2] = B_2 z``.
+    * ``lu``: ``B`` unit lower, ``A`` upper trapezoidal; only the entries that are not fixed are stored.
+
+    What is stored of ``A`` and ``B`` may be quantised (``bits``, ``chunk``), ``B`` may have an identity in every head
+    (``head_identity`` heads), and ``nonzeros`` adds a sparse correction: ``y = B (A x) + D x + b``.
+
+    LatentLLM (arXiv:2505.18413), Sec. 3.3 and App. A.2, I.
+    """
+
+    def __init__(self, spec: dict):
+        super().__init__()
+        self.in_features, self.out_features, self.rank = spec["in"], spec["out"], spec["rank"]
+        self.form = spec["form"]
+        if self.form not in ("plain", "block_identity_right", "block_identity_left", "lu"):
+            raise ValueError(f"unknown form {self.form!r} of a latent linear layer")
+        if self.rank > min(self.in_features, self.out_features):
+            raise ValueError(f"rank {self.rank} of a ({self.out_features}, {self.in_features}) layer is too large")
+        A, B = self.shapes(spec)
+        self.A = new_tensor(A, spec)
+        if heads := spec.get("head_identity"):
+            self.B = HeadIdentity(heads, self.out_features // heads, self.rank, spec)
+        else:
+            self.B = new_tensor(B, spec)
+        count = spec.get("nonzeros")
+        self.sparse = SparseCorrection(self.in_features, self.out_features, count) if count else None
+        self.bias = nn.Parameter(torch.empty(self.out_features)) if spec["bias"] else None
+        if self.form in ("block_identity_right", "lu"):
+            self.register_buffer("columns", torch.zeros(self.in_features, dtype=torch.int32))
+        if self.form in ("block_identity_left", "lu"):
+            self.register_buffer("rows", torch.zeros(self.out_features, dtype=torch.int32))
+
+    def check_indices(self, name: str) -> None:
+        """Raise :class:`ValueError` where a permutation is none."""
+        for key in ("columns", "rows"):
+            if hasattr(self, key):
+                check_permutation(getattr(self, key), f"{name}.{key}")
+
+    @staticmethod
+    def shapes(spec: dict) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of the stored ``A`` and ``B``."""
+        wide, tall, rank = spec["in"], spec["out"], spec["rank"]
+        if spec["form"] == "lu":
+            return (rank * wide - rank * (rank - 1) // 2,), (rank * tall - rank * (rank + 1) // 2,)
+        A = (rank, wide - rank) if spec["form"] == "block_identity_right" else (rank, wide)
+        B = (tall - rank, rank) if spec["form"] == "block_identity_left" else (tall, rank)
+        return A, B
+
+    def down(self, x):
+        """``(..., in) -> (..., rank)``."""
+        A = value_of(self.A)
+        if self.form == "block_identity_right":
+            x = x[..., self.columns.long()]
+            return x[..., : self.rank] + nn.functional.linear(x[..., self.rank :], A)
+        if self.form == "lu":
+            return nn.functional.linear(x[..., self.columns.long()], self._upper(A))
+        return nn.functional.linear(x, A)
+
+    def up(self, z, bias=True):
+        """``(..., rank) -> (..., out)``."""
+        b, B = self.bias if bias else None, value_of(self.B)
+        if self.form == "block_identity_left":
+            y = torch.cat([z, nn.functional.linear(z, B)], -1)[..., torch.argsort(self.rows.long())]
+            return y if b is None else y + b.to(y.dtype)  # under autocast biases stay fp32
+        if self.form == "lu":
+            y = nn.functional.linear(z, self._lower(B))[..., torch.argsort(self.rows.long())]
+            return y if b is None else y + b.to(y.dtype)
+        return nn.functional.linear(z, B, b)
+
+    def up_matrix(self):
+        """Dense ``(out, rank)`` of :meth:`up`, without the bias."""
+        B = value_of(self.B)
+        if self.form in ("plain", "block_identity_right"):
+            return B
+        return self.up(torch.eye(self.rank, dtype=B.dtype, device=B.device), bias=False).T
+
+    def forward(self, x):
+        y = self.up(self.down(x))
+        return y if self.sparse is None else y + self.sparse(x).to(y.dtype)
+
+    def _upper(self, A):
+        full = A.new_zeros(self.rank, self.in_features)
+        i, j = torch.triu_indices(self.rank, self.in_features, device=A.device)
+        return full.index_put((i, j), A)
+
+    def _lower(self, B):
+        full = torch.eye(self.out_features, self.rank, dtype=B.dtype, device=B.device)
+        i, j = torch.tril_indices(self.out_features, self.rank, -1, device=B.device)
+        return full.index_put((i, j), B)
+
+
+class SplitHeadLinear(nn.Module):
+    """``y_i = B_i (A_i x) + b_i``: a low rank of its own for every head of the output (LatentLLM App. D).
+
+    ``plain``: ``A`` (heads * rank, in), ``B`` (heads, h, rank). ``block_identity_left``: every ``B_i`` has an identity
+    after a permutation of the head's outputs, which is neither stored nor multiplied.
+    """
+
+    def __init__(self, spec: dict):
+        super().__init__()
+        self.heads, self.rank, self.form = spec["heads"], spec["rank"], spec["form"]
+        if self.form not in ("plain", "block_identity_left"):
+            raise ValueError(f"unknown form {self.form!r} of a split-head layer")
+        head_dim, fixed = spec["out"] // self.heads, self.rank if self.form == "block_identity_left" else 0
+        if self.rank > min(head_dim, spec["in"]):
+            raise ValueError(f"rank {self.rank} of heads ({head_dim}, {spec['in']}) is too large")
+        self.A = new_tensor((self.heads * self.rank, spec["in"]), spec)
+        self.B = new_tensor((self.heads, head_dim - fixed, self.rank), spec)
+        self.bias = nn.Parameter(torch.empty(spec["out"])) if spec["bias"] else None
+        if fixed:
+            self.register_buffer("rows", torch.zeros(spec["out"], dtype=torch.int32))
+
+    def check_indices(self, name: str) -> None:
+        """Raise :class:`ValueError` where a permutation is none."""
+        if self.form == "block_identity_left":
+            check_permutation(self.rows, f"{name}.rows")
+
+    def forward(self, x):
+        z = nn.functional.linear(x, value_of(self.A)).unflatten(-1, (self.heads, self.rank))
+        y = torch.einsum("...hr,hor->...ho", z, value_of(self.B))  # (..., heads, h or h - rank)
+        if self.form == "block_identity_left":
+            y = torch.cat([z, y], -1).flatten(-2)[..., torch.argsort(self.rows.long())]
+        else:
+            y = y.flatten(-2)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+class LatentRows:
+    """Some outputs of a :class:`LatentLinear` as if they were a layer of their own: keys or values of a shared latent."""
+
+    def __init__(self, shared: LatentLinear, start: int, stop: int):
+        self.shared, self.rows = shared, slice(start, stop)
+
+    @property
+    def bias(self):
+        return None if self.shared.bias is None else self.shared.bias[self.rows]
+
+    def up(self, z):
+        return nn.functional.linear(z, self.up_matrix(), self.bias)
+
+    def up_matrix(self):
+        return self.shared.up_matrix()[self.rows]

@@ -1,0 +1,117 @@
+"""The way in through transformers.
+
+``config.json`` names, under ``quantization_config``, each replaced module with its sizes. Transformers builds the dense
+architecture on the meta device, a registered ``HfQuantizer`` swaps the named modules for smaller ones
+(:func:`~rankfold.modules.building.install`), and the ordinary loader fills them. Nothing here knows a model family.
+"""
+
+import functools
+import os
+from pathlib import Path
+
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from .building import install
+from .bundle import CODE_FILE, code
+
+__all__ = ["FORMAT", "RankfoldConfig", "RankfoldForCausalLM", "attach"]
+
+METHOD_NAME = "rankfold"
+FORMAT = 1
+
+
+class RankfoldConfig(QuantizationConfigMixin):
+    """``quantization_config`` of a compressed checkpoint: what was done and which modules are in place."""
+
+    def __init__(self, modules: dict | None = None, **fields):
+        self.quant_method = METHOD_NAME
+        self.modules = modules or {}
+        self.fields = {k: v for k, v in fields.items() if k != "quant_method"}
+
+    def to_dict(self) -> dict:
+        return {"quant_method": METHOD_NAME, **self.fields, "modules": self.modules}
+
+    def __repr__(self) -> str:
+        return f"RankfoldConfig(method={self.fields.get('method')!r}, {len(self.modules)} modules)"
+
+
+class RankfoldQuantizer(HfQuantizer):
+    """Rebuilds the compressed structure between "model created" and "weights loaded"."""
+
+    requires_calibration = False
+
+    def _process_model_before_weight_loading(self, model, **kwargs):
+        written = self.quantization_config.fields.get("format")
+        if written != FORMAT:
+            raise ValueError(
+                f"this checkpoint has rankfold format {written!r}, this version reads {FORMAT}; "
+                "upgrade rankfold, or load with trust_remote_code=True to use the code beside the weights"
+            )
+        with torch.device("meta"):
+            install(model, self.quantization_config.modules)
+
+    def _process_model_after_weight_loading(self, model, **kwargs):
+        for name, module in model.named_modules():
+            if hasattr(module, "check_indices") and not any(b.is_meta for b in module.buffers()):  # meta: kept on disk
+                module.check_indices(name)
+        attach(model, self.quantization_config, self)
+        return model
+
+    def is_serializable(self, *args, **kwargs):
+        return True
+
+    @property
+    def is_trainable(self):
+        return True
+
+    @property
+    def is_compileable(self):
+        return True
+
+
+def attach(model, config, quantizer: RankfoldQuantizer | None = None) -> None:
+    """Make ``save_pretrained`` of a model whose modules are installed write a checkpoint that loads again.
+
+    Args:
+        model: compressed model.
+        config: its description, a :class:`RankfoldConfig` or the dict of one.
+    """
+    if isinstance(config, dict):
+        config = RankfoldConfig(**config)
+    model.config.quantization_config = config
+    model.hf_quantizer = quantizer or RankfoldQuantizer(config)
+    # It is an ordinary float model: .half(), .to() and training must not be refused as for integer weights.
+    model.is_quantized = False
+    model.config._is_quantized = False
+    model.save_pretrained = functools.partial(_save_with_code, model)
+
+
+def _save_with_code(model, save_directory, *args, **kwargs):
+    """``save_pretrained`` that also puts this code beside the weights, where ``auto_map`` looks for it."""
+    model.config.auto_map = {"AutoModelForCausalLM": f"{CODE_FILE.removesuffix('.py')}.RankfoldForCausalLM"}
+    type(model).save_pretrained(model, save_directory, *args, **kwargs)
+    if os.path.isdir(save_directory):
+        Path(save_directory, CODE_FILE).write_text(code(), encoding="utf-8")
+
+
+class RankfoldForCausalLM:
+    """Entry point of ``trust_remote_code=True``: hands over to the stock class of the model type."""
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class=None):
+        """Called by transformers on remote classes; the stock class stays registered."""
+
+    @classmethod
+    def from_pretrained(cls, path, *args, config=None, **kwargs):
+        stock = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type])
+        return stock.from_pretrained(path, *args, config=config, **kwargs)
+
+
+if METHOD_NAME not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+    register_quantization_config(METHOD_NAME)(RankfoldConfig)
+    register_quantizer(METHOD_NAME)(RankfoldQuantizer)
