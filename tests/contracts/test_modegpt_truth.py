@@ -256,7 +256,9 @@ def test_scores_without_rotary_embedding_are_the_best_of_their_rank(block):
     error = best = total = 0.0
     for head in range(block.heads.key.shape[1]):  # every query head has its own key head in these families
         q, k, small_q, small_k = (
-            x[:, head].flatten(0, 1) for heads in (block.heads, block.small_heads) for x in heads[:2]
+            x[:, head].flatten(0, 1)
+            for heads in (block.heads, block.small_heads)
+            for x in (heads.query, heads.key - heads.key.mean(2, keepdim=True))  # softmax ignores what all keys share
         )
         error += (q @ k.T - small_q @ small_k.T).square().sum()
         spectrum = singular_values(q, k).square()

@@ -182,6 +182,19 @@ def test_pairs_cost_hardly_more_than_the_best_pairs(seed, rank):
         assert of(head, dropped) <= 1.25 * best + 1e-9
 
 
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**4), st.sampled_from([2, 4, 6]))
+def test_pairs_and_free_dimensions_cost_hardly_more_than_the_best_set(seed, rank):
+    """The first 4 of 8 turn: pairs (0, 2), (1, 3), and 4 to 7 by themselves; all sets of the right size."""
+    groups = [[0, 2], [1, 3], [4], [5], [6], [7]]
+    M = costs(seed)
+    for head, keep in zip(M, eliminate_pairs(M, rank=rank, rotary_dim=4).keep, strict=True):
+        dropped = [i for i in range(8) if i not in keep.tolist()]
+        subsets = [list(itertools.chain(*s)) for r in range(7) for s in itertools.combinations(groups, r)]
+        best = min(of(head, s) for s in subsets if len(s) == 8 - rank)
+        assert of(head, dropped) <= 1.5 * best + 1e-9
+
+
 def test_a_bias_that_all_keys_share_is_not_kept_for_its_size():
     """One pair carries a huge constant, which softmax ignores; the others carry what tells keys apart."""
     p = query_key(N=8, H=1, T=16, sequences=4, decay=0.0)
@@ -207,7 +220,14 @@ def test_a_bias_that_all_keys_share_is_not_kept_for_its_size():
     [
         (lambda: eliminate_units(torch.ones(2, 5), torch.eye(4), rank=2), r"P must be \(5, 5\) for a weight \(2, 5\)"),
         (lambda: eliminate_units(torch.ones(2, 5), torch.eye(5), rank=0), r"rank must be in \[1, 5\], got 0"),
-        (lambda: eliminate_groups(torch.eye(5), 5), r"drop must be in \[0, 4\], got 5"),
+        (
+            lambda: eliminate_groups(torch.eye(5), 5),
+            "groups of 5 single dimensions and 0 pairs cannot drop 5 and keep some",
+        ),
+        (
+            lambda: eliminate_groups(torch.eye(3), 5, torch.tensor([2, 2, 1])),
+            "1 single dimensions and 2 pairs cannot drop 5",
+        ),
         (lambda: eliminate_pairs(torch.eye(8), rank=3, rotary_dim=8), r"rank must be even and in \[2, 8\], got 3"),
     ],
 )

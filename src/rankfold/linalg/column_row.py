@@ -53,9 +53,7 @@ def pair_up(scores: Tensor, rotary_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     Raises:
         ValueError: ``rotary_dim`` or the number of free dimensions is odd.
     """
-    N = scores.shape[-1]
-    if rotary_dim % 2 or (N - rotary_dim) % 2:
-        raise ValueError(f"rotary and free dimensions must be even in number, got {rotary_dim} and {N - rotary_dim}")
+    _check_even(scores.shape[-1], rotary_dim)
     turning = torch.arange(rotary_dim // 2, device=scores.device).expand(*scores.shape[:-1], -1)
     free = scores[..., rotary_dim:].argsort(dim=-1, descending=True, stable=True) + rotary_dim
     first = torch.cat([turning, free[..., 0::2]], -1)
@@ -100,23 +98,35 @@ def eliminate_pairs(M: Tensor, *, rank: int, rotary_dim: int) -> ColumnRow:
     Args:
         M: ``(..., N, N)``.
         rank: dimensions to keep, even, ``2 <= rank <= N``.
-        rotary_dim: how many leading dimensions turn (0: none, N: all). With none, dimensions go one by one.
+        rotary_dim: how many leading dimensions turn (0: none, N: all); the others go one by one.
 
     Raises:
-        ValueError: ``rank`` is odd or out of range.
+        ValueError: ``rank`` is odd or out of range, or an odd number of dimensions turns.
 
     Cost: that of :func:`rankfold.linalg.elimination.eliminate_groups`.
     """
-    N = M.shape[-1]
+    N, half = M.shape[-1], rotary_dim // 2
     _check_rank(rank, N)
-    if rotary_dim == 0:
-        keep = _places(eliminate_groups(M, N - rank), rank)
-        return ColumnRow(keep, torch.zeros_like(keep[..., : rank // 2]))
-    first, second, _ = pair_up(M.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt(), rotary_dim)
-    rows = _take(M, first, -2) + _take(M, second, -2)
-    folded = _take(rows, first, -1) + _take(rows, second, -1)
-    stay = eliminate_groups(folded, (N - rank) // 2)
-    return _kept(first, second, _places(stay, rank // 2), rotary_dim)
+    _check_even(N, rotary_dim)
+    # Rows of `members`: the dimensions of a group, a pair or one that does not turn.
+    pairs, free = torch.arange(half, device=M.device), torch.arange(rotary_dim, N, device=M.device)
+    members = torch.zeros(half + len(free), N, dtype=M.dtype, device=M.device)
+    members[pairs, pairs] = members[pairs, pairs + half] = 1.0
+    members[half + torch.arange(len(free), device=M.device), free] = 1.0
+    stay = eliminate_groups(members @ M @ members.T, N - rank, members.sum(1).long())
+    kept = [_in_half_layout(groups, half) for groups in stay.view(-1, stay.shape[-1]).tolist()]
+    keep, frequencies = (
+        torch.tensor(rows, device=M.device).view(*M.shape[:-2], -1) for rows in zip(*kept, strict=True)
+    )
+    return ColumnRow(keep, frequencies)
+
+
+def _in_half_layout(stay: list[bool], half: int) -> tuple[list[int], list[int]]:
+    """Kept dimensions and frequencies of one head: pairs that turn first, then those that do not, two by two."""
+    pairs = [p for p in range(half) if stay[p]]
+    free = [half + g for g in range(half, len(stay)) if stay[g]]  # group g past the pairs is dimension g + half
+    first, second = [*pairs, *free[::2]], [*(p + half for p in pairs), *free[1::2]]
+    return first + second, [*pairs, *[half] * (len(free) // 2)]
 
 
 def _check_rank(rank: int, N: int) -> None:
@@ -124,18 +134,9 @@ def _check_rank(rank: int, N: int) -> None:
         raise ValueError(f"rank must be even and in [2, {N}], got {rank}")
 
 
-def _take(x: Tensor, index: Tensor, dim: int) -> Tensor:
-    """Rows (``dim=-2``) or columns (``dim=-1``) ``index`` ``(..., n)`` of ``x`` ``(..., a, b)``."""
-    index = index[..., None] if dim == -2 else index[..., None, :]
-    other = -1 if dim == -2 else -2
-    shape = list(index.shape)
-    shape[other] = x.shape[other]
-    return x.gather(dim, index.expand(shape))
-
-
-def _places(mask: Tensor, count: int) -> Tensor:
-    """Where ``mask`` ``(..., n)``, ``count`` times true in every row, is true: ``(..., count)``, ascending."""
-    return mask.int().argsort(dim=-1, descending=True, stable=True)[..., :count]
+def _check_even(N: int, rotary_dim: int) -> None:
+    if rotary_dim % 2 or (N - rotary_dim) % 2:
+        raise ValueError(f"rotary and free dimensions must be even in number, got {rotary_dim} and {N - rotary_dim}")
 
 
 def _kept(first: Tensor, second: Tensor, chosen: Tensor, rotary_dim: int) -> ColumnRow:

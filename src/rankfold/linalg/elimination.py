@@ -85,50 +85,71 @@ def _one_by_one(W: Tensor, P: Tensor, limit: Tensor, most: int) -> Tensor:
 
 
 @torch.no_grad()
-def eliminate_groups(M: Tensor, drop: int) -> Tensor:
+def eliminate_groups(M: Tensor, drop: int, sizes: Tensor | None = None) -> Tensor:
     r"""Choose groups of head dimensions to drop, by the exact error of dropping them together.
 
     Dropping the set ``D`` changes all scores by :math:`\sum_{a,b \in D} M_{ab}` in squared norm. Greedily, the group with the
-    least :math:`M_{aa} + 2 c_a` goes, ``c`` the sum of the columns dropped so far; then dropped and kept groups are exchanged
-    one for one as long as that helps. MoDeGPT Algorithm 2 drops the smallest norms, which bounds this error (Theorem 2) but
-    does not see that groups act together; its choice, exchanged likewise, is the other start, so the result is never worse.
+    least :math:`(M_{aa} + 2 c_a)` per dimension goes, ``c`` the sum of the columns dropped so far; then dropped and kept
+    groups of one size are exchanged one for one as long as that helps; where sizes differ, once for every way to make up
+    ``drop`` of them. MoDeGPT Algorithm 2 drops the smallest norms, which
+    bounds this error (Theorem 2) but does not see that groups act together; that choice, exchanged likewise, is the other
+    start, so the result is never worse.
 
     Args:
         M: ``(..., n, n)`` symmetric cost of every pair of groups; any batch of heads.
-        drop: groups to drop, ``0 <= drop < n``.
+        drop: dimensions to drop, at least 0 and less than all.
+        sizes: ``(n,)`` dimensions in each group, 1 or 2; all 1 by default.
 
     Returns:
         ``(..., n)`` bool, true where a group stays.
 
-    Cost: O(n drop) a head and O(n^2) a round of exchanges, heads together; one synchronisation a round.
+    Raises:
+        ValueError: ``drop`` is out of range, or groups of these sizes cannot make it up.
+
+    Cost: O(n drop) a head and O(n^2) a round of exchanges, times the ways to make up ``drop``; heads together, one
+    synchronisation a round.
     """
-    n = M.shape[-1]
-    if not 0 <= drop < n:
-        raise ValueError(f"drop must be in [0, {n - 1}], got {drop}")
+    sizes = torch.ones(M.shape[-1], dtype=torch.long) if sizes is None else sizes
+    ones, twos = (int((sizes == size).sum()) for size in (1, 2))
+    # Every way to make up `drop`: how many single dimensions, how many pairs.
+    quotas = [
+        (n, (drop - n) // 2) for n in range(drop + 1) if (drop - n) % 2 == 0 and n <= ones and (drop - n) // 2 <= twos
+    ]
+    if not quotas or not 0 <= drop < ones + 2 * twos:
+        raise ValueError(f"groups of {ones} single dimensions and {twos} pairs cannot drop {drop} and keep some")
+    single = (sizes == 1).to(M.device)
     own = M.diagonal(dim1=-2, dim2=-1)
-    smallest = torch.zeros_like(own, dtype=torch.bool).scatter(-1, own.topk(drop, largest=False).indices, True)
-    starts = torch.stack([_greedy(M, own, drop), smallest])
-    ends = _exchanged(M, own, starts)
-    cost = (_columns(M, ends) * ends).sum(-1)  # (2, ...)
-    return ~torch.where((cost[0] <= cost[1])[..., None], ends[0], ends[1])
+    starts = torch.cat([_greedy(M, own, single, quotas, together=together) for together in (True, False)])
+    ends = _exchanged(M, own, single, starts)
+    best = (_columns(M, ends) * ends).sum(-1).argmin(0)  # (...)
+    return ~ends.gather(0, best[None, ..., None].expand(1, *own.shape))[0]
 
 
-def _greedy(M: Tensor, own: Tensor, drop: int) -> Tensor:
-    dropped, cross = torch.zeros_like(own, dtype=torch.bool), torch.zeros_like(own)
-    for _ in range(drop):
-        least = (own + 2 * cross).masked_fill(dropped, torch.inf).argmin(-1, keepdim=True)
-        dropped = dropped.scatter(-1, least, True)
-        cross = cross + M.gather(-1, least[..., None].expand(*M.shape[:-1], 1))[..., 0]
+def _greedy(M: Tensor, own: Tensor, single: Tensor, quotas: list[tuple[int, int]], *, together: bool) -> Tensor:
+    """``(quotas, ..., n)`` dropped groups; not ``together`` each is judged by itself."""
+    left = torch.tensor(quotas, device=M.device).view(len(quotas), *[1] * (own.dim() - 1), 2)  # single ones, pairs
+    dropped = torch.zeros(len(quotas), *own.shape, dtype=torch.bool, device=M.device)
+    cross = torch.zeros_like(dropped, dtype=M.dtype)
+    for _ in range(max(map(sum, quotas))):  # a group a step; where the quota is met nothing goes
+        full = torch.where(single, left[..., :1] == 0, left[..., 1:] == 0)
+        cost = (own + 2 * cross if together else own.expand_as(cross)).masked_fill(dropped | full, torch.inf)
+        cost = torch.where(single, cost, cost / 2)
+        least, index = cost.min(-1, keepdim=True)
+        chosen = torch.zeros_like(dropped).scatter(-1, index, least < torch.inf)
+        dropped = dropped | chosen
+        left = left - torch.stack([(chosen & single).sum(-1), (chosen & ~single).sum(-1)], -1)
+        cross = cross + _columns(M, chosen)
     return dropped
 
 
-def _exchanged(M: Tensor, own: Tensor, dropped: Tensor) -> Tensor:
+def _exchanged(M: Tensor, own: Tensor, single: Tensor, dropped: Tensor) -> Tensor:
     """``dropped`` ``(starts, ..., n)`` after exchanges; every round takes the best one of every head that has one."""
     n = M.shape[-1]
+    unlike = single[:, None] != single
     while True:
         cross = _columns(M, dropped)
         change = (own - 2 * cross)[..., :, None] + (own + 2 * cross)[..., None, :] - 2 * M  # [leaves D, enters D]
-        change = change.masked_fill(~dropped[..., :, None] | dropped[..., None, :], torch.inf)
+        change = change.masked_fill(unlike | ~dropped[..., :, None] | dropped[..., None, :], torch.inf)
         least, where = change.flatten(-2).min(-1, keepdim=True)
         helps = least < -1e-9 * own.sum(-1, keepdim=True)  # well above rounding, so that this ends
         if not helps.any():

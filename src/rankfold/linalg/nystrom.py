@@ -65,14 +65,12 @@ def _damp(C: Tensor, ridge: float) -> _Damped:
     C = (U * eigenvalues.clamp_min(0)) @ U.T
     inverse = spd_inverse(C, shift=lam)
     if inverse is None:
-        raise _not_definite("C + lam I", C)
+        raise torch.linalg.LinAlgError(_not_definite("C + lam I", C))
     return _Damped(C, lam, inverse, True)
 
 
-def _not_definite(what: str, A: Tensor) -> torch.linalg.LinAlgError:
-    return torch.linalg.LinAlgError(
-        f"{what} {tuple(A.shape)} is not positive definite; raise the ridge or use more calibration tokens"
-    )
+def _not_definite(what: str, A: Tensor) -> str:
+    return f"{what} {tuple(A.shape)} is not positive definite; raise the ridge or use more calibration tokens"
 
 
 @torch.no_grad()
@@ -177,7 +175,7 @@ def _refit(W: Tensor, C: Tensor, keep: Tensor, dropped: Tensor, lam: float) -> _
     kept.diagonal().add_(lam)
     factor, info = torch.linalg.cholesky_ex(kept)
     if info.item():
-        raise _not_definite("the block of the kept units", kept)
+        raise torch.linalg.LinAlgError(_not_definite("the block of the kept units", kept))
     cross = C[keep][:, dropped]
     half = torch.linalg.solve_triangular(factor, cross, upper=False)  # L^-1 C_kd
     schur = C[dropped][:, dropped] - half.T @ half
