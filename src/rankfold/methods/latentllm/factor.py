@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ...architectures import Dense
 from ...calibration.moments import Moment
-from ...linalg.lowrank import Preconditioner, bias_update, low_rank, metric_error, preconditioner
+from ...linalg.lowrank import bias_update, low_rank, metric_error
+from ...linalg.preconditioner import Preconditioner, preconditioner
 from ...linalg.sparse import low_rank_plus_sparse
 from .layout import QKV, Slot
 
