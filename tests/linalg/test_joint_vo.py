@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from problems import activations, heads
 from tensorly.decomposition import partial_tucker
 
+from rankfold.linalg.joint_qk import Pair, pair_error
 from rankfold.linalg.joint_vo import attention_aware_output, joint_vo, vo_bias
 from rankfold.linalg.preconditioner import preconditioner
 
@@ -38,6 +39,16 @@ def test_reported_error_is_that_of_the_raw_head_outputs(kind, K):
     out = joint_vo(W_o, W_v, P, ranks=(5, 3))
     Y = head_outputs(X, W_o, W_v)
     assert out.relative_error == pytest.approx(((Y - head_outputs(X, *dense(out))).norm() / Y.norm()).item(), rel=1e-6)
+
+
+def test_error_of_a_pair_is_that_of_the_raw_head_outputs_on_any_tokens():
+    _, W_o, W_v, P = setup(K=2)
+    O, V = dense(joint_vo(W_o, W_v, P, ranks=(5, 3)))
+    X = activations("outlier", d, tokens=50, seed=5)
+    Y = head_outputs(X, W_o, W_v)
+    expected = ((Y - head_outputs(X, O, V)).norm() / Y.norm()).item()
+    found = pair_error(Pair(W_o.mT, W_v), Pair(O.mT, V), metrics=(None, X.T @ X))
+    assert found == pytest.approx(expected, rel=1e-8)
 
 
 @pytest.mark.parametrize("ranks", [(2, 2), (5, 3), (4, 8)])

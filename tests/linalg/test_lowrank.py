@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import KINDS, Problem, activations, problem, rms_error
 
+from rankfold.linalg import lowrank
 from rankfold.linalg.lowrank import bias_update, low_rank, metric_error
 from rankfold.linalg.preconditioner import PRECONDITIONERS, preconditioner
 
@@ -162,6 +163,17 @@ def test_bias_update_is_least_squares_on_the_raw_activations(rank):
     centred = Y - Y.mean(0)
     best = torch.linalg.svdvals(centred)[rank:].norm()  # best rank-r plus constant
     assert (rest - bias).norm().item() == pytest.approx(best.item(), rel=1e-6, abs=1e-8)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 512])
+def test_metric_error_is_that_of_the_raw_outputs(rows, monkeypatch):
+    p = problem("gaussian")
+    monkeypatch.setattr(lowrank, "ROWS", rows)
+    gap, Y = torch.randn(9, 12, generator=torch.Generator().manual_seed(3), dtype=torch.float64), p.X @ p.W.T
+    assert metric_error(gap, p.W, p.C) == pytest.approx(rms_error(Y, Y + p.X @ gap.T), rel=1e-9)
+    moved, centred = p.X @ gap.T + p.bias, Y - Y.mean(0)
+    found = metric_error(gap, p.W, p.Sigma, shift=gap @ p.mean + p.bias)
+    assert found == pytest.approx((moved.norm() / centred.norm()).item(), rel=1e-9)
 
 
 def test_covariance_and_bias_beat_the_second_moment_without():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rankfold.linalg.preconditioner import Preconditioner
-from rankfold.linalg.psd import all_finite, check_moment, quadratic
+from rankfold.linalg.psd import ROWS, all_finite, check_moment, quadratic
 
 __all__ = ["LowRank", "bias_update", "low_rank", "metric_error"]
 
@@ -139,15 +139,22 @@ def bias_update(W: Tensor, factors: tuple[Tensor, Tensor], mean: Tensor, bias: T
     return (start + W.to(mean) @ mean - B @ (A @ mean)).to(W.dtype)
 
 
-def relative_norm(gap: Tensor, reference: Tensor) -> float:
-    """``||gap|| / ||reference||``, 0 when both vanish."""
-    return (gap.norm() / reference.norm().clamp_min(torch.finfo(reference.dtype).tiny)).item()
+def metric_error(gap: Tensor, W: Tensor, C: Tensor, *, shift: Tensor | None = None) -> float:
+    """RMS of ``gap x + shift`` over RMS of ``W x`` for inputs with second moment ``C``, 0 when both vanish.
 
-
-def metric_error(gap: Tensor, W: Tensor, C: Tensor) -> float:
-    """RMS of ``gap x`` over RMS of ``W x`` for inputs with second moment ``C``, 0 when both vanish."""
-    error, energy = ((gap @ C) * gap).sum().clamp_min(0), ((W @ C) * W).sum()
+    Args:
+        gap, W: ``(O, N)``.
+        C: ``(N, N)``; the covariance where there is a ``shift``.
+        shift: ``(O,)`` error of the mean output.
+    """
+    error, energy = _energy(gap, C), _energy(W, C)
+    error = error if shift is None else error + shift.square().sum()
     return (error / energy.clamp_min(torch.finfo(C.dtype).tiny)).sqrt().item()
+
+
+def _energy(W: Tensor, C: Tensor) -> Tensor:
+    """``trace(W C W^T)``, a few rows at a time."""
+    return sum(((rows @ C) * rows).sum() for rows in W.split(ROWS)).clamp_min(0)
 
 
 def fix_signs(U: Tensor) -> Tensor:

@@ -6,13 +6,15 @@ Allocation, calibration, checkpoints and reports know nothing else about it.
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
 from ..architectures import Architecture, BlockView
+from ..calibration.moments import BlockMoments
 from ..errors import OptionError
 
 __all__ = ["BlockResult", "Method", "Unit", "make_method", "method_class", "method_names", "register_method"]
@@ -41,6 +43,7 @@ class BlockResult(NamedTuple):
     modules: dict[str, dict]  # path relative to the block -> description (see modules/modeling_rankfold.py)
     state: dict[str, Tensor]  # tensor name relative to the block -> value, for the replaced modules only
     reports: dict[str, dict]  # module -> what was measured: relative_error, bounds, ...
+    errors: Mapping[str, Callable[[BlockMoments], float]] = MappingProxyType({})  # module -> its error on any moments
 
 
 @dataclass(frozen=True)
