@@ -1,5 +1,6 @@
 """Where compressed blocks go: a model in memory, or a folder that survives being killed."""
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from torch import nn
@@ -44,6 +45,8 @@ class InFolder:
 
     def __init__(self, source: Source, run: Run):
         self.source, self.run, self.probe = source, run, Probe(source)
+        self._writer = ThreadPoolExecutor(max_workers=1) if source.overlaps else None
+        self._writing: Future | None = None
 
     def __contains__(self, index: int) -> bool:
         return index in self.run
@@ -53,8 +56,17 @@ class InFolder:
         return self.run.load_block(view.index, view.path)
 
     def keep(self, view: BlockView, result: BlockResult) -> None:
-        """Make a block whose modules have been replaced durable."""
-        self.run.save_block(view.index, view.path, view.module, self.source.dtype, result)
+        """Make a block whose modules have been replaced durable; where writing overlaps, while the next one is computed."""
+        block = (view.index, view.path, view.module, self.source.dtype, result)
+        if self._writer is None:
+            return self.run.save_block(*block)
+        self._written()
+        self._writing = self._writer.submit(self.run.save_block, *block)
+
+    def _written(self) -> None:
+        """Wait for the block under way; an error that came up there is raised here."""
+        if self._writing is not None:
+            self._writing.result()
 
     def follow(self, view: BlockView) -> None:
         """Note what a compressed block computes, to compare the checkpoint with."""
@@ -62,4 +74,5 @@ class InFolder:
 
     def finish(self, config, card: str, record: dict) -> Path:
         """The folder, complete and checked."""
+        self._written()
         return self.run.finish(self.source, config, card, record, self.probe.check)

@@ -21,6 +21,7 @@ from .calibration.runner import advance, measure, start
 from .calibration.store import MomentStore
 from .calibration.supply import Measured, Stored
 from .calibration.tokens import Tokens, check_vocabulary
+from .checkpoint.reading import BlockReader
 from .checkpoint.run import Run, compressed_config
 from .checkpoint.source import Source
 from .destination import InFolder, InMemory
@@ -68,9 +69,9 @@ def calibrate(
 
 
 def _measure_all(source: Source, tokens: Tokens, statistics: set[str], store: MomentStore, missing: set[int]) -> None:
-    stream = _start(source, tokens)
+    stream, read = _start(source, tokens), BlockReader(source)
     for index in track(range(max(missing) + 1), "calibrating"):
-        view = source.block(index)
+        view = read(index)
         if index in missing:
             store[index] = measure(view, stream, statistics, step=True)
         else:
@@ -142,7 +143,12 @@ def compress(
         if on_plan:
             on_plan(the_plan)
         work = _Work(
-            source, method, _supply(source, tokens, moments, mode), _watch(source, held_out, mode), _into(source, run)
+            source,
+            method,
+            BlockReader(source),
+            _supply(source, tokens, moments, mode),
+            _watch(source, held_out, mode),
+            _into(source, run),
         )
         blocks = [
             _compress_block(work, index, of_block(ranks, index)) for index in track(range(len(source)), "compressing")
@@ -171,6 +177,7 @@ class _Work(NamedTuple):
 
     source: Source
     method: Method
+    read: BlockReader
     supply: Stored | Measured  # where its moments come from
     watch: HeldOut | NothingHeldOut  # what looks at the result on text that was not fitted
     into: InMemory | InFolder  # where it goes
@@ -227,8 +234,8 @@ def _compress_block(work: _Work, index: int, ranks: dict[str, int]) -> BlockResu
     Returns:
         Descriptions by full path and what was measured; the tensors went to where blocks go.
     """
-    source, method, supply, watch, into = work
-    view = source.block(index)
+    source, method, read, supply, watch, into = work
+    view = read(index)
     release_memory()
     if index in into:
         supply.skip(view)

@@ -40,6 +40,8 @@ class Source:
         device: where blocks run.
         weights: where blocks are read from; ``None`` where all are in memory.
         tokenizer_files: where the tokenizer is read from when it is wanted; ``None`` where there is none.
+        overlaps: read the next block and write the last one while this one is computed. It costs the memory of two blocks, and
+            gains nothing where the processor that computes also reads.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Source:
         self.architecture = architecture_of(self.model)
         self.autocast = autocast_dtype(device)  # precision of block forwards; None for the compute dtype itself
         self.weights, self.tokenizer_files = weights, tokenizer_files
+        self.overlaps = device.type != "cpu"
         self._tokenizer = tokenizer
 
     @property
