@@ -135,23 +135,6 @@ def test_devices_that_multiply_half_precision_into_fp32_are_given_half_precision
     torch.testing.assert_close(ours, x.double().T @ x.double(), rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.integers(1, 6), st.integers(1, 30), st.integers(1, 30), st.integers(0, 100))
-def test_merged_halves_are_the_whole(width, n, m, seed):
-    x = draw(n + m, width, seed=seed).mul(64).round()  # whole numbers: fp32 sums of products are exact too
-    whole, merged = streamed([x[:n], x[n:]]), streamed([x[:n]]).merge(streamed([x[n:]]))
-    assert merged.count == whole.count
-    for part in ("total", "absolute", "second"):
-        torch.testing.assert_close(getattr(merged, part), getattr(whole, part), rtol=1e-12, atol=1e-12)
-
-
-def test_merging_keeps_what_is_not_measured_absent():
-    moment = Moment(3, torch.ones(2), None, None)
-    merged = moment.merge(moment)
-    assert merged.count == 6 and merged.absolute is None and merged.second is None
-    assert torch.equal(merged.total, 2 * torch.ones(2))
-
-
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=6), st.integers(1, 9))
 def test_samples_are_every_so_many_rows_whatever_the_batches(sizes, stride):
@@ -160,7 +143,6 @@ def test_samples_are_every_so_many_rows_whatever_the_batches(sizes, stride):
         samples.add(batch[None])
     out = samples.finish()
     assert torch.equal(out.rows, x[::stride]) and out.count == len(out.rows)
-    assert len(out.merge(out).rows) == 2 * len(out.rows)
 
 
 def test_heads_are_measured_one_by_one():

@@ -1,4 +1,4 @@
-"""Streaming second moments: sums that merge over batches, processes and files.
+"""Streaming second moments: sums over batches.
 
 Shape legend: N width of what is measured, H heads, n rows (tokens) of a batch.
 
@@ -56,20 +56,6 @@ class Moment:
         mean = self.mean
         cross = mean.unsqueeze(-1) * point.unsqueeze(-2)
         return self.C.sub_(cross).sub_(cross.mT).add_(point.unsqueeze(-1) * point.unsqueeze(-2))
-
-    def merge(self, other: "Moment") -> "Moment":
-        """The moment over both sets of observations."""
-
-        def add(a, b):
-            return None if a is None else a + b
-
-        return Moment(
-            self.count + other.count,
-            add(self.total, other.total),
-            add(self.absolute, other.absolute),
-            add(self.second, other.second),
-            None if self.rows is None else torch.cat([self.rows, other.rows]),
-        )
 
     def rounded(self) -> "Moment":
         """The moment as it is saved, in fp32: what is computed from saved moments is computed from these."""
