@@ -175,7 +175,7 @@ def _supply(source: Source, tokens: Tokens | None, moments: MomentStore | None, 
 def _watch(source: Source, held_out, mode: str) -> HeldOut | NothingHeldOut:
     if held_out is None:
         return NothingHeldOut()
-    check_vocabulary(held_out, source.config.vocab_size)
+    check_vocabulary(held_out, source.text_config.vocab_size)
     return HeldOut(source, held_out, sequential=mode == "sequential")
 
 
@@ -251,7 +251,7 @@ def _decompose(method: Method, view, moments, ranks: dict[str, int]) -> BlockRes
 
 
 def _start(source: Source, tokens: Tokens):
-    check_vocabulary(tokens.ids, source.config.vocab_size)
+    check_vocabulary(tokens.ids, source.text_config.vocab_size)
     return start(source, tokens.ids, autocast=source.autocast)
 
 
