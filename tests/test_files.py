@@ -166,3 +166,30 @@ def test_an_output_must_be_new_and_its_parent_there(tmp_path):
     (tmp_path / "file").write_text(json.dumps(1))
     with pytest.raises(CheckpointError, match=r"file is not a folder; make it first"):
         check_output(tmp_path / "file" / "new")
+
+
+def test_a_name_that_no_file_can_have_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"cannot use .*x: File name too long; choose another folder"):
+        check_output(tmp_path / ("x" * 300))
+    with pytest.raises(CheckpointError, match=r"cannot use .*: .*null byte; choose another folder"):
+        check_output(tmp_path / "a\0b")
+
+
+def test_a_name_that_is_not_utf8_comes_back(tmp_path):
+    name = os.fsdecode(b"mod\xe9le")
+    write_json(tmp_path / "out", {"name": name})
+    assert read_json(tmp_path / "out") == {"name": name}
+
+
+@pytest.mark.parametrize("content", ["[1]", '{"x": NaN}', '{"x": ' * 100000, '{"x": ' + "9" * 5000 + "}"])
+def test_json_that_is_no_object_of_numbers_and_strings_is_named(tmp_path, content):
+    (tmp_path / "run.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"/run\.json is missing or damaged \("):
+        read_json(tmp_path / "run.json")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes with a name")
+def test_a_pipe_in_the_place_of_a_record_does_not_hang(tmp_path):
+    os.mkfifo(tmp_path / "run.json")
+    with pytest.raises(CheckpointError, match=r"run\.json is missing or damaged \(it is not a file\)"):
+        read_json(tmp_path / "run.json")

@@ -17,7 +17,7 @@ from . import modules as _modules  # noqa: F401 - registers the checkpoint forma
 from .calibration.store import MomentStore
 from .calibration.tokens import Tokens, load_tokens
 from .checkpoint.load import load_model as load
-from .checkpoint.load import save_model as save
+from .checkpoint.saving import save_model as save
 from .checkpoint.source import Source, open_model
 from .errors import RankfoldError
 from .evaluation.perplexity import perplexity

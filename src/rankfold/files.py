@@ -1,7 +1,9 @@
 """Durable writes: a file is either whole or not there."""
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -10,25 +12,48 @@ from torch import Tensor
 
 from .errors import CheckpointError
 
-__all__ = ["check_output", "read_json", "sync_folder", "write_json", "write_tensors", "write_text"]
+__all__ = [
+    "check_output",
+    "read_json",
+    "sweep",
+    "sync_files",
+    "sync_folder",
+    "write_json",
+    "write_tensors",
+    "write_text",
+    "writing",
+]
+
+TEMPORARY = ".tmp"  # what is being written; a kill may leave it behind
 
 
 def check_output(output: Path) -> None:
-    """Raise :class:`CheckpointError` if ``output`` cannot become a new folder."""
-    if output.exists():
-        raise CheckpointError(f"{output} exists already; choose another folder or remove it")
-    if not output.parent.is_dir():
-        raise CheckpointError(f"{output.parent} is not a folder; make it first")
+    """Raise :class:`CheckpointError` if ``output`` cannot become a new file or folder."""
+    try:
+        if os.path.lexists(output):  # a link to nothing is in the way, too
+            raise CheckpointError(f"{output} exists already; choose another folder or remove it")
+        if not output.parent.is_dir():
+            raise CheckpointError(f"{output.parent} is not a folder; make it first")
+        output.lstat()  # what lexists takes for "not there" may be a name that no file can have
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"cannot use {output}: {reason}; choose another folder") from error
 
 
 def _finish(temporary: Path, path: Path) -> None:
     umask = os.umask(0)
     os.umask(umask)
     os.chmod(temporary, 0o666 & ~umask)  # safetensors makes files only their owner can read
-    with open(temporary, "r+b") as handle:  # Windows syncs only what is open for writing
-        os.fsync(handle.fileno())
+    _sync(temporary)
     os.replace(temporary, path)
     sync_folder(path.parent)
+
+
+def _sync(path: Path) -> None:
+    with open(path, "r+b") as handle:  # Windows syncs only what is open for writing
+        os.fsync(handle.fileno())
 
 
 def sync_folder(folder: Path) -> None:
@@ -41,19 +66,57 @@ def sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _guard(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"cannot write {path}: {error.strerror or error}; free space or choose another folder")
+def sync_files(folder: Path) -> None:
+    """Make all files of a folder durable, whoever wrote them."""
+    for path in sorted(folder.iterdir()):
+        if path.is_file():
+            _sync(path)
+    sync_folder(folder)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what killed writes left behind."""
+    for path in sorted(folder.rglob(f"*{TEMPORARY}")):
+        path.unlink()
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """One line for whatever stops a write, ours or a library's.
+
+    Raises:
+        CheckpointError: the disk is full, a folder is closed, ...
+    """
+    try:
+        yield
+    except Exception as error:
+        # safetensors and tokenizers report a full disk their own way; the latter as a bare Exception
+        if not isinstance(error, OSError | SafetensorError) and type(error) is not Exception:
+            raise
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"cannot write {path}: {reason}; free space or choose another folder") from error
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A temporary name to write to, which becomes ``path`` behind the block; after an error nothing of it is left."""
+    temporary = path.with_name(path.name + TEMPORARY)
+    with writing(path):
+        try:
+            yield temporary
+            _finish(temporary, path)
+        except (OSError, SafetensorError):
+            with contextlib.suppress(OSError):  # the first error is the one to tell
+                temporary.unlink()
+            raise
 
 
 def write_text(path: Path, text: str) -> None:
     """Write text, fsync, rename."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_bytes(text.encode("utf-8", "surrogateescape"))
-        _finish(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise _guard(path, error) from error
+    # Names of files that are not UTF-8 reach Python as lone surrogates; as escapes JSON gives them back.
+    encoded = text.encode("utf-8", "backslashreplace")
+    with _replacing(path) as temporary:
+        temporary.write_bytes(encoded)
 
 
 def write_json(path: Path, value) -> None:
@@ -62,27 +125,26 @@ def write_json(path: Path, value) -> None:
 
 
 def read_json(path: Path) -> dict:
-    """Read JSON.
+    """Read a JSON object.
 
     Raises:
         CheckpointError: missing or damaged.
     """
+    damaged = f"{path} is missing or damaged"
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is missing or damaged ({error})") from error
+        if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
+            raise CheckpointError(f"{damaged} (it is not a file)")
+        value = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(value, allow_nan=False)  # Python reads NaN, which is no JSON
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{damaged} ({error})") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{damaged} (expected an object, got {type(value).__name__})")
+    return value
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file, fsync, rename."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
+    with _replacing(path) as temporary:
         ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         save_file(ready, temporary, metadata=metadata)
-        _finish(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise _guard(path, error) from error
-    except SafetensorError as error:  # how safetensors reports a full disk
-        temporary.unlink(missing_ok=True)
-        raise CheckpointError(f"cannot write {path}: {error}; free space or choose another folder") from error

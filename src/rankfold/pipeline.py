@@ -49,31 +49,34 @@ def calibrate(
     Args:
         source: an open model.
         tokens: calibration windows.
-        output: folder to keep the moments in (continued where an earlier call was interrupted); ``None``: in memory.
+        output: folder to keep the moments in; ``None``: in memory. What an earlier call left there is read and checked, and
+            only what is missing or damaged is measured.
         statistics: names out of :data:`rankfold.calibration.observers.STATISTICS`; all by default, so that any method can be
             computed from them.
 
     Raises:
         NumericsError: a weight or activation is NaN or infinite.
-        CheckpointError: ``output`` holds something else.
+        CheckpointError: ``output`` holds something else, or another process writes it.
     """
     statistics = _available(source, statistics or set(STATISTICS))
     identity = moments_identity(source, tokens, statistics)
-    store = MomentStore.create(identity, Path(output) if output else None, tokens.held_out)
-    if all(i in store for i in range(len(source))):
-        store.finish()
-        return store
+    with MomentStore.filling(identity, Path(output) if output else None, tokens.held_out) as store:
+        missing = store.missing(len(source))
+        if missing:
+            _measure_all(source, tokens, statistics, store, missing)
+    return store
+
+
+def _measure_all(source: Source, tokens: Tokens, statistics: set[str], store: MomentStore, missing: set[int]) -> None:
     stream = _start(source, tokens)
-    for index in track(range(len(source)), "calibrating"):
+    for index in track(range(max(missing) + 1), "calibrating"):
         view = source.block(index)
-        if index in store:
-            advance(view, stream)
-        else:
+        if index in missing:
             store[index] = measure(view, stream, statistics, step=True)
+        else:
+            advance(view, stream)
         del view
         release_memory()
-    store.finish()
-    return store
 
 
 def plan(source: Source, method: Method, moments: MomentStore | None = None) -> Plan:
@@ -129,7 +132,9 @@ def compress(
     held_out = tokens.held_out if tokens else moments.held_out
     identity = run_identity(source, method, calibration, mode)
     run = Run(output, identity, len(source)) if output is not None else None
-    with run.discarded_if_nothing_is_done() if run else contextlib.nullcontext():
+    with run.working() if run else contextlib.nullcontext():
+        if run and run.complete:  # what an earlier process could not rename any more
+            return run.publish()
         moments, scores = _dense_pass(source, method, tokens, moments, mode, run)
         seconds = {"calibrate": time.perf_counter() - begin}
         ranks, facts = allocate_ranks(source, method, scores)
@@ -142,18 +147,23 @@ def compress(
         blocks = [
             _compress_block(work, index, of_block(ranks, index)) for index in track(range(len(source)), "compressing")
         ]
-    outcome = work.watch.finish(the_plan.sparsity)
-    seconds["total"] = time.perf_counter() - begin
+        outcome = work.watch.finish(the_plan.sparsity)
+        seconds["total"] = time.perf_counter() - begin
+        name = run.output.name if run else source.name
+        return work.into.finish(*_documents(source, the_plan, blocks, identity, outcome, name, seconds))
+
+
+def _documents(source: Source, the_plan: Plan, blocks: list[BlockResult], identity: dict, outcome, name: str, seconds):
+    """Config, model card and run record of the result."""
     modules = {path: spec for block in blocks for path, spec in block.modules.items()}
     counts = published_counts(the_plan)
     description = {"rankfold_version": __version__, **identity, "counts": counts, "held_out": outcome}
     config = compressed_config(source, description, modules)
-    name = run.output.name if run else source.name
-    command = reproduce_command(source.name, name, method.describe(), calibration, mode, dtype_name(source))
+    calibration, mode = identity["calibration"], identity["mode"]
+    command = reproduce_command(source.name, name, the_plan.method, calibration, mode, dtype_name(source))
     card = model_card(the_plan, __version__, name, calibration, command, outcome)
     reports = {str(index): block.reports for index, block in enumerate(blocks)}
-    record = run_record(source, description, command, the_plan, reports, seconds)
-    return work.into.finish(config, card, record)
+    return config, card, run_record(source, description, command, the_plan, reports, seconds)
 
 
 class _Work(NamedTuple):
@@ -203,7 +213,7 @@ def _dense_pass(source: Source, method: Method, tokens, moments, mode: str, run:
         return None, None
     if moments is None:
         statistics = needed(source, method) if mode == "one-pass" else {"influence"}
-        moments = calibrate(source, tokens, run.folder / "moments" if run else None, statistics=statistics)
+        moments = calibrate(source, tokens, run.moments if run else None, statistics=statistics)
     scores = _scores(moments, len(source)) if method.allocation != "uniform" else None
     if mode == "sequential":
         return None, scores

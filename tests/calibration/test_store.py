@@ -1,5 +1,8 @@
 """Folders of moments: the same numbers back, and nothing unfinished or foreign taken for them."""
 
+import hashlib
+import json
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +11,7 @@ import torch
 from rankfold.calibration.moments import Moment
 from rankfold.calibration.store import MomentStore
 from rankfold.errors import CheckpointError
+from rankfold.files import write_json, write_tensors
 
 IDENTITY = {
     "name": "tiny",
@@ -43,6 +47,11 @@ def block(seed: int) -> dict[str, Moment]:
     }
 
 
+def source(fingerprint: str = "f00d", dtype=torch.float32):
+    """What a store looks at in a model."""
+    return SimpleNamespace(fingerprint=fingerprint, dtype=dtype)
+
+
 def same(a: dict[str, Moment], b: dict[str, Moment]) -> None:
     """Equal up to the fp32 they are stored in."""
     assert a.keys() == b.keys()
@@ -66,17 +75,17 @@ def folder(tmp_path):
 def test_a_folder_gives_back_what_was_put_in(folder):
     store = MomentStore.open(folder)
     assert store.identity == IDENTITY
-    assert 0 in store and 1 in store and 2 not in store
+    assert store.missing(3) == {2}
     same(store[0], block(0))
     same(store[1], block(1))
 
 
 def test_memory_gives_back_what_was_put_in():
     store = MomentStore.create(IDENTITY, None)
-    assert 0 not in store
+    assert store.missing(1) == {0}
     store[0] = block(0)
     store.finish()
-    assert 0 in store
+    assert store.missing(1) == set()
     same(store[0], block(0))
 
 
@@ -106,7 +115,7 @@ def test_an_interrupted_folder_is_refused_and_can_be_continued(tmp_path):
     ):
         MomentStore.open(folder)
     store = MomentStore.create(IDENTITY, folder)
-    assert 0 in store and 1 not in store
+    assert store.missing(2) == {1}
     store[1] = block(1)
     store.finish()
     same(MomentStore.open(folder)[0], block(0))
@@ -114,7 +123,7 @@ def test_an_interrupted_folder_is_refused_and_can_be_continued(tmp_path):
 
 def test_a_finished_folder_is_used_again(folder):
     store = MomentStore.create(IDENTITY, folder)
-    assert 0 in store and 1 in store
+    assert store.missing(2) == set()
     store.finish()
     assert MomentStore.open(folder).identity == IDENTITY
 
@@ -158,7 +167,7 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(CheckpointError, match=r"cannot make .*file/moments: Not a directory"):
+    with pytest.raises(CheckpointError, match=r"cannot write .*file/moments: Not a directory"):
         MomentStore.create(IDENTITY, tmp_path / "file" / "moments")
 
 
@@ -169,19 +178,34 @@ def test_a_folder_that_is_no_moments_folder_says_how_to_make_one(tmp_path):
         MomentStore.open(tmp_path)
 
 
-@pytest.mark.parametrize("damage", ["missing", "cut", "rubbish"])
+@pytest.mark.parametrize("damage", ["missing", "cut", "rubbish", "flipped", "another block", "of other moments"])
 def test_a_damaged_block_is_named(folder, damage):
     file = folder / "block-00001.safetensors"
     content = file.read_bytes()
     file.unlink()
+    if damage == "of other moments":
+        other = MomentStore.create({**IDENTITY, "model": "beef"}, folder.with_name("other"))
+        other[1] = block(1)
+        content = (other.folder / file.name).read_bytes()
+    flipped = content[:-1] + bytes([content[-1] ^ 1])
+    another = (folder / "block-00000.safetensors").read_bytes()
+    damaged = {
+        "cut": content[: len(content) // 2],
+        "rubbish": b"rubbish" * 10,
+        "flipped": flipped,
+        "another block": another,
+        "of other moments": content,
+    }
     if damage != "missing":
-        file.write_bytes(content[: len(content) // 2] if damage == "cut" else b"rubbish" * 10)
+        file.write_bytes(damaged[damage])
     store = MomentStore.open(folder)
     same(store[0], block(0))
     with pytest.raises(
-        CheckpointError, match=r"block-00001\.safetensors is missing or damaged; run `rankfold calibrate` again"
+        CheckpointError,
+        match=r"block-00001\.safetensors is missing or damaged \(.*\); the same `rankfold calibrate` again measures it anew",
     ):
         store[1]
+    assert store.missing(2) == {1}
 
 
 def test_a_damaged_record_is_named(folder):
@@ -190,15 +214,81 @@ def test_a_damaged_record_is_named(folder):
         MomentStore.open(folder)
 
 
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"tokens": None}, r"moments\.json is damaged: tokens should be an object, got 'None'; copy or make it again"),
+        ({"tokens": {"samples": 2}}, r"tokens lacks source, origin, length, tokens, seed, sha256; copy"),
+        ({"statistics": ["query", 5]}, r"statistics\.1 should be a string, got '5'"),
+        ({"blocks": True}, r"blocks should be a whole number, got 'True'"),
+    ],
+)
+def test_a_record_with_something_else_in_it_is_named(folder, change, message):
+    write_json(folder / "moments.json", IDENTITY | change)
+    with pytest.raises(CheckpointError, match=message):
+        MomentStore.open(folder)
+
+
+def test_a_record_that_lacks_something_is_named(folder):
+    write_json(folder / "moments.json", {key: value for key, value in IDENTITY.items() if key != "model"})
+    with pytest.raises(CheckpointError, match=r"moments\.json is damaged: it lacks model; copy or make it again"):
+        MomentStore.open(folder)
+
+
+@pytest.mark.parametrize("damage", ["missing", "others"])
+def test_held_out_windows_that_are_damaged_are_named_and_made_anew(tmp_path, damage):
+    ids, folder = torch.arange(16).view(2, 8), tmp_path / "moments"
+    digest = hashlib.sha256(ids.numpy()).hexdigest()[:32]
+    identity = IDENTITY | {"tokens": IDENTITY["tokens"] | {"held_out": 2, "held_out_sha256": digest}}
+    with MomentStore.filling(identity, folder, ids):
+        pass
+    (folder / "held-out.safetensors").unlink()
+    if damage == "others":
+        write_tensors(folder / "held-out.safetensors", {"ids": ids + 1})
+    with pytest.raises(
+        CheckpointError,
+        match=r"held-out\.safetensors is missing or damaged .*`rankfold calibrate` again measures it anew",
+    ):
+        MomentStore.open(folder)
+    with MomentStore.filling(identity, folder, ids):
+        pass
+    assert torch.equal(MomentStore.open(folder).held_out, ids)
+
+
+def test_two_processes_do_not_fill_one_folder(tmp_path):
+    with MomentStore.filling(IDENTITY, tmp_path / "moments"):
+        with pytest.raises(
+            CheckpointError, match=rf"moments is being written by process {os.getpid()} on .*; wait until it is done or"
+        ):
+            with MomentStore.filling(IDENTITY, tmp_path / "moments"):
+                pass
+    assert os.listdir(tmp_path / "moments") == ["moments.json"]
+
+
+@pytest.mark.parametrize("left", ["moments.unfinished.json.tmp", ".rankfold.lock", "moments.unfinished.json"])
+def test_what_a_kill_leaves_behind_is_no_obstacle(tmp_path, left):
+    (tmp_path / left).write_text(json.dumps(IDENTITY) if left.endswith("json") else "")
+    with MomentStore.filling(IDENTITY, tmp_path):
+        pass
+    assert os.listdir(tmp_path) == ["moments.json"]
+
+
 def test_moments_of_another_model_are_refused(folder):
     store = MomentStore.open(folder)
-    store.check(SimpleNamespace(fingerprint="f00d"), {"query"})
+    store.check(source(), {"query"})
     with pytest.raises(CheckpointError, match=r"measured on another model \(tiny\); calibrate this one"):
-        store.check(SimpleNamespace(fingerprint="beef"), {"query"})
+        store.check(source(fingerprint="beef"), {"query"})
+
+
+def test_moments_of_another_precision_are_refused(folder):
+    with pytest.raises(
+        CheckpointError, match=r"measured on weights in float32, not bfloat16; use that dtype or calibrate"
+    ):
+        MomentStore.open(folder).check(source(dtype=torch.bfloat16, fingerprint="beef"), {"query"})
 
 
 def test_missing_statistics_are_named(folder):
     with pytest.raises(CheckpointError, match="lack key, value; calibrate again for this method"):
-        MomentStore.open(folder).check(SimpleNamespace(fingerprint="f00d"), {"query", "value", "key"})
+        MomentStore.open(folder).check(source(), {"query", "value", "key"})
     with pytest.raises(CheckpointError, match="the moments in memory lack key"):
-        MomentStore.create(IDENTITY, None).check(SimpleNamespace(fingerprint="f00d"), {"key"})
+        MomentStore.create(IDENTITY, None).check(source(), {"key"})

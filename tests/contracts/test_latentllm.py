@@ -8,7 +8,6 @@ from families import CONFIGS, opened, some_ids, tokens
 from rankfold import LatentLLM
 from rankfold.calibration.runner import advance, measure, start
 from rankfold.errors import NumericsError, OptionError, UnsupportedModelError
-from rankfold.methods.base import BlockResult
 from rankfold.methods.latentllm.attention import ATTENTION, decompose_attention
 from rankfold.methods.latentllm.mlp import decompose_mlp
 from rankfold.modules import CompressedAttention, LatentLinear, build
@@ -36,12 +35,12 @@ def full_rank_block(family: str, **options):
     view = source.block(0)
     moments = measure(view, start(source, tokens(32).ids, autocast=None), method.statistics(view), step=False)
     ranks = {u.module: u.ranks[-1] for u in method.units(view)}
-    result = BlockResult({}, {}, {})
     attention = {m: r for m, r in ranks.items() if m in ATTENTION}
-    decompose_attention(method, view, moments, attention, result)
+    result = decompose_attention(method, view, moments, attention)
     mlp = {m: r for m, r in ranks.items() if m not in attention}
     if mlp:
-        decompose_mlp(method, view, moments, mlp, result)
+        for whole, part in zip(result, decompose_mlp(method, view, moments, mlp), strict=True):
+            whole.update(part)
     replace(view, result, source)
     assert any(isinstance(m, LatentLinear) for m in view.module.modules())
     streams = [start(source, some_ids(), autocast=None) for _ in range(2)]

@@ -149,7 +149,7 @@ def test_the_error_reported_is_that_of_what_is_stored(option):
             weight = (runtime(torch.eye(specs[module]["in"])) - runtime.bias).T.double()
         W, given = (
             dense[module].weight.double(),
-            prepare(method, moments[statistic.get(module, "attention_input")], centred=True),
+            prepare(method, moments, statistic.get(module, "attention_input"), centred=True),
         )
         error = (((W - weight) @ given.C) * (W - weight)).sum() / ((W @ given.C) * W).sum()
         assert result.reports[module]["relative_error"] == pytest.approx(error.sqrt().item(), rel=1e-3)

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from problems import activations, heads
 from tensorly.decomposition import partial_tucker
 
-from rankfold.linalg.joint_qk import qk_parameters
-from rankfold.linalg.joint_vo import attention_aware_output, joint_vo, vo_bias, vo_macs
-from rankfold.linalg.junction import head_block_identity
-from rankfold.linalg.lowrank import preconditioner
+from rankfold.linalg.joint_qk import Pair, pair_error
+from rankfold.linalg.joint_vo import attention_aware_output, joint_vo, vo_bias
+from rankfold.linalg.preconditioner import preconditioner
 
 d, d_out, h, H = 12, 10, 3, 4
 
@@ -40,6 +39,16 @@ def test_reported_error_is_that_of_the_raw_head_outputs(kind, K):
     out = joint_vo(W_o, W_v, P, ranks=(5, 3))
     Y = head_outputs(X, W_o, W_v)
     assert out.relative_error == pytest.approx(((Y - head_outputs(X, *dense(out))).norm() / Y.norm()).item(), rel=1e-6)
+
+
+def test_error_of_a_pair_is_that_of_the_raw_head_outputs_on_any_tokens():
+    _, W_o, W_v, P = setup(K=2)
+    O, V = dense(joint_vo(W_o, W_v, P, ranks=(5, 3)))
+    X = activations("outlier", d, tokens=50, seed=5)
+    Y = head_outputs(X, W_o, W_v)
+    expected = ((Y - head_outputs(X, O, V)).norm() / Y.norm()).item()
+    found = pair_error(Pair(W_o.mT, W_v), Pair(O.mT, V), metrics=(None, X.T @ X))
+    assert found == pytest.approx(expected, rel=1e-8)
 
 
 @pytest.mark.parametrize("ranks", [(2, 2), (5, 3), (4, 8)])
@@ -116,8 +125,14 @@ def attention_inputs(K, *, seed=3):
     return V, V.T @ V / len(V)
 
 
+def root(P):
+    """The paper's symmetric root."""
+    values, U = torch.linalg.eigh(P.gram(torch.eye(d, dtype=torch.float64)))
+    return (U * values.clamp_min(0).sqrt()) @ U.T
+
+
 def prediction(W_v, out, P):
-    N = P.matrix @ torch.linalg.pinv(W_v @ P.matrix)
+    N = root(P) @ torch.linalg.pinv(W_v @ root(P))
     E = out.B_v @ out.A_v @ N
     return torch.block_diag(*E.repeat_interleave(H // len(W_v), 0))
 
@@ -151,41 +166,12 @@ def test_why_equation_222_is_left_out():
     """With r_v >= h a random A_v has no loss on tokens predicted from values, though it ruins real tokens."""
     X, W_o, W_v, P = setup()
     A_v = heads(1, h, d, seed=11)[0]  # r_v = h, random
-    N = P.matrix @ torch.linalg.pinv(W_v @ P.matrix)
+    N = root(P) @ torch.linalg.pinv(W_v @ root(P))
     out = joint_vo(W_o, W_v, P, ranks=(10, h))._replace(A_v=A_v, B_v=torch.linalg.pinv(A_v @ N))
     refit = attention_aware_output(W_o, W_v, out, P, attention_inputs(4)[1], rank=10, ridge=0.0)
     assert refit.relative_error < 1e-6
     Y = head_outputs(X, W_o, W_v)
     assert ((Y - head_outputs(X, refit.B_o @ refit.A_o, out.B_v @ A_v)).norm() / Y.norm()) > 0.5
-
-
-def test_head_junction_applies_to_values_and_outputs():
-    X, W_o, W_v, P = setup(K=2)
-    out = joint_vo(W_o, W_v, P, ranks=(5, 4))
-    junction = head_block_identity(out.A_o.mT, out.B_v)
-    B_v = torch.zeros_like(out.B_v)
-    for g, order in enumerate(junction.order):
-        B_v[g][:, order] = torch.cat([torch.eye(h, dtype=X.dtype), junction.B_k2[g]], 1)
-    new = head_outputs(X, out.B_o @ junction.B_q.mT, B_v @ out.A_v)
-    torch.testing.assert_close(new, head_outputs(X, *dense(out)))
-    stored = out.B_o.numel() + out.A_v.numel() + junction.B_q.numel() + junction.B_k2.numel()
-    count = qk_parameters(d, h, (H, 2), (5, 4), block_identity=False, head_junction=True)
-    assert stored == count - 5 * (d - d_out)
-
-
-def test_macs_are_those_of_the_einsums():
-    l, K, r_o, r_v = 7, 2, 5, 4
-
-    def cost(*sizes):
-        return torch.tensor(sizes).prod().item()
-
-    macs = vo_macs(l, (d, d_out), h, (H, K), (r_o, r_v))
-    shared = cost(l, d, r_v)
-    per_head = cost(H, h, l, l) + cost(H, r_o, h, l)
-    assert macs.eq17 == shared + cost(K, h, r_v, l) + per_head + cost(H, d_out, r_o, l)
-    assert macs.best == shared + cost(K, h, r_v, l) + per_head + cost(d_out, r_o, l)
-    assert macs.eq18 == shared + cost(H, r_v, l, l) + cost(H, h, r_v, l) + cost(H, r_o, h, l) + cost(d_out, r_o, l)
-    assert macs.eq18 - macs.eq18_printed == (H - 1) * r_v * l * l  # the paper's slip
 
 
 @pytest.mark.parametrize(

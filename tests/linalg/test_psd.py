@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import KINDS, activations
 
-from rankfold.linalg.psd import check_moment, psd_root, spd_inverse
+from rankfold.linalg import psd
+from rankfold.linalg.psd import check_moment, damping, psd_root, quadratic, spd_inverse
 
 
 def moment(kind: str, seed: int = 0) -> torch.Tensor:
@@ -113,6 +114,22 @@ def test_check_moment_names_what_it_was_given():
         check_moment(torch.eye(3), 4, name="A")
     with pytest.raises(ValueError, match=r"^B has non-finite entries"):
         check_moment(torch.eye(2) / 0, 2, name="B")
+
+
+@pytest.mark.parametrize("rows", [1, 4, 9, 512])
+def test_a_quadratic_form_by_rows_is_the_product(rows, monkeypatch):
+    W = torch.randn(9, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    C = moment("gaussian")
+    monkeypatch.setattr(psd, "ROWS", rows)
+    K = quadratic(W, C)
+    torch.testing.assert_close(K, W @ C @ W.T)
+    assert torch.equal(K, K.T)
+
+
+def test_damping_is_relative_and_never_negative():
+    C = torch.diag(torch.tensor([1.0, 2.0, 6.0]))
+    assert damping(C, 0.5) == pytest.approx(1.5) and damping(10 * C, 0.5) == pytest.approx(15)
+    assert damping(-C, 0.5) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from problems import KINDS, heads, problem, rms_error
 
 from rankfold.linalg.junction import apply_junction
-from rankfold.linalg.lowrank import low_rank, preconditioner
+from rankfold.linalg.lowrank import low_rank
+from rankfold.linalg.preconditioner import preconditioner
 from rankfold.linalg.quantization import dequantize, quantize, quantized_bytes, refine_quantized
 
 

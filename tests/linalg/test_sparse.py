@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import KINDS, problem, rms_error
 
-from rankfold.linalg.lowrank import low_rank, preconditioner
+from rankfold.linalg.lowrank import low_rank
+from rankfold.linalg.preconditioner import preconditioner
 from rankfold.linalg.sparse import (
     fista,
     hard_shrink,

@@ -1,20 +1,42 @@
 """Moments of all blocks, in memory or in a folder: calibrate once, compress many times."""
 
+import contextlib
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
-from safetensors import SafetensorError
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..files import read_json, write_json, write_tensors
+from ..files import read_json, sweep, sync_folder, write_json, write_tensors, writing
+from ..locking import locked
+from ..records import check_record
 from .moments import BlockMoments, Moment
 
 __all__ = ["MomentStore"]
 
+log = logging.getLogger(__name__)
+
 PARTS = ("total", "absolute", "second", "rows")
-RECORD, UNFINISHED = "moments.json", "moments.unfinished.json"
+RECORD, UNFINISHED, LOCK = "moments.json", "moments.unfinished.json", ".rankfold.lock"
 HELD_OUT = "held-out.safetensors"
+FACTS = "facts"  # in the metadata of a block's file: counts and digest
+_DAMAGED = "{path} is missing or damaged ({reason}); the same `rankfold calibrate` again measures it anew"
+# What moments.json must hold.
+IDENTITY = {
+    "name": str,
+    "model": str,
+    "blocks": int,
+    "dtype": str,
+    "tokens": {"source": str, "origin": str, "samples": int, "length": int, "tokens": int, "seed": int, "sha256": str},
+    "statistics": [str],
+}
 
 
 class MomentStore:
@@ -32,29 +54,38 @@ class MomentStore:
         self._blocks: dict[int, BlockMoments] = {}
 
     @classmethod
+    @contextlib.contextmanager
+    def filling(cls, identity: dict, folder: Path | None, held_out: Tensor | None = None) -> Iterator["MomentStore"]:
+        """A store that this process alone fills, and that is finished behind the block; see :meth:`create`.
+
+        Raises:
+            CheckpointError: the folder holds something else, or another process fills it.
+        """
+        if folder is None:
+            yield cls(identity, None, held_out)
+            return
+        _check_folder(folder, identity)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder / LOCK, folder):
+            store = cls.create(identity, folder, held_out)
+            yield store
+            store.finish()
+
+    @classmethod
     def create(cls, identity: dict, folder: Path | None, held_out: Tensor | None = None) -> "MomentStore":
-        """A store to be filled; an unfinished folder of the same identity is continued.
+        """A store to be filled; a folder of the same identity is continued.
 
         Raises:
             CheckpointError: the folder holds something else.
         """
         if folder is None:
             return cls(identity, None, held_out)
-        if folder.exists() and not folder.is_dir():
-            raise CheckpointError(f"{folder} is a file; choose another folder")
-        for name in (RECORD, UNFINISHED):
-            if (folder / name).exists() and read_json(folder / name) != identity:
-                raise CheckpointError(
-                    f"{folder} holds moments of another model, text or setting; choose another folder"
-                )
-        known = (folder / RECORD).exists() or (folder / UNFINISHED).exists()
-        if folder.exists() and not known and any(folder.iterdir()):
-            raise CheckpointError(f"{folder} exists and is not a moments folder; choose another folder")
-        try:
+        _check_folder(folder, identity)
+        with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"cannot make {folder}: {error.strerror}") from error
-        if not known:
+            sweep(folder)
+        if not (folder / RECORD).exists() and not (folder / UNFINISHED).exists():
             write_json(folder / UNFINISHED, identity)
         if held_out is not None:
             write_tensors(folder / HELD_OUT, {"ids": held_out})
@@ -77,7 +108,8 @@ class MomentStore:
                 f"{folder} is not a moments folder; make one with `rankfold calibrate MODEL -o {folder}`"
             )
         identity = read_json(folder / RECORD)
-        return cls(identity, folder, _read_ids(folder / HELD_OUT) if identity["tokens"].get("held_out") else None)
+        check_record(identity, IDENTITY, folder / RECORD)
+        return cls(identity, folder, _read_held_out(folder / HELD_OUT, identity["tokens"]))
 
     @property
     def held_out(self) -> Tensor | None:
@@ -87,62 +119,114 @@ class MomentStore:
     def finish(self) -> None:
         """Declare all blocks written."""
         if self.folder and (self.folder / UNFINISHED).exists():
-            write_json(self.folder / RECORD, self.identity)
-            (self.folder / UNFINISHED).unlink()
+            with writing(self.folder):
+                os.replace(self.folder / UNFINISHED, self.folder / RECORD)
+                sync_folder(self.folder)
+
+    def missing(self, blocks: int) -> set[int]:
+        """Which of the first ``blocks`` blocks are not there as they were written; all that are get read."""
+        return {index for index in range(blocks) if not self._sound(index)}
+
+    def _sound(self, index: int) -> bool:
+        if self.folder is None:
+            return index in self._blocks
+        if not self._path(index).exists():
+            return False
+        try:
+            self[index]
+        except CheckpointError as error:
+            log.warning("%s; measuring the block again", error)
+            return False
+        return True
 
     def _path(self, index: int) -> Path:
         return self.folder / f"block-{index:05d}.safetensors"
-
-    def __contains__(self, index: int) -> bool:
-        return self._path(index).exists() if self.folder else index in self._blocks
 
     def __setitem__(self, index: int, moments: BlockMoments) -> None:
         moments = {name: moment.rounded() for name, moment in moments.items()}
         if self.folder is None:
             self._blocks[index] = moments
             return
-        tensors, counts = {}, {}
-        for name, moment in moments.items():
-            counts[f"{name}.count"] = repr(moment.count)
-            parts = {f"{name}.{part}": getattr(moment, part) for part in PARTS}
-            tensors |= {key: tensor for key, tensor in parts.items() if tensor is not None}
-        write_tensors(self._path(index), tensors, counts)
+        parts = {f"{name}.{part}": getattr(moment, part) for name, moment in moments.items() for part in PARTS}
+        tensors = {key: tensor.contiguous() for key, tensor in parts.items() if tensor is not None}
+        counts = {name: moment.count for name, moment in sorted(moments.items())}
+        facts = {"counts": counts, "sha256": self._digest(index, tensors, counts)}
+        write_tensors(self._path(index), tensors, {FACTS: json.dumps(facts)})  # one key: safetensors shuffles them
 
     def __getitem__(self, index: int) -> BlockMoments:
         if self.folder is None:
             return self._blocks[index]
-        from safetensors import safe_open
-
         path = self._path(index)
         try:
-            tensors = load_file(path)
             with safe_open(path, framework="pt") as handle:
-                counts = handle.metadata()
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} is missing or damaged; run `rankfold calibrate` again ({error})") from error
+                facts = json.loads((handle.metadata() or {}).get(FACTS, "{}"))
+                tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 - not a dict
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(_DAMAGED.format(path=path, reason=error)) from error
+        facts = facts if isinstance(facts, dict) else {}
+        counts = facts.get("counts", {})
+        if facts.get("sha256") != self._digest(index, tensors, counts):
+            raise CheckpointError(_DAMAGED.format(path=path, reason="its content is not what was written there"))
         return {
-            key.removesuffix(".count"): Moment(
-                float(count), *(tensors.get(f"{key.removesuffix('.count')}.{p}") for p in PARTS)
-            )
-            for key, count in counts.items()
+            name: Moment(float(count), *(tensors.get(f"{name}.{part}") for part in PARTS))
+            for name, count in counts.items()
         }
+
+    def _digest(self, index: int, tensors: dict[str, Tensor], counts: dict[str, float]) -> str:
+        """SHA-256 of a block's numbers, their names, and what they were measured on: tells other moments from damaged ones."""
+        digest = hashlib.sha256(json.dumps([self.identity, index, counts], sort_keys=True).encode())
+        for name, tensor in sorted(tensors.items()):
+            digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+            digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy())
+        return digest.hexdigest()
 
     def check(self, source, statistics: set[str]) -> None:
         """Raise :class:`CheckpointError` unless these moments are of ``source`` and hold ``statistics``."""
+        where, dtype = self.folder or "memory", str(source.dtype).removeprefix("torch.")
+        if self.identity["dtype"] != dtype:
+            raise CheckpointError(
+                f"the moments in {where} were measured on weights in {self.identity['dtype']}, not {dtype}; use that dtype or "
+                "calibrate again"
+            )
         if self.identity["model"] != source.fingerprint:
             raise CheckpointError(
-                f"the moments in {self.folder or 'memory'} were measured on another model ({self.identity['name']}); "
-                "calibrate this one"
+                f"the moments in {where} were measured on another model ({self.identity['name']}); calibrate this one"
             )
         missing = statistics - set(self.identity["statistics"])
         if missing:
             raise CheckpointError(
-                f"the moments in {self.folder or 'memory'} lack {', '.join(sorted(missing))}; calibrate again for this method"
+                f"the moments in {where} lack {', '.join(sorted(missing))}; calibrate again for this method"
             )
 
 
-def _read_ids(path: Path) -> Tensor:
+def _check_folder(folder: Path, identity: dict) -> None:
+    """Raise :class:`CheckpointError` unless moments of this identity may be kept in ``folder``."""
+    with writing(folder):
+        if not os.path.lexists(folder):
+            return
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} is a file; choose another folder")
+        names = {path.name for path in folder.iterdir()} - {LOCK, f"{UNFINISHED}.tmp"}
+    known = names & {RECORD, UNFINISHED}
+    if names and not known:
+        raise CheckpointError(f"{folder} exists and is not a moments folder; choose another folder")
+    for name in sorted(known):
+        found = read_json(folder / name)
+        if found != identity:
+            other = ", ".join(sorted(key for key in identity if found.get(key) != identity[key]))
+            raise CheckpointError(
+                f"{folder} holds moments of another model, text or setting; choose another folder (it differs in: {other})"
+            )
+
+
+def _read_held_out(path: Path, tokens: dict) -> Tensor | None:
+    """Ids of the windows that the record says were not measured."""
+    if not tokens.get("held_out"):
+        return None
     try:
-        return load_file(path)["ids"]
+        ids = load_file(path)["ids"]
     except (SafetensorError, OSError, KeyError) as error:
-        raise CheckpointError(f"{path} is missing or damaged; calibrate into a new folder ({error})") from error
+        raise CheckpointError(_DAMAGED.format(path=path, reason=error)) from error
+    if hashlib.sha256(ids.numpy()).hexdigest()[:32] != tokens.get("held_out_sha256"):
+        raise CheckpointError(_DAMAGED.format(path=path, reason="its content is not what was written there"))
+    return ids

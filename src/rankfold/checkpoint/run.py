@@ -1,13 +1,15 @@
 """Writing a compressed checkpoint so that a killed run can go on, and nothing unfinished looks finished.
 
 While a run is under way everything lies in ``OUT.partial``: its configuration, one safetensors shard per finished block,
-and what was measured there. Only when all is written and checked is the folder renamed to ``OUT``.
+and what was measured there. When all is written and checked, removing ``run.json`` declares the rest to be the checkpoint;
+what belonged to the run is cleared away and the folder renamed to ``OUT``. A kill before that removal leaves a run to go on
+with, one behind it a checkpoint that lacks its name only: clearing and renaming can be repeated.
 """
 
 import contextlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -16,14 +18,25 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, RankfoldError
-from ..files import check_output, read_json, sync_folder, write_json, write_tensors, write_text
+from ..files import (
+    check_output,
+    read_json,
+    sweep,
+    sync_files,
+    sync_folder,
+    write_json,
+    write_tensors,
+    write_text,
+    writing,
+)
+from ..locking import lock_of, locked
 from ..methods import BlockResult
 from ..modules import CODE_FILE, FORMAT, code
 from .load import empty_model
 
 __all__ = ["Run", "compressed_config"]
 
-CONFIG = "run.json"
+CONFIG, RECORD, MOMENTS = "run.json", "rankfold.json", "moments"
 
 
 def compressed_config(source, identity: dict, modules: dict[str, dict]):
@@ -43,31 +56,72 @@ class Run:
         output: the final folder; must not exist.
         identity: configuration of the run; an unfinished run is continued only if it is equal.
         blocks: number of blocks.
-
-    Raises:
-        CheckpointError: ``output`` exists, or holds an unfinished run of another configuration, or cannot be written.
     """
 
     def __init__(self, output: str | Path, identity: dict, blocks: int):
-        self.output = Path(output)
-        check_output(self.output)
+        self.output, self.identity, self.blocks = Path(output), identity, blocks
         self.folder = self.output.with_name(self.output.name + ".partial")
-        self.blocks = blocks
-        if self.folder.exists():
-            if not (self.folder / CONFIG).exists() and any(self.folder.iterdir()):
-                raise CheckpointError(
-                    f"{self.folder} exists and is not an unfinished run; remove it or choose another output"
-                )
-            if (self.folder / CONFIG).exists() and read_json(self.folder / CONFIG) != identity:
-                raise CheckpointError(
-                    f"{self.folder} is an unfinished run of another configuration; repeat that one, remove the folder, or "
-                    "choose another output"
-                )
-        try:
-            self.folder.mkdir(exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"cannot make {self.folder}: {error.strerror}") from error
-        write_json(self.folder / CONFIG, identity)
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """Keep the folder to this process; remove it again when an error comes before anything in it was worth keeping.
+
+        Raises:
+            CheckpointError: the output exists, holds an unfinished run of another configuration, is written by another
+                process, or cannot be written.
+        """
+        check_output(self.output)
+        with locked(lock_of(self.output), self.output):
+            check_output(self.output)  # the process that had the lock may just have finished
+            with writing(self.folder):
+                self._claim()
+            try:
+                yield
+            except RankfoldError:
+                with writing(self.folder):
+                    self._discard_if_nothing_is_done()
+                raise
+
+    def _claim(self) -> None:
+        found = self._found()
+        if found is not None and found != self.identity:
+            raise CheckpointError(
+                f"{self.folder} is an unfinished run of another configuration; repeat that one, remove the folder, or "
+                "choose another output"
+            )
+        self.folder.mkdir(exist_ok=True)
+        sweep(self.folder)
+        if found is None:
+            write_json(self.folder / CONFIG, self.identity)
+
+    def _found(self) -> dict | None:
+        """Configuration of what lies in the folder; ``None`` where nothing does."""
+        if not os.path.lexists(self.folder):
+            return None
+        if (self.folder / CONFIG).exists():
+            return read_json(self.folder / CONFIG)
+        if self.complete:
+            record = read_json(self.folder / RECORD)
+            return {key: record.get(key) for key in self.identity}
+        if not self.folder.is_dir() or {path.name for path in self.folder.iterdir()} - {f"{CONFIG}.tmp"}:
+            raise CheckpointError(
+                f"{self.folder} exists and is not an unfinished run; remove it or choose another output"
+            )
+        return None
+
+    @property
+    def complete(self) -> bool:
+        """Whether all is written and checked; :meth:`publish` is what is left to do."""
+        return (self.folder / RECORD).exists() and not (self.folder / CONFIG).exists()
+
+    def _discard_if_nothing_is_done(self) -> None:
+        if self.complete or any(path.name.startswith(("block-", "model-")) for path in self.folder.rglob("*")):
+            return
+        if self.moments.exists():
+            shutil.rmtree(self.moments)
+        sweep(self.folder)
+        (self.folder / CONFIG).unlink()  # last: a folder without it is not taken for a run
+        self.folder.rmdir()
 
     def _shard(self, index: int) -> Path:
         return self.folder / f"model-{index + 1:05d}-of-{self.blocks + 1:05d}.safetensors"
@@ -78,15 +132,10 @@ class Run:
     def __contains__(self, index: int) -> bool:
         return self._report(index).exists()  # written after the shard
 
-    @contextlib.contextmanager
-    def discarded_if_nothing_is_done(self):
-        """Remove the folder again when an error comes before anything in it was worth keeping."""
-        try:
-            yield
-        except RankfoldError:
-            if {path.name for path in self.folder.iterdir()} == {CONFIG}:
-                shutil.rmtree(self.folder)
-            raise
+    @property
+    def moments(self) -> Path:
+        """Where an allocation keeps the moments it needs before the first block."""
+        return self.folder / MOMENTS
 
     def save_block(self, index: int, prefix: str, module: nn.Module, dtype: torch.dtype, result: BlockResult) -> None:
         """Make one finished block durable."""
@@ -119,25 +168,41 @@ class Run:
         model = empty_model(config, source.model.config._attn_implementation, source.compute_dtype)
         self._verify(model)
         check(self.folder, model)
-        try:
-            config.save_pretrained(self.folder)
-            if source.model.generation_config is not None:
-                source.model.generation_config.save_pretrained(self.folder)
-            if source.has_tokenizer:
-                source.tokenizer.save_pretrained(self.folder)
-            for file in source.processor_files:
-                shutil.copyfile(file, self.folder / file.name)
-            write_text(self.folder / CODE_FILE, code())
-        except OSError as error:
-            raise CheckpointError(f"cannot write {self.folder}: {error.strerror or error}") from error
-        write_text(self.folder / "README.md", card)
-        write_json(self.folder / "rankfold.json", record)
-        for index in range(self.blocks):
-            self._report(index).unlink()
-        shutil.rmtree(self.folder / "moments", ignore_errors=True)
-        (self.folder / CONFIG).unlink()
-        os.rename(self.folder, self.output)
-        sync_folder(self.output.resolve().parent)
+        with writing(self.folder):
+            self._write_around(source, config)
+            write_text(self.folder / "README.md", card)
+            write_json(self.folder / RECORD, record)
+            sync_files(self.folder)
+            (self.folder / CONFIG).unlink()
+        return self.publish()
+
+    def _write_around(self, source, config) -> None:
+        """What transformers wants beside the weights."""
+        config.save_pretrained(self.folder)
+        if source.model.generation_config is not None:
+            source.model.generation_config.save_pretrained(self.folder)
+        if source.has_tokenizer:
+            source.tokenizer.save_pretrained(self.folder)
+        for file in source.processor_files:
+            shutil.copyfile(file, self.folder / file.name)
+        write_text(self.folder / CODE_FILE, code())
+
+    def publish(self) -> Path:
+        """Clear away what belonged to the run and rename the folder to the output."""
+        with writing(self.folder):
+            for path in sorted(self.folder.glob("block-*.json")):
+                path.unlink()
+            if self.moments.exists():
+                shutil.rmtree(self.moments)
+            sync_folder(self.folder)
+        if os.path.lexists(self.output):
+            raise CheckpointError(
+                f"{self.output} appeared while the run was under way; the finished checkpoint is {self.folder}: rename it, "
+                f"or remove {self.output} and give the same command again"
+            )
+        with writing(self.output):
+            os.rename(self.folder, self.output)
+            sync_folder(self.output.resolve().parent)
         return self.output
 
     def _write_index(self) -> None:

@@ -2,7 +2,8 @@
 
 Shape legend: d input width, F hidden width, d_out output width, l calibration tokens, r_u, r_d ranks.
 
-Samples are columns here, as in the paper. LatentLLM (arXiv:2505.18413), Sec. 4.3 and App. H, after SparseLLM: the
+Samples are columns here, as in the paper; they are gone through in chunks, and what a chunk has become after some rounds
+is computed anew from the fits of these rounds. LatentLLM (arXiv:2505.18413), Sec. 4.3 and App. H, after SparseLLM: the
 non-linearity is cut out by letting pre-activations ``Z`` and activations ``A`` be free and charging for every broken
 link. Only ReLU has the closed form. Gated or smooth MLPs (SiLU, GELU) are not in the paper: compress their layers one
 by one with :func:`rankfold.linalg.lowrank.low_rank`.
@@ -15,9 +16,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rankfold.linalg.lowrank import Preconditioner, low_rank, preconditioner, relative_norm
+from rankfold.linalg.lowrank import low_rank
+from rankfold.linalg.preconditioner import Preconditioner, preconditioner
+from rankfold.linalg.psd import all_finite
 
-__all__ = ["MLP", "JointMLP", "joint_mlp", "relu_preactivation"]
+__all__ = ["MLP", "JointMLP", "joint_mlp", "mlp_error", "relu_preactivation"]
+
+CHUNK = 1024  # samples whose Z, A and Y are in memory at a time
 
 
 class MLP(NamedTuple):
@@ -86,8 +91,8 @@ def joint_mlp(
 
     Args:
         mlp: dense weights.
-        X: ``(d, l)`` calibration inputs; fp32 or fp64. ``l`` should be several times ``F``, else ``W_d``
-            interpolates.
+        X: ``(d, l)`` calibration inputs, computed with in fp64 chunk by chunk. ``l`` should be several times ``F``, else
+            ``W_d`` interpolates: judge by :func:`mlp_error` on inputs that were not fitted.
         ranks: ``(r_u, r_d)``, at most ``min(F, d)`` and ``min(d_out, F)``.
         weights: ``(alpha, beta, gamma)``, positive.
         rounds: ``>= 0``; the paper uses 4.
@@ -101,33 +106,51 @@ def joint_mlp(
     Raises:
         ValueError: shapes disagree, ranks, weights or rounds out of range, non-finite or constant samples.
 
-    Cost per round: O(l F (d + d_out + F) + F^3) time; about eight (F, l) matrices of memory.
+    Cost of round t: O(l F (d + d_out + F) + F^3) and t replays of O(l F (d + d_out)); memory O(F^2 + F d), whatever ``l``.
     """
     _check(mlp, X, ranks, weights, rounds, ridge)
-    W_up, W_down = mlp.W_up.to(X), mlp.W_down.to(X)
-    b_up = X.new_zeros(W_up.shape[0]) if mlp.b_up is None else mlp.b_up.to(X)
-    b_down = X.new_zeros(W_down.shape[0]) if mlp.b_down is None else mlp.b_down.to(X)
-    Z = W_up @ X + b_up[:, None]
-    A = Z.relu()
-    Y = W_down @ A + b_down[:, None]
-    damp_up, damp_down = ridge * _variance(X, "X") / X.shape[0], ridge * _variance(A, "A") / A.shape[0]
-    scale = [weight / _variance(M, name) for weight, M, name in zip(weights, (Z, A, Y), "ZAY", strict=True)]
-    loss = _Loss(*scale, damp_up, damp_down)
-    inputs = _statistics(X, damp_up)  # constant: decomposed once
-    up = _fit(inputs, Z, W_up, damp_up, ranks[0])
-    down = _fit(_statistics(A, damp_down), Y, W_down, damp_down, ranks[1])
-    local, history = (up, down), [_value(loss, mlp, X, Y, Z, A, up, down)]
-    for _ in range(rounds):
-        A = _activation(loss, Z, Y, down)
-        Z = relu_preactivation(_run(up, X), A, alpha=loss.alpha, beta=loss.beta)
-        up = _fit(inputs, Z, W_up, damp_up, ranks[0])
-        down = _fit(_statistics(A, damp_down), Y, W_down, damp_down, ranks[1])
-        history.append(_value(loss, mlp, X, Y, Z, A, up, down))
+    dense = MLP(*(None if part is None else part.to(X.device, torch.float64) for part in mlp))
+    inputs, hidden = _Sums(), _Sums()
+    for x in _chunks(X):
+        Z, A, Y = _replay(dense, None, [], x)
+        inputs.add(x, Z)
+        hidden.add(A, Y)
+    loss = _loss(inputs, hidden, weights, ridge)
+    root = _root(inputs.covariance(), loss.damp_up)  # the inputs stay as they are: decomposed once
+    up = _fit(inputs, root, dense.W_up, loss.damp_up, ranks[0])
+    down = _fit(hidden, None, dense.W_down, loss.damp_down, ranks[1])
+    fits, history = [(up, down)], []
+    for last in [False] * rounds + [True]:
+        inputs, hidden, value = _Sums(), _Sums(), 0.0
+        for x in _chunks(X):
+            Z, A, Y = _replay(dense, loss, fits[:-1], x)
+            value += _broken_links(loss, x, Z, A, Y, *fits[-1])
+            if not last:
+                Z, A, _ = _step(loss, fits[-1], x, Z, Y)
+                inputs.add(x, Z)
+            hidden.add(_run(fits[-1][0], x).relu() if last else A, Y)
+        history.append(value / X.shape[1] + _shrinkage(loss, dense, *fits[-1]))
+        if not last:
+            up = _fit(inputs, root, dense.W_up, loss.damp_up, ranks[0])
+            fits.append((up, _fit(hidden, None, dense.W_down, loss.damp_down, ranks[1])))
+    up, down = fits[-1]
     if refit:
-        down = _fit(_statistics(_run(up, X).relu(), damp_down), Y, W_down, damp_down, ranks[1])
-    errors = [relative_norm(_run(d, _run(u, X).relu()) - Y, Y) for u, d in ((up, down), local)]
+        down = _fit(hidden, None, dense.W_down, loss.damp_down, ranks[1])
+    errors = [mlp_error(dense, _multiplied(*pair), X) for pair in ((up, down), fits[0])]
     factors = (M.to(mlp.W_up.dtype) for M in (up.B, up.A, up.bias, down.B, down.A, down.bias))
     return JointMLP(*factors, history, *errors)
+
+
+@torch.no_grad()
+def mlp_error(mlp: MLP, other: MLP, X: Tensor) -> float:
+    """RMS difference of the outputs of two MLPs over the RMS output of the first, on inputs ``X`` (d, l), in fp64."""
+    gap = energy = 0.0
+    mlp, other = (MLP(*(None if M is None else M.to(X.device, torch.float64) for M in one)) for one in (mlp, other))
+    for x in _chunks(X):
+        Y = _replay(mlp, None, [], x)[2]
+        gap += (_replay(other, None, [], x)[2] - Y).square().sum().item()
+        energy += Y.square().sum().item()
+    return (gap / max(energy, torch.finfo(torch.float64).tiny)) ** 0.5
 
 
 def relu_preactivation(U: Tensor, A: Tensor, *, alpha: float, beta: float) -> Tensor:
@@ -142,56 +165,118 @@ def relu_preactivation(U: Tensor, A: Tensor, *, alpha: float, beta: float) -> Te
     return torch.where(cost_low <= cost_high, low, high)
 
 
+def _chunks(X: Tensor):
+    return (x.double() for x in X.split(CHUNK, 1))
+
+
+def _replay(mlp: MLP, loss: _Loss | None, fits: list[tuple[_Fit, _Fit]], X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """``Z``, ``A`` of these samples after the rounds that started from ``fits``, and the dense output ``Y``."""
+    Z = mlp.W_up @ X + (0 if mlp.b_up is None else mlp.b_up[:, None])
+    A = Z.relu()
+    Y = mlp.W_down @ A + (0 if mlp.b_down is None else mlp.b_down[:, None])
+    for pair in fits:
+        Z, A, Y = _step(loss, pair, X, Z, Y)
+    return Z, A, Y
+
+
+def _step(loss: _Loss, fits: tuple[_Fit, _Fit], X: Tensor, Z: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One round of the auxiliary variables: Eq. 228, then Eq. 229-230."""
+    up, down = fits
+    A = _activation(loss, Z, Y, down)
+    return relu_preactivation(_run(up, X), A, alpha=loss.alpha, beta=loss.beta), A, Y
+
+
 def _activation(loss: _Loss, Z: Tensor, Y: Tensor, down: _Fit) -> Tensor:
     """Eq. 228, in its dual form: one solve of size d_out instead of F."""
     W, A = down.B @ down.A, Z.relu()
-    inner = loss.gamma * (W @ W.T) + loss.beta * torch.eye(W.shape[0], dtype=W.dtype, device=W.device)
+    inner = loss.gamma * (W @ W.T)
+    inner.diagonal().add_(loss.beta)
     return A + loss.gamma * W.T @ torch.linalg.solve(inner, Y - down.bias[:, None] - W @ A)
 
 
-def _statistics(X: Tensor, damp: float) -> tuple[Tensor, Tensor, Preconditioner]:
-    """Centred samples, their mean, and the root of the damped covariance."""
-    mean = X.mean(1)
-    centred = X - mean[:, None]
-    C = centred @ centred.T / X.shape[1]
-    return (
-        centred,
-        mean,
-        preconditioner(C + damp * torch.eye(C.shape[0], dtype=C.dtype, device=C.device), "rootcov", ridge=0),
-    )
+class _Sums:
+    """First and second moments of inputs ``U`` and targets ``T``, summed around the mean of the first chunk."""
+
+    def __init__(self):
+        self.count, self.second = 0, None
+
+    def add(self, U: Tensor, T: Tensor) -> None:
+        if self.second is None:
+            self.about = U.mean(1), T.mean(1)
+            self.total = [torch.zeros_like(mean) for mean in self.about]
+            self.second, self.cross = U.new_zeros(len(U), len(U)), U.new_zeros(len(T), len(U))
+            self.energy = [0.0, 0.0]
+        U, T = U - self.about[0][:, None], T - self.about[1][:, None]
+        self.count += U.shape[1]
+        self.second.addmm_(U, U.T)
+        self.cross.addmm_(T, U.T)
+        for i, part in enumerate((U, T)):
+            self.total[i] += part.sum(1)
+            self.energy[i] += part.square().sum().item()
+
+    def means(self) -> tuple[Tensor, Tensor]:
+        return tuple(about + total / self.count for about, total in zip(self.about, self.total, strict=True))
+
+    def variances(self, names: str) -> list[float]:
+        """Of ``U`` and of ``T``, summed over rows, per token."""
+        found = []
+        for name, mean, total, energy in zip(names, self.means(), self.total, self.energy, strict=True):
+            value = (energy - total.square().sum().item() / self.count) / self.count
+            if not value > (10 * torch.finfo(total.dtype).eps) ** 2 * mean.square().sum().item():
+                raise ValueError(
+                    f"{name} does not vary over the samples, so its error has no scale; use more calibration tokens"
+                )
+            found.append(value)
+        return found
+
+    def covariance(self) -> Tensor:
+        offset = self.total[0] / self.count
+        return (self.second / self.count).addr_(offset, offset, alpha=-1)
+
+    def cross_covariance(self) -> Tensor:
+        """``(T, U)``."""
+        return (self.cross / self.count).addr_(*(total / self.count for total in self.total[::-1]), alpha=-1)
 
 
-def _fit(statistics: tuple[Tensor, Tensor, Preconditioner], target: Tensor, W: Tensor, damp: float, rank: int) -> _Fit:
+def _root(covariance: Tensor, damp: float) -> Preconditioner:
+    covariance.diagonal().add_(damp)
+    return preconditioner(covariance, "rootcov", ridge=0)
+
+
+def _fit(sums: _Sums, root: Preconditioner | None, W: Tensor, damp: float, rank: int) -> _Fit:
     """Exact minimiser of ``||B A x + b - target||^2 / l + damp ||B A - W||^2`` at the given rank."""
-    centred, mean, root = statistics
-    cross = (target - target.mean(1, keepdim=True)) @ centred.T / centred.shape[1] + damp * W
-    regression = root.undo(root.undo(cross)) / root.scale**2
+    root = root or _root(sums.covariance(), damp)
+    regression = root.solve(sums.cross_covariance().add_(W, alpha=damp)) / root.scale**2
     B, A, _, _ = low_rank(regression, root, rank=rank)
-    return _Fit(B, A, target.mean(1) - B @ (A @ mean))
+    mean, target = sums.means()
+    return _Fit(B, A, target - B @ (A @ mean))
 
 
 def _run(fit: _Fit, X: Tensor) -> Tensor:
     return fit.B @ (fit.A @ X) + fit.bias[:, None]
 
 
-def _value(loss: _Loss, mlp: MLP, X: Tensor, Y: Tensor, Z: Tensor, A: Tensor, up: _Fit, down: _Fit) -> float:
-    tokens = X.shape[1]
-    first = (_run(up, X) - Z).square().sum() / tokens + loss.damp_up * (up.B @ up.A - mlp.W_up.to(X)).square().sum()
-    second = (A - Z.relu()).square().sum() / tokens
-    third = (_run(down, A) - Y).square().sum() / tokens
-    third = third + loss.damp_down * (down.B @ down.A - mlp.W_down.to(X)).square().sum()
-    return (loss.alpha * first + loss.beta * second + loss.gamma * third).item()
+def _multiplied(up: _Fit, down: _Fit) -> MLP:
+    return MLP(up.B @ up.A, up.bias, down.B @ down.A, down.bias)
 
 
-def _variance(M: Tensor, name: str) -> float:
-    """Summed over rows, per token."""
-    value = (M - M.mean(1, keepdim=True)).square().sum().item() / M.shape[1]
-    rounding = (10 * torch.finfo(M.dtype).eps) ** 2 * M.square().sum().item() / M.shape[1]
-    if not value > rounding:
-        raise ValueError(
-            f"{name} does not vary over the samples, so its error has no scale; use more calibration tokens"
-        )
-    return value
+def _broken_links(loss: _Loss, X: Tensor, Z: Tensor, A: Tensor, Y: Tensor, up: _Fit, down: _Fit) -> float:
+    """The three terms of L4, summed over these samples."""
+    first, third = (_run(up, X) - Z).square().sum(), (_run(down, A) - Y).square().sum()
+    return (loss.alpha * first + loss.beta * (A - Z.relu()).square().sum() + loss.gamma * third).item()
+
+
+def _shrinkage(loss: _Loss, mlp: MLP, up: _Fit, down: _Fit) -> float:
+    """The damping in L4."""
+    first, third = (up.B @ up.A - mlp.W_up).square().sum(), (down.B @ down.A - mlp.W_down).square().sum()
+    return (loss.alpha * loss.damp_up * first + loss.gamma * loss.damp_down * third).item()
+
+
+def _loss(inputs: _Sums, hidden: _Sums, weights: tuple[float, float, float], ridge: float) -> _Loss:
+    """Weights over the variances of the dense ``Z``, ``A``, ``Y``, and the damping of both layers."""
+    (x, z), (a, y) = inputs.variances("XZ"), hidden.variances("AY")
+    scale = [weight / variance for weight, variance in zip(weights, (z, a, y), strict=True)]
+    return _Loss(*scale, ridge * x / len(inputs.second), ridge * a / len(hidden.second))
 
 
 def _check(mlp: MLP, X: Tensor, ranks, weights, rounds: int, ridge: float) -> None:
@@ -200,7 +285,7 @@ def _check(mlp: MLP, X: Tensor, ranks, weights, rounds: int, ridge: float) -> No
         raise ValueError(
             f"W_up (F, d), W_down (d_out, F), X (d, l) expected, got ({F}, {d}), ({d_out}, {hidden}), {tuple(X.shape)}"
         )
-    if not torch.isfinite(X).all():
+    if not all_finite(X):
         raise ValueError("X has non-finite entries; were the activations stored in fp16?")
     for name, rank, full in (("up", ranks[0], min(F, d)), ("down", ranks[1], min(d_out, F))):
         if not 1 <= rank <= full:

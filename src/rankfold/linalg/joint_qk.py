@@ -21,17 +21,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rankfold.linalg.lowrank import Preconditioner, fix_signs
+from rankfold.linalg.lowrank import fix_signs
+from rankfold.linalg.preconditioner import Preconditioner
+from rankfold.linalg.psd import all_finite
 
 __all__ = [
     "Affine",
     "JointQK",
+    "Pair",
+    "check_heads",
     "choose_ranks",
     "joint_qk",
+    "pair_error",
     "pair_tucker",
     "qk_parameters",
     "rope_rotations",
 ]
+
+SETTLED = 1e-6  # an alternation that lowers the error by a smaller part of it is the last one
 
 
 class Affine(NamedTuple):
@@ -51,7 +58,7 @@ class JointQK(NamedTuple):
     B_k: Tensor  # (K, h, r_k)
     b_q: Tensor | None  # (H, h), only with ``affine``
     b_k: Tensor | None  # (K, h), only with ``affine``
-    loss_history: list[float]  # relative error after each alternation, non-increasing
+    loss_history: list[float]  # relative error after each alternation made, non-increasing
     relative_error: float  # RMS logit error over RMS logit, before softmax, tokens independent, metric of precond
 
 
@@ -95,7 +102,8 @@ def joint_qk(
             (App. E).
         affine: mean and biases.
         rotations: ``(D, h, h)`` from :func:`rope_rotations`.
-        alternations: ``>= 1``; the paper uses 8.
+        alternations: at most, ``>= 1``; the paper uses 8. They end once the error has settled to 1e-6 of itself, on trained
+            models after two or three.
 
     Returns:
         :class:`JointQK`.
@@ -103,9 +111,10 @@ def joint_qk(
     Raises:
         ValueError: shapes disagree, ranks or alternations out of range, non-finite weights.
 
-    Cost per alternation: thin SVDs of ``(H h, d)`` and ``(K h, d)``; memory O((H + K) h d).
+    Cost per alternation: products of O(H h d^2) and two ``eigh`` of sizes ``min(d, H h)`` and ``min(d, K h)``; memory
+    O((H + K) h d).
     """
-    _check_heads(W_q, W_k, precond)
+    _check(W_q, W_k, precond)
     L, R, l_mean, r_mean = _whiten(W_q, W_k, precond, affine)
     tucker = pair_tucker(L, R, ranks=ranks, means=(l_mean, r_mean), rotations=rotations, alternations=alternations)
     B_q, B_k = L @ tucker.left.T, R @ tucker.right.T
@@ -149,7 +158,7 @@ def choose_ranks(
 
     Cost: singular values of ``(H h, d)`` and ``(K h, d)``.
     """
-    _check_heads(W_q, W_k, precond)
+    _check(W_q, W_k, precond)
     L, R, *means = _whiten(W_q, W_k, precond, affine)
     tails = []
     for this, S in (
@@ -257,20 +266,78 @@ def pair_tucker(
         raise ValueError(f"alternations must be >= 1, got {alternations}")
     if rotations is not None and rotations.shape[1:] != (L.shape[1],) * 2:
         raise ValueError(f"rotations must be (D, {L.shape[1]}, {L.shape[1]}), got {tuple(rotations.shape)}")
-    full_l = _across(_moments(R, means[1]), rotations, L, left=True)
-    A_l, history = _top(L, full_l, ranks[0]), []
+    whole = _across(_moments(R, means[1]), rotations, L, left=True)
+    A_l, history = _top(L, whole, ranks[0]), []
     for _ in range(alternations):
         A_r = _top(R, _across(_moments(L @ A_l.T, means[0]), rotations, R, left=False), ranks[1])
         A_l = _top(L, _across(_moments(R @ A_r.T, means[1]), rotations, L, left=True), ranks[0])
-        history.append(_residual(L, R, A_l, A_r, means, rotations))
+        history.append(_residual(L, R, A_l, A_r, means, rotations, whole))
+        if len(history) > 1 and history[-2] - history[-1] <= SETTLED * history[-1]:
+            break
     return PairTucker(A_l, A_r, history)
 
 
-def _residual(L: Tensor, R: Tensor, A_l: Tensor, A_r: Tensor, means, rotations) -> float:
+class Pair(NamedTuple):
+    """Heads on two sides, and what they make of the mean input where the metric is a covariance (biases included)."""
+
+    left: Tensor  # (H, h, d_l)
+    right: Tensor  # (K, h, d_r)
+    left_mean: Tensor | None = None  # (H, h)
+    right_mean: Tensor | None = None  # (K, h)
+
+
+@torch.no_grad()
+def pair_error(
+    dense: Pair, other: Pair, *, metrics: tuple[Tensor | None, Tensor], rotations: Tensor | None = None
+) -> float:
+    r"""Relative error of all products :math:`G_i = L_i^\top \Theta R_g`, in the metric of inputs on either side.
+
+    :math:`\sum \operatorname{tr}(C_l D C_r D^\top)` for ``D`` the change of ``G_i``, over the same for ``G_i``, root. From
+    ``h x h`` moments: with ``D = (L - L')^T R + L'^T (R - R')`` every small term is a product of small factors.
+
+    Args:
+        dense, other: what is measured against what.
+        metrics: ``C_l (d_l, d_l)``, or None for the identity, and ``C_r (d_r, d_r)``: for scores twice the second moment of the
+            tokens (twice the covariance where means are given), for value-output None and that of the tokens.
+        rotations: as in :func:`joint_qk`.
+
+    Cost: products of O((H + K) h d^2).
+    """
+    first, last = _Mixed(dense.left, other.left, metrics[0]), _Mixed(dense.right, other.right, metrics[1])
+    first.add(dense.left_mean, other.left_mean)
+    last.add(dense.right_mean, other.right_mean)
+
+    def product(S_l: Tensor, S_r: Tensor) -> Tensor:
+        return (S_l * _across(S_r, rotations, dense.left, left=True)).sum()
+
+    error = product(first.gap, last.dense) + product(first.kept, last.gap) + 2 * product(first.both, last.crossed)
+    total = product(first.dense, last.dense)
+    return (error / total.clamp_min(torch.finfo(total.dtype).tiny)).clamp_min(0).sqrt().item()
+
+
+class _Mixed:
+    """Moments (heads, h, h) of dense heads ``M``, of other ones ``N``, and of the gap ``M - N``."""
+
+    def __init__(self, M: Tensor, N: Tensor, C: Tensor | None):
+        gap = M - N
+        weighted = gap if C is None else gap @ C
+        self.gap, self.both = weighted @ gap.mT, weighted @ N.mT  # gap C gap^T, gap C N^T
+        self.kept = (N if C is None else N @ C) @ N.mT
+        self.crossed = self.gap + self.both.mT  # M C gap^T
+        self.dense = self.crossed + self.both + self.kept
+
+    def add(self, M: Tensor | None, N: Tensor | None) -> None:
+        """The means, one more input direction of weight 1."""
+        if M is not None:
+            mean = _Mixed(M[..., None], N[..., None], None)
+            for name in ("gap", "kept", "both", "crossed", "dense"):
+                setattr(self, name, getattr(self, name) + getattr(mean, name))
+
+
+def _residual(L: Tensor, R: Tensor, A_l: Tensor, A_r: Tensor, means, rotations, whole: Tensor) -> float:
     """Relative error as ``||(1-P) G||^2 + ||P G (1-P')||^2``: two positive terms, so nothing cancels near full rank."""
     kept_l, kept_r = L @ A_l.T, R @ A_r.T
     lost_l, lost_r = L - kept_l @ A_l, R - kept_r @ A_r
-    whole = _across(_moments(R, means[1]), rotations, L, left=True)
     total = (_moments(L, means[0]) * whole).sum()
     error = (_moments(lost_l) * whole).sum()
     error = error + (_moments(kept_l, means[0]) * _across(_moments(lost_r), rotations, L, left=True)).sum()
@@ -295,14 +362,20 @@ def _across(S: Tensor, rotations: Tensor | None, to: Tensor, *, left: bool) -> T
 
 
 def _rows(M: Tensor, S: Tensor) -> Tensor:
-    """Stack of ``S_i^(1/2) M_i`` (heads h, d), a root of the matrix in Eq. 75 that does not square its spread."""
+    """Stack of ``S_i^(1/2) M_i`` (heads h, d), a root of the matrix in Eq. 75."""
     values, V = torch.linalg.eigh(S)
     return ((V * values.clamp_min(0).sqrt()[:, None]).mT @ M).flatten(0, 1)
 
 
 def _top(M: Tensor, S: Tensor, rank: int) -> Tensor:
     """Leading right singular vectors of :func:`_rows` as orthonormal rows, largest entry of each positive."""
-    return fix_signs(torch.linalg.svd(_rows(M, S), full_matrices=False).Vh[:rank].T).T
+    rows = _rows(M, S)
+    if rows.shape[0] >= rows.shape[1]:
+        vectors = torch.linalg.eigh(rows.T @ rows).eigenvectors.flip(1)[:, :rank]
+    else:  # from the left ones, which are fewer; QR makes up for what division by small singular values would lose
+        left = torch.linalg.eigh(rows @ rows.T).eigenvectors.flip(1)[:, :rank]
+        vectors = torch.linalg.qr(rows.T @ left).Q
+    return fix_signs(vectors).T
 
 
 def _whiten(W_q: Tensor, W_k: Tensor, precond: Preconditioner, affine: Affine | None):
@@ -325,11 +398,16 @@ def _multiples(full: int, multiple: int, device) -> Tensor:
     return steps if len(steps) and steps[-1] == full else torch.cat([steps, torch.tensor([full], device=device)])
 
 
-def _check_heads(W_q: Tensor, W_k: Tensor, precond: Preconditioner) -> None:
-    d = precond.matrix.shape[0]
+def _check(W_q: Tensor, W_k: Tensor, precond: Preconditioner) -> None:
+    d = precond.width
     if W_q.ndim != 3 or W_k.ndim != 3 or W_q.shape[1:] != W_k.shape[1:] or W_q.shape[2] != d:
         raise ValueError(f"W_q (H, h, {d}) and W_k (K, h, {d}) expected, got {tuple(W_q.shape)} and {tuple(W_k.shape)}")
-    if W_q.shape[0] % W_k.shape[0]:
-        raise ValueError(f"{W_q.shape[0]} query heads cannot share {W_k.shape[0]} key heads evenly")
-    if not (torch.isfinite(W_q).all() and torch.isfinite(W_k).all()):
-        raise ValueError("W_q or W_k has non-finite entries; check the checkpoint")
+    check_heads(W_q, W_k, "key")
+
+
+def check_heads(many: Tensor, few: Tensor, shared: str) -> None:
+    """Raise unless the heads ``many`` (H, ..) can share ``few`` (K, ..) evenly and all are finite."""
+    if len(many) % len(few):
+        raise ValueError(f"{len(many)} query heads cannot share {len(few)} {shared} heads evenly")
+    if not (all_finite(many) and all_finite(few)):
+        raise ValueError(f"the query or {shared} heads have non-finite entries; check the checkpoint")

@@ -16,11 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rankfold.linalg.joint_qk import pair_tucker
-from rankfold.linalg.lowrank import Preconditioner, fix_signs, metric_error
+from rankfold.linalg.joint_qk import check_heads, pair_tucker
+from rankfold.linalg.lowrank import fix_signs, metric_error
+from rankfold.linalg.preconditioner import Preconditioner
 from rankfold.linalg.psd import check_moment, psd_root
 
-__all__ = ["AttentionAwareOutput", "JointVO", "VOMacs", "attention_aware_output", "joint_vo", "vo_bias", "vo_macs"]
+__all__ = ["AttentionAwareOutput", "JointVO", "attention_aware_output", "joint_vo", "vo_bias"]
 
 
 class JointVO(NamedTuple):
@@ -43,15 +44,6 @@ class AttentionAwareOutput(NamedTuple):
     relative_error: float  # RMS error of the whole output over its RMS, on the statistics ``C_o``
 
 
-class VOMacs(NamedTuple):
-    """Result of :func:`vo_macs`: multiply-accumulates of one sequence."""
-
-    eq17: int  # attention on values, B_o applied per head
-    eq18: int  # attention on the shared latent A_v x, once per head
-    eq18_printed: int  # the paper's count of eq18, which charges that attention once for all heads
-    best: int  # attention on values, B_o once: never more than eq17
-
-
 @torch.no_grad()
 def joint_vo(
     W_o: Tensor, W_v: Tensor, precond: Preconditioner, *, ranks: tuple[int, int], alternations: int = 8
@@ -67,19 +59,18 @@ def joint_vo(
         W_v: ``(K, h, d)``.
         precond: of the layer input; made from the covariance if :func:`vo_bias` is used (App. G.1).
         ranks: ``(r_o, r_v)``, at most ``min(d_out, H h)`` and ``min(d, K h)``.
-        alternations: ``>= 1``.
+        alternations: at most, ``>= 1``; see :func:`rankfold.linalg.joint_qk.joint_qk`.
 
     Returns:
-        :class:`JointVO`. Counts: :func:`rankfold.linalg.joint_qk.qk_parameters`; per-head junction:
-        :func:`rankfold.linalg.junction.head_block_identity` with ``A_o`` transposed and ``B_v``.
+        :class:`JointVO`.
 
     Raises:
         ValueError: shapes disagree, ranks or alternations out of range, non-finite weights.
 
-    Cost per alternation: thin SVDs of ``(H h, d_out)`` and ``(K h, d)``.
+    Cost per alternation: as :func:`rankfold.linalg.joint_qk.joint_qk`, for ``(H h, d_out)`` and ``(K h, d)``.
     """
-    _check_heads(W_o, W_v, precond)
-    L, R = W_o.to(precond.matrix).mT, precond.apply(W_v)  # (H, h, d_out), (K, h, d)
+    _check(W_o, W_v, precond)
+    L, R = W_o.to(precond.dtype).mT, precond.apply(W_v)  # (H, h, d_out), (K, h, d)
     tucker = pair_tucker(L, R, ranks=ranks, alternations=alternations)
     factors = (tucker.left.T, (L @ tucker.left.T).mT, R @ tucker.right.T, precond.undo(tucker.right))
     factors = (factor.to(W_o.dtype).contiguous() for factor in factors)
@@ -160,7 +151,7 @@ def attention_aware_output(
 
     Cost: O((H h)^3) once.
     """
-    _check_heads(W_o, W_v, precond)
+    _check(W_o, W_v, precond)
     H, d_out, h = W_o.shape
     check_moment(C_o, H * h, name="C_o")
     if not 1 <= rank <= min(d_out, H * h):
@@ -178,39 +169,10 @@ def attention_aware_output(
     return AttentionAwareOutput(B_o.to(W_o.dtype), A_o.to(W_o.dtype).contiguous(), E, error)
 
 
-def vo_macs(length: int, d: tuple[int, int], h: int, heads: tuple[int, int], ranks: tuple[int, int]) -> VOMacs:
-    """Multiply-accumulates of the contraction orders of Eq. 17 and 18, non-causal.
-
-    LatentLLM Sec. 4.2 counts the attention of Eq. 18 as ``r_v l^2``. But the attention map differs per head, so
-    ``(A_v X) softmax[M_i]`` costs ``H r_v l^2``, and Eq. 18 only wins there if ``r_v < h``. What does win always is
-    applying ``B_o`` after the sum over heads. If ``r_o`` is the smallest width, weight ``A_o,i B_v,g A_v x`` instead:
-    per head the same rule, not the paper's ``H r_o < r_v``.
-
-    Args:
-        length: tokens ``l``.
-        d: ``(d, d_out)``.
-        h: head dim.
-        heads: ``(H, K)``.
-        ranks: ``(r_o, r_v)``.
-    """
-    (d_in, d_out), (H, K), (r_o, r_v) = d, heads, ranks
-    latent, values, outputs = length * d_in * r_v, length * h * r_v, H * h * length * r_o
-    attention, last = length * length, d_out * length * r_o
-    return VOMacs(
-        eq17=latent + K * values + H * h * attention + outputs + H * last,
-        eq18=latent + H * r_v * attention + H * values + outputs + last,
-        eq18_printed=latent + r_v * attention + H * values + outputs + last,
-        best=latent + K * values + H * h * attention + outputs + last,
-    )
-
-
-def _check_heads(W_o: Tensor, W_v: Tensor, precond: Preconditioner) -> None:
-    d = precond.matrix.shape[0]
+def _check(W_o: Tensor, W_v: Tensor, precond: Preconditioner) -> None:
+    d = precond.width
     if W_o.ndim != 3 or W_v.ndim != 3 or W_o.shape[2] != W_v.shape[1] or W_v.shape[2] != d:
         raise ValueError(
             f"W_o (H, d_out, h) and W_v (K, h, {d}) expected, got {tuple(W_o.shape)} and {tuple(W_v.shape)}"
         )
-    if W_o.shape[0] % W_v.shape[0]:
-        raise ValueError(f"{W_o.shape[0]} query heads cannot share {W_v.shape[0]} value heads evenly")
-    if not (torch.isfinite(W_o).all() and torch.isfinite(W_v).all()):
-        raise ValueError("W_o or W_v has non-finite entries; check the checkpoint")
+    check_heads(W_o, W_v, "value")

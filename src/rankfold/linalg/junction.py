@@ -11,13 +11,15 @@ Scale. ``J`` is the only scale freedom there is. ``symmetric`` uses it to give c
 block in ``A``, ``B`` is a set of columns of ``B A`` itself, so as large as the weight, and ``A2`` has entries that
 are typically of order one; ``lu`` has entries at most 1 in ``B``. All are safe in bf16.
 
-This module imports torch only: no modules, no hooks, no device policy.
+This module imports torch and psd.py only: no modules, no hooks, no device policy.
 """
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from rankfold.linalg.psd import all_finite
 
 __all__ = [
     "JUNCTIONS",
@@ -65,9 +67,8 @@ def apply_junction(B: Tensor, A: Tensor, kind: str, *, limit: float | None = Non
     ``A`` (Eq. 9, Remark 4); ``block_identity_left``: identity in ``B``; ``lu``: both triangular (Remark 5). App. A.2
     writes ``J = [V]_{:r}`` where Eq. 8 has ``[V P^+]_{:r}``; Eq. 8 is followed.
 
-    The row space of ``A`` is orthonormalised first, so pivots, condition and result do not depend on the ``J`` that
-    came in, and a rank-deficient ``A`` is no problem. Work is done in the dtype of ``B`` (fp32 if that is shorter):
-    pass unrounded factors.
+    The row space of ``A`` is orthonormalised first, so a rank-deficient ``A`` is no problem. Work is done in the dtype of
+    ``B`` (fp32 if that is shorter): pass unrounded factors.
 
     Args:
         B: ``(O, R)``.
@@ -164,13 +165,13 @@ def head_block_identity(
     columns = [B_k] if b_k is None else [B_k, b_k[..., None]]  # the bias goes along, but is never a pivot
     orders, stored, blocks, conditions = [], [], [], []
     for g, M in enumerate(torch.cat(columns, 2)):
-        Q, T = torch.linalg.qr(M.T)  # M = T^T Q^T
+        Q = torch.linalg.qr(M.T).Q
         order = split_pivots(pivot_columns(Q.T, r_k), M.shape[1])
-        block = Q.T[:, order[:h]]
-        conditions.append(check_condition(block, limit, f"per-head junction of key head {g}", "no per-head junction"))
+        rest, condition = eliminate(Q.T, order, limit, f"per-head junction of key head {g}", "no per-head junction")
+        conditions.append(condition)
         orders.append(order[:r_k])
-        stored.append(torch.linalg.solve(block, Q.T[:, order[h:]]))
-        blocks.append(T.T @ block)
+        stored.append(rest)
+        blocks.append(M[:, order[:h]])
     stored, J = torch.stack(stored), torch.stack(blocks).repeat_interleave(H // K, 0)
     new_q = J.mT @ B_q
     new_b_q = None if b_q is None else (J.mT @ b_q[..., None])[..., 0]
@@ -180,34 +181,32 @@ def head_block_identity(
 
 @torch.no_grad()
 def pivot_columns(Q: Tensor, candidates: int | None = None) -> Tensor:
-    r"""Choose as many well-conditioned columns as there are rows: QR with column pivoting.
+    r"""Choose as many well-conditioned columns as there are rows: the pivots of an LU of ``Q^T``.
 
-    Each step takes the column with the largest part outside the span of those taken (Businger and Golub; a pivoted
-    Cholesky of ``Q^T Q``). With orthonormal rows the parts sum to ``R - k``, so the largest is at least ``1 / N`` and
-    downdating cannot cancel.
+    Partial pivoting takes, row by row of ``Q``, the column that the rows before it explain least. On the row spaces of
+    weights the chosen block is conditioned about half as well as with QR with column pivoting, for one LAPACK call instead of
+    R passes over ``Q``. The worst case of LU is exponential in R, as it is for QR with pivoting, and never met; what is
+    chosen has to pass :func:`eliminate`.
 
     Args:
         Q: ``(R, N)`` with orthonormal rows, ``R <= N``.
         candidates: only the first ``candidates`` columns may be chosen; default all.
 
     Returns:
-        ``(R,)`` column indices in the order of choice.
+        ``(R,)`` distinct column indices in the order of choice.
 
-    Cost: R products with ``Q``, O(R^2 N).
+    Cost: O(R^2 N).
     """
-    R = Q.shape[0]
-    residual = Q[:, :candidates].square().sum(0)
-    basis, pivots = Q.new_zeros(R, R), torch.zeros(R, dtype=torch.long, device=Q.device)
-    for k in range(R):
-        j = residual.argmax()
-        q, done = Q[:, j], basis[:, :k]
-        for _ in range(2):  # twice is enough
-            q = q - done @ (done.T @ q)
-        q = q / q.norm().clamp_min(torch.finfo(Q.dtype).tiny)
-        basis[:, k], pivots[k] = q, j
-        residual = residual - (q @ Q[:, :candidates]).square()
-        residual[j] = -torch.inf
-    return pivots
+    _, swaps, _ = torch.linalg.lu_factor_ex(Q[:, :candidates].T)
+    return _order(swaps, Q[:, :candidates].shape[1])[: Q.shape[0]].to(Q.device)
+
+
+def _order(swaps: Tensor, size: int) -> Tensor:
+    """Permutation that LAPACK's row swaps amount to; ``lu_unpack`` would build a ``size x size`` matrix."""
+    rows = list(range(size))
+    for i, j in enumerate(swaps.tolist()):
+        rows[i], rows[j - 1] = rows[j - 1], rows[i]
+    return torch.tensor(rows)
 
 
 def split_pivots(pivots: Tensor, size: int) -> Tensor:
@@ -217,26 +216,40 @@ def split_pivots(pivots: Tensor, size: int) -> Tensor:
     return torch.cat([pivots.sort().values, rest.nonzero()[:, 0]])
 
 
-def check_condition(block: Tensor, limit: float | None, what: str, instead: str) -> float:
-    """Condition number of a square block, or a LinAlgError above the limit."""
-    limit = limit or (1e8 if block.dtype == torch.float64 else 3e3)
-    condition = torch.linalg.cond(block).item()
+def eliminate(Q: Tensor, order: Tensor, limit: float | None, what: str, instead: str) -> tuple[Tensor, float]:
+    """``X = Q_1^-1 Q_2`` for the columns ``order``, of which the first R are ``Q_1``, and the condition number of ``Q_1``.
+
+    ``Q`` (R, N) has orthonormal rows, so ``Q_1 (I + X X^T) Q_1^T = I``, and the singular values of ``X`` hold those of
+    ``Q_1``.
+
+    Raises:
+        torch.linalg.LinAlgError: the condition number is above the limit.
+    """
+    R = len(Q)
+    X, info = torch.linalg.solve_ex(Q[:, order[:R]], Q[:, order[R:]])
+    condition = float("inf") if info.item() or not all_finite(X) else _condition(X)
+    limit = limit or (1e8 if Q.dtype == torch.float64 else 3e3)
     if not condition <= limit:
         raise torch.linalg.LinAlgError(
-            f"{what}: the {block.shape[0]} x {block.shape[0]} block has condition number {condition:.1e}, "
+            f"{what}: the {R} x {R} block has condition number {condition:.1e}, "
             f"the limit is {limit:.1e}; use {instead}, a smaller rank, or raise the limit"
         )
-    return condition
+    return X, condition
+
+
+def _condition(X: Tensor) -> float:
+    if not X.numel():
+        return 1.0
+    squares = torch.linalg.eigvalsh(X @ X.T).clamp_min(0)
+    return ((1 + squares[-1]) / (1 + squares[0])).sqrt().item()
 
 
 def _identity_in_A(B: Tensor, A: Tensor, kind: str, limit: float | None):
     R, N = A.shape
-    Q, L = torch.linalg.qr(A.T)  # A = L^T Q^T
-    Q = Q.T
+    Q = torch.linalg.qr(A.T).Q.T
     order = split_pivots(pivot_columns(Q), N)
-    block = Q[:, order[:R]]
-    condition = check_condition(block, limit, f"junction {kind!r}", "kind='symmetric' or 'lu'")
-    return B @ (L.T @ block), torch.linalg.solve(block, Q[:, order[R:]]), order, None, condition
+    rest, condition = eliminate(Q, order, limit, f"junction {kind!r}", "kind='symmetric' or 'lu'")
+    return B @ A[:, order[:R]], rest, order, None, condition
 
 
 def _triangular(B: Tensor, A: Tensor):
@@ -244,13 +257,11 @@ def _triangular(B: Tensor, A: Tensor):
     Q, L = torch.linalg.qr(A.T)
     columns = split_pivots(pivot_columns(Q.T), A.shape[1])
     basis, upper = torch.linalg.qr(Q.T[:, columns])  # (R, R), (R, N)
-    packed, swaps = torch.linalg.lu_factor(B @ (L.T @ basis))
-    R, rows = packed.shape[1], list(range(packed.shape[0]))  # lu_unpack would build an O x O permutation matrix
-    for i, j in enumerate(swaps.tolist()):
-        rows[i], rows[j - 1] = rows[j - 1], rows[i]
+    packed, swaps, _ = torch.linalg.lu_factor_ex(B @ (L.T @ basis))  # nothing is solved with it
+    R = packed.shape[1]
     lower = packed.tril(-1)
     lower.diagonal().fill_(1)
-    rows = torch.tensor(rows, device=B.device)
+    rows = _order(swaps, len(packed)).to(B.device)
     return lower, (packed[:R].triu() @ upper).triu(), columns, rows, 1.0
 
 
@@ -271,5 +282,5 @@ def _check_factors(B: Tensor, A: Tensor) -> None:
         raise ValueError(
             f"rank {B.shape[1]} exceeds the smaller side of a ({B.shape[0]}, {A.shape[1]}) product; use low_rank first"
         )
-    if not (torch.isfinite(B).all() and torch.isfinite(A).all()):
+    if not (all_finite(B) and all_finite(A)):
         raise ValueError("B or A has non-finite entries")

@@ -15,10 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["PSDRoot", "all_finite", "check_moment", "psd_root", "spd_inverse"]
+__all__ = ["PSDRoot", "all_finite", "check_moment", "damping", "psd_root", "quadratic", "spd_inverse"]
 
 
 CACHE_LINE = 8  # numbers of 8 bytes
+ROWS = 512  # of a product with a moment that are made at a time
 
 
 class PSDRoot(NamedTuple):
@@ -32,7 +33,7 @@ class PSDRoot(NamedTuple):
 
 def all_finite(x: Tensor) -> bool:
     """Whether no entry is NaN or infinite. ``isfinite`` would allocate another ``x``, which shows at moments' size."""
-    return bool(torch.stack(torch.aminmax(x)).isfinite().all())
+    return not x.numel() or bool(torch.stack(torch.aminmax(x)).isfinite().all())
 
 
 def check_moment(C: Tensor, size: int, *, name: str = "C") -> None:
@@ -45,6 +46,22 @@ def check_moment(C: Tensor, size: int, *, name: str = "C") -> None:
         raise ValueError(f"{name} must be ({size}, {size}), got {tuple(C.shape)}")
     if not all_finite(C):
         raise ValueError(f"{name} has non-finite entries; were the activations accumulated in fp16?")
+
+
+def damping(C: Tensor, ridge: float) -> float:
+    """``ridge * mean(diag C)``, what ``lambda`` is everywhere: relative, so that no result depends on the scale of ``C``."""
+    return ridge * C.diagonal().mean().clamp_min(0).item()
+
+
+def quadratic(W: Tensor, C: Tensor) -> Tensor:
+    """``W C W^T`` (O, O) for ``W`` (O, N) and a symmetric ``C`` (N, N); exactly symmetric, ``O N`` numbers never at once."""
+    K = W.new_empty(len(W), len(W))
+    for a in range(0, len(W), ROWS):
+        b = min(a + ROWS, len(W))
+        K[a:b, :b] = (W[a:b] @ C) @ W[:b].T
+        K[:a, a:b] = K[a:b, :a].T
+        K[a:b, a:b] = (K[a:b, a:b] + K[a:b, a:b].T) / 2
+    return K
 
 
 @torch.no_grad()
@@ -67,7 +84,7 @@ def psd_root(C: Tensor, *, ridge: float = 0.0, cutoff: float | None = None) -> P
     N = C.shape[-1]
     check_moment(C, N)
     eigenvalues, U = torch.linalg.eigh(C)
-    eigenvalues = eigenvalues.clamp_min(0) + ridge * C.diagonal().mean().clamp_min(0)
+    eigenvalues = eigenvalues.clamp_min(0) + damping(C, ridge)
     if cutoff is None:
         cutoff = N * torch.finfo(C.dtype).eps
     alive = eigenvalues > cutoff * eigenvalues[-1]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rankfold.linalg.lowrank import metric_error
-from rankfold.linalg.psd import check_moment
+from rankfold.linalg.psd import all_finite, check_moment, damping
 
 __all__ = ["Quantized", "QuantizedFactors", "dequantize", "quantize", "quantized_bytes", "refine_quantized"]
 
@@ -64,7 +64,7 @@ def quantize(x: Tensor, *, bits: int, chunk: int, scale_dtype: torch.dtype = tor
         ValueError: ``bits`` or ``chunk`` out of range, empty or non-finite input.
     """
     _check_format(bits, chunk)
-    if x.numel() == 0 or not torch.isfinite(x).all():
+    if x.numel() == 0 or not all_finite(x):
         raise ValueError(f"x must be non-empty and finite, got shape {tuple(x.shape)}")
     work = _chunks(x, chunk)
     low, high = work.amin(1), work.amax(1)
@@ -151,8 +151,9 @@ def refine_quantized(
 
 
 def _solve(G: Tensor, K: Tensor) -> Tensor:
-    damp = 1e-6 * G.diagonal().mean() + torch.finfo(G.dtype).tiny
-    return torch.linalg.solve(G + damp * torch.eye(G.shape[0], dtype=G.dtype, device=G.device), K)
+    G = G.clone()
+    G.diagonal().add_(damping(G, 1e-6) + torch.finfo(G.dtype).tiny)
+    return torch.linalg.solve(G, K)
 
 
 def _chunks(x: Tensor, chunk: int) -> Tensor:

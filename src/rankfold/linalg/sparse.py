@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rankfold.linalg.lowrank import low_rank, metric_error, preconditioner
-from rankfold.linalg.psd import check_moment
+from rankfold.linalg.lowrank import low_rank, metric_error
+from rankfold.linalg.preconditioner import preconditioner
+from rankfold.linalg.psd import all_finite, check_moment, damping
 
 __all__ = [
     "LowRankSparse",
@@ -170,7 +171,8 @@ def low_rank_plus_sparse(
         ValueError: as :func:`sparse` and :func:`rankfold.linalg.lowrank.low_rank`.
     """
     _check(W, C, method, rounds, D=(count, W.numel()))
-    C = C + ridge * C.diagonal().mean() * torch.eye(C.shape[0], dtype=C.dtype, device=C.device)
+    C = C.clone()
+    C.diagonal().add_(damping(C, ridge))
     target, root, history = W.to(C), preconditioner(C, "rootcov", ridge=0), []
     D = torch.zeros_like(target)
     for _ in range(rounds):
@@ -299,7 +301,7 @@ def _resolve(problem: _Problem, X: Tensor, iterations: int = 50) -> Tensor:
 
 
 def _check(W: Tensor, C: Tensor, method: str, iterations: int, **counts: tuple[int, int]) -> None:
-    if W.ndim != 2 or not torch.isfinite(W).all():
+    if W.ndim != 2 or not all_finite(W):
         raise ValueError(f"W must be a finite (out, in) matrix, got {tuple(W.shape)}")
     check_moment(C, W.shape[1])
     if C.diagonal().mean() <= 0:

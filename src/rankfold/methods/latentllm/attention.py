@@ -3,50 +3,61 @@
 Shape legend: H query heads, K key/value heads, N head dimension, D model width.
 """
 
+from dataclasses import replace
+
 import torch
 
 from ...architectures import BlockView, Dense
+from ...calibration.moments import BlockMoments
 from ...linalg.joint_qk import Affine, choose_ranks, joint_qk, rope_rotations
 from ...linalg.joint_vo import attention_aware_output, joint_vo, vo_bias
 from ...linalg.junction import head_block_identity
 from ..base import BlockResult
-from ..result import Projection, put_attention
-from .factor import Fit, Input, local, prepare
+from ..result import put_attention
+from .factor import Fit, Input, local, prepare, product
 from .layout import QKV, Slot, dense_projections, slots
-from .storing import in_junction, put_together, store
+from .measures import AsFitted, AttendedError, HeadError, ScoreError
+from .report import Report
+from .storing import in_junction, store_all
 
 ATTENTION = ("q", "k", "v", QKV, "o")
 
 
-def decompose_attention(method, view: BlockView, moments, ranks: dict[str, int], result: BlockResult) -> None:
-    """Replace the attention module by one whose projections listed in ``ranks`` are latent."""
+def decompose_attention(method, view: BlockView, moments: BlockMoments, ranks: dict[str, int]) -> BlockResult:
+    """The attention module with the projections listed in ``ranks`` latent: fit, junction, store."""
     dense = {m: d for m, d in dense_projections(method, view).items() if m in ATTENTION}
-    joint, refit, inputs = method.joint_forms(view), method.bias_refit, {}
+    layout = slots(method, view)
+    fits = _fits(method, view, moments, ranks, layout, dense)
+    kept, parts = dict(dense), {}
+    if "k" in fits and layout["k"].head_identity:
+        fits, kept, parts = _head_junction(view, layout["k"], fits, dense)
+    latents, reports, errors = store_all(layout, fits, dense, moments, parts=parts, beside=kept)
+    if QKV in dense and QKV not in fits:  # only the output projection loses weights
+        del kept[QKV]
+        kept |= dict(zip("qkv", view.attention.qkv(), strict=True))
+    chosen = {module: report.rank for module, report in reports.items()}
+    result = BlockResult({}, {}, {m: reports[m].to_dict() for m in ranks}, errors)
+    width, cached = view.attention.head_dim, method.cached_latents(view, chosen)
+    put_attention(result, view.attention, kept | latents, width, width, None, cached)
+    return result
+
+
+def _fits(method, view: BlockView, moments, ranks, layout: dict[str, Slot], dense: dict[str, Dense]) -> dict[str, Fit]:
+    """Unrounded factors of every module: joint where the method says so, local otherwise."""
+    joint, inputs, fits = method.joint_forms(view), {}, {}
 
     def given(module: str, mean_into: str | None = None) -> Input:
-        key = (module == "o", refit and dense[mean_into or module].bias is not None)
+        centred = method.bias_refit and dense[mean_into or module].bias is not None
+        key = ("attention_output" if module == "o" else "attention_input", centred)
         if key not in inputs:
-            statistic = "attention_output" if key[0] else "attention_input"
-            inputs[key] = prepare(method, moments[statistic], centred=key[1])
+            inputs[key] = prepare(method, moments, key[0], centred=centred)
         return inputs[key]
 
-    ranks, fits, layout = dict(ranks), {}, slots(method, view)
     if "qk" in joint and {"q", "k"} <= ranks.keys():
-        fits |= _joint_qk(view, given("q"), ranks, layout, dense)
+        fits |= _joint_qk(view, given("q"), moments, ranks, layout, dense)
     if "vo" in joint and {"v", "o"} <= ranks.keys():
         fits |= _joint_vo(view, given("v", mean_into="o"), moments, ranks, layout, dense)
-    for module in [m for m in ranks if m not in fits]:
-        fits[module] = local(layout[module], dense[module], given(module), ranks[module])
-    stored: dict[str, Projection] = dict(dense)
-    if "k" in fits and layout["k"].head_identity:
-        stored["k"] = _head_junction(view, layout, dense, fits, stored)
-    stored |= {m: store(layout[m], fits[m], dense[m].weight.dtype) for m in fits if stored[m] is dense[m]}
-    result.reports.update({module: fits[module].report for module in ranks})
-    if QKV in dense and QKV not in fits:  # only the output projection loses weights
-        del stored[QKV]
-        stored |= dict(zip("qkv", view.attention.qkv(), strict=True))
-    width = view.attention.head_dim
-    put_attention(result, view.attention, stored, width, width, None, method.cached_latents(view, ranks))
+    return fits | {m: local(layout[m], dense[m], given(m), ranks[m]) for m in ranks if m not in fits}
 
 
 def _heads(dense: Dense, heads: int):
@@ -54,60 +65,75 @@ def _heads(dense: Dense, heads: int):
     return weight, None if dense.bias is None else dense.bias.double().unflatten(0, (heads, -1))
 
 
-def _joint_qk(view: BlockView, given: Input, ranks: dict[str, int], layout: dict[str, Slot], dense) -> dict[str, Fit]:
-    """Algorithm 1: shared latents of queries and keys with the smallest error of the scores; may change ``ranks``."""
+def _joint_qk(view: BlockView, given: Input, moments, ranks, layout: dict[str, Slot], dense) -> dict[str, Fit]:
+    """Algorithm 1: shared latents of queries and keys with the smallest error of the scores."""
     attention, method = view.attention, layout["q"].method
     (W_q, b_q), (W_k, b_k) = _heads(dense["q"], attention.heads), _heads(dense["k"], attention.kv_heads)
-    options = {}
+    options, form = {}, "joint qk"
     if given.centred:
         options["affine"] = Affine(given.mean, b_q, b_k if b_k is not None else torch.zeros_like(W_k[..., 0]))
     if attention.rotary_dim and method.window:
         options["rotations"] = rope_rotations(view.inv_freq.double(), attention.head_dim, window=method.window)
-    report = {"form": "joint qk" + (f", window {method.window}" if "rotations" in options else "")}
-    planned = {m: {"planned_rank": ranks[m], "planned_weights": layout[m].numbers(ranks[m])} for m in "qk"}
+        form += f", window {method.window}"
+    facts = {m: {} for m in "qk"}
+    pair = (ranks["q"], ranks["k"])
     if method.qk_ranks == "spectra":
-        budget = sum(p["planned_weights"] for p in planned.values())
+        planned = {m: layout[m].numbers(r) for m, r in zip("qk", pair, strict=True)}
+        facts = {m: {"planned_rank": ranks[m], "planned_weights": planned[m]} for m in "qk"}
+        budget = sum(planned.values())
         pair = choose_ranks(W_q, W_k, given.precond, budget=budget, multiple=method.multiple, **options)
-        ranks |= dict(zip("qk", pair, strict=True))
-    fit = joint_qk(W_q, W_k, given.precond, ranks=(ranks["q"], ranks["k"]), alternations=method.alternations, **options)
-    report |= {"relative_error": fit.relative_error, "loss_history": fit.loss_history}
-    biases = {"q": fit.b_q if given.centred else b_q, "k": fit.b_k if given.centred else b_k}
-    fits = {}
-    for module, B, A in (("q", fit.B_q, fit.A_q), ("k", fit.B_k, fit.A_k)):
-        mine = {"rank": ranks[module], "of": layout[module].full} | report
-        if method.qk_ranks == "spectra":
-            mine |= {"weights": layout[module].numbers(ranks[module])} | planned[module]
-        bias = None if dense[module].bias is None else biases[module].flatten()
-        fits[module] = Fit(B.flatten(0, 1), A, bias, mine, None, given)
-    return fits
+        facts = {m: facts[m] | {"weights": layout[m].numbers(r)} for m, r in zip("qk", pair, strict=True)}
+    fit = joint_qk(W_q, W_k, given.precond, ranks=pair, alternations=method.alternations, **options)
+    factors = {
+        "q": (fit.B_q.flatten(0, 1), fit.A_q, (fit.b_q if given.centred else b_q)),
+        "k": (fit.B_k.flatten(0, 1), fit.A_k, (fit.b_k if given.centred else b_k)),
+    }
+    factors = {m: (B, A, None if dense[m].bias is None else b.flatten()) for m, (B, A, b) in factors.items()}
+    measure = ScoreError(dense["q"], dense["k"], attention.head_dim, given.centred, options.get("rotations"))
+    common = {"form": form, "loss_history": tuple(fit.loss_history), "clamped": given.precond.clamped or None}
+    error = measure({m: Dense(B @ A, b) for m, (B, A, b) in factors.items()}, moments)
+    reports = {
+        m: Report(rank=r, of=layout[m].full, relative_error=error, **common | facts[m])
+        for m, r in zip("qk", pair, strict=True)
+    }
+    mean = given.mean if given.centred else None
+    return {m: Fit(*f, reports[m], measure, mean=mean if f[2] is not None else None) for m, f in factors.items()}
 
 
-def _head_junction(view: BlockView, layout: dict[str, Slot], dense, fits: dict[str, Fit], stored) -> Projection:
-    """Keys with an identity in every head (Eq. 79-80); changes the fit of the queries, or the dense queries.
+def _head_junction(view: BlockView, slot: Slot, fits: dict[str, Fit], dense: dict[str, Dense]):
+    """Keys with an identity in every head (Eq. 79-80): ``fits`` and ``dense`` with other queries, and the keys' junction.
 
     The identity in ``A`` is made first: it acts on the latent, this one on the heads, so both stay.
     """
-    attention, keys = view.attention, fits["k"]
-    parts = in_junction(layout["k"], keys.B, keys.A)
-    queries = fits.get("q") or Dense(dense["q"].weight.double(), dense["q"].bias)
-    B_q = queries.B if isinstance(queries, Fit) else queries.weight
-    fit = head_block_identity(
+    attention, keys, queries = view.attention, fits["k"], fits.get("q", dense["q"])
+    parts = in_junction(slot, keys)
+    B_q = queries.B if isinstance(queries, Fit) else queries.weight.double()
+    found = head_block_identity(
         B_q.unflatten(0, (attention.heads, -1)),
         parts.numbers["B"].unflatten(0, (attention.kv_heads, -1)),
         b_q=None if queries.bias is None else queries.bias.to(B_q).unflatten(0, (attention.heads, -1)),
         b_k=None if keys.bias is None else keys.bias.to(B_q).unflatten(0, (attention.kv_heads, -1)),
-        limit=layout["k"].method.condition_limit,
+        limit=slot.method.condition_limit,
     )
-    B_q, b_q = fit.B_q.flatten(0, 1), None if fit.b_q is None else fit.b_q.flatten()
+    B_q, b_q = found.B_q.flatten(0, 1), None if found.b_q is None else found.b_q.flatten()
+    numbers, indices = {"A": parts.numbers["A"], "B.rest": found.B_k2}, parts.indices | {"B.order": found.order}
+    bias = None if found.b_k is None else found.b_k.flatten()
+    report = replace(keys.report, head_condition=found.condition)
+    changed = {"k": _freed(keys)._replace(bias=bias, report=report)}
+    kept = dict(dense)
     if isinstance(queries, Fit):
-        fits["q"] = queries._replace(B=B_q, bias=b_q, target=None)
+        changed["q"] = _freed(queries)._replace(B=B_q, bias=b_q)
     else:
         dtype = dense["q"].weight.dtype
-        stored["q"] = Dense(B_q.to(dtype), None if b_q is None else b_q.to(dtype))
-    keys = keys._replace(bias=None if fit.b_k is None else fit.b_k.flatten(), given=None, target=None)
-    keys.report["head_condition"] = fit.condition
-    numbers, indices = {"A": parts.numbers["A"], "B.rest": fit.B_k2}, parts.indices | {"B.order": fit.order}
-    return put_together(layout["k"], keys, parts._replace(numbers=numbers, indices=indices), dense["k"].weight.dtype)
+        kept["q"] = Dense(B_q.to(dtype), None if b_q is None else b_q.to(dtype))
+    return fits | changed, kept, {"k": parts._replace(numbers=numbers, indices=indices)}
+
+
+def _freed(fit: Fit) -> Fit:
+    """Of what holds for the layer's own output: after a per-head junction only the scores are those that were fitted."""
+    if not isinstance(fit.measure, ScoreError):
+        fit = fit._replace(measure=AsFitted(fit.measure, {fit.measure.name: product(fit)}))
+    return fit._replace(mean=None, target=None)
 
 
 def _joint_vo(view: BlockView, given: Input, moments, ranks, layout: dict[str, Slot], dense) -> dict[str, Fit]:
@@ -116,14 +142,12 @@ def _joint_vo(view: BlockView, given: Input, moments, ranks, layout: dict[str, S
     W_v, b_v = _heads(v, attention.kv_heads)
     W_o = o.weight.double().unflatten(1, (attention.heads, -1)).transpose(0, 1)  # (H, D, N)
     fit = joint_vo(W_o, W_v, given.precond, ranks=(ranks["o"], ranks["v"]), alternations=method.alternations)
-    report = {"form": "joint vo", "relative_error": fit.relative_error, "loss_history": fit.loss_history}
-    aware = None
+    form, aware = "joint vo", None
     if method.attention_aware:
-        sent = moments["attention_output"]
+        sent, form = moments["attention_output"], "joint vo, attention aware"
         C_o = sent.covariance if given.centred else sent.C
         aware = attention_aware_output(W_o, W_v, fit, given.precond, C_o, rank=ranks["o"])
         fit = fit._replace(B_o=aware.B_o, A_o=aware.A_o)
-        report |= {"form": "joint vo, attention aware", "relative_error": aware.relative_error}
     A_o = fit.A_o.transpose(0, 1).flatten(1)  # (r_o, H N)
     bias_o, bias_v = o.bias, v.bias
     if given.centred:
@@ -133,8 +157,11 @@ def _joint_vo(view: BlockView, given: Input, moments, ranks, layout: dict[str, S
             values = W_v @ given.mean + (0 if b_v is None else b_v)
             rest = sent.mean - values.repeat_interleave(attention.heads // attention.kv_heads, 0).flatten()
             bias_o = bias_o + o.weight.double() @ rest - fit.B_o @ (A_o @ (aware.E @ rest))
-    factors = {
-        "v": (fit.B_v.flatten(0, 1), fit.A_v, bias_v),
-        "o": (fit.B_o, A_o, bias_o),
-    }
-    return {m: Fit(*f, {"rank": ranks[m], "of": layout[m].full} | report) for m, f in factors.items()}
+    factors = {"v": (fit.B_v.flatten(0, 1), fit.A_v, bias_v), "o": (fit.B_o, A_o, bias_o)}
+    measure = HeadError(v, o, attention.head_dim, given.centred)
+    if aware:
+        measure = AttendedError(v, o, attention.head_dim, given.centred, aware.E, given.mean)
+    error = measure({m: Dense(B @ A, b) for m, (B, A, b) in factors.items()}, moments)
+    common = {"form": form, "relative_error": error, "loss_history": tuple(fit.loss_history)}
+    common["clamped"] = given.precond.clamped or None
+    return {m: Fit(*f, Report(rank=ranks[m], of=layout[m].full, **common), measure) for m, f in factors.items()}

@@ -9,17 +9,21 @@ import torch
 from torch import Tensor
 
 from ...architectures import Dense
-from ...calibration.moments import Moment
-from ...linalg.lowrank import Preconditioner, bias_update, low_rank, metric_error, preconditioner
+from ...calibration.moments import BlockMoments
+from ...linalg.lowrank import bias_update, low_rank, metric_error
+from ...linalg.preconditioner import Preconditioner, preconditioner
 from ...linalg.sparse import low_rank_plus_sparse
 from .layout import QKV, Slot
+from .measures import Measure, OutputError
+from .report import Report
 
-__all__ = ["Fit", "Input", "local", "prepare"]
+__all__ = ["Fit", "Input", "local", "prepare", "product"]
 
 
 class Input(NamedTuple):
     """What several layers with the same input share: its metric and its pre-conditioner."""
 
+    statistic: str
     C: Tensor  # (N, N) moment the error is measured in
     mean: Tensor  # (N,)
     precond: Preconditioner
@@ -32,54 +36,66 @@ class Fit(NamedTuple):
     B: Tensor  # (O, R); split heads: (H, h, R)
     A: Tensor  # (R, N); split heads: (H, R, N)
     bias: Tensor | None  # (O,)
-    report: dict
+    report: Report
+    measure: Measure
     D: Tensor | None = None  # (O, N) sparse correction
-    given: Input | None = None  # its input; None where the fit is not of this layer's own output
-    target: Tensor | None = None  # (O, N) the weight, where it is needed: to quantise factors that fit its own output
+    mean: Tensor | None = None  # (N,) of its input, where its bias takes the mean of what rounding changes
+    target: tuple[Tensor, Tensor] | None = (
+        None  # weight (O, N) and metric (N, N), where factors are refined under rounding
+    )
 
 
-def prepare(method, moment: Moment, *, centred: bool) -> Input:
+def prepare(method, moments: BlockMoments, statistic: str, *, centred: bool) -> Input:
     """Pre-conditioner of an input; ``centred`` for layers whose bias takes the mean (LatentLLM App. B.2)."""
+    moment = moments[statistic]
     C = moment.covariance if centred else moment.C
     mean_abs = moment.mean_absolute if method.precondition == "l1" else None
     precond = preconditioner(C, method.precondition, ridge=method.ridge, alpha=method.alpha, mean_abs=mean_abs)
-    return Input(C, moment.mean, precond, centred)
+    return Input(statistic, C, moment.mean, precond, centred)
 
 
 def local(slot: Slot, dense: Dense, given: Input, rank: int) -> Fit:
     """The best rank-R factors of one layer for its own output (LatentLLM Sec. 3.2, App. C for a stack, App. I)."""
-    W, count = dense.weight.double(), slot.nonzeros(rank)
-    report = {"rank": rank, "of": slot.full, "form": "local, one latent" if slot.name == QKV else "local"}
-    if slot.split:
-        fit = _by_head(slot, W, dense.bias, given, report)
-    elif count:
-        fit = _with_sparse(slot, W, dense.bias, given, count, report)
-    else:
-        factors = low_rank(W, given.precond, rank=rank, C=given.C)
-        report["relative_error"] = factors.relative_error
-        fit = Fit(factors.B, factors.A, _moved(W, factors[:2], dense.bias, given), report)
-    return fit._replace(given=given, target=W if slot.method.bits else None)
+    W, count, method = dense.weight.double(), slot.nonzeros(rank), slot.method
+    B, A, D, facts = _factors(slot, W, given, rank, count)
+    form = ("local, one latent" if slot.name == QKV else "local") + facts.pop("form", "")
+    report = Report(rank=rank, of=slot.full, form=form, clamped=given.precond.clamped or None, **facts)
+    measure = OutputError(slot.name, given.statistic, dense, given.centred)
+    fit = Fit(B, A, dense.bias, report, measure, D)
+    if given.centred:
+        fit = fit._replace(bias=_moved(W, fit, dense.bias, given.mean))
+    if not method.bits:
+        return fit
+    return fit._replace(mean=given.mean if given.centred else None, target=(W, given.C))
 
 
-def _with_sparse(slot: Slot, W: Tensor, bias: Tensor | None, given: Input, count: int, report: dict) -> Fit:
-    """Low rank plus a sparse correction (App. I)."""
-    method, rank = slot.method, report["rank"]
-    fit = low_rank_plus_sparse(W, given.C, rank=rank, count=count, method=method.shrink, ridge=method.ridge)
-    report |= {"form": f"{report['form']} + sparse", "nonzeros": count}
-    report |= {"relative_error": fit.relative_error, "loss_history": fit.loss_history}
-    return Fit(fit.B, fit.A, _moved(W - fit.D, fit[:2], bias, given), report, fit.D)
+def _factors(slot: Slot, W: Tensor, given: Input, rank: int, count: int):
+    """``B``, ``A``, ``D`` and the facts that the form adds to the report."""
+    method = slot.method
+    if slot.split:  # a low rank of its own for every head (App. D)
+        fits = [low_rank(head, given.precond, rank=rank) for head in W.unflatten(0, (slot.heads, -1))]
+        B, A = torch.stack([fit.B for fit in fits]), torch.stack([fit.A for fit in fits])
+        error = metric_error(W - (B @ A).flatten(0, 1), W, given.C)
+        return B, A, None, {"form": ", split heads", "relative_error": error}
+    if count:
+        fit = low_rank_plus_sparse(W, given.C, rank=rank, count=count, method=method.shrink, ridge=method.ridge)
+        error = metric_error(W - fit.B @ fit.A - fit.D, W, given.C)  # the fit is to the damped moment
+        facts = {"form": " + sparse", "nonzeros": count, "loss_history": tuple(fit.loss_history)}
+        return fit.B, fit.A, fit.D, facts | {"relative_error": error}
+    fit = low_rank(W, given.precond, rank=rank, C=given.C)
+    return fit.B, fit.A, None, {"relative_error": fit.relative_error}
 
 
-def _by_head(slot: Slot, W: Tensor, bias: Tensor | None, given: Input, report: dict) -> Fit:
-    """A low rank of its own for every head (App. D)."""
-    fits = [low_rank(head, given.precond, rank=report["rank"]) for head in W.unflatten(0, (slot.heads, -1))]
-    B, A = torch.stack([fit.B for fit in fits]), torch.stack([fit.A for fit in fits])
-    report |= {"form": "split heads", "relative_error": metric_error(W - (B @ A).flatten(0, 1), W, given.C)}
-    return Fit(B, A, _moved(W, (torch.block_diag(*B), A.flatten(0, 1)), bias, given), report)
+def product(fit: Fit) -> Dense:
+    """What the fit amounts to, before it is stored."""
+    weight = fit.B @ fit.A
+    weight = weight.flatten(0, 1) if weight.dim() == 3 else weight
+    weight = weight if fit.D is None else weight + fit.D
+    return Dense(weight, None if fit.bias is None else fit.bias.double())
 
 
-def _moved(W: Tensor, factors: tuple[Tensor, Tensor], bias: Tensor | None, given: Input) -> Tensor | None:
-    """The bias that makes the layer right on average (App. B.2), where the fit counts on it."""
-    if bias is None or not given.centred:
-        return bias
-    return bias_update(W, factors, given.mean, bias.double()).to(bias.dtype)
+def _moved(W: Tensor, fit: Fit, bias: Tensor, mean: Tensor) -> Tensor:
+    """The bias that makes the layer right on average (App. B.2)."""
+    B, A = (torch.block_diag(*fit.B), fit.A.flatten(0, 1)) if fit.B.dim() == 3 else (fit.B, fit.A)
+    W = W if fit.D is None else W - fit.D
+    return bias_update(W, (B, A), mean, bias.double()).to(bias.dtype)

@@ -10,6 +10,7 @@ from .attention import ATTENTION, decompose_attention
 from .layout import QKV, slots
 from .mlp import decompose_mlp
 from .options import check_options
+from .report import Report
 
 __all__ = ["LatentLLM"]
 
@@ -174,17 +175,18 @@ class LatentLLM(Method):
         return sum(ranks[m] if m in cached else width for m in "kv")
 
     def decompose(self, view: BlockView, moments, ranks: dict[str, int]) -> BlockResult:
-        result = BlockResult({}, {}, {})
         there = slots(self, view)
         lower = {m: r for m, r in ranks.items() if r < there[m].full}
-        attention = {m: r for m, r in lower.items() if m in ATTENTION}
-        mlp = {m: r for m, r in lower.items() if m not in ATTENTION}
-        if attention:
-            decompose_attention(self, view, moments, attention, result)
-        if mlp:
-            decompose_mlp(self, view, moments, mlp, result)
-        for module in [m for m in ranks if m not in lower]:
-            result.reports[module] = {"rank": there[module].full, "of": there[module].full, "relative_error": 0.0}
+        dense = {m: Report(there[m].full, there[m].full, "dense", 0.0).to_dict() for m in ranks if m not in lower}
+        result = BlockResult({}, {}, dense, {})
+        for decompose, modules in (
+            (decompose_attention, [m for m in lower if m in ATTENTION]),
+            (decompose_mlp, [m for m in lower if m not in ATTENTION]),
+        ):
+            if modules:
+                part = decompose(self, view, moments, {m: lower[m] for m in modules})
+                for whole, more in zip(result, part, strict=True):
+                    whole.update(more)
         return result
 
 

@@ -1,45 +1,82 @@
 """The MLP through latents: local, or up and down together for ReLU."""
 
-from ...architectures import BlockView
-from ...linalg.joint_mlp import MLP, joint_mlp
+from dataclasses import replace
+
+from ...architectures import BlockView, Dense
+from ...calibration.moments import BlockMoments
+from ...linalg.joint_mlp import joint_mlp, mlp_error
 from ..base import BlockResult
 from ..result import put_projection
-from .factor import Fit, local, prepare
+from .factor import Fit, local, prepare, product
 from .layout import Slot, dense_projections, slots
-from .storing import store
+from .measures import MLPError, mlp_of
+from .report import Report
+from .storing import store_all
+
+HELD_OUT = 8  # one of so many rows is not fitted
 
 
-def decompose_mlp(method, view: BlockView, moments, ranks: dict[str, int], result: BlockResult) -> None:
-    """Replace the projections of the MLP listed in ``ranks``."""
+def decompose_mlp(method, view: BlockView, moments: BlockMoments, ranks: dict[str, int]) -> BlockResult:
+    """The projections of the MLP listed in ``ranks``, latent: fit, junction, store."""
     dense, layout, spec = dense_projections(method, view), slots(method, view), view.mlp.spec
-    fits = {}
-    if "ud" in method.joint_forms(view) and {"up", "down"} <= ranks.keys():
-        fits |= _joint(moments, ranks, layout, dense)
-    for module in [m for m in ranks if m not in fits]:
-        moment = moments["mlp_hidden" if module == "down" else "mlp_input"]
-        given = prepare(method, moment, centred=method.bias_refit and dense[module].bias is not None)
-        fits[module] = local(layout[module], dense[module], given, ranks[module])
+    result = BlockResult({}, {}, {}, {})
     paths = {"up": spec.up, "gate": spec.gate, "down": spec.down}
-    for module in ranks:
-        put_projection(result, paths[module], store(layout[module], fits[module], dense[module].weight.dtype))
-        result.reports[module] = fits[module].report
+    for modules in _together(method, view, ranks):
+        fits = _local(method, {m: ranks[m] for m in modules}, layout, dense, moments)
+        if len(modules) > 1 and "down" in modules:
+            fits = _joint(method, moments, fits, layout, dense)
+        latents, reports, errors = store_all(layout, fits, dense, moments)
+        for module in modules:
+            put_projection(result, paths[module], latents[module])
+            result.reports[module] = reports[module].to_dict()
+        result.errors.update(errors)
+    return result
 
 
-def _joint(moments, ranks: dict[str, int], layout: dict[str, Slot], dense) -> dict[str, Fit]:
-    """App. H: alternation with auxiliary activations, on samples of the MLP's input."""
-    up, down, method = dense["up"], dense["down"], layout["up"].method
-    X = moments["mlp_samples"].rows.double().T  # (D, n)
-    biases = [None if d.bias is None else d.bias.double() for d in (up, down)]
-    mlp = MLP(up.weight.double(), biases[0], down.weight.double(), biases[1])
-    fit = joint_mlp(mlp, X, ranks=(ranks["up"], ranks["down"]), rounds=method.rounds, ridge=method.ridge)
-    report = {
-        "form": "joint up-down",
-        "relative_error": fit.relative_error,
-        "local_relative_error": fit.local_relative_error,
-        "loss_history": fit.loss_history,
+def _together(method, view: BlockView, ranks: dict[str, int]) -> list[list[str]]:
+    """Modules that are fitted at the same time: to one input, or jointly; one after another, to hold one moment at a time."""
+    if "ud" in method.joint_forms(view) and {"up", "down"} <= ranks.keys():
+        return [list(ranks)]
+    rising = [m for m in ranks if m != "down"]
+    return [group for group in (rising, [m for m in ranks if m == "down"]) if group]
+
+
+def _local(method, ranks: dict[str, int], layout: dict[str, Slot], dense: dict[str, Dense], moments) -> dict[str, Fit]:
+    inputs, fits = {}, {}
+    for module, rank in ranks.items():
+        key = ("mlp_hidden" if module == "down" else "mlp_input", method.bias_refit and dense[module].bias is not None)
+        if key not in inputs:
+            inputs[key] = prepare(method, moments, key[0], centred=key[1])
+        fits[module] = local(layout[module], dense[module], inputs[key], rank)
+    return fits
+
+
+def _joint(method, moments, local: dict[str, Fit], layout: dict[str, Slot], dense: dict[str, Dense]) -> dict[str, Fit]:
+    """App. H: alternation with auxiliary activations, on rows of the MLP's input; the local form where that is better.
+
+    The last rows are not fitted: with few rows for each hidden unit the joint form interpolates, and the error on the rows it
+    was fitted to does not show it.
+    """
+    X = moments["mlp_samples"].rows.T  # (D, n)
+    known = X.shape[1] - max(1, X.shape[1] // HELD_OUT)
+    mlp = mlp_of(dense["up"], dense["down"])
+    exact = mlp._replace(W_up=mlp.W_up.double(), W_down=mlp.W_down.double())  # so that the factors stay unrounded
+    ranks = tuple(local[m].report.rank for m in ("up", "down"))
+    found = joint_mlp(exact, X[:, :known], ranks=ranks, rounds=method.rounds, ridge=method.ridge)
+    factors = {"up": (found.B_up, found.A_up, found.b_up), "down": (found.B_down, found.A_down, found.b_down)}
+    measure = MLPError(dense["up"], dense["down"])
+    common = {"form": "joint up-down", "training_error": found.relative_error, "relative_error": 0.0}
+    joint = {}
+    for m, (B, A, bias) in factors.items():
+        report = Report(rank=local[m].report.rank, of=layout[m].full, loss_history=tuple(found.loss_history), **common)
+        joint[m] = Fit(B, A, None if dense[m].bias is None else bias, report, measure)
+    held_out = {
+        name: mlp_error(mlp, mlp_of(product(fits["up"]), product(fits["down"])), X[:, known:])
+        for name, fits in (("joint", joint), ("local", local))
     }
-    factors = {"up": (fit.B_up, fit.A_up, fit.b_up), "down": (fit.B_down, fit.A_down, fit.b_down)}
-    return {
-        m: Fit(B, A, None if dense[m].bias is None else bias, {"rank": ranks[m], "of": layout[m].full} | report)
-        for m, (B, A, bias) in factors.items()
-    }
+    if held_out["joint"] > held_out["local"]:
+        form = "local (joint up-down was worse held out)"
+        return {m: f._replace(report=replace(f.report, form=form, held_out_error=held_out)) for m, f in local.items()}
+    error = measure({m: product(fit) for m, fit in joint.items()}, moments)
+    facts = {"relative_error": error, "held_out_error": held_out}
+    return {m: fit._replace(report=replace(fit.report, **facts)) for m, fit in joint.items()}

@@ -2,7 +2,7 @@
 
 from ...errors import OptionError
 from ...linalg.junction import JUNCTIONS
-from ...linalg.lowrank import PRECONDITIONERS
+from ...linalg.preconditioner import PRECONDITIONERS
 from ...linalg.sparse import METHODS as SHRINKS
 from ..base import check_choice
 from .layout import PLAIN, QKV

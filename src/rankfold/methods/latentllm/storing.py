@@ -3,20 +3,28 @@
 Shape legend: O outputs, N inputs, R latent width.
 """
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...architectures import Dense
+from ...calibration.moments import BlockMoments
 from ...linalg.junction import apply_junction
 from ...linalg.lowrank import metric_error
 from ...linalg.quantization import Quantized, dequantize, quantize, refine_quantized
 from ...modules import QuantizedTensor, build
-from ..result import Latent
-from .factor import Fit
+from ..result import Latent, Projection
+from .factor import Fit, product
 from .layout import Slot
+from .measures import as_dense
+from .report import Report
 
-__all__ = ["Parts", "in_junction", "put_together", "store"]
+__all__ = ["Parts", "in_junction", "store", "store_all"]
 
 # Scales and lows are chosen among bf16 numbers, so that they stay what the codes were chosen for in every stored dtype.
 SCALES = torch.bfloat16
@@ -30,24 +38,19 @@ class Parts(NamedTuple):
     condition: float  # of the block that was inverted
 
 
-def store(slot: Slot, fit: Fit, dtype: torch.dtype) -> Latent:
-    """The fit as the method's options store it; completes ``fit.report``."""
-    parts = _heads_in_junction(slot, fit) if slot.split else in_junction(slot, fit.B, fit.A)
-    return put_together(slot, fit, parts, dtype)
-
-
-def in_junction(slot: Slot, B: Tensor, A: Tensor) -> Parts:
+def in_junction(slot: Slot, fit: Fit) -> Parts:
     """``B A`` in the method's junction (Sec. 3.3)."""
+    if slot.split:
+        return _heads_in_junction(slot, fit)
     method = slot.method
-    junction = apply_junction(B, A, method.junction, limit=method.condition_limit)
-    stored_A, stored_B = junction.A, junction.B
+    junction = apply_junction(fit.B, fit.A, method.junction, limit=method.condition_limit)
+    A, B = junction.A, junction.B
     if method.junction == "lu":
-        rank, wide, tall = A.shape[0], A.shape[1], B.shape[0]
-        stored_A = stored_A[tuple(torch.triu_indices(rank, wide, device=A.device))]
-        stored_B = stored_B[tuple(torch.tril_indices(tall, rank, -1, device=A.device))]
+        rank, wide, tall = fit.A.shape[0], fit.A.shape[1], fit.B.shape[0]
+        A = A[tuple(torch.triu_indices(rank, wide, device=A.device))]
+        B = B[tuple(torch.tril_indices(tall, rank, -1, device=A.device))]
     indices = {"columns": junction.columns, "rows": junction.rows}
-    indices = {name: index for name, index in indices.items() if index is not None}
-    return Parts({"A": stored_A, "B": stored_B}, indices, junction.condition)
+    return Parts({"A": A, "B": B}, {k: i for k, i in indices.items() if i is not None}, junction.condition)
 
 
 def _heads_in_junction(slot: Slot, fit: Fit) -> Parts:
@@ -63,19 +66,64 @@ def _heads_in_junction(slot: Slot, fit: Fit) -> Parts:
     return Parts(numbers, indices, max(h.condition for h in heads))
 
 
-def put_together(slot: Slot, fit: Fit, parts: Parts, dtype: torch.dtype) -> Latent:
-    """The runtime's tensors out of the factors ``parts`` and the rest of ``fit``."""
-    spec, tensors = slot.spec(fit.report["rank"]), dict(parts.indices)
-    tensors |= _quantised(slot, fit, parts) if slot.method.bits else parts.numbers
-    if "nonzeros" in spec:
-        tensors |= _rows_of(fit.D, spec["nonzeros"])
-    if fit.bias is not None:
-        tensors["bias"] = fit.bias
-    fit.report["junction_condition"] = parts.condition
-    latent = _as_built(spec, tensors, dtype)
-    if slot.method.bits and fit.given is not None:
-        _account_for_rounding(fit, latent)
-    return latent
+def store(slot: Slot, fit: Fit, parts: Parts, dtype: torch.dtype) -> tuple[Latent, Report]:
+    """The runtime's tensors out of the factors ``parts`` and the rest of ``fit``, and the report with what was added."""
+    spec, numbers = slot.spec(fit.report.rank), parts.numbers
+    report = replace(fit.report, junction_condition=parts.condition)
+    if slot.method.bits:
+        numbers, how = _quantised(slot, fit, numbers, spec)
+        report = replace(report, bits=slot.method.bits, quantisation=how)
+    sparse = _rows_of(fit.D, spec["nonzeros"]) if "nonzeros" in spec else {}
+    bias = {} if fit.bias is None else {"bias": fit.bias}
+    latent = _as_built(spec, parts.indices | numbers | sparse | bias, dtype)
+    if slot.method.bits and fit.mean is not None:
+        latent = _with_the_mean_of_rounding(fit, latent)
+    return latent, report
+
+
+def store_all(
+    layout: dict[str, Slot],
+    fits: dict[str, Fit],
+    dense: dict[str, Dense],
+    moments: BlockMoments,
+    *,
+    parts: Mapping[str, Parts] = MappingProxyType({}),
+    beside: Mapping[str, Projection] = MappingProxyType({}),
+) -> tuple[dict[str, Latent], dict[str, Report], dict[str, Callable[[BlockMoments], float]]]:
+    """Store every fit; the tensors, the reports, and the error of every module on any moments.
+
+    Args:
+        layout, fits, dense: by module.
+        moments: that were fitted to.
+        parts: junctions that are made already.
+        beside: dense projections that a measure looks at too.
+    """
+    latents, reports = {}, {}
+    for m, fit in fits.items():
+        made = parts[m] if m in parts else in_junction(layout[m], fit)
+        latents[m], reports[m] = store(layout[m], fit, made, dense[m].weight.dtype)
+    stored = _Stored({**beside, **latents})
+    errors = {m: partial(fit.measure, stored) for m, fit in fits.items()}
+    for m, report in reports.items():
+        if report.bits:
+            reports[m] = replace(report, relative_error=errors[m](moments))
+    return latents, reports, errors
+
+
+@dataclass(frozen=True)
+class _Stored(Mapping):
+    """What stored projections amount to, made when looked at."""
+
+    projections: dict[str, Projection]
+
+    def __getitem__(self, module: str) -> Dense:
+        return as_dense(self.projections[module])
+
+    def __iter__(self):
+        return iter(self.projections)
+
+    def __len__(self) -> int:
+        return len(self.projections)
 
 
 def _as_built(spec: dict, tensors: dict[str, Tensor], dtype: torch.dtype) -> Latent:
@@ -96,21 +144,19 @@ def _rows_of(D: Tensor, count: int) -> dict[str, Tensor]:
     return {"sparse.values": D.flatten()[keep], "sparse.columns": keep % D.shape[1], "sparse.starts": starts}
 
 
-def _quantised(slot: Slot, fit: Fit, parts: Parts) -> dict[str, Tensor]:
+def _quantised(slot: Slot, fit: Fit, numbers: dict[str, Tensor], spec: dict) -> tuple[dict[str, Tensor], str]:
     """Codes, scales and lows of the factors (App. I.1), refined where both are stored in full and fit this layer."""
-    method, spec = slot.method, slot.spec(fit.report["rank"])
-    rounded = {name: _quantise(x, method) for name, x in parts.numbers.items() if x.numel()}
-    fit.report.update({"bits": method.bits, "quantisation": "rounded"})
+    method, how = slot.method, "rounded"
+    rounded = {name: _quantise(x, method) for name, x in numbers.items() if x.numel()}
     if spec["kind"] == "latent" and spec["form"] == "plain" and fit.target is not None and "B" in rounded:
-        target = fit.target if fit.D is None else fit.target - fit.D
-        B, A, C = parts.numbers["B"], parts.numbers["A"], fit.given.C
-        refined = refine_quantized(target, B, A, C, bits=method.bits, chunk=method.chunk)
+        W, C = fit.target
+        target = W if fit.D is None else W - fit.D
+        refined = refine_quantized(target, numbers["B"], numbers["A"], C, bits=method.bits, chunk=method.chunk)
         refined = {"A": _in_stored_scales(refined.A), "B": _in_stored_scales(refined.B)}
         if _error(refined, target, C) < _error(rounded, target, C):
-            rounded, fit.report["quantisation"] = refined, "refined"
-    empty = torch.zeros(0)
-    tensors = {}
-    for name in parts.numbers:
+            rounded, how = refined, "refined"
+    empty, tensors = torch.zeros(0), {}
+    for name in numbers:
         q = rounded.get(name)
         codes = empty.to(torch.uint8) if q is None else QuantizedTensor.pack(q.codes, method.bits)
         tensors |= {
@@ -118,7 +164,7 @@ def _quantised(slot: Slot, fit: Fit, parts: Parts) -> dict[str, Tensor]:
             f"{name}.scale": q.scale if q else empty,
             f"{name}.low": q.low if q else empty,
         }
-    return tensors
+    return tensors, how
 
 
 def _quantise(x: Tensor, method) -> Quantized:
@@ -134,28 +180,8 @@ def _error(factors: dict[str, Quantized], target: Tensor, C: Tensor) -> float:
     return metric_error(target - B @ A, target, C)
 
 
-def _account_for_rounding(fit: Fit, latent: Latent) -> None:
-    """Let the bias take the mean of what rounding changed, and report the error of what is stored."""
-    fitted = fit.B @ fit.A
-    fitted = fitted.flatten(0, 1) if fitted.dim() == 3 else fitted
-    fitted = fitted if fit.D is None else fitted + fit.D
-    stored = _runtime_weight(latent).to(fitted)
-    if fit.bias is not None and fit.given.centred:
-        bias = latent.tensors["bias"]
-        latent.tensors["bias"] = (bias.double() + (fitted - stored) @ fit.given.mean).to(bias.dtype)
-    if fit.target is not None:
-        fit.report["relative_error"] = metric_error(fit.target - stored, fit.target, fit.given.C)
-    else:
-        fit.report["rounding_error"] = metric_error(fitted - stored, fitted, fit.given.C)
-
-
-def _runtime_weight(latent: Latent) -> Tensor:
-    """``(O, N)`` weight that the runtime's module amounts to, by running it on the identity in fp64."""
-    tensors = {k: t.double() if t.is_floating_point() else t for k, t in latent.tensors.items()}
-    with torch.device("meta"):
-        module = build(latent.spec)
-    module.load_state_dict(tensors, assign=True)
-    x = torch.eye(latent.spec["in"], dtype=torch.float64, device=next(iter(tensors.values())).device)
-    with torch.no_grad():
-        y = module(x)
-    return (y if latent.spec["bias"] is False else y - tensors["bias"]).T
+def _with_the_mean_of_rounding(fit: Fit, latent: Latent) -> Latent:
+    """Its bias takes the mean of what rounding changed."""
+    bias, lost = latent.tensors["bias"], product(fit).weight - as_dense(latent).weight
+    moved = (bias.double() + lost @ fit.mean).to(bias.dtype)
+    return Latent(latent.spec, latent.tensors | {"bias": moved})

@@ -1,0 +1,191 @@
+"""Relative errors of decomposed modules on any moments: those of the fit, or of held-out windows.
+
+Shape legend: O outputs, N inputs, H query heads, K key/value heads, h head dimension, D model width.
+
+A measure keeps the dense projections of one form and is called with what they have become, by module, and with the moments
+of a block. On the moments of the fit it gives the ``relative_error`` of the report.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...architectures import Dense
+from ...calibration.moments import BlockMoments, Moment
+from ...linalg.joint_mlp import MLP, mlp_error
+from ...linalg.joint_qk import Pair, pair_error
+from ...linalg.lowrank import metric_error
+from ...modules import build
+from ..result import Projection
+
+__all__ = [
+    "AsFitted",
+    "AttendedError",
+    "HeadError",
+    "MLPError",
+    "Measure",
+    "OutputError",
+    "ScoreError",
+    "as_dense",
+    "mlp_of",
+]
+
+Measure = Callable[[Mapping[str, Dense], BlockMoments], float]
+ROWS = 1024  # of the identity that a runtime module is run on at a time
+
+
+@dataclass(frozen=True)
+class OutputError:
+    """Of one layer's output, the mean included where its bias takes it."""
+
+    name: str
+    statistic: str
+    dense: Dense
+    centred: bool
+
+    def __call__(self, compressed: Mapping[str, Dense], moments: BlockMoments) -> float:
+        now, W = compressed[self.name], self.dense.weight.double()
+        return _output_error(W - now.weight, W, self.dense.bias, now.bias, moments[self.statistic], self.centred)
+
+
+@dataclass(frozen=True)
+class ScoreError:
+    """Of the scores of independent tokens (LatentLLM Eq. 13), at the offsets ``rotations`` has."""
+
+    q: Dense
+    k: Dense
+    head_dim: int
+    centred: bool
+    rotations: Tensor | None  # (D, h, h)
+
+    def __call__(self, compressed: Mapping[str, Dense], moments: BlockMoments) -> float:
+        moment = moments["attention_input"]
+        C = moment.covariance if self.centred else moment.C
+        pairs = (self._pair(q, k, moment) for q, k in ((self.q, self.k), (compressed["q"], compressed["k"])))
+        return pair_error(*pairs, metrics=(C, C), rotations=self.rotations)
+
+    def _pair(self, q: Dense, k: Dense, moment: Moment) -> Pair:
+        sides = [d.weight.double().unflatten(0, (-1, self.head_dim)) for d in (q, k)]
+        if not self.centred:
+            return Pair(*sides)
+        means = (side @ moment.mean for side in sides)
+        return Pair(*sides, *(m + _bias(d).view_as(m) for m, d in zip(means, (q, k), strict=True)))
+
+
+@dataclass(frozen=True)
+class HeadError:
+    """Of the outputs of single heads (LatentLLM Eq. 184), and of the mean of their sum where the output's bias takes it."""
+
+    v: Dense
+    o: Dense
+    head_dim: int
+    centred: bool
+
+    def __call__(self, compressed: Mapping[str, Dense], moments: BlockMoments) -> float:
+        moment = moments["attention_input"]
+        C = moment.covariance if self.centred else moment.C
+        dense, now = (self._pair(v, o) for v, o in ((self.v, self.o), (compressed["v"], compressed["o"])))
+        error = pair_error(dense, now, metrics=(None, C))
+        if not self.centred:
+            return error
+        shift = self._mean(self.v, self.o, moment) - self._mean(compressed["v"], compressed["o"], moment)
+        return (error**2 + (shift.square().sum() / self._energy(dense, C)).item()) ** 0.5
+
+    def _pair(self, v: Dense, o: Dense) -> Pair:
+        W_o = o.weight.double().unflatten(1, (-1, self.head_dim))  # (D, H, h)
+        return Pair(W_o.permute(1, 2, 0), v.weight.double().unflatten(0, (-1, self.head_dim)))
+
+    def _mean(self, v: Dense, o: Dense, moment: Moment) -> Tensor:
+        return o.weight.double() @ _sent(v, o, moment.mean, self.head_dim) + _bias(o)
+
+    @staticmethod
+    def _energy(pair: Pair, C: Tensor) -> Tensor:
+        values = pair.right @ C @ pair.right.mT
+        return ((pair.left @ pair.left.mT) * values.repeat_interleave(len(pair.left) // len(pair.right), 0)).sum()
+
+
+@dataclass(frozen=True)
+class AttendedError:
+    """Of the output projection on what attention sends into it, values predicted by ``E`` (LatentLLM Eq. 205)."""
+
+    v: Dense
+    o: Dense
+    head_dim: int
+    centred: bool
+    E: Tensor  # (H h, H h)
+    mean: Tensor  # (D,) mean token of the fit, around which E predicts
+
+    def __call__(self, compressed: Mapping[str, Dense], moments: BlockMoments) -> float:
+        now, W = compressed["o"], self.o.weight.double()
+        fixed = _bias(now)
+        if self.centred:
+            before, after = (_sent(v, self.o, self.mean, self.head_dim) for v in (self.v, compressed["v"]))
+            fixed = fixed + now.weight @ (after - self.E @ before)
+        rows = now.weight @ self.E
+        return _output_error(W - rows, W, self.o.bias, fixed, moments["attention_output"], self.centred)
+
+
+@dataclass(frozen=True)
+class MLPError:
+    """Of the output of a ReLU MLP, on rows of its input."""
+
+    up: Dense
+    down: Dense
+
+    def __call__(self, compressed: Mapping[str, Dense], moments: BlockMoments) -> float:
+        now = mlp_of(compressed["up"], compressed["down"])
+        return mlp_error(mlp_of(self.up, self.down), now, moments["mlp_samples"].rows.T)
+
+
+@dataclass(frozen=True)
+class AsFitted:
+    """A measure of the unrounded fit, where what is stored is only equal to it together with another module."""
+
+    measure: Measure
+    fitted: dict[str, Dense]
+
+    def __call__(self, compressed: Mapping[str, Dense], moments: BlockMoments) -> float:
+        return self.measure(self.fitted, moments)
+
+
+def mlp_of(up: Dense, down: Dense) -> MLP:
+    return MLP(up.weight, up.bias, down.weight, down.bias)
+
+
+@torch.no_grad()
+def as_dense(projection: Projection) -> Dense:
+    """The projection it amounts to, in fp64: a runtime module is run on the identity."""
+    if isinstance(projection, Dense):
+        return Dense(projection.weight.double(), None if projection.bias is None else projection.bias.double())
+    spec, tensors = projection.spec, projection.tensors
+    tensors = {k: t.double() if t.is_floating_point() else t for k, t in tensors.items()}
+    with torch.device("meta"):
+        module = build(spec)
+    module.load_state_dict(tensors, assign=True)
+    bias, columns = tensors["bias"] if spec["bias"] else None, []
+    for a in range(0, spec["in"], ROWS):
+        x = next(iter(tensors.values())).new_zeros(min(ROWS, spec["in"] - a), spec["in"], dtype=torch.float64)
+        x.diagonal(a).fill_(1)
+        y = module(x)
+        columns.append((y if bias is None else y - bias).T)
+    return Dense(torch.cat(columns, 1), bias)
+
+
+def _output_error(gap: Tensor, W: Tensor, before, after, moment: Moment, centred: bool) -> float:
+    if not centred:
+        return metric_error(gap, W, moment.C)
+    shift = gap @ moment.mean + before.double() - after.double()
+    return metric_error(gap, W, moment.covariance, shift=shift)
+
+
+def _sent(v: Dense, o: Dense, mean: Tensor, head_dim: int) -> Tensor:
+    """``(H h,)`` what attention sends into the output projection for the mean token."""
+    values = (v.weight.double() @ mean + _bias(v)).view(-1, head_dim)
+    return values.repeat_interleave(o.weight.shape[1] // values.numel(), 0).flatten()
+
+
+def _bias(dense: Dense) -> Tensor:
+    W = dense.weight
+    return W.new_zeros(len(W), dtype=torch.float64) if dense.bias is None else dense.bias.double()

@@ -1,0 +1,176 @@
+"""Killed at every single file operation and started again: the same bytes, and nothing left behind."""
+
+import json
+import os
+import shutil
+
+import pytest
+
+import rankfold
+from families import tokens
+from kills import State, kill_everywhere, read_state, write_state
+from rankfold import MoDeGPT
+from rankfold.errors import CheckpointError
+from saved import save_tiny
+
+RUNS = {
+    "sequential": ({}, {}),
+    "one-pass": ({}, {"mode": "one-pass"}),
+    "one-pass, influence": ({"allocation": "influence"}, {"mode": "one-pass"}),
+}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    source = rankfold.open_model(save_tiny(tmp_path_factory.mktemp("kills") / "model", blocks=2), device="cpu")
+    assert source.tokenizer and source.fingerprint
+    return source
+
+
+def comparable(state: State) -> State:
+    """Without the times and the memory of a run."""
+    if (name := "out/rankfold.json") not in state:
+        return state
+    record = json.loads(state[name])
+    record.pop("run")
+    return state | {name: json.dumps(record).encode()}
+
+
+def check_all_kills(tmp_path, monkeypatch, work) -> None:
+    """``work(output)`` after every kill of it gives what it gives without.
+
+    Where the output has its name already the work is done, and doing it again may be refused.
+    """
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)  # slow, and no test can cut the power
+    (tmp_path / "whole").mkdir()
+    kills = kill_everywhere(tmp_path / "whole", lambda: work(tmp_path / "whole" / "out"), monkeypatch)
+    whole = comparable(read_state(tmp_path / "whole"))
+    assert {name.split("/")[0] for name in whole} == {"out"}
+    for state, operation in kills.states.items():
+        place = tmp_path / "killed"
+        write_state(place, dict(state))
+        try:
+            work(place / "out")
+        except CheckpointError as error:
+            assert "out exists already" in str(error), (operation, error)
+            (place / ".out.rankfold.lock").unlink(missing_ok=True)
+        assert comparable(read_state(place)) == whole, operation
+        shutil.rmtree(place)
+    print(f"{kills.operations} operations, {len(kills.states)} states on the disk")
+    assert kills.operations > 3 * len(whole)
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_compression_killed_anywhere_ends_in_the_same_bytes(tmp_path, monkeypatch, source, kind):
+    options, how = RUNS[kind]
+    method = MoDeGPT(sparsity=0.3, multiple=2, **options)
+    check_all_kills(tmp_path, monkeypatch, lambda out: rankfold.compress(source, method, tokens(4), out, **how))
+
+
+def test_a_calibration_killed_anywhere_ends_in_the_same_bytes(tmp_path, monkeypatch, source):
+    check_all_kills(tmp_path, monkeypatch, lambda out: rankfold.calibrate(source, tokens(4), out))
+
+
+def test_a_save_killed_anywhere_ends_in_the_same_bytes(tmp_path, monkeypatch, source):
+    model = rankfold.compress(source, MoDeGPT(sparsity=0.3, multiple=2), tokens(4))
+    check_all_kills(tmp_path, monkeypatch, lambda out: rankfold.save(model, out, source.tokenizer))
+
+
+def test_a_link_to_nothing_is_in_the_way(tmp_path, source):
+    (tmp_path / "out").symlink_to(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match="out exists already; choose another folder or remove it"):
+        rankfold.compress(source, MoDeGPT(multiple=2), tokens(4), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link to nothing"])
+def test_an_output_that_appears_meanwhile_costs_nothing(tmp_path, monkeypatch, source, kind):
+    """The checkpoint is whole in the partial folder; when the way is free the same command only renames it."""
+    out, decompose = tmp_path / "out", MoDeGPT.decompose
+
+    def appear(self, *args):
+        if not os.path.lexists(out):
+            {"file": out.touch, "folder": out.mkdir, "link to nothing": lambda: out.symlink_to("nothing")}[kind]()
+        return decompose(self, *args)
+
+    monkeypatch.setattr(MoDeGPT, "decompose", appear)
+    with pytest.raises(
+        CheckpointError, match=r"out appeared while the run was under way; the finished .*partial: rename"
+    ):
+        rankfold.compress(source, MoDeGPT(multiple=2), tokens(4), out)
+    out.rmdir() if kind == "folder" else out.unlink()
+    monkeypatch.setattr(MoDeGPT, "decompose", None)
+    with pytest.raises(CheckpointError, match="is an unfinished run of another configuration"):
+        rankfold.compress(source, MoDeGPT(multiple=4), tokens(4), out)
+    rankfold.compress(source, MoDeGPT(multiple=2), tokens(4), out)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"] and rankfold.load(out)
+
+
+def test_two_runs_do_not_write_one_output(tmp_path, monkeypatch, source):
+    asked, decompose = [], MoDeGPT.decompose
+
+    def again(self, *args):
+        if not asked:
+            asked.append(True)
+            with pytest.raises(
+                CheckpointError, match=rf"out is being written by process {os.getpid()} on .*; wait until"
+            ):
+                rankfold.compress(source, MoDeGPT(multiple=2), tokens(4), tmp_path / "out")
+            with pytest.raises(CheckpointError, match="out is being written by process"):
+                rankfold.save(source.model, tmp_path / "out")
+        return decompose(self, *args)
+
+    monkeypatch.setattr(MoDeGPT, "decompose", again)
+    rankfold.compress(source, MoDeGPT(multiple=2), tokens(4), tmp_path / "out")
+    assert asked and [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_lock_that_says_nothing_yet_is_still_a_lock(tmp_path, source):
+    from rankfold.locking import lock_of, locked
+
+    with locked(lock_of(tmp_path / "out"), tmp_path / "out"):
+        lock_of(tmp_path / "out").write_text("")
+        with pytest.raises(CheckpointError, match="out is being written by another process; wait until it is done"):
+            rankfold.compress(source, MoDeGPT(multiple=2), tokens(4), tmp_path / "out")
+
+
+FULL = OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    "error", [FULL, Exception("No space left on device (os error 28)")], ids=["OSError", "tokenizers"]
+)
+def test_a_disk_that_is_full_while_the_tokenizer_is_written_is_one_line(tmp_path, monkeypatch, source, error):
+    method = MoDeGPT(sparsity=0.3, multiple=2)
+    model = rankfold.compress(source, method, tokens(4))
+
+    def full(*args, **kwargs):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(source.tokenizer, "save_pretrained", full)
+        with pytest.raises(
+            CheckpointError, match=r"cannot write .*: No space left on device.*; free space or choose another"
+        ):
+            rankfold.compress(source, method, tokens(4), tmp_path / "out")
+        with pytest.raises(
+            CheckpointError, match=r"cannot write .*: No space left on device.*; free space or choose another"
+        ):
+            rankfold.save(model, tmp_path / "saved", source.tokenizer)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
+    rankfold.compress(source, method, tokens(4), tmp_path / "out")
+    assert rankfold.load(tmp_path / "out")
+
+
+def test_an_error_of_the_program_is_not_taken_for_a_full_disk(tmp_path, monkeypatch, source):
+    monkeypatch.setattr(source.tokenizer, "save_pretrained", lambda folder: {}["bug"])
+    with pytest.raises(KeyError, match="bug"):
+        rankfold.compress(source, MoDeGPT(multiple=2), tokens(4), tmp_path / "out")
+
+
+def test_what_is_not_a_run_is_left_alone(tmp_path, source):
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "thesis.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"out\.partial exists and is not an unfinished run; remove it or choose"):
+        rankfold.compress(source, MoDeGPT(multiple=2), tokens(4), tmp_path / "out")
+    assert read_state(tmp_path) == {"out.partial": None, "out.partial/thesis.txt": b"mine"}
