@@ -76,7 +76,7 @@ def worker(args: argparse.Namespace, name: str, group: tuple[str, ...]) -> dict:
     """Decompose one group of modules, in this process alone."""
     method = make_method(name, sparsity=args.sparsity)
     source = one_block(args.scale)
-    ranks = {m: r for (_, m), r in allocate_ranks(source, method)[0].items() if m in group}
+    ranks = {m: r for (_, m), r in allocate_ranks(source, method).ranks.items() if m in group}
     torch.manual_seed(args.seed)
     for parameter in source.blocks[0].parameters():
         parameter.normal_(std=parameter.shape[-1] ** -0.5)
