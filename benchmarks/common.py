@@ -239,7 +239,8 @@ def describe_model(source: Source) -> dict:
 
 def describe_tokens(ids: torch.Tensor, path: Path | str, seed: int | None = None) -> dict:
     facts = Tokens(ids, shown(str(path)), "", seed or 0).describe()
-    return {k: v for k, v in facts.items() if k != "origin" and (k != "seed" or seed is not None)}
+    leave = {"origin", "draw", "held_out"} | ({"seed"} if seed is None else set())
+    return {key: value for key, value in facts.items() if key not in leave}
 
 
 def evaluation(source: Source, windows, args: argparse.Namespace) -> Evaluation:

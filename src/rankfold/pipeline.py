@@ -89,14 +89,14 @@ def plan(source: Source, method: Method, moments: MomentStore | None = None) -> 
         moments: of the dense model; needed by the influence allocations and for predicted errors.
     """
     scores = _scores(moments, len(source)) if method.allocation != "uniform" else None
-    ranks, facts = allocate_ranks(source, method, scores)
+    allocated = allocate_ranks(source, method, scores)
     errors = {}
     if moments is not None:
         moments.check(source, _statistics(source, method))
         for index in track(range(len(source)), "predicting"):
-            result = _decompose(method, source.block(index), dict(moments[index]), of_block(ranks, index))
+            result = _decompose(method, source.block(index), dict(moments[index]), of_block(allocated.ranks, index))
             errors |= {(index, module): report["relative_error"] for module, report in result.reports.items()}
-    return build_plan(source, method, ranks, facts, errors, moments.identity["tokens"] if moments else None)
+    return build_plan(source, method, allocated, errors, moments.identity["tokens"] if moments else None)
 
 
 def compress(
@@ -138,8 +138,8 @@ def compress(
             return run.publish()
         moments, scores = _dense_pass(source, method, tokens, moments, mode, run)
         seconds = {"calibrate": time.perf_counter() - begin}
-        ranks, facts = allocate_ranks(source, method, scores)
-        the_plan = build_plan(source, method, ranks, facts, {}, calibration)
+        allocated = allocate_ranks(source, method, scores)
+        the_plan = build_plan(source, method, allocated, {}, calibration)
         if on_plan:
             on_plan(the_plan)
         work = _Work(
@@ -151,7 +151,8 @@ def compress(
             _into(source, run),
         )
         blocks = [
-            _compress_block(work, index, of_block(ranks, index)) for index in track(range(len(source)), "compressing")
+            _compress_block(work, index, of_block(allocated.ranks, index))
+            for index in track(range(len(source)), "compressing")
         ]
         outcome = work.watch.finish(the_plan.sparsity)
         seconds["total"] = time.perf_counter() - begin
@@ -192,7 +193,7 @@ def _supply(source: Source, tokens: Tokens | None, moments: MomentStore | None, 
 def _watch(source: Source, held_out, mode: str) -> HeldOut | NothingHeldOut:
     if held_out is None:
         return NothingHeldOut()
-    check_vocabulary(held_out, source.config.vocab_size)
+    check_vocabulary(held_out, source.text_config.vocab_size)
     return HeldOut(source, held_out, sequential=mode == "sequential")
 
 
@@ -268,7 +269,7 @@ def _decompose(method: Method, view, moments, ranks: dict[str, int]) -> BlockRes
 
 
 def _start(source: Source, tokens: Tokens):
-    check_vocabulary(tokens.ids, source.config.vocab_size)
+    check_vocabulary(tokens.ids, source.text_config.vocab_size)
     return start(source, tokens.ids, autocast=source.autocast)
 
 

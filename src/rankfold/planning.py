@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -31,9 +32,19 @@ def _counted(source: Source, method: Method) -> int:
     return sum(block_weights(block) for block in source.blocks)
 
 
-def allocate_ranks(source: Source, method: Method, scores=None) -> tuple[dict[tuple[int, str], int], dict]:
-    """Ranks by (block, module), and facts of the allocation; see :func:`rankfold.allocation.allocate`."""
-    return allocate(_units(source, method), method, _counted(source, method), scores)
+class Allocated(NamedTuple):
+    """What :func:`allocate_ranks` decided."""
+
+    ranks: dict[tuple[int, str], int]  # (block, module) -> rank
+    facts: dict  # of the allocation, for the record
+    units: list[Unit]  # what there was to choose from
+    counted: int  # weights that the sparsity is a fraction of
+
+
+def allocate_ranks(source: Source, method: Method, scores=None) -> Allocated:
+    """Ranks under the budget; see :func:`rankfold.allocation.allocate`."""
+    units, counted = _units(source, method), _counted(source, method)
+    return Allocated(*allocate(units, method, counted, scores), units, counted)
 
 
 def of_block(ranks: dict[tuple[int, str], int], index: int) -> dict[str, int]:
@@ -41,15 +52,15 @@ def of_block(ranks: dict[tuple[int, str], int], index: int) -> dict[str, int]:
     return {module: rank for (block, module), rank in ranks.items() if block == index}
 
 
-def build_plan(source: Source, method: Method, ranks, facts: dict, errors: dict, calibration: dict | None) -> Plan:
+def build_plan(source: Source, method: Method, allocated: Allocated, errors: dict, calibration: dict | None) -> Plan:
     """The plan of an allocation.
 
     Args:
-        ranks: (block, module) -> rank.  facts: of the allocation.
+        allocated: of :func:`allocate_ranks`.
         errors: (block, module) -> predicted relative error; may be empty.
         calibration: description of the calibration tokens, for the estimate of memory.
     """
-    units = _units(source, method)
+    ranks = allocated.ranks
     modules = tuple(
         ModulePlan(
             block=u.block,
@@ -60,7 +71,7 @@ def build_plan(source: Source, method: Method, ranks, facts: dict, errors: dict,
             dense_weights=u.dense,
             relative_error=errors.get((u.block, u.module)),
         )
-        for u in units
+        for u in allocated.units
     )
     removed = sum(m.dense_weights - m.weights for m in modules)
     parameters = unique_parameters(source.model)
@@ -71,7 +82,7 @@ def build_plan(source: Source, method: Method, ranks, facts: dict, errors: dict,
         model=source.name,
         method=method.describe(),
         modules=modules,
-        counted_weights=_counted(source, method),
+        counted_weights=allocated.counted,
         removed_weights=removed,
         parameters=parameters,
         parameters_after=parameters + change,
@@ -81,7 +92,7 @@ def build_plan(source: Source, method: Method, ranks, facts: dict, errors: dict,
         kv_bytes_per_token_after=sum(after for _, after in cache) * item,
         peak_memory_bytes=_peak_memory(source, method, calibration),
         seconds=None,
-        facts=facts,
+        facts=allocated.facts,
     )
 
 

@@ -25,7 +25,7 @@ class Probe:
 
     def __init__(self, source: Source):
         self.source = source
-        vocabulary, length = source.config.vocab_size, min(LENGTH, source.context_length)
+        vocabulary, length = source.text_config.vocab_size, min(LENGTH, source.context_length)
         self.ids = (torch.arange(length) * max(1, vocabulary // length) % vocabulary)[None]
         self.stream = start(source, self.ids, autocast=None)
 

@@ -188,7 +188,7 @@ def encode(text: Text, source) -> Tensor:
 
 def _tokenised(text: str, source, **options) -> Tensor:
     ids = source.tokenizer(text, return_tensors="pt", verbose=False, **options).input_ids[0]
-    check_vocabulary(ids, source.config.vocab_size)
+    check_vocabulary(ids, source.text_config.vocab_size)
     return ids
 
 
@@ -208,7 +208,7 @@ def _sample_from_model(source, samples: int, count: int, length: int, seed: int)
     The first ``samples`` do not depend on ``count``.
     """
     model = source.whole_model()
-    start = getattr(source.config, "bos_token_id", None)
+    start = getattr(source.text_config, "bos_token_id", None)
     start = start if start is not None else source.tokenizer.bos_token_id
     if start is None:
         start = source.tokenizer.eos_token_id

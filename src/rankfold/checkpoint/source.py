@@ -34,7 +34,7 @@ class Source:
     """A dense causal language model, read block by block.
 
     Attributes:
-        name: what the user called it.  config: the model's config.  architecture: its family.
+        name: what the user called it.  text_config: of its language model.  architecture: its family.
         model: the model around the blocks; the blocks of a streamed source are on the meta device.
         dtype: the dtype weights are stored in, on disk and in the compressed model.
         device: where blocks run.
@@ -55,7 +55,7 @@ class Source:
         tokenizer=None,
     ):
         self.model, self.name, self.device, self.dtype = model.eval(), name, device, dtype
-        self.config = model.config.get_text_config()
+        self.text_config = model.config.get_text_config()
         self.architecture = architecture_of(self.model)
         self.autocast = autocast_dtype(device)  # precision of block forwards; None for the compute dtype itself
         self.weights, self.tokenizer_files = weights, tokenizer_files
@@ -76,7 +76,7 @@ class Source:
 
     @property
     def context_length(self) -> int:
-        return getattr(self.config, "max_position_embeddings", None) or 2048
+        return getattr(self.text_config, "max_position_embeddings", None) or 2048
 
     @property
     def has_tokenizer(self) -> bool:
@@ -116,20 +116,20 @@ class Source:
             module.to(self.dtype).to(self.compute_dtype)  # rounded as it will be stored
         module.to(self.device)
         check_finite({prefix + name: tensor for name, tensor in module.state_dict().items()})
-        return BlockView(self.architecture, index, module, self.config, self.inv_freq(index))
+        return BlockView(self.architecture, index, module, self.text_config, self.inv_freq(index))
 
     def inv_freq(self, index: int) -> torch.Tensor | None:
         """Rotary frequencies of a block; families with sliding layers keep one table per layer type."""
         for module in self.model.modules():
             if type(module).__name__.endswith("RotaryEmbedding"):
-                kind = getattr(self.config, "layer_types", None)
+                kind = getattr(self.text_config, "layer_types", None)
                 named = getattr(module, f"{kind[index]}_inv_freq", None) if kind else None
                 return named if named is not None else getattr(module, "inv_freq", None)
         return None
 
     def meta_block(self, index: int) -> BlockView:
         """Block ``index`` for reading shapes only; its weights may be on the meta device."""
-        return BlockView(self.architecture, index, self.blocks[index], self.config)
+        return BlockView(self.architecture, index, self.blocks[index], self.text_config)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -159,7 +159,7 @@ class Source:
     @functools.cached_property
     def fingerprint(self) -> str:
         """SHA-256 over the config and the weights of the first and last block: tells models apart, not every edit."""
-        digest = hashlib.sha256(json.dumps(self.config.to_diff_dict(), sort_keys=True, default=str).encode())
+        digest = hashlib.sha256(json.dumps(self.text_config.to_diff_dict(), sort_keys=True, default=str).encode())
         for index in {0, len(self) - 1}:
             for name, tensor in sorted(self.block(index).module.state_dict().items()):
                 digest.update(name.encode())
