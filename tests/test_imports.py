@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "architectures": {"errors"},
     "allocation": {"errors"},
     "calibration": {"architectures", "errors", "files", "linalg", "progress"},
-    "methods": {"allocation", "architectures", "calibration", "errors", "linalg", "modules"},
+    "methods": {"allocation", "architectures", "calibration", "errors", "linalg", "memory", "modules"},
     "checkpoint": {"architectures", "errors", "files", "linalg", "methods", "modules", "progress", "version"},
     "report": {"errors", "files", "methods", "version"},
     "evaluation": {
