@@ -106,7 +106,8 @@ def low_rank_plus_sparse(
     r"""Alternate a low-rank and a sparse fit of what the other leaves.
 
     Minimises :math:`\|(W - B A - D)(C + \lambda I)^{1/2}\|^2`: LatentLLM Eq. 231, which iterates an SVD and FISTA. Its
-    FISTA cannot be told a number of non-zeros, so a shrinkage that can takes its place. Never rises with ``method="hard"``. The paper finds sparse alone better at equal size (Fig. 14).
+    FISTA cannot be told a number of non-zeros, so a shrinkage that can takes its place. Never rises with
+    ``method="hard"``. The paper finds sparse alone better at equal size (Fig. 14).
 
     Args:
         W, C, count, method: as in :func:`sparse`.
