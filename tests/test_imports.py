@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "architectures": {"errors"},
     "allocation": {"errors"},
     "calibration": {"architectures", "errors", "files", "linalg", "locking", "progress", "records"},
-    "methods": {"allocation", "architectures", "calibration", "errors", "linalg", "modules"},
+    "methods": {"allocation", "architectures", "calibration", "errors", "linalg", "memory", "modules"},
     "checkpoint": {
         "architectures",
         "errors",

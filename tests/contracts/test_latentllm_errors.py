@@ -9,6 +9,9 @@ from families import opened, some_ids, tokens
 from rankfold.calibration.moments import Moment
 from rankfold.calibration.runner import measure, start
 from rankfold.linalg.joint_qk import rope_rotations
+from rankfold.linalg.joint_vo import attention_aware_output, joint_vo
+from rankfold.linalg.lowrank import metric_error
+from rankfold.methods.latentllm.factor import prepare
 from rankfold.modules import build
 
 FORMS = {
@@ -184,3 +187,22 @@ def test_joint_up_down_is_taken_where_it_is_better_held_out(rows, form):
             samples = {"mlp_samples": Moment(5000, None, None, None, fresh)}
             assert result.errors[module](samples) == pytest.approx(rms(found, Y), rel=1e-6)
             assert report["training_error"] < held_out["joint"] * 1.1
+
+
+@pytest.mark.parametrize("family", ["opt", "llama-bias"])
+def test_the_attention_aware_bias_makes_the_mean_exact_and_the_error_that_of_the_regression(family):
+    view, result, seen, other = decomposed(family, joint="vo", attention_aware=True)
+    attention, method = view.attention, method_for(family)
+    given = prepare(method, seen, "attention_input", centred=True)
+    W_v = attention.qkv()[2].weight.double().unflatten(0, (attention.kv_heads, -1))
+    W_o = attention.output.weight.double().unflatten(1, (attention.heads, -1)).transpose(0, 1)
+    ranks = (result.reports["o"]["rank"], result.reports["v"]["rank"])
+    fit = joint_vo(W_o, W_v, given.precond, ranks=ranks)
+    sent = seen["attention_output"].covariance
+    refit = attention_aware_output(W_o, W_v, fit, given.precond, sent, rank=ranks[0])
+    assert result.reports["o"]["relative_error"] == pytest.approx(refit.relative_error, rel=1e-6)
+    W = attention.output.weight.double()
+    gap = W - refit.B_o @ refit.A_o.transpose(0, 1).flatten(1) @ refit.E
+    moved = gap @ (other["attention_output"].mean - seen["attention_output"].mean)  # the mean of the fit is exact
+    expected = metric_error(gap, W, other["attention_output"].covariance, shift=moved)
+    assert result.errors["v"](other) == pytest.approx(expected, rel=1e-5)

@@ -11,13 +11,10 @@ from problems import KINDS, problem, rms_error
 from rankfold.linalg.lowrank import low_rank
 from rankfold.linalg.preconditioner import preconditioner
 from rankfold.linalg.sparse import (
-    fista,
     hard_shrink,
     low_rank_plus_sparse,
     soft_shrink,
     sparse,
-    sparse_bytes,
-    sparse_factors,
 )
 
 ITERATIVE = ["hard", "soft", "ste"]
@@ -109,34 +106,6 @@ def test_shrinkage_operators():
     assert hard_shrink(x.view(2, 2), 3).shape == (2, 2)
 
 
-@pytest.mark.parametrize("kind", ["gaussian", "outlier", "wide"])
-@pytest.mark.parametrize("penalty", [0.02, 0.3])
-def test_fista_satisfies_the_optimality_conditions(kind, penalty):
-    p = problem(kind)
-    size = p.C.diagonal().sqrt()
-    D = fista(p.W, p.C, penalty=penalty, iterations=3000).D
-    gradient = 2 * (D - p.W) @ p.C / size  # of the smooth part, in the scaled coordinates
-    weight = penalty * (2 * p.W @ p.C / size).abs().max()
-    on = D != 0
-    assert on.any() and not on.all()
-    torch.testing.assert_close(gradient[on], -weight * D[on].sign(), rtol=1e-4, atol=1e-6 * weight.item())
-    assert (gradient[~on].abs() <= weight * (1 + 1e-4)).all()
-
-
-def test_fista_on_a_diagonal_moment_is_one_soft_shrinkage():
-    p, size = problem("gaussian"), torch.linspace(0.5, 2, 12, dtype=torch.float64)
-    out = fista(p.W, torch.diag(size**2), penalty=0.4)
-    expected = soft_shrink(p.W * size, 0.4 * (p.W * size).abs().max()) / size
-    torch.testing.assert_close(out.D, expected)
-
-
-def test_fista_penalty_runs_from_everything_to_nothing():
-    p = problem("gaussian")
-    counts = [int((fista(p.W, p.C, penalty=q).D != 0).sum()) for q in (1e-3, 0.1, 0.5, 1.0)]
-    assert counts == sorted(counts, reverse=True) and counts[0] > 80 and counts[-1] == 0
-    assert fista(p.W, p.C, penalty=0.1).loss_history[-1] < 1
-
-
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 100), st.sampled_from(KINDS), st.integers(1, 4), st.integers(0, 30))
 def test_low_rank_plus_sparse_never_gets_worse_and_beats_low_rank_alone(seed, kind, rank, count):
@@ -168,32 +137,6 @@ def test_sparse_plus_low_rank_weights_are_mostly_found():
     assert found >= 6
 
 
-@pytest.mark.parametrize("method", ITERATIVE)
-def test_sparse_factors_keep_their_counts_and_report_the_raw_error(method):
-    p = problem("gaussian")
-    start = low_rank(p.W, preconditioner(p.C, "rootcov", ridge=1e-9), rank=5)
-    out = sparse_factors(p.W, start.B, start.A, p.C, counts=(30, 40), method=method)
-    assert int((out.B != 0).sum()) <= 30 and int((out.A != 0).sum()) <= 40
-    assert out.relative_error == pytest.approx(rms_error(p.X @ p.W.T, p.X @ (out.B @ out.A).T), rel=1e-6)
-    cut = hard_shrink(start.B, 30) @ hard_shrink(start.A, 40)
-    assert out.relative_error < rms_error(p.X @ p.W.T, p.X @ cut.T)
-    assert out.relative_error > start.relative_error
-
-
-def test_sparse_factors_with_all_entries_stay_optimal():
-    p = problem("gaussian")
-    start = low_rank(p.W, preconditioner(p.C, "rootcov", ridge=0.0), rank=5)
-    out = sparse_factors(p.W, start.B, start.A, p.C, counts=(45, 60))
-    assert out.relative_error == pytest.approx(start.relative_error, rel=1e-6)
-
-
-def test_bytes_of_sparse_storage():
-    assert sparse_bytes(64, 64, 100, index="mask") == 100 * 2 + 64 * 64 // 8
-    assert sparse_bytes(64, 64, 100, index="index") == 100 * 2 + 150  # 12 bits each
-    assert sparse_bytes(64, 64, 100) == 350 and sparse_bytes(64, 64, 4000) == 8000 + 512
-    assert sparse_bytes(64, 64, 3, value_bits=4, index="index") == 6
-
-
 @pytest.mark.parametrize(
     "call, message",
     [
@@ -203,11 +146,6 @@ def test_bytes_of_sparse_storage():
         (lambda p: sparse(p.W, p.C[:3, :3], count=1), r"C must be \(12, 12\), got \(3, 3\)"),
         (lambda p: sparse(p.W, 0 * p.C, count=1), "C has no energy"),
         (lambda p: sparse(p.W / 0, p.C, count=1), "W must be a finite"),
-        (lambda p: fista(p.W, p.C, penalty=0.0), r"penalty must be in \(0, 1\], got 0"),
-        (lambda p: sparse_factors(p.W, p.W, torch.eye(12), p.C, counts=(1, 145)), r"count of A must be in \[0, 144\]"),
-        (lambda p: sparse_factors(p.W, p.W, p.C, p.C, counts=(1, 1), method="diagonal"), "no diagonal form"),
-        (lambda p: sparse_bytes(2, 2, 5), r"count must be in \[0, 4\], got 5"),
-        (lambda p: sparse_bytes(2, 2, 1, index="csr"), "index must be 'mask', 'index' or 'auto', got 'csr'"),
     ],
 )
 def test_errors_say_what_to_fix(call, message):

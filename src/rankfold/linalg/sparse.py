@@ -23,24 +23,20 @@ from rankfold.linalg.psd import all_finite, check_moment, damping
 __all__ = [
     "LowRankSparse",
     "Sparse",
-    "SparseFactors",
-    "fista",
     "hard_shrink",
     "low_rank_plus_sparse",
     "soft_shrink",
     "sparse",
-    "sparse_bytes",
-    "sparse_factors",
 ]
 
 METHODS = ("diagonal", "hard", "soft", "ste")
 
 
 class Sparse(NamedTuple):
-    """Result of :func:`sparse` and :func:`fista`."""
+    """Result of :func:`sparse`."""
 
     D: Tensor  # (O, N) dense tensor with zeros, dtype of the weight
-    loss_history: list[float]  # relative error (fista: objective over its value at 0) per iteration
+    loss_history: list[float]  # relative error per iteration
     relative_error: float  # RMS output error over RMS output
 
 
@@ -50,15 +46,6 @@ class LowRankSparse(NamedTuple):
     B: Tensor  # (O, R)
     A: Tensor  # (R, N)
     D: Tensor  # (O, N)
-    loss_history: list[float]  # relative error after each round
-    relative_error: float
-
-
-class SparseFactors(NamedTuple):
-    """Result of :func:`sparse_factors`; dtype of the factors."""
-
-    B: Tensor  # (O, R)
-    A: Tensor  # (R, N)
     loss_history: list[float]  # relative error after each round
     relative_error: float
 
@@ -103,7 +90,7 @@ def sparse(W: Tensor, C: Tensor, *, count: int, method: str = "hard", iterations
     """
     _check(W, C, method, iterations, D=(count, W.numel()))
     target = W.to(C)
-    problem = _Problem(C, None, target @ C, (target @ C * target).sum())
+    problem = _Problem(C, target @ C, (target @ C * target).sum())
     if method == "diagonal":
         D = hard_shrink(target * problem.right, count) / problem.right
         history = [problem.error(D)]
@@ -113,53 +100,14 @@ def sparse(W: Tensor, C: Tensor, *, count: int, method: str = "hard", iterations
 
 
 @torch.no_grad()
-def fista(W: Tensor, C: Tensor, *, penalty: float, iterations: int = 100) -> Sparse:
-    r"""L1-penalised sparse approximation by FISTA.
-
-    Minimises :math:`\|(D - W) C^{1/2}\|^2 + \lambda \sum_{ij} C_{jj}^{1/2} |D_{ij}|`, LatentLLM Eq. 232 with the
-    weights that make it scale-free. Eq. 233-235 use one ``mu_k`` as step and as momentum, which diverges unless ``C``
-    is small, and extrapolate ``D_k`` in place; here the step is ``1 / (2 lambda_max)`` and the momentum sequence is
-    its own, as in Beck and Teboulle. The number of non-zeros cannot be chosen beforehand: use :func:`sparse`.
-
-    Args:
-        W, C: as in :func:`sparse`.
-        penalty: ``lambda`` as a fraction of the smallest one that gives ``D = 0``; in (0, 1].
-        iterations: ``>= 1``.
-
-    Returns:
-        :class:`Sparse`; ``loss_history`` is the objective over its value at ``D = 0``.
-
-    Raises:
-        ValueError: shapes disagree, ``penalty`` or ``iterations`` out of range.
-    """
-    _check(W, C, "soft", iterations)
-    if not 0 < penalty <= 1:
-        raise ValueError(f"penalty must be in (0, 1], got {penalty}; it is relative to the value that gives D = 0")
-    target = W.to(C)
-    problem = _Problem(C, None, target @ C, (target @ C * target).sum())
-    K, G = problem.K, problem.G_r
-    weight = 2 * penalty * K.abs().max()
-    D = previous = point = torch.zeros_like(K)
-    momentum, history = 1.0, []
-    for _ in range(iterations):
-        D = soft_shrink(point - (point @ G - K) * problem.step, weight * problem.step / 2)
-        following = (1 + (1 + 4 * momentum**2) ** 0.5) / 2
-        point = D + (momentum - 1) / following * (D - previous)
-        previous, momentum = D, following
-        value = problem.energy + ((D @ G - 2 * K) * D).sum() + weight * D.abs().sum()
-        history.append((value / problem.energy).item())
-    D = D / problem.right
-    return Sparse(D.to(W.dtype), history, metric_error(target - D, target, C))
-
-
-@torch.no_grad()
 def low_rank_plus_sparse(
     W: Tensor, C: Tensor, *, rank: int, count: int, method: str = "hard", rounds: int = 4, ridge: float = 1e-6
 ) -> LowRankSparse:
     r"""Alternate a low-rank and a sparse fit of what the other leaves.
 
-    Minimises :math:`\|(W - B A - D)(C + \lambda I)^{1/2}\|^2`: LatentLLM Eq. 231, "we may iterate SVD and FISTA".
-    Never rises with ``method="hard"``. The paper finds sparse alone better at equal size (Fig. 14).
+    Minimises :math:`\|(W - B A - D)(C + \lambda I)^{1/2}\|^2`: LatentLLM Eq. 231, which iterates an SVD and FISTA. Its
+    FISTA cannot be told a number of non-zeros, so a shrinkage that can takes its place. Never rises with
+    ``method="hard"``. The paper finds sparse alone better at equal size (Fig. 14).
 
     Args:
         W, C, count, method: as in :func:`sparse`.
@@ -178,7 +126,7 @@ def low_rank_plus_sparse(
     for _ in range(rounds):
         B, A, _, _ = low_rank(target - D, root, rank=rank)
         rest = target - B @ A
-        problem = _Problem(C, None, rest @ C, (rest @ C * rest).sum())
+        problem = _Problem(C, rest @ C, (rest @ C * rest).sum())
         if method == "diagonal":
             D = hard_shrink(rest * problem.right, count) / problem.right
         else:  # from the last D, so that the loss cannot rise; from the diagonal solution, so that zeros can come back
@@ -188,68 +136,16 @@ def low_rank_plus_sparse(
     return LowRankSparse(B.to(W.dtype), A.to(W.dtype), D.to(W.dtype), history, history[-1])
 
 
-@torch.no_grad()
-def sparse_factors(
-    W: Tensor, B: Tensor, A: Tensor, C: Tensor, *, counts: tuple[int, int], method: str = "hard", rounds: int = 4
-) -> SparseFactors:
-    r"""Sparsify low-rank factors in turn, each against the other's current value.
-
-    Minimises :math:`\|(W - B A) C^{1/2}\|^2` with ``counts[0]`` non-zeros in ``B`` and ``counts[1]`` in ``A``.
-    LatentLLM App. I (Fig. 15), which finds it worse than sparse alone, since the product of two half-sparse matrices
-    is sparser still.
-
-    Args:
-        W: ``(O, N)`` dense weight, the target.
-        B, A: ``(O, R)``, ``(R, N)``, the start.
-        C: ``(N, N)``.
-        counts: non-zeros of ``B`` and ``A``.
-        method: ``hard``, ``soft`` or ``ste``.
-        rounds: ``>= 1``.
-
-    Raises:
-        ValueError: as :func:`sparse`.
-    """
-    _check(W, C, method, rounds, B=(counts[0], B.numel()), A=(counts[1], A.numel()))
-    if method == "diagonal":
-        raise ValueError("sparse_factors has no diagonal form; use method='hard', 'soft' or 'ste'")
-    target, dtype, history = W.to(C), B.dtype, []
-    B, A, cross = B.to(C), A.to(C), target @ C
-    energy = (cross * target).sum()
-    for _ in range(rounds):
-        B, _ = _shrink(_Problem(A @ C @ A.T, None, cross @ A.T, energy), B, counts[0], method, 20)
-        A, _ = _shrink(_Problem(C, B.T @ B, B.T @ cross, energy), A, counts[1], method, 20)
-        history.append(metric_error(target - B @ A, target, C))
-    return SparseFactors(B.to(dtype), A.to(dtype), history, history[-1])
-
-
-def sparse_bytes(out: int, in_: int, count: int, *, value_bits: int = 16, index: str = "auto") -> int:
-    """Bytes of ``count`` values and of where they are.
-
-    LatentLLM App. I: a mask has 1 bit per entry, indices have ``ceil(log2(out in))`` bits per value. ``index``:
-    ``mask``, ``index`` or ``auto`` (the smaller).
-    """
-    if not 0 <= count <= out * in_:
-        raise ValueError(f"count must be in [0, {out * in_}], got {count}")
-    bits = {"mask": out * in_, "index": count * (out * in_ - 1).bit_length()}
-    bits["auto"] = min(bits.values())
-    if index not in bits:
-        raise ValueError(f"index must be 'mask', 'index' or 'auto', got {index!r}")
-    return -(-(count * value_bits + bits[index]) // 8)
-
-
 class _Problem:
-    """``energy + tr(G_l X G_r X^T) - 2 tr(X^T K)`` in coordinates where both ``G`` have unit diagonal."""
+    """``energy + tr(X G X^T) - 2 tr(X^T K)`` in coordinates where ``G`` has unit diagonal."""
 
-    def __init__(self, G_r: Tensor, G_l: Tensor | None, K: Tensor, energy: Tensor):
-        self.right, self.G_r = _unit_diagonal(G_r)
-        left, self.G_l = (None, None) if G_l is None else _unit_diagonal(G_l)
-        self.right = self.right if left is None else left[:, None] * self.right  # X_scaled = X * right
+    def __init__(self, G: Tensor, K: Tensor, energy: Tensor):
+        self.right, self.G = _unit_diagonal(G)  # X_scaled = X * right
         self.K, self.energy = K / self.right, energy.clamp_min(torch.finfo(K.dtype).tiny)
-        top = torch.linalg.eigvalsh(self.G_r)[-1]
-        self.step = 1 / (top if left is None else top * torch.linalg.eigvalsh(self.G_l)[-1])
+        self.step = 1 / torch.linalg.eigvalsh(self.G)[-1]
 
     def product(self, X: Tensor) -> Tensor:
-        return X @ self.G_r if self.G_l is None else self.G_l @ X @ self.G_r
+        return X @ self.G
 
     def error(self, D: Tensor) -> float:
         X = D * self.right

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from ...architectures import BlockView
 from ...errors import UnsupportedModelError
+from ...memory import release_memory
 from ..base import BlockResult, Method, Unit, register_method
 from .attention import ATTENTION, decompose_attention
 from .layout import QKV, slots
@@ -187,6 +188,7 @@ class LatentLLM(Method):
                 part = decompose(self, view, moments, {m: lower[m] for m in modules})
                 for whole, more in zip(result, part, strict=True):
                     whole.update(more)
+                release_memory()
         return result
 
 

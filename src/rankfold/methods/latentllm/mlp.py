@@ -5,6 +5,7 @@ from dataclasses import replace
 from ...architectures import BlockView, Dense
 from ...calibration.moments import BlockMoments
 from ...linalg.joint_mlp import joint_mlp, mlp_error
+from ...memory import release_memory
 from ..base import BlockResult
 from ..result import put_projection
 from .factor import Fit, local, prepare, product
@@ -30,6 +31,8 @@ def decompose_mlp(method, view: BlockView, moments: BlockMoments, ranks: dict[st
             put_projection(result, paths[module], latents[module])
             result.reports[module] = reports[module].to_dict()
         result.errors.update(errors)
+        del fits
+        release_memory()  # one moment of the hidden units is the most there should be beside the block
     return result
 
 
