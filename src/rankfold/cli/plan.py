@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ..files import write_json
+from ..files import check_output, write_json
 from . import common as c
 
 
@@ -38,6 +38,8 @@ def command(
     rankfold plan ./my-model --sparsity 0.3 --calibration pydoc --samples 16 -o plan.json
     """
     chosen = c.parse_method(method, sparsity, of, modules, allocation, epsilon, multiple, protect, option)
+    if output is not None:
+        check_output(output, "name")
     from .. import pipeline
     from ..calibration.store import MomentStore
     from ..calibration.tokens import load_tokens
