@@ -193,3 +193,8 @@ def test_a_pipe_in_the_place_of_a_record_does_not_hang(tmp_path):
     os.mkfifo(tmp_path / "run.json")
     with pytest.raises(CheckpointError, match=r"run\.json is missing or damaged \(it is not a file\)"):
         read_json(tmp_path / "run.json")
+
+
+def test_a_name_that_safetensors_cannot_read_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(CheckpointError, match=r"the name '.*mod\\udce9le' is not UTF-8; choose another one"):
+        check_output(tmp_path / os.fsdecode(b"mod\xe9le"))

@@ -13,6 +13,7 @@ from torch import Tensor
 from .errors import CheckpointError
 
 __all__ = [
+    "check_name",
     "check_output",
     "read_json",
     "sweep",
@@ -27,11 +28,12 @@ __all__ = [
 TEMPORARY = ".tmp"  # what is being written; a kill may leave it behind
 
 
-def check_output(output: Path) -> None:
-    """Raise :class:`CheckpointError` if ``output`` cannot become a new file or folder."""
+def check_output(output: Path, other: str = "folder") -> None:
+    """Raise :class:`CheckpointError` if ``output`` cannot become a new folder; ``other``: what to choose instead."""
+    check_name(output)
     try:
         if os.path.lexists(output):  # a link to nothing is in the way, too
-            raise CheckpointError(f"{output} exists already; choose another folder or remove it")
+            raise CheckpointError(f"{output} exists already; choose another {other} or remove it")
         if not output.parent.is_dir():
             raise CheckpointError(f"{output.parent} is not a folder; make it first")
         output.lstat()  # what lexists takes for "not there" may be a name that no file can have
@@ -39,7 +41,15 @@ def check_output(output: Path) -> None:
         return
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         reason = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"cannot use {output}: {reason}; choose another folder") from error
+        raise CheckpointError(f"cannot use {output}: {reason}; choose another {other}") from error
+
+
+def check_name(path: Path) -> None:
+    """Raise :class:`CheckpointError` where safetensors, which takes UTF-8 only, could not read what was written."""
+    try:
+        str(path).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"the name {str(path)!a} is not UTF-8; choose another one") from error
 
 
 def _finish(temporary: Path, path: Path) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..files import read_json, sweep, sync_folder, write_json, write_tensors, writing
+from ..files import check_name, read_json, sweep, sync_folder, write_json, write_tensors, writing
 from ..locking import locked
 from ..records import check_record
 from .moments import BlockMoments, Moment
@@ -201,6 +201,7 @@ class MomentStore:
 
 def _check_folder(folder: Path, identity: dict) -> None:
     """Raise :class:`CheckpointError` unless moments of this identity may be kept in ``folder``."""
+    check_name(folder)
     with writing(folder):
         if not os.path.lexists(folder):
             return

@@ -1,20 +1,51 @@
 """The command line: every command parses, calls one library function, prints."""
 
+import os
 import sys
 
 __all__ = ["main"]
 
 
 def main() -> None:
-    """Entry point of ``rankfold``: 0 on success, 2 on an error of the user's input, 130 when interrupted."""
+    """Entry point of ``rankfold``: 0 on success, 2 on an error of the user's input or the machine, 130 when interrupted."""
+    for name in ("stdout", "stderr"):  # Python has none where the shell closed it
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for as long as the process lives
+    sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be text
+    try:
+        code = _run(sys.argv[1:] or ["--help"])
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        code = 130
+    except OSError as error:
+        from .guard import explain
+
+        code = _refuse(explain(error))
+    if code == 130:
+        _refuse("interrupted; an unfinished run continues when it is started again")
+    sys.exit(code)
+
+
+def _run(arguments: list[str]) -> int:
     from ..errors import RankfoldError
     from .app import app
+    from .guard import UsageError, explain, usage
 
     try:
-        app(standalone_mode=True)
+        return app(arguments, prog_name="rankfold", standalone_mode=False) or 0
     except RankfoldError as error:
-        print(f"rankfold: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("rankfold: interrupted; an unfinished run continues when it is started again", file=sys.stderr)
-        sys.exit(130)
+        return _refuse(str(error))
+    except UsageError as error:
+        return _refuse(usage(error))
+    except (MemoryError, RuntimeError) as error:
+        reason = explain(error)
+        if reason is None:  # a bug
+            raise
+        return _refuse(reason)
+
+
+def _refuse(message: str) -> int:
+    """One line, whatever is in the names it quotes."""
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message.strip())
+    print(f"rankfold: {line}", file=sys.stderr)
+    return 2

@@ -7,17 +7,17 @@ import sys
 import typer
 
 from . import calibrate, compress, evaluate, generate, inspect, models, plan
+from .guard import Command
 
 app = typer.Typer(
     help="Shrink any Hugging Face language model in minutes, without training, and load the result anywhere.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for module in (compress, calibrate, plan, evaluate, generate, inspect, models):
-    app.command(name=module.__name__.rpartition(".")[2])(module.command)
+    app.command(name=module.__name__.rpartition(".")[2], cls=Command)(module.command)
 
 
 @app.callback()

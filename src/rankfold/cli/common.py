@@ -6,17 +6,28 @@ import sys
 from rich.console import Console
 
 
+class Plain(Console):
+    """Prints strings as they are: a name may have brackets or colons in it, and a path must stay one word."""
+
+    def __init__(self, file):
+        super().__init__(file=file, highlight=False, markup=False, emoji=False)
+
+    def print(self, *objects, soft_wrap: bool | None = None, **options) -> None:
+        wrapped = all(isinstance(item, str) for item in objects) if soft_wrap is None else soft_wrap
+        super().print(*objects, soft_wrap=wrapped, **options)
+
+
 def console() -> Console:
     """For everything that is not the result."""
-    return Console(file=sys.stderr)
+    return Plain(sys.stderr)
 
 
 def emit(result: dict, as_json: bool, human) -> None:
     """Print the result: one JSON object on stdout, or whatever ``human(console)`` prints there."""
     if as_json:
-        print(json.dumps(result, ensure_ascii=False, allow_nan=False))
+        print(json.dumps(result, allow_nan=False))  # escaped: not every terminal, and no lone surrogate, is UTF-8
     else:
-        human(Console(file=sys.stdout, highlight=False))
+        human(Plain(sys.stdout))
 
 
 def outcome(held_out: dict) -> str:

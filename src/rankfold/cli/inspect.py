@@ -6,8 +6,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from ..errors import CheckpointError
-from ..files import read_json
+from ..report.record import read_record
 from . import common as c
 from . import options as o
 
@@ -21,9 +20,7 @@ def command(
     \b
     rankfold inspect small
     """
-    if not (folder / "rankfold.json").exists():
-        raise CheckpointError(f"{folder} has no rankfold.json: not a checkpoint written by `rankfold compress`")
-    record = read_json(folder / "rankfold.json")
+    record = read_record(folder)
     c.emit(record, json, lambda out: _print(record, out))
 
 

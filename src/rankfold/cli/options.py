@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, get_type_hints
@@ -13,6 +14,8 @@ from ..methods import Method, make_method
 from ..methods.base import method_class
 
 __all__ = ["CalibrationOptions", "Device", "Dtype", "Field", "Json", "MethodOptions", "Model", "Moments", "expanded"]
+
+SHARED = {f.name for f in fields(Method)}  # options with a flag of their own
 
 Model = Annotated[str, typer.Argument(help="Hub id, local folder, or local .gguf file.")]
 Dtype = Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")]
@@ -113,12 +116,15 @@ def _parse_modules(text: str | None):
     parts = [p.strip() for p in text.split(",") if p.strip()]
     if not parts:
         raise OptionError("--modules is empty; e.g. mlp,qk,vo")
-    own = [p for p in parts if "=" in p]
-    if not own:
+    names = [p.split("=", 1)[0].strip() for p in parts]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise OptionError(f"--modules names {twice[0]!r} more than once; name it once")
+    if not any("=" in p for p in parts):
         return tuple(parts)
     try:
-        return {m.strip(): float(s) for m, s in (p.split("=", 1) for p in parts)}
-    except ValueError:
+        return {name: float(p.split("=", 1)[1]) for name, p in zip(names, parts, strict=True)}
+    except (ValueError, IndexError):
         raise OptionError(f"--modules takes mlp,qk,vo or mlp=0.35,vo=0.2 (all with a sparsity); got {text!r}") from None
 
 
@@ -130,6 +136,10 @@ def _parse_options(method: str, options: list[str]) -> dict:
         key, equals, value = item.partition("=")
         if not equals:
             raise OptionError(f"--option takes KEY=VALUE, got {item!r}")
+        if key in SHARED:
+            raise OptionError(f"{key!r} is an option of every method: give it as --{key}, not as --option {item}")
+        if key in parsed:
+            raise OptionError(f"--option gives {key!r} more than once; give it once")
         parsed[key] = _like(defaults.get(key), value, item)
     return parsed
 
@@ -142,7 +152,11 @@ def _like(default, value: str, item: str):
         return value.lower() == "true"
     if isinstance(default, int | float):
         try:
-            return type(default)(value)
+            number = type(default)(value)
         except ValueError:
-            raise OptionError(f"--option {item!r}: expected a number") from None
+            number = math.nan
+        if not math.isfinite(number):
+            kind = "number" if isinstance(default, float) else "whole number"
+            raise OptionError(f"--option {item!r}: expected a finite {kind}")
+        return number
     return value

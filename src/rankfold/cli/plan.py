@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ..files import write_json
+from ..files import check_output, write_json
 from . import common as c
 from . import options as o
 
@@ -28,6 +28,8 @@ def command(
     rankfold plan ./my-model --sparsity 0.3 --calibration pydoc --samples 16 -o plan.json
     """
     chosen = what.parse()
+    if output is not None:
+        check_output(output, "name")
     from .. import pipeline
     from ..calibration.store import MomentStore
     from ..checkpoint.source import open_model

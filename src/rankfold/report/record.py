@@ -8,9 +8,54 @@ from pathlib import Path
 
 import torch
 
+from ..errors import CheckpointError
+from ..files import read_json
+from ..records import NUMBER, Each, Maybe, check_record
 from ..version import __version__
 
-__all__ = ["environment", "peak_memory_bytes", "process_status", "run_record", "versions"]
+__all__ = ["environment", "peak_memory_bytes", "process_status", "read_record", "run_record", "versions"]
+
+NAME = "rankfold.json"
+# What it must hold for the tables that are made of it.
+RECORD = {
+    "rankfold_version": str,
+    "method": str,
+    "mode": str,
+    "base_model": str,
+    "calibration": {"source": str, "samples": int, "length": int},
+    "counts": {
+        "sparsity": NUMBER,
+        "counted_weights": int,
+        "removed_weights": int,
+        "parameters": int,
+        "bytes": int,
+        "kv_bytes_per_token": int,
+    },
+    "blocks": Each(Each({"rank": int, "of": int, "relative_error": NUMBER, "held_out_error": Maybe(NUMBER)})),
+    "held_out": Maybe(
+        {
+            "windows": int,
+            "perplexity_dense": NUMBER,
+            "perplexity": NUMBER,
+            "ratio": NUMBER,
+            "warning": Maybe(str),
+        }
+    ),
+    "run": {"seconds": {"total": NUMBER}},
+}
+
+
+def read_record(folder: Path) -> dict:
+    """``rankfold.json`` of a compressed checkpoint.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    if not (folder / NAME).exists():
+        raise CheckpointError(f"{folder} has no {NAME}: not a checkpoint written by `rankfold compress`")
+    record = read_json(folder / NAME)
+    check_record(record, RECORD, folder / NAME)
+    return record
 
 
 def versions() -> dict[str, str]:

@@ -1,0 +1,74 @@
+"""What a command line must not be, whatever the command; and one line for what the machine refuses."""
+
+import math
+import os
+from collections import Counter
+
+import typer
+from typer.core import TyperCommand
+
+from ..errors import OptionError
+
+__all__ = ["Command", "UsageError", "explain", "usage"]
+
+UsageError = typer.TyperException  # what the parser raises
+PLACES = ("model", "text", "calibration")  # arguments that may begin with ~
+MEASURED = ("calibration", "samples", "length", "seed", "field", "mode")  # settled when moments were measured
+
+
+class Command(TyperCommand):
+    """A command whose arguments are checked before it runs."""
+
+    def parse_args(self, ctx, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, list(args))
+        given = self.make_parser(ctx).parse_args(args=list(args))[2]
+        for parameter, times in Counter(given).items():
+            if times > 1 and not getattr(parameter, "multiple", False):
+                raise OptionError(f"{_label(parameter)} is given {times} times; give it once")
+        for parameter in self.params:
+            _check_value(_label(parameter), parameter.name, ctx.params.get(parameter.name))
+        if ctx.params.get("moments") is not None:
+            _check_beside_moments({parameter.name for parameter in given}, ctx.params)
+        return rest
+
+
+def _label(parameter) -> str:
+    names = [name for name in parameter.opts if name.startswith("--")]
+    return names[0] if names else parameter.name.upper()
+
+
+def _check_value(label: str, name: str, value) -> None:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise OptionError(f"{label} must be a finite number, got {value}")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise OptionError(f"{label} must fit into 64 bits, got {str(value)[:24]}...; choose a smaller number")
+    if name in PLACES and isinstance(value, str):
+        place = value.rpartition(":")[2]  # ALIAS:FILE
+        if place.startswith("~") and os.path.expanduser(place) == place:
+            raise OptionError(f"{label}: there is no user whose home is {place.split('/')[0]!r}; write the path out")
+
+
+def _check_beside_moments(given: set[str], values: dict) -> None:
+    """What was measured cannot be measured otherwise."""
+    ignored = [name for name in MEASURED if name in given and (name, values[name]) != ("mode", "one-pass")]
+    if ignored:
+        raise OptionError(
+            f"--moments is one pass over text that is measured already, --{ignored[0]} would be ignored; leave one of them out"
+        )
+
+
+def usage(error) -> str:
+    """The parser's complaint, and where to read on."""
+    context = getattr(error, "ctx", None)
+    message = error.format_message().strip().rstrip(".")
+    return f"{message}; see `{context.command_path if context else 'rankfold'} --help`"
+
+
+def explain(error: BaseException) -> str | None:
+    """One line for an error of the machine; ``None`` where it is one of the program."""
+    if isinstance(error, OSError):
+        what = "a file" if error.filename is None else repr(error.filename)
+        return f"cannot use {what}: {error.strerror or error}; check the name, its permissions and the disk"
+    if isinstance(error, MemoryError) or any(text in str(error) for text in ("out of memory", "can't allocate memory")):
+        return "out of memory; give fewer or shorter samples, or a machine with more of it"
+    return None

@@ -1,0 +1,221 @@
+"""Whatever the command line: one line on stderr and exit code 2, and what is printed is what was meant."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rankfold.cli import main
+from saved import save_text, save_tiny
+
+CALIBRATION = "--calibration text.txt --samples 4 --length 32 --multiple 2 --device cpu"
+WITHOUT_TEXT = "--multiple 2 --device cpu"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("line")
+    save_tiny(folder / "model", blocks=2)
+    save_text(folder / "text.txt")
+    (folder / "plan.json").write_text("mine")
+    return folder
+
+
+@pytest.fixture
+def run(place, monkeypatch, capsys):
+    """Run arguments in the folder; (exit code, stdout, stderr)."""
+
+    def call(*arguments: str):
+        monkeypatch.chdir(place)
+        monkeypatch.setattr(sys, "argv", ["rankfold", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        out = capsys.readouterr()
+        return stop.value.code, out.out, out.err
+
+    return call
+
+
+def outside(place: Path, line: str, **options) -> subprocess.CompletedProcess:
+    """The command in a process of its own, under a shell."""
+    return subprocess.run(
+        f"{sys.executable} -m rankfold {line}", shell=True, cwd=place, capture_output=True, text=True, **options
+    )
+
+
+BAD = [
+    ("nonsense", "No such command 'nonsense'; see `rankfold --help`"),
+    ("compress", "Missing argument 'model'; see `rankfold compress --help`"),
+    ("compress model -o x --sparsty 0.3", "No such option: --sparsty"),
+    ("compress model -o x --sparsity much", "Invalid value for '--sparsity'"),
+    ("compress model -o x --samples 4 --samples 8", "--samples is given 2 times; give it once"),
+    ("compress model -o x --sparsity nan", "--sparsity must be a finite number, got nan"),
+    ("compress model -o x --epsilon nan", "--epsilon must be a finite number, got nan"),
+    ("compress model -o x --epsilon inf", "--epsilon must be a finite number, got inf"),
+    ("compress model -o x --seed 18446744073709551617", "--seed must fit into 64 bits, got 18446744073709551617"),
+    ("compress model -o x --seed " + "9" * 400, "--seed must fit into 64 bits, got 9999"),
+    ("compress ~nouser/x -o x", "MODEL: there is no user whose home is '~nouser'; write the path out"),
+    ("evaluate model --text ptb:~nouser/x", "--text: there is no user whose home is '~nouser'"),
+    ("compress model -o x --option sparsity=0.9", "'sparsity' is an option of every method: give it as --sparsity"),
+    ("compress model -o x --option ridge=nan", "--option 'ridge=nan': expected a finite number"),
+    ("compress model -o x --option ridge=1 --option ridge=2", "--option gives 'ridge' more than once; give it once"),
+    (
+        "compress model -o x --method latentllm --option rounds=1.5",
+        "--option 'rounds=1.5': expected a finite whole number",
+    ),
+    ("compress model -o x --modules mlp=0.2,mlp=0.5", "--modules names 'mlp' more than once; name it once"),
+    ("compress model -o x --modules qk,qk", "--modules names 'qk' more than once; name it once"),
+    ("compress model -o x --modules mlp=0.2,qk", "--modules takes mlp,qk,vo or"),
+    (
+        "compress model -o x --moments m --mode sequential",
+        "--moments is one pass over text that is measured already, --mode",
+    ),
+    ("plan model --moments m --seed 0", "--seed would be ignored; leave one of them out"),
+    ("plan model -o plan.json", "plan.json exists already; choose another name or remove it"),
+    ("plan model -o nowhere/plan.json", "nowhere is not a folder; make it first"),
+    ("compress model -o " + "x" * 300, "File name too long; choose another folder"),
+    ("inspect " + "x" * 300, "File name too long; check the name, its permissions and the disk"),
+    ("compress model -o x\udce9", r"the name 'x\udce9' is not UTF-8; choose another one"),
+    ("calibrate model -o x\udce9 --calibration text.txt", r"the name 'x\udce9' is not UTF-8; choose another one"),
+    ("inspect no\nsuch", r"rankfold: no\nsuch has no rankfold.json"),
+]
+BAD += [
+    (f"compress model -o x --moments m --{name} {value}", f"--{name} would be ignored; leave one of them out")
+    for name, value in {"calibration": "ptb", "samples": 8, "length": 8, "seed": 1, "field": "body"}.items()
+]
+
+
+@pytest.mark.parametrize("line, message", BAD, ids=[line[:60] for line, _ in BAD])
+def test_a_bad_command_line_is_one_line_and_exit_code_2(run, place, line, message):
+    before = sorted(place.iterdir())
+    code, out, err = run(*line.split(" "))
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1 and err.startswith("rankfold: ") and message in err
+    assert sorted(place.iterdir()) == before and (place / "plan.json").read_text() == "mine"
+
+
+def test_nothing_gives_the_help(run):
+    code, out, err = run()
+    assert (code, err) == (0, "") and "compress" in out
+
+
+def test_one_pass_goes_with_moments(run, place):
+    code, _, err = run(*f"calibrate model -o one-pass {CALIBRATION.replace('--multiple 2', '')}".split())
+    assert code == 0, err
+    code, _, err = run(*f"compress model -o of-moments --moments one-pass --mode one-pass {WITHOUT_TEXT}".split())
+    assert code == 0, err
+
+
+def test_calibrating_again_repairs_what_is_damaged(run, place):
+    line = f"calibrate model -o repaired {CALIBRATION.replace('--multiple 2', '')}".split()
+    assert run(*line)[0] == 0
+    whole = {path.name: path.read_bytes() for path in (place / "repaired").iterdir()}
+    block = place / "repaired" / "block-00001.safetensors"
+    block.write_bytes(block.read_bytes()[:-8] + b"damaged!")
+    compress = f"compress model -o from-repaired --moments repaired {WITHOUT_TEXT}".split()
+    code, _, err = run(*compress)
+    assert code == 2 and "block-00001.safetensors is missing or damaged" in err.splitlines()[-1]
+    assert run(*line)[0] == 0
+    assert {path.name: path.read_bytes() for path in (place / "repaired").iterdir()} == whole
+    code, _, err = run(*compress)
+    assert code == 0, err
+
+
+def test_names_with_brackets_and_long_paths_are_printed_as_they_are(run, place):
+    name = "[bold]:smile:" + "long" * 30
+    code, out, err = run(*f"compress model -o {name} {CALIBRATION}".split())
+    assert code == 0 and f"{name}: " in out, err
+    code, out, _ = run("inspect", name)
+    assert code == 0 and "compressed by modegpt" in out
+    code, _, err = run("inspect", "[red]nothing")
+    assert code == 2 and "[red]nothing has no rankfold.json" in err
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda r: r.pop("counts"), "rankfold.json is damaged: it lacks counts; copy or make it again"),
+        (lambda r: r["counts"].pop("bytes"), "counts lacks bytes"),
+        (lambda r: r.update(calibration=[]), "calibration should be an object, got '[]'"),
+        (lambda r: r["blocks"]["0"]["mlp"].update(rank="x"), "blocks.0.mlp.rank should be a whole number, got 'x'"),
+        (lambda r: r["held_out"].pop("ratio"), "held_out lacks ratio"),
+        (lambda r: r.update(held_out="x"), "held_out should be an object, got 'x'"),
+    ],
+)
+def test_a_damaged_record_is_named(run, place, change, message):
+    if not (place / "small").exists():
+        assert run(*f"compress model -o small {CALIBRATION}".split())[0] == 0
+    record = json.loads((place / "small" / "rankfold.json").read_text())
+    change(record)
+    (place / "damaged").mkdir(exist_ok=True)
+    (place / "damaged" / "rankfold.json").write_text(json.dumps(record))
+    code, out, err = run("inspect", "damaged")
+    assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+
+
+def test_an_interrupt_says_how_to_go_on(run, monkeypatch):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rankfold.pipeline.compress", interrupt)
+    code, _, err = run(*f"compress model -o x2 {CALIBRATION}".split())
+    assert code == 130
+    assert err.splitlines()[-1] == "rankfold: interrupted; an unfinished run continues when it is started again"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_a_real_interrupt_says_how_to_go_on(place):
+    line = f"compress model -o interrupted --calibration pydoc --samples 4000 --length 128 {WITHOUT_TEXT}".split()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rankfold", *line], cwd=place, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    while process.poll() is None and not (place / "interrupted.partial").exists():
+        pass
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate()
+    assert process.returncode == 130, err
+    assert err.splitlines()[-1] == "rankfold: interrupted; an unfinished run continues when it is started again"
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")], ids=str)
+def test_too_little_memory_is_one_line(run, monkeypatch, error):
+    def full(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr("rankfold.pipeline.compress", full)
+    code, _, err = run(*f"compress model -o x2 {CALIBRATION}".split())
+    assert code == 2 and err.splitlines()[-1].startswith("rankfold: out of memory; give fewer or shorter samples")
+
+
+def test_a_bug_shows_its_traceback(place, monkeypatch):
+    def bug(*args, **kwargs):
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr("rankfold.pipeline.compress", bug)
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(sys, "argv", ["rankfold", "compress", "model", "-o", "x2", *CALIBRATION.split()])
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        main()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_where_nothing_can_be_printed(place):
+    full = outside(place, "models > /dev/full")
+    assert full.returncode == 2
+    assert (
+        full.stderr
+        == "rankfold: cannot use a file: No space left on device; check the name, its permissions and the disk\n"
+    )
+    assert outside(place, "models >&- 2>&- <&-").returncode == 0
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may read everything")
+def test_a_closed_folder_is_one_line(run, place):
+    (place / "closed").mkdir(mode=0)
+    for line in ("inspect closed", "compress model -o closed/x", "calibrate model -o closed/x --calibration text.txt"):
+        code, _, err = run(*line.split())
+        assert code == 2 and "Permission denied" in err and err.count("\n") == 1
