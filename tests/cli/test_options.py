@@ -49,7 +49,7 @@ def test_options_become_a_method():
         ({"modules": ","}, "--modules is empty; e.g. mlp,qk,vo"),
         ({"modules": "mlp=x"}, r"--modules takes mlp,qk,vo or mlp=0\.35"),
         ({"option": ["ridge"]}, "--option takes KEY=VALUE, got 'ridge'"),
-        ({"option": ["ridge=much"]}, "--option 'ridge=much': expected a number"),
+        ({"option": ["ridge=much"]}, "--option 'ridge=much': expected a finite number"),
         ({"option": ["bias_refit=maybe"]}, "--option 'bias_refit=maybe': expected true or false"),
         ({"method": "modgpt"}, "did you mean 'modegpt'"),
     ],

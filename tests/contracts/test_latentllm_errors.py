@@ -179,7 +179,7 @@ def test_joint_up_down_is_taken_where_it_is_better_held_out(rows, form):
     for module in ranks:
         report = result.reports[module]
         assert report["form"] == form
-        held_out = report["held_out_error"]
+        held_out = report["form_errors"]
         assert (held_out["joint"] > held_out["local"]) == form.startswith("local")
         taken = held_out["local" if form.startswith("local") else "joint"]
         assert rms(found, Y) == pytest.approx(taken, rel=0.25)  # the held-out rows speak for fresh ones

@@ -79,7 +79,7 @@ def _joint(method, moments, local: dict[str, Fit], layout: dict[str, Slot], dens
     }
     if held_out["joint"] > held_out["local"]:
         form = "local (joint up-down was worse held out)"
-        return {m: f._replace(report=replace(f.report, form=form, held_out_error=held_out)) for m, f in local.items()}
+        return {m: f._replace(report=replace(f.report, form=form, form_errors=held_out)) for m, f in local.items()}
     error = measure({m: product(fit) for m, fit in joint.items()}, moments)
-    facts = {"relative_error": error, "held_out_error": held_out}
+    facts = {"relative_error": error, "form_errors": held_out}
     return {m: fit._replace(report=replace(fit.report, **facts)) for m, fit in joint.items()}

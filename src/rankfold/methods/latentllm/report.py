@@ -16,7 +16,7 @@ class Report:
             heads; of the MLP), on the moments it was fitted to. Of the stored numbers where they are quantised.
         loss_history: of iterative forms.
         training_error: of the joint up-down form, on the rows it was fitted to.
-        held_out_error: form -> error of the MLP on rows that neither form was fitted to; local moments are of all tokens.
+        form_errors: form -> error of the MLP on rows that neither form was fitted to; local moments are of all tokens.
         nonzeros: values of the sparse part.
         weights, planned_weights, planned_rank: stored, and before the ranks were chosen anew by spectra.
         clamped: the moment was indefinite beyond the ridge and its negative eigenvalues were set to zero.
@@ -31,7 +31,7 @@ class Report:
     relative_error: float
     loss_history: tuple[float, ...] | None = None
     training_error: float | None = None
-    held_out_error: dict[str, float] | None = None
+    form_errors: dict[str, float] | None = None
     nonzeros: int | None = None
     weights: int | None = None
     planned_rank: int | None = None
