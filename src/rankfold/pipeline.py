@@ -19,7 +19,7 @@ from torch import nn
 from .calibration.observers import STATISTICS
 from .calibration.runner import advance, measure, start
 from .calibration.store import MomentStore
-from .calibration.supply import Measured, Stored
+from .calibration.supply import FromStore, FromStream
 from .calibration.tokens import Tokens, check_vocabulary
 from .checkpoint.reading import BlockReader
 from .checkpoint.run import Run, compressed_config
@@ -179,15 +179,15 @@ class _Work(NamedTuple):
     source: Source
     method: Method
     read: BlockReader
-    supply: Stored | Measured  # where its moments come from
+    supply: FromStore | FromStream  # where its moments come from
     watch: HeldOut | NothingHeldOut  # what looks at the result on text that was not fitted
     into: InMemory | InFolder  # where it goes
 
 
-def _supply(source: Source, tokens: Tokens | None, moments: MomentStore | None, mode: str) -> Stored | Measured:
+def _supply(source: Source, tokens: Tokens | None, moments: MomentStore | None, mode: str) -> FromStore | FromStream:
     if moments is not None:
-        return Stored(moments)
-    return Measured(_start(source, tokens), sequential=mode == "sequential")
+        return FromStore(moments)
+    return FromStream(_start(source, tokens), sequential=mode == "sequential")
 
 
 def _watch(source: Source, held_out, mode: str) -> HeldOut | NothingHeldOut:

@@ -3,7 +3,7 @@
 import torch
 
 from .architectures import BlockView
-from .checkpoint.run import stored
+from .checkpoint.run import as_written
 from .checkpoint.source import Source
 from .errors import NumericsError
 from .methods import BlockResult
@@ -36,4 +36,4 @@ def _as_computed(tensor, source: Source):
         return tensor.to(source.device)
     if not torch.isfinite(tensor).all():
         raise NumericsError("a factor has NaN or infinite entries; raise the ridge or use more calibration tokens")
-    return stored(tensor, source.dtype).to(source.device, source.compute_dtype)
+    return as_written(tensor, source.dtype).to(source.device, source.compute_dtype)

@@ -137,7 +137,7 @@ def test_a_moved_mean_is_part_of_the_joint_value_output_error():
     view, result, seen, _ = decomposed("opt", joint="vo")
     error, moment = result.errors["o"], seen["attention_input"]
     moved = Moment(moment.count, moment.total + 0.3 * moment.count, None, None)
-    C = moment.covariance * moment.count  # the same covariance around another mean
+    C = moment.covariance() * moment.count  # the same covariance around another mean
     moved.second = C + torch.outer(moved.total, moved.total) / moment.count
     v, o = (view.attention.qkv()[2], view.attention.output), (runtime(result, view, "v"), runtime(result, view, "o"))
     mean = moved.mean
@@ -152,7 +152,7 @@ def test_a_moved_mean_is_part_of_the_joint_value_output_error():
         W_o = base.output.weight.double().unflatten(1, (base.heads, -1)).transpose(0, 1)
         W_v = v[0].weight.double().unflatten(0, (base.heads, -1))
         G = W_o @ W_v
-        energy = ((G @ moment.covariance) * G).sum().item()
+        energy = ((G @ moment.covariance()) * G).sum().item()
     assert shift > 1e-6
     assert error({"attention_input": moved}) ** 2 == pytest.approx(error(seen) ** 2 + shift / energy, rel=1e-6)
 
@@ -198,11 +198,11 @@ def test_the_attention_aware_bias_makes_the_mean_exact_and_the_error_that_of_the
     W_o = attention.output.weight.double().unflatten(1, (attention.heads, -1)).transpose(0, 1)
     ranks = (result.reports["o"]["rank"], result.reports["v"]["rank"])
     fit = joint_vo(W_o, W_v, given.precond, ranks=ranks)
-    sent = seen["attention_output"].covariance
+    sent = seen["attention_output"].covariance()
     refit = attention_aware_output(W_o, W_v, fit, given.precond, sent, rank=ranks[0])
     assert result.reports["o"]["relative_error"] == pytest.approx(refit.relative_error, rel=1e-6)
     W = attention.output.weight.double()
     gap = W - refit.B_o @ refit.A_o.transpose(0, 1).flatten(1) @ refit.E
     moved = gap @ (other["attention_output"].mean - seen["attention_output"].mean)  # the mean of the fit is exact
-    expected = metric_error(gap, W, other["attention_output"].covariance, shift=moved)
+    expected = metric_error(gap, W, other["attention_output"].covariance(), shift=moved)
     assert result.errors["v"](other) == pytest.approx(expected, rel=1e-5)

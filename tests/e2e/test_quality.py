@@ -14,7 +14,7 @@ import torch
 import rankfold
 from choices import ELIMINATION, ONE_SHOT, available
 from rankfold import LatentLLM, MoDeGPT, make_method
-from rankfold.calibration.supply import Measured
+from rankfold.calibration.supply import FromStream
 from trained import (
     MODELS,
     calibration,
@@ -140,9 +140,9 @@ def of_another_block(view, moments, dense):
 def test_wrong_moments_cost_much(subject, make, times, wrong, monkeypatch):
     method = make()
     right, dense = subject.ratio(method), subject.moments
-    take = Measured.take
+    take = FromStream.take
     monkeypatch.setattr(
-        Measured, "take", lambda self, view, statistics: wrong(view, take(self, view, statistics), dense)
+        FromStream, "take", lambda self, view, statistics: wrong(view, take(self, view, statistics), dense)
     )
     assert subject.measured(method) - 1 > times * (right - 1)
 

@@ -41,21 +41,19 @@ class Moment:
     def mean_absolute(self) -> Tensor:
         return self.absolute.double() / self.count
 
-    @property
-    def C(self) -> Tensor:
-        """Second moment ``E[x x^T]``, fp64."""
+    def second_moment(self) -> Tensor:
+        """``E[x x^T]``, fp64; a copy."""
         return self.second.to(torch.float64, copy=True).div_(self.count)
 
-    @property
     def covariance(self) -> Tensor:
-        """``C - mean mean^T``, fp64; not clamped, so eigenvalues may be negative in the last digits."""
+        """``E[x x^T] - mean mean^T``, fp64; not clamped, so eigenvalues may be negative in the last digits."""
         return self.about(self.mean)
 
     def about(self, point: Tensor) -> Tensor:
         """``E[(x - point)(x - point)^T]``, fp64; with the mean of a fit, what that fit leaves on other observations."""
         mean = self.mean
         cross = mean.unsqueeze(-1) * point.unsqueeze(-2)
-        return self.C.sub_(cross).sub_(cross.mT).add_(point.unsqueeze(-1) * point.unsqueeze(-2))
+        return self.second_moment().sub_(cross).sub_(cross.mT).add_(point.unsqueeze(-1) * point.unsqueeze(-2))
 
     def rounded(self) -> "Moment":
         """The moment as it is saved, in fp32: what is computed from saved moments is computed from these."""

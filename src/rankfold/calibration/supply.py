@@ -5,10 +5,10 @@ from .moments import BlockMoments
 from .runner import Stream, advance, measure
 from .store import MomentStore
 
-__all__ = ["Measured", "Stored"]
+__all__ = ["FromStore", "FromStream"]
 
 
-class Stored:
+class FromStore:
     """Moments of the dense model that are there already."""
 
     def __init__(self, moments: MomentStore):
@@ -25,7 +25,7 @@ class Stored:
         """Go past a compressed block."""
 
 
-class Measured:
+class FromStream:
     """Moments measured on a stream that goes through compressed blocks (sequential) or through dense ones (one pass)."""
 
     def __init__(self, stream: Stream, *, sequential: bool):

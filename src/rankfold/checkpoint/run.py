@@ -139,7 +139,7 @@ class Run:
 
     def save_block(self, index: int, prefix: str, module: nn.Module, dtype: torch.dtype, result: BlockResult) -> None:
         """Make one finished block durable."""
-        state = {f"{prefix}.{name}": stored(tensor, dtype) for name, tensor in module.state_dict().items()}
+        state = {f"{prefix}.{name}": as_written(tensor, dtype) for name, tensor in module.state_dict().items()}
         write_tensors(self._shard(index), state, {"format": "pt"})
         write_json(self._report(index), {"modules": result.modules, "reports": result.reports})
 
@@ -162,7 +162,7 @@ class Run:
             check: called with the folder and the empty model its config describes once names and shapes are right; raises
                 where they compute otherwise.
         """
-        outer = {name: stored(tensor, source.dtype) for name, tensor in source.outer_state().items()}
+        outer = {name: as_written(tensor, source.dtype) for name, tensor in source.outer_state().items()}
         write_tensors(self._shard(self.blocks), outer, {"format": "pt"})
         self._write_index()
         model = empty_model(config, source.model.config._attn_implementation, source.compute_dtype)
@@ -233,6 +233,6 @@ class Run:
             )
 
 
-def stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def as_written(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor as it is written: floats in the model's dtype, indices as they are."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor

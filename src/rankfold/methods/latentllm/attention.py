@@ -145,7 +145,7 @@ def _joint_vo(view: BlockView, given: Input, moments, ranks, layout: dict[str, S
     form, aware = "joint vo", None
     if method.attention_aware:
         sent, form = moments["attention_output"], "joint vo, attention aware"
-        C_o = sent.covariance if given.centred else sent.C
+        C_o = sent.covariance() if given.centred else sent.second_moment()
         aware = attention_aware_output(W_o, W_v, fit, given.precond, C_o, rank=ranks["o"])
         fit = fit._replace(B_o=aware.B_o, A_o=aware.A_o)
     A_o = fit.A_o.transpose(0, 1).flatten(1)  # (r_o, H N)

@@ -48,7 +48,7 @@ class Fit(NamedTuple):
 def prepare(method, moments: BlockMoments, statistic: str, *, centred: bool) -> Input:
     """Pre-conditioner of an input; ``centred`` for layers whose bias takes the mean (LatentLLM App. B.2)."""
     moment = moments[statistic]
-    C = moment.covariance if centred else moment.second.double()  # the sum as it is: no result depends on the scale
+    C = moment.covariance() if centred else moment.second.double()  # the sum as it is: no result depends on the scale
     mean_abs = moment.mean_absolute if method.precondition == "l1" else None
     precond = preconditioner(C, method.precondition, ridge=method.ridge, alpha=method.alpha, mean_abs=mean_abs)
     return Input(statistic, C, moment.mean, precond, centred)

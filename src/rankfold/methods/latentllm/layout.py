@@ -89,7 +89,7 @@ class Slot:
             spec["nonzeros"] = self.nonzeros(rank)
         return spec
 
-    def stored(self, rank: int) -> tuple[int, int]:
+    def storage(self, rank: int) -> tuple[int, int]:
         """``(numbers kept in the model's dtype, bytes of all else)``: codes and indices are bytes, scales are numbers.
 
         Counted on the module the runtime will build. A bias is not counted, as in :meth:`numbers`.

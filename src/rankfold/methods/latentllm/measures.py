@@ -62,7 +62,7 @@ class ScoreError:
 
     def __call__(self, compressed: Mapping[str, Dense], moments: BlockMoments) -> float:
         moment = moments["attention_input"]
-        C = moment.covariance if self.centred else moment.C
+        C = moment.covariance() if self.centred else moment.second_moment()
         pairs = (self._pair(q, k, moment) for q, k in ((self.q, self.k), (compressed["q"], compressed["k"])))
         return pair_error(*pairs, metrics=(C, C), rotations=self.rotations)
 
@@ -85,7 +85,7 @@ class HeadError:
 
     def __call__(self, compressed: Mapping[str, Dense], moments: BlockMoments) -> float:
         moment = moments["attention_input"]
-        C = moment.covariance if self.centred else moment.C
+        C = moment.covariance() if self.centred else moment.second_moment()
         dense, now = (self._pair(v, o) for v, o in ((self.v, self.o), (compressed["v"], compressed["o"])))
         error = pair_error(dense, now, metrics=(None, C))
         if not self.centred:
@@ -175,9 +175,9 @@ def as_dense(projection: Projection) -> Dense:
 
 def _output_error(gap: Tensor, W: Tensor, before, after, moment: Moment, centred: bool) -> float:
     if not centred:
-        return metric_error(gap, W, moment.C)
+        return metric_error(gap, W, moment.second_moment())
     shift = gap @ moment.mean + before.double() - after.double()
-    return metric_error(gap, W, moment.covariance, shift=shift)
+    return metric_error(gap, W, moment.covariance(), shift=shift)
 
 
 def _sent(v: Dense, o: Dense, mean: Tensor, head_dim: int) -> Tensor:

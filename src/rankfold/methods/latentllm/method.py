@@ -143,10 +143,10 @@ class LatentLLM(Method):
     def parameter_change(self, view: BlockView, ranks: dict[str, int]) -> tuple[int, int]:
         lower = self._lower(view, ranks)
         change = sum(slot.numbers(rank) - slot.dense for slot, rank in lower)
-        return change, sum(slot.stored(rank)[1] for slot, rank in lower)
+        return change, sum(slot.storage(rank)[1] for slot, rank in lower)
 
     def float_change(self, view: BlockView, ranks: dict[str, int]) -> int:
-        return sum(slot.stored(rank)[0] - slot.dense for slot, rank in self._lower(view, ranks))
+        return sum(slot.storage(rank)[0] - slot.dense for slot, rank in self._lower(view, ranks))
 
     def _lower(self, view: BlockView, ranks: dict[str, int]):
         """Slot and rank of every module that does not stay dense."""

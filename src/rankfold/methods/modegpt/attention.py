@@ -70,7 +70,9 @@ def compress_qk(method, attention: AttentionView, moments, dense: dict[str, Dens
 def _choose(method, attention: AttentionView, moments, rank: int) -> ColumnRow:
     sizes = {"rank": rank, "rotary_dim": attention.rotary_dim}
     if method.select_qk == "norm":
-        return column_row(_grouped(moments["query"].C, attention), moments["key"].C, **sizes)
+        return column_row(
+            _grouped(moments["query"].second_moment(), attention), moments["key"].second_moment(), **sizes
+        )
     M = moments["query_key"].second.double()
     return eliminate_pairs(_grouped(M, attention).sum(1), **sizes)
 
@@ -91,7 +93,7 @@ def _free_qk(attention: AttentionView, moments, dense: dict[str, Dense], rank: i
     """No rotation between queries and keys: the optimum is an SVD, biases included in the moments."""
 
     def metrics(these: BlockMoments) -> tuple[Tensor, Tensor]:
-        return these["key_spread"].C, _grouped(these["query"].C, attention).sum(1)
+        return these["key_spread"].second_moment(), _grouped(these["query"].second_moment(), attention).sum(1)
 
     fit = paired_svd(*metrics(moments), rank=rank)
     projections = {
@@ -117,7 +119,7 @@ def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dens
 
     def metrics(these: BlockMoments) -> tuple[Tensor, Tensor]:
         moment = these["value"]
-        return (moment.C if centre is None else moment.about(centre)), B
+        return (moment.second_moment() if centre is None else moment.about(centre)), B
 
     A, _ = metrics(moments)
     best = paired_svd(A, B, rank=rank)

@@ -22,7 +22,7 @@ def decompose_mlp(method, view: BlockView, moments, rank: int, result: BlockResu
         return
     down, moment = mlp.down, moments["mlp_hidden"]
     refit = method.bias_refit and down.bias is not None
-    C, scale = (moment.covariance, 1.0) if refit else (moment.second.double(), moment.count)  # a sum needs no copy
+    C, scale = (moment.covariance(), 1.0) if refit else (moment.second.double(), moment.count)  # a sum needs no copy
     fit = nystrom(down.weight, C, rank=rank, ridge=method.ridge, select=method.select)
     del C
     bias, centre = down.bias, moment.mean if refit else None
