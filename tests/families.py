@@ -19,6 +19,10 @@ GQA = {**SHAPE, "num_key_value_heads": 2}
 VISION = {"hidden_size": 16, "intermediate_size": 16, "image_size": 28, "patch_size": 14}
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
+# MoDeGPT's selections: the default, and the paper's.
+ELIMINATION = {"select": "elimination", "select_qk": "elimination"}
+ONE_SHOT = {"select": "leverage", "select_qk": "norm"}
+
 CONFIGS = {
     "llama": lambda: t.LlamaConfig(**GQA),
     "llama-mha-tied": lambda: t.LlamaConfig(**SHAPE, tie_word_embeddings=True),

@@ -9,8 +9,7 @@ import torch
 import transformers as t
 
 import rankfold
-from choices import ELIMINATION, ONE_SHOT, available
-from families import GQA, tiny_model, tokens
+from families import ELIMINATION, GQA, ONE_SHOT, tiny_model, tokens
 from rankfold import MoDeGPT
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
@@ -111,7 +110,7 @@ def with_narrow_values(block) -> None:
 @pytest.mark.parametrize("select", SELECTIONS)
 def test_pairs_that_carry_nothing_cost_nothing(select):
     grouped, expanded = llama(with_silent_pairs)
-    method = MoDeGPT(modules={"qk": 0.5}, multiple=2, **available(select))
+    method = MoDeGPT(modules={"qk": 0.5}, multiple=2, **select)
     assert_same(grouped, compressed(grouped, method), compressed(expanded, method), tolerance=1e-6)
 
 
@@ -144,7 +143,7 @@ def with_equal_queries(block) -> None:
 @pytest.mark.parametrize("make", [llama, falcon])
 def test_queries_that_want_the_same_get_what_each_alone_would(make, module, select):
     grouped, expanded = make(with_equal_queries)
-    method = MoDeGPT(modules={module: 0.5}, multiple=2, **available(select))
+    method = MoDeGPT(modules={module: 0.5}, multiple=2, **select)
     small = compressed(grouped, method)
     assert_same(small, compressed(expanded, method))
     assert_changed(grouped, small)

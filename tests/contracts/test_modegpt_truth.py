@@ -17,8 +17,7 @@ from torch import Tensor
 
 import rankfold
 from activations import ATTENTION, DOWN, OUTPUT, UP, Heads, blocks_of, look, member, spliced, weight_of
-from choices import ELIMINATION, ONE_SHOT, available, has_option
-from families import CONFIGS, tiny_model, tokens
+from families import CONFIGS, ELIMINATION, ONE_SHOT, tiny_model, tokens
 from rankfold import MoDeGPT
 
 NORMED = {"qwen3", "gemma3", "gemma3-images", "qwen3_moe"}
@@ -63,7 +62,7 @@ def blocks(request, tmp_path_factory) -> list[Block]:
     sparsities = {"mlp": 0.05 if family == "bloom" else 0.25, "qk": 0.5, "vo": 0.4}  # BLOOM: four times the units
     left_out = ({"mlp"} if family in EXPERTS else set()) | ({"qk"} if family in NORMED else set())
     modules = {name: value for name, value in sparsities.items() if name not in left_out}
-    method = MoDeGPT(modules=modules, multiple=2, ridge=RIDGE, **available(options))
+    method = MoDeGPT(modules=modules, multiple=2, ridge=RIDGE, **options)
     model = tiny_model(family)
     dense = model if family in EXPERTS else model.double()  # grouped products of experts have no fp64
     source = rankfold.open_model(dense, device="cpu")
@@ -197,7 +196,7 @@ def test_the_units_that_stay_are_those_the_option_says(block):
     keep, a, W = kept_units(block), fitted_activations(block), projection(block.dense, DOWN)[0]
     rows = torch.cat([a, damping(a)])
     C = rows.T @ rows
-    if getattr(block.method, "select", "leverage") == "leverage":
+    if block.method.select == "leverage":
         scores = torch.linalg.solve(C, a.T @ a).diagonal()
         assert scores[keep].sum().item() == pytest.approx(scores.topk(len(keep)).values.sum().item(), rel=1e-6)
         return
@@ -233,7 +232,7 @@ def expanded(x: Tensor, like: Tensor) -> Tensor:
 
 def centred(scores: Tensor) -> Tensor:
     """A shift of all scores of a query leaves softmax as it is."""
-    return scores - scores.mean(-1, keepdim=True) if has_option("select_qk") else scores
+    return scores - scores.mean(-1, keepdim=True)
 
 
 def scores_of(heads: Heads) -> Tensor:
@@ -304,14 +303,14 @@ def test_the_pairs_that_stay_are_those_the_option_says(block):
         scores, kept = norm_scores(q, k), set(keep[head].tolist())
         assert all((p in kept) == (p + rotary // 2 in kept) for p in range(rotary // 2)), "half a pair is gone"
         pairs = pairs_of(scores, rotary)
-        if getattr(block.method, "select_qk", "norm") == "norm":
+        if block.method.select_qk == "norm":
             best = sorted(pairs, key=lambda pair: -(scores[pair[0]] + scores[pair[1]]))[: len(kept) // 2]
             assert kept == set(itertools.chain(*best))
             continue
-        # Which free dimensions leave together is nobody's business: no worse than the worse of two ways to pair them.
+        # Dimensions that do not turn go one by one: no worse than the better of two ways to let them go two by two.
         in_order = pairs_of(-torch.arange(N), rotary)
         drop = (N - len(kept)) // 2
-        naive = max(greedy_pairs(q, k, some, drop) for some in (pairs, in_order))
+        naive = min(greedy_pairs(q, k, some, drop) for some in (pairs, in_order))
         assert dropping(q, k, [i for i in range(N) if i not in kept]) <= 1.01**2 * naive
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 import rankfold
 from activations import ATTENTION, blocks_of, look, member
-from choices import available
 from families import opened, tokens
 from rankfold import LatentLLM, MoDeGPT, method_names
 from rankfold.errors import NumericsError
@@ -572,8 +571,6 @@ CASES = [
 
 @pytest.mark.parametrize("cls, row", CASES)
 def test_an_option_changes_what_it_says_and_nothing_else(cls, row, tmp_path):
-    if cls is MoDeGPT:
-        available({row.option: "the other choice"} if row.option.startswith("select") else {})
     a, b = (outcome(tmp_path / name, cls(**options), row.family) for name, options in zip("ab", row[1:3], strict=True))
     found = changed(a.tensors(), b.tensors())
     if row.everywhere:

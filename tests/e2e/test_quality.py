@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import rankfold
-from choices import ELIMINATION, ONE_SHOT, available
+from families import ELIMINATION, ONE_SHOT
 from rankfold import LatentLLM, MoDeGPT, make_method
 from rankfold.calibration.supply import FromStream
 from trained import (
@@ -71,11 +71,11 @@ def subject(request, tmp_path_factory) -> Trained:
 
 
 def modegpt(sparsity=0.3, **options) -> MoDeGPT:
-    return MoDeGPT(sparsity, multiple=2, **available(options))
+    return MoDeGPT(sparsity, multiple=2, **options)
 
 
 def modules(options: dict | None = None, **sparsities) -> MoDeGPT:
-    return MoDeGPT(modules=sparsities, multiple=2, **available(options or {}))
+    return MoDeGPT(modules=sparsities, multiple=2, **(options or {}))
 
 
 def test_the_model_has_learnt(subject):
