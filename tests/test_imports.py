@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "version": set(),
     "progress": set(),
     "memory": set(),
+    "processor": set(),
     "linalg": set(),
     "modules": set(),  # made into one self-contained file beside every checkpoint
     "files": {"errors"},
@@ -24,7 +25,7 @@ MAY_IMPORT = {
     "records": {"errors"},
     "architectures": {"errors"},
     "allocation": {"errors"},
-    "calibration": {"architectures", "errors", "files", "linalg", "locking", "progress", "records"},
+    "calibration": {"architectures", "errors", "files", "linalg", "locking", "processor", "progress", "records"},
     "methods": {"allocation", "architectures", "calibration", "errors", "linalg", "memory", "modules"},
     "checkpoint": {
         "architectures",
@@ -34,6 +35,7 @@ MAY_IMPORT = {
         "locking",
         "methods",
         "modules",
+        "processor",
         "progress",
         "version",
     },

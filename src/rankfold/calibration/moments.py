@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..errors import NumericsError
 from ..linalg.psd import all_finite
+from ..processor import multiplies_bf16_fast
 
 __all__ = ["BlockMoments", "Moment", "gram"]
 
@@ -70,7 +71,7 @@ def _bf16_products():
 
     Such products are exact in fp32 and sums stay in fp32, so nothing is lost, and it is 3 times faster on CPUs with AMX.
     PyTorch offers this only as a process-wide setting on CPUs (on CUDA `torch.mm(out_dtype=)` does the same), hence the
-    scope. On CPUs without bf16 instructions the setting has no effect.
+    scope.
     """
     backend = torch.backends.mkldnn.matmul
     before = backend.fp32_precision
@@ -84,9 +85,14 @@ def _bf16_products():
 @contextlib.contextmanager
 def _exact_products(x: Tensor):
     """Hooks run inside the model's autocast, which would round their products to bf16."""
-    products = _bf16_products() if x.dtype is torch.bfloat16 and x.device.type == "cpu" else contextlib.nullcontext()
-    with torch.autocast(x.device.type, enabled=False), products:
+    with torch.autocast(x.device.type, enabled=False), _products(x, x.dtype is torch.bfloat16):
         yield
+
+
+def _products(x: Tensor, exact_in_bf16: bool):
+    """By bf16 instructions where that is exact and faster."""
+    faster = exact_in_bf16 and x.device.type == "cpu" and multiplies_bf16_fast()
+    return _bf16_products() if faster else contextlib.nullcontext()
 
 
 @functools.cache
@@ -206,8 +212,7 @@ def head_grams(x: Tensor, *, exact_in_bf16: bool = False) -> Tensor:
     Args:
         exact_in_bf16: every entry of the fp32 ``x`` is a bf16 number.
     """
-    products = _bf16_products() if exact_in_bf16 and x.device.type == "cpu" else contextlib.nullcontext()
-    with torch.autocast(x.device.type, enabled=False), products:
+    with torch.autocast(x.device.type, enabled=False), _products(x, exact_in_bf16):
         return x.transpose(-1, -2) @ x
 
 

@@ -10,7 +10,6 @@ and ten times cheaper than both roots. It is made only when somebody asks for co
 This module imports torch and psd.py only: no modules, no hooks, no device policy.
 """
 
-import difflib
 from functools import cached_property
 
 import torch
@@ -181,9 +180,7 @@ def preconditioner(
     """
     check_moment(C, C.shape[-1])
     if kind not in PRECONDITIONERS:
-        guess = difflib.get_close_matches(kind, PRECONDITIONERS, n=1)
-        hint = f"did you mean {guess[0]!r}? " if guess else ""
-        raise ValueError(f"unknown pre-conditioner {kind!r}; {hint}available: {', '.join(PRECONDITIONERS)}")
+        raise ValueError(f"unknown pre-conditioner {kind!r}; available: {', '.join(PRECONDITIONERS)}")
     if ridge < 0:
         raise ValueError(f"ridge must be >= 0, got {ridge}")
     if C.diagonal().mean() <= 0:
