@@ -75,8 +75,10 @@ class Arena:
             code, err = call(place, line)
         except _Slow:
             return Outcome("hangs", case, "")
-        except Exception:
-            return Outcome("traceback", case, traceback.format_exc().strip().replace("\n", " | ")[-400:])
+        except Exception as error:
+            ours = [frame for frame in traceback.extract_tb(error.__traceback__) if "rankfold" in frame.filename]
+            where = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else "?"
+            return Outcome("traceback", case, f"{where}: {type(error).__name__}: {str(error)[:300]!a}")
         left = {name for name in set(os.listdir(place)) - before if not _is_unfinished(place / name)}
         if code == 0:
             wrong = kind == "moments" and "out" in left and _weights(place / "out") != _weights(place / "true")
