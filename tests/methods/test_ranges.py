@@ -20,7 +20,7 @@ def test_numbers_must_be_finite(method, option, value):
         ({"ridge": 0.0}, r"ridge must be > 0, got 0.0; the default is 1e-4"),
         ({"ridge": -1.0}, r"ridge must be > 0, got -1.0"),
         ({"sparsity": 1.0}, r"sparsity must be in \[0, 1\), got 1.0"),
-        ({"modules": {"mlp": float("nan")}}, r"mlp must be in \[0, 1\), got nan"),
+        ({"modules": {"mlp": float("nan")}}, "mlp must be a finite number, got nan"),
         (
             {"select": "eliminate"},
             r"unknown select 'eliminate'; did you mean 'elimination'\? available: elimination, leverage",
@@ -32,3 +32,31 @@ def test_numbers_must_be_finite(method, option, value):
 def test_options_of_modegpt_say_what_is_allowed(options, message):
     with pytest.raises(OptionError, match=message):
         make_method("modegpt", **options)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("modegpt", {"sparsity": "0.3"}, "sparsity must be a number, got '0.3'"),
+        ("modegpt", {"sparsity": True}, "sparsity must be a number, got True"),
+        ("modegpt", {"epsilon": "x"}, "epsilon must be a number, got 'x'"),
+        ("modegpt", {"multiple": 8.0}, "multiple must be a whole number, got 8.0"),
+        ("modegpt", {"modules": 3}, "modules must be names of modules, or a mapping to their sparsities, got 3"),
+        ("modegpt", {"modules": ()}, "modules is empty"),
+        ("modegpt", {"modules": {}}, "modules is empty"),
+        ("modegpt", {"modules": {"mlp": "0.3"}}, "mlp must be a number, got '0.3'"),
+        ("modegpt", {"protect": 5}, "protect must be a tuple of block numbers, got 5"),
+        ("modegpt", {"protect": ("x",)}, r"protect takes block numbers such as \(0, -1\), got \('x',\)"),
+        ("modegpt", {"protect": (0.5,)}, r"protect takes block numbers such as \(0, -1\), got \(0.5,\)"),
+        ("modegpt", {"bias_refit": "false"}, "bias_refit must be true or false, got 'false'"),
+        ("modegpt", {"bias_refit": 2}, "bias_refit must be true or false, got 2"),
+        ("latentllm", {"alpha": -1.0}, "alpha must be > 0, got -1.0"),
+        ("latentllm", {"condition_limit": 1.0}, "condition_limit must be > 1, got 1.0"),
+        ("latentllm", {"window": 0.5}, "window must be a whole number, got 0.5"),
+        ("latentllm", {"bits": None}, "bits must be a whole number, got None"),
+        ("latentllm", {"joint": 5}, "joint must be text, got 5"),
+    ],
+)
+def test_options_of_another_kind_are_refused(method, options, message):
+    with pytest.raises(OptionError, match=message):
+        make_method(method, **options)

@@ -17,7 +17,7 @@ from ..errors import NumericsError
 from .moments import BlockMoments, check_finite
 from .observers import Observer, observers_for
 
-__all__ = ["Stream", "advance", "batch_tokens", "logits", "measure", "start"]
+__all__ = ["Stream", "advance", "batch_tokens", "evaluating", "logits", "measure", "start"]
 
 BATCH_TOKENS = 2048  # a forward on a CPU; larger batches are hardly faster, and their activations dwarf the block
 MOST_BATCH_TOKENS = 32768  # a forward on an accelerator, where its memory allows; beyond that nothing gets faster
@@ -81,9 +81,22 @@ def _recording(source, stop: bool) -> Iterator[list[_Recorder]]:
     owner = source.model.get_submodule(path)
     setattr(owner, name, nn.ModuleList(recorders))
     try:
-        yield recorders
+        with evaluating(source.model):
+            yield recorders
     finally:
         setattr(owner, name, blocks)
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Without dropout and the like; every module then has the mode back that its owner gave it."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
 def batch_tokens(source) -> int:

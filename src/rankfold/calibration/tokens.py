@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..errors import DataError, OptionError
+from ..errors import CheckpointError, DataError, OptionError
 from .pieces import pieces_of_file_or_hub, pieces_of_text
+from .runner import evaluating
 from .text import Text, read_text
 
 __all__ = ["Tokens", "load_tokens", "pack"]
@@ -33,6 +34,11 @@ class Tokens:
     seed: int
     held_out: Tensor | None = None  # (S', T) int64, further windows of the same draw that nothing is fitted to
     draw: str = "windows of the whole text"  # how the windows were drawn
+
+    def __post_init__(self):
+        _check_ids("ids", self.ids)
+        if self.held_out is not None:
+            _check_ids("held_out", self.held_out)
 
     @property
     def sha256(self) -> str:
@@ -54,6 +60,16 @@ class Tokens:
             "held_out": 0 if self.held_out is None else len(self.held_out),
         }
         return described if self.held_out is None else described | {"held_out_sha256": _sha256(self.held_out)}
+
+
+def _check_ids(name: str, ids) -> None:
+    if not isinstance(ids, Tensor) or ids.dtype is not torch.int64 or ids.dim() != 2:
+        got = f"{list(ids.shape)} of {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise DataError(f"{name} must be a tensor (windows, length) of int64 token ids, got {got}")
+    if ids.shape[0] < 1 or ids.shape[1] < 2:
+        raise DataError(f"{name} must hold at least one window of at least 2 tokens, got {list(ids.shape)}")
+    if int(ids.min()) < 0:
+        raise DataError(f"{name} holds the negative token id {int(ids.min())}; padding is no text, leave it out")
 
 
 def _sha256(ids: Tensor) -> str:
@@ -104,6 +120,8 @@ def load_tokens(
     """
     if samples < 1 or length < 2:
         raise OptionError(f"samples must be >= 1 and length >= 2, got {samples} and {length}")
+    if not -(2**63) <= seed < 2**63:
+        raise OptionError(f"seed must fit into 64 bits, got {str(seed)[:24]}...; choose a smaller number")
     if length > source.context_length:
         log.info("length %d is more than the model's context; using %d", length, source.context_length)
         length = source.context_length
@@ -188,8 +206,27 @@ def encode(text: Text, source) -> Tensor:
 
 def _tokenised(text: str, source, **options) -> Tensor:
     ids = source.tokenizer(text, return_tensors="pt", verbose=False, **options).input_ids[0]
+    if text.strip() and not ids.numel():
+        raise CheckpointError(
+            f"the tokenizer of {source.name} makes no tokens of a text of {len(text)} characters; put its own tokenizer files "
+            "beside the weights"
+        )
+    check_vocabulary(ids.long(), source.text_config.vocab_size)
+    return ids.long()
+
+
+def check_fits(ids: Tensor, source) -> None:
+    """Whether a model can run on these windows.
+
+    Raises:
+        DataError: an id has no embedding, or windows are longer than the positions the model has.
+    """
     check_vocabulary(ids, source.text_config.vocab_size)
-    return ids
+    positions = getattr(source.text_config, "max_position_embeddings", None)
+    if positions and ids.shape[1] > positions:
+        raise DataError(
+            f"windows of {ids.shape[1]} tokens are longer than the model's context of {positions}; cut them shorter"
+        )
 
 
 def check_vocabulary(ids: Tensor, vocabulary: int) -> None:
@@ -201,13 +238,18 @@ def check_vocabulary(ids: Tensor, vocabulary: int) -> None:
         )
 
 
-@torch.no_grad()
 def _sample_from_model(source, samples: int, count: int, length: int, seed: int) -> Tensor:
+    model = source.whole_model()
+    with evaluating(model):
+        return _sampled(model, source, samples, count, length, seed)
+
+
+@torch.no_grad()
+def _sampled(model, source, samples: int, count: int, length: int, seed: int) -> Tensor:
     """``(count, T)``: text the model writes itself, from its start token, at temperature 1; calibration without any data.
 
     The first ``samples`` do not depend on ``count``.
     """
-    model = source.whole_model()
     start = getattr(source.text_config, "bos_token_id", None)
     start = start if start is not None else source.tokenizer.bos_token_id
     if start is None:

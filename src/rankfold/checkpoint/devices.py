@@ -38,9 +38,12 @@ def resolve_device(name: str) -> torch.device:
     available = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if name == "auto":
         return available or torch.device("cpu")
-    kind = name.split(":")[0]
-    if kind not in ("cpu", "cuda", "mps"):
-        raise OptionError(f"device must be auto, cpu, cuda or mps; got {name!r}")
-    if kind != "cpu" and (available is None or available.type != kind):
+    kind, colon, index = name.partition(":")
+    if kind not in ("cpu", "cuda", "mps") or (colon and not (index.isascii() and index.isdigit())):
+        raise OptionError(
+            f"device must be auto, cpu, cuda, mps or one of these with a number such as cuda:1; got {name!r}"
+        )
+    count = 1 if kind == "cpu" else torch.accelerator.device_count() if available and available.type == kind else 0
+    if int(index or 0) >= count:
         raise OptionError(f"device {name!r} is not available here; use --device auto or cpu")
     return torch.device(name)

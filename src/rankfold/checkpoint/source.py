@@ -7,9 +7,8 @@ model that is in memory as a whole (a GGUF file, a checkpoint stored under other
 
 import copy
 import functools
-import hashlib
-import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -20,6 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from ..architectures import BlockView, architecture_for, architecture_of
 from ..errors import CheckpointError, UnsupportedModelError, first_line
 from .devices import autocast_dtype, resolve_device, resolve_dtype
+from .fingerprint import fingerprint
+from .given import check_given, check_quantised, check_tied
 from .hub import locate
 from .tokenizer import TokenizerFiles
 from .weights import Weights, check_finite, fill_outer, required_names
@@ -54,7 +55,7 @@ class Source:
         tokenizer_files: TokenizerFiles | None = None,
         tokenizer=None,
     ):
-        self.model, self.name, self.device, self.dtype = model.eval(), name, device, dtype
+        self.model, self.name, self.device, self.dtype = model, name, device, dtype
         self.text_config = model.config.get_text_config()
         self.architecture = architecture_of(self.model)
         self.autocast = autocast_dtype(device)  # precision of block forwards; None for the compute dtype itself
@@ -114,7 +115,7 @@ class Source:
             self.weights.fill(module, prefix, self.dtype, self.compute_dtype, self.device)
         elif self.dtype != self.compute_dtype:
             module.to(self.dtype).to(self.compute_dtype)  # rounded as it will be stored
-        module.to(self.device)
+        module.to(self.device).eval()
         check_finite({prefix + name: tensor for name, tensor in module.state_dict().items()})
         return BlockView(self.architecture, index, module, self.text_config, self.inv_freq(index))
 
@@ -158,13 +159,15 @@ class Source:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """SHA-256 over the config and the weights of the first and last block: tells models apart, not every edit."""
-        digest = hashlib.sha256(json.dumps(self.text_config.to_diff_dict(), sort_keys=True, default=str).encode())
-        for index in {0, len(self) - 1}:
-            for name, tensor in sorted(self.block(index).module.state_dict().items()):
-                digest.update(name.encode())
-                digest.update(tensor.detach().cpu().float().numpy().tobytes())
-        return digest.hexdigest()[:32]
+        """Of the language model's config and all weights; the same in whatever dtype the result is to be stored."""
+        return fingerprint(self.text_config.to_diff_dict(), self._all_tensors())
+
+    def _all_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every parameter and saved buffer once, as the checkpoint has it, by name."""
+        tied = set(getattr(self.model, "all_tied_weights_keys", None) or {})
+        for name, tensor in sorted(self.model.state_dict().items()):
+            if name not in tied:
+                yield name, self.weights.raw(name) if self.weights else tensor
 
 
 def open_model(model: "str | Path | nn.Module", *, dtype: str = "auto", device: str = "auto", tokenizer=None) -> Source:
@@ -181,8 +184,9 @@ def open_model(model: "str | Path | nn.Module", *, dtype: str = "auto", device: 
     """
     where, wanted = resolve_device(device), resolve_dtype(dtype)
     if isinstance(model, nn.Module):
+        check_given(model)
         _check_type(model.config)
-        _check_tied(model)
+        check_tied(model)
         place = getattr(model, "name_or_path", "")
         files = TokenizerFiles(Path(place)) if place else None
         return Source(model, place or type(model).__name__, where, model.dtype, None, files, tokenizer)
@@ -196,15 +200,9 @@ def open_model(model: "str | Path | nn.Module", *, dtype: str = "auto", device: 
 def _read_config(folder: Path):
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a damaged file ends in whatever type the code that meets it raises
         raise CheckpointError(f"{folder} has no readable config.json ({first_line(error)})") from error
-    if getattr(config, "quantization_config", None):
-        method = (
-            dict(config.quantization_config).get("quant_method") if isinstance(config.quantization_config, dict) else ""
-        )
-        raise UnsupportedModelError(
-            f"{folder} is already compressed or quantised ({method or 'quantization_config'}); start from the dense model"
-        )
+    check_quantised(config, str(folder))
     _check_type(config)
     return config
 
@@ -216,17 +214,6 @@ def _check_type(config) -> None:
             f"model type {config.model_type!r} is not one that transformers loads as a causal language model; give its "
             "language model alone"
         )
-
-
-def _check_tied(model: nn.Module) -> None:
-    """A caller's model is not changed, so a config that ties what is not tied is refused."""
-    state = model.state_dict()
-    for name, other in (getattr(model, "all_tied_weights_keys", None) or {}).items():
-        if not torch.equal(state[name], state[other]):
-            raise UnsupportedModelError(
-                f"{name} differs from {other}, and the model's config ties them; set config.tie_word_embeddings=False and "
-                "save and load the model, so that both are kept"
-            )
 
 
 def _read_gguf(file: Path, device: torch.device, dtype: torch.dtype | None):
@@ -254,8 +241,17 @@ def _read_folder(folder: Path, device: torch.device, dtype: torch.dtype | None):
         )
         model, weights = read_whole(folder, storage_dtype, device), None
     if (folder / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+        model.generation_config = _read_generation_config(folder)
     return model, storage_dtype, weights
+
+
+def _read_generation_config(folder: Path) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except Exception as error:  # as for config.json
+        raise CheckpointError(
+            f"{folder / 'generation_config.json'} cannot be read ({first_line(error)}); correct or remove it"
+        ) from error
 
 
 def _empty(config, dtype: torch.dtype):

@@ -44,7 +44,7 @@ class TokenizerFiles:
         options = {} if self.gguf is None else {"gguf_file": self.gguf}
         try:
             return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False, **options)
-        except (OSError, ValueError, KeyError) as error:
+        except Exception as error:  # a damaged file ends in whatever type the code that meets it raises, plain ones too
             raise CheckpointError(
                 f"no tokenizer can be read from {self.folder / (self.gguf or '')}: {first_line(error)}; put the tokenizer "
                 "files beside the weights"

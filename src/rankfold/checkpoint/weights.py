@@ -89,6 +89,12 @@ class Weights:
                     )
         return state
 
+    def raw(self, name: str) -> torch.Tensor:
+        """A tensor as it is in the file."""
+        place = self.places[name]
+        with _open(place.file) as handle:
+            return handle.get_tensor(place.name)
+
     def fill(self, module: nn.Module, prefix: str, storage_dtype: torch.dtype, dtype: torch.dtype, device) -> None:
         """Replace all meta tensors of ``module`` by those of the files; see :meth:`read`."""
         state = self.read([prefix + name for name in module.state_dict()], storage_dtype, dtype, device)

@@ -123,10 +123,11 @@ def nystrom(W_down: Tensor, C: Tensor, *, rank: int, ridge: float = 1e-4, select
             Algorithm 1; it does not see ``W_down``, and drops collinear units all together.
 
     Returns:
-        :class:`Nystrom`. With ``rank == F`` the units all stay and ``W_down`` comes back unchanged.
+        :class:`Nystrom`. With ``rank == F`` the units all stay and ``W_down`` comes back unchanged; where no unit ever fires
+        the first ones stay and the error is exactly 0.
 
     Raises:
-        ValueError: shapes disagree, ``rank`` is out of range, ``C`` is not finite or has no energy, unknown ``select``.
+        ValueError: shapes disagree, ``rank`` or ``ridge`` is out of range, ``C`` is not finite, unknown ``select``.
         torch.linalg.LinAlgError: a kept block is numerically singular even after damping.
 
     Cost: O(F^3 + D F^2) time, two (F, F) matrices of memory. Deterministic.
@@ -137,9 +138,11 @@ def nystrom(W_down: Tensor, C: Tensor, *, rank: int, ridge: float = 1e-4, select
         raise ValueError(f"rank must be in [1, {F}], got {rank}")
     if select not in SELECTIONS:
         raise ValueError(f"select must be one of {', '.join(SELECTIONS)}, got {select!r}")
-    if rank == F:
-        every = torch.arange(F, device=C.device)
-        return Nystrom(every, W_down.clone(), 0.0, 0.0, NystromBounds(0.0, 0.0, 0.0), False)
+    if not ridge > 0:
+        raise ValueError(f"ridge must be > 0, got {ridge}")
+    if rank == F or not C.diagonal().any():  # all stay, or none ever fires and any of them will do
+        first = torch.arange(rank, device=C.device)
+        return Nystrom(first, W_down[:, :rank].clone(), 0.0, 0.0, NystromBounds(0.0, 0.0, 0.0), False)
     damped = _damp(C, ridge)
     scores, inverse_norm = _scores(damped), _spectral_norm(damped.inverse)
     W = W_down.to(C)  # decompose in the precision of the statistics, never in bf16

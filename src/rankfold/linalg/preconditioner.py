@@ -170,10 +170,10 @@ def preconditioner(
         mean_abs: ``(N,)`` mean absolute input ``E|x|``; needed by l1 only.
 
     Returns:
-        :class:`Preconditioner`.
+        :class:`Preconditioner`; the identity where ``C`` is zero.
 
     Raises:
-        ValueError: unknown kind, bad shape or range, non-finite or zero statistics.
+        ValueError: unknown kind, bad shape or range, non-finite statistics.
         torch.linalg.LinAlgError: hessian of a singular moment.
 
     Cost: an ``eigh`` of (N, N) for hessian and covariance; one Cholesky for rootcov, the first time it is applied.
@@ -183,8 +183,10 @@ def preconditioner(
         raise ValueError(f"unknown pre-conditioner {kind!r}; available: {', '.join(PRECONDITIONERS)}")
     if ridge < 0:
         raise ValueError(f"ridge must be >= 0, got {ridge}")
-    if C.diagonal().mean() <= 0:
-        raise ValueError("C has no energy (its diagonal is zero); was any calibration token seen?")
+    if (
+        C.diagonal().mean() <= 0
+    ):  # the layer's input is always zero: every approximation is exact, so the weight decides
+        kind = "identity"
     if kind == "rootcov":
         return _RootCovariance(C, ridge)
     if kind == "covariance":

@@ -75,9 +75,11 @@ class Method:
 
     def __post_init__(self):
         for option in fields(self):
-            value = getattr(self, option.name)
-            if isinstance(value, float) and not math.isfinite(value):
-                raise OptionError(f"{option.name} must be a finite number, got {value}")
+            check_type(option.name, getattr(self, option.name), option.default)
+        if self.modules is not None and not self.modules:
+            raise OptionError("modules is empty; name some, such as mlp, or leave it out for all")
+        if not all(isinstance(block, int) and not isinstance(block, bool) for block in self.protect):
+            raise OptionError(f"protect takes block numbers such as (0, -1), got {self.protect!r}")
         for what, value in [("sparsity", self.sparsity), *(dict(self.own_sparsities or {}).items())]:
             if not 0 <= value < 1:
                 raise OptionError(f"{what} must be in [0, 1), got {value}; 0.3 removes 30 % of the weights")
@@ -132,6 +134,29 @@ class Method:
     def decompose(self, view: BlockView, moments, ranks: dict[str, int]) -> BlockResult:
         """Compress one block to the given ranks (module -> rank)."""
         raise NotImplementedError
+
+
+def check_type(what: str, value, default) -> None:
+    """Raise :class:`OptionError` unless ``value`` is of the kind of an option's ``default``, and a number finite."""
+    if what == "modules":
+        kinds, kind = (tuple, list, Mapping, type(None)), "names of modules, or a mapping to their sparsities"
+        if isinstance(value, Mapping):
+            for module, sparsity in value.items():
+                check_type(str(module), sparsity, 0.0)
+    elif what == "protect":
+        kinds, kind = (tuple, list), "a tuple of block numbers"
+    elif isinstance(default, bool):
+        kinds, kind = (bool,), "true or false"
+    elif isinstance(default, int):
+        kinds, kind = (int,), "a whole number"
+    elif isinstance(default, str):
+        kinds, kind = (str,), "text"
+    else:
+        kinds, kind = (int, float, *([type(None)] if default is None else [])), "a number"
+    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+        raise OptionError(f"{what} must be {kind}, got {value!r}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise OptionError(f"{what} must be a finite number, got {value}")
 
 
 def check_choice(what: str, value: str, allowed) -> None:

@@ -1,0 +1,171 @@
+"""Models that a caller holds: what cannot be compressed is one line, and what can comes back as it was."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers as t
+from torch import nn
+
+import rankfold
+from families import CONFIGS, GQA, some_ids, tiny_model, tokens
+from rankfold import MoDeGPT, Tokens
+from rankfold.errors import DataError, RankfoldError, UnsupportedModelError
+
+METHOD = MoDeGPT(sparsity=0.3, multiple=2)
+
+
+class Doubled(nn.Linear):
+    """Computes something else than its weight says."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def compressed():
+    return rankfold.compress(rankfold.open_model(tiny_model("llama"), device="cpu"), METHOD, tokens())
+
+
+def on_meta():
+    with torch.device("meta"):
+        return t.LlamaForCausalLM(t.LlamaConfig(**GQA))
+
+
+def adapted():
+    model = tiny_model("llama")
+    model.peft_config = {"default": SimpleNamespace()}  # what a wrapped model of peft has
+    return model
+
+
+def quantised():
+    model = tiny_model("llama")
+    model.config.quantization_config = SimpleNamespace(quant_method="gptq")
+    return model
+
+
+def doubled():
+    model = tiny_model("llama")
+    model.model.layers[1].mlp.up_proj.__class__ = Doubled
+    return model
+
+
+def parametrised():
+    model = tiny_model("llama")
+    torch.nn.utils.parametrizations.weight_norm(model.model.layers[0].mlp.up_proj)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (compressed, r"LlamaForCausalLM is already compressed or quantised \(rankfold\); start from the dense model"),
+        (quantised, r"already compressed or quantised \(gptq\)"),
+        (on_meta, r"on the meta device, without numbers; load the weights first"),
+        (adapted, r"carries adapters; merge them first \(model = model.merge_and_unload\(\)\)"),
+        (
+            lambda: torch.compile(tiny_model("llama")),
+            r"is compiled; give the model that was compiled \(model._orig_mod\)",
+        ),
+        (
+            lambda: tiny_model("llama").model,
+            r"LlamaModel has no language-model head; load it with AutoModelForCausalLM",
+        ),
+        (lambda: nn.Linear(2, 2), r"Linear is not a transformers model; give a PreTrainedModel"),
+        (doubled, r"model.layers.1.mlp.up_proj is a Doubled, which may compute something else"),
+        (parametrised, r"model.layers.0.mlp.up_proj is a ParametrizedLinear"),
+    ],
+)
+def test_what_is_no_plain_dense_model_is_refused(make, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        rankfold.open_model(make(), device="cpu")
+
+
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+def test_layers_of_every_family_are_known(family):
+    rankfold.open_model(tiny_model(family), device="cpu")
+
+
+def test_the_callers_model_keeps_its_modes_and_calibrates_without_dropout():
+    plain = t.LlamaForCausalLM(t.LlamaConfig(**GQA, attention_dropout=0.9)).train()
+    plain.model.layers[1].mlp.eval()
+    modes = [module.training for module in plain.modules()]
+    results = []
+    for _ in range(2):
+        source = rankfold.open_model(plain, device="cpu")
+        results.append(rankfold.compress(source, METHOD, tokens()).state_dict())
+        rankfold.calibrate(source, tokens())
+        assert [module.training for module in plain.modules()] == modes
+    assert all(torch.equal(a, b) for a, b in zip(results[0].values(), results[1].values(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (torch.zeros(0, 8, dtype=torch.long), r"at least one window of at least 2 tokens, got \[0, 8\]"),
+        (torch.zeros(4, 1, dtype=torch.long), r"at least one window of at least 2 tokens, got \[4, 1\]"),
+        (torch.zeros(4, 8), r"int64 token ids, got \[4, 8\] of torch.float32"),
+        (torch.zeros(8, dtype=torch.long), r"got \[8\] of torch.int64"),
+        ([[1, 2]], "got list"),
+        (torch.full((2, 8), -100), "negative token id -100; padding is no text"),
+    ],
+)
+@pytest.mark.parametrize("where", ["ids", "held_out"])
+def test_ids_that_are_no_windows_of_tokens_are_refused(ids, message, where):
+    given = {"ids": some_ids(), "held_out": some_ids()} | {where: ids}
+    with pytest.raises(DataError, match=f"{where} .*{message}"):
+        Tokens(name="n", origin="o", seed=0, **given)
+
+
+def test_windows_longer_than_the_context_are_refused():
+    source = rankfold.open_model(tiny_model("opt"), device="cpu")
+    for calibration in (Tokens(some_ids(2, 65), "n", "o", 0), Tokens(some_ids(), "n", "o", 0, some_ids(2, 65))):
+        with pytest.raises(DataError, match="windows of 65 tokens are longer than the model's context of 64"):
+            rankfold.compress(source, METHOD, calibration)
+
+
+@pytest.mark.parametrize("part", ["mlp.up_proj", "mlp.down_proj", "mlp", "self_attn.v_proj", "self_attn", ""])
+@pytest.mark.parametrize("method", ["modegpt", "latentllm"])
+def test_a_part_that_is_zero_is_compressed_without_error(part, method):
+    model = tiny_model("llama")
+    for parameter in model.model.layers[1].get_submodule(part).parameters():
+        parameter.data.zero_()
+    source = rankfold.open_model(model, device="cpu")
+    small = rankfold.compress(source, rankfold.make_method(method, sparsity=0.3, multiple=2), tokens())
+    assert torch.isfinite(small(some_ids()).logits).all()
+
+
+def test_too_few_tokens_are_said(caplog):
+    source = rankfold.open_model(tiny_model("llama"), device="cpu")
+    rankfold.compress(source, METHOD, Tokens(some_ids(1, 2), "n", "o", 0))
+    assert "2 calibration tokens are too few: the widest moment has 48 dimensions" in caplog.text
+
+
+def test_every_weight_and_the_config_are_in_the_fingerprint():
+    plain = tiny_model("llama")
+    prints = {rankfold.open_model(plain, device="cpu").fingerprint}
+    assert prints == {rankfold.open_model(tiny_model("llama"), device="cpu").fingerprint}
+    for _name, parameter in plain.named_parameters():
+        before = parameter.data.clone()
+        parameter.data.flatten()[-1] += 1e-3
+        prints.add(rankfold.open_model(plain, device="cpu").fingerprint)
+        parameter.data.copy_(before)
+    plain.config.rms_norm_eps *= 2
+    prints.add(rankfold.open_model(plain, device="cpu").fingerprint)
+    assert len(prints) == 2 + len(list(plain.parameters()))
+
+
+def test_the_fingerprint_is_of_the_weights_as_they_are_not_as_they_will_be_stored(tmp_path):
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path / "m")
+    prints = {
+        rankfold.open_model(tmp_path / "m", device="cpu", dtype=dtype).fingerprint for dtype in ("float32", "bfloat16")
+    }
+    assert prints == {rankfold.open_model(rankfold.load(tmp_path / "m", device="cpu"), device="cpu").fingerprint}
+
+
+def test_moments_of_a_model_that_differs_in_the_middle_are_refused():
+    model = tiny_model("llama")
+    moments = rankfold.calibrate(rankfold.open_model(model, device="cpu"), tokens())
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] += 1
+    with pytest.raises(RankfoldError, match="measured on another model"):
+        rankfold.compress(rankfold.open_model(model, device="cpu"), METHOD, moments=moments)
