@@ -285,9 +285,9 @@ def _start(source: Source, tokens: Tokens):
 
 
 def _available(source: Source, statistics: set[str]) -> set[str]:
-    """Without the statistics of an MLP that the architecture does not show."""
-    hidden = {"mlp_input", "mlp_hidden", "mlp_samples"} if source.architecture.mlp is None else set()
-    return statistics - hidden
+    """Without the statistics of an MLP that the architecture does not show, or that nothing could use."""
+    hidden = {"mlp_input", "mlp_hidden"} if source.architecture.mlp is None else set()
+    return statistics - hidden - (set() if source.meta_block(0).relu else {"mlp_samples"})
 
 
 def needed(source: Source, method: Method) -> set[str]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from .allocation import allocate, block_weights, tensor_bytes, unique_parameters
+from .calibration.observers import SAMPLE_ROWS
 from .calibration.runner import advance, batch_tokens, start
 from .checkpoint.source import Source
 from .errors import OptionError
@@ -115,7 +116,7 @@ def _cache(source: Source, method: Method, index: int, ranks) -> tuple[int, int]
 
 
 def _peak_memory(source: Source, method: Method, calibration: dict | None) -> int:
-    """Estimate: what surrounds the blocks, the largest block twice, its moments, the residual stream."""
+    """Estimate: what surrounds the blocks, the largest block twice, its moments, the residual streams."""
     item = torch.empty((), dtype=source.compute_dtype).element_size()
     largest = max(sum(p.numel() for p in b.parameters()) for b in source.blocks) * item
     around = (
@@ -124,12 +125,14 @@ def _peak_memory(source: Source, method: Method, calibration: dict | None) -> in
     resident = 0 if source.streamed else tensor_bytes(source.model) - around
     view = source.meta_block(0)
     width, hidden = view.attention.output.weight.shape[0], view.mlp.hidden if view.mlp else 0
-    moments = sum(
-        8 * (hidden if name == "mlp_hidden" else width) ** 2 for name in method.statistics(view) - {"mlp_samples"}
-    )
-    tokens = calibration["tokens"] if calibration else 0
-    stream = tokens * width * (2 if source.autocast else item)
-    return int(around + resident + 2 * largest + 2.5 * moments + stream)
+    statistics = method.statistics(view)
+    moments = sum(8 * (hidden if name == "mlp_hidden" else width) ** 2 for name in statistics - {"mlp_samples"})
+    tokens = held_out = 0
+    if calibration:  # held-out windows run twice, dense and compressed
+        tokens, held_out = calibration["tokens"], calibration.get("held_out", 0) * calibration["length"]
+    samples = 4 * width * min(SAMPLE_ROWS * hidden, tokens) if "mlp_samples" in statistics else 0
+    stream = (tokens + 2 * held_out) * width * (2 if source.autocast else item)
+    return int(around + resident + 2 * largest + 2.5 * moments + samples + stream)
 
 
 def timed(the_plan: Plan, source: Source, calibration: dict, mode: str) -> Plan:

@@ -181,6 +181,13 @@ class BlockView:
         return MLPView(spec, self.module) if spec else None
 
     @property
+    def relu(self) -> bool:
+        """Whether the MLP is ``down(relu(up(x)))``: methods that solve for its activations need the closed form of that."""
+        keys = ("activation_function", "hidden_act", "activation")
+        gated = self.mlp is None or self.mlp.spec.gate or self.mlp.spec.fused_gate
+        return not gated and any(getattr(self.config, key, None) == "relu" for key in keys)
+
+    @property
     def middle(self) -> nn.Module | None:
         """The module whose input is the residual stream between attention and MLP; ``None`` in a parallel block."""
         path = self.architecture.middle

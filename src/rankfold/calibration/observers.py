@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..architectures import AttentionView, BlockView
 from .moments import HeadMoment, Moment, Samples, VectorMoment, accumulator, head_grams, heads_first
 
-__all__ = ["STATISTICS", "Observer", "Statistic", "observers_for"]
+__all__ = ["SAMPLE_ROWS", "STATISTICS", "Observer", "Statistic", "observers_for"]
 
 SAMPLE_ROWS = 8  # rows of `mlp_samples` kept for every hidden unit; fits on fewer remember them (docs/papers.md)
 

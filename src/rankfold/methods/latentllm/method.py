@@ -94,7 +94,7 @@ class LatentLLM(Method):
             reasons["qk"] = "it normalises queries and keys, so their product is not the model's score"
         if view.mlp is None or view.mlp.spec.gate or view.mlp.spec.fused_gate:
             reasons["ud"] = "the closed form of App. H is for an MLP without gate"
-        elif not _is_relu(view.config):
+        elif not view.relu:
             reasons["ud"] = "the closed form of App. H is for ReLU"
         for pair in self.joint_asked:
             if pair in reasons:
@@ -190,7 +190,3 @@ class LatentLLM(Method):
                     whole.update(more)
                 release_memory()
         return result
-
-
-def _is_relu(config) -> bool:
-    return any(getattr(config, key, None) == "relu" for key in ("activation_function", "hidden_act", "activation"))
