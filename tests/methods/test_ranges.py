@@ -51,7 +51,7 @@ def test_options_of_modegpt_say_what_is_allowed(options, message):
         ("modegpt", {"bias_refit": "false"}, "bias_refit must be true or false, got 'false'"),
         ("modegpt", {"bias_refit": 2}, "bias_refit must be true or false, got 2"),
         ("latentllm", {"alpha": -1.0}, "alpha must be > 0, got -1.0"),
-        ("latentllm", {"condition_limit": 1.0}, "condition_limit must be > 1, got 1.0"),
+        ("latentllm", {"condition_limit": 0.5}, "condition_limit must be >= 1, got 0.5"),
         ("latentllm", {"window": 0.5}, "window must be a whole number, got 0.5"),
         ("latentllm", {"bits": None}, "bits must be a whole number, got None"),
         ("latentllm", {"joint": 5}, "joint must be text, got 5"),

@@ -49,8 +49,8 @@ def _check_ranges(method) -> None:
             raise OptionError(f"{key} must be >= {least}, got {getattr(method, key)}")
     if not method.alpha > 0:
         raise OptionError(f"alpha must be > 0, got {method.alpha}; 0.5 is the usual exponent")
-    if not method.condition_limit > 1:
-        raise OptionError(f"condition_limit must be > 1, got {method.condition_limit}; the default is 1e8")
+    if not method.condition_limit >= 1:
+        raise OptionError(f"condition_limit must be >= 1, got {method.condition_limit}; the default is 1e8")
     if method.bits and not 2 <= method.bits <= 8:
         raise OptionError(f"bits must be 0 (not quantised) or 2 to 8, got {method.bits}")
     if not 0 <= method.sparse < 1:
