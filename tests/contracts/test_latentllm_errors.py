@@ -8,9 +8,9 @@ from test_latentllm_options import OPTIONS, OPTIONS_FREE
 from families import opened, some_ids, tokens
 from rankfold.calibration.moments import Moment
 from rankfold.calibration.runner import measure, start
-from rankfold.linalg.joint_qk import rope_rotations
 from rankfold.linalg.joint_vo import attention_aware_output, joint_vo
 from rankfold.linalg.lowrank import metric_error
+from rankfold.linalg.rotations import rope_rotations
 from rankfold.methods.latentllm.factor import prepare
 from rankfold.modules import build
 
