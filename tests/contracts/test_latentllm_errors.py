@@ -82,7 +82,7 @@ def raw(view, result, seed=3):
 
 
 @pytest.mark.parametrize("family", ["opt", "llama", "llama-bias"])
-@pytest.mark.parametrize("option", ["local", "sparse", "bits-plain", "split", "no-refit"])
+@pytest.mark.parametrize("option", ["local", "sparse", "sparse-alone", "bits-plain", "split", "no-refit"])
 def test_local_errors_are_those_of_raw_outputs(family, option):
     view, result, _, _ = decomposed(family, **FORMS[option] | {"joint": "none"})
     X, before, after = raw(view, result)
