@@ -58,7 +58,7 @@ def soft_shrink(x: Tensor, threshold: float | Tensor) -> Tensor:
 def hard_shrink(x: Tensor, count: int) -> Tensor:
     """Keep the ``count`` entries of largest magnitude: ``S_kappa`` of LatentLLM Eq. 237."""
     out = torch.zeros_like(x).flatten()
-    keep = x.abs().flatten().topk(count).indices
+    keep = x.abs().flatten().topk(count, sorted=False).indices
     out[keep] = x.flatten()[keep]
     return out.view_as(x)
 
