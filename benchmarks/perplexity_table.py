@@ -70,7 +70,11 @@ OPT = (
     Setting("modegpt qk=cr", ALL, options={"qk": "cr"}),
     Setting("modegpt bias_refit=false", ALL, options={"bias_refit": False}),
     Setting("modegpt, the paper's forms", ALL, options=PAPER | {"qk": "cr", "bias_refit": False}),
-    Setting("rootcov + block identity", (0.3,), method="rootcov"),
+    Setting("rootcov + block identity", (0.3, 0.5), method="rootcov"),
+    Setting("latentllm sparse=0.3", (0.3, 0.5), "latentllm", {"sparse": 0.3}),
+    Setting(
+        "latentllm sparse=1", (0.3, 0.5, 0.54, 0.67), "latentllm", {"sparse": 1.0}
+    ),  # the last two: bytes of rootcov
     *(
         Setting(" ".join(["latentllm", *(f"{k}={v}".lower() for k, v in form.items())]), (0.3,), "latentllm", form)
         for form in (

@@ -147,6 +147,7 @@ def compressed(tmp_path_factory):
         "modegpt": ("llama", "modegpt", {}),
         "latent": ("opt", "latentllm", {}),
         "sparse": ("opt", "latentllm", {"sparse": 0.1}),
+        "alone": ("opt", "latentllm", {"sparse": 1.0}),
         "heads": ("opt", "latentllm", {"head_junction": True}),
     }
     for name, (family, method, options) in made.items():
@@ -204,6 +205,8 @@ INDICES = {
     ("modegpt", "rotary_pairs"): (lambda x: x + 100, r"rotary_pairs has entries 10\d to 10\d, allowed are 0 to 4"),
     ("sparse", "sparse.columns"): (lambda x: x - 60, r"sparse\.columns has entries -\d+ to -?\d+, allowed are 0 to"),
     ("sparse", "sparse.starts"): (lambda x: x.flip(0), r"sparse\.starts do not rise from 0 to \d+"),
+    ("alone", "sparse.columns"): (lambda x: x + 60, r"sparse\.columns has entries \d+ to \d+, allowed are 0 to"),
+    ("alone", "sparse.starts"): (lambda x: x * 0, r"sparse\.starts do not rise from 0 to \d+"),
     ("heads", "order"): (lambda x: x * 0, "order is no permutation of 0 to"),
 }
 

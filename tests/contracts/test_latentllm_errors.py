@@ -8,9 +8,9 @@ from test_latentllm_options import OPTIONS, OPTIONS_FREE
 from families import opened, some_ids, tokens
 from rankfold.calibration.moments import Moment
 from rankfold.calibration.runner import measure, start
-from rankfold.linalg.joint_qk import rope_rotations
 from rankfold.linalg.joint_vo import attention_aware_output, joint_vo
 from rankfold.linalg.lowrank import metric_error
+from rankfold.linalg.rotations import rope_rotations
 from rankfold.methods.latentllm.factor import prepare
 from rankfold.modules import build
 
@@ -82,7 +82,7 @@ def raw(view, result, seed=3):
 
 
 @pytest.mark.parametrize("family", ["opt", "llama", "llama-bias"])
-@pytest.mark.parametrize("option", ["local", "sparse", "bits-plain", "split", "no-refit"])
+@pytest.mark.parametrize("option", ["local", "sparse", "sparse-alone", "bits-plain", "split", "no-refit"])
 def test_local_errors_are_those_of_raw_outputs(family, option):
     view, result, _, _ = decomposed(family, **FORMS[option] | {"joint": "none"})
     X, before, after = raw(view, result)

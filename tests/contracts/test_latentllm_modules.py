@@ -8,7 +8,7 @@ from families import some_ids
 from rankfold import LatentLLM
 from rankfold.errors import OptionError, UnsupportedModelError
 from rankfold.linalg.quantization import dequantize, quantize
-from rankfold.modules import QuantizedTensor, SparseCorrection, build
+from rankfold.modules import QuantizedTensor, SparseCorrection, SparseLinear, build
 
 
 @pytest.mark.parametrize("family", ["opt", "llama", "bloom"])
@@ -55,6 +55,30 @@ def test_a_sparse_correction_is_the_sparse_product(dtype, lead):
         torch.testing.assert_close(module.values.grad, x.detach().reshape(-1, 9).sum(0)[csr.col_indices()])
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_sparse_layer_is_the_dense_one_in_every_dtype(dtype, autocast, bias):
+    torch.manual_seed(0)
+    dense = torch.nn.Linear(300, 6, bias=bias)
+    with torch.no_grad():
+        dense.weight *= torch.rand(6, 300) < 0.5
+    csr = dense.weight.detach().to_sparse_csr()
+    module = build({"kind": "sparse", "in": 300, "out": 6, "nonzeros": csr.values().numel(), "bias": bias})
+    assert isinstance(module, SparseLinear)
+    tensors = {"values": csr.values(), "columns": csr.col_indices(), "starts": csr.crow_indices()}
+    state = {f"sparse.{name}": t for name, t in tensors.items()} | ({"bias": dense.bias} if bias else {})
+    module.load_state_dict(state)
+    module.sparse.check_indices("sparse")
+    x, expected = torch.randn(2, 5, 300), None
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found, expected = (layer.to(dtype)(x.to(dtype)) for layer in (module, dense))
+    assert found.dtype == expected.dtype
+    exact = x @ csr.to_dense().T + (state["bias"].detach().float() if bias else 0)
+    loose = {torch.float32: 1e-5, torch.float16: 0.003, torch.bfloat16: 0.03}[found.dtype]
+    torch.testing.assert_close(found.float(), exact, rtol=loose, atol=loose)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -62,6 +86,8 @@ def test_a_sparse_correction_is_the_sparse_product(dtype, lead):
         ({"bits": 4, "chunk": 0}, "'chunk' of a latent module must be a positive integer, got 0"),
         ({"nonzeros": 1000}, r"1000 non-zeros do not fit a \(10, 12\) layer"),
         ({"head_identity": 2}, "a per-head identity needs rank >= 5"),
+        ({"kind": "sparse", "nonzeros": 121}, r"121 non-zeros do not fit a \(10, 12\) layer"),
+        ({"kind": "sparse", "nonzeros": 0}, "'nonzeros' of a sparse module must be a positive integer, got 0"),
         ({"kind": "split_head", "heads": 2, "form": "lu"}, "unknown form 'lu' of a split-head layer"),
         ({"kind": "split_head", "heads": 5}, r"rank 4 of heads \(2, 12\) is too large"),
     ],
@@ -79,7 +105,16 @@ def test_a_hostile_description_is_refused(change, message):
         ({"bits": 9}, "2 to 8, got 9"),
         ({"bits": 4, "chunk": 0}, "chunk must be >= 1, got 0"),
         ({"bits": 4, "sparsity": 0.0}, "sparsity 0 leaves all dense"),
-        ({"sparse": 1.0}, r"sparse must be in \[0, 1\), got 1.0"),
+        ({"sparse": 1.1}, r"sparse must be in \[0, 1\], got 1.1; 0.1 gives a tenth of the kept weights"),
+        ({"sparse": -0.1}, r"sparse must be in \[0, 1\], got -0.1"),
+        ({"sparse": 1, "bits": 8}, "sparse=1 has none, and sparse values stay; leave out bits=8"),
+        ({"sparse": 1, "shared_qkv": True}, "sparse=1 has no latent that shared_qkv=true could share; leave one out"),
+        ({"sparse": 1, "junction": "lu"}, "sparse=1 has no factors for a junction; use junction=block.*got 'lu'"),
+        ({"sparse": 1, "joint": "vo"}, "joint=vo fits products of two; use joint=auto or none"),
+        ({"sparse": 1, "split_head": True}, "sparse > 0 and split_head=true exclude each other"),
+        ({"sparse": 1, "head_junction": True}, "sparse > 0 and head_junction=true exclude each other"),
+        ({"sparse": 1, "precondition": "l1"}, "use precondition=rootcov, got 'l1'"),
+        ({"sparse": 1, "sparsity": 0.0}, "sparsity 0 leaves all dense"),
         ({"sparse": 0.1, "shrink": "hrd"}, "unknown shrink 'hrd'; did you mean 'hard'"),
         ({"sparse": 0.1, "precondition": "l2"}, "use precondition=rootcov, got 'l2'"),
         ({"sparse": 0.1, "joint": "qk"}, "joint=qk fits products of two; use joint=auto or none"),

@@ -28,6 +28,7 @@ OPTIONS = {
     "bits-joint-vo": {"bits": 8, "joint": "vo"},
     "joint-vo-aware": {"joint": "vo", "attention_aware": True},
     "sparse": {"sparse": 0.15},
+    "sparse-alone": {"sparse": 1.0},
     "sparse-bits": {"sparse": 0.1, "bits": 6, "junction": "right"},
     "shared": {"shared_qkv": True},
     "shared-all": {"shared_qkv": True, "bits": 7, "sparse": 0.1, "junction": "block_identity_left"},
@@ -85,7 +86,7 @@ def test_counts_bytes_round_trips_cache_and_generation(family, option, tmp_path)
     assert sum(widths) * 4 == plan.kv_bytes_per_token_after
 
 
-@pytest.mark.parametrize("option", ["bits", "sparse-bits", "shared-all", "head-bits"])
+@pytest.mark.parametrize("option", ["bits", "sparse-alone", "sparse-bits", "shared-all", "head-bits"])
 def test_written_block_by_block_in_bf16(option, tmp_path):
     source = rankfold.open_model(tiny_model("opt").to(torch.bfloat16), device="cpu")
     method = method_for("opt", **(OPTIONS | OPTIONS_FREE)[option])
@@ -123,6 +124,13 @@ def test_little_sparse_is_close_to_none(family):
     assert some < 1.2 * plain
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_more_values_stay_the_closer_is_a_sparse_model(family):
+    dense = logits(opened(family).model)
+    errors = [distance(logits(compressed(family, sparse=1.0, sparsity=s)[0]), dense) for s in (0.02, 0.2, 0.5)]
+    assert errors[0] < 0.2 * errors[2] and errors[0] < errors[1] < errors[2]
+
+
 def reports(family: str, **options):
     """Moments of block 0, its view, and the reports of a method at the planned ranks."""
     source, method = opened(family), method_for(family, **options)
@@ -133,14 +141,14 @@ def reports(family: str, **options):
 
 
 @pytest.mark.parametrize(
-    "option", ["bits", "bits-odd-lu", "bits-plain", "sparse", "sparse-bits", "shared-all", "split-bits"]
+    "option", ["bits", "bits-odd-lu", "bits-plain", "sparse", "sparse-alone", "sparse-bits", "shared-all", "split-bits"]
 )
 def test_the_error_reported_is_that_of_what_is_stored(option):
     view, moments, method, _, result = reports("llama-bias", **OPTIONS[option] | {"joint": "none"})
     dense, attention = dense_projections(method, view), result.modules["self_attn"]
     specs = {"up": result.modules["mlp.up_proj"], "down": result.modules["mlp.down_proj"]} | attention
     statistic = {"o": "attention_output", "down": "mlp_hidden", "up": "mlp_input"}
-    for module in [m for m, report in result.reports.items() if m != "gate" and "junction_condition" in report]:
+    for module in [m for m, report in result.reports.items() if m != "gate" and report["form"] != "dense"]:
         path = f"mlp.{module}_proj." if module in ("up", "down") else f"self_attn.{module}_proj."
         runtime = build(specs[module])
         state = {k.removeprefix(path): t for k, t in result.state.items() if k.startswith(path)}
@@ -169,7 +177,7 @@ def test_plain_factors_are_refined_and_never_worse_than_rounded(monkeypatch):
 
 
 @pytest.mark.parametrize("shrink", ["hard", "soft", "ste", "diagonal"])
-@pytest.mark.parametrize("share", [0.05, 0.4])
+@pytest.mark.parametrize("share", [0.05, 0.4, 1.0])
 def test_a_sparse_correction_has_its_share_of_the_planned_weights(shrink, share):
     _, _, _, ranks, result = reports("llama", sparse=share, shrink=shrink)
     method = method_for("llama", sparse=share)

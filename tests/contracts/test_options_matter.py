@@ -365,6 +365,24 @@ def corrected_entries_are_exact(a: Outcome, b: Outcome) -> None:
             assert torch.allclose(found, weight[rows, columns], atol=1e-5) == exact
 
 
+def all_values_are_single(a: Outcome, b: Outcome) -> None:
+    """As many numbers as of the low rank, none of them in factors, and an index beside each."""
+    assert abs(a.plan.removed_weights - b.plan.removed_weights) < 0.02 * b.plan.counted_weights
+    assert b.plan.bytes_after > a.plan.bytes_after
+    for index in range(len(b.source)):
+        for module in b.plan.ranks(index):
+            stored = b.tensors()[index, module]
+            assert {name.rpartition("_proj.")[2] for name in stored} == {f"sparse.{n}" for n in SPARSE_TENSORS}
+            report = b.record[str(index)][module]
+            values = next(t for name, t in stored.items() if name.endswith("values"))
+            assert report["form"] == "local, sparse" and report["nonzeros"] == values.numel()
+            assert (
+                values.count_nonzero()
+                == values.numel()
+                == report["rank"] * (next(t for name, t in stored.items() if name.endswith("starts")).numel() - 1)
+            )
+
+
 def shares_a_latent(a: Outcome, b: Outcome) -> None:
     names = {m.module for m in b.plan.modules}
     assert "qkv" in names and not names & {"q", "k", "v"}
@@ -452,6 +470,8 @@ SMALL = {"multiple": 2}
 LATENT = {"multiple": 1}
 LOCAL = {**LATENT, "joint": "none"}
 SPARSE = {**LOCAL, "sparse": 0.2}
+ALONE = {**LOCAL, "sparse": 1.0}
+SPARSE_TENSORS = ("values", "columns", "starts")
 BITS = {**LOCAL, "bits": 4, "chunk": 8}
 PROJECTIONS = {"o": 0.3, "up": 0.3}
 ROWS = {
@@ -529,6 +549,10 @@ ROWS = {
             each(bytes_fall, errors_rise("q", "o", "gate", "up", "down")),
         ),
         Row("sparse", LOCAL, SPARSE, ALL[LatentLLM], a_share_is_sparse),
+        Row("sparse", LOCAL, ALONE, ALL[LatentLLM], all_values_are_single),
+        Row("shrink", ALONE, ALONE | {"shrink": "diagonal"}, ALL[LatentLLM], corrected_entries_are_exact),
+        Row("ridge", ALONE, ALONE | {"ridge": 1.0}, ALL[LatentLLM], errors_rise(*ALL[LatentLLM])),
+        Row("bias_refit", ALONE, ALONE | {"bias_refit": False}, OPT, biases_stay(*OPT), "opt"),
         Row("shrink", SPARSE, SPARSE | {"shrink": "diagonal"}, ALL[LatentLLM], corrected_entries_are_exact),
         Row(
             "shared_qkv",

@@ -37,6 +37,7 @@ assert type(dense) is type(model) and not hasattr(dense.config, "quantization_co
         ("gpt2", "modegpt", {}),
         ("opt", "latentllm", {}),
         ("opt", "latentllm", {"bits": 5, "sparse": 0.1}),
+        ("opt", "latentllm", {"sparse": 1.0}),
     ],
 )
 def test_without_rankfold(tmp_path, family, method, options):

@@ -71,6 +71,14 @@ def test_counter_equals_formula_equals_plan(family, method, sparsity):
     assert cache_bytes(model) == plan.kv_bytes_per_token_after
 
 
+@pytest.mark.parametrize("share", [0.2, 1.0])
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_a_sparse_value_is_one_multiplication(family, share):
+    source, plan, model = compressed(family, rankfold.LatentLLM(sparsity=0.3, sparse=share, multiple=2))
+    formula = formula_macs(model, T)
+    assert counted_macs(model, T) == formula["total"] == planned_macs(source, plan, T)["total"]
+
+
 @pytest.mark.parametrize("family", ["llama", "opt"])
 def test_lu_is_multiplied_in_full(family):
     chosen = rankfold.LatentLLM(sparsity=0.3, junction="lu", multiple=2)

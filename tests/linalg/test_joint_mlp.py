@@ -10,7 +10,8 @@ from problems import activations, heads
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankfold.linalg import joint_mlp as module
-from rankfold.linalg.joint_mlp import MLP, _activation, _Fit, _Loss, joint_mlp, mlp_error, relu_preactivation
+from rankfold.linalg.affine_fit import AffineFit
+from rankfold.linalg.joint_mlp import MLP, _activation, _Loss, joint_mlp, mlp_error, relu_preactivation
 
 d, F, d_out = 8, 20, 7
 
@@ -204,7 +205,7 @@ def test_activation_is_the_ridge_regression_of_equation_228(gamma):
     primal = torch.linalg.solve(
         gamma * W.T @ W + 0.7 * torch.eye(F, dtype=W.dtype), 0.7 * Z.relu() + gamma * W.T @ (Y - b[:, None])
     )
-    torch.testing.assert_close(_activation(loss, Z, Y, _Fit(B, A, b)), primal, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(_activation(loss, Z, Y, AffineFit(B, A, b)), primal, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "outlier"])

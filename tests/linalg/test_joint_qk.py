@@ -10,18 +10,12 @@ from hypothesis import strategies as st
 from problems import activations, heads
 from tensorly.decomposition import partial_tucker
 
-from rankfold.linalg import joint_qk as module
-from rankfold.linalg.joint_qk import (
-    Affine,
-    Pair,
-    choose_ranks,
-    joint_qk,
-    pair_error,
-    pair_tucker,
-    qk_parameters,
-    rope_rotations,
-)
+from rankfold.linalg import pair_tucker as module
+from rankfold.linalg.joint_qk import Affine, choose_ranks, joint_qk
+from rankfold.linalg.pair_error import Pair, pair_error
+from rankfold.linalg.pair_tucker import pair_tucker
 from rankfold.linalg.preconditioner import preconditioner
+from rankfold.linalg.rotations import rope_rotations
 
 d, h, H = 12, 3, 4
 
@@ -101,7 +95,7 @@ def test_alternations_end_when_the_error_has_settled():
 def test_top_is_the_svd_of_the_rows_from_either_side():
     for M in (heads(4, 3, 12), heads(2, 3, 12), heads(8, 3, 12)):
         S = M @ M.mT
-        expected = torch.linalg.svd(module._rows(M, S), full_matrices=False).Vh[:5]
+        expected = torch.linalg.svd(module.weighted_rows(M, S), full_matrices=False).Vh[:5]
         found = module._top(M, S, 5)
         torch.testing.assert_close(found.T @ found, expected.T @ expected, rtol=1e-6, atol=1e-8)
 
@@ -235,7 +229,7 @@ def test_chosen_ranks_are_the_best_of_all_that_fit(K, budget):
         (a, b)
         for a in range(1, d + 1)
         for b in range(1, min(d, K * h) + 1)
-        if qk_parameters(d, h, (H, K), (a, b)) <= budget
+        if a * (d + H * h - a) + b * (d + K * h - b) <= budget
     ]
     assert pair in fits
     best = min(tail_bound(W_q, W_k, P, *f) for f in fits)
@@ -246,17 +240,6 @@ def test_chosen_ranks_keep_the_multiple():
     _, W_q, W_k, P, _ = setup()
     assert all(r % 4 == 0 for r in choose_ranks(W_q, W_k, P, budget=200, multiple=4))
     assert choose_ranks(W_q, W_k, P, budget=10**6, multiple=5) == (12, 12)  # full rank is always allowed
-
-
-def test_parameters_are_counted():
-    _, W_q, W_k, P, _ = setup(K=2)
-    out = joint_qk(W_q, W_k, P, ranks=(5, 4))
-    stored = sum(t.numel() for t in (out.A_q, out.A_k, out.B_q, out.B_k))
-    assert qk_parameters(d, h, (H, 2), (5, 4), block_identity=False) == stored
-    assert qk_parameters(d, h, (H, 2), (5, 4)) == stored - 25 - 16
-    assert qk_parameters(d, h, (H, 2), (5, 4), head_junction=True) == stored - 25 - 16 - 2 * h * h  # per key head
-    paper = (5 + 4) * (d + h * H) - 25 - 16 - h * h * H  # Sec. 4.1
-    assert qk_parameters(d, h, (H, H), (5, 4), head_junction=True) == paper
 
 
 def test_fp32_statistics_are_enough_for_ordinary_layers():
@@ -316,8 +299,6 @@ def test_errors_of_the_helpers():
     _, W_q, W_k, P, _ = setup()
     with pytest.raises(ValueError, match="budget 10 cannot hold the smallest ranks, which need 46"):
         choose_ranks(W_q, W_k, P, budget=10)
-    with pytest.raises(ValueError, match=r"needs r_k >= 3.*got 2"):
-        qk_parameters(d, h, (H, H), (4, 2), head_junction=True)
     with pytest.raises(ValueError, match=r"inv_freq must be \(n,\) with 1 <= n <= 4, got \(5,\)"):
         rope_rotations(torch.ones(5), 8)
     with pytest.raises(ValueError, match="window must be >= 0, got -1"):

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from problems import activations, heads
 from tensorly.decomposition import partial_tucker
 
-from rankfold.linalg.joint_qk import Pair, pair_error
 from rankfold.linalg.joint_vo import attention_aware_output, joint_vo, vo_bias
+from rankfold.linalg.pair_error import Pair, pair_error
 from rankfold.linalg.preconditioner import preconditioner
 
 d, d_out, h, H = 12, 10, 3, 4

@@ -11,11 +11,10 @@ from rankfold.linalg.junction import (
     JUNCTIONS,
     apply_junction,
     head_block_identity,
-    pivot_columns,
-    reconstruct,
     stored_numbers,
 )
 from rankfold.linalg.lowrank import low_rank
+from rankfold.linalg.pivots import pivot_columns
 from rankfold.linalg.preconditioner import preconditioner
 
 
@@ -23,6 +22,21 @@ def factors(kind="gaussian", rank=4):
     p = problem(kind)
     out = low_rank(p.W, preconditioner(p.C, "rootcov", ridge=1e-8), rank=rank)
     return p, out.B, out.A
+
+
+def reconstruct(junction):
+    """Dense ``(O, N)`` product a junction stands for, by running it on the identity."""
+    kind, B, A, columns, rows, _ = junction
+    R, N = A.shape[0], A.shape[1] if kind != "block_identity_right" else A.shape[0] + A.shape[1]
+    x = torch.eye(N, dtype=B.dtype, device=B.device)
+    x = x if columns is None else x[columns]
+    z = x[:R] + A @ x[R:] if kind == "block_identity_right" else A @ x
+    y = torch.cat([z, B @ z]) if kind == "block_identity_left" else B @ z
+    if rows is None:
+        return y
+    out = torch.empty_like(y)
+    out[rows] = y
+    return out
 
 
 @pytest.mark.parametrize("junction", JUNCTIONS)

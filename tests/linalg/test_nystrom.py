@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from modegpt_problems import MLP, mlp
 from problems import KINDS
 
-from rankfold.linalg.nystrom import SELECTIONS, nystrom, ridge_leverage_scores
+from rankfold.linalg.nystrom import SELECTIONS, nystrom
 
 F64 = torch.float64
 
@@ -34,20 +34,12 @@ def quiet_tail(seed: int, F: int, R: int, loudness: float) -> MLP:
 
 @pytest.mark.parametrize("ridge", [1e-6, 1e-4, 1e-1])
 @pytest.mark.parametrize("kind", KINDS)
-def test_scores_are_the_dense_formula(kind, ridge):
-    C = mlp(kind).C
-    ours = ridge_leverage_scores(C, ridge=ridge)
-    torch.testing.assert_close(ours, dense_scores(C, ridge), rtol=1e-6, atol=1e-6)
-    assert ((ours >= -1e-9) & (ours < 1)).all()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_scores_sum_to_the_effective_dimension(kind):
-    C = mlp(kind).C
-    eigenvalues = torch.linalg.eigvalsh(C).clamp_min(0)
-    lam = 1e-3 * C.diagonal().mean()
-    reference = (eigenvalues / (eigenvalues + lam)).sum()
-    torch.testing.assert_close(ridge_leverage_scores(C, ridge=1e-3).sum(), reference, rtol=1e-6, atol=1e-6)
+def test_epsilon_is_the_sum_of_the_dropped_scores_by_the_dense_formula(kind, ridge):
+    p = mlp(kind)
+    for rank in range(1, 12):  # the highest scores stay, so two ranks in a row tell the score of one unit
+        out = nystrom(p.W, p.C, rank=rank, ridge=ridge, select="leverage")
+        dropped = dense_scores(p.C, ridge).sum() - dense_scores(p.C, ridge)[out.keep].sum()
+        assert out.bounds.epsilon == pytest.approx(dropped.item(), rel=1e-6, abs=1e-5)
 
 
 @pytest.mark.parametrize("select", SELECTIONS)
@@ -84,7 +76,7 @@ def test_error_is_the_error_measured_on_the_raw_activations(kind, rank, select):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_highest_scores_are_kept_in_order(kind):
     p = mlp(kind)
-    out, scores = nystrom(p.W, p.C, rank=5, select="leverage"), ridge_leverage_scores(p.C)
+    out, scores = nystrom(p.W, p.C, rank=5, select="leverage"), dense_scores(p.C, 1e-4)
     dropped = torch.ones(12, dtype=torch.bool)
     dropped[out.keep] = False
     assert scores[out.keep].min() >= scores[dropped].max()
@@ -178,7 +170,7 @@ def test_the_papers_proposition_1_fails_for_a_ridge_that_is_not_tied_to_the_tail
     ``lam = sum_(i>k) sigma_i / k``. Algorithm 1 fixes ``lam`` instead; epsilon goes to 0 as ``lam`` grows, while the
     least squares error stays. With ``lam`` in the place of that sum the chain of inequalities holds."""
     p, k, d = mlp("gaussian"), list(range(11)), [11]
-    order = ridge_leverage_scores(p.C, ridge=1e-4).argsort(descending=True)
+    order = dense_scores(p.C, 1e-4).argsort(descending=True)
     C, W = p.C[order][:, order], p.W[:, order]
     schur = C[d][:, d] - C[d][:, k] @ torch.linalg.inv(C[k][:, k]) @ C[k][:, d]
     error = (W[:, d] @ schur @ W[:, d].T).trace()
@@ -305,17 +297,17 @@ def test_a_moment_that_is_indefinite_beyond_the_ridge_is_clamped():
     assert b.clamped and not a.clamped
     assert torch.equal(a.keep, b.keep)
     torch.testing.assert_close(a.W_down, b.W_down, rtol=1e-3, atol=1e-3)
-    scores = ridge_leverage_scores(broken, ridge=ridge)
-    torch.testing.assert_close(scores, ridge_leverage_scores(clean, ridge=ridge), rtol=1e-3, atol=1e-3)
+    assert b.bounds.epsilon == pytest.approx(a.bounds.epsilon, rel=1e-3, abs=1e-3)
     assert b.error <= b.bounds.theorem
 
 
 @pytest.mark.parametrize("beyond", [0.5, 0.99])
 def test_scores_stay_in_range_where_the_moment_is_indefinite_within_the_ridge(beyond):
     clean, broken = indefinite(beyond, 1e-4)
-    scores = ridge_leverage_scores(broken, ridge=1e-4)
-    assert scores.min() >= -1e-9 and scores.max() < 1
-    torch.testing.assert_close(scores, ridge_leverage_scores(clean, ridge=1e-4), rtol=1e-2, atol=1e-2)
+    W = mlp("low_rank").W
+    for rank in range(1, 12):
+        a, b = (nystrom(W, C, rank=rank, ridge=1e-4, select="leverage").bounds.epsilon for C in (clean, broken))
+        assert 0 <= b < 12 - rank and b == pytest.approx(a, rel=1e-2, abs=1e-2 * (12 - rank))
 
 
 @pytest.mark.parametrize(
@@ -328,8 +320,6 @@ def test_scores_stay_in_range_where_the_moment_is_indefinite_within_the_ridge(be
         (lambda p: nystrom(p.W, p.C, rank=3, ridge=0.0), "ridge must be > 0, got 0.0"),
         (lambda p: nystrom(p.W, p.C, rank=3, ridge=-1.0), "ridge must be > 0, got -1.0"),
         (lambda p: nystrom(p.W, p.C, rank=3, select="norm"), "select must be one of elimination, leverage, got 'norm'"),
-        (lambda p: ridge_leverage_scores(0 * p.C), "the units never fire"),
-        (lambda p: ridge_leverage_scores(p.C[:, :5]), r"C must be \(5, 5\), got \(12, 5\)"),
     ],
 )
 def test_errors_say_what_to_fix(call, message):

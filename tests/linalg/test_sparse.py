@@ -47,6 +47,26 @@ def test_values_are_least_squares_on_their_support(kind, method):
 
 
 @pytest.mark.parametrize("method", ITERATIVE)
+def test_a_ridge_is_as_many_more_inputs_on_the_axes(method):
+    p, ridge = problem("gaussian"), 0.1
+    lam = ridge * p.C.diagonal().mean() * len(p.X)
+    X = torch.cat([p.X, lam.sqrt() * torch.eye(12, dtype=p.X.dtype)])
+    out = sparse(p.W, p.C, count=25, method=method, ridge=ridge)
+    torch.testing.assert_close(out.D, row_least_squares(X, p.W, out.D != 0), rtol=1e-4, atol=1e-5)
+    assert out.relative_error == pytest.approx(rms_error(p.X @ p.W.T, p.X @ out.D.T), rel=1e-6)  # without the damping
+
+
+@pytest.mark.parametrize("method", ["diagonal", *ITERATIVE])
+def test_a_moment_that_rounding_made_indefinite_does_no_harm(method):
+    p = problem("low_rank")
+    null = torch.linalg.eigh(p.C).eigenvectors[:, 0]
+    broken = p.C - 1e-6 * p.C.diagonal().mean() * torch.outer(null, null)
+    for count in (30, 90):
+        clean, found = (sparse(p.W, C, count=count, method=method) for C in (p.C, broken))
+        assert rms_error(p.X @ p.W.T, p.X @ found.D.T) < clean.relative_error + 0.05
+
+
+@pytest.mark.parametrize("method", ITERATIVE)
 def test_iterations_beat_the_diagonal_closed_form(method):
     p = problem("ill_conditioned")
     closed = sparse(p.W, p.C, count=40, method="diagonal").relative_error

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from ..architectures import BlockView, architecture_of
 from ..checkpoint.source import Source
 from ..errors import OptionError, UnsupportedModelError
-from ..modules import CompressedAttention, LatentLinear
+from ..modules import CompressedAttention, LatentLinear, SparseLinear
 from ..report.plan import Plan
 
 __all__ = ["DEFINITION", "complexity", "counted_macs", "formula_macs", "planned_macs"]
@@ -136,13 +136,15 @@ def _linear(module: nn.Module) -> int:
     if isinstance(module, LatentLinear):
         identity = module.rank**2 if module.form.startswith("block_identity") else 0
         return module.rank * (module.in_features + module.out_features) - identity + _nonzeros(module)
+    if isinstance(module, SparseLinear):
+        return _nonzeros(module)
     factors = (module.A, module.B) if hasattr(module, "A") and hasattr(module, "B") else ()  # one low rank per head
     return sum(math.prod(factor.shape) for factor in factors)
 
 
 def _nonzeros(module: nn.Module) -> int:
-    """Values of a sparse correction."""
-    sparse = getattr(module, "sparse", None) if isinstance(module, LatentLinear) else None
+    """Values of a sparse layer, or of a sparse correction."""
+    sparse = module.sparse if isinstance(module, LatentLinear | SparseLinear) else None
     return 0 if sparse is None else sparse.values.numel()
 
 

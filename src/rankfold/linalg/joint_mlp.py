@@ -16,8 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rankfold.linalg.lowrank import low_rank
-from rankfold.linalg.preconditioner import Preconditioner, preconditioner
+from rankfold.linalg.affine_fit import AffineFit, Sums, damped_root, fit_affine, run_affine
 from rankfold.linalg.psd import all_finite
 
 __all__ = ["MLP", "JointMLP", "joint_mlp", "mlp_error", "relu_preactivation"]
@@ -46,12 +45,6 @@ class JointMLP(NamedTuple):
     loss_history: list[float]  # L4 of the local solution, then after each round; non-increasing
     relative_error: float  # RMS error of the MLP output over its RMS, on X
     local_relative_error: float  # the same for the local solution the rounds start from
-
-
-class _Fit(NamedTuple):
-    B: Tensor
-    A: Tensor
-    bias: Tensor
 
 
 class _Loss(NamedTuple):
@@ -110,32 +103,32 @@ def joint_mlp(
     """
     _check(mlp, X, ranks, weights, rounds, ridge)
     dense = MLP(*(None if part is None else part.to(X.device, torch.float64) for part in mlp))
-    inputs, hidden = _Sums(), _Sums()
+    inputs, hidden = Sums(), Sums()
     for x in _chunks(X):
         Z, A, Y = _replay(dense, None, [], x)
         inputs.add(x, Z)
         hidden.add(A, Y)
     loss = _loss(inputs, hidden, weights, ridge)
-    root = _root(inputs.covariance(), loss.damp_up)  # the inputs stay as they are: decomposed once
-    up = _fit(inputs, root, dense.W_up, loss.damp_up, ranks[0])
-    down = _fit(hidden, None, dense.W_down, loss.damp_down, ranks[1])
+    root = damped_root(inputs.covariance(), loss.damp_up)  # the inputs stay as they are: decomposed once
+    up = fit_affine(inputs, root, dense.W_up, loss.damp_up, ranks[0])
+    down = fit_affine(hidden, None, dense.W_down, loss.damp_down, ranks[1])
     fits, history = [(up, down)], []
     for last in [False] * rounds + [True]:
-        inputs, hidden, value = _Sums(), _Sums(), 0.0
+        inputs, hidden, value = Sums(), Sums(), 0.0
         for x in _chunks(X):
             Z, A, Y = _replay(dense, loss, fits[:-1], x)
             value += _broken_links(loss, x, Z, A, Y, *fits[-1])
             if not last:
                 Z, A, _ = _step(loss, fits[-1], x, Z, Y)
                 inputs.add(x, Z)
-            hidden.add(_run(fits[-1][0], x).relu() if last else A, Y)
+            hidden.add(run_affine(fits[-1][0], x).relu() if last else A, Y)
         history.append(value / X.shape[1] + _shrinkage(loss, dense, *fits[-1]))
         if not last:
-            up = _fit(inputs, root, dense.W_up, loss.damp_up, ranks[0])
-            fits.append((up, _fit(hidden, None, dense.W_down, loss.damp_down, ranks[1])))
+            up = fit_affine(inputs, root, dense.W_up, loss.damp_up, ranks[0])
+            fits.append((up, fit_affine(hidden, None, dense.W_down, loss.damp_down, ranks[1])))
     up, down = fits[-1]
     if refit:
-        down = _fit(hidden, None, dense.W_down, loss.damp_down, ranks[1])
+        down = fit_affine(hidden, None, dense.W_down, loss.damp_down, ranks[1])
     errors = [mlp_error(dense, _multiplied(*pair), X) for pair in ((up, down), fits[0])]
     factors = (M.to(mlp.W_up.dtype) for M in (up.B, up.A, up.bias, down.B, down.A, down.bias))
     return JointMLP(*factors, history, *errors)
@@ -169,7 +162,9 @@ def _chunks(X: Tensor):
     return (x.double() for x in X.split(CHUNK, 1))
 
 
-def _replay(mlp: MLP, loss: _Loss | None, fits: list[tuple[_Fit, _Fit]], X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _replay(
+    mlp: MLP, loss: _Loss | None, fits: list[tuple[AffineFit, AffineFit]], X: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """``Z``, ``A`` of these samples after the rounds that started from ``fits``, and the dense output ``Y``."""
     Z = mlp.W_up @ X + (0 if mlp.b_up is None else mlp.b_up[:, None])
     A = Z.relu()
@@ -179,14 +174,16 @@ def _replay(mlp: MLP, loss: _Loss | None, fits: list[tuple[_Fit, _Fit]], X: Tens
     return Z, A, Y
 
 
-def _step(loss: _Loss, fits: tuple[_Fit, _Fit], X: Tensor, Z: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _step(
+    loss: _Loss, fits: tuple[AffineFit, AffineFit], X: Tensor, Z: Tensor, Y: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """One round of the auxiliary variables: Eq. 228, then Eq. 229-230."""
     up, down = fits
     A = _activation(loss, Z, Y, down)
-    return relu_preactivation(_run(up, X), A, alpha=loss.alpha, beta=loss.beta), A, Y
+    return relu_preactivation(run_affine(up, X), A, alpha=loss.alpha, beta=loss.beta), A, Y
 
 
-def _activation(loss: _Loss, Z: Tensor, Y: Tensor, down: _Fit) -> Tensor:
+def _activation(loss: _Loss, Z: Tensor, Y: Tensor, down: AffineFit) -> Tensor:
     """Eq. 228, in its dual form: one solve of size d_out instead of F."""
     W, A = down.B @ down.A, Z.relu()
     inner = loss.gamma * (W @ W.T)
@@ -194,85 +191,23 @@ def _activation(loss: _Loss, Z: Tensor, Y: Tensor, down: _Fit) -> Tensor:
     return A + loss.gamma * W.T @ torch.linalg.solve(inner, Y - down.bias[:, None] - W @ A)
 
 
-class _Sums:
-    """First and second moments of inputs ``U`` and targets ``T``, summed around the mean of the first chunk."""
-
-    def __init__(self):
-        self.count, self.second = 0, None
-
-    def add(self, U: Tensor, T: Tensor) -> None:
-        if self.second is None:
-            self.about = U.mean(1), T.mean(1)
-            self.total = [torch.zeros_like(mean) for mean in self.about]
-            self.second, self.cross = U.new_zeros(len(U), len(U)), U.new_zeros(len(T), len(U))
-            self.energy = [0.0, 0.0]
-        U, T = U - self.about[0][:, None], T - self.about[1][:, None]
-        self.count += U.shape[1]
-        self.second.addmm_(U, U.T)
-        self.cross.addmm_(T, U.T)
-        for i, part in enumerate((U, T)):
-            self.total[i] += part.sum(1)
-            self.energy[i] += part.square().sum().item()
-
-    def means(self) -> tuple[Tensor, Tensor]:
-        return tuple(about + total / self.count for about, total in zip(self.about, self.total, strict=True))
-
-    def variances(self, names: str) -> list[float]:
-        """Of ``U`` and of ``T``, summed over rows, per token."""
-        found = []
-        for name, mean, total, energy in zip(names, self.means(), self.total, self.energy, strict=True):
-            value = (energy - total.square().sum().item() / self.count) / self.count
-            if not value > (10 * torch.finfo(total.dtype).eps) ** 2 * mean.square().sum().item():
-                raise ValueError(
-                    f"{name} does not vary over the samples, so its error has no scale; use more calibration tokens"
-                )
-            found.append(value)
-        return found
-
-    def covariance(self) -> Tensor:
-        offset = self.total[0] / self.count
-        return (self.second / self.count).addr_(offset, offset, alpha=-1)
-
-    def cross_covariance(self) -> Tensor:
-        """``(T, U)``."""
-        return (self.cross / self.count).addr_(*(total / self.count for total in self.total[::-1]), alpha=-1)
-
-
-def _root(covariance: Tensor, damp: float) -> Preconditioner:
-    covariance.diagonal().add_(damp)
-    return preconditioner(covariance, "rootcov", ridge=0)
-
-
-def _fit(sums: _Sums, root: Preconditioner | None, W: Tensor, damp: float, rank: int) -> _Fit:
-    """Exact minimiser of ``||B A x + b - target||^2 / l + damp ||B A - W||^2`` at the given rank."""
-    root = root or _root(sums.covariance(), damp)
-    regression = root.solve(sums.cross_covariance().add_(W, alpha=damp)) / root.scale**2
-    B, A, _, _ = low_rank(regression, root, rank=rank)
-    mean, target = sums.means()
-    return _Fit(B, A, target - B @ (A @ mean))
-
-
-def _run(fit: _Fit, X: Tensor) -> Tensor:
-    return fit.B @ (fit.A @ X) + fit.bias[:, None]
-
-
-def _multiplied(up: _Fit, down: _Fit) -> MLP:
+def _multiplied(up: AffineFit, down: AffineFit) -> MLP:
     return MLP(up.B @ up.A, up.bias, down.B @ down.A, down.bias)
 
 
-def _broken_links(loss: _Loss, X: Tensor, Z: Tensor, A: Tensor, Y: Tensor, up: _Fit, down: _Fit) -> float:
+def _broken_links(loss: _Loss, X: Tensor, Z: Tensor, A: Tensor, Y: Tensor, up: AffineFit, down: AffineFit) -> float:
     """The three terms of L4, summed over these samples."""
-    first, third = (_run(up, X) - Z).square().sum(), (_run(down, A) - Y).square().sum()
+    first, third = (run_affine(up, X) - Z).square().sum(), (run_affine(down, A) - Y).square().sum()
     return (loss.alpha * first + loss.beta * (A - Z.relu()).square().sum() + loss.gamma * third).item()
 
 
-def _shrinkage(loss: _Loss, mlp: MLP, up: _Fit, down: _Fit) -> float:
+def _shrinkage(loss: _Loss, mlp: MLP, up: AffineFit, down: AffineFit) -> float:
     """The damping in L4."""
     first, third = (up.B @ up.A - mlp.W_up).square().sum(), (down.B @ down.A - mlp.W_down).square().sum()
     return (loss.alpha * loss.damp_up * first + loss.gamma * loss.damp_down * third).item()
 
 
-def _loss(inputs: _Sums, hidden: _Sums, weights: tuple[float, float, float], ridge: float) -> _Loss:
+def _loss(inputs: Sums, hidden: Sums, weights: tuple[float, float, float], ridge: float) -> _Loss:
     """Weights over the variances of the dense ``Z``, ``A``, ``Y``, and the damping of both layers."""
     (x, z), (a, y) = inputs.variances("XZ"), hidden.variances("AY")
     scale = [weight / variance for weight, variance in zip(weights, (z, a, y), strict=True)]

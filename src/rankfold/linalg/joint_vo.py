@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rankfold.linalg.joint_qk import check_heads, pair_tucker
 from rankfold.linalg.lowrank import fix_signs, metric_error
+from rankfold.linalg.pair_tucker import check_heads, pair_tucker
 from rankfold.linalg.preconditioner import Preconditioner
 from rankfold.linalg.psd import check_moment, psd_root
 

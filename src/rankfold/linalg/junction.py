@@ -11,7 +11,7 @@ Scale. ``J`` is the only scale freedom there is. ``symmetric`` uses it to give c
 block in ``A``, ``B`` is a set of columns of ``B A`` itself, so as large as the weight, and ``A2`` has entries that
 are typically of order one; ``lu`` has entries at most 1 in ``B``. All are safe in bf16.
 
-This module imports torch and psd.py only: no modules, no hooks, no device policy.
+This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
 """
 
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rankfold.linalg.pivots import eliminate, pivot_columns, row_order, split_pivots
 from rankfold.linalg.psd import all_finite
 
 __all__ = [
@@ -27,8 +28,6 @@ __all__ = [
     "Junction",
     "apply_junction",
     "head_block_identity",
-    "pivot_columns",
-    "reconstruct",
     "stored_numbers",
 ]
 
@@ -121,22 +120,6 @@ def stored_numbers(kind: str, out: int, in_: int, rank: int) -> int:
 
 
 @torch.no_grad()
-def reconstruct(junction: Junction) -> Tensor:
-    """Dense ``(O, N)`` product a junction stands for, by running it on the identity. For tests."""
-    kind, B, A, columns, rows, _ = junction
-    R, N = A.shape[0], A.shape[1] if kind != "block_identity_right" else A.shape[0] + A.shape[1]
-    x = torch.eye(N, dtype=B.dtype, device=B.device)
-    x = x if columns is None else x[columns]
-    z = x[:R] + A @ x[R:] if kind == "block_identity_right" else A @ x
-    y = torch.cat([z, B @ z]) if kind == "block_identity_left" else B @ z
-    if rows is None:
-        return y
-    out = torch.empty_like(y)
-    out[rows] = y
-    return out
-
-
-@torch.no_grad()
 def head_block_identity(
     B_q: Tensor, B_k: Tensor, *, b_q: Tensor | None = None, b_k: Tensor | None = None, limit: float | None = None
 ) -> HeadJunction:
@@ -179,71 +162,6 @@ def head_block_identity(
     return HeadJunction(torch.stack(orders), stored[..., : r_k - h], new_q, new_b_q, new_b_k, max(conditions))
 
 
-@torch.no_grad()
-def pivot_columns(Q: Tensor, candidates: int | None = None) -> Tensor:
-    r"""Choose as many well-conditioned columns as there are rows: the pivots of an LU of ``Q^T``.
-
-    Partial pivoting takes, row by row of ``Q``, the column that the rows before it explain least. On the row spaces of
-    weights the chosen block is conditioned about half as well as with QR with column pivoting, for one LAPACK call instead of
-    R passes over ``Q``. The worst case of LU is exponential in R, as it is for QR with pivoting, and never met; what is
-    chosen has to pass :func:`eliminate`.
-
-    Args:
-        Q: ``(R, N)`` with orthonormal rows, ``R <= N``.
-        candidates: only the first ``candidates`` columns may be chosen; default all.
-
-    Returns:
-        ``(R,)`` distinct column indices in the order of choice.
-
-    Cost: O(R^2 N).
-    """
-    _, swaps, _ = torch.linalg.lu_factor_ex(Q[:, :candidates].T)
-    return _order(swaps, Q[:, :candidates].shape[1])[: Q.shape[0]].to(Q.device)
-
-
-def _order(swaps: Tensor, size: int) -> Tensor:
-    """Permutation that LAPACK's row swaps amount to; ``lu_unpack`` would build a ``size x size`` matrix."""
-    rows = list(range(size))
-    for i, j in enumerate(swaps.tolist()):
-        rows[i], rows[j - 1] = rows[j - 1], rows[i]
-    return torch.tensor(rows)
-
-
-def split_pivots(pivots: Tensor, size: int) -> Tensor:
-    """Permutation of ``range(size)``: the pivots, then the rest, both ascending."""
-    rest = torch.ones(size, dtype=torch.bool, device=pivots.device)
-    rest[pivots] = False
-    return torch.cat([pivots.sort().values, rest.nonzero()[:, 0]])
-
-
-def eliminate(Q: Tensor, order: Tensor, limit: float | None, what: str, instead: str) -> tuple[Tensor, float]:
-    """``X = Q_1^-1 Q_2`` for the columns ``order``, of which the first R are ``Q_1``, and the condition number of ``Q_1``.
-
-    ``Q`` (R, N) has orthonormal rows, so ``Q_1 (I + X X^T) Q_1^T = I``, and the singular values of ``X`` hold those of
-    ``Q_1``.
-
-    Raises:
-        torch.linalg.LinAlgError: the condition number is above the limit.
-    """
-    R = len(Q)
-    X, info = torch.linalg.solve_ex(Q[:, order[:R]], Q[:, order[R:]])
-    condition = float("inf") if info.item() or not all_finite(X) else _condition(X)
-    limit = limit or (1e8 if Q.dtype == torch.float64 else 3e3)
-    if not condition <= limit:
-        raise torch.linalg.LinAlgError(
-            f"{what}: the {R} x {R} block has condition number {condition:.1e}, "
-            f"the limit is {limit:.1e}; use {instead}, a smaller rank, or raise the limit"
-        )
-    return X, condition
-
-
-def _condition(X: Tensor) -> float:
-    if not X.numel():
-        return 1.0
-    squares = torch.linalg.eigvalsh(X @ X.T).clamp_min(0)
-    return ((1 + squares[-1]) / (1 + squares[0])).sqrt().item()
-
-
 def _identity_in_A(B: Tensor, A: Tensor, kind: str, limit: float | None):
     R, N = A.shape
     Q = torch.linalg.qr(A.T).Q.T
@@ -261,7 +179,7 @@ def _triangular(B: Tensor, A: Tensor):
     R = packed.shape[1]
     lower = packed.tril(-1)
     lower.diagonal().fill_(1)
-    rows = _order(swaps, len(packed)).to(B.device)
+    rows = row_order(swaps, len(packed)).to(B.device)
     return lower, (packed[:R].triu() @ upper).triu(), columns, rows, 1.0
 
 

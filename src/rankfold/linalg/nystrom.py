@@ -16,7 +16,7 @@ from torch import Tensor
 from .elimination import eliminate_units
 from .psd import check_moment, spd_inverse
 
-__all__ = ["SELECTIONS", "Nystrom", "NystromBounds", "nystrom", "ridge_leverage_scores"]
+__all__ = ["SELECTIONS", "Nystrom", "NystromBounds", "nystrom"]
 
 SELECTIONS = ("elimination", "leverage")
 
@@ -73,27 +73,12 @@ def _not_definite(what: str, A: Tensor) -> str:
     return f"{what} {tuple(A.shape)} is not positive definite; raise the ridge or use more calibration tokens"
 
 
-@torch.no_grad()
-def ridge_leverage_scores(C: Tensor, *, ridge: float = 1e-4) -> Tensor:
-    r"""Score every unit by :math:`[C (C + \lambda I)^{-1}]_{ii}`, in ``[0, 1)``; MoDeGPT Algorithm 1, line 2.
-
-    Computed as ``1 - lam * diag((C + lam I)^-1)`` from one Cholesky factor. The paper uses ``lam = 1`` on un-normalised
-    sums; here ``lam = ridge * mean(diag C)``, so the scores do not depend on the scale of ``C``.
-
-    Args:
-        C: ``(F, F)`` second moment (or covariance) of the hidden activations, fp64 advised.
-        ridge: relative damping, ``> 0``.
-
-    Raises:
-        ValueError: wrong shape, non-finite entries, no energy.
-
-    Cost: O(F^3).
-    """
-    check_moment(C, C.shape[-1])
-    return _scores(_damp(C, ridge))
-
-
 def _scores(damped: _Damped) -> Tensor:
+    r"""Ridge leverage scores :math:`[C (C + \lambda I)^{-1}]_{ii}`, in ``[0, 1)``: MoDeGPT Algorithm 1, line 2.
+
+    The paper uses ``lam = 1`` on un-normalised sums; here ``lam`` is relative, so the scores do not depend on the scale of
+    ``C``.
+    """
     return 1.0 - damped.lam * damped.inverse.diagonal()
 
 

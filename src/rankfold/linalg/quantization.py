@@ -16,7 +16,7 @@ from torch import Tensor
 from rankfold.linalg.lowrank import metric_error
 from rankfold.linalg.psd import all_finite, check_moment, damping
 
-__all__ = ["Quantized", "QuantizedFactors", "dequantize", "quantize", "quantized_bytes", "refine_quantized"]
+__all__ = ["Quantized", "QuantizedFactors", "dequantize", "quantize", "refine_quantized"]
 
 
 class Quantized(NamedTuple):
@@ -28,13 +28,6 @@ class Quantized(NamedTuple):
     shape: tuple[int, ...]
     bits: int
     chunk: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes when codes are packed, scales and lows included."""
-        return quantized_bytes(
-            self.codes.numel(), bits=self.bits, chunk=self.chunk, scale_bits=8 * self.scale.element_size()
-        )
 
 
 class QuantizedFactors(NamedTuple):
@@ -63,7 +56,10 @@ def quantize(x: Tensor, *, bits: int, chunk: int, scale_dtype: torch.dtype = tor
     Raises:
         ValueError: ``bits`` or ``chunk`` out of range, empty or non-finite input.
     """
-    _check_format(bits, chunk)
+    if not 1 <= bits <= 16:
+        raise ValueError(f"bits must be in [1, 16], got {bits}")
+    if chunk < 1:
+        raise ValueError(f"chunk must be >= 1, got {chunk}")
     if x.numel() == 0 or not all_finite(x):
         raise ValueError(f"x must be non-empty and finite, got shape {tuple(x.shape)}")
     work = _chunks(x, chunk)
@@ -83,17 +79,6 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
     codes = _chunks(q.codes.to(work), q.chunk)
     values = q.low.to(work)[:, None] + q.scale.to(work)[:, None] * codes
     return values.flatten()[: q.codes.numel()].view(q.shape).to(dtype)
-
-
-def quantized_bytes(numel: int, *, bits: int, chunk: int, scale_bits: int = 32) -> int:
-    """Bytes of ``numel`` packed codes and of one scale and one low per chunk.
-
-    Raises:
-        ValueError: ``bits`` or ``chunk`` out of range.
-    """
-    _check_format(bits, chunk)
-    chunks = -(-numel // chunk)
-    return -(-(numel * bits) // 8) + -(-(2 * chunks * scale_bits) // 8)
 
 
 @torch.no_grad()
@@ -161,10 +146,3 @@ def _chunks(x: Tensor, chunk: int) -> Tensor:
     flat = x.flatten() if x.dtype == torch.float64 else x.flatten().float()
     missing = -flat.numel() % chunk
     return torch.cat([flat, flat[-1:].expand(missing)]).view(-1, chunk)
-
-
-def _check_format(bits: int, chunk: int) -> None:
-    if not 1 <= bits <= 16:
-        raise ValueError(f"bits must be in [1, 16], got {bits}")
-    if chunk < 1:
-        raise ValueError(f"chunk must be >= 1, got {chunk}")

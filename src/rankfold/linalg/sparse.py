@@ -58,16 +58,18 @@ def soft_shrink(x: Tensor, threshold: float | Tensor) -> Tensor:
 def hard_shrink(x: Tensor, count: int) -> Tensor:
     """Keep the ``count`` entries of largest magnitude: ``S_kappa`` of LatentLLM Eq. 237."""
     out = torch.zeros_like(x).flatten()
-    keep = x.abs().flatten().topk(count).indices
+    keep = x.abs().flatten().topk(count, sorted=False).indices
     out[keep] = x.flatten()[keep]
     return out.view_as(x)
 
 
 @torch.no_grad()
-def sparse(W: Tensor, C: Tensor, *, count: int, method: str = "hard", iterations: int = 50) -> Sparse:
+def sparse(
+    W: Tensor, C: Tensor, *, count: int, method: str = "hard", iterations: int = 50, ridge: float = 0.0
+) -> Sparse:
     r"""Sparse approximation of a weight with a given number of non-zeros.
 
-    Minimises :math:`\|(D - W) C^{1/2}\|^2` over :math:`\|D\|_0 \le` ``count`` (LatentLLM App. I). ``diagonal``:
+    Minimises :math:`\|(D - W)(C + \lambda I)^{1/2}\|^2` over :math:`\|D\|_0 \le` ``count`` (LatentLLM App. I). ``diagonal``:
     closed form for diagonal ``C`` (Eq. 238, the criterion of WandA), weights unchanged. The others start there.
     ``hard``: hard shrinkage after each gradient step, loss never rises; ``soft``: soft shrinkage by the ``count``-th
     magnitude; ``ste``: the gradient passes straight through (Eq. 237), zeros keep a hidden value and can come back.
@@ -79,9 +81,10 @@ def sparse(W: Tensor, C: Tensor, *, count: int, method: str = "hard", iterations
         count: non-zeros, ``0 <= count <= O N``.
         method: ``diagonal``, ``hard``, ``soft`` or ``ste``.
         iterations: gradient steps, ``>= 1``.
+        ridge: relative to ``mean(diag C)``, ``>= 0``.
 
     Returns:
-        :class:`Sparse`; ``loss_history`` before the re-solve.
+        :class:`Sparse`; ``loss_history`` before the re-solve and with the damping, ``relative_error`` without.
 
     Raises:
         ValueError: unknown method, shapes disagree, ``count`` or ``iterations`` out of range.
@@ -89,8 +92,9 @@ def sparse(W: Tensor, C: Tensor, *, count: int, method: str = "hard", iterations
     Cost: O(N^3) once and O(O N^2) per iteration.
     """
     _check(W, C, method, iterations, D=(count, W.numel()))
-    target = W.to(C)
-    problem = _Problem(C, target @ C, (target @ C * target).sum())
+    target, damped = W.to(C), C.clone()
+    damped.diagonal().add_(damping(C, ridge))
+    problem = _Problem(damped, target @ damped, (target @ damped * target).sum())
     if method == "diagonal":
         D = hard_shrink(target * problem.right, count) / problem.right
         history = [problem.error(D)]
@@ -186,10 +190,11 @@ def _resolve(problem: _Problem, X: Tensor, iterations: int = 50) -> Tensor:
     direction, size = residual, residual.square().sum()
     stop = size * torch.finfo(X.dtype).eps ** 2
     for _ in range(iterations):
-        if size <= stop:
-            break
         moved = problem.product(direction) * mask
-        length = size / (direction * moved).sum().clamp_min(torch.finfo(X.dtype).tiny)
+        curvature = (direction * moved).sum()
+        if size <= stop or curvature <= 0:  # a moment may be indefinite by rounding: there is no lowest point that way
+            break
+        length = size / curvature
         X, residual = X + length * direction, residual - length * moved
         size, before = residual.square().sum(), size
         direction = residual + size / before * direction

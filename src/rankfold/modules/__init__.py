@@ -3,9 +3,9 @@
 from .attention import CompressedAttention
 from .building import build, install
 from .bundle import CODE_FILE, code
-from .factors import SparseCorrection
 from .latent import LatentLinear
 from .loading import FORMAT, RankfoldConfig, attach
+from .sparse import SparseCorrection, SparseLinear
 from .tensors import QuantizedTensor
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "QuantizedTensor",
     "RankfoldConfig",
     "SparseCorrection",
+    "SparseLinear",
     "attach",
     "build",
     "code",

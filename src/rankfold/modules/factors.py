@@ -1,50 +1,11 @@
-"""Parts of latent layers that are not a plain matrix: sparse corrections, and factors with identities."""
+"""Factors of latent layers that are not a plain matrix."""
 
 import torch
 from torch import nn
 
-from .tensors import check_permutation, check_range, index_dtype, new_tensor, value_of
+from .tensors import check_permutation, index_dtype, new_tensor, value_of
 
-__all__ = ["HeadIdentity", "SparseCorrection"]
-
-
-class SparseCorrection(nn.Module):
-    """``D x`` for a sparse ``D`` (out, in): values, their columns, and where every row starts.
-
-    ``embedding_bag`` is the product: row ``o`` of the output is a weighted sum of rows of ``x^T``. It costs what the
-    values cost, makes no dense ``D``, works in bf16 and fp16 on CPU and GPU, and has gradients; torch's CSR product has
-    no bf16 on CPU, and a scatter into a dense matrix costs more than the layer it corrects.
-    """
-
-    def __init__(self, in_features: int, out_features: int, nonzeros: int):
-        super().__init__()
-        if nonzeros > in_features * out_features:
-            raise ValueError(f"{nonzeros} non-zeros do not fit a ({out_features}, {in_features}) layer")
-        self.values = nn.Parameter(torch.empty(nonzeros))
-        self.register_buffer("columns", torch.zeros(nonzeros, dtype=index_dtype(in_features)))
-        self.register_buffer("starts", torch.zeros(out_features + 1, dtype=torch.int32))
-        self.in_features = in_features
-
-    def check_indices(self, name: str) -> None:
-        """Raise :class:`ValueError` where an index leads outside."""
-        check_range(self.columns, self.in_features, f"{name}.columns")
-        ends = (int(self.starts[0]), int(self.starts[-1]))
-        if ends != (0, self.values.numel()) or (self.starts.diff() < 0).any():
-            raise ValueError(
-                f"{name}.starts do not rise from 0 to {self.values.numel()}: they are damaged, or the checkpoint lacks them"
-            )
-
-    def forward(self, x):
-        table = x.reshape(-1, x.shape[-1]).T.contiguous()  # (in, tokens)
-        y = nn.functional.embedding_bag(
-            self.columns.int(),
-            table,
-            self.starts,
-            mode="sum",
-            per_sample_weights=self.values.to(x.dtype),
-            include_last_offset=True,
-        )
-        return y.T.reshape(*x.shape[:-1], -1)
+__all__ = ["HeadIdentity"]
 
 
 class HeadIdentity(nn.Module):

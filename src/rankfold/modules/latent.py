@@ -3,7 +3,8 @@
 import torch
 from torch import nn
 
-from .factors import HeadIdentity, SparseCorrection
+from .factors import HeadIdentity
+from .sparse import SparseCorrection
 from .tensors import check_permutation, new_tensor, value_of
 
 __all__ = ["LatentLinear", "LatentRows", "SplitHeadLinear"]

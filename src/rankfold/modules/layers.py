@@ -3,6 +3,7 @@
 from torch import nn
 
 from .latent import LatentLinear, SplitHeadLinear
+from .sparse import SparseLinear
 
 __all__ = ["LAYERS", "build_layer", "check_description"]
 
@@ -13,7 +14,7 @@ def _linear(spec: dict) -> nn.Module:
     return nn.Linear(spec["in"], spec["out"], bias=spec["bias"])
 
 
-LAYERS = {"linear": _linear, "latent": LatentLinear, "split_head": SplitHeadLinear}
+LAYERS = {"linear": _linear, "latent": LatentLinear, "split_head": SplitHeadLinear, "sparse": SparseLinear}
 
 
 def check_description(spec: dict, kinds) -> None:

@@ -9,9 +9,10 @@ import torch
 
 from ...architectures import BlockView, Dense
 from ...calibration.moments import BlockMoments
-from ...linalg.joint_qk import Affine, choose_ranks, joint_qk, rope_rotations
+from ...linalg.joint_qk import Affine, choose_ranks, joint_qk
 from ...linalg.joint_vo import attention_aware_output, joint_vo, vo_bias
 from ...linalg.junction import head_block_identity
+from ...linalg.rotations import rope_rotations
 from ..base import BlockResult
 from ..result import put_attention
 from .factor import Fit, Input, local, prepare, product

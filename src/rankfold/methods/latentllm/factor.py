@@ -12,7 +12,7 @@ from ...architectures import Dense
 from ...calibration.moments import BlockMoments
 from ...linalg.lowrank import bias_update, low_rank, metric_error
 from ...linalg.preconditioner import Preconditioner, preconditioner
-from ...linalg.sparse import low_rank_plus_sparse
+from ...linalg.sparse import low_rank_plus_sparse, sparse
 from .layout import QKV, Slot
 from .measures import Measure, OutputError
 from .report import Report
@@ -31,14 +31,14 @@ class Input(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """Unrounded factors of a projection, ``B A + D``, and what was measured."""
+    """Unrounded factors of a projection, ``B A + D``, and what was measured; ``R = 0`` where it is sparse alone."""
 
     B: Tensor  # (O, R); split heads: (H, h, R)
     A: Tensor  # (R, N); split heads: (H, R, N)
     bias: Tensor | None  # (O,)
     report: Report
     measure: Measure
-    D: Tensor | None = None  # (O, N) sparse correction
+    D: Tensor | None = None  # (O, N) sparse part
     mean: Tensor | None = None  # (N,) of its input, where its bias takes the mean of what rounding changes
     target: tuple[Tensor, Tensor] | None = (
         None  # weight (O, N) and metric (N, N), where factors are refined under rounding
@@ -77,6 +77,10 @@ def _factors(slot: Slot, W: Tensor, given: Input, rank: int, count: int):
         B, A = torch.stack([fit.B for fit in fits]), torch.stack([fit.A for fit in fits])
         error = metric_error(W - (B @ A).flatten(0, 1), W, given.C)
         return B, A, None, {"form": ", split heads", "relative_error": error}
+    if slot.alone:
+        fit = sparse(W, given.C, count=count, method=method.shrink, ridge=method.ridge)
+        facts = {"form": ", sparse", "nonzeros": count, "loss_history": tuple(fit.loss_history)}
+        return W[:, :0], W[:0], fit.D, facts | {"relative_error": fit.relative_error}
     if count:
         fit = low_rank_plus_sparse(W, given.C, rank=rank, count=count, method=method.shrink, ridge=method.ridge)
         error = metric_error(W - fit.B @ fit.A - fit.D, W, given.C)  # the fit is to the damped moment

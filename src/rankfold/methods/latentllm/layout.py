@@ -40,13 +40,18 @@ class Slot:
         return self.method.head_junction and self.name == "k"
 
     @property
+    def alone(self) -> bool:
+        """Whether it is sparse and nothing else (App. I); the rank is then the mean number of values for each output."""
+        return self.method.sparse == 1
+
+    @property
     def head_dim(self) -> int:
         return self.out // self.heads
 
     @property
     def full(self) -> int:
         """The rank that stands for the dense projection."""
-        return min(self.head_dim if self.split else self.out, self.wide)
+        return self.wide if self.alone else min(self.head_dim if self.split else self.out, self.wide)
 
     @property
     def dense(self) -> int:
@@ -54,13 +59,17 @@ class Slot:
 
     def factors(self, rank: int) -> int:
         """Numbers in ``A`` and ``B``; a bias is not counted."""
+        if self.alone:
+            return 0
         if self.split:
             return self.heads * stored_numbers(self.method.junction, self.head_dim, self.wide, rank)
         saved = self.heads * self.head_dim**2 if self.head_identity else 0
         return stored_numbers(self.method.junction, self.out, self.wide, rank) - saved
 
     def nonzeros(self, rank: int) -> int:
-        """Values of the sparse correction: the method's share of all numbers."""
+        """Values of the sparse part: the method's share of all numbers."""
+        if self.alone:
+            return rank * self.out
         share = self.method.sparse
         return int(self.factors(rank) * share / (1 - share))
 
@@ -77,6 +86,9 @@ class Slot:
 
     def spec(self, rank: int) -> dict:
         """The description of the runtime module."""
+        if self.alone:
+            sizes = {"in": self.wide, "out": self.out, "nonzeros": self.nonzeros(rank)}
+            return {"kind": "sparse", **sizes, "bias": self.bias}
         form = "plain" if self.method.junction in PLAIN else self.method.junction
         spec = {"kind": "latent", "in": self.wide, "out": self.out, "rank": rank, "form": form, "bias": self.bias}
         if self.split:

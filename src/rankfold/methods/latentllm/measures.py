@@ -15,8 +15,8 @@ from torch import Tensor
 from ...architectures import Dense
 from ...calibration.moments import BlockMoments, Moment
 from ...linalg.joint_mlp import MLP, mlp_error
-from ...linalg.joint_qk import Pair, pair_error
 from ...linalg.lowrank import metric_error
+from ...linalg.pair_error import Pair, pair_error
 from ...modules import build
 from ..result import Projection
 

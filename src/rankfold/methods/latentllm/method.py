@@ -39,8 +39,9 @@ class LatentLLM(Method):
         bits: of the stored factors, 2 to 8, in chunks of ``chunk`` numbers (App. I.1); 0 keeps the model's dtype. Plain
             factors of a layer's own output are refined under rounding. Sparse values, biases and dense modules stay.
         chunk: numbers that share a scale and a smallest value.
-        sparse: share of a module's kept weights that goes into a sparse correction (App. I), in [0, 1); the low rank
-            has the rest. All forms are then local, and heads are cached: a correction has no latent.
+        sparse: share of a module's kept weights that are single values of a sparse matrix (App. I), in [0, 1]; the low
+            rank has the rest. With 1 there is none, and a rank is the mean number of values for each output. All forms are
+            then local, and heads are cached: a sparse matrix has no latent.
         shrink: how its entries are chosen: ``hard``, ``soft``, ``ste`` or ``diagonal``.
         shared_qkv: one latent for queries, keys and values (App. C), as unit ``qkv`` in place of ``q``, ``k``, ``v``.
         split_head: a low rank of its own for every head of ``q``, ``k``, ``v`` (App. D), the rank being a head's.

@@ -53,8 +53,8 @@ def _check_ranges(method) -> None:
         raise OptionError(f"condition_limit must be >= 1, got {method.condition_limit}; the default is 1e8")
     if method.bits and not 2 <= method.bits <= 8:
         raise OptionError(f"bits must be 0 (not quantised) or 2 to 8, got {method.bits}")
-    if not 0 <= method.sparse < 1:
-        raise OptionError(f"sparse must be in [0, 1), got {method.sparse}; 0.1 gives a tenth of the kept weights")
+    if not 0 <= method.sparse <= 1:
+        raise OptionError(f"sparse must be in [0, 1], got {method.sparse}; 0.1 gives a tenth of the kept weights")
 
 
 def _check_sparse(method) -> None:
@@ -65,6 +65,22 @@ def _check_sparse(method) -> None:
             f"sparse > 0 corrects the output of each layer, joint={method.joint} fits products of two; use joint=auto or none"
         )
     _refuse(method, "sparse > 0", "head_junction", "split_head", "qk_ranks")
+    if method.sparse == 1:
+        _check_alone(method)
+
+
+def _check_alone(method) -> None:
+    """Without a low rank there are no factors to share, to quantise, or to put into a junction."""
+    if method.shared_qkv:
+        raise OptionError("sparse=1 has no latent that shared_qkv=true could share; leave one out")
+    if method.bits:
+        raise OptionError(
+            f"bits are of factors, sparse=1 has none, and sparse values stay; leave out bits={method.bits}"
+        )
+    if method.junction != "block_identity_right":
+        raise OptionError(
+            f"sparse=1 has no factors for a junction; use junction=block_identity_right, the default, got {method.junction!r}"
+        )
 
 
 def _check_shared(method) -> None:

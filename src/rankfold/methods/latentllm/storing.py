@@ -1,4 +1,4 @@
-"""From unrounded factors to the tensors of the runtime: junction, quantisation, sparse correction.
+"""From unrounded factors to the tensors of the runtime: junction, quantisation, sparse part.
 
 Shape legend: O outputs, N inputs, R latent width.
 """
@@ -35,11 +35,13 @@ class Parts(NamedTuple):
 
     numbers: dict[str, Tensor]  # to be rounded or quantised
     indices: dict[str, Tensor]
-    condition: float  # of the block that was inverted
+    condition: float | None  # of the block that was inverted
 
 
 def in_junction(slot: Slot, fit: Fit) -> Parts:
     """``B A`` in the method's junction (Sec. 3.3)."""
+    if slot.alone:
+        return Parts({}, {}, None)
     if slot.split:
         return _heads_in_junction(slot, fit)
     method = slot.method

@@ -1,0 +1,88 @@
+"""Low-rank regression with a bias, from sums over samples that never are in memory together.
+
+Shape legend: u, t widths of inputs ``U`` and targets ``T``, r rank. Samples are columns.
+
+This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rankfold.linalg.lowrank import low_rank
+from rankfold.linalg.preconditioner import Preconditioner, preconditioner
+
+__all__ = ["AffineFit", "Sums", "damped_root", "fit_affine", "run_affine"]
+
+
+class AffineFit(NamedTuple):
+    """``T ~ B A U + bias``."""
+
+    B: Tensor  # (t, r)
+    A: Tensor  # (r, u)
+    bias: Tensor  # (t,)
+
+
+class Sums:
+    """First and second moments of inputs ``U`` and targets ``T``, summed around the mean of the first chunk."""
+
+    def __init__(self):
+        self.count, self.second = 0, None
+
+    def add(self, U: Tensor, T: Tensor) -> None:
+        if self.second is None:
+            self.about = U.mean(1), T.mean(1)
+            self.total = [torch.zeros_like(mean) for mean in self.about]
+            self.second, self.cross = U.new_zeros(len(U), len(U)), U.new_zeros(len(T), len(U))
+            self.energy = [0.0, 0.0]
+        U, T = U - self.about[0][:, None], T - self.about[1][:, None]
+        self.count += U.shape[1]
+        self.second.addmm_(U, U.T)
+        self.cross.addmm_(T, U.T)
+        for i, part in enumerate((U, T)):
+            self.total[i] += part.sum(1)
+            self.energy[i] += part.square().sum().item()
+
+    def means(self) -> tuple[Tensor, Tensor]:
+        return tuple(about + total / self.count for about, total in zip(self.about, self.total, strict=True))
+
+    def variances(self, names: str) -> list[float]:
+        """Of ``U`` and of ``T``, summed over rows, per token."""
+        found = []
+        for name, mean, total, energy in zip(names, self.means(), self.total, self.energy, strict=True):
+            value = (energy - total.square().sum().item() / self.count) / self.count
+            if not value > (10 * torch.finfo(total.dtype).eps) ** 2 * mean.square().sum().item():
+                raise ValueError(
+                    f"{name} does not vary over the samples, so its error has no scale; use more calibration tokens"
+                )
+            found.append(value)
+        return found
+
+    def covariance(self) -> Tensor:
+        offset = self.total[0] / self.count
+        return (self.second / self.count).addr_(offset, offset, alpha=-1)
+
+    def cross_covariance(self) -> Tensor:
+        """``(T, U)``."""
+        return (self.cross / self.count).addr_(*(total / self.count for total in self.total[::-1]), alpha=-1)
+
+
+def damped_root(covariance: Tensor, damp: float) -> Preconditioner:
+    """Root of ``covariance + damp I``; the covariance is changed in place."""
+    covariance.diagonal().add_(damp)
+    return preconditioner(covariance, "rootcov", ridge=0)
+
+
+def fit_affine(sums: Sums, root: Preconditioner | None, W: Tensor, damp: float, rank: int) -> AffineFit:
+    """Exact minimiser of ``||B A x + b - target||^2 / l + damp ||B A - W||^2`` at the given rank."""
+    root = root or damped_root(sums.covariance(), damp)
+    regression = root.solve(sums.cross_covariance().add_(W, alpha=damp)) / root.scale**2
+    B, A, _, _ = low_rank(regression, root, rank=rank)
+    mean, target = sums.means()
+    return AffineFit(B, A, target - B @ (A @ mean))
+
+
+def run_affine(fit: AffineFit, X: Tensor) -> Tensor:
+    """``B A X + bias``, samples as columns."""
+    return fit.B @ (fit.A @ X) + fit.bias[:, None]
