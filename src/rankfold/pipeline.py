@@ -8,7 +8,6 @@ Every step that knows a model family, a method or a file format lives elsewhere.
 """
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ from .calibration.observers import STATISTICS
 from .calibration.runner import advance, measure, start
 from .calibration.store import MomentStore
 from .calibration.supply import FromStore, FromStream
-from .calibration.tokens import Tokens, check_fits
+from .calibration.tokens import Tokens, check_fits, say_if_few
 from .checkpoint.reading import BlockReader
 from .checkpoint.run import Run, compressed_config
 from .checkpoint.source import Source
@@ -41,8 +40,6 @@ from .report.record import run_record
 from .version import __version__
 
 __all__ = ["calibrate", "compress", "needed", "plan"]
-
-log = logging.getLogger(__name__)
 
 
 def calibrate(
@@ -273,14 +270,7 @@ def _decompose(method: Method, view, moments, ranks: dict[str, int]) -> BlockRes
 
 def _start(source: Source, tokens: Tokens):
     check_fits(tokens.ids, source)
-    view = source.meta_block(0)
-    widest = max(view.attention.output.weight.shape[1], view.mlp.hidden if view.mlp else 0)
-    if tokens.ids.numel() < widest:
-        log.warning(
-            "%d calibration tokens are too few: the widest moment has %d dimensions and needs at least as many, better four "
-            "times; give more or longer windows",
-            *(tokens.ids.numel(), widest),
-        )
+    say_if_few(tokens.ids, source)
     return start(source, tokens.ids, autocast=source.autocast)
 
 

@@ -229,6 +229,18 @@ def check_fits(ids: Tensor, source) -> None:
         )
 
 
+def say_if_few(ids: Tensor, source) -> None:
+    """A line in the log where there are fewer tokens than the widest moment has dimensions: it has no full rank then."""
+    view = source.meta_block(0)
+    widest = max(view.attention.output.weight.shape[1], view.mlp.hidden if view.mlp else 0)
+    if ids.numel() < widest:
+        log.warning(
+            "%d calibration tokens are too few: the widest moment has %d dimensions and needs at least as many, better four "
+            "times; give more or longer windows",
+            *(ids.numel(), widest),
+        )
+
+
 def check_vocabulary(ids: Tensor, vocabulary: int) -> None:
     """Raise :class:`DataError` where an id has no embedding."""
     if ids.numel() and int(ids.max()) >= vocabulary:
