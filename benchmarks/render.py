@@ -64,14 +64,21 @@ def perplexity(record: dict) -> list[str]:
         for use in ("calibration", "evaluation")
     ]
     dense = [f"- dense: {latent_table.number(found['dense', 0.0]['perplexity'])}"] if ("dense", 0.0) in found else []
-    body, sized = [], any("bytes" in row for row in rows)
-    for name in dict.fromkeys(s for s, _ in found if s != "dense"):
-        cells = [found.get((name, s)) for s in sparsities]
-        line = [name, *("" if c is None else latent_table.number(c["perplexity"]) + mark(c) for c in cells)]
-        size = (found.get((name, 0.3)) or {}).get("bytes")
-        body.append([*line, f"{size / 1e6:.2f}" if size else ""] if sized else line)
-    head = ["", *(f"{s:.0%}" for s in sparsities), *(["MB at 30%"] if sized else [])]
-    return [*texts, *dense, "", *grid(head, body)]
+    names, head = list(dict.fromkeys(s for s, _ in found if s != "dense")), ["", *(f"{s:.0%}" for s in sparsities)]
+
+    def table(cell) -> list[str]:
+        return grid(head, [[name, *(cell(found.get((name, s), {})) for s in sparsities)] for name in names])
+
+    sizes = ["", "MB of weights:", "", *table(megabytes)] if any("bytes" in row for row in rows) else []
+    return [*texts, *dense, "", *table(score), *sizes]
+
+
+def score(row: dict) -> str:
+    return latent_table.number(row["perplexity"]) + mark(row) if row else ""
+
+
+def megabytes(row: dict) -> str:
+    return f"{row['bytes'] / 1e6:.2f}" if "bytes" in row else ""
 
 
 def mark(row: dict) -> str:
