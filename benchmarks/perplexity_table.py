@@ -72,9 +72,8 @@ OPT = (
     Setting("modegpt, the paper's forms", ALL, options=PAPER | {"qk": "cr", "bias_refit": False}),
     Setting("rootcov + block identity", (0.3, 0.5), method="rootcov"),
     Setting("latentllm sparse=0.3", (0.3, 0.5), "latentllm", {"sparse": 0.3}),
-    Setting(
-        "latentllm sparse=1", (0.3, 0.5, 0.54, 0.67), "latentllm", {"sparse": 1.0}
-    ),  # the last two: bytes of rootcov
+    # At 54 and 67 % with the indices of the values as many bytes as rootcov at 30 and 50 %.
+    Setting("latentllm sparse=1", (0.3, 0.5, 0.54, 0.67), "latentllm", {"sparse": 1.0}),
     *(
         Setting(" ".join(["latentllm", *(f"{k}={v}".lower() for k, v in form.items())]), (0.3,), "latentllm", form)
         for form in (
