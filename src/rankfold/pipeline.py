@@ -8,6 +8,7 @@ Every step that knows a model family, a method or a file format lives elsewhere.
 """
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -219,6 +220,7 @@ def _dense_pass(source: Source, method: Method, tokens, moments, mode: str, run:
     """
     if method.allocation == "uniform" and moments is None:
         return None, None
+    allocate_ranks(source, dataclasses.replace(method, allocation="uniform"))  # what cannot be reached is said at once
     if moments is None:
         statistics = needed(source, method) if mode == "one-pass" else {"influence"}
         moments = calibrate(source, tokens, run.moments if run else None, statistics=statistics)

@@ -187,7 +187,11 @@ def test_a_connection_lost_on_the_way_is_reported_too(hub):
     [
         ('{"text": "a"}\n{"text": \n', r"a\.jsonl, line 2 is not JSON \(.*\); one object a line is expected"),
         ('{"body": "a", "id": 1}\n', r"a\.jsonl has no text field 'text'; a row has: body, id \(use --field\)"),
-        ('{"text": 3}\n', "has no text field 'text'; a row has: text"),
+        ('{"text": 3}\n', "field 'text' holds int, not text"),
+        ('{"text": null}\n', "field 'text' holds NoneType, not text"),
+        ('{"text": "a \\ud800 b"}\n', "field 'text' has half a character"),
+        ('{"text": ' + "9" * 5000 + "}\n", r"line 1 is not JSON \(Exceeds the limit"),
+        ('{"text": ' + "[" * 100_000 + "]" * 100_000 + "}\n", r"line 1 is not JSON \(maximum recursion depth"),
         ('["a"]\n', "has no text field 'text'; a row has: list"),
         ("", r"text source '.*a\.jsonl' is empty; give a file with text, or one of alpaca, c4, ptb, wikitext2"),
     ],

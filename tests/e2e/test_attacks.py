@@ -13,7 +13,7 @@ def arena(tmp_path_factory):
     return Arena(tmp_path_factory.mktemp("attacks") / "arena")
 
 
-@pytest.mark.parametrize("kind", ["command lines", "records", "moments"])
+@pytest.mark.parametrize("kind", ["command lines", "records", "moments", "checkpoints"])
 def test_an_attack_is_done_or_refused(arena, monkeypatch, kind):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     outcomes = [arena.attack(kind, seed) for seed in SEEDS]

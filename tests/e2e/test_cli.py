@@ -116,6 +116,13 @@ def test_influence_in_sequential_mode(run, allocation, place):
     assert len(record["plan"]["facts"]["scores"]) == 4
 
 
+@pytest.mark.parametrize("wrong", ["--protect 9", "--sparsity 0.99"])
+def test_what_an_allocation_cannot_reach_is_said_before_it_measures(run, place, wrong, monkeypatch):
+    monkeypatch.setattr("rankfold.pipeline.measure", None)
+    code, _, err = run(f"compress model -o early --allocation influence --multiple 2 {CALIBRATION} {wrong}")
+    assert code == 2 and err.count("\n") == 1 and not (place / "early.partial").exists()
+
+
 def test_self_calibration_needs_no_data(run, place):
     code, _, err = run("compress model -o self --calibration self --samples 3 --length 16 --multiple 2 --device cpu")
     assert code in (0, None), err

@@ -149,16 +149,24 @@ def json_row(line: str, where: str, path: Path) -> Any:
     """One line of a .jsonl file."""
     try:
         return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}, {where} is not JSON ({error.msg}); one object a line is expected") from error
+    except (ValueError, RecursionError) as error:  # also numbers too long and brackets too deep for Python
+        reason = getattr(error, "msg", str(error).partition(";")[0])
+        raise DataError(f"{path}, {where} is not JSON ({reason}); one object a line is expected") from error
 
 
 def field_of(row: Any, field: str, path: Path) -> str:
     """The text of a row."""
-    if not isinstance(row, dict) or not isinstance(row.get(field), str):
+    if not isinstance(row, dict) or field not in row:
         names = ", ".join(row) if isinstance(row, dict) else type(row).__name__
         raise DataError(f"{path} has no text field {field!r}; a row has: {names} (use --field)")
-    return row[field]
+    text = row[field]
+    if not isinstance(text, str):
+        raise DataError(f"{path}: field {field!r} holds {type(text).__name__}, not text (use --field)")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise DataError(
+            f"{path}: field {field!r} has half a character (a lone surrogate) in it; write the file as UTF-8"
+        )
+    return text
 
 
 @contextlib.contextmanager

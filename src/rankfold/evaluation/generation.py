@@ -22,7 +22,7 @@ def continue_text(
     """What the model writes after ``prompt``, the prompt not included.
 
     Raises:
-        OptionError: ``max_new_tokens`` below 1 or a negative temperature.
+        OptionError: ``max_new_tokens`` below 1, or more than the model's context has room for; or a negative temperature.
         DataError: the prompt has no tokens.
     """
     if max_new_tokens < 1 or temperature < 0:
@@ -30,6 +30,13 @@ def continue_text(
     inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
     if inputs.input_ids.shape[1] == 0:
         raise DataError("the prompt is empty; give some text to continue")
+    length = inputs.input_ids.shape[1]
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if positions and length + max_new_tokens > positions:
+        raise OptionError(
+            f"{length} tokens of prompt and {max_new_tokens} new ones are more than the model's context of {positions}; use a "
+            f"shorter prompt or --max-new-tokens {max(1, positions - length)}"
+        )
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     devices = [] if model.device.type == "cpu" else [model.device]
@@ -42,4 +49,4 @@ def continue_text(
             pad_token_id=pad,
             **sampling,
         )
-    return tokenizer.decode(ids[0, inputs.input_ids.shape[1] :], skip_special_tokens=True)
+    return tokenizer.decode(ids[0, length:], skip_special_tokens=True)
