@@ -25,7 +25,9 @@ def code_points(text: str, return_tensors: str, verbose: bool = True, add_specia
     return SimpleNamespace(input_ids=torch.tensor([ids], dtype=torch.long))
 
 
-SOURCE = SimpleNamespace(context_length=256, tokenizer=code_points, text_config=SimpleNamespace(vocab_size=2**21))
+SOURCE = SimpleNamespace(
+    name="model", context_length=256, tokenizer=code_points, text_config=SimpleNamespace(vocab_size=2**21)
+)
 
 
 def texts(windows) -> list[str]:

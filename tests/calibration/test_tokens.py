@@ -25,7 +25,7 @@ def characters(text: str, return_tensors: str, verbose: bool = True, add_special
 
 def source(context: int = 64, vocabulary: int = 97):
     config = SimpleNamespace(vocab_size=vocabulary)
-    return SimpleNamespace(context_length=context, tokenizer=characters, text_config=config)
+    return SimpleNamespace(name="model", context_length=context, tokenizer=characters, text_config=config)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, DataError, OptionError
+from ..errors import CheckpointError, DataError, OptionError, first_line
 from .pieces import pieces_of_file_or_hub, pieces_of_text
 from .runner import evaluating
 from .text import Text, read_text
@@ -205,14 +205,33 @@ def encode(text: Text, source) -> Tensor:
 
 
 def _tokenised(text: str, source, **options) -> Tensor:
-    ids = source.tokenizer(text, return_tensors="pt", verbose=False, **options).input_ids[0]
+    return tokenised(source.tokenizer, text, source.name, source.text_config.vocab_size, **options)
+
+
+def tokenised(tokenizer, text: str, name: str, vocabulary: int, **options) -> Tensor:
+    """``(n,)`` int64 token ids.
+
+    Args:
+        name: of the model, for messages.
+        options: of the tokenizer's call.
+
+    Raises:
+        CheckpointError: the tokenizer cannot be used, or makes nothing of a text.
+        DataError: it gives ids that the embedding does not have.
+    """
+    try:
+        ids = tokenizer(text, return_tensors="pt", verbose=False, **options).input_ids[0].long()
+    except (TypeError, ValueError, AttributeError, KeyError) as error:  # settings that are no settings
+        raise CheckpointError(
+            f"the tokenizer of {name} cannot be used ({first_line(error)}); put its own tokenizer files beside the weights"
+        ) from error
     if text.strip() and not ids.numel():
         raise CheckpointError(
-            f"the tokenizer of {source.name} makes no tokens of a text of {len(text)} characters; put its own tokenizer files "
-            "beside the weights"
+            f"the tokenizer of {name} makes no tokens of a text of {len(text)} characters; put its own tokenizer files beside "
+            "the weights"
         )
-    check_vocabulary(ids.long(), source.text_config.vocab_size)
-    return ids.long()
+    check_vocabulary(ids, vocabulary)
+    return ids
 
 
 def check_fits(ids: Tensor, source) -> None:

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import torch
 
+from ..calibration.tokens import tokenised
 from ..checkpoint.load import load_model, load_tokenizer
-from ..errors import DataError, OptionError
+from ..errors import CheckpointError, DataError, OptionError, first_line
 
 __all__ = ["continue_text", "generate_text"]
 
@@ -24,14 +25,15 @@ def continue_text(
     Raises:
         OptionError: ``max_new_tokens`` below 1, or more than the model's context has room for; or a negative temperature.
         DataError: the prompt has no tokens.
+        CheckpointError: the model's generation settings are damaged.
     """
     if max_new_tokens < 1 or temperature < 0:
         raise OptionError(f"max-new-tokens must be >= 1 and temperature >= 0, got {max_new_tokens} and {temperature}")
-    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
-    if inputs.input_ids.shape[1] == 0:
+    config = model.config.get_text_config()
+    ids = tokenised(tokenizer, prompt, type(model).__name__, config.vocab_size)[None].to(model.device)
+    length, positions = ids.shape[1], getattr(config, "max_position_embeddings", None)
+    if length == 0:
         raise DataError("the prompt is empty; give some text to continue")
-    length = inputs.input_ids.shape[1]
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions and length + max_new_tokens > positions:
         raise OptionError(
             f"{length} tokens of prompt and {max_new_tokens} new ones are more than the model's context of {positions}; use a "
@@ -42,11 +44,17 @@ def continue_text(
     devices = [] if model.device.type == "cpu" else [model.device]
     with torch.random.fork_rng(devices, device_type=model.device.type):  # the caller's random state is not ours
         torch.manual_seed(seed)
-        ids = model.generate(
-            input_ids=inputs.input_ids,
-            attention_mask=inputs.attention_mask,
-            max_new_tokens=max_new_tokens,
-            pad_token_id=pad,
-            **sampling,
-        )
+        try:
+            ids = model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=max_new_tokens,
+                pad_token_id=pad,
+                **sampling,
+            )
+        except (TypeError, ValueError) as error:  # what transformers raises for settings that are no settings
+            raise CheckpointError(
+                f"the model cannot generate with its settings ({first_line(error)}); correct or remove its "
+                "generation_config.json"
+            ) from error
     return tokenizer.decode(ids[0, length:], skip_special_tokens=True)

@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 
 from ..calibration.text import read_text
-from ..calibration.tokens import check_vocabulary
+from ..calibration.tokens import tokenised
 from ..checkpoint.load import load_model, load_tokenizer
 from ..errors import OptionError
 from .perplexity import perplexity, windows_of
@@ -43,6 +43,5 @@ def evaluate_text(
     calibrated_on = (getattr(getattr(network, "hf_quantizer", None), "quantization_config", None)) or None
     if getattr(calibrated_on, "fields", {}).get("calibration", {}).get("origin") == source.origin:
         log.warning("warning: %s was calibrated on this very text (%s); its perplexity here is too good", model, text)
-    ids = load_tokenizer(model)(source.joined(), return_tensors="pt", verbose=False).input_ids[0]
-    check_vocabulary(ids, config.vocab_size)
+    ids = tokenised(load_tokenizer(model), source.joined(), str(model), config.vocab_size)
     return {"model": str(model), "text": text, **perplexity(network, windows_of(ids, length, limit))}
