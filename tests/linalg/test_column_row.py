@@ -42,6 +42,14 @@ def test_an_energy_that_lost_its_sign_in_rounding_scores_zero():
     assert unit_scores(C_q, C_k).tolist() == [1.0, 0.0]
 
 
+def test_heads_are_paired_up_one_by_one():
+    scores = torch.rand(3, 2, 8, generator=torch.Generator().manual_seed(0), dtype=F64)
+    together = pair_up(scores, 4)
+    for i, j in itertools.product(range(3), range(2)):
+        for ours, alone in zip(together, pair_up(scores[i, j], 4), strict=True):
+            assert torch.equal(ours[i, j], alone)
+
+
 @settings(max_examples=50, deadline=None)
 @given(SEEDS, st.sampled_from([0, 2, 4, 6, 8]), st.sampled_from([2, 4, 6, 8]))
 def test_rotary_partners_stay_together_and_nothing_is_kept_twice(seed, rotary, rank):

@@ -109,7 +109,7 @@ def eliminate_groups(M: Tensor, drop: int, sizes: Tensor | None = None) -> Tenso
     Cost: O(n drop) a head and O(n^2) a round of exchanges, times the ways to make up ``drop``; heads together, one
     synchronisation a round.
     """
-    sizes = torch.ones(M.shape[-1], dtype=torch.long) if sizes is None else sizes
+    sizes = torch.ones(M.shape[-1], dtype=torch.long, device="cpu") if sizes is None else sizes
     ones, twos = (int((sizes == size).sum()) for size in (1, 2))
     # Every way to make up `drop`: how many single dimensions, how many pairs.
     quotas = [

@@ -179,7 +179,7 @@ def _triangular(B: Tensor, A: Tensor):
     R = packed.shape[1]
     lower = packed.tril(-1)
     lower.diagonal().fill_(1)
-    rows = row_order(swaps, len(packed)).to(B.device)
+    rows = row_order(swaps, len(packed))
     return lower, (packed[:R].triu() @ upper).triu(), columns, rows, 1.0
 
 

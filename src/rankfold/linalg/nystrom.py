@@ -195,7 +195,7 @@ def _bounds(
 def _spectral_norm(A: Tensor, steps: int = 30) -> float:
     """Upper bound, nearly always, on the largest eigenvalue of a PSD matrix: power iteration from a random vector, over
     its expected relative error 0.871 ln N / (steps - 1) (Kuczynski and Wozniakowski 1992), which needs no gap."""
-    x = torch.randn(len(A), generator=torch.Generator().manual_seed(0), dtype=A.dtype).to(A.device)
+    x = torch.randn(len(A), generator=torch.Generator().manual_seed(0), dtype=A.dtype, device="cpu").to(A.device)
     for _ in range(steps):
         x = A @ (x / x.norm().clamp_min(torch.finfo(A.dtype).tiny))
     return x.norm().item() / (1 - 0.871 * math.log(len(A)) / (steps - 1))

@@ -32,7 +32,7 @@ def pivot_columns(Q: Tensor, candidates: int | None = None) -> Tensor:
     Cost: O(R^2 N).
     """
     _, swaps, _ = torch.linalg.lu_factor_ex(Q[:, :candidates].T)
-    return row_order(swaps, Q[:, :candidates].shape[1])[: Q.shape[0]].to(Q.device)
+    return row_order(swaps, Q[:, :candidates].shape[1])[: Q.shape[0]]
 
 
 def row_order(swaps: Tensor, size: int) -> Tensor:
@@ -40,7 +40,7 @@ def row_order(swaps: Tensor, size: int) -> Tensor:
     rows = list(range(size))
     for i, j in enumerate(swaps.tolist()):
         rows[i], rows[j - 1] = rows[j - 1], rows[i]
-    return torch.tensor(rows)
+    return torch.tensor(rows, device=swaps.device)
 
 
 def split_pivots(pivots: Tensor, size: int) -> Tensor:

@@ -1,0 +1,242 @@
+"""`make mutants`: change the source in one small place at a time; do the tests notice?
+
+mutmut makes the mutants (`+` becomes `-`, an argument becomes None, …) and runs, for each, those tests out of `PROTECTED`
+that reach the changed function. It works in a temporary copy; the checkout is only read. Of each file `--most` mutants are
+drawn, always the same ones. The record holds every finished file: a killed run goes on with the same command, and a file
+is done again when it, or a test that protects it, has changed. Why a survivor may stay: `survivors.toml`.
+
+What is not tried: texts of errors (tests look for their facts with match=, their wording is free), annotations, docstrings,
+decorated functions, and what is outside of functions.
+"""
+
+import ast
+import hashlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from difflib import ndiff
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+from mutmut.mutation.file_mutation import mutate_file_contents
+from mutmut.stats import status_by_exit_code
+from mutmut.utils.format_utils import get_mutant_name, orig_function_and_class_names_from_key
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "benchmarks"))  # the record is written like all others
+import common  # noqa: E402
+
+SOURCE = Path("src/rankfold")
+SEED = 0
+CONTRACTS = "tests/contracts/test_"
+LATENT = [f"{CONTRACTS}{name}.py" for name in ("latentllm_errors", "latentllm", "options_matter")] + ["tests/methods"]
+# Files -> the tests that should protect them, and which of these (-k): all families would take hours.
+PROTECTED = {
+    "linalg/*.py": (["tests/linalg"], ""),
+    "calibration/*.py": (["tests/calibration"], ""),
+    "allocation/*.py": (["tests/allocation/test_ranks.py", "tests/allocation/test_influence.py"], ""),
+    "methods/modegpt/*.py": (
+        [f"{CONTRACTS}modegpt_truth.py", f"{CONTRACTS}grouped_queries.py", "tests/methods"],
+        "not truth or llama or phi or opt",
+    ),
+    "methods/latentllm/*.py": (LATENT, "errors or matter or methods or llama or opt"),
+    "methods/*.py": (LATENT, "errors or matter or methods or llama or opt"),
+}
+# Seconds until a mutant counts as endless: (what its tests took + CONSTANT) * MULTIPLIER. Fixtures are in the constant.
+MULTIPLIER, CONSTANT = 3, 5
+SPINNER = tuple("⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏")
+SURVIVED = {"survived", "no tests"}
+DEFINITIONS = {
+    "mutants": "how many mutmut makes of the file, without those that only change the text of an error",
+    "tried": "how many of them were run: a sample drawn with a fixed seed",
+    "killed": "a test failed",
+    "timed out": "the tests took several times as long as they should: an endless loop, mostly",
+    "survived": "all tests passed, or no test reaches the function",
+    "score": "(killed + timed out) / tried",
+}
+
+
+class Mutant(NamedTuple):
+    """One change of one function."""
+
+    function: str
+    old: str  # the lines that change, as one
+    new: str
+
+
+class Target(NamedTuple):
+    """A file, and what should notice when it changes."""
+
+    path: Path  # relative to the root of the tree
+    tests: tuple[str, ...]
+    only: str  # pytest's -k
+
+    @property
+    def name(self) -> str:
+        return str(self.path.relative_to(SOURCE))
+
+    def digest(self, root: Path) -> str:
+        """Of the file and its tests; a row with another one is out of date."""
+        files = [self.path, *(f for test in self.tests for f in python_files(root, test))]
+        return hashlib.sha256(b"".join((root / f).read_bytes() for f in files)).hexdigest()[:16]
+
+
+def main() -> None:
+    parser = common.arguments(__doc__, "mutants")
+    parser.add_argument("--most", type=int, default=8, metavar="N", help="mutants per file; 0: all (default: 8)")
+    parser.add_argument("--only", metavar="FILE", help="this file only, like linalg/psd.py")
+    args = parser.parse_args()
+    os.chdir(ROOT)
+    wanted = [t for t in targets() if args.only in (None, t.name)]
+    if not wanted:
+        parser.error(f"{args.only} is none of {', '.join(t.name for t in targets())}")
+    config = {"most": args.most, "seed": SEED, "mutmut": version("mutmut")}
+    record = common.Record(args.json, config, DEFINITIONS, resume=True)
+    groups = defaultdict(list)  # files with the same tests share a copy, in which mutmut keeps what it knows of these
+    for target in wanted:
+        if not any(row["name"] == target.name and row["digest"] == target.digest(ROOT) for row in record.value["rows"]):
+            groups[target.tests, target.only].append(target)
+    for group in groups.values():
+        with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+            copy_tree(Path(folder), group)
+            for target in group:
+                try_file(target, Path(folder), args.most, record)
+
+
+def python_files(root: Path, test: str) -> list[Path]:
+    """A file, or all of a folder, relative to ``root``."""
+    path = root / test
+    return [f.relative_to(root) for f in sorted(path.rglob("*.py"))] if path.is_dir() else [Path(test)]
+
+
+def targets() -> Iterator[Target]:
+    for pattern, (tests, only) in PROTECTED.items():
+        for path in sorted(SOURCE.glob(pattern)):
+            if "def " in path.read_text(encoding="utf-8"):
+                yield Target(path, tuple(tests), only)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What mutmut makes of a file
+
+
+def mutants(path: Path) -> dict[str, Mutant]:
+    """mutmut's name -> mutant, in the order of the file."""
+    made = mutate_file_contents(str(path), path.read_text(encoding="utf-8"))
+    lines = made.code.splitlines(keepends=True)
+    sources = {name: "".join(lines[s.start - 1 : s.end]) for name, s in made.line_span_by_function_name.items()}
+    found = {}
+    for name in made.mutant_names:
+        before = sources[name.rpartition("_")[0] + "_orig"].replace("__mutmut_orig", "", 1)
+        after = sources[name].replace(name, name.partition("__mutmut")[0], 1)
+        if wordless(before) != wordless(after):
+            full = get_mutant_name(path, name)
+            function, owner = orig_function_and_class_names_from_key(full)
+            found[full] = Mutant(f"{owner}.{function}" if owner else function, *change(before, after))
+    return found
+
+
+class Wordless(ast.NodeTransformer):
+    def visit_Raise(self, node: ast.Raise) -> ast.Raise:
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Constant) and isinstance(inner.value, str):
+                inner.value = ""
+        return node
+
+
+def wordless(function: str) -> str:
+    """A function without the texts of its errors, to compare."""
+    function = function.lstrip("\n")
+    return ast.dump(Wordless().visit(ast.parse("class _:\n" + function if function[0] == " " else function)))
+
+
+def change(before: str, after: str) -> tuple[str, str]:
+    """The lines that differ, made one."""
+    lines = list(ndiff(before.splitlines(), after.splitlines()))
+    return tuple(" ".join(line[2:].strip() for line in lines if line[0] == sign) for sign in "-+")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Running them
+
+
+def copy_tree(folder: Path, group: list[Target]) -> None:
+    """What tests read, and mutmut's settings."""
+    for name in ("src", "tests"):
+        shutil.copytree(name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        (folder / "mutants" / name).mkdir(parents=True)  # what of PYTHONPATH is not there when Python starts stays so
+    settings = {
+        "source_paths": ["src"],
+        "only_mutate": [str(target.path) for target in group],
+        "pytest_add_cli_args_test_selection": list(group[0].tests),
+        "pytest_add_cli_args": ["-p", "no:cacheprovider", *(["-k", group[0].only] if group[0].only else [])],
+        "timeout_multiplier": MULTIPLIER,
+        "timeout_constant": CONSTANT,
+    }
+    lines = [f"{key} = {json.dumps(value)}" for key, value in settings.items()]  # JSON's lists and strings are TOML's
+    project = Path("pyproject.toml").read_text(encoding="utf-8")
+    (folder / "pyproject.toml").write_text("\n".join([project, "[tool.mutmut]", *lines, ""]), encoding="utf-8")
+
+
+def try_file(target: Target, folder: Path, most: int, record: common.Record) -> None:
+    everything = mutants(target.path)
+    names = list(everything)
+    if most:
+        names = random.Random(f"{SEED} {target.name}").sample(names, min(most, len(names)))
+    results = run(names, target, folder)
+    count = Counter(results.values())
+    record.drop(target.name)
+    record.add(
+        target.name,
+        mutants=len(everything),
+        tried=len(names),
+        killed=count["killed"],
+        **{kind.replace(" ", "_"): found(kind, results, everything) for kind in ("timed out", "survived")},
+        tests=[*target.tests, *(["-k", target.only] if target.only else [])],
+        digest=target.digest(folder),  # the checkout may have moved on
+    )
+    common.say(f"{target.name}: {dict(count)} of {len(everything)}")
+
+
+def found(kind: str, results: dict[str, str], everything: dict[str, Mutant]) -> list[dict]:
+    return [everything[name]._asdict() for name in everything if results.get(name) == kind]
+
+
+def run(names: list[str], target: Target, folder: Path) -> dict[str, str]:
+    """Name -> what became of it."""
+    paths = [str(folder / "mutants" / name) for name in ("src", "tests")]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",  # mutmut forks after torch has run; more threads deadlock in the child
+        "MKL_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(paths),  # for tests that start processes
+        "PYTHONHASHSEED": "0",
+    }
+    program = Path(sys.executable).with_name("mutmut")
+    call = [program, "run", "--max-children", "1", *names]
+    done = subprocess.run(call, cwd=folder, env=environment, capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        said = [line for line in (done.stdout + done.stderr).splitlines() if not line.startswith(SPINNER)]
+        sys.exit("\n".join([f"{target.name}: mutmut ended with {done.returncode}", *said[-60:]]))
+    codes = json.loads((folder / "mutants" / f"{target.path}.meta").read_text(encoding="utf-8"))["exit_code_by_key"]
+    return {name: outcome(codes[name]) for name in names}
+
+
+def outcome(code: int | None) -> str:
+    if code is None:
+        sys.exit("mutmut left a mutant out; run again")
+    status = status_by_exit_code[code]
+    if status in SURVIVED:
+        return "survived"
+    return "timed out" if status == "timeout" or code == -9 else "killed"  # -9: beyond its limit of CPU time
+
+
+if __name__ == "__main__":
+    main()
