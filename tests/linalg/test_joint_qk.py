@@ -92,6 +92,20 @@ def test_alternations_end_when_the_error_has_settled():
     assert len(joint_qk(W_q, W_k, P, ranks=(3, 3), alternations=1).loss_history) == 1
 
 
+@pytest.mark.parametrize("K", [4, 2])
+def test_each_side_is_the_best_for_the_other_with_the_means(K):
+    """Eq. 75 and 77 written out: the rows span the top eigenvectors of what the other side and its mean let through."""
+    L, R = heads(H, h, d), heads(K, h, d, seed=7)
+    means = 3 * heads(1, H, h, seed=8)[0], 3 * heads(1, K, h, seed=9)[0]
+    A_l, A_r, _ = pair_tucker(L, R, ranks=(4, 3), means=means, alternations=500)
+    wide, wide_mean = (x.repeat_interleave(H // K, 0) for x in (R, means[1]))
+    for A, ours, other, mean, kept in ((A_l, L, wide, wide_mean, A_r), (A_r, wide, L, means[0], A_l)):
+        through = torch.cat([other @ kept.T, mean[..., None]], 2)  # (H, h, r + 1)
+        M = (ours.mT @ through @ through.mT @ ours).sum(0)
+        best = torch.linalg.eigvalsh(M)[-len(A) :].sum()
+        torch.testing.assert_close((A @ M @ A.T).trace(), best, rtol=1e-5, atol=0)
+
+
 def test_top_is_the_svd_of_the_rows_from_either_side():
     for M in (heads(4, 3, 12), heads(2, 3, 12), heads(8, 3, 12)):
         S = M @ M.mT

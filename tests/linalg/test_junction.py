@@ -14,7 +14,7 @@ from rankfold.linalg.junction import (
     stored_numbers,
 )
 from rankfold.linalg.lowrank import low_rank
-from rankfold.linalg.pivots import pivot_columns
+from rankfold.linalg.pivots import eliminate, pivot_columns
 from rankfold.linalg.preconditioner import preconditioner
 
 
@@ -175,6 +175,14 @@ def test_an_ill_conditioned_block_is_refused_with_an_alternative():
         apply_junction(B, A, "block_identity_left", limit=1.0)
     with pytest.raises(torch.linalg.LinAlgError, match=r"key head 0.*condition number.*use no per-head junction"):
         head_block_identity(heads(2, 3, 5), heads(2, 3, 6), limit=1.0)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, r"1\.0e\+08"), (torch.float32, r"3\.0e\+03")])
+def test_a_singular_block_is_refused(dtype, limit):
+    Q, order = torch.eye(2, 4, dtype=dtype), torch.tensor([0, 2, 1, 3])
+    message = f"^that: the 2 x 2 block has condition number inf, the limit is {limit}; use another"
+    with pytest.raises(torch.linalg.LinAlgError, match=message):
+        eliminate(Q, order, None, "that", "another")
 
 
 @pytest.mark.parametrize("H, K", [(4, 4), (4, 2), (3, 1)])

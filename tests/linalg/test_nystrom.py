@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from modegpt_problems import MLP, mlp
 from problems import KINDS
 
-from rankfold.linalg.nystrom import SELECTIONS, nystrom
+from rankfold.linalg.nystrom import SELECTIONS, _refit, nystrom
 
 F64 = torch.float64
 
@@ -319,6 +319,7 @@ def test_scores_stay_in_range_where_the_moment_is_indefinite_within_the_ridge(be
         (lambda p: nystrom(p.W, p.C / 0, rank=3), "C has non-finite entries; were the activations accumulated in fp16"),
         (lambda p: nystrom(p.W, p.C, rank=3, ridge=0.0), "ridge must be > 0, got 0.0"),
         (lambda p: nystrom(p.W, p.C, rank=3, ridge=-1.0), "ridge must be > 0, got -1.0"),
+        (lambda p: nystrom(p.W, -p.C, rank=3), r"must be positive, got -.*; the units never fire, or ridge is 0"),
         (lambda p: nystrom(p.W, p.C, rank=3, select="norm"), "select must be one of elimination, leverage, got 'norm'"),
     ],
 )
@@ -330,5 +331,14 @@ def test_errors_say_what_to_fix(call, message):
 def test_a_ridge_below_rounding_is_refused_with_a_remedy():
     """Even clamped, a damping of 1e-30 times the largest eigenvalue leaves nothing positive to factorise."""
     C = mlp("low_rank").C
-    with pytest.raises(torch.linalg.LinAlgError, match=r"\(12, 12\) is not positive definite; raise the ridge"):
+    with pytest.raises(
+        torch.linalg.LinAlgError, match=r"^C \+ lam I \(12, 12\) is not positive definite; raise the ridge"
+    ):
         nystrom(mlp("low_rank").W, C, rank=8, ridge=1e-30)
+
+
+def test_kept_units_that_cannot_be_solved_for_are_refused():
+    keep, dropped = torch.tensor([0, 2]), torch.tensor([False, True, False, True])
+    message = r"^the block of the kept units \(2, 2\) is not positive definite; raise the ridge"
+    with pytest.raises(torch.linalg.LinAlgError, match=message):
+        _refit(torch.ones(3, 4), -torch.eye(4), keep, dropped, 0.5)

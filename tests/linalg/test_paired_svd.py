@@ -55,6 +55,11 @@ def test_error_is_the_error_measured_on_the_raw_inputs(kind, rank, heads):
     assert out.relative_error == pytest.approx((p.measured(new_v, new_o) / power) ** 0.5, rel=1e-4, abs=1e-5)
 
 
+def test_values_that_are_always_zero_need_nothing():
+    out = paired_svd(torch.zeros(6, 6, dtype=F64), value_output("gaussian").B, rank=2)
+    assert not out.down.any() and not out.up.any() and out.error == 0 and out.relative_error == 0
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 5), st.sampled_from([1, 3]), st.sampled_from([1e-3, 0.1, 3.0]))
 def test_no_perturbed_pair_of_the_same_rank_does_better(seed, rank, heads, size):
