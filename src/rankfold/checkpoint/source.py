@@ -255,5 +255,8 @@ def _read_generation_config(folder: Path) -> GenerationConfig:
 
 
 def _empty(config, dtype: torch.dtype):
-    with init_empty_weights(include_buffers=False):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    try:
+        with init_empty_weights(include_buffers=False):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    except Exception as error:  # settings that no model can be built from end in whatever type meets them first
+        raise CheckpointError(f"config.json describes no model that can be built ({first_line(error)})") from error
