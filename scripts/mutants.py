@@ -6,7 +6,7 @@ drawn, always the same ones. The record holds every finished file: a killed run 
 is done again when it, or a test that protects it, has changed. Why a survivor may stay: `survivors.toml`.
 
 What is not tried: texts of errors (tests look for their facts with match=, their wording is free), annotations, docstrings,
-decorated functions, and what is outside of functions.
+properties and other decorated functions than those under ``torch.no_grad()``, and what is outside of functions.
 """
 
 import ast
@@ -28,6 +28,7 @@ from typing import NamedTuple
 from mutmut.mutation.file_mutation import mutate_file_contents
 from mutmut.stats import status_by_exit_code
 from mutmut.utils.format_utils import get_mutant_name, orig_function_and_class_names_from_key
+from mutmut_here import overlook_no_grad
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "benchmarks"))  # the record is written like all others
@@ -94,6 +95,7 @@ def main() -> None:
     parser.add_argument("--only", metavar="FILE", help="this file only, like linalg/psd.py")
     args = parser.parse_args()
     os.chdir(ROOT)
+    overlook_no_grad()
     wanted = [t for t in targets() if args.only in (None, t.name)]
     if not wanted:
         parser.error(f"{args.only} is none of {', '.join(t.name for t in targets())}")
@@ -187,6 +189,8 @@ def copy_tree(folder: Path, group: list[Target]) -> None:
 
 def try_file(target: Target, folder: Path, most: int, record: common.Record) -> None:
     everything = mutants(target.path)
+    if not everything:
+        return
     names = list(everything)
     if most:
         names = random.Random(f"{SEED} {target.name}").sample(names, min(most, len(names)))
@@ -219,8 +223,7 @@ def run(names: list[str], target: Target, folder: Path) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(paths),  # for tests that start processes
         "PYTHONHASHSEED": "0",
     }
-    program = Path(sys.executable).with_name("mutmut")
-    call = [program, "run", "--max-children", "1", *names]
+    call = [sys.executable, ROOT / "scripts" / "mutmut_here.py", "run", "--max-children", "1", *names]
     done = subprocess.run(call, cwd=folder, env=environment, capture_output=True, text=True, errors="replace")
     if done.returncode:
         said = [line for line in (done.stdout + done.stderr).splitlines() if not line.startswith(SPINNER)]
