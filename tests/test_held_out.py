@@ -10,10 +10,9 @@ import torch
 
 import rankfold
 from families import CONFIGS, opened, some_ids, tokens
-from rankfold import MoDeGPT, Tokens, make_method
+from rankfold import MoDeGPT, Tokens, make_method, pipeline
 from rankfold.calibration.runner import advance, measure, start
 from rankfold.held_out import explained_ratio
-from rankfold.methods import base as methods
 from rankfold.methods.modegpt import mlp
 
 MODES = ("sequential", "one-pass")
@@ -32,17 +31,14 @@ def method_for(family: str, **options) -> MoDeGPT:
 def watched(monkeypatch):
     """Reports of every block as the run made them."""
     seen = []
-    plain = methods.BlockResult
+    decompose = pipeline._decompose
 
-    from rankfold import held_out
-
-    judge = held_out.HeldOut.judge
-
-    def spy(self, view, result: plain, statistics):
-        judge(self, view, result, statistics)
+    def spy(stage, view, *rest):
+        result = decompose(stage, view, *rest)
         seen.append((view.index, result))
+        return result
 
-    monkeypatch.setattr(held_out.HeldOut, "judge", spy)
+    monkeypatch.setattr(pipeline, "_decompose", spy)
     return seen
 
 

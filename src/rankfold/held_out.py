@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from .architectures import BlockView
-from .calibration.runner import advance, logits, measure, start
+from .calibration.moments import BlockMoments
+from .calibration.runner import advance, logits, start
+from .calibration.streams import Streams
+from .calibration.supply import FromDense, FromStreams
 from .checkpoint.source import Source
-from .methods import BlockResult
 
 __all__ = ["HeldOut", "NothingHeldOut", "explained_ratio"]
 
@@ -45,24 +47,22 @@ class HeldOut:
     def __init__(self, source: Source, ids: Tensor, *, sequential: bool):
         self.source, self.ids, self.sequential = source, ids, sequential
         self.dense, self.small = (start(source, ids, autocast=source.autocast) for _ in range(2))
+        self.supply = FromStreams(Streams(self.small, self.dense)) if sequential else FromDense(self.dense)
         self.drift: list[float] = []  # of the compressed from the dense stream, behind every block
 
-    def judge(self, view: BlockView, result: BlockResult, statistics: set[str]) -> None:
-        """Add the error on the held-out windows to the report of every module; ``view`` is still dense."""
-        if result.errors:
-            stream = self.small if self.sequential else self.dense
-            moments = measure(view, stream, statistics, step=False)
-            for module, error in result.errors.items():
-                result.reports[module]["held_out_error"] = error(moments)
-        self.skip(view)
+    def enter(self, view: BlockView, *, skip: bool) -> None:
+        """Go through the dense block; ``skip``: nobody will measure it."""
+        self.supply.enter(view, skip=skip)
 
-    def skip(self, view: BlockView) -> None:
-        """Go through a dense block."""
-        advance(view, self.dense)
+    def measure(self, view: BlockView, statistics: set[str]) -> BlockMoments:
+        """Moments of the block as it is now, on the held-out windows."""
+        return self.supply.take(view, statistics)
 
     def follow(self, view: BlockView) -> None:
         """Go through the compressed block in its place."""
-        advance(view, self.small)
+        self.supply.follow(view)
+        if not self.sequential:
+            advance(view, self.small)
         self.drift.append(_drift(self.dense.hidden, self.small.hidden))
 
     def finish(self, sparsity: float) -> dict:
@@ -109,11 +109,11 @@ class HeldOut:
 class NothingHeldOut:
     """Where all windows are fitted to: says nothing."""
 
-    def judge(self, view, result, statistics) -> None:
+    def enter(self, view, *, skip: bool) -> None:
         pass
 
-    def skip(self, view) -> None:
-        pass
+    def measure(self, view, statistics) -> None:
+        return None
 
     def follow(self, view) -> None:
         pass

@@ -9,6 +9,7 @@ Every step that knows a model family, a method or a file format lives elsewhere.
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,21 +18,23 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .calibration.observers import STATISTICS
+from .calibration.observers import OF_ONE_STREAM, STATISTICS
 from .calibration.runner import advance, measure, start
 from .calibration.store import MomentStore
-from .calibration.supply import FromStore, FromStream
+from .calibration.streams import Streams
+from .calibration.supply import FromDense, FromStore, FromStreams
 from .calibration.tokens import Tokens, check_fits, say_if_few
 from .checkpoint.reading import BlockReader
 from .checkpoint.run import Run, compressed_config
 from .checkpoint.source import Source
 from .destination import InFolder, InMemory
+from .effects import Costs, measure_costs, read_costs, write_costs
 from .errors import NumericsError, OptionError
 from .files import check_output
 from .held_out import HeldOut, NothingHeldOut
 from .memory import release_memory
-from .methods import BlockResult, Method
-from .planning import allocate_ranks, build_plan, of_block
+from .methods import BlockResult, Method, Stage
+from .planning import allocate_ranks, build_plan, of_block, shares
 from .progress import track
 from .replacing import replace
 from .report.card import model_card, reproduce_command
@@ -60,7 +63,7 @@ def calibrate(
         NumericsError: a weight or activation is NaN or infinite.
         CheckpointError: ``output`` holds something else, or another process writes it.
     """
-    statistics = _available(source, statistics or set(STATISTICS))
+    statistics = _available(source, statistics or set(OF_ONE_STREAM))
     identity = moments_identity(source, tokens, statistics)
     with MomentStore.filling(identity, Path(output) if output else None, tokens.held_out) as store:
         missing = store.missing(len(source))
@@ -81,23 +84,26 @@ def _measure_all(source: Source, tokens: Tokens, statistics: set[str], store: Mo
         release_memory()
 
 
-def plan(source: Source, method: Method, moments: MomentStore | None = None) -> Plan:
+def plan(source: Source, method: Method, moments: MomentStore | None = None, tokens: Tokens | None = None) -> Plan:
     """What :func:`compress` would do: ranks, counts, cache, memory, and with moments the error of every module.
 
     Args:
         source: an open model.
         method: what to do.
         moments: of the dense model; needed by the influence allocations and for predicted errors.
+        tokens: calibration windows; needed by the measured allocation.
     """
-    scores = _scores(moments, len(source)) if method.allocation != "uniform" else None
-    allocated = allocate_ranks(source, method, scores)
+    allocated = allocate_ranks(source, method, _scores(source, method, moments, tokens))
     errors = {}
     if moments is not None:
         moments.check(source, _statistics(source, method))
         for index in track(range(len(source)), "predicting"):
-            result = _decompose(method, source.block(index), dict(moments[index]), of_block(allocated.ranks, index))
+            view = source.block(index)
+            (stage,) = method.stages(view, of_block(allocated.ranks, index))
+            result = _decompose(stage, view, dict(moments[index]))
             errors |= {(index, module): report["relative_error"] for module, report in result.reports.items()}
-    return build_plan(source, method, allocated, errors, moments.identity["tokens"] if moments else None)
+    calibration = tokens.describe() if tokens else moments.identity["tokens"] if moments else None
+    return build_plan(source, method, allocated, errors, calibration)
 
 
 def compress(
@@ -128,7 +134,7 @@ def compress(
     Raises:
         OptionError, UnsupportedModelError, NumericsError, CheckpointError: with one line saying what to do.
     """
-    mode = _check(tokens, moments, mode, output)
+    mode = _check(method, tokens, moments, mode, output)
     begin = time.perf_counter()
     calibration = tokens.describe() if tokens else moments.identity["tokens"]
     held_out = tokens.held_out if tokens else moments.held_out
@@ -147,7 +153,7 @@ def compress(
             source,
             method,
             BlockReader(source),
-            _supply(source, tokens, moments, mode),
+            _supply(source, method, tokens, moments, mode),
             _watch(source, held_out, mode),
             _into(source, run),
         )
@@ -180,15 +186,18 @@ class _Work(NamedTuple):
     source: Source
     method: Method
     read: BlockReader
-    supply: FromStore | FromStream  # where its moments come from
+    supply: FromStore | FromDense | FromStreams  # where its moments come from
     watch: HeldOut | NothingHeldOut  # what looks at the result on text that was not fitted
     into: InMemory | InFolder  # where it goes
 
 
-def _supply(source: Source, tokens: Tokens | None, moments: MomentStore | None, mode: str) -> FromStore | FromStream:
+def _supply(source: Source, method: Method, tokens, moments, mode: str) -> FromStore | FromDense | FromStreams:
     if moments is not None:
         return FromStore(moments)
-    return FromStream(_start(source, tokens), sequential=mode == "sequential")
+    if mode == "one-pass":
+        return FromDense(_start(source, tokens))
+    two = any(STATISTICS[name].two_streams for name in _statistics(source, method))
+    return FromStreams(Streams(_start(source, tokens), _start(source, tokens) if two else None))
 
 
 def _watch(source: Source, held_out, mode: str) -> HeldOut | NothingHeldOut:
@@ -202,7 +211,7 @@ def _into(source: Source, run: Run | None) -> InMemory | InFolder:
     return InFolder(source, run) if run else InMemory(source)
 
 
-def _check(tokens, moments, mode: str, output) -> str:
+def _check(method: Method, tokens, moments, mode: str, output) -> str:
     """The mode, once everything that can be checked without the model is."""
     if mode not in ("sequential", "one-pass"):
         raise OptionError(f"mode must be sequential or one-pass, got {mode!r}")
@@ -210,7 +219,13 @@ def _check(tokens, moments, mode: str, output) -> str:
         raise OptionError("give either calibration tokens or moments, not both and not neither")
     if output is not None:
         check_output(Path(output))
-    return "one-pass" if moments is not None else mode
+    mode = "one-pass" if moments is not None else mode
+    if mode not in method.modes:
+        raise OptionError(
+            f"method {method.name} measures every block on what the compressed ones before it send, so it takes text and mode "
+            f"{method.modes[0]}, not moments or mode {mode}; or use --method modegpt"
+        )
+    return mode
 
 
 def _dense_pass(source: Source, method: Method, tokens, moments, mode: str, run: Run | None):
@@ -221,14 +236,31 @@ def _dense_pass(source: Source, method: Method, tokens, moments, mode: str, run:
     if method.allocation == "uniform" and moments is None:
         return None, None
     allocate_ranks(source, dataclasses.replace(method, allocation="uniform"))  # what cannot be reached is said at once
+    if method.allocation == "measured":
+        return moments, _scores(source, method, None, tokens, run)
     if moments is None:
         statistics = needed(source, method) if mode == "one-pass" else {"influence"}
         moments = calibrate(source, tokens, run.moments if run else None, statistics=statistics)
-    scores = _scores(moments, len(source)) if method.allocation != "uniform" else None
+    scores = _scores(source, method, moments)
     if mode == "sequential":
         return None, scores
     moments.check(source, _statistics(source, method))
     return moments, scores
+
+
+def _costs(source: Source, method: Method, tokens: Tokens | None, run: Run | None) -> Costs:
+    """What every rank would cost; kept with the run, so that going on finds the same ranks."""
+    if tokens is None:
+        raise OptionError(
+            "a measured allocation compares predictions on text, which moments do not hold; give --calibration, or another "
+            "--allocation"
+        )
+    if run and run.costs.exists():
+        return read_costs(run.costs)
+    found = measure_costs(source, method, tokens, *shares(source, method))
+    if run:
+        write_costs(run.costs, found)
+    return found
 
 
 def _compress_block(work: _Work, index: int, ranks: dict[str, int]) -> BlockResult:
@@ -240,19 +272,16 @@ def _compress_block(work: _Work, index: int, ranks: dict[str, int]) -> BlockResu
     source, method, read, supply, watch, into = work
     view = read(index)
     release_memory()
-    if index in into:
-        supply.skip(view)
-        watch.skip(view)
+    done = index in into
+    for follower in (supply, watch):
+        follower.enter(view, skip=done)
+    if done:
         result = into.load(view)
         replace(view, result, source)
     else:
-        statistics = _statistics(source, method)
-        moments = supply.take(view, statistics)
-        release_memory()
-        result = _decompose(method, view, moments, ranks)
-        del moments
-        watch.judge(view, result, statistics)
-        replace(view, result, source)
+        result = BlockResult({}, {}, {})
+        for stage in method.stages(view, ranks):
+            _run_stage(work, view, stage, result)
         into.keep(view, result)
     release_memory()
     for follower in (into, supply, watch):
@@ -261,11 +290,30 @@ def _compress_block(work: _Work, index: int, ranks: dict[str, int]) -> BlockResu
     return BlockResult({f"{view.path}.{path}": spec for path, spec in result.modules.items()}, {}, result.reports)
 
 
-def _decompose(method: Method, view, moments, ranks: dict[str, int]) -> BlockResult:
+def _run_stage(work: _Work, view, stage: Stage, whole: BlockResult) -> None:
+    """Measure the block as it is, decompose, replace; what came of it is added to ``whole``."""
+    moments = work.supply.take(view, stage.statistics)
+    held_out = functools.cache(
+        lambda: work.watch.measure(view, stage.statistics)
+    )  # when it is needed: moments are large
+    release_memory()
+    result = _decompose(stage, view, moments, held_out)
+    del moments
+    if held_out() is not None:
+        for module, error in result.errors.items():
+            result.reports[module]["held_out_error"] = error(held_out())
+    replace(view, result, work.source)
+    whole.modules.update(result.modules)
+    whole.state.update(result.state)
+    for module, report in result.reports.items():
+        whole.reports.setdefault(module, {}).update(report)
+
+
+def _decompose(stage: Stage, view, moments, held_out=lambda: None) -> BlockResult:
     if view.device.type == "mps":  # no fp64 there; the factors go back to the device when they are installed
         view = view.on_cpu()
     try:
-        return method.decompose(view, moments, ranks)
+        return stage.decompose(view, moments, held_out)
     except (torch.linalg.LinAlgError, ValueError) as error:
         raise NumericsError(f"{view.path}: {error}") from error
 
@@ -291,8 +339,12 @@ def _statistics(source: Source, method: Method) -> set[str]:
     return method.statistics(source.meta_block(0))
 
 
-def _scores(moments: MomentStore | None, blocks: int) -> dict[int, tuple[float, ...]]:
-    """Block -> influence of the block, its attention, its MLP."""
+def _scores(source: Source, method: Method, moments: MomentStore | None, tokens=None, run=None):
+    """What the method's allocation goes by: nothing, costs, or of every block the influence, its attention's, its MLP's."""
+    if method.allocation == "uniform":
+        return None
+    if method.allocation == "measured":
+        return _costs(source, method, tokens, run)
     if moments is None or "influence" not in moments.identity["statistics"]:
         raise OptionError("an influence allocation needs moments with influence scores; run `rankfold calibrate`")
-    return {i: tuple(moments[i]["influence"].mean.tolist()) for i in range(blocks)}
+    return {i: tuple(moments[i]["influence"].mean.tolist()) for i in range(len(source))}

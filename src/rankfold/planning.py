@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from .allocation import allocate, block_weights, tensor_bytes, unique_parameters
+from .allocation import allocate, averages, block_weights, tensor_bytes, unique_parameters
 from .calibration.observers import SAMPLE_ROWS
 from .calibration.runner import advance, batch_tokens, start
 from .checkpoint.source import Source
@@ -14,7 +14,7 @@ from .errors import OptionError
 from .methods import Method, Unit
 from .report.plan import ModulePlan, Plan
 
-__all__ = ["FORWARDS", "allocate_ranks", "build_plan", "of_block", "timed"]
+__all__ = ["FORWARDS", "allocate_ranks", "build_plan", "of_block", "shares", "timed"]
 
 # What a compression costs, in forwards of all blocks over the calibration tokens (docs/results/compression_cost.md).
 FORWARDS = {"sequential": 2.5, "one-pass": 1.7}
@@ -46,6 +46,12 @@ def allocate_ranks(source: Source, method: Method, scores=None) -> Allocated:
     """Ranks under the budget; see :func:`rankfold.allocation.allocate`."""
     units, counted = _units(source, method), _counted(source, method)
     return Allocated(*allocate(units, method, counted, scores), units, counted)
+
+
+def shares(source: Source, method: Method) -> tuple[list[Unit], dict]:
+    """Units of all blocks, and the mean sparsity of the budget each belongs to."""
+    units = _units(source, method)
+    return units, averages(units, method, _counted(source, method))
 
 
 def of_block(ranks: dict[tuple[int, str], int], index: int) -> dict[str, int]:

@@ -1,6 +1,10 @@
 """Replace modules of a block by the smaller ones a method computed."""
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
+from torch import nn
 
 from .architectures import BlockView
 from .checkpoint.run import as_written
@@ -9,7 +13,7 @@ from .errors import NumericsError
 from .methods import BlockResult
 from .modules import build
 
-__all__ = ["replace"]
+__all__ = ["replace", "replaced"]
 
 
 def replace(view: BlockView, result: BlockResult, source: Source) -> None:
@@ -29,6 +33,24 @@ def replace(view: BlockView, result: BlockResult, source: Source) -> None:
         if any(key.split(".")[0] not in adopted for key in missing):
             raise NumericsError(f"{view.path}.{path} was not computed completely: {', '.join(missing)} missing")
         setattr(owner, name, module.to(source.device).eval())
+    for key, tensor in result.state.items():
+        if not any(key.startswith(path + ".") for path in result.modules):  # of a module that an earlier stage replaced
+            owner, _, name = key.rpartition(".")
+            computed = nn.Parameter(_as_computed(tensor, source), requires_grad=False)
+            setattr(view.module.get_submodule(owner), name, computed)
+
+
+@contextlib.contextmanager
+def replaced(view: BlockView, result: BlockResult, source: Source) -> Iterator[None]:
+    """Have the result's modules in the block for a while."""
+    before = {path: view.module.get_submodule(path) for path in result.modules}
+    replace(view, result, source)
+    try:
+        yield
+    finally:
+        for path, module in before.items():
+            parent, _, name = path.rpartition(".")
+            setattr(view.module.get_submodule(parent), name, module)
 
 
 def _as_computed(tensor, source: Source):

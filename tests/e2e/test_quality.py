@@ -14,7 +14,7 @@ import torch
 import rankfold
 from families import ELIMINATION, ONE_SHOT
 from rankfold import LatentLLM, MoDeGPT, make_method
-from rankfold.calibration.supply import FromStream
+from rankfold.calibration.supply import FromStreams
 from trained import (
     MODELS,
     calibration,
@@ -140,9 +140,9 @@ def of_another_block(view, moments, dense):
 def test_wrong_moments_cost_much(subject, make, times, wrong, monkeypatch):
     method = make()
     right, dense = subject.ratio(method), subject.moments
-    take = FromStream.take
+    take = FromStreams.take
     monkeypatch.setattr(
-        FromStream, "take", lambda self, view, statistics: wrong(view, take(self, view, statistics), dense)
+        FromStreams, "take", lambda self, view, statistics: wrong(view, take(self, view, statistics), dense)
     )
     assert subject.measured(method) - 1 > times * (right - 1)
 

@@ -2,13 +2,18 @@
 
 from .counting import block_weights, tensor_bytes, unique_parameters
 from .influence import capped_sparsities, epsilon_for, softmax_sparsities
-from .ranks import allocate, removable
+from .measured import Cost, cheapest, largest_sparsity
+from .ranks import allocate, averages, removable
 
 __all__ = [
+    "Cost",
     "allocate",
+    "averages",
     "block_weights",
     "capped_sparsities",
+    "cheapest",
     "epsilon_for",
+    "largest_sparsity",
     "removable",
     "softmax_sparsities",
     "tensor_bytes",

@@ -1,11 +1,13 @@
 """From a sparsity to integer ranks under an exact budget of weights."""
 
 import math
+from typing import NamedTuple
 
 import torch
 
 from ..errors import OptionError
 from .influence import capped_sparsities, epsilon_for, softmax_sparsities
+from .measured import cheapest
 
 __all__ = ["allocate", "removable"]
 
@@ -24,7 +26,8 @@ def allocate(units, method, counted: int, scores=None) -> tuple[dict[tuple[int, 
         units: the :class:`~rankfold.methods.Unit` of all blocks.
         method: sparsity, allocation, protected blocks (see :class:`~rankfold.methods.Method`).
         counted: weights the sparsity is a fraction of (of the blocks, or of the model).
-        scores: block -> (block, attention, mlp) influence; needed by the influence allocations.
+        scores: block -> (block, attention, mlp) influence, for the influence allocations; (block, module) -> rank -> cost,
+            for the measured one.
 
     Returns:
         ``(ranks by (block, module), facts for the record)``.
@@ -32,22 +35,50 @@ def allocate(units, method, counted: int, scores=None) -> tuple[dict[tuple[int, 
     Raises:
         OptionError: the sparsity cannot be reached; the message says what can.
     """
+    ranks = {(u.block, u.module): u.ranks[-1] for u in units}
+    facts: dict = {"allocation": method.allocation}
+    for budget in _budgets(units, method, counted):
+        own = facts.setdefault(budget.module, {}) if budget.module else facts
+        ranks |= _within(budget, method, scores, own)
+    return ranks, facts
+
+
+def averages(units, method, counted: int) -> dict[tuple[int, str], float]:
+    """``(block, module)`` -> sparsity of all the units that share its budget; of those that lose anything."""
+    return {
+        (u.block, u.module): budget.remove / budget.dense
+        for budget in _budgets(units, method, counted)
+        for u in budget.units
+        if budget.remove
+    }
+
+
+class _Budget(NamedTuple):
+    """Units that lose so many weights together."""
+
+    units: list
+    remove: int
+    what: str  # for messages
+    counted: int  # weights that the sparsity is a fraction of
+    module: str | None = None  # where a module has its own sparsity
+
+    @property
+    def dense(self) -> int:
+        return sum(u.dense for u in self.units)
+
+
+def _budgets(units, method, counted: int) -> list[_Budget]:
     blocks = 1 + max((u.block for u in units), default=0)
     protected = {_block(b, blocks) for b in method.protect}
     free = [u for u in units if u.block not in protected]
-    ranks = {(u.block, u.module): u.ranks[-1] for u in units}
-    facts: dict = {"allocation": method.allocation}
-    if method.own_sparsities:
-        for module, sparsity in method.own_sparsities.items():
-            mine = [u for u in free if u.module == module]
-            counted_here = sum(u.dense for u in units if u.module == module)
-            remove = math.ceil(sparsity * counted_here - 1e-9)
-            own: dict = {}
-            ranks |= _within(mine, method, remove, scores, own, f"sparsity {sparsity} of module {module}", counted_here)
-            facts[module] = own
-        return ranks, facts
-    remove = math.ceil(method.sparsity * counted - 1e-9)
-    return ranks | _within(free, method, remove, scores, facts, f"sparsity {method.sparsity}", counted), facts
+    if not method.own_sparsities:
+        return [_Budget(free, math.ceil(method.sparsity * counted - 1e-9), f"sparsity {method.sparsity}", counted)]
+    found = []
+    for module, sparsity in method.own_sparsities.items():
+        here = sum(u.dense for u in units if u.module == module)
+        mine, remove = [u for u in free if u.module == module], math.ceil(sparsity * here - 1e-9)
+        found.append(_Budget(mine, remove, f"sparsity {sparsity} of module {module}", here, module))
+    return found
 
 
 def _block(index: int, blocks: int) -> int:
@@ -56,19 +87,28 @@ def _block(index: int, blocks: int) -> int:
     return index % blocks
 
 
-def _within(units, method, remove: int, scores, facts: dict, what: str, counted: int) -> dict:
-    """Ranks of ``units`` that remove at least ``remove`` weights."""
+def _within(budget: _Budget, method, scores, facts: dict) -> dict:
+    """Ranks of a budget's units that remove at least its weights."""
+    units, remove, what, counted, _ = budget
     if remove == 0:
         return {(u.block, u.module): u.ranks[-1] for u in units}
-    most, dense = removable(units), sum(u.dense for u in units)
+    most, dense = removable(units), budget.dense
     if remove > most:
         reach = most / max(counted, 1)
         raise OptionError(
             f"{what} cannot be reached: the chosen modules can lose at most {most:,} of the {remove:,} weights that must "
             f"go, sparsity {reach:.4f}; lower the sparsity, compress more modules, or lower --multiple"
         )
+    if method.allocation == "measured":
+        return _by_cost(units, scores, remove, facts)
     phi = _sparsities(units, method, remove / dense, scores, facts)
     return _round(units, phi, dense - remove)
+
+
+def _by_cost(units, costs, remove: int, facts: dict) -> dict:
+    ranks = cheapest(units, costs, remove)
+    facts["divergence"] = {f"{block}.{module}": costs[block, module][rank] for (block, module), rank in ranks.items()}
+    return ranks
 
 
 def _sparsities(units, method, average: float, scores, facts: dict) -> list[float]:

@@ -1,6 +1,6 @@
 """BLOOM: q, k, v interleaved per head, ALiBi, residual added inside the attention module."""
 
-from .spec import Architecture, AttentionSpec, MLPSpec
+from .spec import Architecture, AttentionSpec, ByConfig, MLPSpec
 
 ARCHITECTURES = (
     Architecture(
@@ -17,6 +17,7 @@ ARCHITECTURES = (
             output_dropout="hidden_dropout",
         ),
         mlp=MLPSpec(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
+        adds=ByConfig("apply_residual_connection_post_layernorm", yes=False, no=True),
         returns_tuple=True,
     ),
 )

@@ -17,5 +17,6 @@ ARCHITECTURES = (
         mlp=MLPSpec(up="fc1", down="fc2"),
         # OPT-350m normalises behind each half, so its MLP reads the stream itself
         middle=ByConfig("do_layer_norm_before", yes="final_layer_norm", no="fc1"),
+        adds=ByConfig("do_layer_norm_before", yes=True, no=False),
     ),
 )

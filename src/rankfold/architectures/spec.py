@@ -13,14 +13,14 @@ QKVLayout = Literal["split", "concat", "grouped"]
 
 @dataclass(frozen=True)
 class ByConfig:
-    """A path that a yes-or-no field of the config decides."""
+    """A trait that a yes-or-no field of the config decides."""
 
     field: str
-    yes: str | None
-    no: str | None
+    yes: str | bool | None
+    no: str | bool | None
 
-    def of(self, config) -> str | None:
-        """The path for this model."""
+    def of(self, config) -> str | bool | None:
+        """The trait of this model."""
         return self.yes if getattr(config, self.field) else self.no
 
 
@@ -67,4 +67,7 @@ class Architecture:
     # The module whose input is the residual stream between attention and MLP; None in a parallel block, where both read
     # the block's input. The per-module influence score (MoDeGPT Eq. 42) needs that point.
     middle: str | ByConfig | None = "post_attention_layernorm"
+    # Whether attention and MLP add their outputs to the residual stream as they are, with no norm or factor behind them. Only
+    # then can an output projection be fitted to what is missing from the stream.
+    adds: bool | ByConfig = True
     returns_tuple: bool = False  # the block returns (hidden, ...) instead of the hidden states

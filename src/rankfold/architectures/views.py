@@ -62,7 +62,8 @@ class AttentionView:
 
     @property
     def output_module(self) -> nn.Module:
-        return self.module.get_submodule(self.spec.output)
+        """The output projection, also of an attention that has been compressed."""
+        return _output_of(self.module, self.spec)
 
     def qkv(self) -> tuple[Dense, Dense, Dense]:
         """q ``(H N, D)``, k ``(K N, D)``, v ``(K N, D)``."""
@@ -169,7 +170,7 @@ class BlockView:
         module = self.module.get_submodule(spec.path)
         heads = self.config.num_attention_heads
         kv_heads = _attribute(spec.kv_heads, module, self.config) if spec.kv_heads else heads
-        out_rows = read_linear(module.get_submodule(spec.output)).weight.shape[1]
+        out_rows = read_linear(_output_of(module, spec)).weight.shape[1]
         head_dim = out_rows // heads
         return AttentionView(
             spec, module, heads, kv_heads, head_dim, _rotary_dim(spec, module, self.config, head_dim), self.config
@@ -190,9 +191,21 @@ class BlockView:
     @property
     def middle(self) -> nn.Module | None:
         """The module whose input is the residual stream between attention and MLP; ``None`` in a parallel block."""
-        path = self.architecture.middle
-        path = path.of(self.config) if isinstance(path, ByConfig) else path
+        path = self._trait(self.architecture.middle)
         return self.module.get_submodule(path) if path else None
+
+    @property
+    def adds(self) -> bool:
+        """Whether attention and MLP add their outputs to the residual stream as they are."""
+        return self._trait(self.architecture.adds)
+
+    def _trait(self, trait):
+        return trait.of(self.config) if isinstance(trait, ByConfig) else trait
+
+
+def _output_of(module: nn.Module, spec: AttentionSpec) -> nn.Module:
+    """The output projection; a compressed attention has one name for it, whatever its family calls it."""
+    return getattr(module, "o_proj", None) or module.get_submodule(spec.output)
 
 
 def _attribute(path: str, module: nn.Module, config) -> int:

@@ -18,7 +18,7 @@ from ..errors import NumericsError
 from ..linalg.psd import all_finite
 from ..processor import multiplies_bf16_fast
 
-__all__ = ["BlockMoments", "Moment", "gram"]
+__all__ = ["BlockMoments", "CrossMoment", "Moment", "gram"]
 
 TILE = 512  # rows of a product x^T x; of every tile only the part on and above the diagonal is computed
 FP32_ROWS = 8192  # are summed in fp32 before they go to the fp64 sum, which is twice as wide and slow to reach
@@ -62,7 +62,22 @@ class Moment:
         return Moment(float(self.count), *(None if part is None else part.float() for part in parts))
 
 
-BlockMoments = dict[str, Moment]  # statistic -> moment; the names are in `observers.STATISTICS`
+@dataclass
+class CrossMoment:
+    """Sums over ``count`` observations of an input ``x`` ``(F,)`` and a target ``t`` ``(D,)``."""
+
+    count: float
+    total: Tensor  # (D,) sum of t
+    second: Tensor  # (D, F) sum of t x^T
+    energy: Tensor  # () sum of ||t||^2
+    rows: None = None
+
+    @property
+    def mean(self) -> Tensor:
+        return self.total.double() / self.count
+
+
+BlockMoments = dict[str, Moment | CrossMoment]  # statistic -> moment; the names are in `observers.STATISTICS`
 
 
 @contextlib.contextmanager
@@ -181,6 +196,36 @@ class VectorMoment:
         self._sums = []
         mirror(self.second)
         return Moment(self.count, self.total, self.absolute, self.second)
+
+
+class CrossSums:
+    """Accumulates a :class:`CrossMoment`."""
+
+    def __init__(self):
+        self.count, self.total, self.second, self.energy = 0, 0.0, 0.0, 0.0
+        self._sums, self._rows = None, 0  # not yet in `second`, and of how many rows
+
+    def add(self, x: Tensor, t: Tensor) -> None:
+        """Add ``x`` ``(..., F)`` with ``t`` ``(..., D)``, fp32."""
+        x, t = x.flatten(0, -2).float(), t.flatten(0, -2)
+        where = accumulator(x.device)
+        self.count += len(x)
+        self.total = self.total + t.sum(0).to(where).double()
+        self.energy = self.energy + t.square().sum().to(where).double()
+        with torch.autocast(x.device.type, enabled=False):
+            self._sums = t.T @ x if self._sums is None else self._sums.addmm_(t.T, x)
+        self._rows += len(x)
+        if self._rows >= FP32_ROWS:
+            self._flush()
+
+    def _flush(self) -> None:
+        if self._sums is not None:
+            self.second = self.second + self._sums.to(accumulator(self._sums.device)).double()
+        self._sums, self._rows = None, 0
+
+    def finish(self) -> CrossMoment:
+        self._flush()
+        return CrossMoment(self.count, self.total, self.second, self.energy)
 
 
 class Samples:

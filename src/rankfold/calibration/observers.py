@@ -9,17 +9,53 @@ more row with an old one) in :data:`STATISTICS`.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..architectures import AttentionView, BlockView
-from .moments import HeadMoment, Moment, Samples, VectorMoment, accumulator, head_grams, heads_first
+from .moments import (
+    CrossMoment,
+    CrossSums,
+    HeadMoment,
+    Moment,
+    Samples,
+    VectorMoment,
+    accumulator,
+    head_grams,
+    heads_first,
+)
 
-__all__ = ["SAMPLE_ROWS", "STATISTICS", "Observer", "Statistic", "observers_for"]
+__all__ = [
+    "OF_ONE_STREAM",
+    "SAMPLE_ROWS",
+    "STATISTICS",
+    "Batch",
+    "DenseBatch",
+    "Middle",
+    "Observer",
+    "Statistic",
+    "observers_for",
+]
 
 SAMPLE_ROWS = 8  # rows of `mlp_samples` kept for every hidden unit; fits on fewer remember them (docs/papers.md)
+
+
+class Batch(NamedTuple):
+    """What went through a block."""
+
+    hidden: Tensor  # (B, T, D)
+    kwargs: dict  # what the block was called with
+    output: Tensor | None  # (B, T, D), where the forward was not cut short
+    dense: "DenseBatch | None" = None  # the same tokens in the dense model, where a second stream carries them
+
+
+class DenseBatch(NamedTuple):
+    """The dense model's residual stream for one batch."""
+
+    middle: Tensor  # (B, T, D) between attention and MLP
+    output: Tensor  # (B, T, D) behind the block
 
 
 class Observer(Protocol):
@@ -28,8 +64,8 @@ class Observer(Protocol):
     def hooks(self) -> Iterable:
         """Hang hooks on the block; returns their handles."""
 
-    def after(self, hidden: Tensor, kwargs: dict, output: Tensor | None) -> None:
-        """The batch ``hidden`` ``(B, T, D)`` has run, called with ``kwargs``; no ``output`` where the forward was cut short."""
+    def after(self, batch: Batch) -> None:
+        """A batch has run."""
 
     def finish(self) -> Moment:
         """What was measured."""
@@ -50,7 +86,7 @@ class InputObserver:
             self.sums = VectorMoment(x.shape[-1], x.device, absolute=self.absolute)
         self.sums.add(x)
 
-    def after(self, hidden, kwargs, output) -> None:
+    def after(self, batch) -> None:
         pass
 
     def finish(self) -> Moment:
@@ -66,7 +102,7 @@ class SamplesObserver:
     def hooks(self):
         return [self.module.register_forward_pre_hook(lambda _, args: self.samples.add(args[0]))]
 
-    def after(self, hidden, kwargs, output) -> None:
+    def after(self, batch) -> None:
         pass
 
     def finish(self) -> Moment:
@@ -173,8 +209,8 @@ class HeadObserver:
     def hooks(self):
         return self.projections.hooks()
 
-    def after(self, hidden, kwargs, output) -> None:
-        heads = self.projections.heads(kwargs)
+    def after(self, batch) -> None:
+        heads = self.projections.heads(batch.kwargs)
         self.sums.add(getattr(heads, self.name), getattr(heads, f"{self.name}_grams"))
 
     def finish(self) -> Moment:
@@ -190,37 +226,84 @@ class ProductObserver:
     def hooks(self):
         return self.projections.hooks()
 
-    def after(self, hidden, kwargs, output) -> None:
-        heads = self.projections.heads(kwargs)
+    def after(self, batch) -> None:
+        heads = self.projections.heads(batch.kwargs)
         queries, keys = heads.query_grams, heads.key_spread_grams
         keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
         self.second = self.second + (queries * keys).to(accumulator(keys.device)).double().sum(0)
-        self.positions += hidden.shape[0] * float(hidden.shape[1]) ** 2
+        self.positions += batch.hidden.shape[0] * float(batch.hidden.shape[1]) ** 2
 
     def finish(self) -> Moment:
         return Moment(self.positions, None, None, self.second)
+
+
+class Middle:
+    """The residual stream between attention and MLP; in a parallel block the input plus what attention adds."""
+
+    def __init__(self, view: BlockView):
+        self.view, self._caught = view, None
+
+    def hooks(self):
+        if self.view.middle is not None:
+            return [self.view.middle.register_forward_pre_hook(lambda _, args: self._catch(args[0]))]
+        return [self.view.attention.module.register_forward_hook(lambda _, __, out: self._catch(out[0]))]
+
+    def _catch(self, x: Tensor) -> None:
+        self._caught = x
+
+    def take(self, hidden: Tensor) -> Tensor:
+        """``(B, T, D)`` of the batch ``hidden`` that just ran."""
+        caught, self._caught = self._caught.view_as(hidden), None
+        return hidden + caught if self.view.middle is None else caught
+
+
+class FeedbackObserver:
+    """What an output projection receives, with what the dense stream has and this one lacks without its output.
+
+    Attention: the dense stream behind attention minus this block's input. MLP: the dense stream behind the block minus this
+    stream behind attention. A projection that gave exactly this would repair all that was lost before it.
+    """
+
+    def __init__(self, view: BlockView, module: nn.Module, *, attention: bool):
+        self.module, self.attention = module, attention
+        self.middle = None if attention else Middle(view)
+        self.input: Tensor | None = None
+        self.sums = CrossSums()
+
+    def hooks(self):
+        mine = self.module.register_forward_pre_hook(lambda _, args: self._catch(args[0]))
+        return [mine, *(self.middle.hooks() if self.middle else ())]
+
+    def _catch(self, x: Tensor) -> None:
+        self.input = x.detach()
+
+    def after(self, batch) -> None:
+        x, self.input = self.input, None
+        if self.attention:
+            target = batch.dense.middle.float() - batch.hidden.float()
+        else:
+            target = batch.dense.output.float() - self.middle.take(batch.hidden).float()
+        self.sums.add(x, target)
+
+    def finish(self) -> CrossMoment:
+        return self.sums.finish()
 
 
 class InfluenceObserver:
     """``1 - cosine`` between input and output of the block, of its attention and of its MLP (MoDeGPT Sec. 3.3, Eq. 42)."""
 
     def __init__(self, view: BlockView):
-        self.view, self.seen = view, {}
+        self.middle, self.parallel = Middle(view), view.middle is None
         self.total, self.rows = torch.zeros(3, dtype=torch.float64), 0
 
     def hooks(self):
-        if self.view.middle is not None:
-            return [self.view.middle.register_forward_pre_hook(lambda _, args: self.seen.update(middle=args[0]))]
-        attention = self.view.attention.module
-        return [attention.register_forward_hook(lambda _, __, out: self.seen.update(attention=out[0]))]
+        return self.middle.hooks()
 
-    def after(self, hidden, kwargs, output) -> None:
-        if "middle" in self.seen:
-            middle = self.seen.pop("middle").view_as(hidden)
-            pairs = [(hidden, output), (hidden, middle), (middle, output)]
-        else:  # parallel: each half alone moves the block's input
-            attention = self.seen.pop("attention")
-            pairs = [(hidden, output), (hidden, hidden + attention), (hidden, output - attention)]
+    def after(self, batch) -> None:
+        hidden, output, middle = batch.hidden, batch.output, self.middle.take(batch.hidden)
+        # In a parallel block each half alone moves the block's input.
+        half = (hidden, output - (middle - hidden)) if self.parallel else (middle, output)
+        pairs = [(hidden, output), (hidden, middle), half]
         for j, (a, b) in enumerate(pairs):
             cosine = nn.functional.cosine_similarity(a.float(), b.float(), dim=-1)
             self.total[j] += (1 - cosine).cpu().double().sum()
@@ -258,6 +341,8 @@ class Statistic(NamedTuple):
 
     meaning: str
     observer: Callable[[Scene], Observer] | None
+    until: Literal["attention", "mlp", "end"] = "attention"  # the output projection in front of which all of it is seen
+    two_streams: bool = False  # compares with the dense model on the same tokens
 
 
 # What can be measured in a block. Methods name the ones they need.
@@ -266,9 +351,20 @@ STATISTICS: dict[str, Statistic] = {
     "attention_output": Statistic(
         "input of the output projection", lambda s: s.input_of(s.view.attention.output_module)
     ),
-    "mlp_input": Statistic("input of up and gate", lambda s: s.input_of(s.layer(s.view.mlp.spec.up))),
-    "mlp_samples": Statistic("rows of the input of up, for methods that iterate on activations", Scene.samples),
-    "mlp_hidden": Statistic("input of the down projection", lambda s: s.input_of(s.layer(s.view.mlp.spec.down))),
+    "attention_feedback": Statistic(
+        "what the dense stream has behind attention and this one lacks, with the input of the output projection",
+        lambda s: FeedbackObserver(s.view, s.view.attention.output_module, attention=True),
+        two_streams=True,
+    ),
+    "mlp_input": Statistic("input of up and gate", lambda s: s.input_of(s.layer(s.view.mlp.spec.up)), "mlp"),
+    "mlp_samples": Statistic("rows of the input of up, for methods that iterate on activations", Scene.samples, "mlp"),
+    "mlp_hidden": Statistic("input of the down projection", lambda s: s.input_of(s.layer(s.view.mlp.spec.down)), "mlp"),
+    "mlp_feedback": Statistic(
+        "what the dense stream has behind the block and this one lacks behind attention, with the input of the down projection",
+        lambda s: FeedbackObserver(s.view, s.layer(s.view.mlp.spec.down), attention=False),
+        "mlp",
+        two_streams=True,
+    ),
     "query": Statistic("rotated queries, per head", lambda s: s.head("query")),
     "key": Statistic("rotated keys, per key head", lambda s: s.head("key")),
     "key_spread": Statistic("rotated keys minus their mean over the window", lambda s: s.head("key_spread")),
@@ -282,8 +378,12 @@ STATISTICS: dict[str, Statistic] = {
     "influence": Statistic(
         "1 - cosine between input and output of the block, of its attention and of its MLP",
         lambda s: InfluenceObserver(s.view),
+        "end",
     ),
 }
+
+
+OF_ONE_STREAM = frozenset(name for name, row in STATISTICS.items() if not row.two_streams)  # what a store can hold
 
 
 def observers_for(view: BlockView, statistics: set[str], tokens: int) -> dict[str, Observer]:

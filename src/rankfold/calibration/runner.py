@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from ..architectures import BlockView
 from ..errors import NumericsError
 from .moments import BlockMoments, check_finite
-from .observers import Observer, observers_for
+from .observers import STATISTICS, Batch, DenseBatch, Middle, Observer, observers_for
 
-__all__ = ["Stream", "advance", "batch_tokens", "evaluating", "logits", "measure", "start"]
+__all__ = ["Stream", "advance", "advance_dense", "batch_tokens", "evaluating", "logits", "measure", "start"]
 
 BATCH_TOKENS = 2048  # a forward on a CPU; larger batches are hardly faster, and their activations dwarf the block
 MOST_BATCH_TOKENS = 32768  # a forward on an accelerator, where its memory allows; beyond that nothing gets faster
@@ -156,7 +156,20 @@ def advance(view: BlockView, stream: Stream, module: nn.Module | None = None) ->
 
 
 @torch.no_grad()
-def measure(view: BlockView, stream: Stream, statistics: set[str], *, step: bool) -> BlockMoments:
+def advance_dense(view: BlockView, stream: Stream) -> list[DenseBatch]:
+    """Replace the stream by the output of the dense block; what it was between attention and MLP comes back beside it."""
+    middle, found = Middle(view), []
+    with _watched([middle], None):
+        for i, _, output in _forward(view, stream, view.module):
+            found.append(DenseBatch(middle.take(stream.hidden[i]).to(output.dtype), output))
+            stream.hidden[i] = output
+    return found
+
+
+@torch.no_grad()
+def measure(
+    view: BlockView, stream: Stream, statistics: set[str], *, step: bool, dense: list[DenseBatch] | None = None
+) -> BlockMoments:
     """Moments of one block over the stream.
 
     Args:
@@ -164,24 +177,33 @@ def measure(view: BlockView, stream: Stream, statistics: set[str], *, step: bool
         stream: its input.
         statistics: names out of :data:`rankfold.calibration.observers.STATISTICS`.
         step: also replace the stream by the block's output (one pass); otherwise it stays where it is.
+        dense: the same batches in the dense model, for statistics that compare with it.
 
     Raises:
         NumericsError: an activation is NaN or infinite.
     """
     tokens = sum(hidden.shape[0] * hidden.shape[1] for hidden in stream.hidden)
     observers = observers_for(view, statistics, tokens)
-    cut = (
-        view.mlp is not None and not step and "influence" not in statistics
-    )  # nothing is measured behind the input of down
-    with _watched(observers.values(), view.module.get_submodule(view.mlp.spec.down) if cut else None):
+    with _watched(observers.values(), None if step else _end(view, statistics)):
         for i, kwargs, output in _forward(view, stream, view.module):
+            batch = Batch(stream.hidden[i], kwargs, output, dense[i] if dense else None)
             for observer in observers.values():
-                observer.after(stream.hidden[i], kwargs, output)
+                observer.after(batch)
             if step:
                 stream.hidden[i] = output
     moments = {name: observer.finish() for name, observer in observers.items()}
     check_finite(moments, view.path)
     return moments
+
+
+def _end(view: BlockView, statistics: set[str]) -> nn.Module | None:
+    """The layer in front of which a forward may be left, all statistics seen."""
+    places = {STATISTICS[name].until for name in statistics}
+    if places == {"attention"}:
+        return view.attention.output_module
+    if places <= {"attention", "mlp"} and places and view.mlp:
+        return view.module.get_submodule(view.mlp.spec.down)
+    return None
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ from .load import empty_model
 
 __all__ = ["Run", "compressed_config"]
 
-CONFIG, RECORD, MOMENTS = "run.json", "rankfold.json", "moments"
+CONFIG, RECORD, MOMENTS, COSTS = "run.json", "rankfold.json", "moments", "costs.json"
 
 
 def compressed_config(source, identity: dict, modules: dict[str, dict]):
@@ -119,6 +119,7 @@ class Run:
             return
         if self.moments.exists():
             shutil.rmtree(self.moments)
+        self.costs.unlink(missing_ok=True)
         sweep(self.folder)
         (self.folder / CONFIG).unlink()  # last: a folder without it is not taken for a run
         self.folder.rmdir()
@@ -137,6 +138,11 @@ class Run:
         """Where an allocation keeps the moments it needs before the first block."""
         return self.folder / MOMENTS
 
+    @property
+    def costs(self) -> Path:
+        """Where a measured allocation keeps what every rank would cost."""
+        return self.folder / COSTS
+
     def save_block(self, index: int, prefix: str, module: nn.Module, dtype: torch.dtype, result: BlockResult) -> None:
         """Make one finished block durable."""
         state = {f"{prefix}.{name}": as_written(tensor, dtype) for name, tensor in module.state_dict().items()}
@@ -153,7 +159,8 @@ class Run:
             ) from error
         facts = read_json(self._report(index))
         state = {name.removeprefix(prefix + "."): tensor for name, tensor in state.items()}
-        return BlockResult(facts["modules"], state, facts["reports"])
+        inside = tuple(f"{path}." for path in facts["modules"])
+        return BlockResult(facts["modules"], {k: t for k, t in state.items() if k.startswith(inside)}, facts["reports"])
 
     def finish(self, source, config, card: str, record: dict, check: Callable) -> Path:
         """Write what is not in the blocks, check the whole, and rename the folder to the output.
@@ -194,6 +201,7 @@ class Run:
                 path.unlink()
             if self.moments.exists():
                 shutil.rmtree(self.moments)
+            self.costs.unlink(missing_ok=True)
             sync_folder(self.folder)
         if os.path.lexists(self.output):
             raise CheckpointError(

@@ -56,10 +56,10 @@ def command(
         return timed(plan, source, tokens.describe(), mode) if tokens else plan
 
     if dry_run:
-        from .plan import show
+        from .plan import predicted, show
 
-        measured = store or pipeline.calibrate(source, tokens, statistics=pipeline.needed(source, chosen))
-        return show(with_time(pipeline.plan(source, chosen, measured)), None, json)
+        measured = store or predicted(source, chosen, tokens)
+        return show(with_time(pipeline.plan(source, chosen, measured, tokens)), None, json)
 
     def announce(plan) -> None:
         plan = with_time(plan)

@@ -30,7 +30,7 @@ class MethodOptions:
     """What is done to a model."""
 
     sparsity: Annotated[float, typer.Option(help="Fraction of the weights to remove, in [0, 1).")] = 0.3
-    method: Annotated[str, typer.Option("--method", help="Compression method.")] = "modegpt"
+    method: Annotated[str, typer.Option("--method", help="Compression method.")] = "rankfold"
     of: Annotated[
         str, typer.Option(help="What --sparsity counts: the linear weights of the blocks, or the whole model.")
     ] = "blocks"
@@ -40,7 +40,10 @@ class MethodOptions:
             help="Modules to compress, e.g. mlp,qk,vo; or with own sparsities: mlp=0.35,vo=0.2. Default: all."
         ),
     ] = None
-    allocation: Annotated[str, typer.Option(help="uniform, influence or influence-modules.")] = "uniform"
+    allocation: Annotated[
+        str | None,
+        typer.Option(help="uniform, influence, influence-modules or measured. Default: the method's."),
+    ] = None
     epsilon: Annotated[
         float | None, typer.Option(help="Temperature of the influence allocations. Default: the 0.8 rule.")
     ] = None
@@ -54,8 +57,9 @@ class MethodOptions:
         Raises:
             OptionError: an option that does not parse or is out of range.
         """
-        names = ("sparsity", "of", "allocation", "epsilon", "multiple")
+        names = ("sparsity", "of", "epsilon", "multiple")
         shared = {name: getattr(self, name) for name in names} | {"modules": _parse_modules(self.modules)}
+        shared |= {"allocation": self.allocation} if self.allocation is not None else {}
         try:
             shared["protect"] = tuple(int(b) for b in self.protect.split(",") if b)
         except ValueError:

@@ -39,9 +39,18 @@ def command(
     store = MomentStore.open(moments) if moments else None
     if store is None:
         tokens = text.load(source)
-        store = pipeline.calibrate(source, tokens, statistics=pipeline.needed(source, chosen))
-    the_plan = pipeline.plan(source, chosen, store)
+        store = predicted(source, chosen, tokens)
+    the_plan = pipeline.plan(source, chosen, store, tokens)
     show(timed(the_plan, source, tokens.describe(), "sequential") if tokens else the_plan, output, json)
+
+
+def predicted(source, method, tokens):
+    """Moments that errors can be predicted from, for methods that take any."""
+    from .. import pipeline
+
+    if "one-pass" not in method.modes:
+        return None
+    return pipeline.calibrate(source, tokens, statistics=pipeline.needed(source, method))
 
 
 def show(plan, output: Path | None, as_json: bool) -> None:

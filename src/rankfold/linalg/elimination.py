@@ -9,16 +9,32 @@ again after every removal.
 This module imports torch only: no modules, no hooks, no device policy.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-__all__ = ["eliminate_groups", "eliminate_units"]
+__all__ = ["Elimination", "eliminate_groups", "eliminate_units", "elimination"]
 
 STEPS = 96  # at most F / STEPS units leave between two updates of the whole matrix
 
 
-@torch.no_grad()
+class Elimination(NamedTuple):
+    """Result of :func:`elimination`."""
+
+    order: Tensor  # (F - R,) units in the order they went
+    losses: Tensor  # (F - R,) what each removal added to the damped squared error, >= 0
+
+
 def eliminate_units(W: Tensor, P: Tensor, *, rank: int) -> Tensor:
+    """Units that stay, ``(rank,)`` ascending; see :func:`elimination`, which it calls."""
+    alive = torch.ones(W.shape[1], dtype=torch.bool, device=W.device)
+    alive[elimination(W, P, rank=rank).order] = False
+    return alive.nonzero()[:, 0]
+
+
+@torch.no_grad()
+def elimination(W: Tensor, P: Tensor, *, rank: int) -> Elimination:
     r"""Remove hidden units one after another, each time the one whose loss after refitting the rest is least.
 
     With :math:`P = (C + \lambda I)^{-1}`, removing unit ``j`` and refitting ``W`` on the others raises
@@ -36,7 +52,7 @@ def eliminate_units(W: Tensor, P: Tensor, *, rank: int) -> Tensor:
         rank: units to keep, ``1 <= rank <= F``.
 
     Returns:
-        ``(rank,)`` units that stay, ascending.
+        :class:`Elimination`: its running sum of losses is the whole curve of error over rank.
 
     Raises:
         ValueError: shapes disagree or ``rank`` is out of range.
@@ -50,25 +66,33 @@ def eliminate_units(W: Tensor, P: Tensor, *, rank: int) -> Tensor:
     if not 1 <= rank <= F:
         raise ValueError(f"rank must be in [1, {F}], got {rank}")
     alive = torch.ones(F, dtype=torch.bool, device=W.device)
-    left = F - rank
+    left, order, losses = F - rank, [], []
     while left:
         loss = torch.where(alive, W.square().sum(0) / P.diagonal(), torch.inf)
         lowest = loss.topk(1 + max(1, F // STEPS), largest=False)
         group, limit = lowest.indices[:-1], lowest.values[-1]
-        J = group[_one_by_one(W[:, group], P[group[:, None], group], limit, left)]
+        chosen, costs = _one_by_one(W[:, group], P[group[:, None], group], limit, left)
+        J = group[chosen]
         columns = P[:, J]
         factor = torch.linalg.solve(columns[J], columns.T)  # P_JJ^-1 P_J:
         W.addmm_(W[:, J], factor, alpha=-1)
         P.addmm_(columns, factor, alpha=-1)
         alive[J] = False
         left -= len(J)
-    return alive.nonzero()[:, 0]
+        order.append(J)
+        losses += costs
+    none = torch.zeros(0, dtype=torch.long, device=W.device)
+    return Elimination(torch.cat([none, *order]), torch.tensor(losses, dtype=torch.float64))
 
 
-def _one_by_one(W: Tensor, P: Tensor, limit: Tensor, most: int) -> Tensor:
-    """Exact elimination among a few units, one to ``most`` of them, as long as the next costs no more than ``limit``."""
+def _one_by_one(W: Tensor, P: Tensor, limit: Tensor, most: int) -> tuple[Tensor, list[float]]:
+    """Exact elimination among a few units, one to ``most`` of them, as long as the next costs no more than ``limit``.
+
+    Returns:
+        Places of those that go, in order, and what each costs.
+    """
     device, gram, P, limit = W.device, (W.T @ W).cpu(), P.cpu(), limit.item()
-    chosen = []
+    chosen, costs = [], []
     while len(chosen) < min(most, len(P)):
         loss = gram.diagonal() / P.diagonal()
         loss[chosen] = torch.inf
@@ -76,12 +100,13 @@ def _one_by_one(W: Tensor, P: Tensor, limit: Tensor, most: int) -> Tensor:
         if chosen and loss[j] > limit:
             break
         chosen.append(j)
+        costs.append(loss[j].item())
         column = P[:, j].clone()
         ratio = column / column[j]
         gram = gram - torch.outer(ratio, gram[j])
         gram = gram - torch.outer(gram[:, j], ratio)
         P = P - torch.outer(ratio, column)
-    return torch.tensor(chosen, device=device)
+    return torch.tensor(chosen, device=device), costs
 
 
 @torch.no_grad()

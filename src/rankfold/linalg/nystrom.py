@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .elimination import eliminate_units
+from .elimination import eliminate_units, elimination
 from .psd import check_moment, spd_inverse
 
-__all__ = ["SELECTIONS", "Nystrom", "NystromBounds", "nystrom"]
+__all__ = ["SELECTIONS", "Nystrom", "NystromBounds", "error_curve", "nystrom"]
 
 SELECTIONS = ("elimination", "leverage")
 
@@ -150,6 +150,25 @@ def nystrom(W_down: Tensor, C: Tensor, *, rank: int, ridge: float = 1e-4, select
     error, total = error.clamp_min(0).item(), total.item()
     relative = (error / total) ** 0.5 if total > 0 else 0.0
     return Nystrom(keep, fit.W.to(W_down.dtype), error, relative, bounds, clamped)
+
+
+@torch.no_grad()
+def error_curve(W_down: Tensor, C: Tensor, *, least: int, ridge: float = 1e-4) -> Tensor:
+    """``(F - least + 1,)`` relative squared output error when 0, 1, 2, ... units have been eliminated, the others refitted.
+
+    On the damped moment, where elimination runs. Arguments as for :func:`nystrom`; ``C`` may be destroyed.
+
+    Raises:
+        ValueError: as :func:`nystrom`.
+    """
+    F = W_down.shape[1]
+    check_moment(C, F)
+    if not C.diagonal().any():
+        return torch.zeros(F - least + 1, dtype=torch.float64)
+    W = W_down.to(C)
+    total = ((W @ C) * W).sum().clamp_min(torch.finfo(C.dtype).tiny).item()
+    losses = elimination(W.clone(), _damp(C, ridge).inverse, rank=least).losses
+    return torch.cat([torch.zeros(1, dtype=torch.float64), losses.cumsum(0)]) / total
 
 
 class _Refit(NamedTuple):

@@ -17,7 +17,7 @@ from ..architectures import Architecture, BlockView
 from ..calibration.moments import BlockMoments
 from ..errors import OptionError, suggestion
 
-__all__ = ["BlockResult", "Method", "Unit", "make_method", "method_class", "method_names", "register_method"]
+__all__ = ["BlockResult", "Method", "Stage", "Unit", "make_method", "method_class", "method_names", "register_method"]
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,23 @@ class Unit:
 
 
 class BlockResult(NamedTuple):
-    """A compressed block."""
+    """A compressed block, or what one stage made of it."""
 
     modules: dict[str, dict]  # path relative to the block -> description (see modules/building.py)
-    state: dict[str, Tensor]  # tensor name relative to the block -> value, for the replaced modules only
+    # Tensor name relative to the block -> value: all of the modules above, and what changes in those of earlier stages.
+    state: dict[str, Tensor]
     reports: dict[str, dict]  # module -> what was measured: relative_error, bounds, ...
     # Module -> relative error of its fit on any moments of the same statistics, such as those of windows kept out of the fit.
     errors: Mapping[str, Callable[[BlockMoments], float]] = MappingProxyType({})
+
+
+class Stage(NamedTuple):
+    """One step of compressing a block, measured on what the steps before it left."""
+
+    statistics: set[str]  # what it reads
+    # (the block as it is now, its moments, what measures the same on windows that nothing is fitted to, None without any)
+    # -> what is replaced
+    decompose: Callable[[BlockView, BlockMoments, Callable[[], BlockMoments | None]], BlockResult]
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,8 @@ class Method:
         of: the weights ``sparsity`` counts: the linear weights of the decoder ``blocks``, or the whole ``model``.
         modules: which modules to compress; ``None`` for all that the architecture allows. A mapping gives each its own
             sparsity, a fraction of that module's weights (MoDeGPT Tables 29, 31); ``sparsity`` is then not used.
-        allocation: ``uniform``; ``influence`` (MoDeGPT Eq. 11); ``influence-modules`` (Eq. 43).
+        allocation: ``uniform``; ``influence`` (MoDeGPT Eq. 11); ``influence-modules`` (Eq. 43); ``measured``: the ranks that
+            change the predictions least, by the error curve of every module and what compressing it alone does to them.
         epsilon: temperature of the influence allocations; ``None`` for the paper's rule, largest layer sparsity 0.8.
         multiple: ranks are multiples of this.
         protect: blocks left dense; negative numbers count from the end.
@@ -64,11 +75,13 @@ class Method:
 
     name: ClassVar[str]
     all_modules: ClassVar[tuple[str, ...]]
+    modes: ClassVar[tuple[str, ...]] = ("sequential", "one-pass")
+    allocations: ClassVar[tuple[str, ...]] = ("uniform", "influence", "influence-modules")
 
     sparsity: float = 0.3
     of: Literal["blocks", "model"] = "blocks"
     modules: tuple[str, ...] | Mapping[str, float] | None = None
-    allocation: Literal["uniform", "influence", "influence-modules"] = "uniform"
+    allocation: Literal["uniform", "influence", "influence-modules", "measured"] = "uniform"
     epsilon: float | None = None
     multiple: int = 8
     protect: tuple[int, ...] = field(default=())
@@ -83,7 +96,7 @@ class Method:
         for what, value in [("sparsity", self.sparsity), *(dict(self.own_sparsities or {}).items())]:
             if not 0 <= value < 1:
                 raise OptionError(f"{what} must be in [0, 1), got {value}; 0.3 removes 30 % of the weights")
-        choices = {"of": ("blocks", "model"), "allocation": ("uniform", "influence", "influence-modules")}
+        choices = {"of": ("blocks", "model"), "allocation": self.allocations}
         for key, allowed in choices.items():
             check_choice(key, getattr(self, key), allowed)
         for module in self.modules or ():
@@ -112,8 +125,12 @@ class Method:
         raise NotImplementedError
 
     def statistics(self, view: BlockView) -> set[str]:
-        """Names of the statistics :meth:`decompose` reads."""
+        """Names of the statistics that its stages read."""
         raise NotImplementedError
+
+    def stages(self, view: BlockView, ranks: dict[str, int]) -> list[Stage]:
+        """The steps in which a block is compressed to the given ranks (module -> rank); one by default."""
+        return [Stage(self.statistics(view), lambda view, moments, _: self.decompose(view, moments, ranks))]
 
     def units(self, view: BlockView) -> list[Unit]:
         """The ranks to choose in this block; weights may be on the meta device."""
@@ -131,8 +148,20 @@ class Method:
         """Numbers the key/value cache of this block holds per token at these ranks."""
         raise NotImplementedError
 
+    @property
+    def alone(self) -> "Method":
+        """The form of this method that fits every module in one stage, on the dense model; for methods with curves."""
+        return self
+
+    def curve(self, view: BlockView, moments: BlockMoments, unit: Unit, least: int) -> dict[int, float]:
+        """Rank -> squared relative error of a module there, for its ranks from ``least`` on; 0 where it stays dense.
+
+        Methods with the allocation ``measured`` have it.
+        """
+        raise NotImplementedError
+
     def decompose(self, view: BlockView, moments, ranks: dict[str, int]) -> BlockResult:
-        """Compress one block to the given ranks (module -> rank)."""
+        """Compress one block to the given ranks (module -> rank) in one step."""
         raise NotImplementedError
 
 

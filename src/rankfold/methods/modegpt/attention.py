@@ -17,14 +17,20 @@ from ..base import BlockResult
 from ..result import put_attention
 
 
-def decompose_attention(method, view: BlockView, moments, ranks: dict[str, int], result: BlockResult) -> None:
-    """Replace the attention module by one with width ``ranks["qk"]`` for scores and ``ranks["vo"]`` for values."""
+def compress_attention(
+    method, view: BlockView, moments, ranks: dict[str, int], result: BlockResult, *, vo=None
+) -> None:
+    """Replace the attention module by one with width ``ranks["qk"]`` for scores and ``ranks["vo"]`` for values.
+
+    Args:
+        vo: in place of :func:`compress_vo`.
+    """
     attention = view.attention
     full = attention.head_dim
     q, k, v = attention.qkv()
     projections = {"q": q, "k": k, "v": v, "o": attention.output}
     widths, pairs = {"qk": full, "vo": full} | ranks, None
-    for module, compress in (("qk", compress_qk), ("vo", compress_vo)):
+    for module, compress in (("qk", compress_qk), ("vo", vo or compress_vo)):
         if widths[module] < full:
             part = compress(method, attention, moments, projections, widths[module])
             projections |= part.projections

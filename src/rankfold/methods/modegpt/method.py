@@ -9,8 +9,9 @@ from typing import ClassVar, Literal
 from ...architectures import BlockView
 from ...errors import OptionError, UnsupportedModelError
 from ..base import BlockResult, Method, Unit, check_choice, register_method
-from .attention import decompose_attention
-from .mlp import decompose_mlp
+from .attention import compress_attention
+from .curves import squared_errors
+from .mlp import reduce_mlp
 
 __all__ = ["MoDeGPT"]
 
@@ -37,6 +38,7 @@ class MoDeGPT(Method):
 
     name: ClassVar[str] = "modegpt"
     all_modules: ClassVar[tuple[str, ...]] = ("mlp", "qk", "vo")
+    allocations: ClassVar[tuple[str, ...]] = (*Method.allocations, "measured")
 
     select: Literal["elimination", "leverage"] = "elimination"
     select_qk: Literal["elimination", "norm"] = "elimination"
@@ -120,10 +122,13 @@ class MoDeGPT(Method):
         full = view.attention.head_dim
         return view.attention.kv_heads * (ranks.get("qk", full) + ranks.get("vo", full))
 
+    def curve(self, view: BlockView, moments, unit: Unit, least: int) -> dict[int, float]:
+        return squared_errors(self, view, moments, unit, least)
+
     def decompose(self, view: BlockView, moments, ranks: dict[str, int]) -> BlockResult:
         result = BlockResult({}, {}, {}, {})
         if "mlp" in ranks:
-            decompose_mlp(self, view, moments, ranks["mlp"], result)
+            reduce_mlp(self, view, view.mlp.down, moments, ranks["mlp"], result)
         if ranks.keys() & {"qk", "vo"}:
-            decompose_attention(self, view, moments, ranks, result)
+            compress_attention(self, view, moments, ranks, result)
         return result

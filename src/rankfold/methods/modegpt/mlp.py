@@ -13,14 +13,18 @@ from ..base import BlockResult
 from ..result import put_projection
 
 
-def decompose_mlp(method, view: BlockView, moments, rank: int, result: BlockResult) -> None:
-    """Algorithm 1; with a bias on the down projection, on the covariance, the mean moved into the bias."""
+def reduce_mlp(method, view: BlockView, down: Dense, moments, rank: int, result: BlockResult) -> None:
+    """Algorithm 1; with a bias on the down projection, on the covariance, the mean moved into the bias.
+
+    Args:
+        down: the projection to stand for; the block's own, or a better one.
+    """
     mlp = view.mlp
     full = mlp.hidden
     if rank == full:
         result.reports["mlp"] = {"rank": full, "of": full, "relative_error": 0.0}
         return
-    down, moment = mlp.down, moments["mlp_hidden"]
+    moment, dtype = moments["mlp_hidden"], mlp.down.weight.dtype
     refit = method.bias_refit and down.bias is not None
     C, scale = (moment.covariance(), 1.0) if refit else (moment.second.double(), moment.count)  # a sum needs no copy
     fit = nystrom(down.weight, C, rank=rank, ridge=method.ridge, select=method.select)
@@ -28,10 +32,10 @@ def decompose_mlp(method, view: BlockView, moments, rank: int, result: BlockResu
     bias, centre = down.bias, moment.mean if refit else None
     if refit:
         shift = down.weight.double() @ centre - fit.W_down.double() @ centre[fit.keep]
-        bias = (bias.double() + shift).to(bias.dtype)
+        bias = bias.double() + shift
     for path, projection in mlp.rising().items():
         put_projection(result, path, projection.rows(mlp.rows_of(fit.keep)))
-    put_projection(result, mlp.spec.down, Dense(fit.W_down, bias))
+    put_projection(result, mlp.spec.down, Dense(fit.W_down.to(dtype), None if bias is None else bias.to(dtype)))
     result.errors["mlp"] = lambda other: output_error(down.weight, fit, centre, other["mlp_hidden"])
     bounds = fit.bounds
     result.reports["mlp"] = {

@@ -1,0 +1,83 @@
+"""Fit an output projection to what is missing behind it, as far as that holds on windows it was not fitted to.
+
+Shape legend: D model width, F width of the projection's input.
+
+A refit to the outputs of the dense layer leaves what earlier layers lost where it is. A refit to everything the stream lacks
+repairs some of that too, and over-fits: the residue is large, mostly noise to this layer, and differs between texts. So the
+step towards it is damped, and its length and damping are those that do best on held-out windows.
+
+This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .psd import damping
+
+__all__ = ["RIDGES", "Correction", "Regression", "correct"]
+
+RIDGES = (1e-3, 1e-2, 1e-1, 1.0)
+
+
+class Regression(NamedTuple):
+    """Moments of a regression of targets ``t`` on inputs ``h``, over some windows."""
+
+    C: Tensor  # (F, F) E[h h^T]
+    cross: Tensor  # (D, F) E[t h^T]
+    energy: Tensor  # () E||t||^2
+
+    def loss(self, W: Tensor) -> Tensor:
+        """``E||t - W h||^2``."""
+        return self.energy - 2 * (W * self.cross).sum() + ((W @ self.C) * W).sum()
+
+
+class Correction(NamedTuple):
+    """Result of :func:`correct`."""
+
+    W: Tensor  # (D, F)
+    strength: float  # in [0, 1]; 0 leaves the weight as it is
+    ridge: float
+    before: float  # relative error E||t - W h||^2 / E||t||^2 on the held-out windows
+    after: float
+
+
+@torch.no_grad()
+def correct(W: Tensor, fit: Regression, held_out: Regression, ridges: tuple[float, ...] = RIDGES) -> Correction:
+    r"""Move a weight towards the regression of what is missing, by as much as held-out windows confirm.
+
+    With the residue :math:`r = t - W h` of the fit and :math:`\lambda` the ridge times the mean diagonal of ``C``, the step is
+    :math:`\Delta = \mathbb{E}[r h^\top] (C + \lambda I)^{-1}`: ridge regression that shrinks towards the weight there is. On
+    the held-out windows :math:`\mathbb{E}\|t - (W + \alpha \Delta) h\|^2` is a parabola in :math:`\alpha`, so its best
+    :math:`\alpha \in [0, 1]` is known for every ridge; the best pair is taken.
+
+    Args:
+        W: ``(D, F)``.
+        fit: moments of the windows to fit.  held_out: of the others; same dtype as ``W``.
+        ridges: candidates, relative to the mean diagonal of ``C``.
+
+    Returns:
+        :class:`Correction`; never worse than ``W`` on the held-out windows.
+
+    Cost: a Cholesky factorisation of ``(F, F)`` and a few ``(D, F, F)`` products for every ridge.
+    """
+    residue = fit.cross - W @ fit.C  # (D, F) E[r h^T]
+    slope = held_out.cross - W @ held_out.C
+    before = held_out.loss(W)
+    best = Correction(W, 0.0, ridges[-1], 0.0, 0.0), before
+    for ridge in ridges:
+        damped = fit.C.clone()
+        damped.diagonal().add_(damping(fit.C, ridge))
+        factor, info = torch.linalg.cholesky_ex(damped)
+        if info.item():  # rounding of the sums is larger than this ridge
+            continue
+        step = torch.cholesky_solve(residue.T, factor).T
+        gain, curvature = (step * slope).sum(), ((step @ held_out.C) * step).sum()
+        strength = (gain / curvature).clamp(0, 1)
+        loss = before - 2 * strength * gain + strength.square() * curvature
+        if loss < best[1]:
+            best = Correction(W + strength * step, strength.item(), ridge, 0.0, 0.0), loss
+    correction, after = best
+    scale = held_out.energy.item() or 1.0
+    return correction._replace(before=before.item() / scale, after=after.item() / scale)

@@ -1,0 +1,29 @@
+"""What every rank of a module would cost, from the statistics of the dense block."""
+
+from ...architectures import BlockView
+from ...linalg.nystrom import error_curve
+from ..base import Unit
+from .attention import compress_qk, compress_vo
+
+__all__ = ["squared_errors"]
+
+
+def squared_errors(method, view: BlockView, moments, unit: Unit, least: int, vo=compress_vo) -> dict[int, float]:
+    """Rank -> squared relative error of the module there, for the ranks of ``unit`` from ``least`` on; 0 at the full one.
+
+    Args:
+        vo: what reduces value and output.
+    """
+    full = unit.ranks[-1]
+    ranks = [rank for rank in unit.ranks if rank >= least]
+    if unit.module == "mlp":
+        down, moment = view.mlp.down, moments["mlp_hidden"]
+        C = moment.covariance() if method.bias_refit and down.bias is not None else moment.second_moment()
+        curve = error_curve(down.weight, C, least=ranks[0], ridge=method.ridge)
+        return {rank: curve[full - rank].item() for rank in ranks}
+    attention = view.attention
+    q, k, v = attention.qkv()
+    dense = {"q": q, "k": k, "v": v, "o": attention.output}
+    compress = compress_qk if unit.module == "qk" else vo
+    parts = {rank: compress(method, attention, moments, dense, rank) for rank in ranks if rank < full}
+    return {rank: part.report["relative_error"] ** 2 for rank, part in parts.items()} | {full: 0.0}

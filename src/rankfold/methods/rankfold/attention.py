@@ -1,0 +1,84 @@
+"""Attention in two steps: queries, keys and values to smaller heads, then the output projection on what these send.
+
+Shape legend: H query heads, K key/value heads, G = H / K, N head dimension, R kept value width, D model width.
+"""
+
+from torch import Tensor
+
+from ...architectures import AttentionView, BlockView, Dense
+from ...calibration.moments import BlockMoments, Moment
+from ...linalg.output_refit import refit_across_heads
+from ...linalg.paired_svd import paired_svd
+from ..base import BlockResult
+from ..modegpt.attention import Part, compress_attention, map_heads
+from ..modegpt.attention import compress_vo as values_alone
+from .missing import repair
+
+__all__ = ["compress_vo", "decompose_attention", "refit_output"]
+
+
+def decompose_attention(method, view: BlockView, moments, ranks: dict[str, int]) -> BlockResult:
+    """Replace the attention module by one with width ``ranks["qk"]`` for scores and ``ranks["vo"]`` for values."""
+    result = BlockResult({}, {}, {}, {})
+    compress_attention(method, view, moments, ranks, result, vo=compress_vo if method.attention_aware else values_alone)
+    return result
+
+
+def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dense], rank: int) -> Part:
+    """Algorithm 3 on what attention sends instead of on the values, then the output projection refitted across heads.
+
+    Attention averages values, so what it sends has another second moment than the values have. Where the output projection has
+    a bias, the value bias and the mean move into it and the covariance is fitted, as in MoDeGPT.
+    """
+    v, o, K = dense["v"], dense["o"], attention.kv_heads
+    sent = moments["attention_output"]
+    centre = sent.mean if method.bias_refit and o.bias is not None else None  # (H N,), value bias included
+    W = o.weight.double()
+
+    def metric(moment: Moment) -> Tensor:
+        return moment.second_moment() if centre is None else moment.about(centre)
+
+    C = metric(sent)
+    fit = paired_svd(*_of_heads(C, W, attention), rank=rank)
+    groups = attention.heads // K
+    down = fit.down.repeat_interleave(groups, 0)  # (H, R, N)
+    refit = refit_across_heads(W, C, down, fit.up.repeat_interleave(groups, 0), ridge=method.ridge)
+    new_v, bias = map_heads(v, fit.down), o.bias
+    if centre is not None:
+        still = (
+            centre
+            if v.bias is None
+            else centre - v.bias.double().unflatten(0, (K, 1, -1)).expand(-1, groups, -1).flatten()
+        )
+        kept = refit.W @ (down @ still.unflatten(0, (len(down), -1, 1))).flatten()
+        bias = (o.bias.double() + W @ centre - kept).to(o.bias.dtype)
+        new_v = Dense(new_v.weight, None)
+    report = {"relative_error": refit.relative_error(W, C), "error": refit.error(W, C)}
+
+    def error(other: BlockMoments) -> float:
+        return refit.relative_error(W, metric(other["attention_output"]))
+
+    return Part({"v": new_v, "o": Dense(refit.W.to(o.weight.dtype), bias)}, report, error)
+
+
+def _of_heads(C: Tensor, W: Tensor, attention: AttentionView) -> tuple[Tensor, Tensor]:
+    """``(K, N, N)`` each: moment of what a group of query heads sends, and Gram of the output columns that receive it."""
+    H, N, K = attention.heads, attention.head_dim, attention.kv_heads
+    own = C.view(H, N, H, N).diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # (H, N, N)
+    columns = W.unflatten(1, (H, N)).permute(1, 0, 2)  # (H, D, N)
+    return tuple(x.unflatten(0, (K, -1)).sum(1) for x in (own, columns.mT @ columns))
+
+
+def refit_output(method, view: BlockView, moments, held_out, module: str) -> BlockResult:
+    """Correct the output projection by what the stream lacks behind attention, as far as held-out windows confirm."""
+    attention, others = view.attention, held_out()
+    if others is None:  # nothing could confirm it
+        return BlockResult({}, {}, {module: {"feedback": 0.0}}, {})
+    o, names = attention.output, ("attention_output", "attention_feedback")
+    centred = method.bias_refit and o.bias is not None
+    new, report = repair(o, moments, others, names, centred=centred)
+    path = f"{attention.spec.path}.o_proj"
+    state = {f"{path}.weight": new.weight.to(o.weight.dtype)}
+    if o.bias is not None:
+        state[f"{path}.bias"] = new.bias.to(o.bias.dtype)
+    return BlockResult({}, state, {module: report}, {})

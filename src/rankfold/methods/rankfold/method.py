@@ -1,0 +1,78 @@
+"""The default: MoDeGPT's shapes, each module fitted to what really reaches it and to what is missing behind it.
+
+Nothing is added to the model: every matrix keeps its place and loses rows or columns. A block is compressed in three stages,
+each measured on what the stages before it left, on two streams side by side: the compressed one and the dense one.
+"""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+from ...architectures import BlockView
+from ..base import BlockResult, Stage, Unit, register_method
+from ..modegpt import MoDeGPT
+from ..modegpt.attention import compress_vo as values_alone
+from ..modegpt.curves import squared_errors
+from .attention import compress_vo, decompose_attention, refit_output
+from .mlp import decompose_mlp
+
+__all__ = ["Rankfold"]
+
+
+@register_method
+@dataclass(frozen=True)
+class Rankfold(MoDeGPT):
+    """Options beside those of MoDeGPT, whose ranks and shapes these are.
+
+    Attributes:
+        attention_aware: fit values to what attention makes of them, the input of the output projection, and refit the whole
+            output projection across heads; ``False``: to the values themselves, head by head (MoDeGPT Algorithm 3).
+        feedback: fit output and down projections to all that the stream lacks behind them, as far as held-out windows
+            confirm; ``False``: to their own dense outputs only.
+    """
+
+    name: ClassVar[str] = "rankfold"
+    modes: ClassVar[tuple[str, ...]] = ("sequential",)
+
+    allocation: Literal["uniform", "influence", "influence-modules", "measured"] = "measured"
+    attention_aware: bool = True
+    feedback: bool = True
+
+    def statistics(self, view: BlockView) -> set[str]:
+        ranks = {module: 0 for module in self.supported_modules(view.architecture, view)}
+        return set().union(*(stage.statistics for stage in self.stages(view, ranks)))
+
+    def stages(self, view: BlockView, ranks: dict[str, int]) -> list[Stage]:
+        """Queries, keys and values; the output projection on what these became; the MLP on what attention became."""
+        full, feedback = view.attention.head_dim, self.feedback and view.adds
+        found = []
+        if ranks.keys() & {"qk", "vo"}:
+            needed = self._attention_statistics(view, ranks.keys())
+            found.append(Stage(needed, lambda view, moments, _: decompose_attention(self, view, moments, ranks)))
+            if feedback and min(ranks.get("qk", full), ranks.get("vo", full)) < full:
+                found.append(Stage({"attention_output", "attention_feedback"}, self._refit_output(ranks)))
+        if "mlp" in ranks:
+            needed = {"mlp_hidden", "mlp_feedback"} if feedback else {"mlp_hidden"}
+            found.append(Stage(needed, lambda *args: decompose_mlp(self, *args, ranks["mlp"])))
+        return found
+
+    def _attention_statistics(self, view: BlockView, modules) -> set[str]:
+        free = view.attention.rotary_dim == 0 and self.qk == "svd"
+        needed = {
+            "qk": {"query", "key_spread"} if free else {"query", "key", "query_key"},
+            "vo": {"attention_output"} if self.attention_aware else {"value"},
+        }
+        return set().union(*(needed[module] for module in modules if module in needed))
+
+    def _refit_output(self, ranks: dict[str, int]):
+        module = "vo" if "vo" in ranks else "qk"
+        return lambda *args: refit_output(self, *args, module)
+
+    @property
+    def alone(self) -> "Rankfold":
+        return replace(self, feedback=False)
+
+    def curve(self, view: BlockView, moments, unit: Unit, least: int) -> dict[int, float]:
+        return squared_errors(self, view, moments, unit, least, compress_vo if self.attention_aware else values_alone)
+
+    def decompose(self, view: BlockView, moments, ranks: dict[str, int]) -> BlockResult:
+        raise NotImplementedError("this method has stages")

@@ -1,0 +1,49 @@
+"""What the stream lacks behind a projection, and how much of it the projection can be fitted to.
+
+Shape legend: F input width of the projection, D model width.
+"""
+
+from torch import Tensor
+
+from ...architectures import Dense
+from ...calibration.moments import BlockMoments, CrossMoment, Moment
+from ...linalg.feedback import Regression, correct
+
+__all__ = ["repair"]
+
+
+def repair(dense: Dense, moments: BlockMoments, held_out: BlockMoments, names: tuple[str, str], *, centred: bool):
+    """An output projection moved towards what is missing behind it, as far as held-out windows confirm.
+
+    Args:
+        dense: the projection.
+        moments, held_out: of windows to fit and of others.
+        names: statistics of its input and of what is missing.
+        centred: it has a bias, which takes the means, and the covariances are fitted.
+
+    Returns:
+        ``(Dense, report)``; weights in fp64.
+    """
+    received, missing = (moments[name] for name in names)
+    about = (received.mean, missing.mean) if centred else None
+    fit, others = (regression(*(these[name] for name in names), about) for these in (moments, held_out))
+    correction = correct(dense.weight.double(), fit, others)
+    bias = missing.mean - correction.W @ received.mean if centred else dense.bias
+    report = {
+        "feedback": correction.strength,
+        "feedback_ridge": correction.ridge,
+        "missing_before": correction.before,
+        "missing_after": correction.after,
+    }
+    return Dense(correction.W, bias), report
+
+
+def regression(received: Moment, missing: CrossMoment, about: tuple[Tensor, Tensor] | None) -> Regression:
+    """Moments of the input and of what is missing, about two points where a bias takes them."""
+    cross, energy = missing.second.double() / missing.count, missing.energy / missing.count
+    if about is None:
+        return Regression(received.second_moment(), cross, energy)
+    h, t = about
+    mean = missing.mean
+    cross = cross.addr(t, received.mean, alpha=-1).addr_(mean - t, h, alpha=-1)
+    return Regression(received.about(h), cross, energy - 2 * (mean @ t) + t @ t)
