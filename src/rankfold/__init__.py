@@ -6,7 +6,7 @@
 
     source = rankfold.open_model("HuggingFaceTB/SmolLM2-135M")
     tokens = rankfold.load_tokens("wikitext2", source)
-    model = rankfold.compress(source, rankfold.MoDeGPT(sparsity=0.3), tokens)
+    model = rankfold.compress(source, rankfold.Rankfold(sparsity=0.3), tokens)
     rankfold.save(model, "small", source.tokenizer)
 
 Importing it registers the compressed modules with transformers, so that ``AutoModelForCausalLM.from_pretrained`` loads
@@ -22,7 +22,7 @@ from .checkpoint.source import Source, open_model
 from .errors import RankfoldError
 from .evaluation.perplexity import perplexity
 from .evaluation.text import evaluate_text
-from .methods import LatentLLM, MoDeGPT, make_method, method_names
+from .methods import LatentLLM, MoDeGPT, Rankfold, make_method, method_names
 from .pipeline import calibrate, compress, plan
 from .report.plan import Plan
 from .version import __version__
@@ -32,6 +32,7 @@ __all__ = [
     "MoDeGPT",
     "MomentStore",
     "Plan",
+    "Rankfold",
     "RankfoldError",
     "Source",
     "Tokens",

@@ -3,6 +3,8 @@
 from itertools import pairwise
 from typing import NamedTuple
 
+from ..errors import OptionError
+
 __all__ = ["Cost", "cheapest", "largest_sparsity"]
 
 Cost = dict[int, float]  # rank -> what it costs, for ranks down to some least one; 0 where the module stays dense
@@ -36,7 +38,7 @@ def cheapest(units, costs: dict[tuple[int, str], Cost], remove: int) -> dict[tup
         remove: weights.
 
     Raises:
-        ValueError: the ranks with a cost cannot remove so many.
+        OptionError: the ranks with a cost cannot remove so many.
     """
     levels = [len(unit.ranks) - 1 for unit in units]
     edges = [edge for i, unit in enumerate(units) for edge in _hull(i, unit, costs[unit.block, unit.module])]
@@ -49,7 +51,10 @@ def cheapest(units, costs: dict[tuple[int, str], Cost], remove: int) -> dict[tup
             removed += unit.sizes[levels[edge.unit]] - unit.sizes[level]
             levels[edge.unit] = level
     if removed < remove:
-        raise ValueError(f"the ranks that have a cost remove {removed:,} of {remove:,} weights")
+        raise OptionError(
+            f"the ranks whose cost was measured can lose {removed:,} of the {remove:,} weights that must go; lower the sparsity, "
+            "compress more modules, lower --multiple, or use --allocation uniform"
+        )
     _return_surplus(units, costs, levels, removed - remove)
     return {(u.block, u.module): u.ranks[level] for u, level in zip(units, levels, strict=True)}
 

@@ -18,6 +18,9 @@ from .psd import damping
 
 __all__ = ["RIDGES", "Correction", "Regression", "correct"]
 
+import os
+
+KEEP = float(os.environ.get("RF_KEEP", "1"))
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0)
 
 
@@ -64,20 +67,46 @@ def correct(W: Tensor, fit: Regression, held_out: Regression, ridges: tuple[floa
     """
     residue = fit.cross - W @ fit.C  # (D, F) E[r h^T]
     slope = held_out.cross - W @ held_out.C
-    before = held_out.loss(W)
-    best = Correction(W, 0.0, ridges[-1], 0.0, 0.0), before
-    for ridge in ridges:
-        damped = fit.C.clone()
-        damped.diagonal().add_(damping(fit.C, ridge))
-        factor, info = torch.linalg.cholesky_ex(damped)
-        if info.item():  # rounding of the sums is larger than this ridge
-            continue
-        step = torch.cholesky_solve(residue.T, factor).T
-        gain, curvature = (step * slope).sum(), ((step @ held_out.C) * step).sum()
-        strength = (gain / curvature).clamp(0, 1)
-        loss = before - 2 * strength * gain + strength.square() * curvature
-        if loss < best[1]:
-            best = Correction(W + strength * step, strength.item(), ridge, 0.0, 0.0), loss
-    correction, after = best
-    scale = held_out.energy.item() or 1.0
-    return correction._replace(before=before.item() / scale, after=after.item() / scale)
+    tried = [step for ridge in ridges if (step := _step(residue, slope, fit, held_out, ridge)) is not None]
+    wanted = KEEP * max((step.best_gain for step in tried), default=0.0)
+    before, scale = held_out.loss(W).item(), held_out.energy.item() or 1.0
+    if not wanted > 0:
+        return Correction(W, 0.0, ridges[-1], before / scale, before / scale)
+    step = min((step for step in tried if step.best_gain >= wanted), key=lambda step: step.size(wanted))
+    strength = step.strength(wanted)
+    after = before - 2 * strength * step.gain + strength**2 * step.curvature
+    return Correction(W + strength * step.change, strength, step.ridge, before / scale, after / scale)
+
+
+class _Step(NamedTuple):
+    """Regression of the residue at one ridge, and what it does on the held-out windows."""
+
+    ridge: float
+    change: Tensor  # (D, F)
+    gain: float  # half the slope of what strength gains, at strength 0
+    curvature: float  # what the square of strength loses
+
+    @property
+    def best_gain(self) -> float:
+        strength = min(max(self.gain / self.curvature, 0.0), 1.0) if self.curvature > 0 else 0.0
+        return 2 * strength * self.gain - strength**2 * self.curvature
+
+    def strength(self, wanted: float) -> float:
+        """The least one that gains so much."""
+        root = max(self.gain**2 - self.curvature * wanted, 0.0) ** 0.5
+        return min((self.gain - root) / self.curvature, 1.0)
+
+    def size(self, wanted: float) -> float:
+        return self.strength(wanted) * self.change.norm().item()
+
+
+def _step(residue: Tensor, slope: Tensor, fit: Regression, held_out: Regression, ridge: float) -> _Step | None:
+    """``None`` where rounding of the sums is larger than this ridge."""
+    damped = fit.C.clone()
+    damped.diagonal().add_(damping(fit.C, ridge))
+    factor, info = torch.linalg.cholesky_ex(damped)
+    if info.item():
+        return None
+    change = torch.cholesky_solve(residue.T, factor).T
+    parts = torch.stack([(change * slope).sum(), ((change @ held_out.C) * change).sum()])
+    return _Step(ridge, change, *parts.tolist())

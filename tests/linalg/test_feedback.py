@@ -1,0 +1,71 @@
+"""Corrections towards what is missing, against plain regressions on the samples themselves."""
+
+import pytest
+import torch
+
+from rankfold.linalg.feedback import RIDGES, Regression, correct
+from rankfold.linalg.output_refit import refit_across_heads
+
+F64 = torch.float64
+
+
+def samples(tokens: int, *, width: int = 12, out: int = 5, noise: float = 0.3, seed: int = 0):
+    """Inputs, targets, and a weight that is not the one the targets come from."""
+    g = torch.Generator().manual_seed(seed)
+    true, W = (torch.randn(out, width, generator=torch.Generator().manual_seed(s), dtype=F64) for s in (100, 101))
+    h = torch.randn(tokens, width, generator=g, dtype=F64) @ torch.diag(torch.logspace(0, -2, width, dtype=F64))
+    return h, h @ true.T + noise * torch.randn(tokens, out, generator=g, dtype=F64), W
+
+
+def regression(h, t) -> Regression:
+    return Regression(h.T @ h / len(h), t.T @ h / len(h), t.square().sum(1).mean())
+
+
+def test_the_loss_is_that_of_the_samples():
+    h, t, W = samples(50)
+    assert regression(h, t).loss(W).item() == pytest.approx((t - h @ W.T).square().sum(1).mean().item())
+
+
+@pytest.mark.parametrize("noise", [0.01, 0.3, 3.0])
+def test_nothing_on_a_fine_grid_does_better_on_the_held_out_samples(noise):
+    """Strengths in [0, 1] and the ridges, by gradient-free search over ridge regressions solved on the rows."""
+    h, t, W = samples(40, noise=noise)
+    others = samples(200, noise=noise, seed=1)[:2]
+    found = correct(W, regression(h, t), regression(*others))
+    losses = []
+    for ridge in RIDGES:
+        lam = ridge * h.square().mean(0).mean() * len(h)
+        rows = torch.cat([h, lam.sqrt() * torch.eye(h.shape[1], dtype=F64)])
+        wanted = torch.cat([t - h @ W.T, torch.zeros(h.shape[1], t.shape[1], dtype=F64)])
+        step = torch.linalg.lstsq(rows, wanted).solution.T
+        losses += [regression(*others).loss(W + a * step).item() for a in torch.linspace(0, 1, 1001)]
+    scale = others[1].square().sum(1).mean().item()
+    assert found.after == pytest.approx(min(losses) / scale, rel=1e-5)
+    assert found.after == pytest.approx(regression(*others).loss(found.W).item() / scale, rel=1e-9)
+    assert found.before == pytest.approx(regression(*others).loss(W).item() / scale, rel=1e-9)
+
+
+def test_where_held_out_samples_contradict_the_weight_stays():
+    h, t, W = samples(40)
+    opposite = 2 * h @ W.T - t
+    found = correct(W, regression(h, t), regression(h, opposite))
+    assert found.strength == 0.0 and torch.equal(found.W, W) and found.after == found.before
+
+
+def test_the_refit_across_heads_is_the_regression_on_what_the_reduced_heads_send():
+    g = torch.Generator().manual_seed(0)
+    H, N, R, D, ridge = 3, 6, 4, 7, 1e-3
+    z = torch.randn(400, H * N, generator=g, dtype=F64) @ torch.randn(H * N, H * N, generator=g, dtype=F64)
+    W, down = torch.randn(D, H * N, generator=g, dtype=F64), torch.randn(H, R, N, generator=g, dtype=F64)
+    up = torch.linalg.pinv(down)
+    found = refit_across_heads(W, z.T @ z / len(z), down, up, ridge=ridge)
+    reduced = z @ torch.block_diag(*down).T
+    prior = W @ torch.block_diag(*up)
+    lam = ridge * reduced.square().mean(0).mean() * len(z)
+    rows = torch.cat([reduced, lam.sqrt() * torch.eye(H * R, dtype=F64)])
+    wanted = torch.cat([z @ W.T, lam.sqrt() * prior.T])
+    torch.testing.assert_close(found.W, torch.linalg.lstsq(rows, wanted).solution.T, rtol=1e-6, atol=1e-8)
+    error = (z @ W.T - reduced @ found.W.T).square().sum(1).mean().item()
+    assert found.error(W, z.T @ z / len(z)) == pytest.approx(error, rel=1e-6)
+    per_head = (z @ W.T - reduced @ prior.T).square().sum(1).mean().item()
+    assert error < 0.9 * per_head  # heads tell of each other
