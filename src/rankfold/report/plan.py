@@ -38,6 +38,7 @@ class Plan:
     peak_memory_bytes: int  # estimate, beside the program and its libraries
     seconds: float | None  # estimate; None where no block was timed, see `rankfold.planning.timed`
     facts: dict = field(default_factory=dict)  # of the allocation: epsilon, scores
+    calibration: dict | None = None  # description of the tokens it is calibrated on
 
     @property
     def sparsity(self) -> float:
@@ -92,7 +93,16 @@ class Plan:
         row("MiB of weights", self.bytes, self.bytes_after, 2**20, ",.1f")
         row("KV-cache bytes per token", self.kv_bytes_per_token, self.kv_bytes_per_token_after)
         table.add_section()
+        for text in self._texts():
+            windows = f"{text['samples']:,} + {text['held_out']:,} held out"
+            table.add_row(f"calibration windows of {text['source']}", "", windows, f"{text['share']:.1%}")
         table.add_row("peak memory beside the program (estimate)", "", f"{self.peak_memory_bytes / 2**30:.2f} GiB", "")
         if self.seconds is not None:
             table.add_row("time (estimate)", "", f"{self.seconds:.0f} s", "")
         return table
+
+    def _texts(self) -> list[dict]:
+        """What each calibration text gives."""
+        if self.calibration is None:
+            return []
+        return self.calibration.get("texts", [{"held_out": 0, "share": 1.0} | self.calibration])
