@@ -94,6 +94,7 @@ def build_plan(source: Source, method: Method, allocated: Allocated, errors: dic
         peak_memory_bytes=_peak_memory(source, method, calibration),
         seconds=None,
         facts=allocated.facts,
+        source_bytes=source.bytes_on_disk,
         calibration=calibration,
     )
 

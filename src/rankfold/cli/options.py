@@ -14,12 +14,30 @@ from ..errors import DataError, OptionError
 from ..methods import Method, make_method
 from ..methods.base import method_class
 
-__all__ = ["CalibrationOptions", "Device", "Dtype", "Field", "Json", "MethodOptions", "Model", "Moments", "expanded"]
+__all__ = [
+    "CalibrationOptions",
+    "Device",
+    "Dtype",
+    "Field",
+    "Json",
+    "MethodOptions",
+    "Model",
+    "Moments",
+    "Written",
+    "expanded",
+]
 
 SHARED = {f.name for f in fields(Method)}  # options with a flag of their own
 
 Model = Annotated[str, typer.Argument(help="Hub id, local folder, or local .gguf file.")]
 Dtype = Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")]
+Written = Annotated[
+    str,
+    typer.Option(
+        "--dtype",
+        help="What the result is written in: auto (as stored; .gguf: bfloat16), float32, bfloat16 or float16.",
+    ),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")]
 Field = Annotated[str, typer.Option(help="Column with the text, for .jsonl and .parquet.")]
