@@ -175,7 +175,9 @@ def model_path(name: str) -> str:
 
 
 def open_source(name: str) -> Source:
-    return open_model(model_path(name), device="cpu")
+    """What a GGUF file holds is kept in fp32, as it was when the committed records were made."""
+    path = model_path(name)
+    return open_model(path, dtype="float32" if path.endswith(".gguf") else "auto", device="cpu")
 
 
 def again(source: Source) -> Source:

@@ -119,9 +119,12 @@ def measure(dense: Path, small: Path, held_out: Path) -> tuple[dict, dict]:
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    dtype = json.loads((small / "config.json").read_text(encoding="utf-8"))["dtype"]
+    facts = {"before": sizes(rankfold.load(dense, dtype=dtype)), "after": sizes(rankfold.load(small))}
+    facts["before"]["bytes_on_disk"] = dense.stat().st_size
+    facts["after"]["bytes_on_disk"] = sum(shard.stat().st_size for shard in small.glob("*.safetensors"))
     models = {"before": rankfold.load(dense, dtype="float32"), "after": rankfold.load(small, dtype="float32")}
     tokenizer = load_tokenizer(small)
-    facts = {name: sizes(model) for name, model in models.items()}
 
     step(4, f"perplexity on {held_out}, text the calibration did not see")
     ids = tokenizer(held_out.read_text(encoding="utf-8"), return_tensors="pt", verbose=False).input_ids[0]
@@ -150,6 +153,7 @@ def sizes(model) -> dict:
         cache = model(torch.zeros(1, tokens, dtype=torch.long), use_cache=True).past_key_values
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
+        "dtype": str(model.dtype).removeprefix("torch."),
         "bytes": sum(t.numel() * t.element_size() for t in tensors),
         "kv_bytes_per_token": sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values)) // tokens,
     }
@@ -157,10 +161,12 @@ def sizes(model) -> dict:
 
 def check_plan(plan: dict, before: dict, after: dict) -> None:
     """What was announced before any weight changed is what the loaded models have."""
+    pairs = [("bytes_on_disk", plan["source_bytes"], before["bytes_on_disk"])]
     for key in ("parameters", "bytes", "kv_bytes_per_token"):
-        for planned, measured in ((plan[key], before[key]), (plan[f"{key}_after"], after[key])):
-            if planned != measured:
-                sys.exit(f"the plan said {planned:,} {key}, the loaded model has {measured:,}; please report this")
+        pairs += [(key, plan[key], before[key]), (key, plan[f"{key}_after"], after[key])]
+    for key, planned, measured in pairs:
+        if planned != measured:
+            sys.exit(f"the plan said {planned:,} {key}, the loaded model has {measured:,}; please report this")
 
 
 def show(result: dict, small: Path, path: Path) -> None:
@@ -177,7 +183,8 @@ def show(result: dict, small: Path, path: Path) -> None:
         table.add_row(label, f"{a:{form}}", f"{b:{form}}", f"x {b / a if ratio is None else ratio:.2f}")
 
     row("parameters", before["parameters"], after["parameters"], ",")
-    row("MiB of weights (float32)", before["bytes"] / 2**20, after["bytes"] / 2**20, ",.1f")
+    row(f"MiB of weights ({after['dtype']})", before["bytes"] / 2**20, after["bytes"] / 2**20, ",.1f")
+    row("MiB on disk", before["bytes_on_disk"] / 2**20, after["bytes_on_disk"] / 2**20, ",.1f")
     row("KV-cache bytes per token", before["kv_bytes_per_token"], after["kv_bytes_per_token"], ",")
     row("perplexity, held-out text", before["perplexity"]["perplexity"], after["perplexity"]["perplexity"], ".2f")
     a, b = before["speed"], after["speed"]

@@ -1,8 +1,10 @@
 """A tiny model on disk with a real tokenizer, as a user would have one."""
 
+import json
 from pathlib import Path
 from pydoc_data.topics import topics
 
+import gguf
 import torch
 import transformers as t
 from tokenizers import ByteLevelBPETokenizer
@@ -35,6 +37,41 @@ def save_tiny(folder: Path, blocks: int = 4, **options) -> Path:
         tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", eos_token="</s>", pad_token="</s>"
     ).save_pretrained(folder)
     return folder
+
+
+def save_gguf(folder: Path, file: Path) -> Path:
+    """What :func:`save_tiny` wrote, as GGUF: matrices in blocks of 8 bits where rows have whole blocks, all else in fp32."""
+    model = t.LlamaForCausalLM.from_pretrained(folder)
+    config, tokenizer = model.config, json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(config.vocab_size)
+    vocabulary = sorted(tokenizer["vocab"], key=tokenizer["vocab"].get)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(vocabulary + [f"<{i}>" for i in range(len(vocabulary), config.vocab_size)])
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in tokenizer["merges"]])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        values, name = tensor.numpy(), names.get_name(name, (".weight",))
+        if tensor.dim() == 2 and tensor.shape[1] % 32 == 0:
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
 
 
 def save_text(path: Path, copies: int = 1) -> Path:

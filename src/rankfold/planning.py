@@ -65,7 +65,7 @@ def build_plan(source: Source, method: Method, allocated: Allocated, errors: dic
     Args:
         allocated: of :func:`allocate_ranks`.
         errors: (block, module) -> predicted relative error; may be empty.
-        calibration: description of the calibration tokens, for the estimate of memory.
+        calibration: description of the calibration tokens; the estimate of memory depends on them.
     """
     ranks = allocated.ranks
     modules = tuple(
@@ -100,6 +100,8 @@ def build_plan(source: Source, method: Method, allocated: Allocated, errors: dic
         peak_memory_bytes=_peak_memory(source, method, calibration),
         seconds=None,
         facts=allocated.facts,
+        source_bytes=source.bytes_on_disk,
+        calibration=calibration,
     )
 
 

@@ -43,7 +43,19 @@ SHARED = {
     "--method": ["modegpt", "latentllm", "svd", "svdd", ""],
     "--moments": ["moments", "model", "text.txt", "nowhere", ""],
 }
-SOURCES = ["text.txt", "nowhere.txt", "model", "self", "ptb:nowhere", ""]
+SOURCES = [
+    "text.txt",
+    "nowhere.txt",
+    "model",
+    "self",
+    "ptb:nowhere",
+    "",
+    "text.txt=0.5",
+    "self=-1",
+    "pydoc=1e400",
+    "=",
+    "x=y",
+]
 SIZES = {"--samples": NUMBERS, "--length": NUMBERS, "--seed": NUMBERS}
 TEXT = {"--calibration": SOURCES, "--field": ["text", "x", ""], **SIZES}
 ANY = {

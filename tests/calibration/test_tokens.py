@@ -217,7 +217,7 @@ def test_text_of_the_model_itself_is_seeded_and_starts_with_its_start_token(llam
 def test_windows_held_out_of_the_models_own_text_leave_the_others_alone(llama, monkeypatch):
     tokens = load_tokens("self", llama, samples=18, length=12)
     assert tokens.held_out.shape == (2, 12) and tokens.draw == "sampled"
-    monkeypatch.setattr("rankfold.calibration.tokens._held_out", lambda samples: 5)
+    monkeypatch.setattr("rankfold.calibration.mixing.held_out_of", lambda samples: 5)
     more = load_tokens("self", llama, samples=18, length=12)
     assert torch.equal(tokens.ids, more.ids) and len(more.held_out) == 5
     assert not torch.equal(tokens.ids[:2], tokens.held_out)

@@ -57,3 +57,23 @@ def test_options_become_a_method():
 def test_what_does_not_parse_says_what_is_allowed(options, message):
     with pytest.raises(OptionError, match=message):
         MethodOptions(**options).parse()
+
+
+@pytest.mark.parametrize(
+    ("given", "texts"),
+    [
+        (["a.txt", "self"], ["a.txt", "self"]),
+        (["a.txt=0.7", "wikitext2=.3"], {"a.txt": 0.7, "wikitext2": 0.3}),
+        (["wikitext2:a=1=2", "b=1"], {"wikitext2:a=1": 2.0, "b": 1.0}),
+        (["b=1=3", "wikitext2:b=1=1"], {"b=1": 3.0, "wikitext2:b=1": 1.0}),  # b=1 is a file
+        (["b=1", "wikitext2:b=1"], ["b=1", "wikitext2:b=1"]),
+    ],
+)
+def test_a_text_may_have_a_share_and_a_file_of_that_name_comes_first(given, texts, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if given[0] != "wikitext2:a=1=2":
+        (tmp_path / "b=1").write_text("text")
+    asked = {}
+    monkeypatch.setattr("rankfold.calibration.tokens.load_tokens", lambda names, source, **_: asked.update(names=names))
+    CalibrationOptions(calibration=given).load(None)
+    assert asked["names"] == texts

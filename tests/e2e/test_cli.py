@@ -2,6 +2,7 @@
 
 import fnmatch
 import json
+import re
 import shutil
 import sys
 
@@ -123,6 +124,97 @@ def test_what_an_allocation_cannot_reach_is_said_before_it_measures(run, place, 
     assert code == 2 and err.count("\n") == 1 and not (place / "early.partial").exists()
 
 
+MIX = "--calibration text.txt=0.7 --calibration other.txt=0.3 --samples 16 --length 64 --device cpu"
+
+
+@pytest.fixture(scope="module")
+def other(place):
+    """A second text, and one whose name looks like a share."""
+    save_text(place / "other.txt", copies=2)
+    (place / "text=0.5").write_text("\n".join(f"row {i * i}" for i in range(2000)))
+
+
+def texts_of(folder) -> list:
+    calibration = json.loads((folder / "rankfold.json").read_text())["calibration"]
+    return [(text["source"], text["share"], text["samples"], text["held_out"]) for text in calibration["texts"]]
+
+
+def test_a_mix_of_texts_is_in_plan_record_and_card_and_can_be_repeated(run, place, other):
+    code, out, err = run(f"plan model --multiple 2 {MIX} --json")
+    assert code in (0, None), err
+    assert [t["share"] for t in json.loads(out)["calibration"]["texts"]] == [0.7, 0.3]
+    code, _, err = run(f"compress model -o mixed --multiple 2 {MIX}")
+    assert code in (0, None), err
+    assert re.search(r"windows of text\.txt.*11 \+ 1 held out.*70\.0%", err)
+    assert re.search(r"windows of other\.txt.*5 \+ 1 held out.*30\.0%", err)
+    assert texts_of(place / "mixed") == [("text.txt", 0.7, 11, 1), ("other.txt", 0.3, 5, 1)]
+    card = (place / "mixed" / "README.md").read_text()
+    assert "16 x 64 tokens of `text.txt=0.7 + other.txt=0.3`" in card
+    command = next(line for line in card.splitlines() if line.startswith("rankfold compress"))
+    code, _, err = run(command.removeprefix("rankfold ").replace("-o mixed", "-o mixed-again") + " --device cpu")
+    assert code in (0, None), err
+    for shard in (place / "mixed").glob("*.safetensors"):
+        assert shard.read_bytes() == (place / "mixed-again" / shard.name).read_bytes()
+    code, out, _ = run("inspect mixed")
+    assert "calibrated on 16 x 64 tokens of text.txt=0.7 + other.txt=0.3" in out
+
+
+def test_a_mix_of_short_texts_can_be_repeated(run, place, other):
+    """Too short for all samples: the card's command must ask for as many again, or the texts give other windows."""
+    (place / "few.txt").write_text((place / "text.txt").read_text()[:1200])
+    (place / "some.txt").write_text((place / "text=0.5").read_text()[:3000])
+    line = "--calibration few.txt --calibration some.txt --samples 64 --length 64 --multiple 2 --device cpu"
+    code, _, err = run(f"compress model -o short-mix {line}")
+    assert code in (0, None), err
+    card = (place / "short-mix" / "README.md").read_text()
+    command = next(line for line in card.splitlines() if line.startswith("rankfold compress"))
+    assert "--calibration few.txt --calibration some.txt --samples 64 --length 64" in command
+    code, _, err = run(command.removeprefix("rankfold ").replace("-o short-mix", "-o short-again") + " --device cpu")
+    assert code in (0, None), err
+    records = [
+        json.loads((place / n / "rankfold.json").read_text())["calibration"] for n in ("short-mix", "short-again")
+    ]
+    assert records[0] == records[1] and records[0]["samples"] < 64
+    for shard in (place / "short-mix").glob("*.safetensors"):
+        assert shard.read_bytes() == (place / "short-again" / shard.name).read_bytes()
+
+
+def test_moments_of_a_mix_are_those_of_that_mix_alone(run, place, other):
+    code, _, err = run(f"calibrate model -o of-mix {MIX}")
+    assert code in (0, None), err
+    assert json.loads((place / "of-mix" / "moments.json").read_text())["tokens"]["texts"][0]["samples"] == 11
+    code, _, err = run(f"calibrate model -o of-mix {MIX.replace('0.7', '0.8')}")
+    assert code == 2 and "it differs in: tokens" in err
+    code, out, err = run("compress model --moments of-mix --multiple 2 --device cpu --dry-run")
+    assert code in (0, None) and re.search(r"windows of text\.txt.*11 \+ 1 held out", out), err
+
+
+def test_evaluate_knows_every_text_of_a_mix(run, place, other, caplog):
+    code, _, err = run(f"compress model -o of-two --multiple 2 {MIX}")
+    assert code in (0, None), err
+    for text, warned in (("text.txt", True), ("other.txt", True), ("pydoc", False)):
+        caplog.clear()
+        assert run(f"evaluate of-two --text {text} --length 64 --limit 1 --device cpu")[0] in (0, None)
+        assert ("calibrated on this very text" in caplog.text) is warned
+
+
+@pytest.mark.parametrize(
+    ("given", "sources"),
+    [
+        ("text=0.5", ["text=0.5"]),  # the file of that name
+        ("text=0.5=2", ["text=0.5"]),
+        ("text.txt=2", ["text.txt"]),
+        ("wikitext2:text=0.5=1 --calibration self=3", ["wikitext2:text=0.5", "self"]),
+    ],
+)
+def test_a_file_may_have_an_equals_sign_in_its_name(run, place, other, given, sources):
+    line = f"plan model --calibration {given} --samples 4 --length 32 --multiple 2 --device cpu --json"
+    code, out, err = run(line)
+    assert code in (0, None), err
+    calibration = json.loads(out)["calibration"]
+    assert [text["source"] for text in calibration.get("texts", [calibration])] == sources
+
+
 def test_self_calibration_needs_no_data(run, place):
     code, _, err = run("compress model -o self --calibration self --samples 3 --length 16 --multiple 2 --device cpu")
     assert code in (0, None), err
@@ -144,6 +236,24 @@ BAD = [
     ("compress model -o x --option rigde=1", "unknown modegpt option 'rigde'; did you mean 'ridge'"),
     ("compress model -o x --calibration nowhere.txt", "no text at 'nowhere.txt'"),
     ("compress model -o x --calibration empty.txt", "is empty"),
+    (
+        "compress model -o x --calibration text.txt --calibration text.txt",
+        "'text.txt' is named more than once; name it",
+    ),
+    ("compress model -o x --calibration text.txt=1 --calibration text.txt=2", "'text.txt' is named more than once"),
+    (
+        "compress model -o x --calibration text.txt=1 --calibration self",
+        "takes a share for every text or for none, e.g.",
+    ),
+    (
+        "compress model -o x --calibration text.txt=0 --calibration self=1",
+        "share of calibration text 'text.txt' must be",
+    ),
+    ("compress model -o x --calibration text.txt=nan", "share of calibration text 'text.txt' must be a number above 0"),
+    ("compress model -o x --calibration text.txt=half", "no text at 'text.txt=half'"),
+    ("compress model -o x --calibration =0.5", "no text at '=0.5'"),
+    ("compress model -o x --calibration text.txt --calibration self --samples 1", "2 calibration texts need at least"),
+    ("compress model -o x --calibration text.txt --calibration empty.txt", "text source 'empty.txt' is empty"),
     ("compress model -o x --calibration short.txt", "at least 32 are needed"),
     ("compress model -o x --calibration rows.jsonl", "has no text field 'text'; a row has: body"),
     ("compress model -o x --dtype int8 --calibration text.txt", "dtype must be auto"),
@@ -198,8 +308,6 @@ def broken(place, small):
 
 @pytest.mark.parametrize("line, message", BAD, ids=[line for line, _ in BAD])
 def test_bad_input_is_one_line_and_exit_code_2(run, broken, place, line, message):
-    import re
-
     extra = " --device cpu" if line.split()[0] == "compress" and "--device" not in line else ""
     code, out, err = run(line + extra)
     assert code == 2

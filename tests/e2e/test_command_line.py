@@ -59,6 +59,10 @@ BAD = [
     ("compress model -o x --seed 18446744073709551617", "--seed must fit into 64 bits, got 18446744073709551617"),
     ("compress model -o x --seed " + "9" * 400, "--seed must fit into 64 bits, got 9999"),
     ("compress ~nouser/x -o x", "MODEL: there is no user whose home is '~nouser'; write the path out"),
+    (
+        "compress model -o x --calibration self --calibration ptb:~nouser/x=2",
+        "--calibration: there is no user whose home",
+    ),
     ("evaluate model --text ptb:~nouser/x", "--text: there is no user whose home is '~nouser'"),
     ("compress model -o x --option sparsity=0.9", "'sparsity' is an option of every method: give it as --sparsity"),
     ("compress model -o x --option ridge=nan", "--option 'ridge=nan': expected a finite number"),

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..files import check_name, read_json, sweep, sync_folder, write_json, write_tensors, writing
 from ..locking import locked
-from ..records import check_record
+from ..records import NUMBER, Maybe, check_record
 from .moments import BlockMoments, Moment
 
 __all__ = ["MomentStore"]
@@ -34,7 +34,17 @@ IDENTITY = {
     "model": str,
     "blocks": int,
     "dtype": str,
-    "tokens": {"source": str, "origin": str, "samples": int, "length": int, "tokens": int, "seed": int, "sha256": str},
+    "tokens": {
+        "source": str,
+        "origin": str,
+        "samples": int,
+        "length": int,
+        "tokens": int,
+        "seed": int,
+        "sha256": str,
+        "held_out": Maybe(int),
+        "texts": Maybe([{"source": str, "share": NUMBER, "samples": int, "held_out": int}]),
+    },
     "statistics": [str],
 }
 

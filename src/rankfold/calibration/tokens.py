@@ -1,79 +1,26 @@
-"""Token ids for calibration: packed, seeded, hashed.
+"""Token ids for calibration, drawn out of texts: tokenised, packed, seeded.
 
-Shape legend: S samples (windows), S' windows held out, T window length.
+Shape legend: S samples (windows), T window length.
 """
 
-import hashlib
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, DataError, OptionError, first_line
+from .mixing import Drawn, Portion, check_distinct, draw_all, held_out_of, interleaved, shares_of
 from .pieces import pieces_of_file_or_hub, pieces_of_text
 from .runner import evaluating
-from .text import Text, read_text
+from .text import Text, read_text, text_source
+from .windows import Part, Tokens
 
 __all__ = ["Tokens", "load_tokens", "pack"]
 
 log = logging.getLogger(__name__)
 
 CHARACTERS_PER_TOKEN = 8  # generous for English; how much of a large text is tokenised for a window
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Windows of token ids and where they came from."""
-
-    ids: Tensor  # (S, T) int64, what moments are measured on
-    name: str  # the text source as the user named it
-    origin: str
-    seed: int
-    held_out: Tensor | None = None  # (S', T) int64, further windows of the same draw that nothing is fitted to
-    draw: str = "windows of the whole text"  # how the windows were drawn
-
-    def __post_init__(self):
-        _check_ids("ids", self.ids)
-        if self.held_out is not None:
-            _check_ids("held_out", self.held_out)
-
-    @property
-    def sha256(self) -> str:
-        return _sha256(self.ids)
-
-    def describe(self) -> dict:
-        """For the run record."""
-        samples, length = self.ids.shape
-        alias, _, local = self.name.partition(":")
-        described = {
-            "source": f"{alias}:{Path(local).name}" if local else Path(self.name).name,
-            "origin": self.origin,
-            "draw": self.draw,
-            "samples": samples,
-            "length": length,
-            "tokens": samples * length,
-            "seed": self.seed,
-            "sha256": self.sha256,
-            "held_out": 0 if self.held_out is None else len(self.held_out),
-        }
-        return described if self.held_out is None else described | {"held_out_sha256": _sha256(self.held_out)}
-
-
-def _check_ids(name: str, ids) -> None:
-    if not isinstance(ids, Tensor) or ids.dtype is not torch.int64 or ids.dim() != 2:
-        got = f"{list(ids.shape)} of {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
-        raise DataError(f"{name} must be a tensor (windows, length) of int64 token ids, got {got}")
-    if ids.shape[0] < 1 or ids.shape[1] < 2:
-        raise DataError(f"{name} must hold at least one window of at least 2 tokens, got {list(ids.shape)}")
-    if int(ids.min()) < 0:
-        raise DataError(f"{name} holds the negative token id {int(ids.min())}; padding is no text, leave it out")
-
-
-def _sha256(ids: Tensor) -> str:
-    return hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:32]
 
 
 def pack(ids: Tensor, *, samples: int, length: int, seed: int) -> Tensor:
@@ -94,9 +41,15 @@ def pack(ids: Tensor, *, samples: int, length: int, seed: int) -> Tensor:
 
 
 def load_tokens(
-    name: str, source, *, samples: int = 128, length: int = 2048, seed: int = 0, field: str = "text"
+    name: str | Sequence[str] | Mapping[str, float],
+    source,
+    *,
+    samples: int = 128,
+    length: int = 2048,
+    seed: int = 0,
+    field: str = "text",
 ) -> Tokens:
-    """Token windows for calibrating ``source``, drawn at random over the whole text.
+    """Token windows for calibrating ``source``, drawn at random over the whole text, or over several.
 
     The papers calibrate on 128 x 2048 tokens (MoDeGPT Sec. 4.1). Both numbers are clamped to what the model's context and
     the text give, which is logged. A text of up to 16 MiB is tokenised as a whole and cut into windows, of which some are
@@ -106,56 +59,79 @@ def load_tokens(
     samples, at least one and at most 8. Where the text has too few windows they are taken out of the samples; a single
     window is fitted.
 
+    Of several texts each gives its share of the fitted and of the held-out windows, in a random order of texts; what one
+    lacks the others give, and all windows are as short as those of the text that has the shortest (:mod:`.mixing`).
+
     Args:
-        name: see :func:`rankfold.calibration.text.read_text`, or ``self`` for text sampled from the model itself.
+        name: see :func:`rankfold.calibration.text.read_text`, or ``self`` for text sampled from the model itself. A list of
+            names: texts with equal shares. A mapping: name -> share, any positive numbers.
         source: an open model; its tokenizer and vocabulary are used.
-        samples: ``>= 1``.
+        samples: ``>= 1``, and at least one for every text; of all texts together.
         length: ``>= 2``.
-        seed: of the draw (and of the sampling for ``self``).
+        seed: of the draw of each text, and of the order of texts (and of the sampling for ``self``).
         field: column of a jsonl or parquet file.
 
     Raises:
         DataError: too little text, or token ids outside the model's vocabulary.
-        OptionError: ``samples`` or ``length`` out of range.
+        OptionError: ``samples`` or ``length`` out of range, a text named twice, or a share that is no positive number.
     """
+    shares = shares_of(name)
     if samples < 1 or length < 2:
         raise OptionError(f"samples must be >= 1 and length >= 2, got {samples} and {length}")
+    if samples < len(shares):
+        raise OptionError(
+            f"{len(shares)} calibration texts need at least as many samples, got {samples}; give more samples"
+        )
     if not -(2**63) <= seed < 2**63:
         raise OptionError(f"seed must fit into 64 bits, got {str(seed)[:24]}...; choose a smaller number")
     if length > source.context_length:
         log.info("length %d is more than the model's context; using %d", length, source.context_length)
         length = source.context_length
-    count = samples + _held_out(samples)
-    if name == "self":
-        windows, origin, draw = _sample_from_model(source, samples, count, length, seed), "self", "sampled"
-    else:
-        windows, origin, draw = _draw(name, source, field, count, length, seed)
-    fit = min(samples, max(1, len(windows) - _held_out(min(samples, len(windows)))))
-    if len(windows) < count:
+    if len(shares) > 1:
+        check_distinct([*shares], ["self" if text == "self" else text_source(text).origin for text in shares])
+
+    def draw(text: str, portion: Portion, length: int) -> Drawn:
+        count = sum(portion)
+        if text == "self":
+            return Drawn(_sample_from_model(source, portion.fitted, count, length, seed), "self", "sampled")
+        return _draw(text, source, field, count, length, seed)
+
+    return _together(draw_all(shares, samples, length, draw), shares, samples, seed)
+
+
+def _together(texts: dict[str, tuple[Drawn, Portion]], shares: dict[str, float], samples: int, seed: int) -> Tokens:
+    """One set of windows of one or several texts."""
+    fitted = interleaved([text.windows[: count.fitted] for text, count in texts.values()], seed)
+    held_out = interleaved([text.windows[count.fitted : sum(count)] for text, count in texts.values()], seed)
+    if (found := len(fitted) + len(held_out)) < (wanted := samples + held_out_of(samples)):
         log.info(
-            "the text fills %d windows of %d tokens, not %d: %d are fitted, %d held out",
-            *(*windows.shape, count, fit, len(windows) - fit),
+            "%s %d windows of %d tokens, not %d: %d are fitted, %d held out",
+            "the text fills" if len(texts) == 1 else "the texts fill",
+            *(found, fitted.shape[1], wanted, len(fitted), len(held_out)),
         )
-    held_out = windows[fit:].clone() if len(windows) > fit else None
-    return Tokens(windows[:fit].clone(), name, origin, seed, held_out, draw)
+    parts = tuple(
+        Part(name, text.origin, text.draw, shares[name], count.fitted, count.held_out)
+        for name, (text, count) in texts.items()
+    )
+    kept = held_out if len(held_out) else None
+    if len(parts) == 1:
+        return Tokens(fitted, parts[0].name, parts[0].origin, seed, kept, parts[0].draw)
+    origin = " + ".join(part.origin for part in parts)
+    return Tokens(fitted, " + ".join(shares), origin, seed, kept, "texts interleaved", parts, samples)
 
 
-def _held_out(samples: int) -> int:
-    return max(1, min(8, samples // 8))
-
-
-def _draw(name: str, source, field: str, count: int, length: int, seed: int) -> tuple[Tensor, str, str]:
-    """``(<= count, T)`` windows of a text in the order drawn, the text's origin, and how they were drawn."""
+def _draw(name: str, source, field: str, count: int, length: int, seed: int) -> Drawn:
+    """Up to ``count`` windows of a text."""
     large = pieces_of_file_or_hub(name, field=field, seed=seed, size=length * CHARACTERS_PER_TOKEN)
     if large is None:
         text = read_text(name, field=field)
         large = pieces_of_text(text, seed)
         if large is None:
-            return _windows_of_text(text, source, count, length, seed), text.origin, Tokens.draw
+            return Drawn(_windows_of_text(text, source, count, length, seed), text.origin, Tokens.draw)
     windows = list(_windows_of_pieces(large.pieces, source, count, length, seed))
     if not windows:
         raise DataError(f"text source {name!r} has less than one window of {length} tokens; choose a smaller length")
-    return torch.stack(windows), large.origin, large.draw
+    return Drawn(torch.stack(windows), large.origin, large.draw)
 
 
 def _windows_of_text(text: Text, source, count: int, length: int, seed: int) -> Tensor:

@@ -37,10 +37,11 @@ class Source:
     Attributes:
         name: what the user called it.  text_config: of its language model.  architecture: its family.
         model: the model around the blocks; the blocks of a streamed source are on the meta device.
-        dtype: the dtype weights are stored in, on disk and in the compressed model.
+        dtype: the dtype weights are written in, in the compressed model; what is read is rounded to it first, block by block.
         device: where blocks run.
         weights: where blocks are read from; ``None`` where all are in memory.
         tokenizer_files: where the tokenizer is read from when it is wanted; ``None`` where there is none.
+        bytes_on_disk: of the files the weights are read from; ``None`` for a model that the caller holds.
         overlaps: read the next block and write the last one while this one is computed. It costs the memory of two blocks, and
             gains nothing where the processor that computes also reads.
     """
@@ -54,12 +55,13 @@ class Source:
         weights: Weights | None = None,
         tokenizer_files: TokenizerFiles | None = None,
         tokenizer=None,
+        bytes_on_disk: int | None = None,
     ):
         self.model, self.name, self.device, self.dtype = model, name, device, dtype
         self.text_config = model.config.get_text_config()
         self.architecture = architecture_of(self.model)
         self.autocast = autocast_dtype(device)  # precision of block forwards; None for the compute dtype itself
-        self.weights, self.tokenizer_files = weights, tokenizer_files
+        self.weights, self.tokenizer_files, self.bytes_on_disk = weights, tokenizer_files, bytes_on_disk
         self.overlaps = device.type != "cpu"
         self._tokenizer = tokenizer
 
@@ -134,7 +136,9 @@ class Source:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """What blocks run in: the stored dtype on accelerators, fp32 (under autocast) on CPUs, a caller's model as it is."""
+        """What blocks run in: fp32 (under autocast) on CPUs and where they were de-quantised, a caller's model as it is,
+        otherwise the dtype they are written in.
+        """
         return self.model.dtype
 
     def whole_model(self) -> nn.Module:
@@ -175,7 +179,8 @@ def open_model(model: "str | Path | nn.Module", *, dtype: str = "auto", device: 
 
     Args:
         model: hub id, local folder, local ``.gguf`` file, or a transformers model already in memory.
-        dtype: ``auto`` (as stored), ``float32``, ``bfloat16`` or ``float16``: what the result is stored in.
+        dtype: ``float32``, ``bfloat16`` or ``float16``: what the result is written in; ``auto`` is as the checkpoint stores
+            it, and ``bfloat16`` for a ``.gguf`` file, whose few bits fp32 would only make longer.
         device: ``auto``, ``cpu``, ``cuda`` or ``mps``.
         tokenizer: overrides the one beside the weights.
 
@@ -193,8 +198,8 @@ def open_model(model: "str | Path | nn.Module", *, dtype: str = "auto", device: 
     path = locate(str(model))
     name = path.name if Path(str(model)).expanduser().exists() else str(model)  # no local paths in results
     read = _read_gguf if path.suffix == ".gguf" else _read_folder
-    network, storage_dtype, weights = read(path, where, wanted)
-    return Source(network, name, where, storage_dtype, weights, TokenizerFiles.beside(path), tokenizer)
+    network, storage_dtype, weights, size = read(path, where, wanted)
+    return Source(network, name, where, storage_dtype, weights, TokenizerFiles.beside(path), tokenizer, size)
 
 
 def _read_config(folder: Path):
@@ -217,14 +222,18 @@ def _check_type(config) -> None:
 
 
 def _read_gguf(file: Path, device: torch.device, dtype: torch.dtype | None):
-    return read_gguf(file, dtype or torch.float32, device), dtype or torch.float32, None
+    """As :func:`_read_folder`. All numbers are held in fp32, so that the fingerprint does not depend on the dtype written."""
+    written = dtype or torch.bfloat16
+    log.info("%s is de-quantised; its weights are written in %s", file.name, str(written).removeprefix("torch."))
+    return read_gguf(file, device), written, None, file.stat().st_size
 
 
 def _read_folder(folder: Path, device: torch.device, dtype: torch.dtype | None):
-    """The model around its blocks, the dtype weights are stored in, and where blocks are read from."""
+    """The model around its blocks, the dtype weights are written in, where blocks are read from, and bytes on disk."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is neither a folder nor a .gguf file")
     config, weights = _read_config(folder), Weights(folder)
+    size = weights.bytes_on_disk
     storage_dtype = dtype or config.get_text_config().dtype or torch.float32
     model = _empty(config, torch.float32 if device.type == "cpu" else storage_dtype)
     if weights.rename(model.base_model_prefix, required_names(model)):
@@ -242,7 +251,7 @@ def _read_folder(folder: Path, device: torch.device, dtype: torch.dtype | None):
         model, weights = read_whole(folder, storage_dtype, device), None
     if (folder / "generation_config.json").exists():
         model.generation_config = _read_generation_config(folder)
-    return model, storage_dtype, weights
+    return model, storage_dtype, weights, size
 
 
 def _read_generation_config(folder: Path) -> GenerationConfig:

@@ -38,6 +38,11 @@ class Weights:
         self.folder = folder
         self.places = _places(folder)
 
+    @property
+    def bytes_on_disk(self) -> int:
+        """Size of the files."""
+        return sum(file.stat().st_size for file in {place.file for place in self.places.values()})
+
     def rename(self, prefix: str, wanted: set[str]) -> bool:
         """Match checkpoint names to the model's, with or without the base model's prefix; False where they differ."""
         for change in (str, lambda n: f"{prefix}.{n}", lambda n: n.removeprefix(f"{prefix}.")):

@@ -36,15 +36,15 @@ def read_whole(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Mod
     return model.to(device)
 
 
-def read_gguf(file: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """A GGUF file, de-quantised by transformers; on a CPU its numbers are held in fp32.
+def read_gguf(file: Path, device: torch.device) -> nn.Module:
+    """A GGUF file, de-quantised to fp32 by transformers.
 
     Raises:
         CheckpointError: it cannot be read.
     """
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, dtype=_held(dtype, device), **REPORTED
+            file.parent, gguf_file=file.name, dtype=torch.float32, **REPORTED
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise CheckpointError(f"{file} cannot be read as GGUF ({first_line(error)})") from error

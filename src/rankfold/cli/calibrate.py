@@ -14,7 +14,7 @@ def command(
     model: o.Model,
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the moments.")],
     text: o.CalibrationOptions,
-    dtype: o.Dtype = "auto",
+    dtype: o.Written = "auto",
     device: o.Device = "auto",
     json: o.Json = False,
 ) -> None:

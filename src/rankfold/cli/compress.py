@@ -22,7 +22,7 @@ def command(
     ] = "sequential",
     moments: o.Moments = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
-    dtype: o.Dtype = "auto",
+    dtype: o.Written = "auto",
     device: o.Device = "auto",
     json: o.Json = False,
 ) -> None:

@@ -42,6 +42,9 @@ def _check_value(label: str, name: str, value) -> None:
         raise OptionError(f"{label} must be a finite number, got {value}")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise OptionError(f"{label} must fit into 64 bits, got {str(value)[:24]}...; choose a smaller number")
+    if name in PLACES and isinstance(value, list | tuple):
+        for one in value:
+            _check_value(label, name, one)
     if name in PLACES and isinstance(value, str):
         place = value.rpartition(":")[2]  # ALIAS:FILE
         if place.startswith("~") and os.path.expanduser(place) == place:

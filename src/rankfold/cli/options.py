@@ -1,5 +1,6 @@
 """Options that several commands share: one definition of each, in groups that commands take as one parameter."""
 
+import contextlib
 import functools
 import inspect
 import math
@@ -9,16 +10,34 @@ from typing import Annotated, get_type_hints
 
 import typer
 
-from ..errors import OptionError
+from ..errors import DataError, OptionError
 from ..methods import Method, make_method
 from ..methods.base import method_class
 
-__all__ = ["CalibrationOptions", "Device", "Dtype", "Field", "Json", "MethodOptions", "Model", "Moments", "expanded"]
+__all__ = [
+    "CalibrationOptions",
+    "Device",
+    "Dtype",
+    "Field",
+    "Json",
+    "MethodOptions",
+    "Model",
+    "Moments",
+    "Written",
+    "expanded",
+]
 
 SHARED = {f.name for f in fields(Method)}  # options with a flag of their own
 
 Model = Annotated[str, typer.Argument(help="Hub id, local folder, or local .gguf file.")]
 Dtype = Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")]
+Written = Annotated[
+    str,
+    typer.Option(
+        "--dtype",
+        help="What the result is written in: auto (as stored; .gguf: bfloat16), float32, bfloat16 or float16.",
+    ),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")]
 Field = Annotated[str, typer.Option(help="Column with the text, for .jsonl and .parquet.")]
@@ -72,13 +91,14 @@ class CalibrationOptions:
     """What text a model is measured on."""
 
     calibration: Annotated[
-        str,
+        list[str],
         typer.Option(
             help="wikitext2, ptb, c4, alpaca (from the hub, or ALIAS:FILE for a local copy of the rows), a "
-            ".txt/.jsonl/.parquet file, pydoc (ships with Python), or self (text the model writes)."
+            ".txt/.jsonl/.parquet file, pydoc (ships with Python), or self (text the model writes). Repeatable: texts are "
+            "mixed in equal parts, or by TEXT=SHARE, e.g. a.txt=0.7 (a file of that very name is taken as the file)."
         ),
-    ] = "wikitext2"
-    samples: Annotated[int, typer.Option(help="Calibration windows.")] = 128
+    ] = ("wikitext2",)
+    samples: Annotated[int, typer.Option(help="Calibration windows, of all texts together.")] = 128
     length: Annotated[int, typer.Option(help="Tokens per window; clamped to the model's context.")] = 2048
     seed: Annotated[int, typer.Option(help="Order in which windows are drawn.")] = 0
     field: Field = "text"
@@ -88,7 +108,7 @@ class CalibrationOptions:
         from ..calibration.tokens import load_tokens
 
         options = {"samples": self.samples, "length": self.length, "seed": self.seed, "field": self.field}
-        return load_tokens(self.calibration, source, **options)
+        return load_tokens(_parse_texts(self.calibration), source, **options)
 
 
 def expanded(command):
@@ -130,6 +150,37 @@ def _parse_modules(text: str | None):
         return {name: float(p.split("=", 1)[1]) for name, p in zip(names, parts, strict=True)}
     except (ValueError, IndexError):
         raise OptionError(f"--modules takes mlp,qk,vo or mlp=0.35,vo=0.2 (all with a sparsity); got {text!r}") from None
+
+
+def _parse_texts(texts: list[str]) -> list[str] | dict[str, float]:
+    """Names of texts, or name -> share where they are given as ``TEXT=SHARE``."""
+    from ..calibration.mixing import check_distinct
+
+    parsed = [_parse_share(text) for text in texts]
+    names = [name for name, _ in parsed]
+    if all(share is None for _, share in parsed):
+        return names
+    if any(share is None for _, share in parsed):
+        raise OptionError(
+            f"--calibration takes a share for every text or for none, e.g. a.txt=0.7 and b.txt=0.3; got {' and '.join(texts)}"
+        )
+    check_distinct(names, names)
+    return dict(parsed)
+
+
+def _parse_share(text: str) -> tuple[str, float | None]:
+    """``a.txt=0.7`` in parts, unless a text has that very name."""
+    from ..calibration.text import text_source
+
+    name, _, share = text.rpartition("=")
+    if not name:
+        return text, None
+    try:
+        text_source(text)
+    except DataError:
+        with contextlib.suppress(ValueError):
+            return name, float(share)
+    return text, None
 
 
 def _parse_options(method: str, options: list[str]) -> dict:

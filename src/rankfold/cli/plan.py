@@ -16,7 +16,7 @@ def command(
     what: o.MethodOptions,
     text: o.CalibrationOptions,
     moments: o.Moments = None,
-    dtype: o.Dtype = "auto",
+    dtype: o.Written = "auto",
     device: o.Device = "auto",
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Also save the plan as JSON.")] = None,
     json: o.Json = False,

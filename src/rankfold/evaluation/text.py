@@ -40,8 +40,14 @@ def evaluate_text(
     if length > context:
         log.info("length %d is more than the model's context; using %d", length, context)
         length = context
-    calibrated_on = (getattr(getattr(network, "hf_quantizer", None), "quantization_config", None)) or None
-    if getattr(calibrated_on, "fields", {}).get("calibration", {}).get("origin") == source.origin:
+    if source.origin in _calibrated_on(network):
         log.warning("warning: %s was calibrated on this very text (%s); its perplexity here is too good", model, text)
     ids = tokenised(load_tokenizer(model), source.joined(), str(model), config.vocab_size)
     return {"model": str(model), "text": text, **perplexity(network, windows_of(ids, length, limit))}
+
+
+def _calibrated_on(network) -> list[str]:
+    """Origins of the texts that a compressed model was calibrated on."""
+    described = getattr(getattr(network, "hf_quantizer", None), "quantization_config", None)
+    calibration = getattr(described, "fields", {}).get("calibration", {})
+    return [text.get("origin") for text in calibration.get("texts", [calibration])]

@@ -63,8 +63,9 @@ def reproduce_command(model: str, folder: str, method: dict, calibration: dict, 
         elif isinstance(value, list | tuple):
             value = ",".join(map(str, value))
         options.append(f"--{key} {value}" if key in SHARED_OPTIONS else f"--option {key}={value}")
-    options += [f"--calibration {shlex.quote(calibration['source'])}", f"--samples {calibration['samples']}"]
+    options += [f"--calibration {shlex.quote(text)}" for text in _texts(calibration)]
     options += [
+        f"--samples {calibration.get('samples_wanted', calibration['samples'])}",
         f"--length {calibration['length']}",
         f"--seed {calibration['seed']}",
         f"--mode {mode}",
@@ -73,6 +74,14 @@ def reproduce_command(model: str, folder: str, method: dict, calibration: dict, 
     return f"rankfold compress {shlex.quote(model)} -o {shlex.quote(folder)} --method {method['method']} " + " ".join(
         options
     )
+
+
+def _texts(calibration: dict) -> list[str]:
+    """Calibration texts as the command line takes them."""
+    texts = calibration.get("texts", [calibration])
+    if len({text.get("share") for text in texts}) == 1:
+        return [text["source"] for text in texts]
+    return [f"{text['source']}={text['share']}" for text in texts]
 
 
 def model_card(plan, version: str, folder: str, calibration: dict, command: str, held_out: dict | None) -> str:

@@ -31,13 +31,15 @@ class Plan:
     removed_weights: int
     parameters: int  # of the whole model, before; tied matrices once
     parameters_after: int
-    bytes: int
+    bytes: int  # of all parameters in the dtype written
     bytes_after: int
     kv_bytes_per_token: int
     kv_bytes_per_token_after: int
     peak_memory_bytes: int  # estimate, beside the program and its libraries
     seconds: float | None  # estimate; None where no block was timed, see `rankfold.planning.timed`
     facts: dict = field(default_factory=dict)  # of the allocation: epsilon, scores
+    source_bytes: int | None = None  # of the files the weights are read from; None for a model that the caller holds
+    calibration: dict | None = None  # description of the tokens it is calibrated on
 
     @property
     def sparsity(self) -> float:
@@ -90,9 +92,20 @@ class Plan:
         row("counted weights", self.counted_weights, self.counted_weights - self.removed_weights)
         row("parameters", self.parameters, self.parameters_after)
         row("MiB of weights", self.bytes, self.bytes_after, 2**20, ",.1f")
+        if self.source_bytes:
+            row("MiB on disk", self.source_bytes, self.bytes_after, 2**20, ",.1f")
         row("KV-cache bytes per token", self.kv_bytes_per_token, self.kv_bytes_per_token_after)
         table.add_section()
+        for text in self._texts():
+            windows = f"{text['samples']:,} + {text['held_out']:,} held out"
+            table.add_row(f"calibration windows of {text['source']}", "", windows, f"{text['share']:.1%}")
         table.add_row("peak memory beside the program (estimate)", "", f"{self.peak_memory_bytes / 2**30:.2f} GiB", "")
         if self.seconds is not None:
             table.add_row("time (estimate)", "", f"{self.seconds:.0f} s", "")
         return table
+
+    def _texts(self) -> list[dict]:
+        """What each calibration text gives."""
+        if self.calibration is None:
+            return []
+        return self.calibration.get("texts", [{"held_out": 0, "share": 1.0} | self.calibration])

@@ -114,7 +114,7 @@ def run_record(source, description: dict, command: str, plan, reports: dict, sec
         **description,
         "command": command,
         "versions": versions(),
-        "plan": {key: value for key, value in plan.to_dict().items() if key not in estimates},
+        "plan": {key: value for key, value in plan.to_dict().items() if key not in {*estimates, "calibration"}},
         "blocks": reports,
         "run": measurements | environment(source.device),
     }

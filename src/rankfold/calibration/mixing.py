@@ -1,0 +1,171 @@
+"""Several calibration texts as one: how many windows each gives, and in what order they come.
+
+Shape legend: S samples (windows), T window length.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fractions import Fraction
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import OptionError
+
+__all__ = [
+    "Drawn",
+    "Portion",
+    "check_distinct",
+    "draw_all",
+    "held_out_of",
+    "interleaved",
+    "portions",
+    "shares_of",
+    "spread",
+]
+
+log = logging.getLogger(__name__)
+
+FINEST = 10**6  # largest denominator of a share: two thirds, not 0.6666666666666666, so that ties are ties
+
+
+class Portion(NamedTuple):
+    """How many windows of a text."""
+
+    fitted: int
+    held_out: int
+
+
+class Drawn(NamedTuple):
+    """Windows of one text."""
+
+    windows: Tensor  # (S, T) in the order drawn, perhaps fewer than were asked for
+    origin: str
+    draw: str  # how they were drawn, for the record
+
+
+def held_out_of(samples: int) -> int:
+    """Windows that are held out beside ``samples`` fitted ones: one for eight, at least one and at most 8."""
+    return max(1, min(8, samples // 8))
+
+
+def shares_of(texts: str | Iterable[str] | Mapping[str, float]) -> dict[str, float]:
+    """Name of a text -> its share; all shares add up to one.
+
+    Args:
+        texts: one name, several names for equal shares, or name -> share, of which only the proportions count.
+
+    Raises:
+        OptionError: no text, one that is named twice, or a share that is no positive number.
+    """
+    if not isinstance(texts, str | Mapping | Sequence) or not all(isinstance(name, str) for name in texts):
+        raise OptionError(f"calibration texts are a name, a list of names, or name: share; got {str(texts)[:60]!r}")
+    names = [texts] if isinstance(texts, str) else list(texts)
+    if not names:
+        raise OptionError("no calibration text is named; give at least one")
+    check_distinct(names, names)
+    given = texts if isinstance(texts, Mapping) else dict.fromkeys(names, 1)
+    for name, share in given.items():
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < math.inf:
+            raise OptionError(f"the share of calibration text {name!r} must be a number above 0, got {share!r}")
+    whole = sum(map(Fraction, given.values()))
+    return {name: float(Fraction(share) / whole) for name, share in given.items()}
+
+
+def check_distinct(names: list[str], origins: list[str]) -> None:
+    """Raise :class:`OptionError` where two texts of a mix are one: what one holds out the other would be fitted to."""
+    for name, origin in zip(names, origins, strict=True):
+        if origins.count(origin) > 1:
+            raise OptionError(f"calibration text {name!r} is named more than once; name it once, with a larger share")
+
+
+def draw_all(
+    shares: dict[str, float], samples: int, length: int, draw: Callable[[str, Portion, int], Drawn]
+) -> dict[str, tuple[Drawn, Portion]]:
+    """Windows of all texts, all of one length, and how many of each are fitted and held out.
+
+    What a text lacks the others give. Where one does not fill a window all windows become as short as it needs.
+
+    Args:
+        shares: of :func:`shares_of`.
+        samples: windows to fit, at least as many as texts.
+        length: T.
+        draw: windows of a text by name, as many as a portion holds, of a length; more begin with the fewer.
+    """
+    room: dict[str, float] = dict.fromkeys(shares, math.inf)  # windows a text has, as far as that is known
+    drawn: dict[str, Drawn] = {}
+    while True:
+        wanted = dict(zip(shares, portions(samples, [*shares.values()], [*room.values()]), strict=True))
+        missing = [n for n in shares if n not in drawn or min(sum(wanted[n]), room[n]) > len(drawn[n].windows)]
+        if not missing:
+            return {name: (drawn[name], wanted[name]) for name in shares}
+        for name in missing:
+            drawn[name] = draw(name, wanted[name], length)
+            if (found := len(drawn[name].windows)) < sum(wanted[name]):
+                room[name] = found
+                if len(shares) > 1:
+                    log.info("%s fills %d windows, not %d; other texts give the rest", name, found, sum(wanted[name]))
+        shortest = min(drawn, key=lambda name: drawn[name].windows.shape[1])
+        if (shorter := drawn[shortest].windows.shape[1]) < length:
+            if len(shares) > 1:
+                log.info("windows of all texts have %d tokens, the length of those of %s", shorter, shortest)
+            length = shorter
+            drawn = {name: text for name, text in drawn.items() if text.windows.shape[1] == length}
+            room = {name: room[name] if name in drawn else math.inf for name in shares}
+
+
+def portions(samples: int, shares: list[float], room: list[float]) -> list[Portion]:
+    """Windows wanted of every text, the fitted and the held-out ones in the same proportions.
+
+    Every text is fitted; every text is held out too, where it has two windows and as many are held out as there are texts.
+
+    Args:
+        samples: windows to fit in total, at least as many as texts.
+        shares: of the texts.
+        room: windows every text has, at least one; infinity where there are enough.
+    """
+    total, held_out = sum(room), held_out_of(samples)
+    if total < samples + held_out:
+        held_out = min(held_out_of(min(samples, total)), total - len(room))
+        samples = total - held_out
+    apart = spread(held_out, shares, [windows - 1 for windows in room])
+    fitted = spread(samples, shares, [windows - out for windows, out in zip(room, apart, strict=True)])
+    return [Portion(*counts) for counts in zip(fitted, apart, strict=True)]
+
+
+def spread(total: int, shares: list[float], room: list[float]) -> list[int]:
+    """Whole numbers in proportion to ``shares`` that add up to ``total``, none above its ``room``.
+
+    What rounding down leaves goes, one by one, to whom it brings closest to its share (Webster's method). Nobody goes away
+    empty where there is enough for all.
+
+    Args:
+        total: at most the sum of ``room``.
+    """
+    parts = [Fraction(share).limit_denominator(FINEST) for share in shares]
+    counts = [int(min(most, total * part / sum(parts))) for part, most in zip(parts, room, strict=True)]
+    for _ in range(total - sum(counts)):
+        not_full = [i for i, count in enumerate(counts) if count < room[i]]
+        counts[max(not_full, key=lambda i: parts[i] / (2 * counts[i] + 1))] += 1
+    if total >= len(counts):
+        for i in [i for i, count in enumerate(counts) if not count and room[i]]:
+            counts[counts.index(max(counts))] -= 1
+            counts[i] = 1
+    return counts
+
+
+def interleaved(windows: list[Tensor], seed: int) -> Tensor:
+    """``(sum of S, T)`` windows of all texts in a random order of texts; those of one text keep their order.
+
+    Args:
+        windows: ``(S, T)`` of every text.
+        seed: of the order.
+    """
+    text = torch.cat([torch.full((len(some),), i) for i, some in enumerate(windows)])
+    text = text[torch.randperm(len(text), generator=torch.Generator().manual_seed(seed))]
+    mixed = windows[0].new_empty(len(text), windows[0].shape[1])
+    for i, some in enumerate(windows):
+        mixed[text == i] = some
+    return mixed

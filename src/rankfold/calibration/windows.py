@@ -1,0 +1,101 @@
+"""Windows of token ids and where they came from.
+
+Shape legend: S samples (windows), S' windows held out, T window length.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..errors import DataError
+
+__all__ = ["Part", "Tokens"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One text of several."""
+
+    name: str  # as the user named it
+    origin: str
+    draw: str  # how its windows were drawn
+    share: float  # wanted of all windows
+    samples: int  # windows it has in the fit
+    held_out: int  # and out of it
+
+    def describe(self) -> dict:
+        """For the run record."""
+        return {
+            "source": _shown(self.name),
+            "origin": self.origin,
+            "draw": self.draw,
+            "share": self.share,
+            "samples": self.samples,
+            "held_out": self.held_out,
+        }
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Windows of token ids and where they came from."""
+
+    ids: Tensor  # (S, T) int64, what moments are measured on
+    name: str  # the text source as the user named it
+    origin: str
+    seed: int
+    held_out: Tensor | None = None  # (S', T) int64, further windows of the same draw that nothing is fitted to
+    draw: str = "windows of the whole text"  # how the windows were drawn
+    parts: tuple[Part, ...] = ()  # of a mix of several texts
+    wanted: int | None = None  # samples that were asked of a mix; short texts make it fewer
+
+    def __post_init__(self):
+        _check_ids("ids", self.ids)
+        if self.held_out is not None:
+            _check_ids("held_out", self.held_out)
+
+    @property
+    def sha256(self) -> str:
+        return _sha256(self.ids)
+
+    def describe(self) -> dict:
+        """For the run record."""
+        samples, length = self.ids.shape
+        described = {
+            "source": " + ".join(f"{_shown(p.name)}={p.share:.3g}" for p in self.parts) or _shown(self.name),
+            "origin": self.origin,
+            "draw": self.draw,
+            "samples": samples,
+            "length": length,
+            "tokens": samples * length,
+            "seed": self.seed,
+            "sha256": self.sha256,
+            "held_out": 0 if self.held_out is None else len(self.held_out),
+        }
+        if self.held_out is not None:
+            described["held_out_sha256"] = _sha256(self.held_out)
+        if self.parts:
+            described |= {"texts": [part.describe() for part in self.parts], "samples_wanted": self.wanted}
+        return described
+
+
+def _shown(name: str) -> str:
+    """A text source without folders of this machine."""
+    alias, _, local = name.partition(":")
+    return f"{alias}:{Path(local).name}" if local else Path(name).name
+
+
+def _check_ids(name: str, ids) -> None:
+    if not isinstance(ids, Tensor) or ids.dtype is not torch.int64 or ids.dim() != 2:
+        got = f"{list(ids.shape)} of {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
+        raise DataError(f"{name} must be a tensor (windows, length) of int64 token ids, got {got}")
+    if ids.shape[0] < 1 or ids.shape[1] < 2:
+        raise DataError(f"{name} must hold at least one window of at least 2 tokens, got {list(ids.shape)}")
+    if int(ids.min()) < 0:
+        raise DataError(f"{name} holds the negative token id {int(ids.min())}; padding is no text, leave it out")
+
+
+def _sha256(ids: Tensor) -> str:
+    return hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:32]
