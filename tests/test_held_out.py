@@ -10,7 +10,7 @@ import torch
 
 import rankfold
 from families import CONFIGS, opened, some_ids, tokens
-from rankfold import MoDeGPT, Tokens, make_method, pipeline
+from rankfold import MoDeGPT, Tokens, make_method, stages
 from rankfold.calibration.runner import advance, measure, start
 from rankfold.held_out import explained_ratio
 from rankfold.methods.modegpt import mlp
@@ -31,14 +31,14 @@ def method_for(family: str, **options) -> MoDeGPT:
 def watched(monkeypatch):
     """Reports of every block as the run made them."""
     seen = []
-    decompose = pipeline._decompose
+    decompose = stages.decompose
 
     def spy(stage, view, *rest):
         result = decompose(stage, view, *rest)
         seen.append((view.index, result))
         return result
 
-    monkeypatch.setattr(pipeline, "_decompose", spy)
+    monkeypatch.setattr(stages, "decompose", spy)
     return seen
 
 

@@ -9,13 +9,10 @@ Every step that knows a model family, a method or a file format lives elsewhere.
 
 import contextlib
 import dataclasses
-import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from .calibration.observers import OF_ONE_STREAM, STATISTICS
@@ -28,22 +25,23 @@ from .checkpoint.reading import BlockReader
 from .checkpoint.run import Run, compressed_config
 from .checkpoint.source import Source
 from .destination import InFolder, InMemory
-from .effects import Costs, measure_costs, read_costs, write_costs
-from .errors import NumericsError, OptionError
+from .errors import OptionError
 from .files import check_output
 from .held_out import HeldOut, NothingHeldOut
 from .memory import release_memory
-from .methods import BlockResult, Method, Stage
-from .planning import allocate_ranks, build_plan, of_block, shares
+from .methods import BlockResult, Method
+from .planning import allocate_ranks, build_plan, of_block
 from .progress import track
 from .replacing import replace
 from .report.card import model_card, reproduce_command
 from .report.identity import dtype_name, moments_identity, published_counts, run_identity
 from .report.plan import Plan
 from .report.record import run_record
+from .scores import available, needed, scores_of, statistics_of
+from .stages import Work, decompose, run_stages
 from .version import __version__
 
-__all__ = ["calibrate", "compress", "needed", "plan"]
+__all__ = ["calibrate", "compress", "plan"]
 
 
 def calibrate(
@@ -63,7 +61,7 @@ def calibrate(
         NumericsError: a weight or activation is NaN or infinite.
         CheckpointError: ``output`` holds something else, or another process writes it.
     """
-    statistics = _available(source, statistics or set(OF_ONE_STREAM))
+    statistics = available(source, statistics or set(OF_ONE_STREAM))
     identity = moments_identity(source, tokens, statistics)
     with MomentStore.filling(identity, Path(output) if output else None, tokens.held_out) as store:
         missing = store.missing(len(source))
@@ -93,14 +91,14 @@ def plan(source: Source, method: Method, moments: MomentStore | None = None, tok
         moments: of the dense model; needed by the influence allocations and for predicted errors.
         tokens: calibration windows; needed by the measured allocation.
     """
-    allocated = allocate_ranks(source, method, _scores(source, method, moments, tokens))
+    allocated = allocate_ranks(source, method, scores_of(source, method, moments, tokens))
     errors = {}
     if moments is not None:
-        moments.check(source, _statistics(source, method))
+        moments.check(source, statistics_of(source, method))
         for index in track(range(len(source)), "predicting"):
             view = source.block(index)
             (stage,) = method.stages(view, of_block(allocated.ranks, index))
-            result = _decompose(stage, view, dict(moments[index]))
+            result = decompose(stage, view, dict(moments[index]))
             errors |= {(index, module): report["relative_error"] for module, report in result.reports.items()}
     calibration = tokens.describe() if tokens else moments.identity["tokens"] if moments else None
     return build_plan(source, method, allocated, errors, calibration)
@@ -149,7 +147,7 @@ def compress(
         the_plan = build_plan(source, method, allocated, {}, calibration)
         if on_plan:
             on_plan(the_plan)
-        work = _Work(
+        work = Work(
             source,
             method,
             BlockReader(source),
@@ -180,23 +178,12 @@ def _documents(source: Source, the_plan: Plan, blocks: list[BlockResult], identi
     return config, card, run_record(source, description, command, the_plan, reports, seconds)
 
 
-class _Work(NamedTuple):
-    """What every block of a compression meets."""
-
-    source: Source
-    method: Method
-    read: BlockReader
-    supply: FromStore | FromDense | FromStreams  # where its moments come from
-    watch: HeldOut | NothingHeldOut  # what looks at the result on text that was not fitted
-    into: InMemory | InFolder  # where it goes
-
-
 def _supply(source: Source, method: Method, tokens, moments, mode: str) -> FromStore | FromDense | FromStreams:
     if moments is not None:
         return FromStore(moments)
     if mode == "one-pass":
         return FromDense(_start(source, tokens))
-    two = any(STATISTICS[name].two_streams for name in _statistics(source, method))
+    two = any(STATISTICS[name].two_streams for name in statistics_of(source, method))
     return FromStreams(Streams(_start(source, tokens), _start(source, tokens) if two else None))
 
 
@@ -237,39 +224,24 @@ def _dense_pass(source: Source, method: Method, tokens, moments, mode: str, run:
         return None, None
     allocate_ranks(source, dataclasses.replace(method, allocation="uniform"))  # what cannot be reached is said at once
     if method.allocation == "measured":
-        return moments, _scores(source, method, None, tokens, run)
+        return moments, scores_of(source, method, None, tokens, run)
     if moments is None:
         statistics = needed(source, method) if mode == "one-pass" else {"influence"}
         moments = calibrate(source, tokens, run.moments if run else None, statistics=statistics)
-    scores = _scores(source, method, moments)
+    scores = scores_of(source, method, moments)
     if mode == "sequential":
         return None, scores
-    moments.check(source, _statistics(source, method))
+    moments.check(source, statistics_of(source, method))
     return moments, scores
 
 
-def _costs(source: Source, method: Method, tokens: Tokens | None, run: Run | None) -> Costs:
-    """What every rank would cost; kept with the run, so that going on finds the same ranks."""
-    if tokens is None:
-        raise OptionError(
-            "a measured allocation compares predictions on text, which moments do not hold; give --calibration, or another "
-            "--allocation"
-        )
-    if run and run.costs.exists():
-        return read_costs(run.costs)
-    found = measure_costs(source, method, tokens, *shares(source, method))
-    if run:
-        write_costs(run.costs, found)
-    return found
-
-
-def _compress_block(work: _Work, index: int, ranks: dict[str, int]) -> BlockResult:
+def _compress_block(work: Work, index: int, ranks: dict[str, int]) -> BlockResult:
     """Measure, decompose, replace and keep one block, or take it from an earlier run; then move on.
 
     Returns:
         Descriptions by full path and what was measured; the tensors went to where blocks go.
     """
-    source, method, read, supply, watch, into = work
+    source, _, read, supply, watch, into = work
     view = read(index)
     release_memory()
     done = index in into
@@ -279,9 +251,7 @@ def _compress_block(work: _Work, index: int, ranks: dict[str, int]) -> BlockResu
         result = into.load(view)
         replace(view, result, source)
     else:
-        result = BlockResult({}, {}, {})
-        for stage in method.stages(view, ranks):
-            _run_stage(work, view, stage, result)
+        result = run_stages(work, view, ranks)
         into.keep(view, result)
     release_memory()
     for follower in (into, supply, watch):
@@ -290,61 +260,7 @@ def _compress_block(work: _Work, index: int, ranks: dict[str, int]) -> BlockResu
     return BlockResult({f"{view.path}.{path}": spec for path, spec in result.modules.items()}, {}, result.reports)
 
 
-def _run_stage(work: _Work, view, stage: Stage, whole: BlockResult) -> None:
-    """Measure the block as it is, decompose, replace; what came of it is added to ``whole``."""
-    moments = work.supply.take(view, stage.statistics)
-    held_out = functools.cache(
-        lambda: work.watch.measure(view, stage.statistics)
-    )  # when it is needed: moments are large
-    release_memory()
-    result = _decompose(stage, view, moments, held_out)
-    del moments
-    if held_out() is not None:
-        for module, error in result.errors.items():
-            result.reports[module]["held_out_error"] = error(held_out())
-    replace(view, result, work.source)
-    whole.modules.update(result.modules)
-    whole.state.update(result.state)
-    for module, report in result.reports.items():
-        whole.reports.setdefault(module, {}).update(report)
-
-
-def _decompose(stage: Stage, view, moments, held_out=lambda: None) -> BlockResult:
-    if view.device.type == "mps":  # no fp64 there; the factors go back to the device when they are installed
-        view = view.on_cpu()
-    try:
-        return stage.decompose(view, moments, held_out)
-    except (torch.linalg.LinAlgError, ValueError) as error:
-        raise NumericsError(f"{view.path}: {error}") from error
-
-
 def _start(source: Source, tokens: Tokens):
     check_fits(tokens.ids, source)
     say_if_few(tokens.ids, source)
     return start(source, tokens.ids, autocast=source.autocast)
-
-
-def _available(source: Source, statistics: set[str]) -> set[str]:
-    """Without the statistics of an MLP that the architecture does not show, or that nothing could use."""
-    hidden = {"mlp_input", "mlp_hidden"} if source.architecture.mlp is None else set()
-    return statistics - hidden - (set() if source.meta_block(0).relu else {"mlp_samples"})
-
-
-def needed(source: Source, method: Method) -> set[str]:
-    """Statistics that planning and decomposing with this method read."""
-    return _statistics(source, method) | ({"influence"} if method.allocation != "uniform" else set())
-
-
-def _statistics(source: Source, method: Method) -> set[str]:
-    return method.statistics(source.meta_block(0))
-
-
-def _scores(source: Source, method: Method, moments: MomentStore | None, tokens=None, run=None):
-    """What the method's allocation goes by: nothing, costs, or of every block the influence, its attention's, its MLP's."""
-    if method.allocation == "uniform":
-        return None
-    if method.allocation == "measured":
-        return _costs(source, method, tokens, run)
-    if moments is None or "influence" not in moments.identity["statistics"]:
-        raise OptionError("an influence allocation needs moments with influence scores; run `rankfold calibrate`")
-    return {i: tuple(moments[i]["influence"].mean.tolist()) for i in range(len(source))}

@@ -52,8 +52,8 @@ def cheapest(units, costs: dict[tuple[int, str], Cost], remove: int) -> dict[tup
             levels[edge.unit] = level
     if removed < remove:
         raise OptionError(
-            f"the ranks whose cost was measured can lose {removed:,} of the {remove:,} weights that must go; lower the sparsity, "
-            "compress more modules, lower --multiple, or use --allocation uniform"
+            f"the ranks whose cost was measured can lose {removed:,} of the {remove:,} weights that must go; lower the "
+            "sparsity, compress more modules, lower --multiple, or use --allocation uniform"
         )
     _return_surplus(units, costs, levels, removed - remove)
     return {(u.block, u.module): u.ranks[level] for u, level in zip(units, levels, strict=True)}

@@ -169,7 +169,7 @@ class BlockView:
         spec = self.architecture.attention
         module = self.module.get_submodule(spec.path)
         heads = self.config.num_attention_heads
-        kv_heads = _attribute(spec.kv_heads, module, self.config) if spec.kv_heads else heads
+        kv_heads = _kv_heads(spec, module, self.config) or heads
         out_rows = read_linear(_output_of(module, spec)).weight.shape[1]
         head_dim = out_rows // heads
         return AttentionView(
@@ -208,8 +208,11 @@ def _output_of(module: nn.Module, spec: AttentionSpec) -> nn.Module:
     return getattr(module, "o_proj", None) or module.get_submodule(spec.output)
 
 
-def _attribute(path: str, module: nn.Module, config) -> int:
-    owner, name = path.split(".")
+def _kv_heads(spec: AttentionSpec, module: nn.Module, config) -> int | None:
+    """``None``: as many as query heads. A compressed attention has one name for them, whatever its family calls them."""
+    if spec.kv_heads is None or hasattr(module, "kv_heads"):
+        return getattr(module, "kv_heads", None)
+    owner, name = spec.kv_heads.split(".")
     return getattr(module if owner == "module" else config, name)
 
 

@@ -47,10 +47,11 @@ def command(
 def predicted(source, method, tokens):
     """Moments that errors can be predicted from, for methods that take any."""
     from .. import pipeline
+    from ..scores import needed
 
     if "one-pass" not in method.modes:
         return None
-    return pipeline.calibrate(source, tokens, statistics=pipeline.needed(source, method))
+    return pipeline.calibrate(source, tokens, statistics=needed(source, method))
 
 
 def show(plan, output: Path | None, as_json: bool) -> None:

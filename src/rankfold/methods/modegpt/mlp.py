@@ -13,17 +13,20 @@ from ..base import BlockResult
 from ..result import put_projection
 
 
-def reduce_mlp(method, view: BlockView, down: Dense, moments, rank: int, result: BlockResult) -> None:
+def reduce_mlp(method, view: BlockView, down: Dense, moments, rank: int, result: BlockResult) -> Nystrom | None:
     """Algorithm 1; with a bias on the down projection, on the covariance, the mean moved into the bias.
 
     Args:
         down: the projection to stand for; the block's own, or a better one.
+
+    Returns:
+        The fit; ``None`` where all units stay.
     """
     mlp = view.mlp
     full = mlp.hidden
     if rank == full:
         result.reports["mlp"] = {"rank": full, "of": full, "relative_error": 0.0}
-        return
+        return None
     moment, dtype = moments["mlp_hidden"], mlp.down.weight.dtype
     refit = method.bias_refit and down.bias is not None
     C, scale = (moment.covariance(), 1.0) if refit else (moment.second.double(), moment.count)  # a sum needs no copy
@@ -49,6 +52,7 @@ def reduce_mlp(method, view: BlockView, down: Dense, moments, rank: int, result:
         "epsilon": bounds.epsilon,
         "clamped": fit.clamped,
     }
+    return fit
 
 
 def output_error(W: Tensor, fit: Nystrom, centre: Tensor | None, moment: Moment) -> float:

@@ -76,7 +76,7 @@ def refit_output(method, view: BlockView, moments, held_out, module: str) -> Blo
         return BlockResult({}, {}, {module: {"feedback": 0.0}}, {})
     o, names = attention.output, ("attention_output", "attention_feedback")
     centred = method.bias_refit and o.bias is not None
-    new, report = repair(o, moments, others, names, centred=centred)
+    new, report, _ = repair(o, moments, others, names, centred=centred)
     path = f"{attention.spec.path}.o_proj"
     state = {f"{path}.weight": new.weight.to(o.weight.dtype)}
     if o.bias is not None:

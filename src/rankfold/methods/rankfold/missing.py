@@ -3,16 +3,28 @@
 Shape legend: F input width of the projection, D model width.
 """
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from ...architectures import Dense
 from ...calibration.moments import BlockMoments, CrossMoment, Moment
 from ...linalg.feedback import Regression, correct
 
-__all__ = ["repair"]
+__all__ = ["Repair", "repair"]
 
 
-def repair(dense: Dense, moments: BlockMoments, held_out: BlockMoments, names: tuple[str, str], *, centred: bool):
+class Repair(NamedTuple):
+    """Result of :func:`repair`."""
+
+    dense: Dense  # the projection, corrected
+    report: dict
+    held_out: Regression  # of what is missing, on the held-out windows
+
+
+def repair(
+    dense: Dense, moments: BlockMoments, held_out: BlockMoments, names: tuple[str, str], *, centred: bool
+) -> Repair:
     """An output projection moved towards what is missing behind it, as far as held-out windows confirm.
 
     Args:
@@ -22,7 +34,7 @@ def repair(dense: Dense, moments: BlockMoments, held_out: BlockMoments, names: t
         centred: it has a bias, which takes the means, and the covariances are fitted.
 
     Returns:
-        ``(Dense, report)``; weights in fp64.
+        :class:`Repair`; weights in fp64.
     """
     received, missing = (moments[name] for name in names)
     about = (received.mean, missing.mean) if centred else None
@@ -35,7 +47,7 @@ def repair(dense: Dense, moments: BlockMoments, held_out: BlockMoments, names: t
         "missing_before": correction.before,
         "missing_after": correction.after,
     }
-    return Dense(correction.W, bias), report
+    return Repair(Dense(correction.W, bias), report, others)
 
 
 def regression(received: Moment, missing: CrossMoment, about: tuple[Tensor, Tensor] | None) -> Regression:

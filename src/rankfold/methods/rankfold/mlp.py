@@ -1,23 +1,36 @@
-"""The MLP: its down projection corrected by what the stream lacks, then hidden units eliminated one after another."""
+"""The MLP: its down projection corrected by what the stream lacks, then hidden units eliminated one after another.
+
+Shape legend: F hidden width, R kept width, D model width.
+"""
 
 from ...architectures import BlockView
+from ...linalg.nystrom import Nystrom
 from ..base import BlockResult
 from ..modegpt.mlp import reduce_mlp
-from .missing import repair
+from .missing import Repair, repair
 
 __all__ = ["decompose_mlp"]
+
+NAMES = ("mlp_hidden", "mlp_feedback")
 
 
 def decompose_mlp(method, view: BlockView, moments, held_out, rank: int) -> BlockResult:
     """Units go by what they cost the corrected projection, and the others take over their part of the correction too."""
-    result, down, report = BlockResult({}, {}, {}, {}), view.mlp.down, {}
-    if "mlp_feedback" in moments and rank < view.mlp.hidden:
-        others = held_out()
-        if others is None:
-            report = {"feedback": 0.0}  # nothing could confirm it
-        else:
-            centred = method.bias_refit and down.bias is not None
-            down, report = repair(down, moments, others, ("mlp_hidden", "mlp_feedback"), centred=centred)
-    reduce_mlp(method, view, down, moments, rank, result)
-    result.reports["mlp"] |= report
+    result, down = BlockResult({}, {}, {}, {}), view.mlp.down
+    if "mlp_feedback" not in moments or rank == view.mlp.hidden:
+        reduce_mlp(method, view, down, moments, rank, result)
+    elif (others := held_out()) is None:  # nothing could confirm a correction
+        reduce_mlp(method, view, down, moments, rank, result)
+        result.reports["mlp"]["feedback"] = 0.0
+    else:
+        better = repair(down, moments, others, NAMES, centred=method.bias_refit and down.bias is not None)
+        fit = reduce_mlp(method, view, better.dense, moments, rank, result)
+        result.reports["mlp"] |= better.report | {"missing_after": _missing(better, fit)}
     return result
+
+
+def _missing(better: Repair, fit: Nystrom) -> float:
+    """What is still missing on the held-out windows when the dropped units are gone."""
+    W = better.dense.weight.new_zeros(better.dense.weight.shape)
+    W[:, fit.keep] = fit.W_down
+    return (better.held_out.loss(W) / better.held_out.energy).item()

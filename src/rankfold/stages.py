@@ -1,0 +1,71 @@
+"""One block through the stages of a method: measure it as it is, decompose, replace."""
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from .architectures import BlockView
+from .calibration.supply import FromDense, FromStore, FromStreams
+from .checkpoint.reading import BlockReader
+from .checkpoint.source import Source
+from .destination import InFolder, InMemory
+from .errors import NumericsError
+from .held_out import HeldOut, NothingHeldOut
+from .memory import release_memory
+from .methods import BlockResult, Method, Stage
+from .replacing import replace
+
+__all__ = ["Work", "decompose", "run_stages"]
+
+
+class Work(NamedTuple):
+    """What every block of a compression meets."""
+
+    source: Source
+    method: Method
+    read: BlockReader
+    supply: FromStore | FromDense | FromStreams  # where its moments come from
+    watch: HeldOut | NothingHeldOut  # what looks at the result on text that was not fitted
+    into: InMemory | InFolder  # where it goes
+
+
+def run_stages(work: Work, view: BlockView, ranks: dict[str, int]) -> BlockResult:
+    """Compress a block; the modules in it are the smaller ones then."""
+    whole = BlockResult({}, {}, {})
+    for stage in work.method.stages(view, ranks):
+        run_stage(work, view, stage, whole)
+    return whole
+
+
+def run_stage(work: Work, view: BlockView, stage: Stage, whole: BlockResult) -> None:
+    """Measure the block as it is, decompose, replace; what came of it is added to ``whole``."""
+    moments = work.supply.take(view, stage.statistics)
+    held_out = functools.cache(
+        lambda: work.watch.measure(view, stage.statistics)
+    )  # when it is needed: moments are large
+    release_memory()
+    result = decompose(stage, view, moments, held_out)
+    del moments
+    if held_out() is not None:
+        for module, error in result.errors.items():
+            result.reports[module]["held_out_error"] = error(held_out())
+    replace(view, result, work.source)
+    whole.modules.update(result.modules)
+    whole.state.update(result.state)
+    for module, report in result.reports.items():
+        whole.reports.setdefault(module, {}).update(report)
+
+
+def decompose(stage: Stage, view: BlockView, moments, held_out=lambda: None) -> BlockResult:
+    """What a stage makes of a block.
+
+    Raises:
+        NumericsError: what comes up in the linear algebra, with the block.
+    """
+    if view.device.type == "mps":  # no fp64 there; the factors go back to the device when they are installed
+        view = view.on_cpu()
+    try:
+        return stage.decompose(view, moments, held_out)
+    except (torch.linalg.LinAlgError, ValueError) as error:
+        raise NumericsError(f"{view.path}: {error}") from error
