@@ -3,8 +3,9 @@
     python scripts/attack.py --cases 500                # of each kind; writes the record and docs/results/robustness.md
     python scripts/attack.py --kind moments --seed 17   # one case again; nothing is written
 
-Every case is a kind and a seed. What must hold: exit code 0 or 2, a refusal is one line and leaves nothing behind, damaged
-moments never change a result, no exception reaches the user.
+Every case is a kind and a seed. What must hold: exit code 0 or 2, a refusal is one line and leaves nothing behind, no exception
+reaches the user. Damaged moments never change a result; a damaged checkpoint that is used computes what it did, or is another
+one for everybody who reads it; a text that is read is the one that was written.
 """
 
 import argparse
@@ -90,7 +91,10 @@ def write(found: dict, cases: int, seconds: float) -> None:
         "",
         *(f"- {verdict}: {text}" for verdict, text in VERDICTS.items()),
         "",
-        "A damaged checkpoint that is used all the same counts as done: whether its numbers are right is not judged here.",
+        "What cannot be seen in the bytes is another checkpoint, not a damaged one: other numbers in weights of the same names,",
+        "shapes and kinds, settings such as `rms_norm_eps` with which transformers finds and uses every tensor, and a tokenizer with",
+        "other entries. Logits are compared with those of the undamaged checkpoint, and where they differ, those of a dense model with",
+        "transformers' own. Whether damage of `rankfold.json` or of a `README.md` changes what they say is not judged.",
         "",
     ]
     write_text(PAGE, "\n".join(lines))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from attacks.arena import HELD, Arena
+from attacks.arena import HELD, KINDS, Arena
 from rankfold.errors import CheckpointError
 
 SEEDS = range(25)
@@ -13,12 +13,14 @@ def arena(tmp_path_factory):
     return Arena(tmp_path_factory.mktemp("attacks") / "arena")
 
 
-@pytest.mark.parametrize("kind", ["command lines", "records", "moments", "checkpoints"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_attack_is_done_or_refused(arena, monkeypatch, kind):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     outcomes = [arena.attack(kind, seed) for seed in SEEDS]
     assert not [outcome for outcome in outcomes if outcome.verdict not in HELD]
-    assert {outcome.verdict for outcome in outcomes} == set(HELD), "the slice attacks nothing, or nothing can be done"
+    assert {outcome.verdict for outcome in outcomes} >= {"done", "refused"}, (
+        "it attacks nothing, or nothing can be done"
+    )
 
 
 @pytest.mark.parametrize("failure", ["traceback", "messy"])
