@@ -91,10 +91,10 @@ def write(found: dict, cases: int, seconds: float) -> None:
         "",
         *(f"- {verdict}: {text}" for verdict, text in VERDICTS.items()),
         "",
-        "What cannot be seen in the bytes is another checkpoint, not a damaged one: other numbers in weights of the same names,",
-        "shapes and kinds, settings such as `rms_norm_eps` with which transformers finds and uses every tensor, and a tokenizer with",
-        "other entries. Logits are compared with those of the undamaged checkpoint, and where they differ, those of a dense model with",
-        "transformers' own. Whether damage of `rankfold.json` or of a `README.md` changes what they say is not judged.",
+        "What cannot be seen in the bytes is another checkpoint, not a damaged one: other numbers in weights of the same",
+        "names, shapes and kinds, settings such as `rms_norm_eps` with which transformers finds and uses every tensor, other",
+        "entries of a tokenizer. Logits are compared with those of the undamaged checkpoint; where they differ, those of a",
+        "dense model with transformers' own. Whether a damaged `rankfold.json` or `README.md` says what it said is not judged.",
         "",
     ]
     write_text(PAGE, "\n".join(lines))

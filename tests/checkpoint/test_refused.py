@@ -128,7 +128,10 @@ def test_weights_that_are_no_floats_are_refused(tmp_path, name, dtype, use):
         use(folder, device="cpu")
 
 
-@pytest.mark.parametrize("name, dtype", [("mlp.up_proj.weight", torch.int8), ("rotary_pairs", torch.float32)])
+@pytest.mark.parametrize(
+    "name, dtype",
+    [("mlp.up_proj.weight", torch.int8), ("rotary_pairs", torch.float32)],
+)
 def test_numbers_of_another_kind_in_a_compressed_checkpoint_are_refused(compressed, tmp_path, name, dtype):
     folder, shard = copied(compressed, "modegpt", tmp_path / "small")
     name = ending(load_file(folder / shard), name)
@@ -163,6 +166,26 @@ def test_a_model_without_blocks_is_refused(tmp_path):
     configure(folder, num_hidden_layers=0)
     with pytest.raises(CheckpointError, match=r"dense has no blocks by its config; correct num_hidden_layers"):
         rankfold.open_model(folder, device="cpu")
+
+
+@pytest.mark.parametrize("use", [rankfold.open_model, rankfold.load])
+def test_damaged_settings_for_generating_are_refused(tmp_path, use):
+    folder = saved(tmp_path / "dense")
+    (folder / "generation_config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"generation_config\.json cannot be read \(.*\); correct or remove it"):
+        use(folder, device="cpu")
+    (folder / "generation_config.json").unlink()
+    use(folder, device="cpu")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_a_folder_without_a_tokenizer_says_so(tmp_path, family):
+    """For the newer families transformers makes up a tokenizer that knows no words."""
+    source = rankfold.open_model(saved(tmp_path / "dense", family), device="cpu")
+    with pytest.raises(
+        CheckpointError, match=r"there is no tokenizer in .*dense; put the tokenizer files beside the weights"
+    ):
+        rankfold.load_tokens("pydoc", source)
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe{}", b'{"weight_map": ' + b"[" * 100000])

@@ -12,7 +12,7 @@ from .devices import resolve_device, resolve_dtype
 from .hub import locate
 from .tokenizer import TokenizerFiles
 from .weights import Weights, check_finite, required_names
-from .whole import REPORTED, check_head, check_loaded, untie_where_unequal
+from .whole import REPORTED, check_head, check_loaded, read_generation_config, untie_where_unequal
 
 __all__ = ["assemble", "empty_model", "load_model", "load_tokenizer"]
 
@@ -35,9 +35,8 @@ def load_model(model: str | Path, *, dtype: str = "auto", device: str = "auto") 
         folder, kwargs, weights = path.parent, {"gguf_file": path.name}, None
     else:
         folder, kwargs = path, {"use_safetensors": True}
-        weights = Weights(
-            folder
-        )  # an index that leads elsewhere, and what is no plain file, are refused before they are read
+        weights = Weights(folder)  # an index that leads elsewhere, and what is no plain file, are refused unread
+        read_generation_config(folder)
     wanted = resolve_dtype(dtype) or "auto"
     try:
         loaded, info = AutoModelForCausalLM.from_pretrained(folder, dtype=wanted, **kwargs, **REPORTED)

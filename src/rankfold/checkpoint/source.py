@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..architectures import BlockView, architecture_for, architecture_of
 from ..errors import CheckpointError, UnsupportedModelError, first_line
@@ -24,7 +24,7 @@ from .given import check_given, check_quantised, check_tied
 from .hub import locate
 from .tokenizer import TokenizerFiles
 from .weights import Weights, check_finite, fill_outer, required_names
-from .whole import check_unused, read_gguf, read_whole, untie
+from .whole import check_unused, read_generation_config, read_gguf, read_whole, untie
 
 __all__ = ["Source", "open_model"]
 
@@ -242,8 +242,7 @@ def _read_folder(folder: Path, device: torch.device, dtype: torch.dtype | None):
             "the checkpoint names its weights differently from the model: reading it as a whole, not block by block"
         )
         model, weights = read_whole(folder, storage_dtype, device), None
-    if (folder / "generation_config.json").exists():
-        model.generation_config = _read_generation_config(folder)
+    model.generation_config = read_generation_config(folder) or model.generation_config
     return model, storage_dtype, weights
 
 
@@ -255,15 +254,6 @@ def _stored(config, folder: Path) -> torch.dtype:
             f"{', '.join(DTYPES)}; choose one of these with --dtype"
         )
     return stored
-
-
-def _read_generation_config(folder: Path) -> GenerationConfig:
-    try:
-        return GenerationConfig.from_pretrained(folder)
-    except Exception as error:  # as for config.json
-        raise CheckpointError(
-            f"{folder / 'generation_config.json'} cannot be read ({first_line(error)}); correct or remove it"
-        ) from error
 
 
 def _empty(config, dtype: torch.dtype):

@@ -63,7 +63,7 @@ class Weights:
                     f"{name} has shape {list(place.shape)} in {place.file}, and {list(tensor.shape)} by the config; correct "
                     "config.json, or download or copy the checkpoint again"
                 )
-            if place and ("F" in place.kind) != floats:
+            if place and (("F" in place.kind) != floats or place.kind.startswith("C")):  # C64: complex
                 wanted = "floating-point numbers" if floats else "integers"
                 raise CheckpointError(
                     f"{name} holds {place.kind} in {place.file}, and must hold {wanted}; download or copy the checkpoint again"

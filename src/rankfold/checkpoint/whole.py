@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from ..errors import CheckpointError, first_line
 from .weights import listed, missed
@@ -16,6 +16,7 @@ __all__ = [
     "check_head",
     "check_loaded",
     "check_unused",
+    "read_generation_config",
     "read_gguf",
     "read_whole",
     "untie",
@@ -64,6 +65,21 @@ def read_gguf(file: Path, dtype: torch.dtype, device: torch.device) -> nn.Module
     model.hf_quantizer = None
     model.is_quantized = False
     return model.to(device)
+
+
+def read_generation_config(folder: Path) -> GenerationConfig | None:
+    """The settings for generating that lie beside the weights; transformers takes its own where they are damaged.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except Exception as error:  # a damaged file ends in whatever type the code that meets it raises
+        raise CheckpointError(f"{path} cannot be read ({first_line(error)}); correct or remove it") from error
 
 
 def check_loaded(info: dict, model: nn.Module, place: Path, *, only_described: bool = False) -> None:
