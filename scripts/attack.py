@@ -63,7 +63,7 @@ def run(kinds: list[str], seeds, verbose: bool) -> dict:
 
 def write(found: dict, cases: int, seconds: float) -> None:
     """The record, and the page made of it."""
-    from attacks.arena import HELD, VERDICTS
+    from attacks.arena import HELD
     from rankfold.files import write_json, write_text
     from rankfold.report.record import versions
 
@@ -71,6 +71,14 @@ def write(found: dict, cases: int, seconds: float) -> None:
     failed = [outcome._asdict() for outcomes in found.values() for outcome in outcomes if outcome.verdict not in HELD]
     record = {"cases": cases, "seconds": seconds, "versions": versions(), "counts": counts, "failed": failed}
     write_json(RECORD, record)
+    write_text(PAGE, page(record))
+
+
+def page(record: dict) -> str:
+    """Markdown."""
+    from attacks.arena import HELD, VERDICTS
+
+    cases, counts = record["cases"], record["counts"]
     rows = [
         f"| {kind} | {sum(count.values()):,} | {' | '.join(f'{count.get(verdict, 0):,}' for verdict in VERDICTS)} |"
         for kind, count in counts.items()
@@ -83,7 +91,7 @@ def write(found: dict, cases: int, seconds: float) -> None:
         "",
         ", ".join(f"{name} {version}" for name, version in record["versions"].items()) + ".",
         "",
-        f"{sum(map(len, found.values())):,} cases, {held:,} held. Every case is a kind and a seed, 0 to {cases - 1}.",
+        f"{cases * len(counts):,} cases, {held:,} held. Every case is a kind and a seed, 0 to {cases - 1}.",
         "",
         f"| kind | cases | {' | '.join(VERDICTS)} |",
         "|---" * (2 + len(VERDICTS)) + "|",
@@ -92,12 +100,13 @@ def write(found: dict, cases: int, seconds: float) -> None:
         *(f"- {verdict}: {text}" for verdict, text in VERDICTS.items()),
         "",
         "What cannot be seen in the bytes is another checkpoint, not a damaged one: other numbers in weights of the same",
-        "names, shapes and kinds, settings such as `rms_norm_eps` with which transformers finds and uses every tensor, other",
-        "entries of a tokenizer. Logits are compared with those of the undamaged checkpoint; where they differ, those of a",
-        "dense model with transformers' own. Whether a damaged `rankfold.json` or `README.md` says what it said is not judged.",
+        "names, shapes and kinds; settings such as `rms_norm_eps`, with which transformers finds and uses every tensor; other",
+        "entries of a tokenizer. Logits are compared with the undamaged checkpoint's, and where they differ, those of a dense",
+        "model with transformers' own. Not judged: what a damaged `rankfold.json` or `README.md` says, damaged pages of a",
+        "parquet file that still decode, and texts under another suffix than their own.",
         "",
     ]
-    write_text(PAGE, "\n".join(lines))
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -35,12 +35,13 @@ class Outcome(NamedTuple):
 
 
 VERDICTS = {
-    "done": "exit code 0, and the numbers are those that undamaged files give; a text was read as it was written",
-    "another": "exit code 0, with other numbers: it is another checkpoint now, and nothing in it says otherwise",
+    "done": "exit code 0; damaged moments and checkpoints gave the numbers that undamaged ones give, a text was read as it was "
+    "written",
+    "another": "exit code 0 and other numbers, of what is another checkpoint now and no damaged one; see below",
     "refused": "exit code 2, one line of reason, nothing left",
     "traceback": "an exception that is not explained",
     "messy": "refused, but not in one line, or something is left",
-    "wrong": "exit code 0, and numbers, or a text, that the files do not give",
+    "wrong": "exit code 0, and numbers or a text that the files do not give",
     "hangs": f"more than {SECONDS} s",
 }
 HELD = ("done", "another", "refused")

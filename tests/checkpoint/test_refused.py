@@ -116,6 +116,16 @@ def test_weights_of_blocks_that_the_config_leaves_out_are_refused(tmp_path, fiel
         use(folder, device="cpu")
 
 
+@pytest.mark.parametrize("use", [rankfold.open_model, rankfold.load])
+def test_a_model_of_two_billion_blocks_is_not_built(tmp_path, use):
+    folder = saved(tmp_path / "dense")
+    configure(folder, num_hidden_layers=2**31)
+    with pytest.raises(
+        CheckpointError, match=r"dense holds 30 tensors, and has 2147483648 blocks by the config; correct"
+    ):
+        use(folder, device="cpu")
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.complex64])
 @pytest.mark.parametrize("name", [UP, "model.embed_tokens.weight"])
 @pytest.mark.parametrize("use", [rankfold.open_model, rankfold.load])

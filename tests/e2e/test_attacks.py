@@ -1,8 +1,10 @@
 """A slice of `make attack`: every case is a kind and a seed, and must be done or refused in one line."""
 
 import pytest
+import torch
 
 from attacks.arena import HELD, KINDS, Arena
+from rankfold.calibration.text import Text
 from rankfold.errors import CheckpointError
 
 SEEDS = range(25)
@@ -36,3 +38,18 @@ def test_what_does_not_hold_is_seen(arena, monkeypatch, failure):
     monkeypatch.setattr("rankfold.pipeline.compress", fail)
     outcomes = [arena.attack("moments", seed) for seed in SEEDS]
     assert {outcome.verdict for outcome in outcomes} == {"refused", failure}
+
+
+@pytest.mark.parametrize(
+    "kind, name, value",
+    [
+        ("checkpoints", "computed", torch.zeros(1, 24, 400)),
+        ("moments", "_weights", property),  # never equal to another call's
+        ("texts", "read_text", Text("", ("another text",), "")),
+    ],
+)
+def test_numbers_and_texts_that_nothing_accounts_for_are_wrong(arena, monkeypatch, kind, name, value):
+    give = value if value is property else lambda *args, **kwargs: value
+    monkeypatch.setattr(f"attacks.arena.{name}", give)
+    outcomes = [arena.attack(kind, seed) for seed in SEEDS]
+    assert {outcome.verdict for outcome in outcomes} >= {"refused", "wrong"}

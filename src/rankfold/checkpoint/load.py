@@ -4,7 +4,7 @@ from pathlib import Path
 
 from accelerate import init_empty_weights
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..errors import CheckpointError, first_line
 from ..modules import RankfoldConfig, attach, install
@@ -39,7 +39,11 @@ def load_model(model: str | Path, *, dtype: str = "auto", device: str = "auto") 
         read_generation_config(folder)
     wanted = resolve_dtype(dtype) or "auto"
     try:
+        if weights:
+            weights.check_depth(AutoConfig.from_pretrained(folder, trust_remote_code=False))
         loaded, info = AutoModelForCausalLM.from_pretrained(folder, dtype=wanted, **kwargs, **REPORTED)
+    except CheckpointError:
+        raise
     except Exception as error:  # transformers, safetensors and json raise many types for a damaged checkpoint
         raise CheckpointError(f"{model} cannot be loaded: {first_line(error)}; copy or make it again") from error
     compressed = isinstance(getattr(loaded.config, "quantization_config", None), RankfoldConfig)

@@ -228,6 +228,7 @@ def _read_folder(folder: Path, device: torch.device, dtype: torch.dtype | None):
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is neither a folder nor a .gguf file")
     config, weights = _read_config(folder), Weights(folder)
+    weights.check_depth(config)
     storage_dtype = dtype or _stored(config, folder)
     model = _empty(config, torch.float32 if device.type == "cpu" else storage_dtype)
     if weights.rename(model.base_model_prefix, required_names(model)):

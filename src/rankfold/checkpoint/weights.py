@@ -49,6 +49,19 @@ class Weights:
                 return True
         return False
 
+    def check_depth(self, config) -> None:
+        """Before a model is built: one of two billion blocks would take hours.
+
+        Raises:
+            CheckpointError: there are more blocks by the config than tensors.
+        """
+        blocks = getattr(config.get_text_config(), "num_hidden_layers", None)
+        if isinstance(blocks, int) and blocks > len(self.places):
+            raise CheckpointError(
+                f"{self.folder} holds {len(self.places)} tensors, and has {blocks} blocks by the config; correct config.json, "
+                "or download or copy the checkpoint again"
+            )
+
     def check_fits(self, model: nn.Module) -> None:
         """Compare with the model, which may be empty: shapes, and that floats are floats.
 
