@@ -29,7 +29,7 @@ demo: $(VENV)/.installed-demo
 bench: $(VENV)/.installed-demo
 	@set -e; for name in compression_cost speed memory complexity render; do OMP_WAIT_POLICY=PASSIVE $(RUN) benchmarks/$$name.py; done
 
-# Hostile command lines, damaged records, moments and checkpoints; the count goes to docs/results/robustness.md.
+# Hostile command lines and texts, damaged records, moments and checkpoints; the count goes to docs/results/robustness.md.
 attack: $(VENV)/.installed
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(RUN) scripts/attack.py --cases $(CASES)
 

@@ -3,8 +3,9 @@
     python scripts/attack.py --cases 500                # of each kind; writes the record and docs/results/robustness.md
     python scripts/attack.py --kind moments --seed 17   # one case again; nothing is written
 
-Every case is a kind and a seed. What must hold: exit code 0 or 2, a refusal is one line and leaves nothing behind, damaged
-moments never change a result, no exception reaches the user.
+Every case is a kind and a seed. What must hold: exit code 0 or 2, a refusal is one line and leaves nothing behind, no exception
+reaches the user. Damaged moments never change a result; a damaged checkpoint that is used computes what it did, or is another
+one for everybody who reads it; a text that is read is the one that was written.
 """
 
 import argparse
@@ -62,7 +63,7 @@ def run(kinds: list[str], seeds, verbose: bool) -> dict:
 
 def write(found: dict, cases: int, seconds: float) -> None:
     """The record, and the page made of it."""
-    from attacks.arena import HELD, VERDICTS
+    from attacks.arena import HELD
     from rankfold.files import write_json, write_text
     from rankfold.report.record import versions
 
@@ -70,6 +71,14 @@ def write(found: dict, cases: int, seconds: float) -> None:
     failed = [outcome._asdict() for outcomes in found.values() for outcome in outcomes if outcome.verdict not in HELD]
     record = {"cases": cases, "seconds": seconds, "versions": versions(), "counts": counts, "failed": failed}
     write_json(RECORD, record)
+    write_text(PAGE, page(record))
+
+
+def page(record: dict) -> str:
+    """Markdown."""
+    from attacks.arena import HELD, VERDICTS
+
+    cases, counts = record["cases"], record["counts"]
     rows = [
         f"| {kind} | {sum(count.values()):,} | {' | '.join(f'{count.get(verdict, 0):,}' for verdict in VERDICTS)} |"
         for kind, count in counts.items()
@@ -82,7 +91,7 @@ def write(found: dict, cases: int, seconds: float) -> None:
         "",
         ", ".join(f"{name} {version}" for name, version in record["versions"].items()) + ".",
         "",
-        f"{sum(map(len, found.values())):,} cases, {held:,} held. Every case is a kind and a seed, 0 to {cases - 1}.",
+        f"{cases * len(counts):,} cases, {held:,} held. Every case is a kind and a seed, 0 to {cases - 1}.",
         "",
         f"| kind | cases | {' | '.join(VERDICTS)} |",
         "|---" * (2 + len(VERDICTS)) + "|",
@@ -90,10 +99,14 @@ def write(found: dict, cases: int, seconds: float) -> None:
         "",
         *(f"- {verdict}: {text}" for verdict, text in VERDICTS.items()),
         "",
-        "A damaged checkpoint that is used all the same counts as done: whether its numbers are right is not judged here.",
+        "What cannot be seen in the bytes is another checkpoint, not a damaged one: other numbers in weights of the same",
+        "names, shapes and kinds; settings such as `rms_norm_eps`, with which transformers finds and uses every tensor; other",
+        "entries of a tokenizer. Logits are compared with the undamaged checkpoint's, and where they differ, those of a dense",
+        "model with transformers' own. Not judged: what a damaged `rankfold.json` or `README.md` says, damaged pages of a",
+        "parquet file that still decode, and texts under another suffix than their own.",
         "",
     ]
-    write_text(PAGE, "\n".join(lines))
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

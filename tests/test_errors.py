@@ -70,5 +70,7 @@ def test_a_suggestion_is_what_is_close_or_nothing():
 
 def test_the_first_line_of_an_error_is_short_and_never_empty():
     assert errors.first_line(ValueError("\n one \ntwo")) == "one"
+    assert errors.first_line(ValueError("wrong field 'a':\n  expected int\nmore")) == "wrong field 'a': expected int"
+    assert errors.first_line(ValueError("wrong:")) == "wrong:"
     assert errors.first_line(ConnectionError()) == "ConnectionError"
     assert len(errors.first_line(ValueError("x" * 5000))) == 300

@@ -44,8 +44,11 @@ class NumericsError(RankfoldError):
 
 
 def first_line(error: BaseException) -> str:
-    """What another library's error says, in one line: its first, or its type where it says nothing."""
-    return (str(error).strip() or type(error).__name__).split("\n")[0].strip()[:300]
+    """What another library's error says, in one line: its first, with the next where that only announces it; or its type."""
+    first, _, rest = (str(error).strip() or type(error).__name__).partition("\n")
+    if first.rstrip().endswith(":") and rest.strip():
+        first = f"{first.strip()} {rest.strip().partition(chr(10))[0]}"
+    return first.strip()[:300]
 
 
 def suggestion(value: str, allowed: Iterable[str]) -> str:

@@ -11,14 +11,19 @@ import traceback
 from pathlib import Path
 from typing import NamedTuple
 
+from rankfold.calibration.text import read_text
 from rankfold.cli import main
 from saved import save_text, save_tiny
 
-from .lines import USUAL, hostile_line
-from .mutations import mutate_bytes, mutate_json
+from .lines import FITTING, USUAL, hostile_line
+from .mutations import mutate_bytes, mutate_json, mutate_settings, mutate_tensors
+from .numbers import computed, may_change, same
+from .texts import FIELDS, UNKNOWN, hostile_text
 
-KINDS = ("command lines", "records", "moments", "checkpoints")
+KINDS = ("command lines", "records", "moments", "checkpoints", "texts")
 SECONDS = 60  # a case that takes longer hangs
+CHECKPOINTS = ("model", "tied", "small", "latent")
+LATENT = ("--multiple", "2", "--option", "sparse=0.2", "--option", "bits=6")
 
 
 class Outcome(NamedTuple):
@@ -30,14 +35,16 @@ class Outcome(NamedTuple):
 
 
 VERDICTS = {
-    "done": "exit code 0; where only moments were damaged, with the very weights that undamaged ones give",
+    "done": "exit code 0; damaged moments and checkpoints gave the numbers that undamaged ones give, a text was read as it was "
+    "written",
+    "another": "exit code 0 and other numbers, of what is another checkpoint now and no damaged one; see below",
     "refused": "exit code 2, one line of reason, nothing left",
     "traceback": "an exception that is not explained",
     "messy": "refused, but not in one line, or something is left",
-    "wrong": "exit code 0, and other weights than undamaged moments give",
+    "wrong": "exit code 0, and numbers or a text that the files do not give",
     "hangs": f"more than {SECONDS} s",
 }
-HELD = ("done", "refused")
+HELD = ("done", "another", "refused")
 
 
 class _Slow(BaseException):
@@ -45,7 +52,7 @@ class _Slow(BaseException):
 
 
 class Arena:
-    """A folder with a model, a text, moments and a compressed checkpoint, all tiny; a case gets a copy.
+    """A folder with models, a text, moments and compressed checkpoints, all tiny; a case gets a copy.
 
     Args:
         folder: to work in; must not exist.
@@ -55,11 +62,17 @@ class Arena:
         self.folder, self.stock = folder, folder / "stock"
         self.stock.mkdir(parents=True)
         save_tiny(self.stock / "model", blocks=2)
+        save_tiny(self.stock / "tied", blocks=2, tie_word_embeddings=True, attention_bias=True, mlp_bias=True)
         save_text(self.stock / "text.txt")
-        for line in (["calibrate", *USUAL["calibrate"]], ["compress", *USUAL["compress"]], self.from_moments):
-            name = {"calibrate": "moments"}.get(line[0], "true" if "--moments" in line else "small")
-            code, err = call(self.stock, [name if word == "out" else word for word in line])
-            assert code == 0, err
+        self._call("calibrate", "model", "-o", "moments", *FITTING)
+        self._call("compress", "model", "-o", "small", "--multiple", "2", *FITTING)
+        self._call("compress", "tied", "-o", "latent", "--method", "latentllm", *LATENT, *FITTING)
+        self._call(*("true" if word == "out" else word for word in self.from_moments))
+        self.numbers = {name: computed(self.stock / name) for name in CHECKPOINTS}
+
+    def _call(self, *line: str) -> None:
+        code, err = call(self.stock, [*line, "--device", "cpu"] if "--device" not in line else line)
+        assert code == 0, err
 
     from_moments = ("compress", "model", "-o", "out", "--moments", "moments", "--multiple", "2", "--device", "cpu")
 
@@ -68,7 +81,7 @@ class Arena:
         rng, place = random.Random(f"{kind} {seed}"), self.folder / "case"
         shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(self.stock, place)
-        line, what = getattr(self, f"_{kind.replace(' ', '_')}")(place, rng)
+        line, what, judge = getattr(self, f"_{kind.replace(' ', '_')}")(place, rng)
         before = set(os.listdir(place))
         case = f"{kind} {seed}: {' '.join(line)!a}{what and f' ({what})'}"
         try:
@@ -81,20 +94,21 @@ class Arena:
             return Outcome("traceback", case, f"{where}: {type(error).__name__}: {str(error)[:300]!a}")
         left = {name for name in set(os.listdir(place)) - before if not _is_unfinished(place / name)}
         if code == 0:
-            wrong = kind == "moments" and "out" in left and _weights(place / "out") != _weights(place / "true")
-            return Outcome("wrong" if wrong else "done", case, "")
+            return Outcome(judge() if judge else "done", case, "")
         reasons = [row for row in err.splitlines() if row.startswith("rankfold: ")]
         fine = code == 2 and len(reasons) == 1 and err.splitlines()[-1] == reasons[0] and not left
         return Outcome("refused" if fine else "messy", case, f"exit code {code}, left {sorted(left)}: {err[-300:]!a}")
 
-    def _command_lines(self, place: Path, rng) -> tuple[list[str], str]:
-        return hostile_line(rng), ""
+    # Of every kind: a command line, what is hostile about it, and, where that can be told, whether exit code 0 was right.
 
-    def _records(self, place: Path, rng) -> tuple[list[str], str]:
+    def _command_lines(self, place: Path, rng):
+        return hostile_line(rng), "", None
+
+    def _records(self, place: Path, rng):
         what = _damage(place / "small" / "rankfold.json", rng, mutate_json)
-        return ["inspect", "small", *rng.choice([[], ["--json"]])], what
+        return ["inspect", "small", *rng.choice([[], ["--json"]])], what, None
 
-    def _moments(self, place: Path, rng) -> tuple[list[str], str]:
+    def _moments(self, place: Path, rng):
         files = sorted((place / "moments").iterdir())
         file = rng.choice(files)
         how = rng.choice(["content", "content", "content", "removed", "another", "folder"])
@@ -105,14 +119,48 @@ class Arena:
             file.unlink()
             {"removed": lambda: None, "another": lambda: file.write_bytes(other), "folder": file.mkdir}[how]()
             what = f"{file.name} {how}"
-        return list(self.from_moments), what
 
-    def _checkpoints(self, place: Path, rng) -> tuple[list[str], str]:
-        folder = place / rng.choice(["model", "small"])
-        file = rng.choice(sorted(folder.iterdir()))
-        what = f"{folder.name}: " + _damage(file, rng, mutate_json if file.suffix == ".json" else mutate_bytes)
-        command = "compress" if folder.name == "model" else rng.choice(["evaluate", "generate"])
-        return [command, *USUAL[command]], what
+        def judge() -> str:
+            return "done" if _weights(place / "out") == _weights(place / "true") else "wrong"
+
+        return list(self.from_moments), what, judge
+
+    def _checkpoints(self, place: Path, rng):
+        name = rng.choice(CHECKPOINTS)
+        folder = place / name
+        file = rng.choice(sorted(folder.iterdir()) + [*folder.glob("*.safetensors"), folder / "config.json"] * 3)
+        mutate = {".json": mutate_json, ".safetensors": rng.choice([mutate_bytes, mutate_tensors])}.get(
+            file.suffix, mutate_bytes
+        )
+        if file.name == "config.json":
+            mutate = rng.choice([mutate_json, mutate_settings, mutate_settings])
+        what = f"{name}: " + _damage(file, rng, mutate)
+        command = rng.choice(
+            ["evaluate", "generate"] if name in ("small", "latent") else ["compress"] * 3 + ["evaluate"]
+        )
+        line = [command, *(name if word in ("model", "small") else word for word in USUAL[command])]
+
+        def judge() -> str:
+            numbers = computed(folder, by_block=command == "compress")
+            if same(numbers, self.numbers[name]):
+                return "done"
+            return "another" if may_change(folder, self.stock / name, file.name, numbers) else "wrong"
+
+        return line, what, judge
+
+    def _texts(self, place: Path, rng):
+        field, command = rng.choice(FIELDS), rng.choice(["calibrate", "compress", "evaluate"])
+        text = hostile_text(place, rng, field)
+        line = [command, *(text.name if word == "text.txt" else word for word in USUAL[command]), "--field", field]
+        if command == "evaluate":
+            at = line.index("--limit")
+            del line[at : at + 2]  # the whole text
+
+        def judge() -> str:
+            read = read_text(str(place / text.name), field=field).documents
+            return "done" if text.rows in (UNKNOWN, read) else "wrong"
+
+        return line, text.what, judge
 
 
 def _damage(file: Path, rng, mutate) -> str:

@@ -53,6 +53,19 @@ def test_a_text_file_is_one_document(tmp_path):
     assert text.name == name and text.origin.startswith("file:") and str(tmp_path) not in text.origin
 
 
+@pytest.mark.parametrize("name, rows", [("a.txt", ("ab\ncd",)), ("a.jsonl", ("ab", "cd"))])
+def test_a_mark_in_front_is_no_text(tmp_path, name, rows):
+    """Editors of Windows write one."""
+    lines = "\n".join(rows) if name == "a.txt" else "\n".join(json.dumps({"text": row}) for row in rows)
+    (tmp_path / name).write_text(lines, encoding="utf-8-sig")
+    assert read_text(str(tmp_path / name)).documents == rows
+
+
+def test_a_suffix_in_capitals_is_the_same_suffix(tmp_path):
+    (tmp_path / "a.JSONL").write_text('{"text": "ab"}\n')
+    assert read_text(str(tmp_path / "a.JSONL")).documents == ("ab",)
+
+
 def test_origin_is_the_same_however_the_file_is_named(tmp_path, monkeypatch):
     write(tmp_path / "a.txt", "text")
     monkeypatch.chdir(tmp_path)

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import rankfold
 from families import some_ids, tiny_model, tokens
-from rankfold.errors import CheckpointError, RankfoldError, UnsupportedModelError
+from rankfold.errors import CheckpointError, NumericsError, RankfoldError, UnsupportedModelError
 
 UP = "model.layers.1.mlp.up_proj.weight"
 
@@ -84,11 +85,127 @@ def test_dropping_the_tie_of_a_tied_checkpoint_is_refused(tmp_path):
 @pytest.mark.parametrize("use", [rankfold.open_model, rankfold.load])
 def test_tensors_that_nothing_uses_are_named(tmp_path, caplog, use):
     folder = saved(tmp_path / "dense")
-    change(folder, lambda s: s | {"model.layers.7.mlp.up_proj.weight": torch.ones(2, 2), "extra": torch.ones(1)})
+    unused = (
+        "model.layers.1.self_attn.rotary_emb.inv_freq",
+        "vision.layers.7.weight",
+        "extra",
+    )  # older, larger checkpoints
+    change(folder, lambda s: s | {name: torch.ones(2) for name in unused})
     with caplog.at_level(logging.WARNING, "rankfold"):
         use(folder, device="cpu")
     (line,) = [r.getMessage() for r in caplog.records if r.name.startswith("rankfold")]
-    assert line.endswith("no use for are left out: extra, model.layers.7.mlp.up_proj.weight")
+    assert re.search(r"no use for are left out: extra, (model\.layers\.1\.\S+, )?vision\.layers\.7\.weight$", line)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"num_hidden_layers": 2}, r"leaves out model\.layers\.2\.input_layernorm\.weight.* and \d+ more"),
+        ({"num_hidden_layers": 0}, r"leaves out model\.layers\.0\.input_layernorm\.weight.* and \d+ more"),
+        (
+            {"attention_bias": False},
+            r"leaves out model\.layers\.0\.self_attn\.\w_proj\.bias.* and 7 more; correct config",
+        ),
+    ],
+)
+@pytest.mark.parametrize("use", [rankfold.open_model, rankfold.load])
+def test_weights_of_blocks_that_the_config_leaves_out_are_refused(tmp_path, fields, message, use):
+    folder = saved(tmp_path / "dense", "llama-bias")
+    configure(folder, **fields)
+    with pytest.raises(CheckpointError, match=message):
+        use(folder, device="cpu")
+
+
+@pytest.mark.parametrize("use", [rankfold.open_model, rankfold.load])
+def test_a_model_of_two_billion_blocks_is_not_built(tmp_path, use):
+    folder = saved(tmp_path / "dense")
+    configure(folder, num_hidden_layers=2**31)
+    with pytest.raises(
+        CheckpointError, match=r"dense holds 30 tensors, and has 2147483648 blocks by the config; correct"
+    ):
+        use(folder, device="cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize("name", [UP, "model.embed_tokens.weight"])
+@pytest.mark.parametrize("use", [rankfold.open_model, rankfold.load])
+def test_weights_that_are_no_floats_are_refused(tmp_path, name, dtype, use):
+    folder = saved(tmp_path / "dense")
+    change(folder, lambda s: s | {name: s[name].to(dtype)})
+    with pytest.raises(
+        CheckpointError, match=rf"{name} holds \w+ in .*, and must hold floating-point numbers; download"
+    ):
+        use(folder, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "name, dtype",
+    [("mlp.up_proj.weight", torch.int8), ("rotary_pairs", torch.float32)],
+)
+def test_numbers_of_another_kind_in_a_compressed_checkpoint_are_refused(compressed, tmp_path, name, dtype):
+    folder, shard = copied(compressed, "modegpt", tmp_path / "small")
+    name = ending(load_file(folder / shard), name)
+    change(folder, lambda s: s | {name: s[name].to(dtype)}, shard)
+    with pytest.raises(
+        CheckpointError, match=rf"{name} holds \w+ in .*, and must hold (floating-point numbers|integers);"
+    ):
+        rankfold.load(folder, device="cpu")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_named(tmp_path, value):
+    folder = saved(tmp_path / "dense")
+    change(folder, lambda s: s | {UP: s[UP].index_fill(0, torch.tensor([3]), value)})
+    with pytest.raises(NumericsError, match=f"weight {UP} has 32 NaN or infinite entries"):
+        rankfold.load(folder, device="cpu")
+
+
+def test_a_config_that_stores_in_a_type_weights_do_not_have_is_refused(tmp_path):
+    folder = saved(tmp_path / "dense")
+    configure(folder, dtype="float8_e4m3fn")
+    with pytest.raises(
+        CheckpointError, match="names the dtype float8_e4m3fn, which is not one of float32, .* with --dtype"
+    ):
+        rankfold.open_model(folder, device="cpu")
+    rankfold.open_model(folder, dtype="bfloat16", device="cpu")
+
+
+def test_a_model_without_blocks_is_refused(tmp_path):
+    folder = saved(tmp_path / "dense")
+    change(folder, lambda s: {k: v for k, v in s.items() if ".layers." not in k})
+    configure(folder, num_hidden_layers=0)
+    with pytest.raises(CheckpointError, match=r"dense has no blocks by its config; correct num_hidden_layers"):
+        rankfold.open_model(folder, device="cpu")
+
+
+@pytest.mark.parametrize("use", [rankfold.open_model, rankfold.load])
+def test_damaged_settings_for_generating_are_refused(tmp_path, use):
+    folder = saved(tmp_path / "dense")
+    (folder / "generation_config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"generation_config\.json cannot be read \(.*\); correct or remove it"):
+        use(folder, device="cpu")
+    (folder / "generation_config.json").unlink()
+    use(folder, device="cpu")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_a_folder_without_a_tokenizer_says_so(tmp_path, family):
+    """For the newer families transformers makes up a tokenizer that knows no words."""
+    source = rankfold.open_model(saved(tmp_path / "dense", family), device="cpu")
+    with pytest.raises(
+        CheckpointError, match=r"there is no tokenizer in .*dense; put the tokenizer files beside the weights"
+    ):
+        rankfold.load_tokens("pydoc", source)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe{}", b'{"weight_map": ' + b"[" * 100000])
+@pytest.mark.parametrize("use", [rankfold.open_model, rankfold.load])
+def test_an_index_that_is_no_json_is_refused(tmp_path, content, use):
+    folder = saved(tmp_path / "dense")
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    (folder / "model.safetensors.index.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"index\.json is damaged \(.*\); download or copy it again"):
+        use(folder, device="cpu")
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gemma3-images", "gpt2", "bloom", "falcon-mqa", "qwen3_moe"])
@@ -177,10 +294,50 @@ def test_a_compressed_checkpoint_without_its_modules_is_refused(compressed, tmp_
     config["quantization_config"]["modules"] = {}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(
+        CheckpointError, match=r"description of the modules in config\.json is not the one that was written"
+    ):
+        rankfold.load(folder, device="cpu")
+    del config["quantization_config"]["digest"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
         CheckpointError, match=r"does not fit its config: it (lacks|has the wrong shape of) model\."
     ) as caught:
         rankfold.load(folder, device="cpu")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("change", [{"scaling": 0.3}, {"rotary_dim": 6}, {"softcap": {}}, {"heads": 2}, {"extra": 1}])
+def test_a_description_that_was_changed_is_refused(compressed, tmp_path, change):
+    """Sizes show in the weights; a scale does not. Stock transformers is told, too."""
+    folder, _ = copied(compressed, "modegpt", tmp_path / "small")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["modules"]["model.layers.1.self_attn"] |= change
+    (folder / "config.json").write_text(json.dumps(config))
+    for load in (rankfold.load, t.AutoModelForCausalLM.from_pretrained):
+        with pytest.raises((CheckpointError, ValueError), match="is not the one that was written"):
+            load(folder)
+
+
+def test_a_rotary_table_of_another_size_is_refused(compressed, tmp_path):
+    folder, _ = copied(compressed, "modegpt", tmp_path / "small")
+    configure(folder, head_dim=16)
+    with pytest.raises(
+        CheckpointError, match=r"self_attn turns 8 dimensions, and the model by its config 16; config\.json"
+    ):
+        rankfold.load(folder)
+
+
+def test_a_head_of_its_own_in_a_tied_compressed_checkpoint_is_refused(tmp_path):
+    source = rankfold.open_model(tiny_model("llama-mha-tied"), device="cpu")
+    folder = rankfold.compress(source, rankfold.MoDeGPT(sparsity=0.3, multiple=2), tokens(), tmp_path / "small")
+    shard = sorted(folder.glob("*.safetensors"))[-1].name
+    change(folder, lambda state: state | {"lm_head.weight": torch.ones(96, 32)}, shard)
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["lm_head.weight"] = shard
+    path.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"small has a head of its own, and its config ties it to the embedding"):
+        rankfold.load(folder, device="cpu")
 
 
 @pytest.mark.parametrize("end", ["columns", "up_proj.weight", "rotary_pairs", "A"])

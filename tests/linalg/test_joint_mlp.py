@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankfold.linalg import joint_mlp as module
 from rankfold.linalg.affine_fit import AffineFit
-from rankfold.linalg.joint_mlp import MLP, _activation, _Loss, joint_mlp, mlp_error, relu_preactivation
+from rankfold.linalg.joint_mlp import MLP, _activation, _Loss, joint_mlp, mlp_error, relu_preactivation, varies
 
 d, F, d_out = 8, 20, 7
 
@@ -230,6 +230,16 @@ def test_dtype_follows_the_weights():
     mlp, X = setup()
     out = joint_mlp(MLP(*(w.bfloat16() for w in mlp)), X, ranks=(4, 4), rounds=1)
     assert {t.dtype for t in out[:6]} == {torch.bfloat16}
+
+
+def test_an_mlp_that_is_always_off_does_not_vary():
+    mlp, X = setup()
+    assert varies(mlp, X) and varies(mlp._replace(b_up=None, b_down=None), X)
+    assert not varies(mlp._replace(b_up=mlp.b_up - 1e6), X)
+    assert not varies(mlp._replace(W_down=0 * mlp.W_down), X)
+    assert not varies(mlp, X[:, :1].expand(-1, 9))
+    with pytest.raises(ValueError, match="A does not vary over the samples"):
+        joint_mlp(mlp._replace(b_up=mlp.b_up - 1e6), X, ranks=(4, 4))
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,16 @@ def test_bias_update_is_least_squares_on_the_raw_activations(rank):
     assert (rest - bias).norm().item() == pytest.approx(best.item(), rel=1e-6, abs=1e-8)
 
 
+def test_an_error_of_outputs_that_do_not_vary_is_relative_to_their_mean():
+    W, still = torch.eye(2, dtype=torch.float64), torch.zeros(2, 2, dtype=torch.float64)
+    mean, shift = torch.tensor([30.0, 40.0]).double(), torch.tensor([3e-7, 4e-7]).double()
+    scale = 50 * torch.finfo(torch.float32).eps ** 0.5  # what the variance of fp32 sums cannot tell from zero
+    assert metric_error(W, W, still, shift=shift, mean=mean) == pytest.approx(5e-7 / scale)
+    assert metric_error(W, W, still, shift=0 * shift, mean=0 * mean) == 0.0
+    varied = torch.eye(2, dtype=torch.float64)  # here the mean plays no part
+    assert metric_error(0 * W, W, varied, shift=shift, mean=mean) == metric_error(0 * W, W, varied, shift=shift)
+
+
 @pytest.mark.parametrize("rows", [1, 4, 512])
 def test_metric_error_is_that_of_the_raw_outputs(rows, monkeypatch):
     p = problem("gaussian")

@@ -68,7 +68,7 @@ def text_source(name: str, use: str = "calibration") -> TextSource:
     path = Path(local if raw else name).expanduser()
     if not path.is_file():
         raise DataError(f"no text at {str(path)!r}: expected {_choices()}")
-    kind = "raw" if raw else {".jsonl": "jsonl", ".parquet": "parquet"}.get(path.suffix, "txt")
+    kind = "raw" if raw else {".jsonl": "jsonl", ".parquet": "parquet"}.get(path.suffix.lower(), "txt")
     # Tells files apart without telling a reader of the checkpoint where they lay.
     return TextSource(kind, "file:" + hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16], path)
 
@@ -133,9 +133,9 @@ def _up_to(documents: Iterable[str], characters: int | None) -> tuple[str, ...]:
 
 
 def decode(data: bytes, path: Path) -> str:
-    """UTF-8 with any line ends; :class:`DataError` where it is not."""
+    """UTF-8 with any line ends, with or without a mark in front; :class:`DataError` where it is not."""
     try:
-        return data.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+        return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text ({error}); convert it") from error
 

@@ -5,7 +5,7 @@ import torch
 from ..errors import OptionError
 from ..processor import multiplies_bf16_fast
 
-__all__ = ["autocast_dtype", "resolve_device", "resolve_dtype"]
+__all__ = ["DTYPES", "autocast_dtype", "resolve_device", "resolve_dtype"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

@@ -4,18 +4,17 @@ from pathlib import Path
 
 from accelerate import init_empty_weights
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..errors import CheckpointError, first_line
-from ..files import check_output
 from ..modules import RankfoldConfig, attach, install
 from .devices import resolve_device, resolve_dtype
 from .hub import locate
 from .tokenizer import TokenizerFiles
-from .weights import Weights
-from .whole import REPORTED, check_loaded, untie_where_unequal
+from .weights import Weights, check_finite, required_names
+from .whole import REPORTED, check_head, check_loaded, read_generation_config, untie_where_unequal
 
-__all__ = ["assemble", "empty_model", "load_model", "load_tokenizer", "save_model"]
+__all__ = ["assemble", "empty_model", "load_model", "load_tokenizer"]
 
 
 def load_model(model: str | Path, *, dtype: str = "auto", device: str = "auto") -> PreTrainedModel:
@@ -27,35 +26,49 @@ def load_model(model: str | Path, *, dtype: str = "auto", device: str = "auto") 
         device: where to put it.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: it cannot be read, or does not hold what its config describes.
+        NumericsError: a weight is NaN or infinite (named).
     """
     path = locate(str(model))
     where = resolve_device(device)
     if path.suffix == ".gguf":
-        folder, kwargs = path.parent, {"gguf_file": path.name}
+        folder, kwargs, weights = path.parent, {"gguf_file": path.name}, None
     else:
         folder, kwargs = path, {"use_safetensors": True}
-        Weights(folder)  # an index that leads elsewhere, and what is no plain file, are refused before they are read
+        weights = Weights(folder)  # an index that leads elsewhere, and what is no plain file, are refused unread
+        read_generation_config(folder)
     wanted = resolve_dtype(dtype) or "auto"
     try:
+        if weights:
+            weights.check_depth(AutoConfig.from_pretrained(folder, trust_remote_code=False))
         loaded, info = AutoModelForCausalLM.from_pretrained(folder, dtype=wanted, **kwargs, **REPORTED)
+    except CheckpointError:
+        raise
     except Exception as error:  # transformers, safetensors and json raise many types for a damaged checkpoint
         raise CheckpointError(f"{model} cannot be loaded: {first_line(error)}; copy or make it again") from error
     compressed = isinstance(getattr(loaded.config, "quantization_config", None), RankfoldConfig)
-    check_loaded(info, path, only_described=compressed)
-    untie_where_unequal(loaded, str(model))
+    check_loaded(info, loaded, path, only_described=compressed)
+    if weights and weights.rename(loaded.base_model_prefix, required_names(loaded)):
+        weights.check_fits(empty_model(loaded.config) if compressed else loaded)  # loaded buffers are what the file has
+    check_finite(loaded.state_dict())
+    if compressed:
+        check_head(loaded, path)
+    else:
+        untie_where_unequal(loaded, str(model))
     return loaded.to(where).eval()
 
 
 def empty_model(config, attention: str | None = None, dtype=None) -> PreTrainedModel:
     """The compressed structure a config describes, parameters on the meta device, of its own dtype or another."""
+    described = config.quantization_config
+    modules = described.modules if isinstance(described, RankfoldConfig) else described["modules"]
     plain = config.__class__.from_dict(config.to_dict())
     plain.__dict__.pop("quantization_config", None)
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(
             plain, dtype=dtype or config.dtype, attn_implementation=attention, trust_remote_code=False
         )
-        install(model, config.quantization_config["modules"])
+        install(model, modules)
     return model.eval()
 
 
@@ -79,28 +92,3 @@ def load_tokenizer(model: str | Path):
         CheckpointError: there is none.
     """
     return TokenizerFiles.beside(locate(str(model))).load()
-
-
-def save_model(model: PreTrainedModel, folder: str | Path, tokenizer=None) -> Path:
-    """Write a model compressed in memory, so that it loads anywhere.
-
-    Args:
-        model: what :func:`rankfold.compress` returned.
-        folder: must not exist.
-        tokenizer: written beside the weights where given.
-
-    Raises:
-        CheckpointError: the folder exists or cannot be written.
-    """
-    folder = Path(folder)
-    check_output(folder)
-    partial = folder.with_name(folder.name + ".partial")
-    try:
-        partial.mkdir()
-        model.save_pretrained(partial)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(partial)
-        partial.rename(folder)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {folder}: {error.strerror or error}") from error
-    return folder

@@ -31,7 +31,7 @@ from ..files import (
 )
 from ..locking import lock_of, locked
 from ..methods import BlockResult
-from ..modules import CODE_FILE, FORMAT, code
+from ..modules import CODE_FILE, FORMAT, code, digest
 from .load import empty_model
 
 __all__ = ["Run", "compressed_config"]
@@ -45,7 +45,8 @@ def compressed_config(source, identity: dict, modules: dict[str, dict]):
     config.architectures = [type(source.model).__name__]
     config.dtype = source.dtype
     config.auto_map = {"AutoModelForCausalLM": f"{CODE_FILE.removesuffix('.py')}.RankfoldForCausalLM"}
-    config.quantization_config = {"quant_method": "rankfold", "format": FORMAT, **identity, "modules": modules}
+    described = {"digest": digest(modules), "modules": modules}
+    config.quantization_config = {"quant_method": "rankfold", "format": FORMAT, **identity, **described}
     return config
 
 

@@ -14,17 +14,17 @@ from pathlib import Path
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from ..architectures import BlockView, architecture_for, architecture_of
 from ..errors import CheckpointError, UnsupportedModelError, first_line
-from .devices import autocast_dtype, resolve_device, resolve_dtype
+from .devices import DTYPES, autocast_dtype, resolve_device, resolve_dtype
 from .fingerprint import fingerprint
 from .given import check_given, check_quantised, check_tied
 from .hub import locate
 from .tokenizer import TokenizerFiles
 from .weights import Weights, check_finite, fill_outer, required_names
-from .whole import read_gguf, read_whole, say_unused, untie
+from .whole import check_unused, read_generation_config, read_gguf, read_whole, untie
 
 __all__ = ["Source", "open_model"]
 
@@ -199,7 +199,10 @@ def open_model(model: "str | Path | nn.Module", *, dtype: str = "auto", device: 
     name = path.name if Path(str(model)).expanduser().exists() else str(model)  # no local paths in results
     read = _read_gguf if path.suffix == ".gguf" else _read_folder
     network, storage_dtype, weights, size = read(path, where, wanted)
-    return Source(network, name, where, storage_dtype, weights, TokenizerFiles.beside(path), tokenizer, size)
+    source = Source(network, name, where, storage_dtype, weights, TokenizerFiles.beside(path), tokenizer, size)
+    if not len(source):
+        raise CheckpointError(f"{name} has no blocks by its config; correct num_hidden_layers in config.json")
+    return source
 
 
 def _read_config(folder: Path):
@@ -234,33 +237,33 @@ def _read_folder(folder: Path, device: torch.device, dtype: torch.dtype | None):
         raise CheckpointError(f"{folder} is neither a folder nor a .gguf file")
     config, weights = _read_config(folder), Weights(folder)
     size = weights.bytes_on_disk
-    storage_dtype = dtype or config.get_text_config().dtype or torch.float32
+    weights.check_depth(config)
+    storage_dtype = dtype or _stored(config, folder)
     model = _empty(config, torch.float32 if device.type == "cpu" else storage_dtype)
     if weights.rename(model.base_model_prefix, required_names(model)):
         if any(weights.differ(*pair) for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items()):
             untie(config, str(folder))
             model = _empty(config, model.dtype)
-        weights.check_shapes(model)
-        if unused := weights.unused(model):
-            say_unused(folder, unused)
+        weights.check_fits(model)
+        check_unused(weights.unused(model), model, folder)
         fill_outer(model, weights, storage_dtype, device)
     else:
         log.info(
             "the checkpoint names its weights differently from the model: reading it as a whole, not block by block"
         )
         model, weights = read_whole(folder, storage_dtype, device), None
-    if (folder / "generation_config.json").exists():
-        model.generation_config = _read_generation_config(folder)
+    model.generation_config = read_generation_config(folder) or model.generation_config
     return model, storage_dtype, weights, size
 
 
-def _read_generation_config(folder: Path) -> GenerationConfig:
-    try:
-        return GenerationConfig.from_pretrained(folder)
-    except Exception as error:  # as for config.json
+def _stored(config, folder: Path) -> torch.dtype:
+    stored = config.get_text_config().dtype or torch.float32
+    if stored not in DTYPES.values():
         raise CheckpointError(
-            f"{folder / 'generation_config.json'} cannot be read ({first_line(error)}); correct or remove it"
-        ) from error
+            f"{folder / 'config.json'} names the dtype {str(stored).removeprefix('torch.')}, which is not one of "
+            f"{', '.join(DTYPES)}; choose one of these with --dtype"
+        )
+    return stored
 
 
 def _empty(config, dtype: torch.dtype):

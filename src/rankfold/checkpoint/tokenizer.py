@@ -41,6 +41,8 @@ class TokenizerFiles:
         Raises:
             CheckpointError: there is none that can be read.
         """
+        if self.folder.is_dir() and not self.exist:  # for some families transformers makes up an empty one
+            raise CheckpointError(f"there is no tokenizer in {self.folder}; put the tokenizer files beside the weights")
         options = {} if self.gguf is None else {"gguf_file": self.gguf}
         try:
             return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False, **options)

@@ -13,9 +13,10 @@ from ..architectures import architecture_of
 from ..errors import CheckpointError, NumericsError, first_line
 from ..linalg.psd import all_finite
 
-__all__ = ["Place", "Weights", "check_finite", "fill_outer", "listed", "required_names"]
+__all__ = ["Place", "Weights", "check_finite", "fill_outer", "listed", "missed", "required_names"]
 
 INDEX = "model.safetensors.index.json"
+IN_LIST = re.compile(r"(.*?)\.\d+\..*\b(weight|bias)$")  # a weight of one of many equal modules, such as blocks
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Place:
     file: Path
     name: str  # in the file
     shape: tuple[int, ...]
+    kind: str  # of its numbers, as safetensors names it: F32, BF16, I64, ...
 
 
 class Weights:
@@ -52,18 +54,37 @@ class Weights:
                 return True
         return False
 
-    def check_shapes(self, model: nn.Module) -> None:
-        """Compare with the (empty) model.
+    def check_depth(self, config) -> None:
+        """Before a model is built: one of two billion blocks would take hours.
 
         Raises:
-            CheckpointError: a tensor has another shape than the config describes.
+            CheckpointError: there are more blocks by the config than tensors.
         """
-        for name, tensor in model.state_dict().items():
+        blocks = getattr(config.get_text_config(), "num_hidden_layers", None)
+        if isinstance(blocks, int) and blocks > len(self.places):
+            raise CheckpointError(
+                f"{self.folder} holds {len(self.places)} tensors, and has {blocks} blocks by the config; correct config.json, "
+                "or download or copy the checkpoint again"
+            )
+
+    def check_fits(self, model: nn.Module) -> None:
+        """Compare with the model, which may be empty: shapes, and that floats are floats.
+
+        Raises:
+            CheckpointError: a tensor is another than the config describes.
+        """
+        for name, tensor in model.state_dict(keep_vars=True).items():
             place = self.places.get(name)
+            floats = isinstance(tensor, nn.Parameter) or tensor.is_floating_point()
             if place and place.shape != tuple(tensor.shape):
                 raise CheckpointError(
                     f"{name} has shape {list(place.shape)} in {place.file}, and {list(tensor.shape)} by the config; correct "
                     "config.json, or download or copy the checkpoint again"
+                )
+            if place and (("F" in place.kind) != floats or place.kind.startswith("C")):  # C64: complex
+                wanted = "floating-point numbers" if floats else "integers"
+                raise CheckpointError(
+                    f"{name} holds {place.kind} in {place.file}, and must hold {wanted}; download or copy the checkpoint again"
                 )
 
     def unused(self, model: nn.Module) -> list[str]:
@@ -129,7 +150,8 @@ def _places(folder: Path) -> dict[str, Place]:
             for name in handle.keys():  # noqa: SIM118 - not a dict
                 if name in found:
                     raise CheckpointError(f"{name} is in {found[name].file} and in {file}; remove one of them")
-                found[name] = Place(file, name, tuple(handle.get_slice(name).get_shape()))
+                part = handle.get_slice(name)
+                found[name] = Place(file, name, tuple(part.get_shape()), part.get_dtype())
     lacking = sorted(name for name, file in named.items() if name not in found or found[name].file.name != file)
     if lacking:
         raise CheckpointError(
@@ -145,7 +167,7 @@ def _read_index(folder: Path) -> dict[str, str]:
         strange = sorted(
             {str(f) for f in named.values() if not isinstance(f, str) or f in ("", "..") or Path(f).name != f}
         )
-    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{folder / INDEX} is damaged ({first_line(error)}); download or copy it again"
         ) from error
@@ -172,6 +194,13 @@ def _check_plain(folder: Path, file: Path) -> None:
 def listed(names: list[str]) -> str:
     """Names in one line, a few of them where there are many."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def missed(model: nn.Module, unused: list[str]) -> list[str]:
+    """Of the tensors a model has no use for, weights of its own blocks: with a config without them it is another model."""
+    lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    lists |= {name.removeprefix(f"{model.base_model_prefix}.") for name in lists}
+    return [name for name in unused if (found := IN_LIST.match(name)) and found[1] in lists]
 
 
 def required_names(model: nn.Module) -> set[str]:

@@ -6,12 +6,22 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from ..errors import CheckpointError, first_line
-from .weights import listed
+from .weights import listed, missed
 
-__all__ = ["REPORTED", "check_loaded", "read_gguf", "read_whole", "say_unused", "untie", "untie_where_unequal"]
+__all__ = [
+    "REPORTED",
+    "check_head",
+    "check_loaded",
+    "check_unused",
+    "read_generation_config",
+    "read_gguf",
+    "read_whole",
+    "untie",
+    "untie_where_unequal",
+]
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +41,7 @@ def read_whole(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Mod
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{folder} cannot be loaded ({first_line(error)})") from error
-    check_loaded(info, folder)
+    check_loaded(info, model, folder)
     untie_where_unequal(model, str(folder))
     return model.to(device)
 
@@ -48,7 +58,7 @@ def read_gguf(file: Path, device: torch.device) -> nn.Module:
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise CheckpointError(f"{file} cannot be read as GGUF ({first_line(error)})") from error
-    check_loaded(info, file)
+    check_loaded(info, model, file)
     untie_where_unequal(model, str(file))
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # the weights are floats now; save_pretrained refuses otherwise
@@ -57,11 +67,27 @@ def read_gguf(file: Path, device: torch.device) -> nn.Module:
     return model.to(device)
 
 
-def check_loaded(info: dict, place: Path, *, only_described: bool = False) -> None:
+def read_generation_config(folder: Path) -> GenerationConfig | None:
+    """The settings for generating that lie beside the weights; transformers takes its own where they are damaged.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except Exception as error:  # a damaged file ends in whatever type the code that meets it raises
+        raise CheckpointError(f"{path} cannot be read ({first_line(error)}); correct or remove it") from error
+
+
+def check_loaded(info: dict, model: nn.Module, place: Path, *, only_described: bool = False) -> None:
     """Whether everything a model needs was found, with the right shape: transformers fills in random numbers otherwise.
 
     Args:
         info: what ``from_pretrained`` reports with ``output_loading_info``.
+        model: what was loaded.
         place: for the message.
         only_described: tensors that the model has no place for are an error too, instead of a line in the log.
 
@@ -71,19 +97,28 @@ def check_loaded(info: dict, place: Path, *, only_described: bool = False) -> No
     wrong = [f"{n} {list(got)} instead of {list(wanted)}" for n, got, wanted in sorted(info["mismatched_keys"])]
     unused = sorted(info["unexpected_keys"])
     problems = {"lacks": sorted(info["missing_keys"]), "has the wrong shape of": wrong}
-    problems |= {"has no use for": unused} if only_described else {}
+    refuse_unfit(place, problems | ({"has no use for": unused} if only_described else {}))
+    check_unused(unused, model, place)
+
+
+def check_unused(unused: list[str], model: nn.Module, place: Path) -> None:
+    """One line in the log for tensors that the model has no place for.
+
+    Raises:
+        CheckpointError: they are weights of its blocks: more blocks, or biases, than the config has.
+    """
+    refuse_unfit(place, {"leaves out": missed(model, unused)})
+    if unused:
+        log.warning("%s: tensors that the model has no use for are left out: %s", place, listed(unused))
+
+
+def refuse_unfit(place: Path, problems: dict[str, list[str]]) -> None:
+    """Raise :class:`CheckpointError` where there are names to any of the problems."""
     found = [f"{what} {listed(names)}" for what, names in problems.items() if names]
     if found:
         raise CheckpointError(
             f"{place} does not fit its config: it {'; it '.join(found)}; correct config.json, or download or copy it again"
         )
-    if unused:
-        say_unused(place, unused)
-
-
-def say_unused(place: Path, names: list[str]) -> None:
-    """One line in the log."""
-    log.warning("%s: tensors that the model has no use for are left out: %s", place, listed(names))
 
 
 def untie_where_unequal(model: nn.Module, name: str) -> None:
@@ -91,10 +126,22 @@ def untie_where_unequal(model: nn.Module, name: str) -> None:
 
     So does transformers; the dense model computes with both.
     """
+    if _head_differs(model):
+        untie(model.config, name)
+
+
+def check_head(model: nn.Module, place: Path) -> None:
+    """Raise :class:`CheckpointError` where a compressed checkpoint has the head that its config ties to the embedding."""
+    if _head_differs(model):
+        raise CheckpointError(
+            f"{place} has a head of its own, and its config ties it to the embedding; download or copy it again"
+        )
+
+
+def _head_differs(model: nn.Module) -> bool:
     config = model.config.get_text_config()
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    if head is not None and config.tie_word_embeddings and head.weight is not embedding.weight:
-        untie(model.config, name)
+    return head is not None and config.tie_word_embeddings and head.weight is not embedding.weight
 
 
 def untie(config, name: str) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from rankfold.linalg.affine_fit import AffineFit, Sums, damped_root, fit_affine, run_affine
 from rankfold.linalg.psd import all_finite
 
-__all__ = ["MLP", "JointMLP", "joint_mlp", "mlp_error", "relu_preactivation"]
+__all__ = ["MLP", "JointMLP", "joint_mlp", "mlp_error", "relu_preactivation", "varies"]
 
 CHUNK = 1024  # samples whose Z, A and Y are in memory at a time
 
@@ -97,17 +97,13 @@ def joint_mlp(
         :class:`JointMLP`.
 
     Raises:
-        ValueError: shapes disagree, ranks, weights or rounds out of range, non-finite or constant samples.
+        ValueError: shapes disagree, ranks, weights or rounds out of range, non-finite samples, or nothing :func:`varies`.
 
     Cost of round t: O(l F (d + d_out + F) + F^3) and t replays of O(l F (d + d_out)); memory O(F^2 + F d), whatever ``l``.
     """
     _check(mlp, X, ranks, weights, rounds, ridge)
     dense = MLP(*(None if part is None else part.to(X.device, torch.float64) for part in mlp))
-    inputs, hidden = Sums(), Sums()
-    for x in _chunks(X):
-        Z, A, Y = _replay(dense, None, [], x)
-        inputs.add(x, Z)
-        hidden.add(A, Y)
+    inputs, hidden = _sums(dense, X)
     loss = _loss(inputs, hidden, weights, ridge)
     root = damped_root(inputs.covariance(), loss.damp_up)  # the inputs stay as they are: decomposed once
     up = fit_affine(inputs, root, dense.W_up, loss.damp_up, ranks[0])
@@ -146,6 +142,17 @@ def mlp_error(mlp: MLP, other: MLP, X: Tensor) -> float:
     return (gap / max(energy, torch.finfo(torch.float64).tiny)) ** 0.5
 
 
+@torch.no_grad()
+def varies(mlp: MLP, X: Tensor) -> bool:
+    """Whether everything :func:`joint_mlp` measures errors by varies over the samples ``X`` (d, l).
+
+    It does not where the MLP is always off: then its layers have nothing to make up for each other.
+    """
+    dense = MLP(*(None if part is None else part.to(X.device, torch.float64) for part in mlp))
+    inputs, hidden = _sums(dense, X)
+    return all(inputs.variances() + hidden.variances())
+
+
 def relu_preactivation(U: Tensor, A: Tensor, *, alpha: float, beta: float) -> Tensor:
     r"""Elementwise minimiser of :math:`\alpha (u - z)^2 + \beta (a - \max(z, 0))^2` over ``z``.
 
@@ -156,6 +163,16 @@ def relu_preactivation(U: Tensor, A: Tensor, *, alpha: float, beta: float) -> Te
     cost_low = alpha * (U - low).square() + beta * A.square()
     cost_high = alpha * (U - high).square() + beta * (A - high).square()
     return torch.where(cost_low <= cost_high, low, high)
+
+
+def _sums(mlp: MLP, X: Tensor) -> tuple[Sums, Sums]:
+    """Of ``X`` and ``Z``, and of ``A`` and ``Y``, before the first round."""
+    inputs, hidden = Sums(), Sums()
+    for x in _chunks(X):
+        Z, A, Y = _replay(mlp, None, [], x)
+        inputs.add(x, Z)
+        hidden.add(A, Y)
+    return inputs, hidden
 
 
 def _chunks(X: Tensor):
@@ -209,7 +226,12 @@ def _shrinkage(loss: _Loss, mlp: MLP, up: AffineFit, down: AffineFit) -> float:
 
 def _loss(inputs: Sums, hidden: Sums, weights: tuple[float, float, float], ridge: float) -> _Loss:
     """Weights over the variances of the dense ``Z``, ``A``, ``Y``, and the damping of both layers."""
-    (x, z), (a, y) = inputs.variances("XZ"), hidden.variances("AY")
+    x, z, a, y = found = (*inputs.variances(), *hidden.variances())
+    for name, value in zip("XZAY", found, strict=True):
+        if not value:
+            raise ValueError(
+                f"{name} does not vary over the samples, so its error has no scale; use more calibration tokens"
+            )
     scale = [weight / variance for weight, variance in zip(weights, (z, a, y), strict=True)]
     return _Loss(*scale, ridge * x / len(inputs.second), ridge * a / len(hidden.second))
 

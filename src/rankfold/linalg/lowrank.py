@@ -16,7 +16,7 @@ from torch import Tensor
 from rankfold.linalg.preconditioner import Preconditioner
 from rankfold.linalg.psd import ROWS, all_finite, check_moment, quadratic
 
-__all__ = ["LowRank", "bias_update", "low_rank", "metric_error"]
+__all__ = ["LowRank", "bias_update", "low_rank", "metric_error", "spread"]
 
 
 class LowRank(NamedTuple):
@@ -139,17 +139,33 @@ def bias_update(W: Tensor, factors: tuple[Tensor, Tensor], mean: Tensor, bias: T
     return (start + W.to(mean) @ mean - B @ (A @ mean)).to(W.dtype)
 
 
-def metric_error(gap: Tensor, W: Tensor, C: Tensor, *, shift: Tensor | None = None) -> float:
+def metric_error(
+    gap: Tensor, W: Tensor, C: Tensor, *, shift: Tensor | None = None, mean: Tensor | None = None
+) -> float:
     """RMS of ``gap x + shift`` over RMS of ``W x`` for inputs with second moment ``C``, 0 when both vanish.
 
     Args:
         gap, W: ``(O, N)``.
         C: ``(N, N)``; the covariance where there is a ``shift``.
         shift: ``(O,)`` error of the mean output.
+        mean: ``(O,)`` mean output, which gives the scale where nothing varies; see :func:`spread`.
     """
     error, energy = _energy(gap, C), _energy(W, C)
     error = error if shift is None else error + shift.square().sum()
-    return (error / energy.clamp_min(torch.finfo(C.dtype).tiny)).sqrt().item()
+    return (error / spread(energy, mean)).sqrt().item()
+
+
+def spread(energy: Tensor, mean: Tensor | None) -> Tensor:
+    """What an error of outputs is relative to: how much they vary, or, where that is rounding of fp32 sums, their mean.
+
+    Args:
+        energy: mean square of the outputs about their mean.
+        mean: of the outputs.
+    """
+    least = torch.finfo(energy.dtype).tiny
+    if mean is not None:
+        least = max(least, torch.finfo(torch.float32).eps * mean.square().sum().item())
+    return energy.clamp_min(least)
 
 
 def _energy(W: Tensor, C: Tensor) -> Tensor:

@@ -84,7 +84,8 @@ def sparse(
         ridge: relative to ``mean(diag C)``, ``>= 0``.
 
     Returns:
-        :class:`Sparse`; ``loss_history`` before the re-solve and with the damping, ``relative_error`` without.
+        :class:`Sparse`; ``loss_history`` before the re-solve and with the damping, ``relative_error`` without. Where ``C`` is
+        zero every ``D`` is exact: the largest entries stay, ``loss_history`` is theirs, ``relative_error`` is 0.
 
     Raises:
         ValueError: unknown method, shapes disagree, ``count`` or ``iterations`` out of range.
@@ -92,8 +93,7 @@ def sparse(
     Cost: O(N^3) once and O(O N^2) per iteration.
     """
     _check(W, C, method, iterations, D=(count, W.numel()))
-    target, damped = W.to(C), C.clone()
-    damped.diagonal().add_(damping(C, ridge))
+    target, damped = W.to(C), _damped(C, ridge)
     problem = _Problem(damped, target @ damped, (target @ damped * target).sum())
     if method == "diagonal":
         D = hard_shrink(target * problem.right, count) / problem.right
@@ -119,12 +119,15 @@ def low_rank_plus_sparse(
         rounds: ``>= 1``.
         ridge: relative to ``mean(diag C)``, ``>= 0``.
 
+    Returns:
+        :class:`LowRankSparse`; the errors are with the damping. Where ``C`` is zero as in :func:`sparse`.
+
     Raises:
         ValueError: as :func:`sparse` and :func:`rankfold.linalg.lowrank.low_rank`.
     """
     _check(W, C, method, rounds, D=(count, W.numel()))
-    C = C.clone()
-    C.diagonal().add_(damping(C, ridge))
+    silent = _silent(C)
+    C = _damped(C, ridge)
     target, root, history = W.to(C), preconditioner(C, "rootcov", ridge=0), []
     D = torch.zeros_like(target)
     for _ in range(rounds):
@@ -137,7 +140,20 @@ def low_rank_plus_sparse(
             found = [_shrink(problem, start, count, method, 20)[0] for start in (D, rest)]
             D = min(found, key=problem.error)
         history.append(metric_error(rest - D, target, C))
-    return LowRankSparse(B.to(W.dtype), A.to(W.dtype), D.to(W.dtype), history, history[-1])
+    return LowRankSparse(B.to(W.dtype), A.to(W.dtype), D.to(W.dtype), history, 0.0 if silent else history[-1])
+
+
+def _silent(C: Tensor) -> bool:
+    return bool(C.diagonal().mean() <= 0)
+
+
+def _damped(C: Tensor, ridge: float) -> Tensor:
+    """``C + lam I``; the identity where the input is always zero, so that the weight decides."""
+    if _silent(C):
+        return torch.eye(len(C), dtype=C.dtype, device=C.device)
+    damped = C.clone()
+    damped.diagonal().add_(damping(C, ridge))
+    return damped
 
 
 class _Problem:
@@ -205,8 +221,6 @@ def _check(W: Tensor, C: Tensor, method: str, iterations: int, **counts: tuple[i
     if W.ndim != 2 or not all_finite(W):
         raise ValueError(f"W must be a finite (out, in) matrix, got {tuple(W.shape)}")
     check_moment(C, W.shape[1])
-    if C.diagonal().mean() <= 0:
-        raise ValueError("C has no energy (its diagonal is zero); was any calibration token seen?")
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}; available: {', '.join(METHODS)}")
     if iterations < 1:

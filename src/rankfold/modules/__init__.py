@@ -4,7 +4,7 @@ from .attention import CompressedAttention
 from .building import build, install
 from .bundle import CODE_FILE, code
 from .latent import LatentLinear
-from .loading import FORMAT, RankfoldConfig, attach
+from .loading import FORMAT, RankfoldConfig, attach, digest
 from .sparse import SparseCorrection, SparseLinear
 from .tensors import QuantizedTensor
 
@@ -20,5 +20,6 @@ __all__ = [
     "attach",
     "build",
     "code",
+    "digest",
     "install",
 ]

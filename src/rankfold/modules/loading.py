@@ -6,6 +6,8 @@ architecture on the meta device, a registered ``HfQuantizer`` swaps the named mo
 """
 
 import functools
+import hashlib
+import json
 import os
 from pathlib import Path
 
@@ -16,13 +18,19 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from .attention import CompressedAttention
 from .building import install
 from .bundle import CODE_FILE, code
 
-__all__ = ["FORMAT", "RankfoldConfig", "RankfoldForCausalLM", "attach"]
+__all__ = ["FORMAT", "RankfoldConfig", "RankfoldForCausalLM", "attach", "digest"]
 
 METHOD_NAME = "rankfold"
 FORMAT = 1
+
+
+def digest(modules: dict) -> str:
+    """Of the description of all modules. A size that is changed shows in the weights; a scale would not."""
+    return hashlib.sha256(json.dumps(modules, sort_keys=True).encode()).hexdigest()[:16]
 
 
 class RankfoldConfig(QuantizationConfigMixin):
@@ -52,13 +60,17 @@ class RankfoldQuantizer(HfQuantizer):
                 f"this checkpoint has rankfold format {written!r}, this version reads {FORMAT}; "
                 "upgrade rankfold, or load with trust_remote_code=True to use the code beside the weights"
             )
+        modules = self.quantization_config.modules
         with torch.device("meta"):
-            install(model, self.quantization_config.modules)
+            install(model, modules)  # which says what is wrong where it can tell
+        if self.quantization_config.fields.get("digest") not in (None, digest(modules)):
+            raise ValueError("the description of the modules in config.json is not the one that was written")
 
     def _process_model_after_weight_loading(self, model, **kwargs):
         for name, module in model.named_modules():
             if hasattr(module, "check_indices") and not any(b.is_meta for b in module.buffers()):  # meta: kept on disk
                 module.check_indices(name)
+        check_rotation(model)
         attach(model, self.quantization_config, self)
         return model
 
@@ -72,6 +84,17 @@ class RankfoldQuantizer(HfQuantizer):
     @property
     def is_compileable(self):
         return True
+
+
+def check_rotation(model) -> None:
+    """Raise :class:`ValueError` where an attention turns more or fewer dimensions than the model's rotary tables do."""
+    tables = {buffer.shape[-1] * 2 for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
+    for name, module in model.named_modules():
+        if isinstance(module, CompressedAttention) and module.rotary_dim and tables and module.rotary_dim not in tables:
+            raise ValueError(
+                f"{name} turns {module.rotary_dim} dimensions, and the model by its config {min(tables)}; config.json is "
+                "not the one that was written"
+            )
 
 
 def attach(model, config, quantizer: RankfoldQuantizer | None = None) -> None:

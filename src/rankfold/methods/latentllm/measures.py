@@ -15,7 +15,7 @@ from torch import Tensor
 from ...architectures import Dense
 from ...calibration.moments import BlockMoments, Moment
 from ...linalg.joint_mlp import MLP, mlp_error
-from ...linalg.lowrank import metric_error
+from ...linalg.lowrank import metric_error, spread
 from ...linalg.pair_error import Pair, pair_error
 from ...modules import build
 from ..result import Projection
@@ -90,8 +90,9 @@ class HeadError:
         error = pair_error(dense, now, metrics=(None, C))
         if not self.centred:
             return error
-        shift = self._mean(self.v, self.o, moment) - self._mean(compressed["v"], compressed["o"], moment)
-        return (error**2 + (shift.square().sum() / self._energy(dense, C)).item()) ** 0.5
+        mean = self._mean(self.v, self.o, moment)
+        shift = mean - self._mean(compressed["v"], compressed["o"], moment)
+        return (error**2 + (shift.square().sum() / spread(self._energy(dense, C), mean)).item()) ** 0.5
 
     def _pair(self, v: Dense, o: Dense) -> Pair:
         W_o = o.weight.double().unflatten(1, (-1, self.head_dim))  # (D, H, h)
@@ -176,8 +177,9 @@ def as_dense(projection: Projection) -> Dense:
 def _output_error(gap: Tensor, W: Tensor, before, after, moment: Moment, centred: bool) -> float:
     if not centred:
         return metric_error(gap, W, moment.second_moment())
+    mean = W @ moment.mean + before.double()
     shift = gap @ moment.mean + before.double() - after.double()
-    return metric_error(gap, W, moment.covariance(), shift=shift)
+    return metric_error(gap, W, moment.covariance(), shift=shift, mean=mean)
 
 
 def _sent(v: Dense, o: Dense, mean: Tensor, head_dim: int) -> Tensor:

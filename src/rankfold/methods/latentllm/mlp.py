@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from ...architectures import BlockView, Dense
 from ...calibration.moments import BlockMoments
-from ...linalg.joint_mlp import joint_mlp, mlp_error
+from ...linalg.joint_mlp import joint_mlp, mlp_error, varies
 from ...memory import release_memory
 from ..base import BlockResult
 from ..result import put_projection
@@ -64,6 +64,9 @@ def _joint(method, moments, local: dict[str, Fit], layout: dict[str, Slot], dens
     known = X.shape[1] - max(1, X.shape[1] // HELD_OUT)
     mlp = mlp_of(dense["up"], dense["down"])
     exact = mlp._replace(W_up=mlp.W_up.double(), W_down=mlp.W_down.double())  # so that the factors stay unrounded
+    if not varies(exact, X[:, :known]):
+        form = "local (the MLP's output does not vary)"
+        return {m: f._replace(report=replace(f.report, form=form)) for m, f in local.items()}
     ranks = tuple(local[m].report.rank for m in ("up", "down"))
     found = joint_mlp(exact, X[:, :known], ranks=ranks, rounds=method.rounds, ridge=method.ridge)
     factors = {"up": (found.B_up, found.A_up, found.b_up), "down": (found.B_down, found.A_down, found.b_down)}
