@@ -45,7 +45,15 @@ class Setting:
 
 ALL = (0.1, 0.2, 0.3, 0.4, 0.5)
 PAPER = {"select": "leverage", "select_qk": "norm", "gqa": "paper"}
+DEFAULT = (
+    Setting("rankfold", (0.3, *ALL, 0.6), "rankfold"),
+    *(
+        Setting(f"rankfold {key}={str(value).lower()}", (0.2, 0.3, 0.5), "rankfold", {key: value})
+        for key, value in (("allocation", "uniform"), ("feedback", False), ("attention_aware", False))
+    ),
+)
 LLAMA = (
+    *DEFAULT,
     Setting("modegpt", (0.3,)),
     Setting("modegpt, the paper's forms", (0.3,), options=PAPER),
     Setting("modegpt select=leverage", (0.3,), options={"select": "leverage"}),
@@ -61,16 +69,18 @@ LLAMA = (
     Setting("latentllm (joint)", (0.3,), method="latentllm"),
     Setting("latentllm (joint, window=0)", (0.3,), method="latentllm", options={"window": 0}),
     Setting("svd-llm (root covariance, plain factors)", (0.3,), method="svd-llm"),
-    Setting("modegpt", (0.1, 0.2, 0.4, 0.5)),
-    Setting("modegpt, the paper's forms", (0.1, 0.2, 0.4, 0.5), options=PAPER),
+    Setting("modegpt", (0.1, 0.2, 0.4, 0.5, 0.6)),
+    Setting("modegpt, the paper's forms", (0.1, 0.2, 0.4, 0.5, 0.6), options=PAPER),
+    Setting("latentllm (joint)", (0.1, 0.2, 0.4, 0.5, 0.6), method="latentllm"),
 )
 OPT = (
+    *DEFAULT,
     Setting("modegpt", ALL),
     Setting("modegpt select=leverage", ALL, options={"select": "leverage"}),
     Setting("modegpt qk=cr", ALL, options={"qk": "cr"}),
     Setting("modegpt bias_refit=false", ALL, options={"bias_refit": False}),
     Setting("modegpt, the paper's forms", ALL, options=PAPER | {"qk": "cr", "bias_refit": False}),
-    Setting("rootcov + block identity", (0.3, 0.5), method="rootcov"),
+    Setting("rootcov + block identity", ALL, method="rootcov"),
     Setting("latentllm sparse=0.3", (0.3, 0.5), "latentllm", {"sparse": 0.3}),
     # At 54 and 67 % with the indices of the values as many bytes as rootcov at 30 and 50 %.
     Setting("latentllm sparse=1", (0.3, 0.5, 0.54, 0.67), "latentllm", {"sparse": 1.0}),
@@ -133,7 +143,14 @@ def halves(source, args):
     path = common.data_file(args.data, f"text/{args.text}")
     windows = common.windows(source, path, args.length)
     half = len(windows) // 2
-    tokens = Tokens(windows[:half].contiguous(), path.name, f"{path.name}, first half", args.seed)
+    fit = half - max(1, min(8, half // 9))  # as many are kept out of the fit as `load_tokens` would keep
+    tokens = Tokens(
+        windows[:fit].contiguous(),
+        path.name,
+        f"{path.name}, first half",
+        args.seed,
+        held_out=windows[fit:half].contiguous(),
+    )
     return tokens, windows[half:], [f"{path}, first half", f"{path}, second half"]
 
 

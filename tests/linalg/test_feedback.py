@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rankfold.linalg.feedback import RIDGES, Regression, correct
+from rankfold.linalg.feedback import KEEP, RIDGES, Regression, correct
 from rankfold.linalg.output_refit import refit_across_heads
 
 F64 = torch.float64
@@ -27,20 +27,25 @@ def test_the_loss_is_that_of_the_samples():
 
 
 @pytest.mark.parametrize("noise", [0.01, 0.3, 3.0])
-def test_nothing_on_a_fine_grid_does_better_on_the_held_out_samples(noise):
-    """Strengths in [0, 1] and the ridges, by gradient-free search over ridge regressions solved on the rows."""
+def test_nothing_on_a_fine_grid_gains_so_much_by_a_smaller_change(noise):
+    """Strengths in [0, 1] and the ridges, by ridge regressions solved on the rows."""
     h, t, W = samples(40, noise=noise)
     others = samples(200, noise=noise, seed=1)[:2]
     found = correct(W, regression(h, t), regression(*others))
-    losses = []
+    tried = []  # gain on the held-out samples, size of the change
+    before = regression(*others).loss(W).item()
     for ridge in RIDGES:
         lam = ridge * h.square().mean(0).mean() * len(h)
         rows = torch.cat([h, lam.sqrt() * torch.eye(h.shape[1], dtype=F64)])
         wanted = torch.cat([t - h @ W.T, torch.zeros(h.shape[1], t.shape[1], dtype=F64)])
         step = torch.linalg.lstsq(rows, wanted).solution.T
-        losses += [regression(*others).loss(W + a * step).item() for a in torch.linspace(0, 1, 1001)]
-    scale = others[1].square().sum(1).mean().item()
-    assert found.after == pytest.approx(min(losses) / scale, rel=1e-5)
+        for strength in torch.linspace(0, 1, 1001).tolist():
+            gain = before - regression(*others).loss(W + strength * step).item()
+            tried.append((gain, strength * step.norm().item()))
+    scale, best = others[1].square().sum(1).mean().item(), max(gain for gain, _ in tried)
+    assert (found.before - found.after) * scale == pytest.approx(KEEP * best, rel=1e-3)
+    smallest = min(size for gain, size in tried if gain >= KEEP * best)
+    assert (found.W - W).norm().item() == pytest.approx(smallest, rel=5e-3)
     assert found.after == pytest.approx(regression(*others).loss(found.W).item() / scale, rel=1e-9)
     assert found.before == pytest.approx(regression(*others).loss(W).item() / scale, rel=1e-9)
 
