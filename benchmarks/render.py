@@ -98,7 +98,7 @@ def cost(record: dict) -> list[str]:
                     f"{row['forward_seconds']:.1f}",
                     f"{row[f'{kind}_seconds']:.1f}",
                     f"{ratio['ratio']:.2f} [{low:.2f}, {high:.2f}]",
-                    f"{ratio['target']} {'met' if ratio['met'] else '**missed**'}",
+                    f"{ratio['target'] or '3 x one-pass'} {'met' if ratio['met'] else '**missed**'}",
                 ]
             )
     method, tokens = record["config"]["method"], record["config"]["tokens"]
@@ -218,7 +218,16 @@ def decomposition(record: dict) -> list[str]:
 
 
 # Page -> records, title, table of one record.
+def domains(record: dict) -> list[str]:
+    config = record["config"]
+    text, names = config["calibration"], list(config["evaluation"])
+    what = f"Sparsity {config['sparsity']}, calibrated on {text['samples']} x {text['length']} tokens of `{text['source']}`."
+    rows = [[r["name"], *(latent_table.number(r["perplexity"][name]) for name in names)] for r in record["rows"]]
+    return [what, "", *grid(["", *names], rows)]
+
+
 PAGES = {
+    "domains": ("domains*.json", "Across texts", domains),
     "perplexity": ("perplexity_*.json", "Perplexity", perplexity),
     "compression_cost": ("compression_cost*.json", "What compressing costs, in forwards", cost),
     "moment_precision": ("moment_precision*.json", "Precision of the moments", moment_precision),

@@ -1,5 +1,6 @@
 """Ranks under the budget, and everything that can be said before a weight changes."""
 
+import math
 import time
 from dataclasses import replace
 from typing import NamedTuple
@@ -7,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from .allocation import allocate, averages, block_weights, tensor_bytes, unique_parameters
-from .calibration.observers import SAMPLE_ROWS
+from .calibration.observers import SAMPLE_ROWS, STATISTICS
 from .calibration.runner import advance, batch_tokens, start
 from .checkpoint.source import Source
 from .errors import OptionError
@@ -134,12 +135,15 @@ def _peak_memory(source: Source, method: Method, calibration: dict | None) -> in
     view = source.meta_block(0)
     width, hidden = view.attention.output.weight.shape[0], view.mlp.hidden if view.mlp else 0
     statistics = method.statistics(view)
-    moments = sum(8 * (hidden if name == "mlp_hidden" else width) ** 2 for name in statistics - {"mlp_samples"})
+    sides = {"mlp_hidden": (hidden, hidden), "mlp_feedback": (width, hidden)}
+    moments = sum(8 * math.prod(sides.get(name, (width, width))) for name in statistics - {"mlp_samples"})
     tokens = held_out = 0
-    if calibration:  # held-out windows run twice, dense and compressed
+    if calibration:
         tokens, held_out = calibration["tokens"], calibration.get("held_out", 0) * calibration["length"]
     samples = 4 * width * min(SAMPLE_ROWS * hidden, tokens) if "mlp_samples" in statistics else 0
-    stream = (tokens + 2 * held_out) * width * (2 if source.autocast else item)
+    # Two streams side by side are three: dense behind attention and behind the block, and compressed.
+    streams = 3 if any(STATISTICS[name].two_streams for name in statistics) else 1
+    stream = (streams * tokens + 3 * held_out) * width * (2 if source.autocast else item)
     return int(around + resident + 2 * largest + 2.5 * moments + samples + stream)
 
 
