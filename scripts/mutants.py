@@ -38,14 +38,23 @@ SOURCE = Path("src/rankfold")
 SEED = 0
 CONTRACTS = "tests/contracts/test_"
 LATENT = [f"{CONTRACTS}{name}.py" for name in ("latentllm_errors", "latentllm", "options_matter")] + ["tests/methods"]
+TRUTH = [f"{CONTRACTS}{name}.py" for name in ("modegpt_truth", "grouped_queries")] + [
+    "tests/methods",
+    "tests/test_held_out.py",
+]
 # Files -> the tests that should protect them, and which of these (-k): all families would take hours.
 PROTECTED = {
     "linalg/*.py": (["tests/linalg"], ""),
     "calibration/*.py": (["tests/calibration"], ""),
-    "allocation/*.py": (["tests/allocation/test_ranks.py", "tests/allocation/test_influence.py"], ""),
+    "allocation/*.py": (
+        ["tests/allocation/test_ranks.py", "tests/allocation/test_influence.py", "tests/test_planning.py"],
+        "",
+    ),
+    "held_out.py": (["tests/test_held_out.py"], "not test_perplexities and not fitted_windows or llama or opt"),
+    # Grouped queries, biases everywhere, neither rotation nor gate, half a rotation.
     "methods/modegpt/*.py": (
-        [f"{CONTRACTS}modegpt_truth.py", f"{CONTRACTS}grouped_queries.py", "tests/methods"],
-        "not truth or llama or phi or opt",
+        TRUTH,
+        "not truth and not held_out or llama: or llama-bias: or opt: or phi: or llama-modegpt or opt-modegpt",
     ),
     "methods/latentllm/*.py": (LATENT, "errors or matter or methods or llama or opt"),
     "methods/*.py": (LATENT, "errors or matter or methods or llama or opt"),
