@@ -96,6 +96,41 @@ def test_a_last_step_that_is_shorter_than_the_others_is_used():
         assert surplus >= 0 and all(surplus < step for step in next_steps(units, ranks))
 
 
+def total_shares(units, sparsity: float) -> float:
+    return sum((1 - sparsity) * u.dense for u in units)
+
+
+@pytest.mark.parametrize("sparsity", [0.2, 0.3, 0.45])
+@pytest.mark.parametrize("order", [1, -1])
+def test_what_one_block_cannot_use_the_next_one_gets(sparsity, order):
+    """Coarse steps: up to every block, what stays is within a step of the share of the blocks so far; no end is favoured."""
+    units = [unit(b, "mlp", 100, 3, 20) for b in range(12)]
+    ranks, _ = allocate(units[::order], MoDeGPT(sparsity=sparsity), dense(units))
+    for n in range(1, 13):
+        kept = sum(u.size(ranks[u.block, u.module]) for u in units[:n])
+        assert abs(kept - total_shares(units[:n], sparsity)) < 20 * 3
+
+
+def test_the_module_with_the_finest_steps_makes_up_for_the_others():
+    """Heads in steps of a quarter are rounded to the nearest; all they gain or lose is the MLP's to give or take."""
+    for sparsity, heads in ((0.35, 24), (0.4, 16)):
+        units = model(6, hidden=960)
+        ranks, _ = allocate(units, MoDeGPT(sparsity=sparsity), dense(units))
+        assert {ranks[b, m] for b in range(6) for m in ("qk", "vo")} == {heads}
+        mlp = [u for u in units if u.module == "mlp"]
+        rest = total_shares(units, sparsity) - sum(u.size(heads) for u in units if u.module != "mlp")
+        kept = sum(u.size(ranks[u.block, "mlp"]) for u in mlp)
+        assert rest - 8 * 96 < kept <= rest
+
+
+def test_protected_blocks_and_weights_elsewhere_raise_the_sparsity_of_all_modules_alike():
+    """0.2 of a model with as much outside of the blocks, one block of four protected: 0.2 * 2 / (3 / 4) of the others."""
+    units = model(4, multiple=1, hidden=960)
+    ranks, _ = allocate(units, MoDeGPT(sparsity=0.2, protect=(0,)), 2 * dense(units))
+    shares = {ranks[b, m] / u.ranks[-1] for u in units[3:] for b, m in [(u.block, u.module)]}
+    assert all(share == pytest.approx(1 - 0.2 * 2 * 4 / 3, abs=0.02) for share in shares)
+
+
 def test_zero_sparsity_keeps_every_module_dense():
     units = model()
     ranks, _ = allocate(units, MoDeGPT(sparsity=0.0), dense(units))
