@@ -111,6 +111,20 @@ def test_what_one_block_cannot_use_the_next_one_gets(sparsity, order):
         assert abs(kept - total_shares(units[:n], sparsity)) < 20 * 3
 
 
+def test_what_is_left_in_the_end_goes_to_the_unit_furthest_below_its_share():
+    """Shares 85, 85 and 51: the first gives its remainder to the second, and the steps of the third are too long for it."""
+    units = [unit(2, "mlp", 60, 1, 20), unit(1, "mlp", 100, 1, 10), unit(0, "mlp", 100, 1, 10)]
+    ranks, _ = allocate(units, MoDeGPT(sparsity=0.15), dense(units))
+    assert ranks == {(0, "mlp"): 90, (1, "mlp"): 90, (2, "mlp"): 40}
+
+
+def test_where_a_unit_can_go_no_lower_the_others_do():
+    """Heads are rounded up, so the MLPs get less than their share; the second one keeps at least 50, and the first pays."""
+    units = [unit(b, "qk", 60, 1, 20) for b in (0, 1)] + [unit(0, "mlp", 60, 1, 10), unit(1, "mlp", 60, 1, 50)]
+    ranks, _ = allocate(units, MoDeGPT(sparsity=97 / 240), dense(units))
+    assert ranks == {(0, "qk"): 40, (1, "qk"): 40, (0, "mlp"): 10, (1, "mlp"): 50}
+
+
 def test_the_module_with_the_finest_steps_makes_up_for_the_others():
     """Heads in steps of a quarter are rounded to the nearest; all they gain or lose is the MLP's to give or take."""
     for sparsity, heads in ((0.35, 24), (0.4, 16)):
