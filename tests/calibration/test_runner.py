@@ -131,7 +131,7 @@ def test_influence_of_each_half_is_that_of_what_it_adds(family):
     torch.testing.assert_close(moment.mean[1:].float(), expected)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_neox", "opt"])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "opt", "bloom"])
 def test_moments_are_the_same_however_windows_share_batches(family, monkeypatch):
     """Seven windows at once, or three, three and one; every statistic there is."""
     source = opened(family)
