@@ -44,7 +44,10 @@ OF_NO_FAMILY = "not test_perplexities and not fitted_windows and not test_modegp
 # Files -> the tests that should protect them, and which of these (-k): all families would take hours.
 PROTECTED = {
     "allocation/*.py": (
-        [f"tests/{name}.py" for name in ("allocation/test_ranks", "allocation/test_influence", "test_planning")],
+        [
+            "tests/test_planning.py",
+            *(f"tests/allocation/test_{name}.py" for name in ("counting", "influence", "ranks")),
+        ],
         "",
     ),
     "calibration/*.py": (

@@ -4,12 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
 import rankfold
 from activations import ATTENTION, member
-from families import some_ids, tiny_model
+from families import CONFIGS, GQA, some_ids, tiny_model
 from rankfold.calibration import observers, runner
-from rankfold.calibration.runner import measure, start
+from rankfold.calibration.runner import advance, logits, measure, start
 
 NAMES = {"mlp_hidden", "mlp_input", "attention_input", "attention_output"}
 
@@ -180,6 +181,19 @@ def test_batches_grow_with_the_free_memory_of_an_accelerator(family, free, token
     backends = {id(source.device): SimpleNamespace(mem_get_info=lambda device: memory[id(device)])}
     monkeypatch.setattr(torch, "get_device_module", lambda device: backends[id(device)])
     assert runner.batch_tokens(source) == tokens
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+@pytest.mark.parametrize("keep", [None, torch.tensor([0, 3, 7])], ids=["all", "some"])
+@torch.no_grad()
+def test_logits_are_those_of_the_model_behind_all_blocks(blocks, keep, monkeypatch):
+    monkeypatch.setitem(CONFIGS, "llama", lambda: transformers.LlamaConfig(**{**GQA, "num_hidden_layers": blocks}))
+    source, ids = opened(), some_ids(4, 16)
+    stream = start(source, ids, autocast=None)
+    for index in range(blocks):
+        advance(source.block(index), stream)
+    expected = source.model(ids).logits
+    torch.testing.assert_close(logits(source, ids, stream, keep=keep), expected if keep is None else expected[:, keep])
 
 
 def test_what_nobody_looks_at_is_not_computed():
