@@ -38,17 +38,31 @@ SOURCE = Path("src/rankfold")
 SEED = 0
 CONTRACTS = "tests/contracts/test_"
 LATENT = [f"{CONTRACTS}{name}.py" for name in ("latentllm_errors", "latentllm", "options_matter")] + ["tests/methods"]
+TRUTH = [f"{CONTRACTS}{name}.py" for name in ("modegpt_truth", "grouped_queries")]
+HELD_OUT = "tests/test_held_out.py"
+OF_NO_FAMILY = "not test_perplexities and not fitted_windows and not test_modegpt"
 # Files -> the tests that should protect them, and which of these (-k): all families would take hours.
 PROTECTED = {
-    "linalg/*.py": (["tests/linalg"], ""),
-    "calibration/*.py": (["tests/calibration"], ""),
-    "allocation/*.py": (["tests/allocation/test_ranks.py", "tests/allocation/test_influence.py"], ""),
-    "methods/modegpt/*.py": (
-        [f"{CONTRACTS}modegpt_truth.py", f"{CONTRACTS}grouped_queries.py", "tests/methods"],
-        "not truth or llama or phi or opt",
+    "allocation/*.py": (
+        [
+            "tests/test_planning.py",
+            *(f"tests/allocation/test_{name}.py" for name in ("counting", "influence", "ranks")),
+        ],
+        "",
     ),
-    "methods/latentllm/*.py": (LATENT, "errors or matter or methods or llama or opt"),
+    "calibration/*.py": (
+        ["tests/calibration", HELD_OUT, f"{CONTRACTS}modegpt.py"],
+        f"{OF_NO_FAMILY} or blocks_run_one_by_one",
+    ),
+    "held_out.py": ([HELD_OUT], f"{OF_NO_FAMILY} or llama or opt"),
+    # Grouped queries, biases everywhere, neither rotation nor gate, half a rotation.
+    "methods/modegpt/*.py": (
+        [*TRUTH, "tests/methods", HELD_OUT],
+        "not truth and not held_out or llama: or llama-bias: or opt: or phi: or llama-modegpt or opt-modegpt",
+    ),
+    "linalg/*.py": (["tests/linalg"], ""),
     "methods/*.py": (LATENT, "errors or matter or methods or llama or opt"),
+    "methods/latentllm/*.py": (LATENT, "errors or matter or methods or llama or opt"),
 }
 # Seconds until a mutant counts as endless: (what its tests took + CONSTANT) * MULTIPLIER. Fixtures are in the constant.
 MULTIPLIER, CONSTANT = 3, 5
@@ -91,7 +105,7 @@ class Target(NamedTuple):
 
 def main() -> None:
     parser = common.arguments(__doc__, "mutants")
-    parser.add_argument("--most", type=int, default=8, metavar="N", help="mutants per file; 0: all (default: 8)")
+    parser.add_argument("--most", type=int, default=6, metavar="N", help="mutants per file; 0: all (default: 6)")
     parser.add_argument("--only", metavar="FILE", help="this file only, like linalg/psd.py")
     args = parser.parse_args()
     os.chdir(ROOT)

@@ -10,9 +10,10 @@ import torch
 
 import rankfold
 from families import CONFIGS, opened, some_ids, tokens
-from rankfold import MoDeGPT, Tokens, make_method, stages
+from rankfold import MoDeGPT, Tokens, held_out, make_method, stages
+from rankfold.calibration import runner
 from rankfold.calibration.runner import advance, measure, start
-from rankfold.held_out import explained_ratio
+from rankfold.held_out import HeldOut, explained_ratio
 from rankfold.methods.modegpt import mlp
 
 MODES = ("sequential", "one-pass")
@@ -53,19 +54,44 @@ def test_perplexities_are_those_of_the_whole_models(family, mode):
     assert ours["perplexity"] == pytest.approx(small, rel=1e-4)
     assert ours["ratio"] == pytest.approx(small / dense, rel=1e-4)
     assert (ours["windows"], ours["length"]) == (2, 32)
+    assert ours["explained_ratio"] > 1
+
+
+@torch.no_grad()
+def drift_of(dense, small, ids) -> list[float]:
+    """Behind every block but the last: the last hidden state is behind the final norm."""
+    pairs = zip(*(m(ids, output_hidden_states=True).hidden_states[1:-1] for m in (dense, small)), strict=True)
+    return [((a - b).norm() / a.norm()).item() for a, b in pairs]
 
 
 def test_drift_is_the_distance_of_the_residual_streams():
     source, calibration = opened("llama"), tokens()
     model = rankfold.compress(source, method_for("llama"), calibration)
-    with torch.no_grad():
-        dense, small = (
-            m(calibration.held_out, output_hidden_states=True).hidden_states[1:-1] for m in (source.model, model)
-        )
     ours = outcome_of(model)["stream_errors"]
     assert len(ours) == 3
-    for error, a, b in zip(ours, dense, small, strict=False):  # the last hidden state is behind the final norm
-        assert error == pytest.approx(((a - b).norm() / a.norm()).item(), rel=1e-4)
+    assert ours[:-1] == pytest.approx(drift_of(source.model, model, calibration.held_out), rel=1e-4)
+
+
+def test_windows_in_several_batches_and_positions_in_several_parts_give_the_same_numbers(monkeypatch):
+    """Two windows and one; logits of ten positions at a time, for a vocabulary is large."""
+    calibration = Tokens(some_ids(16, 32, seed=1), "random", "random", 0, held_out=some_ids(3, 32, seed=2))
+    monkeypatch.setattr(runner, "BATCH_TOKENS", 64)
+    monkeypatch.setattr(held_out, "POSITIONS", 10)
+    plain, sizes = held_out.logits, set()
+
+    def noting(*args, **options):
+        out = plain(*args, **options)
+        sizes.add(out.shape[:2])
+        return out
+
+    monkeypatch.setattr(held_out, "logits", noting)
+    source = opened("llama")
+    model = rankfold.compress(source, method_for("llama"), calibration)
+    assert sizes == {(2, 10), (2, 1), (1, 10), (1, 1)}
+    ours = outcome_of(model)
+    dense, small = (rankfold.perplexity(m, calibration.held_out)["perplexity"] for m in (source.model, model))
+    assert (ours["perplexity_dense"], ours["perplexity"]) == pytest.approx((dense, small), rel=1e-4)
+    assert ours["stream_errors"][:-1] == pytest.approx(drift_of(source.model, model, calibration.held_out), rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["modegpt", "modegpt select=leverage,select_qk=norm,gqa=paper,qk=cr,bias_refit=false"])
@@ -128,6 +154,16 @@ def test_a_run_that_destroys_the_model_says_so_everywhere(monkeypatch, tmp_path,
     assert record["held_out"]["breaks_away_at"] == 1
     assert warning in caplog.text and warning in (folder / "README.md").read_text()
     assert outcome_of(rankfold.load(folder, device="cpu"))["warning"] == warning
+
+
+@pytest.mark.parametrize(
+    ("drift", "block"), [([0.3, 0.4, 0.45], 0), ([0.1, 0.5, 0.6], 1), ([0.1, 0.2, 0.9], 2), ([0.3, 0.2, 0.4], 0)]
+)
+def test_the_stream_breaks_away_where_it_drifts_most_at_once(drift, block, monkeypatch):
+    monkeypatch.setattr(held_out, "explained_ratio", lambda sparsity: 0.5)
+    watch = HeldOut(opened("llama"), some_ids(), sequential=True)
+    watch.drift = drift
+    assert watch.finish(0.3)["breaks_away_at"] == block
 
 
 def test_a_sound_run_warns_of_nothing(caplog, tmp_path):

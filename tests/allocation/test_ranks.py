@@ -96,6 +96,55 @@ def test_a_last_step_that_is_shorter_than_the_others_is_used():
         assert surplus >= 0 and all(surplus < step for step in next_steps(units, ranks))
 
 
+def total_shares(units, sparsity: float) -> float:
+    return sum((1 - sparsity) * u.dense for u in units)
+
+
+@pytest.mark.parametrize("sparsity", [0.2, 0.3, 0.45])
+@pytest.mark.parametrize("order", [1, -1])
+def test_what_one_block_cannot_use_the_next_one_gets(sparsity, order):
+    """Coarse steps: up to every block, what stays is within a step of the share of the blocks so far; no end is favoured."""
+    units = [unit(b, "mlp", 100, 3, 20) for b in range(12)]
+    ranks, _ = allocate(units[::order], MoDeGPT(sparsity=sparsity), dense(units))
+    for n in range(1, 13):
+        kept = sum(u.size(ranks[u.block, u.module]) for u in units[:n])
+        assert abs(kept - total_shares(units[:n], sparsity)) < 20 * 3
+
+
+def test_what_is_left_in_the_end_goes_to_the_unit_furthest_below_its_share():
+    """Shares 85, 85 and 51: the first gives its remainder to the second, and the steps of the third are too long for it."""
+    units = [unit(2, "mlp", 60, 1, 20), unit(1, "mlp", 100, 1, 10), unit(0, "mlp", 100, 1, 10)]
+    ranks, _ = allocate(units, MoDeGPT(sparsity=0.15), dense(units))
+    assert ranks == {(0, "mlp"): 90, (1, "mlp"): 90, (2, "mlp"): 40}
+
+
+def test_where_a_unit_can_go_no_lower_the_others_do():
+    """Heads are rounded up, so the MLPs get less than their share; the second one keeps at least 50, and the first pays."""
+    units = [unit(b, "qk", 60, 1, 20) for b in (0, 1)] + [unit(0, "mlp", 60, 1, 10), unit(1, "mlp", 60, 1, 50)]
+    ranks, _ = allocate(units, MoDeGPT(sparsity=97 / 240), dense(units))
+    assert ranks == {(0, "qk"): 40, (1, "qk"): 40, (0, "mlp"): 10, (1, "mlp"): 50}
+
+
+def test_the_module_with_the_finest_steps_makes_up_for_the_others():
+    """Heads in steps of a quarter are rounded to the nearest; all they gain or lose is the MLP's, in every block alike."""
+    for sparsity, heads in ((0.2, 24), (0.35, 24), (0.4, 16)):
+        units = model(6, hidden=960)
+        ranks, _ = allocate(units, MoDeGPT(sparsity=sparsity), dense(units))
+        assert {ranks[b, m] for b in range(6) for m in ("qk", "vo")} == {heads}
+        rest = total_shares(units, sparsity) - sum(u.size(heads) for u in units if u.module != "mlp")
+        for n in range(1, 7):
+            gap = rest * n / 6 - sum(ranks[b, "mlp"] for b in range(n)) * 96
+            assert -1e-6 < gap < 8 * 96 + 1e-6
+
+
+def test_protected_blocks_and_weights_elsewhere_raise_the_sparsity_of_all_modules_alike():
+    """0.2 of a model with as much outside of the blocks, one block of four protected: 0.2 * 2 / (3 / 4) of the others."""
+    units = model(4, multiple=1, hidden=960)
+    ranks, _ = allocate(units, MoDeGPT(sparsity=0.2, protect=(0,)), 2 * dense(units))
+    shares = {ranks[b, m] / u.ranks[-1] for u in units[3:] for b, m in [(u.block, u.module)]}
+    assert all(share == pytest.approx(1 - 0.2 * 2 * 4 / 3, abs=0.02) for share in shares)
+
+
 def test_zero_sparsity_keeps_every_module_dense():
     units = model()
     ranks, _ = allocate(units, MoDeGPT(sparsity=0.0), dense(units))

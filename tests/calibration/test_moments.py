@@ -13,6 +13,7 @@ from rankfold.calibration.moments import (
     Moment,
     Samples,
     VectorMoment,
+    accumulator,
     check_finite,
     gram,
     head_grams,
@@ -176,3 +177,15 @@ def test_moments_that_are_not_finite_name_the_block_and_the_statistic(part, valu
     with pytest.raises(NumericsError, match=message):
         check_finite({"query": streamed([draw(4, 2)]), "mlp_hidden": Moment(1, **tensors)}, "model.layers.3")
     check_finite({"influence": Moment(1, torch.ones(3), None, None)}, "model.layers.3")
+
+
+def test_moments_are_made_where_the_activations_are():
+    """One device only is here, so the default becomes "meta", which holds no numbers."""
+    x = draw(5, 4)
+    with torch.device("meta"):
+        ours, heads = streamed([x]), heads_first(x.view(1, 5, 2, 2))
+    assert {t.device.type for t in (ours.total, ours.absolute, ours.second, heads)} == {"cpu"}
+
+
+def test_sums_in_fp64_live_beside_the_products_where_the_device_has_fp64():
+    assert [accumulator(torch.device(name)).type for name in ("cpu", "cuda", "mps")] == ["cpu", "cuda", "cpu"]

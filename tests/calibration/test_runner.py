@@ -4,11 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
 import rankfold
-from families import some_ids, tiny_model
+from activations import ATTENTION, member
+from families import CONFIGS, GQA, some_ids, tiny_model
 from rankfold.calibration import observers, runner
-from rankfold.calibration.runner import measure, start
+from rankfold.calibration.runner import advance, logits, measure, start
 
 NAMES = {"mlp_hidden", "mlp_input", "attention_input", "attention_output"}
 
@@ -109,26 +111,104 @@ def test_influence_of_attention_is_taken_before_the_mlp(family):
     torch.testing.assert_close(moments["influence"].mean[1].float(), expected)
 
 
-def test_samples_are_spread_over_all_tokens(monkeypatch):
+PARALLEL = {"phi", "gpt_neox", "falcon-gqa"}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox-sequential", *sorted(PARALLEL)])
+def test_influence_of_each_half_is_that_of_what_it_adds(family):
+    """Seen in transformers' modules. The MLP adds to what attention left, in parallel blocks to the block's input."""
+    source = opened(family)
+    view, stream = source.block(1), start(source, some_ids(4, 16), autocast=None)
+    before, added = stream.hidden[0], {}
+    for paths in (ATTENTION, ("mlp",)):
+        member(view.module, paths).register_forward_hook(
+            lambda _, __, out, name=paths[0]: added.update({name: (out[0] if isinstance(out, tuple) else out).clone()})
+        )
+    moment = measure(view, stream, {"influence"}, step=False)["influence"]
+    middle = before + added[ATTENTION[0]]
+    start_of_mlp = before if family in PARALLEL else middle
+    pairs = [(before, middle), (start_of_mlp, start_of_mlp + added["mlp"])]
+    expected = torch.stack([(1 - torch.cosine_similarity(*pair, dim=-1)).mean() for pair in pairs])
+    torch.testing.assert_close(moment.mean[1:].float(), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "opt", "bloom"])
+def test_moments_are_the_same_however_windows_share_batches(family, monkeypatch):
+    """Seven windows at once, or three, three and one; every statistic there is."""
+    source = opened(family)
+    view, statistics = source.block(1), set(observers.OF_ONE_STREAM) - ({"mlp_samples"} if family != "opt" else set())
+
+    def measured(windows: int) -> dict:
+        monkeypatch.setattr(runner, "BATCH_TOKENS", windows * 16)
+        stream = start(source, some_ids(7, 16), autocast=None)
+        assert max(map(len, stream.hidden)) == windows
+        return measure(view, stream, statistics, step=False)
+
+    whole, parts = measured(7), measured(3)
+    assert whole.keys() == parts.keys() == statistics - {"absolute"}
+    for name, moment in whole.items():
+        assert vars(parts[name]).keys() == vars(moment).keys()
+        torch.testing.assert_close(vars(parts[name]), vars(moment), rtol=1e-4, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize(("kept", "stride"), [(1, 6), (8, 1)])
+def test_samples_are_spread_over_all_tokens(kept, stride, monkeypatch):
+    """320 tokens, of which so many rows are kept for each of the 48 hidden units; all where there are not as many."""
     monkeypatch.setattr(runner, "BATCH_TOKENS", 96)
-    monkeypatch.setattr(observers, "SAMPLE_ROWS", 1)  # for each of the 48 hidden units
+    monkeypatch.setattr(observers, "SAMPLE_ROWS", kept)
     source = opened("opt")
     view, stream = source.block(0), start(source, some_ids(10, 32), autocast=None)
     rows = measure(view, stream, {"mlp_samples"}, step=False)["mlp_samples"].rows
     everything = captured(view, stream, "fc1").float()
-    torch.testing.assert_close(rows, everything[::6])
+    torch.testing.assert_close(rows, everything[::stride])
 
 
-@pytest.mark.parametrize(("free", "tokens"), [(2**20, 2048), (2**27, 9362), (2**40, 32768)])
-def test_batches_grow_with_the_free_memory_of_an_accelerator(free, tokens, monkeypatch):
-    """A stand-in for the device: llama's D = 32, F = 48 take 4 (8 * 32 + 4 * 48) bytes a token."""
-    source = opened()
+@pytest.mark.parametrize(
+    ("family", "free", "tokens"),
+    [
+        ("llama", 2**20, 2048),
+        ("llama", 2**27, 9362),
+        ("llama", 2**40, 32768),
+        ("mixtral", 2**27, 5461),
+    ],
+)
+def test_batches_grow_with_the_free_memory_of_an_accelerator(family, free, tokens, monkeypatch):
+    """A stand-in for the device: llama's D = 32, F = 48 take 4 (8 * 32 + 4 * 48) bytes a token; experts count as F = 4 D."""
+    source = opened(family)
     assert runner.batch_tokens(source) == runner.BATCH_TOKENS
     source.device = SimpleNamespace(type="accelerator")
-    monkeypatch.setattr(
-        torch, "get_device_module", lambda device: SimpleNamespace(mem_get_info=lambda device: (free, 2**41))
-    )
+    memory = {id(source.device): (free, 2**41)}
+    backends = {id(source.device): SimpleNamespace(mem_get_info=lambda device: memory[id(device)])}
+    monkeypatch.setattr(torch, "get_device_module", lambda device: backends[id(device)])
     assert runner.batch_tokens(source) == tokens
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+@pytest.mark.parametrize("keep", [None, torch.tensor([0, 3, 7])], ids=["all", "some"])
+@torch.no_grad()
+def test_logits_are_those_of_the_model_behind_all_blocks(blocks, keep, monkeypatch):
+    monkeypatch.setitem(CONFIGS, "llama", lambda: transformers.LlamaConfig(**{**GQA, "num_hidden_layers": blocks}))
+    source, ids = opened(), some_ids(4, 16)
+    stream = start(source, ids, autocast=None)
+    for index in range(blocks):
+        advance(source.block(index), stream)
+    expected = source.model(ids).logits
+    torch.testing.assert_close(logits(source, ids, stream, keep=keep), expected if keep is None else expected[:, keep])
+
+
+def test_what_nobody_looks_at_is_not_computed():
+    """The model's head while windows are embedded; the down projection, where nothing behind its input is measured."""
+    source, ran = opened(), []
+    view = source.block(0)
+    for name, module in (("head", source.model.lm_head), ("down", view.module.mlp.down_proj)):
+        module.register_forward_hook(lambda *_, name=name: ran.append(name))
+    stream = start(source, some_ids(4, 16), autocast=None)
+    measure(view, stream, {"mlp_hidden", "query"}, step=False)
+    assert ran == []
+    for statistics, step in (({"influence"}, False), ({"mlp_hidden"}, True)):
+        measure(view, stream, statistics, step=step)
+        assert ran == ["down"]
+        ran.clear()
 
 
 def test_non_finite_activations_are_named():
@@ -136,6 +216,14 @@ def test_non_finite_activations_are_named():
     source.blocks[1].mlp.down_proj.weight.data.fill_(3e38)
     with pytest.raises(rankfold.RankfoldError, match=r"model.layers.1.*NaN or infinite"):
         rankfold.calibrate(source, rankfold.Tokens(some_ids(4, 16), "r", "r", 0))
+
+
+def test_non_finite_activations_inside_a_block_are_named():
+    source = opened()
+    view, stream = source.block(1), start(source, some_ids(4, 16), autocast=None)
+    view.module.mlp.up_proj.weight.data.fill_(3e38)
+    with pytest.raises(rankfold.RankfoldError, match=r"activations of model\.layers\.1 \(mlp_hidden\) are NaN"):
+        measure(view, stream, {"mlp_input", "mlp_hidden"}, step=False)
 
 
 def test_non_finite_weights_are_named():

@@ -89,6 +89,16 @@ def test_memory_gives_back_what_was_put_in():
     same(store[0], block(0))
 
 
+def test_a_store_to_be_filled_knows_its_held_out_windows(tmp_path):
+    ids = torch.arange(12).view(2, 6)
+    for folder in (None, tmp_path / "moments"):
+        assert torch.equal(MomentStore.create(IDENTITY, folder, ids).held_out, ids)
+
+
+def test_the_order_in_which_an_identity_was_written_does_not_matter(folder):
+    same(MomentStore(dict(reversed(IDENTITY.items())), folder, None)[0], block(0))
+
+
 def test_equal_identities_hold_the_same_numbers(folder):
     """In memory or in a folder: a compression must not depend on where its moments were kept."""
     memory = MomentStore.create(IDENTITY, None)
@@ -179,7 +189,7 @@ def test_a_folder_that_is_no_moments_folder_says_how_to_make_one(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut", "rubbish", "flipped", "another block", "of other moments"])
-def test_a_damaged_block_is_named(folder, damage):
+def test_a_damaged_block_is_named(folder, damage, caplog):
     file = folder / "block-00001.safetensors"
     content = file.read_bytes()
     file.unlink()
@@ -206,6 +216,7 @@ def test_a_damaged_block_is_named(folder, damage):
     ):
         store[1]
     assert store.missing(2) == {1}
+    assert damage == "missing" or "measures it anew; measuring the block again" in caplog.text
 
 
 def test_a_damaged_record_is_named(folder):

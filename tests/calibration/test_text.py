@@ -198,7 +198,10 @@ def test_a_connection_lost_on_the_way_is_reported_too(hub):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"text": "a"}\n{"text": \n', r"a\.jsonl, line 2 is not JSON \(.*\); one object a line is expected"),
+        (
+            '{"text": "a"}\n{"text": \n',
+            r"a\.jsonl, line 2 is not JSON \(Expecting value\); one object a line is expected",
+        ),
         ('{"body": "a", "id": 1}\n', r"a\.jsonl has no text field 'text'; a row has: body, id \(use --field\)"),
         ('{"text": 3}\n', "field 'text' holds int, not text"),
         ('{"text": null}\n', "field 'text' holds NoneType, not text"),

@@ -1,6 +1,7 @@
 """Token windows: packing, seeds, clamping, and ids that do not belong to the model."""
 
 import hashlib
+import json
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -191,6 +192,13 @@ def test_vocabulary_is_checked_at_its_edge():
 def test_encode_joins_documents_by_a_blank_line():
     ids = encode(Text("a", ("b", "c"), "a"), source())
     assert torch.equal(ids, torch.tensor([ord(c) % 97 for c in "b\n\nc"]))
+
+
+def test_windows_come_from_the_field_that_was_asked_for(tmp_path):
+    rows = [{"text": "a" * 100, "body": "b" * 100}] * 3
+    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    ids = load_tokens(str(tmp_path / "a.jsonl"), source(), samples=3, length=32, field="body").ids
+    assert set(ids.flatten().tolist()) <= {ord("b") % 97, ord("\n") % 97}
 
 
 @pytest.fixture(scope="module")

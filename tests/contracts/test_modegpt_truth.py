@@ -24,6 +24,7 @@ NORMED = {"qwen3", "gemma3", "gemma3-images", "qwen3_moe"}
 EXPERTS = {"mixtral", "qwen3_moe"}
 FREE = {"opt", "opt-post-norm", "gpt2", "falcon-alibi", "bloom"}  # nothing turns queries and keys
 ROTARY = {"phi": 4, "gpt_neox": 4, "gpt_neox-sequential": 2} | dict.fromkeys(FREE, 0)  # of 8 dimensions; elsewhere all
+SCALE = {"gemma2": 256}  # under the root of what scores are divided by; elsewhere the head dimension
 PAPER = {"gqa": "paper", "bias_refit": False, "qk": "cr", **ONE_SHOT}
 SETTINGS = {
     "elimination, sequential": (ELIMINATION, "sequential"),
@@ -43,7 +44,7 @@ CASES = [
 
 
 class Block(NamedTuple):
-    """One block: dense on the stream it was measured on, and compressed on the same stream."""
+    """One block: dense on the stream it was measured on, and compressed on the same stream; or on held-out windows."""
 
     family: str
     method: MoDeGPT
@@ -53,6 +54,7 @@ class Block(NamedTuple):
     small_heads: Heads
     hidden: Tensor | None  # (n, F)
     report: dict
+    held_out: "Block | None" = None
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}: {case[1]}")
@@ -75,12 +77,15 @@ def blocks(request, tmp_path_factory) -> list[Block]:
 
 def seen_block(family, method, dense, small, index: int, mode: str, report: dict) -> Block:
     before = range(index) if mode == "sequential" else ()
-    ids = tokens().ids
-    seen = look(spliced(dense, small, before), ids, index)
-    after = look(spliced(dense, small, (*before, index)), ids, index)
-    heads = (Heads(*(x.double() for x in s.heads)) for s in (seen, after))
-    hidden = None if seen.hidden is None else seen.hidden.double()
-    return Block(family, method, *(blocks_of(m)[index] for m in (dense, small)), *heads, hidden, report)
+
+    def on(ids: Tensor) -> Block:
+        seen = look(spliced(dense, small, before), ids, index)
+        after = look(spliced(dense, small, (*before, index)), ids, index)
+        heads = (Heads(*(x.double() for x in s.heads)) for s in (seen, after))
+        hidden = None if seen.hidden is None else seen.hidden.double()
+        return Block(family, method, *(blocks_of(m)[index] for m in (dense, small)), *heads, hidden, report)
+
+    return on(tokens().ids)._replace(held_out=on(tokens().held_out))
 
 
 @pytest.fixture(params=range(3), ids=lambda index: f"block {index}")
@@ -162,16 +167,53 @@ def test_the_down_projection_is_the_ridge_fit_on_the_kept_units(block):
         torch.testing.assert_close(bias, b)
 
 
+def mlp_errors(block: Block, there: Block) -> tuple[Tensor, Tensor]:
+    """``(n, D)`` change of the outputs in other windows, and these about the mean that the bias took."""
+    keep, (W, b), (small, bias) = kept_units(block), projection(block.dense, DOWN), projection(block.small, DOWN)
+    error = there.hidden @ W.T - there.hidden[:, keep] @ small.T
+    if b is not None:
+        error += b - bias
+    return error, (there.hidden - (block.hidden.mean(0) if refitted(block) else 0)) @ W.T
+
+
 def test_the_mlp_error_reported_is_that_of_its_outputs(block):
     needs(block, "mlp")
-    keep, (W, b), (small, bias) = kept_units(block), projection(block.dense, DOWN), projection(block.small, DOWN)
-    dense = block.hidden @ W.T + (0 if b is None else b)
-    error = dense - (block.hidden[:, keep] @ small.T + (0 if bias is None else bias))
+    error, total = mlp_errors(block, block)
     if refitted(block):
         scale = error.square().mean().sqrt()
         assert error.mean(0).abs().max() < CLOSE * scale, "the mean output changed"
-    total = dense - dense.mean(0) if refitted(block) else dense - (0 if b is None else b)
     assert block.report["mlp"]["relative_error"] == pytest.approx(ratio(error, total), rel=CLOSE)
+    assert block.report["mlp"]["error"] == pytest.approx(error.square().sum(1).mean().item(), rel=2 * CLOSE)
+
+
+def test_the_mlp_error_in_held_out_windows_is_that_of_its_outputs_there(block):
+    needs(block, "mlp")
+    errors = mlp_errors(block, block.held_out)
+    assert block.report["mlp"]["held_out_error"] == pytest.approx(ratio(*errors), rel=CLOSE)
+
+
+def test_the_bounds_of_the_mlp_are_those_of_the_papers_formulas(block):
+    """Spectral norms may be upper bounds, for they are expensive."""
+    needs(block, "mlp")
+    keep, a, W, report = (
+        kept_units(block),
+        fitted_activations(block),
+        projection(block.dense, DOWN)[0],
+        block.report["mlp"],
+    )
+    rows = torch.cat([a, damping(a)]) / len(a) ** 0.5
+    C, dropped = rows.T @ rows, [unit for unit in range(a.shape[1]) if unit not in set(keep.tolist())]
+    schur = C - C[:, keep] @ torch.linalg.solve(C[keep][:, keep], C[keep])
+    theorem = torch.linalg.matrix_norm(W, 2) ** 2 * torch.linalg.matrix_norm(C.inverse(), 2) * schur.square().sum()
+    assert (1 - CLOSE) * theorem <= report["theorem_1"] <= 1.4 * theorem
+    epsilon = (torch.linalg.solve(C, a.T @ a).diagonal() / len(a))[dropped].sum().item()
+    assert report["epsilon"] == pytest.approx(epsilon, rel=CLOSE)
+    if epsilon >= 1:
+        assert report["proposition_1"] is None
+        return
+    lam = RIDGE * a.square().mean()
+    proposition = lam * epsilon / (1 - epsilon) * torch.linalg.matrix_norm(W[:, dropped], 2) ** 2
+    assert (1 - CLOSE) * proposition <= report["proposition_1"] <= 1.4 * proposition
 
 
 def errors_of_fits(C: Tensor, W: Tensor, kept: Tensor) -> Tensor:
@@ -193,6 +235,7 @@ def naive_elimination(C: Tensor, W: Tensor, rank: int) -> Tensor:
 
 def test_the_units_that_stay_are_those_the_option_says(block):
     needs(block, "mlp")
+    assert block.report["mlp"]["select"] == block.method.select
     keep, a, W = kept_units(block), fitted_activations(block), projection(block.dense, DOWN)[0]
     rows = torch.cat([a, damping(a)])
     C = rows.T @ rows
@@ -240,30 +283,77 @@ def scores_of(heads: Heads) -> Tensor:
     return centred(heads.query @ expanded(heads.key, heads.query).mT)
 
 
+def unscaled(block: Block, squares: Tensor | float) -> Tensor | float:
+    """Squared scores before softmax's scale."""
+    return squares * SCALE.get(block.family, block.heads.query.shape[-1])
+
+
 def test_the_score_error_reported_is_that_of_a_selection(block):
     needs(block, "qk")
     if not selects(block):
         pytest.skip("nothing turns queries and keys here: another test looks at the fit")
     dense, small = scores_of(block.heads), scores_of(block.small_heads)
-    assert block.report["qk"]["relative_error"] == pytest.approx(ratio(dense - small, dense), rel=CLOSE)
+    (B, _, T, _), report = dense.shape, block.report["qk"]
+    assert (report["form"], report["select"]) == ("cr", block.method.select_qk)
+    assert report["relative_error"] == pytest.approx(ratio(dense - small, dense), rel=CLOSE)
+    error = unscaled(block, (dense - small).square().sum()) / (B * T**2)
+    assert report["error"] == pytest.approx(error.item(), rel=2 * CLOSE)
 
 
-def test_scores_without_rotary_embedding_are_the_best_of_their_rank(block):
+def test_the_score_error_in_held_out_windows_is_that_of_the_scores_there(block):
     needs(block, "qk")
+    there, rank = block.held_out, block.report["qk"]["rank"]
     if selects(block):
-        pytest.skip("a selection: another test looks at it")
-    error = best = total = 0.0
+        dense, small = scores_of(there.heads), scores_of(there.small_heads)
+        expected = ratio(dense - small, dense)
+    else:
+        error, total, _ = score_errors(there, rank)
+        expected = (error / total) ** 0.5
+    assert block.report["qk"]["held_out_error"] == pytest.approx(expected, rel=CLOSE)
+
+
+def test_the_bounds_of_a_selection_are_those_of_the_papers_formulas(block):
+    needs(block, "qk")
+    if not selects(block):
+        pytest.skip("nothing is selected")
+    (B, H, T, N), K = block.heads.query.shape, block.heads.key.shape[1]
+    keep, q, k = kept_dimensions(block), block.heads.query.view(B, K, H // K, T, N), block.heads.key
+    C_q, C_k = torch.einsum("bkgtn,bkgtm->knm", q, q), torch.einsum("bktn,bktm->knm", k, k)
+    theorem = proposition = 0.0
+    for head in range(K):
+        dropped = [i for i in range(N) if i not in set(keep[head].tolist())]
+        theorem += (C_q * C_k)[head][dropped][:, dropped].sum()
+        proposition += (len(dropped) / N) ** 2 * C_q[head].trace() * C_k[head].trace()
+    for name, bound in (("theorem_2", theorem), ("proposition_2", proposition)):
+        expected = unscaled(block, bound).item() / (B * T**2)
+        assert block.report["qk"][name] == pytest.approx(expected, rel=CLOSE), name
+
+
+def score_errors(block: Block, rank: int) -> tuple[float, float, float]:
+    """Squared change of the scores of every query with every key of all windows; squared scores; what a rank cannot reach."""
+    error = total = best = 0.0
     for head in range(block.heads.key.shape[1]):  # every query head has its own key head in these families
         q, k, small_q, small_k = (
             x[:, head].flatten(0, 1)
             for heads in (block.heads, block.small_heads)
             for x in (heads.query, heads.key - heads.key.mean(2, keepdim=True))  # softmax ignores what all keys share
         )
-        error += (q @ k.T - small_q @ small_k.T).square().sum()
+        error += (q @ k.T - small_q @ small_k.T).square().sum().item()
         spectrum = singular_values(q, k).square()
-        best, total = best + spectrum[block.report["qk"]["rank"] :].sum(), total + spectrum.sum()
-    assert (error / total).sqrt().item() == pytest.approx(block.report["qk"]["relative_error"], rel=CLOSE)
-    assert error.item() == pytest.approx(best.item(), rel=CLOSE)
+        best, total = best + spectrum[rank:].sum().item(), total + spectrum.sum().item()
+    return error, total, best
+
+
+def test_scores_without_rotary_embedding_are_the_best_of_their_rank(block):
+    needs(block, "qk")
+    if selects(block):
+        pytest.skip("a selection: another test looks at it")
+    report, (B, _, T, _) = block.report["qk"], block.heads.query.shape
+    error, total, best = score_errors(block, report["rank"])
+    assert report["form"] == "svd"
+    assert report["relative_error"] == pytest.approx((error / total) ** 0.5, rel=CLOSE)
+    assert report["error"] == pytest.approx(unscaled(block, error) / (B * T) ** 2, rel=2 * CLOSE)
+    assert error == pytest.approx(best, rel=CLOSE)
 
 
 def pairs_of(scores: Tensor, rotary: int) -> list[tuple[int, int]]:
@@ -339,10 +429,16 @@ class ValueOutput(NamedTuple):
     def fitted(self) -> Tensor:
         return self.values - self.values.mean(1, keepdim=True) if self.refit else self.values
 
-    def outputs(self, values: Tensor, W_o: Tensor) -> Tensor:
-        """``(H, n, D)`` of every head by itself, the mean left out where a bias takes it."""
-        outputs = expanded(values[None], W_o[None])[0] @ W_o.mT
-        return outputs - outputs.mean(1, keepdim=True) if self.refit else outputs
+    def outputs(self, there: "ValueOutput") -> tuple[Tensor, Tensor]:
+        """``(H, n, D)`` of every head by itself in other windows, dense and compressed, without the mean that a bias took."""
+        sent = []
+        for values, fitted, W_o in (
+            (there.values, self.values, self.W_o),
+            (there.small_values, self.small_values, self.small_W_o),
+        ):
+            centre = fitted.mean(1, keepdim=True) if self.refit else 0
+            sent.append(expanded((values - centre)[None], W_o[None])[0] @ W_o.mT)
+        return tuple(sent)
 
 
 def value_output(block: Block) -> ValueOutput:
@@ -354,16 +450,22 @@ def value_output(block: Block) -> ValueOutput:
 
 
 def test_the_value_output_error_reported_is_that_of_the_heads(block):
-    vo = value_output(block)
-    dense = vo.outputs(vo.values, vo.W_o)
-    error = dense - vo.outputs(vo.small_values, vo.small_W_o)
-    assert block.report["vo"]["relative_error"] == pytest.approx(ratio(error, dense), rel=CLOSE)
+    vo, report = value_output(block), block.report["vo"]
+    dense, small = vo.outputs(vo)
+    assert report["relative_error"] == pytest.approx(ratio(dense - small, dense), rel=CLOSE)
+    error = (dense - small).square().sum().item() / dense.shape[1]
+    assert report["error"] == pytest.approx(error, rel=2 * CLOSE)
+
+
+def test_the_value_output_error_in_held_out_windows_is_that_of_the_heads_there(block):
+    dense, small = value_output(block).outputs(value_output(block.held_out))
+    assert block.report["vo"]["held_out_error"] == pytest.approx(ratio(dense - small, dense), rel=CLOSE)
 
 
 def test_value_output_reaches_the_optimum_of_its_form(block):
     vo = value_output(block)
     rank, K = vo.small_values.shape[-1], len(vo.values)
-    error = vo.outputs(vo.values, vo.W_o) - vo.outputs(vo.small_values, vo.small_W_o)
+    dense, small = vo.outputs(vo)
     joint = paper = 0.0
     for X, W in zip(vo.fitted, vo.W_o.unflatten(0, (K, -1)).flatten(1, 2), strict=True):  # (n, N), (G D, N)
         joint += singular_values(X, W)[rank:].square().sum()
@@ -371,7 +473,8 @@ def test_value_output_reaches_the_optimum_of_its_form(block):
         paper += ((X - X @ directions.T @ directions) @ W.T).square().sum()
     alone = len(vo.W_o) == K  # every query head has a value head: the paper's form is the optimum
     expected = joint if block.method.gqa == "joint" or alone else paper
-    assert error.square().sum().item() == pytest.approx(expected.item(), rel=2 * CLOSE)
+    assert (dense - small).square().sum().item() == pytest.approx(expected.item(), rel=2 * CLOSE)
+    assert block.report["vo"]["proposition_3"] == pytest.approx(joint.item() / dense.shape[1], rel=2 * CLOSE)
     assert alone or joint < (1 - 10 * CLOSE) * paper, "the two forms do not differ here"
 
 

@@ -157,6 +157,10 @@ def test_groups_that_undo_each_other_go_together():
     assert eliminate_groups(M, 1).tolist() == [True, True, False]
 
 
+def test_where_nothing_costs_anything_as_many_go_as_shall():
+    assert eliminate_groups(torch.zeros(2, 6, 6, dtype=F64), 4).sum(-1).tolist() == [2, 2]
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**4), st.sampled_from([4, 8]), st.sampled_from([2, 4, 6, 8]))
 def test_pairs_stay_together_in_half_layout(seed, rotary, rank):

@@ -124,6 +124,8 @@ def test_the_error_of_an_mlp_is_that_of_its_outputs(monkeypatch):
     Y = forward(*mlp, X)
     monkeypatch.setattr(module, "CHUNK", 60)
     assert mlp_error(mlp, other, X) == pytest.approx(((forward(*other, X) - Y).norm() / Y.norm()).item(), rel=1e-12)
+    single = (MLP(*(None if M is None else M.float() for M in one)) for one in (mlp, other))
+    assert mlp_error(*single, X.float()) == pytest.approx(mlp_error(mlp, other, X), rel=1e-5)
 
 
 def test_rounds_lower_the_loss_and_the_true_error():

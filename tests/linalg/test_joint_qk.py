@@ -206,7 +206,7 @@ def test_rotations_are_hugging_faces(n):
     for m, o in ((9, 9), (9, 7), (5, 1)):  # the key at position o is before the query at m
         expected = hugging_face_rope(q, m, inv_freq) @ hugging_face_rope(k, o, inv_freq)
         torch.testing.assert_close(q @ theta[o - m + 4] @ k, expected)
-    assert len(rope_rotations(inv_freq, 8, window=4, causal=False)) == 9
+    assert (len(theta), len(rope_rotations(inv_freq, 8, window=4, causal=False))) == (5, 9)
 
 
 def test_rope_aware_form_wins_under_rope():

@@ -180,6 +180,8 @@ def test_why_equation_222_is_left_out():
         (lambda X, O, V, P: joint_vo(O, V, P, ranks=(11, 4)), r"left rank must be in \[1, 10\].*got 11"),
         (lambda X, O, V, P: joint_vo(O, V, P, ranks=(4, 7)), r"right rank must be in \[1, 6\].*got 7"),
         (lambda X, O, V, P: joint_vo(O.mT, V, P, ranks=(4, 4)), r"W_o \(H, d_out, h\).*got \(4, 3, 10\)"),
+        (lambda X, O, V, P: joint_vo(O[0], V, P, ranks=(4, 4)), r"W_o \(H, d_out, h\).*got \(10, 3\)"),
+        (lambda X, O, V, P: joint_vo(O, V[0], P, ranks=(4, 4)), r"W_v \(K, h, 12\).* and \(3, 12\)"),
         (lambda X, O, V, P: joint_vo(O[:3], V, P, ranks=(4, 4)), "3 query heads cannot share 2 value heads"),
         (lambda X, O, V, P: joint_vo(O / 0, V, P, ranks=(4, 4)), "non-finite"),
         (lambda X, O, V, P: vo_bias(O, V, joint_vo(O, V, P, ranks=(4, 4)), mean=X[0, :3]), r"mean must be \(12,\)"),

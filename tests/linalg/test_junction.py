@@ -160,6 +160,12 @@ def test_rank_deficient_factors_are_no_problem(junction):
     torch.testing.assert_close(reconstruct(apply_junction(B, A, junction)), B @ A)
 
 
+def test_a_square_block_is_as_well_conditioned_as_its_orthonormal_rows():
+    Q = torch.linalg.qr(factors()[2]).Q
+    X, condition = eliminate(Q, torch.arange(len(Q)), None, "that", "another")
+    assert X.shape == (len(Q), 0) and condition == 1.0
+
+
 def test_condition_is_that_of_the_inverted_block():
     _, B, A = factors()
     out = apply_junction(B, A, "block_identity_right")
