@@ -126,7 +126,7 @@ def _divergences(source: Source, ids: Tensor, tried: Stream) -> list[float]:
         probable = dense.exp()
         for i, hidden in enumerate(tried.hidden[1:]):
             small = logits(source, ids, tried, hidden, keep=some).float().log_softmax(-1)
-            totals[i] += torch.dot(probable.flatten(), small.neg_().add_(dense).flatten()).double().cpu()
+            totals[i] += small.neg_().add_(dense).mul_(probable).sum(-1).double().sum().cpu()
     return (totals / ids.numel()).clamp_min(0).tolist()
 
 

@@ -74,7 +74,10 @@ class Arena:
         code, err = call(self.stock, [*line, "--device", "cpu"] if "--device" not in line else line)
         assert code == 0, err
 
-    from_moments = ("compress", "model", "-o", "out", "--moments", "moments", "--multiple", "2", "--device", "cpu")
+    from_moments = (
+        *("compress", "model", "-o", "out", "--method", "modegpt", "--moments", "moments", "--multiple", "2"),
+        *("--device", "cpu"),
+    )
 
     def attack(self, kind: str, seed: int) -> Outcome:
         """One case; the same arguments give the same case."""

@@ -62,7 +62,7 @@ def test_compress_prints_one_json_object_and_writes_a_whole_checkpoint(small, pl
     )
     assert not (place / "small.partial").exists()
     card = (place / "small" / "README.md").read_text()
-    assert "rankfold compress model -o small --method modegpt --sparsity 0.3" in card
+    assert "rankfold compress model -o small --method rankfold --sparsity 0.3" in card
 
 
 def test_the_command_in_the_card_makes_the_same_weights(small, place, run):
@@ -96,16 +96,16 @@ def test_generate(small, run):
 def test_calibrate_once_then_plan_and_compress_many(place, run):
     code, _, err = run(f"calibrate model -o moments {CALIBRATION}")
     assert code in (0, None), err
-    code, out, _ = run("plan model --moments moments --sparsity 0.2 --multiple 2 --device cpu --json -o plan.json")
+    code, out, _ = run("plan model --method modegpt --moments moments --sparsity 0.2 --multiple 2 --device cpu --json -o plan.json")
     plan = json.loads(out)
     assert plan == json.loads((place / "plan.json").read_text())
     assert all(m["relative_error"] is not None for m in plan["modules"])
     code, out, err = run(
-        "compress model -o from-moments --moments moments --sparsity 0.2 --multiple 2 --device cpu --json"
+        "compress model -o from-moments --method modegpt --moments moments --sparsity 0.2 --multiple 2 --device cpu --json"
     )
     assert code in (0, None), err
     assert json.loads(out)["removed_weights"] == plan["removed_weights"]
-    code, out, _ = run("compress model --moments moments --sparsity 0.2 --multiple 2 --device cpu --dry-run")
+    code, out, _ = run("compress model --method modegpt --moments moments --sparsity 0.2 --multiple 2 --device cpu --dry-run")
     assert code in (0, None) and "counted weights" in out
 
 
@@ -185,7 +185,7 @@ def test_moments_of_a_mix_are_those_of_that_mix_alone(run, place, other):
     assert json.loads((place / "of-mix" / "moments.json").read_text())["tokens"]["texts"][0]["samples"] == 11
     code, _, err = run(f"calibrate model -o of-mix {MIX.replace('0.7', '0.8')}")
     assert code == 2 and "it differs in: tokens" in err
-    code, out, err = run("compress model --moments of-mix --multiple 2 --device cpu --dry-run")
+    code, out, err = run("compress model --method modegpt --moments of-mix --multiple 2 --device cpu --dry-run")
     assert code in (0, None) and re.search(r"windows of text\.txt.*11 \+ 1 held out", out), err
 
 
@@ -233,7 +233,7 @@ BAD = [
     ("compress model -o x --method svdd", "unknown method 'svdd'; did you mean 'svd'"),
     ("compress model -o x --modules mlp=0.3,qk", "--modules takes"),
     ("compress model -o x --option ridge", "--option takes KEY=VALUE"),
-    ("compress model -o x --option rigde=1", "unknown modegpt option 'rigde'; did you mean 'ridge'"),
+    ("compress model -o x --option rigde=1", "unknown rankfold option 'rigde'; did you mean 'ridge'"),
     ("compress model -o x --calibration nowhere.txt", "no text at 'nowhere.txt'"),
     ("compress model -o x --calibration empty.txt", "is empty"),
     (
@@ -263,7 +263,7 @@ BAD = [
     ("compress missing -o x", "no model at 'missing'"),
     ("compress unknown -o x", "model type 'albert' is not supported"),
     ("compress truncated -o x --calibration text.txt", "not a readable safetensors file"),
-    ("compress nan -o x --calibration text.txt --samples 2 --length 32", "up_proj.weight has 1 NaN"),
+    ("compress nan -o x --method modegpt --calibration text.txt --samples 2 --length 32", "up_proj.weight has 1 NaN"),
     ("compress pickled -o x --calibration text.txt", "reads safetensors and GGUF only"),
     ("compress mismatch -o x --calibration text.txt", "tokenizer and model do not belong together"),
     ("compress model -o x --moments nowhere", "is not a moments folder"),

@@ -110,7 +110,7 @@ def test_nothing_gives_the_help(run):
 def test_one_pass_goes_with_moments(run, place):
     code, _, err = run(*f"calibrate model -o one-pass {CALIBRATION.replace('--multiple 2', '')}".split())
     assert code == 0, err
-    code, _, err = run(*f"compress model -o of-moments --moments one-pass --mode one-pass {WITHOUT_TEXT}".split())
+    code, _, err = run(*f"compress model -o of-moments --method modegpt --moments one-pass --mode one-pass {WITHOUT_TEXT}".split())
     assert code == 0, err
 
 
@@ -120,7 +120,7 @@ def test_calibrating_again_repairs_what_is_damaged(run, place):
     whole = {path.name: path.read_bytes() for path in (place / "repaired").iterdir()}
     block = place / "repaired" / "block-00001.safetensors"
     block.write_bytes(block.read_bytes()[:-8] + b"damaged!")
-    compress = f"compress model -o from-repaired --moments repaired {WITHOUT_TEXT}".split()
+    compress = f"compress model -o from-repaired --method modegpt --moments repaired {WITHOUT_TEXT}".split()
     code, _, err = run(*compress)
     assert code == 2 and "block-00001.safetensors is missing or damaged" in err.splitlines()[-1]
     assert run(*line)[0] == 0
@@ -134,7 +134,7 @@ def test_names_with_brackets_and_long_paths_are_printed_as_they_are(run, place):
     code, out, err = run(*f"compress model -o {name} {CALIBRATION}".split())
     assert code == 0 and f"{name}: " in out, err
     code, out, _ = run("inspect", name)
-    assert code == 0 and "compressed by modegpt" in out
+    assert code == 0 and "compressed by rankfold" in out
     code, _, err = run("inspect", "[red]nothing")
     assert code == 2 and "[red]nothing has no rankfold.json" in err
 
