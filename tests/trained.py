@@ -5,6 +5,7 @@ Trained in the test session on text that ships with Python, one model a session 
 
 import copy
 import functools
+from dataclasses import replace
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -55,6 +56,12 @@ def unigram_perplexity() -> float:
 def calibration() -> Tokens:
     ids = torch.stack([encoded()[0][start : start + WINDOW] for start in range(0, 128 * 3000, 3000)])
     return Tokens(ids, "pydoc topics", "pydoc topics", 0)
+
+
+def with_held_out(tokens: Tokens) -> Tokens:
+    """The last eighth of the windows not fitted."""
+    fit = len(tokens.ids) * 7 // 8
+    return replace(tokens, ids=tokens.ids[:fit].contiguous(), held_out=tokens.ids[fit:].contiguous())
 
 
 def held_out_windows() -> Tensor:

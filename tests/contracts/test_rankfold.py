@@ -125,6 +125,57 @@ def test_sparsity_zero_leaves_the_logits_unchanged(family):
         torch.testing.assert_close(model(some_ids()).logits, source.model(some_ids()).logits)
 
 
+def rows_fitted(sent: Tensor, centred: bool) -> Tensor:
+    return sent - sent.mean(0) if centred else sent
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "llama-bias"])
+def test_attention_aware_values_and_output_are_the_regression_on_what_attention_sends(name):
+    """In the first block, whose input is the dense one: the installed output projection is the best one on the installed
+    values, and these keep more of what is sent than values fitted to themselves do."""
+    shape = {"modules": {"vo": 0.5}, "multiple": 2, "feedback": False, "allocation": "uniform"}
+    losses = {}
+    for aware in (True, False):
+        source, text = opened(name), wide_tokens()
+        small = rankfold.compress(source, Rankfold(**shape, attention_aware=aware), text)
+        dense = tiny_model(name)
+        sent, reduced = (streams(model, text.ids, 0)["sent"] for model in (dense, small))
+        projections = [member(member(blocks_of(m)[0], ATTENTION), OUTPUT) for m in (dense, small)]
+        (W, b), (small_W, small_b) = ((p.weight.detach().double(), p.bias) for p in projections)
+        wanted, found = sent @ W.T, reduced @ small_W.T
+        if b is not None:
+            wanted, found = wanted + b.detach().double(), found + small_b.detach().double()
+        loss = (wanted - found).square().sum() / rows_fitted(wanted, b is not None).square().sum()
+        x, y = (rows_fitted(rows, b is not None) for rows in (reduced, wanted))
+        best = (y - x @ torch.linalg.lstsq(x, y).solution).square().sum() / y.square().sum()
+        losses[aware] = loss.item()
+        if aware:
+            assert loss.item() == pytest.approx(best.item(), rel=5e-3)
+    assert losses[True] < 0.97 * losses[False]
+
+
+def test_without_feedback_no_module_is_corrected(tmp_path):
+    folder = rankfold.compress(
+        opened("llama"), method_for("llama", feedback=False, allocation="uniform"), wide_tokens(), tmp_path / "plain"
+    )
+    blocks = json.loads((folder / "rankfold.json").read_text())["blocks"]
+    assert all("feedback" not in report for block in blocks.values() for report in block.values())
+
+
+def test_without_held_out_windows_nothing_confirms_a_correction(tmp_path):
+    text = replace(wide_tokens(), held_out=None)
+    same = [
+        rankfold.compress(
+            opened("llama"), method_for("llama", allocation="uniform", feedback=on), text, tmp_path / str(on)
+        )
+        for on in (True, False)
+    ]
+    blocks = json.loads((same[0] / "rankfold.json").read_text())["blocks"]
+    assert all(block[module]["feedback"] == 0.0 for block in blocks.values() for module in ("vo", "mlp"))
+    for path in same[0].glob("*.safetensors"):
+        assert path.read_bytes() == (same[1] / path.name).read_bytes()
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "opt", "mixtral", "gemma3"])
 def test_costs_are_divergences_of_the_whole_model_with_one_module_compressed(name):
     """At the rank that was tried; every other block protected, every other module left out."""

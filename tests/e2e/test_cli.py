@@ -96,7 +96,9 @@ def test_generate(small, run):
 def test_calibrate_once_then_plan_and_compress_many(place, run):
     code, _, err = run(f"calibrate model -o moments {CALIBRATION}")
     assert code in (0, None), err
-    code, out, _ = run("plan model --method modegpt --moments moments --sparsity 0.2 --multiple 2 --device cpu --json -o plan.json")
+    code, out, _ = run(
+        "plan model --method modegpt --moments moments --sparsity 0.2 --multiple 2 --device cpu --json -o plan.json"
+    )
     plan = json.loads(out)
     assert plan == json.loads((place / "plan.json").read_text())
     assert all(m["relative_error"] is not None for m in plan["modules"])
@@ -105,7 +107,9 @@ def test_calibrate_once_then_plan_and_compress_many(place, run):
     )
     assert code in (0, None), err
     assert json.loads(out)["removed_weights"] == plan["removed_weights"]
-    code, out, _ = run("compress model --method modegpt --moments moments --sparsity 0.2 --multiple 2 --device cpu --dry-run")
+    code, out, _ = run(
+        "compress model --method modegpt --moments moments --sparsity 0.2 --multiple 2 --device cpu --dry-run"
+    )
     assert code in (0, None) and "counted weights" in out
 
 

@@ -110,7 +110,9 @@ def test_nothing_gives_the_help(run):
 def test_one_pass_goes_with_moments(run, place):
     code, _, err = run(*f"calibrate model -o one-pass {CALIBRATION.replace('--multiple 2', '')}".split())
     assert code == 0, err
-    code, _, err = run(*f"compress model -o of-moments --method modegpt --moments one-pass --mode one-pass {WITHOUT_TEXT}".split())
+    code, _, err = run(
+        *f"compress model -o of-moments --method modegpt --moments one-pass --mode one-pass {WITHOUT_TEXT}".split()
+    )
     assert code == 0, err
 
 

@@ -13,7 +13,7 @@ import torch
 
 import rankfold
 from families import ELIMINATION, ONE_SHOT
-from rankfold import LatentLLM, MoDeGPT, make_method
+from rankfold import LatentLLM, MoDeGPT, Rankfold, make_method
 from rankfold.calibration.supply import FromStreams
 from trained import (
     MODELS,
@@ -23,6 +23,7 @@ from trained import (
     unigram_perplexity,
     with_biased_keys,
     with_collinear_units,
+    with_held_out,
     with_scaled_values,
 )
 
@@ -55,8 +56,9 @@ class Trained:
             self._ratios[key] = self.measured(method, plant, mode)
         return self._ratios[key]
 
-    def measured(self, method, plant=None, mode: str = "sequential") -> float:
-        return perplexity(rankfold.compress(self.source(plant), method, calibration(), mode=mode)) / self.perplexity
+    def measured(self, method, plant=None, mode: str = "sequential", text=None) -> float:
+        model = rankfold.compress(self.source(plant), method, text or calibration(), mode=mode)
+        return perplexity(model) / self.perplexity
 
     @functools.cached_property
     def moments(self) -> rankfold.MomentStore:
@@ -97,6 +99,27 @@ def test_a_third_less_costs_little(subject, make, bound):
     sequential, one_pass = (subject.ratio(make(), mode=mode) for mode in ("sequential", "one-pass"))
     assert 0.99 < sequential < bound
     assert sequential < 1.02 * one_pass
+
+
+def default(sparsity: float, **options) -> Rankfold:
+    return Rankfold(sparsity, multiple=2, **options)
+
+
+@pytest.mark.parametrize("sparsity", [0.3, 0.5])
+def test_the_default_beats_the_method_whose_shapes_it_has(subject, sparsity):
+    text = with_held_out(calibration())
+    best, plain, uniform, blind = (
+        subject.measured(method, text=text) - 1
+        for method in (
+            default(sparsity),
+            modegpt(sparsity),
+            default(sparsity, allocation="uniform"),
+            default(sparsity, allocation="uniform", feedback=False),
+        )
+    )
+    assert best < 0.75 * plain
+    assert best < 0.85 * uniform  # ranks by effect
+    assert uniform < blind < 1.05 * plain  # feedback; values as attention mixes them
 
 
 @pytest.mark.parametrize("sparsity", [0.3, 0.5])

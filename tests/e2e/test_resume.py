@@ -31,7 +31,9 @@ def contents(folder) -> dict[str, bytes]:
     return {**files, "README.md": files["README.md"].replace(b"killed", b"whole"), "rankfold.json": text.encode()}
 
 
-@pytest.mark.parametrize("extra", ["", "--method modegpt --mode one-pass", "--method modegpt --mode one-pass --allocation influence"])
+@pytest.mark.parametrize(
+    "extra", ["", "--method modegpt --mode one-pass", "--method modegpt --mode one-pass --allocation influence"]
+)
 def test_killed_runs_end_in_the_same_bytes(tmp_path, extra):
     save_tiny(tmp_path / "model", blocks=16)
     save_text(tmp_path / "text.txt", copies=8)
