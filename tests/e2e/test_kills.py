@@ -9,14 +9,15 @@ import pytest
 import rankfold
 from families import tokens
 from kills import State, kill_everywhere, read_state, write_state
-from rankfold import MoDeGPT
+from rankfold import MoDeGPT, Rankfold
 from rankfold.errors import CheckpointError
 from saved import save_tiny
 
 RUNS = {
-    "sequential": ({}, {}),
-    "one-pass": ({}, {"mode": "one-pass"}),
-    "one-pass, influence": ({"allocation": "influence"}, {"mode": "one-pass"}),
+    "default": (Rankfold, {}, {}),
+    "sequential": (MoDeGPT, {}, {}),
+    "one-pass": (MoDeGPT, {}, {"mode": "one-pass"}),
+    "one-pass, influence": (MoDeGPT, {"allocation": "influence"}, {"mode": "one-pass"}),
 }
 
 
@@ -62,8 +63,8 @@ def check_all_kills(tmp_path, monkeypatch, work) -> None:
 
 @pytest.mark.parametrize("kind", RUNS)
 def test_a_compression_killed_anywhere_ends_in_the_same_bytes(tmp_path, monkeypatch, source, kind):
-    options, how = RUNS[kind]
-    method = MoDeGPT(sparsity=0.3, multiple=2, **options)
+    cls, options, how = RUNS[kind]
+    method = cls(sparsity=0.3, multiple=2, **options)
     check_all_kills(tmp_path, monkeypatch, lambda out: rankfold.compress(source, method, tokens(4), out, **how))
 
 
