@@ -30,10 +30,8 @@ __all__ = ["Costs", "measure_costs", "read_costs", "write_costs"]
 
 Costs = dict[tuple[int, str], Cost]  # (block, module) -> rank -> nats per token
 
-FIT_TOKENS, PER_DIMENSION = (
-    16384,
-    4,
-)  # tokens that curves are measured on; for wide MLPs as many as make a moment of full rank
+FIT_TOKENS = 16384  # that curves are measured on
+PER_DIMENSION = 4  # as many more for wide MLPs as make a moment of full rank
 WINDOWS, LENGTH = 4, 128  # that predictions are compared on
 POSITIONS = 128  # whose predictions are compared at once: a vocabulary is large
 
@@ -52,16 +50,14 @@ def measure_costs(source: Source, method: Method, tokens: Tokens, units: list[Un
     Returns:
         ``(block, module)`` -> rank -> nats per token, mean ``KL(dense || with this module compressed)``.
 
-    Cost: for the curves one pass over 8k tokens or more, for the effects about half a forward of 512 tokens for every module.
+    Cost: for the curves one pass over 16k tokens or more, for the effects about half a forward of 512 tokens for every module.
     """
     units = [unit for unit in units if (unit.block, unit.module) in averages]
     if not units:
         return {}
     fit = start(source, _some_to_fit(tokens, units), autocast=source.autocast)
     ids = (tokens.ids if tokens.held_out is None else tokens.held_out)[:WINDOWS, :LENGTH].contiguous()
-    tried = start(
-        source, ids, autocast=source.autocast
-    )  # its first batch is the dense model's, each other one a module's
+    tried = start(source, ids, autocast=source.autocast)  # one batch, the dense model's; every module tried adds one
     read, curves = BlockReader(source), {}
     for index in track(range(len(source)), "measuring effects"):
         view = read(index)

@@ -54,8 +54,8 @@ def _costs(source: Source, method: Method, tokens: Tokens | None, run: Run | Non
     """What every rank would cost; kept with the run, so that going on finds the same ranks."""
     if tokens is None:
         raise OptionError(
-            "a measured allocation compares predictions on text, which moments do not hold; give --calibration, or another "
-            "--allocation"
+            "a measured allocation compares predictions on text, which moments do not hold; give calibration text, or take "
+            "another allocation"
         )
     if run and run.costs.exists():
         return read_costs(run.costs)

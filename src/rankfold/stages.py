@@ -41,9 +41,7 @@ def run_stages(work: Work, view: BlockView, ranks: dict[str, int]) -> BlockResul
 def run_stage(work: Work, view: BlockView, stage: Stage, whole: BlockResult) -> None:
     """Measure the block as it is, decompose, replace; what came of it is added to ``whole``."""
     moments = work.supply.take(view, stage.statistics)
-    held_out = functools.cache(
-        lambda: work.watch.measure(view, stage.statistics)
-    )  # when it is needed: moments are large
+    held_out = functools.cache(lambda: work.watch.measure(view, stage.statistics))  # late, because moments are large
     release_memory()
     result = decompose(stage, view, moments, held_out)
     del moments

@@ -27,7 +27,8 @@ class Rankfold(MoDeGPT):
         attention_aware: fit values to what attention makes of them, the input of the output projection, and refit the whole
             output projection across heads; ``False``: to the values themselves, head by head (MoDeGPT Algorithm 3).
         feedback: fit output and down projections to all that the stream lacks behind them, as far as held-out windows
-            confirm; ``False``: to their own dense outputs only.
+            confirm; ``False``: to their own dense outputs only. An output projection is refitted where queries and keys or
+            values lose dimensions, a down projection where units go.
     """
 
     name: ClassVar[str] = "rankfold"
