@@ -16,6 +16,7 @@ from torch import Tensor
 
 __all__ = ["Elimination", "eliminate_groups", "eliminate_units", "elimination"]
 
+ROWS = 512  # that are moved at a time
 STEPS = 96  # at most F / STEPS units leave between two updates of the whole matrix
 
 
@@ -66,10 +67,11 @@ def elimination(W: Tensor, P: Tensor, *, rank: int) -> Elimination:
     if not 1 <= rank <= F:
         raise ValueError(f"rank must be in [1, {F}], got {rank}")
     alive = torch.ones(F, dtype=torch.bool, device=W.device)
-    left, order, losses = F - rank, [], []
+    units = torch.arange(F, device=W.device)  # what the columns of W are
+    left, gone, order, losses = F - rank, 0, [], []
     while left:
         loss = torch.where(alive, W.square().sum(0) / P.diagonal(), torch.inf)
-        lowest = loss.topk(1 + max(1, F // STEPS), largest=False)
+        lowest = loss.topk(min(1 + max(1, F // STEPS), len(units)), largest=False)
         group, limit = lowest.indices[:-1], lowest.values[-1]
         chosen, costs = _one_by_one(W[:, group], P[group[:, None], group], limit, left)
         J = group[chosen]
@@ -79,10 +81,26 @@ def elimination(W: Tensor, P: Tensor, *, rank: int) -> Elimination:
         P.addmm_(columns, factor, alpha=-1)
         alive[J] = False
         left -= len(J)
-        order.append(J)
+        order.append(units[J])
         losses += costs
+        gone += len(J)
+        if gone > len(units) // 8:  # the updates need not go on over what is gone
+            stay, gone = alive.nonzero()[:, 0], 0
+            W, P = _compact(W, stay, rows=False), _compact(P, stay, rows=True)
+            units, alive = units[stay], alive[stay]
     none = torch.zeros(0, dtype=torch.long, device=W.device)
     return Elimination(torch.cat([none, *order]), torch.tensor(losses, dtype=torch.float64))
+
+
+def _compact(A: Tensor, stay: Tensor, *, rows: bool) -> Tensor:
+    """The columns ``stay`` (and the rows) moved to the front of ``A`` in place, some rows at a time; a view of them."""
+    n = len(stay) if rows else len(A)
+    for a in range(0, n, ROWS):
+        b = min(a + ROWS, n)
+        A[a:b, : len(stay)] = (A[stay[a:b]] if rows else A[a:b])[
+            :, stay
+        ]  # these rows are not below the ones they go to
+    return A[:n, : len(stay)]
 
 
 def _one_by_one(W: Tensor, P: Tensor, limit: Tensor, most: int) -> tuple[Tensor, list[float]]:
