@@ -23,14 +23,21 @@ def test_a_plan_does_not_run_the_model(monkeypatch):
     assert plan.seconds is None and plan.peak_memory_bytes > 0
 
 
-@pytest.mark.parametrize(("mode", "forwards"), [("sequential", 2.5), ("one-pass", 1.7)])
-def test_the_time_is_that_of_one_block_for_all_blocks_and_tokens(monkeypatch, mode, forwards):
+@pytest.mark.parametrize(
+    ("cls", "mode", "forwards"),
+    [
+        (rankfold.MoDeGPT, "sequential", 2.5),
+        (rankfold.MoDeGPT, "one-pass", 1.7),
+        (rankfold.Rankfold, "sequential", rankfold.Rankfold.forwards["sequential"]),
+    ],
+)
+def test_the_time_is_that_of_one_block_for_all_blocks_and_tokens(monkeypatch, cls, mode, forwards):
     """With a clock by which every block forward takes 8, 5 and 6 seconds, and a batch of 64 windows of 32 tokens."""
     ticks = itertools.accumulate([0, 8, 1, 5, 1, 6])
     monkeypatch.setattr(planning.time, "perf_counter", lambda: next(ticks))
     monkeypatch.setattr(planning, "batch_tokens", lambda source: 2048)
     source = opened("llama")
-    plan = rankfold.plan(source, rankfold.MoDeGPT(sparsity=0.3, multiple=2))
+    plan = rankfold.plan(source, cls(sparsity=0.3, multiple=2, allocation="uniform"))
     calibration = tokens(16).describe()
     timed = planning.timed(plan, source, calibration, mode)
     assert timed.seconds == pytest.approx(forwards * 3 * 5 * (16 * 32) / (64 * 32))

@@ -12,13 +12,10 @@ from .calibration.observers import SAMPLE_ROWS, STATISTICS
 from .calibration.runner import advance, batch_tokens, start
 from .checkpoint.source import Source
 from .errors import OptionError
-from .methods import Method, Unit
+from .methods import Method, Unit, method_class
 from .report.plan import ModulePlan, Plan
 
-__all__ = ["FORWARDS", "allocate_ranks", "build_plan", "of_block", "shares", "timed"]
-
-# What a compression costs, in forwards of all blocks over the calibration tokens (docs/results/compression_cost.md).
-FORWARDS = {"sequential": 2.5, "one-pass": 1.7}
+__all__ = ["allocate_ranks", "build_plan", "of_block", "shares", "timed"]
 
 
 def _units(source: Source, method: Method) -> list[Unit]:
@@ -154,15 +151,16 @@ def timed(the_plan: Plan, source: Source, calibration: dict, mode: str) -> Plan:
 
     Args:
         calibration: description of the calibration tokens.
-        mode: out of :data:`FORWARDS`.
+        mode: one of the method's.
 
     Raises:
         OptionError: unknown mode.
 
     Cost: three forwards of one block over a few thousand tokens, and reading that block.
     """
-    if mode not in FORWARDS:
-        raise OptionError(f"mode must be sequential or one-pass, got {mode!r}")
+    forwards = method_class(the_plan.method["method"]).forwards
+    if mode not in forwards:
+        raise OptionError(f"mode must be {' or '.join(forwards)}, got {mode!r}")
     length = calibration["length"]
     ids = torch.zeros(max(1, batch_tokens(source) // length), length, dtype=torch.long)
     view, stream, times = source.block(0), start(source, ids, autocast=source.autocast), []
@@ -171,4 +169,4 @@ def timed(the_plan: Plan, source: Source, calibration: dict, mode: str) -> Plan:
         advance(view, replace(stream, hidden=list(stream.hidden)))
         times.append(time.perf_counter() - begin)
     forward = len(source) * min(times) * calibration["tokens"] / ids.numel()
-    return replace(the_plan, seconds=FORWARDS[mode] * forward)
+    return replace(the_plan, seconds=forwards[mode] * forward)

@@ -4,7 +4,9 @@ Nothing is added to the model: every matrix keeps its place and loses rows or co
 each measured on what the stages before it left, on two streams side by side: the compressed one and the dense one.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import ClassVar, Literal
 
 from ...architectures import BlockView
@@ -33,6 +35,7 @@ class Rankfold(MoDeGPT):
 
     name: ClassVar[str] = "rankfold"
     modes: ClassVar[tuple[str, ...]] = ("sequential",)
+    forwards: ClassVar[Mapping[str, float]] = MappingProxyType({"sequential": 7.0})
 
     allocation: Literal["uniform", "influence", "influence-modules", "measured"] = "measured"
     attention_aware: bool = True
