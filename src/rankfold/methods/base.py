@@ -77,7 +77,7 @@ class Method:
     all_modules: ClassVar[tuple[str, ...]]
     modes: ClassVar[tuple[str, ...]] = ("sequential", "one-pass")
     allocations: ClassVar[tuple[str, ...]] = ("uniform", "influence", "influence-modules")
-    # Mode -> what a compression takes, in forwards of all blocks over the calibration tokens (docs/results/compression_cost.md).
+    # Mode -> forwards of all blocks over the calibration tokens that a compression takes (docs/results/compression_cost.md).
     forwards: ClassVar[Mapping[str, float]] = MappingProxyType({"sequential": 2.5, "one-pass": 1.7})
 
     sparsity: float = 0.3
