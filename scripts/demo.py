@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-SAMPLES, LENGTH = 32, 1024  # calibration windows and tokens of each
+SAMPLES, LENGTH = 16, 1024  # calibration windows and tokens of each
 PROMPT = "Python is a programming language that"
 STARTED = time.perf_counter()
 
