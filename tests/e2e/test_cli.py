@@ -81,6 +81,15 @@ def test_inspect(small, run):
     assert json.loads(out)["counts"]["sparsity"] >= 0.3
 
 
+def test_inspect_takes_a_record_without_held_out_windows(small, place, run):
+    shutil.copytree(place / "small", place / "older")
+    record = json.loads((place / "older" / "rankfold.json").read_text())
+    del record["held_out"]
+    (place / "older" / "rankfold.json").write_text(json.dumps(record))
+    code, out, err = run("inspect older")
+    assert code in (0, None) and "held-out" not in out, err
+
+
 def test_evaluate_and_its_definition(small, run, caplog):
     code, out, _ = run("evaluate small --text text.txt --length 64 --limit 2 --device cpu --json")
     result = json.loads(out)

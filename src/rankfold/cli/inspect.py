@@ -44,10 +44,10 @@ def _print(record: dict, out) -> None:
         f"{counts['sparsity']:.2%} of {counts['counted_weights']:,} counted weights removed; {counts['parameters']:,} "
         f"parameters, {counts['bytes'] / 2**20:.1f} MiB, {counts['kv_bytes_per_token']:,} cache bytes per token"
     )
-    if record["held_out"]:
-        out.print(c.outcome(record["held_out"]), soft_wrap=True)
-        if record["held_out"]["warning"]:
-            out.print(record["held_out"]["warning"], soft_wrap=True)
+    if held_out := record.get("held_out"):  # older checkpoints have none
+        out.print(c.outcome(held_out), soft_wrap=True)
+        if held_out["warning"]:
+            out.print(held_out["warning"], soft_wrap=True)
 
 
 def _cells(report: dict | None) -> tuple[str, str, str]:
