@@ -6,7 +6,6 @@ predictions there is its effect. Between ranks it grows like the squared error. 
 the dense stream as many short ones as modules have been tried so far go through it.
 """
 
-import inspect
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from .allocation import Cost, largest_sparsity
 from .architectures import BlockView
-from .calibration.runner import Stream, advance, logits, measure, start
+from .calibration.runner import Stream, advance, keeps_some_logits, logits, measure, start
 from .calibration.tokens import Tokens
 from .checkpoint.reading import BlockReader
 from .checkpoint.source import Source
@@ -114,10 +113,9 @@ def _scaled(curve: Cost, reference: int, effect: float) -> Cost:
 
 def _divergences(source: Source, ids: Tensor, tried: Stream) -> list[float]:
     """Mean ``KL(dense || tried)`` per position, of every batch behind the first."""
-    keeps = "logits_to_keep" in inspect.signature(source.model.forward).parameters
     everything = torch.arange(ids.shape[1], device=source.device)
     totals = torch.zeros(len(tried.hidden) - 1, dtype=torch.float64)
-    for some in everything.split(POSITIONS) if keeps else [None]:
+    for some in everything.split(POSITIONS) if keeps_some_logits(source) else [None]:
         dense = logits(source, ids, tried, tried.hidden[0], keep=some).float().log_softmax(-1)
         probable = dense.exp()
         for i, hidden in enumerate(tried.hidden[1:]):

@@ -6,7 +6,6 @@ through the compressed ones. They give every module's error there, how far the t
 the end both perplexities. A run that destroys a model must not look like a success.
 """
 
-import inspect
 import logging
 import math
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from .architectures import BlockView
 from .calibration.moments import BlockMoments
-from .calibration.runner import advance, logits, start
+from .calibration.runner import advance, keeps_some_logits, logits, start
 from .calibration.streams import Streams
 from .calibration.supply import FromDense, FromStreams
 from .checkpoint.source import Source
@@ -139,7 +138,7 @@ def _perplexity(nll: float) -> float:
 def _predictions(source: Source, ids: Tensor, stream, hidden: Tensor):
     """Logits ``(B, n, V)`` and targets ``(B, n)``, some positions at a time, of one batch of a stream behind the last block."""
     last = ids.shape[1] - 1
-    keeps = "logits_to_keep" in inspect.signature(source.model.forward).parameters
+    keeps = keeps_some_logits(source)
     for positions in torch.arange(last, device=ids.device).split(POSITIONS if keeps else last):
         some = logits(source, ids, stream, hidden, keep=positions if keeps else None)
         yield some[:, : len(positions)], ids[:, positions + 1]

@@ -6,6 +6,7 @@ Only one block is resident. The residual stream between two blocks is kept on th
 """
 
 import contextlib
+import inspect
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -17,7 +18,17 @@ from ..errors import NumericsError
 from .moments import BlockMoments, check_finite
 from .observers import STATISTICS, Batch, DenseBatch, Middle, Observer, observers_for
 
-__all__ = ["Stream", "advance", "advance_dense", "batch_tokens", "evaluating", "logits", "measure", "start"]
+__all__ = [
+    "Stream",
+    "advance",
+    "advance_dense",
+    "batch_tokens",
+    "evaluating",
+    "keeps_some_logits",
+    "logits",
+    "measure",
+    "start",
+]
 
 BATCH_TOKENS = 2048  # a forward on a CPU; larger batches are hardly faster, and their activations dwarf the block
 MOST_BATCH_TOKENS = 32768  # a forward on an accelerator, where its memory allows; beyond that nothing gets faster
@@ -131,6 +142,11 @@ def start(source, ids: Tensor, *, autocast: torch.dtype | None) -> Stream:
             stream.hidden.append(recorders[0].hidden.to(autocast or recorders[0].hidden.dtype))
             stream.calls.setdefault(len(batch), [r.call for r in recorders])
     return stream
+
+
+def keeps_some_logits(source) -> bool:
+    """Whether the model can leave out the logits of positions that nobody wants; see ``keep`` of :func:`logits`."""
+    return "logits_to_keep" in inspect.signature(source.model.forward).parameters
 
 
 @torch.no_grad()

@@ -26,11 +26,6 @@ class OutputRefit(NamedTuple):
         gap = W - torch.einsum("dhr,hrn->dhn", self.W.unflatten(1, self.down.shape[:2]), self.down).flatten(1)
         return ((gap @ C) * gap).sum().clamp_min(0).item()
 
-    def relative_error(self, W: Tensor, C: Tensor) -> float:
-        """RMS error over RMS output."""
-        total = ((W @ C) * W).sum().item()
-        return (self.error(W, C) / total) ** 0.5 if total > 0 else 0.0
-
 
 @torch.no_grad()
 def refit_across_heads(W: Tensor, C: Tensor, down: Tensor, up: Tensor, *, ridge: float) -> OutputRefit:

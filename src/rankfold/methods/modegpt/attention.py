@@ -63,12 +63,12 @@ def compress_qk(method, attention: AttentionView, moments, dense: dict[str, Dens
     parts = torch.stack([*_score_error(moments, keep), theorem.sum(), proposition.sum()]).tolist()
     positions = moments["query_key"].count
     names = ("error", "theorem_2", "proposition_2")
-    report = {"form": "cr", "select": method.select_qk, "relative_error": _relative(*parts[:2])}
+    report = {"form": "cr", "select": method.select_qk, "relative_error": relative(*parts[:2])}
     report |= {name: value / positions for name, value in zip(names, (parts[0], *parts[2:]), strict=True)}
     projections = {"q": take_heads(dense["q"], _of_queries(keep, attention)), "k": take_heads(dense["k"], keep)}
 
     def error(other: BlockMoments) -> float:
-        return _relative(*torch.stack(_score_error(other, keep)).tolist())
+        return relative(*torch.stack(_score_error(other, keep)).tolist())
 
     return Part(projections, report, error, choice.pairs if attention.rotary_dim else None)
 
@@ -107,8 +107,8 @@ def _free_qk(attention: AttentionView, moments, dense: dict[str, Dense], rank: i
         "k": map_heads(dense["k"], fit.down),
     }
     error, total = torch.stack(_pair_error(*metrics(moments), fit)).tolist()
-    report = {"form": "svd", "relative_error": _relative(error, total), "error": error}
-    return Part(projections, report, lambda other: _relative(*torch.stack(_pair_error(*metrics(other), fit)).tolist()))
+    report = {"form": "svd", "relative_error": relative(error, total), "error": error}
+    return Part(projections, report, lambda other: relative(*torch.stack(_pair_error(*metrics(other), fit)).tolist()))
 
 
 def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dense], rank: int) -> Part:
@@ -138,11 +138,11 @@ def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dens
         bias = (o.bias.double() + torch.einsum("dkgn,kn->d", W_o, centre - kept.squeeze(-1))).to(o.bias.dtype)
         new_v = Dense(new_v.weight, None)
     error, total, optimum = torch.stack([*_pair_error(A, B, fit), best.error.sum()]).tolist()
-    report = {"relative_error": _relative(error, total), "error": error, "proposition_3": optimum}
+    report = {"relative_error": relative(error, total), "error": error, "proposition_3": optimum}
     return Part(
         {"v": new_v, "o": Dense(new_o, bias)},
         report,
-        lambda other: _relative(*torch.stack(_pair_error(*metrics(other), fit)).tolist()),
+        lambda other: relative(*torch.stack(_pair_error(*metrics(other), fit)).tolist()),
     )
 
 
@@ -152,7 +152,8 @@ def _pair_error(A: Tensor, B: Tensor, fit: PairedSVD) -> tuple[Tensor, Tensor]:
     return ((B @ gap) * (gap @ A)).sum(), (B * A).sum()
 
 
-def _relative(error: float, total: float) -> float:
+def relative(error: float, total: float) -> float:
+    """RMS error over RMS of what it is an error of; 0 where that is nothing."""
     return (max(error, 0.0) / total) ** 0.5 if total > 0 else 0.0
 
 

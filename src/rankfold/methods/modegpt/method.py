@@ -74,14 +74,16 @@ class MoDeGPT(Method):
         return tuple(m for m in self.all_modules if m in wanted and m not in reasons)
 
     def statistics(self, view: BlockView) -> set[str]:
+        needed = self._statistics_of_modules(view)
+        return set().union(*(needed[m] for m in self.supported_modules(view.architecture, view)))
+
+    def _statistics_of_modules(self, view: BlockView) -> dict[str, set[str]]:
         free = view.attention.rotary_dim == 0 and self.qk == "svd"
-        needed = {
+        return {
             "mlp": {"mlp_hidden"},
             "qk": {"query", "key_spread"} if free else {"query", "key", "query_key"},
             "vo": {"value"},
         }
-        modules = self.supported_modules(view.architecture, view)
-        return set().union(*(needed[m] for m in modules))
 
     def units(self, view: BlockView) -> list[Unit]:
         modules, attention = self.supported_modules(view.architecture, view), view.attention

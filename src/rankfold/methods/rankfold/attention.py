@@ -10,18 +10,23 @@ from ...calibration.moments import BlockMoments, Moment
 from ...linalg.output_refit import refit_across_heads
 from ...linalg.paired_svd import paired_svd
 from ..base import BlockResult
-from ..modegpt.attention import Part, compress_attention, map_heads
+from ..modegpt.attention import Part, compress_attention, map_heads, relative
 from ..modegpt.attention import compress_vo as values_alone
 from .missing import repair
 
-__all__ = ["compress_vo", "decompose_attention", "refit_output"]
+__all__ = ["compress_vo", "decompose_attention", "refit_output", "values_of"]
 
 
 def decompose_attention(method, view: BlockView, moments, ranks: dict[str, int]) -> BlockResult:
     """Replace the attention module by one with width ``ranks["qk"]`` for scores and ``ranks["vo"]`` for values."""
     result = BlockResult({}, {}, {}, {})
-    compress_attention(method, view, moments, ranks, result, vo=compress_vo if method.attention_aware else values_alone)
+    compress_attention(method, view, moments, ranks, result, vo=values_of(method))
     return result
+
+
+def values_of(method):
+    """What reduces values and output."""
+    return compress_vo if method.attention_aware else values_alone
 
 
 def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dense], rank: int) -> Part:
@@ -53,12 +58,15 @@ def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dens
         kept = refit.W @ (down @ still.unflatten(0, (len(down), -1, 1))).flatten()
         bias = (o.bias.double() + W @ centre - kept).to(o.bias.dtype)
         new_v = Dense(new_v.weight, None)
-    report = {"relative_error": refit.relative_error(W, C), "error": refit.error(W, C)}
+
+    def errors(C: Tensor) -> dict[str, float]:
+        error = refit.error(W, C)
+        return {"relative_error": relative(error, ((W @ C) * W).sum().item()), "error": error}
 
     def error(other: BlockMoments) -> float:
-        return refit.relative_error(W, metric(other["attention_output"]))
+        return errors(metric(other["attention_output"]))["relative_error"]
 
-    return Part({"v": new_v, "o": Dense(refit.W.to(o.weight.dtype), bias)}, report, error)
+    return Part({"v": new_v, "o": Dense(refit.W.to(o.weight.dtype), bias)}, errors(C), error)
 
 
 def _of_heads(C: Tensor, W: Tensor, attention: AttentionView) -> tuple[Tensor, Tensor]:

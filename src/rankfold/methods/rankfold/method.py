@@ -12,9 +12,8 @@ from typing import ClassVar, Literal
 from ...architectures import BlockView
 from ..base import BlockResult, Stage, Unit, register_method
 from ..modegpt import MoDeGPT
-from ..modegpt.attention import compress_vo as values_alone
 from ..modegpt.curves import squared_errors
-from .attention import compress_vo, decompose_attention, refit_output
+from .attention import decompose_attention, refit_output, values_of
 from .mlp import decompose_mlp
 
 __all__ = ["Rankfold"]
@@ -51,7 +50,8 @@ class Rankfold(MoDeGPT):
         full, feedback = view.attention.head_dim, self.feedback and view.adds
         found = []
         if ranks.keys() & {"qk", "vo"}:
-            needed = self._attention_statistics(view, ranks.keys())
+            needed = self._statistics_of_modules(view)
+            needed = set().union(*(needed[module] for module in ranks.keys() & {"qk", "vo"}))
             found.append(Stage(needed, lambda view, moments, _: decompose_attention(self, view, moments, ranks)))
             if feedback and min(ranks.get("qk", full), ranks.get("vo", full)) < full:
                 found.append(Stage({"attention_output", "attention_feedback"}, self._refit_output(ranks)))
@@ -60,13 +60,8 @@ class Rankfold(MoDeGPT):
             found.append(Stage(needed, lambda *args: decompose_mlp(self, *args, ranks["mlp"])))
         return found
 
-    def _attention_statistics(self, view: BlockView, modules) -> set[str]:
-        free = view.attention.rotary_dim == 0 and self.qk == "svd"
-        needed = {
-            "qk": {"query", "key_spread"} if free else {"query", "key", "query_key"},
-            "vo": {"attention_output"} if self.attention_aware else {"value"},
-        }
-        return set().union(*(needed[module] for module in modules if module in needed))
+    def _statistics_of_modules(self, view: BlockView) -> dict[str, set[str]]:
+        return super()._statistics_of_modules(view) | ({"vo": {"attention_output"}} if self.attention_aware else {})
 
     def _refit_output(self, ranks: dict[str, int]):
         module = "vo" if "vo" in ranks else "qk"
@@ -77,7 +72,7 @@ class Rankfold(MoDeGPT):
         return replace(self, feedback=False)
 
     def curve(self, view: BlockView, moments, unit: Unit, least: int) -> dict[int, float]:
-        return squared_errors(self, view, moments, unit, least, compress_vo if self.attention_aware else values_alone)
+        return squared_errors(self, view, moments, unit, least, values_of(self))
 
     def decompose(self, view: BlockView, moments, ranks: dict[str, int]) -> BlockResult:
         raise NotImplementedError("this method has stages")
