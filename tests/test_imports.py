@@ -39,7 +39,7 @@ MAY_IMPORT = {
         "progress",
         "version",
     },
-    "report": {"errors", "files", "methods", "records", "version"},
+    "report": {"errors", "files", "methods", "processor", "records", "version"},
     "evaluation": {
         "architectures",
         "calibration",

@@ -10,6 +10,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..files import read_json
+from ..processor import cpu_facts
 from ..records import NUMBER, Each, Maybe, check_record
 from ..version import __version__
 
@@ -99,11 +100,7 @@ def environment(device: torch.device) -> dict:
 
 
 def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as handle:
-            return next(line.split(":", 1)[1].strip() for line in handle if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    return cpu_facts().get("model name") or platform.processor() or platform.machine()
 
 
 def run_record(source, description: dict, command: str, plan, reports: dict, seconds: dict) -> dict:
