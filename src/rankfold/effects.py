@@ -24,15 +24,17 @@ from .memory import release_memory
 from .methods import Method, Unit
 from .progress import track
 from .replacing import replaced
+from .stages import algebra, decompose
 
 __all__ = ["Costs", "measure_costs", "read_costs", "write_costs"]
 
 Costs = dict[tuple[int, str], Cost]  # (block, module) -> rank -> nats per token
 
-FIT_TOKENS = 16384  # that curves are measured on
+FIT_TOKENS = 8192  # that curves are measured on
 PER_DIMENSION = 4  # as many more for wide MLPs as make a moment of full rank
 WINDOWS, LENGTH = 4, 128  # that predictions are compared on
-POSITIONS = 128  # whose predictions are compared at once: a vocabulary is large
+EVERY = 2  # of their positions, from the last one on; neighbours tell nearly the same, and a vocabulary is large
+TOGETHER = 4  # modules tried whose streams go through a block as one batch
 
 
 @torch.no_grad()
@@ -56,7 +58,7 @@ def measure_costs(source: Source, method: Method, tokens: Tokens, units: list[Un
         return {}
     fit = start(source, _some_to_fit(tokens, units), autocast=source.autocast)
     ids = (tokens.ids if tokens.held_out is None else tokens.held_out)[:WINDOWS, :LENGTH].contiguous()
-    tried = start(source, ids, autocast=source.autocast)  # one batch, the dense model's; every module tried adds one
+    dense, tried = start(source, ids, autocast=source.autocast), _side_by_side(source, ids)
     read, curves = BlockReader(source), {}
     for index in track(range(len(source)), "measuring effects"):
         view = read(index)
@@ -65,17 +67,35 @@ def measure_costs(source: Source, method: Method, tokens: Tokens, units: list[Un
         for unit in mine:
             curves[index, unit.module] = _curve(method, view, moments, unit, averages[index, unit.module])
         ranks = [{unit.module: _reference(unit, averages[index, unit.module])} for unit in mine]
-        outputs = [_output(source, method, view, moments, rank, tried) for rank in ranks]
+        outputs = [_output(source, method, view, moments, rank, dense) for rank in ranks]
+        advance(view, dense)
         advance(view, tried)
-        tried.hidden += outputs
+        _append(tried, outputs)
         del view, moments
         release_memory()
-    effects = _divergences(source, ids, tried)
+    effects = _divergences(source, ids, dense, tried)
     found = {}
     for unit, effect in zip(units, effects, strict=True):  # in the order they were tried: by block
         key = unit.block, unit.module
         found[key] = _scaled(curves[key], _reference(unit, averages[key]), effect)
     return found
+
+
+def _side_by_side(source: Source, ids: Tensor) -> Stream:
+    """An empty stream whose batches are up to ``TOGETHER`` copies of these windows."""
+    started = [start(source, ids.repeat(n, 1), autocast=source.autocast) for n in range(1, TOGETHER + 1)]
+    calls = {size: call for one in started for size, call in one.calls.items()}
+    return Stream([], calls, source.autocast)
+
+
+def _append(stream: Stream, more: list[Tensor]) -> None:
+    """Put more copies behind the ones of the last batch, and into new batches."""
+    if not more:
+        return
+    most = max(stream.calls)
+    if stream.hidden and len(stream.hidden[-1]) < most:
+        more = [stream.hidden.pop(), *more]
+    stream.hidden += torch.cat(more).split(most)
 
 
 def _some_to_fit(tokens: Tokens, units: list[Unit]) -> Tensor:
@@ -94,14 +114,15 @@ def _curve(method: Method, view: BlockView, moments, unit: Unit, average: float)
     """Squared relative error at every rank that this average may lead to."""
     allowed = (1 - largest_sparsity(average)) * unit.dense
     least = min(_reference(unit, average), next(rank for rank in unit.ranks if unit.size(rank) >= allowed - 1e-6))
-    return method.alone.curve(view, moments, unit, least)
+    with algebra(view) as view:
+        return method.alone.curve(view, moments, unit, least)
 
 
-def _output(source: Source, method: Method, view: BlockView, moments, ranks: dict[str, int], tried: Stream) -> Tensor:
+def _output(source: Source, method: Method, view: BlockView, moments, ranks: dict[str, int], dense: Stream) -> Tensor:
     """What the block makes of the dense stream when one of its modules is compressed; the block stays as it is."""
     (stage,) = method.alone.stages(view, ranks)
-    with replaced(view, stage.decompose(view, moments, lambda: None), source):
-        alone = replace(tried, hidden=tried.hidden[:1])
+    with replaced(view, decompose(stage, view, moments), source):
+        alone = replace(dense, hidden=list(dense.hidden))
         advance(view, alone)
     return alone.hidden[0]
 
@@ -111,17 +132,21 @@ def _scaled(curve: Cost, reference: int, effect: float) -> Cost:
     return {rank: effect * error / curve[reference] if curve[reference] > 0 else 0.0 for rank, error in curve.items()}
 
 
-def _divergences(source: Source, ids: Tensor, tried: Stream) -> list[float]:
-    """Mean ``KL(dense || tried)`` per position, of every batch behind the first."""
-    everything = torch.arange(ids.shape[1], device=source.device)
-    totals = torch.zeros(len(tried.hidden) - 1, dtype=torch.float64)
-    for some in everything.split(POSITIONS) if keeps_some_logits(source) else [None]:
-        dense = logits(source, ids, tried, tried.hidden[0], keep=some).float().log_softmax(-1)
-        probable = dense.exp()
-        for i, hidden in enumerate(tried.hidden[1:]):
-            small = logits(source, ids, tried, hidden, keep=some).float().log_softmax(-1)
-            totals[i] += small.neg_().add_(dense).mul_(probable).sum(-1).double().sum().cpu()
-    return (totals / ids.numel()).clamp_min(0).tolist()
+def _divergences(source: Source, ids: Tensor, dense: Stream, tried: Stream) -> list[float]:
+    """Mean ``KL(dense || tried)`` per position, of every module tried."""
+    T = ids.shape[1]
+    some = torch.arange((T - 1) % EVERY, T, EVERY, device=source.device)
+
+    def predictions(hidden: Tensor) -> Tensor:
+        if keeps_some_logits(source):
+            return logits(source, ids, dense, hidden, keep=some).float().log_softmax(-1)
+        return logits(source, ids, dense, hidden)[:, some].float().log_softmax(-1)
+
+    expected = predictions(dense.hidden[0])
+    probable = expected.exp()
+    copies = (hidden for batch in tried.hidden for hidden in batch.split(len(ids)))
+    totals = [predictions(hidden).neg_().add_(expected).mul_(probable).sum(dtype=torch.float64) for hidden in copies]
+    return [max(total, 0.0) / probable[..., 0].numel() for total in torch.stack(totals).tolist()]
 
 
 def write_costs(path: Path, costs: Costs) -> None:

@@ -1,6 +1,8 @@
 """One block through the stages of a method: measure it as it is, decompose, replace."""
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -16,7 +18,7 @@ from .memory import release_memory
 from .methods import BlockResult, Method, Stage
 from .replacing import replace
 
-__all__ = ["Work", "decompose", "run_stages"]
+__all__ = ["Work", "algebra", "decompose", "run_stages"]
 
 
 class Work(NamedTuple):
@@ -61,9 +63,19 @@ def decompose(stage: Stage, view: BlockView, moments, held_out=lambda: None) -> 
     Raises:
         NumericsError: what comes up in the linear algebra, with the block.
     """
-    if view.device.type == "mps":  # no fp64 there; the factors go back to the device when they are installed
-        view = view.on_cpu()
-    try:
+    with algebra(view) as view:
         return stage.decompose(view, moments, held_out)
+
+
+@contextlib.contextmanager
+def algebra(view: BlockView) -> Iterator[BlockView]:
+    """The block where there is fp64, for linear algebra on its weights; what comes up in it is raised with the block's name.
+
+    Raises:
+        NumericsError: a matrix is singular or not finite.
+    """
+    try:
+        # MPS has no fp64; factors go back to the device when they are installed.
+        yield view.on_cpu() if view.device.type == "mps" else view
     except (torch.linalg.LinAlgError, ValueError) as error:
         raise NumericsError(f"{view.path}: {error}") from error
