@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .allocation import Cost, largest_sparsity
 from .architectures import BlockView
-from .calibration.runner import Stream, advance, keeps_some_logits, logits, measure, start
+from .calibration.runner import Stream, advance, batch_tokens, keeps_some_logits, logits, measure, start
 from .calibration.tokens import Tokens
 from .checkpoint.reading import BlockReader
 from .checkpoint.source import Source
@@ -82,8 +82,9 @@ def measure_costs(source: Source, method: Method, tokens: Tokens, units: list[Un
 
 
 def _side_by_side(source: Source, ids: Tensor) -> Stream:
-    """An empty stream whose batches are up to ``TOGETHER`` copies of these windows."""
-    started = [start(source, ids.repeat(n, 1), autocast=source.autocast) for n in range(1, TOGETHER + 1)]
+    """An empty stream whose batches are up to ``TOGETHER`` copies of these windows, as many as a forward takes."""
+    most = min(TOGETHER, max(1, batch_tokens(source) // ids.numel()))
+    started = [start(source, ids.repeat(n, 1), autocast=source.autocast) for n in range(1, most + 1)]
     calls = {size: call for one in started for size, call in one.calls.items()}
     return Stream([], calls, source.autocast)
 
