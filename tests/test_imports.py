@@ -46,6 +46,7 @@ MAY_IMPORT = {
         "checkpoint",
         "errors",
         "files",
+        "memory",
         "modules",
         "progress",
         "report",

@@ -72,7 +72,10 @@ OPTIONS = {
     | {"-o": NAMES, "--mode": ["sequential", "one-pass", "both", ""], "--dry-run": [None]},
     "plan": SHARED | TEXT | ANY | {"-o": NAMES},
     "calibrate": TEXT | ANY | {"-o": NAMES},
-    "evaluate": ANY | {"--text": NAMES, "--length": NUMBERS, "--limit": NUMBERS, "--field": ["text", "x"]},
+    "evaluate": ANY
+    | {"--text": NAMES, "--length": NUMBERS, "--limit": NUMBERS, "--field": ["text", "x"], "--batch-size": NUMBERS}
+    | {"--tasks": ["piqa,piqa", ""], "--tasks-from": NAMES, "--num-fewshot": NUMBERS}
+    | {"--against": NAMES, "--batch-sizes": ["0", "1,x", ""]},
     "generate": ANY | {"--max-new-tokens": FEW, "--temperature": NUMBERS, "--seed": NUMBERS},
     "inspect": {"--json": [None], "--nonsense": [None]},
     "models": {"--json": [None], "--nonsense": [None]},

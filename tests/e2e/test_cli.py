@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rankfold.cli import main
-from saved import save_text, save_tiny
+from saved import save_gguf, save_text, save_tiny
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +95,46 @@ def test_evaluate_and_its_definition(small, run, caplog):
     result = json.loads(out)
     assert code in (0, None) and result["windows"] == 2 and "non-overlapping" in result["definition"]
     assert "calibrated on this very text" in caplog.text
+
+
+def test_evaluate_several_texts_and_tasks_at_once(small, place, run):
+    save_gguf(place / "model", place / "tiny.gguf")
+    (place / "rows").mkdir()
+    row = {"goal": "a class", "sol1": "an object", "sol2": "an integer", "label": 0}
+    lines = [json.dumps(row | {"goal": f"{word} class", "label": i % 2}) for i, word in enumerate(("a", "the", "no"))]
+    (place / "rows" / "piqa_val.jsonl").write_text("\n".join(lines))
+    options = "--text text.txt --text pydoc --tasks piqa --tasks-from rows --length 64 --limit 2 --device cpu --json"
+    for model in ("model", "small", "tiny.gguf"):
+        code, out, err = run(f"evaluate {model} {options}")
+        assert code in (0, None), err
+        result = json.loads(out)
+        assert [text["text"] for text in result["texts"]] == ["text.txt", "pydoc"]
+        assert all(text["tokens_per_second"] > 0 and text["windows"] == 2 for text in result["texts"])
+        assert result["tasks"]["piqa"]["samples"] == 2 and "acc_stderr" in result["tasks"]["piqa"]
+        assert {"torch", "lm_eval", "rankfold"} <= set(result["versions"])
+    alone = json.loads(run("evaluate tiny.gguf --text pydoc --length 64 --limit 2 --device cpu --json")[1])
+    assert alone["perplexity"] == result["texts"][1]["perplexity"] and alone["model"] == "tiny.gguf"
+    code, out, _ = run(f"evaluate small {options.removesuffix('--json')}")
+    assert (
+        code in (0, None) and re.search(r"piqa .* acc .* \d\.\d{4} .* \d\.\d{4} ", out) and out.count("tokens/s") == 2
+    )
+
+
+def test_evaluate_speed_beside_the_dense_model(small, run):
+    code, out, err = run("evaluate small --speed --against model --batch-sizes 1,2 --device cpu --json")
+    assert code in (0, None), err
+    cost = json.loads(out)["cost"]
+    assert list(cost["models"]) == ["model", "small"] and cost["environment"]["threads"] >= 1
+    dense, less = cost["models"]["model"], cost["models"]["small"]
+    for key in ("parameters", "bytes_on_disk", "kv_bytes_per_token", "macs_per_token", "flops_per_token"):
+        assert 0 < less[key] < dense[key]
+    assert [batch["batch"] for batch in cost["batches"]] == [1, 2]
+    for batch in cost["batches"]:
+        assert batch["models"]["model"]["prefill_ratio"] == batch["models"]["model"]["decode_ratio"] == 1
+        low, high = batch["models"]["small"]["decode_range"]
+        assert 0 < low <= batch["models"]["small"]["decode_tokens_per_second"] <= high
+    code, out, _ = run("evaluate small --speed --batch-sizes 1 --device cpu")
+    assert code in (0, None) and "KV-cache bytes per token" in out and "first token" in out
 
 
 def test_generate(small, run):
@@ -285,6 +325,16 @@ BAD = [
     ("compress model -o x --protect 9 --calibration text.txt", "protected block 9 is not in the model"),
     ("evaluate missing --text text.txt", "no model at 'missing'"),
     ("evaluate model --text text.txt --length 1", "length must be >= 2"),
+    ("evaluate model", "nothing to evaluate; give --text TEXT, --tasks NAMES or --speed"),
+    ("evaluate model --text text.txt --text text.txt", "--text names 'text.txt' more than once"),
+    ("evaluate model --text text.txt --tasks-from .", "--tasks-from would be ignored without --tasks"),
+    ("evaluate model --text text.txt --num-fewshot 1", "--num-fewshot would be ignored without --tasks"),
+    ("evaluate model --text text.txt --against small", "--against would be ignored without --speed"),
+    ("evaluate model --tasks piqa --tasks-from nowhere", "--tasks-from nowhere is not a folder"),
+    ("evaluate model --tasks piqa --tasks-from .", "has no questions of piqa; put its rows there as piqa.jsonl"),
+    ("evaluate model --tasks picqa --tasks-from .", "did you mean 'piqa'?"),
+    ("evaluate model --speed --batch-sizes 1,x", "--batch-sizes takes numbers such as 1,8,32; got '1,x'"),
+    ("evaluate model --speed --against model", "--against is the model itself"),
     ("generate model x --max-new-tokens 0", "max-new-tokens must be >= 1"),
     ("inspect model", "not a checkpoint written by"),
     ("compress small -o x --calibration text.txt", "already compressed or quantised"),

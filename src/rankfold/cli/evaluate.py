@@ -1,39 +1,152 @@
 """`rankfold evaluate`"""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.table import Table
 
+from ..errors import OptionError
 from . import common as c
 from . import options as o
 
 
 def command(
     model: o.Model,
-    text: Annotated[str, typer.Option(help="Text to evaluate on; sources as for --calibration.")],
-    length: Annotated[int, typer.Option(help="Window length.")] = 2048,
-    limit: Annotated[int | None, typer.Option(help="Only the first N windows.")] = None,
+    text: Annotated[
+        list[str] | None, typer.Option(help="Text to compute perplexity on; sources as for --calibration. Repeatable.")
+    ] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="Tasks of lm-eval, e.g. arc_easy,piqa,winogrande; and scienceqa.")
+    ] = None,
+    tasks_from: Annotated[
+        str | None, typer.Option(help="Folder with the tasks' rows as NAME.jsonl or NAME_*.jsonl, instead of the hub.")
+    ] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(help="Examples before each question. Default: the task's, mostly 0.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Of the tasks' forwards.")] = 8,
+    speed: Annotated[bool, typer.Option("--speed", help="Tokens per second, memory, bytes, operations.")] = False,
+    against: Annotated[
+        str | None, typer.Option(help="With --speed: another model, run in turn; ratios are over it.")
+    ] = None,
+    batch_sizes: Annotated[str, typer.Option(help="Of --speed.")] = "1,8,32",
+    length: Annotated[int, typer.Option(help="Window length of the texts.")] = 2048,
+    limit: Annotated[
+        int | None, typer.Option(help="Only the first N windows of a text, the first N questions of a task.")
+    ] = None,
     field: o.Field = "text",
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
     json: o.Json = False,
 ) -> None:
-    """Perplexity, computed as the field does for WikiText-2. Works for dense and compressed models.
+    """Perplexity as the field computes it for WikiText-2, accuracy by lm-eval, speed. For dense and compressed models.
 
     \b
     rankfold evaluate small --text wikitext2
-    rankfold evaluate small --text wikitext2:wiki.test.raw --limit 16
-    rankfold evaluate small --text my-text.txt --length 1024 --json
+    rankfold evaluate small --text wikitext2:wiki.test.raw --text my-text.txt --limit 16 --json
+    rankfold evaluate small --tasks arc_easy,piqa --tasks-from rows
+    rankfold evaluate small --speed --against dense
     """
-    from ..evaluation.text import evaluate_text
+    from ..evaluation.cost import Cost
+    from ..evaluation.evaluate import evaluate
+    from ..evaluation.tasks import Questions
+    from ..evaluation.text import Texts
 
-    result = evaluate_text(model, text, length=length, limit=limit, field=field, dtype=dtype, device=device)
-    c.emit(
-        result,
-        json,
-        lambda out: out.print(
-            f"perplexity {result['perplexity']:.2f} on {result['windows']} windows of {result['length']} tokens of "
-            f"{text} ({result['definition']})",
-            soft_wrap=True,
-        ),
+    for flag, value, needed, there in (
+        ("--tasks-from", tasks_from, "--tasks", tasks is not None),
+        ("--num-fewshot", num_fewshot, "--tasks", tasks is not None),
+        ("--against", against, "--speed", speed),
+    ):
+        if value is not None and not there:
+            raise OptionError(f"{flag} would be ignored without {needed}; give both or neither")
+    names = [name.strip() for name in (tasks or "").split(",")]
+    result = evaluate(
+        model,
+        texts=Texts(text, length, limit, field) if text else None,
+        questions=Questions(names, tasks_from, limit, batch_size, num_fewshot) if tasks is not None else None,
+        cost=Cost(against, _sizes(batch_sizes)) if speed else None,
+        dtype=dtype,
+        device=device,
     )
+    if len(text or ()) == 1 and tasks is None and not speed:
+        result = {"model": result["model"], **result["texts"][0]}
+        c.emit(result, json, lambda out: out.print(_line(result), soft_wrap=True))
+    else:
+        c.emit(result, json, lambda out: _show(out, result))
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        return [int(size) for size in text.split(",")]
+    except ValueError:
+        raise OptionError(f"--batch-sizes takes numbers such as 1,8,32; got {text!r}") from None
+
+
+def _line(result: dict) -> str:
+    return (
+        f"perplexity {result['perplexity']:.2f} on {result['windows']} windows of {result['length']} tokens of "
+        f"{result['text']} ({result['definition']})"
+    )
+
+
+def _show(out, result: dict) -> None:
+    for text in result.get("texts", []):
+        out.print(f"{_line(text)}; {text['tokens_per_second']:,.0f} tokens/s", soft_wrap=True)
+    if "tasks" in result:
+        out.print(_tasks(result["tasks"]))
+    if "cost" in result:
+        models = result["cost"]["models"]
+        short = {name: Path(name).name for name in models}
+        labels = short if len(set(short.values())) == len(short) else dict(zip(models, models, strict=True))
+        out.print(_cost(models, labels))
+        out.print(_speed(result["cost"]["batches"], labels))
+
+
+def _tasks(tasks: dict) -> Table:
+    table = Table("task", "metric", "value", "standard error", "questions")
+    for name, facts in tasks.items():
+        parts = {name: facts} | {f"{name} {column}": part for column, part in facts.get("columns", {}).items()}
+        for part, numbers in parts.items():
+            for metric in [key for key in numbers if f"{key}_stderr" in numbers]:
+                value, error = numbers[metric], numbers[f"{metric}_stderr"]
+                shown = ["-" if number is None else f"{number:.4f}" for number in (value, error)]
+                table.add_row(part, metric, *shown, str(numbers.get("samples", "")))
+    return table
+
+
+def _cost(models: dict, labels: dict[str, str]) -> Table:
+    table = Table("", *(labels[name] for name in models))
+    for name, key, unit in (
+        ("M parameters", "parameters", 1e6),
+        ("MiB on disk", "bytes_on_disk", 2**20),
+        ("KV-cache bytes per token", "kv_bytes_per_token", 1),
+        ("M MACs per token", "macs_per_token", 1e6),
+        ("M FLOPs per token", "flops_per_token", 1e6),
+    ):
+        values = [facts[key] for facts in models.values()]
+        table.add_row(name, *("-" if v is None else f"{v / unit:,.{0 if unit == 1 else 1}f}" for v in values))
+    return table
+
+
+def _speed(batches: list[dict], labels: dict[str, str]) -> Table:
+    table = Table(
+        "batch", "model", "prefill tokens/s", "decode tokens/s", "first token, ms", "peak memory, MiB", "ratios"
+    )
+    for batch in batches:
+        for name, facts in batch["models"].items():
+            peak = facts["peak_memory_bytes"]
+            table.add_row(
+                str(batch["batch"]),
+                labels[name],
+                *(_spread(facts, kind) for kind in ("prefill", "decode")),
+                f"{facts['first_token_seconds'] * 1e3:,.1f}",
+                "-" if peak is None else f"{peak / 2**20:,.0f}",
+                f"{facts['prefill_ratio']:.2f}, {facts['decode_ratio']:.2f}" if len(batch["models"]) > 1 else "",
+            )
+    return table
+
+
+def _spread(facts: dict, kind: str) -> str:
+    low, high = facts[f"{kind}_range"]
+    return f"{facts[f'{kind}_tokens_per_second']:,.0f} [{low:,.0f}, {high:,.0f}]"

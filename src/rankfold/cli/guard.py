@@ -12,7 +12,7 @@ from ..errors import OptionError
 __all__ = ["Command", "UsageError", "explain", "usage"]
 
 UsageError = typer.TyperException  # what the parser raises
-PLACES = ("model", "text", "calibration")  # arguments that may begin with ~
+PLACES = ("model", "text", "calibration", "tasks_from", "against")  # arguments that may begin with ~
 MEASURED = ("calibration", "samples", "length", "seed", "field", "mode")  # settled when moments were measured
 
 

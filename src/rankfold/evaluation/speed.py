@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from ..errors import OptionError
 from ..progress import track
 
-__all__ = ["DEFINITION", "speed"]
+__all__ = ["DEFINITION", "prompts", "run", "speed"]
 
 DEFINITION = (
-    "prefill: B x T prompt tokens over the time of one forward that fills the cache and computes the last logits; "
+    "prefill: B x T prompt tokens over the time of one forward that fills the cache and computes the last logits; first "
+    "token: that time; "
     "decode: B x S tokens over the time of S greedy steps with that cache; medians over rounds, every round runs all "
     "models in turning order; ratio: median over rounds of the speed over the first model's in the same round; one "
     "round before them is not counted"
@@ -46,26 +47,25 @@ def speed(
 
     Returns:
         ``{"models": {name: {"prefill_tokens_per_second", "decode_tokens_per_second", "prefill_ratio", "decode_ratio",
-        "prefill_range", "decode_range"}}, "batch", "prompt", "steps", "repeats", "definition"}``; ranges are
-        ``[slowest, fastest]`` round.
+        "prefill_range", "decode_range", "first_token_seconds"}}, "batch", "prompt", "steps", "repeats", "definition"}``;
+        ranges are ``[slowest, fastest]`` round.
 
     Raises:
         OptionError: nothing to measure, or more tokens than a model's context.
     """
     _check(models, batch, prompt, steps, repeats)
-    vocabulary = min(m.config.get_text_config().vocab_size for m in models.values())
-    ids = torch.randint(vocabulary, (batch, prompt), generator=torch.Generator().manual_seed(seed))
+    ids = prompts(models, batch, prompt, seed)
     names = list(models)
     rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for turn in track(range(repeats + 1), "measuring speed"):
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
-            seconds = _run(models[name], ids, steps)
+            seconds = run(models[name], ids, steps)
             if turn:  # the first round warms up caches and kernels
                 rounds[name].append((batch * prompt / seconds[0], batch * steps / seconds[1]))
     reference = rounds[names[0]]
     return {
-        "models": {name: _summary(mine, reference) for name, mine in rounds.items()},
+        "models": {name: _summary(mine, reference, batch * prompt) for name, mine in rounds.items()},
         "batch": batch,
         "prompt": prompt,
         "steps": steps,
@@ -88,9 +88,15 @@ def _check(models: Mapping[str, nn.Module], batch: int, prompt: int, steps: int,
             )
 
 
+def prompts(models: Mapping[str, nn.Module], batch: int, prompt: int, seed: int = 0) -> Tensor:
+    """``(B, T)`` random ids that all the models know."""
+    vocabulary = min(m.config.get_text_config().vocab_size for m in models.values())
+    return torch.randint(vocabulary, (batch, prompt), generator=torch.Generator().manual_seed(seed))
+
+
 @torch.no_grad()
-def _run(model: nn.Module, ids: Tensor, steps: int) -> tuple[float, float]:
-    """Seconds of the prefill and of the decode of one run."""
+def run(model: nn.Module, ids: Tensor, steps: int) -> tuple[float, float]:
+    """Seconds of the prefill and of the decode of one run over ``(B, T)`` ids."""
     device = model.device
     ids = ids.to(device)
     started = _now(device)
@@ -109,8 +115,8 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _summary(mine: list[tuple[float, float]], reference: list[tuple[float, float]]) -> dict:
-    summary = {}
+def _summary(mine: list[tuple[float, float]], reference: list[tuple[float, float]], tokens: int) -> dict:
+    summary = {"first_token_seconds": statistics.median(tokens / prefill for prefill, _ in mine)}
     for kind, name in enumerate(("prefill", "decode")):
         values = [run[kind] for run in mine]
         ratios = [run[kind] / base[kind] for run, base in zip(mine, reference, strict=True)]

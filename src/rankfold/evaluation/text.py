@@ -1,17 +1,71 @@
-"""Perplexity of a named model on a named text."""
+"""Perplexity of a named model on named texts."""
 
 import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from ..calibration.text import read_text
+from ..calibration.text import Text, read_text
 from ..calibration.tokens import tokenised
 from ..checkpoint.load import load_model, load_tokenizer
 from ..errors import OptionError
 from .perplexity import perplexity, windows_of
 
-__all__ = ["evaluate_text"]
+__all__ = ["Texts", "evaluate_text"]
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts to compute perplexity on, and how.
+
+    Args:
+        names: text sources; see :func:`~rankfold.calibration.text.read_text`.
+        length: window length, ``>= 2``; clamped to the model's context.
+        limit: only the first windows of each, ``>= 1``.
+        field: the column with the text, for jsonl and parquet.
+    """
+
+    names: Sequence[str]
+    length: int = 2048
+    limit: int | None = None
+    field: str = "text"
+
+    def read(self) -> list[Text]:
+        """The texts.
+
+        Raises:
+            OptionError, DataError: a number out of range, a text named twice or that cannot be read.
+        """
+        if self.length < 2 or (self.limit is not None and self.limit < 1):
+            raise OptionError(f"length must be >= 2 and limit >= 1, got {self.length} and {self.limit}")
+        twice = [name for name in self.names if self.names.count(name) > 1]
+        if twice:
+            raise OptionError(f"--text names {twice[0]!r} more than once; name it once")
+        characters = None if self.limit is None else self.limit * self.length * 8
+        return [read_text(name, use="evaluation", field=self.field, characters=characters) for name in self.names]
+
+    def measure(self, model: str, network, tokenizer, texts: list[Text]) -> list[dict]:
+        """Of every text what :func:`~rankfold.evaluation.perplexity.perplexity` says, ``text``, and ``tokens_per_second``
+        (tokens of the windows over the time of their forwards and losses)."""
+        return [self._one(model, network, tokenizer, text) for text in texts]
+
+    def _one(self, model: str, network, tokenizer, text: Text) -> dict:
+        config, length = network.config.get_text_config(), self.length
+        context = getattr(config, "max_position_embeddings", None) or length
+        if length > context:
+            log.info("length %d is more than the model's context; using %d", length, context)
+            length = context
+        if text.origin in _calibrated_on(network):
+            log.warning(
+                "warning: %s was calibrated on this very text (%s); its perplexity here is too good", model, text.name
+            )
+        windows = windows_of(tokenised(tokenizer, text.joined(), model, config.vocab_size), length, self.limit)
+        begin = time.perf_counter()
+        result = perplexity(network, windows)
+        return {"text": text.name, **result, "tokens_per_second": windows.numel() / (time.perf_counter() - begin)}
 
 
 def evaluate_text(
@@ -31,19 +85,10 @@ def evaluate_text(
     Raises:
         OptionError, DataError, CheckpointError: with one line saying what to do.
     """
-    if length < 2 or (limit is not None and limit < 1):
-        raise OptionError(f"length must be >= 2 and limit >= 1, got {length} and {limit}")
-    source = read_text(text, use="evaluation", field=field, characters=None if limit is None else limit * length * 8)
+    wanted = Texts((text,), length, limit, field)
+    texts = wanted.read()
     network = load_model(model, dtype=dtype, device=device)
-    config = network.config.get_text_config()
-    context = getattr(config, "max_position_embeddings", None) or length
-    if length > context:
-        log.info("length %d is more than the model's context; using %d", length, context)
-        length = context
-    if source.origin in _calibrated_on(network):
-        log.warning("warning: %s was calibrated on this very text (%s); its perplexity here is too good", model, text)
-    ids = tokenised(load_tokenizer(model), source.joined(), str(model), config.vocab_size)
-    return {"model": str(model), "text": text, **perplexity(network, windows_of(ids, length, limit))}
+    return {"model": str(model), **wanted.measure(str(model), network, load_tokenizer(model), texts)[0]}
 
 
 def _calibrated_on(network) -> list[str]:

@@ -1,0 +1,61 @@
+"""Everything that is measured of a named model, loaded once."""
+
+from importlib import metadata
+from pathlib import Path
+
+from ..checkpoint.load import load_model, load_tokenizer
+from ..errors import OptionError
+from ..report.record import versions
+from .cost import Cost
+from .tasks import Questions
+from .text import Texts
+
+__all__ = ["evaluate"]
+
+
+def evaluate(
+    model: str | Path,
+    *,
+    texts: Texts | None = None,
+    questions: Questions | None = None,
+    cost: Cost | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+) -> dict:
+    """Perplexity on texts, accuracy on tasks, and cost of a model: whichever is asked for.
+
+    Args:
+        model: hub id, folder (dense or compressed), or ``.gguf`` file.
+        texts: perplexity on these.
+        questions: lm-eval's tasks.
+        cost: speed, memory, sizes.
+        dtype: ``auto`` (as stored) or a dtype.
+        device: where to run.
+
+    Returns:
+        ``{"model", "versions", "texts": [...], "tasks": {...}, "cost": {...}}``, the last three where asked for; see
+        :meth:`Texts.measure`, :func:`~.tasks.evaluate_tasks` and :meth:`Cost.measure`.
+
+    Raises:
+        OptionError: nothing is asked for; or see the three.
+        DataError, CheckpointError, NumericsError: with one line saying what to do.
+    """
+    if not (texts or questions or cost):
+        raise OptionError("nothing to evaluate; give --text TEXT, --tasks NAMES or --speed")
+    if questions:
+        questions.check()
+    if cost:
+        cost.check(str(model))
+    read = texts.read() if texts else []
+    network = load_model(model, dtype=dtype, device=device)
+    tokenizer = load_tokenizer(model) if texts or questions else None
+    result = {"model": str(model), "versions": versions()}
+    if texts:
+        result["texts"] = texts.measure(str(model), network, tokenizer, read)
+    if questions:
+        result["versions"]["lm_eval"] = metadata.version("lm_eval")
+        result["tasks"] = questions.measure(network, tokenizer)
+    if cost:
+        models = {cost.against: load_model(cost.against, dtype=dtype, device=device)} if cost.against else {}
+        result["cost"] = cost.measure(models | {str(model): network})
+    return result

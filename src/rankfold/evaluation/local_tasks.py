@@ -1,0 +1,183 @@
+"""Questions out of local files: lm-eval's own task definitions, with nothing changed but where the rows come from."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..calibration.text import decode, json_row
+from ..errors import DataError, OptionError, suggestion
+from ..files import write_json
+from .science_qa import SCIENCE_QA
+
+__all__ = ["LOCAL", "Form", "local_definition", "local_rows"]
+
+
+class Form(NamedTuple):
+    """What the rows of a task look like on the hub, and so in a file."""
+
+    folder: str  # of lm-eval's definition, below its tasks; empty for a task of our own
+    prefix: str  # the names of its files begin with this
+    fields: dict[str, type]
+    sound: Callable[[dict], bool]  # whether a row can be answered
+    wanted: str  # the same in words
+    changes: dict[str, Any] = {}  # of lm-eval's definition, beside the place of the rows
+
+
+def _lettered(row: dict) -> bool:
+    labels, texts = row["choices"].get("label"), row["choices"].get("text")
+    lists = isinstance(labels, list) and isinstance(texts, list)
+    return lists and len(labels) == len(texts) and row["answerKey"].strip() in labels
+
+
+_LETTERS = ("choices", dict), ("answerKey", str)
+_ONE_LETTER = "answerKey has to be one of choices.label"
+LOCAL = {
+    "piqa": Form(
+        "piqa",
+        "piqa",
+        {"goal": str, "sol1": str, "sol2": str, "label": int},
+        lambda row: row["label"] in (0, 1),
+        "label has to be 0 or 1",
+    ),
+    "arc_easy": Form("arc", "arc_easy", {"question": str, **dict(_LETTERS)}, _lettered, _ONE_LETTER),
+    "arc_challenge": Form("arc", "arc_challenge", {"question": str, **dict(_LETTERS)}, _lettered, _ONE_LETTER),
+    "openbookqa": Form("openbookqa", "openbookqa", {"question_stem": str, **dict(_LETTERS)}, _lettered, _ONE_LETTER),
+    "winogrande": Form(
+        "winogrande",
+        "winogrande",
+        {"sentence": str, "option1": str, "option2": str, "answer": str},
+        lambda row: row["answer"] in ("1", "2") and "_" in row["sentence"],
+        'answer has to be "1" or "2", and the sentence needs a _',
+    ),
+    "hellaswag": Form(
+        "hellaswag",
+        "hellaswag",
+        {"ctx_a": str, "ctx_b": str, "activity_label": str, "endings": list, "label": str},
+        lambda row: row["label"] in map(str, range(len(row["endings"]))),
+        "label has to be the number of an ending, as a string",
+    ),
+    "lambada_openai": Form(
+        "lambada",
+        "lambada",
+        {"text": str},
+        lambda row: " " in row["text"].strip(),
+        "the text needs two words",
+    ),
+    "boolq": Form(
+        "super_glue/boolq",
+        "boolq",
+        {"question": str, "passage": str, "answer": bool},
+        lambda row: True,
+        "",
+        {"doc_to_target": "{{answer|int}}"},  # lm-eval reads SuperGLUE's copy, where the answer is `label`
+    ),
+    "copa": Form(
+        "super_glue/copa",
+        "copa",
+        {"premise": str, "choice1": str, "choice2": str, "question": str, "label": int},
+        lambda row: row["label"] in (0, 1) and row["question"] in ("cause", "effect"),
+        "label has to be 0 or 1 and the question cause or effect",
+    ),
+    "scienceqa": Form(
+        "",
+        "scienceqa",
+        {"question": str, "choices": list, "answer": int, "hint": str, "subject": str, "grade": str},
+        lambda row: 0 <= row["answer"] < len(row["choices"]),
+        "answer has to be the number of a choice",
+    ),
+}
+
+
+def local_rows(name: str, folder: Path, num_fewshot: int | None) -> dict[str, Path]:
+    """Files with the questions (``test``) of a task and, where examples are drawn, with those (``train``); rows checked.
+
+    Args:
+        name: one of :data:`LOCAL`.
+        folder: holds ``PREFIX.jsonl`` or ``PREFIX_ANYTHING.jsonl``, all rows of which are questions, whatever split they
+            are of; and ``PREFIX_train.jsonl`` or ``PREFIX_ANYTHING_train.jsonl`` where examples are drawn.
+        num_fewshot: examples shown before each question.
+
+    Raises:
+        OptionError: a task that is not known from files, with a suggestion.
+        DataError: no file, several, or rows of another kind.
+    """
+    if name not in LOCAL:
+        hint = suggestion(name, LOCAL)
+        raise OptionError(f"task {name!r} is not read from files; {hint}available: {', '.join(sorted(LOCAL))}")
+    found = _files(LOCAL[name], folder)
+    files = {"test": _one(name, folder, [path for path in found if not path.stem.endswith("_train")])}
+    if num_fewshot:
+        files["train"] = _one(name, folder, [path for path in found if path.stem.endswith("_train")], "_train")
+    for path in files.values():
+        _check_rows(path, LOCAL[name])
+    return files
+
+
+def local_definition(name: str, files: dict[str, Path], index, scratch: Path) -> str | dict:
+    """What lm-eval loads in place of the task ``name``: the same definition over other rows.
+
+    Args:
+        name: one of :data:`LOCAL`.
+        files: see :func:`local_rows`.
+        index: lm-eval's tasks by name.
+        scratch: folder for the definition and the data set library's copies of the rows.
+    """
+    form = LOCAL[name]
+    own = index[name].cfg if form.folder else SCIENCE_QA
+    # Under its own name: whether lm-eval keeps a question out of its own examples depends on which split it is.
+    kind = "test_split" if own.get("test_split") else "validation_split"
+    names = {"test": own[kind], "train": own.get("training_split") or "train"}
+    place = {
+        "dataset_path": "json",
+        "dataset_name": None,
+        "dataset_kwargs": {
+            "data_files": {names[use]: str(path) for use, path in files.items()},
+            "cache_dir": str(scratch / "rows"),
+        },
+        "training_split": names["train"] if "train" in files else None,
+        "validation_split": None,
+        "test_split": None,
+        kind: own[kind],
+        **form.changes,
+    }
+    if not form.folder:
+        return SCIENCE_QA | place
+    definition = scratch / f"{name}.yaml"
+    write_json(definition, {"include": str(index[name].yaml_path), **place})  # JSON is YAML
+    return str(definition)
+
+
+def _files(form: Form, folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise DataError(f"--tasks-from {folder} is not a folder; give one that holds {form.prefix}.jsonl")
+    return [p for p in sorted(folder.glob("*.jsonl")) if p.stem == form.prefix or p.stem.startswith(form.prefix + "_")]
+
+
+def _one(name: str, folder: Path, found: list[Path], suffix: str = "") -> Path:
+    wanted = LOCAL[name].prefix + suffix
+    if not found:
+        use = "examples" if suffix else "questions"
+        raise DataError(f"{folder} has no {use} of {name}; put its rows there as {wanted}.jsonl")
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found)
+        raise DataError(f"{folder} has several files for {name}: {names}; leave one of them there")
+    return found[0].resolve()
+
+
+def _check_rows(path: Path, form: Form) -> None:
+    """Raise :class:`DataError` unless every row has the fields of the task."""
+    lines = [line for line in decode(path.read_bytes(), path).split("\n") if line.strip()]
+    if not lines:
+        raise DataError(f"{path} is empty; one question a line is expected, with {', '.join(form.fields)}")
+    for number, line in enumerate(lines, 1):
+        row, where = json_row(line, f"row {number}", path), f"{path}, row {number}"
+        if not isinstance(row, dict):
+            raise DataError(f"{where} is {type(row).__name__}, not an object with {', '.join(form.fields)}")
+        for field, kind in form.fields.items():
+            if type(row.get(field)) is not kind:  # a bool is no number here
+                got = type(row[field]).__name__ if field in row else "nothing"
+                raise DataError(
+                    f"{where}: {field} should be {kind.__name__}, got {got}; use the hub's rows as they are"
+                )
+        if not form.sound(row):
+            raise DataError(f"{where} has no sound answer: {form.wanted}; use the hub's rows as they are")

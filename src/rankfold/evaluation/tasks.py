@@ -1,0 +1,183 @@
+"""Accuracy on question sets, by lm-eval (the extra ``rankfold[tasks]``): its definitions, its scores, its standard errors."""
+
+import contextlib
+import importlib.util
+import math
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from ..errors import CheckpointError, NumericsError, OptionError, first_line, suggestion
+from .local_tasks import LOCAL, local_definition, local_rows
+from .science_qa import SCIENCE_QA, by_column
+
+__all__ = ["Questions", "evaluate_tasks"]
+
+SEED = 1234  # of the examples; lm-eval's own
+BOOTSTRAP = 1000  # draws for the error of what is no mean (perplexity of LAMBADA); 100,000 take minutes
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Tasks to run, and how; see :func:`evaluate_tasks`."""
+
+    tasks: Sequence[str]
+    folder: str | None = None
+    limit: int | None = None
+    batch_size: int = 8
+    num_fewshot: int | None = None
+
+    def check(self) -> None:
+        """Refuse what can be refused before a model is loaded.
+
+        Raises:
+            OptionError: lm-eval is not installed, nothing to do, a task named twice, or a number out of range.
+            DataError: local rows that are missing or of another kind.
+        """
+        if importlib.util.find_spec("lm_eval") is None:
+            raise OptionError("--tasks needs lm-eval, which is not installed; pip install 'rankfold[tasks]'")
+        if not self.tasks or not all(self.tasks):
+            raise OptionError("--tasks is empty or has an empty name; e.g. arc_easy,piqa,winogrande")
+        twice = [name for name in self.tasks if self.tasks.count(name) > 1]
+        if twice:
+            raise OptionError(f"--tasks names {twice[0]!r} more than once; name it once")
+        for name, least in (("limit", 1), ("batch_size", 1), ("num_fewshot", 0)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise OptionError(f"--{name.replace('_', '-')} must be >= {least}, got {value}")
+        if self.folder is not None:
+            for name in self.tasks:
+                local_rows(name, Path(self.folder).expanduser(), self.num_fewshot)
+
+    def measure(self, network, tokenizer) -> dict[str, dict]:
+        """See :func:`evaluate_tasks`."""
+        return evaluate_tasks(network, tokenizer, **asdict(self))
+
+
+def evaluate_tasks(
+    network,
+    tokenizer,
+    tasks: Sequence[str],
+    *,
+    folder: str | Path | None = None,
+    limit: int | None = None,
+    batch_size: int = 8,
+    num_fewshot: int | None = None,
+    autocast: torch.dtype | None = None,
+) -> dict[str, dict]:
+    """Run tasks of lm-eval on a model in memory, dense or compressed.
+
+    Args:
+        network: a causal language model.
+        tokenizer: the model's.
+        tasks: lm-eval's names of tasks or groups, and ``scienceqa``.
+        folder: take the rows from files there instead of the hub; see :func:`~.local_tasks.local_rows`.
+        limit: only the first questions of each.
+        batch_size: questions' choices per forward; results agree up to rounding.
+        num_fewshot: examples before each question; ``None``: what the task defines, mostly none.
+        autocast: run the forward under autocast in this dtype.
+
+    Returns:
+        task -> ``{metric, metric + "_stderr", ..., "samples", "num_fewshot", "version"}``, as lm-eval computes them;
+        ``scienceqa`` also has ``columns`` (:func:`~.science_qa.by_column`). Groups hold their own means.
+
+    Raises:
+        OptionError: see :meth:`Questions.check`; or an unknown task, with a suggestion.
+        DataError, CheckpointError: rows that are missing or of another kind; the hub cannot be reached.
+        NumericsError: a score is not a number.
+    """
+    Questions(tasks, folder, limit, batch_size, num_fewshot).check()
+    import lm_eval
+
+    with tempfile.TemporaryDirectory(prefix="rankfold-") as scratch, contextlib.redirect_stdout(sys.stderr):
+        loaded = _load(tasks, None if folder is None else Path(folder).expanduser(), num_fewshot, Path(scratch))
+        for task in loaded["tasks"].values():
+            _set_examples(task, num_fewshot)
+        scorer = _scorer(network, tokenizer, batch_size, autocast)
+        result = lm_eval.evaluate(
+            scorer, loaded, limit=limit, bootstrap_iters=BOOTSTRAP, log_samples="scienceqa" in loaded["tasks"]
+        )
+        found = {name: _plain(name, result) for name in result["results"]}
+    if "scienceqa" in found:
+        found["scienceqa"]["columns"] = by_column(result["samples"]["scienceqa"])
+    return found
+
+
+def _load(tasks: Sequence[str], folder: Path | None, num_fewshot: int | None, scratch: Path) -> dict:
+    """lm-eval's task objects, rows included."""
+    manager = _manager(tasks)
+    names = [*manager.all_tasks, "scienceqa"]
+    for name in tasks:
+        if name not in names:
+            raise OptionError(f"unknown task {name!r}; {suggestion(name, names)}`lm-eval ls tasks` lists them all")
+    if folder is not None:
+        rows = {name: local_rows(name, folder, num_fewshot) for name in tasks}
+        chosen = [local_definition(name, files, manager.task_index, scratch) for name, files in rows.items()]
+    else:
+        chosen = [SCIENCE_QA if name == "scienceqa" else name for name in tasks]
+    try:
+        return manager.load(chosen)
+    except Exception as error:  # of the hub, of the network, of the data set library, of a task's own code
+        raise CheckpointError(
+            f"the questions of {', '.join(tasks)} cannot be read: {first_line(error)}; without the hub, put their rows "
+            "into a folder and give --tasks-from FOLDER"
+        ) from error
+
+
+def _manager(tasks: Sequence[str]):
+    """lm-eval's index; all of it takes many seconds to read, so only the folders of well-known tasks where that will do."""
+    import lm_eval.tasks
+
+    if not set(tasks) <= set(LOCAL):
+        return lm_eval.tasks.TaskManager()
+    root = Path(lm_eval.tasks.__file__).parent
+    folders = sorted({root / LOCAL[name].folder for name in tasks if LOCAL[name].folder})
+    return lm_eval.tasks.TaskManager(include_path=folders, include_defaults=False)
+
+
+def _set_examples(task, num_fewshot: int | None) -> None:
+    """As ``lm_eval.simple_evaluate`` does: a task that fixes none keeps none."""
+    own = task.get_config("num_fewshot")
+    if own is None or (num_fewshot is not None and own != 0):
+        task.set_config(key="num_fewshot", value=num_fewshot or 0)
+    task.set_fewshot_seed(seed=SEED)
+
+
+def _scorer(network, tokenizer, batch_size: int, autocast: torch.dtype | None):
+    from lm_eval.models.huggingface import HFLM
+
+    class Scorer(HFLM):
+        """lm-eval's own, but a score that is no number stops it: it would count as a wrong answer, or as a right one."""
+
+        def loglikelihood(self, requests, *args, **options):
+            scores = super().loglikelihood(requests, *args, **options)
+            if not all(math.isfinite(score) for score, _ in scores):
+                raise NumericsError("the model's score of an answer is NaN or infinite; check the checkpoint or dtype")
+            return scores
+
+    return Scorer(
+        pretrained=network,
+        tokenizer=tokenizer,
+        backend="causal",
+        batch_size=batch_size,
+        mixed_precision_dtype=autocast,
+    )
+
+
+def _plain(name: str, result: dict) -> dict:
+    """lm-eval's ``{"acc,none": 0.5, "acc_stderr,none": 0.1}`` as ``{"acc": 0.5, "acc_stderr": 0.1}``."""
+    facts = {}
+    for key, value in result["results"][name].items():
+        metric, comma, filtered = key.partition(",")
+        if not comma:
+            continue
+        if isinstance(value, float) and not math.isfinite(value):
+            raise NumericsError(f"{metric} of {name} is {value}; check the checkpoint or dtype")
+        facts[metric if filtered == "none" else key] = None if value == "N/A" else value
+    if name in result["n-samples"]:
+        facts["samples"] = result["n-samples"][name]["effective"]
+    return facts | {"num_fewshot": result["n-shot"].get(name), "version": result["versions"].get(name)}
