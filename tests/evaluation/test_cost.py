@@ -1,0 +1,75 @@
+"""Costs against what is known: bytes of files, a memory block of known size, a clock that is turned by hand."""
+
+import pytest
+import torch
+
+from families import tiny_model
+from rankfold.errors import OptionError
+from rankfold.evaluation import cost as module
+from rankfold.evaluation import speed as timing
+from rankfold.evaluation.cost import Cost, bytes_on_disk, peak_memory
+from rankfold.evaluation.speed import speed
+from saved import save_gguf, save_tiny
+
+
+def test_bytes_on_disk_are_those_of_the_weights(tmp_path):
+    folder = save_tiny(tmp_path / "model", blocks=1)
+    assert bytes_on_disk(folder) == (folder / "model.safetensors").stat().st_size
+    file = save_gguf(folder, tmp_path / "tiny.gguf")
+    assert bytes_on_disk(file) == file.stat().st_size
+
+
+def test_speeds_of_a_clock_turned_by_hand(monkeypatch):
+    models = {"dense": tiny_model("llama"), "small": tiny_model("llama")}
+    seconds = iter([(9.0, 9.0)] * 2 + [(2.0, 8.0), (1.0, 2.0), (1.0, 4.0), (4.0, 8.0), (2.0, 8.0), (2.0, 4.0)])
+    order = {id(m): name for name, m in models.items()}
+    seen = []
+
+    def run(model, ids, steps):
+        seen.append(order[id(model)])
+        return next(seconds)
+
+    monkeypatch.setattr(timing, "run", run)
+    found = speed(models, batch=3, prompt=8, steps=4, repeats=3)["models"]
+    assert seen == ["dense", "small", "small", "dense"] * 2  # in turning order, the first round not counted
+    dense, small = found["dense"], found["small"]
+    # Rounds of dense: (1, 2), (1, 4), (2, 4); of small: (2, 8), (4, 8), (2, 8).
+    assert dense["prefill_tokens_per_second"] == 24 and dense["prefill_range"] == [12, 24]
+    assert small["decode_tokens_per_second"] == 12 / 8 and small["decode_ratio"] == 0.5
+    assert dense["first_token_seconds"] == 1 and small["first_token_seconds"] == 2
+
+
+def test_peak_memory_is_the_weights_and_what_a_run_takes(monkeypatch):
+    model, mib = tiny_model("llama-mha-tied"), 2**20
+    held = {id(p): p.nbytes for p in model.parameters()} | {id(b): b.nbytes for b in model.buffers()}
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    monkeypatch.setattr(module, "run", lambda *_: torch.ones(64 * mib // 4).sum())
+    peak = peak_memory(model, ids, 1)
+    if peak is None:
+        pytest.skip("this system does not tell a process its peak memory")
+    assert 64 * mib <= peak - sum(held.values()) < 72 * mib
+    monkeypatch.setattr(module, "run", lambda *_: None)
+    assert peak_memory(model, ids, 1) - sum(held.values()) < 4 * mib  # the peak before is forgotten
+
+
+@pytest.mark.parametrize(
+    ("cost", "message"),
+    [
+        (Cost("model"), "--against is the model itself, model"),
+        (Cost(None, (1, 0)), "different numbers >= 1, e.g. 1,8,32; got 1,0"),
+        (Cost(None, (8, 8)), "got 8,8"),
+    ],
+)
+def test_what_cannot_be_measured(cost, message):
+    with pytest.raises(OptionError, match=message):
+        cost.check("model")
+
+
+def test_a_mixture_of_experts_says_that_it_is_not_counted():
+    facts = module._facts  # sizes need files, which this model has not
+    model = tiny_model("mixtral")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "bytes_on_disk", lambda name: 1)
+        found = facts("m", model, 8)
+    assert found["macs_per_token"] is None and "routes tokens" in found["not_counted"]
+    assert found["parameters"] == sum(p.numel() for p in model.parameters())
