@@ -10,6 +10,7 @@ from pathlib import Path
 import common
 import latent_table
 import mutants_table
+import zero_shot_table
 from decomposition_cost import GROUPS
 from rankfold.files import read_json, write_text
 
@@ -226,28 +227,8 @@ def domains(record: dict) -> list[str]:
     return [what, "", *grid(["", *names], rows)]
 
 
-def zero_shot(record: dict) -> list[str]:
-    config, names = record["config"], list(record["config"]["tasks"])
-    text = config["calibration"]
-    lines = [f"- calibration: {text['samples']} x {text['length']} tokens of `{text['source']}`"]
-    lines += [f"- {task}: the first {config['limit']} rows of `{file}`" for task, file in config["tasks"].items()]
-    rows = []
-    for row in sorted(record["rows"], key=lambda r: r["sparsity"]):
-        tasks = [f"{row['tasks'][t]['acc']:.3f} ± {row['tasks'][t]['acc_stderr']:.3f}" for t in names]
-        rows.append(
-            [
-                row.get("setting", "dense"),
-                f"{row['sparsity']:.0%}",
-                *tasks,
-                f"{row['mean']:.3f} ± {row['mean_stderr']:.3f}",
-            ]
-        )
-    head = ["", "sparsity", *names, "mean"]
-    return [*lines, f"- lm-eval {config['lm_eval']}, no examples before a question", "", *grid(head, rows)]
-
-
 PAGES = {
-    "zero_shot": ("zero_shot*.json", "Zero-shot accuracy", zero_shot),
+    "zero_shot": ("zero_shot*.json", "Zero-shot accuracy", zero_shot_table.table),
     "domains": ("domains*.json", "Across texts", domains),
     "perplexity": ("perplexity_*.json", "Perplexity", perplexity),
     "compression_cost": ("compression_cost*.json", "What compressing costs, in forwards", cost),

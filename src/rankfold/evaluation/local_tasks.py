@@ -20,7 +20,7 @@ class Form(NamedTuple):
     fields: dict[str, type]
     sound: Callable[[dict], bool]  # whether a row can be answered
     wanted: str  # the same in words
-    changes: dict[str, Any] = {}  # of lm-eval's definition, beside the place of the rows
+    changes: dict[str, Any] | None = None  # of lm-eval's definition, beside the place of the rows
 
 
 def _lettered(row: dict) -> bool:
@@ -138,7 +138,7 @@ def local_definition(name: str, files: dict[str, Path], index, scratch: Path) ->
         "validation_split": None,
         "test_split": None,
         kind: own[kind],
-        **form.changes,
+        **(form.changes or {}),
     }
     if not form.folder:
         return SCIENCE_QA | place
