@@ -47,7 +47,8 @@ def test_peak_memory_is_the_weights_and_what_a_run_takes(monkeypatch):
     peak = peak_memory(model, ids, 1)
     if peak is None:
         pytest.skip("this system does not tell a process its peak memory")
-    assert 64 * mib <= peak - sum(held.values()) < 72 * mib
+    # Pages are counted in bundles, and a little was there already.
+    assert 63 * mib <= peak - sum(held.values()) < 72 * mib
     monkeypatch.setattr(module, "run", lambda *_: None)
     assert peak_memory(model, ids, 1) - sum(held.values()) < 4 * mib  # the peak before is forgotten
 
