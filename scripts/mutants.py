@@ -40,13 +40,14 @@ CONTRACTS = "tests/contracts/test_"
 LATENT = [f"{CONTRACTS}{name}.py" for name in ("latentllm_errors", "latentllm", "options_matter")] + ["tests/methods"]
 TRUTH = [f"{CONTRACTS}{name}.py" for name in ("modegpt_truth", "grouped_queries")]
 HELD_OUT = "tests/test_held_out.py"
+DEFAULT = f"{CONTRACTS}rankfold.py"
 OF_NO_FAMILY = "not test_perplexities and not fitted_windows and not test_modegpt"
 # Files -> the tests that should protect them, and which of these (-k): all families would take hours.
 PROTECTED = {
     "allocation/*.py": (
         [
             "tests/test_planning.py",
-            *(f"tests/allocation/test_{name}.py" for name in ("counting", "influence", "ranks")),
+            *(f"tests/allocation/test_{name}.py" for name in ("counting", "influence", "measured", "ranks")),
         ],
         "",
     ),
@@ -60,6 +61,13 @@ PROTECTED = {
         [*TRUTH, "tests/methods", HELD_OUT],
         "not truth and not held_out or llama: or llama-bias: or opt: or phi: or llama-modegpt or opt-modegpt",
     ),
+    "methods/rankfold/*.py": ([DEFAULT], ""),
+    "effects.py": ([DEFAULT], "costs or ranks"),
+    "scores.py": (
+        [DEFAULT, f"{CONTRACTS}modegpt.py"],
+        "resumed or refused or influence_allocations and (llama or opt)",
+    ),
+    "stages.py": ([DEFAULT, HELD_OUT], f"{OF_NO_FAMILY} or llama or opt"),
     "linalg/*.py": (["tests/linalg"], ""),
     "methods/*.py": (LATENT, "errors or matter or methods or llama or opt"),
     "methods/latentllm/*.py": (LATENT, "errors or matter or methods or llama or opt"),

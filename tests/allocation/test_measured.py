@@ -40,13 +40,48 @@ def test_no_choice_that_removes_as_much_costs_less_by_more_than_one_step(seed, s
 
     mine = [found[u.block, u.module] for u in units]
     assert removed(mine) >= remove
-    assert removed(mine) - remove < max(u.sizes[0] for u in units)  # a step up would be too much somewhere
+    higher = [[*mine[:i], mine[i] + 8, *mine[i + 1 :]] for i, u in enumerate(units) if mine[i] < u.ranks[-1]]
+    assert all(removed(ranks) < remove for ranks in higher)  # no module could have a rank step back
     # Curves are convex: greedy is optimal for what it removes, at most a step more than wanted, before it gives that back.
     step = max(u.sizes[0] for u in units)
     choices = [c for c in itertools.product(*(u.ranks for u in units)) if removed(c) >= remove + step]
     assert cost(mine) <= min(cost(c) for c in choices) * (1 + 1e-9)
     exact = [c for c in itertools.product(*(u.ranks for u in units)) if removed(c) >= remove]
     assert cost(mine) >= min(cost(c) for c in exact) * (1 - 1e-9)
+
+
+@given(st.integers(0, 10**6), st.floats(0.01, 5.0))
+@settings(max_examples=100, deadline=None)
+def test_curves_that_are_not_convex_are_taken_by_their_hull(seed, price):
+    """At every price of a weight each module has one best rank, by looking at all of them: to remove as much as these do,
+    these are the ranks."""
+    draw = random.Random(seed)
+    units = [unit(0, "mlp", 64, 6), unit(0, "qk", 48, 4), unit(1, "mlp", 64, 5), unit(1, "qk", 48, 3)]
+    costs = {}
+    for u in units:
+        rising = sorted(draw.uniform(0, u.dense * 4) for _ in u.ranks[:-1])
+        costs[u.block, u.module] = dict(zip(reversed(u.ranks), [0.0, *rising], strict=True))
+    best = {}
+    for u in units:
+        cost = costs[u.block, u.module]
+        best[u.block, u.module] = min(u.ranks, key=lambda rank, u=u, cost=cost: cost[rank] + price * u.size(rank))
+    remove = sum(u.dense - u.size(best[u.block, u.module]) for u in units)
+    assert cheapest(units, costs, remove) == best
+
+
+def test_what_a_coarse_step_removed_too_much_goes_back_to_the_dearest():
+    """One module has no rank between all and half; two have many. The best of all choices, by hand and by trying them."""
+    units = [Unit(0, "mlp", (1, 2), (10, 20)), *(Unit(0, m, tuple(range(1, 11)), tuple(range(1, 11))) for m in "ab")]
+    slopes = {"a": 0.1, "b": 0.2}
+    costs = {(0, m): {rank: slope * (10 - rank) for rank in range(4, 11)} for m, slope in slopes.items()}
+    costs[0, "mlp"] = {2: 0.0, 1: 10.0}
+    for remove, a, b in ((13, 7, 10), (15, 5, 10), (18, 4, 8)):
+        found = cheapest(units, costs, remove)
+        assert found == {(0, "mlp"): 1, (0, "a"): a, (0, "b"): b}
+        choices = itertools.product((1, 2), range(4, 11), range(4, 11))
+        removing = [c for c in choices if 10 * (2 - c[0]) + 20 - c[1] - c[2] >= remove]
+        by_cost = min(removing, key=lambda c: sum(costs[0, m][rank] for m, rank in zip(("mlp", *"ab"), c, strict=True)))
+        assert tuple(found.values()) == by_cost
 
 
 def test_dear_modules_stay_dense_and_cheap_ones_pay():
@@ -101,3 +136,7 @@ def test_the_budget_and_the_protected_blocks_are_those_of_every_allocation():
 @pytest.mark.parametrize("average", [0.0, 0.3, 0.5, 0.9])
 def test_curves_end_beyond_the_average(average):
     assert average <= largest_sparsity(average) < 1
+
+
+def test_a_module_may_lose_what_three_cuts_in_a_row_by_the_average_would():
+    assert largest_sparsity(0.5) == 0.875 and largest_sparsity(0.2) == pytest.approx(0.488)

@@ -48,6 +48,20 @@ def test_nothing_on_a_fine_grid_gains_so_much_by_a_smaller_change(noise):
     assert (found.W - W).norm().item() == pytest.approx(smallest, rel=5e-3)
     assert found.after == pytest.approx(regression(*others).loss(found.W).item() / scale, rel=1e-9)
     assert found.before == pytest.approx(regression(*others).loss(W).item() / scale, rel=1e-9)
+    lam = found.ridge * h.square().mean(0).mean() * len(h)
+    step = torch.linalg.solve(h.T @ h + lam * torch.eye(h.shape[1], dtype=F64), h.T @ (t - h @ W.T)).T
+    torch.testing.assert_close(found.W, W + found.strength * step)
+
+
+@pytest.mark.parametrize("exponent", [-40, -7, 9])
+def test_units_of_the_targets_do_not_matter(exponent):
+    """Powers of two, so that every number is the same up to its exponent."""
+    unit = 2.0**exponent
+    (h, t, W), others = samples(40), samples(200, seed=1)[:2]
+    plain = correct(W, regression(h, t), regression(*others))
+    scaled = correct(unit * W, regression(h, unit * t), regression(others[0], unit * others[1]))
+    assert plain.strength > 0 and scaled[1:] == plain[1:]
+    assert torch.equal(scaled.W, unit * plain.W)
 
 
 def test_where_held_out_samples_contradict_the_weight_stays():
@@ -55,12 +69,39 @@ def test_where_held_out_samples_contradict_the_weight_stays():
     opposite = 2 * h @ W.T - t
     found = correct(W, regression(h, t), regression(h, opposite))
     assert found.strength == 0.0 and torch.equal(found.W, W) and found.after == found.before
+    assert found.ridge == RIDGES[-1]
 
 
-def test_the_refit_across_heads_is_the_regression_on_what_the_reduced_heads_send():
+def test_what_is_fitted_and_what_confirms_are_not_the_same_windows():
+    """The step is the regression on the first, its strength the best on the others."""
+    (h, t, W), (g, u, _) = samples(40, noise=3.0), samples(200, noise=3.0, seed=1)
+    fit, others = regression(h, t), regression(g, u)
+    there, back = correct(W, fit, others), correct(W, others, fit)
+    alone = correct(W, fit, fit)  # windows that confirm what they were fitted to gain more
+    assert there.strength < 0.9 * alone.strength
+    assert back.W.sub(there.W).norm() > 0.1 * there.W.sub(W).norm()
+
+
+def test_a_moment_too_indefinite_for_every_ridge_leaves_the_weight():
+    h, t, W = samples(40)
+    good = regression(h, t)
+    bad = good._replace(C=good.C - 3 * good.C.diagonal().sum() * torch.eye(len(good.C), dtype=F64))
+    found = correct(W, bad, good)
+    assert torch.equal(found.W, W) and (found.strength, found.ridge) == (0.0, RIDGES[-1])
+    assert found.before == found.after == pytest.approx((good.loss(W) / good.energy).item())
+
+
+def test_where_nothing_is_missing_the_loss_itself_is_told():
+    h, t, W = samples(40)
+    found = correct(W, regression(h, h @ W.T), regression(h, 0 * t))
+    assert found.after == found.before == pytest.approx((h @ W.T).square().sum(1).mean().item())
+
+
+@pytest.mark.parametrize("unit", [1.0, 2.0**-20])
+def test_the_refit_across_heads_is_the_regression_on_what_the_reduced_heads_send(unit):
     g = torch.Generator().manual_seed(0)
     H, N, R, D, ridge = 3, 6, 4, 7, 1e-3
-    z = torch.randn(400, H * N, generator=g, dtype=F64) @ torch.randn(H * N, H * N, generator=g, dtype=F64)
+    z = torch.randn(400, H * N, generator=g, dtype=F64) @ torch.randn(H * N, H * N, generator=g, dtype=F64) * unit
     W, down = torch.randn(D, H * N, generator=g, dtype=F64), torch.randn(H, R, N, generator=g, dtype=F64)
     up = torch.linalg.pinv(down)
     found = refit_across_heads(W, z.T @ z / len(z), down, up, ridge=ridge)
@@ -74,3 +115,22 @@ def test_the_refit_across_heads_is_the_regression_on_what_the_reduced_heads_send
     assert found.error(W, z.T @ z / len(z)) == pytest.approx(error, rel=1e-6)
     per_head = (z @ W.T - reduced @ prior.T).square().sum(1).mean().item()
     assert error < 0.9 * per_head  # heads tell of each other
+
+
+def heads_that_send(values, **options):
+    """Two heads of width 3, cut to 2, whose inputs have a diagonal moment."""
+    g = torch.Generator().manual_seed(0)
+    W, down = torch.randn(4, 6, generator=g, dtype=F64), torch.randn(2, 2, 3, generator=g, dtype=F64)
+    up = torch.linalg.pinv(down)
+    return refit_across_heads(W, torch.diag(torch.tensor(values, dtype=F64)), down, up, **options), W, down, up
+
+
+def test_heads_that_send_nothing_keep_what_each_has_alone():
+    found, W, down, up = heads_that_send([0.0] * 6, ridge=1e-4)
+    torch.testing.assert_close(found.W, W @ torch.block_diag(*up))
+    assert torch.equal(found.down, down) and found.error(W, torch.zeros(6, 6, dtype=F64)) == 0.0
+
+
+def test_a_moment_that_is_none_is_refused_with_a_remedy():
+    with pytest.raises(torch.linalg.LinAlgError, match="2 heads of width 2 .* not positive definite; raise the ridge"):
+        heads_that_send([1.0, 1.0, 1.0, -1.0, -1.0, -1.0], ridge=1e-4)

@@ -52,6 +52,15 @@ def test_inverse_is_the_pseudo_inverse(kind):
     assert P.singular == (kind in ("covariance", "rootcov"))
 
 
+@pytest.mark.parametrize("kind", ["covariance", "rootcov"])
+def test_what_counts_as_lost_is_relative_to_the_largest_direction(kind):
+    """A massive direction decides what is rounding; the second largest would not."""
+    P = preconditioner(torch.diag(torch.tensor([1e-14, 1e-3, 1.0, 1e4], dtype=torch.float64)), kind, ridge=0.0)
+    assert P.singular
+    E, eye = dense(P), torch.eye(4, dtype=torch.float64)
+    torch.testing.assert_close(P.undo(eye), torch.linalg.pinv(E, rtol=None if kind == "covariance" else 1e-7))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_factor_of_a_root_covariance_is_triangular_unless_it_has_to_be_clamped(kind):
     p = problem(kind)
