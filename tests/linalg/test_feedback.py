@@ -91,12 +91,6 @@ def test_a_moment_too_indefinite_for_every_ridge_leaves_the_weight():
     assert found.before == found.after == pytest.approx((good.loss(W) / good.energy).item())
 
 
-def test_where_nothing_is_missing_the_loss_itself_is_told():
-    h, t, W = samples(40)
-    found = correct(W, regression(h, h @ W.T), regression(h, 0 * t))
-    assert found.after == found.before == pytest.approx((h @ W.T).square().sum(1).mean().item())
-
-
 @pytest.mark.parametrize("unit", [1.0, 2.0**-20])
 def test_the_refit_across_heads_is_the_regression_on_what_the_reduced_heads_send(unit):
     g = torch.Generator().manual_seed(0)
