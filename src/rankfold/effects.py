@@ -51,7 +51,7 @@ def measure_costs(source: Source, method: Method, tokens: Tokens, units: list[Un
     Returns:
         ``(block, module)`` -> rank -> nats per token, mean ``KL(dense || with this module compressed)``.
 
-    Cost: for the curves one pass over 16k tokens or more, for the effects about half a forward of 512 tokens for every module.
+    Cost: for the curves one pass over 8k tokens or more, for the effects about half a forward of 512 tokens for every module.
     """
     units = [unit for unit in units if (unit.block, unit.module) in averages]
     if not units:

@@ -11,6 +11,9 @@ from ..errors import OptionError
 __all__ = ["MAX_SPARSITY_RULE", "capped_sparsities", "epsilon_for", "softmax_sparsities"]
 
 MAX_SPARSITY_RULE = 0.8  # App. B.2: choose epsilon so that the largest layer sparsity is around 80 %
+COLDEST = (
+    1e-3  # temperature over the spread of the scores; a colder one would make much of differences that mean nothing
+)
 
 
 def softmax_sparsities(scores: Tensor, weights: Tensor, average: float, epsilon: float) -> Tensor:
@@ -33,12 +36,13 @@ def softmax_sparsities(scores: Tensor, weights: Tensor, average: float, epsilon:
 def epsilon_for(scores: Tensor, weights: Tensor, average: float, largest: float = MAX_SPARSITY_RULE) -> float:
     """The temperature at which the largest sparsity is ``largest``: the paper's rule, by bisection.
 
-    Returns ``inf`` (uniform) where all scores are equal or the average is already at ``largest``.
+    Returns ``inf`` (uniform) where all scores are equal or the average is already at ``largest``. Where the lowest scores
+    nearly tie, the largest sparsity stays below: not less than a thousandth of the spread of the scores is returned.
     """
     spread = (scores.max() - scores.min()).item()
     if spread == 0 or average >= largest or average == 0:
         return float("inf")
-    low, high = spread * 1e-3, spread * 1e4
+    low, high = spread * COLDEST, spread * 1e4
     for _ in range(200):
         middle = (low * high) ** 0.5
         top = softmax_sparsities(scores, weights, average, middle).max().item()
