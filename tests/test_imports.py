@@ -25,7 +25,17 @@ MAY_IMPORT = {
     "records": {"errors"},
     "architectures": {"errors"},
     "allocation": {"errors"},
-    "calibration": {"architectures", "errors", "files", "linalg", "locking", "processor", "progress", "records"},
+    "calibration": {
+        "architectures",
+        "errors",
+        "files",
+        "linalg",
+        "locking",
+        "memory",
+        "processor",
+        "progress",
+        "records",
+    },
     "methods": {"allocation", "architectures", "calibration", "errors", "linalg", "memory", "modules"},
     "checkpoint": {
         "architectures",

@@ -278,11 +278,11 @@ class HeadMoment:
         return Moment(self.count, self.total, None, self.second)
 
 
-def check_finite(moments: BlockMoments, block: str) -> None:
+def check_finite(moments: BlockMoments, block: str, what: str = "activations") -> None:
     """Raise :class:`NumericsError` naming the block and the statistic that is not finite."""
     for name, moment in moments.items():
         for tensor in (moment.total, moment.second, moment.rows):
             if tensor is not None and not all_finite(tensor):
                 raise NumericsError(
-                    f"activations of {block} ({name}) are NaN or infinite; try --dtype float32, or check the checkpoint"
+                    f"{what} of {block} ({name}) are NaN or infinite; try --dtype float32, or check the checkpoint"
                 )

@@ -149,18 +149,17 @@ def keeps_some_logits(source) -> bool:
     return "logits_to_keep" in inspect.signature(source.model.forward).parameters
 
 
-@torch.no_grad()
 def logits(source, ids: Tensor, stream: Stream, hidden: Tensor | None = None, *, keep: Tensor | None = None) -> Tensor:
     """``(B, T, vocabulary)``: what the model's own norm and head make of one batch of a stream behind the last block.
 
     Args:
         source: an open model.  ids: ``(B, T)`` what the batch was started from.  stream: what it belongs to.
-        hidden: ``(B, T, D)`` the batch; the only one of the stream by default.
+        hidden: ``(B, T, D)`` the batch; the only one of the stream by default. If it needs a gradient, logits have one.
         keep: positions whose logits are wanted, where the model can leave out others; all by default.
     """
-    some = {} if keep is None else {"logits_to_keep": keep}
-    with _recording(source, stop=False) as recorders, stream.context():
-        recorders[-1].instead = (stream.hidden[0] if hidden is None else hidden).to(source.model.dtype)
+    some, hidden = {} if keep is None else {"logits_to_keep": keep}, stream.hidden[0] if hidden is None else hidden
+    with torch.set_grad_enabled(hidden.requires_grad), _recording(source, stop=False) as recorders, stream.context():
+        recorders[-1].instead = hidden.to(source.model.dtype)
         return source.model(input_ids=ids.to(source.device), use_cache=False, **some).logits
 
 

@@ -1,0 +1,161 @@
+"""One backward pass through the dense model, block by block: statistics of the gradient of its loss.
+
+Shape legend: B sequences of a batch, T tokens, D model width, V vocabulary.
+
+The loss is the model's own: nats of every next token, summed. A forward keeps what enters every block. From the gradient behind
+the last one the blocks run once more, last to first, each with the graph of one batch; so one block is resident here too.
+Gradients of weights are never formed: with what enters a layer and the gradient at its output an observer can make them.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..architectures import BlockView
+from ..memory import release_memory
+from .moments import BlockMoments, Moment, VectorMoment, check_finite
+from .runner import Stream, advance, keeps_some_logits, logits, start
+
+__all__ = ["GRADIENTS", "PASSES", "BackwardObserver", "OutputGradient", "gradient_observers", "sweep", "windows_for"]
+
+TOKENS = 8192  # of a sweep, and at least
+PER_DIMENSION = 4  # for each output of a module, as many as make its moment one of full rank
+PASSES = (
+    4.0  # forwards that the sweep over as many tokens takes, norm and head included (docs/results/compression_cost.md)
+)
+POSITIONS = 256  # whose logits are held at once: a vocabulary is large
+
+
+class BackwardObserver(Protocol):
+    """Sees what enters one layer of a block, and the gradient of the loss at its output, batch after batch."""
+
+    layer: nn.Module
+
+    def add(self, x: Tensor, g: Tensor) -> None:
+        """``x`` ``(..., in)`` and ``g`` ``(..., out)`` of one batch."""
+
+    def finish(self) -> Moment:
+        """What was measured."""
+
+
+class OutputGradient:
+    """Second moment ``E[g g^T]`` of the gradient ``g`` at the output of a layer, about zero."""
+
+    def __init__(self, layer: nn.Module):
+        self.layer, self.sums = layer, None
+
+    def add(self, x: Tensor, g: Tensor) -> None:
+        if self.sums is None:
+            self.sums = VectorMoment(g.shape[-1], g.device)
+        self.sums.add(g)
+
+    def finish(self) -> Moment:
+        return self.sums.finish()
+
+
+# What a backward pass can measure in a block. Methods name the ones they need.
+GRADIENTS: dict[str, Callable[[BlockView], BackwardObserver]] = {
+    # at the output of the output projection: of attention as it is added to the stream, where nothing normalises it
+    "attention_gradient": lambda view: OutputGradient(view.attention.output_module),
+    # at the output of the down projection
+    "mlp_gradient": lambda view: OutputGradient(view.module.get_submodule(view.mlp.spec.down)),
+}
+
+
+def gradient_observers(names: set[str]) -> Callable[[BlockView], dict[str, BackwardObserver]]:
+    """Block -> name -> observer, for names out of :data:`GRADIENTS`."""
+    return lambda view: {name: make(view) for name, make in GRADIENTS.items() if name in names}
+
+
+def windows_for(ids: Tensor, width: int) -> Tensor:
+    """``(s, T)`` the first of the windows ``(S, T)``, as many as a moment of ``width`` outputs needs."""
+    wanted = max(TOKENS, PER_DIMENSION * width)
+    return ids[: -(-wanted // ids.shape[1])]
+
+
+def sweep(
+    source, ids: Tensor, observers: Callable[[BlockView], dict[str, BackwardObserver]], first: int = 0
+) -> Iterator[tuple[int, BlockMoments]]:
+    """Measure along one backward pass.
+
+    Args:
+        source: an open model.
+        ids: ``(S, T)`` token ids, ``T >= 2``.
+        observers: block -> name -> what watches one of its layers.
+        first: the block to end at.
+
+    Yields:
+        Index and moments of a block, from the last to ``first``.
+
+    Raises:
+        NumericsError: an activation or gradient is NaN or infinite.
+
+    Cost: two forwards of all blocks, of norm and head one; about as much again backwards; in memory what enters each of the
+    blocks, ``(S, T, D)`` in the precision of the stream, and the graph of one block for one batch.
+    """
+    stream, inputs = start(source, ids, autocast=source.autocast), []
+    for index in range(len(source)):
+        inputs.append([hidden.cpu() for hidden in stream.hidden])
+        advance(source.block(index), stream)
+        release_memory()
+    batches = zip(ids.split([len(hidden) for hidden in stream.hidden]), stream.hidden, strict=True)
+    gradients = [_of_loss(source, some.to(source.device), stream, hidden) for some, hidden in batches]
+    stream.hidden.clear()
+    for index in reversed(range(first, len(source))):
+        view, entered = source.block(index), inputs.pop()
+        view.module.requires_grad_(False)
+        watching = observers(view)
+        with _watched(watching.values()):
+            for i, hidden in enumerate(entered):
+                gradients[i] = _through(view, stream, hidden.to(source.device), gradients[i], source.compute_dtype)
+        moments = {name: observer.finish() for name, observer in watching.items()}
+        check_finite(moments, view.path, what="gradients")
+        yield index, moments
+        del view, entered, watching, moments
+        release_memory()
+
+
+@torch.enable_grad()
+def _of_loss(source, ids: Tensor, stream: Stream, hidden: Tensor) -> Tensor:
+    """``(B, T, D)`` gradient behind the last block of the summed loss of one batch, some positions at a time."""
+    last, keeps = ids.shape[1] - 1, keeps_some_logits(source)
+    x = hidden.to(source.compute_dtype).requires_grad_()
+    gradient = torch.zeros_like(x)
+    for positions in torch.arange(last, device=ids.device).split(POSITIONS if keeps else last):
+        some = logits(source, ids, stream, x, keep=positions if keeps else None)[:, : len(positions)]
+        targets = ids[:, positions + 1]
+        loss = nn.functional.cross_entropy(some.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        gradient += torch.autograd.grad(loss, x)[0]
+    return gradient
+
+
+@torch.enable_grad()
+def _through(view: BlockView, stream: Stream, hidden: Tensor, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    """``(B, T, D)`` gradient in front of a block out of the one behind it."""
+    args, kwargs = stream.calls[len(hidden)][view.index]
+    x = hidden.to(dtype).requires_grad_()
+    with torch.autocast(x.device.type, stream.autocast, enabled=stream.autocast is not None, cache_enabled=False):
+        output = view.module(x, *args, **kwargs)
+    output = output[0] if isinstance(output, tuple) else output
+    return torch.autograd.grad(output, x, gradient.to(output.dtype))[0]
+
+
+@contextlib.contextmanager
+def _watched(observers: Iterable[BackwardObserver]) -> Iterator[None]:
+    """Have every observer told of the gradient at the output of its layer."""
+
+    def watch(observer: BackwardObserver):
+        def forward(_, args, output) -> None:
+            output.register_hook(lambda g: observer.add(args[0].detach(), g))
+
+        return observer.layer.register_forward_hook(forward)
+
+    handles = [watch(observer) for observer in observers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
