@@ -49,7 +49,12 @@ DEFAULT = (
     Setting("rankfold", (0.3, *ALL, 0.6), "rankfold"),
     *(
         Setting(f"rankfold {key}={str(value).lower()}", (0.2, 0.3, 0.5), "rankfold", {key: value})
-        for key, value in (("allocation", "uniform"), ("feedback", False), ("attention_aware", False))
+        for key, value in (
+            ("allocation", "uniform"),
+            ("feedback", False),
+            ("attention_aware", False),
+            ("sensitivity", "gradient"),
+        )
     ),
 )
 LLAMA = (

@@ -15,6 +15,7 @@ from torch import Tensor
 from .allocation import Cost, largest_sparsity
 from .architectures import BlockView
 from .calibration.runner import Stream, advance, batch_tokens, keeps_some_logits, logits, measure, start
+from .calibration.store import MomentStore
 from .calibration.tokens import Tokens
 from .checkpoint.reading import BlockReader
 from .checkpoint.source import Source
@@ -38,7 +39,14 @@ TOGETHER = 4  # modules tried whose streams go through a block as one batch
 
 
 @torch.no_grad()
-def measure_costs(source: Source, method: Method, tokens: Tokens, units: list[Unit], averages: dict) -> Costs:
+def measure_costs(
+    source: Source,
+    method: Method,
+    tokens: Tokens,
+    units: list[Unit],
+    averages: dict,
+    gradients: MomentStore | None = None,
+) -> Costs:
     """Expected divergence of the predictions when a module has a rank and all others are dense.
 
     Args:
@@ -47,6 +55,7 @@ def measure_costs(source: Source, method: Method, tokens: Tokens, units: list[Un
         tokens: calibration windows; predictions are compared on held-out ones where there are any.
         units: of all blocks.
         averages: ``(block, module)`` -> mean sparsity of the budget it belongs to; units without one stay dense.
+        gradients: statistics of a backward pass, where the method reads any.
 
     Returns:
         ``(block, module)`` -> rank -> nats per token, mean ``KL(dense || with this module compressed)``.
@@ -63,7 +72,7 @@ def measure_costs(source: Source, method: Method, tokens: Tokens, units: list[Un
     for index in track(range(len(source)), "measuring effects"):
         view = read(index)
         mine = [unit for unit in units if unit.block == index]
-        moments = measure(view, fit, method.alone.statistics(view), step=True)
+        moments = measure(view, fit, method.alone.statistics(view), step=True) | (gradients[index] if gradients else {})
         for unit in mine:
             curves[index, unit.module] = _curve(method, view, moments, unit, averages[index, unit.module])
         ranks = [{unit.module: _reference(unit, averages[index, unit.module])} for unit in mine]

@@ -37,7 +37,7 @@ from .report.card import model_card, reproduce_command
 from .report.identity import dtype_name, moments_identity, published_counts, run_identity
 from .report.plan import Plan
 from .report.record import run_record
-from .scores import available, needed, scores_of, statistics_of
+from .scores import available, gradients_of, needed, scores_of, statistics_of
 from .stages import Work, decompose, run_stages
 from .version import __version__
 
@@ -91,14 +91,15 @@ def plan(source: Source, method: Method, moments: MomentStore | None = None, tok
         moments: of the dense model; needed by the influence allocations and for predicted errors.
         tokens: calibration windows; needed by the measured allocation.
     """
-    allocated = allocate_ranks(source, method, scores_of(source, method, moments, tokens))
+    gradients = gradients_of(source, method, tokens) if moments or method.allocation == "measured" else None
+    allocated = allocate_ranks(source, method, scores_of(source, method, moments, tokens, gradients=gradients))
     errors = {}
     if moments is not None:
         moments.check(source, statistics_of(source, method))
         for index in track(range(len(source)), "predicting"):
             view = source.block(index)
             (stage,) = method.stages(view, of_block(allocated.ranks, index))
-            result = decompose(stage, view, dict(moments[index]))
+            result = decompose(stage, view, moments[index] | (gradients[index] if gradients else {}))
             errors |= {(index, module): report["relative_error"] for module, report in result.reports.items()}
     calibration = tokens.describe() if tokens else moments.identity["tokens"] if moments else None
     return build_plan(source, method, allocated, errors, calibration)
@@ -141,7 +142,7 @@ def compress(
     with run.working() if run else contextlib.nullcontext():
         if run and run.complete:  # what an earlier process could not rename any more
             return run.publish()
-        moments, scores = _dense_pass(source, method, tokens, moments, mode, run)
+        moments, gradients, scores = _dense_passes(source, method, tokens, moments, mode, run)
         seconds = {"calibrate": time.perf_counter() - begin}
         allocated = allocate_ranks(source, method, scores)
         the_plan = build_plan(source, method, allocated, {}, calibration)
@@ -154,6 +155,7 @@ def compress(
             _supply(source, method, tokens, moments, mode),
             _watch(source, held_out, mode),
             _into(source, run),
+            gradients,
         )
         blocks = [
             _compress_block(work, index, of_block(allocated.ranks, index))
@@ -215,24 +217,26 @@ def _check(method: Method, tokens, moments, mode: str, output) -> str:
     return mode
 
 
-def _dense_pass(source: Source, method: Method, tokens, moments, mode: str, run: Run | None):
-    """Influence scores, where the allocation wants them, and the moments of the dense model, where they are there already.
+def _dense_passes(source: Source, method: Method, tokens, moments, mode: str, run: Run | None):
+    """Moments of the dense model, where they are there already, statistics of a backward pass, and influence scores or costs,
+    each where method or allocation wants them.
 
     Ranks of an influence allocation are known only behind the last block: its one pass keeps all moments on the way.
     """
-    if method.allocation == "uniform" and moments is None:
-        return None, None
     allocate_ranks(source, dataclasses.replace(method, allocation="uniform"))  # what cannot be reached is said at once
+    gradients = gradients_of(source, method, tokens, run)
+    if method.allocation == "uniform" and moments is None:
+        return None, gradients, None
     if method.allocation == "measured":
-        return moments, scores_of(source, method, None, tokens, run)
+        return moments, gradients, scores_of(source, method, None, tokens, run, gradients)
     if moments is None:
         statistics = needed(source, method) if mode == "one-pass" else {"influence"}
         moments = calibrate(source, tokens, run.moments if run else None, statistics=statistics)
     scores = scores_of(source, method, moments)
     if mode == "sequential":
-        return None, scores
+        return None, gradients, scores
     moments.check(source, statistics_of(source, method))
-    return moments, scores
+    return moments, gradients, scores
 
 
 def _compress_block(work: Work, index: int, ranks: dict[str, int]) -> BlockResult:
@@ -241,7 +245,7 @@ def _compress_block(work: Work, index: int, ranks: dict[str, int]) -> BlockResul
     Returns:
         Descriptions by full path and what was measured; the tensors went to where blocks go.
     """
-    source, _, read, supply, watch, into = work
+    source, _, read, supply, watch, into, _ = work
     view = read(index)
     release_memory()
     done = index in into

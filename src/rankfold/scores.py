@@ -1,5 +1,8 @@
 """What has to be known about the dense model before ranks can be chosen and blocks compressed."""
 
+from dataclasses import replace
+
+from .calibration.backward import gradient_observers, sweep, windows_for
 from .calibration.store import MomentStore
 from .calibration.tokens import Tokens
 from .checkpoint.run import Run
@@ -8,8 +11,9 @@ from .effects import Costs, measure_costs, read_costs, write_costs
 from .errors import OptionError
 from .methods import Method
 from .planning import shares
+from .report.identity import moments_identity
 
-__all__ = ["available", "needed", "scores_of", "statistics_of"]
+__all__ = ["available", "gradients_of", "needed", "scores_of", "statistics_of"]
 
 
 def statistics_of(source: Source, method: Method) -> set[str]:
@@ -34,6 +38,7 @@ def scores_of(
     moments: MomentStore | None = None,
     tokens: Tokens | None = None,
     run: Run | None = None,
+    gradients: MomentStore | None = None,
 ):
     """What the allocation of a method goes by.
 
@@ -44,13 +49,37 @@ def scores_of(
     if method.allocation == "uniform":
         return None
     if method.allocation == "measured":
-        return _costs(source, method, tokens, run)
+        return _costs(source, method, tokens, run, gradients)
     if moments is None or "influence" not in moments.identity["statistics"]:
         raise OptionError("an influence allocation needs moments with influence scores; run `rankfold calibrate`")
     return {i: tuple(moments[i]["influence"].mean.tolist()) for i in range(len(source))}
 
 
-def _costs(source: Source, method: Method, tokens: Tokens | None, run: Run | None) -> Costs:
+def gradients_of(source: Source, method: Method, tokens: Tokens | None, run: Run | None = None) -> MomentStore | None:
+    """Statistics of one backward pass through the dense model, where the method reads any; kept with the run while it lasts.
+
+    Raises:
+        OptionError: there is no text.
+    """
+    view = source.meta_block(0)
+    names = method.gradients(view)
+    if not names:
+        return None
+    if tokens is None:
+        raise OptionError(
+            "gradients are measured on text, which moments do not hold; give calibration text, or leave out sensitivity"
+        )
+    some = replace(tokens, ids=windows_for(tokens.ids, view.attention.output.weight.shape[0]))
+    with MomentStore.filling(moments_identity(source, some, names), run.gradients if run else None) as store:
+        missing = store.missing(len(source))
+        if missing:
+            for index, moments in sweep(source, some.ids, gradient_observers(names), min(missing)):
+                if index in missing:
+                    store[index] = moments
+    return store
+
+
+def _costs(source: Source, method: Method, tokens: Tokens | None, run: Run | None, gradients) -> Costs:
     """What every rank would cost; kept with the run, so that going on finds the same ranks."""
     if tokens is None:
         raise OptionError(
@@ -59,7 +88,7 @@ def _costs(source: Source, method: Method, tokens: Tokens | None, run: Run | Non
         )
     if run and run.costs.exists():
         return read_costs(run.costs)
-    found = measure_costs(source, method, tokens, *shares(source, method))
+    found = measure_costs(source, method, tokens, *shares(source, method), gradients)
     if run:
         write_costs(run.costs, found)
     return found

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from .architectures import BlockView
+from .calibration.store import MomentStore
 from .calibration.supply import FromDense, FromStore, FromStreams
 from .checkpoint.reading import BlockReader
 from .checkpoint.source import Source
@@ -30,6 +31,7 @@ class Work(NamedTuple):
     supply: FromStore | FromDense | FromStreams  # where its moments come from
     watch: HeldOut | NothingHeldOut  # what looks at the result on text that was not fitted
     into: InMemory | InFolder  # where it goes
+    gradients: MomentStore | None = None  # of the dense model, where the method reads any
 
 
 def run_stages(work: Work, view: BlockView, ranks: dict[str, int]) -> BlockResult:
@@ -42,7 +44,7 @@ def run_stages(work: Work, view: BlockView, ranks: dict[str, int]) -> BlockResul
 
 def run_stage(work: Work, view: BlockView, stage: Stage, whole: BlockResult) -> None:
     """Measure the block as it is, decompose, replace; what came of it is added to ``whole``."""
-    moments = work.supply.take(view, stage.statistics)
+    moments = work.supply.take(view, stage.statistics) | (work.gradients[view.index] if work.gradients else {})
     held_out = functools.cache(lambda: work.watch.measure(view, stage.statistics))  # late, because moments are large
     release_memory()
     result = decompose(stage, view, moments, held_out)

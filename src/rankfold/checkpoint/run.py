@@ -36,7 +36,8 @@ from .load import empty_model
 
 __all__ = ["Run", "compressed_config"]
 
-CONFIG, RECORD, MOMENTS, COSTS = "run.json", "rankfold.json", "moments", "costs.json"
+CONFIG, RECORD, COSTS = "run.json", "rankfold.json", "costs.json"
+MOMENTS, GRADIENTS = "moments", "gradients"
 
 
 def compressed_config(source, identity: dict, modules: dict[str, dict]):
@@ -118,8 +119,9 @@ class Run:
     def _discard_if_nothing_is_done(self) -> None:
         if self.complete or any(path.name.startswith(("block-", "model-")) for path in self.folder.rglob("*")):
             return
-        if self.moments.exists():
-            shutil.rmtree(self.moments)
+        for folder in (self.moments, self.gradients):
+            if folder.exists():
+                shutil.rmtree(folder)
         self.costs.unlink(missing_ok=True)
         sweep(self.folder)
         (self.folder / CONFIG).unlink()  # last: a folder without it is not taken for a run
@@ -138,6 +140,11 @@ class Run:
     def moments(self) -> Path:
         """Where an allocation keeps the moments it needs before the first block."""
         return self.folder / MOMENTS
+
+    @property
+    def gradients(self) -> Path:
+        """Where the statistics of a backward pass are kept."""
+        return self.folder / GRADIENTS
 
     @property
     def costs(self) -> Path:
@@ -200,8 +207,9 @@ class Run:
         with writing(self.folder):
             for path in sorted(self.folder.glob("block-*.json")):
                 path.unlink()
-            if self.moments.exists():
-                shutil.rmtree(self.moments)
+            for folder in (self.moments, self.gradients):
+                if folder.exists():
+                    shutil.rmtree(folder)
             self.costs.unlink(missing_ok=True)
             sync_folder(self.folder)
         if os.path.lexists(self.output):

@@ -83,7 +83,15 @@ def _scores(damped: _Damped) -> Tensor:
 
 
 @torch.no_grad()
-def nystrom(W_down: Tensor, C: Tensor, *, rank: int, ridge: float = 1e-4, select: str = "elimination") -> Nystrom:
+def nystrom(
+    W_down: Tensor,
+    C: Tensor,
+    *,
+    rank: int,
+    ridge: float = 1e-4,
+    select: str = "elimination",
+    output_root: Tensor | None = None,
+) -> Nystrom:
     r"""Choose ``rank`` hidden units and the best down projection on top of them.
 
     For hidden activations ``a`` with second moment ``C = E[a a^T]`` and the index set ``k`` of the chosen units, returns the
@@ -106,6 +114,8 @@ def nystrom(W_down: Tensor, C: Tensor, *, rank: int, ridge: float = 1e-4, select
         select: ``elimination``: one after another the unit whose loss costs least after refitting
             (:func:`rankfold.linalg.elimination.eliminate_units`). ``leverage``: the largest ridge leverage scores, the paper's
             Algorithm 1; it does not see ``W_down``, and drops collinear units all together.
+        output_root: ``(D, D)`` root ``R`` of an output metric: units go by what they add to :math:`\|R (W a - W' a_k)\|^2`. The
+            best weights on the units that stay are the same in every metric. All outputs count alike by default.
 
     Returns:
         :class:`Nystrom`. With ``rank == F`` the units all stay and ``W_down`` comes back unchanged; where no unit ever fires
@@ -134,7 +144,8 @@ def nystrom(W_down: Tensor, C: Tensor, *, rank: int, ridge: float = 1e-4, select
     if select == "leverage":
         keep = scores.topk(rank).indices.sort().values
     else:
-        keep = eliminate_units(W.clone(), damped.inverse, rank=rank)
+        # Eliminating acts on the columns of W alone, so that of R W is that of W in the metric.
+        keep = eliminate_units(W.clone() if output_root is None else output_root.to(W) @ W, damped.inverse, rank=rank)
     C, lam, clamped = damped.C, damped.lam, damped.clamped
     del damped  # memory peaks here: no inverse beside the fit
     dropped = torch.ones(F, dtype=torch.bool, device=C.device)

@@ -21,9 +21,13 @@ class OutputRefit(NamedTuple):
     W: Tensor  # (D, H R)
     down: Tensor  # (H, R, N) what reduces each head
 
+    def gap(self, W: Tensor) -> Tensor:
+        """``W - W' E`` ``(D, H N)`` of the dense ``W``."""
+        return W - torch.einsum("dhr,hrn->dhn", self.W.unflatten(1, self.down.shape[:2]), self.down).flatten(1)
+
     def error(self, W: Tensor, C: Tensor) -> float:
         """``E||W z - W' E z||^2`` of the dense ``W`` where ``E[z z^T] = C``."""
-        gap = W - torch.einsum("dhr,hrn->dhn", self.W.unflatten(1, self.down.shape[:2]), self.down).flatten(1)
+        gap = self.gap(W)
         return ((gap @ C) * gap).sum().clamp_min(0).item()
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["PSDRoot", "all_finite", "check_moment", "damping", "psd_root", "quadratic", "spd_inverse"]
+__all__ = ["PSDRoot", "all_finite", "check_moment", "damping", "metric_root", "psd_root", "quadratic", "spd_inverse"]
 
 
 CACHE_LINE = 8  # numbers of 8 bytes
@@ -113,3 +113,28 @@ def spd_inverse(A: Tensor, *, shift: float = 0.0) -> Tensor | None:
     info = torch.empty((), dtype=torch.int32, device=A.device)
     torch.linalg.cholesky_ex(columns, out=(columns, info))
     return None if info.item() else torch.cholesky_inverse(columns, out=columns)[:N, :N]
+
+
+@torch.no_grad()
+def metric_root(G: Tensor, *, ridge: float) -> Tensor:
+    r"""``R`` with :math:`R^\top R = G + \lambda I`, so that :math:`\|R y\|^2` is the length of ``y`` in that metric.
+
+    Upper triangular, by Cholesky: any root serves where only products count, and ``eigh`` would take ten times as long.
+
+    Args:
+        G: ``(D, D)`` second moment, fp32 or fp64, any positive scale. Where it is 0 all directions count alike: ``R = I``.
+        ridge: ``lambda`` relative to the mean diagonal of ``G``, ``> 0``.
+
+    Raises:
+        ValueError: ``G`` is not square or not finite.
+        torch.linalg.LinAlgError: it is not positive definite even so.
+    """
+    check_moment(G, len(G), name="G")
+    if not G.diagonal().any():
+        return torch.eye(len(G), dtype=G.dtype, device=G.device)
+    damped = G.clone()
+    damped.diagonal().add_(damping(G, ridge))
+    root, info = torch.linalg.cholesky_ex(damped, upper=True)
+    if info.item():
+        raise torch.linalg.LinAlgError(f"the output metric {tuple(G.shape)} is not positive definite; use more tokens")
+    return root

@@ -130,6 +130,10 @@ class Method:
         """Names of the statistics that its stages read."""
         raise NotImplementedError
 
+    def gradients(self, view: BlockView) -> set[str]:
+        """Names out of :data:`rankfold.calibration.backward.GRADIENTS` that it reads beside the moments; none by default."""
+        return set()
+
     def stages(self, view: BlockView, ranks: dict[str, int]) -> list[Stage]:
         """The steps in which a block is compressed to the given ranks (module -> rank); one by default."""
         return [Stage(self.statistics(view), lambda view, moments, _: self.decompose(view, moments, ranks))]

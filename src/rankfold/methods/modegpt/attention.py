@@ -15,6 +15,9 @@ from ...linalg.column_row import ColumnRow, column_row, column_row_bounds, elimi
 from ...linalg.paired_svd import PairedSVD, paired_svd
 from ..base import BlockResult
 from ..result import put_attention
+from .sensitivity import output_root, weighted
+
+GRADIENT = "attention_gradient"
 
 
 def compress_attention(
@@ -120,6 +123,7 @@ def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dens
     """
     v, o, K = dense["v"], dense["o"], attention.kv_heads
     centre = moments["value"].mean if method.bias_refit and o.bias is not None else None  # (K, N), value bias included
+    root = output_root(moments, GRADIENT)
     W_o = o.weight.unflatten(1, (K, -1, attention.head_dim)).double()  # (D, K, G, N)
     B = torch.einsum("dkgn,dkgm->knm", W_o, W_o)
 
@@ -128,9 +132,12 @@ def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dens
         return (moment.second_moment() if centre is None else moment.about(centre)), B
 
     A, _ = metrics(moments)
-    best = paired_svd(A, B, rank=rank)
-    joint = method.gqa == "joint" or attention.heads == K
-    fit = best if joint else paired_svd(A, torch.eye(A.shape[-1]).to(A).expand_as(A), rank=rank)
+    best = fit = paired_svd(A, B, rank=rank)
+    if root is not None:
+        heavy = weighted(root, W_o.flatten(1)).view_as(W_o)
+        fit = paired_svd(A, torch.einsum("dkgn,dkgm->knm", heavy, heavy), rank=rank)
+    elif method.gqa == "paper" and attention.heads != K:
+        fit = paired_svd(A, torch.eye(A.shape[-1]).to(A).expand_as(A), rank=rank)
     new_o = torch.einsum("dkgn,knr->dkgr", W_o, fit.up).flatten(1).to(o.weight.dtype)
     new_v, bias = map_heads(v, fit.down), o.bias
     if centre is not None:
@@ -139,6 +146,8 @@ def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dens
         new_v = Dense(new_v.weight, None)
     error, total, optimum = torch.stack([*_pair_error(A, B, fit), best.error.sum()]).tolist()
     report = {"relative_error": relative(error, total), "error": error, "proposition_3": optimum}
+    if root is not None:
+        report["weighted_error"] = relative(fit.error.sum().item(), fit.singular_values.square().sum().item())
     return Part(
         {"v": new_v, "o": Dense(new_o, bias)},
         report,

@@ -4,12 +4,16 @@ from ...architectures import BlockView
 from ...linalg.nystrom import error_curve
 from ..base import Unit
 from .attention import compress_qk, compress_vo
+from .mlp import GRADIENT as MLP
+from .sensitivity import output_root, weighted
 
 __all__ = ["squared_errors"]
 
 
 def squared_errors(method, view: BlockView, moments, unit: Unit, least: int, vo=compress_vo) -> dict[int, float]:
     """Rank -> squared relative error of the module there, for the ranks of ``unit`` from ``least`` on; 0 at the full one.
+
+    In the output metric where the moments hold a gradient: that is what the fit makes least.
 
     Args:
         vo: what reduces value and output.
@@ -19,11 +23,13 @@ def squared_errors(method, view: BlockView, moments, unit: Unit, least: int, vo=
     if unit.module == "mlp":
         down, moment = view.mlp.down, moments["mlp_hidden"]
         C = moment.covariance() if method.bias_refit and down.bias is not None else moment.second_moment()
-        curve = error_curve(down.weight, C, least=ranks[0], ridge=method.ridge)
+        W = weighted(output_root(moments, MLP), down.weight.to(C))
+        curve = error_curve(W, C, least=ranks[0], ridge=method.ridge)
         return {rank: curve[full - rank].item() for rank in ranks}
     attention = view.attention
     q, k, v = attention.qkv()
     dense = {"q": q, "k": k, "v": v, "o": attention.output}
     compress = compress_qk if unit.module == "qk" else vo
     parts = {rank: compress(method, attention, moments, dense, rank) for rank in ranks if rank < full}
-    return {rank: part.report["relative_error"] ** 2 for rank, part in parts.items()} | {full: 0.0}
+    errors = {rank: part.report.get("weighted_error", part.report["relative_error"]) for rank, part in parts.items()}
+    return {rank: error**2 for rank, error in errors.items()} | {full: 0.0}

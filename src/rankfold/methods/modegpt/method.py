@@ -9,8 +9,10 @@ from typing import ClassVar, Literal
 from ...architectures import BlockView
 from ...errors import OptionError, UnsupportedModelError
 from ..base import BlockResult, Method, Unit, check_choice, register_method
+from .attention import GRADIENT as ATTENTION_GRADIENT
 from .attention import compress_attention
 from .curves import squared_errors
+from .mlp import GRADIENT as MLP_GRADIENT
 from .mlp import reduce_mlp
 
 __all__ = ["MoDeGPT"]
@@ -34,6 +36,9 @@ class MoDeGPT(Method):
         bias_refit: where a projection has a bias, fit the covariance and move the mean into the bias (LatentLLM App. B.2);
             ``False`` keeps the bias as it is and fits the second moment, as the paper does.
         ridge: relative damping of the MLP's moment; the paper's lambda is 1 on un-normalised sums.
+        sensitivity: which errors at the output of a module count. ``none``: all alike. ``gradient``: by the second moment of
+            the gradient of the loss there, from one backward pass over a few windows (docs/method.md). It decides which
+            units and which dimensions of values stay; the weights fitted to these are best either way.
     """
 
     name: ClassVar[str] = "modegpt"
@@ -46,6 +51,7 @@ class MoDeGPT(Method):
     qk: Literal["svd", "cr"] = "svd"
     bias_refit: bool = True
     ridge: float = 1e-4
+    sensitivity: Literal["none", "gradient"] = "none"
 
     def __post_init__(self):
         super().__post_init__()
@@ -55,6 +61,13 @@ class MoDeGPT(Method):
         check_choice("select_qk", self.select_qk, ("elimination", "norm"))
         check_choice("gqa", self.gqa, ("joint", "paper"))
         check_choice("qk", self.qk, ("svd", "cr"))
+        check_choice("sensitivity", self.sensitivity, ("none", "gradient"))
+        blind = {"select": "leverage", "gqa": "paper"}
+        for key, value in blind.items():
+            if self.sensitivity != "none" and getattr(self, key) == value:
+                raise OptionError(
+                    f"{key}={value} does not look at outputs, so sensitivity={self.sensitivity} has nothing to weigh; drop one"
+                )
 
     def supported_modules(self, architecture, view: BlockView) -> tuple[str, ...]:
         reasons = {}
@@ -76,6 +89,11 @@ class MoDeGPT(Method):
     def statistics(self, view: BlockView) -> set[str]:
         needed = self._statistics_of_modules(view)
         return set().union(*(needed[m] for m in self.supported_modules(view.architecture, view)))
+
+    def gradients(self, view: BlockView) -> set[str]:
+        names = {"mlp": MLP_GRADIENT, "vo": ATTENTION_GRADIENT}
+        wanted = self.supported_modules(view.architecture, view) if self.sensitivity == "gradient" else ()
+        return {names[module] for module in wanted if module in names}
 
     def _statistics_of_modules(self, view: BlockView) -> dict[str, set[str]]:
         free = view.attention.rotary_dim == 0 and self.qk == "svd"

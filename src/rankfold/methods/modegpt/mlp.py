@@ -11,6 +11,9 @@ from ...calibration.moments import Moment
 from ...linalg.nystrom import Nystrom, nystrom
 from ..base import BlockResult
 from ..result import put_projection
+from .sensitivity import output_root, predicted_loss
+
+GRADIENT = "mlp_gradient"
 
 
 def reduce_mlp(method, view: BlockView, down: Dense, moments, rank: int, result: BlockResult) -> Nystrom | None:
@@ -30,7 +33,17 @@ def reduce_mlp(method, view: BlockView, down: Dense, moments, rank: int, result:
     moment, dtype = moments["mlp_hidden"], mlp.down.weight.dtype
     refit = method.bias_refit and down.bias is not None
     C, scale = (moment.covariance(), 1.0) if refit else (moment.second.double(), moment.count)  # a sum needs no copy
-    fit = nystrom(down.weight, C, rank=rank, ridge=method.ridge, select=method.select)
+    fit = nystrom(
+        down.weight,
+        C,
+        rank=rank,
+        ridge=method.ridge,
+        select=method.select,
+        output_root=output_root(moments, GRADIENT),
+    )
+    predicted = {}
+    if GRADIENT in moments:
+        predicted["predicted_loss"] = predicted_loss(moments[GRADIENT], gap_of(down.weight, fit), C) / scale
     del C
     bias, centre = down.bias, moment.mean if refit else None
     if refit:
@@ -41,7 +54,7 @@ def reduce_mlp(method, view: BlockView, down: Dense, moments, rank: int, result:
     put_projection(result, mlp.spec.down, Dense(fit.W_down.to(dtype), None if bias is None else bias.to(dtype)))
     result.errors["mlp"] = lambda other: output_error(down.weight, fit, centre, other["mlp_hidden"])
     bounds = fit.bounds
-    result.reports["mlp"] = {
+    result.reports["mlp"] = predicted | {
         "rank": rank,
         "of": full,
         "select": method.select,
@@ -63,8 +76,14 @@ def output_error(W: Tensor, fit: Nystrom, centre: Tensor | None, moment: Moment)
         centre: ``(F,)`` mean of the fit, where the bias took it.
     """
     C = (moment.second.double() if centre is None else moment.about(centre)).float()  # an error needs no more digits
-    gap = W.float().clone()
-    gap[:, fit.keep] -= fit.W_down.float()
+    gap = gap_of(W, fit)
     error, total = (((M @ C) * M).double().sum() for M in (gap, W.float()))
     error, total = torch.stack([error, total]).tolist()
     return (max(error, 0.0) / total) ** 0.5 if total > 0 else 0.0
+
+
+def gap_of(W: Tensor, fit: Nystrom) -> Tensor:
+    """``(D, F)`` the dense projection minus the one on the kept units; fp32."""
+    gap = W.float().clone()
+    gap[:, fit.keep] -= fit.W_down.float()
+    return gap

@@ -10,8 +10,9 @@ from ...calibration.moments import BlockMoments, Moment
 from ...linalg.output_refit import refit_across_heads
 from ...linalg.paired_svd import paired_svd
 from ..base import BlockResult
-from ..modegpt.attention import Part, compress_attention, map_heads, relative
+from ..modegpt.attention import GRADIENT, Part, compress_attention, map_heads, relative
 from ..modegpt.attention import compress_vo as values_alone
+from ..modegpt.sensitivity import output_root, predicted_loss, weighted
 from .missing import repair
 
 __all__ = ["compress_vo", "decompose_attention", "refit_output", "values_of"]
@@ -43,8 +44,8 @@ def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dens
     def metric(moment: Moment) -> Tensor:
         return moment.second_moment() if centre is None else moment.about(centre)
 
-    C = metric(sent)
-    fit = paired_svd(*_of_heads(C, W, attention), rank=rank)
+    C, root = metric(sent), output_root(moments, GRADIENT)
+    fit = paired_svd(*_of_heads(C, weighted(root, W), attention), rank=rank)
     groups = attention.heads // K
     down = fit.down.repeat_interleave(groups, 0)  # (H, R, N)
     refit = refit_across_heads(W, C, down, fit.up.repeat_interleave(groups, 0), ridge=method.ridge)
@@ -66,7 +67,11 @@ def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dens
     def error(other: BlockMoments) -> float:
         return errors(metric(other["attention_output"]))["relative_error"]
 
-    return Part({"v": new_v, "o": Dense(refit.W.to(o.weight.dtype), bias)}, errors(C), error)
+    report = errors(C)
+    if root is not None:
+        losses = [predicted_loss(moments[GRADIENT], M, C) for M in (refit.gap(W), W)]
+        report |= {"weighted_error": relative(*losses), "predicted_loss": losses[0]}
+    return Part({"v": new_v, "o": Dense(refit.W.to(o.weight.dtype), bias)}, report, error)
 
 
 def _of_heads(C: Tensor, W: Tensor, attention: AttentionView) -> tuple[Tensor, Tensor]:
