@@ -8,11 +8,12 @@ from typing import NamedTuple
 import torch
 
 from .allocation import allocate, averages, block_weights, tensor_bytes, unique_parameters
+from .calibration.backward import PASSES, sweep_memory, windows_for
 from .calibration.observers import SAMPLE_ROWS, STATISTICS
 from .calibration.runner import advance, batch_tokens, start
 from .checkpoint.source import Source
 from .errors import OptionError
-from .methods import Method, Unit, method_class
+from .methods import Method, Unit, make_method
 from .report.plan import ModulePlan, Plan
 
 __all__ = ["allocate_ranks", "build_plan", "of_block", "shares", "timed"]
@@ -141,7 +142,16 @@ def _peak_memory(source: Source, method: Method, calibration: dict | None) -> in
     # Two streams side by side are three: dense behind attention and behind the block, and compressed.
     streams = 3 if any(STATISTICS[name].two_streams for name in statistics) else 1
     stream = (streams * tokens + 3 * held_out) * width * (2 if source.autocast else item)
-    return int(around + resident + 2 * largest + 2.5 * moments + samples + stream)
+    gradients = method.gradients(view)
+    moments += 8 * width**2 * len(gradients)
+    backwards = sweep_memory(source, _sweep_tokens(source, calibration)) if gradients and calibration else 0
+    return int(around + resident + max(2 * largest + 2.5 * moments + samples + stream, largest + backwards))
+
+
+def _sweep_tokens(source: Source, calibration: dict) -> int:
+    """Calibration tokens that a backward pass runs over."""
+    width, length = source.meta_block(0).attention.output.weight.shape[0], calibration["length"]
+    return windows_for(calibration["samples"], length, width) * length
 
 
 def timed(the_plan: Plan, source: Source, calibration: dict, mode: str) -> Plan:
@@ -158,7 +168,9 @@ def timed(the_plan: Plan, source: Source, calibration: dict, mode: str) -> Plan:
 
     Cost: three forwards of one block over a few thousand tokens, and reading that block.
     """
-    forwards = method_class(the_plan.method["method"]).forwards
+    options = dict(the_plan.method)
+    method = make_method(options.pop("method"), **options)
+    forwards = method.forwards
     if mode not in forwards:
         raise OptionError(f"mode must be {' or '.join(forwards)}, got {mode!r}")
     length = calibration["length"]
@@ -168,5 +180,8 @@ def timed(the_plan: Plan, source: Source, calibration: dict, mode: str) -> Plan:
         begin = time.perf_counter()
         advance(view, replace(stream, hidden=list(stream.hidden)))
         times.append(time.perf_counter() - begin)
-    forward = len(source) * min(times) * calibration["tokens"] / ids.numel()
-    return replace(the_plan, seconds=forwards[mode] * forward)
+    per_token = len(source) * min(times) / ids.numel()
+    passed = forwards[mode] * calibration["tokens"]
+    if method.gradients(view):
+        passed += PASSES * _sweep_tokens(source, calibration)
+    return replace(the_plan, seconds=passed * per_token)

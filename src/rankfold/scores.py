@@ -69,7 +69,7 @@ def gradients_of(source: Source, method: Method, tokens: Tokens | None, run: Run
         raise OptionError(
             "gradients are measured on text, which moments do not hold; give calibration text, or leave out sensitivity"
         )
-    some = replace(tokens, ids=windows_for(tokens.ids, view.attention.output.weight.shape[0]))
+    some = replace(tokens, ids=tokens.ids[: windows_for(*tokens.ids.shape, view.attention.output.weight.shape[0])])
     with MomentStore.filling(moments_identity(source, some, names), run.gradients if run else None) as store:
         missing = store.missing(len(source))
         if missing:

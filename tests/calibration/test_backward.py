@@ -4,10 +4,11 @@ import weakref
 
 import pytest
 import torch
-from torch import nn
 
+import rankfold
 from activations import blocks_of
 from families import CONFIGS, opened, some_ids, tiny_model
+from gradients import stock_gradients
 from rankfold.calibration import backward, runner
 from rankfold.calibration.backward import GRADIENTS, OutputGradient, gradient_observers, sweep, windows_for
 from rankfold.errors import NumericsError
@@ -23,30 +24,13 @@ def layers(source, index: int) -> dict[str, str]:
     return found | ({"mlp_gradient": view.mlp.spec.down} if view.mlp else {})
 
 
-def stock_gradients(family: str, paths: dict[int, dict[str, str]]) -> dict[tuple[int, str], torch.Tensor]:
-    """``(S T, D)`` gradient of the summed next-token loss at the output of every layer: one graph of the whole model."""
-    model = tiny_model(family)
-    caught = {}
-    for index, block in enumerate(blocks_of(model)):
-        for name, path in paths[index].items():
-
-            def keep(_, __, output, key=(index, name)):
-                output.retain_grad()
-                caught[key] = output
-
-            block.get_submodule(path).register_forward_hook(keep)
-    logits = model(IDS).logits
-    nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten(), reduction="sum").backward()
-    return {key: output.grad.reshape(-1, output.shape[-1]).double() for key, output in caught.items()}
-
-
 @pytest.mark.parametrize("family", CONFIGS)
 def test_gradients_are_those_of_the_whole_stock_model(family, monkeypatch):
     monkeypatch.setattr(runner, "BATCH_TOKENS", 48)  # three batches, the last one smaller
     monkeypatch.setattr(backward, "POSITIONS", 10)  # and three pieces of the logits
     source = opened(family)
     paths = {index: layers(source, index) for index in range(3)}
-    wanted = stock_gradients(family, paths)
+    wanted = stock_gradients(tiny_model(family), IDS, paths)
     found = dict(sweep(source, IDS, gradient_observers(set(paths[0]))))
     assert list(found) == [2, 1, 0] and {(i, name) for i, moments in found.items() for name in moments} == set(wanted)
     for (index, name), g in wanted.items():
@@ -70,8 +54,7 @@ def test_observers_see_what_a_gradient_of_weights_is_made_of():
             return backward.Moment(1, self.sum, None, None)
 
     model, source = tiny_model("llama"), opened("llama")
-    logits = model(IDS).logits
-    nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), IDS[:, 1:].flatten(), reduction="sum").backward()
+    stock_gradients(model, IDS, {})
     paths = {"q": "self_attn.q_proj", "up": "mlp.up_proj"}
     found = dict(
         sweep(source, IDS, lambda view: {n: WeightGradient(view.module.get_submodule(p)) for n, p in paths.items()})
@@ -90,6 +73,16 @@ def test_under_autocast_gradients_are_as_exact_as_its_numbers():
         for name, moment in moments.items():
             a, b = moment.second_moment(), found[index][name].second_moment()
             assert 0 < (a - b).norm() / a.norm() < 0.05, (index, name)
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_a_model_in_bf16_gives_finite_gradients_near_those_in_fp32(family):
+    plain, rough = opened(family), rankfold.open_model(tiny_model(family).to(torch.bfloat16), device="cpu")
+    exact, found = (dict(sweep(source, IDS, gradient_observers(set(GRADIENTS)))) for source in (plain, rough))
+    for index, moments in exact.items():
+        for name, moment in moments.items():
+            a, b = moment.second_moment(), found[index][name].second_moment()
+            assert 0 < (a - b).norm() / a.norm() < 0.1, (index, name)
 
 
 def test_a_sweep_ends_at_the_block_it_is_told_and_leaves_the_model_as_it_was():
@@ -135,6 +128,5 @@ def test_gradients_that_are_not_finite_are_named():
 
 
 def test_as_many_windows_as_a_moment_of_full_rank_needs():
-    ids = torch.zeros(100, 1024, dtype=torch.long)
-    assert len(windows_for(ids, 64)) == 8 and len(windows_for(ids, 4096)) == 16 and len(windows_for(ids[:3], 64)) == 3
-    assert len(windows_for(ids[:, :1000], 64)) == 9
+    found = [windows_for(*shape) for shape in ((100, 1024, 64), (100, 1024, 4096), (3, 1024, 64), (100, 1000, 64))]
+    assert found == [8, 16, 3, 9]

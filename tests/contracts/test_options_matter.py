@@ -489,6 +489,15 @@ ROWS = {
         ),
         Row("ridge", SMALL, SMALL | {"ridge": 1e3}, {"mlp"}, errors_rise("mlp")),
         Row("select", SMALL, SMALL | {"select": "leverage"}, {"mlp"}, errors_rise("mlp")),
+        # What is least in the metric of the gradient is not least in that of the outputs.
+        Row(
+            "sensitivity",
+            SMALL,
+            SMALL | {"sensitivity": "gradient"},
+            {"mlp", "vo"},
+            each(errors_rise("vo"), errors_do_not_fall("mlp")),
+            everywhere=False,
+        ),
         Row("select_qk", SMALL, SMALL | {"select_qk": "norm"}, {"qk"}, errors_do_not_fall("qk"), everywhere=False),
     ],
     LatentLLM: [

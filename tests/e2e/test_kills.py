@@ -17,6 +17,7 @@ RUNS = {
     "default": (Rankfold, {}, {}),
     "sequential": (MoDeGPT, {}, {}),
     "one-pass": (MoDeGPT, {}, {"mode": "one-pass"}),
+    "gradient": (MoDeGPT, {"sensitivity": "gradient"}, {"mode": "one-pass"}),
     "one-pass, influence": (MoDeGPT, {"allocation": "influence"}, {"mode": "one-pass"}),
 }
 

@@ -16,7 +16,7 @@ from rankfold.linalg.junction import JUNCTIONS, apply_junction
 from rankfold.linalg.lowrank import low_rank
 from rankfold.linalg.nystrom import nystrom
 from rankfold.linalg.preconditioner import PRECONDITIONERS, preconditioner
-from rankfold.linalg.psd import psd_root, spd_inverse
+from rankfold.linalg.psd import metric_root, psd_root, spd_inverse
 from rankfold.linalg.quantization import dequantize, quantize, refine_quantized
 from rankfold.linalg.rotations import rope_rotations
 from rankfold.linalg.sparse import low_rank_plus_sparse, sparse
@@ -29,6 +29,8 @@ FREQUENCIES = torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64)
 FACTORS = heads(1, 9, 4)[0], heads(1, 4, 12)[0]
 ROOT = preconditioner(P.C, "rootcov", ridge=1e-3)
 CALLS = {
+    "metric_root": lambda: metric_root(P.C, ridge=1e-3),
+    "metric_root of nothing": lambda: metric_root(0 * P.C, ridge=1e-3),
     "psd_root": lambda: psd_root(P.C, ridge=1e-3),
     "spd_inverse": lambda: spd_inverse(P.C, shift=1.0),
     "column_row": lambda: column_row(QK.C_q, QK.C_k, rank=4, rotary_dim=4),
@@ -37,6 +39,7 @@ CALLS = {
     "eliminate_groups": lambda: eliminate_groups(PRODUCT, 3),
     "eliminate_units": lambda: eliminate_units(M.W, torch.linalg.inv(M.C), rank=7),
     "nystrom": lambda: nystrom(M.W, M.C, rank=7),
+    "nystrom, output metric": lambda: nystrom(M.W, M.C, rank=7, output_root=torch.diag(M.W[:, 0])),
     "nystrom, leverage": lambda: nystrom(M.W, M.C, rank=7, select="leverage"),
     "low_rank": lambda: low_rank(P.W, ROOT, rank=4),
     "quantize": lambda: dequantize(quantize(P.W, bits=4, chunk=8)),

@@ -342,3 +342,41 @@ def test_kept_units_that_cannot_be_solved_for_are_refused():
     message = r"^the block of the kept units \(2, 2\) is not positive definite; raise the ridge"
     with pytest.raises(torch.linalg.LinAlgError, match=message):
         _refit(torch.ones(3, 4), -torch.eye(4), keep, dropped, 0.5)
+
+
+@pytest.mark.parametrize("rank", [2, 6, 10])
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_an_output_metric_units_leave_by_what_they_cost_there(kind, rank):
+    """Naive greedy search: every unit tried, the rest refitted by least squares, and the errors weighed by ``G``."""
+    p = mlp(kind)
+    g = torch.randn(400, 5, generator=torch.Generator().manual_seed(1), dtype=F64) * torch.tensor([9.0, 3, 1, 0.3, 0.1])
+    G = g.T @ g / len(g)
+    damped = p.C + 1e-4 * p.C.diagonal().mean() * torch.eye(len(p.C), dtype=F64)
+
+    def cost(keep, metric):
+        k, d = keep, [i for i in range(len(damped)) if i not in keep]
+        left = damped[d][:, d] - damped[d][:, k] @ torch.linalg.solve(damped[k][:, k], damped[k][:, d])
+        return (metric @ p.W[:, d] @ left @ p.W[:, d].T).trace().item()
+
+    def greedy(metric):
+        keep = list(range(12))
+        while len(keep) > rank:
+            keep = min(([i for i in keep if i != j] for j in keep), key=lambda rest: cost(rest, metric))
+        return keep
+
+    out = nystrom(p.W, p.C, rank=rank, output_root=torch.linalg.cholesky(G).T)
+    wanted = greedy(G)
+    assert out.keep.tolist() == wanted or cost(out.keep.tolist(), G) == pytest.approx(cost(wanted, G), rel=1e-6)
+    plain = nystrom(p.W, p.C, rank=rank)
+    if kind == "gaussian":
+        assert plain.keep.tolist() == greedy(torch.eye(5, dtype=F64)) != wanted  # the metric matters
+
+
+@pytest.mark.parametrize("rank", [3, 8])
+def test_the_best_weights_on_kept_units_do_not_depend_on_the_output_metric(rank):
+    p = mlp("gaussian")
+    out = nystrom(
+        p.W, p.C, rank=rank, ridge=1e-10, output_root=torch.diag(torch.tensor([5.0, 1, 0.1, 2, 3], dtype=F64))
+    )
+    reference = torch.linalg.lstsq(p.a[:, out.keep], p.a @ p.W.T).solution.T
+    torch.testing.assert_close(out.W_down, reference, rtol=1e-6, atol=1e-8)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from problems import KINDS, activations
 
 from rankfold.linalg import psd
-from rankfold.linalg.psd import check_moment, damping, psd_root, quadratic, spd_inverse
+from rankfold.linalg.psd import check_moment, damping, metric_root, psd_root, quadratic, spd_inverse
 
 
 def moment(kind: str, seed: int = 0) -> torch.Tensor:
@@ -148,3 +148,20 @@ def test_spd_inverse_is_the_inverse(N, dtype):
 @pytest.mark.parametrize("A", [torch.zeros(3, 3), -torch.eye(4), torch.tensor([[1.0, 2.0], [2.0, 1.0]])])
 def test_spd_inverse_says_where_there_is_none(A):
     assert spd_inverse(A) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_metric_root_gives_lengths_in_the_damped_metric(kind):
+    G = moment(kind)
+    R, y = metric_root(G, ridge=0.1), torch.randn(12, 7, dtype=G.dtype, generator=torch.Generator().manual_seed(0))
+    lengths = (y * (G @ y)).sum(0) + 0.1 * G.diagonal().mean() * y.square().sum(0)
+    torch.testing.assert_close((R @ y).square().sum(0), lengths)
+    torch.testing.assert_close(metric_root(1e9 * G, ridge=0.1), 1e9**0.5 * R)
+
+
+def test_a_metric_of_nothing_weighs_all_alike_and_one_that_is_no_metric_is_refused():
+    assert torch.equal(metric_root(torch.zeros(3, 3), ridge=0.1), torch.eye(3))
+    with pytest.raises(ValueError, match="G has non-finite entries"):
+        metric_root(torch.full((2, 2), torch.nan), ridge=0.1)
+    with pytest.raises(torch.linalg.LinAlgError, match=r"the output metric \(2, 2\) is not positive definite"):
+        metric_root(torch.tensor([[1.0, 3.0], [3.0, 1.0]]), ridge=0.1)

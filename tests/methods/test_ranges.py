@@ -26,6 +26,15 @@ def test_numbers_must_be_finite(method, option, value):
             r"unknown select 'eliminate'; did you mean 'elimination'\? available: elimination, leverage",
         ),
         ({"select_qk": "norms"}, r"unknown select_qk 'norms'; did you mean 'norm'\? available: elimination, norm"),
+        (
+            {"sensitivity": "gradients"},
+            r"unknown sensitivity 'gradients'; did you mean 'gradient'\? available: none, gradient",
+        ),
+        (
+            {"sensitivity": "gradient", "select": "leverage"},
+            "select=leverage does not look at outputs, so sensitivity=gradient has nothing to weigh; drop one",
+        ),
+        ({"sensitivity": "gradient", "gqa": "paper"}, "gqa=paper does not look at outputs"),
         ({"gqa": "papers"}, r"unknown gqa 'papers'; did you mean 'paper'"),
     ],
 )

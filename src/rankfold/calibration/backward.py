@@ -17,16 +17,25 @@ from torch import Tensor, nn
 from ..architectures import BlockView
 from ..memory import release_memory
 from .moments import BlockMoments, Moment, VectorMoment, check_finite
-from .runner import Stream, advance, keeps_some_logits, logits, start
+from .runner import Stream, advance, batch_tokens, keeps_some_logits, logits, start
 
-__all__ = ["GRADIENTS", "PASSES", "BackwardObserver", "OutputGradient", "gradient_observers", "sweep", "windows_for"]
+__all__ = [
+    "GRADIENTS",
+    "PASSES",
+    "BackwardObserver",
+    "OutputGradient",
+    "gradient_observers",
+    "sweep",
+    "sweep_memory",
+    "windows_for",
+]
 
 TOKENS = 8192  # of a sweep, and at least
 PER_DIMENSION = 4  # for each output of a module, as many as make its moment one of full rank
 PASSES = (
     4.0  # forwards that the sweep over as many tokens takes, norm and head included (docs/results/compression_cost.md)
 )
-POSITIONS = 256  # whose logits are held at once: a vocabulary is large
+POSITIONS = 128  # of all windows of a batch together, whose logits are held at once: a vocabulary is large
 
 
 class BackwardObserver(Protocol):
@@ -70,10 +79,24 @@ def gradient_observers(names: set[str]) -> Callable[[BlockView], dict[str, Backw
     return lambda view: {name: make(view) for name, make in GRADIENTS.items() if name in names}
 
 
-def windows_for(ids: Tensor, width: int) -> Tensor:
-    """``(s, T)`` the first of the windows ``(S, T)``, as many as a moment of ``width`` outputs needs."""
-    wanted = max(TOKENS, PER_DIMENSION * width)
-    return ids[: -(-wanted // ids.shape[1])]
+def windows_for(samples: int, length: int, width: int) -> int:
+    """How many of ``samples`` windows a sweep needs for moments of ``width`` outputs."""
+    return min(samples, -(-max(TOKENS, PER_DIMENSION * width) // length))
+
+
+def sweep_memory(source, tokens: int) -> int:
+    """Estimate of what a sweep over so many tokens holds beside the block, in bytes: what enters every block and the gradient
+    behind one; then the logits of some positions, or the graph of one block and batch."""
+    view = source.meta_block(0)
+    width = view.attention.output.weight.shape[0]
+    hidden = view.mlp.hidden if view.mlp else 4 * width
+    item = torch.empty((), dtype=source.autocast or source.compute_dtype).element_size()
+    batch = min(tokens, batch_tokens(source))
+    graph = 4 * batch * (12 * width + 6 * hidden)
+    logits = (
+        4 * 4 * min(batch, POSITIONS) * source.text_config.vocab_size
+    )  # logits, their softmax and the gradients of both
+    return tokens * width * (len(source) * item + 4) + max(graph, logits)
 
 
 def sweep(
@@ -124,7 +147,7 @@ def _of_loss(source, ids: Tensor, stream: Stream, hidden: Tensor) -> Tensor:
     last, keeps = ids.shape[1] - 1, keeps_some_logits(source)
     x = hidden.to(source.compute_dtype).requires_grad_()
     gradient = torch.zeros_like(x)
-    for positions in torch.arange(last, device=ids.device).split(POSITIONS if keeps else last):
+    for positions in torch.arange(last, device=ids.device).split(max(1, POSITIONS // len(ids)) if keeps else last):
         some = logits(source, ids, stream, x, keep=positions if keeps else None)[:, : len(positions)]
         targets = ids[:, positions + 1]
         loss = nn.functional.cross_entropy(some.flatten(0, 1).float(), targets.flatten(), reduction="sum")
