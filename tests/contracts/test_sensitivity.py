@@ -95,6 +95,35 @@ def test_values_are_the_best_in_the_metric_of_the_loss(tmp_path):
         assert record["blocks"][str(index)]["vo"]["weighted_error"] ** 2 == pytest.approx(least / total, rel=1e-3)
 
 
+def test_values_fitted_to_what_attention_sends_are_the_best_in_the_metric_of_the_loss(tmp_path):
+    """In the first block: what is kept of a value head are eigenvectors of ``B A``, the ones worth most."""
+    shape = {"modules": {"vo": 0.5}, "feedback": False}
+    small, record, dense = compressed(tmp_path / "small", "llama", Rankfold, **shape)
+    attention, reduced = (member(blocks_of(m)[0], ATTENTION) for m in (dense, small))
+    sent = []
+    attention.o_proj.register_forward_pre_hook(lambda _, args: sent.append(args[0].detach().flatten(0, -2).double()))
+    with torch.no_grad():
+        dense(tokens(32).ids)
+    z, G = sent[0].unflatten(1, (2, 2, 8)), metrics("llama", 0)["vo"]  # (n, K, G, N)
+    W_o = weight_of(attention.o_proj).double().unflatten(1, (2, 2, 8))
+    W_v, new_v = (weight_of(m.v_proj).double().unflatten(0, (2, -1)) for m in (attention, reduced))
+    for k in range(2):
+        A = sum(z[:, k, j].T @ z[:, k, j] / len(z) for j in range(2))
+        B = sum(W_o[:, k, j].T @ damped(G) @ W_o[:, k, j] for j in range(2))
+        kept = torch.linalg.lstsq(W_v[k].T, new_v[k].T).solution  # (N, R)
+        worth = ((B @ A @ kept) * kept).sum(0) / kept.square().sum(0)
+        assert (B @ A @ kept - worth * kept).norm() < 1e-3 * (worth * kept).norm()
+        best = torch.linalg.eigvals(B @ A).real.sort(descending=True).values[: len(worth)]
+        torch.testing.assert_close(worth.sort(descending=True).values, best, rtol=1e-3, atol=0)
+    sent = sent[0]
+    received = torch.block_diag(
+        *(torch.linalg.lstsq(W_v[k].T, new_v[k].T).solution.T for k in range(2) for _ in range(2))
+    )  # (H R, H N)
+    gap = weight_of(attention.o_proj).double() - weight_of(reduced.o_proj).double() @ received
+    lost = (G @ gap @ (sent.T @ sent / len(sent)) @ gap.T).trace().item() / 2
+    assert record["blocks"]["0"]["vo"]["predicted_loss"] == pytest.approx(lost, rel=1e-3)
+
+
 def test_the_predicted_loss_is_that_of_the_installed_weights(tmp_path):
     small, record, dense = compressed(tmp_path / "small", "llama", modules={"mlp": 0.3})
     for index in range(3):
