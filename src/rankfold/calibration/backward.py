@@ -32,9 +32,7 @@ __all__ = [
 
 TOKENS = 8192  # of a sweep, and at least
 PER_DIMENSION = 4  # for each output of a module, as many as make its moment one of full rank
-PASSES = (
-    4.0  # forwards that the sweep over as many tokens takes, norm and head included (docs/results/compression_cost.md)
-)
+PASSES = 4.0  # forwards that a sweep takes: two, the way back, and the head; a large vocabulary takes more
 POSITIONS = 128  # of all windows of a batch together, whose logits are held at once: a vocabulary is large
 
 
