@@ -130,3 +130,12 @@ def test_gradients_that_are_not_finite_are_named():
 def test_as_many_windows_as_a_moment_of_full_rank_needs():
     found = [windows_for(*shape) for shape in ((100, 1024, 64), (100, 1024, 4096), (3, 1024, 64), (100, 1000, 64))]
     assert found == [8, 16, 3, 9]
+
+
+def test_weights_stay_what_their_owner_made_them():
+    model = tiny_model("llama").requires_grad_()
+    frozen = model.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
+    for _ in sweep(rankfold.open_model(model), IDS, gradient_observers(set(GRADIENTS))):
+        pass
+    assert [p.shape for p in model.parameters() if not p.requires_grad] == [frozen.shape]
+    assert all(p.grad is None for p in model.parameters())

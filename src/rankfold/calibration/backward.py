@@ -127,9 +127,8 @@ def sweep(
     stream.hidden.clear()
     for index in reversed(range(first, len(source))):
         view, entered = source.block(index), inputs.pop()
-        view.module.requires_grad_(False)
         watching = observers(view)
-        with _watched(watching.values()):
+        with _frozen(view.module), _watched(watching.values()):
             for i, hidden in enumerate(entered):
                 gradients[i] = _through(view, stream, hidden.to(source.device), gradients[i], source.compute_dtype)
         moments = {name: observer.finish() for name, observer in watching.items()}
@@ -162,6 +161,18 @@ def _through(view: BlockView, stream: Stream, hidden: Tensor, gradient: Tensor, 
         output = view.module(x, *args, **kwargs)
     output = output[0] if isinstance(output, tuple) else output
     return torch.autograd.grad(output, x, gradient.to(output.dtype))[0]
+
+
+@contextlib.contextmanager
+def _frozen(module: nn.Module) -> Iterator[None]:
+    """Without gradients of weights, which nobody asks for; every weight is then again what its owner made it."""
+    wanting = [weight for weight in module.parameters() if weight.requires_grad]
+    module.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for weight in wanting:
+            weight.requires_grad_()
 
 
 @contextlib.contextmanager
