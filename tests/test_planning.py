@@ -7,6 +7,7 @@ import pytest
 import rankfold
 from families import opened, tokens
 from rankfold import planning
+from rankfold.budgets import choices
 from rankfold.calibration import backward
 from rankfold.errors import OptionError
 
@@ -55,10 +56,14 @@ def test_a_backward_pass_is_in_the_estimates(monkeypatch):
         ticks = itertools.accumulate([0, 8, 1, 5, 1, 6])
         monkeypatch.setattr(planning.time, "perf_counter", lambda ticks=ticks: next(ticks))
         method = rankfold.MoDeGPT(sparsity=0.3, multiple=2, sensitivity=sensitivity)
-        plan = planning.build_plan(source, method, planning.allocate_ranks(source, method), {}, calibration)
+        plan = planning.build_plan(
+            source, method, planning.allocate_ranks(choices(source, method), method), {}, calibration
+        )
         seconds.append(planning.timed(plan, source, calibration, "one-pass").seconds)
         long = calibration | {"samples": 1, "length": 2**20, "tokens": 2**20, "held_out": 0}
-        memory.append(planning.build_plan(source, method, planning.allocate_ranks(source, method), {}, long))
+        memory.append(
+            planning.build_plan(source, method, planning.allocate_ranks(choices(source, method), method), {}, long)
+        )
     assert seconds[1] - seconds[0] == pytest.approx(backward.PASSES * 3 * 5 * (4 * 32) / (64 * 32))
     grown = memory[1].peak_memory_bytes - memory[0].peak_memory_bytes
     stream = 2**20 * 32 * 4  # bytes; of four of them, in front of 3 blocks and behind one, one is there anyway

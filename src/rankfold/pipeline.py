@@ -15,6 +15,7 @@ from pathlib import Path
 
 from torch import nn
 
+from .budgets import Choices, choices
 from .calibration.observers import OF_ONE_STREAM, STATISTICS
 from .calibration.runner import advance, measure, start
 from .calibration.store import MomentStore
@@ -92,7 +93,8 @@ def plan(source: Source, method: Method, moments: MomentStore | None = None, tok
         tokens: calibration windows; needed by the measured allocation.
     """
     gradients = gradients_of(source, method, tokens) if moments or method.allocation == "measured" else None
-    allocated = allocate_ranks(source, method, scores_of(source, method, moments, tokens, gradients=gradients))
+    ranks = choices(source, method)
+    allocated = allocate_ranks(ranks, method, scores_of(source, method, ranks, moments, tokens, gradients=gradients))
     errors = {}
     if moments is not None:
         moments.check(source, statistics_of(source, method))
@@ -142,9 +144,10 @@ def compress(
     with run.working() if run else contextlib.nullcontext():
         if run and run.complete:  # what an earlier process could not rename any more
             return run.publish()
-        moments, gradients, scores = _dense_passes(source, method, tokens, moments, mode, run)
+        ranks = choices(source, method, run.times if run else None)
+        moments, gradients, scores = _dense_passes(source, method, ranks, tokens, moments, mode, run)
         seconds = {"calibrate": time.perf_counter() - begin}
-        allocated = allocate_ranks(source, method, scores)
+        allocated = allocate_ranks(ranks, method, scores)
         the_plan = build_plan(source, method, allocated, {}, calibration)
         if on_plan:
             on_plan(the_plan)
@@ -217,22 +220,22 @@ def _check(method: Method, tokens, moments, mode: str, output) -> str:
     return mode
 
 
-def _dense_passes(source: Source, method: Method, tokens, moments, mode: str, run: Run | None):
+def _dense_passes(source: Source, method: Method, ranks: Choices, tokens, moments, mode: str, run: Run | None):
     """Moments of the dense model, where they are there already, statistics of a backward pass, and influence scores or costs,
     each where method or allocation wants them.
 
     Ranks of an influence allocation are known only behind the last block: its one pass keeps all moments on the way.
     """
-    allocate_ranks(source, dataclasses.replace(method, allocation="uniform"))  # what cannot be reached is said at once
+    allocate_ranks(ranks, dataclasses.replace(method, allocation="uniform"))  # what cannot be reached is said at once
     gradients = gradients_of(source, method, tokens, run)
     if method.allocation == "uniform" and moments is None:
         return None, gradients, None
     if method.allocation == "measured":
-        return moments, gradients, scores_of(source, method, None, tokens, run, gradients)
+        return moments, gradients, scores_of(source, method, ranks, None, tokens, run, gradients)
     if moments is None:
         statistics = needed(source, method) if mode == "one-pass" else {"influence"}
         moments = calibrate(source, tokens, run.moments if run else None, statistics=statistics)
-    scores = scores_of(source, method, moments)
+    scores = scores_of(source, method, ranks, moments)
     if mode == "sequential":
         return None, gradients, scores
     moments.check(source, statistics_of(source, method))

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from .allocation import allocate, averages, block_weights, tensor_bytes, unique_parameters
+from .allocation import allocate, averages, tensor_bytes, to_remove, unique_parameters
+from .budgets import Choices
 from .calibration.backward import PASSES, sweep_memory, windows_for
 from .calibration.observers import SAMPLE_ROWS, STATISTICS
 from .calibration.runner import advance, batch_tokens, start
@@ -19,38 +20,27 @@ from .report.plan import ModulePlan, Plan
 __all__ = ["allocate_ranks", "build_plan", "of_block", "shares", "timed"]
 
 
-def _units(source: Source, method: Method) -> list[Unit]:
-    units = [unit for i in range(len(source)) for unit in method.units(source.meta_block(i))]
-    if not units:
-        raise OptionError("no module is left to compress; see `rankfold models` for what each family allows")
-    return units
-
-
-def _counted(source: Source, method: Method) -> int:
-    if method.of == "model":
-        return unique_parameters(source.model)
-    return sum(block_weights(block) for block in source.blocks)
-
-
 class Allocated(NamedTuple):
     """What :func:`allocate_ranks` decided."""
 
     ranks: dict[tuple[int, str], int]  # (block, module) -> rank
     facts: dict  # of the allocation, for the record
-    units: list[Unit]  # what there was to choose from
-    counted: int  # weights that the sparsity is a fraction of
+    choices: Choices  # what there was to choose from
+    budget: dict  # what it counts, how much there is of it, how much was to go and goes
 
 
-def allocate_ranks(source: Source, method: Method, scores=None) -> Allocated:
+def allocate_ranks(choices: Choices, method: Method, scores=None) -> Allocated:
     """Ranks under the budget; see :func:`rankfold.allocation.allocate`."""
-    units, counted = _units(source, method), _counted(source, method)
-    return Allocated(*allocate(units, method, counted, scores), units, counted)
+    units, counted = choices.priced, choices.counted
+    ranks, facts = allocate(units, method, counted, scores)
+    removed = sum(u.dense - u.size(ranks[u.block, u.module]) for u in units)
+    amounts = {"counted": counted, "asked": to_remove(units, method, counted), "removed": removed}
+    return Allocated(ranks, facts, choices, {**choices.facts, **amounts})
 
 
-def shares(source: Source, method: Method) -> tuple[list[Unit], dict]:
+def shares(choices: Choices, method: Method) -> tuple[list[Unit], dict]:
     """Units of all blocks, and the mean sparsity of the budget each belongs to."""
-    units = _units(source, method)
-    return units, averages(units, method, _counted(source, method))
+    return choices.priced, averages(choices.priced, method, choices.counted)
 
 
 def of_block(ranks: dict[tuple[int, str], int], index: int) -> dict[str, int]:
@@ -77,7 +67,7 @@ def build_plan(source: Source, method: Method, allocated: Allocated, errors: dic
             dense_weights=u.dense,
             relative_error=errors.get((u.block, u.module)),
         )
-        for u in allocated.units
+        for u in allocated.choices.units
     )
     removed = sum(m.dense_weights - m.weights for m in modules)
     parameters = unique_parameters(source.model)
@@ -88,7 +78,7 @@ def build_plan(source: Source, method: Method, allocated: Allocated, errors: dic
         model=source.name,
         method=method.describe(),
         modules=modules,
-        counted_weights=allocated.counted,
+        counted_weights=allocated.choices.weights,
         removed_weights=removed,
         parameters=parameters,
         parameters_after=parameters + change,
@@ -99,6 +89,7 @@ def build_plan(source: Source, method: Method, allocated: Allocated, errors: dic
         peak_memory_bytes=_peak_memory(source, method, calibration),
         seconds=None,
         facts=allocated.facts,
+        budget=allocated.budget,
         source_bytes=source.bytes_on_disk,
         calibration=calibration,
     )

@@ -1,11 +1,12 @@
-"""What this processor is good at."""
+"""What this processor is good at, and what time it is there."""
 
 import functools
 import platform
+import time
 
 import torch
 
-__all__ = ["cpu_facts", "multiplies_bf16_fast"]
+__all__ = ["cpu_facts", "multiplies_bf16_fast", "now"]
 
 
 @functools.cache
@@ -33,3 +34,10 @@ def multiplies_bf16_fast() -> bool:
 
 def _vendor() -> str:
     return cpu_facts().get("vendor_id") or platform.processor()
+
+
+def now(device: torch.device) -> float:
+    """The time at which all work given to ``device`` is done."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()

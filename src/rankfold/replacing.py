@@ -1,7 +1,7 @@
 """Replace modules of a block by the smaller ones a method computed."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from .errors import NumericsError
 from .methods import BlockResult
 from .modules import build
 
-__all__ = ["replace", "replaced"]
+__all__ = ["replace", "replaced", "swapped"]
 
 
 def replace(view: BlockView, result: BlockResult, source: Source) -> None:
@@ -43,14 +43,26 @@ def replace(view: BlockView, result: BlockResult, source: Source) -> None:
 @contextlib.contextmanager
 def replaced(view: BlockView, result: BlockResult, source: Source) -> Iterator[None]:
     """Have the result's modules in the block for a while."""
-    before = {path: view.module.get_submodule(path) for path in result.modules}
-    replace(view, result, source)
+    with swapped(view.module, {path: view.module.get_submodule(path) for path in result.modules}):
+        replace(view, result, source)
+        yield
+
+
+@contextlib.contextmanager
+def swapped(block: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Have other modules at these paths of a block for a while."""
+    before = {path: block.get_submodule(path) for path in modules}
     try:
+        _put(block, modules)
         yield
     finally:
-        for path, module in before.items():
-            parent, _, name = path.rpartition(".")
-            setattr(view.module.get_submodule(parent), name, module)
+        _put(block, before)
+
+
+def _put(block: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    for path, module in modules.items():
+        parent, _, name = path.rpartition(".")
+        setattr(block.get_submodule(parent), name, module)
 
 
 def _as_computed(tensor, source: Source):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from .budgets import Choices
 from .calibration.backward import gradient_observers, sweep, windows_for
 from .calibration.store import MomentStore
 from .calibration.tokens import Tokens
@@ -35,6 +36,7 @@ def available(source: Source, statistics: set[str]) -> set[str]:
 def scores_of(
     source: Source,
     method: Method,
+    choices: Choices,
     moments: MomentStore | None = None,
     tokens: Tokens | None = None,
     run: Run | None = None,
@@ -49,7 +51,7 @@ def scores_of(
     if method.allocation == "uniform":
         return None
     if method.allocation == "measured":
-        return _costs(source, method, tokens, run, gradients)
+        return _costs(source, method, choices, tokens, run, gradients)
     if moments is None or "influence" not in moments.identity["statistics"]:
         raise OptionError("an influence allocation needs moments with influence scores; run `rankfold calibrate`")
     return {i: tuple(moments[i]["influence"].mean.tolist()) for i in range(len(source))}
@@ -79,7 +81,9 @@ def gradients_of(source: Source, method: Method, tokens: Tokens | None, run: Run
     return store
 
 
-def _costs(source: Source, method: Method, tokens: Tokens | None, run: Run | None, gradients) -> Costs:
+def _costs(
+    source: Source, method: Method, choices: Choices, tokens: Tokens | None, run: Run | None, gradients
+) -> Costs:
     """What every rank would cost; kept with the run, so that going on finds the same ranks."""
     if tokens is None:
         raise OptionError(
@@ -88,7 +92,7 @@ def _costs(source: Source, method: Method, tokens: Tokens | None, run: Run | Non
         )
     if run and run.costs.exists():
         return read_costs(run.costs)
-    found = measure_costs(source, method, tokens, *shares(source, method), gradients)
+    found = measure_costs(source, method, tokens, *shares(choices, method), gradients)
     if run:
         write_costs(run.costs, found)
     return found

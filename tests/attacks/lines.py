@@ -36,6 +36,8 @@ SHARED = {
     "--of": ["blocks", "model", "all", ""],
     "--modules": MODULES,
     "--allocation": ["uniform", "influence", "influence-modules", "x"],
+    "--budget": ["parameters", "bytes", "flops", "latency", "x", ""],
+    "--context": NUMBERS,
     "--epsilon": NUMBERS,
     "--multiple": NUMBERS,
     "--protect": ["0", "-1", "0,-1", "9", "x", ",", "0,0", "9" * 30],

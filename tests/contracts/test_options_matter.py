@@ -141,6 +141,14 @@ def the_model_is_what_counts(a: Outcome, b: Outcome) -> None:
     assert a.plan.removed_weights < 0.2 * model <= b.plan.removed_weights
 
 
+def products_count(a: Outcome, b: Outcome) -> None:
+    """Beside the weights of 3 blocks, the two products of 4 heads of 8 dimensions with each of the model's 64 positions."""
+    linear = sum(p.numel() for p in b.source.blocks.parameters() if p.dim() == 2)
+    assert b.plan.budget["counted"] == linear + 3 * 2 * 4 * 8 * 64 > a.plan.budget["counted"]
+    for o in (a, b):
+        assert o.plan.budget["removed"] >= 0.2 * o.plan.budget["counted"]
+
+
 def only(*named: str):
     """Only these modules are compressed, and they make up for the rest."""
 
@@ -443,11 +451,14 @@ def common(cls, base: dict) -> list[Row]:
     else:
         own, one = {"up": 0.35, "o": 0.4}, ("gate", "up", "down")
     budget = base | {"sparsity": 0.2}
+    flops = budget | {"budget": "flops"}
     influential = base | {"allocation": "influence"}
     coarse = base | {"sparsity": 0.25, "multiple": 8, "modules": one}
     return [
         Row("sparsity", budget, base | {"sparsity": 0.4}, every, each(more_is_removed, errors_rise(*every))),
         Row("of", budget, budget | {"of": "model"}, every, the_model_is_what_counts, everywhere=False),
+        Row("budget", budget, budget | {"budget": "flops"}, every, products_count, everywhere=False),
+        Row("context", flops | {"context": 8}, flops, every, products_count, everywhere=False),
         Row("modules", budget, budget | {"modules": one}, every, only(*one)),
         Row("modules", budget, budget | {"modules": own}, every, own_sparsities(own), everywhere=False),
         Row("allocation", base, influential, every, blocks_lose_by_influence, everywhere=False),

@@ -14,6 +14,7 @@ import rankfold
 from activations import ATTENTION, DOWN, OUTPUT, blocks_of, member, spliced, weight_of
 from families import CONFIGS, opened, some_ids, tiny_model, tokens
 from rankfold import Rankfold
+from rankfold.budgets import choices
 from rankfold.effects import measure_costs
 from rankfold.errors import OptionError
 from rankfold.planning import shares
@@ -181,11 +182,11 @@ def test_costs_are_divergences_of_the_whole_model_with_one_module_compressed(nam
     """At the rank that was tried; every other block protected, every other module left out."""
     source, text = opened(name), wide_tokens()
     method = method_for(name)
-    costs = measure_costs(source, method, text, *shares(source, method))
+    costs = measure_costs(source, method, text, *shares(choices(source, method), method))
     ids = text.held_out[:4]
     with torch.no_grad():
         dense = source.model(ids).logits.log_softmax(-1)
-    units, averages = shares(source, method)
+    units, averages = shares(choices(source, method), method)
     for unit in units:
         key = unit.block, unit.module
         tried = min(unit.ranks[:-1], key=lambda rank: abs(rank / unit.ranks[-1] - (1 - averages[key])))

@@ -14,6 +14,7 @@ from activations import ATTENTION, DOWN, OUTPUT, blocks_of, look, member, weight
 from families import CONFIGS, opened, some_ids, tiny_model, tokens
 from gradients import stock_gradients
 from rankfold import MoDeGPT, Rankfold, scores
+from rankfold.budgets import choices
 from rankfold.calibration import backward
 from rankfold.effects import measure_costs
 from rankfold.errors import OptionError
@@ -152,9 +153,9 @@ def test_curves_and_effects_are_in_the_metric_too():
     """At the rank that was tried a module's cost is its effect; between ranks it follows the weighted errors."""
     source, method = opened("llama"), Rankfold(sparsity=0.3, multiple=2, sensitivity="gradient")
     gradients = scores.gradients_of(source, method, tokens())
-    costs = measure_costs(source, method, tokens(), *shares(source, method), gradients)
+    costs = measure_costs(source, method, tokens(), *shares(choices(source, method), method), gradients)
     plain = Rankfold(sparsity=0.3, multiple=2)
-    others = measure_costs(source, plain, tokens(), *shares(source, plain))
+    others = measure_costs(source, plain, tokens(), *shares(choices(source, plain), plain))
     for (block, module), cost in costs.items():
         same = cost == others[block, module]
         assert same == (module == "qk"), (block, module)

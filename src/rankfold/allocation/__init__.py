@@ -1,11 +1,12 @@
 """How many ranks each module keeps: counts, importance scores, exact integer allocation."""
 
-from .counting import block_weights, tensor_bytes, unique_parameters
+from .counting import COUNTS, block_weights, tensor_bytes, unique_parameters
 from .influence import capped_sparsities, epsilon_for, softmax_sparsities
 from .measured import Cost, cheapest, largest_sparsity
-from .ranks import allocate, averages, removable
+from .ranks import allocate, averages, removable, to_remove
 
 __all__ = [
+    "COUNTS",
     "Cost",
     "allocate",
     "averages",
@@ -17,5 +18,6 @@ __all__ = [
     "removable",
     "softmax_sparsities",
     "tensor_bytes",
+    "to_remove",
     "unique_parameters",
 ]

@@ -5,7 +5,15 @@ All counts of a dense model can be made on the meta device.
 
 from torch import nn
 
-__all__ = ["block_weights", "tensor_bytes", "unique_parameters"]
+__all__ = ["COUNTS", "block_weights", "tensor_bytes", "unique_parameters"]
+
+# Budget -> what sizes count.
+COUNTS = {
+    "parameters": "weights",
+    "bytes": "bytes",
+    "flops": "multiply-accumulates per token",
+    "latency": "nanoseconds",
+}
 
 
 def block_weights(block: nn.Module) -> int:

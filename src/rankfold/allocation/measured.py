@@ -1,9 +1,9 @@
-"""Ranks by what they are measured to cost: the cheapest way to lose so many weights."""
+"""Ranks by what they are measured to cost: the cheapest way to lose so much."""
 
-from itertools import pairwise
-from typing import NamedTuple
+import torch
 
 from ..errors import OptionError
+from .knapsack import Group, cheapest_options
 
 __all__ = ["Cost", "cheapest", "largest_sparsity"]
 
@@ -18,76 +18,34 @@ def largest_sparsity(average: float) -> float:
     return 1 - (1 - average) ** 3
 
 
-class _Step(NamedTuple):
-    """An edge of a unit's convex hull, from more weights to fewer."""
+def cheapest(
+    units, costs: dict[tuple[int, str], Cost], remove: int, what: str = "weights"
+) -> dict[tuple[int, str], int]:
+    """Ranks that remove at least ``remove`` at the least total cost, exactly; of equals those that remove most.
 
-    slope: float  # cost for each weight removed
-    unit: int
-    levels: tuple[int, ...]  # indices into the unit's ranks it goes down by, the last one its end
-
-
-def cheapest(units, costs: dict[tuple[int, str], Cost], remove: int) -> dict[tuple[int, str], int]:
-    """Ranks that remove at least ``remove`` weights at the least total cost, up to less than one rank step.
-
-    On the lower convex hull of every curve the cheapest edges are taken first, which is optimal for a sum of convex curves; of
-    the last edge as much as is needed.
+    So a smaller budget never costs less, and never leaves more: what solves it is allowed under a larger one too.
 
     Args:
         units: the :class:`~rankfold.methods.Unit` of all blocks.
         costs: ``(block, module)`` -> cost of each rank; ranks without a cost are not taken.
-        remove: weights.
+        remove: in what the units' sizes count.
+        what: that is, for messages.
 
     Raises:
-        OptionError: the ranks with a cost cannot remove so many.
+        OptionError: the ranks with a cost cannot remove so much.
     """
-    levels = [len(unit.ranks) - 1 for unit in units]
-    edges = [edge for i, unit in enumerate(units) for edge in _hull(i, unit, costs[unit.block, unit.module])]
-    removed = 0
-    for edge in sorted(edges, key=lambda e: (e.slope, e.unit)):  # within a unit slopes ascend: its edges stay in order
-        unit = units[edge.unit]
-        for level in edge.levels:
-            if removed >= remove:
-                break
-            removed += unit.sizes[levels[edge.unit]] - unit.sizes[level]
-            levels[edge.unit] = level
-    if removed < remove:
+    allowed = [[rank for rank in u.ranks if rank in costs[u.block, u.module]] for u in units]
+    groups = [_group(unit, ranks, costs[unit.block, unit.module]) for unit, ranks in zip(units, allowed, strict=True)]
+    choice = cheapest_options(groups, remove)
+    if choice is None:
+        most = sum(int(group.removed.max()) for group in groups)
         raise OptionError(
-            f"the ranks whose cost was measured can lose {removed:,} of the {remove:,} weights that must go; lower the "
-            "sparsity, compress more modules, lower --multiple, or use --allocation uniform"
+            f"the ranks whose cost was measured can lose {most:,} of the {remove:,} {what} that must go; lower the sparsity, "
+            "compress more modules, lower --multiple, or use --allocation uniform"
         )
-    _return_surplus(units, costs, levels, removed - remove)
-    return {(u.block, u.module): u.ranks[level] for u, level in zip(units, levels, strict=True)}
+    return {(u.block, u.module): ranks[n] for u, ranks, n in zip(units, allowed, choice, strict=True)}
 
 
-def _hull(index: int, unit, cost: Cost) -> list[_Step]:
-    """Edges of the lower convex hull of a unit's cost over removed weights, cheapest first."""
-    points = [n for n in range(len(unit.ranks) - 1, -1, -1) if unit.ranks[n] in cost]  # dense first
-    hull: list[int] = []
-    for n in points:
-        while len(hull) > 1 and _slope(unit, cost, hull[-1], n) <= _slope(unit, cost, hull[-2], hull[-1]):
-            hull.pop()
-        hull.append(n)
-    return [_Step(_slope(unit, cost, a, b), index, tuple(n for n in points if b <= n < a)) for a, b in pairwise(hull)]
-
-
-def _slope(unit, cost: Cost, a: int, b: int) -> float:
-    return (cost[unit.ranks[b]] - cost[unit.ranks[a]]) / (unit.sizes[a] - unit.sizes[b])
-
-
-def _return_surplus(units, costs, levels: list[int], surplus: int) -> None:
-    """Step ranks up again where that still fits, dearest weights first: the last step down may have been a coarse one."""
-    while True:
-        ups = [(_gain(units[i], costs, level), i) for i, level in enumerate(levels) if _fits(units[i], level, surplus)]
-        if not ups:
-            return
-        _, i = max(ups)
-        surplus -= units[i].sizes[levels[i] + 1] - units[i].sizes[levels[i]]
-        levels[i] += 1
-
-
-def _fits(unit, level: int, surplus: int) -> bool:
-    return level + 1 < len(unit.sizes) and unit.sizes[level + 1] - unit.sizes[level] <= surplus
-
-
-def _gain(unit, costs, level: int) -> float:
-    return _slope(unit, costs[unit.block, unit.module], level + 1, level)
+def _group(unit, ranks: list[int], cost: Cost) -> Group:
+    removed = torch.tensor([unit.dense - unit.size(rank) for rank in ranks], dtype=torch.int64)
+    return Group(removed, torch.tensor([cost[rank] for rank in ranks], dtype=torch.float64))

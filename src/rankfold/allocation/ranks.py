@@ -1,4 +1,4 @@
-"""From a sparsity to integer ranks under an exact budget of weights."""
+"""From a sparsity to integer ranks under an exact budget: of weights, or of what else the sizes of units count."""
 
 import math
 from typing import NamedTuple
@@ -6,10 +6,11 @@ from typing import NamedTuple
 import torch
 
 from ..errors import OptionError
+from .counting import COUNTS
 from .influence import capped_sparsities, epsilon_for, softmax_sparsities
 from .measured import cheapest
 
-__all__ = ["allocate", "removable"]
+__all__ = ["allocate", "averages", "removable", "to_remove"]
 
 MLP_MODULES = ("mlp", "gate", "up", "down")  # the rest belong to the attention half of a block
 
@@ -20,12 +21,12 @@ def removable(units) -> int:
 
 
 def allocate(units, method, counted: int, scores=None) -> tuple[dict[tuple[int, str], int], dict]:
-    """Ranks for all units such that at least ``sparsity`` of ``counted`` weights go, and less than one rank step more.
+    """Ranks for all units such that at least ``sparsity`` of ``counted`` goes, and less than one rank step more.
 
     Args:
         units: the :class:`~rankfold.methods.Unit` of all blocks.
         method: sparsity, allocation, protected blocks (see :class:`~rankfold.methods.Method`).
-        counted: weights the sparsity is a fraction of (of the blocks, or of the model).
+        counted: what the sparsity is a fraction of, counted as the sizes of the units are.
         scores: block -> (block, attention, mlp) influence, for the influence allocations; (block, module) -> rank -> cost,
             for the measured one.
 
@@ -53,13 +54,18 @@ def averages(units, method, counted: int) -> dict[tuple[int, str], float]:
     }
 
 
+def to_remove(units, method, counted: int) -> int:
+    """What must go, of all budgets together."""
+    return sum(budget.remove for budget in _budgets(units, method, counted))
+
+
 class _Budget(NamedTuple):
-    """Units that lose so many weights together."""
+    """Units that lose so much together."""
 
     units: list
     remove: int
     what: str  # for messages
-    counted: int  # weights that the sparsity is a fraction of
+    counted: int  # that the sparsity is a fraction of
     module: str | None = None  # where a module has its own sparsity
 
     @property
@@ -88,7 +94,7 @@ def _block(index: int, blocks: int) -> int:
 
 
 def _within(budget: _Budget, method, scores, facts: dict) -> dict:
-    """Ranks of a budget's units that remove at least its weights."""
+    """Ranks of a budget's units that remove what it must."""
     units, remove, what, counted, _ = budget
     if remove == 0:
         return {(u.block, u.module): u.ranks[-1] for u in units}
@@ -96,17 +102,18 @@ def _within(budget: _Budget, method, scores, facts: dict) -> dict:
     if remove > most:
         reach = most / max(counted, 1)
         raise OptionError(
-            f"{what} cannot be reached: the chosen modules can lose at most {most:,} of the {remove:,} weights that must "
-            f"go, sparsity {reach:.4f}; lower the sparsity, compress more modules, or lower --multiple"
+            f"{what} cannot be reached: the chosen modules can lose at most {most:,} of the {remove:,} "
+            f"{COUNTS[method.budget]} that must go, sparsity {reach:.4f}; lower the sparsity, compress more modules, or "
+            "lower --multiple"
         )
     if method.allocation == "measured":
-        return _by_cost(units, scores, remove, facts)
+        return _by_cost(units, scores, remove, COUNTS[method.budget], facts)
     phi = _sparsities(units, method, remove / dense, scores, facts)
     return _round(units, phi, dense - remove)
 
 
-def _by_cost(units, costs, remove: int, facts: dict) -> dict:
-    ranks = cheapest(units, costs, remove)
+def _by_cost(units, costs, remove: int, kind: str, facts: dict) -> dict:
+    ranks = cheapest(units, costs, remove, kind)
     facts["divergence"] = {f"{block}.{module}": costs[block, module][rank] for (block, module), rank in ranks.items()}
     return ranks
 
@@ -154,7 +161,7 @@ def _shares(units) -> torch.Tensor:
 
 
 def _round(units, phi: list[float], budget: int) -> dict[tuple[int, str], int]:
-    """Integer ranks that store at most ``budget`` weights, and less than one smallest step fewer.
+    """Integer ranks that take at most ``budget``, and less than one smallest step fewer.
 
     Modules with coarse steps (a head of 64 in multiples of 8) are rounded to the NEAREST rank in every block; the module
     with the finest steps relative to its size (the MLP) absorbs the difference. Rounding down everywhere and handing out

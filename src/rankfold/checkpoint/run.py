@@ -36,7 +36,7 @@ from .load import empty_model
 
 __all__ = ["Run", "compressed_config"]
 
-CONFIG, RECORD, COSTS = "run.json", "rankfold.json", "costs.json"
+CONFIG, RECORD, COSTS, TIMES = "run.json", "rankfold.json", "costs.json", "times.json"
 MOMENTS, GRADIENTS = "moments", "gradients"
 
 
@@ -122,7 +122,7 @@ class Run:
         for folder in (self.moments, self.gradients):
             if folder.exists():
                 shutil.rmtree(folder)
-        self.costs.unlink(missing_ok=True)
+        self._forget_measurements()
         sweep(self.folder)
         (self.folder / CONFIG).unlink()  # last: a folder without it is not taken for a run
         self.folder.rmdir()
@@ -150,6 +150,15 @@ class Run:
     def costs(self) -> Path:
         """Where a measured allocation keeps what every rank would cost."""
         return self.folder / COSTS
+
+    @property
+    def times(self) -> Path:
+        """Where a budget in time keeps what was measured."""
+        return self.folder / TIMES
+
+    def _forget_measurements(self) -> None:
+        for path in (self.costs, self.times):
+            path.unlink(missing_ok=True)
 
     def save_block(self, index: int, prefix: str, module: nn.Module, dtype: torch.dtype, result: BlockResult) -> None:
         """Make one finished block durable."""
@@ -210,7 +219,7 @@ class Run:
             for folder in (self.moments, self.gradients):
                 if folder.exists():
                     shutil.rmtree(folder)
-            self.costs.unlink(missing_ok=True)
+            self._forget_measurements()
             sync_folder(self.folder)
         if os.path.lexists(self.output):
             raise CheckpointError(

@@ -53,6 +53,16 @@ class MethodOptions:
     of: Annotated[
         str, typer.Option(help="What --sparsity counts: the linear weights of the blocks, or the whole model.")
     ] = "blocks"
+    budget: Annotated[
+        str,
+        typer.Option(
+            help="What --sparsity is a fraction of: parameters, bytes, flops (multiply-accumulates per token), or latency "
+            "(time of a forward, measured here)."
+        ),
+    ] = "parameters"
+    context: Annotated[
+        int, typer.Option(help="Tokens of the sequence that flops and latency are counted on; clamped to the model's.")
+    ] = 2048
     modules: Annotated[
         str | None,
         typer.Option(
@@ -76,7 +86,7 @@ class MethodOptions:
         Raises:
             OptionError: an option that does not parse or is out of range.
         """
-        names = ("sparsity", "of", "epsilon", "multiple")
+        names = ("sparsity", "of", "budget", "context", "epsilon", "multiple")
         shared = {name: getattr(self, name) for name in names} | {"modules": _parse_modules(self.modules)}
         shared |= {"allocation": self.allocation} if self.allocation is not None else {}
         try:

@@ -4,13 +4,13 @@ Shape legend: B sequences, T prompt tokens, S tokens decoded per sequence.
 """
 
 import statistics
-import time
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import OptionError
+from ..processor import now
 from ..progress import track
 
 __all__ = ["DEFINITION", "prompts", "run", "speed"]
@@ -99,20 +99,13 @@ def run(model: nn.Module, ids: Tensor, steps: int) -> tuple[float, float]:
     """Seconds of the prefill and of the decode of one run over ``(B, T)`` ids."""
     device = model.device
     ids = ids.to(device)
-    started = _now(device)
+    started = now(device)
     out = model(ids, use_cache=True, logits_to_keep=1)  # (B, 1, vocabulary)
-    filled = _now(device)
+    filled = now(device)
     for _ in range(steps):
         token = out.logits[:, -1:].argmax(-1)  # (B, 1)
         out = model(token, past_key_values=out.past_key_values, use_cache=True)
-    return filled - started, _now(device) - filled
-
-
-def _now(device: torch.device) -> float:
-    """The time at which all work given to ``device`` is done."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return time.perf_counter()
+    return filled - started, now(device) - filled
 
 
 def _summary(mine: list[tuple[float, float]], reference: list[tuple[float, float]], tokens: int) -> dict:

@@ -22,12 +22,12 @@ __all__ = ["BlockResult", "Method", "Stage", "Unit", "make_method", "method_clas
 
 @dataclass(frozen=True)
 class Unit:
-    """One rank to be chosen: a module of a block, the ranks it may take, and the weights it then stores."""
+    """One rank to be chosen: a module of a block, the ranks it may take, and what it then takes of the budget."""
 
     block: int
     module: str
     ranks: tuple[int, ...]  # ascending; the last one leaves the module dense
-    sizes: tuple[int, ...]  # weights stored at each rank, ascending
+    sizes: tuple[int, ...]  # weights stored at each rank, ascending; or what else the budget counts
 
     @property
     def dense(self) -> int:
@@ -66,6 +66,9 @@ class Method:
         of: the weights ``sparsity`` counts: the linear weights of the decoder ``blocks``, or the whole ``model``.
         modules: which modules to compress; ``None`` for all that the architecture allows. A mapping gives each its own
             sparsity, a fraction of that module's weights (MoDeGPT Tables 29, 31); ``sparsity`` is then not used.
+        budget: what the sparsity is a fraction of: ``parameters``; ``bytes`` of the checkpoint (codes and indices too);
+            ``flops``, multiply-accumulates per token; ``latency``, the time a forward takes on this device.
+        context: tokens of the sequence that ``flops`` and ``latency`` are counted on; clamped to the model's context.
         allocation: ``uniform``; ``influence`` (MoDeGPT Eq. 11); ``influence-modules`` (Eq. 43); ``measured``: the ranks that
             change the predictions least, by the error curve of every module and what compressing it alone does to them.
         epsilon: temperature of the influence allocations; ``None`` for the paper's rule, largest layer sparsity 0.8.
@@ -77,6 +80,7 @@ class Method:
     all_modules: ClassVar[tuple[str, ...]]
     modes: ClassVar[tuple[str, ...]] = ("sequential", "one-pass")
     allocations: ClassVar[tuple[str, ...]] = ("uniform", "influence", "influence-modules")
+    budgets: ClassVar[tuple[str, ...]] = ("parameters", "bytes", "flops")
     # Mode -> forwards of all blocks over the calibration tokens that a compression takes (docs/results/compression_cost.md).
     forwards: ClassVar[Mapping[str, float]] = MappingProxyType({"sequential": 2.5, "one-pass": 1.7})
 
@@ -84,6 +88,8 @@ class Method:
     of: Literal["blocks", "model"] = "blocks"
     modules: tuple[str, ...] | Mapping[str, float] | None = None
     allocation: Literal["uniform", "influence", "influence-modules", "measured"] = "uniform"
+    budget: Literal["parameters", "bytes", "flops", "latency"] = "parameters"
+    context: int = 2048
     epsilon: float | None = None
     multiple: int = 8
     protect: tuple[int, ...] = field(default=())
@@ -98,15 +104,27 @@ class Method:
         for what, value in [("sparsity", self.sparsity), *(dict(self.own_sparsities or {}).items())]:
             if not 0 <= value < 1:
                 raise OptionError(f"{what} must be in [0, 1), got {value}; 0.3 removes 30 % of the weights")
-        choices = {"of": ("blocks", "model"), "allocation": self.allocations}
+        choices = {"of": ("blocks", "model"), "allocation": self.allocations, "budget": (*Method.budgets, "latency")}
         for key, allowed in choices.items():
             check_choice(key, getattr(self, key), allowed)
+        self._check_budget()
         for module in self.modules or ():
             check_choice("module", module, self.all_modules)
         if self.multiple < 1:
             raise OptionError(f"multiple must be >= 1, got {self.multiple}")
         if self.epsilon is not None and self.epsilon <= 0:
             raise OptionError(f"epsilon must be > 0, got {self.epsilon}")
+
+    def _check_budget(self) -> None:
+        if self.context < 1:
+            raise OptionError(f"context must be >= 1, got {self.context}; it is the tokens of one sequence")
+        if self.budget not in self.budgets:
+            raise OptionError(
+                f"method {self.name} takes the budgets {', '.join(self.budgets)}, got {self.budget}; modules of its shapes "
+                "cannot be timed before they are computed"
+            )
+        if self.budget == "latency" and self.of == "model":
+            raise OptionError("budget latency is the time of the blocks, got of=model; leave it out")
 
     @property
     def own_sparsities(self) -> Mapping[str, float] | None:
@@ -140,6 +158,13 @@ class Method:
 
     def units(self, view: BlockView) -> list[Unit]:
         """The ranks to choose in this block; weights may be on the meta device."""
+        raise NotImplementedError
+
+    def truncated(self, view: BlockView, ranks: dict[str, int]) -> BlockResult:
+        """Modules of the shapes that these ranks lead to, made of the first units and dimensions: only to be timed.
+
+        Methods with the budget ``latency`` have it.
+        """
         raise NotImplementedError
 
     def parameter_change(self, view: BlockView, ranks: dict[str, int]) -> tuple[int, int]:

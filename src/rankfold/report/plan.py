@@ -38,6 +38,9 @@ class Plan:
     peak_memory_bytes: int  # estimate, beside the program and its libraries
     seconds: float | None  # estimate; None where no block was timed, see `rankfold.planning.timed`
     facts: dict = field(default_factory=dict)  # of the allocation: epsilon, scores
+    budget: dict = field(
+        default_factory=dict
+    )  # what the sparsity counts: how much there is, how much was to go and goes
     source_bytes: int | None = None  # of the files the weights are read from; None for a model that the caller holds
     calibration: dict | None = None  # description of the tokens it is calibrated on
 
@@ -89,6 +92,9 @@ class Plan:
             change = f"{(after - before) / before:+.1%}" if before else ""
             table.add_row(label, f"{before / unit:{form}}", f"{after / unit:{form}}", change)
 
+        if self.method["budget"] != "parameters":
+            counted, removed = self.budget["counted"], self.budget["removed"]
+            row(f"{self._counts()} ({-self.budget['asked'] / counted:+.1%} asked)", counted, counted - removed)
         row("counted weights", self.counted_weights, self.counted_weights - self.removed_weights)
         row("parameters", self.parameters, self.parameters_after)
         row("MiB of weights", self.bytes, self.bytes_after, 2**20, ",.1f")
@@ -103,6 +109,11 @@ class Plan:
         if self.seconds is not None:
             table.add_row("time (estimate)", "", f"{self.seconds:.0f} s", "")
         return table
+
+    def _counts(self) -> str:
+        """What the budget counts, and on how long a sequence."""
+        context = self.budget.get("context")
+        return self.budget["counts"] + (f" at {context:,} tokens" if context else "")
 
     def _texts(self) -> list[dict]:
         """What each calibration text gives."""

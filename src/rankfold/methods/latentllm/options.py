@@ -22,6 +22,11 @@ def check_options(method) -> None:
         raise OptionError(
             f"attention_aware=true refits the joint value-output form; use joint=vo, got {method.joint!r}"
         )
+    if method.budget == "flops" and (method.junction == "lu" or method.head_junction):
+        raise OptionError(
+            "budget flops counts the weights stored, and junction=lu and head_junction=true multiply more than they store; "
+            "use another budget or junction"
+        )
     if method.sparse:
         _check_sparse(method)
     if method.shared_qkv:

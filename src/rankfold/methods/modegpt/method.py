@@ -14,6 +14,7 @@ from .attention import compress_attention
 from .curves import squared_errors
 from .mlp import GRADIENT as MLP_GRADIENT
 from .mlp import reduce_mlp
+from .truncation import truncate_attention, truncate_mlp
 
 __all__ = ["MoDeGPT"]
 
@@ -44,6 +45,7 @@ class MoDeGPT(Method):
     name: ClassVar[str] = "modegpt"
     all_modules: ClassVar[tuple[str, ...]] = ("mlp", "qk", "vo")
     allocations: ClassVar[tuple[str, ...]] = (*Method.allocations, "measured")
+    budgets: ClassVar[tuple[str, ...]] = (*Method.budgets, "latency")
 
     select: Literal["elimination", "leverage"] = "elimination"
     select_qk: Literal["elimination", "norm"] = "elimination"
@@ -118,6 +120,14 @@ class MoDeGPT(Method):
             ranks = (*range(step, full, step), full)
             units.append(Unit(view.index, module, ranks, tuple(r * per_rank for r in ranks)))
         return units
+
+    def truncated(self, view: BlockView, ranks: dict[str, int]) -> BlockResult:
+        result = BlockResult({}, {}, {})
+        if "mlp" in ranks:
+            truncate_mlp(view, ranks["mlp"], result)
+        if ranks.keys() & {"qk", "vo"}:
+            truncate_attention(view.attention, ranks, result)
+        return result
 
     def parameter_change(self, view: BlockView, ranks: dict[str, int]) -> tuple[int, int]:
         sizes = {u.module: u for u in self.units(view)}
