@@ -139,6 +139,8 @@ class Record:
                     f"{path.name} holds rows of another configuration ({', '.join(changed)}); choose another --json"
                 )
             rows, commands = old["rows"], old["commands"]
+            for row in rows:
+                row.setdefault("cpu", old["hardware"]["cpu"])
         self.value = {
             "benchmark": Path(sys.argv[0]).stem,
             "commands": list(dict.fromkeys([*commands, command()])),
@@ -158,7 +160,8 @@ class Record:
 
     def add(self, name: str, **facts) -> None:
         """Append a row and write the file."""
-        self.value["rows"].append({"name": name, **facts, "revision": REVISION})
+        signed = {"revision": REVISION, "cpu": self.value["hardware"]["cpu"]}
+        self.value["rows"].append({"name": name, **facts, **signed})
         write_json(self.path, self.value)
 
 

@@ -46,7 +46,8 @@ def heading(record: dict) -> list[str]:
     lines = [f"## {model['name']}", ""] if model else []
     lines += ["```bash", *record["commands"], "```", ""]
     versions = ", ".join(f"{name} {version}" for name, version in packages.items())
-    return [*lines, f"{hardware['cpu']}, {hardware['threads']} threads; {versions}.", ""]
+    cpus = " and ".join(dict.fromkeys(row.get("cpu", hardware["cpu"]) for row in record["rows"]))
+    return [*lines, f"{cpus}, {hardware['threads']} threads; {versions}.", ""]
 
 
 def definitions(record: dict) -> list[str]:
