@@ -19,6 +19,7 @@ __all__ = [
     "sweep",
     "sync_files",
     "sync_folder",
+    "write_bytes",
     "write_json",
     "write_tensors",
     "write_text",
@@ -124,9 +125,13 @@ def _replacing(path: Path) -> Iterator[Path]:
 def write_text(path: Path, text: str) -> None:
     """Write text, fsync, rename."""
     # Names of files that are not UTF-8 reach Python as lone surrogates; as escapes JSON gives them back.
-    encoded = text.encode("utf-8", "backslashreplace")
+    write_bytes(path, text.encode("utf-8", "backslashreplace"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write bytes, fsync, rename."""
     with _replacing(path) as temporary:
-        temporary.write_bytes(encoded)
+        temporary.write_bytes(content)
 
 
 def write_json(path: Path, value) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import DataError
 
-__all__ = ["Part", "Tokens"]
+__all__ = ["Part", "Tokens", "shown"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Part:
     def describe(self) -> dict:
         """For the run record."""
         return {
-            "source": _shown(self.name),
+            "source": shown(self.name),
             "origin": self.origin,
             "draw": self.draw,
             "share": self.share,
@@ -64,7 +64,7 @@ class Tokens:
         """For the run record."""
         samples, length = self.ids.shape
         described = {
-            "source": " + ".join(f"{_shown(p.name)}={p.share:.3g}" for p in self.parts) or _shown(self.name),
+            "source": " + ".join(f"{shown(p.name)}={p.share:.3g}" for p in self.parts) or shown(self.name),
             "origin": self.origin,
             "draw": self.draw,
             "samples": samples,
@@ -81,7 +81,7 @@ class Tokens:
         return described
 
 
-def _shown(name: str) -> str:
+def shown(name: str) -> str:
     """A text source without folders of this machine."""
     alias, _, local = name.partition(":")
     return f"{alias}:{Path(local).name}" if local else Path(name).name

@@ -25,6 +25,7 @@ __all__ = [
     "Moments",
     "Written",
     "expanded",
+    "like",
 ]
 
 SHARED = {f.name for f in fields(Method)}  # options with a flag of their own
@@ -205,15 +206,15 @@ def _parse_options(method: str, options: list[str]) -> dict:
             raise OptionError(f"{key!r} is an option of every method: give it as --{key}, not as --option {item}")
         if key in parsed:
             raise OptionError(f"--option gives {key!r} more than once; give it once")
-        parsed[key] = _like(defaults.get(key), value, item)
+        parsed[key] = like(defaults.get(key), value, item)
     return parsed
 
 
-def _like(default, value: str, item: str):
-    """``value`` as the type of the option's default."""
+def like(default, value: str, item: str, flag: str = "--option"):
+    """``value`` as the type of the option's default; ``item`` of ``flag`` is what was given."""
     if isinstance(default, bool):
         if value.lower() not in ("true", "false"):
-            raise OptionError(f"--option {item!r}: expected true or false")
+            raise OptionError(f"{flag} {item!r}: expected true or false")
         return value.lower() == "true"
     if isinstance(default, int | float):
         try:
@@ -222,6 +223,6 @@ def _like(default, value: str, item: str):
             number = math.nan
         if not math.isfinite(number):
             kind = "number" if isinstance(default, float) else "whole number"
-            raise OptionError(f"--option {item!r}: expected a finite {kind}")
+            raise OptionError(f"{flag} {item!r}: expected a finite {kind}")
         return number
     return value

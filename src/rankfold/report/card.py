@@ -6,7 +6,7 @@ from dataclasses import fields
 
 from ..methods import Method, method_class
 
-__all__ = ["model_card", "reproduce_command"]
+__all__ = ["compare_command", "model_card", "option_text", "reproduce_command"]
 
 SHARED_OPTIONS = {f.name for f in fields(Method)}  # those with a flag of their own
 
@@ -58,22 +58,48 @@ def reproduce_command(model: str, folder: str, method: dict, calibration: dict, 
     for key, value in method.items():
         if value == defaults[key] or key in ("method", "sparsity"):
             continue
-        if isinstance(value, dict):
-            value = ",".join(f"{k}={v}" for k, v in value.items())
-        elif isinstance(value, list | tuple):
-            value = ",".join(map(str, value))
-        options.append(f"--{key} {value}" if key in SHARED_OPTIONS else f"--option {key}={value}")
-    options += [f"--calibration {shlex.quote(text)}" for text in _texts(calibration)]
-    options += [
-        f"--samples {calibration.get('samples_wanted', calibration['samples'])}",
-        f"--length {calibration['length']}",
-        f"--seed {calibration['seed']}",
-        f"--mode {mode}",
-        f"--dtype {dtype}",
-    ]
+        text = option_text(value, ",")
+        options.append(f"--{key} {text}" if key in SHARED_OPTIONS else f"--option {key}={text}")
+    options += [*_calibrated(calibration), f"--mode {mode}", f"--dtype {dtype}"]
     return f"rankfold compress {shlex.quote(model)} -o {shlex.quote(folder)} --method {method['method']} " + " ".join(
         options
     )
+
+
+def option_text(value, comma: str) -> str:
+    """The value of an option as the command line takes it; ``comma``: what stands between the items of a list."""
+    if isinstance(value, dict):
+        return comma.join(f"{k}={v}" for k, v in value.items())
+    return comma.join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def compare_command(identity: dict, run: dict, folder: str) -> str:
+    """The command line that fills a folder with these rows.
+
+    Args:
+        identity: of the comparison (:func:`~.identity.comparison_identity`).
+        run: ``{"methods": labels, "sparsities": numbers}``.
+    """
+    measures = identity["measures"]
+    options = [f"--methods {shlex.quote(','.join(run['methods']))}"]
+    options += [f"--sparsities {','.join(map(str, run['sparsities']))}", *_calibrated(identity["calibration"])]
+    options += [f"--text {shlex.quote(text['text'])}" for text in measures["texts"]]
+    options += [f"--text-length {measures['texts'][0]['length']}"]
+    options += [f"--limit {measures['texts'][0]['limit']}"] if measures["texts"][0]["limit"] else []
+    options += ["--speed"] if "speed" in measures else []
+    return f"rankfold compare {shlex.quote(identity['base_model'])} -o {shlex.quote(folder)} " + " ".join(
+        [*options, f"--dtype {identity['dtype']}"]
+    )
+
+
+def _calibrated(calibration: dict) -> list[str]:
+    """Which windows were drawn."""
+    return [
+        *(f"--calibration {shlex.quote(text)}" for text in _texts(calibration)),
+        f"--samples {calibration.get('samples_wanted', calibration['samples'])}",
+        f"--length {calibration['length']}",
+        f"--seed {calibration['seed']}",
+    ]
 
 
 def _texts(calibration: dict) -> list[str]:

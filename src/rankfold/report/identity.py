@@ -1,6 +1,6 @@
 """What a number depends on: equal identities mean equal results."""
 
-__all__ = ["dtype_name", "moments_identity", "published_counts", "run_identity"]
+__all__ = ["comparison_identity", "dtype_name", "moments_identity", "published_counts", "run_identity"]
 
 
 def moments_identity(source, tokens, statistics) -> dict:
@@ -28,6 +28,19 @@ def run_identity(source, method, calibration: dict, mode: str) -> dict:
         "dtype": dtype_name(source),
         "autocast": str(source.autocast).removeprefix("torch.") if source.autocast else None,
         "calibration": calibration,
+    }
+
+
+def comparison_identity(source, calibration: dict, measures: dict) -> dict:
+    """Of a comparison, without its methods and sparsities: rows of equal identity may stand beside each other."""
+    return {
+        "base_model": source.name,
+        "fingerprint": source.fingerprint,
+        "dtype": dtype_name(source),
+        "autocast": str(source.autocast).removeprefix("torch.") if source.autocast else None,
+        "device": source.device.type,
+        "calibration": calibration,
+        "measures": measures,
     }
 
 

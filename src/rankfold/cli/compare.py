@@ -1,0 +1,85 @@
+"""`rankfold compare`"""
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import OptionError
+from . import common as c
+from . import options as o
+
+EXTRA = ("matplotlib", "jinja2")
+
+
+@o.expanded
+def command(
+    model: o.Model,
+    *,
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Methods, e.g. rankfold,modegpt,svd-llm; with options: modegpt:select=leverage,gqa=paper (+ for a comma in a "
+            "value). Option mode: one-pass or sequential; default: one-pass, on shared moments, where the method can."
+        ),
+    ],
+    sparsities: Annotated[str, typer.Option(help="Fractions of the weights to remove, e.g. 0.1,0.3,0.5.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder of the comparison.")],
+    text: Annotated[list[str], typer.Option(help="Text to compute perplexity on; sources as for --calibration. Repeatable.")],
+    windows: o.CalibrationOptions,
+    text_length: Annotated[int, typer.Option(help="Tokens per window of the texts.")] = 2048,
+    limit: Annotated[int | None, typer.Option(help="Only the first N windows of a text.")] = None,
+    speed: Annotated[bool, typer.Option("--speed", help="Measure tokens per second, in turns with the dense model.")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the compressed models and the moments.")] = False,
+    dtype: o.Written = "auto",
+    device: o.Device = "auto",
+    json: o.Json = False,
+) -> None:
+    """Run methods at several sparsities and write one report: table, plots, a page to read in a browser.
+
+    \b
+    rankfold compare ./my-model --methods rankfold,modegpt,latentllm --sparsities 0.1,0.3 --text wikitext2 -o report
+    rankfold compare ./my-model --methods modegpt,modegpt:mode=sequential --sparsities 0.3 --text a.txt --text b.txt --speed -o report
+
+    Rows that are done are kept: the same command continues where it was, and further methods, sparsities can be added to
+    the folder. A row that cannot be done says why; the exit code is 1 then.
+    """
+    from ..comparison import cells_of
+    from .forms import parse_forms, parse_sparsities
+
+    cells = cells_of(parse_forms(methods), parse_sparsities(sparsities))
+    missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
+    if missing:
+        raise OptionError(f"the report needs {' and '.join(missing)}; pip install 'rankfold[report]'")
+    from ..checkpoint.load import load_model
+    from ..checkpoint.source import open_model
+    from ..comparison import Measures, Perplexities, Speed, compare
+    from ..report.identity import dtype_name
+
+    source = open_model(model, dtype=dtype, device=device)
+    measured = {"texts": Perplexities(source, text, length=text_length, limit=limit, field=windows.field)}
+    if speed:
+        measured["speed"] = Speed(source.context_length)
+    measures = Measures(measured, lambda: load_model(model, dtype=dtype_name(source), device=str(source.device)))
+    rows = compare(
+        source, cells, windows.load(source), measures, output, keep=keep, on_row=lambda row: _say(row)
+    )
+    failed = [row for row in rows if row["status"] == "failed"]
+    c.emit({"output": str(output), "failed": len(failed), "rows": rows}, json, lambda out: _show(output, rows, out))
+    if failed:
+        raise typer.Exit(1)
+
+
+def _say(row: dict) -> None:
+    found = row["error"] or ", ".join(
+        f"perplexity {text['perplexity']:.2f} on {text['text']}" for text in row["measures"]["texts"]
+    )
+    c.console().print(f"{row['label']} at {row['sparsity']}: {found}")
+
+
+def _show(output: Path, rows: list[dict], out) -> None:
+    from ..report.grid import table
+
+    out.print(table(rows))
+    out.print(f"{output}: report.html, table.md, results.jsonl, plots")

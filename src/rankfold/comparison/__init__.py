@@ -1,0 +1,7 @@
+"""Methods beside each other: a grid of methods and sparsities, all calibrated and measured alike."""
+
+from .compare import compare
+from .grid import Cell, Form, cells_of
+from .measures import Measures, Perplexities, Speed
+
+__all__ = ["Cell", "Form", "Measures", "Perplexities", "Speed", "cells_of", "compare"]

@@ -1,0 +1,227 @@
+"""Run the grid: compress, load what was written, measure it like every other row, keep the row."""
+
+import dataclasses
+import logging
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from .. import pipeline
+from ..allocation import unique_parameters
+from ..calibration.store import MomentStore
+from ..calibration.tokens import Tokens
+from ..checkpoint.load import load_model
+from ..checkpoint.source import Source
+from ..errors import RankfoldError
+from ..evaluation.complexity import cache_bytes
+from ..files import writing
+from ..memory import release_memory
+from ..planning import allocate_ranks
+from ..progress import track
+from ..report.identity import comparison_identity, dtype_name
+from ..report.page import write_report, write_rows
+from ..report.record import environment, read_record, versions
+from ..scores import available, needed
+from .folder import DENSE, Folder
+from .grid import Cell
+from .measures import Measures
+
+__all__ = ["compare"]
+
+log = logging.getLogger(__name__)
+
+
+def compare(
+    source: Source,
+    cells: Sequence[Cell],
+    tokens: Tokens,
+    measures: Measures,
+    output: str | Path,
+    *,
+    keep: bool = False,
+    on_row: Callable[[dict], None] = lambda row: None,
+) -> list[dict]:
+    """Compress a model by every cell and measure the results and the dense model alike.
+
+    Cells that can be computed from moments of the dense model share them: it is calibrated once. A cell that cannot be done becomes a
+    row that says why, and the others go on. Rows are kept as soon as they are done, so the same call continues after a kill;
+    further cells may be added to a folder of the same model, calibration and measures.
+
+    Args:
+        source: an open model.
+        cells: of :func:`~.grid.cells_of`.
+        tokens: calibration windows.
+        measures: what is measured.
+        output: folder of the comparison.
+        keep: keep the compressed models and the moments, in ``cells`` of the folder.
+        on_row: called with every new row.
+
+    Returns:
+        The rows of these cells behind the row of the dense model; ``status`` is ``done`` or ``failed``, with an ``error``.
+
+    Raises:
+        RankfoldError: no cell can be done; the dense model cannot be measured; or the folder cannot be used.
+    """
+    impossible = _impossible(source, cells)
+    if len(impossible) == len(cells):
+        raise next(iter(impossible.values()))
+    folder = Folder(Path(output), comparison_identity(source, tokens.describe(), measures.describe()))
+    _warn_of_common_text(tokens, measures)
+    with folder.working(cells):
+        work = _Work(source, tokens, measures, folder, [cell for cell in cells if cell.key not in impossible])
+        if not folder.done(DENSE):
+            folder.keep(DENSE, work.dense_row())
+            on_row(folder.row(DENSE))
+        for cell in track([cell for cell in cells if not folder.done(cell.key)], "comparing"):
+            error = impossible.get(cell.key)
+            row = _failed(cell, error) if error else work.run(cell)
+            folder.keep(cell.key, row)
+            if not keep:
+                folder.clear([cell])
+            write_rows(folder.path, folder.rows())
+            on_row(row)
+        if not keep:
+            folder.clear()
+        with writing(folder.path):
+            write_report(folder.path, folder.config(), folder.rows())
+        return [folder.row(key) for key in (DENSE, *(cell.key for cell in cells))]
+
+
+def _impossible(source: Source, cells: Sequence[Cell]) -> dict[str, RankfoldError]:
+    """Key -> error of the cells that can be told to fail from shapes alone: the architecture, or a sparsity out of reach."""
+    found = {}
+    for cell in cells:
+        try:
+            cell.method.supported_modules(source.architecture, source.meta_block(0))
+            allocate_ranks(source, dataclasses.replace(cell.method, allocation="uniform"))
+        except RankfoldError as error:
+            found[cell.key] = error
+    return found
+
+
+def _warn_of_common_text(tokens: Tokens, measures: Measures) -> None:
+    calibrated = {tokens.origin, *(part.origin for part in tokens.parts)}
+    for text in measures.describe().get("texts", []):
+        if text["origin"] in calibrated:
+            log.warning("warning: %s is the calibration text too; its perplexities are too good", text["text"])
+
+
+class _Work:
+    """What all rows of one call share.
+
+    Args:
+        cells: that are to be tried, done already or not: the statistics of shared moments depend on all of them.
+    """
+
+    def __init__(self, source: Source, tokens: Tokens, measures: Measures, folder: Folder, cells: Sequence[Cell]):
+        self.source, self.tokens, self.measures, self.folder = source, tokens, measures, folder
+        takers = [cell for cell in cells if cell.takes_moments]
+        self.statistics = set().union(*(needed(source, cell.method) for cell in takers))
+        self._moments: MomentStore | None = None
+        self._dense = lambda: None
+
+    def moments(self) -> MomentStore:
+        """Of the dense model; measured when the first row wants them."""
+        if self._moments is None:
+            statistics = available(self.source, self.statistics)
+            self._moments = pipeline.calibrate(
+                self.source, self.tokens, self.folder.moments(statistics), statistics=statistics
+            )
+        return self._moments
+
+    def dense(self) -> nn.Module:
+        """The dense model; it is gone again when nobody holds it."""
+        model = self._dense()
+        if model is None:
+            model = self.measures.load_dense()
+            self._dense = weakref.ref(model)
+        return model
+
+    def dense_row(self) -> dict:
+        model = self.dense()
+        parameters = unique_parameters(model)
+        counts = {
+            "sparsity": 0.0,
+            "parameters": parameters,
+            "bytes": parameters * torch.empty((), dtype=self.source.dtype).element_size(),
+            "kv_bytes_per_token": cache_bytes(model),
+        }
+        row = _row("dense", 0.0, None, None) | {"counts": counts}
+        return row | self._measured(model)
+
+    def run(self, cell: Cell) -> dict:
+        """The row of a cell, or of its failure."""
+        try:
+            return self._run(cell)
+        except (RankfoldError, MemoryError, torch.OutOfMemoryError) as error:
+            release_memory()
+            return _failed(cell, error)
+
+    def _run(self, cell: Cell) -> dict:
+        path = self.folder.checkpoint(cell.key)
+        if not path.exists():  # else a kill came while it was measured
+            moments = self.moments() if cell.takes_moments else None
+            tokens = None if moments else self.tokens
+            pipeline.compress(self.source, cell.method, tokens, path, moments=moments, mode=cell.mode)
+        record = read_record(path)
+        model = load_model(path, dtype=dtype_name(self.source), device=str(self.source.device))
+        row = _row(cell.label, cell.method.sparsity, cell.method.describe(), cell.mode)
+        row |= {
+            "moments": "shared" if cell.takes_moments else "own",
+            "counts": record["counts"],
+            "modules": _modules(record),
+            "held_out": record["held_out"],
+            "compress_seconds": record["run"]["seconds"]["total"],
+            "command": record["command"],
+        }
+        return row | self._measured(model)
+
+    def _measured(self, model: nn.Module) -> dict:
+        begin = time.perf_counter()
+        found = self.measures(model, self.dense)
+        return {
+            "measures": found,
+            "measure_seconds": time.perf_counter() - begin,
+            "versions": versions(),
+            "environment": environment(self.source.device),
+        }
+
+
+def _row(label: str, sparsity: float, method: dict | None, mode: str | None) -> dict:
+    return {
+        "label": label,
+        "status": "done",
+        "error": None,
+        "sparsity": sparsity,
+        "method": method,
+        "mode": mode,
+        "moments": None,
+        "counts": None,
+        "modules": [],
+        "held_out": None,
+        "compress_seconds": None,
+        "command": None,
+        "measures": None,
+        "versions": {},
+        "environment": {},
+    }
+
+
+def _failed(cell: Cell, error: BaseException) -> dict:
+    reason = str(error).strip() if isinstance(error, RankfoldError) else "out of memory"
+    row = _row(cell.label, cell.method.sparsity, cell.method.describe(), cell.mode)
+    return row | {"status": "failed", "error": reason}
+
+
+def _modules(record: dict) -> list[dict]:
+    """Rank, weights and error of every module, out of the plan and the reports of a run record."""
+    found = []
+    for module in record["plan"]["modules"]:
+        report = record["blocks"].get(str(module["block"]), {}).get(module["module"], {})
+        facts = {key: module[key] for key in ("block", "module", "rank", "of", "weights", "dense_weights")}
+        found.append(facts | {key: report.get(key) for key in ("relative_error", "held_out_error")})
+    return found

@@ -1,0 +1,142 @@
+"""The folder of a comparison: what is finished stays, whatever happens to the process.
+
+``compare.json`` says what the rows have in common and which were asked for; ``cells/KEY.json`` is a row that is done or has
+failed, written in one step. Beside it lies, while it is worked on, the compressed checkpoint of the row. All else in the folder is
+made out of these files.
+"""
+
+import contextlib
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ..errors import CheckpointError
+from ..files import check_name, check_output, read_json, sweep, write_json, writing
+from ..locking import lock_of, locked
+from ..records import NUMBER, Each, Maybe, check_record
+from .grid import Cell
+
+__all__ = ["DENSE", "Folder"]
+
+CONFIG, CELLS, DENSE = "compare.json", "cells", "dense"
+FILE = {
+    "identity": {"base_model": str, "dtype": str, "calibration": {"samples": int, "length": int}, "measures": dict},
+    "runs": [{"methods": [str], "sparsities": [NUMBER]}],
+    "rows": [str],
+}
+ROW = {
+    "label": str,
+    "status": str,
+    "error": Maybe(str),
+    "sparsity": NUMBER,
+    "mode": Maybe(str),
+    "counts": Maybe({"sparsity": NUMBER, "parameters": int, "bytes": int, "kv_bytes_per_token": int}),
+    "modules": [{"block": int, "module": str, "rank": int, "of": int, "weights": int, "dense_weights": int}],
+    "measures": Maybe({"texts": [{"text": str, "perplexity": NUMBER}]}),
+    "versions": Each(str),
+}
+
+
+class Folder:
+    """Rows of one comparison.
+
+    Args:
+        path: need not exist.
+        identity: what all rows have in common; a folder of another one is refused.
+    """
+
+    def __init__(self, path: Path, identity: dict):
+        self.path, self.identity = path, identity
+
+    @contextlib.contextmanager
+    def working(self, cells: Sequence[Cell]) -> Iterator[None]:
+        """Keep the folder to this process, and note which rows are wanted now.
+
+        Raises:
+            CheckpointError: it holds something else or another comparison, another process writes it, or it cannot be written.
+        """
+        if os.path.lexists(self.path):
+            check_name(self.path)
+        else:
+            check_output(self.path)
+        with locked(lock_of(self.path), self.path):
+            found = self._found()
+            with writing(self.path):
+                (self.path / CELLS).mkdir(parents=True, exist_ok=True)
+                sweep(self.path / CELLS)
+            write_json(self.path / CONFIG, _extended(found, cells))
+            yield
+
+    def _found(self) -> dict:
+        """``compare.json``, or a first one."""
+        path = self.path / CONFIG
+        if not os.path.lexists(self.path) or (self.path.is_dir() and not any(self.path.iterdir())):
+            return {"identity": self.identity, "runs": [], "rows": [DENSE]}
+        if not path.exists():
+            raise CheckpointError(f"{self.path} exists and is not a comparison; choose another folder")
+        found = self.config()
+        if found["identity"] != self.identity:
+            other = [key for key in self.identity if found["identity"].get(key) != self.identity[key]]
+            raise CheckpointError(
+                f"{self.path} holds a comparison of another model, text or setting; choose another folder (it differs in: "
+                f"{', '.join(sorted(other)) or 'what it lacks'})"
+            )
+        return found
+
+    def config(self) -> dict:
+        """What is in ``compare.json``."""
+        found = read_json(self.path / CONFIG)
+        check_record(found, FILE, self.path / CONFIG)
+        return found
+
+    def rows(self) -> list[dict]:
+        """Every row there is, in the order they were asked for; the dense model first."""
+        return [self.row(key) for key in self.config()["rows"] if self._row(key).exists()]
+
+    def row(self, key: str) -> dict:
+        """One row.
+
+        Raises:
+            CheckpointError: it is missing or damaged.
+        """
+        row = read_json(self._row(key))
+        check_record(row, ROW, self._row(key))
+        return row
+
+    def done(self, key: str) -> bool:
+        """Whether a row is there; one that failed is tried again."""
+        return self._row(key).exists() and self.row(key)["status"] == "done"
+
+    def keep(self, key: str, row: dict) -> None:
+        """Make a row durable."""
+        write_json(self._row(key), row)
+
+    def checkpoint(self, key: str) -> Path:
+        """Where the compressed model of a row goes."""
+        return self.path / CELLS / key
+
+    def moments(self, statistics: set[str]) -> Path:
+        """Where moments that rows share go."""
+        names = hashlib.sha256(",".join(sorted(statistics)).encode()).hexdigest()[:8]
+        return self.path / CELLS / f"moments-{names}"
+
+    def clear(self, cells: Sequence[Cell] | None = None) -> None:
+        """Remove the compressed models of these rows; ``None``: all of them, what is unfinished, and the moments."""
+        with writing(self.path):
+            for path in sorted((self.path / CELLS).iterdir()):
+                if path.is_dir() and (cells is None or path.name in {cell.key for cell in cells}):
+                    shutil.rmtree(path)
+
+    def _row(self, key: str) -> Path:
+        return self.path / CELLS / f"{key}.json"
+
+def _extended(found: dict, cells: Sequence[Cell]) -> dict:
+    """``compare.json`` with the rows of one more command."""
+    run = {
+        "methods": list(dict.fromkeys(cell.label for cell in cells)),
+        "sparsities": list(dict.fromkeys(cell.method.sparsity for cell in cells)),
+    }
+    runs = found["runs"] + ([] if run in found["runs"] else [run])
+    return found | {"runs": runs, "rows": list(dict.fromkeys([*found["rows"], *(cell.key for cell in cells)]))}

@@ -1,0 +1,91 @@
+"""What a comparison runs: methods with their options, each at every sparsity."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..errors import OptionError
+from ..methods import Method, make_method, method_class
+from ..methods.base import check_choice
+from ..report.card import option_text
+
+__all__ = ["Cell", "Form", "cells_of"]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A method with its options, at no sparsity yet.
+
+    Args:
+        name: of a registered method.
+        options: of :func:`rankfold.make_method`, ``sparsity`` not among them.
+        mode: ``sequential`` or ``one-pass``; ``None``: one-pass, which shares its moments, where the method can.
+
+    Raises:
+        OptionError: unknown method, unknown mode, or one that the method does not have.
+    """
+
+    name: str
+    options: Mapping = field(default_factory=dict)
+    mode: str | None = None
+
+    def __post_init__(self):
+        modes = method_class(self.name).modes
+        if self.mode is not None:
+            check_choice(f"mode of {self.name}", self.mode, modes)
+
+    @property
+    def label(self) -> str:
+        """As on the command line: ``modegpt:select=leverage,gqa=paper``."""
+        given = dict(self.options) | ({"mode": self.mode} if self.mode else {})
+        listed = ",".join(f"{key}={option_text(value, '+')}" for key, value in given.items())
+        return f"{self.name}:{listed}" if listed else self.name
+
+    def at(self, sparsity: float) -> "Cell":
+        """This method at a sparsity.
+
+        Raises:
+            OptionError: an option that is unknown or out of range.
+        """
+        method = make_method(self.name, **self.options, sparsity=sparsity)
+        # A measured allocation compares predictions on text and has no use for moments of the dense model.
+        best = "sequential" if method.allocation == "measured" or "one-pass" not in method.modes else "one-pass"
+        return Cell(self.label, method, self.mode or (best if best in method.modes else method.modes[0]))
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One compression of the grid."""
+
+    label: str
+    method: Method
+    mode: str
+
+    @property
+    def takes_moments(self) -> bool:
+        """Whether it can be computed from moments of the dense model that other cells use too."""
+        return self.mode == "one-pass" and self.method.allocation != "measured"
+
+    @property
+    def key(self) -> str:
+        """A name for files; equal for the same method, options, sparsity and mode only."""
+        facts = json.dumps([self.method.describe(), self.mode], sort_keys=True)
+        return f"{self.method.name}-{self.method.sparsity}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}"
+
+
+def cells_of(forms: Sequence[Form], sparsities: Iterable[float]) -> list[Cell]:
+    """The grid, method by method.
+
+    Raises:
+        OptionError: nothing to run, something twice, or an option that is unknown or out of range.
+    """
+    cells = [form.at(sparsity) for form in forms for sparsity in sparsities]
+    if not cells:
+        raise OptionError("nothing to compare; name at least one method and one sparsity")
+    seen = {}
+    for cell in cells:
+        if cell.key in seen:
+            raise OptionError(f"{cell.label} at {cell.method.sparsity} is the same as {seen[cell.key]}; give it once")
+        seen[cell.key] = f"{cell.label} at {cell.method.sparsity}"
+    return cells

@@ -1,0 +1,141 @@
+"""What is measured of every model of a comparison: functions of a model that return numbers."""
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from ..calibration.text import Text, read_text
+from ..calibration.tokens import tokenised
+from ..calibration.windows import shown
+from ..checkpoint.source import Source
+from ..errors import DataError, OptionError
+from ..evaluation.perplexity import perplexity, windows_of
+from ..evaluation.speed import speed
+
+__all__ = ["Measure", "Measures", "Perplexities", "Speed"]
+
+DENSE, COMPRESSED = "dense", "compressed"
+
+
+class Measure(Protocol):
+    """One kind of number."""
+
+    def describe(self) -> dict | list:
+        """What the numbers depend on beside the model; JSON."""
+
+    def __call__(self, model: nn.Module, dense: Callable[[], nn.Module]) -> dict | list:
+        """The numbers of ``model``; JSON. ``dense()`` gives the dense model, to measure beside it."""
+
+
+@dataclass(frozen=True)
+class Measures:
+    """Everything that is measured.
+
+    Args:
+        functions: name in the record -> measure.
+        load_dense: loads the dense model, in the precision that compressed ones are written in.
+    """
+
+    functions: Mapping[str, Measure]
+    load_dense: Callable[[], nn.Module]
+
+    def describe(self) -> dict:
+        return {name: function.describe() for name, function in self.functions.items()}
+
+    def __call__(self, model: nn.Module, dense: Callable[[], nn.Module]) -> dict:
+        return {name: function(model, dense) for name, function in self.functions.items()}
+
+
+class Perplexities:
+    """Perplexity on several texts.
+
+    Args:
+        source: whose tokenizer is used.
+        names: text sources, as for :func:`~rankfold.calibration.text.read_text`.
+        length: tokens of a window, clamped to the model's context.
+        limit: only the first windows of each text.
+
+    Raises:
+        OptionError: a number out of range, or a text given twice.
+        DataError: a text that cannot be read or is shorter than a window (named).
+    """
+
+    def __init__(
+        self, source: Source, names: Sequence[str], *, length: int, limit: int | None = None, field: str = "text"
+    ):
+        if length < 2 or (limit is not None and limit < 1):
+            raise OptionError(f"text-length must be >= 2 and limit >= 1, got {length} and {limit}")
+        twice = [name for name in names if list(names).count(name) > 1]
+        if twice:
+            raise OptionError(f"--text names {twice[0]!r} more than once; name it once")
+        length = min(length, source.context_length)
+        characters = None if limit is None else limit * length * 8
+        self.texts = [read_text(name, use="evaluation", field=field, characters=characters) for name in names]
+        self.windows = [_windows(source, text, length, limit) for text in self.texts]
+        self.labels, self.limit = _labels(names), limit
+
+    def describe(self) -> list[dict]:
+        return [
+            {
+                "text": label,
+                "origin": text.origin,
+                "limit": self.limit,
+                "windows": len(windows),
+                "length": windows.shape[1],
+                "sha256": hashlib.sha256(windows.numpy().tobytes()).hexdigest()[:32],
+            }
+            for label, text, windows in zip(self.labels, self.texts, self.windows, strict=True)
+        ]
+
+    def __call__(self, model: nn.Module, dense) -> list[dict]:
+        return [{"text": label, **_timed(model, w)} for label, w in zip(self.labels, self.windows, strict=True)]
+
+
+def _labels(names: Sequence[str]) -> list[str]:
+    """Names without folders of this machine, told apart by a number where only the folders differ."""
+    short = [shown(name) for name in names]
+    return [f"{name} ({short[:i].count(name) + 1})" if short.count(name) > 1 else name for i, name in enumerate(short)]
+
+
+def _windows(source: Source, text: Text, length: int, limit: int | None) -> torch.Tensor:
+    ids = tokenised(source.tokenizer, text.joined(), source.name, source.text_config.vocab_size)
+    try:
+        return windows_of(ids, length, limit)
+    except DataError as error:
+        raise DataError(f"{text.name}: {str(error).replace('--length', '--text-length')}") from error
+
+
+def _timed(model: nn.Module, windows: torch.Tensor) -> dict:
+    begin = time.perf_counter()
+    facts = perplexity(model, windows)
+    return facts | {"tokens_per_second": windows.numel() / (time.perf_counter() - begin)}
+
+
+class Speed:
+    """Tokens per second beside the dense model, in turns; see :func:`~rankfold.evaluation.speed.speed`.
+
+    Args:
+        context: tokens the model has positions for; prompts are shortened to fit.
+        batch: sequences at a time.
+        repeats: measured rounds.
+    """
+
+    def __init__(self, context: int, *, batch: int = 8, repeats: int = 5):
+        steps = min(32, max(1, context // 4))
+        self.options = {"batch": batch, "prompt": min(256, context - steps), "steps": steps, "repeats": repeats}
+        self._dense: nn.Module | None = None  # kept between models: loading it takes longer than a round
+
+    def describe(self) -> dict:
+        return self.options
+
+    def __call__(self, model: nn.Module, dense: Callable[[], nn.Module]) -> dict:
+        self._dense = self._dense or dense()
+        models = {DENSE: self._dense} | ({} if model is self._dense else {COMPRESSED: model})
+        found = speed(models, **self.options)
+        every = found.pop("models")
+        return found | {"dense": every[DENSE], **every.get(COMPRESSED, every[DENSE])}

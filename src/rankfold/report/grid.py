@@ -1,0 +1,88 @@
+"""The table of a comparison: one row a method and sparsity."""
+
+import io
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["cells_of_table", "markdown", "table"]
+
+LEFT_OUT = ("removed", "MiB", "KV bytes/token", "measured", "compressing, s")  # of the table in a terminal
+
+
+def cells_of_table(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
+    """Header and cells of the table, as text.
+
+    Args:
+        rows: of a comparison; the first one is the dense model.
+    """
+    done = [row for row in rows if row["measures"]]
+    texts = [text["text"] for text in done[0]["measures"]["texts"]]
+    tasks = list(done[0]["measures"].get("tasks", {}))
+    speed = "speed" in done[0]["measures"]
+    header = ["method", "sparsity", "removed", "M parameters", "MiB", "KV bytes/token"]
+    header += [f"perplexity {text}" for text in texts] + [f"{task}, %" for task in tasks]
+    header += ["prefill, × dense", "decode, × dense"] if speed else []
+    header += ["measured", "compressing, s", "note"]
+    return header, [_cells(row, len(texts), tasks, speed) for row in rows]
+
+
+def _cells(row: dict, texts: int, tasks: list[str], speed: bool) -> list[str]:
+    asked = f"{row['sparsity']:g}"
+    if row["status"] == "failed":
+        empty = [""] * (4 + texts + len(tasks) + 2 * speed)
+        return [row["label"], asked, *empty, row["mode"], "", f"failed: {row['error']}"]
+    counts, measures = row["counts"], row["measures"]
+    sizes = [f"{counts['parameters'] / 1e6:,.2f}", f"{counts['bytes'] / 2**20:,.1f}", f"{counts['kv_bytes_per_token']:,}"]
+    found = [f"{text['perplexity']:,.2f}" for text in measures["texts"]]
+    found += [accuracy(measures["tasks"][task]) for task in tasks]
+    found += [f"{measures['speed'][f'{kind}_ratio']:.2f}" for kind in ("prefill", "decode")] if speed else []
+    seconds = "" if row["compress_seconds"] is None else f"{row['compress_seconds']:,.1f}"
+    note = (row["held_out"] or {}).get("warning") or ""
+    return [row["label"], asked, f"{counts['sparsity']:.2%}", *sizes, *found, row["mode"] or "", seconds, note]
+
+
+def accuracy(task: dict) -> str:
+    """Accuracy in per cent with its standard error."""
+    error = task.get("acc_stderr")
+    return f"{task['acc']:.1%}".rstrip("%") + (f" ± {error:.1%}".rstrip("%") if error is not None else "")
+
+
+def table(rows: list[dict]) -> Table:
+    """What of it a terminal has room for."""
+    header, lines = cells_of_table(rows)
+    wanted = [i for i, name in enumerate(header) if name not in LEFT_OUT and any(line[i] for line in lines)]
+    return _table([header[i] for i in wanted], [[line[i] for i in wanted] for line in lines], box.HEAVY_HEAD)
+
+
+def _table(header: list[str], lines: list[list[str]], style: box.Box) -> Table:
+    found = Table(box=style)
+    for name in header:
+        text = name in ("method", "measured", "note")
+        found.add_column(name, justify="left" if text else "right", overflow="fold", no_wrap=not text)
+    for line in lines:
+        found.add_row(*line)
+    return found
+
+
+def markdown(rows: list[dict]) -> str:
+    """The table in Markdown; what is in the cells cannot end them."""
+    escaped = [_escape(row) for row in rows]
+    console = Console(file=io.StringIO(), width=100_000, highlight=False, markup=False, emoji=False, color_system=None)
+    console.print(_table(*cells_of_table(escaped), box.MARKDOWN))
+    lines = [line.strip() for line in console.file.getvalue().splitlines()]
+    return "\n".join(line for line in lines if line) + "\n"
+
+
+def _escape(value):
+    """Every text of a record safe inside a Markdown table."""
+    if isinstance(value, dict):
+        return {key: _escape(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_escape(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    for character in "\\|<>[]*_`":
+        value = value.replace(character, f"\\{character}")
+    return " ".join(value.split())

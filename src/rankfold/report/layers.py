@@ -1,0 +1,102 @@
+"""Pictures of what happened to every block: how much it lost, the ranks, the errors. One set a method."""
+
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from .plots import HEIGHT, Picture, legend, log_scale, panel, slug
+
+__all__ = ["layer_pictures"]
+
+LOW = 1.9  # inches of a panel among others
+COUNTED = 64  # blocks up to which each gets a marker
+
+
+def layer_pictures(rows: list[dict]) -> list[Picture]:
+    """Sparsity, ranks and errors by block for every method.
+
+    Args:
+        rows: done, without the dense model.
+    """
+    found = []
+    for number, label in enumerate(dict.fromkeys(row["label"] for row in rows), 1):
+        mine = sorted((row for row in rows if row["label"] == label and row["modules"]), key=lambda row: row["sparsity"])
+        if mine:
+            name = f"{number}-{slug(label)}"
+            found.append(Picture(f"sparsity-{name}", "Sparsity of every block", label, lambda mine=mine: _sparsity(mine)))
+            found.append(Picture(f"rank-{name}", "Rank of every module", label, lambda mine=mine: _ranks(mine)))
+            if any(_errors(row, module) for row in mine for module in _names(mine)):
+                draw = lambda mine=mine: _error(mine)  # noqa: E731
+                found.append(Picture(f"error-{name}", "Error of every module", label, draw))
+    return found
+
+
+def _names(rows: list[dict]) -> list[str]:
+    """Modules in their order in a block."""
+    return list(dict.fromkeys(module["module"] for row in rows for module in row["modules"]))
+
+
+def _curve(index: int, count: int, blocks: int) -> dict:
+    """From the smallest sparsity to the largest as from dark to bright, on either paper."""
+    place = 0.15 + 0.65 * index / max(1, count - 1)
+    return {"color": colormaps["plasma"](place), "marker": "osD^v"[index % 5] if blocks <= COUNTED else None, "markersize": 4}
+
+
+def _sparsity(rows: list[dict]) -> Figure:
+    """MoDeGPT Fig. 6 and 8."""
+    figure, axes = panel(HEIGHT - 0.4)
+    for i, row in enumerate(rows):
+        blocks = sorted({module["block"] for module in row["modules"]})
+        lost = []
+        for block in blocks:
+            mine = [module for module in row["modules"] if module["block"] == block]
+            lost.append(100 - 100 * sum(m["weights"] for m in mine) / sum(m["dense_weights"] for m in mine))
+        axes.plot(blocks, lost, label=f"sparsity {row['sparsity']:g}", **_curve(i, len(rows), len(blocks)))
+    axes.set(xlabel="block", ylabel="weights removed (%)")
+    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return legend(figure, axes)
+
+
+def _ranks(rows: list[dict]) -> Figure:
+    """MoDeGPT Fig. 10."""
+    return _by_module(
+        rows,
+        lambda row, module: [(m["block"], 100 * m["rank"] / m["of"]) for m in row["modules"] if m["module"] == module],
+        lambda module: f"{module}: rank (%)",
+        logarithmic=False,
+    )
+
+
+def _error(rows: list[dict]) -> Figure:
+    """On windows that were not fitted, where there are any."""
+    where = "held-out" if any(m["held_out_error"] is not None for row in rows for m in row["modules"]) else "calibration"
+    return _by_module(rows, _errors, lambda module: f"{module}: error", logarithmic=True, below=f"block; relative error, {where} windows")
+
+
+def _errors(row: dict, module: str) -> list[tuple[int, float]]:
+    """Block and relative error of a module, where it has one that a logarithm takes."""
+    held_out = any(m["held_out_error"] is not None for m in row["modules"])
+    key = "held_out_error" if held_out else "relative_error"
+    found = [(m["block"], m[key]) for m in row["modules"] if m["module"] == module]
+    return [(block, value) for block, value in found if value is not None and value > 0]
+
+
+def _by_module(rows: list[dict], values, ylabel, *, logarithmic: bool, below: str = "block") -> Figure:
+    """A panel for every module, a curve for every sparsity."""
+    names = [name for name in _names(rows) if any(values(row, name) for row in rows)]
+    figure, panels = panel(LOW, len(names))
+    panels = panels if isinstance(panels, list) else [panels]
+    for axes, name in zip(panels, names, strict=True):
+        for i, row in enumerate(rows):
+            points = sorted(values(row, name))
+            look = _curve(i, len(rows), len(points))
+            axes.plot([x for x, _ in points], [y for _, y in points], label=f"sparsity {row['sparsity']:g}", **look)
+        axes.set_ylabel(ylabel(name))
+        if logarithmic:
+            log_scale(axes, [value for row in rows for _, value in values(row, name)])
+        else:
+            axes.set_ylim(0, 105)
+    panels[-1].set_xlabel(below)
+    panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    return legend(figure, panels[-1])

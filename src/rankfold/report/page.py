@@ -1,0 +1,84 @@
+"""The report of a comparison: records, table, pictures, and one page that needs nothing but itself."""
+
+import base64
+import json
+from pathlib import Path
+
+import jinja2
+
+from ..files import write_text
+from .card import compare_command
+from .grid import cells_of_table, markdown
+from .plots import INKS, Picture, pictures, svg, write_pictures
+
+__all__ = ["write_report", "write_rows"]
+
+RESULTS, TABLE, PLOTS, PAGE = "results.jsonl", "table.md", "plots", "report.html"
+MEANING = {
+    "removed": "fraction of the counted weights that is gone: the linear weights of the blocks, unless the method says of=model",
+    "M parameters, MiB": "of the whole model, embeddings included, as it is written; tied matrices once",
+    "measured": "one-pass: on the dense model, with moments that all such rows share; sequential: every block on what the "
+    "compressed blocks before it send, anew for this row",
+    "compressing, s": "wall time of this row on this machine; of rows that share moments without measuring these",
+    "× dense": "median over rounds of the speed over the dense model's in the same round",
+}
+
+
+def write_rows(folder: Path, rows: list[dict]) -> None:
+    """``results.jsonl`` and ``table.md``."""
+    write_text(folder / RESULTS, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+    write_text(folder / TABLE, markdown(rows))
+
+
+def write_report(folder: Path, config: dict, rows: list[dict]) -> None:
+    """Everything that is made out of the rows of a comparison.
+
+    Args:
+        folder: where to; files of an earlier report are replaced.
+        config: ``compare.json``.
+        rows: the first one is the dense model.
+    """
+    write_rows(folder, rows)
+    found = pictures(rows)
+    write_pictures(found, folder / PLOTS)
+    write_text(folder / PAGE, page(config, rows, found, folder.resolve().name))
+
+
+def page(config: dict, rows: list[dict], found: list[Picture], name: str) -> str:
+    """The page as HTML; nothing in it is loaded from elsewhere, and whatever the records say is text."""
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    environment.filters["embedded"] = embedded
+    header, lines = cells_of_table(rows)
+    done = [row for row in rows if row["status"] == "done"]
+    return environment.get_template("page.html.j2").render(
+        identity=config["identity"],
+        commands=[compare_command(config["identity"], run, name) for run in config["runs"]],
+        header=header,
+        lines=list(zip(rows, lines, strict=True)),
+        done=done,
+        failed=[row for row in rows if row["status"] == "failed"],
+        tasks=done[0]["measures"].get("tasks", {}),
+        groups={group: [p for p in found if p.group == group] for group in dict.fromkeys(p.group for p in found)},
+        environments=_distinct({**row["environment"], **row["versions"]} for row in done),
+        definitions=MEANING | _definitions(done[0]["measures"]),
+        inks=INKS,
+    )
+
+
+def embedded(picture: Picture, theme: str) -> str:
+    """A picture as the address of itself."""
+    return "data:image/svg+xml;base64," + base64.b64encode(svg(picture, theme).encode()).decode()
+
+
+def _definitions(measures: dict) -> dict[str, str]:
+    found = {"perplexity": measures["texts"][0]["definition"]}
+    return found | ({"prefill, decode": measures["speed"]["definition"]} if "speed" in measures else {})
+
+
+def _distinct(facts) -> list[dict]:
+    found = []
+    for one in facts:
+        if one not in found:
+            found.append(one)
+    return found
