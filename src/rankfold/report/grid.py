@@ -21,11 +21,11 @@ def cells_of_table(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
     texts = [text["text"] for text in done[0]["measures"]["texts"]]
     tasks = list(done[0]["measures"].get("tasks", {}))
     speed = "speed" in done[0]["measures"]
-    header = ["method", "sparsity", "removed", "M parameters", "MiB", "KV bytes/token"]
-    header += [f"perplexity {text}" for text in texts] + [f"{task}, %" for task in tasks]
+    header = ["method", "sparsity", *(f"perplexity {text}" for text in texts), *(f"{task}, %" for task in tasks)]
     header += ["prefill, × dense", "decode, × dense"] if speed else []
-    header += ["measured", "compressing, s", "note"]
-    return header, [_cells(row, len(texts), tasks, speed) for row in rows]
+    header += ["removed", "M parameters", "MiB", "KV bytes/token", "measured", "compressing, s", "note"]
+    lines = [_cells(row, len(texts), tasks, speed) for row in rows]
+    return (header, lines) if any(line[-1] for line in lines) else (header[:-1], [line[:-1] for line in lines])
 
 
 def _cells(row: dict, texts: int, tasks: list[str], speed: bool) -> list[str]:
@@ -34,13 +34,14 @@ def _cells(row: dict, texts: int, tasks: list[str], speed: bool) -> list[str]:
         empty = [""] * (4 + texts + len(tasks) + 2 * speed)
         return [row["label"], asked, *empty, row["mode"], "", f"failed: {row['error']}"]
     counts, measures = row["counts"], row["measures"]
-    sizes = [f"{counts['parameters'] / 1e6:,.2f}", f"{counts['bytes'] / 2**20:,.1f}", f"{counts['kv_bytes_per_token']:,}"]
+    sizes = [f"{counts['sparsity']:.2%}", f"{counts['parameters'] / 1e6:,.2f}", f"{counts['bytes'] / 2**20:,.1f}"]
+    sizes += [f"{counts['kv_bytes_per_token']:,}"]
     found = [f"{text['perplexity']:,.2f}" for text in measures["texts"]]
     found += [accuracy(measures["tasks"][task]) for task in tasks]
     found += [f"{measures['speed'][f'{kind}_ratio']:.2f}" for kind in ("prefill", "decode")] if speed else []
     seconds = "" if row["compress_seconds"] is None else f"{row['compress_seconds']:,.1f}"
     note = (row["held_out"] or {}).get("warning") or ""
-    return [row["label"], asked, f"{counts['sparsity']:.2%}", *sizes, *found, row["mode"] or "", seconds, note]
+    return [row["label"], asked, *found, *sizes, row["mode"] or "", seconds, note]
 
 
 def accuracy(task: dict) -> str:

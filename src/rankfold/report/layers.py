@@ -38,13 +38,13 @@ def _names(rows: list[dict]) -> list[str]:
 
 def _curve(index: int, count: int, blocks: int) -> dict:
     """From the smallest sparsity to the largest as from dark to bright, on either paper."""
-    place = 0.15 + 0.65 * index / max(1, count - 1)
+    place = 0.3 + 0.5 * index / max(1, count - 1)
     return {"color": colormaps["plasma"](place), "marker": "osD^v"[index % 5] if blocks <= COUNTED else None, "markersize": 4}
 
 
 def _sparsity(rows: list[dict]) -> Figure:
     """MoDeGPT Fig. 6 and 8."""
-    figure, axes = panel(HEIGHT - 0.4)
+    figure, axes = panel(rows[0]["label"], HEIGHT - 0.4)
     for i, row in enumerate(rows):
         blocks = sorted({module["block"] for module in row["modules"]})
         lost = []
@@ -60,18 +60,20 @@ def _sparsity(rows: list[dict]) -> Figure:
 
 def _ranks(rows: list[dict]) -> Figure:
     """MoDeGPT Fig. 10."""
-    return _by_module(
-        rows,
-        lambda row, module: [(m["block"], 100 * m["rank"] / m["of"]) for m in row["modules"] if m["module"] == module],
-        lambda module: f"{module}: rank (%)",
-        logarithmic=False,
-    )
+    title = f"{rows[0]['label']}: rank kept"
+    return _by_module(rows, title, _kept, lambda module: f"{module} (%)", logarithmic=False)
+
+
+def _kept(row: dict, module: str) -> list[tuple[int, float]]:
+    """Block and rank of a module, per cent of the dense one."""
+    return [(m["block"], 100 * m["rank"] / m["of"]) for m in row["modules"] if m["module"] == module]
 
 
 def _error(rows: list[dict]) -> Figure:
     """On windows that were not fitted, where there are any."""
     where = "held-out" if any(m["held_out_error"] is not None for row in rows for m in row["modules"]) else "calibration"
-    return _by_module(rows, _errors, lambda module: f"{module}: error", logarithmic=True, below=f"block; relative error, {where} windows")
+    title = f"{rows[0]['label']}: relative error, {where} windows"
+    return _by_module(rows, title, _errors, lambda module: f"{module} (log)", logarithmic=True)
 
 
 def _errors(row: dict, module: str) -> list[tuple[int, float]]:
@@ -82,10 +84,10 @@ def _errors(row: dict, module: str) -> list[tuple[int, float]]:
     return [(block, value) for block, value in found if value is not None and value > 0]
 
 
-def _by_module(rows: list[dict], values, ylabel, *, logarithmic: bool, below: str = "block") -> Figure:
+def _by_module(rows: list[dict], title: str, values, ylabel, *, logarithmic: bool) -> Figure:
     """A panel for every module, a curve for every sparsity."""
     names = [name for name in _names(rows) if any(values(row, name) for row in rows)]
-    figure, panels = panel(LOW, len(names))
+    figure, panels = panel(title, LOW, len(names))
     panels = panels if isinstance(panels, list) else [panels]
     for axes, name in zip(panels, names, strict=True):
         for i, row in enumerate(rows):
@@ -97,6 +99,6 @@ def _by_module(rows: list[dict], values, ylabel, *, logarithmic: bool, below: st
             log_scale(axes, [value for row in rows for _, value in values(row, name)])
         else:
             axes.set_ylim(0, 105)
-    panels[-1].set_xlabel(below)
+    panels[-1].set_xlabel("block")
     panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     return legend(figure, panels[-1])

@@ -2,14 +2,16 @@
 
 import base64
 import json
+import re
 from pathlib import Path
 
 import jinja2
+import markupsafe
 
 from ..files import write_text
 from .card import compare_command
 from .grid import cells_of_table, markdown
-from .plots import INKS, Picture, pictures, svg, write_pictures
+from .plots import INKS, Drawn, drawn, pictures, write_pictures
 
 __all__ = ["write_report", "write_rows"]
 
@@ -39,16 +41,16 @@ def write_report(folder: Path, config: dict, rows: list[dict]) -> None:
         rows: the first one is the dense model.
     """
     write_rows(folder, rows)
-    found = pictures(rows)
+    found = [drawn(picture) for picture in pictures(rows)]
     write_pictures(found, folder / PLOTS)
     write_text(folder / PAGE, page(config, rows, found, folder.resolve().name))
 
 
-def page(config: dict, rows: list[dict], found: list[Picture], name: str) -> str:
+def page(config: dict, rows: list[dict], found: list[Drawn], name: str) -> str:
     """The page as HTML; nothing in it is loaded from elsewhere, and whatever the records say is text."""
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    environment.filters["embedded"] = embedded
+    environment.filters |= {"embedded": embedded, "breakable": breakable}
     header, lines = cells_of_table(rows)
     done = [row for row in rows if row["status"] == "done"]
     return environment.get_template("page.html.j2").render(
@@ -59,16 +61,28 @@ def page(config: dict, rows: list[dict], found: list[Picture], name: str) -> str
         done=done,
         failed=[row for row in rows if row["status"] == "failed"],
         tasks=done[0]["measures"].get("tasks", {}),
-        groups={group: [p for p in found if p.group == group] for group in dict.fromkeys(p.group for p in found)},
+        groups=_grouped(found),
         environments=_distinct({**row["environment"], **row["versions"]} for row in done),
         definitions=MEANING | _definitions(done[0]["measures"]),
         inks=INKS,
     )
 
 
-def embedded(picture: Picture, theme: str) -> str:
+def _grouped(found: list[Drawn]) -> dict[str, list[Drawn]]:
+    groups: dict[str, list[Drawn]] = {}
+    for one in found:
+        groups.setdefault(one.picture.group, []).append(one)
+    return groups
+
+
+def embedded(svg: str) -> str:
     """A picture as the address of itself."""
-    return "data:image/svg+xml;base64," + base64.b64encode(svg(picture, theme).encode()).decode()
+    return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
+
+
+def breakable(text: str) -> markupsafe.Markup:
+    """A label that may be broken between its options."""
+    return markupsafe.Markup("<wbr>").join(re.split(r"(?<=[:,])", text))
 
 
 def _definitions(measures: dict) -> dict[str, str]:

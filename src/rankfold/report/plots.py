@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from ..files import write_bytes, write_text
 
-__all__ = ["INKS", "Picture", "pictures", "svg", "write_pictures"]
+__all__ = ["INKS", "Drawn", "Picture", "drawn", "pictures", "write_pictures"]
 
 WIDTH, HEIGHT, DPI = 4.6, 3.5, 200  # inches of a panel
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#7f3fbf", "#7f7f7f")  # told apart by most eyes
@@ -73,7 +73,7 @@ def _perplexity(index: int, text: str, done: list[dict], styles: dict) -> Pictur
         return row["measures"]["texts"][index]["perplexity"]
 
     def draw() -> Figure:
-        figure, axes = panel()
+        figure, axes = panel(f"perplexity on {text}")
         for label, look in styles.items():
             mine = sorted((row["counts"]["sparsity"], value(row)) for row in done[1:] if row["label"] == label)
             if mine:
@@ -92,9 +92,9 @@ def _speed(kind: str, done: list[dict], styles: dict) -> Picture:
     base = dense["speed"][f"{kind}_tokens_per_second"]
 
     def draw() -> Figure:
-        figure, axes = panel()
+        figure, axes = panel(f"perplexity against {kind} speed")
         perplexities = [row["measures"]["texts"][0]["perplexity"] for row in done]
-        axes.plot([1.0], perplexities[:1], color="0.5", marker="*", markersize=11, linestyle="none", label="dense")
+        axes.plot([1.0], perplexities[:1], color="0.5", marker="*", markersize=11, linestyle="none", label="dense", zorder=1)
         for label, look in styles.items():
             mine = [row for row in done[1:] if row["label"] == label]
             points = sorted((r["sparsity"], r["measures"]["speed"][f"{kind}_ratio"], _first(r)) for r in mine)
@@ -104,6 +104,7 @@ def _speed(kind: str, done: list[dict], styles: dict) -> Picture:
         above = axes.secondary_xaxis("top", functions=(lambda x: x * base, lambda x: x / base))
         above.set_xlabel("tokens/s (ratio × median of the dense model)", fontsize=8)
         above.tick_params(labelsize=8)
+        above.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         log_scale(axes, perplexities)
         return legend(figure, axes)
 
@@ -124,7 +125,7 @@ def _radar(sparsity: float, done: list[dict], styles: dict) -> Picture:
     angles = [2 * math.pi * i / len(tasks) for i in range(len(tasks))]
 
     def draw() -> Figure:
-        figure, axes = panel(height=HEIGHT + 0.7, projection="polar")
+        figure, axes = panel(f"accuracy (%) at sparsity {sparsity:g}", HEIGHT + 0.7, projection="polar")
         for row in [done[0], *(row for row in done[1:] if row["sparsity"] == sparsity)]:
             look = styles.get(row["label"], {"color": "0.5", "linestyle": ":"})
             values = [100 * row["measures"]["tasks"][task]["acc"] for task in tasks]
@@ -132,7 +133,6 @@ def _radar(sparsity: float, done: list[dict], styles: dict) -> Picture:
         axes.set_xticks(angles, tasks)
         axes.set_ylim(0, 100)
         axes.set_rlabel_position(180 / len(tasks))  # between two tasks
-        axes.set_title("accuracy (%)", fontsize=9)
         return legend(figure, axes)
 
     return Picture(f"tasks-{sparsity:g}", f"Accuracy on the tasks at sparsity {sparsity:g}", "results", draw)
@@ -141,13 +141,16 @@ def _radar(sparsity: float, done: list[dict], styles: dict) -> Picture:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def panel(height: float = HEIGHT, count: int = 1, **options):
+def panel(title: str, height: float = HEIGHT, count: int = 1, **options):
     """A figure with ``count`` panels under each other; the axes of the one, or a list."""
     figure = Figure(figsize=(WIDTH, height * count), layout="constrained")
+    figure.suptitle(shorten(title), fontsize=9.5)
     axes = figure.subplots(count, 1, squeeze=False, sharex=count > 1, subplot_kw=options)[:, 0]
     for one in axes:
         one.grid(True, alpha=0.3, linewidth=0.6)
-        one.spines[["top", "right"]].set_visible(False) if not options else None
+        if not options:
+            one.spines[["top", "right"]].set_visible(False)
+    figure.align_ylabels()
     return figure, axes[0] if count == 1 else list(axes)
 
 
@@ -169,7 +172,7 @@ def legend(figure: Figure, axes: Axes) -> Figure:
     return figure
 
 
-def shorten(text: str, length: int = 58) -> str:
+def shorten(text: str, length: int = 54) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
@@ -191,23 +194,37 @@ def _look(ink: str, paper: str) -> Iterator[None]:
         yield
 
 
-def svg(picture: Picture, theme: str = "light") -> str:
-    """The picture as SVG, letters as outlines: it looks alike everywhere."""
-    stream = io.StringIO()
-    with _look(*INKS[theme]):
-        picture.draw().savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
+class Drawn(NamedTuple):
+    """A picture in all its forms; letters in SVG are outlines, so that it looks alike everywhere."""
+
+    picture: Picture
+    png: bytes
+    svg: str
+    dark: str  # SVG on dark paper
+
+
+def drawn(picture: Picture) -> Drawn:
+    """Draw a picture on light and on dark paper."""
+    with _look(*INKS["light"]):
+        figure = picture.draw()
+        png, svg = _saved(figure, "png", dpi=DPI), _saved(figure, "svg")
+    with _look(*INKS["dark"]):
+        return Drawn(picture, png, svg.decode(), _saved(picture.draw(), "svg").decode())
+
+
+def _saved(figure: Figure, form: str, **options) -> bytes:
+    stream = io.BytesIO()
+    nameless = {"Date": None, "Creator": None} if form == "svg" else {"Software": None}
+    figure.savefig(stream, format=form, metadata=nameless, **options)
     return stream.getvalue()
 
 
-def write_pictures(found: list[Picture], folder: Path) -> None:
+def write_pictures(found: list[Drawn], folder: Path) -> None:
     """Every picture as PNG and SVG; what else of that kind is in the folder goes."""
     folder.mkdir(exist_ok=True)
-    for picture in found:
-        stream = io.BytesIO()
-        with _look(*INKS["light"]):
-            picture.draw().savefig(stream, format="png", dpi=DPI, metadata={"Software": None})
-        write_bytes(folder / f"{picture.name}.png", stream.getvalue())
-        write_text(folder / f"{picture.name}.svg", svg(picture))
+    for picture, png, svg, _ in found:
+        write_bytes(folder / f"{picture.name}.png", png)
+        write_text(folder / f"{picture.name}.svg", svg)
     for path in folder.iterdir():
-        if path.suffix in (".png", ".svg") and path.stem not in {picture.name for picture in found}:
+        if path.suffix in (".png", ".svg") and path.stem not in {one.picture.name for one in found}:
             path.unlink()

@@ -1,0 +1,171 @@
+"""The report of a comparison: everything is in it, nothing is loaded, and names are text."""
+
+import json
+import re
+from html.parser import HTMLParser
+from itertools import combinations
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="rankfold[report] is not installed")
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
+
+from compared import LONG, METHODS, NASTY, SPARSITIES, TASKS, config, rows
+from rankfold.report.card import compare_command
+from rankfold.report.grid import cells_of_table, markdown
+from rankfold.report.page import page, write_report
+from rankfold.report.plots import Picture, drawn, pictures
+
+
+class Tags(HTMLParser):
+    """What a browser makes of a page: tags with their attributes, and the text between them."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags, self.text, self.cells, self.inside = [], "", [], False
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag in ("td", "th"):
+            self.cells.append("")
+            self.inside = True
+
+    def handle_endtag(self, tag):
+        if tag in ("td", "th"):
+            self.inside = False
+
+    def handle_data(self, data):
+        self.text += data
+        if self.inside:
+            self.cells[-1] += data
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("report")
+    (folder / "plots").mkdir()
+    (folder / "plots" / "old.png").write_bytes(b"")
+    (folder / "plots" / "mine.txt").write_text("")
+    write_report(folder, config(), rows())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def html(folder) -> Tags:
+    return Tags((folder / "report.html").read_text(encoding="utf-8"))
+
+
+def test_the_page_loads_nothing(folder, html):
+    text = (folder / "report.html").read_text(encoding="utf-8")
+    style = "".join(re.findall(r"<style>(.*?)</style>", text, re.S))
+    assert style and "url(" not in style and "@import" not in style
+    assert not {"script", "link", "iframe", "object", "embed", "base", "form", "a"} & {tag for tag, _ in html.tags}
+    for _, attributes in html.tags:
+        assert not any(name.startswith("on") for name in attributes)
+        for name in ("src", "srcset", "href"):
+            assert (attributes.get(name) or "data:image/").startswith("data:image/")
+
+
+def test_names_are_text_and_never_tags(html):
+    assert html.text.count(NASTY) > 6  # heading, facts, table, captions, environment
+
+
+def test_every_row_and_its_reason_are_in_the_table(html):
+    header, lines = cells_of_table(rows())
+    assert [cell.strip() for cell in html.cells] == [*header, *(cell.strip() for line in lines for cell in line)]
+    assert sum("failed: cannot take module" in line[-1] for line in lines) == 2
+    assert len(lines) == 1 + len(METHODS) * len(SPARSITIES) + 2
+    by_name = dict(zip(header, lines[1], strict=True))
+    assert by_name["perplexity wiki.test.raw"] == "36.00"  # 25 (1 + 0.1 * 2)^2
+    assert by_name["piqa, %"] == "39.0 ± 1.2" and by_name["removed"] == "10.10%" and by_name["prefill, × dense"] == "1.05"
+
+
+def test_the_page_says_how_to_repeat_it(html):
+    command = compare_command(config()["identity"], config()["runs"][0], "report")
+    assert f"--methods '{','.join(METHODS)}'" in command or f"--methods {','.join(METHODS)}" in command
+    assert "--sparsities 0.1,0.3 --calibration wiki.txt --samples 32 --length 1024 --seed 0" in command
+    assert command.split(" -o ")[0] in html.text and f"--method {LONG} --sparsity 0.3" in html.text
+
+
+def test_records_are_lines_and_the_markdown_has_as_many_cells_in_every_row(folder):
+    lines = (folder / "results.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == rows()
+    table = [re.findall(r"(?<!\\)\|", line) for line in (folder / "table.md").read_text(encoding="utf-8").splitlines()]
+    assert len(table) == len(rows()) + 2 and len({len(bars) for bars in table}) == 1
+    assert markdown(rows()).count(r"\<script") > 2 and "<script" not in markdown(rows()).replace(r"\<script", "")
+
+
+def test_every_picture_is_there_twice_and_old_ones_are_not(folder):
+    found = {path.name for path in (folder / "plots").iterdir()}
+    names = [picture.name for picture in pictures(rows())]
+    assert len(set(names)) == len(names) == 2 + 2 + len(SPARSITIES) + 3 * len(METHODS)
+    assert found == {f"{name}{suffix}" for name in names for suffix in (".png", ".svg")} | {"mine.txt"}
+
+
+def texts_of(picture: Picture):
+    """Every visible text of a picture with its box."""
+    figure = picture.draw()
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    found = []
+    for text in figure.findobj(Text):
+        if text.get_visible() and text.get_text().strip():
+            box = text.get_window_extent(canvas.get_renderer())
+            found.append((text.get_text(), box))
+    return figure, found
+
+
+@pytest.mark.parametrize("picture", pictures(rows()), ids=lambda picture: picture.name)
+def test_no_text_of_a_picture_lies_on_another_or_outside(picture):
+    figure, found = texts_of(picture)
+    width, height = figure.get_size_inches() * figure.dpi
+    shown = [(text, box) for text, box in found if box.width and box.x0 < width and box.y0 < height and box.x1 > 0]
+    assert len(shown) > 6
+    for text, box in shown:
+        assert -1 <= box.x0 and box.x1 <= width + 1 and -1 <= box.y0 and box.y1 <= height + 1, text
+    for (one, a), (other, b) in combinations(shown, 2):
+        across = min(a.x1, b.x1) - max(a.x0, b.x0)
+        along = min(a.y1, b.y1) - max(a.y0, b.y0)
+        assert across <= 1 or along <= 1, (one, other)
+
+
+def test_axes_have_units():
+    for picture in pictures(rows()):
+        for axes in picture.draw().axes:
+            if axes.name == "polar":
+                continue
+            assert any(unit in axes.get_ylabel() for unit in ("%", "log")), picture.name
+
+
+def test_a_curve_is_what_the_rows_say():
+    (picture,) = [p for p in pictures(rows()) if p.name.startswith("perplexity-1-")]
+    axes = picture.draw().axes[0]
+    lines = {line.get_label(): line for line in axes.get_lines()}
+    assert lines.keys() >= {"dense", "rankfold", "svd-llm"}
+    x, y = lines["svd-llm"].get_data()
+    assert list(x) == pytest.approx([10.3, 30.3]) and list(y) == pytest.approx([25 * (1 + s * 4) ** 2 for s in SPARSITIES])
+    assert lines["dense"].get_ydata()[0] == 25.0
+
+
+def test_the_radar_has_every_task():
+    (picture,) = [p for p in pictures(rows()) if p.name == "tasks-0.3"]
+    axes = picture.draw().axes[0]
+    assert [tick.get_text() for tick in axes.get_xticklabels()] == list(TASKS)
+    assert list(axes.get_lines()[1].get_ydata()) == pytest.approx([27, 37, 47, 57, 27])
+
+
+def test_rows_that_all_failed_still_make_a_report(tmp_path):
+    few = [rows()[0], *(row for row in rows() if row["status"] == "failed")]
+    write_report(tmp_path, config(), few)
+    assert "failed: cannot take module" in (tmp_path / "table.md").read_text(encoding="utf-8")
+    assert not list((tmp_path / "plots").iterdir())
+
+
+def test_a_page_is_the_same_every_time():
+    few = rows()[:2]
+    one, other = ([drawn(picture) for picture in pictures(few)[:3]] for _ in range(2))
+    assert page(config(), few, one, "x") == page(config(), few, other, "x")
