@@ -59,7 +59,9 @@ def _row(label: str, sparsity: float, index: int) -> dict:
                 for text, value in zip(config()["identity"]["measures"]["texts"], texts, strict=True)
             ],
             "speed": {**speed, **rates, "definition": "tokens over time"},
-            "tasks": {task: {"acc": 0.3 + 0.1 * i - sparsity / 10, "acc_stderr": 0.012} for i, task in enumerate(TASKS)},
+            "tasks": {
+                task: {"acc": 0.3 + 0.1 * i - sparsity / 10, "acc_stderr": 0.012} for i, task in enumerate(TASKS)
+            },
         },
         "versions": VERSIONS,
         "environment": {"device": "cpu", "accelerator": None, "cpu": NASTY, "threads": 2},

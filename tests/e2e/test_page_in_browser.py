@@ -14,7 +14,9 @@ from compared import config, rows
 from rankfold.report.page import write_report
 from rankfold.report.plots import INKS
 
-BROWSER = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None)
+BROWSER = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
 MEASURE = """<script>addEventListener("load", () => {
   document.querySelectorAll("details").forEach(d => d.open = true);
@@ -30,7 +32,7 @@ MEASURE = """<script>addEventListener("load", () => {
     cells: [...document.querySelectorAll("td, th")].map(e => [e.scrollWidth, e.clientWidth]),
   };
   const out = document.createElement("template"); out.id = "measured"; out.innerHTML = "";
-  out.setAttribute("data-found", JSON.stringify(found)); document.body.append(out);
+  out.setAttribute("data-found", JSON.stringify(found)); parent.document.body.append(out);
 });</script>"""
 
 
@@ -38,8 +40,11 @@ MEASURE = """<script>addEventListener("load", () => {
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("browser")
     write_report(folder, config(), rows())
-    page = (folder / "report.html").read_text(encoding="utf-8")
-    (folder / "measured.html").write_text(page.replace("</body>", MEASURE + "</body>"), encoding="utf-8")
+    page = (folder / "report.html").read_text(encoding="utf-8").replace("</body>", MEASURE + "</body>")
+    for width in (1280, 390):  # in a frame, because windows have a least width
+        frame = f'<iframe srcdoc="{html.escape(page)}" style="width: {width}px; height: 900px; border: 0"></iframe>'
+        around = f'<!doctype html><meta name="color-scheme" content="light dark"><body>{frame}</body>'
+        (folder / f"{width}.html").write_text(around, encoding="utf-8")
     return folder
 
 
@@ -52,9 +57,16 @@ def colour(code: str) -> str:
 def test_the_page_fits_and_nothing_overlaps(folder, tmp_path, theme, width):
     done = subprocess.run(
         [
-            *(BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={tmp_path}"),
-            *(f"--window-size={width},900", f"--blink-settings=preferredColorScheme={int(theme == 'light')}"),
-            *("--virtual-time-budget=20000", "--dump-dom", (folder / "measured.html").as_uri()),
+            *(
+                BROWSER,
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--hide-scrollbars",
+                f"--user-data-dir={tmp_path}",
+            ),
+            *("--window-size=1400,900", f"--blink-settings=preferredColorScheme={int(theme == 'light')}"),
+            *("--virtual-time-budget=20000", "--dump-dom", (folder / f"{width}.html").as_uri()),
         ],
         capture_output=True,
         text=True,

@@ -26,11 +26,15 @@ def command(
     ],
     sparsities: Annotated[str, typer.Option(help="Fractions of the weights to remove, e.g. 0.1,0.3,0.5.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder of the comparison.")],
-    text: Annotated[list[str], typer.Option(help="Text to compute perplexity on; sources as for --calibration. Repeatable.")],
+    text: Annotated[
+        list[str], typer.Option(help="Text to compute perplexity on; sources as for --calibration. Repeatable.")
+    ],
     windows: o.CalibrationOptions,
     text_length: Annotated[int, typer.Option(help="Tokens per window of the texts.")] = 2048,
     limit: Annotated[int | None, typer.Option(help="Only the first N windows of a text.")] = None,
-    speed: Annotated[bool, typer.Option("--speed", help="Measure tokens per second, in turns with the dense model.")] = False,
+    speed: Annotated[
+        bool, typer.Option("--speed", help="Measure tokens per second, in turns with the dense model.")
+    ] = False,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the compressed models and the moments.")] = False,
     dtype: o.Written = "auto",
     device: o.Device = "auto",
@@ -62,9 +66,7 @@ def command(
     if speed:
         measured["speed"] = Speed(source.context_length)
     measures = Measures(measured, lambda: load_model(model, dtype=dtype_name(source), device=str(source.device)))
-    rows = compare(
-        source, cells, windows.load(source), measures, output, keep=keep, on_row=lambda row: _say(row)
-    )
+    rows = compare(source, cells, windows.load(source), measures, output, keep=keep, on_row=lambda row: _say(row))
     failed = [row for row in rows if row["status"] == "failed"]
     c.emit({"output": str(output), "failed": len(failed), "rows": rows}, json, lambda out: _show(output, rows, out))
     if failed:

@@ -47,9 +47,9 @@ def compare(
 ) -> list[dict]:
     """Compress a model by every cell and measure the results and the dense model alike.
 
-    Cells that can be computed from moments of the dense model share them: it is calibrated once. A cell that cannot be done becomes a
-    row that says why, and the others go on. Rows are kept as soon as they are done, so the same call continues after a kill;
-    further cells may be added to a folder of the same model, calibration and measures.
+    Cells that can be computed from moments of the dense model share them: it is calibrated once. A cell that cannot be done
+    becomes a row that says why, and the others go on. Rows are kept as soon as they are done, so the same call continues after
+    a kill; further cells may be added to a folder of the same model, calibration and measures.
 
     Args:
         source: an open model.

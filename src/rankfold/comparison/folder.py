@@ -1,8 +1,8 @@
 """The folder of a comparison: what is finished stays, whatever happens to the process.
 
 ``compare.json`` says what the rows have in common and which were asked for; ``cells/KEY.json`` is a row that is done or has
-failed, written in one step. Beside it lies, while it is worked on, the compressed checkpoint of the row. All else in the folder is
-made out of these files.
+failed, written in one step. Beside it lies, while it is worked on, the compressed checkpoint of the row. All else in the
+folder is made out of these files.
 """
 
 import contextlib
@@ -131,6 +131,7 @@ class Folder:
 
     def _row(self, key: str) -> Path:
         return self.path / CELLS / f"{key}.json"
+
 
 def _extended(found: dict, cells: Sequence[Cell]) -> dict:
     """``compare.json`` with the rows of one more command."""

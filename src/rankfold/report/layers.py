@@ -1,10 +1,11 @@
 """Pictures of what happened to every block: how much it lost, the ranks, the errors. One set a method."""
 
 from matplotlib import colormaps
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from .plots import HEIGHT, Picture, legend, log_scale, panel, slug
+from .plots import HEIGHT, Picture, legend, panel, scale, slug
 
 __all__ = ["layer_pictures"]
 
@@ -20,10 +21,14 @@ def layer_pictures(rows: list[dict]) -> list[Picture]:
     """
     found = []
     for number, label in enumerate(dict.fromkeys(row["label"] for row in rows), 1):
-        mine = sorted((row for row in rows if row["label"] == label and row["modules"]), key=lambda row: row["sparsity"])
+        mine = sorted(
+            (row for row in rows if row["label"] == label and row["modules"]), key=lambda row: row["sparsity"]
+        )
         if mine:
             name = f"{number}-{slug(label)}"
-            found.append(Picture(f"sparsity-{name}", "Sparsity of every block", label, lambda mine=mine: _sparsity(mine)))
+            found.append(
+                Picture(f"sparsity-{name}", "Sparsity of every block", label, lambda mine=mine: _sparsity(mine))
+            )
             found.append(Picture(f"rank-{name}", "Rank of every module", label, lambda mine=mine: _ranks(mine)))
             if any(_errors(row, module) for row in mine for module in _names(mine)):
                 draw = lambda mine=mine: _error(mine)  # noqa: E731
@@ -39,7 +44,11 @@ def _names(rows: list[dict]) -> list[str]:
 def _curve(index: int, count: int, blocks: int) -> dict:
     """From the smallest sparsity to the largest as from dark to bright, on either paper."""
     place = 0.3 + 0.5 * index / max(1, count - 1)
-    return {"color": colormaps["plasma"](place), "marker": "osD^v"[index % 5] if blocks <= COUNTED else None, "markersize": 4}
+    return {
+        "color": colormaps["plasma"](place),
+        "marker": "osD^v"[index % 5] if blocks <= COUNTED else None,
+        "markersize": 4,
+    }
 
 
 def _sparsity(rows: list[dict]) -> Figure:
@@ -61,7 +70,7 @@ def _sparsity(rows: list[dict]) -> Figure:
 def _ranks(rows: list[dict]) -> Figure:
     """MoDeGPT Fig. 10."""
     title = f"{rows[0]['label']}: rank kept"
-    return _by_module(rows, title, _kept, lambda module: f"{module} (%)", logarithmic=False)
+    return _by_module(rows, title, _kept, lambda axes, module: axes.set(ylabel=f"{module} (%)", ylim=(0, 105)))
 
 
 def _kept(row: dict, module: str) -> list[tuple[int, float]]:
@@ -71,9 +80,16 @@ def _kept(row: dict, module: str) -> list[tuple[int, float]]:
 
 def _error(rows: list[dict]) -> Figure:
     """On windows that were not fitted, where there are any."""
-    where = "held-out" if any(m["held_out_error"] is not None for row in rows for m in row["modules"]) else "calibration"
+    where = (
+        "held-out" if any(m["held_out_error"] is not None for row in rows for m in row["modules"]) else "calibration"
+    )
     title = f"{rows[0]['label']}: relative error, {where} windows"
-    return _by_module(rows, title, _errors, lambda module: f"{module} (log)", logarithmic=True)
+
+    def finish(axes: Axes, module: str) -> None:
+        values = [value for row in rows for _, value in _errors(row, module)]
+        axes.set_ylabel(f"{module}{scale(axes, values).replace(' scale', '')}")
+
+    return _by_module(rows, title, _errors, finish)
 
 
 def _errors(row: dict, module: str) -> list[tuple[int, float]]:
@@ -84,8 +100,8 @@ def _errors(row: dict, module: str) -> list[tuple[int, float]]:
     return [(block, value) for block, value in found if value is not None and value > 0]
 
 
-def _by_module(rows: list[dict], title: str, values, ylabel, *, logarithmic: bool) -> Figure:
-    """A panel for every module, a curve for every sparsity."""
+def _by_module(rows: list[dict], title: str, values, finish) -> Figure:
+    """A panel for every module, a curve for every sparsity; ``finish(axes, module)`` labels and scales it."""
     names = [name for name in _names(rows) if any(values(row, name) for row in rows)]
     figure, panels = panel(title, LOW, len(names))
     panels = panels if isinstance(panels, list) else [panels]
@@ -94,11 +110,7 @@ def _by_module(rows: list[dict], title: str, values, ylabel, *, logarithmic: boo
             points = sorted(values(row, name))
             look = _curve(i, len(rows), len(points))
             axes.plot([x for x, _ in points], [y for _, y in points], label=f"sparsity {row['sparsity']:g}", **look)
-        axes.set_ylabel(ylabel(name))
-        if logarithmic:
-            log_scale(axes, [value for row in rows for _, value in values(row, name)])
-        else:
-            axes.set_ylim(0, 105)
+        finish(axes, name)
     panels[-1].set_xlabel("block")
     panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     return legend(figure, panels[-1])

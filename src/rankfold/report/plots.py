@@ -11,14 +11,24 @@ from typing import NamedTuple
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from ..files import write_bytes, write_text
 
 __all__ = ["INKS", "Drawn", "Picture", "drawn", "pictures", "write_pictures"]
 
 WIDTH, HEIGHT, DPI = 4.6, 3.5, 200  # inches of a panel
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#7f3fbf", "#7f7f7f")  # told apart by most eyes
+WIDE = 8  # largest value over the smallest from which on a scale is logarithmic
+COLOURS = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#b8860b",
+    "#56b4e9",
+    "#7f3fbf",
+    "#7f7f7f",
+)  # told apart by most eyes
 MARKERS, DASHES = "osD^vPX*", ("-", "--", "-.", ":")
 INKS = {"light": ("#1a1a1a", "#ffffff"), "dark": ("#e6e6e6", "#16181c")}  # ink, paper
 
@@ -79,8 +89,8 @@ def _perplexity(index: int, text: str, done: list[dict], styles: dict) -> Pictur
             if mine:
                 axes.plot([100 * x for x, _ in mine], [y for _, y in mine], label=shorten(label), **look)
         axes.axhline(value(done[0]), color="0.5", linestyle=":", linewidth=1.2, label="dense")
-        axes.set(xlabel="sparsity reached (% of the counted weights)", ylabel="perplexity (log scale)")
-        log_scale(axes, [value(row) for row in done])
+        axes.set_xlabel("sparsity reached (% of the counted weights)")
+        axes.set_ylabel(f"perplexity{scale(axes, [value(row) for row in done])}")
         return legend(figure, axes)
 
     return Picture(f"perplexity-{index + 1}-{slug(text)}", f"Perplexity on {text} against sparsity", "results", draw)
@@ -94,18 +104,20 @@ def _speed(kind: str, done: list[dict], styles: dict) -> Picture:
     def draw() -> Figure:
         figure, axes = panel(f"perplexity against {kind} speed")
         perplexities = [row["measures"]["texts"][0]["perplexity"] for row in done]
-        axes.plot([1.0], perplexities[:1], color="0.5", marker="*", markersize=11, linestyle="none", label="dense", zorder=1)
+        axes.plot(
+            [1.0], perplexities[:1], color="0.5", marker="*", markersize=11, linestyle="none", label="dense", zorder=1
+        )
         for label, look in styles.items():
             mine = [row for row in done[1:] if row["label"] == label]
             points = sorted((r["sparsity"], r["measures"]["speed"][f"{kind}_ratio"], _first(r)) for r in mine)
             if mine:
                 axes.plot([x for _, x, _ in points], [y for *_, y in points], label=shorten(label), **look)
-        axes.set(xlabel=f"{kind} speed (× dense, in turns with it)", ylabel=f"perplexity, {_text(done[0])} (log scale)")
+        axes.set_xlabel(f"{kind} speed (× dense, in turns with it)")
         above = axes.secondary_xaxis("top", functions=(lambda x: x * base, lambda x: x / base))
         above.set_xlabel("tokens/s (ratio × median of the dense model)", fontsize=8)
         above.tick_params(labelsize=8)
         above.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        log_scale(axes, perplexities)
+        axes.set_ylabel(f"perplexity, {_text(done[0])}{scale(axes, perplexities)}")
         return legend(figure, axes)
 
     return Picture(f"speed-{kind}", f"Perplexity against {kind} speed", "results", draw)
@@ -154,14 +166,17 @@ def panel(title: str, height: float = HEIGHT, count: int = 1, **options):
     return figure, axes[0] if count == 1 else list(axes)
 
 
-def log_scale(axes: Axes, values: list[float]) -> None:
-    """Logarithmic, with plain numbers at the ticks; where all lie within a decade, more of them."""
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
-    narrow = max(values) / min(values) < 12
-    if narrow:
-        axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+def scale(axes: Axes, values: list[float]) -> str:
+    """A logarithmic scale where the values span much, with plain numbers at the ticks; what the label says of it."""
+    ratio = max(values) / min(values)
+    if ratio < WIDE:
+        axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+    else:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if ratio < 300 else (1,)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}" if value < 1e6 else f"{value:.0e}"))
+    return " (log scale)" if ratio >= WIDE else ""
 
 
 def legend(figure: Figure, axes: Axes) -> Figure:
