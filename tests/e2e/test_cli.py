@@ -1,6 +1,7 @@
 """The commands as a user runs them, in this process (the interpreter start is the slow part)."""
 
 import fnmatch
+import importlib.util
 import json
 import re
 import shutil
@@ -421,3 +422,30 @@ def test_help_has_examples(run):
     for command in ("compress", "calibrate", "plan", "evaluate", "generate", "inspect", "models"):
         code, out, _ = run(f"{command} --help")
         assert code in (0, None) and f"rankfold {command}" in out
+
+
+def test_compare_writes_a_report_and_says_what_failed(run, place):
+    pytest.importorskip("matplotlib", reason="rankfold[report] is not installed")
+    line = (
+        f"compare model --methods modegpt:multiple=2,latentllm:joint=ud --sparsities 0.2,0.4 {CALIBRATION} -o compared "
+    )
+    line += "--text text.txt --text-length 32 --limit 2"
+    code, out, err = run(line)
+    assert code == 1 and "cannot take the joint form" in out and "Traceback" not in err, err
+    assert out.splitlines()[-1] == "compared: report.html, table.md, results.jsonl, plots"
+    code, out, err = run(f"{line.replace(',latentllm:joint=ud', '')} --json")
+    result = json.loads(out)
+    assert code == 0 and result["failed"] == 0 and [row["sparsity"] for row in result["rows"]] == [0.0, 0.2, 0.4]
+    assert (place / "compared" / "report.html").read_text().count(
+        "cannot take the joint form"
+    ) == 2  # of the first command
+
+
+def test_compare_without_its_libraries_says_what_to_install(run, place, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "matplotlib" else find(name, *more)
+    )
+    code, _, err = run(f"compare model --methods svd --sparsities 0.2 {CALIBRATION} -o without --text text.txt")
+    assert (code, err) == (2, "rankfold: the report needs matplotlib; pip install 'rankfold[report]'\n")
+    assert not (place / "without").exists()

@@ -87,6 +87,25 @@ BAD = [
     ("calibrate model -o x\udce9 --calibration text.txt", r"the name 'x\udce9' is not UTF-8; choose another one"),
     ("inspect no\nsuch", r"rankfold: no\nsuch has no rankfold.json"),
 ]
+COMPARE = "compare model -o x --text text.txt --methods"
+BAD += [
+    (f"{COMPARE} modgpt --sparsities 0.3", "unknown method 'modgpt'; did you mean 'modegpt'"),
+    (f"{COMPARE} modegpt:selct=norm --sparsities 0.3", "unknown modegpt option 'selct'; did you mean 'select'"),
+    (
+        f"{COMPARE} modegpt --sparsities 0.3,1.5",
+        "--sparsities takes numbers in (0, 1) such as 0.1,0.3,0.5; got '0.3,1.5'",
+    ),
+    (f"{COMPARE} modegpt,modegpt --sparsities 0.3", "is the same as modegpt at 0.3; give it once"),
+    (f"{COMPARE} modegpt --sparsities 0.3 --tasks-from x", "--tasks-from would be ignored without --tasks"),
+    (f"{COMPARE} modegpt --sparsities 0.3 --limit 0", "length must be >= 2 and limit >= 1"),
+    (f"{COMPARE} modegpt --sparsities 0.3 --text text.txt", "--text names 'text.txt' more than once; name it once"),
+    (f"{COMPARE} modegpt --sparsities 0.3 --text nowhere.txt", "no text at 'nowhere.txt'"),
+    (
+        f"{COMPARE} latentllm:joint=ud --sparsities 0.3 {CALIBRATION.replace('--multiple 2 ', '')}",
+        "cannot take the joint form",
+    ),
+    ("compare model --methods svd --sparsities 0.3 --text text.txt", "Missing option '--output'"),
+]
 BAD += [
     (f"compress model -o x --moments m --{name} {value}", f"--{name} would be ignored; leave one of them out")
     for name, value in {"calibration": "ptb", "samples": 8, "length": 8, "seed": 1, "field": "body"}.items()

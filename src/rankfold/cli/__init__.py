@@ -7,7 +7,10 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Entry point of ``rankfold``: 0 on success, 2 on an error of the user's input or the machine, 130 when interrupted."""
+    """Entry point of ``rankfold``: 0 on success, 2 on an error of the user's input or the machine, 130 when interrupted.
+
+    1 where `rankfold compare` has finished and some of its rows failed.
+    """
     for name in ("stdout", "stderr"):  # Python has none where the shell closed it
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for as long as the process lives

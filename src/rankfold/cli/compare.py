@@ -31,7 +31,13 @@ def command(
     ],
     windows: o.CalibrationOptions,
     text_length: Annotated[int, typer.Option(help="Tokens per window of the texts.")] = 2048,
-    limit: Annotated[int | None, typer.Option(help="Only the first N windows of a text.")] = None,
+    tasks: Annotated[str | None, typer.Option(help="Tasks of lm-eval, e.g. arc_easy,piqa,winogrande.")] = None,
+    tasks_from: Annotated[
+        str | None, typer.Option(help="Folder with the tasks' rows as NAME.jsonl or NAME_*.jsonl, instead of the hub.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Only the first N windows of a text, the first N questions of a task.")
+    ] = None,
     speed: Annotated[
         bool, typer.Option("--speed", help="Measure tokens per second, in turns with the dense model.")
     ] = False,
@@ -44,7 +50,7 @@ def command(
 
     \b
     rankfold compare ./my-model --methods rankfold,modegpt,latentllm --sparsities 0.1,0.3 --text wikitext2 -o report
-    rankfold compare ./my-model --methods modegpt,modegpt:mode=sequential --sparsities 0.3 --text a.txt --text b.txt --speed -o report
+    rankfold compare ./my-model --methods modegpt,modegpt:mode=sequential --sparsities 0.3 --text a.txt --speed -o report
 
     Rows that are done are kept: the same command continues where it was, and further methods, sparsities can be added to
     the folder. A row that cannot be done says why; the exit code is 1 then.
@@ -53,16 +59,23 @@ def command(
     from .forms import parse_forms, parse_sparsities
 
     cells = cells_of(parse_forms(methods), parse_sparsities(sparsities))
+    if tasks_from is not None and tasks is None:
+        raise OptionError("--tasks-from would be ignored without --tasks; give both or neither")
     missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
     if missing:
         raise OptionError(f"the report needs {' and '.join(missing)}; pip install 'rankfold[report]'")
     from ..checkpoint.load import load_model
     from ..checkpoint.source import open_model
-    from ..comparison import Measures, Perplexities, Speed, compare
+    from ..comparison import Accuracies, Measures, Perplexities, Speed, compare
+    from ..evaluation.tasks import Questions
+    from ..evaluation.text import Texts
     from ..report.identity import dtype_name
 
     source = open_model(model, dtype=dtype, device=device)
-    measured = {"texts": Perplexities(source, text, length=text_length, limit=limit, field=windows.field)}
+    measured = {"texts": Perplexities(source, Texts(text, text_length, limit, windows.field))}
+    if tasks is not None:
+        names = [name.strip() for name in tasks.split(",")]
+        measured["tasks"] = Accuracies(source, Questions(names, tasks_from, limit))
     if speed:
         measured["speed"] = Speed(source.context_length)
     measures = Measures(measured, lambda: load_model(model, dtype=dtype_name(source), device=str(source.device)))

@@ -2,6 +2,6 @@
 
 from .compare import compare
 from .grid import Cell, Form, cells_of
-from .measures import Measures, Perplexities, Speed
+from .measures import Accuracies, Measures, Perplexities, Speed
 
-__all__ = ["Cell", "Form", "Measures", "Perplexities", "Speed", "cells_of", "compare"]
+__all__ = ["Accuracies", "Cell", "Form", "Measures", "Perplexities", "Speed", "cells_of", "compare"]

@@ -68,7 +68,8 @@ def compare(
     """
     impossible = _impossible(source, cells)
     if len(impossible) == len(cells):
-        raise next(iter(impossible.values()))
+        error = next(iter(impossible.values()))
+        raise error
     folder = Folder(Path(output), comparison_identity(source, tokens.describe(), measures.describe()))
     _warn_of_common_text(tokens, measures)
     with folder.working(cells):
@@ -119,10 +120,13 @@ class _Work:
 
     def __init__(self, source: Source, tokens: Tokens, measures: Measures, folder: Folder, cells: Sequence[Cell]):
         self.source, self.tokens, self.measures, self.folder = source, tokens, measures, folder
-        takers = [cell for cell in cells if cell.takes_moments]
+        takers = [cell for cell in cells if self._shares(cell)]
         self.statistics = set().union(*(needed(source, cell.method) for cell in takers))
         self._moments: MomentStore | None = None
         self._dense = lambda: None
+
+    def _shares(self, cell: Cell) -> bool:
+        return cell.takes_moments(self.source.meta_block(0))
 
     def moments(self) -> MomentStore:
         """Of the dense model; measured when the first row wants them."""
@@ -164,14 +168,14 @@ class _Work:
     def _run(self, cell: Cell) -> dict:
         path = self.folder.checkpoint(cell.key)
         if not path.exists():  # else a kill came while it was measured
-            moments = self.moments() if cell.takes_moments else None
+            moments = self.moments() if self._shares(cell) else None
             tokens = None if moments else self.tokens
             pipeline.compress(self.source, cell.method, tokens, path, moments=moments, mode=cell.mode)
         record = read_record(path)
         model = load_model(path, dtype=dtype_name(self.source), device=str(self.source.device))
         row = _row(cell.label, cell.method.sparsity, cell.method.describe(), cell.mode)
         row |= {
-            "moments": "shared" if cell.takes_moments else "own",
+            "moments": "shared" if self._shares(cell) else "own",
             "counts": record["counts"],
             "modules": _modules(record),
             "held_out": record["held_out"],

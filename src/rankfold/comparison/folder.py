@@ -92,8 +92,12 @@ class Folder:
         return found
 
     def rows(self) -> list[dict]:
-        """Every row there is, in the order they were asked for; the dense model first."""
-        return [self.row(key) for key in self.config()["rows"] if self._row(key).exists()]
+        """Every row there is, in the order they were asked for; the dense model first.
+
+        Of what an earlier version, with other defaults, has called by the same name the last one counts.
+        """
+        found = [self.row(key) for key in self.config()["rows"] if self._row(key).exists()]
+        return list({(row["label"], row["sparsity"]): row for row in found}.values())
 
     def row(self, key: str) -> dict:
         """One row.

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ..architectures import BlockView
 from ..errors import OptionError
 from ..methods import Method, make_method, method_class
 from ..methods.base import check_choice
@@ -62,10 +63,9 @@ class Cell:
     method: Method
     mode: str
 
-    @property
-    def takes_moments(self) -> bool:
-        """Whether it can be computed from moments of the dense model that other cells use too."""
-        return self.mode == "one-pass" and self.method.allocation != "measured"
+    def takes_moments(self, view: BlockView) -> bool:
+        """Whether it can be computed from moments of the dense model that other cells use too; otherwise it takes text."""
+        return self.mode == "one-pass" and self.method.allocation != "measured" and not self.method.gradients(view)
 
     @property
     def key(self) -> str:

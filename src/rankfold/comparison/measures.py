@@ -3,21 +3,23 @@
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from ..calibration.text import Text, read_text
+from ..calibration.text import Text
 from ..calibration.tokens import tokenised
 from ..calibration.windows import shown
 from ..checkpoint.source import Source
-from ..errors import DataError, OptionError
+from ..errors import DataError
 from ..evaluation.perplexity import perplexity, windows_of
 from ..evaluation.speed import speed
+from ..evaluation.tasks import Questions
+from ..evaluation.text import Texts
 
-__all__ = ["Measure", "Measures", "Perplexities", "Speed"]
+__all__ = ["Accuracies", "Measure", "Measures", "Perplexities", "Speed"]
 
 DENSE, COMPRESSED = "dense", "compressed"
 
@@ -56,28 +58,18 @@ class Perplexities:
 
     Args:
         source: whose tokenizer is used.
-        names: text sources, as for :func:`~rankfold.calibration.text.read_text`.
-        length: tokens of a window, clamped to the model's context.
-        limit: only the first windows of each text.
+        texts: which, and how; windows are clamped to the model's context.
 
     Raises:
         OptionError: a number out of range, or a text given twice.
         DataError: a text that cannot be read or is shorter than a window (named).
     """
 
-    def __init__(
-        self, source: Source, names: Sequence[str], *, length: int, limit: int | None = None, field: str = "text"
-    ):
-        if length < 2 or (limit is not None and limit < 1):
-            raise OptionError(f"text-length must be >= 2 and limit >= 1, got {length} and {limit}")
-        twice = [name for name in names if list(names).count(name) > 1]
-        if twice:
-            raise OptionError(f"--text names {twice[0]!r} more than once; name it once")
-        length = min(length, source.context_length)
-        characters = None if limit is None else limit * length * 8
-        self.texts = [read_text(name, use="evaluation", field=field, characters=characters) for name in names]
-        self.windows = [_windows(source, text, length, limit) for text in self.texts]
-        self.labels, self.limit = _labels(names), limit
+    def __init__(self, source: Source, texts: Texts):
+        self.texts = texts.read()
+        length = min(texts.length, source.context_length)
+        self.windows = [_windows(source, text, length, texts.limit) for text in self.texts]
+        self.labels, self.limit = _labels(texts.names), texts.limit
 
     def describe(self) -> list[dict]:
         return [
@@ -114,6 +106,25 @@ def _timed(model: nn.Module, windows: torch.Tensor) -> dict:
     begin = time.perf_counter()
     facts = perplexity(model, windows)
     return facts | {"tokens_per_second": windows.numel() / (time.perf_counter() - begin)}
+
+
+class Accuracies:
+    """Zero-shot tasks by lm-eval; see :func:`~rankfold.evaluation.tasks.evaluate_tasks`.
+
+    Raises:
+        OptionError, DataError: see :meth:`~rankfold.evaluation.tasks.Questions.check`.
+    """
+
+    def __init__(self, source: Source, questions: Questions):
+        questions.check()
+        self.source, self.questions = source, questions
+
+    def describe(self) -> dict:
+        folder = self.questions.folder
+        return asdict(self.questions) | {"folder": None if folder is None else shown(folder)}
+
+    def __call__(self, model: nn.Module, dense) -> dict[str, dict]:
+        return self.questions.measure(model, self.source.tokenizer)
 
 
 class Speed:

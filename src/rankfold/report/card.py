@@ -86,6 +86,10 @@ def compare_command(identity: dict, run: dict, folder: str) -> str:
     options += [f"--text {shlex.quote(text['text'])}" for text in measures["texts"]]
     options += [f"--text-length {measures['texts'][0]['length']}"]
     options += [f"--limit {measures['texts'][0]['limit']}"] if measures["texts"][0]["limit"] else []
+    if "tasks" in measures:
+        folder_of_rows = measures["tasks"]["folder"]
+        options += [f"--tasks {','.join(measures['tasks']['tasks'])}"]
+        options += [f"--tasks-from {shlex.quote(folder_of_rows)}"] if folder_of_rows else []
     options += ["--speed"] if "speed" in measures else []
     return f"rankfold compare {shlex.quote(identity['base_model'])} -o {shlex.quote(folder)} " + " ".join(
         [*options, f"--dtype {identity['dtype']}"]

@@ -45,9 +45,11 @@ def _cells(row: dict, texts: int, tasks: list[str], speed: bool) -> list[str]:
 
 
 def accuracy(task: dict) -> str:
-    """Accuracy in per cent with its standard error."""
+    """Accuracy in per cent with its standard error; nothing where a task has none."""
+    if task.get("acc") is None:
+        return ""
     error = task.get("acc_stderr")
-    return f"{task['acc']:.1%}".rstrip("%") + (f" ± {error:.1%}".rstrip("%") if error is not None else "")
+    return f"{100 * task['acc']:.1f}" + (f" ± {100 * error:.1f}" if error is not None else "")
 
 
 def table(rows: list[dict]) -> Table:
@@ -59,9 +61,10 @@ def table(rows: list[dict]) -> Table:
 
 def _table(header: list[str], lines: list[list[str]], style: box.Box) -> Table:
     found = Table(box=style)
-    for name in header:
+    for i, name in enumerate(header):
         text = name in ("method", "measured", "note")
-        found.add_column(name, justify="left" if text else "right", overflow="fold", no_wrap=not text)
+        width = 10 if text else max(len(line[i]) for line in lines)  # numbers stay in one piece
+        found.add_column(name, justify="left" if text else "right", overflow="fold", min_width=width)
     for line in lines:
         found.add_row(*line)
     return found

@@ -55,8 +55,11 @@ def pictures(rows: list[dict]) -> list[Picture]:
             found.append(_perplexity(i, text["text"], done, styles))
         if "speed" in dense["measures"]:
             found += [_speed(kind, done, styles) for kind in ("prefill", "decode")]
-        if len(dense["measures"].get("tasks", {})) > 2:
-            found += [_radar(sparsity, done, styles) for sparsity in sorted({row["sparsity"] for row in done[1:]})]
+        tasks = [name for name, facts in dense["measures"].get("tasks", {}).items() if facts.get("acc") is not None]
+        if len(tasks) > 2:  # fewer span nothing
+            found += [
+                _radar(tasks, sparsity, done, styles) for sparsity in sorted({row["sparsity"] for row in done[1:]})
+            ]
     return found + layer_pictures(done[1:])
 
 
@@ -131,9 +134,8 @@ def _text(row: dict) -> str:
     return shorten(row["measures"]["texts"][0]["text"], 18)
 
 
-def _radar(sparsity: float, done: list[dict], styles: dict) -> Picture:
+def _radar(tasks: list[str], sparsity: float, done: list[dict], styles: dict) -> Picture:
     """Accuracy on every task, all methods at one sparsity."""
-    tasks = list(done[0]["measures"]["tasks"])
     angles = [2 * math.pi * i / len(tasks) for i in range(len(tasks))]
 
     def draw() -> Figure:

@@ -1,0 +1,81 @@
+"""Methods with options as one argument of `rankfold compare`."""
+
+import pytest
+
+from rankfold.cli.forms import parse_forms, parse_sparsities
+from rankfold.comparison import Form, cells_of
+from rankfold.errors import OptionError
+from rankfold.methods import method_names
+
+
+def test_names_and_options_come_apart_at_commas():
+    text = (
+        "rankfold,modegpt:select=leverage,select_qk=norm,gqa=paper,latentllm:joint=qk+vo,rounds=2,svd:mode=sequential"
+    )
+    assert parse_forms(text) == [
+        Form("rankfold"),
+        Form("modegpt", {"select": "leverage", "select_qk": "norm", "gqa": "paper"}),
+        Form("latentllm", {"joint": "qk,vo", "rounds": 2}),
+        Form("svd", {}, "sequential"),
+    ]
+
+
+def test_options_of_every_method_are_taken_with_their_types():
+    (form,) = parse_forms("modegpt:modules=mlp+qk,protect=0+-1,epsilon=0.1,multiple=2,bias_refit=false,ridge=1e-3")
+    assert form.options == {
+        "modules": ("mlp", "qk"),
+        "protect": (0, -1),
+        "epsilon": 0.1,
+        "multiple": 2,
+        "bias_refit": False,
+        "ridge": 1e-3,
+    }
+    assert form.at(0.3).method.protect == (0, -1)
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_every_method_is_taken_by_name_and_a_label_is_what_the_command_line_takes(name):
+    (form,) = parse_forms(name)
+    assert form.label == name and form.at(0.2).method.sparsity == 0.2
+    (again,) = parse_forms(Form(name, {"multiple": 4, "protect": (0, 1)}, form.at(0.2).mode).label)
+    assert again.at(0.2).key == Form(name, {"multiple": 4, "protect": (0, 1)}).at(0.2).key
+
+
+def test_moments_are_shared_unless_the_method_or_its_options_need_text():
+    modes = {text: parse_forms(text)[0].at(0.3).mode for text in ("modegpt", "rankfold", "modegpt:allocation=measured")}
+    assert modes == {"modegpt": "one-pass", "rankfold": "sequential", "modegpt:allocation=measured": "sequential"}
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("modgpt", "unknown method 'modgpt'; did you mean 'modegpt'"),
+        ("modegpt:selec=leverage", "unknown modegpt option 'selec'; did you mean 'select'"),
+        ("modegpt:select=leverag", "unknown select 'leverag'; did you mean 'leverage'"),
+        ("modegpt:ridge=nan", "--methods 'ridge=nan': expected a finite number"),
+        ("modegpt:ridge=1,ridge=2", "gives 'ridge' of modegpt more than once"),
+        ("modegpt:sparsity=0.3", "given by --sparsities"),
+        ("modegpt:ridge", "is KEY=VALUE, got 'ridge'"),
+        ("rankfold:mode=one-pass", "unknown mode of rankfold 'one-pass'"),
+        ("modegpt,,svd", "--methods takes names such as"),
+        ("", "--methods takes names such as"),
+        ("ridge=1", "unknown method 'ridge=1'"),
+        ("modegpt,modegpt:select=elimination", "is the same as modegpt at 0.3; give it once"),
+    ],
+)
+def test_what_is_no_method_is_said_in_one_line(text, message):
+    with pytest.raises(OptionError) as error:
+        cells_of(parse_forms(text), [0.3])
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "x", "0", "1", "0.3,1.5", "nan", "inf", "0.3,", "-0.1"])
+def test_sparsities_out_of_range(text):
+    with pytest.raises(OptionError, match=r"numbers in \(0, 1\)"):
+        parse_sparsities(text)
+
+
+def test_a_sparsity_twice_is_refused():
+    assert parse_sparsities("0.1,0.30") == [0.1, 0.3]
+    with pytest.raises(OptionError, match="give it once"):
+        cells_of(parse_forms("svd"), [0.3, 0.3])

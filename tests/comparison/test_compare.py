@@ -1,0 +1,224 @@
+"""A grid on a tiny model: what is in the rows, what is shared, what is kept, and what fails."""
+
+import importlib
+import json
+import shutil
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="rankfold[report] is not installed")
+
+import rankfold
+from rankfold import perplexity, pipeline
+from rankfold.cli.forms import parse_forms
+from rankfold.comparison import Measures, Perplexities, Speed, cells_of, compare
+from rankfold.errors import CheckpointError, DataError, OptionError
+from rankfold.evaluation.text import Texts
+from saved import save_text, save_tiny
+
+module = importlib.import_module("rankfold.comparison.compare")
+METHODS = "modegpt:multiple=2,latentllm,rankfold:multiple=2"
+TIMES = ("compress_seconds", "measure_seconds", "environment")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("grid")
+    save_tiny(folder / "model", blocks=2)
+    save_text(folder / "text.txt")
+    save_text(folder / "other.txt", copies=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def source(place):
+    return rankfold.open_model(place / "model", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def tokens(place, source):
+    return rankfold.load_tokens(str(place / "text.txt"), source, samples=4, length=32)
+
+
+@pytest.fixture(scope="module")
+def measures(place, source):
+    return made(place, source)
+
+
+def made(place, source, length: int = 32, **more) -> Measures:
+    texts = Perplexities(source, Texts([str(place / "other.txt"), str(place / "text.txt")], length, 3))
+    return Measures({"texts": texts, **more}, lambda: rankfold.load(place / "model", device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def finished(place, source, tokens, measures, tmp_path_factory):
+    """Folder and rows of a whole grid, and how often the dense model was calibrated."""
+    out, calls = tmp_path_factory.mktemp("done") / "out", []
+    with pytest.MonkeyPatch.context() as patch:
+        calibrate = pipeline.calibrate
+        patch.setattr(pipeline, "calibrate", lambda *args, **options: (calls.append(1), calibrate(*args, **options))[1])
+        rows = compare(source, cells_of(parse_forms(METHODS), [0.2, 0.4]), tokens, measures, out)
+    return out, rows, len(calls)
+
+
+def plain(rows: list[dict]) -> str:
+    """Without times."""
+    rows = json.loads(json.dumps(rows))
+    for row in rows:
+        for name in TIMES:
+            row.pop(name, None)
+        for text in (row["measures"] or {}).get("texts", []):
+            del text["tokens_per_second"]
+    return json.dumps(rows)
+
+
+def test_a_row_has_the_numbers_of_its_compression_run_alone(source, tokens, measures, finished):
+    _, rows, _ = finished
+    windows = measures.functions["texts"].windows
+    assert [row["label"] for row in rows] == ["dense", *(f.label for f in parse_forms(METHODS) for _ in range(2))]
+    assert [row["measures"]["texts"][1]["text"] for row in rows] == ["text.txt"] * 7
+    for row, (name, mode) in {2: ("modegpt", "one-pass"), 6: ("rankfold", "sequential")}.items():
+        method = rankfold.make_method(name, sparsity=0.4, multiple=2)
+        model = rankfold.compress(source, method, tokens, mode=mode)
+        alone = [perplexity(model, some)["perplexity"] for some in windows]
+        assert [text["perplexity"] for text in rows[row]["measures"]["texts"]] == pytest.approx(alone, rel=1e-6)
+        assert rows[row]["counts"]["parameters"] == sum(p.numel() for p in model.parameters())
+        assert rows[row]["mode"] == mode
+    dense = source.whole_model()
+    alone = [perplexity(rankfold.load(measures.load_dense().name_or_path), some)["perplexity"] for some in windows]
+    assert [text["perplexity"] for text in rows[0]["measures"]["texts"]] == pytest.approx(alone, rel=1e-6)
+    assert rows[0]["counts"]["parameters"] == sum(p.numel() for p in dense.parameters())
+
+
+def test_the_dense_model_is_calibrated_once_and_nothing_large_is_left(finished):
+    out, rows, calls = finished
+    assert calls == 1 and {row["moments"] for row in rows[1:5]} == {"shared"} and rows[5]["moments"] == "own"
+    assert all(path.suffix == ".json" for path in (out / "cells").iterdir())
+    names = {path.name for path in out.iterdir()}
+    assert names == {"cells", "compare.json", "plots", "report.html", "results.jsonl", "table.md"}
+    lines = [json.loads(line) for line in (out / "results.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert lines == rows
+
+
+def test_modules_have_ranks_and_held_out_errors(finished):
+    for row in finished[1][1:]:
+        removed = sum(module["dense_weights"] - module["weights"] for module in row["modules"])
+        assert removed == row["counts"]["removed_weights"]
+        assert {module["block"] for module in row["modules"]} == {0, 1}
+        assert any(module["held_out_error"] is not None for module in row["modules"])
+
+
+@pytest.mark.parametrize("stop", [1, 3, 6])
+def test_an_interrupted_grid_goes_on_where_it_was(source, tokens, measures, finished, tmp_path, stop, monkeypatch):
+    cells, seen = cells_of(parse_forms(METHODS), [0.2, 0.4]), []
+
+    def interrupt(row):
+        seen.append(row["label"])
+        if len(seen) == stop:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compare(source, cells, tokens, measures, tmp_path / "out", on_row=interrupt)
+    again, done = [], pipeline.compress
+    monkeypatch.setattr(
+        pipeline, "compress", lambda *args, **options: (again.append(args[1]), done(*args, **options))[1]
+    )
+    rows = compare(source, cells, tokens, measures, tmp_path / "out")
+    assert len(again) == len(cells) - stop + 1  # the dense row was the first
+    assert plain(rows) == plain(finished[1])
+
+
+def test_a_model_that_was_compressed_but_not_measured_is_not_compressed_again(
+    source, tokens, measures, tmp_path, monkeypatch
+):
+    cells = cells_of(parse_forms("modegpt:multiple=2"), [0.2])
+    with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
+        patch.setattr(module, "read_record", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
+        compare(source, cells, tokens, measures, tmp_path / "out")
+    monkeypatch.setattr(pipeline, "compress", None)  # a call would be an error that is no row
+    assert compare(source, cells, tokens, measures, tmp_path / "out")[1]["status"] == "done"
+
+
+def test_what_one_cell_cannot_do_is_a_row_and_the_others_go_on(source, tokens, measures, tmp_path):
+    cells = cells_of(parse_forms("modegpt:multiple=2,modegpt:multiple=2,protect=0+1,latentllm:joint=ud"), [0.2])
+    rows = compare(source, cells, tokens, measures, tmp_path / "out", keep=True)
+    assert [row["status"] for row in rows] == ["done", "done", "failed", "failed"]
+    assert "no module is left to compress" in rows[2]["error"] or "sparsity" in rows[2]["error"]
+    assert "cannot take the joint form 'ud'" in rows[3]["error"]
+    assert rankfold.load(tmp_path / "out" / "cells" / cells[0].key)  # kept
+    assert "failed" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_failure_in_the_middle_is_tried_again(source, tokens, measures, tmp_path, monkeypatch):
+    cells = cells_of(parse_forms("modegpt:multiple=2,latentllm"), [0.2])
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "compress", lambda *args, **options: (_ for _ in ()).throw(MemoryError()))
+        rows = compare(source, cells, tokens, measures, tmp_path / "out")
+    assert [row["error"] for row in rows] == [None, "out of memory", "out of memory"]
+    assert [row["status"] for row in compare(source, cells, tokens, measures, tmp_path / "out")] == ["done"] * 3
+
+
+def test_where_no_cell_can_be_done_that_is_an_error_and_nothing_is_written(source, tokens, measures, tmp_path):
+    with pytest.raises(rankfold.RankfoldError, match="cannot take the joint form"):
+        compare(source, cells_of(parse_forms("latentllm:joint=ud"), [0.2, 0.3]), tokens, measures, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_takes_further_cells_and_keeps_its_own(source, tokens, measures, finished, tmp_path, monkeypatch):
+    shutil.copytree(finished[0], tmp_path / "out")
+    cells = cells_of(parse_forms("svd"), [0.4])
+    rows = compare(source, cells, tokens, measures, tmp_path / "out")
+    assert [row["label"] for row in rows] == ["dense", "svd"]
+    lines = (tmp_path / "out" / "results.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["label"] for line in lines] == [*(row["label"] for row in finished[1]), "svd"]
+    assert (tmp_path / "out" / "report.html").read_text(encoding="utf-8").count("rankfold compare model") == 2
+
+
+def test_another_comparison_is_refused(place, source, tokens, measures, finished):
+    cells = cells_of(parse_forms("svd"), [0.4])
+    with pytest.raises(CheckpointError, match=r"another model, text or setting; .*\(it differs in: measures\)"):
+        compare(source, cells, tokens, made(place, source, length=16), finished[0])
+    other = rankfold.load_tokens(str(place / "text.txt"), source, samples=4, length=16)
+    with pytest.raises(CheckpointError, match=r"\(it differs in: calibration\)"):
+        compare(source, cells, other, measures, finished[0])
+    with pytest.raises(CheckpointError, match="exists and is not a comparison"):
+        compare(source, cells, tokens, measures, place)
+
+
+@pytest.mark.parametrize("damage", ["", "{}", '{"label": 1}', "[]", '{"label": NaN}'])
+def test_a_damaged_row_is_named(source, tokens, measures, finished, tmp_path, damage):
+    shutil.copytree(finished[0], tmp_path / "out")
+    (tmp_path / "out" / "cells" / "dense.json").write_text(damage)
+    with pytest.raises(CheckpointError, match="dense.json is"):
+        compare(source, cells_of(parse_forms("svd"), [0.4]), tokens, measures, tmp_path / "out")
+
+
+def test_speed_is_measured_beside_the_dense_model(place, source, tokens, tmp_path):
+    speed = Speed(source.context_length, batch=1, repeats=1)
+    cells = cells_of(parse_forms("modegpt:multiple=2"), [0.4])
+    rows = compare(source, cells, tokens, made(place, source, speed=speed), tmp_path / "out")
+    assert rows[0]["measures"]["speed"]["prefill_ratio"] == 1
+    found = rows[1]["measures"]["speed"]
+    ratio = found["prefill_tokens_per_second"] / found["dense"]["prefill_tokens_per_second"]
+    assert found["prefill_ratio"] == pytest.approx(ratio) and found["prompt"] + found["steps"] <= 128
+    assert (tmp_path / "out" / "plots" / "speed-decode.png").exists()
+
+
+def test_texts_that_are_too_short_or_named_twice_are_said_before_anything_runs(place, source):
+    (place / "short.txt").write_text("few words")
+    with pytest.raises(DataError, match=r"short.txt: the text has \d+ tokens.*smaller --text-length"):
+        Perplexities(source, Texts([str(place / "short.txt")], 64))
+    with pytest.raises(OptionError, match="more than once"):
+        Perplexities(source, Texts([str(place / "text.txt")] * 2, 64))
+
+
+def test_texts_of_one_name_are_told_apart(place, source):
+    (place / "below").mkdir()
+    save_text(place / "below" / "text.txt")
+    names = [str(place / "text.txt"), str(place / "below" / "text.txt")]
+    assert Perplexities(source, Texts(names, 32)).labels == ["text.txt (1)", "text.txt (2)"]
+
+
+def test_the_text_that_was_calibrated_on_is_named(finished, source, tokens, measures, caplog):
+    compare(source, cells_of(parse_forms(METHODS), [0.2, 0.4]), tokens, measures, finished[0])
+    assert "text.txt is the calibration text too" in caplog.text and "other.txt" not in caplog.text
