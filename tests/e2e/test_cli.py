@@ -431,7 +431,9 @@ def test_compare_writes_a_report_and_says_what_failed(run, place):
     )
     line += "--text text.txt --text-length 32 --limit 2"
     code, out, err = run(line)
-    assert code == 1 and "cannot take the joint form" in out and "Traceback" not in err, err
+    assert code == 1 and err.count("cannot take the joint form") == 2 and "failed" in out and "Traceback" not in err, (
+        err
+    )
     assert out.splitlines()[-1] == "compared: report.html, table.md, results.jsonl, plots"
     code, out, err = run(f"{line.replace(',latentllm:joint=ud', '')} --json")
     result = json.loads(out)

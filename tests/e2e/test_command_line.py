@@ -104,7 +104,7 @@ BAD += [
         f"{COMPARE} latentllm:joint=ud --sparsities 0.3 {CALIBRATION.replace('--multiple 2 ', '')}",
         "cannot take the joint form",
     ),
-    ("compare model --methods svd --sparsities 0.3 --text text.txt", "Missing option '--output'"),
+    ("compare model --methods svd --sparsities 0.3 --text text.txt", "Missing option '-o' / '--output'"),
 ]
 BAD += [
     (f"compress model -o x --moments m --{name} {value}", f"--{name} would be ignored; leave one of them out")

@@ -53,7 +53,7 @@ def _curve(index: int, count: int, blocks: int) -> dict:
 
 def _sparsity(rows: list[dict]) -> Figure:
     """MoDeGPT Fig. 6 and 8."""
-    figure, axes = panel(rows[0]["label"], HEIGHT - 0.4)
+    figure, axes = panel(f"sparsity of every block\n{rows[0]['label']}", HEIGHT - 0.4)
     for i, row in enumerate(rows):
         blocks = sorted({module["block"] for module in row["modules"]})
         lost = []
@@ -69,7 +69,7 @@ def _sparsity(rows: list[dict]) -> Figure:
 
 def _ranks(rows: list[dict]) -> Figure:
     """MoDeGPT Fig. 10."""
-    title = f"{rows[0]['label']}: rank kept"
+    title = f"rank kept\n{rows[0]['label']}"
     return _by_module(rows, title, _kept, lambda axes, module: axes.set(ylabel=f"{module} (%)", ylim=(0, 105)))
 
 
@@ -83,7 +83,7 @@ def _error(rows: list[dict]) -> Figure:
     where = (
         "held-out" if any(m["held_out_error"] is not None for row in rows for m in row["modules"]) else "calibration"
     )
-    title = f"{rows[0]['label']}: relative error, {where} windows"
+    title = f"relative error, {where} windows\n{rows[0]['label']}"
 
     def finish(axes: Axes, module: str) -> None:
         values = [value for row in rows for _, value in _errors(row, module)]

@@ -158,7 +158,7 @@ def _radar(tasks: list[str], sparsity: float, done: list[dict], styles: dict) ->
 def panel(title: str, height: float = HEIGHT, count: int = 1, **options):
     """A figure with ``count`` panels under each other; the axes of the one, or a list."""
     figure = Figure(figsize=(WIDTH, height * count), layout="constrained")
-    figure.suptitle(shorten(title), fontsize=9.5)
+    figure.suptitle("\n".join(map(shorten, title.split("\n"))), fontsize=9.5)
     axes = figure.subplots(count, 1, squeeze=False, sharex=count > 1, subplot_kw=options)[:, 0]
     for one in axes:
         one.grid(True, alpha=0.3, linewidth=0.6)
