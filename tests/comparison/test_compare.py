@@ -11,8 +11,9 @@ pytest.importorskip("matplotlib", reason="rankfold[report] is not installed")
 import rankfold
 from rankfold import perplexity, pipeline
 from rankfold.cli.forms import parse_forms
-from rankfold.comparison import Measures, Perplexities, Speed, cells_of, compare
+from rankfold.comparison import Accuracies, Measures, Perplexities, Speed, cells_of, compare
 from rankfold.errors import CheckpointError, DataError, OptionError
+from rankfold.evaluation.tasks import Questions
 from rankfold.evaluation.text import Texts
 from saved import save_text, save_tiny
 
@@ -222,3 +223,24 @@ def test_texts_of_one_name_are_told_apart(place, source):
 def test_the_text_that_was_calibrated_on_is_named(finished, source, tokens, measures, caplog):
     compare(source, cells_of(parse_forms(METHODS), [0.2, 0.4]), tokens, measures, finished[0])
     assert "text.txt is the calibration text too" in caplog.text and "other.txt" not in caplog.text
+
+
+def test_tasks_are_in_the_rows_and_in_the_command_that_repeats_them(place, source, tokens, tmp_path, monkeypatch):
+    asked = []
+
+    def evaluate_tasks(network, tokenizer, tasks, **options):
+        asked.append((sum(p.numel() for p in network.parameters()), tokenizer, options["folder"], options["limit"]))
+        return {task: {"acc": 0.25 * (i + 1), "acc_stderr": 0.05, "acc_norm": 0.1} for i, task in enumerate(tasks)}
+
+    monkeypatch.setattr("rankfold.evaluation.tasks.evaluate_tasks", evaluate_tasks)
+    monkeypatch.setattr(Questions, "check", lambda self: None)
+    tasks = Accuracies(source, Questions(["piqa", "copa", "boolq"], str(place), 7))
+    rows = compare(
+        source, cells_of(parse_forms("svd"), [0.4]), tokens, made(place, source, tasks=tasks), tmp_path / "out"
+    )
+    assert asked == [(row["counts"]["parameters"], source.tokenizer, str(place), 7) for row in rows]
+    table = (tmp_path / "out" / "table.md").read_text(encoding="utf-8")
+    assert all(table.count(f"{100 * value:.1f} ± 5.0") == 2 for value in (0.25, 0.5, 0.75))
+    assert (tmp_path / "out" / "plots" / "tasks-0.4.svg").exists()
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert f"--tasks piqa,copa,boolq --tasks-from {place.name}" in page and str(place) not in page
