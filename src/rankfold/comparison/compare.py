@@ -12,6 +12,7 @@ from torch import nn
 
 from .. import pipeline
 from ..allocation import unique_parameters
+from ..budgets import choices
 from ..calibration.store import MomentStore
 from ..calibration.tokens import Tokens
 from ..checkpoint.load import load_model
@@ -98,7 +99,9 @@ def _impossible(source: Source, cells: Sequence[Cell]) -> dict[str, RankfoldErro
     for cell in cells:
         try:
             cell.method.supported_modules(source.architecture, source.meta_block(0))
-            allocate_ranks(source, dataclasses.replace(cell.method, allocation="uniform"))
+            method = dataclasses.replace(cell.method, allocation="uniform")
+            if method.budget != "latency":  # which is measured, not told from shapes
+                allocate_ranks(choices(source, method), method)
         except RankfoldError as error:
             found[cell.key] = error
     return found
