@@ -76,7 +76,9 @@ def test_names_are_text_and_never_tags(html):
 
 def test_every_row_and_its_reason_are_in_the_table(html):
     header, lines = cells_of_table(rows())
-    assert [cell.strip() for cell in html.cells] == [*header, *(cell.strip() for line in lines for cell in line)]
+    failed = [row["status"] == "failed" for row in rows()]  # its reason takes the place of all numbers
+    shown = [[*line[:2], line[-1]] if bad else line for line, bad in zip(lines, failed, strict=True)]
+    assert [cell.strip() for cell in html.cells] == [*header, *(cell.strip() for line in shown for cell in line)]
     assert sum("failed: cannot take module" in line[-1] for line in lines) == 2
     assert len(lines) == 1 + len(METHODS) * len(SPARSITIES) + 2
     by_name = dict(zip(header, lines[1], strict=True))
