@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 import rankfold
 from families import opened, tokens
-from rankfold import LatentLLM, MoDeGPT, Rankfold, timing
+from rankfold import LatentLLM, MoDeGPT, Rankfold, make_method, timing
 from rankfold.allocation.ranks import allocate
 from rankfold.budgets import choices
 from rankfold.errors import CheckpointError, OptionError, UnsupportedModelError
@@ -26,6 +26,7 @@ METHODS = {
     "latentllm": LatentLLM(**SMALL),
     "bits": LatentLLM(**SMALL, bits=4, chunk=8, joint="none"),
     "sparse": LatentLLM(sparsity=0.3, multiple=2, sparse=1.0),
+    "flap": make_method("flap", **SMALL),
     "influence": MoDeGPT(**SMALL, allocation="influence"),
     "measured": Rankfold(**SMALL),
 }
@@ -51,7 +52,7 @@ def bytes_on_disk(folder) -> int:
 
 
 @pytest.mark.parametrize("family", ["llama-bias", "opt"])
-@pytest.mark.parametrize("name", ["modegpt", "bits"])
+@pytest.mark.parametrize("name", ["modegpt", "bits", "flap"])
 def test_bytes_are_those_on_disk(name, family, tmp_path):
     source, method = opened(family), under(name, budget="bytes", of="model")
     plan = plan_of(source, method)
@@ -70,7 +71,7 @@ def test_bytes_of_the_blocks_leave_out_what_surrounds_them():
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "phi3"])
-@pytest.mark.parametrize("name", ["modegpt", "latentllm", "influence", "measured"])
+@pytest.mark.parametrize("name", ["modegpt", "latentllm", "flap", "influence", "measured"])
 def test_flops_are_those_of_a_forward(name, family):
     source, method = opened(family), under(name, budget="flops", of="model", context=16)
     plan = plan_of(source, method)
@@ -209,6 +210,11 @@ def test_a_compressed_model_under_a_budget_in_time_loads(family, tmp_path, monke
         ),
         (lambda: MoDeGPT(context=0), OptionError, "context must be >= 1, got 0"),
         (lambda: LatentLLM(budget="latency"), OptionError, "takes the budgets parameters, bytes, flops, got latency"),
+        (
+            lambda: make_method("flap", budget="latency"),
+            OptionError,
+            "got latency; take one of these, or --method modegpt",
+        ),
         (lambda: MoDeGPT(budget="latency", of="model"), OptionError, "is the time of the blocks, got of=model"),
         (lambda: LatentLLM(budget="flops", junction="lu"), OptionError, "junction=lu .* multiply more than they store"),
         (

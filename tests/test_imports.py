@@ -57,6 +57,7 @@ MAY_IMPORT = {
         "errors",
         "files",
         "memory",
+        "methods",
         "modules",
         "processor",
         "progress",
@@ -121,6 +122,7 @@ def test_imports_go_one_way(path):
         "destination",
         "effects",
         "scores",
+        "redundancy",
         "stages",
     ):
         assert not [f for f in found if f[0] in ABOVE]

@@ -16,7 +16,7 @@ from .allocation import COUNTS, block_weights, unique_parameters
 from .architectures import BlockView
 from .checkpoint.source import Source
 from .errors import OptionError, UnsupportedModelError
-from .methods import Method, Unit
+from .methods import BLOCK, Method, Unit
 from .timing import likeness, measure_times, read_times, write_times
 
 __all__ = ["Choices", "choices"]
@@ -67,7 +67,8 @@ def _bytes(source: Source, method: Method, units: list[Unit], *_) -> tuple[list[
 
     def size(view: BlockView, unit: Unit, rank: int) -> int:
         ranks = {unit.module: rank}
-        return (unit.dense + method.float_change(view, ranks)) * item + method.parameter_change(view, ranks)[1]
+        dense = unique_parameters(view.module) if unit.module == BLOCK else unit.dense
+        return (dense + method.float_change(view, ranks)) * item + method.parameter_change(view, ranks)[1]
 
     whole = source.model if method.of == "model" else source.blocks
     return _priced(source, units, size), unique_parameters(whole) * item, {}
@@ -82,14 +83,21 @@ def _flops(source: Source, method: Method, units: list[Unit], context: int, _) -
         )
 
     def size(view: BlockView, unit: Unit, rank: int) -> int:
-        products = view.attention.heads * rank * context if unit.module in ("qk", "vo") else 0
-        return unit.size(rank) + products
+        return unit.size(rank) + _attended(view, unit.module, rank) * context
 
     attention = [source.meta_block(i).attention for i in range(len(source))]
     whole = source.model if method.of == "model" else source.blocks
     linear = sum(m.weight.numel() for m in whole.modules() if isinstance(m, nn.Linear | Conv1D))
     counted = linear + sum(2 * a.heads * a.head_dim * context for a in attention)
     return _priced(source, units, size), counted, {"context": context}
+
+
+def _attended(view: BlockView, module: str, rank: int) -> int:
+    """Multiply-accumulates of a token's attention products with one position, those that go with this module's rank."""
+    attention = view.attention
+    if module == "heads":  # queries of each key/value head left, their scores and their values
+        return 2 * attention.head_dim * (attention.heads // attention.kv_heads) * rank
+    return attention.heads * rank if module in ("qk", "vo") else 0
 
 
 def _latency(source: Source, method: Method, units: list[Unit], context: int, kept: Path | None):
@@ -125,9 +133,9 @@ def _priced(source: Source, units: list[Unit], size: Callable[[BlockView, Unit, 
 
 
 def _falling(ranks: tuple[int, ...], sizes: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Ranks whose size is positive and below that of every larger one."""
+    """Ranks whose size is below that of every larger one; rank 0 takes nothing, every other something."""
     kept = [len(ranks) - 1]
     for n in range(len(ranks) - 2, -1, -1):
-        if 0 < sizes[n] < sizes[kept[-1]]:
+        if (ranks[n] > 0) <= sizes[n] < sizes[kept[-1]]:
             kept.append(n)
     return tuple(ranks[n] for n in kept[::-1]), tuple(sizes[n] for n in kept[::-1])

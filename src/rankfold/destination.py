@@ -15,18 +15,40 @@ from .verifying import Probe
 __all__ = ["InFolder", "InMemory"]
 
 
-class InMemory:
+class _Into:
+    """What all places have in common: blocks that stay move up to where removed ones were.
+
+    Args:
+        kept: blocks of the dense model that are in the result, ascending.
+    """
+
+    def __init__(self, source: Source, kept: tuple[int, ...]):
+        self.source, self.kept = source, kept
+
+    def place(self, index: int) -> int | None:
+        """Number in the result of block ``index`` of the dense model; ``None`` where it is removed."""
+        return self.kept.index(index) if index in self.kept else None
+
+    def path(self, index: int) -> str:
+        """Path in the result of a block that stays."""
+        return f"{self.source.architecture.blocks}.{self.place(index)}"
+
+
+class InMemory(_Into):
     """Keeps the tensors of all blocks until the model is put together."""
 
-    def __init__(self, source: Source):
-        self.source, self.state = source, {}
+    def __init__(self, source: Source, kept: tuple[int, ...]):
+        super().__init__(source, kept)
+        self.state = {}
 
     def __contains__(self, index: int) -> bool:
         return False
 
     def keep(self, view: BlockView, result: BlockResult) -> None:
         """Take a block whose modules have been replaced."""
-        self.state |= {f"{view.path}.{name}": tensor for name, tensor in view.module.state_dict().items()}
+        if view.index in self.kept:
+            path = self.path(view.index)
+            self.state |= {f"{path}.{name}": tensor for name, tensor in view.module.state_dict().items()}
 
     def follow(self, view: BlockView) -> None:
         """Nothing can get lost on the way to memory."""
@@ -36,15 +58,17 @@ class InMemory:
         return assemble(self.source, config, self.state)
 
 
-class InFolder:
+class InFolder(_Into):
     """Writes every block when it is done, and reads the whole back before it gets its name.
 
     Args:
         run: the folder, perhaps with blocks of an earlier run.
     """
 
-    def __init__(self, source: Source, run: Run):
-        self.source, self.run, self.probe = source, run, Probe(source)
+    def __init__(self, source: Source, run: Run, kept: tuple[int, ...]):
+        super().__init__(source, kept)
+        self.run, self.probe = run, Probe(source)
+        run.blocks = len(kept)
         self._writer = ThreadPoolExecutor(max_workers=1) if source.overlaps else None
         self._writing: Future | None = None
 
@@ -53,11 +77,16 @@ class InFolder:
 
     def load(self, view: BlockView) -> BlockResult:
         """A block that is done."""
-        return self.run.load_block(view.index, view.path)
+        if view.index not in self.kept:
+            return self.run.load_report(view.index)
+        return self.run.load_block(view.index, self.place(view.index), self.path(view.index))
 
     def keep(self, view: BlockView, result: BlockResult) -> None:
         """Make a block whose modules have been replaced durable; where writing overlaps, while the next one is computed."""
-        block = (view.index, view.path, view.module, self.source.dtype, result)
+        if view.index not in self.kept:
+            return self.run.save_report(view.index, result)
+        place = (self.place(view.index), self.path(view.index))
+        block = (view.index, *place, view.module, self.source.dtype, result)
         if self._writer is None:
             return self.run.save_block(*block)
         self._written()

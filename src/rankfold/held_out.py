@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from .architectures import BlockView
 from .calibration.moments import BlockMoments
-from .calibration.runner import advance, keeps_some_logits, logits, start
+from .calibration.runner import Stream, advance, keeps_some_logits, logits, start
 from .calibration.streams import Streams
 from .calibration.supply import FromDense, FromStreams
 from .checkpoint.source import Source
 
-__all__ = ["HeldOut", "NothingHeldOut", "explained_ratio"]
+__all__ = ["HeldOut", "NothingHeldOut", "explained_ratio", "nats_per_token"]
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class HeldOut:
 
     def finish(self, sparsity: float) -> dict:
         """Perplexities, and a warning where the compressed one is beyond what the sparsity explains; that is logged too."""
-        dense, small = (self._nll(stream) for stream in (self.dense, self.small))
+        dense, small = (nats_per_token(self.source, self.ids, stream) for stream in (self.dense, self.small))
         limit = explained_ratio(sparsity)
         facts = {
             "windows": len(self.ids),
@@ -94,16 +94,6 @@ class HeldOut:
         before = [0.0, *self.drift[:-1]]
         return max(range(len(self.drift)), key=lambda i: self.drift[i] - before[i])
 
-    def _nll(self, stream) -> float:
-        """Nats per predicted token of what norm and head make of a stream."""
-        total = 0.0
-        for ids, hidden in zip(self.ids.split([len(h) for h in stream.hidden]), stream.hidden, strict=True):
-            ids = ids.to(self.source.device)
-            for some, targets in _predictions(self.source, ids, stream, hidden):
-                losses = nn.functional.cross_entropy(some.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-                total += losses.item()
-        return total / (self.ids.shape[0] * (self.ids.shape[1] - 1))
-
 
 class NothingHeldOut:
     """Where all windows are fitted to: says nothing."""
@@ -119,6 +109,21 @@ class NothingHeldOut:
 
     def finish(self, sparsity: float) -> None:
         log.warning("no calibration window was kept out of the fit, so nothing checks the result; evaluate it")
+
+
+def nats_per_token(source: Source, ids: Tensor, stream: Stream) -> float:
+    """Mean loss per predicted token of what norm and head make of a stream behind the last block.
+
+    Args:
+        ids: ``(S, T)`` what the stream was started from.
+    """
+    total = 0.0
+    for some_ids, hidden in zip(ids.split([len(h) for h in stream.hidden]), stream.hidden, strict=True):
+        some_ids = some_ids.to(source.device)
+        for some, targets in _predictions(source, some_ids, stream, hidden):
+            losses = nn.functional.cross_entropy(some.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+            total += losses.item()
+    return total / (ids.shape[0] * (ids.shape[1] - 1))
 
 
 def _drift(dense: list[Tensor], small: list[Tensor]) -> float:

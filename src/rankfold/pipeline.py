@@ -8,7 +8,6 @@ Every step that knows a model family, a method or a file format lives elsewhere.
 """
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,8 +21,10 @@ from .calibration.store import MomentStore
 from .calibration.streams import Streams
 from .calibration.supply import FromDense, FromStore, FromStreams
 from .calibration.tokens import Tokens, check_fits, say_if_few
+from .checkpoint.config import compressed_config
+from .checkpoint.load import described
 from .checkpoint.reading import BlockReader
-from .checkpoint.run import Run, compressed_config
+from .checkpoint.run import Run
 from .checkpoint.source import Source
 from .destination import InFolder, InMemory
 from .errors import OptionError
@@ -31,14 +32,14 @@ from .files import check_output
 from .held_out import HeldOut, NothingHeldOut
 from .memory import release_memory
 from .methods import BlockResult, Method
-from .planning import allocate_ranks, build_plan, of_block
+from .planning import allocate_ranks, build_plan, check, kept_blocks, of_block
 from .progress import track
-from .replacing import replace
+from .replacing import passing, replace
 from .report.card import model_card, reproduce_command
 from .report.identity import dtype_name, moments_identity, published_counts, run_identity
 from .report.plan import Plan
 from .report.record import run_record
-from .scores import available, gradients_of, needed, scores_of, statistics_of
+from .scores import ON_TEXT, available, gradients_of, needed, scores_of, statistics_of
 from .stages import Work, decompose, run_stages
 from .version import __version__
 
@@ -140,7 +141,7 @@ def compress(
     calibration = tokens.describe() if tokens else moments.identity["tokens"]
     held_out = tokens.held_out if tokens else moments.held_out
     identity = run_identity(source, method, calibration, mode)
-    run = Run(output, identity, len(source)) if output is not None else None
+    run = Run(output, identity) if output is not None else None
     with run.working() if run else contextlib.nullcontext():
         if run and run.complete:  # what an earlier process could not rename any more
             return run.publish()
@@ -151,13 +152,14 @@ def compress(
         the_plan = build_plan(source, method, allocated, {}, calibration)
         if on_plan:
             on_plan(the_plan)
+        kept = kept_blocks(allocated.ranks, len(source))
         work = Work(
             source,
             method,
             BlockReader(source),
             _supply(source, method, tokens, moments, mode),
             _watch(source, held_out, mode),
-            _into(source, run),
+            InFolder(source, run, kept) if run else InMemory(source, kept),
             gradients,
         )
         blocks = [
@@ -167,18 +169,20 @@ def compress(
         outcome = work.watch.finish(the_plan.sparsity)
         seconds["total"] = time.perf_counter() - begin
         name = run.output.name if run else source.name
-        return work.into.finish(*_documents(source, the_plan, blocks, identity, outcome, name, seconds))
+        return work.into.finish(*_documents(work, the_plan, blocks, identity, outcome, name, seconds))
 
 
-def _documents(source: Source, the_plan: Plan, blocks: list[BlockResult], identity: dict, outcome, name: str, seconds):
+def _documents(work: Work, the_plan: Plan, blocks: list[BlockResult], identity: dict, outcome, name: str, seconds):
     """Config, model card and run record of the result."""
+    source = work.source
     modules = {path: spec for block in blocks for path, spec in block.modules.items()}
     counts = published_counts(the_plan)
     description = {"rankfold_version": __version__, **identity, "counts": counts, "held_out": outcome}
-    config = compressed_config(source, description, modules)
+    config = compressed_config(source, description, modules, work.into.kept)
     calibration, mode = identity["calibration"], identity["mode"]
     command = reproduce_command(source.name, name, the_plan.method, calibration, mode, dtype_name(source))
-    card = model_card(the_plan, __version__, name, calibration, command, outcome)
+    stock = described(config) is None
+    card = model_card(the_plan, __version__, name, calibration, command, outcome, stock=stock)
     reports = {str(index): block.reports for index, block in enumerate(blocks)}
     return config, card, run_record(source, description, command, the_plan, reports, seconds)
 
@@ -197,10 +201,6 @@ def _watch(source: Source, held_out, mode: str) -> HeldOut | NothingHeldOut:
         return NothingHeldOut()
     check_fits(held_out, source)
     return HeldOut(source, held_out, sequential=mode == "sequential")
-
-
-def _into(source: Source, run: Run | None) -> InMemory | InFolder:
-    return InFolder(source, run) if run else InMemory(source)
 
 
 def _check(method: Method, tokens, moments, mode: str, output) -> str:
@@ -226,11 +226,11 @@ def _dense_passes(source: Source, method: Method, ranks: Choices, tokens, moment
 
     Ranks of an influence allocation are known only behind the last block: its one pass keeps all moments on the way.
     """
-    allocate_ranks(ranks, dataclasses.replace(method, allocation="uniform"))  # what cannot be reached is said at once
+    check(ranks, method)  # what cannot be reached is said at once
     gradients = gradients_of(source, method, tokens, run)
     if method.allocation == "uniform" and moments is None:
         return None, gradients, None
-    if method.allocation == "measured":
+    if method.allocation in ON_TEXT:
         return moments, gradients, scores_of(source, method, ranks, None, tokens, run, gradients)
     if moments is None:
         statistics = needed(source, method) if mode == "one-pass" else {"influence"}
@@ -260,11 +260,14 @@ def _compress_block(work: Work, index: int, ranks: dict[str, int]) -> BlockResul
     else:
         result = run_stages(work, view, ranks)
         into.keep(view, result)
+    stays = index in into.kept
+    view = view if stays else passing(view)
     release_memory()
     for follower in (into, supply, watch):
         follower.follow(view)
     release_memory()
-    return BlockResult({f"{view.path}.{path}": spec for path, spec in result.modules.items()}, {}, result.reports)
+    modules = {f"{into.path(index)}.{path}": spec for path, spec in result.modules.items()} if stays else {}
+    return BlockResult(modules, {}, result.reports)
 
 
 def _start(source: Source, tokens: Tokens):

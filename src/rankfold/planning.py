@@ -7,17 +7,17 @@ from typing import NamedTuple
 
 import torch
 
-from .allocation import allocate, averages, tensor_bytes, to_remove, unique_parameters
+from .allocation import allocate, averages, budgets, check_reachable, tensor_bytes, to_remove, unique_parameters
 from .budgets import Choices
 from .calibration.backward import PASSES, sweep_memory, windows_for
 from .calibration.observers import SAMPLE_ROWS, STATISTICS
 from .calibration.runner import advance, batch_tokens, start
 from .checkpoint.source import Source
 from .errors import OptionError
-from .methods import Method, Unit, make_method
+from .methods import BLOCK, Method, Unit, make_method
 from .report.plan import ModulePlan, Plan
 
-__all__ = ["allocate_ranks", "build_plan", "of_block", "shares", "timed"]
+__all__ = ["allocate_ranks", "budget", "build_plan", "check", "kept_blocks", "of_block", "shares", "timed"]
 
 
 class Allocated(NamedTuple):
@@ -36,6 +36,22 @@ def allocate_ranks(choices: Choices, method: Method, scores=None) -> Allocated:
     removed = sum(u.dense - u.size(ranks[u.block, u.module]) for u in units)
     amounts = {"counted": counted, "asked": to_remove(units, method, counted), "removed": removed}
     return Allocated(ranks, facts, choices, {**choices.facts, **amounts})
+
+
+def check(choices: Choices, method: Method) -> None:
+    """Raise :class:`OptionError` where the sparsity cannot be reached, whatever is measured."""
+    check_reachable(choices.priced, method, choices.counted)
+
+
+def budget(choices: Choices, method: Method) -> tuple[list[Unit], int]:
+    """Units that may lose something together, and how much must go, for methods with one kind of unit."""
+    (only,) = budgets(choices.priced, method, choices.counted)
+    return only.units, only.remove
+
+
+def kept_blocks(ranks: dict[tuple[int, str], int], blocks: int) -> tuple[int, ...]:
+    """Which of the dense model's blocks are in the result, ascending."""
+    return tuple(block for block in range(blocks) if ranks.get((block, BLOCK)) != 0)
 
 
 def shares(choices: Choices, method: Method) -> tuple[list[Unit], dict]:
@@ -124,7 +140,7 @@ def _peak_memory(source: Source, method: Method, calibration: dict | None) -> in
     view = source.meta_block(0)
     width, hidden = view.attention.output.weight.shape[0], view.mlp.hidden if view.mlp else 0
     statistics = method.statistics(view)
-    sides = {"mlp_hidden": (hidden, hidden), "mlp_feedback": (width, hidden)}
+    sides = {"mlp_hidden": (hidden, hidden), "mlp_feedback": (width, hidden), "change": (2, 1)}
     moments = sum(8 * math.prod(sides.get(name, (width, width))) for name in statistics - {"mlp_samples"})
     tokens = held_out = 0
     if calibration:
@@ -132,6 +148,7 @@ def _peak_memory(source: Source, method: Method, calibration: dict | None) -> in
     samples = 4 * width * min(SAMPLE_ROWS * hidden, tokens) if "mlp_samples" in statistics else 0
     # Two streams side by side are three: dense behind attention and behind the block, and compressed.
     streams = 3 if any(STATISTICS[name].two_streams for name in statistics) else 1
+    streams = len(source) + 1 if method.allocation == "greedy" else streams  # of one round of the search
     stream = (streams * tokens + 3 * held_out) * width * (2 if source.autocast else item)
     gradients = method.gradients(view)
     moments += 8 * width**2 * len(gradients)
@@ -161,7 +178,7 @@ def timed(the_plan: Plan, source: Source, calibration: dict, mode: str) -> Plan:
     """
     options = dict(the_plan.method)
     method = make_method(options.pop("method"), **options)
-    forwards = method.forwards
+    forwards, removed = method.forwards, sum(m.module == BLOCK and m.rank == 0 for m in the_plan.modules)
     if mode not in forwards:
         raise OptionError(f"mode must be {' or '.join(forwards)}, got {mode!r}")
     length = calibration["length"]
@@ -171,8 +188,8 @@ def timed(the_plan: Plan, source: Source, calibration: dict, mode: str) -> Plan:
         begin = time.perf_counter()
         advance(view, replace(stream, hidden=list(stream.hidden)))
         times.append(time.perf_counter() - begin)
-    per_token = len(source) * min(times) / ids.numel()
-    passed = forwards[mode] * calibration["tokens"]
+    per_token = min(times) / ids.numel()  # of one block
+    passed = (forwards[mode] * len(source) + method.search(len(source), removed)) * calibration["tokens"]
     if method.gradients(view):
-        passed += PASSES * _sweep_tokens(source, calibration)
+        passed += PASSES * len(source) * _sweep_tokens(source, calibration)
     return replace(the_plan, seconds=passed * per_token)

@@ -1,6 +1,7 @@
 """Replace modules of a block by the smaller ones a method computed."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -13,7 +14,7 @@ from .errors import NumericsError
 from .methods import BlockResult
 from .modules import build
 
-__all__ = ["replace", "replaced", "swapped"]
+__all__ = ["passing", "replace", "replaced", "swapped"]
 
 
 def replace(view: BlockView, result: BlockResult, source: Source) -> None:
@@ -63,6 +64,18 @@ def _put(block: nn.Module, modules: Mapping[str, nn.Module]) -> None:
     for path, module in modules.items():
         parent, _, name = path.rpartition(".")
         setattr(block.get_submodule(parent), name, module)
+
+
+class _Passing(nn.Module):
+    """Stands where a block was removed."""
+
+    def forward(self, hidden, *args, **kwargs):
+        return hidden
+
+
+def passing(view: BlockView) -> BlockView:
+    """A removed block: what comes goes on as it is."""
+    return dataclasses.replace(view, module=_Passing())
 
 
 def _as_computed(tensor, source: Source):

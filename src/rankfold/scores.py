@@ -10,11 +10,14 @@ from .checkpoint.run import Run
 from .checkpoint.source import Source
 from .effects import Costs, measure_costs, read_costs, write_costs
 from .errors import OptionError
-from .methods import Method
-from .planning import shares
+from .methods import BLOCK, Method
+from .planning import budget, shares
+from .redundancy import removal_order
 from .report.identity import moments_identity
 
-__all__ = ["available", "gradients_of", "needed", "scores_of", "statistics_of"]
+__all__ = ["ON_TEXT", "available", "gradients_of", "needed", "scores_of", "statistics_of"]
+
+ON_TEXT = ("measured", "greedy")  # allocations that compare predictions, for which there must be text
 
 
 def statistics_of(source: Source, method: Method) -> set[str]:
@@ -45,16 +48,19 @@ def scores_of(
     """What the allocation of a method goes by.
 
     Returns:
-        ``None`` where it is uniform; costs (:mod:`.effects`) where it is measured; else block -> influence of the block, of its
-        attention, of its MLP.
+        ``None`` where it is uniform; costs where ranks are chosen by them (:mod:`.effects`, :mod:`.redundancy`, influence of
+        blocks that may go); else block -> influence of the block, of its attention, of its MLP.
     """
     if method.allocation == "uniform":
         return None
-    if method.allocation == "measured":
+    if method.allocation in ON_TEXT:
         return _costs(source, method, choices, tokens, run, gradients)
     if moments is None or "influence" not in moments.identity["statistics"]:
         raise OptionError("an influence allocation needs moments with influence scores; run `rankfold calibrate`")
-    return {i: tuple(moments[i]["influence"].mean.tolist()) for i in range(len(source))}
+    influence = {i: tuple(moments[i]["influence"].mean.tolist()) for i in range(len(source))}
+    if method.allocation == "least-influence":
+        return {(i, BLOCK): {0: of_block, 1: 0.0} for i, (of_block, _, _) in influence.items()}
+    return influence
 
 
 def gradients_of(source: Source, method: Method, tokens: Tokens | None, run: Run | None = None) -> MomentStore | None:
@@ -87,11 +93,17 @@ def _costs(
     """What every rank would cost; kept with the run, so that going on finds the same ranks."""
     if tokens is None:
         raise OptionError(
-            "a measured allocation compares predictions on text, which moments do not hold; give calibration text, or take "
-            "another allocation"
+            f"a {method.allocation} allocation compares predictions on text, which moments do not hold; give calibration text, "
+            "or take another allocation or method"
         )
-    if run and run.costs.exists():
-        return read_costs(run.costs)
+    known = read_costs(run.costs) if run and run.costs.exists() else {}
+    if method.allocation == "greedy":
+        units, remove = budget(choices, method)
+        sizes = {unit.block: unit.dense for unit in units}
+        keep = (lambda found: write_costs(run.costs, found)) if run else (lambda _: None)
+        return removal_order(source, tokens.ids, sizes, remove, known, keep)
+    if known:
+        return known
     found = measure_costs(source, method, tokens, *shares(choices, method), gradients)
     if run:
         write_costs(run.costs, found)

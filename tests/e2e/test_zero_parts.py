@@ -13,18 +13,18 @@ from attacks.arena import call
 from families import some_ids
 from saved import save_text, save_tiny
 
-METHODS = ["modegpt", "latentllm", "rootcov", "svd-llm"]
+METHODS = ["modegpt", "latentllm", "rootcov", "svd-llm", "magnitude", "strided", "flap"]
 OPTIONS = ["sparse=0.3", "sparse=1", "joint=vo", "bits=4"]  # forms of the latent methods with errors of their own
 LINE = "-o out --protect 0 --sparsity 0.3 --multiple 2 --device cpu --calibration text.txt --samples 4 --length 64"
 PARTS = {  # what of the last block is zero -> modules whose error is
     ("llama", r"mlp"): {"mlp", "gate", "up", "down"},
     ("llama", r"up_proj"): {"mlp", "up", "down"},
     ("llama", r"post_attention_layernorm"): {"mlp", "gate", "up", "down"},
-    ("llama", r"self_attn"): {"qk", "vo", "q", "k", "v", "o"},
-    ("llama", r"v_proj"): {"vo", "v", "o"},
+    ("llama", r"self_attn"): {"heads", "qk", "vo", "q", "k", "v", "o"},
+    ("llama", r"v_proj"): {"heads", "vo", "v", "o"},
     ("opt", r"fc"): {"mlp", "up", "down"},
-    ("opt", r"self_attn|fc"): {"mlp", "qk", "vo", "q", "k", "v", "o", "up", "down"},
-    ("opt", r"layer_norm"): {"mlp", "qk", "vo", "q", "k", "v", "o", "up", "down"},
+    ("opt", r"self_attn|fc"): {"heads", "mlp", "qk", "vo", "q", "k", "v", "o", "up", "down"},
+    ("opt", r"layer_norm"): {"heads", "mlp", "qk", "vo", "q", "k", "v", "o", "up", "down"},
 }
 
 

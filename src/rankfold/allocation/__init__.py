@@ -3,7 +3,7 @@
 from .counting import COUNTS, block_weights, tensor_bytes, unique_parameters
 from .influence import capped_sparsities, epsilon_for, softmax_sparsities
 from .measured import Cost, cheapest, largest_sparsity
-from .ranks import allocate, averages, removable, to_remove
+from .ranks import allocate, averages, budgets, check_reachable, removable, to_remove
 
 __all__ = [
     "COUNTS",
@@ -11,8 +11,10 @@ __all__ = [
     "allocate",
     "averages",
     "block_weights",
+    "budgets",
     "capped_sparsities",
     "cheapest",
+    "check_reachable",
     "epsilon_for",
     "largest_sparsity",
     "removable",

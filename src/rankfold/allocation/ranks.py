@@ -10,8 +10,10 @@ from .counting import COUNTS
 from .influence import capped_sparsities, epsilon_for, softmax_sparsities
 from .measured import cheapest
 
-__all__ = ["allocate", "averages", "removable", "to_remove"]
+__all__ = ["allocate", "averages", "budgets", "check_reachable", "removable", "to_remove"]
 
+# Allocations that take the cheapest ranks -> what their costs are called in the record.
+BY_COST = {"measured": "divergence", "least-influence": "influence", "greedy": "removed_as_number"}
 MLP_MODULES = ("mlp", "gate", "up", "down")  # the rest belong to the attention half of a block
 
 
@@ -28,7 +30,7 @@ def allocate(units, method, counted: int, scores=None) -> tuple[dict[tuple[int, 
         method: sparsity, allocation, protected blocks (see :class:`~rankfold.methods.Method`).
         counted: what the sparsity is a fraction of, counted as the sizes of the units are.
         scores: block -> (block, attention, mlp) influence, for the influence allocations; (block, module) -> rank -> cost,
-            for the measured one.
+            for those of :data:`BY_COST`.
 
     Returns:
         ``(ranks by (block, module), facts for the record)``.
@@ -38,7 +40,7 @@ def allocate(units, method, counted: int, scores=None) -> tuple[dict[tuple[int, 
     """
     ranks = {(u.block, u.module): u.ranks[-1] for u in units}
     facts: dict = {"allocation": method.allocation}
-    for budget in _budgets(units, method, counted):
+    for budget in budgets(units, method, counted):
         own = facts.setdefault(budget.module, {}) if budget.module else facts
         ranks |= _within(budget, method, scores, own)
     return ranks, facts
@@ -48,7 +50,7 @@ def averages(units, method, counted: int) -> dict[tuple[int, str], float]:
     """``(block, module)`` -> sparsity of all the units that share its budget; of those that lose anything."""
     return {
         (u.block, u.module): budget.remove / budget.dense
-        for budget in _budgets(units, method, counted)
+        for budget in budgets(units, method, counted)
         for u in budget.units
         if budget.remove
     }
@@ -56,16 +58,23 @@ def averages(units, method, counted: int) -> dict[tuple[int, str], float]:
 
 def to_remove(units, method, counted: int) -> int:
     """What must go, of all budgets together."""
-    return sum(budget.remove for budget in _budgets(units, method, counted))
+    return sum(budget.remove for budget in budgets(units, method, counted))
 
 
-class _Budget(NamedTuple):
+def check_reachable(units, method, counted: int) -> None:
+    """Raise :class:`OptionError` where no ranks remove enough, whatever the allocation; the message says what can be."""
+    for budget in budgets(units, method, counted):
+        _check(budget, method)
+
+
+class Budget(NamedTuple):
     """Units that lose so much together."""
 
     units: list
     remove: int
     what: str  # for messages
     counted: int  # that the sparsity is a fraction of
+    stays: int  # what could go, but not with all the others
     module: str | None = None  # where a module has its own sparsity
 
     @property
@@ -73,18 +82,27 @@ class _Budget(NamedTuple):
         return sum(u.dense for u in self.units)
 
 
-def _budgets(units, method, counted: int) -> list[_Budget]:
+def budgets(units, method, counted: int) -> list[Budget]:
+    """Which units lose how much together."""
     blocks = 1 + max((u.block for u in units), default=0)
     protected = {_block(b, blocks) for b in method.protect}
     free = [u for u in units if u.block not in protected]
     if not method.own_sparsities:
-        return [_Budget(free, math.ceil(method.sparsity * counted - 1e-9), f"sparsity {method.sparsity}", counted)]
+        remove = math.ceil(method.sparsity * counted - 1e-9)
+        return [Budget(free, remove, f"sparsity {method.sparsity}", counted, _last_block(free, units))]
     found = []
     for module, sparsity in method.own_sparsities.items():
         here = sum(u.dense for u in units if u.module == module)
         mine, remove = [u for u in free if u.module == module], math.ceil(sparsity * here - 1e-9)
-        found.append(_Budget(mine, remove, f"sparsity {sparsity} of module {module}", here, module))
+        stays = _last_block(mine, units)
+        found.append(Budget(mine, remove, f"sparsity {sparsity} of module {module}", here, stays, module))
     return found
+
+
+def _last_block(free, units) -> int:
+    """Size of the largest block where all could go: a model has at least one, and it may be any of them."""
+    all_can_go = len(free) == len(units) and all(u.ranks[0] == 0 for u in free)
+    return max((u.dense for u in free), default=0) if all_can_go else 0
 
 
 def _block(index: int, blocks: int) -> int:
@@ -93,28 +111,35 @@ def _block(index: int, blocks: int) -> int:
     return index % blocks
 
 
-def _within(budget: _Budget, method, scores, facts: dict) -> dict:
+def _within(budget: Budget, method, scores, facts: dict) -> dict:
     """Ranks of a budget's units that remove what it must."""
-    units, remove, what, counted, _ = budget
+    units, remove = budget.units, budget.remove
     if remove == 0:
         return {(u.block, u.module): u.ranks[-1] for u in units}
-    most, dense = removable(units), budget.dense
-    if remove > most:
-        reach = most / max(counted, 1)
+    _check(budget, method)
+    if method.allocation in BY_COST:
+        return _by_cost(units, scores, remove, method, facts)
+    phi = _sparsities(units, method, remove / budget.dense, scores, facts)
+    return _round(units, phi, budget.dense - remove)
+
+
+def _check(budget: Budget, method) -> None:
+    most = removable(budget.units) - budget.stays
+    if budget.remove > most:
+        reach = most / max(budget.counted, 1)
         raise OptionError(
-            f"{what} cannot be reached: the chosen modules can lose at most {most:,} of the {remove:,} "
+            f"{budget.what} cannot be reached: the chosen modules can lose at most {most:,} of the {budget.remove:,} "
             f"{COUNTS[method.budget]} that must go, sparsity {reach:.4f}; lower the sparsity, compress more modules, or "
             "lower --multiple"
         )
-    if method.allocation == "measured":
-        return _by_cost(units, scores, remove, COUNTS[method.budget], facts)
-    phi = _sparsities(units, method, remove / dense, scores, facts)
-    return _round(units, phi, dense - remove)
 
 
-def _by_cost(units, costs, remove: int, kind: str, facts: dict) -> dict:
-    ranks = cheapest(units, costs, remove, kind)
-    facts["divergence"] = {f"{block}.{module}": costs[block, module][rank] for (block, module), rank in ranks.items()}
+def _by_cost(units, costs, remove: int, method, facts: dict) -> dict:
+    ranks = cheapest(units, costs, remove, COUNTS[method.budget])
+    chosen = ranks if method.allocation == "measured" else {key: rank for key, rank in ranks.items() if rank == 0}
+    facts[BY_COST[method.allocation]] = {
+        f"{block}.{module}": costs[block, module][rank] for (block, module), rank in chosen.items()
+    }
     return ranks
 
 

@@ -313,6 +313,25 @@ class InfluenceObserver:
         return Moment(self.rows, self.total, None, None)
 
 
+class ChangeObserver:
+    """Squared norm of what a block adds to its input, and of its output."""
+
+    def __init__(self):
+        self.total, self.rows = torch.zeros(2, dtype=torch.float64), 0
+
+    def hooks(self):
+        return []
+
+    def after(self, batch) -> None:
+        hidden, output = batch.hidden.float(), batch.output.float()
+        for j, x in enumerate((output - hidden, output)):
+            self.total[j] += x.square().sum().cpu().double()
+        self.rows += hidden.shape[0] * hidden.shape[1]
+
+    def finish(self) -> Moment:
+        return Moment(self.rows, self.total, None, None)
+
+
 @dataclass(frozen=True)
 class Scene:
     """What observers of one block are made from."""
@@ -379,6 +398,9 @@ STATISTICS: dict[str, Statistic] = {
         "1 - cosine between input and output of the block, of its attention and of its MLP",
         lambda s: InfluenceObserver(s.view),
         "end",
+    ),
+    "change": Statistic(
+        "squared norms of what the block adds to its input and of its output", lambda s: ChangeObserver(), "end"
     ),
 }
 

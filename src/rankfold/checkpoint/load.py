@@ -14,7 +14,7 @@ from .tokenizer import TokenizerFiles
 from .weights import Weights, check_finite, required_names
 from .whole import REPORTED, check_head, check_loaded, read_generation_config, untie_where_unequal
 
-__all__ = ["assemble", "empty_model", "load_model", "load_tokenizer"]
+__all__ = ["assemble", "described", "empty_model", "load_model", "load_tokenizer"]
 
 
 def load_model(model: str | Path, *, dtype: str = "auto", device: str = "auto") -> PreTrainedModel:
@@ -58,10 +58,15 @@ def load_model(model: str | Path, *, dtype: str = "auto", device: str = "auto") 
     return loaded.to(where).eval()
 
 
+def described(config) -> RankfoldConfig | dict | None:
+    """What the config says was compressed; ``None`` where the model is a stock one."""
+    return getattr(config, "quantization_config", None)
+
+
 def empty_model(config, attention: str | None = None, dtype=None) -> PreTrainedModel:
     """The compressed structure a config describes, parameters on the meta device, of its own dtype or another."""
-    described = config.quantization_config
-    modules = described.modules if isinstance(described, RankfoldConfig) else described["modules"]
+    found = described(config)
+    modules = found.modules if isinstance(found, RankfoldConfig) else (found or {}).get("modules", {})
     plain = config.__class__.from_dict(config.to_dict())
     plain.__dict__.pop("quantization_config", None)
     with init_empty_weights(include_buffers=False):
@@ -81,7 +86,8 @@ def assemble(source, config, blocks: dict[str, Tensor]) -> PreTrainedModel:
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     model.generation_config = source.model.generation_config
-    attach(model, config.quantization_config)
+    if described(config) is not None:
+        attach(model, described(config))
     return model.to(source.device)
 
 

@@ -31,24 +31,13 @@ from ..files import (
 )
 from ..locking import lock_of, locked
 from ..methods import BlockResult
-from ..modules import CODE_FILE, FORMAT, code, digest
-from .load import empty_model
+from ..modules import CODE_FILE, code
+from .load import described, empty_model
 
-__all__ = ["Run", "compressed_config"]
+__all__ = ["Run", "as_written"]
 
 CONFIG, RECORD, COSTS, TIMES = "run.json", "rankfold.json", "costs.json", "times.json"
 MOMENTS, GRADIENTS = "moments", "gradients"
-
-
-def compressed_config(source, identity: dict, modules: dict[str, dict]):
-    """The model's config with the description of the compressed modules in it."""
-    config = source.model.config.__class__.from_dict(source.model.config.to_dict())
-    config.architectures = [type(source.model).__name__]
-    config.dtype = source.dtype
-    config.auto_map = {"AutoModelForCausalLM": f"{CODE_FILE.removesuffix('.py')}.RankfoldForCausalLM"}
-    described = {"digest": digest(modules), "modules": modules}
-    config.quantization_config = {"quant_method": "rankfold", "format": FORMAT, **identity, **described}
-    return config
 
 
 class Run:
@@ -57,11 +46,13 @@ class Run:
     Args:
         output: the final folder; must not exist.
         identity: configuration of the run; an unfinished run is continued only if it is equal.
-        blocks: number of blocks.
+
+    Attributes:
+        blocks: of the result; known once ranks are.
     """
 
-    def __init__(self, output: str | Path, identity: dict, blocks: int):
-        self.output, self.identity, self.blocks = Path(output), identity, blocks
+    def __init__(self, output: str | Path, identity: dict):
+        self.output, self.identity, self.blocks = Path(output), identity, 0
         self.folder = self.output.with_name(self.output.name + ".partial")
 
     @contextlib.contextmanager
@@ -127,8 +118,8 @@ class Run:
         (self.folder / CONFIG).unlink()  # last: a folder without it is not taken for a run
         self.folder.rmdir()
 
-    def _shard(self, index: int) -> Path:
-        return self.folder / f"model-{index + 1:05d}-of-{self.blocks + 1:05d}.safetensors"
+    def _shard(self, place: int) -> Path:
+        return self.folder / f"model-{place + 1:05d}-of-{self.blocks + 1:05d}.safetensors"
 
     def _report(self, index: int) -> Path:
         return self.folder / f"block-{index:05d}.json"
@@ -160,24 +151,39 @@ class Run:
         for path in (self.costs, self.times):
             path.unlink(missing_ok=True)
 
-    def save_block(self, index: int, prefix: str, module: nn.Module, dtype: torch.dtype, result: BlockResult) -> None:
-        """Make one finished block durable."""
+    def save_block(
+        self, index: int, place: int, prefix: str, module: nn.Module, dtype: torch.dtype, result: BlockResult
+    ) -> None:
+        """Make one finished block durable.
+
+        Args:
+            index: in the dense model.  place, prefix: number and path in the result.
+        """
         state = {f"{prefix}.{name}": as_written(tensor, dtype) for name, tensor in module.state_dict().items()}
-        write_tensors(self._shard(index), state, {"format": "pt"})
+        write_tensors(self._shard(place), state, {"format": "pt"})
+        self.save_report(index, result)
+
+    def save_report(self, index: int, result: BlockResult) -> None:
+        """Note that a block is done; all there is of one that is removed."""
         write_json(self._report(index), {"modules": result.modules, "reports": result.reports})
 
-    def load_block(self, index: int, prefix: str) -> BlockResult:
-        """A finished block."""
+    def load_block(self, index: int, place: int, prefix: str) -> BlockResult:
+        """A finished block; arguments as for :meth:`save_block`."""
         try:
-            state = load_file(self._shard(index))
+            state = load_file(self._shard(place))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
-                f"{self._shard(index)} is damaged ({error}); remove {self.folder} and start again"
+                f"{self._shard(place)} is damaged ({error}); remove {self.folder} and start again"
             ) from error
-        facts = read_json(self._report(index))
+        modules, _, reports, _ = self.load_report(index)
         state = {name.removeprefix(prefix + "."): tensor for name, tensor in state.items()}
-        inside = tuple(f"{path}." for path in facts["modules"])
-        return BlockResult(facts["modules"], {k: t for k, t in state.items() if k.startswith(inside)}, facts["reports"])
+        inside = tuple(f"{path}." for path in modules)
+        return BlockResult(modules, {k: t for k, t in state.items() if k.startswith(inside)}, reports)
+
+    def load_report(self, index: int) -> BlockResult:
+        """A finished block without its tensors."""
+        facts = read_json(self._report(index))
+        return BlockResult(facts["modules"], {}, facts["reports"])
 
     def finish(self, source, config, card: str, record: dict, check: Callable) -> Path:
         """Write what is not in the blocks, check the whole, and rename the folder to the output.
@@ -209,7 +215,8 @@ class Run:
             source.tokenizer.save_pretrained(self.folder)
         for file in source.processor_files:
             shutil.copyfile(file, self.folder / file.name)
-        write_text(self.folder / CODE_FILE, code())
+        if described(config) is not None:
+            write_text(self.folder / CODE_FILE, code())
 
     def publish(self) -> Path:
         """Clear away what belonged to the run and rename the folder to the output."""

@@ -72,7 +72,10 @@ class MethodOptions:
     ] = None
     allocation: Annotated[
         str | None,
-        typer.Option(help="uniform, influence, influence-modules or measured. Default: the method's."),
+        typer.Option(
+            help="uniform, influence, influence-modules or measured; methods that remove blocks have their own. "
+            "Default: the method's."
+        ),
     ] = None
     epsilon: Annotated[
         float | None, typer.Option(help="Temperature of the influence allocations. Default: the 0.8 rule.")

@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from ..architectures import BlockView, architecture_of
 from ..checkpoint.source import Source
 from ..errors import OptionError, UnsupportedModelError
+from ..methods import BLOCK
 from ..modules import CompressedAttention, LatentLinear, SparseLinear
 from ..report.plan import Plan
 
@@ -116,7 +117,8 @@ def planned_macs(source: Source, plan: Plan, tokens: int) -> dict[str, int]:
     attention = 0
     for index in range(len(source)):
         view, ranks = source.meta_block(index).attention, plan.ranks(index)
-        attention += view.heads * (ranks.get("qk", view.head_dim) + ranks.get("vo", view.head_dim))
+        heads = view.heads // view.kv_heads * ranks.get("heads", view.kv_heads) * ranks.get(BLOCK, 1)
+        attention += heads * (ranks.get("qk", view.head_dim) + ranks.get("vo", view.head_dim))
     parts |= {"linear": parts["linear"] - tokens * plan.removed_weights, "attention": tokens * tokens * attention}
     return parts | {"total": parts["linear"] + parts["attention"]}
 

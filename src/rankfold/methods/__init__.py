@@ -4,18 +4,26 @@ from .base import BlockResult, Method, Stage, Unit, make_method, method_class, m
 from .latentllm import ASVD, SVD, SVDLLM, LatentLLM, RootCov
 from .modegpt import MoDeGPT
 from .rankfold import Rankfold
+from .removal import BLOCK, SLEB, ShortGPT
+from .slicing import FLAP, Magnitude, Strided
 
 __all__ = [
     "ASVD",
+    "BLOCK",
+    "FLAP",
+    "SLEB",
     "SVD",
     "SVDLLM",
     "BlockResult",
     "LatentLLM",
+    "Magnitude",
     "Method",
     "MoDeGPT",
     "Rankfold",
     "RootCov",
+    "ShortGPT",
     "Stage",
+    "Strided",
     "Unit",
     "make_method",
     "method_class",

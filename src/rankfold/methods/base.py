@@ -71,6 +71,8 @@ class Method:
         context: tokens of the sequence that ``flops`` and ``latency`` are counted on; clamped to the model's context.
         allocation: ``uniform``; ``influence`` (MoDeGPT Eq. 11); ``influence-modules`` (Eq. 43); ``measured``: the ranks that
             change the predictions least, by the error curve of every module and what compressing it alone does to them.
+            For methods that remove blocks: ``least-influence``, those with the smallest influence; ``greedy``, one after
+            another the one without which the loss is least.
         epsilon: temperature of the influence allocations; ``None`` for the paper's rule, largest layer sparsity 0.8.
         multiple: ranks are multiples of this.
         protect: blocks left dense; negative numbers count from the end.
@@ -87,7 +89,9 @@ class Method:
     sparsity: float = 0.3
     of: Literal["blocks", "model"] = "blocks"
     modules: tuple[str, ...] | Mapping[str, float] | None = None
-    allocation: Literal["uniform", "influence", "influence-modules", "measured"] = "uniform"
+    allocation: Literal["uniform", "influence", "influence-modules", "measured", "least-influence", "greedy"] = (
+        "uniform"
+    )
     budget: Literal["parameters", "bytes", "flops", "latency"] = "parameters"
     context: int = 2048
     epsilon: float | None = None
@@ -120,8 +124,8 @@ class Method:
             raise OptionError(f"context must be >= 1, got {self.context}; it is the tokens of one sequence")
         if self.budget not in self.budgets:
             raise OptionError(
-                f"method {self.name} takes the budgets {', '.join(self.budgets)}, got {self.budget}; modules of its shapes "
-                "cannot be timed before they are computed"
+                f"method {self.name} takes the budgets {', '.join(self.budgets)}, got {self.budget}; take one of these, or "
+                "--method modegpt, which takes all"
             )
         if self.budget == "latency" and self.of == "model":
             raise OptionError("budget latency is the time of the blocks, got of=model; leave it out")
@@ -190,6 +194,11 @@ class Method:
         Methods with the allocation ``measured`` have it.
         """
         raise NotImplementedError
+
+    @classmethod
+    def search(cls, blocks: int, removed: int) -> float:
+        """Block forwards over the calibration tokens that finding the blocks to remove takes, beside :attr:`forwards`."""
+        return 0.0
 
     def decompose(self, view: BlockView, moments, ranks: dict[str, int]) -> BlockResult:
         """Compress one block to the given ranks (module -> rank) in one step."""

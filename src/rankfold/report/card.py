@@ -34,8 +34,7 @@ tags:
 ## Use
 
 ```python
-import rankfold  # or, where it is not installed: trust_remote_code=True
-from transformers import AutoModelForCausalLM, AutoTokenizer
+{needs}from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("{folder}")
 tokenizer = AutoTokenizer.from_pretrained("{folder}")
@@ -114,12 +113,22 @@ def _texts(calibration: dict) -> list[str]:
     return [f"{text['source']}={text['share']}" for text in texts]
 
 
-def model_card(plan, version: str, folder: str, calibration: dict, command: str, held_out: dict | None) -> str:
-    """README.md of a compressed checkpoint; deterministic, so that a resumed run writes the same bytes."""
+_NEEDS = "import rankfold  # or, where it is not installed: trust_remote_code=True\n"
+
+
+def model_card(
+    plan, version: str, folder: str, calibration: dict, command: str, held_out: dict | None, *, stock: bool = False
+) -> str:
+    """README.md of a compressed checkpoint; deterministic, so that a resumed run writes the same bytes.
+
+    Args:
+        stock: transformers loads it without rankfold.
+    """
     method = plan.method
     options = {k: v for k, v in method.items() if v is not None and k != "method"}
     return _CARD.format(
         base=plan.model,
+        needs="" if stock else _NEEDS,
         title=folder,
         folder=folder,
         version=version,

@@ -1,0 +1,35 @@
+"""The config of a compressed model."""
+
+from ..modules import CODE_FILE, FORMAT, digest
+
+__all__ = ["compressed_config"]
+
+PER_BLOCK = ("layer_types",)  # settings with an entry for every block
+
+
+def compressed_config(source, identity: dict, modules: dict[str, dict], kept: tuple[int, ...]):
+    """The model's config with the description of the compressed modules in it; without any it is a stock model's.
+
+    Args:
+        identity: how it was made.
+        modules: path -> description.
+        kept: blocks of the source that are in the result, ascending.
+    """
+    config = source.model.config.__class__.from_dict(source.model.config.to_dict())
+    config.architectures = [type(source.model).__name__]
+    config.dtype = source.dtype
+    if len(kept) < len(source):
+        _keep_blocks(config.get_text_config(), kept)
+        if not modules:
+            return config
+    config.auto_map = {"AutoModelForCausalLM": f"{CODE_FILE.removesuffix('.py')}.RankfoldForCausalLM"}
+    described = {"digest": digest(modules), "modules": modules}
+    config.quantization_config = {"quant_method": "rankfold", "format": FORMAT, **identity, **described}
+    return config
+
+
+def _keep_blocks(config, kept: tuple[int, ...]) -> None:
+    for key in PER_BLOCK:
+        if getattr(config, key, None) is not None:
+            setattr(config, key, [getattr(config, key)[block] for block in kept])
+    config.num_hidden_layers = len(kept)
