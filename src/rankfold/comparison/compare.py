@@ -1,6 +1,5 @@
 """Run the grid: compress, load what was written, measure it like every other row, keep the row."""
 
-import dataclasses
 import logging
 import time
 import weakref
@@ -21,7 +20,7 @@ from ..errors import RankfoldError
 from ..evaluation.complexity import cache_bytes
 from ..files import writing
 from ..memory import release_memory
-from ..planning import allocate_ranks
+from ..planning import check
 from ..progress import track
 from ..report.identity import comparison_identity, dtype_name
 from ..report.page import write_report, write_rows
@@ -99,9 +98,8 @@ def _impossible(source: Source, cells: Sequence[Cell]) -> dict[str, RankfoldErro
     for cell in cells:
         try:
             cell.method.supported_modules(source.architecture, source.meta_block(0))
-            method = dataclasses.replace(cell.method, allocation="uniform")
-            if method.budget != "latency":  # which is measured, not told from shapes
-                allocate_ranks(choices(source, method), method)
+            if cell.method.budget != "latency":  # which is measured, not told from shapes
+                check(choices(source, cell.method), cell.method)
         except RankfoldError as error:
             found[cell.key] = error
     return found

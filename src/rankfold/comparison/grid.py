@@ -10,6 +10,7 @@ from ..errors import OptionError
 from ..methods import Method, make_method, method_class
 from ..methods.base import check_choice
 from ..report.card import option_text
+from ..scores import ON_TEXT
 
 __all__ = ["Cell", "Form", "cells_of"]
 
@@ -51,7 +52,7 @@ class Form:
         """
         method = make_method(self.name, **self.options, sparsity=sparsity)
         # A measured allocation compares predictions on text and has no use for moments of the dense model.
-        best = "sequential" if method.allocation == "measured" or "one-pass" not in method.modes else "one-pass"
+        best = "sequential" if method.allocation in ON_TEXT or "one-pass" not in method.modes else "one-pass"
         return Cell(self.label, method, self.mode or (best if best in method.modes else method.modes[0]))
 
 
@@ -65,7 +66,7 @@ class Cell:
 
     def takes_moments(self, view: BlockView) -> bool:
         """Whether it can be computed from moments of the dense model that other cells use too; otherwise it takes text."""
-        return self.mode == "one-pass" and self.method.allocation != "measured" and not self.method.gradients(view)
+        return self.mode == "one-pass" and self.method.allocation not in ON_TEXT and not self.method.gradients(view)
 
     @property
     def key(self) -> str:
