@@ -245,3 +245,11 @@ def test_tasks_are_in_the_rows_and_in_the_command_that_repeats_them(place, sourc
     assert (tmp_path / "out" / "plots" / "tasks-0.4.svg").exists()
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert f"--tasks piqa,copa,boolq --tasks-from {place.name}" in page and str(place) not in page
+
+
+def test_methods_that_remove_blocks_have_rows_too(source, tokens, measures, tmp_path):
+    """They have no uniform allocation to be checked by, and a greedy search takes text where others share moments."""
+    rows = compare(source, cells_of(parse_forms("shortgpt,sleb"), [0.3]), tokens, measures, tmp_path / "out")
+    assert [row["status"] for row in rows] == ["done"] * 3
+    assert [row["moments"] for row in rows[1:]] == ["shared", "own"]
+    assert all(row["counts"]["sparsity"] == pytest.approx(0.5) for row in rows[1:])  # one of two blocks
