@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .allocation import Cost, largest_sparsity
 from .architectures import BlockView
-from .calibration.runner import Stream, advance, batch_tokens, keeps_some_logits, logits, measure, start
+from .calibration.runner import Stream, advance, batch_tokens, logits, measure, start
 from .calibration.store import MomentStore
 from .calibration.tokens import Tokens
 from .checkpoint.reading import BlockReader
@@ -34,7 +34,6 @@ Costs = dict[tuple[int, str], Cost]  # (block, module) -> rank -> nats per token
 FIT_TOKENS = 8192  # that curves are measured on
 PER_DIMENSION = 4  # as many more for wide MLPs as make a moment of full rank
 WINDOWS, LENGTH = 4, 128  # that predictions are compared on
-EVERY = 2  # of their positions, from the last one on; neighbours tell nearly the same, and a vocabulary is large
 TOGETHER = 4  # modules tried whose streams go through a block as one batch
 
 
@@ -144,13 +143,9 @@ def _scaled(curve: Cost, reference: int, effect: float) -> Cost:
 
 def _divergences(source: Source, ids: Tensor, dense: Stream, tried: Stream) -> list[float]:
     """Mean ``KL(dense || tried)`` per position, of every module tried."""
-    T = ids.shape[1]
-    some = torch.arange((T - 1) % EVERY, T, EVERY, device=source.device)
 
     def predictions(hidden: Tensor) -> Tensor:
-        if keeps_some_logits(source):
-            return logits(source, ids, dense, hidden, keep=some).float().log_softmax(-1)
-        return logits(source, ids, dense, hidden)[:, some].float().log_softmax(-1)
+        return logits(source, ids, dense, hidden).float().log_softmax(-1)
 
     expected = predictions(dense.hidden[0])
     probable = expected.exp()
