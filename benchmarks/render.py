@@ -7,6 +7,7 @@ import argparse
 import statistics
 from pathlib import Path
 
+import calibration
 import common
 import latent_table
 import mutants_table
@@ -231,6 +232,7 @@ def domains(record: dict) -> list[str]:
 PAGES = {
     "zero_shot": ("zero_shot*.json", "Zero-shot accuracy", zero_shot_table.table),
     "domains": ("domains*.json", "Across texts", domains),
+    "calibration": ("calibration_*.json", "What the calibration text does across texts", calibration.table),
     "perplexity": ("perplexity_*.json", "Perplexity", perplexity),
     "compression_cost": ("compression_cost*.json", "What compressing costs, in forwards", cost),
     "moment_precision": ("moment_precision*.json", "Precision of the moments", moment_precision),
