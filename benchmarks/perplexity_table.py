@@ -44,7 +44,6 @@ class Setting:
 
 
 ALL = (0.1, 0.2, 0.3, 0.4, 0.5)
-PAPER = {"select": "leverage", "select_qk": "norm", "gqa": "paper"}
 DEFAULT = (
     Setting("rankfold", (0.3, *ALL, 0.6), "rankfold"),
     *(
@@ -60,7 +59,7 @@ DEFAULT = (
 LLAMA = (
     *DEFAULT,
     Setting("modegpt", (0.3,)),
-    Setting("modegpt, the paper's forms", (0.3,), options=PAPER),
+    Setting("modegpt, the paper's forms", (0.3,), options=common.PAPER),
     Setting("modegpt select=leverage", (0.3,), options={"select": "leverage"}),
     Setting("modegpt select_qk=norm", (0.3,), options={"select_qk": "norm"}),
     Setting("modegpt gqa=paper", (0.3,), options={"gqa": "paper"}),
@@ -75,7 +74,7 @@ LLAMA = (
     Setting("latentllm (joint, window=0)", (0.3,), method="latentllm", options={"window": 0}),
     Setting("svd-llm (root covariance, plain factors)", (0.3,), method="svd-llm"),
     Setting("modegpt", (0.1, 0.2, 0.4, 0.5, 0.6)),
-    Setting("modegpt, the paper's forms", (0.1, 0.2, 0.4, 0.5, 0.6), options=PAPER),
+    Setting("modegpt, the paper's forms", (0.1, 0.2, 0.4, 0.5, 0.6), options=common.PAPER),
     Setting("latentllm (joint)", (0.1, 0.2, 0.4, 0.5, 0.6), method="latentllm"),
 )
 OPT = (
@@ -84,7 +83,7 @@ OPT = (
     Setting("modegpt select=leverage", ALL, options={"select": "leverage"}),
     Setting("modegpt qk=cr", ALL, options={"qk": "cr"}),
     Setting("modegpt bias_refit=false", ALL, options={"bias_refit": False}),
-    Setting("modegpt, the paper's forms", ALL, options=PAPER | {"qk": "cr", "bias_refit": False}),
+    Setting("modegpt, the paper's forms", ALL, options=common.PAPER | {"qk": "cr", "bias_refit": False}),
     Setting("rootcov + block identity", ALL, method="rootcov"),
     Setting("latentllm sparse=0.3", (0.3, 0.5), "latentllm", {"sparse": 0.3}),
     # At 54 and 67 % with the indices of the values as many bytes as rootcov at 30 and 50 %.

@@ -25,7 +25,7 @@ SPARSITIES = (0.2, 0.3)
 SETTINGS = {
     "rankfold": ("rankfold", {}),
     "modegpt": ("modegpt", {}),
-    "modegpt, the paper's forms": ("modegpt", {"select": "leverage", "select_qk": "norm", "gqa": "paper"}),
+    "modegpt, the paper's forms": ("modegpt", common.PAPER),
     "latentllm (joint)": ("latentllm", {}),
 }
 DEFINITIONS = {

@@ -91,6 +91,13 @@ def tiny_model(family: str, seed: int = 0) -> nn.Module:
     return model.eval()
 
 
+def cached_numbers(model) -> int:
+    """Numbers that the cache of a model holds for a token."""
+    with torch.no_grad():
+        layers = model(some_ids()).past_key_values.layers
+    return sum(layer.keys[0, :, 0].numel() + layer.values[0, :, 0].numel() for layer in layers)
+
+
 def some_ids(rows: int = 2, length: int = 24, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, 96, (rows, length), generator=torch.Generator().manual_seed(seed))
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .architectures import BlockView
 from .calibration.moments import BlockMoments
-from .calibration.runner import Stream, advance, keeps_some_logits, logits, start
+from .calibration.runner import Stream, advance, predictions, start
 from .calibration.streams import Streams
 from .calibration.supply import FromDense, FromStreams
 from .checkpoint.source import Source
@@ -120,7 +120,7 @@ def nats_per_token(source: Source, ids: Tensor, stream: Stream) -> float:
     total = 0.0
     for some_ids, hidden in zip(ids.split([len(h) for h in stream.hidden]), stream.hidden, strict=True):
         some_ids = some_ids.to(source.device)
-        for some, targets in _predictions(source, some_ids, stream, hidden):
+        for some, targets in predictions(source, some_ids, stream, hidden, positions=POSITIONS):
             losses = nn.functional.cross_entropy(some.flatten(0, 1).float(), targets.flatten(), reduction="sum")
             total += losses.item()
     return total / (ids.shape[0] * (ids.shape[1] - 1))
@@ -137,13 +137,3 @@ def _drift(dense: list[Tensor], small: list[Tensor]) -> float:
 def _perplexity(nll: float) -> float:
     """``exp(nll)``, and the largest float where that is beyond it: JSON has no infinity."""
     return math.exp(min(nll, 700.0))
-
-
-@torch.no_grad()
-def _predictions(source: Source, ids: Tensor, stream, hidden: Tensor):
-    """Logits ``(B, n, V)`` and targets ``(B, n)``, some positions at a time, of one batch of a stream behind the last block."""
-    last = ids.shape[1] - 1
-    keeps = keeps_some_logits(source)
-    for positions in torch.arange(last, device=ids.device).split(POSITIONS if keeps else last):
-        some = logits(source, ids, stream, hidden, keep=positions if keeps else None)
-        yield some[:, : len(positions)], ids[:, positions + 1]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..architectures import BlockView
 from ..memory import release_memory
 from .moments import BlockMoments, Moment, VectorMoment, check_finite
-from .runner import Stream, advance, batch_tokens, keeps_some_logits, logits, start
+from .runner import Stream, advance, batch_tokens, predictions, start
 
 __all__ = [
     "GRADIENTS",
@@ -123,14 +123,14 @@ def sweep(
         advance(source.block(index), stream)
         release_memory()
     batches = zip(ids.split([len(hidden) for hidden in stream.hidden]), stream.hidden, strict=True)
-    gradients = [_of_loss(source, some.to(source.device), stream, hidden) for some, hidden in batches]
-    stream.hidden.clear()
+    # From here on the stream is the gradient, which comes back through the blocks.
+    stream.hidden = [_of_loss(source, some.to(source.device), stream, hidden) for some, hidden in batches]
     for index in reversed(range(first, len(source))):
         view, entered = source.block(index), inputs.pop()
         watching = observers(view)
         with _frozen(view.module), _watched(watching.values()):
             for i, hidden in enumerate(entered):
-                gradients[i] = _through(view, stream, hidden.to(source.device), gradients[i], source.compute_dtype)
+                stream.hidden[i] = _through(view, stream, i, hidden.to(source.device, source.compute_dtype))
         moments = {name: observer.finish() for name, observer in watching.items()}
         check_finite(moments, view.path, what="gradients")
         yield index, moments
@@ -141,26 +141,27 @@ def sweep(
 @torch.enable_grad()
 def _of_loss(source, ids: Tensor, stream: Stream, hidden: Tensor) -> Tensor:
     """``(B, T, D)`` gradient behind the last block of the summed loss of one batch, some positions at a time."""
-    last, keeps = ids.shape[1] - 1, keeps_some_logits(source)
     x = hidden.to(source.compute_dtype).requires_grad_()
     gradient = torch.zeros_like(x)
-    for positions in torch.arange(last, device=ids.device).split(max(1, POSITIONS // len(ids)) if keeps else last):
-        some = logits(source, ids, stream, x, keep=positions if keeps else None)[:, : len(positions)]
-        targets = ids[:, positions + 1]
+    for some, targets in predictions(source, ids, stream, x, positions=max(1, POSITIONS // len(ids))):
         loss = nn.functional.cross_entropy(some.flatten(0, 1).float(), targets.flatten(), reduction="sum")
         gradient += torch.autograd.grad(loss, x)[0]
     return gradient
 
 
 @torch.enable_grad()
-def _through(view: BlockView, stream: Stream, hidden: Tensor, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    """``(B, T, D)`` gradient in front of a block out of the one behind it."""
+def _through(view: BlockView, stream: Stream, batch: int, hidden: Tensor) -> Tensor:
+    """``(B, T, D)`` gradient in front of a block out of the one behind it.
+
+    Args:
+        stream: of gradients.  hidden: what entered the block.
+    """
     args, kwargs = stream.calls[len(hidden)][view.index]
-    x = hidden.to(dtype).requires_grad_()
-    with torch.autocast(x.device.type, stream.autocast, enabled=stream.autocast is not None, cache_enabled=False):
+    x = hidden.requires_grad_()
+    with stream.context():
         output = view.module(x, *args, **kwargs)
     output = output[0] if isinstance(output, tuple) else output
-    return torch.autograd.grad(output, x, gradient.to(output.dtype))[0]
+    return torch.autograd.grad(output, x, stream.hidden[batch].to(output.dtype))[0]
 
 
 @contextlib.contextmanager

@@ -400,7 +400,7 @@ STATISTICS: dict[str, Statistic] = {
         "end",
     ),
     "change": Statistic(
-        "squared norms of what the block adds to its input and of its output", lambda s: ChangeObserver(), "end"
+        "squared norms of what the block adds to its input and of its output", lambda _: ChangeObserver(), "end"
     ),
 }
 

@@ -24,9 +24,9 @@ __all__ = [
     "advance_dense",
     "batch_tokens",
     "evaluating",
-    "keeps_some_logits",
     "logits",
     "measure",
+    "predictions",
     "start",
 ]
 
@@ -144,11 +144,6 @@ def start(source, ids: Tensor, *, autocast: torch.dtype | None) -> Stream:
     return stream
 
 
-def keeps_some_logits(source) -> bool:
-    """Whether the model can leave out the logits of positions that nobody wants; see ``keep`` of :func:`logits`."""
-    return "logits_to_keep" in inspect.signature(source.model.forward).parameters
-
-
 def logits(source, ids: Tensor, stream: Stream, hidden: Tensor | None = None, *, keep: Tensor | None = None) -> Tensor:
     """``(B, T, vocabulary)``: what the model's own norm and head make of one batch of a stream behind the last block.
 
@@ -161,6 +156,21 @@ def logits(source, ids: Tensor, stream: Stream, hidden: Tensor | None = None, *,
     with torch.set_grad_enabled(hidden.requires_grad), _recording(source, stop=False) as recorders, stream.context():
         recorders[-1].instead = hidden.to(source.model.dtype)
         return source.model(input_ids=ids.to(source.device), use_cache=False, **some).logits
+
+
+def predictions(
+    source, ids: Tensor, stream: Stream, hidden: Tensor, *, positions: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits ``(B, n, V)`` and the next tokens ``(B, n)`` of one batch behind the last block, some positions at a time.
+
+    Args:
+        source, ids, stream, hidden: as for :func:`logits`.
+        positions: at most so many of every sequence at once, where the model can leave out logits; otherwise all.
+    """
+    last, keeps = ids.shape[1] - 1, "logits_to_keep" in inspect.signature(source.model.forward).parameters
+    for some in torch.arange(last, device=ids.device).split(positions if keeps else last):
+        found = logits(source, ids, stream, hidden, keep=some if keeps else None)
+        yield found[:, : len(some)], ids[:, some + 1]
 
 
 @torch.no_grad()

@@ -32,12 +32,8 @@ def command(
     windows: o.CalibrationOptions,
     text_length: Annotated[int, typer.Option(help="Tokens per window of the texts.")] = 2048,
     tasks: Annotated[str | None, typer.Option(help="Tasks of lm-eval, e.g. arc_easy,piqa,winogrande.")] = None,
-    tasks_from: Annotated[
-        str | None, typer.Option(help="Folder with the tasks' rows as NAME.jsonl or NAME_*.jsonl, instead of the hub.")
-    ] = None,
-    limit: Annotated[
-        int | None, typer.Option(help="Only the first N windows of a text, the first N questions of a task.")
-    ] = None,
+    tasks_from: o.TasksFrom = None,
+    limit: o.Limit = None,
     speed: Annotated[
         bool, typer.Option("--speed", help="Measure tokens per second, in turns with the dense model.")
     ] = False,

@@ -19,9 +19,7 @@ def command(
     tasks: Annotated[
         str | None, typer.Option(help="Tasks of lm-eval, e.g. arc_easy,piqa,winogrande; and scienceqa.")
     ] = None,
-    tasks_from: Annotated[
-        str | None, typer.Option(help="Folder with the tasks' rows as NAME.jsonl or NAME_*.jsonl, instead of the hub.")
-    ] = None,
+    tasks_from: o.TasksFrom = None,
     num_fewshot: Annotated[
         int | None, typer.Option(help="Examples before each question. Default: the task's, mostly 0.")
     ] = None,
@@ -32,9 +30,7 @@ def command(
     ] = None,
     batch_sizes: Annotated[str, typer.Option(help="Of --speed.")] = "1,8,32",
     length: Annotated[int, typer.Option(help="Window length of the texts.")] = 2048,
-    limit: Annotated[
-        int | None, typer.Option(help="Only the first N windows of a text, the first N questions of a task.")
-    ] = None,
+    limit: o.Limit = None,
     field: o.Field = "text",
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",

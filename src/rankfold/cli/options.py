@@ -42,6 +42,10 @@ Written = Annotated[
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")]
 Field = Annotated[str, typer.Option(help="Column with the text, for .jsonl and .parquet.")]
+TasksFrom = Annotated[
+    str | None, typer.Option(help="Folder with the tasks' rows as NAME.jsonl or NAME_*.jsonl, instead of the hub.")
+]
+Limit = Annotated[int | None, typer.Option(help="Only the first N windows of a text, the first N questions of a task.")]
 Moments = Annotated[Path | None, typer.Option(help="Folder written by `rankfold calibrate`; no calibration then.")]
 
 

@@ -1,7 +1,6 @@
 """What is measured of every model of a comparison: functions of a model that return numbers."""
 
 import hashlib
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Protocol
@@ -14,10 +13,10 @@ from ..calibration.tokens import tokenised
 from ..calibration.windows import shown
 from ..checkpoint.source import Source
 from ..errors import DataError
-from ..evaluation.perplexity import perplexity, windows_of
-from ..evaluation.speed import speed
+from ..evaluation.perplexity import windows_of
+from ..evaluation.speed import lengths, speed
 from ..evaluation.tasks import Questions
-from ..evaluation.text import Texts
+from ..evaluation.text import Texts, timed_perplexity
 
 __all__ = ["Accuracies", "Measure", "Measures", "Perplexities", "Speed"]
 
@@ -85,7 +84,9 @@ class Perplexities:
         ]
 
     def __call__(self, model: nn.Module, dense) -> list[dict]:
-        return [{"text": label, **_timed(model, w)} for label, w in zip(self.labels, self.windows, strict=True)]
+        return [
+            {"text": label, **timed_perplexity(model, w)} for label, w in zip(self.labels, self.windows, strict=True)
+        ]
 
 
 def _labels(names: Sequence[str]) -> list[str]:
@@ -100,12 +101,6 @@ def _windows(source: Source, text: Text, length: int, limit: int | None) -> torc
         return windows_of(ids, length, limit)
     except DataError as error:
         raise DataError(f"{text.name}: {str(error).replace('--length', '--text-length')}") from error
-
-
-def _timed(model: nn.Module, windows: torch.Tensor) -> dict:
-    begin = time.perf_counter()
-    facts = perplexity(model, windows)
-    return facts | {"tokens_per_second": windows.numel() / (time.perf_counter() - begin)}
 
 
 class Accuracies:
@@ -137,8 +132,8 @@ class Speed:
     """
 
     def __init__(self, context: int, *, batch: int = 8, repeats: int = 5):
-        steps = min(32, max(1, context // 4))
-        self.options = {"batch": batch, "prompt": min(256, context - steps), "steps": steps, "repeats": repeats}
+        prompt, steps = lengths(context)
+        self.options = {"batch": batch, "prompt": prompt, "steps": steps, "repeats": repeats}
         self._dense: nn.Module | None = None  # kept between models: loading it takes longer than a round
 
     def describe(self) -> dict:

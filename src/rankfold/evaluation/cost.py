@@ -14,7 +14,7 @@ from ..errors import OptionError, UnsupportedModelError
 from ..memory import release_memory
 from ..report.record import environment, process_status
 from .complexity import cache_bytes, complexity
-from .speed import prompts, run, speed
+from .speed import PROMPT, STEPS, lengths, prompts, run, speed
 
 __all__ = ["MEMORY", "Cost", "bytes_on_disk", "peak_memory"]
 
@@ -24,7 +24,6 @@ MEMORY = (
     "prefill and decode of the batch; null where the system does not tell"
 )
 COUNTED = 128  # tokens of the forward whose operations are counted
-PROMPT, STEPS = 256, 32
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,7 @@ class Cost:
         """
         contexts = [getattr(m.config.get_text_config(), "max_position_embeddings", None) for m in models.values()]
         context = min([c for c in contexts if c] or [PROMPT + STEPS])
-        steps = min(STEPS, max(1, context // 4))
-        prompt = min(PROMPT, context - steps)
+        prompt, steps = lengths(context)
         if prompt < PROMPT:
             log.info("the model's context is %d: prompts of %d tokens, %d decoded", context, prompt, steps)
         facts = {name: _facts(name, model, min(COUNTED, context)) for name, model in models.items()}

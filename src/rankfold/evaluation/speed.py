@@ -13,7 +13,7 @@ from ..errors import OptionError
 from ..processor import now
 from ..progress import track
 
-__all__ = ["DEFINITION", "prompts", "run", "speed"]
+__all__ = ["DEFINITION", "PROMPT", "STEPS", "lengths", "prompts", "run", "speed"]
 
 DEFINITION = (
     "prefill: B x T prompt tokens over the time of one forward that fills the cache and computes the last logits; first "
@@ -22,14 +22,15 @@ DEFINITION = (
     "models in turning order; ratio: median over rounds of the speed over the first model's in the same round; one "
     "round before them is not counted"
 )
+PROMPT, STEPS = 256, 32
 
 
 def speed(
     models: Mapping[str, nn.Module],
     *,
     batch: int = 8,
-    prompt: int = 256,
-    steps: int = 32,
+    prompt: int = PROMPT,
+    steps: int = STEPS,
     repeats: int = 5,
     seed: int = 0,
 ) -> dict:
@@ -86,6 +87,12 @@ def _check(models: Mapping[str, nn.Module], batch: int, prompt: int, steps: int,
             raise OptionError(
                 f"prompt + steps is {prompt + steps}, more than the context of {name}, {context}; lower them"
             )
+
+
+def lengths(context: int) -> tuple[int, int]:
+    """Prompt tokens and decoded tokens, fewer than usual where a context has no room for so many."""
+    steps = min(STEPS, max(1, context // 4))
+    return min(PROMPT, context - steps), steps
 
 
 def prompts(models: Mapping[str, nn.Module], batch: int, prompt: int, seed: int = 0) -> Tensor:

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import Tensor
+
 from ..calibration.text import Text, read_text
 from ..calibration.tokens import tokenised
 from ..checkpoint.load import load_model, load_tokenizer
 from ..errors import OptionError
 from .perplexity import perplexity, windows_of
 
-__all__ = ["Texts", "evaluate_text"]
+__all__ = ["Texts", "evaluate_text", "timed_perplexity"]
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +65,14 @@ class Texts:
                 "warning: %s was calibrated on this very text (%s); its perplexity here is too good", model, text.name
             )
         windows = windows_of(tokenised(tokenizer, text.joined(), model, config.vocab_size), length, self.limit)
-        begin = time.perf_counter()
-        result = perplexity(network, windows)
-        return {"text": text.name, **result, "tokens_per_second": windows.numel() / (time.perf_counter() - begin)}
+        return {"text": text.name, **timed_perplexity(network, windows)}
+
+
+def timed_perplexity(network, windows: Tensor) -> dict:
+    """What :func:`~rankfold.evaluation.perplexity.perplexity` says, and ``tokens_per_second`` of it."""
+    begin = time.perf_counter()
+    result = perplexity(network, windows)
+    return result | {"tokens_per_second": windows.numel() / (time.perf_counter() - begin)}
 
 
 def evaluate_text(
