@@ -55,10 +55,52 @@ CONFIGS = {
     "falcon-alibi": lambda: t.FalconConfig(**_falcon(), alibi=True, multi_query=False, parallel_attn=False, bias=True),
     "bloom": lambda: t.BloomConfig(hidden_size=32, n_layer=3, n_head=4, vocab_size=96),
     "mixtral": lambda: t.MixtralConfig(**GQA, num_local_experts=2),
+    "seed_oss": lambda: t.SeedOssConfig(**GQA, head_dim=8, attention_bias=True),
+    "smollm3": lambda: t.SmolLM3Config(**GQA, no_rope_layers=[1, 0, 1], **IDS),  # the second layer does not rotate
+    "ernie4_5": lambda: t.Ernie4_5Config(**GQA, head_dim=8, use_bias=True),
+    "helium": lambda: t.HeliumConfig(**GQA, head_dim=8),
+    "granite": lambda: t.GraniteConfig(
+        **GQA, residual_multiplier=0.5, attention_multiplier=0.3, embedding_multiplier=2.0, logits_scaling=1.5
+    ),
+    "granitemoe": lambda: t.GraniteMoeConfig(
+        **{**GQA, "intermediate_size": 16}, num_local_experts=2, num_experts_per_tok=2, attention_multiplier=0.3
+    ),
+    "olmo": lambda: t.OlmoConfig(**GQA),
+    "olmo2": lambda: t.Olmo2Config(**GQA),
+    "olmo3": lambda: t.Olmo3Config(**GQA, sliding_window=8),
+    "olmoe": lambda: t.OlmoeConfig(**{**GQA, "intermediate_size": 16}, num_experts=2, num_experts_per_tok=2),
+    "cohere": lambda: t.CohereConfig(**GQA, **IDS),
+    "cohere2": lambda: t.Cohere2Config(  # the last layer does not rotate
+        **GQA, head_dim=8, sliding_window=8, layer_types=["sliding_attention"] * 2 + ["full_attention"], **IDS
+    ),
+    "glm": lambda: t.GlmConfig(**GQA, head_dim=8, **IDS),
+    "glm4": lambda: t.Glm4Config(**GQA, head_dim=8, **IDS),
+    "exaone4": lambda: t.Exaone4Config(
+        **GQA, head_dim=8, sliding_window=8, layer_types=["sliding_attention"] * 2 + ["full_attention"], **IDS
+    ),
+    "stablelm": lambda: t.StableLmConfig(**GQA, partial_rotary_factor=0.5, use_qkv_bias=True),
+    "stablelm-parallel": lambda: t.StableLmConfig(**GQA, partial_rotary_factor=0.5, use_parallel_residual=True),
+    "arcee": lambda: t.ArceeConfig(**GQA, mlp_bias=True),
+    "nemotron": lambda: t.NemotronConfig(**GQA, head_dim=8, partial_rotary_factor=0.5),
+    "apertus": lambda: t.ApertusConfig(**GQA),
+    "starcoder2": lambda: t.Starcoder2Config(**GQA, sliding_window=8),
+    "qwen2_moe": lambda: t.Qwen2MoeConfig(
+        **GQA, num_experts=2, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16
+    ),
     "qwen3_moe": lambda: t.Qwen3MoeConfig(
         **GQA, num_experts=2, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8
     ),
 }
+
+# Families whose specs say nothing that those of others do not: the contracts of one method run on them, not those of all.
+ALIKE = {
+    *("seed_oss", "ernie4_5", "helium", "granite", "granitemoe", "olmo", "olmo3", "olmoe", "glm4", "stablelm"),
+    *("stablelm-parallel", "arcee", "nemotron", "apertus", "starcoder2", "qwen2_moe"),
+}
+KINDS = [family for family in sorted(CONFIGS) if family not in ALIKE]
+EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "olmoe"}  # their MLPs stay dense
+# Their queries and keys are normalised, and stay dense.
+NORMED = {"qwen3", "qwen3_moe", "gemma3", "gemma3-images", "olmo2", "olmo3", "olmoe", "exaone4", "apertus"}
 
 
 def _opt() -> dict:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import rankfold
-from families import CONFIGS, opened, some_ids, tokens
+from families import CONFIGS, EXPERTS, opened, some_ids, tokens
 from rankfold import MoDeGPT, Tokens, held_out, make_method, stages
 from rankfold.calibration import runner
 from rankfold.calibration.runner import advance, measure, start
@@ -17,7 +17,7 @@ from rankfold.held_out import HeldOut, explained_ratio
 from rankfold.methods.modegpt import mlp
 
 MODES = ("sequential", "one-pass")
-SPARSITY = {"mixtral": 0.1, "qwen3_moe": 0.1}
+SPARSITY = dict.fromkeys(EXPERTS, 0.1)
 
 
 def outcome_of(model) -> dict:

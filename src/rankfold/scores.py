@@ -22,7 +22,7 @@ ON_TEXT = ("measured", "greedy")  # allocations that compare predictions, for wh
 
 def statistics_of(source: Source, method: Method) -> set[str]:
     """Statistics that decomposing with this method reads."""
-    return method.statistics(source.meta_block(0))
+    return set().union(*(method.statistics(source.meta_block(i)) for i in range(len(source))))  # layers differ in kind
 
 
 def needed(source: Source, method: Method) -> set[str]:

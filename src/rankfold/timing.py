@@ -86,7 +86,8 @@ class Times:
 def likeness(view: BlockView) -> str:
     """Equal for blocks of the same shapes and the same kind of attention."""
     shapes = [(name, *p.shape) for name, p in view.module.named_parameters()]
-    return repr((shapes, sorted(view.attention.runtime().items(), key=lambda item: item[0])))
+    attention = view.attention
+    return repr((shapes, attention.rotary_dim, sorted(attention.runtime().items(), key=lambda item: item[0])))
 
 
 @torch.no_grad()

@@ -8,16 +8,21 @@ from families import CONFIGS, opened, some_ids, tiny_model
 from rankfold import Tokens
 
 # What ends each half of a block, by the stock model's own names. "added": the output is added to the stream; "stream": it is
-# the stream. Parallel blocks: both halves are added to the block's input.
+# the stream; "behind": the stream enters it. Parallel blocks: both halves are added to the block's input.
 LLAMA = ("self_attn", "added"), None
-SANDWICH = ("post_attention_layernorm", "added"), None  # Gemma 2 and 3 normalise what attention adds
+SANDWICH = ("post_attention_layernorm", "added"), None  # these normalise what attention adds
+SCALED = ("post_attention_layernorm", "behind"), None
+PARALLEL = ("self_attn", "added"), "mlp"
 NEOX_PARALLEL, FALCON_PARALLEL = (("attention", "added"), "mlp"), (("self_attention", "added"), "mlp")
 FALCON_SEQUENTIAL = ("self_attention", "added"), None
 HALVES = dict.fromkeys(CONFIGS, LLAMA) | {
     "gemma2": SANDWICH,
     "gemma3": SANDWICH,
     "gemma3-images": SANDWICH,
-    "phi": (("self_attn", "added"), "mlp"),
+    **dict.fromkeys(("olmo2", "olmo3", "exaone4"), SANDWICH),
+    "glm4": (("post_self_attn_layernorm", "added"), None),
+    **dict.fromkeys(("granite", "granitemoe"), SCALED),
+    **dict.fromkeys(("phi", "cohere", "cohere2", "stablelm-parallel"), PARALLEL),
     "opt-post-norm": (("self_attn_layer_norm", "stream"), None),
     "gpt2": (("attn", "added"), None),
     "gpt_neox": NEOX_PARALLEL,
@@ -51,7 +56,11 @@ def reference(family: str, ids) -> list[tuple[float, float, float]]:
     for i, block in enumerate(blocks):
         block.register_forward_pre_hook(lambda m, args, i=i: seen.update({(i, "before"): args[0].clone()}))
         block.register_forward_hook(note((i, "after")))
-        block.get_submodule(attention).register_forward_hook(note((i, "attention")))
+        half = block.get_submodule(attention)
+        half.register_forward_hook(note((i, "attention")))
+        half.register_forward_pre_hook(
+            lambda m, args, i=i: seen.update({(i, "behind"): args[0].clone()} if args else {})
+        )
         if mlp:
             block.get_submodule(mlp).register_forward_hook(note((i, "mlp")))
     with torch.no_grad():
@@ -59,7 +68,7 @@ def reference(family: str, ids) -> list[tuple[float, float, float]]:
     found = []
     for i in range(len(blocks)):
         before, after, attention_half = (seen[i, key] for key in ("before", "after", "attention"))
-        middle = attention_half if kind == "stream" else before + attention_half
+        middle = {"stream": attention_half, "behind": seen.get((i, "behind")), "added": before + attention_half}[kind]
         half = (before, before + seen[i, "mlp"]) if mlp else (middle, after)
         found.append((distance(before, after), distance(before, middle), distance(*half)))
     return found

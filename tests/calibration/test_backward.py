@@ -7,7 +7,7 @@ import torch
 
 import rankfold
 from activations import blocks_of
-from families import CONFIGS, opened, some_ids, tiny_model
+from families import KINDS, opened, some_ids, tiny_model
 from gradients import stock_gradients
 from rankfold.calibration import backward, runner
 from rankfold.calibration.backward import GRADIENTS, OutputGradient, gradient_observers, sweep, windows_for
@@ -24,7 +24,7 @@ def layers(source, index: int) -> dict[str, str]:
     return found | ({"mlp_gradient": view.mlp.spec.down} if view.mlp else {})
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", KINDS)
 def test_gradients_are_those_of_the_whole_stock_model(family, monkeypatch):
     monkeypatch.setattr(runner, "BATCH_TOKENS", 48)  # three batches, the last one smaller
     monkeypatch.setattr(backward, "POSITIONS", 10)  # and three pieces of the logits

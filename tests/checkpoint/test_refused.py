@@ -208,7 +208,10 @@ def test_an_index_that_is_no_json_is_refused(tmp_path, content, use):
         use(folder, device="cpu")
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gemma3-images", "gpt2", "bloom", "falcon-mqa", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family",
+    ["mixtral", "gemma3-images", "gpt2", "bloom", "falcon-mqa", "qwen3_moe", "qwen2_moe", "olmoe", "granitemoe"],
+)
 def test_checkpoints_under_other_names_still_open(tmp_path, family):
     folder = saved(tmp_path / "dense", family)
     ids = some_ids()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import rankfold
-from families import CONFIGS, opened, some_ids, tokens
+from families import EXPERTS, KINDS, opened, some_ids, tokens
 from rankfold import LatentLLM
 from rankfold.calibration.runner import advance, measure, start
 from rankfold.errors import NumericsError, OptionError, UnsupportedModelError
@@ -13,8 +13,7 @@ from rankfold.methods.latentllm.mlp import decompose_mlp
 from rankfold.modules import CompressedAttention, LatentLinear, build
 from rankfold.replacing import replace
 
-EXPERTS = {"mixtral", "qwen3_moe"}
-FAMILIES = sorted(CONFIGS)
+FAMILIES = KINDS
 JUNCTIONS = ["block_identity_right", "block_identity_left", "lu", "symmetric", "left", "right"]
 
 

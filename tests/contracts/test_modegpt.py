@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import rankfold
-from families import CONFIGS, opened, some_ids, tiny_model, tokens
+from families import CONFIGS, EXPERTS, NORMED, opened, some_ids, tiny_model, tokens
 from rankfold import MoDeGPT
 from rankfold.calibration.runner import advance, start
 from rankfold.errors import UnsupportedModelError
@@ -12,8 +12,6 @@ from rankfold.modules import CompressedAttention
 from rankfold.replacing import replace
 
 ALL = sorted(CONFIGS)
-NORMED = {"qwen3", "gemma3", "gemma3-images", "qwen3_moe"}
-EXPERTS = {"mixtral", "qwen3_moe"}
 
 
 @pytest.fixture(scope="module", params=ALL)

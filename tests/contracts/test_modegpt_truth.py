@@ -17,14 +17,19 @@ from torch import Tensor
 
 import rankfold
 from activations import ATTENTION, DOWN, OUTPUT, UP, Heads, blocks_of, look, member, spliced, weight_of
-from families import CONFIGS, ELIMINATION, ONE_SHOT, tiny_model, tokens
+from families import CONFIGS, ELIMINATION, EXPERTS, NORMED, ONE_SHOT, tiny_model, tokens
 from rankfold import MoDeGPT
 
-NORMED = {"qwen3", "gemma3", "gemma3-images", "qwen3_moe"}
-EXPERTS = {"mixtral", "qwen3_moe"}
 FREE = {"opt", "opt-post-norm", "gpt2", "falcon-alibi", "bloom"}  # nothing turns queries and keys
-ROTARY = {"phi": 4, "gpt_neox": 4, "gpt_neox-sequential": 2} | dict.fromkeys(FREE, 0)  # of 8 dimensions; elsewhere all
-SCALE = {"gemma2": 256}  # under the root of what scores are divided by; elsewhere the head dimension
+STILL = {("smollm3", 1), ("cohere2", 2)}  # nor do these blocks
+HALF = ("phi", "gpt_neox", "glm", "glm4", "stablelm", "stablelm-parallel", "nemotron")
+ROTARY = dict.fromkeys(HALF, 4) | {"gpt_neox-sequential": 2}  # of 8 dimensions; elsewhere all
+ADJACENT = {"ernie4_5", "helium", "cohere", "cohere2", "glm", "glm4"}
+SCALE = {
+    "gemma2": 256,
+    "granite": 0.3**-2,
+    "granitemoe": 0.3**-2,
+}  # under the root of what scores are divided by; elsewhere the head dimension
 PAPER = {"gqa": "paper", "bias_refit": False, "qk": "cr", **ONE_SHOT}
 SETTINGS = {
     "elimination, sequential": (ELIMINATION, "sequential"),
@@ -251,8 +256,14 @@ def test_the_units_that_stay_are_those_the_option_says(block):
 # Query-key
 
 
+def turning(block: Block) -> int:
+    """How many dimensions of a head rotary embedding turns."""
+    still = block.family in FREE or (block.family, getattr(member(block.dense, ATTENTION), "layer_idx", 0)) in STILL
+    return 0 if still else ROTARY.get(block.family, block.heads.query.shape[-1])
+
+
 def selects(block: Block) -> bool:
-    return block.family not in FREE or block.method.qk == "cr"
+    return turning(block) > 0 or block.method.qk == "cr"
 
 
 def kept_dimensions(block: Block) -> Tensor:
@@ -332,9 +343,10 @@ def test_the_bounds_of_a_selection_are_those_of_the_papers_formulas(block):
 def score_errors(block: Block, rank: int) -> tuple[float, float, float]:
     """Squared change of the scores of every query with every key of all windows; squared scores; what a rank cannot reach."""
     error = total = best = 0.0
-    for head in range(block.heads.key.shape[1]):  # every query head has its own key head in these families
+    K = block.heads.key.shape[1]
+    for head in range(K):
         q, k, small_q, small_k = (
-            x[:, head].flatten(0, 1)
+            x.unflatten(1, (K, -1))[:, head].flatten(0, 2)  # queries of all heads that read this key head
             for heads in (block.heads, block.small_heads)
             for x in (heads.query, heads.key - heads.key.mean(2, keepdim=True))  # softmax ignores what all keys share
         )
@@ -356,10 +368,12 @@ def test_scores_without_rotary_embedding_are_the_best_of_their_rank(block):
     assert error == pytest.approx(best, rel=CLOSE)
 
 
-def pairs_of(scores: Tensor, rotary: int) -> list[tuple[int, int]]:
+def pairs_of(block: Block, scores: Tensor) -> list[tuple[int, int]]:
     """Dimensions that turn together; of the others the best two, the next two, and so on."""
+    rotary, adjacent = turning(block), block.family in ADJACENT
     free = sorted(range(rotary, len(scores)), key=lambda i: -scores[i])
-    return [(p, p + rotary // 2) for p in range(rotary // 2)] + list(zip(free[::2], free[1::2], strict=True))
+    turn = [(2 * p, 2 * p + 1) if adjacent else (p, p + rotary // 2) for p in range(rotary // 2)]
+    return turn + list(zip(free[::2], free[1::2], strict=True))
 
 
 def norm_scores(q: Tensor, k: Tensor) -> Tensor:
@@ -387,18 +401,18 @@ def test_the_pairs_that_stay_are_those_the_option_says(block):
     if not selects(block):
         pytest.skip("nothing is selected")
     keep, (B, H, T, N), K = kept_dimensions(block), block.heads.query.shape, block.heads.key.shape[1]
-    rotary = ROTARY.get(block.family, N)
+    rotary = turning(block)
     for head in range(K):
         q, k = block.heads.query.view(B, K, H // K, T, N)[:, head], block.heads.key[:, head]
         scores, kept = norm_scores(q, k), set(keep[head].tolist())
-        assert all((p in kept) == (p + rotary // 2 in kept) for p in range(rotary // 2)), "half a pair is gone"
-        pairs = pairs_of(scores, rotary)
+        pairs = pairs_of(block, scores)
+        assert all((a in kept) == (b in kept) for a, b in pairs[: rotary // 2]), "half a pair is gone"
         if block.method.select_qk == "norm":
             best = sorted(pairs, key=lambda pair: -(scores[pair[0]] + scores[pair[1]]))[: len(kept) // 2]
             assert kept == set(itertools.chain(*best))
             continue
         # Dimensions that do not turn go one by one: no worse than the better of two ways to let them go two by two.
-        in_order = pairs_of(-torch.arange(N), rotary)
+        in_order = pairs_of(block, -torch.arange(N))
         drop = (N - len(kept)) // 2
         naive = min(greedy_pairs(q, k, some, drop) for some in (pairs, in_order))
         assert dropping(q, k, [i for i in range(N) if i not in kept]) <= 1.01**2 * naive

@@ -12,21 +12,16 @@ from torch import Tensor
 
 import rankfold
 from activations import ATTENTION, DOWN, OUTPUT, blocks_of, member, spliced, weight_of
-from families import CONFIGS, opened, some_ids, tiny_model, tokens
+from families import EXPERTS, KINDS, opened, some_ids, tiny_model, tokens
 from rankfold import Rankfold
 from rankfold.budgets import choices
 from rankfold.effects import measure_costs
 from rankfold.errors import OptionError
 from rankfold.planning import shares
 
-ALL = sorted(CONFIGS)
-EXPERTS = {"mixtral", "qwen3_moe"}
-NORM_BEHIND = {
-    "gemma2",
-    "gemma3",
-    "gemma3-images",
-    "opt-post-norm",
-}  # what a projection sends is normalised before it is added
+ALL = KINDS
+# What a projection sends is normalised before it is added.
+NORM_BEHIND = {"gemma2", "gemma3", "gemma3-images", "opt-post-norm", "olmo2", "exaone4"}
 
 
 def method_for(family: str, **options) -> Rankfold:

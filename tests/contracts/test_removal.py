@@ -10,7 +10,7 @@ from torch import nn
 import rankfold
 import rankfold.redundancy
 from activations import blocks_of
-from families import CONFIGS, cached_numbers, opened, some_ids, tiny_model, tokens
+from families import CONFIGS, KINDS, cached_numbers, opened, some_ids, tiny_model, tokens
 from rankfold import make_method
 from rankfold.errors import OptionError, UnsupportedModelError
 from rankfold.redundancy import losses_without
@@ -19,7 +19,7 @@ NAMES = ("shortgpt", "sleb")
 REPEATS = {"falcon-gqa", "falcon-gqa-one-norm"}  # what transformers caches is repeated for every query head there
 
 
-@pytest.fixture(scope="module", params=sorted(CONFIGS))
+@pytest.fixture(scope="module", params=KINDS)
 def family(request):
     return request.param
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import rankfold
 from activations import ATTENTION, DOWN, OUTPUT, blocks_of, look, member, weight_of
-from families import CONFIGS, opened, some_ids, tiny_model, tokens
+from families import EXPERTS, KINDS, opened, some_ids, tiny_model, tokens
 from gradients import stock_gradients
 from rankfold import MoDeGPT, Rankfold, scores
 from rankfold.budgets import choices
@@ -21,7 +21,6 @@ from rankfold.errors import OptionError
 from rankfold.methods.modegpt import sensitivity
 from rankfold.planning import shares
 
-EXPERTS = {"mixtral", "qwen3_moe"}
 GRADIENT = {"sensitivity": "gradient", "multiple": 2, "allocation": "uniform"}
 
 
@@ -138,7 +137,7 @@ def test_the_predicted_loss_is_that_of_the_installed_weights(tmp_path):
         assert record["blocks"][str(index)]["mlp"]["predicted_loss"] == pytest.approx(wanted, rel=1e-3)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", KINDS)
 def test_every_family_takes_it(family, tmp_path):
     sparsity = 0.1 if family in EXPERTS else 0.3
     small, record, _ = compressed(tmp_path / "small", family, Rankfold, sparsity=sparsity)

@@ -12,17 +12,17 @@ from torch import Tensor, nn
 
 import rankfold
 from activations import ATTENTION, DOWN, OUTPUT, blocks_of, member, weight_of
-from families import CONFIGS, cached_numbers, opened, some_ids, tiny_model, tokens
+from families import EXPERTS, KINDS, cached_numbers, opened, some_ids, tiny_model, tokens
 from rankfold import make_method
 from rankfold.errors import UnsupportedModelError
 from rankfold.modules import CompressedAttention
 
-EXPERTS, ALIBI = {"mixtral", "qwen3_moe"}, {"bloom", "falcon-alibi"}
+ALIBI = {"bloom", "falcon-alibi"}
 ONE_KEY_HEAD = {"gemma", "gemma3", "gemma3-images", "falcon-mqa", "falcon-sequential"}
 NAMES = ("magnitude", "strided", "flap")
 
 
-@pytest.fixture(scope="module", params=sorted(CONFIGS))
+@pytest.fixture(scope="module", params=KINDS)
 def family(request):
     return request.param
 
@@ -42,7 +42,8 @@ def run(family, name, tmp_path_factory):
 
 
 def modules_of(family: str) -> tuple[str, ...]:
-    return (*(() if family in EXPERTS else ("mlp",)), *(() if family in ALIBI | ONE_KEY_HEAD else ("heads",)))
+    heads = family not in ALIBI | ONE_KEY_HEAD | {"olmo2"}  # OLMo 2 normalises over all heads together
+    return (*(() if family in EXPERTS else ("mlp",)), *(("heads",) if heads else ()))
 
 
 def method_for(family: str, name: str, **options):

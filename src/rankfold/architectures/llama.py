@@ -10,5 +10,13 @@ LLAMA = Architecture(
     attention=AttentionSpec(path="self_attn", qkv=("q_proj", "k_proj", "v_proj"), output="o_proj"),
     mlp=MLPSpec(gate="mlp.gate_proj", up="mlp.up_proj", down="mlp.down_proj"),
 )
+ADJACENT = replace(LLAMA.attention, pairs="adjacent")
 
-ARCHITECTURES = (LLAMA, replace(LLAMA, model_type="mistral"))
+ARCHITECTURES = (
+    LLAMA,
+    replace(LLAMA, model_type="mistral"),
+    replace(LLAMA, model_type="seed_oss", attention=replace(LLAMA.attention, output_dropout="residual_dropout")),
+    replace(LLAMA, model_type="smollm3", attention=replace(LLAMA.attention, rotates="use_rope")),
+    replace(LLAMA, model_type="ernie4_5", attention=ADJACENT),
+    replace(LLAMA, model_type="helium", attention=ADJACENT),
+)

@@ -7,4 +7,9 @@ from .llama import LLAMA
 QWEN2 = replace(LLAMA, model_type="qwen2")
 QWEN3 = replace(LLAMA, model_type="qwen3", attention=replace(LLAMA.attention, qk_norm=("q_norm", "k_norm")))
 
-ARCHITECTURES = (QWEN2, QWEN3, replace(QWEN3, model_type="qwen3_moe", mlp=None))
+ARCHITECTURES = (
+    QWEN2,
+    replace(QWEN2, model_type="qwen2_moe", mlp=None),
+    QWEN3,
+    replace(QWEN3, model_type="qwen3_moe", mlp=None),
+)

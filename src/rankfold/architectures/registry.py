@@ -5,12 +5,37 @@ from dataclasses import replace
 from torch import nn
 
 from ..errors import UnsupportedModelError, suggestion
-from . import bloom, falcon, gemma, gpt2, gpt_neox, llama, mixtral, opt, phi, qwen
+from . import (
+    bloom,
+    cohere,
+    exaone,
+    falcon,
+    gemma,
+    glm,
+    gpt2,
+    gpt_neox,
+    granite,
+    llama,
+    mixtral,
+    olmo,
+    opt,
+    phi,
+    qwen,
+    stablelm,
+    ungated,
+)
 from .spec import Architecture
 
 __all__ = ["architecture_for", "architecture_of", "known_architectures"]
 
-_FAMILIES = (llama, qwen, gemma, phi, opt, gpt2, gpt_neox, falcon, bloom, mixtral)
+_FAMILIES = (llama, qwen, gemma, phi, granite, olmo, cohere, glm, exaone, stablelm, ungated) + (
+    opt,
+    gpt2,
+    gpt_neox,
+    falcon,
+    bloom,
+    mixtral,
+)
 _BY_TYPE = {a.model_type: a for family in _FAMILIES for a in family.ARCHITECTURES}
 
 
@@ -38,10 +63,15 @@ def architecture_of(model: nn.Module) -> Architecture:
     """The family of a transformers model; of a model for images and text, the family of its language model.
 
     Raises:
-        UnsupportedModelError: unknown type.
+        UnsupportedModelError: unknown type, or a trait that no spec can say.
     """
     text = model.config.get_text_config()
     found = architecture_for(text.model_type)
+    for field, reason in found.unless:
+        if getattr(text, field, None):
+            raise UnsupportedModelError(
+                f"this {text.model_type} has {field}={getattr(text, field)!r}: {reason}; models of this family without it work"
+            )
     if text is model.config:
         return found
     base, _, path = found.blocks.partition(".")

@@ -38,9 +38,18 @@ class AttentionSpec:
     # rope: queries and keys are rotated in pairs, so type II may only select pairs. alibi: a bias on the scores is passed
     # in and must still be added. none: nothing sits between queries and keys, so they may be rotated freely (SVD).
     position: Literal["rope", "alibi", "none"] = "rope"
-    # Norms over the head dimension between projection and rotation: dropping dimensions would change the RMS, so the
-    # query-key pair of such a family stays dense.
+    # Which dimensions rotary embedding turns together: p and p + half, or 2 p and 2 p + 1 ("adjacent").
+    pairs: Literal["halves", "adjacent"] = "halves"
+    interleaved_table: bool = (
+        False  # the model's cos/sin table says every angle twice in a row instead of repeating itself
+    )
+    # Attribute of the module that says whether this very layer rotates; None: all do. Queries and keys of a layer that does
+    # not may be rotated freely.
+    rotates: str | ByConfig | None = None
+    # Norms between projection and rotation: dropping dimensions would change the RMS, so the query-key pair of such a family
+    # stays dense.
     qk_norm: tuple[str, str] | None = None
+    norm_over: Literal["head", "all heads"] = "head"
     scaling: str = "scaling"  # attribute with the softmax scale; the compressed module keeps this number
     dropout: str = "attention_dropout"
     output_dropout: str | None = None
@@ -71,3 +80,4 @@ class Architecture:
     # then can an output projection be fitted to what is missing from the stream.
     adds: bool | ByConfig = True
     returns_tuple: bool = False  # the block returns (hidden, ...) instead of the hidden states
+    unless: tuple[tuple[str, str], ...] = ()  # (field of the config, what it does where set that no spec can say)

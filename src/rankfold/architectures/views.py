@@ -68,11 +68,23 @@ class AttentionView:
     def qkv(self) -> tuple[Dense, Dense, Dense]:
         """q ``(H N, D)``, k ``(K N, D)``, v ``(K N, D)``."""
         modules = [read_linear(m) for m in self.qkv_modules]
-        return (
-            tuple(modules)
-            if len(modules) == 3
-            else _split_rows(modules[0], self.spec.layout, self.heads, self.kv_heads)
+        split = len(modules) == 3
+        q, k, v = modules if split else _split_rows(modules[0], self.spec.layout, self.heads, self.kv_heads)
+        if (order := self._order(q.weight.device)) is not None:
+            heads = torch.arange(self.heads, device=order.device)[:, None] * self.head_dim
+            q, k = (x.rows((heads[:count] + order).flatten()) for x, count in ((q, self.heads), (k, self.kv_heads)))
+        return q, k, v
+
+    def _order(self, device) -> Tensor | None:
+        """``(N,)`` dimensions of a head in the order that has the partners of rotary pairs half a rotation apart, which all
+        that is computed here takes for granted: a score does not change when queries and keys are reordered alike.
+        """
+        if self.spec.pairs == "halves" or not self.rotary_dim:
+            return None
+        turning, still = torch.arange(self.head_dim, device=device).split(
+            [self.rotary_dim, self.head_dim - self.rotary_dim]
         )
+        return torch.cat([turning[::2], turning[1::2], still])
 
     def split_states(self, outputs: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``(B, T, H, N)``, keys and values ``(B, T, K, N)`` from what :attr:`qkv_modules` returned."""
@@ -81,7 +93,23 @@ class AttentionView:
             row = Dense(torch.arange(x.shape[-1], device=x.device)[:, None], None)
             parts = _split_rows(row, self.spec.layout, self.heads, self.kv_heads)
             outputs = [x[..., part.weight[:, 0]] for part in parts]
-        return tuple(o.unflatten(-1, (-1, self.head_dim)) for o in outputs)
+        q, k, v = (o.unflatten(-1, (-1, self.head_dim)) for o in outputs)
+        order = self._order(q.device)
+        return (q, k, v) if order is None else (q[..., order], k[..., order], v)
+
+    def normalised(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries ``(B, T, H, N)`` and keys ``(B, T, K, N)`` as they go into the rotation."""
+        if not self.norms:
+            return query, key
+        q_norm, k_norm = (getattr(self.module, name) for name in self.norms)
+        if self.spec.norm_over == "head":
+            return q_norm(query), k_norm(key)
+        return tuple(norm(x.flatten(2)).view_as(x) for norm, x in ((q_norm, query), (k_norm, key)))
+
+    def angles(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """``(..., rotary_dim / 2)`` each, one entry for every pair, out of the model's tables."""
+        pairs = self.rotary_dim // 2
+        return (cos[..., ::2], sin[..., ::2]) if self.spec.interleaved_table else (cos[..., :pairs], sin[..., :pairs])
 
     @property
     def output(self) -> Dense:
@@ -108,10 +136,13 @@ class AttentionView:
             "scaling": float(setting(self.spec.scaling)),
             "alibi": self.spec.position == "alibi",
             "softcap": setting("attn_logit_softcapping"),
-            "sliding_window": setting("sliding_window"),
+            # a layer that says it does not slide may still know the width of the window
+            "sliding_window": setting("sliding_window") if getattr(self.module, "is_sliding", True) else None,
             "dropout": setting(self.spec.dropout, 0.0),
             "output_dropout": setting(self.spec.output_dropout, 0.0) if self.spec.output_dropout else 0.0,
+            "interleaved_table": self.spec.interleaved_table,
             "adopt": dict(zip(("q_norm", "k_norm"), self.norms, strict=True)) if self.norms else {},
+            "norm_over": self.spec.norm_over,
         }
 
 
@@ -218,6 +249,9 @@ def _kv_heads(spec: AttentionSpec, module: nn.Module, config) -> int | None:
 
 def _rotary_dim(spec: AttentionSpec, module: nn.Module, config, head_dim: int) -> int:
     if spec.position != "rope" or getattr(config, "alibi", False):
+        return 0
+    rotates = spec.rotates.of(config) if isinstance(spec.rotates, ByConfig) else spec.rotates
+    if rotates and not getattr(module, rotates, True):
         return 0
     rotary = getattr(module, "rotary_ndims", None)
     if rotary is None:

@@ -125,13 +125,10 @@ class Heads:
     def rotated(self) -> tuple[Tensor, Tensor]:
         """Queries ``(B, H, T, N)`` and keys ``(B, K, T, N)``, after norm and rotation."""
         attention, (query, key, _) = self.attention, self.projected
-        if attention.norms:
-            q_norm, k_norm = (getattr(attention.module, name) for name in attention.norms)
-            query, key = q_norm(query), k_norm(key)
-        query, key = heads_first(query), heads_first(key)
+        query, key = (heads_first(x) for x in attention.normalised(query, key))
         if attention.rotary_dim:
             half = attention.rotary_dim // 2
-            cos, sin = (t[:, None, :, :half] for t in self.kwargs["position_embeddings"])  # (B, 1, T, half)
+            cos, sin = (t[:, None] for t in attention.angles(*self.kwargs["position_embeddings"]))  # (B, 1, T, half)
             for x in (query, key):
                 a, b = x[..., :half], x[..., half : 2 * half]
                 turned = a * sin

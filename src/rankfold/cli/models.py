@@ -3,6 +3,7 @@
 from rich.table import Table
 
 from ..architectures import known_architectures
+from ..architectures.spec import AttentionSpec
 from . import common as c
 from . import options as o
 
@@ -17,7 +18,7 @@ def command(json: o.Json = False) -> None:
         {
             "model_type": a.model_type,
             "mlp": a.mlp is not None,
-            "qk": "dense with q/k-norm" if a.attention.qk_norm else {"rope": "pairs"}.get(a.attention.position, "svd"),
+            "qk": _form(a.attention),
             "vo": "svd",
         }
         for a in known_architectures()
@@ -30,3 +31,11 @@ def command(json: o.Json = False) -> None:
         out.print(grid)
 
     c.emit({"models": rows}, json, table)
+
+
+def _form(attention: AttentionSpec) -> str:
+    if attention.qk_norm:
+        return "dense with q/k-norm"
+    if attention.position != "rope":
+        return "svd"
+    return "pairs; svd in layers that do not rotate" if attention.rotates else "pairs"

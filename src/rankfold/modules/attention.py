@@ -37,7 +37,7 @@ class CompressedAttention(nn.Module):
         self.output_dropout = spec.get("output_dropout", 0.0)
         self.is_causal = True
         self.adds_alibi = spec.get("alibi", False)  # Falcon passes ALiBi too, but has already put it into the mask
-        self.rotary_dim = spec.get("rotary_dim", 0)
+        self.rotary_dim, self.interleaved_table = spec.get("rotary_dim", 0), spec.get("interleaved_table", False)
         self.o_proj = build_layer(spec["o"])
         self.qkv_proj = build_layer(spec["qkv"]) if "qkv" in spec else None  # one latent that all three share
         if self.qkv_proj is None:
@@ -50,6 +50,7 @@ class CompressedAttention(nn.Module):
         self.latent_keys, self.latent_values = "k" in spec.get("latent_cache", ()), "v" in spec.get("latent_cache", ())
         self.one_latent = self.qkv_proj is not None and self.latent_keys  # cached once, as keys; values are empty
         self.q_norm = self.k_norm = None  # adopted from the dense module by `build` where the family has them
+        self.norms_all_heads = spec.get("norm_over", "head") == "all heads"
         if spec.get("selected_pairs"):
             # Row p of head k says which rotary frequency pair p turns with; `rotary_dim / 2` means "does not turn".
             self.register_buffer("rotary_pairs", torch.zeros(self.kv_heads, self.qk_dim // 2, dtype=torch.int32))
@@ -75,10 +76,7 @@ class CompressedAttention(nn.Module):
     ):
         B, T, _ = hidden_states.shape
         query, key, value = self._project(hidden_states)
-        query = query.view(B, T, self.heads, self.qk_dim)
-        if self.q_norm is not None:
-            query = self.q_norm(query)
-        query = query.transpose(1, 2)  # (B, H, T, R)
+        query = self._normalised(query, self.q_norm).transpose(1, 2)  # (B, H, T, R)
         key = key[:, None] if self.latent_keys else self._keys(key)  # (B, 1, T, latent) or (B, K, T, R)
         if self.rotary_dim:
             query, key = self._rotate(query, key, *position_embeddings)
@@ -116,8 +114,14 @@ class CompressedAttention(nn.Module):
         return (query, z, z[..., :0]) if self.one_latent else (query, key, z)
 
     def _keys(self, x):
-        x = x.view(*x.shape[:2], self.kv_heads, self.qk_dim)
-        return (x if self.k_norm is None else self.k_norm(x)).transpose(1, 2)  # (B, K, T, R)
+        return self._normalised(x, self.k_norm).transpose(1, 2)  # (B, K, T, R)
+
+    def _normalised(self, x, norm):
+        """(B, T, heads, R)"""
+        if norm is not None and self.norms_all_heads:
+            x = norm(x)
+        x = x.view(*x.shape[:2], -1, self.qk_dim)
+        return x if norm is None or self.norms_all_heads else norm(x)
 
     def _values(self, x):
         return x.view(*x.shape[:2], self.kv_heads, self.vo_dim).transpose(1, 2)  # (B, K, T, V)
@@ -150,7 +154,8 @@ class CompressedAttention(nn.Module):
     def _rotate(self, query, key, cos, sin):
         """Rotary embedding, Hugging Face's half layout: dimension p turns together with dimension p + P."""
         half = self.rotary_dim // 2
-        cos, sin = cos[..., :half], sin[..., :half]  # (B, T, half); the stored tables repeat themselves
+        once = slice(None, None, 2) if self.interleaved_table else slice(half)
+        cos, sin = cos[..., once], sin[..., once]  # (B, T, half); the stored tables say all angles twice
         if self.rotary_pairs is None:  # all pairs in place, then the dimensions that never turn
             cos, sin = cos[:, None], sin[:, None]
             return turn(query, cos, sin, half), turn(key, cos, sin, half)

@@ -11,7 +11,7 @@ __all__ = ["add_alibi", "eager_attention", "masked", "turn"]
 
 def turn(x, cos, sin, half):
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1).to(x.dtype)  # some tables are fp32 always
 
 
 def add_alibi(alibi, mask, batch, heads, dtype):

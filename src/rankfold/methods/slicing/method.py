@@ -47,6 +47,8 @@ class Slicing(Method):
             reasons["heads"] = "ALiBi gives every head a bias by its number, and fewer heads would get those of others"
         elif view.attention.kv_heads == 1:
             reasons["heads"] = "all its query heads read one key/value head, which cannot go"
+        elif view.attention.norms and view.attention.spec.norm_over == "all heads":
+            reasons["heads"] = "it normalises queries and keys over all heads together, and fewer would change the norm"
         for module in self.modules or ():
             if module in reasons:
                 rest = ",".join(m for m in self.all_modules if m not in reasons) or "no module of it"

@@ -1,0 +1,18 @@
+"""Command R and R7B: parallel block, rotary embedding in adjacent pairs; Cohere 2 rotates where it attends through a window."""
+
+from dataclasses import replace
+
+from .llama import LLAMA
+
+COHERE = replace(
+    LLAMA,
+    model_type="cohere",
+    attention=replace(LLAMA.attention, pairs="adjacent", interleaved_table=True),
+    middle=None,
+    unless=(("use_qk_norm", "its q/k-norms have weights of their own for every head"),),
+)
+
+ARCHITECTURES = (
+    COHERE,
+    replace(COHERE, model_type="cohere2", attention=replace(COHERE.attention, rotates="sliding_window"), unless=()),
+)

@@ -1,0 +1,20 @@
+"""EXAONE 4: norms behind each half of the block and over heads of q and k; with windows, only layers that slide rotate."""
+
+from dataclasses import replace
+
+from .llama import LLAMA
+from .spec import ByConfig
+
+ARCHITECTURES = (
+    replace(
+        LLAMA,
+        model_type="exaone4",
+        attention=replace(
+            LLAMA.attention,
+            qk_norm=("q_norm", "k_norm"),
+            rotates=ByConfig("sliding_window", yes="is_sliding", no=None),
+        ),
+        middle="mlp",
+        adds=False,
+    ),
+)

@@ -1,0 +1,15 @@
+"""GLM: half of each head rotates, in adjacent pairs; gate and up in one projection. GLM 4: norms behind each half as well."""
+
+from dataclasses import replace
+
+from .llama import LLAMA
+from .spec import MLPSpec
+
+GLM = replace(
+    LLAMA,
+    model_type="glm",
+    attention=replace(LLAMA.attention, pairs="adjacent"),
+    mlp=MLPSpec(up="mlp.gate_up_proj", fused_gate=True, down="mlp.down_proj"),
+)
+
+ARCHITECTURES = (GLM, replace(GLM, model_type="glm4", adds=False))

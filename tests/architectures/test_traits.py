@@ -1,0 +1,39 @@
+"""Traits that only some blocks or some checkpoints of a family have."""
+
+import pytest
+import transformers as t
+
+import rankfold
+from families import GQA, opened
+from rankfold.errors import UnsupportedModelError
+from rankfold.scores import statistics_of
+from rankfold.timing import likeness
+
+UNTOLD = {
+    "use_qk_norm": (t.CohereConfig, {"use_qk_norm": True}),
+    "qk_layernorm": (t.StableLmConfig, {"qk_layernorm": True}),
+    "clip_qkv": (t.OlmoConfig, {"clip_qkv": 1.0}),
+}
+
+
+@pytest.mark.parametrize("field", UNTOLD)
+def test_what_no_spec_can_say_is_refused_in_one_line(field):
+    config, options = UNTOLD[field]
+    model = t.AutoModelForCausalLM.from_config(config(**GQA, **options))
+    with pytest.raises(UnsupportedModelError, match=rf"^this \w+ has {field}=.*: .*; models of this family without it"):
+        rankfold.open_model(model, device="cpu")
+
+
+@pytest.mark.parametrize("family, still", [("smollm3", 1), ("cohere2", 2), ("exaone4", 2), ("llama", None)])
+def test_blocks_may_differ_in_whether_they_rotate(family, still):
+    source = opened(family)
+    turning = [source.meta_block(i).attention.rotary_dim for i in range(3)]
+    assert turning == [0 if i == still else 8 for i in range(3)]
+    alike = {likeness(source.meta_block(i)) for i in range(3)}
+    assert len(alike) == (1 if still is None else 2)  # their times are measured apart
+
+
+def test_what_is_measured_is_what_any_block_needs():
+    method = rankfold.make_method("modegpt")
+    assert {"query_key", "key_spread"} <= statistics_of(opened("smollm3"), method)
+    assert "key_spread" not in statistics_of(opened("llama"), method)
