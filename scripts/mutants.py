@@ -40,7 +40,7 @@ CONTRACTS = "tests/contracts/test_"
 LATENT = [f"{CONTRACTS}{name}.py" for name in ("latentllm_errors", "latentllm", "options_matter")] + ["tests/methods"]
 TRUTH = [f"{CONTRACTS}{name}.py" for name in ("modegpt_truth", "grouped_queries")]
 HELD_OUT = "tests/test_held_out.py"
-DEFAULT = f"{CONTRACTS}rankfold.py"
+DEFAULT, SENSITIVITY = (f"{CONTRACTS}{name}.py" for name in ("rankfold", "sensitivity"))
 OF_NO_FAMILY = "not test_perplexities and not fitted_windows and not test_modegpt"
 # Files -> the tests that should protect them, and which of these (-k): all families would take hours.
 PROTECTED = {
@@ -58,14 +58,15 @@ PROTECTED = {
     "held_out.py": ([HELD_OUT], f"{OF_NO_FAMILY} or llama or opt"),
     # Grouped queries, biases everywhere, neither rotation nor gate, half a rotation.
     "methods/modegpt/*.py": (
-        [*TRUTH, "tests/methods", HELD_OUT],
-        "not truth and not held_out or llama: or llama-bias: or opt: or phi: or llama-modegpt or opt-modegpt",
+        [*TRUTH, SENSITIVITY, "tests/methods", HELD_OUT],
+        "not truth and not held_out and not every_family"
+        " or llama: or llama-bias: or opt: or phi: or llama-modegpt or opt-modegpt",
     ),
     "methods/rankfold/*.py": ([DEFAULT], ""),
     "effects.py": ([DEFAULT], "costs or ranks"),
     "scores.py": (
-        [DEFAULT, f"{CONTRACTS}modegpt.py"],
-        "resumed or refused or influence_allocations and (llama or opt)",
+        [DEFAULT, SENSITIVITY, f"{CONTRACTS}modegpt.py"],
+        "resumed or refused or moments_hold_no or influence_allocations and (llama or opt)",
     ),
     "stages.py": ([DEFAULT, HELD_OUT], f"{OF_NO_FAMILY} or llama or opt"),
     "linalg/*.py": (["tests/linalg"], ""),

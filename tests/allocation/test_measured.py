@@ -110,6 +110,13 @@ def test_more_sparsity_never_gives_a_module_more():
         before = found
 
 
+def test_costs_that_only_doubles_tell_apart_are_told_apart():
+    units = [unit(block, "mlp", 16, 1) for block in range(2)]
+    for cheap in range(2):
+        costs = {(block, "mlp"): {16: 0.0, 8: 1.0 + (block != cheap) * 1e-9} for block in range(2)}
+        assert cheapest(units, costs, 8)[cheap, "mlp"] == 8
+
+
 def test_only_measured_ranks_are_taken_and_too_few_are_said():
     u = unit(0, "mlp", 32, 1)
     costs = {(0, "mlp"): {32: 0.0, 24: 1.0}}

@@ -10,7 +10,14 @@ from activations import blocks_of
 from families import KINDS, opened, some_ids, tiny_model
 from gradients import stock_gradients
 from rankfold.calibration import backward, runner
-from rankfold.calibration.backward import GRADIENTS, OutputGradient, gradient_observers, sweep, windows_for
+from rankfold.calibration.backward import (
+    GRADIENTS,
+    OutputGradient,
+    gradient_observers,
+    sweep,
+    sweep_memory,
+    windows_for,
+)
 from rankfold.errors import NumericsError
 
 IDS = some_ids(5, 24)
@@ -139,3 +146,9 @@ def test_weights_stay_what_their_owner_made_them():
         pass
     assert [p.shape for p in model.parameters() if not p.requires_grad] == [frozen.shape]
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_memory_foreseen_grows_by_what_enters_every_block_and_one_gradient():
+    source, tokens, numbers = opened("llama"), 2**20, 32 * (3 + 1)  # fp32 all of them
+    assert sweep_memory(source, 2 * tokens) - sweep_memory(source, tokens) == tokens * 4 * numbers
+    assert sweep_memory(source, tokens) > tokens * 4 * numbers  # and the graph of one batch

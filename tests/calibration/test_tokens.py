@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rankfold.calibration.text import Text
 from rankfold.calibration.tokens import Tokens, check_vocabulary, encode, load_tokens, pack
+from rankfold.calibration.windows import shown
 from rankfold.checkpoint.source import open_model
 from rankfold.errors import DataError, OptionError
 
@@ -106,6 +107,19 @@ def test_the_hash_tells_window_shapes_apart():
     ids = torch.arange(64)
     a, b = (Tokens(ids.view(*shape), "a", "a", 0) for shape in ((4, 16), (2, 32)))
     assert a.describe() != b.describe()
+
+
+@pytest.mark.parametrize(
+    "name, expected", [("/home/somebody/a.txt", "a.txt"), ("c4:/home/somebody/a.jsonl", "c4:a.jsonl"), ("c4", "c4")]
+)
+def test_folders_of_this_machine_are_not_shown(name, expected):
+    assert shown(name) == expected
+
+
+@pytest.mark.parametrize("ids, got", [(torch.zeros(4, 8), r"\[4, 8\] of torch\.float32"), ([[1, 2]], "list")])
+def test_ids_of_another_kind_are_refused(ids, got):
+    with pytest.raises(DataError, match=rf"^ids must be a tensor \(windows, length\) of int64 token ids, got {got}$"):
+        Tokens(ids, "random", "random", 0)
 
 
 def test_length_is_clamped_to_the_context_and_said(text, caplog):
