@@ -11,6 +11,7 @@ import calibration
 import common
 import latent_table
 import mutants_table
+import seeds_table
 import zero_shot_table
 from decomposition_cost import GROUPS
 from rankfold.files import read_json, write_text
@@ -26,7 +27,8 @@ def main() -> None:
     common.DOCS = args.docs
     args.docs.mkdir(parents=True, exist_ok=True)
     for name, (pattern, title, table) in PAGES.items():
-        records = [read_json(path) for path in sorted(args.results.glob(pattern))]
+        paths = [path for path in sorted(args.results.glob(pattern)) if "_seed" not in path.name]
+        records = [read_json(path) for path in paths]
         if not records:
             common.say(f"{name}: no {pattern}")
             continue
@@ -36,6 +38,7 @@ def main() -> None:
         lines += ["Written by `python benchmarks/render.py`.", ""]
         write_text(args.docs / f"{name}.md", "\n".join(lines))
         common.say(f"wrote {name}.md: {len(records)} records")
+    seeds_table.render(sorted(args.results.glob("perplexity_*.json")))
     latent = sorted(args.results.glob("latent_*.json"))
     if latent:
         latent_table.render(latent)
