@@ -116,6 +116,7 @@ def test_imports_go_one_way(path):
         "budgets",
         "planning",
         "timing",
+        "proving",
         "replacing",
         "verifying",
         "held_out",

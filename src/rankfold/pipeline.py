@@ -34,6 +34,7 @@ from .memory import release_memory
 from .methods import BlockResult, Method
 from .planning import allocate_ranks, build_plan, check, kept_blocks, of_block
 from .progress import track
+from .proving import proved
 from .replacing import passing, replace
 from .report.card import model_card, reproduce_command
 from .report.identity import dtype_name, moments_identity, published_counts, run_identity
@@ -63,7 +64,7 @@ def calibrate(
         NumericsError: a weight or activation is NaN or infinite.
         CheckpointError: ``output`` holds something else, or another process writes it.
     """
-    statistics = available(source, statistics or set(OF_ONE_STREAM))
+    statistics = available(proved(source), statistics or set(OF_ONE_STREAM))
     identity = moments_identity(source, tokens, statistics)
     with MomentStore.filling(identity, Path(output) if output else None, tokens.held_out) as store:
         missing = store.missing(len(source))
@@ -93,6 +94,7 @@ def plan(source: Source, method: Method, moments: MomentStore | None = None, tok
         moments: of the dense model; needed by the influence allocations and for predicted errors.
         tokens: calibration windows; needed by the measured allocation.
     """
+    proved(source)
     gradients = gradients_of(source, method, tokens) if moments or method.allocation == "measured" else None
     ranks = choices(source, method)
     allocated = allocate_ranks(ranks, method, scores_of(source, method, ranks, moments, tokens, gradients=gradients))
@@ -138,6 +140,7 @@ def compress(
     """
     mode = _check(method, tokens, moments, mode, output)
     begin = time.perf_counter()
+    proved(source)
     calibration = tokens.describe() if tokens else moments.identity["tokens"]
     held_out = tokens.held_out if tokens else moments.held_out
     identity = run_identity(source, method, calibration, mode)

@@ -56,5 +56,5 @@ class Probe:
 
     def _reopen(self, folder: Path, model: nn.Module) -> Source:
         source, weights = self.source, Weights(folder)
-        fill_outer(model, weights, source.dtype, source.device)
-        return Source(model, folder.name, source.device, source.dtype, weights)
+        fill_outer(model, source.architecture.blocks, weights, source.dtype, source.device)
+        return Source(model, folder.name, source.device, source.dtype, weights, architecture=source.architecture)

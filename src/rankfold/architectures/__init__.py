@@ -1,6 +1,6 @@
 """What model families look like, as data, and one view of their weights."""
 
-from .registry import architecture_for, architecture_of, known_architectures
+from .registry import architecture_of, known_architectures
 from .spec import Architecture, AttentionSpec, ByConfig, MLPSpec
 from .views import AttentionView, BlockView, Dense, MLPView, read_linear
 
@@ -13,7 +13,6 @@ __all__ = [
     "Dense",
     "MLPSpec",
     "MLPView",
-    "architecture_for",
     "architecture_of",
     "known_architectures",
     "read_linear",

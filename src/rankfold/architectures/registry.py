@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from ..errors import UnsupportedModelError, suggestion
+from ..errors import UnsupportedModelError
 from . import (
     bloom,
     cohere,
@@ -24,9 +24,10 @@ from . import (
     stablelm,
     ungated,
 )
+from .derive import derive
 from .spec import Architecture
 
-__all__ = ["architecture_for", "architecture_of", "known_architectures"]
+__all__ = ["architecture_of", "known_architectures"]
 
 _FAMILIES = (llama, qwen, gemma, phi, granite, olmo, cohere, glm, exaone, stablelm, ungated) + (
     opt,
@@ -44,29 +45,18 @@ def known_architectures() -> tuple[Architecture, ...]:
     return tuple(_BY_TYPE[name] for name in sorted(_BY_TYPE))
 
 
-def architecture_for(model_type: str) -> Architecture:
-    """The family of a ``config.model_type``.
-
-    Raises:
-        UnsupportedModelError: unknown type; the message names close and available ones and what a spec needs.
-    """
-    if model_type in _BY_TYPE:
-        return _BY_TYPE[model_type]
-    raise UnsupportedModelError(
-        f"model type {model_type!r} is not supported; {suggestion(model_type, _BY_TYPE)}available: "
-        f"{', '.join(sorted(_BY_TYPE))}. A new family needs one spec: the paths of its blocks, q/k/v/o and MLP projections "
-        "(docs/add-an-architecture.md)"
-    )
-
-
 def architecture_of(model: nn.Module) -> Architecture:
     """The family of a transformers model; of a model for images and text, the family of its language model.
 
+    Of a type that is not known a spec that was read off its blocks, ``derived``: it may be wrong.
+
     Raises:
-        UnsupportedModelError: unknown type, or a trait that no spec can say.
+        UnsupportedModelError: a trait that no spec can say, or blocks that none can be read off.
     """
     text = model.config.get_text_config()
-    found = architecture_for(text.model_type)
+    found = _BY_TYPE.get(text.model_type)
+    if found is None:
+        return derive(model)
     for field, reason in found.unless:
         if getattr(text, field, None):
             raise UnsupportedModelError(

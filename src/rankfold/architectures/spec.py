@@ -80,4 +80,5 @@ class Architecture:
     # then can an output projection be fitted to what is missing from the stream.
     adds: bool | ByConfig = True
     returns_tuple: bool = False  # the block returns (hidden, ...) instead of the hidden states
+    derived: bool = False  # read off a block, and not yet proved on the model (rankfold.proving)
     unless: tuple[tuple[str, str], ...] = ()  # (field of the config, what it does where set that no spec can say)

@@ -16,7 +16,7 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ..architectures import BlockView, architecture_for, architecture_of
+from ..architectures import Architecture, BlockView, architecture_of
 from ..errors import CheckpointError, UnsupportedModelError, first_line
 from .devices import DTYPES, autocast_dtype, resolve_device, resolve_dtype
 from .fingerprint import fingerprint
@@ -42,6 +42,7 @@ class Source:
         weights: where blocks are read from; ``None`` where all are in memory.
         tokenizer_files: where the tokenizer is read from when it is wanted; ``None`` where there is none.
         bytes_on_disk: of the files the weights are read from; ``None`` for a model that the caller holds.
+        architecture: of a model whose blocks are compressed already, what they were; found by default.
         overlaps: read the next block and write the last one while this one is computed. It costs the memory of two blocks, and
             gains nothing where the processor that computes also reads.
     """
@@ -56,10 +57,11 @@ class Source:
         tokenizer_files: TokenizerFiles | None = None,
         tokenizer=None,
         bytes_on_disk: int | None = None,
+        architecture: Architecture | None = None,
     ):
         self.model, self.name, self.device, self.dtype = model, name, device, dtype
         self.text_config = model.config.get_text_config()
-        self.architecture = architecture_of(self.model)
+        self.architecture = architecture or architecture_of(model)
         self.autocast = autocast_dtype(device)  # precision of block forwards; None for the compute dtype itself
         self.weights, self.tokenizer_files, self.bytes_on_disk = weights, tokenizer_files, bytes_on_disk
         self.overlaps = device.type != "cpu"
@@ -216,7 +218,6 @@ def _read_config(folder: Path):
 
 
 def _check_type(config) -> None:
-    architecture_for(config.get_text_config().model_type)
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise UnsupportedModelError(
             f"model type {config.model_type!r} is not one that transformers loads as a causal language model; give its "
@@ -246,7 +247,7 @@ def _read_folder(folder: Path, device: torch.device, dtype: torch.dtype | None):
             model = _empty(config, model.dtype)
         weights.check_fits(model)
         check_unused(weights.unused(model), model, folder)
-        fill_outer(model, weights, storage_dtype, device)
+        fill_outer(model, architecture_of(model).blocks, weights, storage_dtype, device)
     else:
         log.info(
             "the checkpoint names its weights differently from the model: reading it as a whole, not block by block"

@@ -9,7 +9,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from ..architectures import architecture_of
 from ..errors import CheckpointError, NumericsError, first_line
 from ..linalg.psd import all_finite
 
@@ -207,9 +206,11 @@ def required_names(model: nn.Module) -> set[str]:
     return set(model.state_dict()) - set(getattr(model, "all_tied_weights_keys", None) or {})
 
 
-def fill_outer(model: nn.Module, weights: Weights, storage_dtype: torch.dtype, device: torch.device) -> None:
-    """Load what is not in the blocks, and tie the head."""
-    prefix = architecture_of(model).blocks + "."
+def fill_outer(
+    model: nn.Module, blocks: str, weights: Weights, storage_dtype: torch.dtype, device: torch.device
+) -> None:
+    """Load what is not in the list of blocks of this name, and tie the head."""
+    prefix = f"{blocks}."
     outer = [name for name in required_names(model) if not name.startswith(prefix)]
     state = weights.read(sorted(outer), storage_dtype, model.dtype, device)
     check_finite(state)

@@ -44,11 +44,12 @@ def command(
     from ..checkpoint.source import open_model
     from ..files import check_output
     from ..planning import timed
+    from ..proving import proved
 
     if output is not None and not dry_run:
         check_output(output)
     store = MomentStore.open(moments) if moments else None
-    source = open_model(model, dtype=dtype, device=device)
+    source = proved(open_model(model, dtype=dtype, device=device))
     chosen.supported_modules(source.architecture, source.meta_block(0))
     tokens = None if store else text.load(source)
 

@@ -1,36 +1,72 @@
 """`rankfold models`"""
 
+from dataclasses import MISSING, fields
+from typing import Annotated
+
+import typer
 from rich.table import Table
 
-from ..architectures import known_architectures
-from ..architectures.spec import AttentionSpec
+from ..architectures import Architecture, AttentionSpec, MLPSpec, known_architectures
 from . import common as c
 from . import options as o
 
 
-def command(json: o.Json = False) -> None:
-    """List the model families, and what of each can be compressed.
+def command(
+    model: Annotated[
+        str | None, typer.Argument(help="Folder, hub id or .gguf file: what this model is to rankfold.")
+    ] = None,
+    json: o.Json = False,
+) -> None:
+    """List the model families, and what of each can be compressed; or look at one model.
+
+    Of a model whose family is not listed the spec is read off its blocks and checked on its weights; what is printed can be
+    put into a file of rankfold as it is.
 
     \b
     rankfold models
+    rankfold models path/to/model
     """
-    rows = [
-        {
-            "model_type": a.model_type,
-            "mlp": a.mlp is not None,
-            "qk": _form(a.attention),
-            "vo": "svd",
-        }
-        for a in known_architectures()
-    ]
+    if model is not None:
+        return _one(model, json)
+    rows = [_row(architecture) for architecture in known_architectures()]
 
     def table(out) -> None:
-        grid = Table("model_type", "mlp", "qk", "vo")
+        grid = Table(*rows[0])
         for row in rows:
-            grid.add_row(row["model_type"], "units" if row["mlp"] else "dense (experts)", row["qk"], row["vo"])
+            grid.add_row(*row.values())
         out.print(grid)
 
     c.emit({"models": rows}, json, table)
+
+
+def _one(model: str, json: bool) -> None:
+    from ..checkpoint.source import open_model
+    from ..proving import prove
+
+    source = open_model(model)
+    proof = prove(source) if source.architecture.derived else None
+    spec = proof.spec if proof else source.architecture
+    numbers = {"logits": proof.logits, "attention": proof.attention, "units": proof.units} if proof else None
+    row = _row(spec)
+
+    def show(out) -> None:
+        out.print(", ".join(f"{key} {value}" for key, value in row.items()), soft_wrap=True)
+        if proof is None:
+            return out.print("its spec comes with rankfold")
+        differences = ", ".join(f"{name} {value:.1e}" for name, value in numbers.items() if value is not None)
+        out.print("read off its blocks and checked on this model, relative differences: " + differences, soft_wrap=True)
+        out.print(code(spec), markup=False, highlight=False, soft_wrap=True)
+
+    c.emit({**row, "spec": code(spec), "differences": numbers}, json, show)
+
+
+def _row(architecture: Architecture) -> dict[str, str]:
+    return {
+        "model_type": architecture.model_type,
+        "mlp": "units" if architecture.mlp else "dense (experts)",
+        "qk": _form(architecture.attention),
+        "vo": "svd",
+    }
 
 
 def _form(attention: AttentionSpec) -> str:
@@ -39,3 +75,18 @@ def _form(attention: AttentionSpec) -> str:
     if attention.position != "rope":
         return "svd"
     return "pairs; svd in layers that do not rotate" if attention.rotates else "pairs"
+
+
+def code(spec: Architecture | AttentionSpec | MLPSpec) -> str:
+    """The expression that makes a spec, without what is as it is by default."""
+    given = {
+        f.name: getattr(spec, f.name)
+        for f in fields(spec)
+        if f.default is MISSING or getattr(spec, f.name) != f.default
+    }
+    given.pop("derived", None)
+    shown = {
+        name: code(value) if isinstance(value, AttentionSpec | MLPSpec) else repr(value)
+        for name, value in given.items()
+    }
+    return f"{type(spec).__name__}({', '.join(f'{name}={value}' for name, value in shown.items())})"

@@ -83,6 +83,8 @@ def formula_macs(model: nn.Module, tokens: int) -> dict[str, int]:
         UnsupportedModelError: a mixture of experts, where the count depends on the routing.
     """
     architecture, config = architecture_of(model), model.config.get_text_config()
+    if architecture.derived:
+        raise UnsupportedModelError(f"model type {architecture.model_type!r} has no spec to count by; use counted_macs")
     if architecture.mlp is None:
         raise UnsupportedModelError(
             f"{architecture.model_type} routes tokens to experts, so its MACs are not a matter of shapes; use counted_macs"
