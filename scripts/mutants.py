@@ -38,6 +38,7 @@ SOURCE = Path("src/rankfold")
 SEED = 0
 CONTRACTS = "tests/contracts/test_"
 LATENT = [f"{CONTRACTS}{name}.py" for name in ("latentllm_errors", "latentllm", "options_matter")] + ["tests/methods"]
+OF_LATENT = "errors or matter or methods or llama or opt"
 TRUTH = [f"{CONTRACTS}{name}.py" for name in ("modegpt_truth", "grouped_queries")]
 HELD_OUT = "tests/test_held_out.py"
 DEFAULT, SENSITIVITY = (f"{CONTRACTS}{name}.py" for name in ("rankfold", "sensitivity"))
@@ -70,8 +71,14 @@ PROTECTED = {
     ),
     "stages.py": ([DEFAULT, HELD_OUT], f"{OF_NO_FAMILY} or llama or opt"),
     "linalg/*.py": (["tests/linalg"], ""),
-    "methods/*.py": (LATENT, "errors or matter or methods or llama or opt"),
-    "methods/latentllm/*.py": (LATENT, "errors or matter or methods or llama or opt"),
+    "methods/removal.py": (
+        [f"{CONTRACTS}removal.py"],
+        "llama or opt or losses or sleb_removes or several or layer_types or one_block or depend_on",
+    ),
+    "methods/slicing/*.py": ([f"{CONTRACTS}slicing_methods.py"], "llama or opt or key_head or flap_adds"),
+    "methods/base.py": (LATENT, OF_LATENT),
+    "methods/result.py": (LATENT, OF_LATENT),
+    "methods/latentllm/*.py": (LATENT, OF_LATENT),
 }
 # Seconds until a mutant counts as endless: (what its tests took + CONSTANT) * MULTIPLIER. Fixtures are in the constant.
 MULTIPLIER, CONSTANT = 3, 5
