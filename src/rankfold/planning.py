@@ -10,6 +10,7 @@ import torch
 from .allocation import allocate, averages, budgets, check_reachable, tensor_bytes, to_remove, unique_parameters
 from .budgets import Choices
 from .calibration.backward import PASSES, sweep_memory, windows_for
+from .calibration.gradients import numbers, widest
 from .calibration.observers import SAMPLE_ROWS, STATISTICS
 from .calibration.runner import advance, batch_tokens, start
 from .checkpoint.source import Source
@@ -108,6 +109,7 @@ def build_plan(source: Source, method: Method, allocated: Allocated, errors: dic
         budget=allocated.budget,
         source_bytes=source.bytes_on_disk,
         calibration=calibration,
+        gradient_windows=_sweep_windows(source, method, calibration),
     )
 
 
@@ -151,15 +153,21 @@ def _peak_memory(source: Source, method: Method, calibration: dict | None) -> in
     streams = len(source) + 1 if method.allocation == "greedy" else streams  # of one round of the search
     stream = (streams * tokens + 3 * held_out) * width * (2 if source.autocast else item)
     gradients = method.gradients(view)
-    moments += 8 * width**2 * len(gradients)
-    backwards = sweep_memory(source, _sweep_tokens(source, calibration)) if gradients and calibration else 0
+    of_gradients = 8 * numbers(view, gradients)
+    moments += of_gradients
+    backwards = of_gradients
+    if gradients and calibration:
+        backwards += sweep_memory(source, _sweep_windows(source, method, calibration) * calibration["length"])
     return int(around + resident + max(2 * largest + 2.5 * moments + samples + stream, largest + backwards))
 
 
-def _sweep_tokens(source: Source, calibration: dict) -> int:
-    """Calibration tokens that a backward pass runs over."""
-    width, length = source.meta_block(0).attention.output.weight.shape[0], calibration["length"]
-    return windows_for(calibration["samples"], length, width) * length
+def _sweep_windows(source: Source, method: Method, calibration: dict | None) -> int | None:
+    """Calibration windows that a backward pass runs over; ``None`` where there is none."""
+    view = source.meta_block(0)
+    names = method.gradients(view)
+    if not names or calibration is None:
+        return None
+    return windows_for(calibration["samples"], calibration["length"], widest(view, names))
 
 
 def timed(the_plan: Plan, source: Source, calibration: dict, mode: str) -> Plan:
@@ -190,6 +198,6 @@ def timed(the_plan: Plan, source: Source, calibration: dict, mode: str) -> Plan:
         times.append(time.perf_counter() - begin)
     per_token = min(times) / ids.numel()  # of one block
     passed = (forwards[mode] * len(source) + method.search(len(source), removed)) * calibration["tokens"]
-    if method.gradients(view):
-        passed += PASSES * len(source) * _sweep_tokens(source, calibration)
+    if the_plan.gradient_windows:
+        passed += PASSES * len(source) * the_plan.gradient_windows * length
     return replace(the_plan, seconds=passed * per_token)

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from .budgets import Choices
-from .calibration.backward import gradient_observers, sweep, windows_for
+from .calibration.backward import sweep, windows_for
+from .calibration.gradients import gradient_observers, widest
 from .calibration.store import MomentStore
 from .calibration.tokens import Tokens
 from .checkpoint.run import Run
@@ -75,9 +76,10 @@ def gradients_of(source: Source, method: Method, tokens: Tokens | None, run: Run
         return None
     if tokens is None:
         raise OptionError(
-            "gradients are measured on text, which moments do not hold; give calibration text, or leave out sensitivity"
+            "gradients are measured on text, which moments do not hold; give calibration text, or take a method or option that "
+            "reads no gradients"
         )
-    some = replace(tokens, ids=tokens.ids[: windows_for(*tokens.ids.shape, view.attention.output.weight.shape[0])])
+    some = replace(tokens, ids=tokens.ids[: windows_for(*tokens.ids.shape, widest(view, names))])
     with MomentStore.filling(moments_identity(source, some, names), run.gradients if run else None) as store:
         missing = store.missing(len(source))
         if missing:

@@ -10,25 +10,39 @@ from activations import blocks_of
 from families import KINDS, opened, some_ids, tiny_model
 from gradients import stock_gradients
 from rankfold.calibration import backward, runner
-from rankfold.calibration.backward import (
-    GRADIENTS,
-    OutputGradient,
-    gradient_observers,
-    sweep,
-    sweep_memory,
-    windows_for,
-)
+from rankfold.calibration.backward import sweep, sweep_memory, windows_for
+from rankfold.calibration.gradients import KINDS, OutputGradient, gradient_observers, numbers, widest
+from rankfold.calibration.moments import Moment
 from rankfold.errors import NumericsError
 
 IDS = some_ids(5, 24)
 
 
 def layers(source, index: int) -> dict[str, str]:
-    """Statistic -> path of its layer in the block; those of a mixture of experts have no MLP to look at."""
+    """Name -> path in the block of its linear layers; those of a mixture of experts have no MLP to look at."""
     view = source.meta_block(index)
     paths = {module: name for name, module in view.module.named_modules()}
-    found = {"attention_gradient": paths[view.attention.output_module]}
-    return found | ({"mlp_gradient": view.mlp.spec.down} if view.mlp else {})
+    return {name: paths[module] for name, module in view.layers.items()}
+
+
+def every(source) -> set[str]:
+    """All that can be measured in a block of this model."""
+    return {f"{layer}_{kind}" for layer in layers(source, 0) for kind in KINDS}
+
+
+def weight_gradients(family: str) -> list[dict[tuple[int, str], torch.Tensor]]:
+    """Of the loss of every sequence alone: (block, layer) -> gradient of the weight ``(out, in)``, fp64."""
+    source, found = opened(family), []
+    for row in IDS:
+        model = tiny_model(family)
+        stock_gradients(model, row[None], {})
+        found.append({})
+        for index, block in enumerate(blocks_of(model)):
+            for name, path in layers(source, index).items():
+                layer = block.get_submodule(path)
+                gradient = layer.weight.grad if isinstance(layer, torch.nn.Linear) else layer.weight.grad.T
+                found[-1][index, name] = gradient.double()
+    return found
 
 
 @pytest.mark.parametrize("family", KINDS)
@@ -37,14 +51,19 @@ def test_gradients_are_those_of_the_whole_stock_model(family, monkeypatch):
     monkeypatch.setattr(backward, "POSITIONS", 10)  # and three pieces of the logits
     source = opened(family)
     paths = {index: layers(source, index) for index in range(3)}
-    wanted = stock_gradients(tiny_model(family), IDS, paths)
-    found = dict(sweep(source, IDS, gradient_observers(set(paths[0]))))
-    assert list(found) == [2, 1, 0] and {(i, name) for i, moments in found.items() for name in moments} == set(wanted)
+    wanted, alone = stock_gradients(tiny_model(family), IDS, paths), weight_gradients(family)
+    found = dict(sweep(source, IDS, gradient_observers(every(source))))
+    assert list(found) == [2, 1, 0] and all(moments.keys() == every(source) for moments in found.values())
     for (index, name), g in wanted.items():
-        moment = found[index][name]
+        moment = found[index][f"{name}_gradient"]
         assert moment.count == IDS.numel()
         torch.testing.assert_close(moment.second_moment(), g.T @ g / len(g), rtol=1e-3, atol=1e-4 * g.square().mean())
         torch.testing.assert_close(moment.total, g.sum(0), rtol=1e-3, atol=1e-4 * g.abs().max())
+        gradients = torch.stack([one[index, name] for one in alone])  # (sequences, out, in)
+        for kind, expected in (("weight_gradient", gradients.sum(0)), ("fisher", gradients.square().sum(0))):
+            moment = found[index][f"{name}_{kind}"]
+            assert moment.count == len(IDS)
+            torch.testing.assert_close(moment.total, expected, rtol=1e-3, atol=1e-5 * expected.abs().max())
 
 
 def test_observers_see_what_a_gradient_of_weights_is_made_of():
@@ -58,7 +77,7 @@ def test_observers_see_what_a_gradient_of_weights_is_made_of():
             self.sum = self.sum + g.flatten(0, -2).T @ x.flatten(0, -2)
 
         def finish(self):
-            return backward.Moment(1, self.sum, None, None)
+            return Moment(1, self.sum, None, None)
 
     model, source = tiny_model("llama"), opened("llama")
     stock_gradients(model, IDS, {})
@@ -75,32 +94,32 @@ def test_observers_see_what_a_gradient_of_weights_is_made_of():
 def test_under_autocast_gradients_are_as_exact_as_its_numbers():
     plain, rough = opened("llama"), opened("llama")
     rough.autocast = torch.bfloat16
-    exact, found = (dict(sweep(source, IDS, gradient_observers(set(GRADIENTS)))) for source in (plain, rough))
+    exact, found = (dict(sweep(source, IDS, gradient_observers(every(plain)))) for source in (plain, rough))
     for index, moments in exact.items():
         for name, moment in moments.items():
-            a, b = moment.second_moment(), found[index][name].second_moment()
+            a, b = (m.total if m.second is None else m.second for m in (moment, found[index][name]))
             assert 0 < (a - b).norm() / a.norm() < 0.05, (index, name)
 
 
 @pytest.mark.parametrize("family", ["llama", "opt"])
 def test_a_model_in_bf16_gives_finite_gradients_near_those_in_fp32(family):
     plain, rough = opened(family), rankfold.open_model(tiny_model(family).to(torch.bfloat16), device="cpu")
-    exact, found = (dict(sweep(source, IDS, gradient_observers(set(GRADIENTS)))) for source in (plain, rough))
+    exact, found = (dict(sweep(source, IDS, gradient_observers(every(plain)))) for source in (plain, rough))
     for index, moments in exact.items():
         for name, moment in moments.items():
-            a, b = moment.second_moment(), found[index][name].second_moment()
-            assert 0 < (a - b).norm() / a.norm() < 0.1, (index, name)
+            a, b = (m.total if m.second is None else m.second for m in (moment, found[index][name]))
+            assert 0 < (a - b).norm() / a.norm() < 0.2, (index, name)  # queries and keys of small gradients differ most
 
 
 def test_a_sweep_ends_at_the_block_it_is_told_and_leaves_the_model_as_it_was():
     source = opened("gpt_neox")
     before = {name: tensor.clone() for name, tensor in source.model.state_dict().items()}
     wanted = [p.requires_grad for p in source.model.parameters()]
-    whole = dict(sweep(source, IDS, gradient_observers({"mlp_gradient"})))
-    some = dict(sweep(source, IDS, gradient_observers({"mlp_gradient"}), first=1))
+    whole = dict(sweep(source, IDS, gradient_observers({"down_gradient"})))
+    some = dict(sweep(source, IDS, gradient_observers({"down_gradient"}), first=1))
     assert list(some) == [2, 1]
     for index, moments in some.items():
-        assert torch.equal(moments["mlp_gradient"].second, whole[index]["mlp_gradient"].second)
+        assert torch.equal(moments["down_gradient"].second, whole[index]["down_gradient"].second)
     assert wanted == [p.requires_grad for p in source.model.parameters()]
     assert all(p.grad is None for p in source.model.parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in source.model.state_dict().items())
@@ -118,7 +137,7 @@ def test_one_block_has_a_graph_at_a_time(monkeypatch):
         return view
 
     monkeypatch.setattr(source, "block", read)
-    for _ in sweep(source, IDS, gradient_observers(set(GRADIENTS))):
+    for _ in sweep(source, IDS, gradient_observers(every(source))):
         pass
     assert len(seen) == 6
 
@@ -130,8 +149,8 @@ def test_gradients_that_are_not_finite_are_named():
         def add(self, x, g):
             super().add(x, g * torch.inf)
 
-    with pytest.raises(NumericsError, match=r"gradients of model.layers.2 \(mlp_gradient\) are NaN or infinite"):
-        dict(sweep(source, IDS, lambda view: {"mlp_gradient": Broken(view.module.mlp.down_proj)}))
+    with pytest.raises(NumericsError, match=r"gradients of model.layers.2 \(down_gradient\) are NaN or infinite"):
+        dict(sweep(source, IDS, lambda view: {"down_gradient": Broken(view.module.mlp.down_proj)}))
 
 
 def test_as_many_windows_as_a_moment_of_full_rank_needs():
@@ -142,7 +161,8 @@ def test_as_many_windows_as_a_moment_of_full_rank_needs():
 def test_weights_stay_what_their_owner_made_them():
     model = tiny_model("llama").requires_grad_()
     frozen = model.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
-    for _ in sweep(rankfold.open_model(model), IDS, gradient_observers(set(GRADIENTS))):
+    source = rankfold.open_model(model)
+    for _ in sweep(source, IDS, gradient_observers(every(source))):
         pass
     assert [p.shape for p in model.parameters() if not p.requires_grad] == [frozen.shape]
     assert all(p.grad is None for p in model.parameters())
@@ -152,3 +172,23 @@ def test_the_memory_foreseen_grows_by_what_enters_every_block_and_one_gradient()
     source, tokens, numbers = opened("llama"), 2**20, 32 * (3 + 1)  # fp32 all of them
     assert sweep_memory(source, 2 * tokens) - sweep_memory(source, tokens) == tokens * 4 * numbers
     assert sweep_memory(source, tokens) > tokens * 4 * numbers  # and the graph of one batch
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "gpt2", "falcon-gqa", "mixtral"])
+def test_numbers_and_widths_are_those_that_are_measured(family):
+    source = opened(family)
+    names, view = every(source), source.meta_block(0)
+    measured = dict(sweep(source, IDS, gradient_observers(names), first=2))[2]
+    sizes = {name: (m.total if m.second is None else m.second).shape for name, m in measured.items()}
+    assert numbers(view, names) == sum(rows * columns for rows, columns in sizes.values())
+    assert widest(view, names) == max(rows for rows, _ in sizes.values())
+
+
+def test_merging_windows_adds_what_each_gives():
+    source = opened("opt")
+    whole, *parts = (
+        dict(sweep(source, ids, gradient_observers({"up_fisher", "up_weight_gradient"})))
+        for ids in (IDS, IDS[:2], IDS[2:])
+    )
+    for name, moment in whole[1].items():
+        torch.testing.assert_close(moment.total, sum(part[1][name].total for part in parts), rtol=1e-3, atol=1e-6)
+        assert moment.count == sum(part[1][name].count for part in parts)

@@ -4,6 +4,7 @@ The reference is the dense model with what dropped units send set to zero (FLAP:
 decided here anew, unit by unit on raw weights and activations.
 """
 
+import functools
 import json
 
 import pytest
@@ -19,7 +20,7 @@ from rankfold.modules import CompressedAttention
 
 ALIBI = {"bloom", "falcon-alibi"}
 ONE_KEY_HEAD = {"gemma", "gemma3", "gemma3-images", "falcon-mqa", "falcon-sequential"}
-NAMES = ("magnitude", "strided", "flap")
+NAMES = ("magnitude", "strided", "flap", "obd", "llm-pruner")
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -70,22 +71,61 @@ def projections(model, index: int) -> dict[str, nn.Module]:
     return {"mlp": member(block, DOWN), "heads": member(member(block, ATTENTION), OUTPUT)}
 
 
-def expected_units(name: str, view, module: str, W: Tensor, X: Tensor, count: int, rank: int) -> list[int]:
+def parts_of(view, module: str, count: int) -> list[list[Tensor]]:
+    """Unit -> its weights, flat, of every layer that belongs to it."""
+    if module == "mlp":
+        rows = [part for p in view.mlp.rising().values() for part in p.weight.split(count)]
+        return [[*(part[unit] for part in rows), view.mlp.down.weight[:, unit]] for unit in range(count)]
+    width = view.attention.output.weight.shape[1] // count
+    heads = [p.weight.split(len(p.weight) // count) for p in view.attention.qkv()]
+    output = view.attention.output.weight.split(width, 1)
+    return [[*(part[unit].flatten() for part in heads), output[unit].flatten()] for unit in range(count)]
+
+
+@functools.cache
+def gradients_of(family: str) -> list[dict[tuple[int, str], list[Tensor]]]:
+    """Of every sequence alone: (block, module) -> unit -> gradients of its weights.
+
+    They are put where a second model has its weights, so that the family's layout is that of the weights.
+    """
+    model, holder, found = tiny_model(family), opened(family), []
+    for row in tokens().ids:
+        model.zero_grad()
+        loss = nn.functional.cross_entropy(model(row[None]).logits[0, :-1], row[1:], reduction="sum")
+        loss.backward()
+        for held, parameter in zip(holder.model.parameters(), model.parameters(), strict=True):
+            held.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        keys = [(index, module) for index in range(3) for module in modules_of(family)]
+        counts = {"mlp": lambda view: view.mlp.hidden, "heads": lambda view: view.attention.kv_heads}
+        found.append({})
+        for index, module in keys:
+            view = holder.block(index)
+            units = parts_of(view, module, counts[module](view))
+            found[-1][index, module] = [torch.cat(unit).double() for unit in units]
+    return found
+
+
+def expected_units(family: str, name: str, view, module: str, X: Tensor, count: int, rank: int) -> list[int]:
     """The units that stay, by the definition of each method."""
-    width = W.shape[1] // count
     if name == "strided":
         return [int((i + 0.5) * count / rank) for i in range(rank)]
+    weights = [torch.cat(unit).double() for unit in parts_of(view, module, count)]
+    W = projections(tiny_model(family), view.index)[module]
     scores = []
     for unit in range(count):
-        mine = slice(unit * width, (unit + 1) * width)
         if name == "flap":
-            scores.append((X[:, mine].var(0, correction=0) * W[:, mine].double().square().sum(0)).sum().item())
-        elif module == "mlp":
-            rows = [part[unit] for p in view.mlp.rising().values() for part in p.weight.split(count)]
-            scores.append(torch.cat([*rows, W[:, unit]]).double().norm().item())
+            mine = slice(unit * X.shape[1] // count, (unit + 1) * X.shape[1] // count)
+            scores.append(
+                (X[:, mine].var(0, correction=0) * weight_of(W)[:, mine].double().square().sum(0)).sum().item()
+            )
+        elif name == "magnitude":
+            scores.append(weights[unit].norm().item())
         else:
-            heads = [p.weight.split(len(p.weight) // count)[unit].flatten() for p in view.attention.qkv()]
-            scores.append(torch.cat([*heads, W[:, mine].flatten()]).double().norm().item())
+            changes = [one[view.index, module][unit] * weights[unit] for one in gradients_of(family)]
+            score = {"obd": lambda c: sum(x.square() for x in c).sum(), "llm-pruner": lambda c: sum(c).abs().sum()}[
+                name
+            ]
+            scores.append(score(changes).item())
     return sorted(sorted(range(count), key=lambda unit: -scores[unit])[:rank])
 
 
@@ -97,7 +137,7 @@ def reference(family: str, name: str, source, plan) -> nn.Module:
             unit = next(m for m in plan.modules if (m.block, m.module) == (index, module))
             projection = projections(model, index)[module]
             W, X = weight_of(projection), inputs(dense, projections(dense, index)[module], tokens().ids)
-            keep = expected_units(name, source.block(index), module, W, X, unit.of, unit.rank)
+            keep = expected_units(family, name, source.block(index), module, X, unit.of, unit.rank)
             assert len(keep) == unit.rank < unit.of
             width = W.shape[1] // unit.of
             gone = [c for u in range(unit.of) if u not in keep for c in range(u * width, (u + 1) * width)]
@@ -144,7 +184,7 @@ def test_errors_are_of_what_dropped_units_send(run, family, name):
         projection, report = projections(dense, 0)[module], record["blocks"]["0"][module]
         W, X, Y = weight_of(projection).double(), *(inputs(dense, projection, x) for x in (text.ids, text.held_out))
         unit = next(m for m in plan.modules if (m.block, m.module) == (0, module))
-        keep = expected_units(name, source.block(0), module, W.float(), X, unit.of, unit.rank)
+        keep = expected_units(family, name, source.block(0), module, X, unit.of, unit.rank)
         width, centre = W.shape[1] // unit.of, X.mean(0) if name == "flap" else 0.0
         gone = [c for u in range(unit.of) if u not in keep for c in range(u * width, (u + 1) * width)]
         for rows, key in ((X, "relative_error"), (Y, "held_out_error")):

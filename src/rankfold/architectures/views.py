@@ -86,6 +86,15 @@ class AttentionView:
         )
         return torch.cat([turning[::2], turning[1::2], still])
 
+    def qkv_rows(self) -> dict[str, tuple[str, Tensor]]:
+        """q, k, v -> the layer that holds the projection (``qkv`` where it is fused), and which of its rows are it."""
+        layers = [read_linear(module).weight for module in self.qkv_modules]
+        rows = [torch.arange(len(weight), device=weight.device) for weight in layers]
+        if len(layers) == 3:
+            return {name: (name, index) for name, index in zip("qkv", rows, strict=True)}
+        parts = _split_rows(Dense(rows[0][:, None], None), self.spec.layout, self.heads, self.kv_heads)
+        return {name: ("qkv", part.weight[:, 0]) for name, part in zip("qkv", parts, strict=True)}
+
     def split_states(self, outputs: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``(B, T, H, N)``, keys and values ``(B, T, K, N)`` from what :attr:`qkv_modules` returned."""
         if len(outputs) == 1:
@@ -211,6 +220,17 @@ class BlockView:
     def mlp(self) -> MLPView | None:
         spec = self.architecture.mlp
         return MLPView(spec, self.module) if spec else None
+
+    @property
+    def layers(self) -> dict[str, nn.Module]:
+        """Its linear layers, by what they compute: ``q``, ``k``, ``v`` or the fused ``qkv``; ``o``; ``gate``, ``up`` (with the
+        gate in it where that is fused) and ``down`` of an MLP that is shown."""
+        modules = self.attention.qkv_modules
+        names = ("q", "k", "v") if len(modules) == 3 else ("qkv",)
+        found = dict(zip(names, modules, strict=True)) | {"o": self.attention.output_module}
+        spec = self.architecture.mlp
+        paths = {"gate": spec.gate, "up": spec.up, "down": spec.down} if spec else {}
+        return found | {name: self.module.get_submodule(path) for name, path in paths.items() if path}
 
     @property
     def relu(self) -> bool:

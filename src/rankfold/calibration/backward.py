@@ -4,77 +4,27 @@ Shape legend: B sequences of a batch, T tokens, D model width, V vocabulary.
 
 The loss is the model's own: nats of every next token, summed. A forward keeps what enters every block. From the gradient behind
 the last one the blocks run once more, last to first, each with the graph of one batch; so one block is resident here too.
-Gradients of weights are never formed: with what enters a layer and the gradient at its output an observer can make them.
+Only observers form gradients of weights, one layer at a time, out of what enters it and the gradient at its output.
 """
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..architectures import BlockView
 from ..memory import release_memory
-from .moments import BlockMoments, Moment, VectorMoment, check_finite
+from .gradients import BackwardObserver
+from .moments import BlockMoments, check_finite
 from .runner import Stream, advance, batch_tokens, predictions, start
 
-__all__ = [
-    "GRADIENTS",
-    "PASSES",
-    "BackwardObserver",
-    "OutputGradient",
-    "gradient_observers",
-    "sweep",
-    "sweep_memory",
-    "windows_for",
-]
+__all__ = ["PASSES", "sweep", "sweep_memory", "windows_for"]
 
 TOKENS = 8192  # of a sweep, and at least
-PER_DIMENSION = 4  # for each output of a module, as many as make its moment one of full rank
+PER_DIMENSION = 4  # for each output of a layer, as many as make its moment one of full rank
 PASSES = 4.0  # forwards that a sweep takes: two, the way back, and the head; a large vocabulary takes more
 POSITIONS = 128  # of all windows of a batch together, whose logits are held at once: a vocabulary is large
-
-
-class BackwardObserver(Protocol):
-    """Sees what enters one layer of a block, and the gradient of the loss at its output, batch after batch."""
-
-    layer: nn.Module
-
-    def add(self, x: Tensor, g: Tensor) -> None:
-        """``x`` ``(..., in)`` and ``g`` ``(..., out)`` of one batch."""
-
-    def finish(self) -> Moment:
-        """What was measured."""
-
-
-class OutputGradient:
-    """Second moment ``E[g g^T]`` of the gradient ``g`` at the output of a layer, about zero."""
-
-    def __init__(self, layer: nn.Module):
-        self.layer, self.sums = layer, None
-
-    def add(self, x: Tensor, g: Tensor) -> None:
-        if self.sums is None:
-            self.sums = VectorMoment(g.shape[-1], g.device)
-        self.sums.add(g)
-
-    def finish(self) -> Moment:
-        return self.sums.finish()
-
-
-# What a backward pass can measure in a block. Methods name the ones they need.
-GRADIENTS: dict[str, Callable[[BlockView], BackwardObserver]] = {
-    # at the output of the output projection: of attention as it is added to the stream, where nothing normalises it
-    "attention_gradient": lambda view: OutputGradient(view.attention.output_module),
-    # at the output of the down projection
-    "mlp_gradient": lambda view: OutputGradient(view.module.get_submodule(view.mlp.spec.down)),
-}
-
-
-def gradient_observers(names: set[str]) -> Callable[[BlockView], dict[str, BackwardObserver]]:
-    """Block -> name -> observer, for names out of :data:`GRADIENTS`."""
-    return lambda view: {name: make(view) for name, make in GRADIENTS.items() if name in names}
 
 
 def windows_for(samples: int, length: int, width: int) -> int:
@@ -128,7 +78,7 @@ def sweep(
     for index in reversed(range(first, len(source))):
         view, entered = source.block(index), inputs.pop()
         watching = observers(view)
-        with _frozen(view.module), _watched(watching.values()):
+        with _frozen(view.module), _watched(watching.values(), ids.shape[1]):
             for i, hidden in enumerate(entered):
                 stream.hidden[i] = _through(view, stream, i, hidden.to(source.device, source.compute_dtype))
         moments = {name: observer.finish() for name, observer in watching.items()}
@@ -177,12 +127,16 @@ def _frozen(module: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _watched(observers: Iterable[BackwardObserver]) -> Iterator[None]:
-    """Have every observer told of the gradient at the output of its layer."""
+def _watched(observers: Iterable[BackwardObserver], length: int) -> Iterator[None]:
+    """Have every observer told of the gradient at the output of its layer, sequence by sequence, also where a block hands
+    its layers the tokens of all sequences in one row."""
+
+    def sequences(x: Tensor) -> Tensor:
+        return x.reshape(-1, length, x.shape[-1])
 
     def watch(observer: BackwardObserver):
         def forward(_, args, output) -> None:
-            output.register_hook(lambda g: observer.add(args[0].detach(), g))
+            output.register_hook(lambda g: observer.add(sequences(args[0].detach()), sequences(g)))
 
         return observer.layer.register_forward_hook(forward)
 

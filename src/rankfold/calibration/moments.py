@@ -142,6 +142,13 @@ def gram(x: Tensor, sums: list[Tensor]) -> None:
                 tile.addmm_(left, right)
 
 
+def cross(a: Tensor, b: Tensor) -> Tensor:
+    """``a^T b`` ``(A, B)``, fp32, of ``a`` ``(n, A)`` and ``b`` ``(n, B)``; products of bf16 numbers are exact."""
+    both = a.dtype is b.dtype is torch.bfloat16
+    with torch.autocast(a.device.type, enabled=False), _products(a, both):
+        return a.detach().float().T @ b.detach().float()
+
+
 def upper_tiles(N: int, device: torch.device) -> list[Tensor]:
     """Zeros, fp32: of every ``TILE`` rows of an ``(N, N)`` matrix the columns from the first of these rows on."""
     return [torch.zeros(min(TILE, N - a), N - a, device=device) for a in range(0, N, TILE)]

@@ -5,16 +5,18 @@ from .latentllm import ASVD, SVD, SVDLLM, LatentLLM, RootCov
 from .modegpt import MoDeGPT
 from .rankfold import Rankfold
 from .removal import BLOCK, SLEB, ShortGPT
-from .slicing import FLAP, Magnitude, Strided
+from .slicing import FLAP, OBD, LLMPruner, Magnitude, Strided
 
 __all__ = [
     "ASVD",
     "BLOCK",
     "FLAP",
+    "OBD",
     "SLEB",
     "SVD",
     "SVDLLM",
     "BlockResult",
+    "LLMPruner",
     "LatentLLM",
     "Magnitude",
     "Method",

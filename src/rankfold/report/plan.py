@@ -43,6 +43,9 @@ class Plan:
     )  # what the sparsity counts: how much there is, how much was to go and goes
     source_bytes: int | None = None  # of the files the weights are read from; None for a model that the caller holds
     calibration: dict | None = None  # description of the tokens it is calibrated on
+    gradient_windows: int | None = (
+        None  # of these, how many one backward pass runs over; None for a method without gradients
+    )
 
     @property
     def sparsity(self) -> float:
@@ -105,6 +108,8 @@ class Plan:
         for text in self._texts():
             windows = f"{text['samples']:,} + {text['held_out']:,} held out"
             table.add_row(f"calibration windows of {text['source']}", "", windows, f"{text['share']:.1%}")
+        if self.gradient_windows:
+            table.add_row("windows of the one backward pass", "", f"{self.gradient_windows:,}", "")
         table.add_row("peak memory beside the program (estimate)", "", f"{self.peak_memory_bytes / 2**30:.2f} GiB", "")
         if self.seconds is not None:
             table.add_row("time (estimate)", "", f"{self.seconds:.0f} s", "")

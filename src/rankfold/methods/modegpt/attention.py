@@ -17,7 +17,7 @@ from ..base import BlockResult
 from ..result import put_attention
 from .sensitivity import output_root, weighted
 
-GRADIENT = "attention_gradient"
+GRADIENT = "o_gradient"
 
 
 def compress_attention(

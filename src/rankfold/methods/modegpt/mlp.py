@@ -13,7 +13,7 @@ from ..base import BlockResult
 from ..result import put_projection
 from .sensitivity import output_root, predicted_loss
 
-GRADIENT = "mlp_gradient"
+GRADIENT = "down_gradient"
 
 
 def reduce_mlp(method, view: BlockView, down: Dense, moments, rank: int, result: BlockResult) -> Nystrom | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...architectures import BlockView, Dense
-from ...calibration.moments import Moment
+from ...calibration.moments import BlockMoments, Moment
 from ...errors import UnsupportedModelError
 from ...linalg.slicing import channels_of, sliced_error
 from ..base import BlockResult, Method, Unit
@@ -31,12 +31,8 @@ class Slicing(Method):
     budgets: ClassVar[tuple[str, ...]] = ("parameters", "bytes", "flops")
     compensates: ClassVar[bool] = False  # whether the output's bias takes what dropped units send on average
 
-    def keep(self, units: Sliceable, moment: Moment, rank: int) -> Tensor:
-        """``(r,)`` ascending: the units that stay.
-
-        Args:
-            moment: of the input of the output projection.
-        """
+    def keep(self, units: Sliceable, moments: BlockMoments, rank: int) -> Tensor:
+        """``(r,)`` ascending: the units that stay."""
         raise NotImplementedError
 
     def supported_modules(self, architecture, view: BlockView) -> tuple[str, ...]:
@@ -76,7 +72,7 @@ class Slicing(Method):
         for module, rank in ranks.items():
             units = there[module]
             lost = units.count - rank
-            change -= lost * (units.per_unit + units.biases // units.count)
+            change -= lost * (units.per_unit + units.biases_per_unit)
             if lost and self.compensates and units.output.bias is None:
                 change += units.output.weight.shape[0]
         return change, 0
@@ -90,11 +86,11 @@ class Slicing(Method):
             units = there[module]
             result.reports[module] = {"rank": rank, "of": units.count, "relative_error": 0.0}
             if rank < units.count:
-                self._slice(module, units, moments[units.statistic], rank, result)
+                self._slice(module, units, moments, rank, result)
         return result
 
-    def _slice(self, module: str, units: Sliceable, moment: Moment, rank: int, result: BlockResult) -> None:
-        keep, output = self.keep(units, moment, rank), units.output
+    def _slice(self, module: str, units: Sliceable, moments: BlockMoments, rank: int, result: BlockResult) -> None:
+        keep, moment, output = self.keep(units, moments, rank), moments[units.statistic], units.output
         kept, dropped = (channels_of(k, units.channels) for k in (keep, complement(keep, units.count)))
         centre, bias = moment.mean if self.compensates else None, output.bias
         if centre is not None:

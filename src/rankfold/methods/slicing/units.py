@@ -1,19 +1,28 @@
 """The two things in a block that consist of units which can go one by one, read in one way.
 
-Shape legend: n units, c channels each sends into the output projection, D model width.
+Shape legend: n units, c rows of a layer or channels of the output projection that belong to each, D model width.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...architectures import AttentionView, BlockView, Dense, MLPView
+from ...architectures import AttentionView, BlockView, Dense, MLPView, read_linear
 from ...linalg.slicing import channels_of
 from ..base import BlockResult
 from ..result import put_attention, put_projection
 
-__all__ = ["HeadGroups", "HiddenUnits", "Sliceable", "sliceable"]
+__all__ = ["HeadGroups", "HiddenUnits", "Rows", "Sliceable", "complement", "sliceable"]
+
+
+class Rows(NamedTuple):
+    """Rows of one layer that make what units send."""
+
+    layer: str  # a name of `BlockView.layers`
+    index: Tensor  # (n, c) rows of each unit
 
 
 @dataclass(frozen=True)
@@ -21,15 +30,37 @@ class Sliceable:
     """Units that feed one output projection."""
 
     statistic: str  # of the input of the output projection
+    entering: str  # statistic of the input of the layers before it
     count: int  # n
-    channels: int  # c
-    output: Dense  # (D, n c)
-    per_unit: int  # weights
-    biases: int  # of all units together, the output's not among them
+    channels: int  # c of the output projection, those of a unit side by side
+    rows: tuple[Rows, ...]
+    last: str  # name of the output projection
+    layers: Mapping[str, Dense]  # that and the layers before it, by name
 
-    def parts(self) -> list[Tensor]:
-        """Weights by unit, each ``(n, ...)``."""
-        raise NotImplementedError
+    @property
+    def output(self) -> Dense:
+        """``(D, n c)``."""
+        return self.layers[self.last]
+
+    @property
+    def per_unit(self) -> int:
+        """Weights of a unit."""
+        before = sum(index.shape[1] * self.layers[layer].weight.shape[1] for layer, index in self.rows)
+        return before + self.channels * self.output.weight.shape[0]
+
+    @property
+    def biases_per_unit(self) -> int:
+        """The output's are not among them."""
+        return sum(index.shape[1] for layer, index in self.rows if self.layers[layer].bias is not None)
+
+    def parts(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+        """What belongs to each unit, ``(n, c, ...)``, of tensors with the shapes of the weights, by the names of the layers."""
+        before = [tensors[layer][index] for layer, index in self.rows]
+        return [*before, tensors[self.last].T.unflatten(0, (self.count, -1))]
+
+    def weights(self) -> list[Tensor]:
+        """:meth:`parts` of the weights."""
+        return self.parts({name: layer.weight for name, layer in self.layers.items()})
 
     def put(self, result: BlockResult, keep: Tensor, output: Dense) -> None:
         """Replace the layers by those of the units ``keep``.
@@ -46,12 +77,6 @@ class HiddenUnits(Sliceable):
 
     mlp: MLPView
 
-    def parts(self) -> list[Tensor]:
-        rising = [
-            part for p in self.mlp.rising().values() for part in p.weight.split(self.count)
-        ]  # a fused gate is two
-        return [*rising, self.output.weight.T]
-
     def put(self, result: BlockResult, keep: Tensor, output: Dense) -> None:
         for path, projection in self.mlp.rising().items():
             put_projection(result, path, projection.rows(self.mlp.rows_of(keep)))
@@ -63,10 +88,6 @@ class HeadGroups(Sliceable):
     """Key/value heads, each with the query heads that read it."""
 
     attention: AttentionView
-
-    def parts(self) -> list[Tensor]:
-        q, k, v = (projection.weight.unflatten(0, (self.count, -1)) for projection in self.attention.qkv())
-        return [q, k, v, self.output.weight.T.unflatten(0, (self.count, -1))]
 
     def put(self, result: BlockResult, keep: Tensor, output: Dense) -> None:
         attention, width = self.attention, self.attention.head_dim
@@ -80,20 +101,25 @@ class HeadGroups(Sliceable):
 def sliceable(view: BlockView) -> dict[str, Sliceable]:
     """What of a block consists of units, by the name of the module."""
     attention, mlp, found = view.attention, view.mlp, {}
+    layers = {name: read_linear(layer) for name, layer in view.layers.items()}
     if mlp is not None:
-        rising, down, hidden = mlp.rising().values(), mlp.down, mlp.hidden
-        weights = down.weight.shape[0] + sum(p.weight.numel() for p in rising) // hidden
-        found["mlp"] = HiddenUnits("mlp_hidden", hidden, 1, down, weights, _biases(rising), mlp)
-    groups, output = attention.kv_heads, attention.output
-    channels = output.weight.shape[1] // groups
-    weights = 2 * (channels + attention.head_dim) * output.weight.shape[0]
-    biases = _biases(attention.qkv())
-    found["heads"] = HeadGroups("attention_output", groups, channels, output, weights, biases, attention)
+        mine = {name: layer for name, layer in layers.items() if name in ("gate", "up", "down")}
+        rows = [
+            Rows(name, part) for name in mine if name != "down" for part in _rows(mine[name]).view(-1, mlp.hidden, 1)
+        ]
+        found["mlp"] = HiddenUnits("mlp_hidden", "mlp_input", mlp.hidden, 1, tuple(rows), "down", mine, mlp)
+    groups = attention.kv_heads
+    mine = {name: layer for name, layer in layers.items() if name in ("q", "k", "v", "qkv", "o")}
+    rows = [Rows(layer, index.view(groups, -1)) for layer, index in attention.qkv_rows().values()]
+    channels = layers["o"].weight.shape[1] // groups
+    found["heads"] = HeadGroups(
+        "attention_output", "attention_input", groups, channels, tuple(rows), "o", mine, attention
+    )
     return found
 
 
-def _biases(projections) -> int:
-    return sum(p.bias.numel() for p in projections if p.bias is not None)
+def _rows(layer: Dense) -> Tensor:
+    return torch.arange(len(layer.weight), device=layer.weight.device)
 
 
 def complement(keep: Tensor, count: int) -> Tensor:

@@ -19,8 +19,8 @@ class Magnitude(Slicing):
 
     name: ClassVar[str] = "magnitude"
 
-    def keep(self, units, moment, rank: int) -> Tensor:
-        return largest(norm_scores(units.parts()), rank)
+    def keep(self, units, moments, rank: int) -> Tensor:
+        return largest(norm_scores(units.weights()), rank)
 
 
 @register_method
@@ -30,7 +30,7 @@ class Strided(Slicing):
 
     name: ClassVar[str] = "strided"
 
-    def keep(self, units, moment, rank: int) -> Tensor:
+    def keep(self, units, moments, rank: int) -> Tensor:
         return evenly_spaced(units.count, rank).to(units.output.weight.device)
 
 
@@ -47,6 +47,6 @@ class FLAP(Slicing):
     name: ClassVar[str] = "flap"
     compensates: ClassVar[bool] = True
 
-    def keep(self, units, moment, rank: int) -> Tensor:
-        variance = moment.covariance().diagonal()
+    def keep(self, units, moments, rank: int) -> Tensor:
+        variance = moments[units.statistic].covariance().diagonal()
         return largest(fluctuation_scores(units.output.weight, variance, units.count), rank)
