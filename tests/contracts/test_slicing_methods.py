@@ -1,11 +1,13 @@
 """What must hold for the methods that only drop units, on every family.
 
-The reference is the dense model with what dropped units send set to zero (FLAP: to its mean), and which units these are is
-decided here anew, unit by unit on raw weights and activations.
+The reference is the dense model with what dropped units send set to zero (FLAP: to its mean; LLM Surgeon: an output projection
+solved for on raw activations), and which units these are is decided here anew, unit by unit on raw weights, activations and
+gradients.
 """
 
 import functools
 import json
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,13 +16,15 @@ from torch import Tensor, nn
 import rankfold
 from activations import ATTENTION, DOWN, OUTPUT, blocks_of, member, weight_of
 from families import EXPERTS, KINDS, cached_numbers, opened, some_ids, tiny_model, tokens
+from gradients import stock_gradients
 from rankfold import make_method
 from rankfold.errors import UnsupportedModelError
 from rankfold.modules import CompressedAttention
 
 ALIBI = {"bloom", "falcon-alibi"}
+DAMPING = 0.01  # of LLM Surgeon
 ONE_KEY_HEAD = {"gemma", "gemma3", "gemma3-images", "falcon-mqa", "falcon-sequential"}
-NAMES = ("magnitude", "strided", "flap", "obd", "llm-pruner")
+NAMES = ("magnitude", "strided", "flap", "obd", "llm-pruner", "kobd", "llm-surgeon")
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -105,51 +109,149 @@ def gradients_of(family: str) -> list[dict[tuple[int, str], list[Tensor]]]:
     return found
 
 
+class Signals(NamedTuple):
+    """What a layer computed for every token of the text, and the gradient of the loss there: ``(n, units, c)`` for each part."""
+
+    outputs: list[Tensor]
+    gradients: list[Tensor]
+
+
+@functools.cache
+def signals_of(family: str, index: int) -> dict[str, list[Signals]]:
+    """Module -> layers before its output projection, in parts of one unit after another, and behind them that projection."""
+    model, view = tiny_model(family), opened(family).block(index)
+    names = {module: name for name, module in view.module.named_modules()}
+    paths, caught = {name: names[module] for name, module in view.layers.items()}, {}
+    for name, path in paths.items():
+        layer = blocks_of(model)[index].get_submodule(path)
+        layer.register_forward_hook(lambda _, __, out, name=name: caught.setdefault(name, out))
+    gradients = stock_gradients(model, tokens().ids, {index: paths})
+    heads, hidden = view.attention.kv_heads, view.mlp.hidden if view.mlp else 0
+
+    def of_heads(layers: list[Tensor]) -> list[Tensor]:
+        states = [x.view(*tokens().ids.shape, -1) for x in layers]
+        return [x.flatten(0, 1).unflatten(1, (heads, -1)).flatten(2) for x in view.attention.split_states(states)]
+
+    def of_units(layer: Tensor) -> list[Tensor]:
+        return [part[..., None] for part in layer.flatten(0, -2).split(hidden, -1)]
+
+    both = {name: (caught[name].detach().double(), gradients[index, name]) for name in paths}
+    into = [[both[name][i] for name in ("q", "k", "v", "qkv") if name in both] for i in (0, 1)]
+    attention = Signals(*map(of_heads, into))
+    split = [attention] if "qkv" in both else [Signals([y], [g]) for y, g in zip(*attention, strict=True)]
+    found = {"heads": [*split, Signals(*([x.flatten(0, -2)] for x in both["o"]))]}
+    if view.mlp:
+        rising = [Signals(*map(of_units, both[name])) for name in ("gate", "up") if name in both]
+        found["mlp"] = [*rising, Signals(*([x.flatten(0, -2)] for x in both["down"]))]
+    return found
+
+
+def second(x: Tensor) -> Tensor:
+    return x.T @ x / len(x)
+
+
+def metric_of(name: str, factor: Tensor, mine: Tensor) -> Tensor:
+    """What of a factor a unit's cost has: its block, or what of that the other rows cannot make up for."""
+    block = factor[mine][:, mine]
+    if name == "kobd":
+        return block
+    damping = DAMPING * factor.diagonal().mean()
+    rest = torch.tensor([i for i in range(len(factor)) if i not in mine])
+    told, others = factor[rest][:, mine], factor[rest][:, rest] + damping * torch.eye(len(rest))
+    return block + damping * torch.eye(len(mine)) - told.T @ torch.linalg.solve(others, told)
+
+
+def kronecker_costs(family: str, name: str, index: int, module: str, W: Tensor, X: Tensor, count: int) -> list[float]:
+    """Half the Fisher's quadratic form, layer by layer; of rows what they computed stands for weight and input."""
+    *before, last = signals_of(family, index)[module]
+    centred = name == "llm-surgeon" and projections(tiny_model(family), index)[module].bias is not None
+    inside, behind = second(X - X.mean(0) * centred), second(last.gradients[0])
+    metrics, costs = [second(torch.cat([g.flatten(1) for g in layer.gradients], 1)) for layer in before], []
+    for unit in range(count):
+        mine = torch.arange(unit * X.shape[1] // count, (unit + 1) * X.shape[1] // count)
+        cost = (metric_of(name, inside, mine) * (W[:, mine].T @ behind @ W[:, mine])).sum()
+        for layer, G in zip(before, metrics, strict=True):
+            begin = 0
+            for y in layer.outputs:
+                mine = begin + torch.arange(y.shape[2]) + unit * y.shape[2]
+                cost += (metric_of(name, G, mine) * second(y[:, unit])).sum()
+                begin += y[0].numel()
+        costs.append(cost.item() / 2)
+    return costs
+
+
 def expected_units(family: str, name: str, view, module: str, X: Tensor, count: int, rank: int) -> list[int]:
     """The units that stay, by the definition of each method."""
     if name == "strided":
         return [int((i + 0.5) * count / rank) for i in range(rank)]
     weights = [torch.cat(unit).double() for unit in parts_of(view, module, count)]
-    W = projections(tiny_model(family), view.index)[module]
-    scores = []
-    for unit in range(count):
+    W, scores = weight_of(projections(tiny_model(family), view.index)[module]).double(), []
+    if name in ("kobd", "llm-surgeon"):
+        scores = kronecker_costs(family, name, view.index, module, W, X, count)
+    for unit, weight in enumerate([] if scores else weights):
+        mine = slice(unit * X.shape[1] // count, (unit + 1) * X.shape[1] // count)
         if name == "flap":
-            mine = slice(unit * X.shape[1] // count, (unit + 1) * X.shape[1] // count)
-            scores.append(
-                (X[:, mine].var(0, correction=0) * weight_of(W)[:, mine].double().square().sum(0)).sum().item()
-            )
+            score = (X[:, mine].var(0, correction=0) * W[:, mine].square().sum(0)).sum()
         elif name == "magnitude":
-            scores.append(weights[unit].norm().item())
+            score = weight.norm()
         else:
-            changes = [one[view.index, module][unit] * weights[unit] for one in gradients_of(family)]
-            score = {"obd": lambda c: sum(x.square() for x in c).sum(), "llm-pruner": lambda c: sum(c).abs().sum()}[
-                name
-            ]
-            scores.append(score(changes).item())
+            changes = [gradients[view.index, module][unit] * weight for gradients in gradients_of(family)]
+            score = sum(c.square() for c in changes).sum() if name == "obd" else sum(changes).abs().sum()
+        scores.append(score.item())
     return sorted(sorted(range(count), key=lambda unit: -scores[unit])[:rank])
 
 
+def takes_mean(name: str, projection: nn.Module) -> bool:
+    return name == "flap" or (name == "llm-surgeon" and projection.bias is not None)
+
+
+def left(name: str, W: Tensor, X: Tensor, kept: list[int]) -> Tensor:
+    """``(D, F)`` the output projection that is left; LLM Surgeon's by least squares over tokens, damping as further tokens."""
+    rest = torch.zeros_like(W)
+    rest[:, kept] = W[:, kept]
+    if name == "llm-surgeon":
+        size = (DAMPING * X.square().sum(0).mean() / len(X)).sqrt()
+        rows = torch.cat([X / len(X) ** 0.5, size * torch.eye(W.shape[1])])
+        rest[:, kept] = torch.linalg.lstsq(rows[:, kept], rows @ W.T).solution.T
+    return rest
+
+
+class Left(NamedTuple):
+    """What the reference makes of one module."""
+
+    kept: list[int]  # channels
+    weight: Tensor  # (D, F) fp64, of the output projection
+    left: Tensor  # (D, F)
+    mean: Tensor | float  # (F,) that the bias takes of what is lost
+
+
+def expected(family: str, name: str, source, plan, index: int, module: str) -> Left:
+    unit = next(m for m in plan.modules if (m.block, m.module) == (index, module))
+    projection = projections(tiny_model(family), index)[module]
+    W, X = weight_of(projection).double(), inputs_of(family, index, module)
+    keep = expected_units(family, name, source.block(index), module, X, unit.of, unit.rank)
+    assert len(keep) == unit.rank < unit.of
+    width, mean = W.shape[1] // unit.of, X.mean(0) if takes_mean(name, projection) else 0.0
+    kept = [c for u in keep for c in range(u * width, (u + 1) * width)]
+    return Left(kept, W, left(name, W, X - mean, kept), mean)
+
+
+@functools.cache
+def inputs_of(family: str, index: int, module: str) -> Tensor:
+    dense = tiny_model(family)
+    return inputs(dense, projections(dense, index)[module], tokens().ids)
+
+
 def reference(family: str, name: str, source, plan) -> nn.Module:
-    """The dense model, dropped units silenced."""
-    model, dense = tiny_model(family), tiny_model(family)
+    """The dense model, dropped units silenced; what a bias takes is added behind the projection."""
+    model = tiny_model(family)
     for index in range(3):
         for module in modules_of(family):
-            unit = next(m for m in plan.modules if (m.block, m.module) == (index, module))
-            projection = projections(model, index)[module]
-            W, X = weight_of(projection), inputs(dense, projections(dense, index)[module], tokens().ids)
-            keep = expected_units(family, name, source.block(index), module, X, unit.of, unit.rank)
-            assert len(keep) == unit.rank < unit.of
-            width = W.shape[1] // unit.of
-            gone = [c for u in range(unit.of) if u not in keep for c in range(u * width, (u + 1) * width)]
-            value = X[:, gone].mean(0).float() if name == "flap" else 0.0
-            projection.register_forward_pre_hook(lambda _, args, gone=gone, value=value: silenced(args[0], gone, value))
+            found, projection = expected(family, name, source, plan, index, module), projections(model, index)[module]
+            weight_of(projection).copy_(found.left)
+            sent = ((found.weight - found.left) * found.mean).sum(1).float()
+            projection.register_forward_hook(lambda _, __, out, sent=sent: out + sent)
     return model
-
-
-def silenced(x: Tensor, gone: list[int], value) -> Tensor:
-    x = x.clone()
-    x[..., gone] = value
-    return x
 
 
 def test_the_dense_model_with_dropped_units_silenced_computes_the_same(run, family, name):
@@ -182,14 +284,10 @@ def test_errors_are_of_what_dropped_units_send(run, family, name):
     dense, text = tiny_model(family), tokens()
     for module in modules_of(family):
         projection, report = projections(dense, 0)[module], record["blocks"]["0"][module]
-        W, X, Y = weight_of(projection).double(), *(inputs(dense, projection, x) for x in (text.ids, text.held_out))
-        unit = next(m for m in plan.modules if (m.block, m.module) == (0, module))
-        keep = expected_units(family, name, source.block(0), module, X, unit.of, unit.rank)
-        width, centre = W.shape[1] // unit.of, X.mean(0) if name == "flap" else 0.0
-        gone = [c for u in range(unit.of) if u not in keep for c in range(u * width, (u + 1) * width)]
-        for rows, key in ((X, "relative_error"), (Y, "held_out_error")):
-            centred = rows - centre
-            error = (centred[:, gone] @ W[:, gone].T).norm() / (centred @ W.T).norm()
+        found = expected(family, name, source, plan, 0, module)
+        for ids, key in ((text.ids, "relative_error"), (text.held_out, "held_out_error")):
+            rows = inputs(dense, projection, ids) - found.mean
+            error = (rows @ (found.weight - found.left).T).norm() / (rows @ found.weight.T).norm()
             assert report[key] == pytest.approx(error.item(), rel=1e-3)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rankfold.linalg.slicing import channels_of, evenly_spaced, fluctuation_scores, largest, norm_scores, sliced_error
+from rankfold.linalg.slicing import channels_of, evenly_spaced, fluctuation_scores, largest, lost_energy, norm_scores
 
 n, c, D, T = 6, 3, 5, 40
 
@@ -47,12 +47,16 @@ def test_spacing_never_repeats_and_runs_differ_by_one_at_most(units):
         assert not len(gaps) or (gaps.min() >= 1 and gaps.max() - gaps.min() <= 1)
 
 
-def test_the_error_is_of_what_dropped_units_send(problem):
+def test_energies_are_of_what_is_lost_and_of_what_was_sent(problem):
     W, X = problem
-    dropped = channels_of(torch.tensor([1, 4]), c)
-    assert dropped.tolist() == [3, 4, 5, 12, 13, 14]
-    error, total = sliced_error(W, X.double().T @ X.double() / T, dropped)
-    zeroed = X.clone()
-    zeroed[:, dropped] = 0
-    assert error.item() == pytest.approx(((X - zeroed) @ W.T).square().sum(1).mean().item(), rel=1e-5)
-    assert total.item() == pytest.approx((X @ W.T).square().sum(1).mean().item(), rel=1e-5)
+    lost = torch.randn(D, n * c)
+    lost[:, channels_of(torch.tensor([1, 4]), c)] = 0
+    assert lost.any(0).nonzero()[:, 0].tolist() == [0, 1, 2, 6, 7, 8, 9, 10, 11, 15, 16, 17]
+    found = lost_energy(W, X.double().T @ X.double() / T, lost)
+    for energy, matrix in zip(found, (lost, W), strict=True):
+        assert energy.item() == pytest.approx((X @ matrix.T).square().sum(1).mean().item(), rel=1e-5)
+
+
+def test_nothing_lost_is_no_energy(problem):
+    W, X = problem
+    assert lost_energy(W, X.double().T @ X.double() / T, torch.zeros_like(W))[0].item() == 0.0

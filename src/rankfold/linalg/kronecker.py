@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rankfold.linalg.psd import check_moment, damping, spd_inverse
 
-__all__ = ["compensated", "damped", "diagonal_blocks", "row_costs", "schur_blocks"]
+__all__ = ["compensated", "damped", "diagonal_blocks", "row_costs", "schur_blocks", "with_bias", "with_one"]
 
 
 def row_costs(W: Tensor, A: Tensor, blocks: Tensor) -> Tensor:
@@ -85,3 +85,20 @@ def damped(G: Tensor, ridge: float) -> Tensor:
     if not G.diagonal().any():
         return torch.eye(len(G), dtype=G.dtype, device=G.device)
     return G + damping(G, ridge) * torch.eye(len(G), dtype=G.dtype, device=G.device)
+
+
+def with_bias(W: Tensor, bias: Tensor | None) -> Tensor:
+    """``(O, N + 1)``, fp64: the weight and, as what an input of one meets, its bias; 0 where there is none."""
+    last = W.new_zeros(len(W)) if bias is None else bias
+    return torch.cat([W, last[:, None]], 1).double()
+
+
+def with_one(C: Tensor, mean: Tensor) -> Tensor:
+    """``(N + 1, N + 1)`` second moment of an input with a one behind it.
+
+    Args:
+        C: ``(N, N)`` second moment.  mean: ``(N,)``.
+    """
+    whole = C.new_ones(len(C) + 1, len(C) + 1)
+    whole[:-1, :-1], whole[:-1, -1], whole[-1, :-1] = C, mean, mean
+    return whole

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rankfold.linalg.psd import check_moment, damping, psd_root, quadratic
 
-__all__ = ["PRECONDITIONERS", "Preconditioner", "preconditioner"]
+__all__ = ["PRECONDITIONERS", "Preconditioner", "input_weights", "preconditioner"]
 
 PRECONDITIONERS = ("identity", "hessian", "l1", "l2", "covariance", "rootcov")
 
@@ -192,6 +192,23 @@ def preconditioner(
     if kind == "covariance":
         return _covariance(C, ridge)
     return _Diagonal(_diagonal(C, kind, ridge, alpha, mean_abs))
+
+
+@torch.no_grad()
+def input_weights(importance: Tensor) -> Preconditioner:
+    r"""``P = diag(importance)^{1/2}``: every column of a weight counts by what is known of it, inputs not at all.
+
+    FWSVD (arXiv:2207.00112, Sec. 4) with the Fisher of a column, summed over its entries.
+
+    Args:
+        importance: ``(N,)``, ``>= 0``, of any scale; fp64 is advised. All columns count alike where it is zero.
+
+    Raises:
+        ValueError: bad shape, negative or non-finite.
+    """
+    if importance.ndim != 1 or not torch.isfinite(importance).all() or (importance < 0).any():
+        raise ValueError(f"importance must be (N,), finite and >= 0, got {tuple(importance.shape)}")
+    return _Diagonal(importance.sqrt() if importance.any() else torch.ones_like(importance))
 
 
 def _covariance(C: Tensor, ridge: float) -> _Spectral:

@@ -7,7 +7,7 @@ of the output, r units kept.
 import torch
 from torch import Tensor
 
-__all__ = ["channels_of", "evenly_spaced", "fluctuation_scores", "largest", "norm_scores", "sliced_error"]
+__all__ = ["channels_of", "evenly_spaced", "fluctuation_scores", "largest", "lost_energy", "norm_scores"]
 
 
 def norm_scores(parts: list[Tensor]) -> Tensor:
@@ -47,14 +47,14 @@ def channels_of(units: Tensor, width: int) -> Tensor:
     return (units[:, None] * width + torch.arange(width, device=units.device)).flatten()
 
 
-def sliced_error(W: Tensor, C: Tensor, dropped: Tensor) -> tuple[Tensor, Tensor]:
-    """``E||W_dropped x_dropped||^2`` and ``E||W x||^2``.
+def lost_energy(W: Tensor, C: Tensor, lost: Tensor) -> tuple[Tensor, Tensor]:
+    """``E||L x||^2`` of what is lost and ``E||W x||^2``.
 
     Args:
         W: ``(D, F)``.
         C: ``(F, F)`` second moment of ``x``, or about the point that a bias takes up.
-        dropped: channels.
+        lost: ``(D, F)`` ``L``; channels of which it has nothing are left out of the product.
     """
-    W = W.double()
-    gap = W[:, dropped]
-    return ((gap @ C[dropped][:, dropped]) * gap).sum(), ((W @ C) * W).sum()
+    W, at = W.double(), lost.any(0).nonzero()[:, 0]
+    gap = lost[:, at].double()
+    return ((gap @ C[at][:, at]) * gap).sum(), ((W @ C) * W).sum()

@@ -1,22 +1,25 @@
 """Compression methods; importing this package registers all of them."""
 
 from .base import BlockResult, Method, Stage, Unit, make_method, method_class, method_names, register_method
-from .latentllm import ASVD, SVD, SVDLLM, LatentLLM, RootCov
+from .latentllm import ASVD, FWSVD, SVD, SVDLLM, LatentLLM, RootCov
 from .modegpt import MoDeGPT
 from .rankfold import Rankfold
 from .removal import BLOCK, SLEB, ShortGPT
-from .slicing import FLAP, OBD, LLMPruner, Magnitude, Strided
+from .slicing import FLAP, KOBD, OBD, LLMPruner, LLMSurgeon, Magnitude, Strided
 
 __all__ = [
     "ASVD",
     "BLOCK",
     "FLAP",
+    "FWSVD",
+    "KOBD",
     "OBD",
     "SLEB",
     "SVD",
     "SVDLLM",
     "BlockResult",
     "LLMPruner",
+    "LLMSurgeon",
     "LatentLLM",
     "Magnitude",
     "Method",

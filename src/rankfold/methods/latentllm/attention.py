@@ -16,7 +16,7 @@ from ...linalg.rotations import rope_rotations
 from ..base import BlockResult
 from ..result import put_attention
 from .factor import Fit, Input, local, prepare, product
-from .layout import QKV, Slot, dense_projections, slots
+from .layout import QKV, Slot, column_weights, dense_projections, slots
 from .measures import AsFitted, AttendedError, HeadError, ScoreError
 from .report import Report
 from .storing import in_junction, store_all
@@ -46,12 +46,13 @@ def decompose_attention(method, view: BlockView, moments: BlockMoments, ranks: d
 def _fits(method, view: BlockView, moments, ranks, layout: dict[str, Slot], dense: dict[str, Dense]) -> dict[str, Fit]:
     """Unrounded factors of every module: joint where the method says so, local otherwise."""
     joint, inputs, fits = method.joint_forms(view), {}, {}
+    weights = column_weights(method, view, moments)
 
     def given(module: str, mean_into: str | None = None) -> Input:
         centred = method.bias_refit and dense[mean_into or module].bias is not None
-        key = ("attention_output" if module == "o" else "attention_input", centred)
+        key = ("attention_output" if module == "o" else "attention_input", centred, module if weights else None)
         if key not in inputs:
-            inputs[key] = prepare(method, moments, key[0], centred=centred)
+            inputs[key] = prepare(method, moments, key[0], centred=centred, weights=weights.get(module))
         return inputs[key]
 
     if "qk" in joint and {"q", "k"} <= ranks.keys():

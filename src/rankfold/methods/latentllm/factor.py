@@ -11,7 +11,7 @@ from torch import Tensor
 from ...architectures import Dense
 from ...calibration.moments import BlockMoments
 from ...linalg.lowrank import bias_update, low_rank, metric_error
-from ...linalg.preconditioner import Preconditioner, preconditioner
+from ...linalg.preconditioner import Preconditioner, input_weights, preconditioner
 from ...linalg.sparse import low_rank_plus_sparse, sparse
 from .layout import QKV, Slot
 from .measures import Measure, OutputError
@@ -45,10 +45,17 @@ class Fit(NamedTuple):
     )
 
 
-def prepare(method, moments: BlockMoments, statistic: str, *, centred: bool) -> Input:
-    """Pre-conditioner of an input; ``centred`` for layers whose bias takes the mean (LatentLLM App. B.2)."""
+def prepare(method, moments: BlockMoments, statistic: str, *, centred: bool, weights: Tensor | None = None) -> Input:
+    """Pre-conditioner of an input.
+
+    Args:
+        centred: for layers whose bias takes the mean (LatentLLM App. B.2).
+        weights: ``(N,)`` importance of the columns of one layer, which then is the only one it is for.
+    """
     moment = moments[statistic]
     C = moment.covariance() if centred else moment.second.double()  # the sum as it is: no result depends on the scale
+    if weights is not None:
+        return Input(statistic, C, moment.mean, input_weights(weights), centred)
     mean_abs = moment.mean_absolute if method.precondition == "l1" else None
     precond = preconditioner(C, method.precondition, ridge=method.ridge, alpha=method.alpha, mean_abs=mean_abs)
     return Input(statistic, C, moment.mean, precond, centred)

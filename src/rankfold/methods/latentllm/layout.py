@@ -6,15 +6,17 @@ The plan counts with it and the decomposition stores by it, so that what is plan
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from ...architectures import BlockView, Dense
 from ...errors import UnsupportedModelError
 from ...linalg.junction import stored_numbers
 from ...modules import build
 
-__all__ = ["PLAIN", "QKV", "Slot", "dense_projections", "slots"]
+__all__ = ["FISHER", "PLAIN", "QKV", "Slot", "column_weights", "dense_projections", "fishers", "slots"]
 
 PLAIN = ("left", "right", "symmetric")  # junctions that store both factors in full
+FISHER = "fisher"  # the pre-conditioner of the Fisher of columns, and the statistic it reads of every layer
 QKV = "qkv"  # the unit that takes the place of q, k and v where they share a latent
 
 
@@ -124,6 +126,29 @@ def dense_projections(method, view: BlockView) -> dict[str, Dense]:
         if view.mlp.spec.gate:
             projections["gate"] = rising[view.mlp.spec.gate]
     return projections
+
+
+def column_weights(method, view: BlockView, moments) -> dict[str, Tensor]:
+    """Module -> ``(N,)`` Fisher of the columns of its weight, where they are weighed by it."""
+    if method.precondition != FISHER:
+        return {}
+    found = {}
+    for module in method.supported_modules(view.architecture, view):
+        layer, index = _stored(view, module)
+        found[module] = moments[f"{layer}_{FISHER}"].total.double()[index].sum(0)
+    return found
+
+
+def fishers(method, view: BlockView) -> set[str]:
+    """Statistics of gradients that :func:`column_weights` reads."""
+    if method.precondition != FISHER:
+        return set()
+    return {f"{_stored(view, module)[0]}_{FISHER}" for module in method.supported_modules(view.architecture, view)}
+
+
+def _stored(view: BlockView, module: str):
+    """The layer that holds a projection, and which of its rows."""
+    return view.attention.qkv_rows().get(module, (module, slice(None)))
 
 
 def slots(method, view: BlockView) -> dict[str, Slot]:

@@ -8,7 +8,7 @@ from ...errors import UnsupportedModelError
 from ...memory import release_memory
 from ..base import BlockResult, Method, Unit, register_method
 from .attention import ATTENTION, decompose_attention
-from .layout import QKV, slots
+from .layout import FISHER, QKV, fishers, slots
 from .mlp import decompose_mlp
 from .options import check_options
 from .report import Report
@@ -22,7 +22,8 @@ class LatentLLM(Method):
     """Options of the latent methods beside those of every method. Modules: q, k, v, o, gate, up, down.
 
     Attributes:
-        precondition: ``rootcov`` (optimal), ``identity``, ``hessian``, ``l1``, ``l2`` or ``covariance`` (Table 1).
+        precondition: ``rootcov`` (optimal), ``identity``, ``hessian``, ``l1``, ``l2`` or ``covariance`` (Table 1); or
+            ``fisher``: every column by its empirical Fisher, from one backward pass (FWSVD); all forms are then local.
         junction: ``block_identity_right``, ``block_identity_left``, ``lu`` (these store ``R (O + N) - R^2`` numbers),
             ``left``, ``right`` or ``symmetric`` (plain factors).
         joint: which pairs are decomposed together, comma-separated: ``qk`` (Sec. 4.1), ``vo`` (Sec. 4.2; the paper found
@@ -107,7 +108,11 @@ class LatentLLM(Method):
                 f"{view.architecture.model_type} cannot take attention_aware=true: its values have a bias, and its output "
                 "projection has none that could take up what of it is lost; leave it out"
             )
-        wanted = {"qk", "ud"} if self.joint == "auto" and not self.sparse else set(self.joint_asked)
+        wanted = (
+            {"qk", "ud"}
+            if self.joint == "auto" and not self.sparse and self.precondition != FISHER
+            else set(self.joint_asked)
+        )
         if self.shared_qkv or self.split_head:
             wanted -= {"qk"}
         return wanted - reasons.keys()
@@ -135,6 +140,9 @@ class LatentLLM(Method):
         modules = self.supported_modules(view.architecture, view)
         names = {needed.get(m, "mlp_input") for m in modules} | ({"absolute"} if self.precondition == "l1" else set())
         return names | ({"mlp_samples"} if "ud" in self.joint_forms(view) and {"up", "down"} <= set(modules) else set())
+
+    def gradients(self, view: BlockView) -> set[str]:
+        return fishers(self, view)
 
     def units(self, view: BlockView) -> list[Unit]:
         there = slots(self, view)

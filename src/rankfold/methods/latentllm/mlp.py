@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+from torch import Tensor
+
 from ...architectures import BlockView, Dense
 from ...calibration.moments import BlockMoments
 from ...linalg.joint_mlp import joint_mlp, mlp_error, varies
@@ -9,7 +11,7 @@ from ...memory import release_memory
 from ..base import BlockResult
 from ..result import put_projection
 from .factor import Fit, local, prepare, product
-from .layout import Slot, dense_projections, slots
+from .layout import Slot, column_weights, dense_projections, slots
 from .measures import MLPError, mlp_of
 from .report import Report
 from .storing import store_all
@@ -20,10 +22,11 @@ HELD_OUT = 8  # one of so many rows is not fitted
 def decompose_mlp(method, view: BlockView, moments: BlockMoments, ranks: dict[str, int]) -> BlockResult:
     """The projections of the MLP listed in ``ranks``, latent: fit, junction, store."""
     dense, layout, spec = dense_projections(method, view), slots(method, view), view.mlp.spec
+    weights = column_weights(method, view, moments)
     result = BlockResult({}, {}, {}, {})
     paths = {"up": spec.up, "gate": spec.gate, "down": spec.down}
     for modules in _together(method, view, ranks):
-        fits = _local(method, {m: ranks[m] for m in modules}, layout, dense, moments)
+        fits = _local(method, {m: ranks[m] for m in modules}, layout, dense, moments, weights)
         if len(modules) > 1 and "down" in modules:
             fits = _joint(method, moments, fits, layout, dense)
         latents, reports, errors = store_all(layout, fits, dense, moments)
@@ -44,12 +47,16 @@ def _together(method, view: BlockView, ranks: dict[str, int]) -> list[list[str]]
     return [group for group in (rising, [m for m in ranks if m == "down"]) if group]
 
 
-def _local(method, ranks: dict[str, int], layout: dict[str, Slot], dense: dict[str, Dense], moments) -> dict[str, Fit]:
+def _local(
+    method, ranks: dict[str, int], layout: dict[str, Slot], dense: dict[str, Dense], moments, weights: dict[str, Tensor]
+) -> dict[str, Fit]:
     inputs, fits = {}, {}
     for module, rank in ranks.items():
-        key = ("mlp_hidden" if module == "down" else "mlp_input", method.bias_refit and dense[module].bias is not None)
+        statistic = "mlp_hidden" if module == "down" else "mlp_input"
+        centred = method.bias_refit and dense[module].bias is not None
+        key = (statistic, centred, module if weights else None)
         if key not in inputs:
-            inputs[key] = prepare(method, moments, key[0], centred=key[1])
+            inputs[key] = prepare(method, moments, statistic, centred=centred, weights=weights.get(module))
         fits[module] = local(layout[module], dense[module], inputs[key], rank)
     return fits
 

@@ -5,7 +5,7 @@ from ...linalg.junction import JUNCTIONS
 from ...linalg.preconditioner import PRECONDITIONERS
 from ...linalg.sparse import METHODS as SHRINKS
 from ..base import check_choice
-from .layout import PLAIN, QKV
+from .layout import FISHER, PLAIN, QKV
 
 __all__ = ["JOINT", "check_options"]
 
@@ -29,6 +29,8 @@ def check_options(method) -> None:
         )
     if method.sparse:
         _check_sparse(method)
+    if method.precondition == FISHER:
+        _check_fisher(method)
     if method.shared_qkv:
         _check_shared(method)
     elif QKV in (method.modules or ()):
@@ -43,7 +45,7 @@ def check_options(method) -> None:
 
 
 def _check_ranges(method) -> None:
-    check_choice("precondition", method.precondition, PRECONDITIONERS)
+    check_choice("precondition", method.precondition, (*PRECONDITIONERS, FISHER))
     check_choice("junction", method.junction, JUNCTIONS)
     check_choice("shrink", method.shrink, SHRINKS)
     check_choice("qk_ranks", method.qk_ranks, QK_RANKS)
@@ -94,6 +96,18 @@ def _check_shared(method) -> None:
     for module in method.modules or ():
         if module in ("q", "k", "v"):
             raise OptionError(f"module {module!r} is part of 'qkv' with shared_qkv=true; use qkv")
+
+
+def _check_fisher(method) -> None:
+    if method.joint_asked:
+        raise OptionError(
+            f"precondition=fisher weighs the columns of one layer, joint={method.joint} fits two; use joint=auto or none"
+        )
+    _refuse(method, "precondition=fisher", "split_head")
+    if method.shared_qkv:
+        raise OptionError(
+            "precondition=fisher weighs q, k and v each by itself, without shared_qkv=true; leave one out"
+        )
 
 
 def _check_split(method) -> None:

@@ -6,7 +6,7 @@ from typing import ClassVar
 from ..base import register_method
 from .method import LatentLLM
 
-__all__ = ["ASVD", "SVD", "SVDLLM", "RootCov"]
+__all__ = ["ASVD", "FWSVD", "SVD", "SVDLLM", "RootCov"]
 
 
 @register_method
@@ -43,3 +43,16 @@ class SVD(SVDLLM):
 
     name: ClassVar[str] = "svd"
     precondition: str = "identity"
+
+
+@register_method
+@dataclass(frozen=True)
+class FWSVD(SVDLLM):
+    """SVD of the weights with every column weighed by the empirical Fisher of its entries: FWSVD (arXiv:2207.00112).
+
+    The paper's rows: its weights multiply inputs from the right, so its rows are the inputs of a layer, columns here. Left out:
+    training afterwards.
+    """
+
+    name: ClassVar[str] = "fwsvd"
+    precondition: str = "fisher"

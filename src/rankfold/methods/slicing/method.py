@@ -12,9 +12,9 @@ from torch import Tensor
 from ...architectures import BlockView, Dense
 from ...calibration.moments import BlockMoments, Moment
 from ...errors import UnsupportedModelError
-from ...linalg.slicing import channels_of, sliced_error
+from ...linalg.slicing import channels_of, lost_energy
 from ..base import BlockResult, Method, Unit
-from .units import Sliceable, complement, sliceable
+from .units import Sliceable, sliceable
 
 __all__ = ["Slicing"]
 
@@ -29,11 +29,21 @@ class Slicing(Method):
 
     all_modules: ClassVar[tuple[str, ...]] = ("mlp", "heads")
     budgets: ClassVar[tuple[str, ...]] = ("parameters", "bytes", "flops")
-    compensates: ClassVar[bool] = False  # whether the output's bias takes what dropped units send on average
 
     def keep(self, units: Sliceable, moments: BlockMoments, rank: int) -> Tensor:
         """``(r,)`` ascending: the units that stay."""
         raise NotImplementedError
+
+    def takes_mean(self, output: Dense) -> bool:
+        """Whether the bias of the output projection takes what is lost on average; it gets one where it has none."""
+        return False
+
+    def lost(self, units: Sliceable, moments: BlockMoments, keep: Tensor) -> Tensor:
+        """``(D, n c)`` the output projection minus the one that is left, at the same channels; where nothing is refitted, its
+        columns of the units that go."""
+        lost = units.output.weight.clone()
+        lost[:, channels_of(keep, units.channels)] = 0
+        return lost
 
     def supported_modules(self, architecture, view: BlockView) -> tuple[str, ...]:
         reasons = {}
@@ -73,7 +83,7 @@ class Slicing(Method):
             units = there[module]
             lost = units.count - rank
             change -= lost * (units.per_unit + units.biases_per_unit)
-            if lost and self.compensates and units.output.bias is None:
+            if lost and units.output.bias is None and self.takes_mean(units.output):
                 change += units.output.weight.shape[0]
         return change, 0
 
@@ -91,17 +101,18 @@ class Slicing(Method):
 
     def _slice(self, module: str, units: Sliceable, moments: BlockMoments, rank: int, result: BlockResult) -> None:
         keep, moment, output = self.keep(units, moments, rank), moments[units.statistic], units.output
-        kept, dropped = (channels_of(k, units.channels) for k in (keep, complement(keep, units.count)))
-        centre, bias = moment.mean if self.compensates else None, output.bias
+        lost = self.lost(units, moments, keep).double()
+        weight = (output.weight - lost)[:, channels_of(keep, units.channels)].to(output.weight.dtype)
+        centre, bias = moment.mean if self.takes_mean(output) else None, output.bias
         if centre is not None:
-            sent = output.weight[:, dropped].double() @ centre[dropped]
-            bias = (sent if bias is None else sent + bias.double()).to(output.weight.dtype)
-        units.put(result, keep, Dense(output.weight[:, kept], bias))
+            sent = lost @ centre
+            bias = (sent if bias is None else sent + bias.double()).to(weight.dtype)
+        units.put(result, keep, Dense(weight, bias))
 
         def error(other: Moment) -> float:
             C = other.second_moment() if centre is None else other.about(centre)
-            lost, total = torch.stack(sliced_error(output.weight, C, dropped)).tolist()
-            return (max(lost, 0.0) / total) ** 0.5 if total > 0 else 0.0
+            gone, total = torch.stack(lost_energy(output.weight, C, lost)).tolist()
+            return (max(gone, 0.0) / total) ** 0.5 if total > 0 else 0.0
 
         result.errors[module] = lambda others: error(others[units.statistic])
         result.reports[module]["relative_error"] = error(moment)

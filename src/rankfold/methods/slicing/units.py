@@ -53,6 +53,10 @@ class Sliceable:
         """The output's are not among them."""
         return sum(index.shape[1] for layer, index in self.rows if self.layers[layer].bias is not None)
 
+    def columns(self) -> Tensor:
+        """``(n, c)`` channels of each unit in the output projection."""
+        return torch.arange(self.count * self.channels, device=self.output.weight.device).view(self.count, -1)
+
     def parts(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
         """What belongs to each unit, ``(n, c, ...)``, of tensors with the shapes of the weights, by the names of the layers."""
         before = [tensors[layer][index] for layer, index in self.rows]

@@ -45,7 +45,9 @@ class FLAP(Slicing):
     """
 
     name: ClassVar[str] = "flap"
-    compensates: ClassVar[bool] = True
+
+    def takes_mean(self, output) -> bool:
+        return True
 
     def keep(self, units, moments, rank: int) -> Tensor:
         variance = moments[units.statistic].covariance().diagonal()
