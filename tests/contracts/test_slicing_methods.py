@@ -110,7 +110,7 @@ def gradients_of(family: str) -> list[dict[tuple[int, str], list[Tensor]]]:
 
 
 class Signals(NamedTuple):
-    """What a layer computed for every token of the text, and the gradient of the loss there: ``(n, units, c)`` for each part."""
+    """What a layer computed for every token of the text, and the gradient of the loss there; parts are ``(n, units, c)``."""
 
     outputs: list[Tensor]
     gradients: list[Tensor]
