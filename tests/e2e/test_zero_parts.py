@@ -13,7 +13,7 @@ from attacks.arena import call
 from families import some_ids
 from saved import save_text, save_tiny
 
-METHODS = ["modegpt", "latentllm", "rootcov", "svd-llm", "magnitude", "strided", "flap"]
+METHODS = ["modegpt", "latentllm", "rootcov", "svd-llm", "fwsvd", "magnitude", "strided", "flap", "kobd", "llm-surgeon"]
 OPTIONS = ["sparse=0.3", "sparse=1", "joint=vo", "bits=4"]  # forms of the latent methods with errors of their own
 LINE = "-o out --protect 0 --sparsity 0.3 --multiple 2 --device cpu --calibration text.txt --samples 4 --length 64"
 PARTS = {  # what of the last block is zero -> modules whose error is
