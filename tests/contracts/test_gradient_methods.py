@@ -12,7 +12,7 @@ import rankfold
 from activations import ATTENTION, DOWN, OUTPUT, UP, blocks_of, member, weight_of
 from families import opened, tiny_model, tokens
 from gradients import stock_gradients
-from rankfold import make_method, scores
+from rankfold import make_method, planning, scores
 from rankfold.budgets import choices
 from rankfold.comparison.grid import Form
 from rankfold.errors import OptionError
@@ -42,6 +42,7 @@ def projections(block: nn.Module) -> dict[str, Tensor]:
     """``(out, in)`` by the name of the module, of families whose projections are not fused, and of the fused ones of GPT-2."""
     attention = member(block, ATTENTION)
     found = {"o": member(attention, OUTPUT), "up": member(block, UP), "down": member(block, DOWN)}
+    found |= {"gate": block.mlp.gate_proj} if hasattr(member(block, ("mlp",)), "gate_proj") else {}
     if hasattr(attention, "c_attn"):
         parts = zip("qkv", weight_of(attention.c_attn).chunk(3), strict=True)
     else:
@@ -53,13 +54,16 @@ def projections(block: nn.Module) -> dict[str, Tensor]:
 def test_fwsvd_is_the_svd_of_the_weight_with_its_columns_weighed(family):
     """``svd_r(W diag(I)^(1/2)) diag(I)^(-1/2)``, ``I`` the Fisher of a column; OPT has hidden units that never fire, where any
     column would do."""
-    source, method = opened(family), method_for("fwsvd", modules=dict.fromkeys(("q", "v", "o", "up", "down"), 0.4))
+    names = ("q", "v", "o", *(("gate",) if family == "llama" else ()), "up", "down")
+    source, method = opened(family), method_for("fwsvd", modules=dict.fromkeys(names, 0.4))
     model, plan = rankfold.compress(source, method, tokens(), mode="one-pass"), rankfold.plan(source, method)
     for index, importance in enumerate(fisher(family)):
         block, dense = blocks_of(model)[index], projections(blocks_of(tiny_model(family))[index])
         attention = member(block, ATTENTION)
         layers = {name: getattr(attention, f"{name}_proj") for name in "qvo"}
         layers |= {"up": member(block, UP), "down": member(block, DOWN)}
+        layers |= {"gate": block.mlp.gate_proj} if "gate" in names else {}
+        assert set(layers) == set(names)
         for name, layer in layers.items():
             size = projections(importance)[name].double().sum(0).sqrt()
             U, S, V = torch.linalg.svd(dense[name].double() * size, full_matrices=False)
@@ -157,6 +161,19 @@ def test_the_plan_says_how_much_goes_backwards(name):
     console.print(plan.summary())
     assert plan.gradient_windows == (None if name == "magnitude" else 8)  # 8,192 tokens
     assert ("windows of the one backward pass" in console.file.getvalue()) == (name != "magnitude")
+
+
+def test_the_estimate_of_memory_holds_what_is_measured_in_a_block(monkeypatch):
+    """Where the backward pass is the peak: as many fp64 numbers as the layers have weights."""
+    source, method = opened("llama"), method_for("obd")
+    long = tokens(16).describe() | {"samples": 1, "length": 2**20, "tokens": 2**20, "held_out": 0}
+    found = []
+    for _ in range(2):
+        plan = build_plan(source, method, allocate_ranks(choices(source, method), method), {}, long)
+        found.append(plan.peak_memory_bytes)
+        monkeypatch.setattr(planning, "numbers", lambda view, names: 0)
+    weights = sum(p.numel() for p in source.blocks[0].parameters() if p.dim() == 2)
+    assert found[0] - found[1] == 8 * weights
 
 
 @pytest.mark.parametrize("name", NAMES)
