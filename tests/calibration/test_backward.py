@@ -11,7 +11,8 @@ from families import KINDS, opened, some_ids, tiny_model
 from gradients import stock_gradients
 from rankfold.calibration import backward, runner
 from rankfold.calibration.backward import sweep, sweep_memory, windows_for
-from rankfold.calibration.gradients import KINDS, OutputGradient, gradient_observers, numbers, widest
+from rankfold.calibration.gradients import KINDS as MEASURED
+from rankfold.calibration.gradients import OutputGradient, gradient_observers, numbers, widest
 from rankfold.calibration.moments import Moment
 from rankfold.errors import NumericsError
 
@@ -27,7 +28,7 @@ def layers(source, index: int) -> dict[str, str]:
 
 def every(source) -> set[str]:
     """All that can be measured in a block of this model."""
-    return {f"{layer}_{kind}" for layer in layers(source, 0) for kind in KINDS}
+    return {f"{layer}_{kind}" for layer in layers(source, 0) for kind in MEASURED}
 
 
 def weight_gradients(family: str) -> list[dict[tuple[int, str], torch.Tensor]]:
