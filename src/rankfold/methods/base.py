@@ -153,7 +153,7 @@ class Method:
         raise NotImplementedError
 
     def gradients(self, view: BlockView) -> set[str]:
-        """Names out of :data:`rankfold.calibration.backward.GRADIENTS` that it reads beside the moments; none by default."""
+        """Names out of :data:`rankfold.calibration.gradients.GRADIENTS` that it reads beside the moments; none by default."""
         return set()
 
     def stages(self, view: BlockView, ranks: dict[str, int]) -> list[Stage]:

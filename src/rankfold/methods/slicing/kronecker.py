@@ -39,18 +39,16 @@ class KroneckerSlicing(GradientSlicing):
     def keep(self, units: Sliceable, moments: BlockMoments, rank: int) -> Tensor:
         columns, A = units.columns(), with_one(moments[units.entering].second_moment(), moments[units.entering].mean)
         metric = self.input_metric(units.output, moments[units.statistic])
-        costs = row_costs(
-            units.output.weight.T[columns], self._factor(moments, units.last), self.blocks(metric, columns)
-        )
+
+        def factor(layer: str) -> Tensor:  # G (O, O), which is on the CPU where it was kept in a folder
+            return moments[f"{layer}_{self.kind}"].second_moment().to(metric.device)
+
+        costs = row_costs(units.output.weight.T[columns], factor(units.last), self.blocks(metric, columns))
         for layer, index in units.rows:
             dense = units.layers[layer]
             rows = with_bias(dense.weight, dense.bias)[index]
-            costs += row_costs(rows, A, self.blocks(self._factor(moments, layer), index))
+            costs += row_costs(rows, A, self.blocks(factor(layer), index))
         return largest(costs, rank)
-
-    def _factor(self, moments: BlockMoments, layer: str) -> Tensor:
-        """``G`` ``(O, O)`` of a layer."""
-        return moments[f"{layer}_{self.kind}"].second_moment()
 
     def input_metric(self, output: Dense, moment: Moment) -> Tensor:
         """``(n c, n c)`` ``A`` of the output projection's own inputs."""
