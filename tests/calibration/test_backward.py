@@ -174,6 +174,7 @@ def test_the_memory_foreseen_grows_by_what_enters_every_block_and_one_gradient()
     assert sweep_memory(source, 2 * tokens) - sweep_memory(source, tokens) == tokens * 4 * numbers
     assert sweep_memory(source, tokens) > tokens * 4 * numbers  # and the graph of one batch
 
+
 @pytest.mark.parametrize("family", ["llama", "phi3", "gpt2", "falcon-gqa", "mixtral"])
 def test_numbers_and_widths_are_those_that_are_measured(family):
     source = opened(family)
