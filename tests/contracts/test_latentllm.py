@@ -150,7 +150,7 @@ def test_root_covariance_has_the_smallest_measured_error_of_all_preconditioners(
             assert errors["rootcov"][module] <= value * (1 + 1e-6), (kind, module)
 
 
-@pytest.mark.parametrize("name", ["rootcov", "svd-llm", "asvd", "svd"])
+@pytest.mark.parametrize("name", ["rootcov", "svd-llm", "asvd", "fwsvd", "svd"])
 def test_local_methods_run_and_are_local(name):
     source = opened("opt")
     model = rankfold.compress(source, rankfold.make_method(name, sparsity=0.3, multiple=1), tokens(32))
