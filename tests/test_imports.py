@@ -64,6 +64,7 @@ MAY_IMPORT = {
         "report",
         "version",
     },
+    "export": {"architectures", "checkpoint", "errors", "files", "linalg", "modules", "progress", "verifying"},
     "distributed": {"calibration", "errors"},
 }
 ABOVE = {"cli", "comparison", "evaluation"}  # sit on top of the pipeline

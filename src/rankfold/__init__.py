@@ -22,12 +22,14 @@ from .checkpoint.source import Source, open_model
 from .errors import RankfoldError
 from .evaluation.perplexity import perplexity
 from .evaluation.text import evaluate_text
+from .export import Exported, export
 from .methods import LatentLLM, MoDeGPT, Rankfold, make_method, method_names
 from .pipeline import calibrate, compress, plan
 from .report.plan import Plan
 from .version import __version__
 
 __all__ = [
+    "Exported",
     "LatentLLM",
     "MoDeGPT",
     "MomentStore",
@@ -40,6 +42,7 @@ __all__ = [
     "calibrate",
     "compress",
     "evaluate_text",
+    "export",
     "load",
     "load_tokens",
     "make_method",

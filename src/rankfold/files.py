@@ -77,12 +77,14 @@ def sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def sync_files(folder: Path) -> None:
-    """Make all files of a folder durable, whoever wrote them."""
-    for path in sorted(folder.iterdir()):
+def sync_files(place: Path) -> None:
+    """Make a file, or all files of a folder, durable, whoever wrote them."""
+    if place.is_file():
+        return _sync(place)
+    for path in sorted(place.iterdir()):
         if path.is_file():
             _sync(path)
-    sync_folder(folder)
+    sync_folder(place)
 
 
 def sweep(folder: Path) -> None:

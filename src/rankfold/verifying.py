@@ -20,11 +20,13 @@ class Probe:
     """A short window that follows the compressed blocks while they are in memory.
 
     Args:
-        source: the dense model the blocks come from.
+        source: the model the blocks come from.
+        tolerance: how far logits may be apart, of their norm; by default what roundings to the stored dtype explain.
     """
 
-    def __init__(self, source: Source):
+    def __init__(self, source: Source, tolerance: float | None = None):
         self.source = source
+        self.tolerance = tolerance or max(TOLERANCE, 8 * torch.finfo(source.dtype).eps)
         vocabulary, length = source.text_config.vocab_size, min(LENGTH, source.context_length)
         self.ids = (torch.arange(length) * max(1, vocabulary // length) % vocabulary)[None]
         self.stream = start(source, self.ids, autocast=None)
@@ -33,26 +35,33 @@ class Probe:
         """Go through a block."""
         advance(view, self.stream)
 
-    def check(self, folder: Path, model: nn.Module) -> None:
+    def check(self, folder: Path, model: nn.Module) -> float:
         """Run the checkpoint in ``folder`` on the same window; one block is resident.
 
         Args:
             model: empty, as the checkpoint's config describes it.
 
+        Returns:
+            How far its logits are from those of the blocks in memory, of their norm.
+
         Raises:
-            CheckpointError: the logits differ.
+            CheckpointError: that is too far.
         """
-        written = self._reopen(folder, model)
+        return self.compare(self._reopen(folder, model))
+
+    def compare(self, written: Source) -> float:
+        """:meth:`check` of what has been read back already."""
         stream = start(written, self.ids, autocast=None)
         for index in range(len(written)):
             advance(written.block(index), stream)
         expected, got = logits(self.source, self.ids, self.stream).float(), logits(written, self.ids, stream).float()
         difference = ((got - expected).norm() / expected.norm()).item()
-        if not difference <= max(TOLERANCE, 8 * torch.finfo(self.source.dtype).eps):
+        if not difference <= self.tolerance:
             raise CheckpointError(
                 f"the checkpoint written computes other logits than the model in memory (they differ by {difference:.1e} of "
                 "their norm); this is a bug, please report it"
             )
+        return difference
 
     def _reopen(self, folder: Path, model: nn.Module) -> Source:
         source, weights = self.source, Weights(folder)

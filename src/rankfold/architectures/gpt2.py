@@ -13,10 +13,11 @@ ARCHITECTURES = (
             output="c_proj",
             kv_heads=None,
             position="none",
+            width=None,
             dropout="attn_dropout",
             output_dropout="resid_dropout",
         ),
-        mlp=MLPSpec(up="mlp.c_fc", down="mlp.c_proj"),
+        mlp=MLPSpec(up="mlp.c_fc", down="mlp.c_proj", width="n_inner"),
         middle="ln_2",
     ),
 )

@@ -12,9 +12,10 @@ ARCHITECTURES = (
             output="out_proj",
             kv_heads=None,
             position="none",
+            width=None,
             dropout="dropout",
         ),
-        mlp=MLPSpec(up="fc1", down="fc2"),
+        mlp=MLPSpec(up="fc1", down="fc2", width="ffn_dim"),
         # OPT-350m normalises behind each half, so its MLP reads the stream itself
         middle=ByConfig("do_layer_norm_before", yes="final_layer_norm", no="fc1"),
         adds=ByConfig("do_layer_norm_before", yes=True, no=False),

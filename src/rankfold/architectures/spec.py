@@ -50,6 +50,9 @@ class AttentionSpec:
     # stays dense.
     qk_norm: tuple[str, str] | None = None
     norm_over: Literal["head", "all heads"] = "head"
+    # Field of the config for the width of a head, so that a stock model may have narrower or fewer heads; None: the class
+    # divides the model width by the number of heads.
+    width: str | None = "head_dim"
     scaling: str = "scaling"  # attribute with the softmax scale; the compressed module keeps this number
     dropout: str = "attention_dropout"
     output_dropout: str | None = None
@@ -63,6 +66,9 @@ class MLPSpec:
     up: str
     gate: str | None = None
     fused_gate: bool = False  # `up` holds [gate; up] stacked in its rows
+    width: str | None = (
+        "intermediate_size"  # field of the config for the hidden units; None: the class fixes their number
+    )
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,20 @@ class AttentionView:
         parts = _split_rows(Dense(rows[0][:, None], None), self.spec.layout, self.heads, self.kv_heads)
         return {name: ("qkv", part.weight[:, 0]) for name, part in zip("qkv", parts, strict=True)}
 
+    def fused(self, q: Dense, k: Dense, v: Dense) -> list[Dense]:
+        """What :attr:`qkv_modules` would hold; the inverse of :meth:`qkv`."""
+        if len(self.spec.qkv) == 3:
+            return [q, k, v]
+        parts, order = (q, k, v), self._order(sum(len(part.weight) for part in (q, k, v)))
+        weight = torch.cat([part.weight for part in parts])
+        bias = None if q.bias is None else torch.cat([part.bias for part in parts])
+        return [Dense(weight, bias).rows(order.argsort())]
+
+    def _order(self, rows: int) -> Tensor:
+        """``(rows,)`` places that the rows of q, then k, then v have in a fused projection."""
+        numbers = Dense(torch.arange(rows)[:, None], None)
+        return torch.cat([p.weight[:, 0] for p in _split_rows(numbers, self.spec.layout, self.heads, self.kv_heads)])
+
     def split_states(self, outputs: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``(B, T, H, N)``, keys and values ``(B, T, K, N)`` from what :attr:`qkv_modules` returned."""
         if len(outputs) == 1:

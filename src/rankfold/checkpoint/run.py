@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -25,7 +25,6 @@ from ..files import (
     sync_files,
     sync_folder,
     write_json,
-    write_tensors,
     write_text,
     writing,
 )
@@ -33,6 +32,7 @@ from ..locking import lock_of, locked
 from ..methods import BlockResult
 from ..modules import CODE_FILE, code
 from .load import described, empty_model
+from .shards import Shards, write_around
 
 __all__ = ["Run", "as_written"]
 
@@ -118,8 +118,9 @@ class Run:
         (self.folder / CONFIG).unlink()  # last: a folder without it is not taken for a run
         self.folder.rmdir()
 
-    def _shard(self, place: int) -> Path:
-        return self.folder / f"model-{place + 1:05d}-of-{self.blocks + 1:05d}.safetensors"
+    @property
+    def _shards(self) -> Shards:
+        return Shards(self.folder, self.blocks)
 
     def _report(self, index: int) -> Path:
         return self.folder / f"block-{index:05d}.json"
@@ -160,7 +161,7 @@ class Run:
             index: in the dense model.  place, prefix: number and path in the result.
         """
         state = {f"{prefix}.{name}": as_written(tensor, dtype) for name, tensor in module.state_dict().items()}
-        write_tensors(self._shard(place), state, {"format": "pt"})
+        self._shards.write(place, state)
         self.save_report(index, result)
 
     def save_report(self, index: int, result: BlockResult) -> None:
@@ -170,10 +171,10 @@ class Run:
     def load_block(self, index: int, place: int, prefix: str) -> BlockResult:
         """A finished block; arguments as for :meth:`save_block`."""
         try:
-            state = load_file(self._shard(place))
+            state = load_file(self._shards.path(place))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
-                f"{self._shard(place)} is damaged ({error}); remove {self.folder} and start again"
+                f"{self._shards.path(place)} is damaged ({error}); remove {self.folder} and start again"
             ) from error
         modules, _, reports, _ = self.load_report(index)
         state = {name.removeprefix(prefix + "."): tensor for name, tensor in state.items()}
@@ -193,30 +194,20 @@ class Run:
                 where they compute otherwise.
         """
         outer = {name: as_written(tensor, source.dtype) for name, tensor in source.outer_state().items()}
-        write_tensors(self._shard(self.blocks), outer, {"format": "pt"})
-        self._write_index()
+        self._shards.write(self.blocks, outer)
+        self._shards.write_index()
         model = empty_model(config, source.model.config._attn_implementation, source.compute_dtype)
-        self._verify(model)
+        self._shards.check(model)
         check(self.folder, model)
         with writing(self.folder):
-            self._write_around(source, config)
+            write_around(self.folder, source, config)
+            if described(config) is not None:
+                write_text(self.folder / CODE_FILE, code())
             write_text(self.folder / "README.md", card)
             write_json(self.folder / RECORD, record)
             sync_files(self.folder)
             (self.folder / CONFIG).unlink()
         return self.publish()
-
-    def _write_around(self, source, config) -> None:
-        """What transformers wants beside the weights."""
-        config.save_pretrained(self.folder)
-        if source.model.generation_config is not None:
-            source.model.generation_config.save_pretrained(self.folder)
-        if source.has_tokenizer:
-            source.tokenizer.save_pretrained(self.folder)
-        for file in source.processor_files:
-            shutil.copyfile(file, self.folder / file.name)
-        if described(config) is not None:
-            write_text(self.folder / CODE_FILE, code())
 
     def publish(self) -> Path:
         """Clear away what belonged to the run and rename the folder to the output."""
@@ -237,33 +228,6 @@ class Run:
             os.rename(self.folder, self.output)
             sync_folder(self.output.resolve().parent)
         return self.output
-
-    def _write_index(self) -> None:
-        weight_map, size = {}, 0
-        for index in range(self.blocks + 1):
-            path = self._shard(index)
-            with safe_open(path, framework="pt") as handle:
-                weight_map |= dict.fromkeys(handle.keys(), path.name)
-            size += path.stat().st_size - 8 - int.from_bytes(path.open("rb").read(8), "little")
-        write_json(
-            self.folder / "model.safetensors.index.json",
-            {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))},
-        )
-
-    def _verify(self, model: nn.Module) -> None:
-        """Compare names and shapes on disk with the model that the config describes."""
-        tied = set(getattr(model, "all_tied_weights_keys", None) or {})
-        wanted = {name: tuple(t.shape) for name, t in model.state_dict().items() if name not in tied}
-        found = {}
-        for index in range(self.blocks + 1):
-            with safe_open(self._shard(index), framework="pt") as handle:
-                found |= {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
-        if wanted != found:
-            wrong = sorted(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n))
-            raise CheckpointError(
-                f"the checkpoint written does not match its config: {len(wrong)} tensors differ, first {wrong[0]}: "
-                f"expected {wanted.get(wrong[0])}, wrote {found.get(wrong[0])}; this is a bug, please report it"
-            )
 
 
 def as_written(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,9 @@
-"""Saving a model that was compressed in memory."""
+"""Saving what is written as a whole: a model that was compressed in memory, an export."""
 
+import contextlib
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -9,7 +11,7 @@ from transformers import PreTrainedModel
 from ..files import check_output, sync_files, sync_folder, writing
 from ..locking import lock_of, locked
 
-__all__ = ["save_model"]
+__all__ = ["creating", "save_model"]
 
 
 def save_model(model: PreTrainedModel, folder: str | Path, tokenizer=None) -> Path:
@@ -24,21 +26,42 @@ def save_model(model: PreTrainedModel, folder: str | Path, tokenizer=None) -> Pa
         CheckpointError: the folder exists, cannot be written, or is written by another process.
     """
     folder = Path(folder)
-    check_output(folder)
-    unfinished = folder.with_name(f".{folder.name}.rankfold-save")  # whatever has this name was left by a killed save
-    with locked(lock_of(folder), folder), writing(folder):
-        check_output(folder)
-        if unfinished.exists():
-            shutil.rmtree(unfinished)
+    with creating(folder) as unfinished:
         unfinished.mkdir()
-        try:
-            model.save_pretrained(unfinished)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(unfinished)
-            sync_files(unfinished)
-            os.rename(unfinished, folder)
-        except Exception:
-            shutil.rmtree(unfinished, ignore_errors=True)  # the error is what to tell
-            raise
-        sync_folder(folder.resolve().parent)
+        model.save_pretrained(unfinished)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(unfinished)
     return folder
+
+
+@contextlib.contextmanager
+def creating(output: Path) -> Iterator[Path]:
+    """A name beside ``output`` for a folder or file to be made there, which is renamed to it behind the block.
+
+    After an error or a kill there is no ``output``; what a kill leaves goes with the next try.
+
+    Raises:
+        CheckpointError: the output exists, cannot be written, or is written by another process.
+    """
+    check_output(output)
+    unfinished = output.with_name(f".{output.name}.rankfold-save")  # whatever has this name was left by a killed one
+    with locked(lock_of(output), output), writing(output):
+        check_output(output)
+        _remove(unfinished)
+        try:
+            yield unfinished
+            sync_files(unfinished)
+            check_output(output)  # a file would be replaced
+            os.rename(unfinished, output)
+        except Exception:
+            with contextlib.suppress(OSError):  # the error is what to tell
+                _remove(unfinished)
+            raise
+        sync_folder(output.resolve().parent)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

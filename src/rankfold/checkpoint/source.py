@@ -26,7 +26,7 @@ from .tokenizer import TokenizerFiles
 from .weights import Weights, check_finite, fill_outer, required_names
 from .whole import check_unused, read_generation_config, read_gguf, read_whole, untie
 
-__all__ = ["Source", "open_model"]
+__all__ = ["Source", "open_model", "stored_dtype"]
 
 log = logging.getLogger(__name__)
 
@@ -239,7 +239,7 @@ def _read_folder(folder: Path, device: torch.device, dtype: torch.dtype | None):
     config, weights = _read_config(folder), Weights(folder)
     size = weights.bytes_on_disk
     weights.check_depth(config)
-    storage_dtype = dtype or _stored(config, folder)
+    storage_dtype = dtype or stored_dtype(config, folder)
     model = _empty(config, torch.float32 if device.type == "cpu" else storage_dtype)
     if weights.rename(model.base_model_prefix, required_names(model)):
         if any(weights.differ(*pair) for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items()):
@@ -257,7 +257,12 @@ def _read_folder(folder: Path, device: torch.device, dtype: torch.dtype | None):
     return model, storage_dtype, weights, size
 
 
-def _stored(config, folder: Path) -> torch.dtype:
+def stored_dtype(config, folder: Path) -> torch.dtype:
+    """What a checkpoint is written in, by its config.
+
+    Raises:
+        CheckpointError: it is not one of the dtypes that can be written.
+    """
     stored = config.get_text_config().dtype or torch.float32
     if stored not in DTYPES.values():
         raise CheckpointError(

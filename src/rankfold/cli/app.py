@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from . import calibrate, compare, compress, evaluate, generate, inspect, models, plan
+from . import calibrate, compare, compress, evaluate, export, generate, inspect, models, plan
 from .guard import Command
 
 app = typer.Typer(
@@ -16,7 +16,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (compress, calibrate, plan, evaluate, compare, generate, inspect, models):
+for module in (compress, calibrate, plan, evaluate, compare, export, generate, inspect, models):
     app.command(name=module.__name__.rpartition(".")[2], cls=Command)(module.command)
 
 

@@ -1,0 +1,45 @@
+"""A compressed checkpoint, opened to be written in another form."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig
+
+from ..errors import CheckpointError, first_line
+from .devices import resolve_dtype
+from .hub import locate
+from .load import load_model
+from .source import Source, stored_dtype
+from .tokenizer import TokenizerFiles
+
+__all__ = ["open_compressed"]
+
+
+def open_compressed(model: str | Path, *, dtype: str = "auto") -> Source:
+    """Open what `rankfold compress` wrote, or any other folder transformers loads, on the CPU.
+
+    All weights are in memory, in fp32, so that what is computed from them differs by nothing but rounding.
+
+    Args:
+        model: hub id or folder.
+        dtype: what is to be written; ``auto``: as the checkpoint stores it.
+
+    Raises:
+        CheckpointError: it cannot be read, or does not hold what its config describes.
+        UnsupportedModelError: its family is unknown.
+    """
+    path = locate(str(model))
+    if not path.is_dir():
+        raise CheckpointError(f"{model} is not a folder; give one that `rankfold compress` wrote")
+    written = resolve_dtype(dtype)
+    loaded = load_model(path, dtype="float32", device="cpu")
+    if written is None:
+        written = stored_dtype(_config(path), path)
+    return Source(loaded, path.name, torch.device("cpu"), written, None, TokenizerFiles.beside(path))
+
+
+def _config(folder: Path):
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # a damaged file ends in whatever type the code that meets it raises
+        raise CheckpointError(f"{folder} has no readable config.json ({first_line(error)})") from error

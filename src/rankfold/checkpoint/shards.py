@@ -1,0 +1,75 @@
+"""The files of a checkpoint: one shard of weights a block and one for the rest, their index, and what lies beside them."""
+
+import shutil
+from pathlib import Path
+
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from ..errors import CheckpointError
+from ..files import write_json, write_tensors
+
+__all__ = ["Shards", "write_around"]
+
+
+class Shards:
+    """Weights of a checkpoint in files.
+
+    Args:
+        folder: where they lie.
+        blocks: how many there are; the shard behind theirs holds the rest.
+    """
+
+    def __init__(self, folder: Path, blocks: int):
+        self.folder, self.blocks = folder, blocks
+
+    def path(self, place: int) -> Path:
+        """The shard of a block; ``blocks``: of the rest."""
+        return self.folder / f"model-{place + 1:05d}-of-{self.blocks + 1:05d}.safetensors"
+
+    def write(self, place: int, state: dict[str, Tensor]) -> None:
+        """Write a shard, durably."""
+        write_tensors(self.path(place), state, {"format": "pt"})
+
+    def write_index(self) -> None:
+        """Say which shard has which tensor; all of them must be there."""
+        weight_map, size = {}, 0
+        for index in range(self.blocks + 1):
+            path = self.path(index)
+            with safe_open(path, framework="pt") as handle:
+                weight_map |= dict.fromkeys(handle.keys(), path.name)
+            size += path.stat().st_size - 8 - int.from_bytes(path.open("rb").read(8), "little")
+        write_json(
+            self.folder / "model.safetensors.index.json",
+            {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))},
+        )
+
+    def check(self, model: nn.Module) -> None:
+        """Compare names and shapes on disk with the model that the config describes.
+
+        Raises:
+            CheckpointError: they differ.
+        """
+        tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+        wanted = {name: tuple(t.shape) for name, t in model.state_dict().items() if name not in tied}
+        found = {}
+        for index in range(self.blocks + 1):
+            with safe_open(self.path(index), framework="pt") as handle:
+                found |= {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
+        if wanted != found:
+            wrong = sorted(n for n in wanted.keys() | found.keys() if wanted.get(n) != found.get(n))
+            raise CheckpointError(
+                f"the checkpoint written does not match its config: {len(wrong)} tensors differ, first {wrong[0]}: "
+                f"expected {wanted.get(wrong[0])}, wrote {found.get(wrong[0])}; this is a bug, please report it"
+            )
+
+
+def write_around(folder: Path, source, config) -> None:
+    """What transformers wants beside the weights: config, settings for generating, tokenizer and processor."""
+    config.save_pretrained(folder)
+    if source.model.generation_config is not None:
+        source.model.generation_config.save_pretrained(folder)
+    if source.has_tokenizer:
+        source.tokenizer.save_pretrained(folder)
+    for file in source.processor_files:
+        shutil.copyfile(file, folder / file.name)

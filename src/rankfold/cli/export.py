@@ -1,0 +1,43 @@
+"""`rankfold export`"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import common as c
+from . import options as o
+
+
+def command(
+    checkpoint: Annotated[str, typer.Argument(help="Folder that `rankfold compress` wrote, or its hub id.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder or file to write; must not exist.")],
+    format: Annotated[str, typer.Option(help="stock: the stock class of the family, padded with zeros.")] = "stock",
+    dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")] = "auto",
+    json: o.Json = False,
+) -> None:
+    """Write a compressed checkpoint in a form that needs no code of rankfold.
+
+    \b
+    rankfold export small -o stock
+    """
+    from ..export import export
+
+    done = export(checkpoint, output, format, dtype=dtype)
+    result = {
+        "output": str(done.output),
+        "format": done.format,
+        "parameters": {"dense": done.dense, "compressed": done.compressed, "exported": done.exported},
+        "saving_kept": done.kept,
+        "difference": done.difference,
+    }
+
+    def show(out) -> None:
+        out.print(
+            f"{done.output}: parameters {done.dense:,} dense, {done.compressed:,} compressed, {done.exported:,} exported"
+        )
+        out.print(
+            f"{done.kept:.0%} of the saving kept; read back, its logits differ by {done.difference:.1e} of their norm"
+        )
+
+    c.emit(result, json, show)

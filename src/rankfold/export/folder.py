@@ -1,0 +1,42 @@
+"""Writing a padded model as a Hugging Face folder, and reading it back."""
+
+from pathlib import Path
+
+import torch
+
+from ..checkpoint.run import as_written
+from ..checkpoint.shards import Shards, write_around
+from ..checkpoint.source import Source
+from ..progress import track
+from ..verifying import Probe
+from .form import Form
+from .padding import padded_state
+
+__all__ = ["write_folder"]
+
+
+def write_folder(source: Source, form: Form, folder: Path, probe: Probe) -> float:
+    """Write a model block by block and read it back.
+
+    Returns:
+        How far its logits are from those of ``source``, of their norm.
+
+    Raises:
+        UnsupportedModelError: something has no place in the form.
+        CheckpointError: what was written computes something else.
+    """
+    folder.mkdir()
+    shards, empty = Shards(folder, len(source)), form.empty()
+    for index in track(range(len(source)), "exporting"):
+        view, stock = source.block(index), form.view(empty, index)
+        state = padded_state(view, stock, source.dtype)
+        shards.write(index, {f"{view.path}.{name}": tensor for name, tensor in state.items()})
+        probe.follow(view)
+    outer = {name: as_written(tensor, source.dtype) for name, tensor in source.outer_state().items()}
+    shards.write(len(source), outer)
+    shards.write_index()
+    again = form.empty(torch.float32)
+    shards.check(again)
+    form.config.architectures, form.config.dtype = [type(source.model).__name__], source.dtype
+    write_around(folder, source, form.config)
+    return probe.check(folder, again)

@@ -1,0 +1,115 @@
+"""The stock model that a compressed one fits into, padded as little as its class allows."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from accelerate import init_empty_weights
+from torch import nn
+
+from ..architectures import Architecture, BlockView
+from ..checkpoint.load import empty_model
+from ..checkpoint.source import Source
+from ..modules import install
+from .reading import read_heads, read_rising
+
+__all__ = ["Form", "parameters", "stock_form"]
+
+
+@dataclass(frozen=True)
+class Form:
+    """A stock model: its config, and the layers that are narrower than the config says, for classes that can have them."""
+
+    config: object
+    architecture: Architecture
+    layers: dict[str, dict]  # path -> description of a linear layer
+
+    def empty(self, dtype=None) -> nn.Module:
+        """The model, parameters on the meta device."""
+        model = empty_model(self.config, dtype=dtype)
+        with init_empty_weights(include_buffers=False):
+            install(model, self.layers)
+        return model.eval()
+
+    def view(self, model: nn.Module, index: int) -> BlockView:
+        """A block of :meth:`empty`."""
+        blocks = model.get_submodule(self.architecture.blocks)
+        return BlockView(self.architecture, index, blocks[index], self.config.get_text_config())
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What a block needs of its config."""
+
+    heads: int
+    kv_heads: int
+    width: int
+    units: int | None
+    biases: frozenset[str]  # fields of the config that give layers a bias
+
+
+def stock_form(source: Source) -> Form:
+    """The narrowest stock model of its own family that all blocks of a compressed one fit into.
+
+    Heads and widths of heads stay dense where the config of the family cannot say otherwise, or a rotary embedding needs all
+    places of a head; all MLPs become as wide as the widest one.
+
+    Raises:
+        UnsupportedModelError: a block is made of something else than matrices.
+    """
+    dense = Form(plain(source.model.config), source.architecture, {})
+    views = _views(dense)
+    sizes = [_sizes(source.block(index), views(index)) for index in range(len(source))]
+    config = plain(source.model.config)
+    text, full = config.get_text_config(), views(0).attention
+    if full.spec.width:
+        width = max(full.rotary_dim, *(size.width for size in sizes))
+        _set_heads(text, full, max(s.heads for s in sizes), max(s.kv_heads for s in sizes), width)
+    if source.architecture.mlp and source.architecture.mlp.width:
+        setattr(text, source.architecture.mlp.width, max(size.units for size in sizes))
+    for field in frozenset().union(*(size.biases for size in sizes)):
+        setattr(text, field, True)
+    return dataclasses.replace(dense, config=config)
+
+
+def plain(config):
+    """A copy of a config that describes no compressed modules."""
+    copy = config.__class__.from_dict(config.to_dict())
+    for name in ("quantization_config", "auto_map"):
+        copy.__dict__.pop(name, None)
+    return copy
+
+
+def parameters(model: nn.Module) -> int:
+    """How many numbers a model has, tied ones counted once; an empty model has two tensors of them."""
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    return sum(p.numel() for name, p in model.named_parameters() if name not in tied)
+
+
+def _views(form: Form):
+    model = form.empty()
+    return lambda index: form.view(model, index)
+
+
+def _sizes(view: BlockView, dense: BlockView) -> _Sizes:
+    heads = read_heads(view, dense.attention.rotary_dim)
+    rising, down = read_rising(view) if view.mlp else ({}, None)
+    biases = {
+        "attention_bias": _biased(heads.q, heads.k, heads.v, heads.o),
+        "mlp_bias": _biased(*rising.values(), *([down] if down else [])),
+    }
+    config, units = dense.config, down.weight.shape[1] if down else None
+    added = frozenset(field for field, there in biases.items() if there and getattr(config, field, None) is False)
+    return _Sizes(heads.heads, heads.kv_heads, heads.width, units, added)
+
+
+def _biased(*layers) -> bool:
+    return any(layer.bias is not None for layer in layers)
+
+
+def _set_heads(text, full, heads: int, kv_heads: int, width: int) -> None:
+    """Say in a config how many heads there are and how wide they are; a rotary embedding turns as many dimensions as before."""
+    if 0 < full.rotary_dim < full.head_dim:  # the config says so by a share, which the class rounds down
+        width = next(w for w in range(width, full.head_dim + 1) if int(full.rotary_dim / w * w) == full.rotary_dim)
+        text.rope_parameters = text.rope_parameters | {"partial_rotary_factor": full.rotary_dim / width}
+    text.num_attention_heads, text.num_key_value_heads = heads, kv_heads
+    setattr(text, full.spec.width, width)

@@ -1,0 +1,118 @@
+"""The tensors of a stock block that computes what a smaller one computes: zeros stand where nothing is left.
+
+Shape legend: D model width, H query heads, K key/value heads, G = H / K, N head width of the stock block, R query-key width, V
+value width, F hidden units.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from ..architectures import AttentionView, BlockView, Dense, MLPView
+from ..checkpoint.run import as_written
+from ..errors import UnsupportedModelError
+from ..linalg.padding import pad_units, scatter_heads
+from .reading import Heads, read_heads, read_rising
+
+__all__ = ["padded_state"]
+
+
+def padded_state(view: BlockView, stock: BlockView, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Tensors of a stock block by name, in the dtype that is written.
+
+    Args:
+        view: the block to be written in another form.
+        stock: the block of its family that it fits into; its tensors are not read.
+
+    Raises:
+        UnsupportedModelError: it has something that the stock block has no place for.
+    """
+    attention, layers = stock.attention, {}
+    heads = read_heads(view, attention.rotary_dim)
+    *qkv, o = _padded_heads(heads, attention)
+    for path, layer in zip(attention.spec.qkv, _fused(attention, qkv), strict=True):
+        layers[f"{attention.spec.path}.{path}"] = layer
+    layers[f"{attention.spec.path}.{attention.spec.output}"] = o
+    if stock.mlp:
+        layers |= _padded_mlp(view, stock.mlp)
+    state = {}
+    for path, layer in layers.items():
+        state |= _stored(f"{view.path}.{path}", path, layer, stock.module.get_submodule(path))
+    for name, tensor in stock.module.state_dict().items():
+        if name not in state:
+            state[name] = _as_it_is(view, attention, name, tensor)
+    return {name: as_written(tensor, dtype) for name, tensor in state.items()}
+
+
+def _padded_heads(heads: Heads, stock: AttentionView) -> list[Dense]:
+    """q ``(H N, D)``, k and v ``(K N, D)``, o ``(D, H N)`` with the stock's number of heads and softmax scale."""
+    N, G = stock.head_dim, heads.heads // heads.kv_heads
+    values = torch.arange(heads.values).repeat(heads.kv_heads, 1)
+    folded = heads.scaling / stock.runtime()["scaling"]  # the stock model divides by the root of its own width
+    q = _scattered(
+        Dense(*(None if t is None else t * folded for t in (heads.q.weight, heads.q.bias))), heads.places, G, N
+    )
+    k, v = (_scattered(part, places, 1, N) for part, places in ((heads.k, heads.places), (heads.v, values)))
+    o = _scattered(Dense(heads.o.weight.T, None), values, G, N).weight
+    q, k, v = (
+        _more_rows(part, count * N) for part, count in ((q, stock.heads), (k, stock.kv_heads), (v, stock.kv_heads))
+    )
+    return [q, k, v, Dense(pad_units(o, stock.heads * N).T, heads.o.bias)]
+
+
+def _scattered(rows: Dense, places: Tensor, groups: int, width: int) -> Dense:
+    places = places.repeat_interleave(groups, 0)
+    return Dense(*(None if t is None else scatter_heads(t, places, width) for t in (rows.weight, rows.bias)))
+
+
+def _more_rows(rows: Dense, count: int) -> Dense:
+    return Dense(*(None if t is None else pad_units(t, count) for t in (rows.weight, rows.bias)))
+
+
+def _fused(stock: AttentionView, qkv: list[Dense]) -> list[Dense]:
+    """As the stock stores them; in one matrix either all have a bias or none has."""
+    if len(stock.spec.qkv) == 1 and any(part.bias is not None for part in qkv):
+        qkv = [Dense(p.weight, p.weight.new_zeros(len(p.weight)) if p.bias is None else p.bias) for p in qkv]
+    return stock.fused(*qkv)
+
+
+def _padded_mlp(view: BlockView, stock: MLPView) -> dict[str, Dense]:
+    rising, down = read_rising(view)
+    parts = 2 if stock.spec.fused_gate else 1
+    wide = {path: _more_units(layer, parts, stock.hidden) for path, layer in rising.items()}
+    return wide | {stock.spec.down: Dense(pad_units(down.weight, stock.hidden, 1), down.bias)}
+
+
+def _more_units(layer: Dense, parts: int, count: int) -> Dense:
+    def pad(t: Tensor) -> Tensor:
+        return pad_units(t.unflatten(0, (parts, -1)), count, 1).flatten(0, 1)
+
+    return Dense(*(None if t is None else pad(t) for t in (layer.weight, layer.bias)))
+
+
+def _stored(where: str, path: str, layer: Dense, module: nn.Module) -> dict[str, Tensor]:
+    """Tensors of a layer as the class of ``module`` keeps them."""
+    weight = layer.weight if isinstance(module, nn.Linear) else layer.weight.T
+    if module.bias is None:
+        if layer.bias is not None and layer.bias.count_nonzero():
+            raise UnsupportedModelError(
+                f"{where} has a bias, and the stock class has no place for one; serve the folder as it is (docs/serve.md), or "
+                "compress with a method that adds none, such as --method rankfold"
+            )
+        return {f"{path}.weight": weight}
+    bias = weight.new_zeros(module.bias.shape) if layer.bias is None else layer.bias
+    return {f"{path}.weight": weight, f"{path}.bias": bias}
+
+
+def _as_it_is(view: BlockView, stock: AttentionView, name: str, like: Tensor) -> Tensor:
+    """A tensor that no method changes: norms, experts; a compressed attention has names of its own for norms it adopted."""
+    state, found = view.module.state_dict(), name
+    for ours, theirs in zip(("q_norm", "k_norm"), stock.norms or (), strict=bool(stock.norms)):
+        path = f"{stock.spec.path}.{theirs}."
+        if name not in state and name.startswith(path):
+            found = f"{stock.spec.path}.{ours}.{name.removeprefix(path)}"
+    if found not in state or state[found].shape != like.shape:
+        raise UnsupportedModelError(
+            f"{view.path} has no {name} of shape {list(like.shape)}, which its stock class wants; serve the folder as it is "
+            "(docs/serve.md)"
+        )
+    return state[found]

@@ -1,0 +1,96 @@
+"""What is left of a block, read as one narrower dense block, whether a method replaced its modules or not.
+
+Shape legend: D model width, H query heads, K key/value heads, R query-key width, V value width, N dense head width.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..architectures import BlockView, Dense, read_linear
+from ..errors import UnsupportedModelError
+from ..linalg.padding import head_places
+from ..modules import CompressedAttention
+
+__all__ = ["Heads", "read_heads", "read_rising"]
+
+
+@dataclass(frozen=True)
+class Heads:
+    """An attention, its widths aside as any other."""
+
+    q: Dense  # (H R, D)
+    k: Dense  # (K R, D)
+    v: Dense  # (K V, D)
+    o: Dense  # (D, H V)
+    places: Tensor  # (K, R) where the dimensions of each key head belong in a dense one
+    scaling: float
+
+    @property
+    def kv_heads(self) -> int:
+        return len(self.places)
+
+    @property
+    def heads(self) -> int:
+        return len(self.q.weight) // self.places.shape[1]
+
+    @property
+    def values(self) -> int:
+        """V."""
+        return len(self.v.weight) // self.kv_heads
+
+    @property
+    def width(self) -> int:
+        """The least width of a head that has all places."""
+        return max(int(self.places.max()) + 1, self.values)
+
+
+def read_heads(view: BlockView, rotary_dim: int) -> Heads:
+    """The attention of a block.
+
+    Args:
+        rotary_dim: leading dimensions of a dense head that turn.
+
+    Raises:
+        UnsupportedModelError: it is made of something else than matrices.
+    """
+    where = view.architecture.attention.path
+    module, path = view.module.get_submodule(where), f"{view.path}.{where}"
+    if isinstance(module, CompressedAttention):
+        q, k, v, o = (
+            _read(f"{path}.{name}", _member(module, name)) for name in ("q_proj", "k_proj", "v_proj", "o_proj")
+        )
+        places = torch.arange(module.qk_dim).repeat(module.kv_heads, 1)
+        if module.rotary_pairs is not None:
+            places = head_places(module.rotary_pairs, rotary_dim)
+        return Heads(q, k, v, o, places, module.scaling)
+    attention = view.attention
+    places = torch.arange(attention.head_dim).repeat(attention.kv_heads, 1)
+    return Heads(*attention.qkv(), attention.output, places, attention.runtime()["scaling"])
+
+
+def read_rising(view: BlockView) -> tuple[dict[str, Dense], Dense]:
+    """Projections into the hidden units of a block's MLP by path, and the one out of them.
+
+    Raises:
+        UnsupportedModelError: they are something else than matrices.
+    """
+    spec = view.mlp.spec
+    paths = [path for path in (spec.gate, spec.up, spec.down) if path]
+    *rising, down = (_read(f"{view.path}.{path}", view.module.get_submodule(path)) for path in paths)
+    return dict(zip(paths[:-1], rising, strict=True)), down
+
+
+def _member(module: CompressedAttention, name: str) -> nn.Module:
+    """A projection; queries, keys and values that share a latent have one module."""
+    return module.o_proj if name == "o_proj" else module.qkv_proj or getattr(module, name)
+
+
+def _read(path: str, module: nn.Module) -> Dense:
+    if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
+        return read_linear(module)
+    raise UnsupportedModelError(
+        f"{path} is a {type(module).__name__}, which no stock model has; serve the folder as it is (docs/serve.md), or "
+        "compress with --method rankfold or modegpt"
+    )
