@@ -25,6 +25,15 @@ ids = torch.load(sys.argv[2])
 with torch.no_grad():
     torch.save(model(ids).logits, sys.argv[3])
 model.save_pretrained(sys.argv[4])
+from transformers import AutoConfig, AutoModel
+config = AutoConfig.from_pretrained(sys.argv[1], trust_remote_code=True)
+assert type(config) is type(model.config) and config.quantization_config["quant_method"].startswith("rankfold")
+headless = AutoModel.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
+with torch.no_grad():
+    assert torch.equal(model.get_output_embeddings()(headless(ids).last_hidden_state), model(ids).logits)
+shapes = lambda m: {name: tensor.shape for name, tensor in m.state_dict().items()}
+built = AutoModelForCausalLM.from_config(config, trust_remote_code=True)
+assert type(built) is type(model) and shapes(built) == shapes(model)
 dense = AutoModelForCausalLM.from_pretrained(sys.argv[5])  # dense models of the type still load as ever
 assert type(dense) is type(model) and not hasattr(dense.config, "quantization_config")
 """
@@ -61,6 +70,51 @@ def test_without_rankfold(tmp_path, family, method, options):
     assert torch.equal(twice, expected)
     written, again = (tmp_path / name / "modeling_rankfold.py" for name in ("small", "again"))
     assert again.read_bytes() == written.read_bytes()
+
+
+def lines_without(arguments: str, *names: str) -> subprocess.CompletedProcess:
+    """Python lines where rankfold is not installed."""
+    blocked = WITHOUT.partition("import torch")[0] + arguments
+    return subprocess.run([sys.executable, "-c", blocked, *names], capture_output=True, text=True)
+
+
+def test_lm_evals_own_way_of_loading_runs(tmp_path):
+    """It reads the config with the code trusted, asks transformers about the method, and only then loads the model."""
+    small = small_llama(tmp_path)
+    loading = """
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.quantizers import AutoQuantizationConfig
+config = AutoConfig.from_pretrained(sys.argv[1], trust_remote_code=True)
+AutoQuantizationConfig.from_dict(config.quantization_config)
+AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+"""
+    done = lines_without(loading, str(small))
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_rankfold_and_without_trust_what_is_printed_says_what_helps(tmp_path):
+    small = small_llama(tmp_path)
+    loading = "import transformers; transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])"
+    done = lines_without(loading, str(small))
+    assert done.returncode != 0
+    assert "got rankfold (import rankfold first, or give trust_remote_code=True)" in done.stderr
+
+
+def small_llama(folder):
+    source = rankfold.open_model(tiny_model("llama"), device="cpu")
+    method = rankfold.MoDeGPT(sparsity=0.3, multiple=2)
+    return rankfold.compress(source, method, Tokens(some_ids(8, 32), "r", "r", 0), folder / "small", mode="one-pass")
+
+
+def test_checkpoints_with_the_first_name_of_the_method_still_load(tmp_path):
+    small = small_llama(tmp_path)
+    with torch.no_grad():
+        expected = rankfold.load(small, device="cpu")(some_ids()).logits
+    config = json.loads((small / "config.json").read_text())
+    config["quantization_config"]["quant_method"] = "rankfold"
+    (small / "config.json").write_text(json.dumps(config))
+    with torch.no_grad():
+        assert torch.equal(rankfold.load(small, device="cpu")(some_ids()).logits, expected)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """The config of a compressed model."""
 
-from ..modules import CODE_FILE, FORMAT, digest
+from ..modules import AUTO_MAP, FORMAT, METHOD_NAME, digest
 
 __all__ = ["compressed_config"]
 
@@ -22,9 +22,9 @@ def compressed_config(source, identity: dict, modules: dict[str, dict], kept: tu
         _keep_blocks(config.get_text_config(), kept)
         if not modules:
             return config
-    config.auto_map = {"AutoModelForCausalLM": f"{CODE_FILE.removesuffix('.py')}.RankfoldForCausalLM"}
+    config.auto_map = dict(AUTO_MAP)
     described = {"digest": digest(modules), "modules": modules}
-    config.quantization_config = {"quant_method": "rankfold", "format": FORMAT, **identity, **described}
+    config.quantization_config = {"quant_method": METHOD_NAME, "format": FORMAT, **identity, **described}
     return config
 
 

@@ -43,6 +43,7 @@ def check_quantised(config, name: str) -> None:
     if done:
         method = done.get("quant_method") if isinstance(done, dict) else getattr(done, "quant_method", None)
         method = getattr(method, "value", method) or "quantization_config"
+        method = str(method).partition(" ")[0]  # ours says more
         raise UnsupportedModelError(f"{name} is already compressed or quantised ({method}); start from the dense model")
 
 

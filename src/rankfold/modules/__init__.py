@@ -4,13 +4,15 @@ from .attention import CompressedAttention
 from .building import build, install
 from .bundle import CODE_FILE, code
 from .latent import LatentLinear
-from .loading import FORMAT, RankfoldConfig, attach, digest
+from .loading import AUTO_MAP, FORMAT, METHOD_NAME, RankfoldConfig, attach, digest
 from .sparse import SparseCorrection, SparseLinear
 from .tensors import QuantizedTensor
 
 __all__ = [
+    "AUTO_MAP",
     "CODE_FILE",
     "FORMAT",
+    "METHOD_NAME",
     "CompressedAttention",
     "LatentLinear",
     "QuantizedTensor",

@@ -40,11 +40,19 @@ def install(model: nn.Module, modules: dict[str, dict]) -> None:
     """
     config = model.config.get_text_config()
     for path, spec in modules.items():
-        parent, _, name = path.rpartition(".")
+        owner, name = _place(model, path)
+        setattr(owner, name, build(spec, getattr(owner, name), config))
+        owner._is_hf_initialized = True  # some families' weight init reaches into children by names that are gone now
+
+
+def _place(model: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """The owner and the name of a submodule; paths are those with a head, and a model without one has no prefix in them."""
+    for place in (path, path.removeprefix(f"{getattr(model, 'base_model_prefix', '')}.")):
+        parent, _, name = place.rpartition(".")
         try:
             owner = model.get_submodule(parent)
-            dense = getattr(owner, name)
         except AttributeError:
-            raise ValueError(f"the checkpoint describes a module {path!r} that this model does not have") from None
-        setattr(owner, name, build(spec, dense, config))
-        owner._is_hf_initialized = True  # some families' weight init reaches into children by names that are gone now
+            continue
+        if hasattr(owner, name):
+            return owner, name
+    raise ValueError(f"the checkpoint describes a module {path!r} that this model does not have")

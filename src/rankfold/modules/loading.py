@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 import transformers
+from torch import nn
+from transformers import AutoConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
@@ -22,10 +24,24 @@ from .attention import CompressedAttention
 from .building import install
 from .bundle import CODE_FILE, code
 
-__all__ = ["FORMAT", "RankfoldConfig", "RankfoldForCausalLM", "attach", "digest"]
+__all__ = [
+    "AUTO_MAP",
+    "FORMAT",
+    "METHOD_NAME",
+    "RankfoldAutoConfig",
+    "RankfoldConfig",
+    "RankfoldForCausalLM",
+    "attach",
+    "digest",
+]
 
-METHOD_NAME = "rankfold"
+# What meets a checkpoint without this code names the method that it does not know: transformers, lm-eval and engines alike. So
+# the name says what helps. Checkpoints with the plain name were written before.
+METHOD_NAME = "rankfold (import rankfold first, or give trust_remote_code=True)"
+METHOD_NAMES = (METHOD_NAME, "rankfold")
 FORMAT = 1
+_CODE = CODE_FILE.removesuffix(".py")
+AUTO_MAP = {"AutoConfig": f"{_CODE}.RankfoldAutoConfig", "AutoModelForCausalLM": f"{_CODE}.RankfoldForCausalLM"}
 
 
 def digest(modules: dict) -> str:
@@ -116,7 +132,7 @@ def attach(model, config, quantizer: RankfoldQuantizer | None = None) -> None:
 
 def _save_with_code(model, save_directory, *args, **kwargs):
     """``save_pretrained`` that also puts this code beside the weights, where ``auto_map`` looks for it."""
-    model.config.auto_map = {"AutoModelForCausalLM": f"{CODE_FILE.removesuffix('.py')}.RankfoldForCausalLM"}
+    model.config.auto_map = dict(AUTO_MAP)
     type(model).save_pretrained(model, save_directory, *args, **kwargs)
     if os.path.isdir(save_directory):
         Path(save_directory, CODE_FILE).write_text(code(), encoding="utf-8")
@@ -131,10 +147,71 @@ class RankfoldForCausalLM:
 
     @classmethod
     def from_pretrained(cls, path, *args, config=None, **kwargs):
-        stock = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type])
-        return stock.from_pretrained(path, *args, config=config, **kwargs)
+        return cls._stock(config).from_pretrained(path, *args, config=config, **kwargs)
+
+    @classmethod
+    def _from_config(cls, config, **kwargs):
+        return cls._stock(config)._from_config(config, **kwargs)
+
+    @staticmethod
+    def _stock(config):
+        return getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type])
 
 
-if METHOD_NAME not in AUTO_QUANTIZATION_CONFIG_MAPPING:
-    register_quantization_config(METHOD_NAME)(RankfoldConfig)
-    register_quantizer(METHOD_NAME)(RankfoldQuantizer)
+class RankfoldAutoConfig:
+    """The config under ``trust_remote_code=True``: the stock one. That this code then runs, before anybody asks about the
+    method, is the point: lm-eval does so, and a model without head has no class of its own here.
+    """
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class=None):
+        """Called by transformers on remote classes; the stock class stays registered."""
+
+    @classmethod
+    def from_pretrained(cls, path, **kwargs):
+        return AutoConfig.from_pretrained(path, trust_remote_code=False, **kwargs)
+
+
+def _register() -> None:
+    """Make the format known to transformers, once in a process, whether the package or a checkpoint brings this code."""
+    for name in METHOD_NAMES:
+        if name in AUTO_QUANTIZATION_CONFIG_MAPPING:
+            return
+        register_quantization_config(name)(RankfoldConfig)
+        register_quantizer(name)(RankfoldQuantizer)
+    PreTrainedModel._from_config = classmethod(_structured(PreTrainedModel._from_config.__func__))
+
+
+def _structured(dense):
+    """``_from_config`` that builds what the config describes. There is no hook for it: it would be a dense model, silently."""
+
+    @functools.wraps(dense)
+    def from_config(cls, config, **kwargs):
+        model = dense(cls, config, **kwargs)
+        description = getattr(config, "quantization_config", None)
+        if isinstance(description, dict) and description.get("quant_method") in METHOD_NAMES:
+            description = RankfoldConfig.from_dict(description)
+        if isinstance(description, RankfoldConfig):
+            before = set(model.modules())
+            install(model, description.modules)
+            _initialise([module for module in model.modules() if module not in before], model)
+            attach(model, description)
+        return model
+
+    return from_config
+
+
+def _initialise(modules: list[nn.Module], model) -> None:
+    """Random numbers for new modules, as far as their own class gives none; permutations change nothing."""
+    std = getattr(model.config.get_text_config(), "initializer_range", 0.02)
+    for module in modules:
+        if not isinstance(module, nn.Linear):
+            for parameter in module.parameters(recurse=False):
+                nn.init.normal_(parameter, std=std) if parameter.dim() > 1 else nn.init.zeros_(parameter)
+            for name, index in module.named_buffers(recurse=False):
+                if name in ("columns", "rows") and index.dim() == 1:
+                    index.copy_(torch.arange(len(index)))
+        module.to(model.dtype)
+
+
+_register()

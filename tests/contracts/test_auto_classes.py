@@ -1,0 +1,70 @@
+"""A compressed folder through transformers' other doors: without a head, and as a new model of its config."""
+
+import pytest
+import torch
+import transformers
+
+import rankfold
+from families import CONFIGS, opened, some_ids, tokens
+from rankfold.modules import CompressedAttention, RankfoldConfig
+
+EXPERTS = {"mixtral", "qwen3_moe"}
+LATENT = {"sparsity": 0.3, "multiple": 2, "joint": "qk,vo"}
+
+
+def compressed(family: str, folder, method: str = "modegpt", **options):
+    options = options or {"sparsity": 0.1 if family in EXPERTS else 0.3, "multiple": 2}
+    rankfold.compress(opened(family), rankfold.make_method(method, **options), tokens(), folder, mode="one-pass")
+    return folder
+
+
+@pytest.fixture(scope="module", params=sorted(CONFIGS))
+def folder(request, tmp_path_factory):
+    return compressed(request.param, tmp_path_factory.mktemp(request.param) / "small")
+
+
+def test_without_a_head(folder):
+    model = rankfold.load(folder, device="cpu")
+    body = transformers.AutoModel.from_pretrained(folder).eval()
+    assert any(isinstance(module, CompressedAttention) for module in body.modules())
+    with torch.no_grad():
+        expected = model(some_ids(), output_hidden_states=True).hidden_states[-1]
+        torch.testing.assert_close(body(some_ids()).last_hidden_state, expected, rtol=1e-4, atol=1e-5)
+
+
+def shapes(model) -> dict:
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def check_built(folder, tmp_path):
+    config = transformers.AutoConfig.from_pretrained(folder)
+    built, model = transformers.AutoModelForCausalLM.from_config(config).eval(), rankfold.load(folder, device="cpu")
+    assert shapes(built) == shapes(model)
+    with torch.no_grad():
+        logits = built(some_ids()).logits
+    assert torch.isfinite(logits).all() and logits.std() > 0
+    built.save_pretrained(tmp_path / "again")
+    with torch.no_grad():
+        assert torch.equal(rankfold.load(tmp_path / "again", device="cpu")(some_ids()).logits, logits)
+
+
+def test_from_config_builds_the_compressed_structure_and_not_a_dense_model(folder, tmp_path):
+    check_built(folder, tmp_path)
+
+
+@pytest.mark.parametrize("method, options", [("latentllm", LATENT), ("svd", {"sparsity": 0.5, "multiple": 2})])
+def test_from_config_with_factors(method, options, tmp_path):
+    check_built(compressed("llama", tmp_path / "small", method, **options), tmp_path)
+
+
+def test_a_dense_config_still_builds_a_dense_model():
+    config = CONFIGS["llama"]()
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    assert not any(isinstance(module, CompressedAttention) for module in model.modules())
+    assert not hasattr(model.config, "quantization_config")
+
+
+def test_the_description_in_memory_builds_it_too(tmp_path):
+    config = rankfold.load(compressed("llama", tmp_path / "small"), device="cpu").config
+    assert isinstance(config.quantization_config, RankfoldConfig)
+    assert any(isinstance(m, CompressedAttention) for m in transformers.LlamaForCausalLM._from_config(config).modules())
