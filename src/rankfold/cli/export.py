@@ -12,14 +12,19 @@ from . import options as o
 def command(
     checkpoint: Annotated[str, typer.Argument(help="Folder that `rankfold compress` wrote, or its hub id.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder or file to write; must not exist.")],
-    format: Annotated[str, typer.Option(help="stock: the stock class of the family, padded with zeros.")] = "stock",
-    dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")] = "auto",
+    format: Annotated[
+        str, typer.Option(help="stock, deci, gguf or gguf-deci; docs/serve.md says what reads which.")
+    ] = "stock",
+    dtype: Annotated[
+        str, typer.Option(help="auto (as stored), float32, bfloat16 or float16; GGUF files also q8_0.")
+    ] = "auto",
     json: o.Json = False,
 ) -> None:
     """Write a compressed checkpoint in a form that needs no code of rankfold.
 
     \b
     rankfold export small -o stock
+    rankfold export small -o small.gguf --format gguf --dtype q8_0
     """
     from ..export import export
 

@@ -13,8 +13,10 @@ from ..checkpoint.source import Source
 from ..errors import OptionError, UnsupportedModelError, suggestion
 from ..files import check_output
 from ..verifying import TOLERANCE, Probe
+from .deci import deci_form, write_deci
 from .folder import write_folder
 from .form import Form, parameters, plain, stock_form
+from .gguf_file import check_family, write_gguf
 
 __all__ = ["FORMATS", "Exported", "Format", "export"]
 
@@ -24,15 +26,28 @@ class Format:
     """One way out."""
 
     form: Callable[[Source], Form]
-    write: Callable[[Source, Form, Path, Probe], float]
+    write: Callable[..., float]  # of source, form, path, probe, and `quantised` where the format knows it
     what: str
+    quantises: bool = False
+
+
+def _of_llama(source: Source) -> Form:
+    check_family(source)
+    return stock_form(source)
 
 
 FORMATS = {
-    "stock": Format(
-        stock_form, write_folder, "the stock class of the family, for everything that reads Hugging Face folders"
+    "stock": Format(stock_form, write_folder, "the stock class of the family, all MLPs as wide as the widest"),
+    "deci": Format(deci_form, write_deci, "DeciLM (Nemotron-NAS) for vLLM: Llama, every MLP with its own width"),
+    "gguf": Format(
+        _of_llama, write_gguf, "one file for llama.cpp and others, arch llama: the same widths", quantises=True
+    ),
+    "gguf-deci": Format(
+        deci_form, write_gguf, "one file for llama.cpp, arch deci: every MLP has its width", quantises=True
     ),
 }
+QUANTISED = "q8_0"  # a dtype of formats that quantise
+Q8_TOLERANCE = 0.1  # of the logits' norm; its steps are a 127th of the largest of 32 weights
 
 
 @dataclass(frozen=True)
@@ -65,7 +80,7 @@ def export(model: str | Path, output: str | Path, format: str = "stock", *, dtyp
         output: folder or file to write; must not exist. It gets its name when it has been read back and computes what the
             compressed model computes.
         format: one of :data:`FORMATS`.
-        dtype: what is written in: ``auto`` (as stored), ``float32``, ``bfloat16`` or ``float16``.
+        dtype: what is written in: ``auto`` (as stored), ``float32``, ``bfloat16`` or ``float16``; GGUF files also ``q8_0``.
 
     Raises:
         OptionError: an unknown format, or a model that has that form already.
@@ -74,20 +89,29 @@ def export(model: str | Path, output: str | Path, format: str = "stock", *, dtyp
     """
     if format not in FORMATS:
         raise OptionError(f"unknown format {format!r}; {suggestion(format, FORMATS)}available: {', '.join(FORMATS)}")
-    output, chosen = Path(output), FORMATS[format]
+    output, chosen, quantised = Path(output), FORMATS[format], dtype == QUANTISED
+    if quantised and not chosen.quantises:
+        raise OptionError(f"format {format} has no dtype {QUANTISED}; choose auto, float32, bfloat16 or float16")
     check_output(output)
-    source = open_compressed(model, dtype=dtype)
+    source = open_compressed(model, dtype="auto" if quantised else dtype)
     if format == "stock" and described(source.model.config) is None:
         raise OptionError(f"{source.name} is a stock model already, nothing is to be exported: use it as it is")
     form = chosen.form(source)
-    probe = Probe(source, TOLERANCE if source.dtype == torch.float32 else None)
+    counts = _counts(source, form)
+    exact = TOLERANCE if source.dtype == torch.float32 else None  # elsewhere a scale that is folded in is rounded
+    probe = Probe(source, Q8_TOLERANCE if quantised else exact)
+    with creating(output) as place:
+        difference = chosen.write(source, form, place, probe, **({"quantised": quantised} if chosen.quantises else {}))
+    return Exported(output, format, *counts, difference)
+
+
+def _counts(source: Source, form: Form) -> list[int]:
+    """Parameters of the dense, the compressed and the padded model."""
     dense = Form(plain(source.model.config), source.architecture, {})
-    counts = [parameters(m) for m in (dense.empty(), source.model, form.empty())]
+    counts = [parameters(model) for model in (dense.empty(), source.model, form.empty())]
     if counts[0] > counts[1] and counts[2] >= counts[0]:
         raise UnsupportedModelError(
-            f"{type(source.model).__name__} can have none of the narrower widths of {source.name}: padded it would be as large "
-            "as the dense model; serve the folder as it is (docs/serve.md)"
+            f"padded to what {type(source.model).__name__} can have, {source.name} would be as large as the dense model; serve "
+            "the folder as it is (docs/serve.md)"
         )
-    with creating(output) as place:
-        difference = chosen.write(source, form, place, probe)
-    return Exported(output, format, *counts, difference)
+    return counts

@@ -1,0 +1,80 @@
+"""Llama with an MLP of its own width in every block: DeciLM, as NVIDIA's Nemotron-NAS models are written."""
+
+import dataclasses
+from pathlib import Path
+
+from ..architectures import BlockView
+from ..checkpoint.source import Source
+from ..files import read_json, write_json, write_text
+from ..verifying import Probe
+from .folder import write_folder
+from .form import Form, stock_form
+from .gguf_file import check_family
+from .reading import read_rising
+
+__all__ = ["deci_form", "write_deci"]
+
+CODE = "configuration_decilm"
+SAME = {"no_op": False, "replace_with_linear": False}  # every block has both halves
+
+
+def deci_form(source: Source) -> Form:
+    """The stock form, its MLPs as wide as they are.
+
+    Raises:
+        UnsupportedModelError: the model is not a Llama, or a block is made of something else than matrices.
+    """
+    check_family(source)
+    form, layers = stock_form(source), {}
+    empty = form.empty()
+    for index in range(len(source)):
+        layers |= _narrower(source.block(index), form.view(empty, index))
+    return dataclasses.replace(form, layers=layers)
+
+
+def _narrower(view: BlockView, stock: BlockView) -> dict[str, dict]:
+    """Descriptions of the layers of an MLP, where it is narrower than the stock one."""
+    rising, down = read_rising(view)
+    units, width = down.weight.shape[1], down.weight.shape[0]
+    sizes = dict.fromkeys(rising, (width, units)) | {view.mlp.spec.down: (units, width)}
+    if units == stock.mlp.hidden:
+        return {}
+    return {
+        f"{view.path}.{path}": {
+            "kind": "linear",
+            "in": into,
+            "out": out,
+            "bias": stock.module.get_submodule(path).bias is not None,
+        }
+        for path, (into, out) in sizes.items()
+    }
+
+
+def write_deci(source: Source, form: Form, folder: Path, probe: Probe) -> float:
+    """Write a folder that vLLM reads as ``DeciLMForCausalLM``, and read its tensors back.
+
+    There is no such class in transformers. What is run is a Llama with those widths, so ``config.json`` itself is not.
+
+    Returns:
+        How far the logits are from those of ``source``, of their norm.
+    """
+    difference = write_folder(source, form, folder, probe)
+    config, empty = read_json(folder / "config.json"), form.empty()
+    views = [form.view(empty, index) for index in range(len(source))]
+    config |= {
+        "model_type": "nemotron-nas",
+        "architectures": ["DeciLMForCausalLM"],
+        "auto_map": {"AutoConfig": f"{CODE}.DeciLMConfig"},
+        "block_configs": [_block_config(view) for view in views],
+    }
+    write_json(folder / "config.json", config)
+    write_text(folder / f"{CODE}.py", Path(__file__).with_name(f"{CODE}.py").read_text(encoding="utf-8"))
+    return difference
+
+
+def _block_config(view: BlockView) -> dict:
+    groups = view.attention.heads // view.attention.kv_heads
+    return {
+        "attention": {**SAME, "n_heads_in_group": groups},
+        "ffn": {**SAME, "intermediate_size": view.mlp.hidden, "hidden_act": view.config.hidden_act},
+    }

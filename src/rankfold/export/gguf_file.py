@@ -1,0 +1,162 @@
+"""A padded model as one GGUF file, for llama.cpp and what is built on it.
+
+Shape legend: H heads, N width of a head.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..architectures import AttentionView
+from ..checkpoint.run import as_written
+from ..checkpoint.source import Source
+from ..checkpoint.whole import read_gguf
+from ..errors import UnsupportedModelError
+from ..progress import track
+from ..verifying import Probe
+from .form import Form
+from .gguf_tokens import write_tokenizer
+from .padding import padded_state
+
+__all__ = ["check_family", "write_gguf"]
+
+KINDS = {
+    torch.float32: gguf.GGMLQuantizationType.F32,
+    torch.float16: gguf.GGMLQuantizationType.F16,
+    torch.bfloat16: gguf.GGMLQuantizationType.BF16,
+}
+FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16", "Q8_0": "MOSTLY_Q8_0"}
+TURNED = ("self_attn.q_proj", "self_attn.k_proj")  # whose rows llama.cpp wants pair by pair
+FACTORS = "rope_freqs.weight"
+
+
+def check_family(source: Source) -> None:
+    """Raise :class:`UnsupportedModelError` unless llama.cpp's ``llama`` and ``deci`` compute what the model does."""
+    config, rotary = source.text_config, (source.text_config.rope_parameters or {}).get("rope_type", "default")
+    found = {
+        "model type": (config.model_type, ("llama", "mistral")),
+        "activation": (config.hidden_act, ("silu", "swish")),
+        "rotary embedding": (rotary, ("default", "linear", "llama3")),
+    }
+    for what, (got, allowed) in found.items():
+        if got not in allowed:
+            raise UnsupportedModelError(
+                f"this form takes a {what} out of {', '.join(allowed)}, got {got}; use --format stock, and the converter of "
+                "the engine you want"
+            )
+
+
+def write_gguf(source: Source, form: Form, file: Path, probe: Probe, *, quantised: bool = False) -> float:
+    """Write a GGUF file and read it back: ``llama`` where all MLPs are equally wide, otherwise ``deci``.
+
+    Args:
+        quantised: in Q8_0; matrices whose rows are not whole blocks of 32, in f16.
+
+    Returns:
+        How far its logits are from those of ``source``, of their norm.
+
+    Raises:
+        UnsupportedModelError: something has no place in the file.
+        CheckpointError: what was written computes something else.
+    """
+    empty, arch = form.empty(torch.float32), "deci" if form.layers else "llama"
+    kind = gguf.GGMLQuantizationType.Q8_0 if quantised else KINDS[source.dtype]
+    attention, names = form.view(empty, 0).attention, {}
+    known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.DECI if form.layers else gguf.MODEL_ARCH.LLAMA, len(source))
+    writer = gguf.GGUFWriter(file, arch)
+    _write_settings(writer, source, form, empty, kind)
+    write_tokenizer(writer, source.tokenizer, source.text_config.vocab_size)
+    for name, tensor in _tensors(source, form, empty, probe):
+        names[name] = known.get_name(name, (".weight", ".bias"))
+        values = _ordered(name, tensor, attention).float().contiguous().numpy()
+        stored = _kind_of(values, kind)
+        writer.add_tensor(names[name], gguf.quants.quantize(values, stored), raw_dtype=stored)
+    factors = _frequency_factors(source)
+    if factors is not None:
+        writer.add_tensor(FACTORS, factors)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    by_transformers = arch == "llama" and factors is None and not any(name.endswith(".bias") for name in names)
+    return probe.compare(_read_whole(file, source) if by_transformers else _read(file, source, empty, attention, names))
+
+
+def _write_settings(writer: gguf.GGUFWriter, source: Source, form: Form, empty: nn.Module, kind) -> None:
+    config, views = form.config, [form.view(empty, index) for index in range(len(source))]
+    attention, widths = views[0].attention, [view.mlp.hidden for view in views]
+    window = getattr(config, "sliding_window", None) or config.max_position_embeddings
+    writer.add_type("model")
+    writer.add_name(source.name)
+    writer.add_block_count(len(source))
+    writer.add_context_length(min(window, config.max_position_embeddings))  # as far as a sliding window hides nothing
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(widths if form.layers else widths[0])
+    writer.add_head_count(attention.heads)
+    writer.add_head_count_kv(attention.kv_heads)
+    writer.add_key_length(attention.head_dim)
+    writer.add_value_length(attention.head_dim)
+    writer.add_rope_dimension_count(attention.rotary_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[kind.name]])
+    if kind is gguf.GGMLQuantizationType.Q8_0:
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+
+
+def _frequency_factors(source: Source) -> np.ndarray | None:
+    """``(N / 2,)`` what llama.cpp divides every rotary frequency by; ``None`` where they are plain."""
+    found = source.inv_freq(0)
+    plain = source.text_config.rope_parameters["rope_theta"] ** -(torch.arange(len(found)) / len(found))
+    factors = plain / found.cpu()
+    return None if torch.allclose(factors, torch.ones_like(factors), rtol=1e-5) else factors.float().numpy()
+
+
+def _tensors(source: Source, form: Form, empty: nn.Module, probe: Probe) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor by its name in transformers; the probe follows."""
+    for name, tensor in source.outer_state().items():
+        yield name, as_written(tensor, source.dtype)
+    for index in track(range(len(source)), "exporting"):
+        view = source.block(index)
+        for name, tensor in padded_state(view, form.view(empty, index), source.dtype).items():
+            yield f"{view.path}.{name}", tensor
+        probe.follow(view)
+
+
+def _ordered(name: str, tensor: Tensor, attention: AttentionView, *, inverse: bool = False) -> Tensor:
+    """Rows of queries and keys as llama.cpp rotates them: dimension ``p`` beside ``p + N / 2``, not half a head behind it."""
+    if not name.rpartition(".")[0].endswith(TURNED):
+        return tensor
+    halves = (attention.head_dim // 2, 2) if inverse else (2, attention.head_dim // 2)
+    return tensor.unflatten(0, (-1, *halves)).transpose(1, 2).flatten(0, 2)
+
+
+def _kind_of(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> gguf.GGMLQuantizationType:
+    """Vectors stay in fp32, as llama.cpp wants them; rows that are no whole number of blocks cannot be in blocks."""
+    if values.ndim == 1:
+        return gguf.GGMLQuantizationType.F32
+    whole = values.shape[1] % gguf.GGML_QUANT_SIZES[kind][0] == 0
+    return kind if whole else gguf.GGMLQuantizationType.F16
+
+
+def _read_whole(file: Path, source: Source) -> Source:
+    """The model in a file that transformers reads, settings included."""
+    return Source(read_gguf(file, source.device), file.name, source.device, torch.float32)
+
+
+def _read(file: Path, source: Source, empty: nn.Module, attention: AttentionView, names: dict[str, str]) -> Source:
+    """The tensors in a file, in the model they were written for; its settings are not read."""
+    there = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    state = {}
+    for name, named in names.items():
+        values = gguf.quants.dequantize(there[named].data, there[named].tensor_type)
+        tensor = torch.from_numpy(values.reshape(*reversed(there[named].shape.tolist())).copy())
+        state[name] = _ordered(name, tensor, attention, inverse=True)
+    empty.load_state_dict(state, strict=False, assign=True)
+    empty.tie_weights()
+    return Source(empty, file.name, source.device, torch.float32)

@@ -1,0 +1,204 @@
+"""GGUF files: read by transformers alone where it can, their numbers and settings, what their tokenizer says."""
+
+import gguf
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import rankfold
+from families import tokens
+from rankfold.errors import CheckpointError, OptionError, UnsupportedModelError
+from saved import save_tiny
+
+GROUP = 32  # of Q8_0
+IDS = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(0))
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def compressed(folder, method=None, **options):
+    save_tiny(folder / "model", blocks=3, **options)
+    source = rankfold.open_model(folder / "model", device="cpu")
+    source.autocast = None
+    method = method or rankfold.MoDeGPT(sparsity=0.3, multiple=2)
+    return rankfold.compress(source, method, tokens(), folder / "small", mode="one-pass")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gguf")
+    compressed(folder)
+    return folder
+
+
+@torch.no_grad()
+def logits(model):
+    return model.eval()(IDS).logits
+
+
+def settings(file) -> dict:
+    return {name: field.contents() for name, field in gguf.GGUFReader(file).fields.items()}
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-5), ("float16", 2e-2), ("bfloat16", 1e-1), ("q8_0", 1e-1)])
+def test_transformers_reads_it_and_computes_the_same(place, tmp_path, dtype, tolerance):
+    result = rankfold.export(place / "small", tmp_path / "x.gguf", "gguf", dtype=dtype)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="x.gguf", dtype=torch.float32)
+    expected = logits(rankfold.load(place / "small", device="cpu"))
+    assert ((logits(model) - expected).norm() / expected.norm()).item() < tolerance
+    assert sum(p.numel() for p in model.parameters()) == result.exported < result.dense
+
+
+def test_matrices_are_in_the_dtype_and_vectors_in_fp32(place, tmp_path):
+    kind = gguf.GGMLQuantizationType
+    for dtype, wanted in (("float16", kind.F16), ("bfloat16", kind.BF16), ("q8_0", kind.Q8_0)):
+        rankfold.export(place / "small", tmp_path / dtype, "gguf", dtype=dtype)
+        for tensor in gguf.GGUFReader(tmp_path / dtype).tensors:
+            vector = len(tensor.shape) == 1
+            whole = wanted != kind.Q8_0 or tensor.shape[0] % GROUP == 0
+            assert tensor.tensor_type == (kind.F32 if vector else wanted if whole else kind.F16), tensor.name
+
+
+@pytest.fixture(scope="module")
+def uneven(tmp_path_factory):
+    """A model whose middle block is dense."""
+    folder = tmp_path_factory.mktemp("uneven")
+    small = compressed(folder, rankfold.MoDeGPT(sparsity=0.2, multiple=2, protect=(1,)))
+    return small, rankfold.load(small, device="cpu")
+
+
+def test_deci_has_every_mlp_in_its_own_width_and_its_very_numbers(uneven, tmp_path):
+    small, model = uneven
+    result = rankfold.export(small, tmp_path / "x.gguf", "gguf-deci")
+    assert result.compressed < result.exported < result.dense and result.difference < 1e-5
+    there = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "x.gguf").tensors}
+    for index, block in enumerate(model.model.layers):
+        for name in ("gate", "up", "down"):
+            weight = getattr(block.mlp, f"{name}_proj").weight.detach()
+            assert torch.equal(torch.from_numpy(there[f"blk.{index}.ffn_{name}.weight"].data.copy()), weight)
+    found = settings(tmp_path / "x.gguf")
+    widths = [block.mlp.down_proj.in_features for block in model.model.layers]
+    assert found["general.architecture"] == "deci" and found["deci.feed_forward_length"] == widths and widths[1] == 48
+    assert len(set(widths)) > 1
+
+
+def test_a_deci_folder_says_what_vllm_reads(uneven, tmp_path):
+    small, model = uneven
+    result = rankfold.export(small, tmp_path / "deci", "deci")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "deci", trust_remote_code=True)
+    widths = [block.mlp.down_proj.in_features for block in model.model.layers]
+    assert config.architectures == ["DeciLMForCausalLM"] and config.model_type == "nemotron-nas"
+    assert [block.ffn.intermediate_size for block in config.block_configs] == widths
+    for block in config.block_configs:  # as vLLM's nemotron_nas.py asks
+        assert not (block.attention.no_op or block.ffn.no_op or hasattr(block.ffn, "ffn_mult"))
+        assert config.num_attention_heads // block.attention.n_heads_in_group == 2
+    state = {}
+    for file in sorted((tmp_path / "deci").glob("*.safetensors")):
+        state |= load_file(file)
+    for index, block in enumerate(model.model.layers):
+        for name, tensor in block.mlp.state_dict().items():
+            assert torch.equal(state[f"model.layers.{index}.mlp.{name}"], tensor)
+    assert sum(tensor.numel() for tensor in state.values()) == result.exported
+    again = type(config)(**{key: value for key, value in config.to_dict().items() if key != "model_type"})
+    assert again.to_dict() == config.to_dict()
+
+
+def test_settings_are_those_of_the_exported_model(place, tmp_path):
+    rankfold.export(place / "small", tmp_path / "x.gguf", "gguf")
+    found, config = settings(tmp_path / "x.gguf"), rankfold.load(place / "small", device="cpu").config
+    assert found["llama.attention.key_length"] == found["llama.attention.value_length"] == 8
+    assert found["llama.rope.dimension_count"] == 8 and found["llama.context_length"] == 128
+    assert found["llama.rope.freq_base"] == config.rope_parameters["rope_theta"] and found["general.name"] == "small"
+    assert found["general.file_type"] == gguf.LlamaFileType.ALL_F32
+
+
+def test_the_tokenizer_gives_the_same_ids_and_says_what_it_adds(place, tmp_path):
+    rankfold.export(place / "small", tmp_path / "x.gguf", "gguf")
+    ours = transformers.AutoTokenizer.from_pretrained(place / "small")
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="x.gguf")
+    text = "class Integers: 12 + 345, and so on.\n\tIt's a test."
+    assert again(text).input_ids == ours(text).input_ids
+    found = settings(tmp_path / "x.gguf")
+    assert found["tokenizer.ggml.pre"] == "gpt-2" and len(found["tokenizer.ggml.tokens"]) == 400
+    assert (found["tokenizer.ggml.bos_token_id"], found["tokenizer.ggml.eos_token_id"]) == (0, 1)
+    assert found["tokenizer.ggml.add_bos_token"] is False
+    kinds = found["tokenizer.ggml.token_type"]
+    assert kinds[0] == kinds[1] == gguf.TokenType.CONTROL and kinds[-1] == gguf.TokenType.UNUSED
+
+
+def test_biases_and_stretched_frequencies_are_written(tmp_path):
+    small = compressed(tmp_path, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3)
+    result = rankfold.export(small, tmp_path / "x.gguf", "gguf", dtype="float32")
+    assert result.difference < 1e-5
+    there = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "x.gguf").tensors}
+    assert {"blk.0.attn_q.bias", "blk.2.attn_output.bias", "blk.1.ffn_down.bias"} <= there.keys()
+    inv_freq = rankfold.load(small, device="cpu").model.rotary_emb.inv_freq
+    plain = 10000.0 ** -(torch.arange(0, 8, 2) / 8)
+    torch.testing.assert_close(plain / torch.from_numpy(there["rope_freqs.weight"].data.copy()), inv_freq)
+
+
+def test_rows_are_turned_pair_by_pair(place, tmp_path):
+    """llama.cpp rotates neighbours; the reference is a loop over heads."""
+    rankfold.export(place / "small", tmp_path / "x.gguf", "gguf", dtype="float32")
+    rankfold.export(place / "small", tmp_path / "stock")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "stock")
+    there = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "x.gguf").tensors}
+    for name, heads in (("q", 4), ("k", 2)):
+        weight = getattr(model.model.layers[1].self_attn, f"{name}_proj").weight.detach()
+        rows = [weight[8 * h + p + 4 * half] for h in range(heads) for p in range(4) for half in range(2)]
+        assert torch.equal(torch.from_numpy(there[f"blk.1.attn_{name}.weight"].data.copy()), torch.stack(rows))
+
+
+def test_what_llama_cpp_does_not_compute_is_refused(tmp_path):
+    for number, (options, message) in enumerate(
+        [
+            ({"hidden_act": "gelu"}, "takes a activation out of silu, swish, got gelu"),
+            (
+                {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+                "rotary embedding out of",
+            ),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        small = compressed(folder, **options)
+        for kind in ("gguf", "gguf-deci"):
+            with pytest.raises(UnsupportedModelError, match=message):
+                rankfold.export(small, folder / "x.gguf", kind)
+        assert sorted(path.name for path in folder.iterdir()) == ["model", "small"]
+
+
+def test_a_tokenizer_that_has_no_name_in_llama_cpp_or_is_not_there_is_refused(place, tmp_path):
+    import json
+    import shutil
+
+    for change in ({"type": "Whitespace"}, None):
+        shutil.copytree(place / "small", tmp_path / "small", dirs_exist_ok=True)
+        file = tmp_path / "small" / "tokenizer.json"
+        if change:
+            file.write_text(json.dumps(json.loads(file.read_text()) | {"pre_tokenizer": change}))
+            with pytest.raises(UnsupportedModelError, match=r"\(BPE, cut by \('Whitespace',\)\) has no GGUF form"):
+                rankfold.export(tmp_path / "small", tmp_path / "x.gguf", "gguf")
+        else:
+            for name in ("tokenizer.json", "tokenizer_config.json"):
+                (tmp_path / "small" / name).unlink()
+            with pytest.raises(CheckpointError, match="there is no tokenizer in"):
+                rankfold.export(tmp_path / "small", tmp_path / "x.gguf", "gguf")
+        assert [path.name for path in tmp_path.iterdir()] == ["small"]
+
+
+def test_q8_0_is_for_gguf_files(place, tmp_path):
+    with pytest.raises(OptionError, match="format stock has no dtype q8_0; choose auto, float32"):
+        rankfold.export(place / "small", tmp_path / "x", dtype="q8_0")
+
+
+def test_a_dense_model_becomes_a_file_too(place, tmp_path):
+    result = rankfold.export(place / "model", tmp_path / "x.gguf", "gguf")
+    assert result.dense == result.compressed == result.exported and result.kept == 1
