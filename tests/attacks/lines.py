@@ -79,6 +79,13 @@ OPTIONS = {
     | {"--tasks": ["piqa,piqa", ""], "--tasks-from": NAMES, "--num-fewshot": NUMBERS}
     | {"--against": NAMES, "--batch-sizes": ["0", "1,x", ""]},
     "generate": ANY | {"--max-new-tokens": FEW, "--temperature": NUMBERS, "--seed": NUMBERS},
+    "export": {
+        "-o": NAMES,
+        "--format": ["stock", "deci", "gguf", "gguf-deci", "onnx", ""],
+        "--dtype": ["auto", "float16", "q8_0", "int4", ""],
+        "--json": [None],
+        "--nonsense": ["1"],
+    },
     "inspect": {"--json": [None], "--nonsense": [None]},
     "models": {"--json": [None], "--nonsense": [None]},
 }
@@ -89,6 +96,7 @@ USUAL = {
     "calibrate": ["model", "-o", "out", "--device", "cpu", *FITTING],
     "evaluate": ["small", "--text", "text.txt", "--length", "32", "--limit", "2", "--device", "cpu"],
     "generate": ["small", "hello", "--max-new-tokens", "2", "--device", "cpu"],
+    "export": ["small", "-o", "out"],
     "inspect": ["small"],
     "models": [],
 }

@@ -419,9 +419,32 @@ def test_a_hub_id_is_downloaded_without_pickles(run, monkeypatch, place):
 
 
 def test_help_has_examples(run):
-    for command in ("compress", "calibrate", "plan", "evaluate", "generate", "inspect", "models"):
+    for command in ("compress", "calibrate", "plan", "evaluate", "export", "generate", "inspect", "models"):
         code, out, _ = run(f"{command} --help")
         assert code in (0, None) and f"rankfold {command}" in out
+
+
+@pytest.mark.parametrize("kind, options", [("stock", ""), ("deci", ""), ("gguf", "--dtype q8_0"), ("gguf-deci", "")])
+def test_export_says_what_is_left_of_the_saving(small, place, run, kind, options):
+    code, out, err = run(f"export small -o small-{kind} --format {kind} {options} --json")
+    assert code in (0, None), err
+    result = json.loads(out)
+    counts = result["parameters"]
+    assert counts["compressed"] == small["parameters"] <= counts["exported"] < counts["dense"]
+    assert result["saving_kept"] == (counts["dense"] - counts["exported"]) / (counts["dense"] - counts["compressed"])
+    assert result["difference"] < 0.1 and (place / f"small-{kind}").exists() and not list(place.glob("*rankfold*"))
+    code, _, err = run(f"export small -o small-{kind} --format {kind}")
+    assert code == 2 and err == f"rankfold: small-{kind} exists already; choose another folder or remove it\n"
+
+
+def test_export_prints_counts(small, run):
+    code, out, err = run("export small -o printed")
+    assert code in (0, None), err
+    first, second = out.splitlines()
+    assert re.fullmatch(r"printed: parameters [\d,]+ dense, [\d,]+ compressed, [\d,]+ exported", first)
+    assert re.fullmatch(r"\d+% of the saving kept; read back, its logits differ by \S+ of their norm", second)
+    code, _, err = run("export model -o not")
+    assert code == 2 and err == "rankfold: model is a stock model already, nothing is to be exported: use it as it is\n"
 
 
 def test_compare_writes_a_report_and_says_what_failed(run, place):

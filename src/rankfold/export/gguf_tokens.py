@@ -51,8 +51,8 @@ def _pre_tokenizer(facts: dict) -> str:
     stages = tuple(stage for step in steps for stage in _stages(step))
     if model.get("type") != "BPE" or model.get("byte_fallback") or stages not in PRE_TOKENIZERS:
         raise UnsupportedModelError(
-            f"the tokenizer ({model.get('type')}, cut by {stages or 'nothing'}) has no GGUF form here: known are byte-level ones "
-            f"that llama.cpp calls {', '.join(PRE_TOKENIZERS.values())}; use --format stock and llama.cpp's own converter"
+            f"the tokenizer ({model.get('type')}, cut by {stages or 'nothing'}) has no GGUF form here: known are byte-level "
+            f"ones that llama.cpp calls {', '.join(PRE_TOKENIZERS.values())}; use --format stock and llama.cpp's own converter"
         )
     return PRE_TOKENIZERS[stages]
 
