@@ -44,6 +44,7 @@ def test_the_commands_of_the_first_screen_run(tmp_path, monkeypatch, capsys):
         "compress": "--calibration text.txt --samples 4 --length 32 --multiple 2",
         "evaluate": "--limit 2 --length 32",
         "generate": "--max-new-tokens 3",
+        "export": "",
     }
     for line in lines:
         words = shlex.split(local(line).replace("--text wikitext2", "--text text.txt"))
