@@ -1,0 +1,66 @@
+"""GGUF files in llama.cpp itself, where a wheel of it is installed (`pip install xllamacpp`; nothing else needs it)."""
+
+import json
+import socket
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+import rankfold
+from families import tokens
+from rankfold.checkpoint.load import load_tokenizer
+from saved import save_tiny
+
+pytestmark = pytest.mark.skipif(find_spec("xllamacpp") is None, reason="no llama.cpp here: pip install xllamacpp")
+
+TEXTS = ("The class of integers", "if x is 12 + 345 then:\n\tit's <s>")
+SERVE = """
+import json, sys, urllib.request
+import xllamacpp
+file, port, texts, count = json.loads(sys.argv[1])
+settings = xllamacpp.CommonParams()
+settings.model.path, settings.port, settings.n_ctx = file, port, 128
+settings.cpuparams.n_threads, settings.n_gpu_layers, settings.warmup = 1, 0, False
+server = xllamacpp.Server(settings)
+
+def ask(path, **body):
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(server.listening_address + path, json.dumps(body).encode(), headers)
+    return json.load(urllib.request.urlopen(request))["tokens"]
+
+greedy = {"n_predict": count, "temperature": 0, "return_tokens": True, "cache_prompt": False}
+ids = [ask("/tokenize", content=text, add_special=True, parse_special=True) for text in texts]
+print("RESULT " + json.dumps([ids, [ask("/completion", prompt=prompt, **greedy) for prompt in ids]]))
+"""
+
+
+def in_llama_cpp(file, count: int):
+    """Ids of the texts, and what follows them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = json.dumps([str(file), port, TEXTS, count])
+    done = subprocess.run([sys.executable, "-c", SERVE, arguments], capture_output=True, text=True, timeout=120)
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")] or [done.stderr]
+    return json.loads(line.removeprefix("RESULT "))
+
+
+@pytest.mark.parametrize("kind, protect", [("gguf", ()), ("gguf-deci", (1,))])
+@pytest.mark.parametrize("options", [{}, {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}])
+def test_llama_cpp_writes_the_same_tokens(kind, protect, options, tmp_path):
+    save_tiny(tmp_path / "model", blocks=3, **options)
+    source = rankfold.open_model(tmp_path / "model", device="cpu")
+    method = rankfold.MoDeGPT(sparsity=0.2, multiple=2, protect=protect)
+    rankfold.compress(source, method, tokens(), tmp_path / "small", mode="one-pass")
+    rankfold.export(tmp_path / "small", tmp_path / "x.gguf", kind, dtype="float32")
+    ids, written = in_llama_cpp(tmp_path / "x.gguf", 24)
+    tokenizer, model = load_tokenizer(tmp_path / "small"), rankfold.load(tmp_path / "small", device="cpu")
+    assert ids == [tokenizer(text).input_ids for text in TEXTS]
+    greedy = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
+    for prompt, found in zip(ids, written, strict=True):
+        given = torch.tensor([prompt])
+        whole = model.generate(given, attention_mask=torch.ones_like(given), **greedy)[0, len(prompt) :].tolist()
+        assert found == [token for token in whole if token != tokenizer.eos_token_id] and len(found) > 1
