@@ -5,6 +5,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import gguf
+import tokenizers
 import torch
 import transformers as t
 from tokenizers import ByteLevelBPETokenizer
@@ -36,6 +37,29 @@ def save_tiny(folder: Path, blocks: int = 4, **options) -> Path:
     t.PreTrainedTokenizerFast(
         tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", eos_token="</s>", pad_token="</s>"
     ).save_pretrained(folder)
+    return folder
+
+
+def save_tokenizer_over_characters(folder: Path) -> Path:
+    """In place of the tokenizer of :func:`save_tiny` one in SentencePiece's form: characters, and bytes for those it lacks."""
+    trained = tokenizers.Tokenizer(tokenizers.models.BPE())
+    words = [f"\u2581{word}" for word in (topics["integers"] + topics["class"]).split()]
+    trained.train_from_iterator(words, tokenizers.trainers.BpeTrainer(vocab_size=120, show_progress=False))
+    learned = json.loads(trained.to_str())["model"]
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *learned["vocab"]]
+    model = tokenizers.models.BPE(
+        {name: number for number, name in enumerate(names)},
+        [tuple(merge) for merge in learned["merges"]],
+        unk_token="<unk>",
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    found = tokenizers.Tokenizer(model)
+    parts = tokenizers.normalizers
+    found.normalizer = parts.Sequence([parts.Prepend("\u2581"), parts.Replace(" ", "\u2581")])
+    found.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    specials = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    t.PreTrainedTokenizerFast(tokenizer_object=found, **specials).save_pretrained(folder)
     return folder
 
 

@@ -64,7 +64,17 @@ MAY_IMPORT = {
         "report",
         "version",
     },
-    "export": {"architectures", "checkpoint", "errors", "files", "linalg", "modules", "progress", "verifying"},
+    "export": {
+        "architectures",
+        "checkpoint",
+        "errors",
+        "files",
+        "linalg",
+        "modules",
+        "progress",
+        "verifying",
+        "version",
+    },
     "distributed": {"calibration", "errors"},
 }
 ABOVE = {"cli", "comparison", "evaluation"}  # sit on top of the pipeline

@@ -50,6 +50,11 @@ def test_transformers_alone_reads_it_and_computes_the_same(done):
     assert result.difference < 1e-5
     assert sum(p.numel() for p in model.parameters()) == result.exported
     assert not (folder / "stock" / "modeling_rankfold.py").exists()
+    card = (folder / "stock" / "README.md").read_text()
+    assert (
+        all(f"{count:,}" in card for count in (result.dense, result.compressed, result.exported))
+        and "`modegpt`" in card
+    )
 
 
 def test_the_counts_are_those_of_the_three_models(family, done):

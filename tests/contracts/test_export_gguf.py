@@ -1,5 +1,8 @@
 """GGUF files: read by transformers alone where it can, their numbers and settings, what their tokenizer says."""
 
+import json
+import shutil
+
 import gguf
 import pytest
 import torch
@@ -9,7 +12,7 @@ from safetensors.torch import load_file
 import rankfold
 from families import tokens
 from rankfold.errors import CheckpointError, OptionError, UnsupportedModelError
-from saved import save_tiny
+from saved import save_tiny, save_tokenizer_over_characters
 
 GROUP = 32  # of Q8_0
 IDS = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -133,6 +136,28 @@ def test_the_tokenizer_gives_the_same_ids_and_says_what_it_adds(place, tmp_path)
     assert kinds[0] == kinds[1] == gguf.TokenType.CONTROL and kinds[-1] == gguf.TokenType.UNUSED
 
 
+def test_a_tokenizer_over_characters_merges_in_its_order(place, tmp_path):
+    """llama.cpp merges the pair whose token has the best score; the reference is the order of the merges."""
+    shutil.copytree(place / "small", tmp_path / "small")
+    save_tokenizer_over_characters(tmp_path / "small")
+    rankfold.export(tmp_path / "small", tmp_path / "x.gguf", "gguf")
+    found = settings(tmp_path / "x.gguf")
+    model = json.loads((tmp_path / "small" / "tokenizer.json").read_text())["model"]
+    tokens_, scores, kinds = (found[f"tokenizer.ggml.{name}"] for name in ("tokens", "scores", "token_type"))
+    by_score = sorted(range(len(tokens_)), key=lambda number: -scores[number])
+    merged = ["".join(merge) for merge in model["merges"]]
+    assert [tokens_[number] for number in by_score[: len(merged)]] == merged
+    assert found["tokenizer.ggml.model"] == "llama" and found["tokenizer.ggml.add_space_prefix"] is True
+    assert found["tokenizer.ggml.add_bos_token"] is True and found["tokenizer.ggml.bos_token_id"] == 1
+    kind = gguf.TokenType
+    assert kinds[:4] == [kind.UNKNOWN, kind.CONTROL, kind.CONTROL, kind.BYTE] and kinds[300] == kind.NORMAL
+    ours, again = (
+        transformers.AutoTokenizer.from_pretrained(tmp_path / "small"),
+        transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file="x.gguf"),
+    )
+    assert again("The class of integers").input_ids == ours("The class of integers").input_ids
+
+
 def test_biases_and_stretched_frequencies_are_written(tmp_path):
     small = compressed(tmp_path, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3)
     result = rankfold.export(small, tmp_path / "x.gguf", "gguf", dtype="float32")
@@ -176,9 +201,6 @@ def test_what_llama_cpp_does_not_compute_is_refused(tmp_path):
 
 
 def test_a_tokenizer_that_has_no_name_in_llama_cpp_or_is_not_there_is_refused(place, tmp_path):
-    import json
-    import shutil
-
     for change in ({"type": "Whitespace"}, None):
         shutil.copytree(place / "small", tmp_path / "small", dirs_exist_ok=True)
         file = tmp_path / "small" / "tokenizer.json"

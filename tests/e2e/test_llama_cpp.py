@@ -12,7 +12,7 @@ import torch
 import rankfold
 from families import tokens
 from rankfold.checkpoint.load import load_tokenizer
-from saved import save_tiny
+from saved import save_tiny, save_tokenizer_over_characters
 
 pytestmark = pytest.mark.skipif(find_spec("xllamacpp") is None, reason="no llama.cpp here: pip install xllamacpp")
 
@@ -48,10 +48,15 @@ def in_llama_cpp(file, count: int):
     return json.loads(line.removeprefix("RESULT "))
 
 
+BIASED = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+
+
 @pytest.mark.parametrize("kind, protect", [("gguf", ()), ("gguf-deci", (1,))])
-@pytest.mark.parametrize("options", [{}, {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}])
-def test_llama_cpp_writes_the_same_tokens(kind, protect, options, tmp_path):
+@pytest.mark.parametrize("options, characters", [({}, False), (BIASED, False), ({}, True)])
+def test_llama_cpp_writes_the_same_tokens(kind, protect, options, characters, tmp_path):
     save_tiny(tmp_path / "model", blocks=3, **options)
+    if characters:
+        save_tokenizer_over_characters(tmp_path / "model")
     source = rankfold.open_model(tmp_path / "model", device="cpu")
     method = rankfold.MoDeGPT(sparsity=0.2, multiple=2, protect=protect)
     rankfold.compress(source, method, tokens(), tmp_path / "small", mode="one-pass")
@@ -63,4 +68,5 @@ def test_llama_cpp_writes_the_same_tokens(kind, protect, options, tmp_path):
     for prompt, found in zip(ids, written, strict=True):
         given = torch.tensor([prompt])
         whole = model.generate(given, attention_mask=torch.ones_like(given), **greedy)[0, len(prompt) :].tolist()
-        assert found == [token for token in whole if token != tokenizer.eos_token_id] and len(found) > 1
+        found, whole = ([token for token in row if token != tokenizer.eos_token_id] for row in (found, whole))
+        assert found == whole and len(found) > 1

@@ -11,8 +11,9 @@ from ..checkpoint.load import described
 from ..checkpoint.saving import creating
 from ..checkpoint.source import Source
 from ..errors import OptionError, UnsupportedModelError, suggestion
-from ..files import check_output
+from ..files import check_output, write_text
 from ..verifying import TOLERANCE, Probe
+from ..version import __version__
 from .deci import deci_form, write_deci
 from .folder import write_folder
 from .form import Form, parameters, plain, stock_form
@@ -46,6 +47,24 @@ FORMATS = {
         deci_form, write_gguf, "one file for llama.cpp, arch deci: every MLP has its width", quantises=True
     ),
 }
+CARD = """---
+library_name: transformers
+base_model: {base}
+tags:
+- rankfold
+- compressed
+---
+
+# {title}
+
+{base}, compressed by `{method}` and exported from `{source}` by rankfold {version} ({what}). It needs no code of rankfold.
+
+| parameters | |
+|---|---|
+| dense | {dense} |
+| compressed | {compressed} |
+| here, padded with zeros | {exported} |
+"""
 QUANTISED = "q8_0"  # a dtype of formats that quantise
 Q8_TOLERANCE = 0.1  # of the logits' norm; its steps are a 127th of the largest of 32 weights
 
@@ -102,7 +121,25 @@ def export(model: str | Path, output: str | Path, format: str = "stock", *, dtyp
     probe = Probe(source, Q8_TOLERANCE if quantised else exact)
     with creating(output) as place:
         difference = chosen.write(source, form, place, probe, **({"quantised": quantised} if chosen.quantises else {}))
-    return Exported(output, format, *counts, difference)
+        done = Exported(output, format, *counts, difference)
+        if place.is_dir():
+            write_text(place / "README.md", _card(done, source))
+    return done
+
+
+def _card(done: Exported, source: Source) -> str:
+    """README.md of an exported folder."""
+    described_as = source.model.config.quantization_config if described(source.model.config) else None
+    made = described_as.fields if described_as else {}
+    return CARD.format(
+        base=made.get("base_model", source.name),
+        method=made.get("method", "no method"),
+        title=done.output.name,
+        source=source.name,
+        version=__version__,
+        what=FORMATS[done.format].what,
+        **{name: f"{getattr(done, name):,}" for name in ("dense", "compressed", "exported")},
+    )
 
 
 def _counts(source: Source, form: Form) -> list[int]:

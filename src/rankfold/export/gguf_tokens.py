@@ -1,6 +1,7 @@
 """A tokenizer as GGUF metadata, named as llama.cpp names them."""
 
 import json
+import re
 import tempfile
 from pathlib import Path
 
@@ -9,6 +10,9 @@ import gguf
 from ..errors import UnsupportedModelError
 
 __all__ = ["write_tokenizer"]
+
+SPACE = "\u2581"  # stands for a space in a token
+BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -25,7 +29,7 @@ def write_tokenizer(writer: gguf.GGUFWriter, tokenizer, vocabulary: int) -> None
     """Tokens with their kinds, merges, how text is cut, special ids and the chat template.
 
     Args:
-        tokenizer: a byte-level BPE tokenizer of transformers.
+        tokenizer: of transformers; byte-level BPE, or BPE over characters with bytes for those it lacks (SentencePiece's form).
         vocabulary: rows of the embedding; ids that the tokenizer does not have are marked as unused.
 
     Raises:
@@ -35,14 +39,38 @@ def write_tokenizer(writer: gguf.GGUFWriter, tokenizer, vocabulary: int) -> None
         tokenizer.save_pretrained(folder)
         file = Path(folder, "tokenizer.json")
         facts = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(_pre_tokenizer(facts))
+        over_characters = _over_characters(facts)
+        writer.add_tokenizer_model("llama" if over_characters else "gpt2")
+        writer.add_tokenizer_pre("default" if over_characters else _pre_tokenizer(facts))
         tokens, kinds = _tokens(tokenizer, vocabulary)
         writer.add_token_list(tokens)
         writer.add_token_types(kinds)
-        special = gguf.SpecialVocab(folder, load_merges=True, n_vocab=vocabulary)
+        if over_characters:
+            writer.add_token_scores(_scores(facts["model"]["merges"], tokens))
+            writer.add_add_space_prefix(tokenizer.tokenize("a")[0].startswith(SPACE))
+        special = gguf.SpecialVocab(folder, load_merges=not over_characters, n_vocab=vocabulary)
         special.add_special_token |= _added_around(tokenizer)
         special.add_to_gguf(writer, quiet=True)
+
+
+def _over_characters(facts: dict) -> bool:
+    """Whether it merges characters, spaces among them as :data:`SPACE`, with a token for every byte."""
+    model = facts.get("model", {})
+    if model.get("type") != "BPE" or not model.get("byte_fallback"):
+        return False
+    steps = [facts.get(name) or {} for name in ("normalizer", "pre_tokenizer")]
+    steps = [part for step in steps for part in step.get("normalizers", step.get("pretokenizers", [step])) if part]
+    known = {"Prepend": "prepend", "Replace": "content", "Metaspace": "replacement"}
+    return bool(steps) and all(step.get(known.get(step["type"], "type")) == SPACE for step in steps)
+
+
+def _scores(merges: list, tokens: list[str]) -> list[float]:
+    """Of every token, so that the best pair is the one that is merged first; characters are no pairs."""
+    made = [part if isinstance(part, list) else part.split(" ") for part in merges]
+    ranks = {}
+    for rank, (left, right) in enumerate(made):
+        ranks.setdefault(left + right, rank)
+    return [-float(ranks.get(token, len(made))) for token in tokens]
 
 
 def _pre_tokenizer(facts: dict) -> str:
@@ -51,8 +79,8 @@ def _pre_tokenizer(facts: dict) -> str:
     stages = tuple(stage for step in steps for stage in _stages(step))
     if model.get("type") != "BPE" or model.get("byte_fallback") or stages not in PRE_TOKENIZERS:
         raise UnsupportedModelError(
-            f"the tokenizer ({model.get('type')}, cut by {stages or 'nothing'}) has no GGUF form here: known are byte-level "
-            f"ones that llama.cpp calls {', '.join(PRE_TOKENIZERS.values())}; use --format stock and llama.cpp's own converter"
+            f"the tokenizer ({model.get('type')}, cut by {stages or 'nothing'}) has no GGUF form: known are SentencePiece's "
+            f"BPE and what llama.cpp calls {', '.join(PRE_TOKENIZERS.values())}; use --format stock and llama.cpp's converter"
         )
     return PRE_TOKENIZERS[stages]
 
@@ -77,8 +105,12 @@ def _tokens(tokenizer, vocabulary: int) -> tuple[list[str], list[int]]:
         tokens.append(text.get(number, f"[PAD{number}]"))
         if number not in text:
             kinds.append(kind.UNUSED)
+        elif number == tokenizer.unk_token_id:
+            kinds.append(kind.UNKNOWN)
         elif number in added:
             kinds.append(kind.CONTROL if added[number].special else kind.USER_DEFINED)
+        elif BYTE.fullmatch(text[number]):
+            kinds.append(kind.BYTE)
         else:
             kinds.append(kind.NORMAL)
     return tokens, kinds
