@@ -5,10 +5,9 @@ import torch
 import transformers
 
 import rankfold
-from families import CONFIGS, opened, some_ids, tokens
+from families import CONFIGS, EXPERTS, KINDS, opened, some_ids, tokens
 from rankfold.modules import CompressedAttention, RankfoldConfig
 
-EXPERTS = {"mixtral", "qwen3_moe"}
 LATENT = {"sparsity": 0.3, "multiple": 2, "joint": "qk,vo"}
 
 
@@ -18,7 +17,7 @@ def compressed(family: str, folder, method: str = "modegpt", **options):
     return folder
 
 
-@pytest.fixture(scope="module", params=sorted(CONFIGS))
+@pytest.fixture(scope="module", params=KINDS)
 def folder(request, tmp_path_factory):
     return compressed(request.param, tmp_path_factory.mktemp(request.param) / "small")
 

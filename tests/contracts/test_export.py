@@ -7,10 +7,9 @@ import torch
 import transformers
 
 import rankfold
-from families import CONFIGS, opened, some_ids, tiny_model, tokens
+from families import CONFIGS, EXPERTS, opened, some_ids, tiny_model, tokens
 from rankfold.errors import CheckpointError, OptionError, UnsupportedModelError
 
-EXPERTS = {"mixtral", "qwen3_moe"}  # attention alone is compressed, and its heads are as wide as the rotary embedding
 AS_LARGE = EXPERTS | {"bloom"}  # whose class says how wide everything is
 
 

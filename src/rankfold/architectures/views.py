@@ -70,10 +70,12 @@ class AttentionView:
         modules = [read_linear(m) for m in self.qkv_modules]
         split = len(modules) == 3
         q, k, v = modules if split else _split_rows(modules[0], self.spec.layout, self.heads, self.kv_heads)
-        if (order := self._order(q.weight.device)) is not None:
-            heads = torch.arange(self.heads, device=order.device)[:, None] * self.head_dim
-            q, k = (x.rows((heads[:count] + order).flatten()) for x, count in ((q, self.heads), (k, self.kv_heads)))
-        return q, k, v
+        order = self._order(q.weight.device)
+        return (q, k, v) if order is None else (*self._reordered(q, k, order), v)
+
+    def _reordered(self, q: Dense, k: Dense, order: Tensor) -> tuple[Dense, Dense]:
+        heads = torch.arange(self.heads, device=order.device)[:, None] * self.head_dim
+        return tuple(x.rows((heads[:count] + order).flatten()) for x, count in ((q, self.heads), (k, self.kv_heads)))
 
     def _order(self, device) -> Tensor | None:
         """``(N,)`` dimensions of a head in the order that has the partners of rotary pairs half a rotation apart, which all
@@ -97,17 +99,15 @@ class AttentionView:
 
     def fused(self, q: Dense, k: Dense, v: Dense) -> list[Dense]:
         """What :attr:`qkv_modules` would hold; the inverse of :meth:`qkv`."""
+        if (order := self._order(q.weight.device)) is not None:
+            q, k = self._reordered(q, k, order.argsort())
         if len(self.spec.qkv) == 3:
             return [q, k, v]
-        parts, order = (q, k, v), self._order(sum(len(part.weight) for part in (q, k, v)))
-        weight = torch.cat([part.weight for part in parts])
-        bias = None if q.bias is None else torch.cat([part.bias for part in parts])
-        return [Dense(weight, bias).rows(order.argsort())]
-
-    def _order(self, rows: int) -> Tensor:
-        """``(rows,)`` places that the rows of q, then k, then v have in a fused projection."""
-        numbers = Dense(torch.arange(rows)[:, None], None)
-        return torch.cat([p.weight[:, 0] for p in _split_rows(numbers, self.spec.layout, self.heads, self.kv_heads)])
+        weight = torch.cat([part.weight for part in (q, k, v)])
+        bias = None if q.bias is None else torch.cat([part.bias for part in (q, k, v)])
+        numbers = Dense(torch.arange(len(weight))[:, None], None)
+        parts = _split_rows(numbers, self.spec.layout, self.heads, self.kv_heads)
+        return [Dense(weight, bias).rows(torch.cat([part.weight[:, 0] for part in parts]).argsort())]
 
     def split_states(self, outputs: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``(B, T, H, N)``, keys and values ``(B, T, K, N)`` from what :attr:`qkv_modules` returned."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from accelerate import init_empty_weights
 from torch import nn
 
-from ..architectures import Architecture, BlockView
+from ..architectures import Architecture, AttentionView, BlockView
 from ..checkpoint.load import empty_model
 from ..checkpoint.source import Source
 from ..modules import install
@@ -43,6 +43,7 @@ class _Sizes:
     heads: int
     kv_heads: int
     width: int
+    rotary_dim: int
     units: int | None
     biases: frozenset[str]  # fields of the config that give layers a bias
 
@@ -62,8 +63,7 @@ def stock_form(source: Source) -> Form:
     config = plain(source.model.config)
     text, full = config.get_text_config(), views(0).attention
     if full.spec.width:
-        width = max(full.rotary_dim, *(size.width for size in sizes))
-        _set_heads(text, full, max(s.heads for s in sizes), max(s.kv_heads for s in sizes), width)
+        _set_heads(text, full, sizes)
     if source.architecture.mlp and source.architecture.mlp.width:
         setattr(text, source.architecture.mlp.width, max(size.units for size in sizes))
     for field in frozenset().union(*(size.biases for size in sizes)):
@@ -99,17 +99,20 @@ def _sizes(view: BlockView, dense: BlockView) -> _Sizes:
     }
     config, units = dense.config, down.weight.shape[1] if down else None
     added = frozenset(field for field, there in biases.items() if there and getattr(config, field, None) is False)
-    return _Sizes(heads.heads, heads.kv_heads, heads.width, units, added)
+    return _Sizes(heads.heads, heads.kv_heads, heads.width, dense.attention.rotary_dim, units, added)
 
 
 def _biased(*layers) -> bool:
     return any(layer.bias is not None for layer in layers)
 
 
-def _set_heads(text, full, heads: int, kv_heads: int, width: int) -> None:
+def _set_heads(text, full: AttentionView, sizes: list[_Sizes]) -> None:
     """Say in a config how many heads there are and how wide they are; a rotary embedding turns as many dimensions as before."""
-    if 0 < full.rotary_dim < full.head_dim:  # the config says so by a share, which the class rounds down
-        width = next(w for w in range(width, full.head_dim + 1) if int(full.rotary_dim / w * w) == full.rotary_dim)
-        text.rope_parameters = text.rope_parameters | {"partial_rotary_factor": full.rotary_dim / width}
-    text.num_attention_heads, text.num_key_value_heads = heads, kv_heads
+    rotary_dim = max(size.rotary_dim for size in sizes)  # of layers that rotate
+    width = max(rotary_dim, *(size.width for size in sizes))
+    if 0 < rotary_dim < full.head_dim:  # the config says so by a share, which the class rounds down
+        width = next(w for w in range(width, full.head_dim + 1) if int(rotary_dim / w * w) == rotary_dim)
+        text.rope_parameters = text.rope_parameters | {"partial_rotary_factor": rotary_dim / width}
+    text.num_attention_heads = max(size.heads for size in sizes)
+    text.num_key_value_heads = max(size.kv_heads for size in sizes)
     setattr(text, full.spec.width, width)
