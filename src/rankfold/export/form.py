@@ -110,9 +110,14 @@ def _set_heads(text, full: AttentionView, sizes: list[_Sizes]) -> None:
     """Say in a config how many heads there are and how wide they are; a rotary embedding turns as many dimensions as before."""
     rotary_dim = max(size.rotary_dim for size in sizes)  # of layers that rotate
     width = max(rotary_dim, *(size.width for size in sizes))
-    if 0 < rotary_dim < full.head_dim:  # the config says so by a share, which the class rounds down
+    if 0 < rotary_dim < full.head_dim and width < full.head_dim:  # the config has a share, which the class rounds down
         width = next(w for w in range(width, full.head_dim + 1) if int(rotary_dim / w * w) == rotary_dim)
         text.rope_parameters = text.rope_parameters | {"partial_rotary_factor": rotary_dim / width}
-    text.num_attention_heads = max(size.heads for size in sizes)
-    text.num_key_value_heads = max(size.kv_heads for size in sizes)
-    setattr(text, full.spec.width, width)
+    heads, kv_heads = max(size.heads for size in sizes), max(size.kv_heads for size in sizes)
+    if (heads, kv_heads, width) != (
+        full.heads,
+        full.kv_heads,
+        full.head_dim,
+    ):  # a config is left alone where nothing changes
+        text.num_attention_heads, text.num_key_value_heads = heads, kv_heads
+        setattr(text, full.spec.width, width)
