@@ -64,8 +64,12 @@ class HeldOut:
             advance(view, self.small)
         self.drift.append(_drift(self.dense.hidden, self.small.hidden))
 
-    def finish(self, sparsity: float) -> dict:
-        """Perplexities, and a warning where the compressed one is beyond what the sparsity explains; that is logged too."""
+    def finish(self, sparsity: float, *, protects: bool = True) -> dict:
+        """Perplexities, and a warning where the compressed one is beyond what the sparsity explains; that is logged too.
+
+        Args:
+            protects: whether the method can leave single blocks dense, which the warning then suggests.
+        """
         dense, small = (nats_per_token(self.source, self.ids, stream) for stream in (self.dense, self.small))
         limit = explained_ratio(sparsity)
         facts = {
@@ -81,10 +85,11 @@ class HeldOut:
         if small - dense > math.log(limit):
             block = self._breaks_away()
             facts |= {"breaks_away_at": block}
+            advice = f"Protect it (--protect {block}), lower" if protects else "Lower"
             facts["warning"] = (
                 f"THE MODEL IS DAMAGED: perplexity on held-out calibration text goes from {_perplexity(dense):.1f} to "
                 f"{_perplexity(small):.1f}, more than sparsity {sparsity:.2f} explains (x {limit:.1f}); the stream breaks "
-                f"away at block {block}. Protect it (--protect {block}), lower the sparsity, or calibrate on more text"
+                f"away at block {block}. {advice} the sparsity, or calibrate on more text"
             )
             log.warning(facts["warning"])
         return facts
@@ -107,7 +112,7 @@ class NothingHeldOut:
     def follow(self, view) -> None:
         pass
 
-    def finish(self, sparsity: float) -> None:
+    def finish(self, sparsity: float, *, protects: bool = True) -> None:
         log.warning("no calibration window was kept out of the fit, so nothing checks the result; evaluate it")
 
 

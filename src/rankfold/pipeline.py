@@ -8,14 +8,15 @@ Every step that knows a model family, a method or a file format lives elsewhere.
 """
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
 from .budgets import Choices, choices
-from .calibration.observers import OF_ONE_STREAM, STATISTICS
+from .calibration.observers import STATISTICS, STORED
 from .calibration.runner import advance, measure, start
 from .calibration.store import MomentStore
 from .calibration.streams import Streams
@@ -35,7 +36,7 @@ from .methods import BlockResult, Method
 from .planning import allocate_ranks, build_plan, check, kept_blocks, of_block
 from .progress import track
 from .proving import proved
-from .replacing import passing, replace
+from .replacing import in_model_coordinates, passing, replace
 from .report.card import model_card, reproduce_command
 from .report.identity import dtype_name, moments_identity, published_counts, run_identity
 from .report.plan import Plan
@@ -64,7 +65,7 @@ def calibrate(
         NumericsError: a weight or activation is NaN or infinite.
         CheckpointError: ``output`` holds something else, or another process writes it.
     """
-    statistics = available(proved(source), statistics or set(OF_ONE_STREAM))
+    statistics = available(proved(source), statistics or set(STORED))
     identity = moments_identity(source, tokens, statistics)
     with MomentStore.filling(identity, Path(output) if output else None, tokens.held_out) as store:
         missing = store.missing(len(source))
@@ -165,11 +166,11 @@ def compress(
             InFolder(source, run, kept) if run else InMemory(source, kept),
             gradients,
         )
-        blocks = [
-            _compress_block(work, index, of_block(allocated.ranks, index))
-            for index in track(range(len(source)), "compressing")
-        ]
-        outcome = work.watch.finish(the_plan.sparsity)
+        blocks, basis = [], None
+        for index in track(range(len(source)), "compressing"):
+            block, basis = _compress_block(work, index, of_block(allocated.ranks, index), basis)
+            blocks.append(block)
+        outcome = work.watch.finish(the_plan.sparsity, protects=method.protects)
         seconds["total"] = time.perf_counter() - begin
         name = run.output.name if run else source.name
         return work.into.finish(*_documents(work, the_plan, blocks, identity, outcome, name, seconds))
@@ -245,32 +246,38 @@ def _dense_passes(source: Source, method: Method, ranks: Choices, tokens, moment
     return moments, gradients, scores
 
 
-def _compress_block(work: Work, index: int, ranks: dict[str, int]) -> BlockResult:
+def _compress_block(
+    work: Work, index: int, ranks: dict[str, int], basis: Tensor | None
+) -> tuple[BlockResult, Tensor | None]:
     """Measure, decompose, replace and keep one block, or take it from an earlier run; then move on.
 
+    Args:
+        basis: the coordinates in which the block before writes the stream.
+
     Returns:
-        Descriptions by full path and what was measured; the tensors went to where blocks go.
+        Descriptions by full path and what was measured; the tensors went to where blocks go. And the coordinates in which this
+        block writes the stream.
     """
     source, _, read, supply, watch, into, _ = work
-    view = read(index)
+    view = dataclasses.replace(read(index), basis=basis)
     release_memory()
     done = index in into
     for follower in (supply, watch):
         follower.enter(view, skip=done)
     if done:
         result = into.load(view)
-        replace(view, result, source)
+        view = replace(view, result, source)
     else:
-        result = run_stages(work, view, ranks)
+        view, result = run_stages(work, view, ranks)
         into.keep(view, result)
     stays = index in into.kept
-    view = view if stays else passing(view)
+    view = in_model_coordinates(view, result.basis) if stays else passing(view)
     release_memory()
     for follower in (into, supply, watch):
         follower.follow(view)
     release_memory()
-    modules = {f"{into.path(index)}.{path}": spec for path, spec in result.modules.items()} if stays else {}
-    return BlockResult(modules, {}, result.reports)
+    modules = {f"{into.path(index)}.{path}".rstrip("."): spec for path, spec in result.modules.items()} if stays else {}
+    return BlockResult(modules, {}, result.reports), result.basis
 
 
 def _start(source: Source, tokens: Tokens):

@@ -34,15 +34,15 @@ class Work(NamedTuple):
     gradients: MomentStore | None = None  # of the dense model, where the method reads any
 
 
-def run_stages(work: Work, view: BlockView, ranks: dict[str, int]) -> BlockResult:
+def run_stages(work: Work, view: BlockView, ranks: dict[str, int]) -> tuple[BlockView, BlockResult]:
     """Compress a block; the modules in it are the smaller ones then."""
     whole = BlockResult({}, {}, {})
     for stage in work.method.stages(view, ranks):
-        run_stage(work, view, stage, whole)
-    return whole
+        view, whole = run_stage(work, view, stage, whole)
+    return view, whole
 
 
-def run_stage(work: Work, view: BlockView, stage: Stage, whole: BlockResult) -> None:
+def run_stage(work: Work, view: BlockView, stage: Stage, whole: BlockResult) -> tuple[BlockView, BlockResult]:
     """Measure the block as it is, decompose, replace; what came of it is added to ``whole``."""
     moments = work.supply.take(view, stage.statistics) | (work.gradients[view.index] if work.gradients else {})
     held_out = functools.cache(lambda: work.watch.measure(view, stage.statistics))  # late, because moments are large
@@ -52,11 +52,12 @@ def run_stage(work: Work, view: BlockView, stage: Stage, whole: BlockResult) -> 
     if held_out() is not None:
         for module, error in result.errors.items():
             result.reports[module]["held_out_error"] = error(held_out())
-    replace(view, result, work.source)
+    view = replace(view, result, work.source)
     whole.modules.update(result.modules)
     whole.state.update(result.state)
     for module, report in result.reports.items():
         whole.reports.setdefault(module, {}).update(report)
+    return view, whole._replace(basis=result.basis)
 
 
 def decompose(stage: Stage, view: BlockView, moments, held_out=lambda: None) -> BlockResult:

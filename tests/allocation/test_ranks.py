@@ -276,6 +276,42 @@ def test_own_sparsities_record_the_temperature_of_every_module():
     assert recorded({"mlp": 0.3, "vo": 0.5}) == recorded({"mlp": 0.3}) | recorded({"vo": 0.5})
 
 
+class OneRank(MoDeGPT):
+    """All blocks share a rank."""
+
+    one_rank = True
+
+
+@pytest.mark.parametrize("sparsity", [0.05, 0.3, 0.61, 0.8])
+def test_one_rank_is_the_largest_that_all_units_may_take_and_with_which_enough_goes(sparsity):
+    units = [unit(b, "mlp", 96, 3 + b) for b in range(3)]
+    units[1] = Unit(1, "mlp", (16, 24, 96), (64, 96, 384))
+    ranks, facts = allocate(units, OneRank(sparsity=sparsity), dense(units))
+    (rank,) = set(ranks.values())
+    enough = [r for r in (16, 24, 96) if sum(u.dense - u.size(r) for u in units) >= sparsity * dense(units)]
+    assert rank == max(enough)
+    assert facts == {"allocation": "uniform", "rank": rank, "of": 96, "nominal_sparsity": 1 - rank / 96}
+
+
+def test_one_rank_that_not_all_units_may_take_does_not_count():
+    units = [Unit(0, "mlp", (8, 24, 96), (8, 24, 96)), Unit(1, "mlp", (16, 24, 96), (16, 24, 96))]
+    with pytest.raises(OptionError, match=r"can lose at most 144 of the 154 .* sparsity 0\.7500"):
+        allocate(units, OneRank(sparsity=0.8), dense(units))
+
+
+@pytest.mark.parametrize("cost", [-300, 700])
+def test_fixed_ranks_are_taken_and_the_others_lose_the_rest(cost):
+    inner = model()
+    fixed = [Unit(b, "stream", (24, 32), (1000 - cost, 1000), fixed=True) for b in range(4)]
+    units = [*fixed, *inner]
+    ranks, facts = allocate(units, MoDeGPT(sparsity=0.3), dense(units))
+    assert all(ranks[b, "stream"] == 24 for b in range(4)) and facts["nominal_sparsity"] == 0.25
+    gone = removed(units, ranks)
+    assert gone == removed(inner, ranks) + 4 * cost
+    assert 0 <= gone - 0.3 * dense(units) < max(next_steps(inner, ranks))
+    assert allocate(units, MoDeGPT(sparsity=0.0), dense(units))[0] == {(u.block, u.module): u.ranks[-1] for u in units}
+
+
 def test_unreachable_sparsity_says_what_can_be_reached():
     units = model(2)  # each unit keeps at least 8 of 96 or 8 of 32
     most = removable(units)

@@ -136,7 +136,7 @@ def test_influence_of_each_half_is_that_of_what_it_adds(family):
 def test_moments_are_the_same_however_windows_share_batches(family, monkeypatch):
     """Seven windows at once, or three, three and one; every statistic there is."""
     source = opened(family)
-    view, statistics = source.block(1), set(observers.OF_ONE_STREAM) - ({"mlp_samples"} if family != "opt" else set())
+    view, statistics = source.block(1), set(observers.STORED) - ({"mlp_samples"} if family != "opt" else set())
 
     def measured(windows: int) -> dict:
         monkeypatch.setattr(runner, "BATCH_TOKENS", windows * 16)

@@ -38,8 +38,9 @@ def full_rank_block(family: str, **options):
     result = decompose_attention(method, view, moments, attention)
     mlp = {m: r for m, r in ranks.items() if m not in attention}
     if mlp:
-        for whole, part in zip(result, decompose_mlp(method, view, moments, mlp), strict=True):
-            whole.update(part)
+        part = decompose_mlp(method, view, moments, mlp)
+        for kind in ("modules", "state", "reports", "errors"):
+            getattr(result, kind).update(getattr(part, kind))
     replace(view, result, source)
     assert any(isinstance(m, LatentLinear) for m in view.module.modules())
     streams = [start(source, some_ids(), autocast=None) for _ in range(2)]

@@ -21,6 +21,7 @@ from rankfold import LatentLLM, MoDeGPT, method_names
 from rankfold.errors import NumericsError
 from rankfold.methods.base import method_class
 from rankfold.methods.removal import BlockRemoval
+from rankfold.methods.slicegpt import SliceGPT
 from rankfold.methods.slicing import FLAP
 from rankfold.methods.slicing.method import Slicing
 
@@ -642,7 +643,9 @@ ROWS = {
     ],
     Slicing: slicing(("mlp", "heads"), ("mlp",)),
 }
-ELSEWHERE = {"rankfold": {"attention_aware", "feedback"}}  # on the compressed stream: test_rankfold.py
+# On the compressed stream: test_rankfold.py, test_slicegpt_modegpt.py.
+ELSEWHERE = {"rankfold": {"attention_aware", "feedback"}, "slicegpt+modegpt": {"slicing"}}
+OTHERS = (BlockRemoval, SliceGPT)  # test_removal.py, test_slicegpt.py
 CASES = [
     pytest.param(cls, row, id=f"{SPEAKS_FOR.get(cls, cls).name}-{row.option}-{i}")
     for cls, rows in ROWS.items()
@@ -663,9 +666,8 @@ def test_an_option_changes_what_it_says_and_nothing_else(cls, row, tmp_path):
     row.moves(a, b)
 
 
-@pytest.mark.parametrize("name", [name for name in method_names() if not issubclass(method_class(name), BlockRemoval)])
+@pytest.mark.parametrize("name", [name for name in method_names() if not issubclass(method_class(name), OTHERS)])
 def test_every_option_has_a_row(name):
-    """Options of methods that remove blocks: test_removal.py."""
     cls = method_class(name)
     rows = next(rows for base, rows in ROWS.items() if issubclass(cls, base))
     assert {field.name for field in fields(cls)} <= {row.option for row in rows} | ELSEWHERE.get(name, set())

@@ -47,6 +47,8 @@ assert type(dense) is type(model) and not hasattr(dense.config, "quantization_co
         ("opt", "latentllm", {}),
         ("opt", "latentllm", {"bits": 5, "sparse": 0.1}),
         ("opt", "latentllm", {"sparse": 1.0}),
+        ("llama", "slicegpt", {}),
+        ("falcon-gqa", "slicegpt", {}),
     ],
 )
 def test_without_rankfold(tmp_path, family, method, options):
@@ -132,6 +134,27 @@ def test_a_hostile_description_is_refused(tmp_path, change, message):
     rankfold.compress(source, method, Tokens(some_ids(8, 32), "r", "r", 0), folder)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["modules"]["model.layers.0.mlp.up_proj"] |= change
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(rankfold.RankfoldError, match=message):
+        rankfold.load(folder, device="cpu")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"up": "mlp.side_proj"}, "side_proj"),
+        ({"behind": 0}, "'behind' of a shortcut_block module must be a positive integer, got 0"),
+        ({"before": 8}, "not the one that was written"),
+        ({"eps": [0.5, 0.5]}, "not the one that was written"),
+    ],
+)
+def test_a_hostile_description_of_a_block_is_refused(tmp_path, change, message):
+    source = rankfold.open_model(tiny_model("llama"), device="cpu")
+    folder = tmp_path / "small"
+    method = rankfold.make_method("slicegpt", sparsity=0.2, multiple=2)
+    rankfold.compress(source, method, Tokens(some_ids(8, 32), "r", "r", 0), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["modules"]["model.layers.1"] |= change
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(rankfold.RankfoldError, match=message):
         rankfold.load(folder, device="cpu")

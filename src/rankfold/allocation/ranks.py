@@ -9,6 +9,7 @@ from ..errors import OptionError
 from .counting import COUNTS
 from .influence import capped_sparsities, epsilon_for, softmax_sparsities
 from .measured import cheapest
+from .one_rank import common_ranks, freed, one_rank, width_facts
 
 __all__ = ["allocate", "averages", "budgets", "check_reachable", "removable", "to_remove"]
 
@@ -40,7 +41,11 @@ def allocate(units, method, counted: int, scores=None) -> tuple[dict[tuple[int, 
     """
     ranks = {(u.block, u.module): u.ranks[-1] for u in units}
     facts: dict = {"allocation": method.allocation}
-    for budget in budgets(units, method, counted):
+    found = budgets(units, method, counted)
+    fixed = [u for u in units if u.fixed and any(budget.asked for budget in found)]
+    ranks |= {(u.block, u.module): u.ranks[0] for u in fixed}
+    facts |= width_facts(fixed[0], fixed[0].ranks[0]) if fixed else {}
+    for budget in found:
         own = facts.setdefault(budget.module, {}) if budget.module else facts
         ranks |= _within(budget, method, scores, own)
     return ranks, facts
@@ -58,7 +63,7 @@ def averages(units, method, counted: int) -> dict[tuple[int, str], float]:
 
 def to_remove(units, method, counted: int) -> int:
     """What must go, of all budgets together."""
-    return sum(budget.remove for budget in budgets(units, method, counted))
+    return sum(budget.asked for budget in budgets(units, method, counted))
 
 
 def check_reachable(units, method, counted: int) -> None:
@@ -71,11 +76,17 @@ class Budget(NamedTuple):
     """Units that lose so much together."""
 
     units: list
-    remove: int
+    asked: int  # what must go
     what: str  # for messages
     counted: int  # that the sparsity is a fraction of
     stays: int  # what could go, but not with all the others
     module: str | None = None  # where a module has its own sparsity
+    given: int = 0  # what goes of other units, whose ranks are fixed
+
+    @property
+    def remove(self) -> int:
+        """What must go of these units."""
+        return max(0, self.asked - self.given)
 
     @property
     def dense(self) -> int:
@@ -86,16 +97,17 @@ def budgets(units, method, counted: int) -> list[Budget]:
     """Which units lose how much together."""
     blocks = 1 + max((u.block for u in units), default=0)
     protected = {_block(b, blocks) for b in method.protect}
-    free = [u for u in units if u.block not in protected]
+    free = [u for u in units if u.block not in protected and not u.fixed]
     if not method.own_sparsities:
-        remove = math.ceil(method.sparsity * counted - 1e-9)
-        return [Budget(free, remove, f"sparsity {method.sparsity}", counted, _last_block(free, units))]
+        asked, stays = math.ceil(method.sparsity * counted - 1e-9), _last_block(free, units)
+        given = sum(u.dense - u.sizes[0] for u in units if u.fixed) if asked else 0
+        return [Budget(free, asked, f"sparsity {method.sparsity}", counted, stays, given=given)]
     found = []
     for module, sparsity in method.own_sparsities.items():
         here = sum(u.dense for u in units if u.module == module)
-        mine, remove = [u for u in free if u.module == module], math.ceil(sparsity * here - 1e-9)
+        mine, asked = [u for u in free if u.module == module], math.ceil(sparsity * here - 1e-9)
         stays = _last_block(mine, units)
-        found.append(Budget(mine, remove, f"sparsity {sparsity} of module {module}", here, stays, module))
+        found.append(Budget(mine, asked, f"sparsity {sparsity} of module {module}", here, stays, module))
     return found
 
 
@@ -117,6 +129,10 @@ def _within(budget: Budget, method, scores, facts: dict) -> dict:
     if remove == 0:
         return {(u.block, u.module): u.ranks[-1] for u in units}
     _check(budget, method)
+    if method.one_rank:
+        rank = one_rank(units, remove)
+        facts |= width_facts(units[0], rank)
+        return {(u.block, u.module): rank for u in units}
     if method.allocation in BY_COST:
         return _by_cost(units, scores, remove, method, facts)
     phi = _sparsities(units, method, remove / budget.dense, scores, facts)
@@ -124,11 +140,13 @@ def _within(budget: Budget, method, scores, facts: dict) -> dict:
 
 
 def _check(budget: Budget, method) -> None:
-    most = removable(budget.units) - budget.stays
-    if budget.remove > most:
+    units = budget.units
+    alone = freed(units, min(common_ranks(units))) if method.one_rank else removable(units)
+    most = alone - budget.stays + budget.given
+    if budget.asked > most:
         reach = most / max(budget.counted, 1)
         raise OptionError(
-            f"{budget.what} cannot be reached: the chosen modules can lose at most {most:,} of the {budget.remove:,} "
+            f"{budget.what} cannot be reached: the chosen modules can lose at most {most:,} of the {budget.asked:,} "
             f"{COUNTS[method.budget]} that must go, sparsity {reach:.4f}; lower the sparsity, compress more modules, or "
             "lower --multiple"
         )

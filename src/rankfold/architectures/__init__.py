@@ -1,7 +1,8 @@
 """What model families look like, as data, and one view of their weights."""
 
+from .norms import Norm
 from .registry import architecture_of, known_architectures
-from .spec import Architecture, AttentionSpec, ByConfig, MLPSpec
+from .spec import Architecture, AttentionSpec, ByConfig, MLPSpec, NormsSpec
 from .views import AttentionView, BlockView, Dense, MLPView, read_linear
 
 __all__ = [
@@ -13,6 +14,8 @@ __all__ = [
     "Dense",
     "MLPSpec",
     "MLPView",
+    "Norm",
+    "NormsSpec",
     "architecture_of",
     "known_architectures",
     "read_linear",

@@ -1,6 +1,6 @@
 """BLOOM: q, k, v interleaved per head, ALiBi, residual added inside the attention module."""
 
-from .spec import Architecture, AttentionSpec, ByConfig, MLPSpec
+from .spec import Architecture, AttentionSpec, ByConfig, MLPSpec, NormsSpec
 
 ARCHITECTURES = (
     Architecture(
@@ -17,8 +17,9 @@ ARCHITECTURES = (
             scaling="inv_norm_factor",
             output_dropout="hidden_dropout",
         ),
-        mlp=MLPSpec(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h", width=None),
+        mlp=MLPSpec(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h", width=None, activation="mlp.gelu_impl"),
         adds=ByConfig("apply_residual_connection_post_layernorm", yes=False, no=True),
+        norms=NormsSpec(centres=True),
         returns_tuple=True,
     ),
 )

@@ -3,12 +3,14 @@
 from dataclasses import replace
 
 from .llama import LLAMA
+from .spec import NormsSpec
 
 COHERE = replace(
     LLAMA,
     model_type="cohere",
     attention=replace(LLAMA.attention, pairs="adjacent", interleaved_table=True),
     middle=None,
+    norms=NormsSpec(mlp=("input_layernorm",), centres=True),
     unless=(("use_qk_norm", "its q/k-norms have weights of their own for every head"),),
 )
 

@@ -19,6 +19,7 @@ FUSED = ("qkv", "wqkv", "querykeyvalue", "cattn", "wpack")
 SCALES = ("scaling", "scale", "softmax_scale", "norm_factor", "inv_norm_factor")
 DROPOUTS = ("attention_dropout", "attn_dropout", "dropout")
 OUTPUT_DROPOUTS = ("residual_dropout", "resid_dropout", "hidden_dropout")
+WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 Layers = dict[str, nn.Module]
 
 
@@ -116,6 +117,7 @@ def _attention_spec(path: str, module: nn.Module, model: nn.Module, config) -> A
         qkv=qkv,
         output=others[0],
         kv_heads="config.num_key_value_heads" if getattr(config, "num_key_value_heads", None) else None,
+        width=None,  # nothing here shows that the class asks the config; heads of a stock model keep theirs
         position="rope" if rotary else "none",
         qk_norm=norms,
         norm_over=over,
@@ -145,11 +147,12 @@ def _mlp(layers: Layers, config) -> MLPSpec | None:
     both = [name for name, layer in layers.items() if shape(layer) == (2 * hidden, width)]
     if len(layers) != 1 + len(rising) + len(both):
         return None
+    field = next((name for name in WIDTHS if getattr(config, name, None) == hidden), None)
     if len(both) == 1 and not rising:
-        return MLPSpec(down=down[0], up=both[0], fused_gate=True)
+        return MLPSpec(down=down[0], up=both[0], fused_gate=True, width=field)
     if both or len(rising) not in (1, 2):
         return None
     gates = [name for name in rising if "gate" in name] or rising[:1]
     if len(rising) == 1:
-        return MLPSpec(down=down[0], up=rising[0])
-    return MLPSpec(down=down[0], up=next(name for name in rising if name != gates[0]), gate=gates[0])
+        return MLPSpec(down=down[0], up=rising[0], width=field)
+    return MLPSpec(down=down[0], up=next(name for name in rising if name != gates[0]), gate=gates[0], width=field)

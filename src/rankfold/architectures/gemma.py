@@ -3,8 +3,16 @@
 from dataclasses import replace
 
 from .llama import LLAMA
+from .spec import NormsSpec
 
-GEMMA2 = replace(LLAMA, model_type="gemma2", middle="pre_feedforward_layernorm", adds=False)
+GEMMA = replace(LLAMA, model_type="gemma", norms=NormsSpec(offset=1.0))
+GEMMA2 = replace(
+    GEMMA,
+    model_type="gemma2",
+    middle="pre_feedforward_layernorm",
+    adds=False,
+    norms=NormsSpec(mlp=("pre_feedforward_layernorm",), offset=1.0),
+)
 GEMMA3 = replace(GEMMA2, model_type="gemma3_text", attention=replace(LLAMA.attention, qk_norm=("q_norm", "k_norm")))
 
-ARCHITECTURES = (replace(LLAMA, model_type="gemma"), GEMMA2, GEMMA3)
+ARCHITECTURES = (GEMMA, GEMMA2, GEMMA3)

@@ -9,7 +9,7 @@ GLM = replace(
     LLAMA,
     model_type="glm",
     attention=replace(LLAMA.attention, pairs="adjacent"),
-    mlp=MLPSpec(up="mlp.gate_up_proj", fused_gate=True, down="mlp.down_proj"),
+    mlp=MLPSpec(up="mlp.gate_up_proj", fused_gate=True, down="mlp.down_proj", activation="mlp.activation_fn"),
 )
 
 ARCHITECTURES = (GLM, replace(GLM, model_type="glm4", adds=False))

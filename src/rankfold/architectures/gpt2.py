@@ -1,6 +1,6 @@
 """GPT-2: `Conv1D` weights stored (in, out), fused q/k/v, learned positions."""
 
-from .spec import Architecture, AttentionSpec, MLPSpec
+from .spec import Architecture, AttentionSpec, MLPSpec, NormsSpec
 
 ARCHITECTURES = (
     Architecture(
@@ -17,7 +17,8 @@ ARCHITECTURES = (
             dropout="attn_dropout",
             output_dropout="resid_dropout",
         ),
-        mlp=MLPSpec(up="mlp.c_fc", down="mlp.c_proj", width="n_inner"),
+        mlp=MLPSpec(up="mlp.c_fc", down="mlp.c_proj", width="n_inner", activation="mlp.act"),
         middle="ln_2",
+        norms=NormsSpec(("ln_1",), ("ln_2",), centres=True),
     ),
 )

@@ -2,13 +2,14 @@
 
 from dataclasses import replace
 
-from .spec import Architecture, AttentionSpec, MLPSpec
+from .spec import Architecture, AttentionSpec, MLPSpec, NormsSpec
 
 LLAMA = Architecture(
     model_type="llama",
     blocks="model.layers",
     attention=AttentionSpec(path="self_attn", qkv=("q_proj", "k_proj", "v_proj"), output="o_proj"),
-    mlp=MLPSpec(gate="mlp.gate_proj", up="mlp.up_proj", down="mlp.down_proj"),
+    mlp=MLPSpec(gate="mlp.gate_proj", up="mlp.up_proj", down="mlp.down_proj", activation="mlp.act_fn"),
+    norms=NormsSpec(),
 )
 ADJACENT = replace(LLAMA.attention, pairs="adjacent")
 

@@ -3,13 +3,14 @@
 from dataclasses import replace
 
 from .llama import LLAMA
+from .spec import NormsSpec
 
 NORMED = replace(LLAMA.attention, qk_norm=("q_norm", "k_norm"), norm_over="all heads")
 OLMO2 = replace(LLAMA, model_type="olmo2", attention=NORMED, middle="mlp", adds=False)
 CLIPS = (("clip_qkv", "it clips queries, keys and values, and what has fewer dimensions would be clipped otherwise"),)
 
 ARCHITECTURES = (
-    replace(LLAMA, model_type="olmo", unless=CLIPS),
+    replace(LLAMA, model_type="olmo", norms=NormsSpec(centres=True), unless=CLIPS),
     OLMO2,
     replace(OLMO2, model_type="olmo3"),
     replace(LLAMA, model_type="olmoe", attention=NORMED, mlp=None, unless=CLIPS),

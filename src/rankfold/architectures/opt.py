@@ -1,6 +1,6 @@
 """OPT: ReLU, biases everywhere, learned positions, the MLP's layers directly in the block."""
 
-from .spec import Architecture, AttentionSpec, ByConfig, MLPSpec
+from .spec import Architecture, AttentionSpec, ByConfig, MLPSpec, NormsSpec
 
 ARCHITECTURES = (
     Architecture(
@@ -15,9 +15,10 @@ ARCHITECTURES = (
             width=None,
             dropout="dropout",
         ),
-        mlp=MLPSpec(up="fc1", down="fc2", width="ffn_dim"),
+        mlp=MLPSpec(up="fc1", down="fc2", width="ffn_dim", activation="activation_fn"),
         # OPT-350m normalises behind each half, so its MLP reads the stream itself
         middle=ByConfig("do_layer_norm_before", yes="final_layer_norm", no="fc1"),
         adds=ByConfig("do_layer_norm_before", yes=True, no=False),
+        norms=NormsSpec(("self_attn_layer_norm",), ("final_layer_norm",), centres=True),
     ),
 )

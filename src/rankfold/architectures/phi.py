@@ -1,6 +1,6 @@
 """Phi (parallel block, partial rotary embedding, biases everywhere) and Phi-3 (fused projections)."""
 
-from .spec import Architecture, AttentionSpec, MLPSpec
+from .spec import Architecture, AttentionSpec, MLPSpec, NormsSpec
 
 PHI = Architecture(
     model_type="phi",
@@ -11,15 +11,17 @@ PHI = Architecture(
         output="dense",
         qk_norm=("q_layernorm", "k_layernorm"),  # only where config.qk_layernorm asks for them
     ),
-    mlp=MLPSpec(up="mlp.fc1", down="mlp.fc2"),
+    mlp=MLPSpec(up="mlp.fc1", down="mlp.fc2", activation="mlp.activation_fn"),
     middle=None,
+    norms=NormsSpec(mlp=("input_layernorm",), centres=True),
 )
 
 PHI3 = Architecture(
     model_type="phi3",
     blocks="model.layers",
     attention=AttentionSpec(path="self_attn", qkv=("qkv_proj",), layout="concat", output="o_proj"),
-    mlp=MLPSpec(up="mlp.gate_up_proj", fused_gate=True, down="mlp.down_proj"),
+    mlp=MLPSpec(up="mlp.gate_up_proj", fused_gate=True, down="mlp.down_proj", activation="mlp.activation_fn"),
+    norms=NormsSpec(),
 )
 
 ARCHITECTURES = (PHI, PHI3)

@@ -6,7 +6,7 @@ Every trait is here because some step of the compression reads it, and the comme
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Architecture", "AttentionSpec", "ByConfig", "MLPSpec"]
+__all__ = ["Architecture", "AttentionSpec", "ByConfig", "MLPSpec", "NormsSpec"]
 
 QKVLayout = Literal["split", "concat", "grouped"]
 
@@ -66,9 +66,20 @@ class MLPSpec:
     up: str
     gate: str | None = None
     fused_gate: bool = False  # `up` holds [gate; up] stacked in its rows
-    width: str | None = (
-        "intermediate_size"  # field of the config for the hidden units; None: the class fixes their number
-    )
+    # Field of the config for the hidden units; None: the class fixes their number.
+    width: str | None = "intermediate_size"
+    # Between them: a block whose stream changes its width calls the layers itself. None: not said, and no such block can be.
+    activation: str | None = None
+
+
+@dataclass(frozen=True)
+class NormsSpec:
+    """The norms whose outputs attention and MLP read. Slicing the stream folds their numbers into the readers."""
+
+    attention: tuple[str, ...] = ("input_layernorm",)  # the first of these names that the block has
+    mlp: tuple[str, ...] = ("post_attention_layernorm",)
+    centres: bool = False  # whether they subtract the mean, as a LayerNorm does
+    offset: float = 0.0  # what they add to their weight to get the scale
 
 
 @dataclass(frozen=True)
@@ -85,6 +96,7 @@ class Architecture:
     # Whether attention and MLP add their outputs to the residual stream as they are, with no norm or factor behind them. Only
     # then can an output projection be fitted to what is missing from the stream.
     adds: bool | ByConfig = True
+    norms: NormsSpec | None = None  # None: not said, and the stream of such a family cannot be sliced
     returns_tuple: bool = False  # the block returns (hidden, ...) instead of the hidden states
     derived: bool = False  # read off a block, and not yet proved on the model (rankfold.proving)
     unless: tuple[tuple[str, str], ...] = ()  # (field of the config, what it does where set that no spec can say)

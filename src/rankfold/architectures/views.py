@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from .norms import Norm, read_norm
 from .spec import Architecture, AttentionSpec, ByConfig, MLPSpec
 
 __all__ = ["AttentionView", "BlockView", "Dense", "MLPView", "read_linear"]
@@ -204,6 +205,9 @@ class BlockView:
     module: nn.Module
     config: object  # the text config
     inv_freq: Tensor | None = None  # (rotary_dim / 2,) angle per position of each rotary pair; None without
+    basis: Tensor | None = (
+        None  # (D, r) orthonormal: coordinates that the block before writes in; None: the model's own
+    )
 
     @property
     def path(self) -> str:
@@ -257,7 +261,17 @@ class BlockView:
     def middle(self) -> nn.Module | None:
         """The module whose input is the residual stream between attention and MLP; ``None`` in a parallel block."""
         path = self._trait(self.architecture.middle)
-        return self.module.get_submodule(path) if path else None
+        # A block whose stream changes its width has one name for it, whatever its family calls it.
+        return (getattr(self.module, "middle", None) or self.module.get_submodule(path)) if path else None
+
+    @property
+    def norms(self) -> tuple[Norm, Norm]:
+        """Whose outputs attention and MLP read; the same twice where they share one."""
+        spec = self.architecture.norms
+        found = (
+            next(n for n in names if getattr(self.module, n, None) is not None) for names in (spec.attention, spec.mlp)
+        )
+        return tuple(read_norm(getattr(self.module, n), offset=spec.offset, centres=spec.centres) for n in found)
 
     @property
     def adds(self) -> bool:

@@ -28,9 +28,9 @@ from .moments import (
 )
 
 __all__ = [
-    "OF_ONE_STREAM",
     "SAMPLE_ROWS",
     "STATISTICS",
+    "STORED",
     "Batch",
     "DenseBatch",
     "Middle",
@@ -286,6 +286,33 @@ class FeedbackObserver:
         return self.sums.finish()
 
 
+class StreamObserver:
+    """Second moment of the residual stream in front of the block, between its halves or behind it.
+
+    Every vector is normalised as the norms of the block do, with neither scale nor shift: all tokens count alike.
+    """
+
+    def __init__(self, view: BlockView, place: Literal["input", "middle", "output"]):
+        self.place, self.middle = place, Middle(view) if place == "middle" else None
+        self.centres = view.architecture.norms.centres
+        self.sums: VectorMoment | None = None
+
+    def hooks(self):
+        return self.middle.hooks() if self.middle else []
+
+    def after(self, batch) -> None:
+        x = {"input": batch.hidden, "output": batch.output}.get(self.place)
+        x = (self.middle.take(batch.hidden) if x is None else x).float()
+        if self.centres:
+            x = x - x.mean(-1, keepdim=True)
+        if self.sums is None:
+            self.sums = VectorMoment(x.shape[-1], x.device)
+        self.sums.add(x * x.square().mean(-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny).rsqrt())
+
+    def finish(self) -> Moment:
+        return self.sums.finish()
+
+
 class InfluenceObserver:
     """``1 - cosine`` between input and output of the block, of its attention and of its MLP (MoDeGPT Sec. 3.3, Eq. 42)."""
 
@@ -359,6 +386,7 @@ class Statistic(NamedTuple):
     observer: Callable[[Scene], Observer] | None
     until: Literal["attention", "mlp", "end"] = "attention"  # the output projection in front of which all of it is seen
     two_streams: bool = False  # compares with the dense model on the same tokens
+    sequential: bool = False  # of use only on what the compressed blocks send
 
 
 # What can be measured in a block. Methods name the ones they need.
@@ -391,6 +419,21 @@ STATISTICS: dict[str, Statistic] = {
     ),
     "value": Statistic("values, per key head", lambda s: s.head("value")),
     "absolute": Statistic("also the mean absolute value of every input above, for the l1 pre-conditioner", None),
+    "stream_input": Statistic(
+        "normalised residual stream in front of the block", lambda s: StreamObserver(s.view, "input"), sequential=True
+    ),
+    "stream_middle": Statistic(
+        "normalised residual stream between attention and MLP",
+        lambda s: StreamObserver(s.view, "middle"),
+        "mlp",
+        sequential=True,
+    ),
+    "stream_output": Statistic(
+        "normalised residual stream behind the block",
+        lambda s: StreamObserver(s.view, "output"),
+        "end",
+        sequential=True,
+    ),
     "influence": Statistic(
         "1 - cosine between input and output of the block, of its attention and of its MLP",
         lambda s: InfluenceObserver(s.view),
@@ -402,7 +445,8 @@ STATISTICS: dict[str, Statistic] = {
 }
 
 
-OF_ONE_STREAM = frozenset(name for name, row in STATISTICS.items() if not row.two_streams)  # what a store can hold
+# What a store of moments holds.
+STORED = frozenset(name for name, row in STATISTICS.items() if not row.two_streams and not row.sequential)
 
 
 def observers_for(view: BlockView, statistics: set[str], tokens: int) -> dict[str, Observer]:

@@ -25,6 +25,7 @@ from ..files import (
     sync_files,
     sync_folder,
     write_json,
+    write_tensors,
     write_text,
     writing,
 )
@@ -122,6 +123,9 @@ class Run:
     def _shards(self) -> Shards:
         return Shards(self.folder, self.blocks)
 
+    def _basis(self, index: int) -> Path:
+        return self.folder / f"basis-{index:05d}.safetensors"
+
     def _report(self, index: int) -> Path:
         return self.folder / f"block-{index:05d}.json"
 
@@ -162,6 +166,8 @@ class Run:
         """
         state = {f"{prefix}.{name}": as_written(tensor, dtype) for name, tensor in module.state_dict().items()}
         self._shards.write(place, state)
+        if result.basis is not None:
+            write_tensors(self._basis(index), {"basis": result.basis}, {"format": "pt"})
         self.save_report(index, result)
 
     def save_report(self, index: int, result: BlockResult) -> None:
@@ -170,16 +176,19 @@ class Run:
 
     def load_block(self, index: int, place: int, prefix: str) -> BlockResult:
         """A finished block; arguments as for :meth:`save_block`."""
+        found = self.load_report(index)
+        state = {
+            name.removeprefix(prefix + "."): tensor for name, tensor in self._load(self._shards.path(place)).items()
+        }
+        inside = tuple(f"{path}." if path else "" for path in found.modules)
+        basis = self._load(self._basis(index))["basis"] if self._basis(index).exists() else None
+        return found._replace(state={k: t for k, t in state.items() if k.startswith(inside)}, basis=basis)
+
+    def _load(self, file: Path) -> dict[str, Tensor]:
         try:
-            state = load_file(self._shards.path(place))
+            return load_file(file)
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{self._shards.path(place)} is damaged ({error}); remove {self.folder} and start again"
-            ) from error
-        modules, _, reports, _ = self.load_report(index)
-        state = {name.removeprefix(prefix + "."): tensor for name, tensor in state.items()}
-        inside = tuple(f"{path}." for path in modules)
-        return BlockResult(modules, {k: t for k, t in state.items() if k.startswith(inside)}, reports)
+            raise CheckpointError(f"{file} is damaged ({error}); remove {self.folder} and start again") from error
 
     def load_report(self, index: int) -> BlockResult:
         """A finished block without its tensors."""
@@ -212,7 +221,7 @@ class Run:
     def publish(self) -> Path:
         """Clear away what belonged to the run and rename the folder to the output."""
         with writing(self.folder):
-            for path in sorted(self.folder.glob("block-*.json")):
+            for path in [*sorted(self.folder.glob("block-*.json")), *self.folder.glob("basis-*.safetensors")]:
                 path.unlink()
             for folder in (self.moments, self.gradients):
                 if folder.exists():

@@ -5,6 +5,7 @@ from .latentllm import ASVD, FWSVD, SVD, SVDLLM, LatentLLM, RootCov
 from .modegpt import MoDeGPT
 from .rankfold import Rankfold
 from .removal import BLOCK, SLEB, ShortGPT
+from .slicegpt import SliceGPT, SliceGPTMoDeGPT
 from .slicing import FLAP, KOBD, OBD, LLMPruner, LLMSurgeon, Magnitude, Strided
 
 __all__ = [
@@ -27,6 +28,8 @@ __all__ = [
     "Rankfold",
     "RootCov",
     "ShortGPT",
+    "SliceGPT",
+    "SliceGPTMoDeGPT",
     "Stage",
     "Strided",
     "Unit",

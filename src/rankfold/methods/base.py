@@ -28,6 +28,7 @@ class Unit:
     module: str
     ranks: tuple[int, ...]  # ascending; the last one leaves the module dense
     sizes: tuple[int, ...]  # weights stored at each rank, ascending; or what else the budget counts
+    fixed: bool = False  # an option of the method has chosen the first rank; the budget chooses the others around it
 
     @property
     def dense(self) -> int:
@@ -46,6 +47,9 @@ class BlockResult(NamedTuple):
     reports: dict[str, dict]  # module -> what was measured: relative_error, bounds, ...
     # Module -> relative error of its fit on any moments of the same statistics, such as those of windows kept out of the fit.
     errors: Mapping[str, Callable[[BlockMoments], float]] = MappingProxyType({})
+    # (D, r) orthonormal: the block writes the stream in these coordinates, and the next one, whose ``view.basis`` it is, reads
+    # it in them. Kept with the run, not in the model. ``None``: in the model's own coordinates.
+    basis: Tensor | None = None
 
 
 class Stage(NamedTuple):
@@ -83,6 +87,8 @@ class Method:
     modes: ClassVar[tuple[str, ...]] = ("sequential", "one-pass")
     allocations: ClassVar[tuple[str, ...]] = ("uniform", "influence", "influence-modules")
     budgets: ClassVar[tuple[str, ...]] = ("parameters", "bytes", "flops")
+    one_rank: ClassVar[bool] = False  # whether all blocks must have the same rank
+    protects: ClassVar[bool] = True  # whether single blocks can be left dense
     # Mode -> forwards of all blocks over the calibration tokens that a compression takes (docs/results/compression_cost.md).
     forwards: ClassVar[Mapping[str, float]] = MappingProxyType({"sequential": 2.5, "one-pass": 1.7})
 
@@ -105,6 +111,11 @@ class Method:
             raise OptionError("modules is empty; name some, such as mlp, or leave it out for all")
         if not all(isinstance(block, int) and not isinstance(block, bool) for block in self.protect):
             raise OptionError(f"protect takes block numbers such as (0, -1), got {self.protect!r}")
+        if self.protect and not self.protects:
+            raise OptionError(
+                f"method {self.name} narrows the stream that runs through all blocks, so none can be protected, got "
+                f"{self.protect}; leave protect out"
+            )
         for what, value in [("sparsity", self.sparsity), *(dict(self.own_sparsities or {}).items())]:
             if not 0 <= value < 1:
                 raise OptionError(f"{what} must be in [0, 1), got {value}; 0.3 removes 30 % of the weights")

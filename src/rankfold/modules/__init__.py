@@ -5,6 +5,7 @@ from .building import build, install
 from .bundle import CODE_FILE, code
 from .latent import LatentLinear
 from .loading import AUTO_MAP, FORMAT, METHOD_NAME, RankfoldConfig, attach, digest
+from .shortcuts import ShortcutBlock
 from .sparse import SparseCorrection, SparseLinear
 from .tensors import QuantizedTensor
 
@@ -17,6 +18,7 @@ __all__ = [
     "LatentLinear",
     "QuantizedTensor",
     "RankfoldConfig",
+    "ShortcutBlock",
     "SparseCorrection",
     "SparseLinear",
     "attach",

@@ -4,6 +4,7 @@ from torch import nn
 
 from .attention import CompressedAttention
 from .layers import LAYERS, build_layer, check_description
+from .shortcuts import ShortcutBlock
 
 __all__ = ["build", "install"]
 
@@ -19,7 +20,9 @@ def build(spec: dict, dense: nn.Module | None = None, config=None) -> nn.Module:
     Raises:
         ValueError: an unknown kind, or sizes that are no positive integers.
     """
-    check_description(spec, (*LAYERS, "attention"))
+    check_description(spec, (*LAYERS, "attention", "shortcut_block"))
+    if spec["kind"] == "shortcut_block":
+        return ShortcutBlock(spec, dense)
     return _attention(spec, dense, config) if spec["kind"] == "attention" else build_layer(spec)
 
 
@@ -28,7 +31,7 @@ def _attention(spec: dict, dense: nn.Module, config) -> nn.Module:
     for name, theirs in spec.get("adopt", {}).items():
         if name not in ("q_norm", "k_norm"):
             raise ValueError(f"cannot adopt {name!r} into a compressed attention; allowed: q_norm, k_norm")
-        setattr(module, name, getattr(dense, theirs))
+        setattr(module, name, getattr(dense, name if isinstance(dense, CompressedAttention) else theirs))
     return module
 
 
@@ -39,9 +42,11 @@ def install(model: nn.Module, modules: dict[str, dict]) -> None:
         ValueError: a path that is not in the model, or a description :func:`build` refuses.
     """
     config = model.config.get_text_config()
-    for path, spec in modules.items():
+    for path, spec in sorted(modules.items()):  # a block before what is in it
         owner, name = _place(model, path)
         setattr(owner, name, build(spec, getattr(owner, name), config))
+        if spec["kind"] == "shortcut_block":  # it adds what two of its parts make, so these belong on one device
+            model._no_split_modules = {*(model._no_split_modules or ()), ShortcutBlock.__name__}
         owner._is_hf_initialized = True  # some families' weight init reaches into children by names that are gone now
 
 

@@ -6,7 +6,19 @@ from pathlib import Path
 __all__ = ["CODE_FILE", "code"]
 
 CODE_FILE = "modeling_rankfold.py"
-PARTS = ("tensors", "sparse", "factors", "latent", "layers", "kernels", "attention", "building", "bundle", "loading")
+PARTS = (
+    "tensors",
+    "sparse",
+    "factors",
+    "latent",
+    "layers",
+    "kernels",
+    "attention",
+    "shortcuts",
+    "building",
+    "bundle",
+    "loading",
+)
 _HEAD = """What runs inside a compressed model: the modules, and how ``from_pretrained`` puts them in place.
 
 This file was put together from ``rankfold.modules`` and is self-contained (torch and transformers only), so that the

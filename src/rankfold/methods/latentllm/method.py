@@ -195,7 +195,7 @@ class LatentLLM(Method):
         ):
             if modules:
                 part = decompose(self, view, moments, {m: lower[m] for m in modules})
-                for whole, more in zip(result, part, strict=True):
-                    whole.update(more)
+                for kind in ("modules", "state", "reports", "errors"):
+                    getattr(result, kind).update(getattr(part, kind))
                 release_memory()
         return result

@@ -1,0 +1,24 @@
+"""One rank for all units, such as the width of a stream that runs through all blocks."""
+
+__all__ = ["common_ranks", "freed", "one_rank", "width_facts"]
+
+
+def one_rank(units, remove: int) -> int:
+    """The largest rank that all units may take and with which enough goes; there must be one."""
+    return max(rank for rank in common_ranks(units) if freed(units, rank) >= remove)
+
+
+def common_ranks(units) -> set[int]:
+    """Ranks that all units may take."""
+    return set.intersection(*(set(unit.ranks) for unit in units))
+
+
+def freed(units, rank: int) -> int:
+    """What goes when all units take a rank."""
+    return sum(u.dense - u.size(rank) for u in units)
+
+
+def width_facts(unit, rank: int) -> dict:
+    """Of a rank, for the record: the share of ranks that goes is not the share of weights."""
+    full = unit.ranks[-1]
+    return {"rank": rank, "of": full, "nominal_sparsity": 1 - rank / full}
