@@ -13,8 +13,10 @@ from activations import blocks_of
 from families import ALIKE, CONFIGS, EXPERTS, GQA, cached_numbers, some_ids, tiny_model, tokens
 from projected import PARALLEL, Projected, logits, opened, varied
 from rankfold import make_method
+from rankfold.architectures import BlockView
 from rankfold.errors import OptionError, UnsupportedModelError
 from rankfold.evaluation.complexity import counted_macs, formula_macs, planned_macs
+from rankfold.export.reading import read_heads
 from rankfold.methods.slicegpt.block import Bases, put_block
 from rankfold.methods.slicegpt.converted import Converted
 from rankfold.modules import install
@@ -255,6 +257,16 @@ def test_norms_of_the_heads_stay():
     assert sum(p.numel() for p in model.parameters()) == plans[0].parameters_after
     norm = blocks_of(model)[0].self_attn.q_norm
     assert torch.equal(norm.weight, source.blocks[0].self_attn.q_layernorm.weight)
+
+
+def test_stock_forms_refuse_a_stream_that_changes_its_width():
+    source = opened("llama")
+    model = rankfold.compress(source, method(), tokens())
+    view = BlockView(source.architecture, 1, blocks_of(model)[1], model.config)
+    with pytest.raises(
+        UnsupportedModelError, match=r"model.layers.1 changes the width of its stream, which no stock block"
+    ):
+        read_heads(view, 8)
 
 
 def test_no_block_can_be_protected_and_moments_are_not_enough():

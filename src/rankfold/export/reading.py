@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..architectures import BlockView, Dense, read_linear
 from ..errors import UnsupportedModelError
 from ..linalg.padding import head_places
-from ..modules import CompressedAttention
+from ..modules import CompressedAttention, ShortcutBlock
 
 __all__ = ["Heads", "read_heads", "read_rising"]
 
@@ -53,8 +53,12 @@ def read_heads(view: BlockView, rotary_dim: int) -> Heads:
         rotary_dim: leading dimensions of a dense head that turn.
 
     Raises:
-        UnsupportedModelError: it is made of something else than matrices.
+        UnsupportedModelError: it is made of something else than matrices, or the stream changes its width in the block.
     """
+    if isinstance(view.module, ShortcutBlock):
+        raise UnsupportedModelError(
+            f"{view.path} changes the width of its stream, which no stock block does; load it with rankfold instead"
+        )
     where = view.architecture.attention.path
     module, path = view.module.get_submodule(where), f"{view.path}.{where}"
     if isinstance(module, CompressedAttention):
