@@ -41,7 +41,7 @@ from .report.card import model_card, reproduce_command
 from .report.identity import dtype_name, moments_identity, published_counts, run_identity
 from .report.plan import Plan
 from .report.record import run_record
-from .scores import ON_TEXT, available, gradients_of, needed, scores_of, statistics_of
+from .scores import ON_DENSE, ON_TEXT, available, gradients_of, needed, scores_of, statistics_of
 from .stages import Work, decompose, run_stages
 from .version import __version__
 
@@ -232,12 +232,12 @@ def _dense_passes(source: Source, method: Method, ranks: Choices, tokens, moment
     """
     check(ranks, method)  # what cannot be reached is said at once
     gradients = gradients_of(source, method, tokens, run)
-    if method.allocation == "uniform" and moments is None:
-        return None, gradients, None
     if method.allocation in ON_TEXT:
         return moments, gradients, scores_of(source, method, ranks, None, tokens, run, gradients)
+    if moments is None and method.allocation not in ON_DENSE:
+        return None, gradients, scores_of(source, method, ranks)
     if moments is None:
-        statistics = needed(source, method) if mode == "one-pass" else {"influence"}
+        statistics = needed(source, method) if mode == "one-pass" else {ON_DENSE[method.allocation]}
         moments = calibrate(source, tokens, run.moments if run else None, statistics=statistics)
     scores = scores_of(source, method, ranks, moments)
     if mode == "sequential":

@@ -105,7 +105,7 @@ def build_plan(source: Source, method: Method, allocated: Allocated, errors: dic
         kv_bytes_per_token_after=sum(after for _, after in cache) * item,
         peak_memory_bytes=_peak_memory(source, method, calibration),
         seconds=None,
-        facts=allocated.facts,
+        facts=allocated.facts | ({"zeros": removed} if method.leaves_zeros else {}),
         budget=allocated.budget,
         source_bytes=source.bytes_on_disk,
         calibration=calibration,

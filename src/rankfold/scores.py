@@ -1,7 +1,12 @@
 """What has to be known about the dense model before ranks can be chosen and blocks compressed."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
+from torch import Tensor
+
+from .allocation import effective_rank, outlier_fraction
+from .architectures import BlockView
 from .budgets import Choices
 from .calibration.backward import sweep, windows_for
 from .calibration.gradients import gradient_observers, widest
@@ -11,14 +16,24 @@ from .checkpoint.run import Run
 from .checkpoint.source import Source
 from .effects import Costs, measure_costs, read_costs, write_costs
 from .errors import OptionError
+from .memory import release_memory
 from .methods import BLOCK, Method
 from .planning import budget, shares
+from .progress import track
 from .redundancy import removal_order
 from .report.identity import moments_identity
+from .stages import algebra
 
-__all__ = ["ON_TEXT", "available", "gradients_of", "needed", "scores_of", "statistics_of"]
+__all__ = ["ON_DENSE", "ON_TEXT", "available", "gradients_of", "needed", "scores_of", "statistics_of"]
 
 ON_TEXT = ("measured", "greedy")  # allocations that compare predictions, for which there must be text
+# Allocation -> the statistic of the dense model it goes by.
+ON_DENSE = {
+    "influence": "influence",
+    "influence-modules": "influence",
+    "least-influence": "influence",
+    "owl": "input_energy",
+}
 
 
 def statistics_of(source: Source, method: Method) -> set[str]:
@@ -28,7 +43,7 @@ def statistics_of(source: Source, method: Method) -> set[str]:
 
 def needed(source: Source, method: Method) -> set[str]:
     """Statistics that planning and decomposing with this method read."""
-    return statistics_of(source, method) | ({"influence"} if "influence" in method.allocation else set())
+    return statistics_of(source, method) | {s for a, s in ON_DENSE.items() if a == method.allocation}
 
 
 def available(source: Source, statistics: set[str]) -> set[str]:
@@ -50,18 +65,48 @@ def scores_of(
 
     Returns:
         ``None`` where it is uniform; costs where ranks are chosen by them (:mod:`.effects`, :mod:`.redundancy`, influence of
-        blocks that may go); else block -> influence of the block, of its attention, of its MLP.
+        blocks that may go); block -> share of outliers or effective rank, where it goes by these; else block -> influence of
+        the block, of its attention, of its MLP.
     """
     if method.allocation == "uniform":
         return None
     if method.allocation in ON_TEXT:
         return _costs(source, method, choices, tokens, run, gradients)
-    if moments is None or "influence" not in moments.identity["statistics"]:
-        raise OptionError("an influence allocation needs moments with influence scores; run `rankfold calibrate`")
+    if method.allocation == "spectrum":
+        return _of_blocks(
+            source, lambda view: effective_rank([W for p in view.readers.values() for W in view.weights(p)])
+        )
+    if moments is None or ON_DENSE[method.allocation] not in moments.identity["statistics"]:
+        raise OptionError(
+            f"allocation {method.allocation} goes by the statistic {ON_DENSE[method.allocation]!r} of the dense model, and "
+            "there are no moments that hold it; run `rankfold calibrate`, or give calibration text"
+        )
+    if method.allocation == "owl":
+        return _of_blocks(
+            source, lambda view: _outliers(view, moments[view.index]["input_energy"].mean, method.outlier)
+        )
     influence = {i: tuple(moments[i]["influence"].mean.tolist()) for i in range(len(source))}
     if method.allocation == "least-influence":
         return {(i, BLOCK): {0: of_block, 1: 0.0} for i, (of_block, _, _) in influence.items()}
     return influence
+
+
+def _of_blocks(source: Source, score: Callable[[BlockView], float]) -> dict[int, float]:
+    """Block -> what its weights are; one block is resident."""
+    found = {}
+    for index in track(range(len(source)), "looking at weights"):
+        with algebra(source.block(index)) as view:
+            found[index] = score(view)
+        release_memory()
+    return found
+
+
+def _outliers(view: BlockView, energies: Tensor, factor: float) -> float:
+    """Share of outliers; ``energies`` are of the inputs of all readers, one behind the other."""
+    weights = [view.weights(paths) for paths in view.readers.values()]
+    inputs = energies.to(view.device).split([some[0].shape[1] for some in weights])
+    pairs = [(W, x) for some, x in zip(weights, inputs, strict=True) for W in some]
+    return outlier_fraction(*zip(*pairs, strict=True), factor)
 
 
 def gradients_of(source: Source, method: Method, tokens: Tokens | None, run: Run | None = None) -> MomentStore | None:

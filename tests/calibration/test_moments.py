@@ -189,3 +189,12 @@ def test_moments_are_made_where_the_activations_are():
 
 def test_sums_in_fp64_live_beside_the_products_where_the_device_has_fp64():
     assert [accumulator(torch.device(name)).type for name in ("cpu", "cuda", "mps")] == ["cpu", "cuda", "cpu"]
+
+
+def test_within_windows_is_the_mean_of_their_covariances():
+    x = draw(5, 7, 4) + 3 * draw(5, 1, 4, seed=1)  # windows whose means differ
+    rows = x.flatten(0, 1).double()
+    found = Moment(35, rows.sum(0), None, rows.T @ rows, windows=x.double().sum(1)).within_windows()
+    expected = torch.stack([torch.cov(window.T, correction=0) for window in x.double()]).mean(0)
+    torch.testing.assert_close(found, expected)
+    assert not torch.allclose(found, torch.cov(rows.T, correction=0), rtol=0.1)

@@ -145,7 +145,7 @@ def test_moments_are_the_same_however_windows_share_batches(family, monkeypatch)
         return measure(view, stream, statistics, step=False)
 
     whole, parts = measured(7), measured(3)
-    assert whole.keys() == parts.keys() == statistics - {"absolute"}
+    assert whole.keys() == parts.keys() == statistics - {"absolute", "windows"}
     for name, moment in whole.items():
         assert vars(parts[name]).keys() == vars(moment).keys()
         torch.testing.assert_close(vars(parts[name]), vars(moment), rtol=1e-4, atol=1e-4, msg=name)

@@ -57,7 +57,7 @@ def same(a: dict[str, Moment], b: dict[str, Moment]) -> None:
     assert a.keys() == b.keys()
     for name in a:
         assert a[name].count == b[name].count
-        for part in ("total", "absolute", "second", "rows"):
+        for part in ("total", "absolute", "second", "rows", "windows"):
             x, y = getattr(a[name], part), getattr(b[name], part)
             assert (x is None) == (y is None)
             assert x is None or torch.equal(x.float(), y.float())

@@ -253,3 +253,14 @@ def test_methods_that_remove_blocks_have_rows_too(source, tokens, measures, tmp_
     assert [row["status"] for row in rows] == ["done"] * 3
     assert [row["moments"] for row in rows[1:]] == ["shared", "own"]
     assert all(row["counts"]["sparsity"] == pytest.approx(0.5) for row in rows[1:])  # one of two blocks
+
+
+def test_of_masked_models_the_table_says_that_nothing_gets_smaller(source, tokens, measures, tmp_path):
+    rows = compare(source, cells_of(parse_forms("wanda"), [0.3, 0.5]), tokens, measures, tmp_path / "out")
+    assert [row["status"] for row in rows] == ["done", "failed", "done"]
+    dense, _, masked = (row["counts"] for row in rows)
+    assert (
+        masked["sparsity"] == 0.5 and masked["bytes"] == dense["bytes"] and masked["parameters"] == dense["parameters"]
+    )
+    table = (tmp_path / "out" / "table.md").read_text()
+    assert "its sparsity is 0.5, got 0.3" in table and "what is removed stays as zeros" in table

@@ -21,6 +21,7 @@ from rankfold import LatentLLM, MoDeGPT, method_names
 from rankfold.errors import NumericsError
 from rankfold.methods.base import method_class
 from rankfold.methods.removal import BlockRemoval
+from rankfold.methods.semi_structured import TwoOfFour
 from rankfold.methods.slicegpt import SliceGPT
 from rankfold.methods.slicing import FLAP
 from rankfold.methods.slicing.method import Slicing
@@ -230,6 +231,17 @@ def halves_lose_by_influence(a: Outcome, b: Outcome) -> None:
     sizes = torch.tensor([sum(m.dense_weights for m in a.plan.modules if m.module in half) for half in halves])
     weighted = influences(b)[:, 1:] * 3 * sizes / sizes.sum()
     lose_by(weighted.flatten(), torch.stack([b.gone(*half) for half in halves], 1).flatten(), b)
+
+
+def outliers_are_fewer(a: Outcome, b: Outcome) -> None:
+    """Which they are: test_shares_of_blocks.py."""
+    few, many = (list(o.plan.facts["outliers"].values()) for o in (b, a))
+    assert all(0 < x < y for x, y in zip(few, many, strict=True))
+
+
+def blocks_differ_more(a: Outcome, b: Outcome) -> None:
+    near, far = (o.gone(*{m.module for m in o.plan.modules}) for o in (a, b))
+    assert far.max() - far.min() > 0.2 + near.max() - near.min()
 
 
 def blocks_differ_less(a: Outcome, b: Outcome) -> None:
@@ -470,6 +482,8 @@ def common(cls, base: dict) -> list[Row]:
     budget = base | {"sparsity": 0.2}
     flops = budget | {"budget": "flops"}
     influential = base | {"allocation": "influence"}
+    owl = base | {"allocation": "owl", "outlier": 1.5, "spread": 0.01}
+    wide = owl | {"spread": 0.2}
     coarse = base | {"sparsity": 0.25, "multiple": 8, "modules": one}
     return [
         Row("sparsity", budget, base | {"sparsity": 0.4}, every, each(more_is_removed, errors_rise(*every))),
@@ -488,6 +502,8 @@ def common(cls, base: dict) -> list[Row]:
             everywhere=False,
         ),
         Row("epsilon", influential, influential | {"epsilon": 1e4}, every, blocks_differ_less, everywhere=False),
+        Row("outlier", wide, wide | {"outlier": 2.5}, every, outliers_are_fewer, everywhere=False),
+        Row("spread", owl, wide, every, blocks_differ_more, everywhere=False),
         Row("multiple", coarse, coarse | {"multiple": 2}, set(one), ranks_are_multiples, everywhere=False),
         Row("protect", budget, budget | {"protect": (0,)}, every, dense_blocks(0), everywhere=False),
         Row("protect", budget, budget | {"protect": (0, -1)}, every, dense_blocks(0, 2), everywhere=False),
@@ -499,6 +515,8 @@ def slicing(every: Collection[str], mlp: Collection[str]) -> list[Row]:
     both, base = SMALL | {"sparsity": 0.3}, SMALL | {"modules": mlp}
     budget, influential = base | {"sparsity": 0.2}, base | {"allocation": "influence"}
     flops = budget | {"budget": "flops"}
+    owl = base | {"allocation": "owl", "outlier": 1.5, "spread": 0.01}
+    wide = owl | {"spread": 0.2}
     coarse = base | {"sparsity": 0.25, "multiple": 8}
     return [
         Row("sparsity", budget, base | {"sparsity": 0.4}, mlp, each(more_is_removed, errors_rise(*mlp))),
@@ -508,6 +526,8 @@ def slicing(every: Collection[str], mlp: Collection[str]) -> list[Row]:
         Row("modules", both, both | {"modules": mlp}, every, only(*mlp)),
         Row("allocation", base, influential, mlp, blocks_lose_by_influence, everywhere=False),
         Row("epsilon", influential, influential | {"epsilon": 1e4}, mlp, blocks_differ_less, everywhere=False),
+        Row("outlier", wide, wide | {"outlier": 2.5}, mlp, outliers_are_fewer, everywhere=False),
+        Row("spread", owl, wide, mlp, blocks_differ_more, everywhere=False),
         Row("multiple", coarse, coarse | {"multiple": 2}, mlp, ranks_are_multiples, everywhere=False),
         Row("protect", budget, budget | {"protect": (0,)}, mlp, dense_blocks(0), everywhere=False),
     ]
@@ -645,7 +665,7 @@ ROWS = {
 }
 # On the compressed stream: test_rankfold.py, test_slicegpt_modegpt.py.
 ELSEWHERE = {"rankfold": {"attention_aware", "feedback"}, "slicegpt+modegpt": {"slicing"}}
-OTHERS = (BlockRemoval, SliceGPT)  # test_removal.py, test_slicegpt.py
+OTHERS = (BlockRemoval, SliceGPT, TwoOfFour)  # test_removal.py, test_slicegpt.py, test_semi_structured_methods.py
 CASES = [
     pytest.param(cls, row, id=f"{SPEAKS_FOR.get(cls, cls).name}-{row.option}-{i}")
     for cls, rows in ROWS.items()

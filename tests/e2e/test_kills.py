@@ -11,6 +11,7 @@ from families import tokens
 from kills import State, kill_everywhere, read_state, write_state
 from rankfold import MoDeGPT, Rankfold
 from rankfold.errors import CheckpointError
+from rankfold.methods import SparseGPT
 from saved import save_tiny
 
 RUNS = {
@@ -19,6 +20,7 @@ RUNS = {
     "one-pass": (MoDeGPT, {}, {"mode": "one-pass"}),
     "gradient": (MoDeGPT, {"sensitivity": "gradient"}, {"mode": "one-pass"}),
     "one-pass, influence": (MoDeGPT, {"allocation": "influence"}, {"mode": "one-pass"}),
+    "two of four": (SparseGPT, {"sparsity": 0.5}, {}),
 }
 
 
@@ -65,7 +67,7 @@ def check_all_kills(tmp_path, monkeypatch, work) -> None:
 @pytest.mark.parametrize("kind", RUNS)
 def test_a_compression_killed_anywhere_ends_in_the_same_bytes(tmp_path, monkeypatch, source, kind):
     cls, options, how = RUNS[kind]
-    method = cls(sparsity=0.3, multiple=2, **options)
+    method = cls(**{"sparsity": 0.3, "multiple": 2} | options)
     check_all_kills(tmp_path, monkeypatch, lambda out: rankfold.compress(source, method, tokens(4), out, **how))
 
 

@@ -1,5 +1,6 @@
 """How many ranks each module keeps: counts, importance scores, exact integer allocation."""
 
+from .by_block import effective_rank, outlier_fraction
 from .counting import COUNTS, block_weights, tensor_bytes, unique_parameters
 from .influence import capped_sparsities, epsilon_for, softmax_sparsities
 from .measured import Cost, cheapest, largest_sparsity
@@ -15,8 +16,10 @@ __all__ = [
     "capped_sparsities",
     "cheapest",
     "check_reachable",
+    "effective_rank",
     "epsilon_for",
     "largest_sparsity",
+    "outlier_fraction",
     "removable",
     "softmax_sparsities",
     "tensor_bytes",

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 
 from ..errors import OptionError
+from .by_block import BY_BLOCK, by_block
 from .counting import COUNTS
 from .influence import capped_sparsities, epsilon_for, softmax_sparsities
 from .measured import cheapest
@@ -30,8 +31,8 @@ def allocate(units, method, counted: int, scores=None) -> tuple[dict[tuple[int, 
         units: the :class:`~rankfold.methods.Unit` of all blocks.
         method: sparsity, allocation, protected blocks (see :class:`~rankfold.methods.Method`).
         counted: what the sparsity is a fraction of, counted as the sizes of the units are.
-        scores: block -> (block, attention, mlp) influence, for the influence allocations; (block, module) -> rank -> cost,
-            for those of :data:`BY_COST`.
+        scores: block -> (block, attention, mlp) influence, for the influence allocations; block -> number, for those of
+            :data:`BY_BLOCK`; (block, module) -> rank -> cost, for those of :data:`BY_COST`.
 
     Returns:
         ``(ranks by (block, module), facts for the record)``.
@@ -166,11 +167,13 @@ def _sparsities(units, method, average: float, scores, facts: dict) -> list[floa
     weights = torch.tensor([u.dense for u in units], dtype=torch.float64)
     caps = torch.tensor([1 - u.sizes[0] / u.dense for u in units], dtype=torch.float64)
     phi = torch.full_like(weights, average)
-    if method.allocation != "uniform":
-        if scores is None:
-            raise OptionError(
-                f"allocation {method.allocation!r} needs influence scores, which these moments do not hold"
-            )
+    if method.allocation != "uniform" and scores is None:
+        raise OptionError(f"allocation {method.allocation!r} needs scores of the dense model, and there are none")
+    if method.allocation in BY_BLOCK:
+        facts[BY_BLOCK[method.allocation]] = {str(block): score for block, score in scores.items()}
+        mine = torch.tensor([scores[u.block] for u in units], dtype=torch.float64)
+        phi = by_block(method, mine, weights, average)
+    elif method.allocation != "uniform":
         s = torch.tensor([_score(u, method.allocation, scores) for u in units], dtype=torch.float64)
         if method.allocation == "influence-modules":
             s = s * _shares(units)

@@ -3,7 +3,7 @@
 from .norms import Norm
 from .registry import architecture_of, known_architectures
 from .spec import Architecture, AttentionSpec, ByConfig, MLPSpec, NormsSpec
-from .views import AttentionView, BlockView, Dense, MLPView, read_linear
+from .views import AttentionView, BlockView, Dense, MLPView, as_stored, read_linear
 
 __all__ = [
     "Architecture",
@@ -17,6 +17,7 @@ __all__ = [
     "Norm",
     "NormsSpec",
     "architecture_of",
+    "as_stored",
     "known_architectures",
     "read_linear",
 ]

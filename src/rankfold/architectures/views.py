@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .norms import Norm, read_norm
 from .spec import Architecture, AttentionSpec, ByConfig, MLPSpec
 
-__all__ = ["AttentionView", "BlockView", "Dense", "MLPView", "read_linear"]
+__all__ = ["AttentionView", "BlockView", "Dense", "MLPView", "as_stored", "read_linear"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,11 @@ def read_linear(module: nn.Module) -> Dense:
     weight = module.weight.detach()
     weight = weight if isinstance(module, nn.Linear) else weight.T
     return Dense(weight, None if module.bias is None else module.bias.detach())
+
+
+def as_stored(module: nn.Module, weight: Tensor) -> Tensor:
+    """What :func:`read_linear` reads as ``weight`` ``(out, in)``, contiguous in the layer's own layout."""
+    return (weight if isinstance(module, nn.Linear) else weight.T).contiguous()
 
 
 def _split_rows(fused: Dense, layout: str, heads: int, kv_heads: int) -> tuple[Dense, Dense, Dense]:
@@ -249,6 +254,22 @@ class BlockView:
         spec = self.architecture.mlp
         paths = {"gate": spec.gate, "up": spec.up, "down": spec.down} if spec else {}
         return found | {name: self.module.get_submodule(path) for name, path in paths.items() if path}
+
+    @property
+    def readers(self) -> dict[str, tuple[str, ...]]:
+        """Statistic of an input -> paths of the linear layers that read it, as they are stored; experts are not among them."""
+        attention, mlp = self.architecture.attention, self.architecture.mlp
+        found = {
+            "attention_input": tuple(f"{attention.path}.{name}" for name in attention.qkv),
+            "attention_output": (f"{attention.path}.{attention.output}",),
+        }
+        if mlp is not None:
+            found |= {"mlp_input": tuple(path for path in (mlp.gate, mlp.up) if path), "mlp_hidden": (mlp.down,)}
+        return found
+
+    def weights(self, paths: tuple[str, ...]) -> list[Tensor]:
+        """``(out, in)`` of each of these linear layers."""
+        return [read_linear(self.module.get_submodule(path)).weight for path in paths]
 
     @property
     def relu(self) -> bool:

@@ -33,6 +33,9 @@ class Moment:
     absolute: Tensor | None  # (..., N) sum of |x|; only where a diagonal l1 pre-conditioner may want it
     second: Tensor | None  # (..., N, N) sum of x x^T
     rows: Tensor | None = None  # (n, N) observations themselves, where a method iterates on them
+    windows: Tensor | None = (
+        None  # (S, N) sum of x over each of S windows of one length; where a method asks for `windows`
+    )
 
     @property
     def mean(self) -> Tensor:
@@ -56,9 +59,14 @@ class Moment:
         cross = mean.unsqueeze(-1) * point.unsqueeze(-2)
         return self.second_moment().sub_(cross).sub_(cross.mT).add_(point.unsqueeze(-1) * point.unsqueeze(-2))
 
+    def within_windows(self) -> Tensor:
+        """Mean over the windows of the covariance within each, fp64: the pooled covariance, divided by counts; not clamped."""
+        means = self.windows.double() * (len(self.windows) / self.count)  # (S, N)
+        return self.second_moment().sub_(means.mT @ means / len(means))
+
     def rounded(self) -> "Moment":
         """The moment as it is saved, in fp32: what is computed from saved moments is computed from these."""
-        parts = (self.total, self.absolute, self.second, self.rows)
+        parts = (self.total, self.absolute, self.second, self.rows, self.windows)
         return Moment(float(self.count), *(None if part is None else part.float() for part in parts))
 
 

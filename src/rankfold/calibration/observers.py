@@ -72,11 +72,13 @@ class Observer(Protocol):
 
 
 class InputObserver:
-    """Second moment of what enters a layer."""
+    """Second moment of what enters a layer, and where wanted the sum over every window."""
 
-    def __init__(self, module: nn.Module, *, absolute: bool):
+    def __init__(self, module: nn.Module, *, absolute: bool, windows: bool):
         self.module, self.absolute = module, absolute
         self.sums: VectorMoment | None = None
+        self.windows: list[Tensor] | None = [] if windows else None
+        self._entered: Tensor | None = None  # of this batch; some families flatten it before the layer
 
     def hooks(self):
         return [self.module.register_forward_pre_hook(lambda _, args: self._add(args[0]))]
@@ -85,12 +87,39 @@ class InputObserver:
         if self.sums is None:
             self.sums = VectorMoment(x.shape[-1], x.device, absolute=self.absolute)
         self.sums.add(x)
+        if self.windows is not None:
+            self._entered = x.detach()
 
     def after(self, batch) -> None:
-        pass
+        if self.windows is not None:
+            x, self._entered = self._entered.view(*batch.hidden.shape[:2], -1), None
+            self.windows.append(x.sum(1, dtype=torch.float32).to(accumulator(x.device)))
 
     def finish(self) -> Moment:
-        return self.sums.finish()
+        moment = self.sums.finish()
+        if self.windows is not None:
+            moment.windows = torch.cat(self.windows)
+        return moment
+
+
+class EnergyObserver:
+    """Squares of what enters some layers, one layer's inputs behind the other's."""
+
+    def __init__(self, modules: list[nn.Module]):
+        self.modules, self.totals, self.rows = modules, [0.0] * len(modules), 0
+
+    def hooks(self):
+        return [m.register_forward_pre_hook(lambda _, a, i=i: self._add(i, a[0])) for i, m in enumerate(self.modules)]
+
+    def _add(self, layer: int, x: Tensor) -> None:
+        squares = x.detach().flatten(0, -2).float().square().sum(0)
+        self.totals[layer] = self.totals[layer] + squares.to(accumulator(x.device)).double()
+
+    def after(self, batch) -> None:
+        self.rows += batch.hidden.shape[0] * batch.hidden.shape[1]
+
+    def finish(self) -> Moment:
+        return Moment(self.rows, torch.cat(self.totals), None, None)
 
 
 class SamplesObserver:
@@ -363,13 +392,14 @@ class Scene:
     view: BlockView
     tokens: int  # that will go through the block
     absolute: bool
+    windows: bool
     projections: Projections
 
     def layer(self, path: str) -> nn.Module:
         return self.view.module.get_submodule(path)
 
     def input_of(self, module: nn.Module) -> Observer:
-        return InputObserver(module, absolute=self.absolute)
+        return InputObserver(module, absolute=self.absolute, windows=self.windows)
 
     def head(self, name: str) -> Observer:
         return HeadObserver(self.projections, name)
@@ -434,6 +464,12 @@ STATISTICS: dict[str, Statistic] = {
         "end",
         sequential=True,
     ),
+    "windows": Statistic("also the sum over every window of every input above, for covariances within windows", None),
+    "input_energy": Statistic(
+        "squares of what q, k and v, the output projection, up and gate, and the down projection receive, one behind the other",
+        lambda s: EnergyObserver([s.layer(paths[0]) for paths in s.view.readers.values()]),
+        "mlp",
+    ),
     "influence": Statistic(
         "1 - cosine between input and output of the block, of its attention and of its MLP",
         lambda s: InfluenceObserver(s.view),
@@ -455,6 +491,6 @@ def observers_for(view: BlockView, statistics: set[str], tokens: int) -> dict[st
     Args:
         tokens: how many will go through the block.
     """
-    scene = Scene(view, tokens, "absolute" in statistics, Projections(view.attention))
+    scene = Scene(view, tokens, "absolute" in statistics, "windows" in statistics, Projections(view.attention))
     rows = {name: row for name, row in STATISTICS.items() if name in statistics}
     return {name: row.observer(scene) for name, row in rows.items() if row.observer}

@@ -23,7 +23,7 @@ __all__ = ["MomentStore"]
 
 log = logging.getLogger(__name__)
 
-PARTS = ("total", "absolute", "second", "rows")
+PARTS = ("total", "absolute", "second", "rows", "windows")
 RECORD, UNFINISHED, LOCK = "moments.json", "moments.unfinished.json", ".rankfold.lock"
 HELD_OUT = "held-out.safetensors"
 FACTS = "facts"  # in the metadata of a block's file: counts and digest

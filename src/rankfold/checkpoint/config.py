@@ -20,8 +20,8 @@ def compressed_config(source, identity: dict, modules: dict[str, dict], kept: tu
     config.dtype = source.dtype
     if len(kept) < len(source):
         _keep_blocks(config.get_text_config(), kept)
-        if not modules:
-            return config
+    if not modules:
+        return config
     config.auto_map = dict(AUTO_MAP)
     described = {"digest": digest(modules), "modules": modules}
     config.quantization_config = {"quant_method": METHOD_NAME, "format": FORMAT, **identity, **described}

@@ -172,17 +172,19 @@ class Run:
 
     def save_report(self, index: int, result: BlockResult) -> None:
         """Note that a block is done; all there is of one that is removed."""
-        write_json(self._report(index), {"modules": result.modules, "reports": result.reports})
+        changed = [
+            name for name in result.state if not name.startswith(_inside(result))
+        ]  # of modules that stay what they are
+        write_json(self._report(index), {"modules": result.modules, "changed": changed, "reports": result.reports})
 
     def load_block(self, index: int, place: int, prefix: str) -> BlockResult:
         """A finished block; arguments as for :meth:`save_block`."""
-        found = self.load_report(index)
-        state = {
-            name.removeprefix(prefix + "."): tensor for name, tensor in self._load(self._shards.path(place)).items()
-        }
-        inside = tuple(f"{path}." if path else "" for path in found.modules)
+        found, changed = self.load_report(index), set(read_json(self._report(index))["changed"])
+        state = self._load(self._shards.path(place))
+        state = {name.removeprefix(prefix + "."): tensor for name, tensor in state.items()}
         basis = self._load(self._basis(index))["basis"] if self._basis(index).exists() else None
-        return found._replace(state={k: t for k, t in state.items() if k.startswith(inside)}, basis=basis)
+        kept = {name: tensor for name, tensor in state.items() if name.startswith(_inside(found)) or name in changed}
+        return found._replace(state=kept, basis=basis)
 
     def _load(self, file: Path) -> dict[str, Tensor]:
         try:
@@ -242,3 +244,8 @@ class Run:
 def as_written(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor as it is written: floats in the model's dtype, indices as they are."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _inside(result: BlockResult) -> tuple[str, ...]:
+    """What the names of a block's tensors begin with that belong to modules of ours."""
+    return tuple(f"{path}." if path else "" for path in result.modules)

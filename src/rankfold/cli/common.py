@@ -30,6 +30,11 @@ def emit(result: dict, as_json: bool, human) -> None:
         human(Plain(sys.stdout))
 
 
+def gone(counts: dict) -> str:
+    """What became of the weights that were removed."""
+    return "set to zero" if "zeros" in counts else "removed"
+
+
 def outcome(held_out: dict) -> str:
     """What became of the calibration windows that were not fitted."""
     numbers = "perplexity {perplexity_dense:.2f} -> {perplexity:.2f} (x {ratio:.2f}) on {windows} held-out calibration windows"

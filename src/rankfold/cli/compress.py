@@ -75,7 +75,7 @@ def command(
 
     def show_result(out) -> None:
         out.print(
-            f"{folder}: {result['sparsity']:.2%} of the counted weights removed, {result['parameters']:,} parameters, "
+            f"{folder}: {result['sparsity']:.2%} of the counted weights {c.gone(result)}, {result['parameters']:,} parameters, "
             f"{result['seconds']:.0f} s",
             soft_wrap=True,
         )

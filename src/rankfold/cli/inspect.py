@@ -41,7 +41,7 @@ def _print(record: dict, out) -> None:
         table.add_row(block, *(cell for name in names for cell in _cells(reports.get(name))))
     out.print(table)
     out.print(
-        f"{counts['sparsity']:.2%} of {counts['counted_weights']:,} counted weights removed; {counts['parameters']:,} "
+        f"{counts['sparsity']:.2%} of {counts['counted_weights']:,} counted weights {c.gone(counts)}; {counts['parameters']:,} "
         f"parameters, {counts['bytes'] / 2**20:.1f} MiB, {counts['kv_bytes_per_token']:,} cache bytes per token"
     )
     if held_out := record.get("held_out"):  # older checkpoints have none

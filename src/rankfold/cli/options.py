@@ -77,13 +77,19 @@ class MethodOptions:
     allocation: Annotated[
         str | None,
         typer.Option(
-            help="uniform, influence, influence-modules or measured; methods that remove blocks have their own. "
+            help="uniform, influence, influence-modules, owl, spectrum or measured; methods that remove blocks have their own. "
             "Default: the method's."
         ),
     ] = None
     epsilon: Annotated[
         float | None, typer.Option(help="Temperature of the influence allocations. Default: the 0.8 rule.")
     ] = None
+    outlier: Annotated[
+        float, typer.Option(help="Of --allocation owl: times the mean of its block that makes a weight an outlier (M).")
+    ] = 5.0
+    spread: Annotated[float, typer.Option(help="Of --allocation owl: half of what blocks may differ by (lambda).")] = (
+        0.08
+    )
     multiple: Annotated[int, typer.Option(help="Ranks are multiples of this.")] = 8
     protect: Annotated[str, typer.Option(help="Blocks left dense, e.g. 0,-1.")] = ""
     option: Annotated[list[str] | None, typer.Option(help="Option of the method, KEY=VALUE; repeatable.")] = None
@@ -94,7 +100,7 @@ class MethodOptions:
         Raises:
             OptionError: an option that does not parse or is out of range.
         """
-        names = ("sparsity", "of", "budget", "context", "epsilon", "multiple")
+        names = ("sparsity", "of", "budget", "context", "epsilon", "outlier", "spread", "multiple")
         shared = {name: getattr(self, name) for name in names} | {"modules": _parse_modules(self.modules)}
         shared |= {"allocation": self.allocation} if self.allocation is not None else {}
         try:

@@ -1,10 +1,11 @@
 """Compression methods; importing this package registers all of them."""
 
 from .base import BlockResult, Method, Stage, Unit, make_method, method_class, method_names, register_method
-from .latentllm import ASVD, FWSVD, SVD, SVDLLM, LatentLLM, RootCov
+from .latentllm import ASVD, FWSVD, SVD, SVDLLM, Bolaco, LatentLLM, RootCov
 from .modegpt import MoDeGPT
 from .rankfold import Rankfold
 from .removal import BLOCK, SLEB, ShortGPT
+from .semi_structured import PrunerZero, SparseGPT, TwoOfFour, Wanda
 from .slicegpt import SliceGPT, SliceGPTMoDeGPT
 from .slicing import FLAP, KOBD, OBD, LLMPruner, LLMSurgeon, Magnitude, Strided
 
@@ -19,20 +20,25 @@ __all__ = [
     "SVD",
     "SVDLLM",
     "BlockResult",
+    "Bolaco",
     "LLMPruner",
     "LLMSurgeon",
     "LatentLLM",
     "Magnitude",
     "Method",
     "MoDeGPT",
+    "PrunerZero",
     "Rankfold",
     "RootCov",
     "ShortGPT",
     "SliceGPT",
     "SliceGPTMoDeGPT",
+    "SparseGPT",
     "Stage",
     "Strided",
+    "TwoOfFour",
     "Unit",
+    "Wanda",
     "make_method",
     "method_class",
     "method_names",

@@ -74,10 +74,15 @@ class Method:
             ``flops``, multiply-accumulates per token; ``latency``, the time a forward takes on this device.
         context: tokens of the sequence that ``flops`` and ``latency`` are counted on; clamped to the model's context.
         allocation: ``uniform``; ``influence`` (MoDeGPT Eq. 11); ``influence-modules`` (Eq. 43); ``measured``: the ranks that
-            change the predictions least, by the error curve of every module and what compressing it alone does to them.
+            change the predictions least, by the error curve of every module and what compressing it alone does to them;
+            ``owl``, blocks with many outliers among their weights lose less; ``spectrum``, what is kept of a block is
+            proportional to the effective rank of its weights.
             For methods that remove blocks: ``least-influence``, those with the smallest influence; ``greedy``, one after
             another the one without which the loss is least.
         epsilon: temperature of the influence allocations; ``None`` for the paper's rule, largest layer sparsity 0.8.
+        outlier: of ``owl``: a weight is an outlier where its size times the norm of its input is so many times the mean of its
+            block, the paper's M.
+        spread: of ``owl``: sparsities of blocks differ by at most twice this, the paper's lambda.
         multiple: ranks are multiples of this.
         protect: blocks left dense; negative numbers count from the end.
     """
@@ -85,22 +90,25 @@ class Method:
     name: ClassVar[str]
     all_modules: ClassVar[tuple[str, ...]]
     modes: ClassVar[tuple[str, ...]] = ("sequential", "one-pass")
-    allocations: ClassVar[tuple[str, ...]] = ("uniform", "influence", "influence-modules")
+    allocations: ClassVar[tuple[str, ...]] = ("uniform", "influence", "influence-modules", "owl", "spectrum")
     budgets: ClassVar[tuple[str, ...]] = ("parameters", "bytes", "flops")
     one_rank: ClassVar[bool] = False  # whether all blocks must have the same rank
     protects: ClassVar[bool] = True  # whether single blocks can be left dense
+    leaves_zeros: ClassVar[bool] = False  # what is removed stays in the tensors, as zeros: nothing gets smaller
     # Mode -> forwards of all blocks over the calibration tokens that a compression takes (docs/results/compression_cost.md).
     forwards: ClassVar[Mapping[str, float]] = MappingProxyType({"sequential": 2.5, "one-pass": 1.7})
 
     sparsity: float = 0.3
     of: Literal["blocks", "model"] = "blocks"
     modules: tuple[str, ...] | Mapping[str, float] | None = None
-    allocation: Literal["uniform", "influence", "influence-modules", "measured", "least-influence", "greedy"] = (
-        "uniform"
-    )
+    allocation: Literal[
+        "uniform", "influence", "influence-modules", "owl", "spectrum", "measured", "least-influence", "greedy"
+    ] = "uniform"
     budget: Literal["parameters", "bytes", "flops", "latency"] = "parameters"
     context: int = 2048
     epsilon: float | None = None
+    outlier: float = 5.0
+    spread: float = 0.08
     multiple: int = 8
     protect: tuple[int, ...] = field(default=())
 
@@ -129,6 +137,10 @@ class Method:
             raise OptionError(f"multiple must be >= 1, got {self.multiple}")
         if self.epsilon is not None and self.epsilon <= 0:
             raise OptionError(f"epsilon must be > 0, got {self.epsilon}")
+        if self.outlier <= 0:
+            raise OptionError(f"outlier must be > 0, got {self.outlier}; OWL takes 3 to 10")
+        if not 0 <= self.spread < 1:
+            raise OptionError(f"spread must be in [0, 1), got {self.spread}; OWL takes 0.02 to 0.2")
 
     def _check_budget(self) -> None:
         if self.context < 1:

@@ -25,7 +25,7 @@ tags:
 {warning}
 | | dense | compressed | |
 |---|---|---|---|
-| counted weights ({of}) | {counted:,} | {counted_after:,} | {sparsity:.2%} removed |
+| counted weights ({of}) | {counted:,} | {counted_after:,} | {sparsity:.2%} {gone} |
 | parameters | {parameters:,} | {parameters_after:,} | |
 | bytes of weights | {bytes:,} | {bytes_after:,} | |
 | KV-cache bytes per token | {kv:,} | {kv_after:,} | |
@@ -137,6 +137,7 @@ def model_card(
         counted=plan.counted_weights,
         counted_after=plan.counted_weights - plan.removed_weights,
         sparsity=plan.sparsity,
+        gone="set to zero, which stay in the file" if "zeros" in plan.facts else "removed",
         parameters=plan.parameters,
         parameters_after=plan.parameters_after,
         bytes=plan.bytes,

@@ -40,8 +40,8 @@ def _cells(row: dict, texts: int, tasks: list[str], speed: bool) -> list[str]:
     found += [accuracy(measures["tasks"][task]) for task in tasks]
     found += [f"{measures['speed'][f'{kind}_ratio']:.2f}" for kind in ("prefill", "decode")] if speed else []
     seconds = "" if row["compress_seconds"] is None else f"{row['compress_seconds']:,.1f}"
-    note = (row["held_out"] or {}).get("warning") or ""
-    return [row["label"], asked, *found, *sizes, row["mode"] or "", seconds, note]
+    notes = [(row["held_out"] or {}).get("warning"), "what is removed stays as zeros" if "zeros" in counts else None]
+    return [row["label"], asked, *found, *sizes, row["mode"] or "", seconds, "; ".join(filter(None, notes))]
 
 
 def accuracy(task: dict) -> str:

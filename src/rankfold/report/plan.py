@@ -37,7 +37,7 @@ class Plan:
     kv_bytes_per_token_after: int
     peak_memory_bytes: int  # estimate, beside the program and its libraries
     seconds: float | None  # estimate; None where no block was timed, see `rankfold.planning.timed`
-    facts: dict = field(default_factory=dict)  # of the allocation: epsilon, scores
+    facts: dict = field(default_factory=dict)  # of the allocation: epsilon, scores; what stays as zeros
     budget: dict = field(
         default_factory=dict
     )  # what the sparsity counts: how much there is, how much was to go and goes
@@ -65,9 +65,9 @@ class Plan:
         """One row per block: rank of each module, with its predicted relative error."""
         names = list(dict.fromkeys(m.module for m in self.modules))
         of = {name: max(m.of for m in self.modules if m.module == name) for name in names}
-        table = Table(
-            title=f"{self.model}: {self.method['method']}, sparsity {self.sparsity:.4f}", title_justify="left"
-        )
+        zeros = " by zeros" if "zeros" in self.facts else ""
+        title = f"{self.model}: {self.method['method']}, sparsity {self.sparsity:.4f}{zeros}"
+        table = Table(title=title, title_justify="left")
         table.add_column("block", justify="right")
         predicted = any(m.relative_error is not None for m in self.modules)
         for name in names:
@@ -98,7 +98,8 @@ class Plan:
         if self.method["budget"] != "parameters":
             counted, removed = self.budget["counted"], self.budget["removed"]
             row(f"{self._counts()} ({-self.budget['asked'] / counted:+.1%} asked)", counted, counted - removed)
-        row("counted weights", self.counted_weights, self.counted_weights - self.removed_weights)
+        what = "counted weights not zero" if "zeros" in self.facts else "counted weights"
+        row(what, self.counted_weights, self.counted_weights - self.removed_weights)
         row("parameters", self.parameters, self.parameters_after)
         row("MiB of weights", self.bytes, self.bytes_after, 2**20, ",.1f")
         if self.source_bytes:

@@ -49,7 +49,7 @@ def _fits(method, view: BlockView, moments, ranks, layout: dict[str, Slot], dens
     weights = column_weights(method, view, moments)
 
     def given(module: str, mean_into: str | None = None) -> Input:
-        centred = method.bias_refit and dense[mean_into or module].bias is not None
+        centred = method.centres(dense[mean_into or module])
         key = ("attention_output" if module == "o" else "attention_input", centred, module if weights else None)
         if key not in inputs:
             inputs[key] = prepare(method, moments, key[0], centred=centred, weights=weights.get(module))

@@ -46,7 +46,7 @@ class Fit(NamedTuple):
 
 
 def prepare(method, moments: BlockMoments, statistic: str, *, centred: bool, weights: Tensor | None = None) -> Input:
-    """Pre-conditioner of an input.
+    """Pre-conditioner of an input. Errors are measured in the moment of all tokens; Bolaco fits the covariance within windows.
 
     Args:
         centred: for layers whose bias takes the mean (LatentLLM App. B.2).
@@ -57,7 +57,8 @@ def prepare(method, moments: BlockMoments, statistic: str, *, centred: bool, wei
     if weights is not None:
         return Input(statistic, C, moment.mean, input_weights(weights), centred)
     mean_abs = moment.mean_absolute if method.precondition == "l1" else None
-    precond = preconditioner(C, method.precondition, ridge=method.ridge, alpha=method.alpha, mean_abs=mean_abs)
+    fitted = moment.within_windows() if method.features else C
+    precond = preconditioner(fitted, method.precondition, ridge=method.ridge, alpha=method.alpha, mean_abs=mean_abs)
     return Input(statistic, C, moment.mean, precond, centred)
 
 
@@ -105,8 +106,9 @@ def product(fit: Fit) -> Dense:
     return Dense(weight, None if fit.bias is None else fit.bias.double())
 
 
-def _moved(W: Tensor, fit: Fit, bias: Tensor, mean: Tensor) -> Tensor:
+def _moved(W: Tensor, fit: Fit, bias: Tensor | None, mean: Tensor) -> Tensor:
     """The bias that makes the layer right on average (App. B.2)."""
+    bias = W.new_zeros(len(W)) if bias is None else bias
     B, A = (torch.block_diag(*fit.B), fit.A.flatten(0, 1)) if fit.B.dim() == 3 else (fit.B, fit.A)
     W = W if fit.D is None else W - fit.D
     return bias_update(W, (B, A), mean, bias.double()).to(bias.dtype)

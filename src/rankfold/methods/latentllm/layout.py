@@ -28,7 +28,8 @@ class Slot:
     name: str
     out: int
     wide: int
-    bias: bool
+    bias: bool  # of the latent projection
+    gains: bool  # whether the dense one has none
     heads: int  # heads its outputs come in; of query, key and value projections
 
     @property
@@ -155,9 +156,15 @@ def slots(method, view: BlockView) -> dict[str, Slot]:
     """Unit -> slot, for all that this block has."""
     heads = {"q": view.attention.heads, "k": view.attention.kv_heads, "v": view.attention.kv_heads}
     return {
-        name: Slot(method, name, *dense.weight.shape, dense.bias is not None, heads.get(name, 1))
+        name: Slot(method, name, *dense.weight.shape, *_biases(method, dense), heads.get(name, 1))
         for name, dense in dense_projections(method, view).items()
     }
+
+
+def _biases(method, dense: Dense) -> tuple[bool, bool]:
+    """Whether the latent projection has a bias, and whether that is a new one."""
+    has = dense.bias is not None
+    return has or method.centres(dense), not has and method.centres(dense)
 
 
 def _stack(view: BlockView, *parts: Dense) -> Dense:

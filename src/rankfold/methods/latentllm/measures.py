@@ -47,7 +47,7 @@ class OutputError:
 
     def __call__(self, compressed: Mapping[str, Dense], moments: BlockMoments) -> float:
         now, W = compressed[self.name], self.dense.weight.double()
-        return _output_error(W - now.weight, W, self.dense.bias, now.bias, moments[self.statistic], self.centred)
+        return _output_error(W - now.weight, W, _bias(self.dense), _bias(now), moments[self.statistic], self.centred)
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class AttendedError:
             before, after = (_sent(v, self.o, self.mean, self.head_dim) for v in (self.v, compressed["v"]))
             fixed = fixed + now.weight @ (after - self.E @ before)
         rows = now.weight @ self.E
-        return _output_error(W - rows, W, self.o.bias, fixed, moments["attention_output"], self.centred)
+        return _output_error(W - rows, W, _bias(self.o), fixed, moments["attention_output"], self.centred)
 
 
 @dataclass(frozen=True)
@@ -174,11 +174,11 @@ def as_dense(projection: Projection) -> Dense:
     return Dense(torch.cat(columns, 1), bias)
 
 
-def _output_error(gap: Tensor, W: Tensor, before, after, moment: Moment, centred: bool) -> float:
+def _output_error(gap: Tensor, W: Tensor, before: Tensor, after: Tensor, moment: Moment, centred: bool) -> float:
     if not centred:
         return metric_error(gap, W, moment.second_moment())
-    mean = W @ moment.mean + before.double()
-    shift = gap @ moment.mean + before.double() - after.double()
+    mean = W @ moment.mean + before
+    shift = gap @ moment.mean + before - after
     return metric_error(gap, W, moment.covariance(), shift=shift, mean=mean)
 
 

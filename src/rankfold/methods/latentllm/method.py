@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ...architectures import BlockView
+from ...architectures import BlockView, Dense
 from ...errors import UnsupportedModelError
 from ...memory import release_memory
 from ..base import BlockResult, Method, Unit, register_method
@@ -54,6 +54,9 @@ class LatentLLM(Method):
 
     name: ClassVar[str] = "latentllm"
     all_modules: ClassVar[tuple[str, ...]] = (*ATTENTION, "gate", "up", "down")
+    features: ClassVar[bool] = (
+        False  # whether what a layer sends is fitted about its means, with a bias for every layer
+    )
 
     precondition: str = "rootcov"
     junction: str = "block_identity_right"
@@ -135,10 +138,15 @@ class LatentLLM(Method):
         wanted = self.modules if self.modules is not None else present
         return tuple(m for m in present if m in wanted)
 
+    def centres(self, dense: Dense) -> bool:
+        """Whether the bias of a projection takes the mean of what is lost."""
+        return self.bias_refit and (self.features or dense.bias is not None)
+
     def statistics(self, view: BlockView) -> set[str]:
         needed = dict.fromkeys(ATTENTION, "attention_input") | {"o": "attention_output", "down": "mlp_hidden"}
         modules = self.supported_modules(view.architecture, view)
         names = {needed.get(m, "mlp_input") for m in modules} | ({"absolute"} if self.precondition == "l1" else set())
+        names |= {"windows"} if self.features else set()
         return names | ({"mlp_samples"} if "ud" in self.joint_forms(view) and {"up", "down"} <= set(modules) else set())
 
     def gradients(self, view: BlockView) -> set[str]:
@@ -151,11 +159,13 @@ class LatentLLM(Method):
 
     def parameter_change(self, view: BlockView, ranks: dict[str, int]) -> tuple[int, int]:
         lower = self._lower(view, ranks)
-        change = sum(slot.numbers(rank) - slot.dense for slot, rank in lower)
+        change = sum(slot.numbers(rank) - slot.dense + slot.gains * slot.out for slot, rank in lower)
         return change, sum(slot.storage(rank)[1] for slot, rank in lower)
 
     def float_change(self, view: BlockView, ranks: dict[str, int]) -> int:
-        return sum(slot.storage(rank)[0] - slot.dense for slot, rank in self._lower(view, ranks))
+        return sum(
+            slot.storage(rank)[0] - slot.dense + slot.gains * slot.out for slot, rank in self._lower(view, ranks)
+        )
 
     def _lower(self, view: BlockView, ranks: dict[str, int]):
         """Slot and rank of every module that does not stay dense."""

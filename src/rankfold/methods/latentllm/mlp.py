@@ -53,7 +53,7 @@ def _local(
     inputs, fits = {}, {}
     for module, rank in ranks.items():
         statistic = "mlp_hidden" if module == "down" else "mlp_input"
-        centred = method.bias_refit and dense[module].bias is not None
+        centred = method.centres(dense[module])
         key = (statistic, centred, module if weights else None)
         if key not in inputs:
             inputs[key] = prepare(method, moments, statistic, centred=centred, weights=weights.get(module))

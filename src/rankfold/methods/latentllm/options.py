@@ -27,6 +27,11 @@ def check_options(method) -> None:
             "budget flops counts the weights stored, and junction=lu and head_junction=true multiply more than they store; "
             "use another budget or junction"
         )
+    if method.features and (method.sparse or method.joint_asked):
+        raise OptionError(
+            f"method {method.name} fits the components of each layer's own output; leave out sparse and joint, or use --method "
+            "rootcov"
+        )
     if method.sparse:
         _check_sparse(method)
     if method.precondition == FISHER:

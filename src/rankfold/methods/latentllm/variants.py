@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ...architectures import BlockView
 from ..base import register_method
 from .method import LatentLLM
 
-__all__ = ["ASVD", "FWSVD", "SVD", "SVDLLM", "RootCov"]
+__all__ = ["ASVD", "FWSVD", "SVD", "SVDLLM", "Bolaco", "RootCov"]
 
 
 @register_method
@@ -56,3 +57,23 @@ class FWSVD(SVDLLM):
 
     name: ClassVar[str] = "fwsvd"
     precondition: str = "fisher"
+
+
+@register_method
+@dataclass(frozen=True)
+class Bolaco(SVDLLM):
+    """Principal components of what a layer sends: Bolaco (arXiv:2405.10616), without its search for ranks.
+
+    ``y - m ~ U U^T (y - m)``, ``m`` the mean of ``y`` and ``U`` the leading eigenvectors of its pooled covariance, the mean of
+    the covariances within single windows. So ``W`` becomes ``U (U^T W)``, and a bias takes ``(I - U U^T) m``; a layer without
+    one gets one, a parameter for each output. With ``S`` the same covariance of the inputs, that of the outputs is
+    ``W S W^T``, and this is the SVD in the metric ``S``. Values stay dense, as in the paper, unless ``modules`` names them.
+    Left out: Bayesian optimisation of the ranks, which come from ``allocation``, and tuning afterwards.
+    """
+
+    name: ClassVar[str] = "bolaco"
+    features: ClassVar[bool] = True
+
+    def supported_modules(self, architecture, view: BlockView) -> tuple[str, ...]:
+        there = super().supported_modules(architecture, view)
+        return there if self.modules is not None else tuple(m for m in there if m != "v")

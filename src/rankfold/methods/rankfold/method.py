@@ -37,7 +37,7 @@ class Rankfold(MoDeGPT):
     # Over the default calibration text; a measured allocation takes as long over little text as over much.
     forwards: ClassVar[Mapping[str, float]] = MappingProxyType({"sequential": 8.5})
 
-    allocation: Literal["uniform", "influence", "influence-modules", "measured"] = "measured"
+    allocation: Literal["uniform", "influence", "influence-modules", "owl", "spectrum", "measured"] = "measured"
     attention_aware: bool = True
     feedback: bool = True
 
