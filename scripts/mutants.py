@@ -76,7 +76,7 @@ PROTECTED = {
         "llama or opt or losses or sleb_removes or several or layer_types or one_block or depend_on",
     ),
     "methods/slicing/*.py": ([f"{CONTRACTS}slicing_methods.py"], "llama or opt or key_head or flap_adds"),
-    "methods/base.py": (LATENT, OF_LATENT),
+    "methods/base.py": ([*LATENT, "tests/test_budgets.py"], f"{OF_LATENT} or refused or budget"),
     "methods/result.py": (LATENT, OF_LATENT),
     "methods/latentllm/*.py": (LATENT, OF_LATENT),
 }

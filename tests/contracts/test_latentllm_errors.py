@@ -50,6 +50,22 @@ def test_errors_are_the_reported_ones_on_the_moments_of_the_fit_and_others_on_ot
         assert error(other) != pytest.approx(reported, rel=1e-5), module
 
 
+@pytest.mark.parametrize("form", [{"joint": "none"}, {}])
+def test_scores_of_dense_queries_with_latent_keys_have_an_error_too(form):
+    """Where a head's keys have an identity block, dense queries are turned with them."""
+    source, method = opened("opt"), method_for("opt", head_junction=True, modules=("q", "k"), **form)
+    view = source.block(0)
+    seen, other = (
+        measure(view, start(source, ids, autocast=None), method.statistics(view), step=False)
+        for ids in (tokens(32).ids, some_ids(8, seed=7))
+    )
+    full, keys = (next(u for u in method.units(view) if u.module == m) for m in ("q", "k"))
+    result = method.decompose(view, seen, {"q": full.ranks[-1], "k": keys.ranks[len(keys.ranks) // 2]})
+    reported, error = result.reports["k"]["relative_error"], result.errors["k"]
+    assert reported > 1e-4 and error(seen) == pytest.approx(reported, rel=1e-6)
+    assert error(other) != pytest.approx(reported, rel=1e-5)
+
+
 def raw_moment(X) -> Moment:
     return Moment(len(X), X.sum(0), X.abs().sum(0), X.T @ X)
 

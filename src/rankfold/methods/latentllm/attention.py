@@ -32,7 +32,7 @@ def decompose_attention(method, view: BlockView, moments: BlockMoments, ranks: d
     kept, parts = dict(dense), {}
     if "k" in fits and layout["k"].head_identity:
         fits, kept, parts = _head_junction(view, layout["k"], fits, dense)
-    latents, reports, errors = store_all(layout, fits, dense, moments, parts=parts, beside=kept)
+    latents, reports, errors = store_all(layout, fits, dense, moments, parts=parts)
     if QKV in dense and QKV not in fits:  # only the output projection loses weights
         del kept[QKV]
         kept |= dict(zip("qkv", view.attention.qkv(), strict=True))

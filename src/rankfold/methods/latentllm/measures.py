@@ -18,7 +18,7 @@ from ...linalg.joint_mlp import MLP, mlp_error
 from ...linalg.lowrank import metric_error, spread
 from ...linalg.pair_error import Pair, pair_error
 from ...modules import build
-from ..result import Projection
+from ..result import Latent
 
 __all__ = [
     "AsFitted",
@@ -156,10 +156,8 @@ def mlp_of(up: Dense, down: Dense) -> MLP:
 
 
 @torch.no_grad()
-def as_dense(projection: Projection) -> Dense:
+def as_dense(projection: Latent) -> Dense:
     """The projection it amounts to, in fp64: a runtime module is run on the identity."""
-    if isinstance(projection, Dense):
-        return Dense(projection.weight.double(), None if projection.bias is None else projection.bias.double())
     spec, tensors = projection.spec, projection.tensors
     tensors = {k: t.double() if t.is_floating_point() else t for k, t in tensors.items()}
     with torch.device("meta"):

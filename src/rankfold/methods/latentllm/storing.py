@@ -18,7 +18,7 @@ from ...linalg.junction import apply_junction
 from ...linalg.lowrank import metric_error
 from ...linalg.quantization import Quantized, dequantize, quantize, refine_quantized
 from ...modules import QuantizedTensor, build
-from ..result import Latent, Projection
+from ..result import Latent
 from .factor import Fit, product
 from .layout import Slot
 from .measures import as_dense
@@ -90,7 +90,6 @@ def store_all(
     moments: BlockMoments,
     *,
     parts: Mapping[str, Parts] = MappingProxyType({}),
-    beside: Mapping[str, Projection] = MappingProxyType({}),
 ) -> tuple[dict[str, Latent], dict[str, Report], dict[str, Callable[[BlockMoments], float]]]:
     """Store every fit; the tensors, the reports, and the error of every module on any moments.
 
@@ -98,13 +97,12 @@ def store_all(
         layout, fits, dense: by module.
         moments: that were fitted to.
         parts: junctions that are made already.
-        beside: dense projections that a measure looks at too.
     """
     latents, reports = {}, {}
     for m, fit in fits.items():
         made = parts[m] if m in parts else in_junction(layout[m], fit)
         latents[m], reports[m] = store(layout[m], fit, made, dense[m].weight.dtype)
-    stored = _Stored({**beside, **latents})
+    stored = _Stored(latents)
     errors = {m: partial(fit.measure, stored) for m, fit in fits.items()}
     for m, report in reports.items():
         if report.bits:
@@ -116,7 +114,7 @@ def store_all(
 class _Stored(Mapping):
     """What stored projections amount to, made when looked at."""
 
-    projections: dict[str, Projection]
+    projections: dict[str, Latent]
 
     def __getitem__(self, module: str) -> Dense:
         return as_dense(self.projections[module])
