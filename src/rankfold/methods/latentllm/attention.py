@@ -34,8 +34,7 @@ def decompose_attention(method, view: BlockView, moments: BlockMoments, ranks: d
         fits, kept, parts = _head_junction(view, layout["k"], fits, dense)
     latents, reports, errors = store_all(layout, fits, dense, moments, parts=parts)
     if QKV in dense and QKV not in fits:  # only the output projection loses weights
-        del kept[QKV]
-        kept |= dict(zip("qkv", view.attention.qkv(), strict=True))
+        kept = dict(zip("qkv", view.attention.qkv(), strict=True))
     chosen = {module: report.rank for module, report in reports.items()}
     result = BlockResult({}, {}, {m: reports[m].to_dict() for m in ranks}, errors)
     width, cached = view.attention.head_dim, method.cached_latents(view, chosen)
