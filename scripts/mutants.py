@@ -66,8 +66,8 @@ PROTECTED = {
     "methods/rankfold/*.py": ([DEFAULT], ""),
     "effects.py": ([DEFAULT], "costs or ranks"),
     "scores.py": (
-        [DEFAULT, SENSITIVITY, f"{CONTRACTS}modegpt.py"],
-        "resumed or refused or moments_hold_no or influence_allocations and (llama or opt)",
+        [DEFAULT, SENSITIVITY, f"{CONTRACTS}modegpt.py", f"{CONTRACTS}shares_of_blocks.py"],
+        "resumed or refused or moments_hold_no or influence_allocations and (llama or opt) or shares and (llama or opt)",
     ),
     "stages.py": ([DEFAULT, HELD_OUT], f"{OF_NO_FAMILY} or llama or opt"),
     "linalg/*.py": (["tests/linalg"], ""),

@@ -157,7 +157,7 @@ def test_the_error_is_of_the_stream_that_goes_past(run, family):
     record = json.loads((run[2] / "rankfold.json").read_text())["blocks"]
     (gone,) = removed(run[1])
     for i in range(3):
-        assert record[str(i)]["block"]["rank"] == int(i != gone)
+        assert record[str(i)]["block"]["rank"] == int(i != gone) and record[str(i)]["block"]["of"] == 1
         if i != gone:
             assert record[str(i)]["block"]["relative_error"] == 0.0
     for ids, key in ((tokens().ids, "relative_error"), (tokens().held_out, "held_out_error")):
