@@ -15,7 +15,7 @@ from rankfold.calibration.runner import advance, start
 from rankfold.linalg.quantization import refine_quantized
 from rankfold.methods.latentllm import storing
 from rankfold.methods.latentllm.factor import prepare
-from rankfold.methods.latentllm.layout import dense_projections, slots
+from rankfold.methods.latentllm.layout import dense_projections
 from rankfold.modules import CompressedAttention, QuantizedTensor, build
 from rankfold.replacing import replace
 
@@ -214,30 +214,3 @@ def test_ranks_by_spectra_stay_within_the_plan(family, junction, tmp_path):
 def test_spectra_where_keys_are_normalised_leave_the_plan_as_it_is():
     model, plan = compressed("qwen3", qk_ranks="spectra")
     assert numbers(model) == plan.parameters_after
-
-
-def test_what_rounding_changes_goes_into_no_bias_without_the_refit():
-    source, method = opened("llama-bias"), method_for("llama-bias", bits=2, chunk=16, bias_refit=False)
-    view = source.block(0)
-    moments = rankfold.calibrate(source, tokens(32), statistics=method.statistics(view))[0]
-    ranks = {unit.module: unit.ranks[0] for unit in method.units(view)}
-    state = method.decompose(view, moments, ranks).state
-    for name, dense in zip("qkv", view.attention.qkv(), strict=True):
-        torch.testing.assert_close(state[f"self_attn.{name}_proj.bias"], dense.bias)
-
-
-@pytest.mark.parametrize("share", [0.1, 0.4])
-def test_the_sparse_part_is_its_share_of_all_numbers(share):
-    source, method = opened("llama"), method_for("llama", sparse=share)
-    for module, slot in slots(method, source.meta_block(0)).items():
-        for rank in slot.ladder()[0][:-1]:
-            assert slot.nonzeros(rank) == pytest.approx(share * slot.numbers(rank), abs=1), module
-
-
-@pytest.mark.parametrize("family", ["opt", "gpt2"])
-def test_keys_whose_rank_comes_from_spectra_are_planned_with_the_cache_of_their_heads(family):
-    source = opened(family)
-    by_plan, by_spectra = (
-        rankfold.plan(source, method_for(family, sparsity=0.6, qk_ranks=ranks)) for ranks in ("plan", "spectra")
-    )
-    assert by_plan.kv_bytes_per_token_after < by_spectra.kv_bytes_per_token_after
