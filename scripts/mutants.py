@@ -78,7 +78,11 @@ PROTECTED = {
     "methods/slicing/*.py": ([f"{CONTRACTS}slicing_methods.py"], "llama or opt or key_head or flap_adds"),
     "methods/base.py": ([*LATENT, "tests/test_budgets.py"], f"{OF_LATENT} or refused or budget"),
     "methods/result.py": (LATENT, OF_LATENT),
-    "methods/latentllm/*.py": (LATENT, OF_LATENT),
+    "methods/latentllm/options.py": (
+        ["tests/test_budgets.py", *(f"{CONTRACTS}latentllm{name}.py" for name in ("", "_modules", "_options"))],
+        "refused or said or fix or matter",
+    ),
+    "methods/latentllm/[!o]*.py": (LATENT, OF_LATENT),
 }
 # Seconds until a mutant counts as endless: (what its tests took + CONSTANT) * MULTIPLIER. Fixtures are in the constant.
 MULTIPLIER, CONSTANT = 3, 5

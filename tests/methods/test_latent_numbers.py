@@ -37,3 +37,17 @@ def test_keys_whose_rank_comes_from_spectra_are_planned_with_the_cache_of_their_
         rankfold.plan(source, method_for(sparsity=0.6, qk_ranks=ranks)) for ranks in ("plan", "spectra")
     )
     assert by_plan.kv_bytes_per_token_after < by_spectra.kv_bytes_per_token_after
+
+
+@pytest.mark.parametrize("options", [{"shared_qkv": True}, {}])
+def test_where_only_the_output_projection_loses_weights_the_others_stay_as_they_are(options):
+    source, method = opened("llama"), method_for(joint="none", **options)
+    view = source.block(0)
+    moments = rankfold.calibrate(source, tokens(8), statistics=method.statistics(view))[0]
+    units = {unit.module: unit for unit in method.units(view)}
+    ranks = {name: unit.ranks[0] if name == "o" else unit.ranks[-1] for name, unit in units.items()}
+    result = method.decompose(view, moments, ranks)
+    for name, dense in zip("qkv", view.attention.qkv(), strict=True):
+        assert torch.equal(result.state[f"self_attn.{name}_proj.weight"], dense.weight)
+    for name, report in result.reports.items():
+        assert report["of"] == units[name].ranks[-1] and report["rank"] == ranks[name], name
