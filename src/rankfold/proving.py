@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .architectures import Architecture, BlockView, Dense
-from .calibration.runner import Stream, advance, evaluating, logits, start
+from .architectures import Architecture, AttentionSpec, BlockView, Dense
+from .calibration.runner import StandIn, Stream, advance, evaluating, logits, start
 from .checkpoint.source import Source
 from .errors import RankfoldError, UnsupportedModelError, first_line
 from .methods import BlockResult
@@ -30,13 +30,8 @@ __all__ = ["Proof", "prove", "proved"]
 log = logging.getLogger(__name__)
 
 SHAPE, SEED = (2, 24), 0  # of the random token ids
-SWITCHES = (
-    "use_rope",
-    "rope",
-    "is_sliding",
-    "sliding_window",
-    "use_rotary",
-)  # attributes that may say that a layer rotates
+# Attributes that may say that a layer rotates.
+SWITCHES = ("use_rope", "rope", "is_sliding", "sliding_window", "use_rotary")
 
 
 @dataclass(frozen=True)
@@ -180,46 +175,38 @@ def _parallel(a: Tensor, b, close: float) -> bool:
     return torch.cosine_similarity(a.flatten(), b.flatten(), dim=0).item() > 1 - close**2
 
 
-ROTATIONS = [
-    {"layout": layout, "pairs": pairs, "interleaved_table": table}
-    for layout in ("concat", "grouped")
-    for pairs, table in (("halves", False), ("adjacent", False), ("adjacent", True))
-]
+def _forms(attention: AttentionSpec) -> list[dict]:
+    """Ways to read the projections that names do not tell apart."""
+    return [
+        {"layout": layout, "pairs": pairs, "interleaved_table": table}
+        for layout in (("split",) if len(attention.qkv) == 3 else ("concat", "grouped"))
+        for pairs, table in (("halves", False), ("adjacent", False), ("adjacent", True))
+    ]
 
 
 def _rotation(spec: Architecture, view: BlockView, stream: Stream, source: Source):
     """The spec with which attention at full rank computes what this block computes, the difference, and whether it rotates."""
-    split = len(spec.attention.qkv) == 3
-    kept = {key: getattr(spec.attention, key) for key in ROTATIONS[0]}
-    best = float("inf")
-    for form in [kept, *ROTATIONS] if view.index == 0 else [kept]:
-        form = form | {"layout": "split"} if split else form
-        for position in dict.fromkeys((spec.attention.position, "none")):
-            tried = replace(spec, attention=replace(spec.attention, **form, position=position))
-            if not split and form["layout"] == "split":
-                continue
-            error = _attention(replace(view, architecture=tried), stream, source)
+    given, best, expected = spec.attention, float("inf"), _sent(view, BlockResult({}, {}, {}), stream, source)
+    for form in _forms(given) if view.index == 0 else [{}]:
+        for position in dict.fromkeys((given.position, "none")):
+            tried = replace(spec, attention=replace(given, **form, position=position))
+            error = _attention(replace(view, architecture=tried), expected, stream, source)
             best = min(best, error)
             if error < _close(source):
-                turns = position != "none"
-                return (
-                    replace(tried, attention=replace(tried.attention, position=spec.attention.position)),
-                    error,
-                    turns,
-                )
+                return replace(spec, attention=replace(given, **form)), error, position != "none"
     raise UnsupportedModelError(
         _because(source, f"block {view.index} computes something else with its attention replaced, by {best:.1e}")
     )
 
 
-def _attention(view: BlockView, stream: Stream, source: Source) -> float:
-    """Relative change of what the block adds to the stream when its attention is replaced at full rank."""
+def _attention(view: BlockView, expected: Tensor, stream: Stream, source: Source) -> float:
+    """Relative change of what the block adds to the stream, ``expected``, when its attention is replaced at full rank."""
     attention, result = view.attention, BlockResult({}, {}, {})
     width = attention.head_dim
     try:
         projections = dict(zip("qkvo", (*attention.qkv(), attention.output), strict=True))
         put_attention(result, attention, projections, width, width)
-        return _difference(_sent(view, result, stream, source), _sent(view, BlockResult({}, {}, {}), stream, source))
+        return _difference(_sent(view, result, stream, source), expected)
     except (RuntimeError, ValueError, IndexError):  # shapes that cannot be: another form, then
         return float("inf")
 
@@ -264,18 +251,12 @@ def _rotates(spec: Architecture, turns: dict[int, bool], source: Source) -> Arch
     )
 
 
-class _Read(nn.Module):
-    """Stands in for a block, and reads its weights when it is called."""
+class _Read(StandIn):
+    """Reads the weights of a block when it is called."""
 
     def __init__(self, block: nn.Module, read: Callable[[], nn.Module]):
-        super().__init__()
-        self.__dict__["block"], self.read = block, read
-
-    def __getattr__(self, name):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["block"], name)
+        super().__init__(block)
+        self.read = read
 
     def forward(self, *args, **kwargs):
         return self.read()(*args, **kwargs)

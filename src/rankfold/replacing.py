@@ -30,9 +30,8 @@ def replace(view: BlockView, result: BlockResult, source: Source) -> BlockView:
     for path in sorted(filter(None, result.modules)):
         _put_one(view, result, path, source)
     for key, tensor in result.state.items():
-        if not any(
-            key.startswith(path + ".") for path in result.modules
-        ):  # of the block, or of an earlier stage's module
+        # of the block itself, or of a module that an earlier stage replaced
+        if not any(key.startswith(path + ".") for path in result.modules):
             owner, _, name = key.rpartition(".")
             computed = nn.Parameter(_as_computed(tensor, source), requires_grad=False)
             setattr(view.module.get_submodule(owner), name, computed)

@@ -10,6 +10,7 @@ from transformers.pytorch_utils import Conv1D
 import rankfold
 from activations import weight_of
 from families import EXPERTS, KINDS, cached_numbers, opened, some_ids, tiny_model, tokens
+from interrupted import assert_ends_in_the_same_bytes
 from rankfold import make_method
 from rankfold.errors import OptionError
 from rankfold.modules import LatentLinear
@@ -164,21 +165,9 @@ def test_other_budgets_hold(budget, tmp_path):
 
 
 def test_interrupted_runs_end_in_the_same_bytes(tmp_path, monkeypatch):
-    method, whole_block = method_for("llama"), rankfold.pipeline.run_stages
-    rankfold.compress(opened("llama"), method, tokens(), tmp_path / "whole")
-
-    def stop(work, view, ranks):
-        if view.index == 2:
-            raise KeyboardInterrupt
-        return whole_block(work, view, ranks)
-
-    monkeypatch.setattr(rankfold.pipeline, "run_stages", stop)
-    with pytest.raises(KeyboardInterrupt):
-        rankfold.compress(opened("llama"), method, tokens(), tmp_path / "parts")
-    monkeypatch.setattr(rankfold.pipeline, "run_stages", whole_block)
-    rankfold.compress(opened("llama"), method, tokens(), tmp_path / "parts")
-    for file in {path.name for path in (tmp_path / "whole").iterdir()} - {"rankfold.json", "README.md"}:
-        assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "parts" / file).read_bytes(), file
+    assert_ends_in_the_same_bytes(
+        lambda folder: rankfold.compress(opened("llama"), method_for("llama"), tokens(), folder), tmp_path, monkeypatch
+    )
 
 
 def test_from_saved_moments_the_same_comes_out(tmp_path):

@@ -12,6 +12,7 @@ import rankfold
 from activations import ATTENTION, OUTPUT, blocks_of, member, weight_of
 from families import CONFIGS, EXPERTS, KINDS, cached_numbers, opened, some_ids, tiny_model, tokens
 from gradients import stock_gradients
+from interrupted import assert_ends_in_the_same_bytes
 from rankfold import make_method
 from rankfold.errors import OptionError, UnsupportedModelError
 from rankfold.linalg.semi_structured import surgeon
@@ -190,21 +191,9 @@ def test_sequential_measures_what_masked_blocks_send(name):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_interrupted_runs_end_in_the_same_bytes(family, name, tmp_path, monkeypatch):
-    method, whole_block = make_method(name), rankfold.pipeline.run_stages
-    rankfold.compress(opened(family), method, tokens(), tmp_path / "whole")
-
-    def stop(work, view, ranks):
-        if view.index == 2:
-            raise KeyboardInterrupt
-        return whole_block(work, view, ranks)
-
-    monkeypatch.setattr(rankfold.pipeline, "run_stages", stop)
-    with pytest.raises(KeyboardInterrupt):
-        rankfold.compress(opened(family), method, tokens(), tmp_path / "parts")
-    monkeypatch.setattr(rankfold.pipeline, "run_stages", whole_block)
-    rankfold.compress(opened(family), method, tokens(), tmp_path / "parts")
-    for file in {path.name for path in (tmp_path / "whole").iterdir()} - {"rankfold.json", "README.md"}:
-        assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "parts" / file).read_bytes(), file
+    assert_ends_in_the_same_bytes(
+        lambda folder: rankfold.compress(opened(family), make_method(name), tokens(), folder), tmp_path, monkeypatch
+    )
 
 
 def test_single_modules_have_their_own_sparsity():

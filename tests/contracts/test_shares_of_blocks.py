@@ -8,6 +8,7 @@ from transformers.pytorch_utils import Conv1D
 import rankfold
 from activations import ATTENTION, DOWN, UP, blocks_of, member, weight_of
 from families import EXPERTS, KINDS, opened, some_ids, tiny_model, tokens
+from interrupted import assert_ends_in_the_same_bytes
 from rankfold import make_method, method_names
 from rankfold.errors import OptionError
 from rankfold.methods.base import method_class
@@ -143,21 +144,10 @@ def test_all_ways_to_one_pass_give_the_same(allocation, tmp_path):
 
 @pytest.mark.parametrize("allocation", FACTS)
 def test_interrupted_runs_end_in_the_same_bytes(allocation, tmp_path, monkeypatch):
-    method, whole_block = method_for("llama", allocation), rankfold.pipeline.run_stages
-    rankfold.compress(opened("llama"), method, tokens(), tmp_path / "whole")
-
-    def stop(work, view, ranks):
-        if view.index == 2:
-            raise KeyboardInterrupt
-        return whole_block(work, view, ranks)
-
-    monkeypatch.setattr(rankfold.pipeline, "run_stages", stop)
-    with pytest.raises(KeyboardInterrupt):
-        rankfold.compress(opened("llama"), method, tokens(), tmp_path / "parts")
-    monkeypatch.setattr(rankfold.pipeline, "run_stages", whole_block)
-    rankfold.compress(opened("llama"), method, tokens(), tmp_path / "parts")
-    for file in {path.name for path in (tmp_path / "whole").iterdir()} - {"rankfold.json", "README.md"}:
-        assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "parts" / file).read_bytes(), file
+    method = method_for("llama", allocation)
+    assert_ends_in_the_same_bytes(
+        lambda folder: rankfold.compress(opened("llama"), method, tokens(), folder), tmp_path, monkeypatch
+    )
 
 
 def test_moments_without_the_squares_are_refused():

@@ -11,6 +11,7 @@ from torch import nn
 import rankfold
 from activations import blocks_of
 from families import ALIKE, CONFIGS, EXPERTS, GQA, cached_numbers, some_ids, tiny_model, tokens
+from interrupted import assert_ends_in_the_same_bytes
 from projected import PARALLEL, Projected, logits, opened, varied
 from rankfold import make_method
 from rankfold.architectures import BlockView
@@ -165,23 +166,9 @@ def test_compiled_forward_agrees(family_):
 
 @pytest.mark.parametrize("family_", ["llama", "gpt_neox"])
 def test_interrupted_runs_end_in_the_same_bytes(family_, tmp_path, monkeypatch):
-    rankfold.compress(opened(family_), method(), tokens(), tmp_path / "whole")
-    stages = rankfold.pipeline.run_stages
-
-    def stop(work, view, ranks):
-        if view.index == 2:
-            raise KeyboardInterrupt
-        return stages(work, view, ranks)
-
-    monkeypatch.setattr(rankfold.pipeline, "run_stages", stop)
-    with pytest.raises(KeyboardInterrupt):
-        rankfold.compress(opened(family_), method(), tokens(), tmp_path / "parts")
-    monkeypatch.setattr(rankfold.pipeline, "run_stages", stages)
-    rankfold.compress(opened(family_), method(), tokens(), tmp_path / "parts")
-    names = {path.name for path in (tmp_path / "whole").iterdir()}
-    assert names == {path.name for path in (tmp_path / "parts").iterdir()}
-    for file in names - {"rankfold.json", "README.md"}:
-        assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "parts" / file).read_bytes(), file
+    assert_ends_in_the_same_bytes(
+        lambda folder: rankfold.compress(opened(family_), method(), tokens(), folder), tmp_path, monkeypatch
+    )
 
 
 def test_multiply_accumulates_are_those_of_the_plan(run, family):

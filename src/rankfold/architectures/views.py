@@ -38,16 +38,14 @@ def as_stored(module: nn.Module, weight: Tensor) -> Tensor:
     return (weight if isinstance(module, nn.Linear) else weight.T).contiguous()
 
 
-def _split_rows(fused: Dense, layout: str, heads: int, kv_heads: int) -> tuple[Dense, Dense, Dense]:
-    """q, k, v out of a fused projection; see :class:`AttentionSpec` for the layouts."""
-    rows = torch.arange(fused.weight.shape[0], device=fused.weight.device)
-    head_dim = rows.numel() // (heads + 2 * kv_heads)
+def _split_rows(count: int, layout: str, heads: int, kv_heads: int, device) -> tuple[Tensor, Tensor, Tensor]:
+    """Which of the ``count`` rows of a fused projection are q, k and v; see :class:`AttentionSpec` for the layouts."""
+    rows = torch.arange(count, device=device)
+    head_dim = count // (heads + 2 * kv_heads)
     if layout == "concat":
-        parts = rows.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim])
-    else:
-        grouped = rows.view(kv_heads, heads // kv_heads + 2, head_dim)
-        parts = (grouped[:, :-2].reshape(-1), grouped[:, -2].reshape(-1), grouped[:, -1].reshape(-1))
-    return tuple(fused.rows(part) for part in parts)
+        return rows.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim])
+    grouped = rows.view(kv_heads, heads // kv_heads + 2, head_dim)
+    return grouped[:, :-2].reshape(-1), grouped[:, -2].reshape(-1), grouped[:, -1].reshape(-1)
 
 
 @dataclass(frozen=True)
@@ -74,10 +72,15 @@ class AttentionView:
     def qkv(self) -> tuple[Dense, Dense, Dense]:
         """q ``(H N, D)``, k ``(K N, D)``, v ``(K N, D)``."""
         modules = [read_linear(m) for m in self.qkv_modules]
-        split = len(modules) == 3
-        q, k, v = modules if split else _split_rows(modules[0], self.spec.layout, self.heads, self.kv_heads)
+        q, k, v = (
+            modules if len(modules) == 3 else (modules[0].rows(part) for part in self._parts(modules[0].weight, 0))
+        )
         order = self._order(q.weight.device)
         return (q, k, v) if order is None else (*self._reordered(q, k, order), v)
+
+    def _parts(self, fused: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Indices of q, k and v along a dimension of the fused projection, or of what it returned."""
+        return _split_rows(fused.shape[dim], self.spec.layout, self.heads, self.kv_heads, fused.device)
 
     def _reordered(self, q: Dense, k: Dense, order: Tensor) -> tuple[Dense, Dense]:
         heads = torch.arange(self.heads, device=order.device)[:, None] * self.head_dim
@@ -97,11 +100,9 @@ class AttentionView:
     def qkv_rows(self) -> dict[str, tuple[str, Tensor]]:
         """q, k, v -> the layer that holds the projection (``qkv`` where it is fused), and which of its rows are it."""
         layers = [read_linear(module).weight for module in self.qkv_modules]
-        rows = [torch.arange(len(weight), device=weight.device) for weight in layers]
         if len(layers) == 3:
-            return {name: (name, index) for name, index in zip("qkv", rows, strict=True)}
-        parts = _split_rows(Dense(rows[0][:, None], None), self.spec.layout, self.heads, self.kv_heads)
-        return {name: ("qkv", part.weight[:, 0]) for name, part in zip("qkv", parts, strict=True)}
+            return {name: (name, torch.arange(len(w), device=w.device)) for name, w in zip("qkv", layers, strict=True)}
+        return {name: ("qkv", part) for name, part in zip("qkv", self._parts(layers[0], 0), strict=True)}
 
     def fused(self, q: Dense, k: Dense, v: Dense) -> list[Dense]:
         """What :attr:`qkv_modules` would hold; the inverse of :meth:`qkv`."""
@@ -111,17 +112,12 @@ class AttentionView:
             return [q, k, v]
         weight = torch.cat([part.weight for part in (q, k, v)])
         bias = None if q.bias is None else torch.cat([part.bias for part in (q, k, v)])
-        numbers = Dense(torch.arange(len(weight))[:, None], None)
-        parts = _split_rows(numbers, self.spec.layout, self.heads, self.kv_heads)
-        return [Dense(weight, bias).rows(torch.cat([part.weight[:, 0] for part in parts]).argsort())]
+        return [Dense(weight, bias).rows(torch.cat(self._parts(weight, 0)).argsort())]
 
     def split_states(self, outputs: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries ``(B, T, H, N)``, keys and values ``(B, T, K, N)`` from what :attr:`qkv_modules` returned."""
         if len(outputs) == 1:
-            x = outputs[0]
-            row = Dense(torch.arange(x.shape[-1], device=x.device)[:, None], None)
-            parts = _split_rows(row, self.spec.layout, self.heads, self.kv_heads)
-            outputs = [x[..., part.weight[:, 0]] for part in parts]
+            outputs = [outputs[0][..., part] for part in self._parts(outputs[0], -1)]
         q, k, v = (o.unflatten(-1, (-1, self.head_dim)) for o in outputs)
         order = self._order(q.device)
         return (q, k, v) if order is None else (q[..., order], k[..., order], v)
@@ -210,9 +206,8 @@ class BlockView:
     module: nn.Module
     config: object  # the text config
     inv_freq: Tensor | None = None  # (rotary_dim / 2,) angle per position of each rotary pair; None without
-    basis: Tensor | None = (
-        None  # (D, r) orthonormal: coordinates that the block before writes in; None: the model's own
-    )
+    # (D, r) orthonormal: coordinates that the block before writes in; None: the model's own.
+    basis: Tensor | None = None
 
     @property
     def path(self) -> str:

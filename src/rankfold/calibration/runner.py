@@ -19,6 +19,7 @@ from .moments import BlockMoments, check_finite
 from .observers import STATISTICS, Batch, DenseBatch, Middle, Observer, observers_for
 
 __all__ = [
+    "StandIn",
     "Stream",
     "advance",
     "advance_dense",
@@ -58,22 +59,29 @@ def _stop(*_):
     raise _Stop
 
 
-class _Recorder(nn.Module):
-    """Stands in for a block: notes what it is called with and passes the hidden states (or ``instead``) on."""
+class StandIn(nn.Module):
+    """Stands where a block was, whose attributes it lends."""
 
-    def __init__(self, block: nn.Module, returns_tuple: bool, last: bool):
+    def __init__(self, block: nn.Module):
         super().__init__()
-        self.__dict__["block"] = block  # not a submodule: only its attributes are lent
-        self.returns_tuple, self.last = returns_tuple, last
-        self.call: tuple[tuple, dict] | None = None
-        self.hidden: Tensor | None = None
-        self.instead: Tensor | None = None
+        self.__dict__["block"] = block  # not a submodule
 
     def __getattr__(self, name):
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["block"], name)
+
+
+class _Recorder(StandIn):
+    """Notes what a block is called with and passes the hidden states (or ``instead``) on."""
+
+    def __init__(self, block: nn.Module, returns_tuple: bool, last: bool):
+        super().__init__(block)
+        self.returns_tuple, self.last = returns_tuple, last
+        self.call: tuple[tuple, dict] | None = None
+        self.hidden: Tensor | None = None
+        self.instead: Tensor | None = None
 
     def forward(self, hidden, *args, **kwargs):
         self.hidden, self.call = hidden, (args, kwargs)

@@ -3,13 +3,12 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
 
-from ..errors import CheckpointError, first_line
+from ..errors import CheckpointError
 from .devices import resolve_dtype
 from .hub import locate
 from .load import load_model
-from .source import Source, stored_dtype
+from .source import Source, read_config, stored_dtype
 from .tokenizer import TokenizerFiles
 
 __all__ = ["open_compressed"]
@@ -34,12 +33,5 @@ def open_compressed(model: str | Path, *, dtype: str = "auto") -> Source:
     written = resolve_dtype(dtype)
     loaded = load_model(path, dtype="float32", device="cpu")
     if written is None:
-        written = stored_dtype(_config(path), path)
+        written = stored_dtype(read_config(path), path)
     return Source(loaded, path.name, torch.device("cpu"), written, None, TokenizerFiles.beside(path))
-
-
-def _config(folder: Path):
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # a damaged file ends in whatever type the code that meets it raises
-        raise CheckpointError(f"{folder} has no readable config.json ({first_line(error)})") from error

@@ -26,7 +26,7 @@ from .tokenizer import TokenizerFiles
 from .weights import Weights, check_finite, fill_outer, required_names
 from .whole import check_unused, read_generation_config, read_gguf, read_whole, untie
 
-__all__ = ["Source", "open_model", "stored_dtype"]
+__all__ = ["Source", "open_model", "read_config", "stored_dtype"]
 
 log = logging.getLogger(__name__)
 
@@ -207,11 +207,20 @@ def open_model(model: "str | Path | nn.Module", *, dtype: str = "auto", device: 
     return source
 
 
-def _read_config(folder: Path):
+def read_config(folder: Path):
+    """The config of a folder; none of its code is run.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # a damaged file ends in whatever type the code that meets it raises
         raise CheckpointError(f"{folder} has no readable config.json ({first_line(error)})") from error
+
+
+def _dense_config(folder: Path):
+    config = read_config(folder)
     check_quantised(config, str(folder))
     _check_type(config)
     return config
@@ -236,7 +245,7 @@ def _read_folder(folder: Path, device: torch.device, dtype: torch.dtype | None):
     """The model around its blocks, the dtype weights are written in, where blocks are read from, and bytes on disk."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is neither a folder nor a .gguf file")
-    config, weights = _read_config(folder), Weights(folder)
+    config, weights = _dense_config(folder), Weights(folder)
     size = weights.bytes_on_disk
     weights.check_depth(config)
     storage_dtype = dtype or stored_dtype(config, folder)
