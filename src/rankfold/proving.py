@@ -153,11 +153,9 @@ def _halves(spec: Architecture, look: _Look, source: Source) -> Architecture:
     close, sent, whole = _close(source), look.outputs[spec.attention.path], look.after - look.before
     mlp = [look.outputs[spec.mlp.down]] if spec.mlp else []
     for name, x in look.inputs.items():
-        if (
-            "." in name
-            or min(_difference(look.before, x), _difference(x, look.before)) < close
-            or x.shape != whole.shape
-        ):
+        if "." in name or not isinstance(x, Tensor) or x.shape != whole.shape:
+            continue
+        if min(_difference(look.before, x), _difference(x, look.before)) < close:
             continue
         step, rest = x - look.before, look.after - x
         if all(any(_parallel(part, y, close) for y in look.outputs.values()) for part in (step, rest)):
