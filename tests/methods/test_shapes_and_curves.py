@@ -1,0 +1,56 @@
+"""What is only timed has the shapes of what is written, and a curve says the errors that modules then have."""
+
+import pytest
+import torch
+
+import rankfold
+from families import opened, tokens
+from rankfold import MoDeGPT, Rankfold
+from rankfold.budgets import choices
+
+RANKS = [{"mlp": 20}, {"qk": 4}, {"vo": 6}, {"mlp": 20, "qk": 4, "vo": 6}]
+
+
+@pytest.mark.parametrize("ranks", RANKS, ids=lambda ranks: "-".join(ranks))
+@pytest.mark.parametrize("family", ["llama-bias", "phi3", "gpt2", "opt"])
+def test_what_is_timed_has_the_shapes_of_what_is_written(family, ranks):
+    source, method = opened(family), MoDeGPT(multiple=2, bias_refit=False)  # which takes the biases of values away
+    view, moments = source.block(0), rankfold.calibrate(source, tokens())[0]
+    (stage,) = method.stages(view, ranks)
+    written = stage.decompose(view, moments, lambda: None)
+    timed = method.truncated(view, ranks)
+    assert timed.modules == written.modules
+    shapes, wanted = ({name: t.shape for name, t in result.state.items()} for result in (timed, written))
+    assert shapes == wanted
+    assert all(t.is_contiguous() and t.isfinite().all() for t in timed.state.values())
+
+
+def test_what_is_timed_is_the_first_units_and_dimensions():
+    """Rotary pairs stay whole: dimension p turns with p + N / 2, of which the compressed head keeps the first R / 2."""
+    view = opened("llama-bias").block(1)
+    state = MoDeGPT(multiple=2).truncated(view, {"mlp": 20, "vo": 6}).state
+    attention, mlp = view.module.self_attn, view.module.mlp
+    heads = [attention.o_proj.weight[:, 8 * head : 8 * head + 6] for head in range(4)]
+    assert torch.equal(state["self_attn.o_proj.weight"], torch.cat(heads, 1))
+    assert torch.equal(state["self_attn.o_proj.bias"], attention.o_proj.bias)
+    assert torch.equal(state["mlp.down_proj.weight"], mlp.down_proj.weight[:, :20])
+    assert torch.equal(state["mlp.gate_proj.bias"], mlp.gate_proj.bias[:20])
+
+
+@pytest.mark.parametrize("method", [MoDeGPT(multiple=2), Rankfold(multiple=2, feedback=False)], ids=lambda m: m.name)
+@pytest.mark.parametrize("family", ["llama-bias", "opt"])
+def test_a_curve_says_the_errors_that_modules_then_have(family, method):
+    source = opened(family)
+    view = source.block(1)
+    units = [unit for unit in choices(source, method).units if unit.block == 1]
+    moments = rankfold.calibrate(source, tokens(), statistics=method.statistics(view))[1]
+    assert {unit.module for unit in units} == {"qk", "vo", "mlp"}
+    for unit in units:
+        least = unit.ranks[len(unit.ranks) // 2]
+        curve = method.curve(view, moments, unit, least)
+        assert sorted(curve) == [rank for rank in unit.ranks if rank >= least]
+        assert curve[unit.ranks[-1]] == 0.0
+        stages = method.stages(view, {unit.module: least})
+        error = stages[0].decompose(view, moments, lambda: None).reports[unit.module]["relative_error"]
+        # what elimination counts has the ridge in it
+        assert curve[least] == pytest.approx(error**2, rel=0.02 if unit.module == "mlp" else 1e-6), unit.module
