@@ -118,6 +118,13 @@ def test_what_is_left_in_the_end_goes_to_the_unit_furthest_below_its_share():
     assert ranks == {(0, "mlp"): 90, (1, "mlp"): 90, (2, "mlp"): 40}
 
 
+def test_furthest_is_measured_in_parts_of_the_unit():
+    """Shares 28, 70 and 70: the last leaves enough for one step of 20, and 8 of 40 lack more than 10 of 100 do."""
+    units = [unit(0, "mlp", 40, 1, 20), unit(1, "mlp", 100, 1, 20), unit(2, "mlp", 100, 1, 50)]
+    ranks, _ = allocate(units, MoDeGPT(sparsity=0.3), dense(units))
+    assert ranks == {(0, "mlp"): 40, (1, "mlp"): 60, (2, "mlp"): 50}
+
+
 def test_where_a_unit_can_go_no_lower_the_others_do():
     """Heads are rounded up, so the MLPs get less than their share; the second one keeps at least 50, and the first pays."""
     units = [unit(b, "qk", 60, 1, 20) for b in (0, 1)] + [unit(0, "mlp", 60, 1, 10), unit(1, "mlp", 60, 1, 50)]

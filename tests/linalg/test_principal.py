@@ -37,8 +37,10 @@ def test_no_other_subspace_loses_less(rows):
 
 def test_neither_scale_nor_the_solver_s_signs_matter(rows):
     C = rows.T @ rows
-    one, other = principal_directions(C, 5), principal_directions(4 * C, 5)
-    torch.testing.assert_close(one.directions, other.directions)
+    one, *others = (principal_directions(scale * C, 5) for scale in (1, 4, 1e-6))
+    for other in others:
+        torch.testing.assert_close(one.directions, other.directions)
+        assert other.relative_error == pytest.approx(one.relative_error)
     largest = one.directions.abs().argmax(0)
     assert (one.directions[largest, torch.arange(5)] > 0).all()
 
