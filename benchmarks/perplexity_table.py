@@ -53,6 +53,7 @@ DEFAULT = (
             ("feedback", False),
             ("attention_aware", False),
             ("sensitivity", "gradient"),
+            ("removal", False),
         )
     ),
 )

@@ -2,8 +2,9 @@
 
 A module's relative error says nothing about what the rest of the model makes of it. So every module is compressed alone, to
 the sparsity that all would have, and its block's output carried through the dense blocks behind it: the divergence of the
-predictions there is its effect. Between ranks it grows like the squared error. Only one block is resident at a time; beside
-the dense stream as many short ones as modules have been tried so far go through it.
+predictions there is its effect. Between ranks it grows like the squared error; where a whole module may go, that is tried as
+well. Only one block is resident at a time; beside the dense stream as many short ones as there were trials so far go through
+it.
 """
 
 from dataclasses import replace
@@ -59,7 +60,8 @@ def measure_costs(
     Returns:
         ``(block, module)`` -> rank -> nats per token, mean ``KL(dense || with this module compressed)``.
 
-    Cost: for the curves one pass over 8k tokens or more, for the effects about half a forward of 512 tokens for every module.
+    Cost: for the curves one pass over 8k tokens or more, for the effects about half a forward of 512 tokens for every module,
+    and as much again for every one that may go as a whole.
     """
     units = [unit for unit in units if (unit.block, unit.module) in averages]
     if not units:
@@ -67,26 +69,42 @@ def measure_costs(
     fit = start(source, _some_to_fit(tokens, units), autocast=source.autocast)
     ids = (tokens.ids if tokens.held_out is None else tokens.held_out)[:WINDOWS, :LENGTH].contiguous()
     dense, tried = start(source, ids, autocast=source.autocast), _side_by_side(source, ids)
-    read, curves = BlockReader(source), {}
+    read, curves, trials = BlockReader(source), {}, []
     for index in track(range(len(source)), "measuring effects"):
         view = read(index)
         mine = [unit for unit in units if unit.block == index]
         moments = measure(view, fit, method.alone.statistics(view), step=True) | (gradients[index] if gradients else {})
         for unit in mine:
             curves[index, unit.module] = _curve(method, view, moments, unit, averages[index, unit.module])
-        ranks = [{unit.module: _reference(unit, averages[index, unit.module])} for unit in mine]
-        outputs = [_output(source, method, view, moments, rank, dense) for rank in ranks]
+        here = [(unit.module, rank) for unit in mine for rank in _to_try(method, unit, averages[index, unit.module])]
+        outputs = [_output(source, method, view, moments, _with(method, *trial), dense) for trial in here]
+        trials += [(index, *trial) for trial in here]
         advance(view, dense)
         advance(view, tried)
         _append(tried, outputs)
         del view, moments
         release_memory()
-    effects = _divergences(source, ids, dense, tried)
+    effects = dict(zip(trials, _divergences(source, ids, dense, tried), strict=True))
     found = {}
-    for unit, effect in zip(units, effects, strict=True):  # in the order they were tried: by block
+    for unit in units:
         key = unit.block, unit.module
-        found[key] = _scaled(curves[key], _reference(unit, averages[key]), effect)
+        reference = _reference(unit, averages[key])
+        found[key] = _scaled(curves[key], reference, effects[*key, reference])
+        if unit.ranks[0] == 0:  # what goes with another module is counted there
+            found[key][0] = effects.get((*key, 0), 0.0)
     return found
+
+
+def _to_try(method: Method, unit: Unit, average: float) -> list[int]:
+    """A rank on the curve, and none at all where the whole module may go; modules that go together do so once."""
+    whole = unit.ranks[0] == 0 and unit.module not in method.together
+    return [_reference(unit, average), *([0] if whole else [])]
+
+
+def _with(method: Method, module: str, rank: int) -> dict[str, int]:
+    """Ranks of a trial."""
+    others = [other for other, this in method.together.items() if this == module and rank == 0]
+    return {module: rank, **dict.fromkeys(others, 0)}
 
 
 def _side_by_side(source: Source, ids: Tensor) -> Stream:
@@ -116,13 +134,16 @@ def _some_to_fit(tokens: Tokens, units: list[Unit]) -> Tensor:
 def _reference(unit: Unit, average: float) -> int:
     """The rank to try: where the module loses its share, and at least one step."""
     wanted = (1 - average) * unit.dense
-    return min(unit.ranks[:-1], key=lambda rank: (abs(unit.size(rank) - wanted), rank), default=unit.ranks[-1])
+    smaller = [rank for rank in unit.ranks[:-1] if rank]
+    return min(smaller, key=lambda rank: (abs(unit.size(rank) - wanted), rank), default=unit.ranks[-1])
 
 
 def _curve(method: Method, view: BlockView, moments, unit: Unit, average: float) -> Cost:
     """Squared relative error at every rank that this average may lead to."""
     allowed = (1 - largest_sparsity(average)) * unit.dense
-    least = min(_reference(unit, average), next(rank for rank in unit.ranks if unit.size(rank) >= allowed - 1e-6))
+    least = min(
+        _reference(unit, average), next(rank for rank in unit.ranks if rank and unit.size(rank) >= allowed - 1e-6)
+    )
     with algebra(view) as view:
         return method.alone.curve(view, moments, unit, least)
 

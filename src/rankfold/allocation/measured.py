@@ -1,5 +1,9 @@
 """Ranks by what they are measured to cost: the cheapest way to lose so much."""
 
+from collections.abc import Mapping
+from itertools import product
+from types import MappingProxyType
+
 import torch
 
 from ..errors import OptionError
@@ -19,7 +23,11 @@ def largest_sparsity(average: float) -> float:
 
 
 def cheapest(
-    units, costs: dict[tuple[int, str], Cost], remove: int, what: str = "weights"
+    units,
+    costs: dict[tuple[int, str], Cost],
+    remove: int,
+    what: str = "weights",
+    together: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[tuple[int, str], int]:
     """Ranks that remove at least ``remove`` at the least total cost, exactly; of equals those that remove most.
 
@@ -30,12 +38,16 @@ def cheapest(
         costs: ``(block, module)`` -> cost of each rank; ranks without a cost are not taken.
         remove: in what the units' sizes count.
         what: that is, for messages.
+        together: module -> another one of the block that has rank 0 where it has, and nowhere else.
 
     Raises:
         OptionError: the ranks with a cost cannot remove so much.
     """
-    allowed = [[rank for rank in u.ranks if rank in costs[u.block, u.module]] for u in units]
-    groups = [_group(unit, ranks, costs[unit.block, unit.module]) for unit, ranks in zip(units, allowed, strict=True)]
+    bound: dict[tuple[int, str], list] = {}
+    for unit in units:
+        bound.setdefault((unit.block, together.get(unit.module, unit.module)), []).append(unit)
+    options = [_options(some, costs) for some in bound.values()]
+    groups = [_group(some, ranks, costs) for some, ranks in zip(bound.values(), options, strict=True)]
     choice = cheapest_options(groups, remove)
     if choice is None:
         most = sum(int(group.removed.max()) for group in groups)
@@ -43,9 +55,19 @@ def cheapest(
             f"the ranks whose cost was measured can lose {most:,} of the {remove:,} {what} that must go; lower the sparsity, "
             "compress more modules, lower --multiple, or use --allocation uniform"
         )
-    return {(u.block, u.module): ranks[n] for u, ranks, n in zip(units, allowed, choice, strict=True)}
+    found = {}
+    for some, ranks, n in zip(bound.values(), options, choice, strict=True):
+        found |= {(unit.block, unit.module): rank for unit, rank in zip(some, ranks[n], strict=True)}
+    return found
 
 
-def _group(unit, ranks: list[int], cost: Cost) -> Group:
-    removed = torch.tensor([unit.dense - unit.size(rank) for rank in ranks], dtype=torch.int64)
-    return Group(removed, torch.tensor([cost[rank] for rank in ranks], dtype=torch.float64))
+def _options(units: list, costs) -> list[tuple[int, ...]]:
+    """Ranks that these units may have together."""
+    ranks = product(*([rank for rank in u.ranks if rank in costs[u.block, u.module]] for u in units))
+    return [some for some in ranks if all(some) or not any(some)]
+
+
+def _group(units: list, options: list[tuple[int, ...]], costs) -> Group:
+    removed = [sum(u.dense - u.size(rank) for u, rank in zip(units, ranks, strict=True)) for ranks in options]
+    cost = [sum(costs[u.block, u.module][rank] for u, rank in zip(units, ranks, strict=True)) for ranks in options]
+    return Group(torch.tensor(removed, dtype=torch.int64), torch.tensor(cost, dtype=torch.float64))

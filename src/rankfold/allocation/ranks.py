@@ -154,7 +154,7 @@ def _check(budget: Budget, method) -> None:
 
 
 def _by_cost(units, costs, remove: int, method, facts: dict) -> dict:
-    ranks = cheapest(units, costs, remove, COUNTS[method.budget])
+    ranks = cheapest(units, costs, remove, COUNTS[method.budget], method.together)
     chosen = ranks if method.allocation == "measured" else {key: rank for key, rank in ranks.items() if rank == 0}
     facts[BY_COST[method.allocation]] = {
         f"{block}.{module}": costs[block, module][rank] for (block, module), rank in chosen.items()

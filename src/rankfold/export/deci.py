@@ -35,7 +35,7 @@ def deci_form(source: Source) -> Form:
 def _narrower(view: BlockView, stock: BlockView) -> dict[str, dict]:
     """Descriptions of the layers of an MLP, where it is narrower than the stock one."""
     rising, down = read_rising(view)
-    units, width = down.weight.shape[1], down.weight.shape[0]
+    units, width = max(down.weight.shape[1], 1), down.weight.shape[0]  # one of zeros where all are gone
     sizes = dict.fromkeys(rising, (width, units)) | {view.mlp.spec.down: (units, width)}
     if units == stock.mlp.hidden:
         return {}

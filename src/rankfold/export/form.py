@@ -65,7 +65,7 @@ def stock_form(source: Source) -> Form:
     if full.spec.width:
         _set_heads(text, full, sizes)
     if source.architecture.mlp and source.architecture.mlp.width:
-        setattr(text, source.architecture.mlp.width, max(size.units for size in sizes))
+        setattr(text, source.architecture.mlp.width, max(1, *(size.units for size in sizes)))
     for field in frozenset().union(*(size.biases for size in sizes)):
         setattr(text, field, True)
     return dataclasses.replace(dense, config=config)

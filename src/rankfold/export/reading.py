@@ -65,6 +65,8 @@ def read_heads(view: BlockView, rotary_dim: int) -> Heads:
         q, k, v, o = (
             _read(f"{path}.{name}", _member(module, name)) for name in ("q_proj", "k_proj", "v_proj", "o_proj")
         )
+        if not module.vo_dim:
+            return _silent_heads(module, q, k, v, o, rotary_dim)
         places = torch.arange(module.qk_dim).repeat(module.kv_heads, 1)
         if module.rotary_pairs is not None:
             places = head_places(module.rotary_pairs, rotary_dim)
@@ -72,6 +74,20 @@ def read_heads(view: BlockView, rotary_dim: int) -> Heads:
     attention = view.attention
     places = torch.arange(attention.head_dim).repeat(attention.kv_heads, 1)
     return Heads(*attention.qkv(), attention.output, places, attention.runtime()["scaling"])
+
+
+def _silent_heads(module: CompressedAttention, q: Dense, k: Dense, v: Dense, o: Dense, rotary_dim: int) -> Heads:
+    """An attention of no width as one of the least there is, whose weights are zero."""
+    places = torch.tensor([[0, rotary_dim // 2] if rotary_dim else [0]]).repeat(module.kv_heads, 1)
+    width = places.shape[1]
+
+    def rows(dense: Dense, count: int) -> Dense:
+        weight, bias = dense.weight, dense.bias
+        return Dense(weight.new_zeros(count, weight.shape[1]), None if bias is None else bias.new_zeros(count))
+
+    q, k, v = rows(q, module.heads * width), rows(k, module.kv_heads * width), rows(v, module.kv_heads)
+    o = Dense(o.weight.new_zeros(len(o.weight), module.heads), o.bias)
+    return Heads(q, k, v, o, places, module.scaling)
 
 
 def read_rising(view: BlockView) -> tuple[dict[str, Dense], Dense]:

@@ -92,6 +92,8 @@ class Method:
     modes: ClassVar[tuple[str, ...]] = ("sequential", "one-pass")
     allocations: ClassVar[tuple[str, ...]] = ("uniform", "influence", "influence-modules", "owl", "spectrum")
     budgets: ClassVar[tuple[str, ...]] = ("parameters", "bytes", "flops")
+    # Module -> another one of the block that has rank 0 where it has, and nowhere else.
+    together: ClassVar[Mapping[str, str]] = MappingProxyType({})
     one_rank: ClassVar[bool] = False  # whether all blocks must have the same rank
     protects: ClassVar[bool] = True  # whether single blocks can be left dense
     leaves_zeros: ClassVar[bool] = False  # what is removed stays in the tensors, as zeros: nothing gets smaller

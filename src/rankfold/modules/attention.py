@@ -31,6 +31,8 @@ class CompressedAttention(nn.Module):
         self.heads, self.kv_heads = spec["heads"], spec["kv_heads"]
         self.num_key_value_groups = self.heads // self.kv_heads  # the name transformers' attention kernels read
         self.qk_dim, self.vo_dim = spec["qk_dim"], spec["vo_dim"]
+        if (self.qk_dim == 0) != (self.vo_dim == 0):
+            raise ValueError(f"an attention has both widths or none, got qk_dim {self.qk_dim} and vo_dim {self.vo_dim}")
         self.scaling, self.softcap = spec["scaling"], spec.get("softcap")
         self.sliding_window = spec.get("sliding_window")
         self.attention_dropout = spec.get("dropout", 0.0)
@@ -75,6 +77,9 @@ class CompressedAttention(nn.Module):
         **kwargs,
     ):
         B, T, _ = hidden_states.shape
+        cache = past_key_values if past_key_values is not None else layer_past
+        if not self.vo_dim:
+            return self._sends_nothing(hidden_states, residual, cache)
         query, key, value = self._project(hidden_states)
         query = self._normalised(query, self.q_norm).transpose(1, 2)  # (B, H, T, R)
         key = key[:, None] if self.latent_keys else self._keys(key)  # (B, 1, T, latent) or (B, K, T, R)
@@ -82,7 +87,6 @@ class CompressedAttention(nn.Module):
             query, key = self._rotate(query, key, *position_embeddings)
         value = value[:, None] if self.latent_values else self._values(value)
 
-        cache = past_key_values if past_key_values is not None else layer_past
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
         if self.one_latent:
@@ -100,6 +104,15 @@ class CompressedAttention(nn.Module):
         if self.training and self.output_dropout:
             output = nn.functional.dropout(output, self.output_dropout)
         return (output if residual is None else output + residual), weights
+
+    def _sends_nothing(self, hidden_states, residual, cache):
+        """What the bias makes of no heads. The cache learns how many tokens there were: some models ask the first layer."""
+        B, T, _ = hidden_states.shape
+        nothing = hidden_states.new_empty(B, T, 0)
+        if cache is not None:
+            cache.update(nothing[:, None], nothing[:, None], self.layer_idx)
+        output = self.o_proj(nothing)
+        return (output if residual is None else output + residual), None
 
     def _project(self, x):
         """Queries; keys and values or, where those are cached, their latents; all (B, T, width)."""

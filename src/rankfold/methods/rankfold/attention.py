@@ -14,12 +14,15 @@ from ..modegpt.attention import GRADIENT, Part, compress_attention, map_heads, r
 from ..modegpt.attention import compress_vo as values_alone
 from ..modegpt.sensitivity import output_root, predicted_loss, weighted
 from .missing import repair
+from .nothing import without_attention
 
 __all__ = ["compress_vo", "decompose_attention", "refit_output", "values_of"]
 
 
 def decompose_attention(method, view: BlockView, moments, ranks: dict[str, int]) -> BlockResult:
     """Replace the attention module by one with width ``ranks["qk"]`` for scores and ``ranks["vo"]`` for values."""
+    if ranks.get("vo") == 0:
+        return without_attention(method, view, moments)
     result = BlockResult({}, {}, {}, {})
     compress_attention(method, view, moments, ranks, result, vo=values_of(method))
     return result

@@ -30,6 +30,8 @@ class Rankfold(MoDeGPT):
         feedback: fit output and down projections to all that the stream lacks behind them, as far as held-out windows
             confirm; ``False``: to their own dense outputs only. An output projection is refitted where queries and keys or
             values lose dimensions, a down projection where units go.
+        removal: a measured allocation may take a whole attention or MLP out, where that costs less than many smaller ones;
+            not with a budget in time or with sparsities of single modules. ``False``: something stays of each.
     """
 
     name: ClassVar[str] = "rankfold"
@@ -37,12 +39,26 @@ class Rankfold(MoDeGPT):
     # Over the default calibration text; a measured allocation takes as long over little text as over much.
     forwards: ClassVar[Mapping[str, float]] = MappingProxyType({"sequential": 8.5})
 
+    together: ClassVar[Mapping[str, str]] = MappingProxyType({"qk": "vo"})
+
     allocation: Literal["uniform", "influence", "influence-modules", "owl", "spectrum", "measured"] = "measured"
     attention_aware: bool = True
     feedback: bool = True
+    removal: bool = True
+
+    def units(self, view: BlockView) -> list[Unit]:
+        found = super().units(view)
+        if not self.removal or self.allocation != "measured" or self.budget == "latency" or self.own_sparsities:
+            return found
+        there = {unit.module for unit in found}
+        whole = {module for module in there if module == "mlp" or {"qk", "vo"} <= there}
+        return [
+            replace(unit, ranks=(0, *unit.ranks), sizes=(0, *unit.sizes)) if unit.module in whole else unit
+            for unit in found
+        ]
 
     def statistics(self, view: BlockView) -> set[str]:
-        ranks = {module: 0 for module in self.supported_modules(view.architecture, view)}
+        ranks = {module: 1 for module in self.supported_modules(view.architecture, view)}
         return set().union(*(stage.statistics for stage in self.stages(view, ranks)))
 
     def stages(self, view: BlockView, ranks: dict[str, int]) -> list[Stage]:
@@ -53,7 +69,7 @@ class Rankfold(MoDeGPT):
             needed = self._statistics_of_modules(view)
             needed = set().union(*(needed[module] for module in ranks.keys() & {"qk", "vo"}))
             found.append(Stage(needed, lambda view, moments, _: decompose_attention(self, view, moments, ranks)))
-            if feedback and min(ranks.get("qk", full), ranks.get("vo", full)) < full:
+            if feedback and 0 < min(ranks.get("qk", full), ranks.get("vo", full)) < full:
                 found.append(Stage({"attention_output", "attention_feedback"}, self._refit_output(ranks)))
         if "mlp" in ranks:
             needed = {"mlp_hidden", "mlp_feedback"} if feedback else {"mlp_hidden"}

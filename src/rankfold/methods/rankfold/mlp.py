@@ -8,6 +8,7 @@ from ...linalg.nystrom import Nystrom
 from ..base import BlockResult
 from ..modegpt.mlp import reduce_mlp
 from .missing import Repair, repair
+from .nothing import without_mlp
 
 __all__ = ["decompose_mlp"]
 
@@ -16,6 +17,8 @@ NAMES = ("mlp_hidden", "mlp_feedback")
 
 def decompose_mlp(method, view: BlockView, moments, held_out, rank: int) -> BlockResult:
     """Units go by what they cost the corrected projection, and the others take over their part of the correction too."""
+    if rank == 0:
+        return without_mlp(method, view, moments)
     result, down = BlockResult({}, {}, {}, {}), view.mlp.down
     if "mlp_feedback" not in moments or rank == view.mlp.hidden:
         reduce_mlp(method, view, down, moments, rank, result)

@@ -1,0 +1,163 @@
+"""The default may take a whole attention or MLP out of a block: what then runs is the dense model without it."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+import rankfold
+from activations import ATTENTION, DOWN, OUTPUT, blocks_of, member, weight_of
+from families import cached_numbers, opened, some_ids, tokens
+from rankfold import Rankfold, scores
+from rankfold.allocation.measured import cheapest
+from rankfold.budgets import choices
+from rankfold.effects import measure_costs
+from rankfold.methods import Unit
+from rankfold.modules import build
+from rankfold.scores import shares
+
+FAMILIES = ["llama", "llama-bias", "gemma2", "phi", "phi3", "opt", "gpt2", "gpt_neox", "falcon-gqa", "bloom", "cohere2"]
+GONE = {(0, "mlp"), (1, "qk"), (1, "vo")}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    return request.param
+
+
+def method_for(family: str) -> Rankfold:
+    """As sparse as the model is without the modules that are gone."""
+    units = [unit for i in range(3) for unit in Rankfold(multiple=2).units(opened(family).block(i))]
+    lost = sum(unit.dense for unit in units if (unit.block, unit.module) in GONE)
+    return Rankfold(sparsity=lost / choices(opened(family), Rankfold()).weights, multiple=2)
+
+
+@pytest.fixture(scope="module")
+def run(family, tmp_path_factory):
+    """Source, plan, folder, the model in memory; nothing costs less than to take these modules out."""
+    source, method, plans = opened(family), method_for(family), []
+
+    def costs(source, method, tokens, units, *_):
+        found = {(u.block, u.module): {u.ranks[-1]: 0.0} for u in units}
+        return found | {key: found[key] | {0: 1.0} for key in GONE}
+
+    folder = tmp_path_factory.mktemp("whole") / "small"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scores, "measure_costs", costs)
+        rankfold.compress(source, method, tokens(), folder, on_plan=plans.append)
+        model = rankfold.compress(source, method, tokens())
+    return source, plans[0], folder, model
+
+
+@torch.no_grad()
+def mean_input(model, projection, ids) -> torch.Tensor:
+    seen = []
+    hook = projection.register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, -2).double()))
+    model(ids, use_cache=False)
+    hook.remove()
+    return torch.cat(seen).mean(0)
+
+
+@torch.no_grad()
+@torch.no_grad()
+def test_it_computes_what_the_dense_model_without_them_does(run, family):
+    *_, folder, model = run
+    dense = opened(family).whole_model()
+    for index, kind in ((0, "mlp"), (1, "attention")):
+        block = blocks_of(dense)[index]
+        projection = member(block, DOWN) if kind == "mlp" else member(member(block, ATTENTION), OUTPUT)
+        W, mean = weight_of(projection).clone(), mean_input(dense, projection, tokens().ids)
+        projection.weight.zero_()
+        if projection.bias is not None:
+            projection.bias += (W.double() @ mean).to(W)
+    wanted = dense(some_ids()).logits
+    torch.testing.assert_close(model(some_ids()).logits, wanted, rtol=1e-3, atol=1e-4)
+    loaded = rankfold.load(folder, device="cpu")
+    assert torch.equal(loaded(some_ids()).logits, model(some_ids()).logits)
+
+
+def test_planned_equals_actual(run, family):
+    _, plan, folder, model = run
+    assert {(m.block, m.module) for m in plan.modules if m.rank == 0} == GONE
+    assert sum(p.numel() for p in model.parameters()) == plan.parameters_after
+    cached = cached_numbers(rankfold.load(folder, device="cpu")) * 4
+    # Falcon's own attention caches a key head once for each of its query heads.
+    assert cached == plan.kv_bytes_per_token_after or family == "falcon-gqa"
+
+
+def test_generation_with_cache_equals_without(run):
+    *_, model = run
+    settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    ids = some_ids(2, 12)
+    assert torch.equal(model.generate(ids, **settings), model.generate(ids, **settings, use_cache=False))
+
+
+def test_costs_of_whole_modules_are_divergences_without_them():
+    source, method = opened("llama"), Rankfold(sparsity=0.5, multiple=2)
+    costs = measure_costs(source, method, tokens(), *shares(choices(source, method), method))
+    ids = tokens().held_out
+    with torch.no_grad():
+        dense = source.model(ids).logits.log_softmax(-1)
+        for index, module in itertools.product(range(3), ("mlp", "vo")):
+            model = opened("llama").whole_model()
+            block = model.model.layers[index]
+            (block.mlp.down_proj if module == "mlp" else block.self_attn.o_proj).weight.zero_()
+            small = model(ids).logits.log_softmax(-1)
+            wanted = (dense.exp() * (dense - small)).sum(-1).mean().item()
+            assert costs[index, module][0] == pytest.approx(wanted, rel=2e-3, abs=1e-7)
+            assert costs[index, "qk"][0] == 0.0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ranks_that_go_together_are_the_cheapest_there_are(seed):
+    """By trying them all."""
+    draw = random.Random(seed)
+    units = [
+        Unit(b, m, (0, 2, 4, 6), tuple(size * r for r in (0, 2, 4, 6)))
+        for b in (0, 1)
+        for m, size in (("qk", 3), ("vo", 4))
+    ]
+    costs = {(u.block, u.module): {r: draw.random() * (6 - r) for r in u.ranks} for u in units}
+    remove = draw.randint(1, 80)
+    found = cheapest(units, costs, remove, together={"qk": "vo"})
+
+    def value(ranks):
+        gone = [(ranks[i] == 0) == (ranks[i + 1] == 0) for i in (0, 2)]
+        removed = sum(u.dense - u.size(r) for u, r in zip(units, ranks, strict=True))
+        cost = sum(costs[u.block, u.module][r] for u, r in zip(units, ranks, strict=True))
+        return cost if all(gone) and removed >= remove else float("inf")
+
+    best = min(value(ranks) for ranks in itertools.product(*(u.ranks for u in units)))
+    assert value([found[u.block, u.module] for u in units]) == pytest.approx(best)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"removal": False},
+        {"allocation": "uniform"},
+        {"budget": "latency"},
+        {"modules": {"mlp": 0.3, "qk": 0.3, "vo": 0.3}},
+    ],
+)
+def test_where_something_of_every_module_stays(options):
+    view = opened("llama").block(0)
+    assert {u.ranks[0] for u in Rankfold(multiple=2).units(view)} == {0}
+    assert 0 not in {u.ranks[0] for u in Rankfold(multiple=2, **options).units(view)}
+    assert {u.module: u.ranks[0] for u in Rankfold(multiple=2, modules=("mlp", "vo")).units(view)} == {
+        "mlp": 0,
+        "vo": 2,
+    }
+
+
+def test_one_width_of_an_attention_is_refused():
+    spec = {"kind": "attention", "heads": 2, "kv_heads": 2, "qk_dim": 0, "vo_dim": 4, "scaling": 1.0}
+    with pytest.raises(ValueError, match="has both widths or none, got qk_dim 0 and vo_dim 4"):
+        build(spec, opened("llama").model.model.layers[0].self_attn)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-bias"], indirect=True)
+def test_other_forms_hold_zeros_in_their_place(run, tmp_path):
+    """Compared with the compressed model before they get their name."""
+    assert rankfold.export(run[2], tmp_path / "out", "deci").difference < 1e-5
