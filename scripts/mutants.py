@@ -79,10 +79,20 @@ PROTECTED = {
     "methods/base.py": ([*LATENT, "tests/test_budgets.py"], f"{OF_LATENT} or refused or budget"),
     "methods/result.py": (LATENT, OF_LATENT),
     "methods/latentllm/options.py": (
-        ["tests/test_budgets.py", *(f"{CONTRACTS}latentllm{name}.py" for name in ("", "_modules", "_options"))],
-        "refused or said or fix or matter",
+        [
+            "tests/test_budgets.py",
+            *(
+                f"{CONTRACTS}{name}.py"
+                for name in ("latentllm", "latentllm_modules", "latentllm_options", "gradient_methods")
+            ),
+        ],
+        "refused or said or fit or range or exclude or cannot",
     ),
-    "methods/latentllm/[!o]*.py": (LATENT, OF_LATENT),
+    "methods/latentllm/[sv]*.py": (
+        [f"{CONTRACTS}{name}.py" for name in ("latentllm_options", "bolaco", "gradient_methods")],
+        "llama or plain or stored or named or windows",
+    ),
+    "methods/latentllm/[!osv]*.py": (LATENT, OF_LATENT),
 }
 # Seconds until a mutant counts as endless: (what its tests took + CONSTANT) * MULTIPLIER. Fixtures are in the constant.
 MULTIPLIER, CONSTANT = 3, 5
