@@ -41,14 +41,17 @@ LATENT = [f"{CONTRACTS}{name}.py" for name in ("latentllm_errors", "latentllm", 
 OF_LATENT = "errors or matter or methods or llama or opt"
 TRUTH = [f"{CONTRACTS}{name}.py" for name in ("modegpt_truth", "grouped_queries")]
 HELD_OUT = "tests/test_held_out.py"
-DEFAULT, SENSITIVITY = (f"{CONTRACTS}{name}.py" for name in ("rankfold", "sensitivity"))
+DEFAULT, SENSITIVITY, WHOLE = (f"{CONTRACTS}{name}.py" for name in ("rankfold", "sensitivity", "whole_modules"))
 OF_NO_FAMILY = "not test_perplexities and not fitted_windows and not test_modegpt"
 # Files -> the tests that should protect them, and which of these (-k): all families would take hours.
 PROTECTED = {
     "allocation/*.py": (
         [
             "tests/test_planning.py",
-            *(f"tests/allocation/test_{name}.py" for name in ("counting", "influence", "measured", "ranks")),
+            *(
+                f"tests/allocation/test_{name}.py"
+                for name in ("by_block", "counting", "influence", "knapsack", "measured", "ranks")
+            ),
         ],
         "",
     ),
@@ -63,8 +66,8 @@ PROTECTED = {
         "not truth and not held_out and not every_family"
         " or llama: or llama-bias: or opt: or phi: or llama-modegpt or opt-modegpt",
     ),
-    "methods/rankfold/*.py": ([DEFAULT], ""),
-    "effects.py": ([DEFAULT], "costs or ranks"),
+    "methods/rankfold/*.py": ([DEFAULT, WHOLE], "not gemma2 and not phi and not gpt2 and not falcon and not cohere2"),
+    "effects.py": ([DEFAULT, WHOLE], "costs or ranks"),
     "scores.py": (
         [DEFAULT, SENSITIVITY, f"{CONTRACTS}modegpt.py", f"{CONTRACTS}shares_of_blocks.py"],
         "resumed or refused or moments_hold_no or influence_allocations and (llama or opt) or shares and (llama or opt)",
@@ -76,6 +79,14 @@ PROTECTED = {
         "llama or opt or losses or sleb_removes or several or layer_types or one_block or depend_on",
     ),
     "methods/slicing/*.py": ([f"{CONTRACTS}slicing_methods.py"], "llama or opt or key_head or flap_adds"),
+    "methods/slicegpt/*.py": (
+        [f"{CONTRACTS}slicegpt{name}.py" for name in ("", "_modegpt")],
+        "llama or opt or refus or little or influence or every_module or leaves_alone or reached or suggests",
+    ),
+    "methods/semi_structured.py": (
+        [f"{CONTRACTS}semi_structured_methods.py"],
+        "llama- or opt- or sequential or widths or ridge or single or refused or does_not_take or experts",
+    ),
     "methods/base.py": ([*LATENT, "tests/test_budgets.py"], f"{OF_LATENT} or refused or budget"),
     "methods/result.py": (LATENT, OF_LATENT),
     "methods/latentllm/options.py": (
