@@ -12,6 +12,7 @@ import common
 import latent_table
 import mutants_table
 import seeds_table
+import studies_table
 import zero_shot_table
 from decomposition_cost import GROUPS
 from rankfold.files import read_json, write_text
@@ -237,6 +238,8 @@ PAGES = {
     "domains": ("domains*.json", "Across texts", domains),
     "calibration": ("calibration_*.json", "What the calibration text does across texts", calibration.table),
     "perplexity": ("perplexity_*.json", "Perplexity", perplexity),
+    "grid": ("grid_*.json", "Every method on the same texts", studies_table.grid),
+    "studies": ("studies_*.json", "Single choices, as the papers study them", studies_table.studies),
     "compression_cost": ("compression_cost*.json", "What compressing costs, in forwards", cost),
     "moment_precision": ("moment_precision*.json", "Precision of the moments", moment_precision),
     "cholesky": ("cholesky*.json", "Cholesky and memory pages", cholesky),
