@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..architectures import Architecture, architecture_of
+from ..architectures import Architecture, Part, part_of
 from ..errors import UnsupportedModelError
 
 __all__ = ["check_given", "check_quantised", "check_tied"]
@@ -12,8 +12,8 @@ __all__ = ["check_given", "check_quantised", "check_tied"]
 KNOWN = ("torch", "transformers")  # whose linear layers compute what their weight says
 
 
-def check_given(model: nn.Module) -> None:
-    """Raise :class:`UnsupportedModelError`, saying what to do, unless this is a plain dense causal language model."""
+def check_given(model: nn.Module, name: str | None) -> Part:
+    """The part of this name; :class:`UnsupportedModelError`, saying what to do, unless the model is a plain dense one."""
     if hasattr(model, "_orig_mod"):
         raise UnsupportedModelError("the model is compiled; give the model that was compiled (model._orig_mod)")
     if hasattr(model, "peft_config"):
@@ -25,16 +25,18 @@ def check_given(model: nn.Module) -> None:
             f"{type(model).__name__} is not a transformers model; give a PreTrainedModel, a folder or a hub id"
         )
     check_quantised(model.config, type(model).__name__)
-    if model.get_output_embeddings() is None:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no language-model head; load it with AutoModelForCausalLM"
-        )
     on_meta = [name for name, tensor in model.state_dict().items() if tensor.device.type == "meta"]
     if on_meta:
         raise UnsupportedModelError(
             f"{on_meta[0]} and {len(on_meta) - 1} more tensors are on the meta device, without numbers; load the weights first"
         )
-    _check_layers(model, architecture_of(model))
+    part = part_of(model, name)
+    if part.architecture.decoder and model.get_output_embeddings() is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no language-model head; load it with AutoModelForCausalLM"
+        )
+    _check_layers(model, part.architecture)
+    return part
 
 
 def check_quantised(config, name: str) -> None:

@@ -67,7 +67,7 @@ class Shards:
 def write_around(folder: Path, source, config) -> None:
     """What transformers wants beside the weights: config, settings for generating, tokenizer and processor."""
     config.save_pretrained(folder)
-    if source.model.generation_config is not None:
+    if getattr(source.model, "generation_config", None) is not None:
         source.model.generation_config.save_pretrained(folder)
     if source.has_tokenizer:
         source.tokenizer.save_pretrained(folder)

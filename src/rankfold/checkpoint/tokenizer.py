@@ -1,9 +1,9 @@
-"""The tokenizer that lies beside a model's weights."""
+"""The tokenizer and the image processor that lie beside a model's weights."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import AutoTokenizer
+from transformers import AutoImageProcessor, AutoTokenizer
 
 from ..errors import CheckpointError, first_line
 
@@ -50,4 +50,18 @@ class TokenizerFiles:
             raise CheckpointError(
                 f"no tokenizer can be read from {self.folder / (self.gguf or '')}: {first_line(error)}; put the tokenizer "
                 "files beside the weights"
+            ) from error
+
+    def load_image_processor(self):
+        """The image processor.
+
+        Raises:
+            CheckpointError: there is none that can be read.
+        """
+        try:
+            return AutoImageProcessor.from_pretrained(self.folder, trust_remote_code=False)
+        except Exception as error:  # a damaged file ends in whatever type the code that meets it raises
+            raise CheckpointError(
+                f"no image processor can be read from {self.folder}: {first_line(error)}; put the model's own "
+                f"{_PROCESSOR[0]} beside the weights"
             ) from error
