@@ -6,7 +6,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from ..architectures import family_of
 from ..errors import UnsupportedModelError
 
-__all__ = ["auto_class"]
+__all__ = ["auto_class", "check_writes"]
 
 # What a model that is no causal language model may be, the most particular first.
 HEADS = (
@@ -40,3 +40,15 @@ def auto_class(config, name: str | None = None):
         f"model type {config.model_type!r}{f' as {named}' if named else ''} is not one that transformers loads as a causal "
         "language model, an encoder with or without a head, or a model for images and text; give its language model alone"
     )
+
+
+def check_writes(config, name: str) -> None:
+    """Raise :class:`UnsupportedModelError` unless a model writes text, so that it has a perplexity, tasks and exports."""
+    text = config.get_text_config()
+    family = family_of(text)
+    if family is not None and not family.decoder:
+        raise UnsupportedModelError(
+            f"{name} is an encoder ({text.model_type}): it predicts no next token, so there is no perplexity, no text it writes "
+            "and no form of a decoder; `rankfold inspect` says how far its states have moved, and its own head is what to "
+            "evaluate"
+        )

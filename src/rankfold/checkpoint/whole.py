@@ -140,9 +140,10 @@ def check_head(model: nn.Module, place: Path) -> None:
 
 
 def _head_differs(model: nn.Module) -> bool:
-    config = model.config.get_text_config()
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    return head is not None and config.tie_word_embeddings and head.weight is not embedding.weight
+    head = model.get_output_embeddings()
+    if head is None or not model.config.get_text_config().tie_word_embeddings:
+        return False
+    return head.weight is not model.get_input_embeddings().weight
 
 
 def untie(config, name: str) -> None:
