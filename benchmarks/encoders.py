@@ -59,9 +59,7 @@ def main() -> None:
         config |= {"model": common.describe_model(source), "precision": common.precision(source)}
         record = common.Record(args.json, config, DEFINITIONS[args.what], resume=True)
         if "dense" not in record:
-            record.add(
-                "dense", **measure(source.model), parameters=sum(p.numel() for p in source.model.parameters())
-            )
+            record.add("dense", **measure(source.model), parameters=sum(p.numel() for p in source.model.parameters()))
         for name in args.only:
             for sparsity in args.sparsity or SPARSITIES[args.what]:
                 add(record, source, samples, measure, name, sparsity)
@@ -146,7 +144,7 @@ def digits(args, folder: Path):
     model = trained(pixels[train], labels[train])
     source = open_model(model, device="cpu")
     fitted, held_out = pixels[:512], pixels[512:576]
-    images = Images(fitted, "digits", "scikit-learn", 0, held_out, patches=source.length_of(fitted))
+    images = Images(fitted, "digits", "scikit-learn", 0, held_out, patches=source.part.length_of(fitted))
     expected = predicted(model, pixels[test])
 
     def measure(network: nn.Module) -> dict[str, float]:

@@ -69,7 +69,7 @@ def opened_encoder(family: str) -> Source:
 
 def batch_of(source: Source, rows: int = 2, seed: int = 0) -> Tensor:
     """Token ids, or pixels."""
-    if not source.takes_images:
+    if not source.part.takes_images:
         return some_ids(rows, 24, seed)
     return torch.randn(rows, 3, 28, 28, generator=torch.Generator().manual_seed(seed))
 
@@ -77,7 +77,7 @@ def batch_of(source: Source, rows: int = 2, seed: int = 0) -> Tensor:
 def samples_of(source: Source) -> Tokens:
     """To calibrate on, with as many held out as confirm a correction."""
     fitted, held_out = batch_of(source, 24, 1), batch_of(source, 8, 2)
-    if source.takes_images:
+    if source.part.takes_images:
         return Images(fitted, "random", "random", 0, held_out, patches=16)
     return Tokens(fitted, "random", "random", 0, held_out)
 

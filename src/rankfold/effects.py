@@ -111,7 +111,7 @@ def _with(method: Method, module: str, rank: int) -> dict[str, int]:
 
 def _side_by_side(source: Source, ids: Tensor) -> Stream:
     """An empty stream whose batches are up to ``TOGETHER`` copies of these windows, as many as a forward takes."""
-    most = min(TOGETHER, max(1, batch_tokens(source) // (len(ids) * source.length_of(ids))))
+    most = min(TOGETHER, max(1, batch_tokens(source) // (len(ids) * source.part.length_of(ids))))
     started = [start(source, torch.cat([ids] * n), autocast=source.autocast) for n in range(1, most + 1)]
     calls = {size: call for one in started for size, call in one.calls.items()}
     return Stream([], calls, source.autocast)
@@ -130,13 +130,13 @@ def _append(stream: Stream, more: list[Tensor]) -> None:
 def _some_to_fit(source: Source, ids: Tensor, units: list[Unit]) -> Tensor:
     """The first windows, as many as curves need."""
     wanted = max(FIT_TOKENS, PER_DIMENSION * max(unit.ranks[-1] for unit in units))
-    return ids[: -(-wanted // source.length_of(ids))]
+    return ids[: -(-wanted // source.part.length_of(ids))]
 
 
 def _some_to_compare(source: Source, ids: Tensor) -> Tensor:
     """The beginnings of some windows, or images that have as many patches."""
-    if source.takes_images:
-        return ids[: -(-WINDOWS * LENGTH // source.length_of(ids))]
+    if source.part.takes_images:
+        return ids[: -(-WINDOWS * LENGTH // source.part.length_of(ids))]
     return ids[:WINDOWS, :LENGTH].contiguous()
 
 

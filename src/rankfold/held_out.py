@@ -71,7 +71,7 @@ class HeldOut:
         Args:
             protects: whether the method can leave single blocks dense, which the warning then suggests.
         """
-        facts = {"windows": len(self.ids), "length": self.source.length_of(self.ids)}
+        facts = {"windows": len(self.ids), "length": self.source.part.length_of(self.ids)}
         found, damage = (self._perplexities if self.source.architecture.decoder else self._states)(sparsity)
         facts |= found | {"stream_errors": self.drift, "warning": None}
         if damage:
@@ -122,7 +122,7 @@ class HeldOut:
 
     @property
     def _what(self) -> str:
-        return "images" if self.source.takes_images else "text"
+        return "images" if self.source.part.takes_images else "text"
 
     def _breaks_away(self) -> int:
         """The block behind which the drift has grown most."""

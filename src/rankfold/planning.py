@@ -192,13 +192,13 @@ def timed(the_plan: Plan, source: Source, calibration: dict, mode: str) -> Plan:
     if mode not in forwards:
         raise OptionError(f"mode must be {' or '.join(forwards)}, got {mode!r}")
     length = calibration["length"]
-    ids = source.example(max(1, batch_tokens(source) // length), length)
+    ids = source.part.example(max(1, batch_tokens(source) // length), length)
     view, stream, times = source.block(0), start(source, ids, autocast=source.autocast), []
     for _ in range(3):  # the first one warms up
         begin = time.perf_counter()
         advance(view, replace(stream, hidden=list(stream.hidden)))
         times.append(time.perf_counter() - begin)
-    per_token = min(times) / (len(ids) * source.length_of(ids))  # of one block
+    per_token = min(times) / (len(ids) * source.part.length_of(ids))  # of one block
     passed = (forwards[mode] * len(source) + method.search(len(source), removed)) * calibration["tokens"]
     if the_plan.gradient_windows:
         passed += PASSES * len(source) * the_plan.gradient_windows * length

@@ -27,7 +27,7 @@ class Probe:
     def __init__(self, source: Source, tolerance: float | None = None):
         self.source = source
         self.tolerance = tolerance or max(TOLERANCE, 8 * torch.finfo(source.dtype).eps)
-        self.ids = source.example(1, min(LENGTH, source.context_length))
+        self.ids = source.part.example(1, min(LENGTH, source.context_length))
         self.stream = start(source, self.ids, autocast=None)
 
     def follow(self, view) -> None:

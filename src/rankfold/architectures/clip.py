@@ -1,4 +1,4 @@
-"""CLIP and SigLIP: a tower for texts and one for images, whose blocks are alike."""
+"""CLIP and SigLIP: a tower for texts and one for images, whose blocks are alike; and towers that others made of the latter."""
 
 from dataclasses import replace
 
@@ -22,4 +22,5 @@ CLIP = Architecture(
     decoder=False,
 )
 TOWERS = ("clip_text_model", "clip_vision_model", "siglip_text_model", "siglip_vision_model")
+TOWERS += ("idefics3_vision", "smolvlm_vision")
 ARCHITECTURES = tuple(replace(CLIP, model_type=name) for name in TOWERS)

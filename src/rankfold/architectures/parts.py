@@ -1,8 +1,12 @@
-"""The stacks of blocks in a model and what runs each: most models have one, those for images and text have two."""
+"""The stacks of blocks in a model and what runs each: most models have one, those for images and text have two.
+
+Shape legend: B samples of a batch, T tokens, C channels, H x W pixels.
+"""
 
 from dataclasses import dataclass, replace
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..errors import OptionError, UnsupportedModelError
 from .registry import architecture_of, check_config, family_of
@@ -20,6 +24,39 @@ class Part:
     network: str  # path of the module that embeds a batch and runs the blocks; empty for the model itself
     config: object  # of this part
     chosen: bool = False  # out of more than one
+
+    @property
+    def takes_images(self) -> bool:
+        return self.name == "vision"
+
+    @property
+    def input_name(self) -> str:
+        """What its network calls a batch."""
+        return "pixel_values" if self.takes_images else "input_ids"
+
+    @property
+    def positions(self) -> int | None:
+        """Tokens of the longest window it can take; ``None`` where the config names no limit."""
+        found = getattr(self.config, "max_position_embeddings", None)
+        if found and self.architecture.positions_behind_padding:
+            return found - self.config.pad_token_id - 1
+        return found
+
+    def example(self, samples: int, length: int) -> Tensor:
+        """A batch that needs no data: ids spread over the vocabulary, ``(B, length)``, or ``(B, C, H, W)`` noise."""
+        if self.takes_images:
+            shape = (samples, self.config.num_channels, *_pair(self.config.image_size))
+            return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        vocabulary = self.config.vocab_size
+        ids = torch.arange(length) * max(1, vocabulary // length) % vocabulary
+        return ids.expand(samples, -1).contiguous()
+
+    def length_of(self, batch: Tensor) -> int:
+        """Tokens of a window, or patches of an image."""
+        if not self.takes_images:
+            return batch.shape[1]
+        height, width = _pair(self.config.patch_size)
+        return (batch.shape[2] // height) * (batch.shape[3] // width)
 
 
 def part_of(model: nn.Module, name: str | None = None) -> Part:
@@ -60,7 +97,7 @@ def _towers(model: nn.Module) -> dict[str, Part]:
         blocks = _path_of(module, family.blocks)
         head, _, _ = blocks.partition(".")
         base = head == module.base_model_prefix  # the class has a head, which only its user knows what to do with
-        name = "vision" if module.main_input_name == "pixel_values" else "language"
+        name = "vision" if "image" in module.input_modalities else "language"
         spec = replace(family, blocks=f"{path}.{blocks}".lstrip("."))
         found.setdefault(name, Part(name, spec, f"{path}.{head if base else ''}".strip("."), module.config))
     return found
@@ -74,3 +111,7 @@ def _path_of(module: nn.Module, blocks: str) -> str:
     raise UnsupportedModelError(
         f"{type(module).__name__} keeps its blocks elsewhere than in {blocks}; use the transformers of constraints.txt"
     )
+
+
+def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else tuple(size)

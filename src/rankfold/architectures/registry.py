@@ -73,8 +73,18 @@ def architecture_of(model: nn.Module) -> Architecture:
     check_config(found, text)
     if text is model.config:
         return found
-    base, _, path = found.blocks.partition(".")
-    return replace(found, blocks=f"{base}.language_model.{path}")
+    return replace(found, blocks=f"{_tower(model, text)}.{found.blocks.partition('.')[2]}")
+
+
+def _tower(model: nn.Module, config) -> str:
+    """Path of the language model in one for images and text."""
+    for name, module in model.named_modules():
+        if hasattr(module, "main_input_name") and module.config.model_type == config.model_type:
+            return name
+    raise UnsupportedModelError(
+        f"{type(model).__name__} has no part of the type {config.model_type!r} of its text config; give its language model "
+        "alone"
+    )
 
 
 def check_config(family: Architecture, config) -> None:

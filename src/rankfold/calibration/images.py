@@ -83,7 +83,7 @@ def load_images(
     fitted = max(1, min(samples, len(pixels) - _held_out_of(min(samples, len(pixels)))))
     held_out = pixels[fitted:] if fitted < len(pixels) else None
     origin = "file:" + hashlib.sha256(str(place.resolve()).encode()).hexdigest()[:16]
-    return Images(pixels[:fitted], place.name, origin, seed, held_out, patches=source.length_of(pixels))
+    return Images(pixels[:fitted], place.name, origin, seed, held_out, patches=source.part.length_of(pixels))
 
 
 def _held_out_of(samples: int) -> int:

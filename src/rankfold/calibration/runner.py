@@ -141,7 +141,7 @@ def start(source, ids: Tensor, *, autocast: torch.dtype | None) -> Stream:
         ids: ``(S, T)`` token ids, or ``(S, C, H, W)`` pixels for a part that takes images.
         autocast: precision of the block forwards, or ``None``.
     """
-    per_batch = max(1, batch_tokens(source) // source.length_of(ids))
+    per_batch = max(1, batch_tokens(source) // source.part.length_of(ids))
     stream = Stream([], {}, autocast)
     with _recording(source, stop=True) as recorders:
         for batch in ids.split(per_batch):

@@ -79,7 +79,7 @@ def load_tokens(
         OptionError: ``samples`` or ``length`` out of range, a text named twice, or a share that is no positive number.
     """
     shares = shares_of(name)
-    if source.takes_images:
+    if source.part.takes_images:
         raise OptionError(f"the {source.part.name} part of {source.name} takes images; use load_images")
     if samples < 1 or length < 2:
         raise OptionError(f"samples must be >= 1 and length >= 2, got {samples} and {length}")
@@ -230,7 +230,7 @@ def check_fits(ids: Tensor, source) -> None:
         DataError: an id has no embedding, windows are longer than the positions the model has, or images have another shape
             than it takes.
     """
-    wanted = tuple(source.example(1, 1).shape[1:]) if source.takes_images else None
+    wanted = tuple(source.part.example(1, 1).shape[1:]) if source.part.takes_images else None
     if wanted and tuple(ids.shape[1:]) != wanted:
         raise DataError(
             f"the {source.part.name} part of {source.name} takes images of {list(wanted)} (channels, height, width), got "
@@ -241,9 +241,9 @@ def check_fits(ids: Tensor, source) -> None:
     if ids.dim() != 2:
         raise DataError(f"the {source.part.name} part of {source.name} takes token ids, got images; calibrate on text")
     check_vocabulary(ids, source.config.vocab_size)
-    if source.positions and ids.shape[1] > source.positions:
+    if source.part.positions and ids.shape[1] > source.part.positions:
         raise DataError(
-            f"windows of {ids.shape[1]} tokens are longer than the model's context of {source.positions}; cut them shorter"
+            f"windows of {ids.shape[1]} tokens are longer than the model's context of {source.part.positions}; cut them shorter"
         )
 
 
@@ -251,7 +251,7 @@ def say_if_few(ids: Tensor, source) -> None:
     """A line in the log where there are fewer tokens than the widest moment has dimensions: it has no full rank then."""
     view = source.meta_block(0)
     widest = max(view.attention.output.weight.shape[1], view.mlp.hidden if view.mlp else 0)
-    tokens = len(ids) * source.length_of(ids)
+    tokens = len(ids) * source.part.length_of(ids)
     if tokens < widest:
         log.warning(
             "%d calibration tokens are too few: the widest moment has %d dimensions and needs at least as many, better four "

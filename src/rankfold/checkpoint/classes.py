@@ -48,7 +48,7 @@ def check_writes(config, name: str) -> None:
     family = family_of(text)
     if family is not None and not family.decoder:
         raise UnsupportedModelError(
-            f"{name} is an encoder ({text.model_type}): it predicts no next token, so there is no perplexity, no text it writes "
-            "and no form of a decoder; `rankfold inspect` says how far its states have moved, and its own head is what to "
+            f"{name} is an encoder ({text.model_type}) and predicts no next token, so it has no perplexity, writes no text and "
+            "has no form of a decoder; `rankfold inspect` says how far its states have moved, and its own head is what to "
             "evaluate"
         )

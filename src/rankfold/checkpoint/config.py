@@ -23,9 +23,18 @@ def compressed_config(source, identity: dict, modules: dict[str, dict], kept: tu
     if not modules:
         return config
     config.auto_map = dict(AUTO_MAP)
-    described = {"digest": digest(modules), "modules": modules}
+    before = _described(config)  # of another part
+    modules = before.pop("modules", {}) | modules
+    described = {"digest": digest(modules), "modules": modules} | ({"before": before} if before else {})
     config.quantization_config = {"quant_method": METHOD_NAME, "format": FORMAT, **identity, **described}
     return config
+
+
+def _described(config) -> dict:
+    """What a config says of an earlier compression; empty where there is none."""
+    found = getattr(config, "quantization_config", None) or {}
+    found = dict(found if isinstance(found, dict) else found.to_dict())
+    return {key: value for key, value in found.items() if key not in ("quant_method", "format", "digest")}
 
 
 def _part_of(config, source):

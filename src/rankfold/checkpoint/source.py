@@ -92,28 +92,7 @@ class Source:
             options: of the network's own forward.
         """
         options |= {"use_cache": False} if self.architecture.decoder else {}
-        return self.network(**{self.network.main_input_name: batch.to(self.device)}, **options)
-
-    def example(self, samples: int, length: int) -> torch.Tensor:
-        """A batch that needs no data: spread over the vocabulary, in windows of this length, or noise as images."""
-        if self.takes_images:
-            height, width = _pair(self.config.image_size)
-            shape = (samples, self.config.num_channels, height, width)
-            return torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        vocabulary = self.config.vocab_size
-        ids = torch.arange(length) * max(1, vocabulary // length) % vocabulary
-        return ids.expand(samples, -1).contiguous()
-
-    @property
-    def takes_images(self) -> bool:
-        return self.part.name == "vision"
-
-    def length_of(self, batch: torch.Tensor) -> int:
-        """Tokens of a window, or patches of an image."""
-        if batch.dim() == 2:
-            return batch.shape[1]
-        height, width = _pair(self.config.patch_size)
-        return (batch.shape[2] // height) * (batch.shape[3] // width)
+        return self.network(**{self.part.input_name: batch.to(self.device)}, **options)
 
     @property
     def streamed(self) -> bool:
@@ -128,16 +107,8 @@ class Source:
         return len(self.blocks)
 
     @property
-    def positions(self) -> int | None:
-        """The longest window it can take; ``None`` where the config names no limit."""
-        found = getattr(self.config, "max_position_embeddings", None)
-        if found and self.architecture.positions_behind_padding:
-            return found - self.config.pad_token_id - 1
-        return found
-
-    @property
     def context_length(self) -> int:
-        return self.positions or 2048
+        return self.part.positions or 2048
 
     @property
     def has_tokenizer(self) -> bool:
@@ -243,10 +214,6 @@ class Source:
                 yield name, self.weights.raw(name) if self.weights else tensor
 
 
-def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else tuple(size)
-
-
 def open_model(
     model: "str | Path | nn.Module",
     *,
@@ -271,7 +238,6 @@ def open_model(
     where, wanted = resolve_device(device), resolve_dtype(dtype)
     if isinstance(model, nn.Module):
         stack = check_given(model, part)
-        auto_class(model.config, type(model).__name__)
         check_tied(model)
         place = getattr(model, "name_or_path", "")
         files = TokenizerFiles(Path(place)) if place else None
@@ -323,6 +289,7 @@ def _read_folder(folder: Path, device: torch.device, dtype: torch.dtype | None, 
     storage_dtype = dtype or stored_dtype(config, folder)
     model = _empty(config, torch.float32 if device.type == "cpu" else storage_dtype)
     stack = part_of(model, part)
+    check_quantised(config, str(folder), stack.architecture.blocks)
     if weights.rename(model.base_model_prefix, required_names(model)):
         if any(weights.differ(*pair) for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items()):
             untie(config, str(folder))

@@ -140,7 +140,7 @@ class CalibrationOptions:
 
     def load(self, source):
         """The windows or images; see :func:`rankfold.load_tokens` and :func:`rankfold.load_images`."""
-        if source.takes_images:
+        if source.part.takes_images:
             return self._images(source)
         from ..calibration.tokens import load_tokens
 
