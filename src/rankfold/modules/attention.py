@@ -116,7 +116,7 @@ class CompressedAttention(nn.Module):
         nothing = hidden_states.new_empty(B, T, 0)
         if cache is not None:
             cache.update(nothing[:, None], nothing[:, None], self.layer_idx)
-        output = self.o_proj(nothing)
+        output = nothing if self.o_proj is None else self.o_proj(nothing)
         return (output if residual is None else output + residual), None
 
     def _project(self, x):
