@@ -79,6 +79,26 @@ def add(record: common.Record, source: Source, samples, measure, name: str, spar
     common.say(f"{row}: {found}")
 
 
+def table(record: dict) -> list[str]:
+    """For the page of results."""
+    metrics = [name for name in record["definitions"] if name not in ("parameters", "compress_seconds")]
+    config = record["config"]
+    samples = config["calibration"]
+    what = (
+        "images"
+        if samples.get("kind") == "images"
+        else f"windows of {samples['length']} tokens of `{samples['source']}`"
+    )
+    asked = f"{config['sentences']} sentences" if "sentences" in config else f"{config['test_images']} images"
+    lines = [f"Calibrated on {samples['samples']} {what}; asked for {asked}.", ""]
+    lines += [f"| | sparsity | parameters | {' | '.join(metrics)} |", "|---" * (3 + len(metrics)) + "|"]
+    rows = sorted(record["rows"], key=lambda row: (row.get("method", ""), row.get("sparsity", 0.0)))
+    for row in rows:
+        cells = [row.get("method", "dense"), f"{row.get('sparsity', 0.0)}", f"{row['parameters'] / 1e6:.2f} M"]
+        lines.append(f"| {' | '.join([*cells, *(f'{row[name]:.3f}' for name in metrics)])} |")
+    return lines
+
+
 def sentences(args, folder: Path):
     """MiniLM, calibration windows, what measures a model, and the protocol."""
     found = importlib.util.find_spec(WHEEL)

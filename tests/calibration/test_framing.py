@@ -8,9 +8,9 @@ import torch
 import transformers as t
 
 import rankfold
-from encoders import tiny_encoder
 from families import tiny_model
 from rankfold.errors import OptionError
+from tiny_encoders import tiny_encoder
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 

@@ -11,9 +11,9 @@ import transformers
 from PIL import Image
 
 import rankfold
-from encoders import opened_encoder
 from rankfold import Images
 from rankfold.errors import CheckpointError, DataError, OptionError
+from tiny_encoders import opened_encoder
 
 
 def picture(number: int) -> Image.Image:

@@ -8,7 +8,6 @@ import transformers
 from torch import nn
 
 import rankfold
-from encoders import ENCODERS, batch_of, opened_encoder, samples_of, states, tiny_encoder
 from families import some_ids
 from rankfold.budgets import choices
 from rankfold.calibration.runner import advance, outputs, start
@@ -19,6 +18,7 @@ from rankfold.methods.result import put_attention
 from rankfold.modules import CompressedAttention
 from rankfold.planning import shares
 from rankfold.replacing import replace
+from tiny_encoders import ENCODERS, batch_of, opened_encoder, samples_of, states, tiny_encoder
 
 TEXTS = [family for family in ENCODERS if opened_encoder(family).part.name == "language"]
 METHODS = [("modegpt", family) for family in ENCODERS]

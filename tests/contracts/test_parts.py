@@ -5,10 +5,10 @@ import torch
 import transformers as t
 
 import rankfold
-from encoders import opened_encoder, samples_of, tiny_encoder
 from families import GQA, IDS, VISION, some_ids, tokens
 from rankfold import MoDeGPT
 from rankfold.errors import OptionError, UnsupportedModelError
+from tiny_encoders import opened_encoder, samples_of, tiny_encoder
 
 METHOD = MoDeGPT(sparsity=0.3, multiple=2)
 

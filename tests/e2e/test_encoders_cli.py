@@ -9,8 +9,8 @@ import torch
 import transformers as t
 from PIL import Image
 
-from encoders import tiny_encoder
 from rankfold.cli import main
+from tiny_encoders import tiny_encoder
 
 
 @pytest.fixture(scope="module")
