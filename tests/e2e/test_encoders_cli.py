@@ -9,8 +9,9 @@ import torch
 import transformers as t
 from PIL import Image
 
+import rankfold
 from rankfold.cli import main
-from tiny_encoders import tiny_encoder
+from tiny_encoders import samples_of, tiny_encoder
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +80,19 @@ def test_a_plan_and_moments(run, place):
         "compress vit -o from --moments moments --method modegpt --sparsity 0.3 --multiple 2 --device cpu"
     )
     assert code == 0, err
+
+
+def test_what_surrounds_a_sentence_encoder_stays_byte_for_byte(tmp_path):
+    tiny_encoder("bert").save_pretrained(tmp_path / "dense")
+    written = {"modules.json": "[]", "sentence_bert_config.json": "{}", "1_Pooling/config.json": '{"pooling": "mean"}'}
+    (tmp_path / "dense" / "1_Pooling").mkdir()
+    for name, text in written.items():
+        (tmp_path / "dense" / name).write_text(text)
+    (tmp_path / "dense" / "1_Pooling" / "notes.txt").write_text("not taken")
+    source = rankfold.open_model(tmp_path / "dense", device="cpu")
+    rankfold.compress(source, rankfold.MoDeGPT(sparsity=0.3, multiple=2), samples_of(source), tmp_path / "small")
+    assert {name: (tmp_path / "small" / name).read_text() for name in written} == written
+    assert [path.name for path in (tmp_path / "small" / "1_Pooling").iterdir()] == ["config.json"]
 
 
 @pytest.mark.parametrize(

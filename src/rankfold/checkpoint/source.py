@@ -129,11 +129,6 @@ class Source:
         return self._tokenizer
 
     @property
-    def processor_files(self) -> list[Path]:
-        """What prepares images beside the weights of a model for images and text; it stays as it is."""
-        return self.tokenizer_files.processor if self.tokenizer_files else []
-
-    @property
     def image_processor(self):
         """What makes pixels of images for this model.
 
