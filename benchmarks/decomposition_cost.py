@@ -81,7 +81,7 @@ def worker(args: argparse.Namespace, name: str, group: tuple[str, ...]) -> dict:
     torch.manual_seed(args.seed)
     for parameter in source.blocks[0].parameters():
         parameter.normal_(std=parameter.shape[-1] ** -0.5)
-    view = BlockView(source.architecture, 0, source.blocks[0], source.text_config, source.inv_freq(0))
+    view = BlockView(source.architecture, 0, source.blocks[0], source.config, source.inv_freq(0))
     wanted = make_method(name, sparsity=args.sparsity, modules=group).statistics(view)
     moments = {statistic: random_moment(statistic, view) for statistic in sorted(wanted)}
     reset_peak()

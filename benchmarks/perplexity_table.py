@@ -128,7 +128,7 @@ def main() -> None:
     record = common.Record(args.json, config, DEFINITIONS, resume=True)
     if "dense" not in record and (not args.only or "dense" in args.only):
         add(record, "dense", source.whole_model(), on, sparsity=0.0)
-    for setting in OPT if source.text_config.model_type == "opt" else LLAMA:
+    for setting in OPT if source.config.model_type == "opt" else LLAMA:
         for sparsity in setting.sparsities:
             name = f"{setting.name} {sparsity}"
             chosen = not args.only or setting.name in args.only

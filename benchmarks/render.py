@@ -9,6 +9,7 @@ from pathlib import Path
 
 import calibration
 import common
+import encoders
 import latent_table
 import mutants_table
 import seeds_table
@@ -237,6 +238,7 @@ PAGES = {
     "zero_shot": ("zero_shot*.json", "Zero-shot accuracy", zero_shot_table.table),
     "domains": ("domains*.json", "Across texts", domains),
     "calibration": ("calibration_*.json", "What the calibration text does across texts", calibration.table),
+    "encoders": ("encoders_*.json", "Encoders", encoders.table),
     "perplexity": ("perplexity_*.json", "Perplexity", perplexity),
     "grid": ("grid_*.json", "Every method on the same texts", studies_table.grid),
     "studies": ("studies_*.json", "Single choices, as the papers study them", studies_table.studies),

@@ -40,7 +40,7 @@ CONTRACTS = "tests/contracts/test_"
 LATENT = [f"{CONTRACTS}{name}.py" for name in ("latentllm_errors", "latentllm", "options_matter")] + ["tests/methods"]
 OF_LATENT = "errors or matter or methods or llama or opt"
 TRUTH = [f"{CONTRACTS}{name}.py" for name in ("modegpt_truth", "grouped_queries")]
-HELD_OUT = "tests/test_held_out.py"
+HELD_OUT, ENCODERS = "tests/test_held_out.py", f"{CONTRACTS}encoders.py"
 DEFAULT, SENSITIVITY, WHOLE = (f"{CONTRACTS}{name}.py" for name in ("rankfold", "sensitivity", "whole_modules"))
 OF_NO_FAMILY = "not test_perplexities and not fitted_windows and not test_modegpt"
 # Files -> the tests that should protect them, and which of these (-k): all families would take hours.
@@ -59,7 +59,10 @@ PROTECTED = {
         ["tests/calibration", HELD_OUT, f"{CONTRACTS}modegpt.py"],
         f"{OF_NO_FAMILY} or blocks_run_one_by_one",
     ),
-    "held_out.py": ([HELD_OUT], f"{OF_NO_FAMILY} or llama or opt"),
+    "held_out.py": (
+        [HELD_OUT, ENCODERS],
+        f"{OF_NO_FAMILY} and not test_encoders or llama or opt or states_have_moved and modegpt",
+    ),
     # Grouped queries, biases everywhere, neither rotation nor gate, half a rotation.
     "methods/modegpt/*.py": (
         [*TRUTH, SENSITIVITY, "tests/methods", HELD_OUT],
@@ -67,7 +70,7 @@ PROTECTED = {
         " or llama: or llama-bias: or opt: or phi: or llama-modegpt or opt-modegpt",
     ),
     "methods/rankfold/*.py": ([DEFAULT, WHOLE], "not gemma2 and not phi and not gpt2 and not falcon and not cohere2"),
-    "effects.py": ([DEFAULT, WHOLE], "costs or ranks"),
+    "effects.py": ([DEFAULT, WHOLE, ENCODERS], "costs or ranks"),
     "scores.py": (
         [DEFAULT, SENSITIVITY, f"{CONTRACTS}modegpt.py", f"{CONTRACTS}shares_of_blocks.py"],
         "resumed or refused or moments_hold_no or influence_allocations and (llama or opt) or shares and (llama or opt)",

@@ -77,14 +77,14 @@ def test_windows_in_several_batches_and_positions_in_several_parts_give_the_same
     calibration = Tokens(some_ids(16, 32, seed=1), "random", "random", 0, held_out=some_ids(3, 32, seed=2))
     monkeypatch.setattr(runner, "BATCH_TOKENS", 64)
     monkeypatch.setattr(held_out, "POSITIONS", 10)
-    plain, sizes = runner.logits, set()
+    plain, sizes = runner.outputs, set()
 
     def noting(*args, **options):
         out = plain(*args, **options)
         sizes.add(out.shape[:2])
         return out
 
-    monkeypatch.setattr(runner, "logits", noting)
+    monkeypatch.setattr(runner, "outputs", noting)
     source = opened("llama")
     model = rankfold.compress(source, method_for("llama"), calibration)
     assert sizes == {(2, 10), (2, 1), (1, 10), (1, 1)}

@@ -14,6 +14,7 @@ compressed checkpoints; it touches no device.
 """
 
 from . import modules as _modules  # noqa: F401 - registers the checkpoint format with transformers
+from .calibration.images import Images, load_images
 from .calibration.store import MomentStore
 from .calibration.tokens import Tokens, load_tokens
 from .checkpoint.load import load_model as load
@@ -30,6 +31,7 @@ from .version import __version__
 
 __all__ = [
     "Exported",
+    "Images",
     "LatentLLM",
     "MoDeGPT",
     "MomentStore",
@@ -44,6 +46,7 @@ __all__ = [
     "evaluate_text",
     "export",
     "load",
+    "load_images",
     "load_tokens",
     "make_method",
     "method_names",

@@ -2,11 +2,12 @@
 
 A module's relative error says nothing about what the rest of the model makes of it. So every module is compressed alone, to
 the sparsity that all would have, and its block's output carried through the dense blocks behind it: the divergence of the
-predictions there is its effect. Between ranks it grows like the squared error; where a whole module may go, that is tried as
-well. Only one block is resident at a time; beside the dense stream as many short ones as there were trials so far go through
-it.
+predictions there is its effect; of an encoder, the change of its last states. Between ranks it grows like the squared error;
+where a whole module may go, that is tried as well. Only one block is resident at a time; beside the dense stream as many
+short ones as there were trials so far go through it.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from .allocation import Cost, largest_sparsity
 from .architectures import BlockView
-from .calibration.runner import Stream, advance, batch_tokens, logits, measure, start
+from .calibration.runner import Stream, advance, batch_tokens, measure, outputs, start
 from .calibration.store import MomentStore
 from .calibration.tokens import Tokens
 from .checkpoint.reading import BlockReader
@@ -58,7 +59,8 @@ def measure_costs(
         gradients: statistics of a backward pass, where the method reads any.
 
     Returns:
-        ``(block, module)`` -> rank -> nats per token, mean ``KL(dense || with this module compressed)``.
+        ``(block, module)`` -> rank -> nats per token, mean ``KL(dense || with this module compressed)``; for an encoder the
+        squared relative change of the states behind its last norm.
 
     Cost: for the curves one pass over 8k tokens or more, for the effects about half a forward of 512 tokens for every module,
     and as much again for every one that may go as a whole.
@@ -66,8 +68,8 @@ def measure_costs(
     units = [unit for unit in units if (unit.block, unit.module) in averages]
     if not units:
         return {}
-    fit = start(source, _some_to_fit(tokens, units), autocast=source.autocast)
-    ids = (tokens.ids if tokens.held_out is None else tokens.held_out)[:WINDOWS, :LENGTH].contiguous()
+    fit = start(source, _some_to_fit(source, tokens.ids, units), autocast=source.autocast)
+    ids = _some_to_compare(source, tokens.ids if tokens.held_out is None else tokens.held_out)
     dense, tried = start(source, ids, autocast=source.autocast), _side_by_side(source, ids)
     read, curves, trials = BlockReader(source), {}, []
     for index in track(range(len(source)), "measuring effects"):
@@ -109,8 +111,8 @@ def _with(method: Method, module: str, rank: int) -> dict[str, int]:
 
 def _side_by_side(source: Source, ids: Tensor) -> Stream:
     """An empty stream whose batches are up to ``TOGETHER`` copies of these windows, as many as a forward takes."""
-    most = min(TOGETHER, max(1, batch_tokens(source) // ids.numel()))
-    started = [start(source, ids.repeat(n, 1), autocast=source.autocast) for n in range(1, most + 1)]
+    most = min(TOGETHER, max(1, batch_tokens(source) // (len(ids) * source.part.length_of(ids))))
+    started = [start(source, torch.cat([ids] * n), autocast=source.autocast) for n in range(1, most + 1)]
     calls = {size: call for one in started for size, call in one.calls.items()}
     return Stream([], calls, source.autocast)
 
@@ -125,10 +127,17 @@ def _append(stream: Stream, more: list[Tensor]) -> None:
     stream.hidden += torch.cat(more).split(most)
 
 
-def _some_to_fit(tokens: Tokens, units: list[Unit]) -> Tensor:
+def _some_to_fit(source: Source, ids: Tensor, units: list[Unit]) -> Tensor:
     """The first windows, as many as curves need."""
     wanted = max(FIT_TOKENS, PER_DIMENSION * max(unit.ranks[-1] for unit in units))
-    return tokens.ids[: -(-wanted // tokens.ids.shape[1])]
+    return ids[: -(-wanted // source.part.length_of(ids))]
+
+
+def _some_to_compare(source: Source, ids: Tensor) -> Tensor:
+    """The beginnings of some windows, or images that have as many patches."""
+    if source.part.takes_images:
+        return ids[: -(-WINDOWS * LENGTH // source.part.length_of(ids))]
+    return ids[:WINDOWS, :LENGTH].contiguous()
 
 
 def _reference(unit: Unit, average: float) -> int:
@@ -163,16 +172,32 @@ def _scaled(curve: Cost, reference: int, effect: float) -> Cost:
 
 
 def _divergences(source: Source, ids: Tensor, dense: Stream, tried: Stream) -> list[float]:
-    """Mean ``KL(dense || tried)`` per position, of every module tried."""
+    """How far what comes out is from the dense model's with every module tried, in turn."""
 
-    def predictions(hidden: Tensor) -> Tensor:
-        return logits(source, ids, dense, hidden).float().log_softmax(-1)
+    def sent(hidden: Tensor) -> Tensor:
+        return outputs(source, ids, dense, hidden).float()
 
-    expected = predictions(dense.hidden[0])
-    probable = expected.exp()
+    distance = (_divergence if source.architecture.decoder else _change)(sent(dense.hidden[0]))
     copies = (hidden for batch in tried.hidden for hidden in batch.split(len(ids)))
-    totals = [predictions(hidden).neg_().add_(expected).mul_(probable).sum(dtype=torch.float64) for hidden in copies]
-    return [max(total, 0.0) / probable[..., 0].numel() for total in torch.stack(totals).tolist()]
+    return torch.stack([distance(sent(hidden)) for hidden in copies]).tolist()
+
+
+def _divergence(logits: Tensor) -> Callable[[Tensor], Tensor]:
+    """Mean ``KL(these || others)`` per position, as a function of others."""
+    expected = logits.log_softmax(-1)
+    probable = expected.exp()
+
+    def distance(others: Tensor) -> Tensor:
+        total = others.log_softmax(-1).neg_().add_(expected).mul_(probable).sum(dtype=torch.float64)
+        return total.clamp_min(0.0) / probable[..., 0].numel()
+
+    return distance
+
+
+def _change(states: Tensor) -> Callable[[Tensor], Tensor]:
+    """Squared relative change of states, as a function of others."""
+    whole = states.square().sum(dtype=torch.float64)
+    return lambda others: (others - states).square().sum(dtype=torch.float64) / whole
 
 
 def write_costs(path: Path, costs: Costs) -> None:

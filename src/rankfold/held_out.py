@@ -3,7 +3,8 @@
 Errors on the calibration text are training errors, and means over tokens: a module can look fine while the one token that all
 later ones attend to is lost. So some windows stay out of every fit and run beside it twice, through the dense blocks and
 through the compressed ones. They give every module's error there, how far the two streams drift apart block by block, and in
-the end both perplexities. A run that destroys a model must not look like a success.
+the end both perplexities; of an encoder, which predicts nothing, how far its last states have moved. A run that destroys a
+model must not look like a success.
 """
 
 import logging
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from .architectures import BlockView
 from .calibration.moments import BlockMoments
-from .calibration.runner import Stream, advance, predictions, start
+from .calibration.runner import Stream, advance, outputs, predictions, start
 from .calibration.streams import Streams
 from .calibration.supply import FromDense, FromStreams
 from .checkpoint.source import Source
@@ -65,34 +66,63 @@ class HeldOut:
         self.drift.append(_drift(self.dense.hidden, self.small.hidden))
 
     def finish(self, sparsity: float, *, protects: bool = True) -> dict:
-        """Perplexities, and a warning where the compressed one is beyond what the sparsity explains; that is logged too.
+        """What came out, and a warning where the model is damaged; that is logged too.
 
         Args:
             protects: whether the method can leave single blocks dense, which the warning then suggests.
         """
-        dense, small = (nats_per_token(self.source, self.ids, stream) for stream in (self.dense, self.small))
-        limit = explained_ratio(sparsity)
-        facts = {
-            "windows": len(self.ids),
-            "length": self.ids.shape[1],
-            "perplexity_dense": _perplexity(dense),
-            "perplexity": _perplexity(small),
-            "ratio": _perplexity(small - dense),
-            "explained_ratio": limit,
-            "stream_errors": self.drift,
-            "warning": None,
-        }
-        if small - dense > math.log(limit):
+        facts = {"windows": len(self.ids), "length": self.source.part.length_of(self.ids)}
+        found, damage = (self._perplexities if self.source.architecture.decoder else self._states)(sparsity)
+        facts |= found | {"stream_errors": self.drift, "warning": None}
+        if damage:
             block = self._breaks_away()
             facts |= {"breaks_away_at": block}
             advice = f"Protect it (--protect {block}), lower" if protects else "Lower"
             facts["warning"] = (
-                f"THE MODEL IS DAMAGED: perplexity on held-out calibration text goes from {_perplexity(dense):.1f} to "
-                f"{_perplexity(small):.1f}, more than sparsity {sparsity:.2f} explains (x {limit:.1f}); the stream breaks "
-                f"away at block {block}. {advice} the sparsity, or calibrate on more text"
+                f"THE MODEL IS DAMAGED: {damage}; the stream breaks away at block {block}. {advice} the sparsity, or calibrate "
+                f"on more {self._what}"
             )
             log.warning(facts["warning"])
         return facts
+
+    def _perplexities(self, sparsity: float) -> tuple[dict, str | None]:
+        """Both, and what is wrong where the compressed one is beyond what the sparsity explains."""
+        dense, small = (nats_per_token(self.source, self.ids, stream) for stream in (self.dense, self.small))
+        limit = explained_ratio(sparsity)
+        facts = {
+            "perplexity_dense": _perplexity(dense),
+            "perplexity": _perplexity(small),
+            "ratio": _perplexity(small - dense),
+            "explained_ratio": limit,
+        }
+        if small - dense <= math.log(limit):
+            return facts, None
+        return facts, (
+            f"perplexity on held-out calibration text goes from {_perplexity(dense):.1f} to {_perplexity(small):.1f}, more "
+            f"than sparsity {sparsity:.2f} explains (x {limit:.1f})"
+        )
+
+    def _states(self, sparsity: float) -> tuple[dict, str | None]:
+        """How far the states behind the last norm have moved, and what is wrong where a constant would be as near."""
+        apart, varies, alike, tokens = 0.0, 0.0, 0.0, 0
+        batches = self.ids.split([len(h) for h in self.dense.hidden])
+        for some, dense, small in zip(batches, self.dense.hidden, self.small.hidden, strict=True):
+            a, b = (outputs(self.source, some, self.dense, x).flatten(0, 1).double() for x in (dense, small))
+            apart += (a - b).square().sum().item()
+            varies += (a - a.mean(0)).square().sum().item()
+            alike += nn.functional.cosine_similarity(a, b, dim=-1).sum().item()
+            tokens += len(a)
+        facts = {"state_error": (apart / varies) ** 0.5, "cosine": alike / tokens}
+        if facts["state_error"] < 1:
+            return facts, None
+        return facts, (
+            f"its last states on held-out {self._what} are as far from the dense model's as a constant would be (relative "
+            f"error {facts['state_error']:.2f})"
+        )
+
+    @property
+    def _what(self) -> str:
+        return "images" if self.source.part.takes_images else "text"
 
     def _breaks_away(self) -> int:
         """The block behind which the drift has grown most."""

@@ -22,6 +22,7 @@ from .calibration.store import MomentStore
 from .calibration.streams import Streams
 from .calibration.supply import FromDense, FromStore, FromStreams
 from .calibration.tokens import Tokens, check_fits, say_if_few
+from .checkpoint.classes import auto_class
 from .checkpoint.config import compressed_config
 from .checkpoint.load import described
 from .checkpoint.reading import BlockReader
@@ -184,9 +185,10 @@ def _documents(work: Work, the_plan: Plan, blocks: list[BlockResult], identity: 
     description = {"rankfold_version": __version__, **identity, "counts": counts, "held_out": outcome}
     config = compressed_config(source, description, modules, work.into.kept)
     calibration, mode = identity["calibration"], identity["mode"]
-    command = reproduce_command(source.name, name, the_plan.method, calibration, mode, dtype_name(source))
-    stock = described(config) is None
-    card = model_card(the_plan, __version__, name, calibration, command, outcome, stock=stock)
+    part = source.part.name if source.part.chosen else None
+    command = reproduce_command(source.name, name, the_plan.method, calibration, mode, dtype_name(source), part)
+    stock, auto = described(config) is None, auto_class(source.model.config, type(source.model).__name__).__name__
+    card = model_card(the_plan, __version__, name, calibration, command, outcome, stock=stock, auto=auto)
     reports = {str(index): block.reports for index, block in enumerate(blocks)}
     return config, card, run_record(source, description, command, the_plan, reports, seconds)
 

@@ -126,6 +126,8 @@ def _change(source: Source, method: Method, ranks) -> tuple[int, int, int]:
 
 def _cache(source: Source, method: Method, index: int, ranks) -> tuple[int, int]:
     """Numbers cached per token in a block, dense and planned."""
+    if not source.architecture.decoder:
+        return 0, 0
     view = source.meta_block(index)
     mine = of_block(ranks, index)
     return 2 * view.attention.head_dim * view.attention.kv_heads, method.cached_numbers(view, mine)
@@ -190,13 +192,13 @@ def timed(the_plan: Plan, source: Source, calibration: dict, mode: str) -> Plan:
     if mode not in forwards:
         raise OptionError(f"mode must be {' or '.join(forwards)}, got {mode!r}")
     length = calibration["length"]
-    ids = torch.zeros(max(1, batch_tokens(source) // length), length, dtype=torch.long)
+    ids = source.part.example(max(1, batch_tokens(source) // length), length)
     view, stream, times = source.block(0), start(source, ids, autocast=source.autocast), []
     for _ in range(3):  # the first one warms up
         begin = time.perf_counter()
         advance(view, replace(stream, hidden=list(stream.hidden)))
         times.append(time.perf_counter() - begin)
-    per_token = min(times) / ids.numel()  # of one block
+    per_token = min(times) / (len(ids) * source.part.length_of(ids))  # of one block
     passed = (forwards[mode] * len(source) + method.search(len(source), removed)) * calibration["tokens"]
     if the_plan.gradient_windows:
         passed += PASSES * len(source) * the_plan.gradient_windows * length

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .architectures import Architecture, AttentionSpec, BlockView, Dense
-from .calibration.runner import StandIn, Stream, advance, evaluating, logits, start
+from .calibration.runner import StandIn, Stream, advance, evaluating, outputs, start
 from .checkpoint.source import Source
 from .errors import RankfoldError, UnsupportedModelError, first_line
 from .methods import BlockResult
@@ -71,7 +71,7 @@ def prove(source: Source) -> Proof:
         UnsupportedModelError: numbers disagree; the message says where and by how much.
     """
     given = source.architecture
-    ids = torch.randint(source.text_config.vocab_size, SHAPE, generator=torch.Generator().manual_seed(SEED))
+    ids = torch.randint(source.config.vocab_size, SHAPE, generator=torch.Generator().manual_seed(SEED))
     try:
         return _prove(source, ids)
     except (RankfoldError, torch.OutOfMemoryError):
@@ -99,7 +99,7 @@ def _prove(source: Source, ids: Tensor) -> Proof:
             units = max(units, _units(replace(view, architecture=spec), stream, source))
         advance(view, stream)
     spec = _rotates(spec, turns, source)
-    got, expected = logits(source, ids, stream), _as_the_model_runs(source, ids)
+    got, expected = outputs(source, ids, stream), _as_the_model_runs(source, ids)
     proof = Proof(spec, _difference(got, expected), attention, units if spec.mlp else None)
     if proof.logits > _close(source):
         raise UnsupportedModelError(
@@ -289,6 +289,6 @@ def _difference(a: Tensor, b: Tensor) -> float:
 
 def _because(source: Source, why: str) -> str:
     return (
-        f"model type {source.text_config.model_type!r} has no spec, and the one read off its blocks does not hold: {why}; "
+        f"model type {source.config.model_type!r} has no spec, and the one read off its blocks does not hold: {why}; "
         "see docs/add-an-architecture.md, and `rankfold models` for the families there are"
     )

@@ -15,7 +15,7 @@ from .calibration.tokens import Tokens
 from .checkpoint.run import Run
 from .checkpoint.source import Source
 from .effects import Costs, measure_costs, read_costs, write_costs
-from .errors import OptionError
+from .errors import OptionError, UnsupportedModelError
 from .memory import release_memory
 from .methods import BLOCK, Method
 from .planning import budget, shares
@@ -114,11 +114,17 @@ def gradients_of(source: Source, method: Method, tokens: Tokens | None, run: Run
 
     Raises:
         OptionError: there is no text.
+        UnsupportedModelError: an encoder, which has no loss of its own.
     """
     view = source.meta_block(0)
     names = method.gradients(view)
     if not names:
         return None
+    if not source.architecture.decoder:
+        raise UnsupportedModelError(
+            f"gradients are those of the next-token loss, and {source.architecture.model_type} predicts no next token; take a "
+            "method or option that reads no gradients"
+        )
     if tokens is None:
         raise OptionError(
             "gradients are measured on text, which moments do not hold; give calibration text, or take a method or option that "

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .calibration.runner import advance, logits, start
+from .calibration.runner import advance, outputs, start
 from .checkpoint.source import Source
 from .checkpoint.weights import Weights, fill_outer
 from .errors import CheckpointError
@@ -27,8 +27,7 @@ class Probe:
     def __init__(self, source: Source, tolerance: float | None = None):
         self.source = source
         self.tolerance = tolerance or max(TOLERANCE, 8 * torch.finfo(source.dtype).eps)
-        vocabulary, length = source.text_config.vocab_size, min(LENGTH, source.context_length)
-        self.ids = (torch.arange(length) * max(1, vocabulary // length) % vocabulary)[None]
+        self.ids = source.part.example(1, min(LENGTH, source.context_length))
         self.stream = start(source, self.ids, autocast=None)
 
     def follow(self, view) -> None:
@@ -54,7 +53,8 @@ class Probe:
         stream = start(written, self.ids, autocast=None)
         for index in range(len(written)):
             advance(written.block(index), stream)
-        expected, got = logits(self.source, self.ids, self.stream).float(), logits(written, self.ids, stream).float()
+        expected = outputs(self.source, self.ids, self.stream).float()
+        got = outputs(written, self.ids, stream).float()
         difference = ((got - expected).norm() / expected.norm()).item()
         if not difference <= self.tolerance:
             raise CheckpointError(
@@ -66,4 +66,4 @@ class Probe:
     def _reopen(self, folder: Path, model: nn.Module) -> Source:
         source, weights = self.source, Weights(folder)
         fill_outer(model, source.architecture.blocks, weights, source.dtype, source.device)
-        return Source(model, folder.name, source.device, source.dtype, weights, architecture=source.architecture)
+        return Source(model, folder.name, source.device, source.dtype, weights, part=source.part)

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import rankfold
-from rankfold.calibration.runner import advance, logits, start
+from rankfold.calibration.runner import advance, outputs, start
 
 IDS = torch.arange(24)[None] * 7 % 90
 SETTINGS = "config.json"
@@ -23,7 +23,7 @@ def computed(folder: Path, *, by_block: bool = False) -> Tensor:
         stream = start(source, IDS, autocast=None)
         for index in range(len(source)):
             advance(source.block(index), stream)
-        return logits(source, IDS, stream).float()
+        return outputs(source, IDS, stream).float()
 
 
 def same(a: Tensor, b: Tensor, tolerance: float = 1e-4) -> bool:

@@ -27,7 +27,12 @@ def characters(text: str, return_tensors: str, verbose: bool = True, add_special
 
 def source(context: int = 64):
     return SimpleNamespace(
-        name="model", context_length=context, tokenizer=characters, text_config=SimpleNamespace(vocab_size=128)
+        name="model",
+        context_length=context,
+        tokenizer=characters,
+        config=SimpleNamespace(vocab_size=128),
+        part=SimpleNamespace(takes_images=False),
+        architecture=SimpleNamespace(decoder=True),
     )
 
 

@@ -26,7 +26,12 @@ def code_points(text: str, return_tensors: str, verbose: bool = True, add_specia
 
 
 SOURCE = SimpleNamespace(
-    name="model", context_length=256, tokenizer=code_points, text_config=SimpleNamespace(vocab_size=2**21)
+    name="model",
+    context_length=256,
+    tokenizer=code_points,
+    config=SimpleNamespace(vocab_size=2**21),
+    part=SimpleNamespace(takes_images=False),
+    architecture=SimpleNamespace(decoder=True),
 )
 
 

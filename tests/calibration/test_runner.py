@@ -10,7 +10,7 @@ import rankfold
 from activations import ATTENTION, member
 from families import CONFIGS, GQA, some_ids, tiny_model
 from rankfold.calibration import observers, runner
-from rankfold.calibration.runner import advance, logits, measure, start
+from rankfold.calibration.runner import advance, measure, outputs, start
 
 NAMES = {"mlp_hidden", "mlp_input", "attention_input", "attention_output"}
 
@@ -193,7 +193,7 @@ def test_logits_are_those_of_the_model_behind_all_blocks(blocks, keep, monkeypat
     for index in range(blocks):
         advance(source.block(index), stream)
     expected = source.model(ids).logits
-    torch.testing.assert_close(logits(source, ids, stream, keep=keep), expected if keep is None else expected[:, keep])
+    torch.testing.assert_close(outputs(source, ids, stream, keep=keep), expected if keep is None else expected[:, keep])
 
 
 def test_what_nobody_looks_at_is_not_computed():

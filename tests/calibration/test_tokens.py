@@ -27,7 +27,8 @@ def characters(text: str, return_tensors: str, verbose: bool = True, add_special
 
 def source(context: int = 64, vocabulary: int = 97):
     config = SimpleNamespace(vocab_size=vocabulary)
-    return SimpleNamespace(name="model", context_length=context, tokenizer=characters, text_config=config)
+    decoder = {"part": SimpleNamespace(takes_images=False), "architecture": SimpleNamespace(decoder=True)}
+    return SimpleNamespace(name="model", context_length=context, tokenizer=characters, config=config, **decoder)
 
 
 @pytest.fixture

@@ -315,7 +315,7 @@ BAD = [
     ("compress model -o existing --calibration text.txt", "existing exists already"),
     ("compress model -o no/such/folder/x --calibration text.txt", "is not a folder; make it first"),
     ("compress missing -o x", "no model at 'missing'"),
-    ("compress unknown -o x", "model type 'albert' is not one that transformers loads as a causal language"),
+    ("compress unknown -o x", "model type 'albert' as LlamaForCausalLM is not one"),
     ("compress truncated -o x --calibration text.txt", "not a readable safetensors file"),
     ("compress nan -o x --method modegpt --calibration text.txt --samples 2 --length 32", "up_proj.weight has 1 NaN"),
     ("compress pickled -o x --calibration text.txt", "reads safetensors and GGUF only"),

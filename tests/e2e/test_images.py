@@ -5,7 +5,7 @@ import torch
 import transformers as t
 
 import rankfold
-from families import GQA, VISION, tiny_model, tokens
+from families import GQA, tiny_model, tokens
 from rankfold import MoDeGPT
 from rankfold.errors import UnsupportedModelError
 
@@ -36,13 +36,11 @@ def test_the_language_model_shrinks_and_images_are_still_seen(dense, tmp_path):
     assert torch.isfinite(one).all() and not torch.allclose(one[:, -1], two[:, -1])
 
 
-def test_a_model_that_is_no_causal_language_model_is_refused_in_one_line(tmp_path):
-    text = t.LlamaConfig(**GQA)
-    vision = t.CLIPVisionConfig(**VISION, num_hidden_layers=1, num_attention_heads=2)
-    model = t.LlavaForConditionalGeneration(t.LlavaConfig(text_config=text, vision_config=vision, image_token_index=90))
+def test_a_model_that_is_neither_a_language_model_nor_an_encoder_is_refused_in_one_line(tmp_path):
+    model = t.AlbertModel(t.AlbertConfig(hidden_size=32, num_attention_heads=4, intermediate_size=48, vocab_size=96))
     model.save_pretrained(tmp_path)
     for given in (tmp_path, model):
         with pytest.raises(
-            UnsupportedModelError, match="model type 'llava' is not one that transformers loads as a causal"
+            UnsupportedModelError, match="model type 'albert' as AlbertModel is not one that transformers"
         ):
             rankfold.open_model(given)

@@ -19,7 +19,7 @@ def test_logits_of_a_stream_are_the_models_own(family):
         probe.follow(source.block(index))
     with torch.no_grad():
         whole = source.model(probe.ids).logits
-    torch.testing.assert_close(rankfold.calibration.runner.logits(source, probe.ids, probe.stream), whole)
+    torch.testing.assert_close(rankfold.calibration.runner.outputs(source, probe.ids, probe.stream), whole)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -1,7 +1,8 @@
 """What model families look like, as data, and one view of their weights."""
 
 from .norms import Norm
-from .registry import architecture_of, known_architectures
+from .parts import Part, part_of
+from .registry import architecture_of, family_of, known_architectures
 from .spec import Architecture, AttentionSpec, ByConfig, MLPSpec, NormsSpec
 from .views import AttentionView, BlockView, Dense, MLPView, as_stored, read_linear
 
@@ -16,8 +17,11 @@ __all__ = [
     "MLPView",
     "Norm",
     "NormsSpec",
+    "Part",
     "architecture_of",
     "as_stored",
+    "family_of",
     "known_architectures",
+    "part_of",
     "read_linear",
 ]

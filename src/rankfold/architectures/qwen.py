@@ -1,4 +1,5 @@
-"""Qwen2 (biases on q, k, v) and Qwen3 (norms over the head dimension of q and k)."""
+"""Qwen2 (biases on q, k, v) and Qwen3 (norms over the head dimension of q and k), and what they are in models that see images:
+there rotary tables hold positions of several kinds, which is nothing to a block."""
 
 from dataclasses import replace
 
@@ -12,4 +13,6 @@ ARCHITECTURES = (
     replace(QWEN2, model_type="qwen2_moe", mlp=None),
     QWEN3,
     replace(QWEN3, model_type="qwen3_moe", mlp=None),
+    *(replace(QWEN2, model_type=f"{name}_text") for name in ("qwen2_vl", "qwen2_5_vl")),
+    replace(QWEN3, model_type="qwen3_vl_text"),
 )

@@ -6,7 +6,9 @@ from torch import nn
 
 from ..errors import UnsupportedModelError
 from . import (
+    bert,
     bloom,
+    clip,
     cohere,
     exaone,
     falcon,
@@ -17,17 +19,19 @@ from . import (
     granite,
     llama,
     mixtral,
+    modernbert,
     olmo,
     opt,
     phi,
     qwen,
     stablelm,
     ungated,
+    vit,
 )
 from .derive import derive
 from .spec import Architecture
 
-__all__ = ["architecture_of", "known_architectures"]
+__all__ = ["architecture_of", "check_config", "family_of", "known_architectures"]
 
 _FAMILIES = (llama, qwen, gemma, phi, granite, olmo, cohere, glm, exaone, stablelm, ungated) + (
     opt,
@@ -36,6 +40,10 @@ _FAMILIES = (llama, qwen, gemma, phi, granite, olmo, cohere, glm, exaone, stable
     falcon,
     bloom,
     mixtral,
+    bert,
+    modernbert,
+    vit,
+    clip,
 )
 _BY_TYPE = {a.model_type: a for family in _FAMILIES for a in family.ARCHITECTURES}
 
@@ -45,8 +53,13 @@ def known_architectures() -> tuple[Architecture, ...]:
     return tuple(_BY_TYPE[name] for name in sorted(_BY_TYPE))
 
 
+def family_of(config) -> Architecture | None:
+    """The family of a config; ``None`` where it is not known."""
+    return _BY_TYPE.get(config.model_type)
+
+
 def architecture_of(model: nn.Module) -> Architecture:
-    """The family of a transformers model; of a model for images and text, the family of its language model.
+    """The family of a transformers model that writes text; of one for images and text, the family of its language model.
 
     Of a type that is not known a spec that was read off its blocks, ``derived``: it may be wrong.
 
@@ -54,15 +67,31 @@ def architecture_of(model: nn.Module) -> Architecture:
         UnsupportedModelError: a trait that no spec can say, or blocks that none can be read off.
     """
     text = model.config.get_text_config()
-    found = _BY_TYPE.get(text.model_type)
+    found = family_of(text)
     if found is None:
         return derive(model)
-    for field, reason in found.unless:
-        if getattr(text, field, None):
-            raise UnsupportedModelError(
-                f"this {text.model_type} has {field}={getattr(text, field)!r}: {reason}; models of this family without it work"
-            )
+    check_config(found, text)
     if text is model.config:
         return found
-    base, _, path = found.blocks.partition(".")
-    return replace(found, blocks=f"{base}.language_model.{path}")
+    return replace(found, blocks=f"{_tower(model, text)}.{found.blocks.partition('.')[2]}")
+
+
+def _tower(model: nn.Module, config) -> str:
+    """Path of the language model in one for images and text."""
+    for name, module in model.named_modules():
+        if hasattr(module, "main_input_name") and module.config.model_type == config.model_type:
+            return name
+    raise UnsupportedModelError(
+        f"{type(model).__name__} has no part of the type {config.model_type!r} of its text config; give its language model "
+        "alone"
+    )
+
+
+def check_config(family: Architecture, config) -> None:
+    """Raise :class:`UnsupportedModelError` where a model of a family has a trait that no spec can say."""
+    for field, reason in family.unless:
+        if getattr(config, field, None):
+            raise UnsupportedModelError(
+                f"this {config.model_type} has {field}={getattr(config, field)!r}: {reason}; models of this family without it "
+                "work"
+            )

@@ -53,9 +53,12 @@ class AttentionSpec:
     # Field of the config for the width of a head, so that a stock model may have narrower or fewer heads; None: the class
     # divides the model width by the number of heads.
     width: str | None = "head_dim"
-    scaling: str = "scaling"  # attribute with the softmax scale; the compressed module keeps this number
+    # Attribute with the softmax scale, None: one over the root of the head's width. The compressed module keeps this number.
+    scaling: str | None = "scaling"
     dropout: str = "attention_dropout"
     output_dropout: str | None = None
+    # The output projection is not in the attention module, and its path is relative to the block: so it is in BERT.
+    outside: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,11 @@ class Architecture:
     # then can an output projection be fitted to what is missing from the stream.
     adds: bool | ByConfig = True
     norms: NormsSpec | None = None  # None: not said, and the stream of such a family cannot be sliced
+    # Whether the model predicts the next token of a text. What an encoder is for is not known, so its hidden states behind the
+    # last block are looked at in place of predictions.
+    decoder: bool = True
+    # Whether positions are counted from behind the number of the padding token, as in RoBERTa: so many fewer can be used.
+    positions_behind_padding: bool = False
     returns_tuple: bool = False  # the block returns (hidden, ...) instead of the hidden states
     derived: bool = False  # read off a block, and not yet proved on the model (rankfold.proving)
     unless: tuple[tuple[str, str], ...] = ()  # (field of the config, what it does where set that no spec can say)

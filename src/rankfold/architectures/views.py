@@ -59,6 +59,7 @@ class AttentionView:
     head_dim: int
     rotary_dim: int  # leading dimensions of a head that rotary embedding turns; 0 without
     config: object
+    block: nn.Module
 
     @property
     def qkv_modules(self) -> tuple[nn.Module, ...]:
@@ -67,7 +68,12 @@ class AttentionView:
     @property
     def output_module(self) -> nn.Module:
         """The output projection, also of an attention that has been compressed."""
-        return _output_of(self.module, self.spec)
+        return self.block.get_submodule(self.output_path)
+
+    @property
+    def output_path(self) -> str:
+        """Where the output projection is in the block as it is now."""
+        return _output_path(self.block, self.spec)
 
     def qkv(self) -> tuple[Dense, Dense, Dense]:
         """q ``(H N, D)``, k ``(K N, D)``, v ``(K N, D)``."""
@@ -158,7 +164,7 @@ class AttentionView:
             "kind": "attention",
             "heads": self.heads,
             "kv_heads": self.kv_heads,
-            "scaling": float(setting(self.spec.scaling)),
+            "scaling": float(setting(self.spec.scaling) if self.spec.scaling else self.head_dim**-0.5),
             "alibi": self.spec.position == "alibi",
             "softcap": setting("attn_logit_softcapping"),
             # a layer that says it does not slide may still know the width of the window
@@ -168,6 +174,7 @@ class AttentionView:
             "interleaved_table": self.spec.interleaved_table,
             "adopt": dict(zip(("q_norm", "k_norm"), self.norms, strict=True)) if self.norms else {},
             "norm_over": self.spec.norm_over,
+            "causal": bool(getattr(self.module, "is_causal", True)),
         }
 
 
@@ -228,11 +235,10 @@ class BlockView:
         module = self.module.get_submodule(spec.path)
         heads = self.config.num_attention_heads
         kv_heads = _kv_heads(spec, module, self.config) or heads
-        out_rows = read_linear(_output_of(module, spec)).weight.shape[1]
+        out_rows = read_linear(self.module.get_submodule(_output_path(self.module, spec))).weight.shape[1]
         head_dim = out_rows // heads
-        return AttentionView(
-            spec, module, heads, kv_heads, head_dim, _rotary_dim(spec, module, self.config, head_dim), self.config
-        )
+        rotary_dim = _rotary_dim(spec, module, self.config, head_dim)
+        return AttentionView(spec, module, heads, kv_heads, head_dim, rotary_dim, self.config, self.module)
 
     @property
     def mlp(self) -> MLPView | None:
@@ -256,7 +262,7 @@ class BlockView:
         attention, mlp = self.architecture.attention, self.architecture.mlp
         found = {
             "attention_input": tuple(f"{attention.path}.{name}" for name in attention.qkv),
-            "attention_output": (f"{attention.path}.{attention.output}",),
+            "attention_output": (self.attention.output_path,),
         }
         if mlp is not None:
             found |= {"mlp_input": tuple(path for path in (mlp.gate, mlp.up) if path), "mlp_hidden": (mlp.down,)}
@@ -298,9 +304,12 @@ class BlockView:
         return trait.of(self.config) if isinstance(trait, ByConfig) else trait
 
 
-def _output_of(module: nn.Module, spec: AttentionSpec) -> nn.Module:
-    """The output projection; a compressed attention has one name for it, whatever its family calls it."""
-    return getattr(module, "o_proj", None) or module.get_submodule(spec.output)
+def _output_path(block: nn.Module, spec: AttentionSpec) -> str:
+    """Of the output projection; a compressed attention has one name for it, whatever its family calls it."""
+    if spec.outside:
+        return spec.output
+    name = "o_proj" if getattr(block.get_submodule(spec.path), "o_proj", None) is not None else spec.output
+    return f"{spec.path}.{name}"
 
 
 def _kv_heads(spec: AttentionSpec, module: nn.Module, config) -> int | None:

@@ -41,9 +41,7 @@ def sweep_memory(source, tokens: int) -> int:
     item = torch.empty((), dtype=source.autocast or source.compute_dtype).element_size()
     batch = min(tokens, batch_tokens(source))
     graph = 4 * batch * (12 * width + 6 * hidden)
-    logits = (
-        4 * 4 * min(batch, POSITIONS) * source.text_config.vocab_size
-    )  # logits, their softmax and the gradients of both
+    logits = 4 * 4 * min(batch, POSITIONS) * source.config.vocab_size  # logits, their softmax and the gradients of both
     return tokens * width * (len(source) * item + 4) + max(graph, logits)
 
 

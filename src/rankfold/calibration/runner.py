@@ -1,4 +1,4 @@
-"""Run the decoder block by block over token batches, and measure on the way.
+"""Run a model block by block over batches of token windows or images, and measure on the way.
 
 Shape legend: B sequences of a batch, T tokens, D model width.
 
@@ -25,8 +25,8 @@ __all__ = [
     "advance_dense",
     "batch_tokens",
     "evaluating",
-    "logits",
     "measure",
+    "outputs",
     "predictions",
     "start",
 ]
@@ -138,32 +138,36 @@ def start(source, ids: Tensor, *, autocast: torch.dtype | None) -> Stream:
 
     Args:
         source: an open model.
-        ids: ``(S, T)`` token ids.
+        ids: ``(S, T)`` token ids, or ``(S, C, H, W)`` pixels for a part that takes images.
         autocast: precision of the block forwards, or ``None``.
     """
-    per_batch = max(1, batch_tokens(source) // ids.shape[1])
+    per_batch = max(1, batch_tokens(source) // source.part.length_of(ids))
     stream = Stream([], {}, autocast)
     with _recording(source, stop=True) as recorders:
         for batch in ids.split(per_batch):
             with contextlib.suppress(_Stop):
-                source.model(input_ids=batch.to(source.device), use_cache=False)
+                source.forward(batch)
             stream.hidden.append(recorders[0].hidden.to(autocast or recorders[0].hidden.dtype))
             stream.calls.setdefault(len(batch), [r.call for r in recorders])
     return stream
 
 
-def logits(source, ids: Tensor, stream: Stream, hidden: Tensor | None = None, *, keep: Tensor | None = None) -> Tensor:
-    """``(B, T, vocabulary)``: what the model's own norm and head make of one batch of a stream behind the last block.
+def outputs(source, ids: Tensor, stream: Stream, hidden: Tensor | None = None, *, keep: Tensor | None = None) -> Tensor:
+    """What the model's own norm, and head where it writes text, make of one batch of a stream behind the last block.
 
     Args:
         source: an open model.  ids: ``(B, T)`` what the batch was started from.  stream: what it belongs to.
-        hidden: ``(B, T, D)`` the batch; the only one of the stream by default. If it needs a gradient, logits have one.
+        hidden: ``(B, T, D)`` the batch; the only one of the stream by default. If it needs a gradient, the result has one.
         keep: positions whose logits are wanted, where the model can leave out others; all by default.
+
+    Returns:
+        ``(B, T, vocabulary)`` logits of a decoder, ``(B, T, D)`` normalised states of an encoder.
     """
     some, hidden = {} if keep is None else {"logits_to_keep": keep}, stream.hidden[0] if hidden is None else hidden
     with torch.set_grad_enabled(hidden.requires_grad), _recording(source, stop=False) as recorders, stream.context():
         recorders[-1].instead = hidden.to(source.model.dtype)
-        return source.model(input_ids=ids.to(source.device), use_cache=False, **some).logits
+        found = source.forward(ids, **some)
+        return found.logits if source.architecture.decoder else found.last_hidden_state
 
 
 def predictions(
@@ -172,12 +176,12 @@ def predictions(
     """Logits ``(B, n, V)`` and the next tokens ``(B, n)`` of one batch behind the last block, some positions at a time.
 
     Args:
-        source, ids, stream, hidden: as for :func:`logits`.
+        source, ids, stream, hidden: as for :func:`outputs`.
         positions: at most so many of every sequence at once, where the model can leave out logits; otherwise all.
     """
     last, keeps = ids.shape[1] - 1, "logits_to_keep" in inspect.signature(source.model.forward).parameters
     for some in torch.arange(last, device=ids.device).split(positions if keeps else last):
-        found = logits(source, ids, stream, hidden, keep=some if keeps else None)
+        found = outputs(source, ids, stream, hidden, keep=some if keeps else None)
         yield found[:, : len(some)], ids[:, some + 1]
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, DataError, OptionError, first_line
+from .framing import frame_of
 from .mixing import Drawn, Portion, check_distinct, draw_all, held_out_of, interleaved, shares_of
 from .pieces import pieces_of_file_or_hub, pieces_of_text
 from .runner import evaluating
@@ -55,6 +56,8 @@ def load_tokens(
     the text give, which is logged. A text of up to 16 MiB is tokenised as a whole and cut into windows, of which some are
     drawn; of a larger one random pieces are tokenised, one window each (:mod:`.pieces`). Windows never overlap.
 
+    An encoder reads whole texts: every window is given the special tokens its tokenizer puts around one.
+
     Behind the ``samples`` windows come a few more of the same draw that nothing is fitted to, ``held_out``: one for eight
     samples, at least one and at most 8. Where the text has too few windows they are taken out of the samples; a single
     window is fitted.
@@ -76,6 +79,8 @@ def load_tokens(
         OptionError: ``samples`` or ``length`` out of range, a text named twice, or a share that is no positive number.
     """
     shares = shares_of(name)
+    if source.part.takes_images:
+        raise OptionError(f"the {source.part.name} part of {source.name} takes images; use load_images")
     if samples < 1 or length < 2:
         raise OptionError(f"samples must be >= 1 and length >= 2, got {samples} and {length}")
     if samples < len(shares):
@@ -93,6 +98,10 @@ def load_tokens(
     def draw(text: str, portion: Portion, length: int) -> Drawn:
         count = sum(portion)
         if text == "self":
+            if not source.architecture.decoder:
+                raise OptionError(
+                    f"{source.name} is an encoder and writes no text of its own; calibrate on another text"
+                )
             return Drawn(_sample_from_model(source, portion.fitted, count, length, seed), "self", "sampled")
         return _draw(text, source, field, count, length, seed)
 
@@ -122,16 +131,20 @@ def _together(texts: dict[str, tuple[Drawn, Portion]], shares: dict[str, float],
 
 def _draw(name: str, source, field: str, count: int, length: int, seed: int) -> Drawn:
     """Up to ``count`` windows of a text."""
+    frame = frame_of(source)
+    if length <= frame.tokens:
+        raise OptionError(f"length must be more than the {frame.tokens} special tokens of a window, got {length}")
     large = pieces_of_file_or_hub(name, field=field, seed=seed, size=length * CHARACTERS_PER_TOKEN)
     if large is None:
         text = read_text(name, field=field)
         large = pieces_of_text(text, seed)
         if large is None:
-            return Drawn(_windows_of_text(text, source, count, length, seed), text.origin, Tokens.draw)
-    windows = list(_windows_of_pieces(large.pieces, source, count, length, seed))
+            windows = _windows_of_text(text, source, count, length - frame.tokens, seed)
+            return Drawn(frame.around(windows), text.origin, Tokens.draw)
+    windows = list(_windows_of_pieces(large.pieces, source, count, length - frame.tokens, seed))
     if not windows:
         raise DataError(f"text source {name!r} has less than one window of {length} tokens; choose a smaller length")
-    return Drawn(torch.stack(windows), large.origin, large.draw)
+    return Drawn(frame.around(torch.stack(windows)), large.origin, large.draw)
 
 
 def _windows_of_text(text: Text, source, count: int, length: int, seed: int) -> Tensor:
@@ -172,16 +185,16 @@ def _windows_of_pieces(pieces: Iterator[str], source, count: int, length: int, s
 
 
 def encode(text: Text, source) -> Tensor:
-    """``(n,)`` token ids of a text, checked against the model's vocabulary.
+    """``(n,)`` token ids of a text, checked against the model's vocabulary; without special tokens for an encoder.
 
     Raises:
         DataError: the tokenizer gives ids that the embedding does not have.
     """
-    return _tokenised(text.joined(), source)
+    return _tokenised(text.joined(), source, **({} if source.architecture.decoder else {"add_special_tokens": False}))
 
 
 def _tokenised(text: str, source, **options) -> Tensor:
-    return tokenised(source.tokenizer, text, source.name, source.text_config.vocab_size, **options)
+    return tokenised(source.tokenizer, text, source.name, source.config.vocab_size, **options)
 
 
 def tokenised(tokenizer, text: str, name: str, vocabulary: int, **options) -> Tensor:
@@ -211,16 +224,26 @@ def tokenised(tokenizer, text: str, name: str, vocabulary: int, **options) -> Te
 
 
 def check_fits(ids: Tensor, source) -> None:
-    """Whether a model can run on these windows.
+    """Whether a model can run on these windows, or images.
 
     Raises:
-        DataError: an id has no embedding, or windows are longer than the positions the model has.
+        DataError: an id has no embedding, windows are longer than the positions the model has, or images have another shape
+            than it takes.
     """
-    check_vocabulary(ids, source.text_config.vocab_size)
-    positions = getattr(source.text_config, "max_position_embeddings", None)
-    if positions and ids.shape[1] > positions:
+    wanted = tuple(source.part.example(1, 1).shape[1:]) if source.part.takes_images else None
+    if wanted and tuple(ids.shape[1:]) != wanted:
         raise DataError(
-            f"windows of {ids.shape[1]} tokens are longer than the model's context of {positions}; cut them shorter"
+            f"the {source.part.name} part of {source.name} takes images of {list(wanted)} (channels, height, width), got "
+            f"{list(ids.shape[1:])}; calibrate on a folder of images (rankfold.load_images)"
+        )
+    if wanted:
+        return
+    if ids.dim() != 2:
+        raise DataError(f"the {source.part.name} part of {source.name} takes token ids, got images; calibrate on text")
+    check_vocabulary(ids, source.config.vocab_size)
+    if source.part.positions and ids.shape[1] > source.part.positions:
+        raise DataError(
+            f"windows of {ids.shape[1]} tokens are longer than the model's context of {source.part.positions}; cut them shorter"
         )
 
 
@@ -228,11 +251,12 @@ def say_if_few(ids: Tensor, source) -> None:
     """A line in the log where there are fewer tokens than the widest moment has dimensions: it has no full rank then."""
     view = source.meta_block(0)
     widest = max(view.attention.output.weight.shape[1], view.mlp.hidden if view.mlp else 0)
-    if ids.numel() < widest:
+    tokens = len(ids) * source.part.length_of(ids)
+    if tokens < widest:
         log.warning(
             "%d calibration tokens are too few: the widest moment has %d dimensions and needs at least as many, better four "
             "times; give more or longer windows",
-            *(ids.numel(), widest),
+            *(tokens, widest),
         )
 
 
@@ -257,7 +281,7 @@ def _sampled(model, source, samples: int, count: int, length: int, seed: int) ->
 
     The first ``samples`` do not depend on ``count``.
     """
-    start = getattr(source.text_config, "bos_token_id", None)
+    start = getattr(source.config, "bos_token_id", None)
     start = start if start is not None else source.tokenizer.bos_token_id
     if start is None:
         start = source.tokenizer.eos_token_id

@@ -60,9 +60,14 @@ class Tokens:
     def sha256(self) -> str:
         return _sha256(self.ids)
 
+    @property
+    def length(self) -> int:
+        """Tokens of a window."""
+        return self.ids.shape[1]
+
     def describe(self) -> dict:
         """For the run record."""
-        samples, length = self.ids.shape
+        samples, length = len(self.ids), self.length
         described = {
             "source": " + ".join(f"{shown(p.name)}={p.share:.3g}" for p in self.parts) or shown(self.name),
             "origin": self.origin,

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from ..errors import CheckpointError
+from .classes import check_writes
 from .devices import resolve_dtype
 from .hub import locate
 from .load import load_model
@@ -25,13 +26,14 @@ def open_compressed(model: str | Path, *, dtype: str = "auto") -> Source:
 
     Raises:
         CheckpointError: it cannot be read, or does not hold what its config describes.
-        UnsupportedModelError: its family is unknown.
+        UnsupportedModelError: its family is unknown, or an encoder.
     """
     path = locate(str(model))
     if not path.is_dir():
         raise CheckpointError(f"{model} is not a folder; give one that `rankfold compress` wrote")
     written = resolve_dtype(dtype)
     loaded = load_model(path, dtype="float32", device="cpu")
+    check_writes(loaded.config, path.name)
     if written is None:
         written = stored_dtype(read_config(path), path)
     return Source(loaded, path.name, torch.device("cpu"), written, None, TokenizerFiles.beside(path))

@@ -19,13 +19,30 @@ def compressed_config(source, identity: dict, modules: dict[str, dict], kept: tu
     config.architectures = [type(source.model).__name__]
     config.dtype = source.dtype
     if len(kept) < len(source):
-        _keep_blocks(config.get_text_config(), kept)
+        _keep_blocks(_part_of(config, source), kept)
     if not modules:
         return config
     config.auto_map = dict(AUTO_MAP)
-    described = {"digest": digest(modules), "modules": modules}
+    before = _described(config)  # of another part
+    modules = before.pop("modules", {}) | modules
+    described = {"digest": digest(modules), "modules": modules} | ({"before": before} if before else {})
     config.quantization_config = {"quant_method": METHOD_NAME, "format": FORMAT, **identity, **described}
     return config
+
+
+def _described(config) -> dict:
+    """What a config says of an earlier compression; empty where there is none."""
+    found = getattr(config, "quantization_config", None) or {}
+    found = dict(found if isinstance(found, dict) else found.to_dict())
+    return {key: value for key, value in found.items() if key not in ("quant_method", "format", "digest")}
+
+
+def _part_of(config, source):
+    """The config of the source's part in a copy of the model's config."""
+    if source.config is source.model.config:
+        return config
+    names = [name for name in config.sub_configs if getattr(source.model.config, name) is source.config]
+    return getattr(config, names[0]) if names else config.get_text_config()
 
 
 def _keep_blocks(config, kept: tuple[int, ...]) -> None:

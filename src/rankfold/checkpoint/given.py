@@ -4,16 +4,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..architectures import Architecture, architecture_of
+from ..architectures import Architecture, Part, part_of
 from ..errors import UnsupportedModelError
+from ..modules import METHOD_NAME
+from .classes import auto_class
 
 __all__ = ["check_given", "check_quantised", "check_tied"]
 
 KNOWN = ("torch", "transformers")  # whose linear layers compute what their weight says
 
 
-def check_given(model: nn.Module) -> None:
-    """Raise :class:`UnsupportedModelError`, saying what to do, unless this is a plain dense causal language model."""
+def check_given(model: nn.Module, name: str | None) -> Part:
+    """The part of this name; :class:`UnsupportedModelError`, saying what to do, unless the model is a plain dense one."""
     if hasattr(model, "_orig_mod"):
         raise UnsupportedModelError("the model is compiled; give the model that was compiled (model._orig_mod)")
     if hasattr(model, "peft_config"):
@@ -25,26 +27,41 @@ def check_given(model: nn.Module) -> None:
             f"{type(model).__name__} is not a transformers model; give a PreTrainedModel, a folder or a hub id"
         )
     check_quantised(model.config, type(model).__name__)
-    if model.get_output_embeddings() is None:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no language-model head; load it with AutoModelForCausalLM"
-        )
+    auto_class(model.config, type(model).__name__)
     on_meta = [name for name, tensor in model.state_dict().items() if tensor.device.type == "meta"]
     if on_meta:
         raise UnsupportedModelError(
             f"{on_meta[0]} and {len(on_meta) - 1} more tensors are on the meta device, without numbers; load the weights first"
         )
-    _check_layers(model, architecture_of(model))
+    part = part_of(model, name)
+    check_quantised(model.config, type(model).__name__, part.architecture.blocks)
+    if part.architecture.decoder and model.get_output_embeddings() is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no language-model head; load it with AutoModelForCausalLM"
+        )
+    _check_layers(model, part.architecture)
+    return part
 
 
-def check_quantised(config, name: str) -> None:
-    """Raise :class:`UnsupportedModelError` where a config says that the model is compressed or quantised already."""
+def check_quantised(config, name: str, blocks: str | None = None) -> None:
+    """Raise :class:`UnsupportedModelError` where a config says that the model is compressed or quantised already.
+
+    Args:
+        config: of the model.
+        name: of the model, for the message.
+        blocks: path of those that are to be compressed; another part of the model may be compressed by rankfold. ``None``:
+            it is not known yet, and that is left open.
+    """
     done = getattr(config, "quantization_config", None)
-    if done:
-        method = done.get("quant_method") if isinstance(done, dict) else getattr(done, "quant_method", None)
-        method = getattr(method, "value", method) or "quantization_config"
-        method = str(method).partition(" ")[0]  # ours says more
-        raise UnsupportedModelError(f"{name} is already compressed or quantised ({method}); start from the dense model")
+    if not done:
+        return
+    done = done if isinstance(done, dict) else done.to_dict() if hasattr(done, "to_dict") else vars(done)
+    method = done.get("quant_method") or "quantization_config"
+    method = str(getattr(method, "value", method)).partition(" ")[0]  # ours says more
+    ours = method == METHOD_NAME.partition(" ")[0]
+    if ours and (blocks is None or not any(path.startswith(f"{blocks}.") for path in done["modules"])):
+        return
+    raise UnsupportedModelError(f"{name} is already compressed or quantised ({method}); start from the dense model")
 
 
 def check_tied(model: nn.Module) -> None:

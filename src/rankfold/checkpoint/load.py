@@ -6,8 +6,9 @@ from accelerate import init_empty_weights
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ..errors import CheckpointError, first_line
+from ..errors import CheckpointError, RankfoldError, first_line
 from ..modules import RankfoldConfig, attach, install
+from .classes import auto_class
 from .devices import resolve_device, resolve_dtype
 from .hub import locate
 from .tokenizer import TokenizerFiles
@@ -37,12 +38,14 @@ def load_model(model: str | Path, *, dtype: str = "auto", device: str = "auto") 
         folder, kwargs = path, {"use_safetensors": True}
         weights = Weights(folder)  # an index that leads elsewhere, and what is no plain file, are refused unread
         read_generation_config(folder)
-    wanted = resolve_dtype(dtype) or "auto"
+    wanted, auto = resolve_dtype(dtype) or "auto", AutoModelForCausalLM
     try:
         if weights:
-            weights.check_depth(AutoConfig.from_pretrained(folder, trust_remote_code=False))
-        loaded, info = AutoModelForCausalLM.from_pretrained(folder, dtype=wanted, **kwargs, **REPORTED)
-    except CheckpointError:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            weights.check_depth(config)
+            auto = auto_class(config)
+        loaded, info = auto.from_pretrained(folder, dtype=wanted, **kwargs, **REPORTED)
+    except RankfoldError:
         raise
     except Exception as error:  # transformers, safetensors and json raise many types for a damaged checkpoint
         raise CheckpointError(f"{model} cannot be loaded: {first_line(error)}; copy or make it again") from error
@@ -70,7 +73,7 @@ def empty_model(config, attention: str | None = None, dtype=None) -> PreTrainedM
     plain = config.__class__.from_dict(config.to_dict())
     plain.__dict__.pop("quantization_config", None)
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(
+        model = auto_class(plain).from_config(
             plain, dtype=dtype or config.dtype, attn_implementation=attention, trust_remote_code=False
         )
         install(model, modules)
@@ -85,7 +88,8 @@ def assemble(source, config, blocks: dict[str, Tensor]) -> PreTrainedModel:
     }
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
-    model.generation_config = source.model.generation_config
+    if hasattr(source.model, "generation_config"):  # encoders have none
+        model.generation_config = source.model.generation_config
     if described(config) is not None:
         attach(model, described(config))
     return model.to(source.device)

@@ -7,7 +7,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from ..errors import CheckpointError
-from ..files import write_json, write_tensors
+from ..files import sync_files, write_json, write_tensors
 
 __all__ = ["Shards", "write_around"]
 
@@ -65,11 +65,14 @@ class Shards:
 
 
 def write_around(folder: Path, source, config) -> None:
-    """What transformers wants beside the weights: config, settings for generating, tokenizer and processor."""
+    """What transformers wants beside the weights: config, settings for generating, tokenizer, and what surrounds the model."""
     config.save_pretrained(folder)
-    if source.model.generation_config is not None:
+    if getattr(source.model, "generation_config", None) is not None:
         source.model.generation_config.save_pretrained(folder)
     if source.has_tokenizer:
         source.tokenizer.save_pretrained(folder)
-    for file in source.processor_files:
-        shutil.copyfile(file, folder / file.name)
+    files = source.tokenizer_files
+    for name in files.around if files else []:
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(files.folder / name, folder / name)
+        sync_files((folder / name).parent)

@@ -9,15 +9,17 @@ import copy
 import functools
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
-from ..architectures import Architecture, BlockView, architecture_of
+from ..architectures import Architecture, BlockView, Part, part_of
 from ..errors import CheckpointError, UnsupportedModelError, first_line
+from .classes import auto_class
 from .devices import DTYPES, autocast_dtype, resolve_device, resolve_dtype
 from .fingerprint import fingerprint
 from .given import check_given, check_quantised, check_tied
@@ -32,17 +34,16 @@ log = logging.getLogger(__name__)
 
 
 class Source:
-    """A dense causal language model, read block by block.
+    """One stack of blocks in a dense model, read block by block.
 
     Attributes:
-        name: what the user called it.  text_config: of its language model.  architecture: its family.
+        name: what the user called it.  part: what of the model is taken.  config: of that part.  architecture: its family.
         model: the model around the blocks; the blocks of a streamed source are on the meta device.
         dtype: the dtype weights are written in, in the compressed model; what is read is rounded to it first, block by block.
         device: where blocks run.
         weights: where blocks are read from; ``None`` where all are in memory.
         tokenizer_files: where the tokenizer is read from when it is wanted; ``None`` where there is none.
         bytes_on_disk: of the files the weights are read from; ``None`` for a model that the caller holds.
-        architecture: of a model whose blocks are compressed already, what they were; found by default.
         overlaps: read the next block and write the last one while this one is computed. It costs the memory of two blocks, and
             gains nothing where the processor that computes also reads.
     """
@@ -57,15 +58,41 @@ class Source:
         tokenizer_files: TokenizerFiles | None = None,
         tokenizer=None,
         bytes_on_disk: int | None = None,
-        architecture: Architecture | None = None,
+        part: Part | None = None,
     ):
         self.model, self.name, self.device, self.dtype = model, name, device, dtype
-        self.text_config = model.config.get_text_config()
-        self.architecture = architecture or architecture_of(model)
+        self.part = part or part_of(model)
         self.autocast = autocast_dtype(device)  # precision of block forwards; None for the compute dtype itself
         self.weights, self.tokenizer_files, self.bytes_on_disk = weights, tokenizer_files, bytes_on_disk
         self.overlaps = device.type != "cpu"
         self._tokenizer = tokenizer
+
+    @property
+    def architecture(self) -> Architecture:
+        return self.part.architecture
+
+    @architecture.setter
+    def architecture(self, spec: Architecture) -> None:
+        self.part = replace(self.part, architecture=spec)
+
+    @property
+    def config(self):
+        return self.part.config
+
+    @property
+    def network(self) -> nn.Module:
+        """What embeds a batch and runs the blocks: the model itself where it writes text, an encoder without its head."""
+        return self.model.get_submodule(self.part.network)
+
+    def forward(self, batch: torch.Tensor, **options):
+        """What the network makes of a batch.
+
+        Args:
+            batch: ``(B, T)`` token ids, or ``(B, C, H, W)`` pixels as its image processor gives them.
+            options: of the network's own forward.
+        """
+        options |= {"use_cache": False} if self.architecture.decoder else {}
+        return self.network(**{self.part.input_name: batch.to(self.device)}, **options)
 
     @property
     def streamed(self) -> bool:
@@ -81,7 +108,7 @@ class Source:
 
     @property
     def context_length(self) -> int:
-        return getattr(self.text_config, "max_position_embeddings", None) or 2048
+        return self.part.positions or 2048
 
     @property
     def has_tokenizer(self) -> bool:
@@ -102,9 +129,15 @@ class Source:
         return self._tokenizer
 
     @property
-    def processor_files(self) -> list[Path]:
-        """What prepares images beside the weights of a model for images and text; it stays as it is."""
-        return self.tokenizer_files.processor if self.tokenizer_files else []
+    def image_processor(self):
+        """What makes pixels of images for this model.
+
+        Raises:
+            CheckpointError: there is none beside the weights.
+        """
+        if self.tokenizer_files is None:
+            raise CheckpointError(f"{self.name} came without an image processor; pass one, or pixels (rankfold.Images)")
+        return self.tokenizer_files.load_image_processor()
 
     def block(self, index: int) -> BlockView:
         """A private copy of block ``index`` with its weights on :attr:`device`, released with the last reference.
@@ -121,20 +154,20 @@ class Source:
             module.to(self.dtype).to(self.compute_dtype)  # rounded as it will be stored
         module.to(self.device).eval()
         check_finite({prefix + name: tensor for name, tensor in module.state_dict().items()})
-        return BlockView(self.architecture, index, module, self.text_config, self.inv_freq(index))
+        return BlockView(self.architecture, index, module, self.config, self.inv_freq(index))
 
     def inv_freq(self, index: int) -> torch.Tensor | None:
         """Rotary frequencies of a block; families with sliding layers keep one table per layer type."""
         for module in self.model.modules():
             if type(module).__name__.endswith("RotaryEmbedding"):
-                kind = getattr(self.text_config, "layer_types", None)
+                kind = getattr(self.config, "layer_types", None)
                 named = getattr(module, f"{kind[index]}_inv_freq", None) if kind else None
                 return named if named is not None else getattr(module, "inv_freq", None)
         return None
 
     def meta_block(self, index: int) -> BlockView:
         """Block ``index`` for reading shapes only; its weights may be on the meta device."""
-        return BlockView(self.architecture, index, self.blocks[index], self.text_config)
+        return BlockView(self.architecture, index, self.blocks[index], self.config)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -151,7 +184,7 @@ class Source:
         """
         if self.weights is None:
             return self.model.to(self.device)
-        return read_whole(self.weights.folder, self.dtype, self.device).eval()
+        return read_whole(self.weights.folder, self.model.config, self.dtype, self.device).eval()
 
     def outer_state(self) -> dict[str, torch.Tensor]:
         """Tensors outside the blocks, as stored; a tied head is left out."""
@@ -165,8 +198,8 @@ class Source:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Of the language model's config and all weights; the same in whatever dtype the result is to be stored."""
-        return fingerprint(self.text_config.to_diff_dict(), self._all_tensors())
+        """Of the part's config and all weights; the same in whatever dtype the result is to be stored."""
+        return fingerprint(self.config.to_diff_dict(), self._all_tensors())
 
     def _all_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every parameter and saved buffer once, as the checkpoint has it, by name."""
@@ -176,7 +209,14 @@ class Source:
                 yield name, self.weights.raw(name) if self.weights else tensor
 
 
-def open_model(model: "str | Path | nn.Module", *, dtype: str = "auto", device: str = "auto", tokenizer=None) -> Source:
+def open_model(
+    model: "str | Path | nn.Module",
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    tokenizer=None,
+    part: str | None = None,
+) -> Source:
     """Open a model for compression.
 
     Args:
@@ -185,23 +225,23 @@ def open_model(model: "str | Path | nn.Module", *, dtype: str = "auto", device: 
             it, and ``bfloat16`` for a ``.gguf`` file, whose few bits fp32 would only make longer.
         device: ``auto``, ``cpu``, ``cuda`` or ``mps``.
         tokenizer: overrides the one beside the weights.
+        part: ``language`` or ``vision`` of a model that has both; by default the part that writes text, or else the only one.
 
     Raises:
         CheckpointError, UnsupportedModelError, OptionError: with one line saying what to do.
     """
     where, wanted = resolve_device(device), resolve_dtype(dtype)
     if isinstance(model, nn.Module):
-        check_given(model)
-        _check_type(model.config)
+        stack = check_given(model, part)
         check_tied(model)
         place = getattr(model, "name_or_path", "")
         files = TokenizerFiles(Path(place)) if place else None
-        return Source(model, place or type(model).__name__, where, model.dtype, None, files, tokenizer)
+        return Source(model, place or type(model).__name__, where, model.dtype, None, files, tokenizer, part=stack)
     path = locate(str(model))
     name = path.name if Path(str(model)).expanduser().exists() else str(model)  # no local paths in results
     read = _read_gguf if path.suffix == ".gguf" else _read_folder
-    network, storage_dtype, weights, size = read(path, where, wanted)
-    source = Source(network, name, where, storage_dtype, weights, TokenizerFiles.beside(path), tokenizer, size)
+    network, storage_dtype, weights, size, stack = read(path, where, wanted, part)
+    source = Source(network, name, where, storage_dtype, weights, TokenizerFiles.beside(path), tokenizer, size, stack)
     if not len(source):
         raise CheckpointError(f"{name} has no blocks by its config; correct num_hidden_layers in config.json")
     return source
@@ -222,27 +262,20 @@ def read_config(folder: Path):
 def _dense_config(folder: Path):
     config = read_config(folder)
     check_quantised(config, str(folder))
-    _check_type(config)
     return config
 
 
-def _check_type(config) -> None:
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise UnsupportedModelError(
-            f"model type {config.model_type!r} is not one that transformers loads as a causal language model; give its "
-            "language model alone"
-        )
-
-
-def _read_gguf(file: Path, device: torch.device, dtype: torch.dtype | None):
+def _read_gguf(file: Path, device: torch.device, dtype: torch.dtype | None, part: str | None):
     """As :func:`_read_folder`. All numbers are held in fp32, so that the fingerprint does not depend on the dtype written."""
     written = dtype or torch.bfloat16
     log.info("%s is de-quantised; its weights are written in %s", file.name, str(written).removeprefix("torch."))
-    return read_gguf(file, device), written, None, file.stat().st_size
+    model = read_gguf(file, device)
+    return model, written, None, file.stat().st_size, part_of(model, part)
 
 
-def _read_folder(folder: Path, device: torch.device, dtype: torch.dtype | None):
-    """The model around its blocks, the dtype weights are written in, where blocks are read from, and bytes on disk."""
+def _read_folder(folder: Path, device: torch.device, dtype: torch.dtype | None, part: str | None):
+    """The model around its blocks, the dtype weights are written in, where blocks are read from, bytes on disk, and the part
+    that is taken."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is neither a folder nor a .gguf file")
     config, weights = _dense_config(folder), Weights(folder)
@@ -250,20 +283,23 @@ def _read_folder(folder: Path, device: torch.device, dtype: torch.dtype | None):
     weights.check_depth(config)
     storage_dtype = dtype or stored_dtype(config, folder)
     model = _empty(config, torch.float32 if device.type == "cpu" else storage_dtype)
+    stack = part_of(model, part)
+    check_quantised(config, str(folder), stack.architecture.blocks)
     if weights.rename(model.base_model_prefix, required_names(model)):
         if any(weights.differ(*pair) for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items()):
             untie(config, str(folder))
             model = _empty(config, model.dtype)
         weights.check_fits(model)
         check_unused(weights.unused(model), model, folder)
-        fill_outer(model, architecture_of(model).blocks, weights, storage_dtype, device)
+        fill_outer(model, stack.architecture.blocks, weights, storage_dtype, device)
     else:
         log.info(
             "the checkpoint names its weights differently from the model: reading it as a whole, not block by block"
         )
-        model, weights = read_whole(folder, storage_dtype, device), None
-    model.generation_config = read_generation_config(folder) or model.generation_config
-    return model, storage_dtype, weights, size
+        model, weights = read_whole(folder, config, storage_dtype, device), None
+    if found := read_generation_config(folder):
+        model.generation_config = found
+    return model, storage_dtype, weights, size, stack
 
 
 def stored_dtype(config, folder: Path) -> torch.dtype:
@@ -284,6 +320,8 @@ def stored_dtype(config, folder: Path) -> torch.dtype:
 def _empty(config, dtype: torch.dtype):
     try:
         with init_empty_weights(include_buffers=False):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            return auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
+    except UnsupportedModelError:
+        raise
     except Exception as error:  # settings that no model can be built from end in whatever type meets them first
         raise CheckpointError(f"config.json describes no model that can be built ({first_line(error)})") from error

@@ -1,9 +1,9 @@
-"""The tokenizer that lies beside a model's weights."""
+"""The tokenizer and the image processor that lie beside a model's weights."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import AutoTokenizer
+from transformers import AutoImageProcessor, AutoTokenizer
 
 from ..errors import CheckpointError, first_line
 
@@ -11,6 +11,9 @@ __all__ = ["TokenizerFiles"]
 
 _NAMES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _PROCESSOR = ("preprocessor_config.json", "processor_config.json")
+# What sentence-transformers reads, and its modules behind the encoder, such as 1_Pooling.
+_SENTENCES = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
+_MODULES = ("[0-9]_*/config.json", "[0-9]_*/model.safetensors")
 
 
 @dataclass(frozen=True)
@@ -31,9 +34,12 @@ class TokenizerFiles:
         return self.gguf is not None or any((self.folder / name).exists() for name in _NAMES)
 
     @property
-    def processor(self) -> list[Path]:
-        """Files that prepare images for a model for images and text."""
-        return [self.folder / name for name in _PROCESSOR if (self.folder / name).is_file()]
+    def around(self) -> list[Path]:
+        """Files that say what surrounds the model, relative to the folder: what prepares images, and what is made of the
+        states of a sentence encoder."""
+        found = [self.folder / name for name in (*_PROCESSOR, *_SENTENCES)]
+        found += [path for pattern in _MODULES for path in sorted(self.folder.glob(pattern))]
+        return [path.relative_to(self.folder) for path in found if path.is_file()]
 
     def load(self):
         """The tokenizer.
@@ -50,4 +56,18 @@ class TokenizerFiles:
             raise CheckpointError(
                 f"no tokenizer can be read from {self.folder / (self.gguf or '')}: {first_line(error)}; put the tokenizer "
                 "files beside the weights"
+            ) from error
+
+    def load_image_processor(self):
+        """The image processor.
+
+        Raises:
+            CheckpointError: there is none that can be read.
+        """
+        try:
+            return AutoImageProcessor.from_pretrained(self.folder, trust_remote_code=False)
+        except Exception as error:  # a damaged file ends in whatever type the code that meets it raises
+            raise CheckpointError(
+                f"no image processor can be read from {self.folder}: {first_line(error)}; put the model's own "
+                f"{_PROCESSOR[0]} beside the weights"
             ) from error

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from ..errors import CheckpointError, first_line
+from .classes import auto_class
 from .weights import listed, missed
 
 __all__ = [
@@ -29,14 +30,14 @@ log = logging.getLogger(__name__)
 REPORTED = {"output_loading_info": True, "ignore_mismatched_sizes": True, "trust_remote_code": False}
 
 
-def read_whole(folder: Path, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """A dense model from a folder of safetensors; on a CPU its numbers are held in fp32.
+def read_whole(folder: Path, config, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """A dense model from a folder of safetensors and its config; on a CPU its numbers are held in fp32.
 
     Raises:
         CheckpointError: it cannot be read, or does not hold what its config describes.
     """
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = auto_class(config).from_pretrained(
             folder, dtype=_held(dtype, device), use_safetensors=True, **REPORTED
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -139,9 +140,10 @@ def check_head(model: nn.Module, place: Path) -> None:
 
 
 def _head_differs(model: nn.Module) -> bool:
-    config = model.config.get_text_config()
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    return head is not None and config.tie_word_embeddings and head.weight is not embedding.weight
+    head = model.get_output_embeddings()
+    if head is None or not model.config.get_text_config().tie_word_embeddings:
+        return False
+    return head.weight is not model.get_input_embeddings().weight
 
 
 def untie(config, name: str) -> None:

@@ -16,6 +16,7 @@ def command(
     text: o.CalibrationOptions,
     dtype: o.Written = "auto",
     device: o.Device = "auto",
+    part: o.Part = None,
     json: o.Json = False,
 ) -> None:
     """Measure a model once, to compress it many times in seconds.
@@ -27,7 +28,7 @@ def command(
     from .. import pipeline
     from ..checkpoint.source import open_model
 
-    source = open_model(model, dtype=dtype, device=device)
+    source = open_model(model, dtype=dtype, device=device, part=part)
     store = pipeline.calibrate(source, text.load(source), output)
     c.emit(
         {"output": str(output), **store.identity},

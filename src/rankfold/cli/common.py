@@ -36,6 +36,8 @@ def gone(counts: dict) -> str:
 
 
 def outcome(held_out: dict) -> str:
-    """What became of the calibration windows that were not fitted."""
+    """What became of the calibration windows or images that were not fitted."""
     numbers = "perplexity {perplexity_dense:.2f} -> {perplexity:.2f} (x {ratio:.2f}) on {windows} held-out calibration windows"
+    if "state_error" in held_out:
+        numbers = "last states: cosine {cosine:.4f}, relative error {state_error:.3f} on {windows} held-out calibration samples"
     return numbers.format(**held_out)

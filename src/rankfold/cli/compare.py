@@ -60,6 +60,7 @@ def command(
     missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
     if missing:
         raise OptionError(f"the report needs {' and '.join(missing)}; pip install 'rankfold[report]'")
+    from ..checkpoint.classes import check_writes
     from ..checkpoint.load import load_model
     from ..checkpoint.source import open_model
     from ..comparison import Accuracies, Measures, Perplexities, Speed, compare
@@ -68,6 +69,7 @@ def command(
     from ..report.identity import dtype_name
 
     source = open_model(model, dtype=dtype, device=device)
+    check_writes(source.model.config, source.name)
     measured = {"texts": Perplexities(source, Texts(text, text_length, limit, windows.field))}
     if tasks is not None:
         names = [name.strip() for name in tasks.split(",")]

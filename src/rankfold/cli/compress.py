@@ -24,6 +24,7 @@ def command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     dtype: o.Written = "auto",
     device: o.Device = "auto",
+    part: o.Part = None,
     json: o.Json = False,
 ) -> None:
     """Compress a model and write a checkpoint that transformers loads.
@@ -49,7 +50,7 @@ def command(
     if output is not None and not dry_run:
         check_output(output)
     store = MomentStore.open(moments) if moments else None
-    source = proved(open_model(model, dtype=dtype, device=device))
+    source = proved(open_model(model, dtype=dtype, device=device, part=part))
     chosen.supported_modules(source.architecture, source.meta_block(0))
     tokens = None if store else text.load(source)
 

@@ -23,6 +23,7 @@ __all__ = [
     "MethodOptions",
     "Model",
     "Moments",
+    "Part",
     "Written",
     "expanded",
     "like",
@@ -41,7 +42,16 @@ Written = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")]
-Field = Annotated[str, typer.Option(help="Column with the text, for .jsonl and .parquet.")]
+Field = Annotated[
+    str,
+    typer.Option(help="Column with the text, for .jsonl and .parquet; with images, for .parquet: image by default."),
+]
+Part = Annotated[
+    str | None,
+    typer.Option(
+        help="Of a model with two parts: language or vision. Default: the one that writes text, or the only one."
+    ),
+]
 TasksFrom = Annotated[
     str | None, typer.Option(help="Folder with the tasks' rows as NAME.jsonl or NAME_*.jsonl, instead of the hub.")
 ]
@@ -112,27 +122,40 @@ class MethodOptions:
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """What text a model is measured on."""
+    """What text, or which images, a model is measured on."""
 
     calibration: Annotated[
         list[str],
         typer.Option(
             help="wikitext2, ptb, c4, alpaca (from the hub, or ALIAS:FILE for a local copy of the rows), a "
             ".txt/.jsonl/.parquet file, pydoc (ships with Python), or self (text the model writes). Repeatable: texts are "
-            "mixed in equal parts, or by TEXT=SHARE, e.g. a.txt=0.7 (a file of that very name is taken as the file)."
+            "mixed in equal parts, or by TEXT=SHARE, e.g. a.txt=0.7 (a file of that very name is taken as the file). For a "
+            "part that takes images: a folder of images, or a .parquet file."
         ),
     ] = ("wikitext2",)
-    samples: Annotated[int, typer.Option(help="Calibration windows, of all texts together.")] = 128
+    samples: Annotated[int, typer.Option(help="Calibration windows of all texts together, or images.")] = 128
     length: Annotated[int, typer.Option(help="Tokens per window; clamped to the model's context.")] = 2048
     seed: Annotated[int, typer.Option(help="Order in which windows are drawn.")] = 0
     field: Field = "text"
 
     def load(self, source):
-        """The windows; see :func:`rankfold.load_tokens`."""
+        """The windows or images; see :func:`rankfold.load_tokens` and :func:`rankfold.load_images`."""
+        if source.part.takes_images:
+            return self._images(source)
         from ..calibration.tokens import load_tokens
 
         options = {"samples": self.samples, "length": self.length, "seed": self.seed, "field": self.field}
         return load_tokens(_parse_texts(self.calibration), source, **options)
+
+    def _images(self, source):
+        from ..calibration.images import load_images
+
+        if len(self.calibration) != 1:
+            raise OptionError(
+                f"--calibration takes one folder of images, got {len(self.calibration)}; put them into one"
+            )
+        field = "image" if self.field == "text" else self.field
+        return load_images(self.calibration[0], source, samples=self.samples, seed=self.seed, field=field)
 
 
 def expanded(command):

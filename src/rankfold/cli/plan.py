@@ -18,6 +18,7 @@ def command(
     moments: o.Moments = None,
     dtype: o.Written = "auto",
     device: o.Device = "auto",
+    part: o.Part = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Also save the plan as JSON.")] = None,
     json: o.Json = False,
 ) -> None:
@@ -35,7 +36,7 @@ def command(
     from ..checkpoint.source import open_model
     from ..planning import timed
 
-    source, tokens = open_model(model, dtype=dtype, device=device), None
+    source, tokens = open_model(model, dtype=dtype, device=device, part=part), None
     store = MomentStore.open(moments) if moments else None
     if store is None:
         tokens = text.load(source)

@@ -96,7 +96,7 @@ def _labels(names: Sequence[str]) -> list[str]:
 
 
 def _windows(source: Source, text: Text, length: int, limit: int | None) -> torch.Tensor:
-    ids = tokenised(source.tokenizer, text.joined(), source.name, source.text_config.vocab_size)
+    ids = tokenised(source.tokenizer, text.joined(), source.name, source.config.vocab_size)
     try:
         return windows_of(ids, length, limit)
     except DataError as error:

@@ -3,6 +3,7 @@
 from importlib import metadata
 from pathlib import Path
 
+from ..checkpoint.classes import check_writes
 from ..checkpoint.load import load_model, load_tokenizer
 from ..errors import OptionError
 from ..report.record import versions
@@ -48,6 +49,7 @@ def evaluate(
         cost.check(str(model))
     read = texts.read() if texts else []
     network = load_model(model, dtype=dtype, device=device)
+    check_writes(network.config, str(model))
     tokenizer = load_tokenizer(model) if texts or questions else None
     result = {"model": str(model), "versions": versions()}
     if texts:

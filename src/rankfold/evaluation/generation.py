@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from ..calibration.tokens import tokenised
+from ..checkpoint.classes import check_writes
 from ..checkpoint.load import load_model, load_tokenizer
 from ..errors import CheckpointError, DataError, OptionError, first_line
 
@@ -13,7 +14,9 @@ __all__ = ["continue_text", "generate_text"]
 
 def generate_text(model: str | Path, prompt: str, *, dtype: str = "auto", device: str = "auto", **options) -> str:
     """Load a model by name and continue a prompt; see :func:`continue_text` for the options."""
-    return continue_text(load_model(model, dtype=dtype, device=device), load_tokenizer(model), prompt, **options)
+    network = load_model(model, dtype=dtype, device=device)
+    check_writes(network.config, str(model))
+    return continue_text(network, load_tokenizer(model), prompt, **options)
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..calibration.text import Text, read_text
 from ..calibration.tokens import tokenised
+from ..checkpoint.classes import check_writes
 from ..checkpoint.load import load_model, load_tokenizer
 from ..errors import OptionError
 from .perplexity import perplexity, windows_of
@@ -95,6 +96,7 @@ def evaluate_text(
     wanted = Texts((text,), length, limit, field)
     texts = wanted.read()
     network = load_model(model, dtype=dtype, device=device)
+    check_writes(network.config, str(model))
     return {"model": str(model), **wanted.measure(str(model), network, load_tokenizer(model), texts)[0]}
 
 

@@ -36,7 +36,7 @@ FACTORS = "rope_freqs.weight"
 
 def check_family(source: Source) -> None:
     """Raise :class:`UnsupportedModelError` unless llama.cpp's ``llama`` and ``deci`` compute what the model does."""
-    config, rotary = source.text_config, (source.text_config.rope_parameters or {}).get("rope_type", "default")
+    config, rotary = source.config, (source.config.rope_parameters or {}).get("rope_type", "default")
     found = {
         "model type": (config.model_type, ("llama", "mistral")),
         "activation": (config.hidden_act, ("silu", "swish")),
@@ -69,7 +69,7 @@ def write_gguf(source: Source, form: Form, file: Path, probe: Probe, *, quantise
     known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.DECI if form.layers else gguf.MODEL_ARCH.LLAMA, len(source))
     writer = gguf.GGUFWriter(file, arch)
     _write_settings(writer, source, form, empty, kind)
-    write_tokenizer(writer, source.tokenizer, source.text_config.vocab_size)
+    write_tokenizer(writer, source.tokenizer, source.config.vocab_size)
     for name, tensor in _tensors(source, form, empty, probe):
         names[name] = known.get_name(name, (".weight", ".bias"))
         values = _ordered(name, tensor, attention).float().contiguous().numpy()
@@ -112,7 +112,7 @@ def _write_settings(writer: gguf.GGUFWriter, source: Source, form: Form, empty: 
 def _frequency_factors(source: Source) -> np.ndarray | None:
     """``(N / 2,)`` what llama.cpp divides every rotary frequency by; ``None`` where they are plain."""
     found = source.inv_freq(0)
-    plain = source.text_config.rope_parameters["rope_theta"] ** -(torch.arange(len(found)) / len(found))
+    plain = source.config.rope_parameters["rope_theta"] ** -(torch.arange(len(found)) / len(found))
     factors = plain / found.cpu()
     return None if torch.allclose(factors, torch.ones_like(factors), rtol=1e-5) else factors.float().numpy()
 

@@ -53,7 +53,7 @@ def put_attention(
     pairs: Tensor | None = None,
     latent_cache: str = "",
 ) -> None:
-    """Replace the attention module.
+    """Replace the attention module, and the output projection where that is not in it.
 
     Args:
         projections: q, k, v, o; or qkv, which share a latent, and o.
@@ -62,6 +62,9 @@ def put_attention(
         latent_cache: which of ``k`` and ``v`` keep their latent in the cache instead of their heads.
     """
     path = attention.spec.path
+    if attention.spec.outside:
+        projections = dict(projections)
+        put_projection(result, attention.output_path, projections.pop("o"))
     sizes = {
         "qk_dim": qk_dim,
         "vo_dim": vo_dim,

@@ -17,7 +17,7 @@ __all__ = ["CompressedAttention"]
 
 
 class CompressedAttention(nn.Module):
-    """Causal self-attention whose query-key width R and value width V need not be the head dimension.
+    """Self-attention whose query-key width R and value width V need not be the head dimension.
 
     It stands in for the attention module of any family: it takes the names each of them is called with, and differs from
     them in three things only. The softmax scale is stored (it belongs to the ORIGINAL head dimension). Rotary pairs are
@@ -25,9 +25,10 @@ class CompressedAttention(nn.Module):
     key. And keys and values may have different widths, so the cache holds ``K * (R + V)`` numbers per token.
     """
 
-    def __init__(self, spec: dict, config, layer_idx: int):
+    def __init__(self, spec: dict, config, layer_idx: int | None, names: tuple[str, ...] = ()):
         super().__init__()
         self.config, self.layer_idx = config, layer_idx
+        self.names = names  # of what is passed by place behind the hidden states
         self.heads, self.kv_heads = spec["heads"], spec["kv_heads"]
         self.num_key_value_groups = self.heads // self.kv_heads  # the name transformers' attention kernels read
         self.qk_dim, self.vo_dim = spec["qk_dim"], spec["vo_dim"]
@@ -37,10 +38,10 @@ class CompressedAttention(nn.Module):
         self.sliding_window = spec.get("sliding_window")
         self.attention_dropout = spec.get("dropout", 0.0)
         self.output_dropout = spec.get("output_dropout", 0.0)
-        self.is_causal = True
+        self.is_causal = spec.get("causal", True)
         self.adds_alibi = spec.get("alibi", False)  # Falcon passes ALiBi too, but has already put it into the mask
         self.rotary_dim, self.interleaved_table = spec.get("rotary_dim", 0), spec.get("interleaved_table", False)
-        self.o_proj = build_layer(spec["o"])
+        self.o_proj = build_layer(spec["o"]) if "o" in spec else None  # in BERT it belongs to what surrounds this
         self.qkv_proj = build_layer(spec["qkv"]) if "qkv" in spec else None  # one latent that all three share
         if self.qkv_proj is None:
             self.q_proj, self.k_proj, self.v_proj = (build_layer(spec[name]) for name in ("q", "k", "v"))
@@ -64,11 +65,14 @@ class CompressedAttention(nn.Module):
         if self.rotary_pairs is not None:
             check_range(self.rotary_pairs, self.rotary_dim // 2 + 1, f"{name}.rotary_pairs")
 
-    def forward(
+    def forward(self, hidden_states, *args, **kwargs):
+        return self._forward(hidden_states, **dict(zip(self.names, args, strict=False)), **kwargs)
+
+    def _forward(
         self,
         hidden_states,
-        residual=None,
         *,
+        residual=None,
         position_embeddings=None,
         attention_mask=None,
         past_key_values=None,
@@ -100,7 +104,8 @@ class CompressedAttention(nn.Module):
             key = self._keys(self.k_proj.up(key[:, 0])) if self.latent_keys else key
             value = self._values(self.v_proj.up(value[:, 0])) if self.latent_values else value
             output, weights = self._attend(query, key, value, attention_mask, kwargs)
-        output = self.o_proj(output.reshape(B, T, self.heads * self.vo_dim))
+        output = output.reshape(B, T, self.heads * self.vo_dim)
+        output = output if self.o_proj is None else self.o_proj(output)
         if self.training and self.output_dropout:
             output = nn.functional.dropout(output, self.output_dropout)
         return (output if residual is None else output + residual), weights
@@ -111,7 +116,7 @@ class CompressedAttention(nn.Module):
         nothing = hidden_states.new_empty(B, T, 0)
         if cache is not None:
             cache.update(nothing[:, None], nothing[:, None], self.layer_idx)
-        output = self.o_proj(nothing)
+        output = nothing if self.o_proj is None else self.o_proj(nothing)
         return (output if residual is None else output + residual), None
 
     def _project(self, x):

@@ -1,6 +1,9 @@
 """From the descriptions in a config to the modules of a compressed model."""
 
+import inspect
+
 from torch import nn
+from transformers import PreTrainedModel
 
 from .attention import CompressedAttention
 from .layers import LAYERS, build_layer, check_description
@@ -27,7 +30,8 @@ def build(spec: dict, dense: nn.Module | None = None, config=None) -> nn.Module:
 
 
 def _attention(spec: dict, dense: nn.Module, config) -> nn.Module:
-    module = CompressedAttention(spec, config, dense.layer_idx)
+    names = getattr(dense, "names", None) or tuple(inspect.signature(type(dense).forward).parameters)[2:]
+    module = CompressedAttention(spec, config, getattr(dense, "layer_idx", None), names)
     for name, theirs in spec.get("adopt", {}).items():
         if name not in ("q_norm", "k_norm"):
             raise ValueError(f"cannot adopt {name!r} into a compressed attention; allowed: q_norm, k_norm")
@@ -41,23 +45,35 @@ def install(model: nn.Module, modules: dict[str, dict]) -> None:
     Raises:
         ValueError: a path that is not in the model, or a description :func:`build` refuses.
     """
-    config = model.config.get_text_config()
     for path, spec in sorted(modules.items()):  # a block before what is in it
-        owner, name = _place(model, path)
-        setattr(owner, name, build(spec, getattr(owner, name), config))
+        place = _place(model, path)
+        parent, _, name = place.rpartition(".")
+        owner = model.get_submodule(parent)
+        setattr(owner, name, build(spec, getattr(owner, name), _config_of(model, place)))
         if spec["kind"] == "shortcut_block":  # it adds what two of its parts make, so these belong on one device
             model._no_split_modules = {*(model._no_split_modules or ()), ShortcutBlock.__name__}
         owner._is_hf_initialized = True  # some families' weight init reaches into children by names that are gone now
 
 
-def _place(model: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """The owner and the name of a submodule; paths are those with a head, and a model without one has no prefix in them."""
-    for place in (path, path.removeprefix(f"{getattr(model, 'base_model_prefix', '')}.")):
+def _config_of(model: nn.Module, place: str):
+    """The config of the part of a model that a module is in: a vision tower has its own."""
+    found, module = model.config, model
+    for name in place.split(".")[:-1]:
+        module = getattr(module, name)
+        found = module.config if isinstance(module, PreTrainedModel) else found
+    return found.get_text_config()
+
+
+def _place(model: nn.Module, path: str) -> str:
+    """Where a module is in this model: paths are those of the class that was compressed, with a head or without one, and a
+    model without one has no prefix in them."""
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    for place in (path, path.removeprefix(prefix), prefix + path):
         parent, _, name = place.rpartition(".")
         try:
             owner = model.get_submodule(parent)
         except AttributeError:
             continue
         if hasattr(owner, name):
-            return owner, name
+            return place
     raise ValueError(f"the checkpoint describes a module {path!r} that this model does not have")

@@ -29,15 +29,15 @@ tags:
 | parameters | {parameters:,} | {parameters_after:,} | |
 | bytes of weights | {bytes:,} | {bytes_after:,} | |
 | KV-cache bytes per token | {kv:,} | {kv_after:,} | |
-{perplexity}
+{outcome}
 
 ## Use
 
 ```python
-{needs}from transformers import AutoModelForCausalLM, AutoTokenizer
+{needs}from transformers import {auto}, {before}
 
-model = AutoModelForCausalLM.from_pretrained("{folder}")
-tokenizer = AutoTokenizer.from_pretrained("{folder}")
+model = {auto}.from_pretrained("{folder}")
+{what} = {before}.from_pretrained("{folder}")
 ```
 
 ## How it was made
@@ -51,15 +51,17 @@ error that was measured, and the paper's bounds.
 """
 
 
-def reproduce_command(model: str, folder: str, method: dict, calibration: dict, mode: str, dtype: str) -> str:
-    """The command line that makes this checkpoint."""
+def reproduce_command(
+    model: str, folder: str, method: dict, calibration: dict, mode: str, dtype: str, part: str | None = None
+) -> str:
+    """The command line that makes this checkpoint; ``part`` where there is more than one."""
     defaults, options = method_class(method["method"])().describe(), [f"--sparsity {method['sparsity']}"]
     for key, value in method.items():
         if value == defaults[key] or key in ("method", "sparsity"):
             continue
         text = option_text(value, ",")
         options.append(f"--{key} {text}" if key in SHARED_OPTIONS else f"--option {key}={text}")
-    options += [*_calibrated(calibration), f"--mode {mode}", f"--dtype {dtype}"]
+    options += [*_calibrated(calibration), f"--mode {mode}", f"--dtype {dtype}", *([f"--part {part}"] if part else [])]
     return f"rankfold compress {shlex.quote(model)} -o {shlex.quote(folder)} --method {method['method']} " + " ".join(
         options
     )
@@ -100,7 +102,7 @@ def _calibrated(calibration: dict) -> list[str]:
     return [
         *(f"--calibration {shlex.quote(text)}" for text in _texts(calibration)),
         f"--samples {calibration.get('samples_wanted', calibration['samples'])}",
-        f"--length {calibration['length']}",
+        *([] if calibration.get("kind") == "images" else [f"--length {calibration['length']}"]),
         f"--seed {calibration['seed']}",
     ]
 
@@ -117,18 +119,31 @@ _NEEDS = "import rankfold  # or, where it is not installed: trust_remote_code=Tr
 
 
 def model_card(
-    plan, version: str, folder: str, calibration: dict, command: str, held_out: dict | None, *, stock: bool = False
+    plan,
+    version: str,
+    folder: str,
+    calibration: dict,
+    command: str,
+    held_out: dict | None,
+    *,
+    stock: bool = False,
+    auto: str = "AutoModelForCausalLM",
 ) -> str:
     """README.md of a compressed checkpoint; deterministic, so that a resumed run writes the same bytes.
 
     Args:
         stock: transformers loads it without rankfold.
+        auto: the Auto class that it is loaded with.
     """
+    images = calibration.get("kind") == "images"
     method = plan.method
     options = {k: v for k, v in method.items() if v is not None and k != "method"}
     return _CARD.format(
         base=plan.model,
         needs="" if stock else _NEEDS,
+        auto=auto,
+        before="AutoImageProcessor" if images else "AutoTokenizer",
+        what="processor" if images else "tokenizer",
         title=folder,
         folder=folder,
         version=version,
@@ -144,19 +159,23 @@ def model_card(
         bytes_after=plan.bytes_after,
         kv=plan.kv_bytes_per_token,
         kv_after=plan.kv_bytes_per_token_after,
-        calibration=f"{calibration['samples']} x {calibration['length']} tokens of `{calibration['source']}` "
-        f"(seed {calibration['seed']}, sha256 {calibration['sha256']})",
+        calibration=f"{calibration['samples']} x {calibration['length']} {'patches' if images else 'tokens'} of "
+        f"`{calibration['source']}` (seed {calibration['seed']}, sha256 {calibration['sha256']})",
         command=command,
         options=json.dumps(options),
         warning=f"\n> **{held_out['warning']}.**\n" if held_out and held_out["warning"] else "",
-        perplexity=_perplexity(held_out),
+        outcome=_outcome(held_out),
     )
 
 
-def _perplexity(held_out: dict | None) -> str:
+def _outcome(held_out: dict | None) -> str:
     """A row of the table."""
     if held_out is None:
         return "| perplexity | not measured | not measured | no calibration window was held out |\n"
+    if "state_error" in held_out:
+        error, cosine = held_out["state_error"], held_out["cosine"]
+        samples = f"{held_out['windows']} calibration samples that were not fitted"
+        return f"| cosine to the dense model's last states | 1 | {cosine:.4f} | relative error {error:.3f} on {samples} |\n"
     dense, small, ratio = (held_out[key] for key in ("perplexity_dense", "perplexity", "ratio"))
     windows = f"{held_out['windows']} calibration windows of {held_out['length']} tokens that were not fitted"
     return f"| perplexity | {dense:.2f} | {small:.2f} | x {ratio:.2f} on {windows} |\n"

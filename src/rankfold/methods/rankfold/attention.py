@@ -93,7 +93,7 @@ def refit_output(method, view: BlockView, moments, held_out, module: str) -> Blo
     o, names = attention.output, ("attention_output", "attention_feedback")
     centred = method.bias_refit and o.bias is not None
     new, report, _ = repair(o, moments, others, names, centred=centred)
-    path = f"{attention.spec.path}.o_proj"
+    path = attention.output_path
     state = {f"{path}.weight": new.weight.to(o.weight.dtype)}
     if o.bias is not None:
         state[f"{path}.bias"] = new.bias.to(o.bias.dtype)

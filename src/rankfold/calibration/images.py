@@ -1,0 +1,155 @@
+"""Images for calibration, as a model's own image processor gives them.
+
+Shape legend: S images, C channels, H x W pixels.
+"""
+
+import hashlib
+import io
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..errors import DataError, OptionError, first_line
+from .text import open_parquet
+from .windows import Tokens
+
+__all__ = ["Images", "load_images"]
+
+log = logging.getLogger(__name__)
+
+SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+TOGETHER = 64  # images that the processor gets at once
+Readers = list[tuple[str, Callable]]  # name for messages, and what gives a path or an open file of the image
+
+
+@dataclass(frozen=True)
+class Images(Tokens):
+    """Images as an encoder takes them, in the place of windows of token ids."""
+
+    ids: Tensor  # (S, C, H, W) floating point, what moments are measured on
+    held_out: Tensor | None = None  # (S', C, H, W), further images of the same draw that nothing is fitted to
+    draw: str = "images of the whole folder"
+    patches: int = 0  # that an image is cut into
+
+    def __post_init__(self):
+        for name, pixels in (("ids", self.ids), ("held_out", self.held_out)):
+            if pixels is not None:
+                _check_pixels(name, pixels)
+
+    @property
+    def length(self) -> int:
+        return self.patches
+
+    def describe(self) -> dict:
+        return super().describe() | {"kind": "images"}
+
+
+def load_images(
+    name: str | Path, source, *, samples: int = 128, seed: int = 0, field: str = "image", processor=None
+) -> Images:
+    """Images for calibrating a part that takes images, drawn at random out of a folder or a parquet file.
+
+    Some more images of the same draw are held out, one for eight samples and at least one; they are taken out of the samples
+    where there are too few images.
+
+    Args:
+        name: a folder, searched with all folders in it, or a ``.parquet`` file with encoded images, as data sets on the hub are
+            stored.
+        source: an open model; its image processor is used.
+        samples: ``>= 1``.
+        seed: of the draw.
+        field: column of the parquet file.
+        processor: in place of the one beside the weights.
+
+    Raises:
+        DataError: no images there, or one that cannot be read (named).
+        OptionError: ``samples`` out of range, or Pillow is not installed.
+        CheckpointError: there is no image processor beside the weights.
+    """
+    if samples < 1:
+        raise OptionError(f"samples must be >= 1, got {samples}")
+    place = Path(name).expanduser()
+    readers = _of_parquet(place, field) if place.suffix.lower() == ".parquet" else _of_folder(place)
+    order = torch.randperm(len(readers), generator=torch.Generator().manual_seed(seed))
+    wanted = samples + _held_out_of(samples)
+    chosen = [readers[i] for i in order[:wanted].tolist()]
+    if len(chosen) < wanted:
+        log.info("%s has %d images, not %d", place.name, len(chosen), wanted)
+    pixels = _processed(chosen, source.image_processor if processor is None else processor)
+    fitted = max(1, min(samples, len(pixels) - _held_out_of(min(samples, len(pixels)))))
+    held_out = pixels[fitted:] if fitted < len(pixels) else None
+    origin = "file:" + hashlib.sha256(str(place.resolve()).encode()).hexdigest()[:16]
+    return Images(pixels[:fitted], place.name, origin, seed, held_out, patches=source.part.length_of(pixels))
+
+
+def _held_out_of(samples: int) -> int:
+    """More than of text, where a window is as many tokens as some small images."""
+    return max(1, samples // 8)
+
+
+def _of_folder(folder: Path) -> Readers:
+    if not folder.is_dir():
+        raise DataError(f"no images at {str(folder)!r}: expected a folder of images, or a .parquet file")
+    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+    if not files:
+        raise DataError(f"{folder} holds no images; expected files that end in {', '.join(SUFFIXES)}")
+    return [(str(path), lambda path=path: path) for path in files]
+
+
+def _of_parquet(file: Path, field: str) -> Readers:
+    """Rows as `datasets` writes them: ``{"bytes": ..., "path": ...}``, or the bytes alone."""
+    if not file.is_file():
+        raise DataError(f"no images at {str(file)!r}: expected a folder of images, or a .parquet file")
+    with open_parquet(file, field) as table:
+        rows = table.read(columns=[field])[field].to_pylist()
+    found = []
+    for number, row in enumerate(rows):
+        data = row.get("bytes") if isinstance(row, dict) else row
+        if not isinstance(data, bytes):
+            raise DataError(f"{file}, row {number}: column {field!r} holds no encoded image (use --field)")
+        found.append((f"{file}, row {number}", lambda data=data: io.BytesIO(data)))
+    if not found:
+        raise DataError(f"{file} has no rows; give one with images")
+    return found
+
+
+def _processed(readers: Readers, processor) -> Tensor:
+    """``(S, C, H, W)``"""
+    parts = []
+    for begin in range(0, len(readers), TOGETHER):
+        images = [_read(where, place()) for where, place in readers[begin : begin + TOGETHER]]
+        try:
+            parts.append(processor(images=images, return_tensors="pt")["pixel_values"])
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise DataError(
+                f"the model's image processor makes no pixels of one size of these images ({first_line(error)}); give others, "
+                "or correct preprocessor_config.json"
+            ) from error
+    return torch.cat(parts)
+
+
+def _read(where: str, place):
+    """An image in RGB."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise OptionError(
+            "images are read by Pillow, which is not installed; pip install 'rankfold[images]'"
+        ) from error
+    try:
+        with Image.open(place) as image:
+            return image.convert("RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise DataError(f"{where} is not a readable image ({first_line(error)}); replace or remove it") from error
+
+
+def _check_pixels(name: str, pixels) -> None:
+    if not isinstance(pixels, Tensor) or not pixels.is_floating_point() or pixels.dim() != 4 or not len(pixels):
+        got = f"{list(pixels.shape)} of {pixels.dtype}" if isinstance(pixels, Tensor) else type(pixels).__name__
+        raise DataError(f"{name} must be a tensor (images, channels, height, width) of floats, got {got}")
+    if not torch.isfinite(pixels).all():
+        raise DataError(f"{name} holds NaN or infinite pixels; give others")

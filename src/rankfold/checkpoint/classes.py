@@ -1,0 +1,54 @@
+"""Which Auto class of transformers a checkpoint is loaded with."""
+
+import transformers
+from transformers import AutoModel, AutoModelForCausalLM
+
+from ..architectures import family_of
+from ..errors import UnsupportedModelError
+
+__all__ = ["auto_class", "check_writes"]
+
+# What a model that is no causal language model may be, the most particular first.
+HEADS = (
+    *("ImageTextToText", "MaskedLM", "SequenceClassification", "TokenClassification", "QuestionAnswering"),
+    *("MultipleChoice", "NextSentencePrediction", "PreTraining", "ImageClassification", "MaskedImageModeling"),
+)
+
+
+def auto_class(config, name: str | None = None):
+    """The Auto class that gives the class a checkpoint was written by, so that its head is kept.
+
+    Args:
+        config: of the model.
+        name: of the class; by default the first of ``config.architectures``, and without any a decoder is a causal language
+            model and an encoder has no head.
+
+    Raises:
+        UnsupportedModelError: no Auto class gives it.
+    """
+    family = family_of(config.get_text_config())
+    decoder = family is None or family.decoder
+    if decoder and type(config) in AutoModelForCausalLM._model_mapping:
+        return AutoModelForCausalLM
+    named = name or next(iter(config.architectures or ()), None)
+    heads = HEADS if family else HEADS[:1]  # of an unknown family, a language model that sees images
+    for auto in (*(getattr(transformers, f"AutoModelFor{head}") for head in heads), *([AutoModel] if family else [])):
+        found = auto._model_mapping.get(type(config), None)
+        if found is not None and found.__name__ == (named or found.__name__ * (auto is AutoModel)):
+            return auto
+    raise UnsupportedModelError(
+        f"model type {config.model_type!r}{f' as {named}' if named else ''} is not one that transformers loads as a causal "
+        "language model, an encoder with or without a head, or a model for images and text; give its language model alone"
+    )
+
+
+def check_writes(config, name: str) -> None:
+    """Raise :class:`UnsupportedModelError` unless a model writes text, so that it has a perplexity, tasks and exports."""
+    text = config.get_text_config()
+    family = family_of(text)
+    if family is not None and not family.decoder:
+        raise UnsupportedModelError(
+            f"{name} is an encoder ({text.model_type}) and predicts no next token, so it has no perplexity, writes no text and "
+            "has no form of a decoder; `rankfold inspect` says how far its states have moved, and its own head is what to "
+            "evaluate"
+        )
