@@ -99,7 +99,7 @@ ALIKE = {
 }
 KINDS = [family for family in sorted(CONFIGS) if family not in ALIKE]
 EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "olmoe"}  # their MLPs stay dense
-# Their queries and keys are normalised, and stay dense.
+# Their queries and keys are normalised.
 NORMED = {"qwen3", "qwen3_moe", "gemma3", "gemma3-images", "olmo2", "olmo3", "olmoe", "exaone4", "apertus"}
 
 
@@ -127,6 +127,8 @@ def tiny_model(family: str, seed: int = 0) -> nn.Module:
     for name, parameter in model.named_parameters():
         if parameter.dim() >= 2:
             nn.init.normal_(parameter, std=0.15)
+        elif "q_norm" in name or "k_norm" in name:
+            nn.init.uniform_(parameter, 0.5, 1.5)
         elif name.endswith("bias"):
             nn.init.normal_(parameter, std=0.1)
     model.tie_weights()

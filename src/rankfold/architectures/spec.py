@@ -46,10 +46,13 @@ class AttentionSpec:
     # Attribute of the module that says whether this very layer rotates; None: all do. Queries and keys of a layer that does
     # not may be rotated freely.
     rotates: str | ByConfig | None = None
-    # Norms between projection and rotation: dropping dimensions would change the RMS, so the query-key pair of such a family
-    # stays dense.
+    # Norms between projection and rotation: dropping dimensions changes the mean square they divide by, which then has to be
+    # predicted from those that are left.
     qk_norm: tuple[str, str] | None = None
     norm_over: Literal["head", "all heads"] = "head"
+    # What these norms add to their weight to get the scale; None: they subtract a mean, or it is not known what they do, and
+    # the query-key pair stays dense.
+    norm_offset: float | None = 0.0
     # Field of the config for the width of a head, so that a stock model may have narrower or fewer heads; None: the class
     # divides the model width by the number of heads.
     width: str | None = "head_dim"

@@ -131,6 +131,19 @@ class AttentionView:
             return q_norm(query), k_norm(key)
         return tuple(norm(x.flatten(2)).view_as(x) for norm, x in ((q_norm, query), (k_norm, key)))
 
+    def flat_for_norm(self, x: Tensor) -> Tensor:
+        """``(B, T, H, N)`` as the norms see it: ``(B, T, 1, H N)`` where they are over all heads."""
+        return x if self.spec.norm_over == "head" else x.flatten(2)[:, :, None]
+
+    @property
+    def head_norms(self) -> tuple[Norm, Norm] | None:
+        """The q/k-norms, where there are any whose mean square can be predicted."""
+        if not self.norms or self.spec.norm_offset is None:
+            return None
+        return tuple(
+            read_norm(getattr(self.module, name), offset=self.spec.norm_offset, centres=False) for name in self.norms
+        )
+
     def angles(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """``(..., rotary_dim / 2)`` each, one entry for every pair, out of the model's tables."""
         pairs = self.rotary_dim // 2

@@ -70,7 +70,7 @@ def _row(architecture: Architecture) -> dict[str, str]:
 
 
 def _form(attention: AttentionSpec) -> str:
-    if attention.qk_norm:
+    if attention.qk_norm and attention.norm_offset is None:
         return "dense with q/k-norm"
     if attention.position != "rope":
         return "svd"

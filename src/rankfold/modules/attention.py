@@ -11,6 +11,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .kernels import add_alibi, eager_attention, masked, turn
 from .latent import LatentRows
 from .layers import build_layer
+from .norms import PredictedNorm
 from .tensors import check_range
 
 __all__ = ["CompressedAttention"]
@@ -52,7 +53,10 @@ class CompressedAttention(nn.Module):
         self.latent_keys, self.latent_values = "k" in spec.get("latent_cache", ()), "v" in spec.get("latent_cache", ())
         self.one_latent = self.qkv_proj is not None and self.latent_keys  # cached once, as keys; values are empty
         self.q_norm = self.k_norm = None  # adopted from the dense module by `build` where the family has them
-        self.norms_all_heads = spec.get("norm_over", "head") == "all heads"
+        over = spec.get("norm_over", "head")
+        self.norms_all_heads = over == "all heads" and not spec.get("predicted_norms")
+        if spec.get("predicted_norms"):
+            self.q_norm, self.k_norm = (PredictedNorm(n, self.qk_dim, over) for n in (self.heads, self.kv_heads))
         if spec.get("selected_pairs"):
             # Row p of head k says which rotary frequency pair p turns with; `rotary_dim / 2` means "does not turn".
             self.register_buffer("rotary_pairs", torch.zeros(self.kv_heads, self.qk_dim // 2, dtype=torch.int32))
