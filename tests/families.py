@@ -39,6 +39,11 @@ CONFIGS = {
         image_token_index=90,
         mm_tokens_per_image=4,
     ),
+    "gptj": lambda: t.GPTJConfig(n_embd=32, n_layer=3, n_head=4, n_inner=48, rotary_dim=4, vocab_size=96, n_positions=64),
+    "gpt_neo": lambda: t.GPTNeoConfig(
+        **_neo(), attention_types=[[["global", "local"], 1], [["local"], 1]], window_size=8, intermediate_size=48
+    ),
+    "mpt": lambda: t.MptConfig(d_model=32, n_heads=4, n_layers=3, vocab_size=96, max_seq_len=64),
     "phi": lambda: t.PhiConfig(**SHAPE, partial_rotary_factor=0.5),
     "phi3": lambda: t.Phi3Config(**GQA, **IDS),
     "opt": lambda: t.OPTConfig(**_opt(), word_embed_proj_dim=32),
@@ -95,7 +100,7 @@ CONFIGS = {
 # Families whose specs say nothing that those of others do not: the contracts of one method run on them, not those of all.
 ALIKE = {
     *("seed_oss", "ernie4_5", "helium", "granite", "granitemoe", "olmo", "olmo3", "olmoe", "glm4", "stablelm"),
-    *("stablelm-parallel", "arcee", "nemotron", "apertus", "starcoder2", "qwen2_moe"),
+    *("stablelm-parallel", "arcee", "nemotron", "apertus", "starcoder2", "qwen2_moe", "gptj", "gpt_neo", "mpt"),
 }
 KINDS = [family for family in sorted(CONFIGS) if family not in ALIKE]
 EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "olmoe"}  # their MLPs stay dense
@@ -105,6 +110,10 @@ NORMED = {"qwen3", "qwen3_moe", "gemma3", "gemma3-images", "olmo2", "olmo3", "ol
 
 def _opt() -> dict:
     return {**{k: v for k, v in SHAPE.items() if k != "intermediate_size"}, "ffn_dim": 48, "dropout": 0.0}
+
+
+def _neo() -> dict:
+    return {"hidden_size": 32, "num_layers": 3, "num_heads": 4, "vocab_size": 96, "max_position_embeddings": 64}
 
 
 def _falcon() -> dict:

@@ -20,17 +20,18 @@ from activations import ATTENTION, DOWN, OUTPUT, UP, Heads, blocks_of, look, mem
 from families import ALIKE, CONFIGS, ELIMINATION, EXPERTS, NORMED, ONE_SHOT, tiny_model, tokens
 from rankfold import MoDeGPT
 
-FREE = {"opt", "opt-post-norm", "gpt2", "falcon-alibi", "bloom"}  # nothing turns queries and keys
+FREE = {"opt", "opt-post-norm", "gpt2", "gpt_neo", "falcon-alibi", "bloom", "mpt"}  # nothing turns queries and keys
 STILL = {("smollm3", 1), ("cohere2", 2), ("exaone4", 2)}  # nor do these blocks
 HALF = ("phi", "gpt_neox", "glm", "glm4", "stablelm", "stablelm-parallel", "nemotron")
-ROTARY = dict.fromkeys(HALF, 4) | {"gpt_neox-sequential": 2}  # of 8 dimensions; elsewhere all
-ADJACENT = {"ernie4_5", "helium", "cohere", "cohere2", "glm", "glm4"}
+ROTARY = dict.fromkeys((*HALF, "gptj"), 4) | {"gpt_neox-sequential": 2}  # of 8 dimensions; elsewhere all
+ADJACENT = {"ernie4_5", "helium", "cohere", "cohere2", "glm", "glm4", "gptj"}
 SCALE = {
     "gemma2": 256,
     "gemma3": 256,
     "gemma3-images": 256,
     "granite": 0.3**-2,
     "granitemoe": 0.3**-2,
+    "gpt_neo": 1,
 }  # under the root of what scores are divided by; elsewhere the head dimension
 PAPER = {"gqa": "paper", "bias_refit": False, "qk": "cr", **ONE_SHOT}
 SETTINGS = {
@@ -70,7 +71,7 @@ class Block(NamedTuple):
 def blocks(request, tmp_path_factory) -> list[Block]:
     family, setting = request.param
     options, mode = SETTINGS[setting]
-    sparsities = {"mlp": 0.05 if family == "bloom" else 0.25, "qk": 0.5, "vo": 0.4}  # BLOOM: four times the units
+    sparsities = {"mlp": 0.05 if family in ("bloom", "mpt") else 0.25, "qk": 0.5, "vo": 0.4}  # four times the units
     modules = {name: value for name, value in sparsities.items() if name != "mlp" or family not in EXPERTS}
     method = MoDeGPT(modules=modules, multiple=2, ridge=RIDGE, **options)
     model = tiny_model(family)

@@ -3,7 +3,7 @@
 from .norms import Norm
 from .registry import architecture_of, known_architectures
 from .spec import Architecture, AttentionSpec, ByConfig, MLPSpec, NormsSpec
-from .views import AttentionView, BlockView, Dense, MLPView, as_stored, read_linear
+from .views import AttentionView, BlockView, Dense, MLPView, as_stored, own_frequencies, read_linear
 
 __all__ = [
     "Architecture",
@@ -19,5 +19,6 @@ __all__ = [
     "architecture_of",
     "as_stored",
     "known_architectures",
+    "own_frequencies",
     "read_linear",
 ]

@@ -1,6 +1,7 @@
 """Which families are known, by ``config.model_type``."""
 
 from dataclasses import replace
+from functools import reduce
 
 from torch import nn
 
@@ -13,10 +14,13 @@ from . import (
     gemma,
     glm,
     gpt2,
+    gpt_neo,
     gpt_neox,
+    gptj,
     granite,
     llama,
     mixtral,
+    mpt,
     olmo,
     opt,
     phi,
@@ -32,9 +36,12 @@ __all__ = ["architecture_of", "known_architectures"]
 _FAMILIES = (llama, qwen, gemma, phi, granite, olmo, cohere, glm, exaone, stablelm, ungated) + (
     opt,
     gpt2,
+    gpt_neo,
     gpt_neox,
+    gptj,
     falcon,
     bloom,
+    mpt,
     mixtral,
 )
 _BY_TYPE = {a.model_type: a for family in _FAMILIES for a in family.ARCHITECTURES}
@@ -58,9 +65,10 @@ def architecture_of(model: nn.Module) -> Architecture:
     if found is None:
         return derive(model)
     for field, reason in found.unless:
-        if getattr(text, field, None):
+        value = reduce(lambda part, name: getattr(part, name, None), field.split("."), text)
+        if value:
             raise UnsupportedModelError(
-                f"this {text.model_type} has {field}={getattr(text, field)!r}: {reason}; models of this family without it work"
+                f"this {text.model_type} has {field}={value!r}: {reason}; models of this family without it work"
             )
     if text is model.config:
         return found

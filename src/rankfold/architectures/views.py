@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .norms import Norm, read_norm
 from .spec import Architecture, AttentionSpec, ByConfig, MLPSpec
 
-__all__ = ["AttentionView", "BlockView", "Dense", "MLPView", "as_stored", "read_linear"]
+__all__ = ["AttentionView", "BlockView", "Dense", "MLPView", "as_stored", "own_frequencies", "read_linear"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,11 @@ def read_linear(module: nn.Module) -> Dense:
 def as_stored(module: nn.Module, weight: Tensor) -> Tensor:
     """What :func:`read_linear` reads as ``weight`` ``(out, in)``, contiguous in the layer's own layout."""
     return (weight if isinstance(module, nn.Linear) else weight.T).contiguous()
+
+
+def own_frequencies(base: float, rotary_dim: int) -> Tensor:
+    """``(rotary_dim / 2,)`` angle per position of each pair, of attention that makes its angles itself."""
+    return base ** -(torch.arange(0, rotary_dim, 2).float() / rotary_dim)
 
 
 def _split_rows(count: int, layout: str, heads: int, kv_heads: int, device) -> tuple[Tensor, Tensor, Tensor]:
@@ -144,9 +149,17 @@ class AttentionView:
             read_norm(getattr(self.module, name), offset=self.spec.norm_offset, centres=False) for name in self.norms
         )
 
-    def angles(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """``(..., rotary_dim / 2)`` each, one entry for every pair, out of the model's tables."""
-        pairs = self.rotary_dim // 2
+    def angles(self, call: dict) -> tuple[Tensor, Tensor]:
+        """Cosine and sine, ``(B or 1, T, rotary_dim / 2)`` each, one entry for every pair.
+
+        Args:
+            call: what the block is called with: the model's tables, or position numbers.
+        """
+        if self.spec.rotary_base is not None:
+            frequencies = own_frequencies(self.spec.rotary_base, self.rotary_dim)
+            angles = call["position_ids"][..., None] * frequencies.to(call["position_ids"].device)
+            return angles.cos(), angles.sin()
+        (cos, sin), pairs = call["position_embeddings"], self.rotary_dim // 2
         return (cos[..., ::2], sin[..., ::2]) if self.spec.interleaved_table else (cos[..., :pairs], sin[..., :pairs])
 
     @property
@@ -171,7 +184,9 @@ class AttentionView:
             "kind": "attention",
             "heads": self.heads,
             "kv_heads": self.kv_heads,
-            "scaling": float(setting(self.spec.scaling)),
+            "scaling": self._scale(setting),
+            "rotary_base": self.spec.rotary_base,
+            "window": self._window(),
             "alibi": self.spec.position == "alibi",
             "softcap": setting("attn_logit_softcapping"),
             # a layer that says it does not slide may still know the width of the window
@@ -182,6 +197,20 @@ class AttentionView:
             "adopt": dict(zip(("q_norm", "k_norm"), self.norms, strict=True)) if self.norms else {},
             "norm_over": self.spec.norm_over,
         }
+
+
+    def _scale(self, setting) -> float:
+        scale = self.spec.scaling
+        if scale is None:
+            return self.head_dim**-0.5
+        return float(setting(scale) if isinstance(scale, str) else scale)
+
+    def _window(self) -> int | None:
+        """How far back this layer sees, where it masks the rest itself."""
+        if self.spec.window is None:
+            return None
+        kind, width = self.spec.window
+        return getattr(self.config, width) if getattr(self.module, kind) == "local" else None
 
 
 @dataclass(frozen=True)
@@ -330,6 +359,8 @@ def _rotary_dim(spec: AttentionSpec, module: nn.Module, config, head_dim: int) -
     rotates = spec.rotates.of(config) if isinstance(spec.rotates, ByConfig) else spec.rotates
     if rotates and not getattr(module, rotates, True):
         return 0
+    if spec.rotary_base is not None:
+        return config.rotary_dim
     rotary = getattr(module, "rotary_ndims", None)
     if rotary is None:
         factor = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)

@@ -166,7 +166,7 @@ class Heads:
         query, key = (heads_first(x) for x in attention.normalised(query, key))
         if attention.rotary_dim:
             half = attention.rotary_dim // 2
-            cos, sin = (t[:, None] for t in attention.angles(*self.kwargs["position_embeddings"]))  # (B, 1, T, half)
+            cos, sin = (t[:, None] for t in attention.angles(self.kwargs))  # (B, 1, T, half)
             for x in (query, key):
                 a, b = x[..., :half], x[..., half : 2 * half]
                 turned = a * sin

@@ -16,7 +16,7 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ..architectures import Architecture, BlockView, architecture_of
+from ..architectures import Architecture, BlockView, architecture_of, own_frequencies
 from ..errors import CheckpointError, UnsupportedModelError, first_line
 from .devices import DTYPES, autocast_dtype, resolve_device, resolve_dtype
 from .fingerprint import fingerprint
@@ -125,6 +125,9 @@ class Source:
 
     def inv_freq(self, index: int) -> torch.Tensor | None:
         """Rotary frequencies of a block; families with sliding layers keep one table per layer type."""
+        base = self.architecture.attention.rotary_base
+        if base is not None:
+            return own_frequencies(base, self.text_config.rotary_dim).to(self.device)
         for module in self.model.modules():
             if type(module).__name__.endswith("RotaryEmbedding"):
                 kind = getattr(self.text_config, "layer_types", None)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .kernels import add_alibi, eager_attention, masked, turn
+from .kernels import add_alibi, add_bias, angles_at, eager_attention, masked, turn, within
 from .latent import LatentRows
 from .layers import build_layer
 from .norms import PredictedNorm
@@ -36,11 +36,13 @@ class CompressedAttention(nn.Module):
             raise ValueError(f"an attention has both widths or none, got qk_dim {self.qk_dim} and vo_dim {self.vo_dim}")
         self.scaling, self.softcap = spec["scaling"], spec.get("softcap")
         self.sliding_window = spec.get("sliding_window")
+        self.window = spec.get("window")  # of a family whose attention masks what is further back itself
         self.attention_dropout = spec.get("dropout", 0.0)
         self.output_dropout = spec.get("output_dropout", 0.0)
         self.is_causal = True
         self.adds_alibi = spec.get("alibi", False)  # Falcon passes ALiBi too, but has already put it into the mask
         self.rotary_dim, self.interleaved_table = spec.get("rotary_dim", 0), spec.get("interleaved_table", False)
+        self.rotary_base = spec.get("rotary_base")  # of a family whose attention makes its angles itself
         self.o_proj = build_layer(spec["o"])
         self.qkv_proj = build_layer(spec["qkv"]) if "qkv" in spec else None  # one latent that all three share
         if self.qkv_proj is None:
@@ -78,6 +80,7 @@ class CompressedAttention(nn.Module):
         past_key_values=None,
         layer_past=None,
         alibi=None,
+        position_bias=None,
         **kwargs,
     ):
         B, T, _ = hidden_states.shape
@@ -87,6 +90,8 @@ class CompressedAttention(nn.Module):
         query, key, value = self._project(hidden_states)
         query = self._normalised(query, self.q_norm).transpose(1, 2)  # (B, H, T, R)
         key = key[:, None] if self.latent_keys else self._keys(key)  # (B, 1, T, latent) or (B, K, T, R)
+        if self.rotary_base is not None:
+            position_embeddings = angles_at(kwargs["position_ids"], self.rotary_base, self.rotary_dim)
         if self.rotary_dim:
             query, key = self._rotate(query, key, *position_embeddings)
         value = value[:, None] if self.latent_values else self._values(value)
@@ -97,6 +102,10 @@ class CompressedAttention(nn.Module):
             value = key
         if self.adds_alibi and alibi is not None:
             attention_mask = add_alibi(alibi, attention_mask, B, self.heads, query.dtype)
+        if position_bias is not None:
+            attention_mask = add_bias(position_bias, attention_mask, key.shape[2], query.dtype)
+        if self.window:
+            attention_mask = within(self.window, attention_mask, T, key.shape[2], query.device)
 
         if cache is not None and T == 1 and (self.latent_keys or self.latent_values):
             output, weights = self._attend_latent(query, key, value, attention_mask)

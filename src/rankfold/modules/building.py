@@ -27,7 +27,8 @@ def build(spec: dict, dense: nn.Module | None = None, config=None) -> nn.Module:
 
 
 def _attention(spec: dict, dense: nn.Module, config) -> nn.Module:
-    module = CompressedAttention(spec, config, dense.layer_idx)
+    index = dense.layer_idx if hasattr(dense, "layer_idx") else dense.layer_id  # GPT-Neo's name for it
+    module = CompressedAttention(spec, config, index)
     for name, theirs in spec.get("adopt", {}).items():
         if name not in ("q_norm", "k_norm"):
             raise ValueError(f"cannot adopt {name!r} into a compressed attention; allowed: q_norm, k_norm")
