@@ -39,7 +39,9 @@ CONFIGS = {
         image_token_index=90,
         mm_tokens_per_image=4,
     ),
-    "gptj": lambda: t.GPTJConfig(n_embd=32, n_layer=3, n_head=4, n_inner=48, rotary_dim=4, vocab_size=96, n_positions=64),
+    "gptj": lambda: t.GPTJConfig(
+        n_embd=32, n_layer=3, n_head=4, n_inner=48, rotary_dim=4, vocab_size=96, n_positions=64
+    ),
     "gpt_neo": lambda: t.GPTNeoConfig(
         **_neo(), attention_types=[[["global", "local"], 1], [["local"], 1]], window_size=8, intermediate_size=48
     ),
@@ -106,6 +108,13 @@ KINDS = [family for family in sorted(CONFIGS) if family not in ALIKE]
 EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "olmoe"}  # their MLPs stay dense
 # Their queries and keys are normalised.
 NORMED = {"qwen3", "qwen3_moe", "gemma3", "gemma3-images", "olmo2", "olmo3", "olmoe", "exaone4", "apertus"}
+
+
+def named(family: str) -> tuple[str, ...] | None:
+    """Modules to ask for, so that all are taken that can be; normalised queries and keys are not by themselves."""
+    if family not in NORMED:
+        return None
+    return ("qk", "vo") if family in EXPERTS else ("mlp", "qk", "vo")
 
 
 def _opt() -> dict:

@@ -44,7 +44,9 @@ def distance(a, b) -> float:
 def reference(family: str, ids) -> list[tuple[float, float, float]]:
     """Influence of every block, its attention and its MLP, out of one forward of the stock model."""
     model, seen = tiny_model(family), {}
-    blocks = next(m for name, m in model.get_decoder().named_modules() if name.rpartition(".")[2] in ("layers", "h", "blocks"))
+    blocks = next(
+        m for name, m in model.get_decoder().named_modules() if name.rpartition(".")[2] in ("layers", "h", "blocks")
+    )
     (attention, kind), mlp = HALVES[family]
 
     def note(key):

@@ -5,7 +5,7 @@ import torch
 import transformers as t
 
 import rankfold
-from families import CONFIGS, EXPERTS, NORMED, SHAPE, opened, some_ids, tiny_model, tokens
+from families import CONFIGS, EXPERTS, NORMED, SHAPE, named, opened, some_ids, tiny_model, tokens
 from rankfold import MoDeGPT
 from rankfold.calibration.runner import advance, measure, start
 from rankfold.errors import UnsupportedModelError
@@ -26,7 +26,7 @@ def family(request):
 def method_for(family: str, **options) -> MoDeGPT:
     """Experts hold most of the weights and stay dense, so less can be asked of the attention around them."""
     sparsity = 0.1 if family in EXPERTS else 0.3
-    return MoDeGPT(**{"sparsity": sparsity, "multiple": 2} | options)
+    return MoDeGPT(**{"sparsity": sparsity, "multiple": 2, "modules": named(family)} | options)
 
 
 def compressed(family: str, **options):
@@ -196,6 +196,13 @@ def test_predicted_norms_with_all_dimensions_leave_the_logits_unchanged(family):
         advance(view, stream)
         advance(source.block(index), reference)
         torch.testing.assert_close(stream.hidden[0], reference.hidden[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "olmo2", "qwen3_moe"])
+def test_normalised_queries_and_keys_are_taken_where_they_are_named_only(family):
+    default, asked = (compressed(family, modules=modules)[1] for modules in (None, named(family)))
+    widths = [{m.qk_dim for m in model.modules() if isinstance(m, CompressedAttention)} for model in (default, asked)]
+    assert widths[0] == {8} and max(widths[1]) < 8
 
 
 def test_norms_that_subtract_a_mean_keep_the_pair_dense_and_say_so():

@@ -109,4 +109,6 @@ class Architecture:
     norms: NormsSpec | None = None  # None: not said, and the stream of such a family cannot be sliced
     returns_tuple: bool = False  # the block returns (hidden, ...) instead of the hidden states
     derived: bool = False  # read off a block, and not yet proved on the model (rankfold.proving)
-    unless: tuple[tuple[str, str], ...] = ()  # (field of the config, or of a part of it; what it does where set that no spec can say)
+    unless: tuple[
+        tuple[str, str], ...
+    ] = ()  # (field of the config, or of a part of it; what it does where set that no spec can say)

@@ -198,7 +198,6 @@ class AttentionView:
             "norm_over": self.spec.norm_over,
         }
 
-
     def _scale(self, setting) -> float:
         scale = self.spec.scaling
         if scale is None:

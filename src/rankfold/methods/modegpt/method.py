@@ -85,6 +85,8 @@ class MoDeGPT(Method):
                     f"{architecture.model_type} cannot take module {module!r}: {reasons[module]}; use --modules {allowed}"
                 )
         wanted = self.modules if self.modules is not None else self.all_modules
+        if self.modules is None and view.attention.norms:  # it pays only where much goes, and no stock model can do it
+            wanted = [module for module in wanted if module != "qk"]
         return tuple(m for m in self.all_modules if m in wanted and m not in reasons)
 
     def statistics(self, view: BlockView) -> set[str]:
@@ -143,7 +145,7 @@ class MoDeGPT(Method):
         if v.bias is not None and vo < full:
             moved = self.bias_refit and attention.output.bias is not None  # into the output bias
             change -= v.bias.numel() if moved else (full - vo) * v.bias.numel() // full
-        if qk < full and attention.norms:
+        if 0 < qk < full and attention.norms:
             change += norm_parameters(attention, qk)
         if qk < full and attention.rotary_dim:
             indices = 4 * attention.kv_heads * qk // 2
