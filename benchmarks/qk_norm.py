@@ -1,12 +1,15 @@
 """Does it pay to take dimensions from queries and keys where these are normalised?
 
 A tiny Qwen 3, trained here in seconds on the letters of a text that ships with Python; then compressed at equal numbers of
-weights with queries and keys dense, so that MLP, values and output give more, and with rotary pairs taken too. Calibrated on
-what it was trained on, evaluated on the last tenth of the text. A killed run goes on where it was.
+weights with queries and keys dense, so that MLP, values and output give more, and with rotary pairs taken too. And where
+only queries and keys lose something: with the mean square of the norms predicted, with that of what is left, and with that
+of the dense model, as if it were known. Calibrated on what it was trained on, evaluated on the last tenth of the text. A
+killed run goes on where it was.
 
     python benchmarks/qk_norm.py
 """
 
+import copy
 import itertools
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -18,10 +21,12 @@ from torch import Tensor, nn
 import common
 from rankfold import Tokens, compress, make_method, open_model
 from rankfold.evaluation.perplexity import DEFINITION
+from rankfold.modules import PredictedNorm
 
 TEXT = "\n\n".join(topics[key] for key in sorted(topics))
 LETTERS = {letter: i for i, letter in enumerate(sorted(set(TEXT)))}
 LENGTH, BATCH = 64, 16
+EPS = 1e-6  # of the norms
 SHAPE = {  # queries wider than the stream, and grouped, as in Qwen3-0.6B
     "vocab_size": len(LETTERS),
     "hidden_size": 64,
@@ -34,7 +39,12 @@ SHAPE = {  # queries wider than the stream, and grouped, as in Qwen3-0.6B
     "tie_word_embeddings": True,
 }
 FORMS = {"dense": ("mlp", "vo"), "reduced": ("mlp", "qk", "vo")}
-METHODS = {"rankfold": ("rankfold", {}), "modegpt": ("modegpt", {})}
+METHODS = {
+    "rankfold": ("rankfold", {}),
+    "rankfold removal=false": ("rankfold", {"removal": False}),
+    "modegpt": ("modegpt", {}),
+}
+ALONE = (0.25, 0.5)
 SPARSITIES = (0.2, 0.3, 0.5)
 DEFINITIONS = {
     "perplexity": DEFINITION + "; a token is a letter",
@@ -64,6 +74,9 @@ def main() -> None:
     record = common.Record(args.json, config, DEFINITIONS, resume=True)
     if "dense" not in record:
         common.add_perplexity(record, "dense", source.model, on, parameters=parameters(source.model))
+    for sparsity in ALONE:
+        if f"only queries and keys, predicted, {sparsity:.0%}" not in record:  # the last of three
+            alone(record, source, tokens, sparsity, on)
     for sparsity, (name, (method, options)), form in itertools.product(SPARSITIES, METHODS.items(), FORMS):
         row = f"{name}, queries and keys {form}, {sparsity:.0%}"
         if row in record:
@@ -73,6 +86,49 @@ def main() -> None:
         model = compress(source, how, tokens, on_plan=plans.append)
         facts = {"setting": name, "form": form, "sparsity": sparsity, "ranks": ranks(plans[0])}
         common.add_perplexity(record, row, model, on, parameters=parameters(model), **facts)
+
+
+def alone(record: common.Record, source, tokens: Tokens, sparsity: float, on) -> None:
+    """One compression of queries and keys, with three things for their norms to divide by."""
+    model = compress(source, make_method("modegpt", modules={"qk": sparsity}, multiple=2), tokens)
+    facts = {"setting": "only queries and keys", "sparsity": sparsity, "parameters": parameters(model)}
+    rows = {"known": lambda m: known(m, source.model), "of what is left": own_mean_squares, "predicted": lambda _: None}
+    for form, change in rows.items():
+        small = copy.deepcopy(model)
+        change(small)
+        common.add_perplexity(record, f"only queries and keys, {form}, {sparsity:.0%}", small, on, form=form, **facts)
+
+
+def own_mean_squares(model: nn.Module) -> None:
+    for norm in model.modules():
+        if isinstance(norm, PredictedNorm):
+            norm.root.data.fill_(norm.root.shape[1] ** -0.5)
+            norm.floor.data.fill_(EPS**0.5)
+
+
+def known(model: nn.Module, dense: nn.Module) -> None:
+    """Norms divide by what those of the dense projections would, of what enters the attention."""
+    for block, whole in zip(model.model.layers, dense.model.layers, strict=True):
+        for name in ("q", "k"):
+            norm, projection = getattr(block.self_attn, f"{name}_norm"), getattr(whole.self_attn, f"{name}_proj")
+            divide = Known(norm.weight, projection)
+            setattr(block.self_attn, f"{name}_norm", divide)
+            getattr(block.self_attn, f"{name}_proj").register_forward_pre_hook(divide.look)
+
+
+class Known(nn.Module):
+    """A norm of what is left that knows the dense mean square."""
+
+    def __init__(self, weight: Tensor, projection: nn.Linear):
+        super().__init__()
+        self.weight, self.projection = weight, projection
+
+    def look(self, _, args) -> None:
+        heads = self.projection(args[0]).unflatten(-1, (len(self.weight), -1))
+        self.mean = heads.square().mean(-1, keepdim=True) + EPS
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(self.mean)
 
 
 def parameters(model: nn.Module) -> int:

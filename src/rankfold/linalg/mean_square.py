@@ -66,7 +66,7 @@ def fit_mean_square(G: Tensor, keep: Tensor, *, eps: float, ridge: float = 1e-6)
 
 
 def mean_square_error(G: Tensor, keep: Tensor, squares: Tensor, constant: Tensor, *, eps: float) -> Tensor:
-    """``(...)`` mean square of the relative error of a prediction where :func:`square_features` have the second moment ``G``."""
+    """``(...)`` mean square of the relative error of a prediction on what has the second moment ``G``."""
     found = _scattered(torch.cat([squares, constant[..., None]], -1), keep, G.shape[-1] - 1)
     gap = _whole(G, eps) - found
     return torch.einsum("...i,...ij,...j->...", gap, G, gap).clamp_min(0)
