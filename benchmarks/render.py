@@ -234,6 +234,26 @@ def domains(record: dict) -> list[str]:
     return [what, "", *grid(["", *names], rows)]
 
 
+def qk_norm(record: dict) -> list[str]:
+    """Settings and forms against sparsity."""
+    rows = {(r["setting"], r["form"], r["sparsity"]): r for r in record["rows"] if "form" in r}
+    dense = next(r for r in record["rows"] if "form" not in r)
+    sparsities = sorted({s for *_, s in rows})
+    body = [
+        [
+            setting,
+            form,
+            *(
+                latent_table.number(rows[setting, form, s]["perplexity"]) if (setting, form, s) in rows else ""
+                for s in sparsities
+            ),
+        ]
+        for setting, form in dict.fromkeys((setting, form) for setting, form, _ in rows)
+    ]
+    head = ["", "queries and keys; or what norms divide by", *(f"{s:.0%}" for s in sparsities)]
+    return [f"Dense: {latent_table.number(dense['perplexity'])}.", "", *grid(head, body)]
+
+
 PAGES = {
     "zero_shot": ("zero_shot*.json", "Zero-shot accuracy", zero_shot_table.table),
     "domains": ("domains*.json", "Across texts", domains),
@@ -243,6 +263,7 @@ PAGES = {
     "grid": ("grid_*.json", "Every method on the same texts", studies_table.grid),
     "studies": ("studies_*.json", "Single choices, as the papers study them", studies_table.studies),
     "compression_cost": ("compression_cost*.json", "What compressing costs, in forwards", cost),
+    "qk_norm": ("qk_norm*.json", "Fewer dimensions of normalised queries and keys", qk_norm),
     "moment_precision": ("moment_precision*.json", "Precision of the moments", moment_precision),
     "cholesky": ("cholesky*.json", "Cholesky and memory pages", cholesky),
     "speed": ("speed*.json", "Speed, dense against compressed", speed),

@@ -14,10 +14,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 
 BLOCKS = ("model.layers", "model.decoder.layers", "model.language_model.layers", "transformer.h", "gpt_neox.layers")
-ATTENTION = ("self_attn", "attn", "attention", "self_attention")
+BLOCKS += ("transformer.blocks",)
+ATTENTION = ("self_attn", "attn.attention", "attn", "attention", "self_attention")
 OUTPUT = ("o_proj", "out_proj", "c_proj", "dense")
-UP = ("mlp.up_proj", "mlp.gate_up_proj", "mlp.fc1", "mlp.c_fc", "mlp.dense_h_to_4h", "fc1")
-DOWN = ("mlp.down_proj", "mlp.fc2", "mlp.c_proj", "mlp.dense_4h_to_h", "fc2")
+UP = ("mlp.up_proj", "mlp.gate_up_proj", "mlp.fc1", "mlp.c_fc", "mlp.dense_h_to_4h", "fc1", "mlp.fc_in", "ffn.up_proj")
+DOWN = ("mlp.down_proj", "mlp.fc2", "mlp.c_proj", "mlp.dense_4h_to_h", "fc2", "mlp.fc_out", "ffn.down_proj")
 
 
 class Heads(NamedTuple):
@@ -69,10 +70,15 @@ def look(model: nn.Module, ids: Tensor, index: int) -> Seen:
     if hasattr(attention, "query_key_value") and not hasattr(attention, "rotary_ndims"):  # BLOOM, Falcon
         hooks.append(attention.register_forward_hook(_split_by_the_family(attention, seen), with_kwargs=True))
         hooks.append(attention.query_key_value.register_forward_hook(lambda _, __, out: seen.update(fused=out)))
+    if hasattr(attention, "Wqkv"):
+        hooks.append(attention.Wqkv.register_forward_hook(_split_in_three(attention, seen)))
+    if hasattr(attention, "_attn"):
+        _record_own(attention, seen)
     with _recording_attention(attention, seen):
         model(ids, use_cache=False)
     for hook in hooks:
         hook.remove()
+    attention.__dict__.pop("_attn", None)
     return Seen(seen["heads"], seen.get("hidden"))
 
 
@@ -96,6 +102,27 @@ def _recording_attention(wanted: nn.Module, seen: dict):
         yield
     finally:
         del ALL_ATTENTION_FUNCTIONS.get_interface
+
+
+def _split_in_three(attention: nn.Module, seen: dict):
+    """MPT attends by itself; nothing comes between its projection and the scores."""
+
+    def split(_, __, fused):
+        q, k, v = (x.unflatten(-1, (attention.n_heads, -1)).transpose(1, 2) for x in fused.chunk(3, -1))
+        seen["heads"] = Heads(q * attention.softmax_scale, k, v)
+
+    return split
+
+
+def _record_own(attention: nn.Module, seen: dict) -> None:
+    """GPT-J and GPT-Neo attend by a method of their own, which gets what meets."""
+    attend, scale = attention._attn, getattr(attention, "scale_attn", 1.0)
+
+    def record(query, key, value, *args):
+        seen["heads"] = Heads(query / scale, key, value)
+        return attend(query, key, value, *args)
+
+    attention._attn = record
 
 
 def _split_by_the_family(attention: nn.Module, seen: dict):

@@ -39,6 +39,13 @@ CONFIGS = {
         image_token_index=90,
         mm_tokens_per_image=4,
     ),
+    "gptj": lambda: t.GPTJConfig(
+        n_embd=32, n_layer=3, n_head=4, n_inner=48, rotary_dim=4, vocab_size=96, n_positions=64
+    ),
+    "gpt_neo": lambda: t.GPTNeoConfig(
+        **_neo(), attention_types=[[["global", "local"], 1], [["local"], 1]], window_size=8, intermediate_size=48
+    ),
+    "mpt": lambda: t.MptConfig(d_model=32, n_heads=4, n_layers=3, vocab_size=96, max_seq_len=64),
     "phi": lambda: t.PhiConfig(**SHAPE, partial_rotary_factor=0.5),
     "phi3": lambda: t.Phi3Config(**GQA, **IDS),
     "opt": lambda: t.OPTConfig(**_opt(), word_embed_proj_dim=32),
@@ -95,16 +102,27 @@ CONFIGS = {
 # Families whose specs say nothing that those of others do not: the contracts of one method run on them, not those of all.
 ALIKE = {
     *("seed_oss", "ernie4_5", "helium", "granite", "granitemoe", "olmo", "olmo3", "olmoe", "glm4", "stablelm"),
-    *("stablelm-parallel", "arcee", "nemotron", "apertus", "starcoder2", "qwen2_moe"),
+    *("stablelm-parallel", "arcee", "nemotron", "apertus", "starcoder2", "qwen2_moe", "gptj", "gpt_neo", "mpt"),
 }
 KINDS = [family for family in sorted(CONFIGS) if family not in ALIKE]
 EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "olmoe"}  # their MLPs stay dense
-# Their queries and keys are normalised, and stay dense.
+# Their queries and keys are normalised.
 NORMED = {"qwen3", "qwen3_moe", "gemma3", "gemma3-images", "olmo2", "olmo3", "olmoe", "exaone4", "apertus"}
+
+
+def named(family: str) -> tuple[str, ...] | None:
+    """Modules to ask for, so that all are taken that can be; normalised queries and keys are not by themselves."""
+    if family not in NORMED:
+        return None
+    return ("qk", "vo") if family in EXPERTS else ("mlp", "qk", "vo")
 
 
 def _opt() -> dict:
     return {**{k: v for k, v in SHAPE.items() if k != "intermediate_size"}, "ffn_dim": 48, "dropout": 0.0}
+
+
+def _neo() -> dict:
+    return {"hidden_size": 32, "num_layers": 3, "num_heads": 4, "vocab_size": 96, "max_position_embeddings": 64}
 
 
 def _falcon() -> dict:
@@ -127,6 +145,8 @@ def tiny_model(family: str, seed: int = 0) -> nn.Module:
     for name, parameter in model.named_parameters():
         if parameter.dim() >= 2:
             nn.init.normal_(parameter, std=0.15)
+        elif "q_norm" in name or "k_norm" in name:
+            nn.init.uniform_(parameter, 0.5, 1.5)
         elif name.endswith("bias"):
             nn.init.normal_(parameter, std=0.1)
     model.tie_weights()

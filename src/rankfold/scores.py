@@ -47,9 +47,11 @@ def needed(source: Source, method: Method) -> set[str]:
 
 
 def available(source: Source, statistics: set[str]) -> set[str]:
-    """Without the statistics of an MLP that the architecture does not show, or that nothing could use."""
+    """Without the statistics of an MLP that the architecture does not show, of norms it has not, or that nothing could use."""
+    view = source.meta_block(0)
     hidden = {"mlp_input", "mlp_hidden"} if source.architecture.mlp is None else set()
-    return statistics - hidden - (set() if source.meta_block(0).relu else {"mlp_samples"})
+    unused = set() if view.relu else {"mlp_samples"}
+    return statistics - hidden - unused - (set() if view.attention.head_norms else {"query_squares", "key_squares"})
 
 
 def scores_of(

@@ -24,7 +24,8 @@ HALVES = dict.fromkeys(CONFIGS, LLAMA) | {
     **dict.fromkeys(("granite", "granitemoe"), SCALED),
     **dict.fromkeys(("phi", "cohere", "cohere2", "stablelm-parallel"), PARALLEL),
     "opt-post-norm": (("self_attn_layer_norm", "stream"), None),
-    "gpt2": (("attn", "added"), None),
+    **dict.fromkeys(("gpt2", "gpt_neo", "mpt"), (("attn", "added"), None)),
+    "gptj": (("attn", "added"), "mlp"),
     "gpt_neox": NEOX_PARALLEL,
     "gpt_neox-sequential": (("attention", "added"), None),
     "falcon-mqa": FALCON_PARALLEL,
@@ -43,7 +44,9 @@ def distance(a, b) -> float:
 def reference(family: str, ids) -> list[tuple[float, float, float]]:
     """Influence of every block, its attention and its MLP, out of one forward of the stock model."""
     model, seen = tiny_model(family), {}
-    blocks = next(m for name, m in model.get_decoder().named_modules() if name.rpartition(".")[2] in ("layers", "h"))
+    blocks = next(
+        m for name, m in model.get_decoder().named_modules() if name.rpartition(".")[2] in ("layers", "h", "blocks")
+    )
     (attention, kind), mlp = HALVES[family]
 
     def note(key):

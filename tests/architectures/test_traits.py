@@ -13,6 +13,7 @@ UNTOLD = {
     "use_qk_norm": (t.CohereConfig, {"use_qk_norm": True}),
     "qk_layernorm": (t.StableLmConfig, {"qk_layernorm": True}),
     "clip_qkv": (t.OlmoConfig, {"clip_qkv": 1.0}),
+    "attn_config.clip_qkv": (t.MptConfig, {"attn_config": {"clip_qkv": 1.0}}),
 }
 
 

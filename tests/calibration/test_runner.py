@@ -11,6 +11,7 @@ from activations import ATTENTION, member
 from families import CONFIGS, GQA, some_ids, tiny_model
 from rankfold.calibration import observers, runner
 from rankfold.calibration.runner import advance, measure, outputs, start
+from rankfold.scores import available
 
 NAMES = {"mlp_hidden", "mlp_input", "attention_input", "attention_output"}
 
@@ -132,11 +133,11 @@ def test_influence_of_each_half_is_that_of_what_it_adds(family):
     torch.testing.assert_close(moment.mean[1:].float(), expected)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_neox", "opt", "bloom"])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "opt", "bloom", "olmo2"])
 def test_moments_are_the_same_however_windows_share_batches(family, monkeypatch):
     """Seven windows at once, or three, three and one; every statistic there is."""
     source = opened(family)
-    view, statistics = source.block(1), set(observers.STORED) - ({"mlp_samples"} if family != "opt" else set())
+    view, statistics = source.block(1), available(source, set(observers.STORED))
 
     def measured(windows: int) -> dict:
         monkeypatch.setattr(runner, "BATCH_TOKENS", windows * 16)

@@ -140,6 +140,13 @@ def test_factors_and_sparse_layers_are_refused(family, options, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["small"]
 
 
+@pytest.mark.parametrize("family", ["qwen3", "olmo2"])
+def test_norms_over_dimensions_that_are_gone_are_refused(family, tmp_path):
+    small = compressed(family, tmp_path, modules=("qk", "vo"))
+    with pytest.raises(UnsupportedModelError, match=r"which no stock model does; .* compress with --modules mlp,vo$"):
+        rankfold.export(small, tmp_path / "stock")
+
+
 def test_what_is_a_stock_model_already_is_said(tmp_path):
     small = compressed("llama", tmp_path, "shortgpt", multiple=8)
     with pytest.raises(OptionError, match="small is a stock model already"):

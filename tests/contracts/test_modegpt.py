@@ -2,13 +2,17 @@
 
 import pytest
 import torch
+import transformers as t
 
 import rankfold
-from families import CONFIGS, EXPERTS, NORMED, opened, some_ids, tiny_model, tokens
+from families import CONFIGS, EXPERTS, NORMED, SHAPE, named, opened, some_ids, tiny_model, tokens
 from rankfold import MoDeGPT
-from rankfold.calibration.runner import advance, start
+from rankfold.calibration.runner import advance, measure, start
 from rankfold.errors import UnsupportedModelError
-from rankfold.modules import CompressedAttention
+from rankfold.methods.base import BlockResult
+from rankfold.methods.modegpt.norms import SQUARES, predict_norms
+from rankfold.methods.result import put_attention
+from rankfold.modules import CompressedAttention, PredictedNorm
 from rankfold.replacing import replace
 
 ALL = sorted(CONFIGS)
@@ -22,7 +26,7 @@ def family(request):
 def method_for(family: str, **options) -> MoDeGPT:
     """Experts hold most of the weights and stay dense, so less can be asked of the attention around them."""
     sparsity = 0.1 if family in EXPERTS else 0.3
-    return MoDeGPT(**{"sparsity": sparsity, "multiple": 2} | options)
+    return MoDeGPT(**{"sparsity": sparsity, "multiple": 2, "modules": named(family)} | options)
 
 
 def compressed(family: str, **options):
@@ -57,9 +61,6 @@ def test_replacing_attention_at_full_rank_leaves_the_logits_unchanged(family):
     """Forces the compressed attention module at full width: the runtime alone must be exact."""
     source = opened(family)
     view = source.block(0)
-    from rankfold.methods.base import BlockResult
-    from rankfold.methods.result import put_attention
-
     attention, full = view.attention, view.attention.head_dim
     result = BlockResult({}, {}, {})
     q, k, v = attention.qkv()
@@ -175,12 +176,42 @@ def test_compiled_forward_agrees():
 
 
 @pytest.mark.parametrize("family", sorted(NORMED))
-def test_query_key_norms_keep_the_pair_dense_and_say_so(family):
-    _, model = compressed(family)
+def test_predicted_norms_with_all_dimensions_leave_the_logits_unchanged(family):
+    """Forces norms of the kind that predicts at full width: fitted to all dimensions they are the dense ones."""
+    source = opened(family)
+    for index in range(len(source)):
+        view = source.block(index)
+        attention, full = view.attention, view.attention.head_dim
+        stream = start(source, some_ids(), autocast=None)
+        moments = measure(source.block(index), stream, set(SQUARES), step=False)
+        keep = [torch.arange(full).expand(n, -1) for n in (attention.heads, attention.kv_heads)]
+        norms, result = predict_norms(attention, moments, keep), BlockResult({}, {}, {})
+        assert max(norms.errors) < 1e-6
+        q, k, v = attention.qkv()
+        projections = {"q": q, "k": k, "v": v, "o": attention.output}
+        put_attention(result, attention, projections, full, full, norms=norms.tensors)
+        replace(view, result, source)
+        assert sum(isinstance(m, PredictedNorm) for m in view.module.modules()) == 2
+        reference = start(source, some_ids(), autocast=None)
+        advance(view, stream)
+        advance(source.block(index), reference)
+        torch.testing.assert_close(stream.hidden[0], reference.hidden[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "olmo2", "qwen3_moe"])
+def test_normalised_queries_and_keys_are_taken_where_they_are_named_only(family):
+    default, asked = (compressed(family, modules=modules)[1] for modules in (None, named(family)))
+    widths = [{m.qk_dim for m in model.modules() if isinstance(m, CompressedAttention)} for model in (default, asked)]
+    assert widths[0] == {8} and min(widths[1]) < 8
+
+
+def test_norms_that_subtract_a_mean_keep_the_pair_dense_and_say_so():
+    source = rankfold.open_model(t.AutoModelForCausalLM.from_config(t.PhiConfig(**SHAPE, qk_layernorm=True)))
+    model = rankfold.compress(source, method_for("phi"), tokens())
     attention = next(m for m in model.modules() if isinstance(m, CompressedAttention))
     assert attention.qk_dim == 8 and attention.q_norm is not None
     with pytest.raises(UnsupportedModelError, match="cannot take module 'qk'.*norm"):
-        compressed(family, modules=("qk",))
+        rankfold.compress(source, method_for("phi", modules=("qk",)), tokens())
 
 
 @pytest.mark.parametrize("family", sorted(EXPERTS))

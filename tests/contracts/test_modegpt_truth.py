@@ -20,15 +20,18 @@ from activations import ATTENTION, DOWN, OUTPUT, UP, Heads, blocks_of, look, mem
 from families import ALIKE, CONFIGS, ELIMINATION, EXPERTS, NORMED, ONE_SHOT, tiny_model, tokens
 from rankfold import MoDeGPT
 
-FREE = {"opt", "opt-post-norm", "gpt2", "falcon-alibi", "bloom"}  # nothing turns queries and keys
-STILL = {("smollm3", 1), ("cohere2", 2)}  # nor do these blocks
+FREE = {"opt", "opt-post-norm", "gpt2", "gpt_neo", "falcon-alibi", "bloom", "mpt"}  # nothing turns queries and keys
+STILL = {("smollm3", 1), ("cohere2", 2), ("exaone4", 2)}  # nor do these blocks
 HALF = ("phi", "gpt_neox", "glm", "glm4", "stablelm", "stablelm-parallel", "nemotron")
-ROTARY = dict.fromkeys(HALF, 4) | {"gpt_neox-sequential": 2}  # of 8 dimensions; elsewhere all
-ADJACENT = {"ernie4_5", "helium", "cohere", "cohere2", "glm", "glm4"}
+ROTARY = dict.fromkeys((*HALF, "gptj"), 4) | {"gpt_neox-sequential": 2}  # of 8 dimensions; elsewhere all
+ADJACENT = {"ernie4_5", "helium", "cohere", "cohere2", "glm", "glm4", "gptj"}
 SCALE = {
     "gemma2": 256,
+    "gemma3": 256,
+    "gemma3-images": 256,
     "granite": 0.3**-2,
     "granitemoe": 0.3**-2,
+    "gpt_neo": 1,
 }  # under the root of what scores are divided by; elsewhere the head dimension
 PAPER = {"gqa": "paper", "bias_refit": False, "qk": "cr", **ONE_SHOT}
 SETTINGS = {
@@ -59,6 +62,8 @@ class Block(NamedTuple):
     small_heads: Heads
     hidden: Tensor | None  # (n, F)
     report: dict
+    # (B, H, T, 1) and (B, K, T, 1): what compressed norms divide by too little; `small_heads` are without it
+    factors: tuple[Tensor, Tensor] | None = None
     held_out: "Block | None" = None
 
 
@@ -66,9 +71,8 @@ class Block(NamedTuple):
 def blocks(request, tmp_path_factory) -> list[Block]:
     family, setting = request.param
     options, mode = SETTINGS[setting]
-    sparsities = {"mlp": 0.05 if family == "bloom" else 0.25, "qk": 0.5, "vo": 0.4}  # BLOOM: four times the units
-    left_out = ({"mlp"} if family in EXPERTS else set()) | ({"qk"} if family in NORMED else set())
-    modules = {name: value for name, value in sparsities.items() if name not in left_out}
+    sparsities = {"mlp": 0.05 if family in ("bloom", "mpt") else 0.25, "qk": 0.5, "vo": 0.4}  # four times the units
+    modules = {name: value for name, value in sparsities.items() if name != "mlp" or family not in EXPERTS}
     method = MoDeGPT(modules=modules, multiple=2, ridge=RIDGE, **options)
     model = tiny_model(family)
     dense = model if family in EXPERTS else model.double()  # grouped products of experts have no fp64
@@ -88,9 +92,27 @@ def seen_block(family, method, dense, small, index: int, mode: str, report: dict
         after = look(spliced(dense, small, (*before, index)), ids, index)
         heads = (Heads(*(x.double() for x in s.heads)) for s in (seen, after))
         hidden = None if seen.hidden is None else seen.hidden.double()
-        return Block(family, method, *(blocks_of(m)[index] for m in (dense, small)), *heads, hidden, report)
+        block = Block(family, method, *(blocks_of(m)[index] for m in (dense, small)), *heads, hidden, report)
+        return with_known_norms(block) if family in NORMED else block
 
     return on(tokens().ids)._replace(held_out=on(tokens().held_out))
+
+
+def with_known_norms(block: Block) -> Block:
+    """What is left of normalised queries and keys is the dense one times a factor of every token and head."""
+    rank, factors, restored = block.report["qk"]["rank"], [], []
+    for name, dense, small in zip(("q_proj", "k_proj"), block.heads, block.small_heads, strict=False):
+        whole, kept = (member(getattr(b, ATTENTION[0]), (name,)).weight.detach() for b in (block.dense, block.small))
+        heads, N = dense.shape[1], dense.shape[-1]
+        rows = torch.cdist(kept.view(heads, rank, -1), whole.view(heads, N, -1)).argmin(-1)  # (heads, R)
+        expected = dense.gather(3, rows[None, :, None].expand(len(dense), -1, dense.shape[2], -1))
+        factor = (small[..., :rank] * expected).sum(-1, keepdim=True) / expected.square().sum(-1, keepdim=True)
+        torch.testing.assert_close(small[..., :rank], factor * expected, rtol=CLOSE, atol=1e-5)
+        factors.append(factor)
+        restored.append(small / factor)
+    return block._replace(
+        factors=tuple(factors), small_heads=block.small_heads._replace(query=restored[0], key=restored[1])
+    )
 
 
 @pytest.fixture(params=range(3), ids=lambda index: f"block {index}")
@@ -100,8 +122,7 @@ def block(request, blocks) -> Block:
 
 def needs(block: Block, module: str) -> None:
     if module not in block.report:
-        why = "its MLP is made of experts" if module == "mlp" else "it normalises queries and keys"
-        pytest.skip(f"{block.family} does not allow {module}: {why}")
+        pytest.skip(f"{block.family} does not allow {module}: its MLP is made of experts")
 
 
 def ratio(error: Tensor, total: Tensor) -> float:
@@ -263,7 +284,7 @@ def turning(block: Block) -> int:
 
 
 def selects(block: Block) -> bool:
-    return turning(block) > 0 or block.method.qk == "cr"
+    return turning(block) > 0 or block.method.qk == "cr" or block.family in NORMED
 
 
 def kept_dimensions(block: Block) -> Tensor:
@@ -309,6 +330,16 @@ def test_the_score_error_reported_is_that_of_a_selection(block):
     assert report["relative_error"] == pytest.approx(ratio(dense - small, dense), rel=CLOSE)
     error = unscaled(block, (dense - small).square().sum()) / (B * T**2)
     assert report["error"] == pytest.approx(error.item(), rel=2 * CLOSE)
+
+
+def test_the_norm_errors_reported_are_those_of_what_is_divided_by(block):
+    needs(block, "qk")
+    if block.factors is None:
+        pytest.skip(f"{block.family} does not normalise queries and keys")
+    errors = [(1 - factor**-2).square().mean().sqrt().item() for factor in block.factors]
+    assert errors == pytest.approx([block.report["qk"][f"{name}_norm_error"] for name in ("query", "key")], rel=CLOSE)
+    others = [(1 - factor**-2).square().mean().sqrt().item() for factor in block.held_out.factors]
+    assert min(errors) > 0 and max(others) < 1, "not predicted at all"
 
 
 def test_the_score_error_in_held_out_windows_is_that_of_the_scores_there(block):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import rankfold
 from activations import ATTENTION, DOWN, OUTPUT, blocks_of, member, spliced, weight_of
-from families import EXPERTS, KINDS, opened, some_ids, tiny_model, tokens
+from families import EXPERTS, KINDS, named, opened, some_ids, tiny_model, tokens
 from rankfold import Rankfold
 from rankfold.budgets import choices
 from rankfold.effects import measure_costs
@@ -25,7 +25,8 @@ NORM_BEHIND = {"gemma2", "gemma3", "gemma3-images", "opt-post-norm", "olmo2", "e
 
 
 def method_for(family: str, **options) -> Rankfold:
-    return Rankfold(**{"sparsity": 0.1 if family in EXPERTS else 0.3, "multiple": 2} | options)
+    sparsity = 0.1 if family in EXPERTS else 0.3
+    return Rankfold(**{"sparsity": sparsity, "multiple": 2, "modules": named(family)} | options)
 
 
 def wide_tokens():

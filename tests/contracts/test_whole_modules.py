@@ -2,13 +2,14 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
 import rankfold
 from activations import ATTENTION, DOWN, OUTPUT, blocks_of, member, weight_of
-from families import cached_numbers, opened, some_ids, tokens
+from families import cached_numbers, named, opened, some_ids, tokens
 from rankfold import Rankfold, scores
 from rankfold.allocation.measured import cheapest
 from rankfold.budgets import choices
@@ -17,7 +18,20 @@ from rankfold.methods import Unit
 from rankfold.modules import build
 from rankfold.scores import shares
 
-FAMILIES = ["llama", "llama-bias", "gemma2", "phi", "phi3", "opt", "gpt2", "gpt_neox", "falcon-gqa", "bloom", "cohere2"]
+FAMILIES = [
+    "llama",
+    "llama-bias",
+    "gemma2",
+    "phi",
+    "phi3",
+    "opt",
+    "gpt2",
+    "gpt_neox",
+    "falcon-gqa",
+    "bloom",
+    "cohere2",
+    "qwen3",
+]
 GONE = {(0, "mlp"), (1, "qk"), (1, "vo")}
 
 
@@ -28,9 +42,10 @@ def family(request):
 
 def method_for(family: str) -> Rankfold:
     """As sparse as the model is without the modules that are gone."""
-    units = [unit for i in range(3) for unit in Rankfold(multiple=2).units(opened(family).block(i))]
+    method = Rankfold(multiple=2, modules=named(family))
+    units = [unit for i in range(3) for unit in method.units(opened(family).block(i))]
     lost = sum(unit.dense for unit in units if (unit.block, unit.module) in GONE)
-    return Rankfold(sparsity=lost / choices(opened(family), Rankfold()).weights, multiple=2)
+    return replace(method, sparsity=lost / choices(opened(family), method).weights)
 
 
 @pytest.fixture(scope="module")

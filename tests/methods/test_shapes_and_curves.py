@@ -1,10 +1,12 @@
 """What is only timed has the shapes of what is written, and a curve says the errors that modules then have."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import rankfold
-from families import opened, tokens
+from families import named, opened, tokens
 from rankfold import MoDeGPT, Rankfold
 from rankfold.budgets import choices
 
@@ -12,9 +14,10 @@ RANKS = [{"mlp": 20}, {"qk": 4}, {"vo": 6}, {"mlp": 20, "qk": 4, "vo": 6}]
 
 
 @pytest.mark.parametrize("ranks", RANKS, ids=lambda ranks: "-".join(ranks))
-@pytest.mark.parametrize("family", ["llama-bias", "phi3", "gpt2", "opt"])
+@pytest.mark.parametrize("family", ["llama-bias", "phi3", "gpt2", "opt", "olmo2"])
 def test_what_is_timed_has_the_shapes_of_what_is_written(family, ranks):
-    source, method = opened(family), MoDeGPT(multiple=2, bias_refit=False)  # which takes the biases of values away
+    source = opened(family)
+    method = MoDeGPT(multiple=2, bias_refit=False, modules=named(family))  # a refit takes the biases of values away
     view, moments = source.block(0), rankfold.calibrate(source, tokens())[0]
     (stage,) = method.stages(view, ranks)
     written = stage.decompose(view, moments, lambda: None)
@@ -38,9 +41,9 @@ def test_what_is_timed_is_the_first_units_and_dimensions():
 
 
 @pytest.mark.parametrize("method", [MoDeGPT(multiple=2), Rankfold(multiple=2, feedback=False)], ids=lambda m: m.name)
-@pytest.mark.parametrize("family", ["llama-bias", "opt"])
+@pytest.mark.parametrize("family", ["llama-bias", "opt", "qwen3"])
 def test_a_curve_says_the_errors_that_modules_then_have(family, method):
-    source = opened(family)
+    source, method = opened(family), replace(method, modules=named(family))
     view = source.block(1)
     units = [unit for unit in choices(source, method).units if unit.block == 1]
     moments = rankfold.calibrate(source, tokens(), statistics=method.statistics(view))[1]
@@ -51,6 +54,7 @@ def test_a_curve_says_the_errors_that_modules_then_have(family, method):
         assert sorted(curve) == [rank for rank in unit.ranks if rank >= least]
         assert curve[unit.ranks[-1]] == 0.0
         stages = method.stages(view, {unit.module: least})
-        error = stages[0].decompose(view, moments, lambda: None).reports[unit.module]["relative_error"]
+        report = stages[0].decompose(view, moments, lambda: None).reports[unit.module]
+        error = report.get("expected_error", report["relative_error"])  # of norms too
         # what elimination counts has the ridge in it
         assert curve[least] == pytest.approx(error**2, rel=0.02 if unit.module == "mlp" else 1e-6), unit.module

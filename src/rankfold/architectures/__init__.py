@@ -4,7 +4,7 @@ from .norms import Norm
 from .parts import Part, part_of
 from .registry import architecture_of, family_of, known_architectures
 from .spec import Architecture, AttentionSpec, ByConfig, MLPSpec, NormsSpec
-from .views import AttentionView, BlockView, Dense, MLPView, as_stored, read_linear
+from .views import AttentionView, BlockView, Dense, MLPView, as_stored, own_frequencies, read_linear
 
 __all__ = [
     "Architecture",
@@ -22,6 +22,7 @@ __all__ = [
     "as_stored",
     "family_of",
     "known_architectures",
+    "own_frequencies",
     "part_of",
     "read_linear",
 ]

@@ -121,6 +121,7 @@ def _attention_spec(path: str, module: nn.Module, model: nn.Module, config) -> A
         position="rope" if rotary else "none",
         qk_norm=norms,
         norm_over=over,
+        norm_offset=None if norms else 0.0,  # their numbers do not show what they do
         scaling=scaling,
         dropout=next((name for name in DROPOUTS if hasattr(module, name)), DROPOUTS[0]),
         output_dropout=next((name for name in OUTPUT_DROPOUTS if hasattr(module, name)), None),

@@ -13,6 +13,10 @@ GEMMA2 = replace(
     adds=False,
     norms=NormsSpec(mlp=("pre_feedforward_layernorm",), offset=1.0),
 )
-GEMMA3 = replace(GEMMA2, model_type="gemma3_text", attention=replace(LLAMA.attention, qk_norm=("q_norm", "k_norm")))
+GEMMA3 = replace(
+    GEMMA2,
+    model_type="gemma3_text",
+    attention=replace(LLAMA.attention, qk_norm=("q_norm", "k_norm"), norm_offset=1.0),
+)
 
 ARCHITECTURES = (GEMMA, GEMMA2, GEMMA3)

@@ -7,7 +7,8 @@ from .spec import NormsSpec
 
 NORMED = replace(LLAMA.attention, qk_norm=("q_norm", "k_norm"), norm_over="all heads")
 OLMO2 = replace(LLAMA, model_type="olmo2", attention=NORMED, middle="mlp", adds=False)
-CLIPS = (("clip_qkv", "it clips queries, keys and values, and what has fewer dimensions would be clipped otherwise"),)
+CLIPPED = "it clips queries, keys and values, and what has fewer dimensions would be clipped otherwise"
+CLIPS = (("clip_qkv", CLIPPED),)
 
 ARCHITECTURES = (
     replace(LLAMA, model_type="olmo", norms=NormsSpec(centres=True), unless=CLIPS),

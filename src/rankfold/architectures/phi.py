@@ -10,6 +10,7 @@ PHI = Architecture(
         qkv=("q_proj", "k_proj", "v_proj"),
         output="dense",
         qk_norm=("q_layernorm", "k_layernorm"),  # only where config.qk_layernorm asks for them
+        norm_offset=None,
     ),
     mlp=MLPSpec(up="mlp.fc1", down="mlp.fc2", activation="mlp.activation_fn"),
     middle=None,

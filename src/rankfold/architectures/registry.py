@@ -1,6 +1,7 @@
 """Which families are known, by ``config.model_type``."""
 
 from dataclasses import replace
+from functools import reduce
 
 from torch import nn
 
@@ -15,11 +16,14 @@ from . import (
     gemma,
     glm,
     gpt2,
+    gpt_neo,
     gpt_neox,
+    gptj,
     granite,
     llama,
     mixtral,
     modernbert,
+    mpt,
     olmo,
     opt,
     phi,
@@ -36,9 +40,12 @@ __all__ = ["architecture_of", "check_config", "family_of", "known_architectures"
 _FAMILIES = (llama, qwen, gemma, phi, granite, olmo, cohere, glm, exaone, stablelm, ungated) + (
     opt,
     gpt2,
+    gpt_neo,
     gpt_neox,
+    gptj,
     falcon,
     bloom,
+    mpt,
     mixtral,
     bert,
     modernbert,
@@ -90,8 +97,8 @@ def _tower(model: nn.Module, config) -> str:
 def check_config(family: Architecture, config) -> None:
     """Raise :class:`UnsupportedModelError` where a model of a family has a trait that no spec can say."""
     for field, reason in family.unless:
-        if getattr(config, field, None):
+        value = reduce(lambda part, name: getattr(part, name, None), field.split("."), config)
+        if value:
             raise UnsupportedModelError(
-                f"this {config.model_type} has {field}={getattr(config, field)!r}: {reason}; models of this family without it "
-                "work"
+                f"this {config.model_type} has {field}={value!r}: {reason}; models of this family without it work"
             )

@@ -43,18 +43,27 @@ class AttentionSpec:
     interleaved_table: bool = (
         False  # the model's cos/sin table says every angle twice in a row instead of repeating itself
     )
+    # Base of the angles, where the module makes them itself out of position numbers; None: it is handed tables of them.
+    rotary_base: float | None = None
     # Attribute of the module that says whether this very layer rotates; None: all do. Queries and keys of a layer that does
     # not may be rotated freely.
     rotates: str | ByConfig | None = None
-    # Norms between projection and rotation: dropping dimensions would change the RMS, so the query-key pair of such a family
-    # stays dense.
+    # Norms between projection and rotation: dropping dimensions changes the mean square they divide by, which then has to be
+    # predicted from those that are left.
     qk_norm: tuple[str, str] | None = None
     norm_over: Literal["head", "all heads"] = "head"
+    # What these norms add to their weight to get the scale; None: they subtract a mean, or it is not known what they do, and
+    # the query-key pair stays dense.
+    norm_offset: float | None = 0.0
     # Field of the config for the width of a head, so that a stock model may have narrower or fewer heads; None: the class
     # divides the model width by the number of heads.
     width: str | None = "head_dim"
-    # Attribute with the softmax scale, None: one over the root of the head's width. The compressed module keeps this number.
-    scaling: str | None = "scaling"
+    # Where the module itself masks what is further back than a window: its attribute that is "local" in such a layer, and the
+    # field of the config for the window; None: it is handed all there is to mask.
+    window: tuple[str, str] | None = None
+    # Attribute with the softmax scale, or the scale; None: the root of the head dimension divides. The compressed module keeps
+    # this number.
+    scaling: str | float | None = "scaling"
     dropout: str = "attention_dropout"
     output_dropout: str | None = None
     # The output projection is not in the attention module, and its path is relative to the block: so it is in BERT.
@@ -107,4 +116,6 @@ class Architecture:
     positions_behind_padding: bool = False
     returns_tuple: bool = False  # the block returns (hidden, ...) instead of the hidden states
     derived: bool = False  # read off a block, and not yet proved on the model (rankfold.proving)
-    unless: tuple[tuple[str, str], ...] = ()  # (field of the config, what it does where set that no spec can say)
+    unless: tuple[
+        tuple[str, str], ...
+    ] = ()  # (field of the config, or of a part of it; what it does where set that no spec can say)

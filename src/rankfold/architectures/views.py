@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .norms import Norm, read_norm
 from .spec import Architecture, AttentionSpec, ByConfig, MLPSpec
 
-__all__ = ["AttentionView", "BlockView", "Dense", "MLPView", "as_stored", "read_linear"]
+__all__ = ["AttentionView", "BlockView", "Dense", "MLPView", "as_stored", "own_frequencies", "read_linear"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,11 @@ def read_linear(module: nn.Module) -> Dense:
 def as_stored(module: nn.Module, weight: Tensor) -> Tensor:
     """What :func:`read_linear` reads as ``weight`` ``(out, in)``, contiguous in the layer's own layout."""
     return (weight if isinstance(module, nn.Linear) else weight.T).contiguous()
+
+
+def own_frequencies(base: float, rotary_dim: int) -> Tensor:
+    """``(rotary_dim / 2,)`` angle per position of each pair, of attention that makes its angles itself."""
+    return base ** -(torch.arange(0, rotary_dim, 2).float() / rotary_dim)
 
 
 def _split_rows(count: int, layout: str, heads: int, kv_heads: int, device) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,9 +142,30 @@ class AttentionView:
             return q_norm(query), k_norm(key)
         return tuple(norm(x.flatten(2)).view_as(x) for norm, x in ((q_norm, query), (k_norm, key)))
 
-    def angles(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """``(..., rotary_dim / 2)`` each, one entry for every pair, out of the model's tables."""
-        pairs = self.rotary_dim // 2
+    def flat_for_norm(self, x: Tensor) -> Tensor:
+        """``(B, T, H, N)`` as the norms see it: ``(B, T, 1, H N)`` where they are over all heads."""
+        return x if self.spec.norm_over == "head" else x.flatten(2)[:, :, None]
+
+    @property
+    def head_norms(self) -> tuple[Norm, Norm] | None:
+        """The q/k-norms, where there are any whose mean square can be predicted."""
+        if not self.norms or self.spec.norm_offset is None:
+            return None
+        return tuple(
+            read_norm(getattr(self.module, name), offset=self.spec.norm_offset, centres=False) for name in self.norms
+        )
+
+    def angles(self, call: dict) -> tuple[Tensor, Tensor]:
+        """Cosine and sine, ``(B or 1, T, rotary_dim / 2)`` each, one entry for every pair.
+
+        Args:
+            call: what the block is called with: the model's tables, or position numbers.
+        """
+        if self.spec.rotary_base is not None:
+            frequencies = own_frequencies(self.spec.rotary_base, self.rotary_dim)
+            angles = call["position_ids"][..., None] * frequencies.to(call["position_ids"].device)
+            return angles.cos(), angles.sin()
+        (cos, sin), pairs = call["position_embeddings"], self.rotary_dim // 2
         return (cos[..., ::2], sin[..., ::2]) if self.spec.interleaved_table else (cos[..., :pairs], sin[..., :pairs])
 
     @property
@@ -164,7 +190,9 @@ class AttentionView:
             "kind": "attention",
             "heads": self.heads,
             "kv_heads": self.kv_heads,
-            "scaling": float(setting(self.spec.scaling) if self.spec.scaling else self.head_dim**-0.5),
+            "scaling": self._scale(setting),
+            "rotary_base": self.spec.rotary_base,
+            "window": self._window(),
             "alibi": self.spec.position == "alibi",
             "softcap": setting("attn_logit_softcapping"),
             # a layer that says it does not slide may still know the width of the window
@@ -176,6 +204,19 @@ class AttentionView:
             "norm_over": self.spec.norm_over,
             "causal": bool(getattr(self.module, "is_causal", True)),
         }
+
+    def _scale(self, setting) -> float:
+        scale = self.spec.scaling
+        if scale is None:
+            return self.head_dim**-0.5
+        return float(setting(scale) if isinstance(scale, str) else scale)
+
+    def _window(self) -> int | None:
+        """How far back this layer sees, where it masks the rest itself."""
+        if self.spec.window is None:
+            return None
+        kind, width = self.spec.window
+        return getattr(self.config, width) if getattr(self.module, kind) == "local" else None
 
 
 @dataclass(frozen=True)
@@ -326,6 +367,8 @@ def _rotary_dim(spec: AttentionSpec, module: nn.Module, config, head_dim: int) -
     rotates = spec.rotates.of(config) if isinstance(spec.rotates, ByConfig) else spec.rotates
     if rotates and not getattr(module, rotates, True):
         return 0
+    if spec.rotary_base is not None:
+        return config.rotary_dim
     rotary = getattr(module, "rotary_ndims", None)
     if rotary is None:
         factor = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)

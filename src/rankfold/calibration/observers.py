@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..architectures import AttentionView, BlockView
+from ..linalg.mean_square import square_features
 from .moments import (
     CrossMoment,
     CrossSums,
@@ -150,6 +151,14 @@ class Heads:
         """``(B, K, T, N)``"""
         return heads_first(self.projected[2])
 
+    def relative_squares(self, index: int) -> Tensor:
+        """Features of the mean square that the norm of queries (0) or keys (1) divides by, ``(1, H, B T, N + 1)``.
+
+        Norms over all heads are one head of all their dimensions.
+        """
+        x = heads_first(self.attention.flat_for_norm(self.projected[index]))
+        return square_features(x.transpose(0, 1).flatten(1, 2)[None], self.attention.head_norms[index].eps)
+
     @cached_property
     def rotated(self) -> tuple[Tensor, Tensor]:
         """Queries ``(B, H, T, N)`` and keys ``(B, K, T, N)``, after norm and rotation."""
@@ -157,7 +166,7 @@ class Heads:
         query, key = (heads_first(x) for x in attention.normalised(query, key))
         if attention.rotary_dim:
             half = attention.rotary_dim // 2
-            cos, sin = (t[:, None] for t in attention.angles(*self.kwargs["position_embeddings"]))  # (B, 1, T, half)
+            cos, sin = (t[:, None] for t in attention.angles(self.kwargs))  # (B, 1, T, half)
             for x in (query, key):
                 a, b = x[..., :half], x[..., half : 2 * half]
                 turned = a * sin
@@ -238,6 +247,23 @@ class HeadObserver:
     def after(self, batch) -> None:
         heads = self.projections.heads(batch.kwargs)
         self.sums.add(getattr(heads, self.name), getattr(heads, f"{self.name}_grams"))
+
+    def finish(self) -> Moment:
+        return self.sums.finish()
+
+
+class SquaresObserver:
+    """Second moment, per head, of squares over the mean square that a norm divides by; where it is over all heads, of one."""
+
+    def __init__(self, projections: Projections, index: int):
+        self.projections, self.index, self.sums = projections, index, HeadMoment()
+
+    def hooks(self):
+        return self.projections.hooks()
+
+    def after(self, batch) -> None:
+        features = self.projections.heads(batch.kwargs).relative_squares(self.index)
+        self.sums.add(features, head_grams(features))
 
     def finish(self) -> Moment:
         return self.sums.finish()
@@ -447,6 +473,11 @@ STATISTICS: dict[str, Statistic] = {
         "dropping dimensions",
         lambda s: ProductObserver(s.projections),
     ),
+    "query_squares": Statistic(
+        "squares of the queries that a q/k-norm receives, over the mean square it divides by, per head",
+        lambda s: SquaresObserver(s.projections, 0),
+    ),
+    "key_squares": Statistic("the same of the keys", lambda s: SquaresObserver(s.projections, 1)),
     "value": Statistic("values, per key head", lambda s: s.head("value")),
     "absolute": Statistic("also the mean absolute value of every input above, for the l1 pre-conditioner", None),
     "stream_input": Statistic(

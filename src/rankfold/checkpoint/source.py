@@ -17,7 +17,7 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig
 
-from ..architectures import Architecture, BlockView, Part, part_of
+from ..architectures import Architecture, BlockView, Part, own_frequencies, part_of
 from ..errors import CheckpointError, UnsupportedModelError, first_line
 from .classes import auto_class
 from .devices import DTYPES, autocast_dtype, resolve_device, resolve_dtype
@@ -158,6 +158,9 @@ class Source:
 
     def inv_freq(self, index: int) -> torch.Tensor | None:
         """Rotary frequencies of a block; families with sliding layers keep one table per layer type."""
+        base = self.architecture.attention.rotary_base
+        if base is not None:
+            return own_frequencies(base, self.config.rotary_dim).to(self.device)
         for module in self.model.modules():
             if type(module).__name__.endswith("RotaryEmbedding"):
                 kind = getattr(self.config, "layer_types", None)

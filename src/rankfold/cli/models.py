@@ -70,8 +70,10 @@ def _row(architecture: Architecture) -> dict[str, str]:
 
 
 def _form(attention: AttentionSpec) -> str:
-    if attention.qk_norm:
+    if attention.qk_norm and attention.norm_offset is None:
         return "dense with q/k-norm"
+    if attention.qk_norm:
+        return "pairs where named, with q/k-norm"
     if attention.position != "rope":
         return "svd"
     return "pairs; svd in layers that do not rotate" if attention.rotates else "pairs"

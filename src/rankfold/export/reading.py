@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..architectures import BlockView, Dense, read_linear
 from ..errors import UnsupportedModelError
 from ..linalg.padding import head_places
-from ..modules import CompressedAttention, ShortcutBlock
+from ..modules import CompressedAttention, PredictedNorm, ShortcutBlock
 
 __all__ = ["Heads", "read_heads", "read_rising"]
 
@@ -62,6 +62,11 @@ def read_heads(view: BlockView, rotary_dim: int) -> Heads:
     where = view.architecture.attention.path
     module, path = view.module.get_submodule(where), f"{view.path}.{where}"
     if isinstance(module, CompressedAttention):
+        if isinstance(module.q_norm, PredictedNorm):
+            raise UnsupportedModelError(
+                f"{path} has fewer dimensions of queries and keys than its norms are over, and predicts what these divide by, "
+                "which no stock model does; serve the folder as it is (docs/serve.md), or compress with --modules mlp,vo"
+            )
         q, k, v, o = (
             _read(f"{path}.{name}", _member(module, name)) for name in ("q_proj", "k_proj", "v_proj", "o_proj")
         )

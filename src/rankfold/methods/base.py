@@ -68,7 +68,8 @@ class Method:
     Attributes:
         sparsity: fraction of the weights to remove, in [0, 1).
         of: the weights ``sparsity`` counts: the linear weights of the decoder ``blocks``, or the whole ``model``.
-        modules: which modules to compress; ``None`` for all that the architecture allows. A mapping gives each its own
+        modules: which modules to compress; ``None`` for all that the architecture allows, but queries and keys that it
+            normalises, which are taken where ``qk`` is named (docs/method.md). A mapping gives each its own
             sparsity, a fraction of that module's weights (MoDeGPT Tables 29, 31); ``sparsity`` is then not used.
         budget: what the sparsity is a fraction of: ``parameters``; ``bytes`` of the checkpoint (codes and indices too);
             ``flops``, multiply-accumulates per token; ``latency``, the time a forward takes on this device.

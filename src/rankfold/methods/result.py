@@ -52,6 +52,7 @@ def put_attention(
     vo_dim: int,
     pairs: Tensor | None = None,
     latent_cache: str = "",
+    norms: dict[str, Tensor] | None = None,
 ) -> None:
     """Replace the attention module, and the output projection where that is not in it.
 
@@ -60,6 +61,7 @@ def put_attention(
         qk_dim, vo_dim: widths per head.
         pairs: ``(K, qk_dim / 2)`` kept rotary pairs.
         latent_cache: which of ``k`` and ``v`` keep their latent in the cache instead of their heads.
+        norms: tensors of q/k-norms that predict their mean square, by name; without, the dense ones stay.
     """
     path = attention.spec.path
     if attention.spec.outside:
@@ -73,11 +75,13 @@ def put_attention(
     }
     result.modules[path] = {
         **attention.runtime(),
+        **({"adopt": {}, "predicted_norms": True} if norms else {}),
         **sizes,
         "latent_cache": latent_cache,
         **{name: describe(projection) for name, projection in projections.items()},
     }
     for name, projection in projections.items():
         result.state.update({f"{path}.{name}_proj.{key}": t for key, t in tensors_of(projection).items()})
+    result.state.update({f"{path}.{name}": tensor for name, tensor in (norms or {}).items()})
     if pairs is not None:
         result.state[f"{path}.rotary_pairs"] = pairs.to(torch.int32)

@@ -5,6 +5,7 @@ from .building import build, install
 from .bundle import CODE_FILE, code
 from .latent import LatentLinear
 from .loading import AUTO_MAP, FORMAT, METHOD_NAME, RankfoldConfig, attach, digest
+from .norms import PredictedNorm
 from .shortcuts import ShortcutBlock
 from .sparse import SparseCorrection, SparseLinear
 from .tensors import QuantizedTensor
@@ -16,6 +17,7 @@ __all__ = [
     "METHOD_NAME",
     "CompressedAttention",
     "LatentLinear",
+    "PredictedNorm",
     "QuantizedTensor",
     "RankfoldConfig",
     "ShortcutBlock",

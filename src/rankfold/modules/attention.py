@@ -8,9 +8,10 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .kernels import add_alibi, eager_attention, masked, turn
+from .kernels import add_alibi, add_bias, angles_at, eager_attention, masked, turn, within
 from .latent import LatentRows
 from .layers import build_layer
+from .norms import PredictedNorm
 from .tensors import check_range
 
 __all__ = ["CompressedAttention"]
@@ -36,11 +37,13 @@ class CompressedAttention(nn.Module):
             raise ValueError(f"an attention has both widths or none, got qk_dim {self.qk_dim} and vo_dim {self.vo_dim}")
         self.scaling, self.softcap = spec["scaling"], spec.get("softcap")
         self.sliding_window = spec.get("sliding_window")
+        self.window = spec.get("window")  # of a family whose attention masks what is further back itself
         self.attention_dropout = spec.get("dropout", 0.0)
         self.output_dropout = spec.get("output_dropout", 0.0)
         self.is_causal = spec.get("causal", True)
         self.adds_alibi = spec.get("alibi", False)  # Falcon passes ALiBi too, but has already put it into the mask
         self.rotary_dim, self.interleaved_table = spec.get("rotary_dim", 0), spec.get("interleaved_table", False)
+        self.rotary_base = spec.get("rotary_base")  # of a family whose attention makes its angles itself
         self.o_proj = build_layer(spec["o"]) if "o" in spec else None  # in BERT it belongs to what surrounds this
         self.qkv_proj = build_layer(spec["qkv"]) if "qkv" in spec else None  # one latent that all three share
         if self.qkv_proj is None:
@@ -53,7 +56,10 @@ class CompressedAttention(nn.Module):
         self.latent_keys, self.latent_values = "k" in spec.get("latent_cache", ()), "v" in spec.get("latent_cache", ())
         self.one_latent = self.qkv_proj is not None and self.latent_keys  # cached once, as keys; values are empty
         self.q_norm = self.k_norm = None  # adopted from the dense module by `build` where the family has them
-        self.norms_all_heads = spec.get("norm_over", "head") == "all heads"
+        over = spec.get("norm_over", "head")
+        self.norms_all_heads = over == "all heads" and not spec.get("predicted_norms")
+        if spec.get("predicted_norms"):
+            self.q_norm, self.k_norm = (PredictedNorm(n, self.qk_dim, over) for n in (self.heads, self.kv_heads))
         if spec.get("selected_pairs"):
             # Row p of head k says which rotary frequency pair p turns with; `rotary_dim / 2` means "does not turn".
             self.register_buffer("rotary_pairs", torch.zeros(self.kv_heads, self.qk_dim // 2, dtype=torch.int32))
@@ -78,6 +84,7 @@ class CompressedAttention(nn.Module):
         past_key_values=None,
         layer_past=None,
         alibi=None,
+        position_bias=None,
         **kwargs,
     ):
         B, T, _ = hidden_states.shape
@@ -87,6 +94,8 @@ class CompressedAttention(nn.Module):
         query, key, value = self._project(hidden_states)
         query = self._normalised(query, self.q_norm).transpose(1, 2)  # (B, H, T, R)
         key = key[:, None] if self.latent_keys else self._keys(key)  # (B, 1, T, latent) or (B, K, T, R)
+        if self.rotary_base is not None:
+            position_embeddings = angles_at(kwargs["position_ids"], self.rotary_base, self.rotary_dim)
         if self.rotary_dim:
             query, key = self._rotate(query, key, *position_embeddings)
         value = value[:, None] if self.latent_values else self._values(value)
@@ -97,6 +106,10 @@ class CompressedAttention(nn.Module):
             value = key
         if self.adds_alibi and alibi is not None:
             attention_mask = add_alibi(alibi, attention_mask, B, self.heads, query.dtype)
+        if position_bias is not None:
+            attention_mask = add_bias(position_bias, attention_mask, key.shape[2], query.dtype)
+        if self.window:
+            attention_mask = within(self.window, attention_mask, T, key.shape[2], query.device)
 
         if cache is not None and T == 1 and (self.latent_keys or self.latent_values):
             output, weights = self._attend_latent(query, key, value, attention_mask)

@@ -31,7 +31,8 @@ def build(spec: dict, dense: nn.Module | None = None, config=None) -> nn.Module:
 
 def _attention(spec: dict, dense: nn.Module, config) -> nn.Module:
     names = getattr(dense, "names", None) or tuple(inspect.signature(type(dense).forward).parameters)[2:]
-    module = CompressedAttention(spec, config, getattr(dense, "layer_idx", None), names)
+    index = getattr(dense, "layer_idx", getattr(dense, "layer_id", None))  # GPT-Neo's name for it; an encoder has none
+    module = CompressedAttention(spec, config, index, names)
     for name, theirs in spec.get("adopt", {}).items():
         if name not in ("q_norm", "k_norm"):
             raise ValueError(f"cannot adopt {name!r} into a compressed attention; allowed: q_norm, k_norm")

@@ -13,6 +13,7 @@ PARTS = (
     "latent",
     "layers",
     "kernels",
+    "norms",
     "attention",
     "shortcuts",
     "building",

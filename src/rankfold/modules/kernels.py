@@ -6,7 +6,7 @@ Shape legend: B batch, T new tokens, S cached tokens, H query heads, V kept valu
 import torch
 from torch import nn
 
-__all__ = ["add_alibi", "eager_attention", "masked", "turn"]
+__all__ = ["add_alibi", "add_bias", "angles_at", "eager_attention", "masked", "turn", "within"]
 
 
 def turn(x, cos, sin, half):
@@ -22,6 +22,29 @@ def add_alibi(alibi, mask, batch, heads, dtype):
     if mask.dtype == torch.bool:
         return torch.where(mask, alibi, torch.finfo(dtype).min)
     return alibi + mask
+
+
+def add_bias(bias, hidden, length, dtype):
+    """The same as an additive mask out of a bias (H, 1, positions) on the last positions and a mask that is true where not."""
+    bias = bias[None, :, :, -length:].to(dtype)
+    return bias if hidden is None else bias.masked_fill(hidden, torch.finfo(dtype).min)
+
+
+def angles_at(positions, base, rotary_dim):
+    """Cosine and sine, (B or 1, T, rotary_dim / 2), of every position and pair."""
+    places = torch.arange(0, rotary_dim, 2, device=positions.device).float()
+    angles = positions[..., None] * base ** -(places / rotary_dim)
+    return angles.cos(), angles.sin()
+
+
+def within(window, mask, new, length, device):
+    """A causal mask without what is ``window`` or more positions back."""
+    back = torch.arange(length - new, length, device=device)[:, None] - torch.arange(length, device=device)
+    if mask is None:
+        return (back >= 0) & (back < window)
+    if mask.dtype == torch.bool:
+        return mask & (back < window)
+    return mask.masked_fill(back >= window, torch.finfo(mask.dtype).min)
 
 
 def masked(scores, mask, softcap):

@@ -15,6 +15,7 @@ from ...linalg.column_row import ColumnRow, column_row, column_row_bounds, elimi
 from ...linalg.paired_svd import PairedSVD, paired_svd
 from ..base import BlockResult
 from ..result import put_attention
+from .norms import predict_norms
 from .sensitivity import output_root, weighted
 
 GRADIENT = "o_gradient"
@@ -32,18 +33,18 @@ def compress_attention(
     full = attention.head_dim
     q, k, v = attention.qkv()
     projections = {"q": q, "k": k, "v": v, "o": attention.output}
-    widths, pairs = {"qk": full, "vo": full} | ranks, None
+    widths, pairs, norms = {"qk": full, "vo": full} | ranks, None, None
     for module, compress in (("qk", compress_qk), ("vo", vo or compress_vo)):
         if widths[module] < full:
             part = compress(method, attention, moments, projections, widths[module])
             projections |= part.projections
-            pairs = part.pairs if module == "qk" else pairs
+            pairs, norms = (part.pairs, part.norms) if module == "qk" else (pairs, norms)
             result.reports[module] = {"rank": widths[module], "of": full} | part.report
             result.errors[module] = part.error
         elif module in ranks:
             result.reports[module] = {"rank": full, "of": full, "relative_error": 0.0}
     if widths["qk"] < full or widths["vo"] < full:
-        put_attention(result, attention, projections, widths["qk"], widths["vo"], pairs)
+        put_attention(result, attention, projections, widths["qk"], widths["vo"], pairs, norms=norms)
 
 
 class Part(NamedTuple):
@@ -53,11 +54,12 @@ class Part(NamedTuple):
     report: dict
     error: object  # BlockMoments -> relative error
     pairs: Tensor | None = None  # (K, R / 2) kept rotary pairs
+    norms: dict[str, Tensor] | None = None  # of queries and keys, where they are normalised
 
 
 def compress_qk(method, attention: AttentionView, moments, dense: dict[str, Dense], rank: int) -> Part:
     """Algorithm 2, or the optimum where nothing sits between queries and keys."""
-    if attention.rotary_dim == 0 and method.qk == "svd":
+    if is_free(method, attention):
         return _free_qk(attention, moments, dense, rank)
     choice = _choose(method, attention, moments, rank)
     keep = choice.keep  # (K, R)
@@ -73,7 +75,26 @@ def compress_qk(method, attention: AttentionView, moments, dense: dict[str, Dens
     def error(other: BlockMoments) -> float:
         return relative(*torch.stack(_score_error(other, keep)).tolist())
 
-    return Part(projections, report, error, choice.pairs if attention.rotary_dim else None)
+    norms = None
+    if attention.norms:
+        norms, errors = predict_norms(attention, moments, (_of_queries(keep, attention), keep))
+        report |= dict(zip(("query_norm_error", "key_norm_error"), errors, strict=True))
+        report["expected_error"] = _with_norms(report["relative_error"], errors)
+    return Part(projections, report, error, choice.pairs if attention.rotary_dim else None, norms)
+
+
+def is_free(method, attention: AttentionView) -> bool:
+    """Whether nothing sits between queries and keys that would not let them be turned."""
+    return attention.rotary_dim == 0 and not attention.norms and method.qk == "svd"
+
+
+def _with_norms(error: float, norms: tuple[float, float]) -> float:
+    """Relative error of the scores when those that are left are also multiplied by what the norms get wrong.
+
+    A norm divides by the root of what is predicted, so its relative error is half of that; taken as independent of the scores.
+    """
+    wrong = sum(e**2 for e in norms) / 4
+    return (error**2 + max(1 - error**2, 0.0) * wrong) ** 0.5
 
 
 def _choose(method, attention: AttentionView, moments, rank: int) -> ColumnRow:

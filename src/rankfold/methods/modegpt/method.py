@@ -10,10 +10,11 @@ from ...architectures import BlockView
 from ...errors import OptionError, UnsupportedModelError
 from ..base import BlockResult, Method, Unit, check_choice, register_method
 from .attention import GRADIENT as ATTENTION_GRADIENT
-from .attention import compress_attention
+from .attention import compress_attention, is_free
 from .curves import squared_errors
 from .mlp import GRADIENT as MLP_GRADIENT
 from .mlp import reduce_mlp
+from .norms import SQUARES, norm_parameters
 from .truncation import truncate_attention, truncate_mlp
 
 __all__ = ["MoDeGPT"]
@@ -75,10 +76,8 @@ class MoDeGPT(Method):
         reasons = {}
         if architecture.mlp is None:
             reasons["mlp"] = "its MLP is a mixture of experts, whose stacked weights are not taken yet"
-        if view.attention.norms:
-            reasons["qk"] = (
-                "it normalises queries and keys over the head dimension, and dropping dimensions would change the norm"
-            )
+        if view.attention.norms and not view.attention.head_norms:
+            reasons["qk"] = "it normalises queries and keys by more than their mean square, which needs all dimensions"
         for module in self.modules or ():
             if module in reasons:
                 allowed = ",".join(m for m in self.all_modules if m not in reasons)
@@ -86,6 +85,8 @@ class MoDeGPT(Method):
                     f"{architecture.model_type} cannot take module {module!r}: {reasons[module]}; use --modules {allowed}"
                 )
         wanted = self.modules if self.modules is not None else self.all_modules
+        if self.modules is None and view.attention.norms:  # it pays only where much goes, and no stock model can do it
+            wanted = [module for module in wanted if module != "qk"]
         return tuple(m for m in self.all_modules if m in wanted and m not in reasons)
 
     def statistics(self, view: BlockView) -> set[str]:
@@ -98,10 +99,10 @@ class MoDeGPT(Method):
         return {names[module] for module in wanted if module in names}
 
     def _statistics_of_modules(self, view: BlockView) -> dict[str, set[str]]:
-        free = view.attention.rotary_dim == 0 and self.qk == "svd"
+        chosen = {"query", "key", "query_key"} | (set(SQUARES) if view.attention.norms else set())
         return {
             "mlp": {"mlp_hidden"},
-            "qk": {"query", "key_spread"} if free else {"query", "key", "query_key"},
+            "qk": {"query", "key_spread"} if is_free(self, view.attention) else chosen,
             "vo": {"value"},
         }
 
@@ -144,6 +145,8 @@ class MoDeGPT(Method):
         if v.bias is not None and vo < full:
             moved = self.bias_refit and attention.output.bias is not None  # into the output bias
             change -= v.bias.numel() if moved else (full - vo) * v.bias.numel() // full
+        if 0 < qk < full and attention.norms:
+            change += norm_parameters(attention, qk)
         if qk < full and attention.rotary_dim:
             indices = 4 * attention.kv_heads * qk // 2
         return change, indices

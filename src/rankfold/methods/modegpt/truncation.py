@@ -9,6 +9,7 @@ from ...architectures import AttentionView, BlockView, Dense
 from ..base import BlockResult
 from ..result import put_attention, put_projection
 from .attention import take_heads
+from .norms import first_norms
 
 __all__ = ["truncate_attention", "truncate_mlp"]
 
@@ -36,4 +37,5 @@ def truncate_attention(attention: AttentionView, ranks: dict[str, int], result: 
     }
     selected = attention.rotary_dim and qk < full
     pairs = first[: qk // 2].expand(kv_heads, -1) if selected else None  # (K, R / 2)
-    put_attention(result, attention, projections, qk, vo, pairs)
+    norms = first_norms(attention, qk) if attention.norms and qk < full else None
+    put_attention(result, attention, projections, qk, vo, pairs, norms=norms)

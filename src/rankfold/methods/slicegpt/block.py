@@ -40,7 +40,8 @@ def put_block(converted: Converted, view: BlockView, bases: Bases, *, enters: bo
     parts = {name: converted.reader(name, bases.before) for name in "qkv"} | {"o": converted.writer("o", inside)}
     mlp, down = view.mlp.spec, view.mlp.spec.down
     result.modules[""] = _describe(converted, view, bases, enters=enters, leaves=leaves)
-    put_attention(result, converted.attention, parts, converted.qk_dim, converted.vo_dim, converted.pairs)
+    widths = converted.qk_dim, converted.vo_dim
+    put_attention(result, converted.attention, parts, *widths, converted.pairs, norms=converted.head_norms)
     for path in (mlp.gate, mlp.up):
         if path:
             put_projection(result, path, converted.reader(path, bases.before if parallel else inside))

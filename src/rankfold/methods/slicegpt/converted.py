@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...architectures import AttentionView, BlockView, Dense, Norm, read_linear
 from ...linalg.norm_folding import centre_columns, fold_norm
-from ...modules import CompressedAttention
+from ...modules import CompressedAttention, PredictedNorm
 
 __all__ = ["Converted"]
 
@@ -28,6 +28,7 @@ class Converted:
     qk_dim: int
     vo_dim: int
     pairs: Tensor | None = None  # (K, qk_dim / 2) kept rotary pairs
+    head_norms: dict[str, Tensor] | None = None  # of queries and keys that lost dimensions, by name
 
     @classmethod
     def of(cls, view: BlockView, attention: AttentionView) -> "Converted":
@@ -40,13 +41,13 @@ class Converted:
         first, second, now = *view.norms, view.attention.module
         if isinstance(now, CompressedAttention):
             qkv, widths = [read_linear(part) for part in (now.q_proj, now.k_proj, now.v_proj)], (now.qk_dim, now.vo_dim)
-            pairs = now.rotary_pairs
+            pairs, norms = now.rotary_pairs, _predicted(now)
         else:
-            qkv, widths, pairs = attention.qkv(), (attention.head_dim, attention.head_dim), None
+            qkv, widths, pairs, norms = attention.qkv(), (attention.head_dim, attention.head_dim), None, None
         readers = {name: (layer, first) for name, layer in zip("qkv", qkv, strict=True)}
         readers |= {path: (layer, second) for path, layer in view.mlp.rising().items()}
         writers = {"o": view.attention.output, view.mlp.spec.down: view.mlp.down}
-        return cls(attention, (first, second), readers, writers, *widths, pairs)
+        return cls(attention, (first, second), readers, writers, *widths, pairs, norms)
 
     @property
     def centres(self) -> bool:
@@ -72,6 +73,15 @@ class Converted:
     def entry(self, basis: Tensor) -> Tensor:
         """``(r, D)``: from the model's own coordinates to ``basis``, means subtracted where the norms do."""
         return centre_columns(basis).T if self.centres else basis.T
+
+
+def _predicted(attention: CompressedAttention) -> dict[str, Tensor] | None:
+    """Tensors of q/k-norms that are not the dense model's any more."""
+    found = {}
+    for name in ("q_norm", "k_norm"):
+        if isinstance(norm := getattr(attention, name), PredictedNorm):
+            found |= {f"{name}.{key}": tensor for key, tensor in norm.state_dict().items()}
+    return found or None
 
 
 def _stored(W: Tensor, b: Tensor | None, like: Dense) -> Dense:

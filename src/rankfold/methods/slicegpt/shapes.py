@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ...architectures import BlockView
+from ..modegpt.norms import norm_parameters
 
 __all__ = ["Shapes", "width_of"]
 
@@ -58,7 +59,8 @@ class Shapes:
             writer_biases=(attention.output.bias is not None) + (mlp.down.bias is not None),
             shortcuts=1 if view.middle is None else 2,
             borders=(view.index == 0) + (view.index == view.config.num_hidden_layers - 1),
-            kept=sum(p.numel() for part in kept for p in part.parameters()),
+            kept=sum(p.numel() for part in kept for p in part.parameters())
+            + (norm_parameters(attention, qk) if attention.norms and qk < full else 0),
             width=width_of(view),
         )
 
