@@ -43,7 +43,7 @@ CONFIGS = {
         n_embd=32, n_layer=3, n_head=4, n_inner=48, rotary_dim=4, vocab_size=96, n_positions=64
     ),
     "gpt_neo": lambda: t.GPTNeoConfig(
-        **_neo(), attention_types=[[["global", "local"], 1], [["local"], 1]], window_size=8, intermediate_size=48
+        **_neo(), attention_types=[[["local", "global"], 1], [["local"], 1]], window_size=8, intermediate_size=48
     ),
     "mpt": lambda: t.MptConfig(d_model=32, n_heads=4, n_layers=3, vocab_size=96, max_seq_len=64),
     "phi": lambda: t.PhiConfig(**SHAPE, partial_rotary_factor=0.5),
