@@ -122,11 +122,7 @@ def gradients_of(source: Source, method: Method, tokens: Tokens | None, run: Run
     names = method.gradients(view)
     if not names:
         return None
-    if not source.architecture.decoder:
-        raise UnsupportedModelError(
-            f"gradients are those of the next-token loss, and {source.architecture.model_type} predicts no next token; take a "
-            "method or option that reads no gradients"
-        )
+    _check_predicts(source, "gradients are those")
     if tokens is None:
         raise OptionError(
             "gradients are measured on text, which moments do not hold; give calibration text, or take a method or option that "
@@ -142,6 +138,15 @@ def gradients_of(source: Source, method: Method, tokens: Tokens | None, run: Run
     return store
 
 
+def _check_predicts(source: Source, what: str) -> None:
+    """Raise :class:`UnsupportedModelError` for an encoder, which has no loss of its own."""
+    if not source.architecture.decoder:
+        raise UnsupportedModelError(
+            f"{what} of the next-token loss, and {source.architecture.model_type} predicts no next token; take another method "
+            "or allocation, one that reads no loss"
+        )
+
+
 def _costs(
     source: Source, method: Method, choices: Choices, tokens: Tokens | None, run: Run | None, gradients
 ) -> Costs:
@@ -153,6 +158,7 @@ def _costs(
         )
     known = read_costs(run.costs) if run and run.costs.exists() else {}
     if method.allocation == "greedy":
+        _check_predicts(source, "losses without a block are those")
         units, remove = budget(choices, method)
         sizes = {unit.block: unit.dense for unit in units}
         keep = (lambda found: write_costs(run.costs, found)) if run else (lambda _: None)

@@ -165,10 +165,10 @@ def test_costs_are_squared_relative_changes_of_the_last_states():
         assert costs[unit.block, unit.module][rank] == pytest.approx(change.item(), rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["obd", "llm-surgeon"])
-def test_gradients_of_a_loss_that_there_is_not_are_refused(name):
+@pytest.mark.parametrize("name", ["obd", "llm-surgeon", "sleb"])
+def test_a_loss_that_there_is_not_is_refused(name):
     source = opened_encoder("bert")
-    with pytest.raises(UnsupportedModelError, match="bert predicts no next token; take a method or option"):
+    with pytest.raises(UnsupportedModelError, match="of the next-token loss, and bert predicts no next token; take"):
         rankfold.compress(source, rankfold.make_method(name, sparsity=0.3), samples_of(source))
 
 

@@ -235,6 +235,19 @@ def test_a_model_for_images_without_a_spec_for_its_tower_has_its_language_part_o
         rankfold.open_model(model, device="cpu", part="vision")
 
 
+def test_a_tower_that_cannot_be_taken_leaves_the_language_part_alone():
+    vision = t.Dinov2Config(
+        **{**VISION, "patch_size": 7}, num_hidden_layers=1, num_attention_heads=2, use_swiglu_ffn=True
+    )
+    config = t.LlavaConfig(text_config=t.LlamaConfig(**GQA), vision_config=vision, image_token_id=90)
+    model = t.LlavaForConditionalGeneration(config)
+    assert rankfold.open_model(model, device="cpu").part.name == "language"
+    with pytest.raises(
+        UnsupportedModelError, match="this dinov2 has use_swiglu_ffn=True: its gated MLP has other names"
+    ):
+        rankfold.open_model(model, device="cpu", part="vision")
+
+
 def test_a_decoding_bert_is_refused():
     config = t.BertConfig(**{k: v for k, v in GQA.items() if k != "num_key_value_heads"}, is_decoder=True)
     with pytest.raises(UnsupportedModelError, match="this bert has is_decoder=True: its blocks then attend to"):

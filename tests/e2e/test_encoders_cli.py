@@ -112,7 +112,7 @@ def test_what_surrounds_a_sentence_encoder_stays_byte_for_byte(tmp_path):
             "compress vit -o x --calibration images --calibration broken",
             "--calibration takes one folder of images, got 2",
         ),
-        ("compress vit -o x --calibration images --method obd", "vit predicts no next token; take a method or option"),
+        ("compress vit -o x --calibration images --method obd", "vit predicts no next token; take another method"),
         ("compare vit -o x --methods svd --sparsities 0.3 --text text.txt", "vit is an encoder (vit)"),
     ],
 )

@@ -3,6 +3,7 @@
 Shape legend: B samples of a batch, T tokens, C channels, H x W pixels.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,7 +37,9 @@ class Part:
 
     @property
     def positions(self) -> int | None:
-        """Tokens of the longest window it can take; ``None`` where the config names no limit."""
+        """Tokens of the longest window it can take, or patches of its images; ``None`` where the config names no limit."""
+        if self.takes_images:
+            return math.prod(size // patch for size, patch in zip(*self._sizes, strict=True))
         found = getattr(self.config, "max_position_embeddings", None)
         if found and self.architecture.positions_behind_padding:
             return found - self.config.pad_token_id - 1
@@ -45,7 +48,7 @@ class Part:
     def example(self, samples: int, length: int) -> Tensor:
         """A batch that needs no data: ids spread over the vocabulary, ``(B, length)``, or ``(B, C, H, W)`` noise."""
         if self.takes_images:
-            shape = (samples, self.config.num_channels, *_pair(self.config.image_size))
+            shape = (samples, self.config.num_channels, *self._sizes[0])
             return torch.randn(shape, generator=torch.Generator().manual_seed(0))
         vocabulary = self.config.vocab_size
         ids = torch.arange(length) * max(1, vocabulary // length) % vocabulary
@@ -55,8 +58,13 @@ class Part:
         """Tokens of a window, or patches of an image."""
         if not self.takes_images:
             return batch.shape[1]
-        height, width = _pair(self.config.patch_size)
-        return (batch.shape[2] // height) * (batch.shape[3] // width)
+        return math.prod(size // patch for size, patch in zip(batch.shape[2:], self._sizes[1], strict=True))
+
+    @property
+    def _sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Height and width of an image and of a patch."""
+        both = (self.config.image_size, self.config.patch_size)
+        return tuple((size, size) if isinstance(size, int) else tuple(size) for size in both)
 
 
 def part_of(model: nn.Module, name: str | None = None) -> Part:
@@ -74,33 +82,37 @@ def part_of(model: nn.Module, name: str | None = None) -> Part:
     family = family_of(text)
     decodes = family.decoder if family else not towers or model.get_output_embeddings() is not None
     names = [*(["language"] if decodes else []), *towers]
-    chosen = name or names[0]
-    if chosen not in names or (name is None and len(names) > 1 and not decodes):
+    if name not in names if name else len(names) > 1 and not decodes:
         raise OptionError(
-            f"{type(model).__name__} has the part{'s' * (len(names) > 1)} {' and '.join(names)}, got "
-            f"{name or 'none'}; choose one with --part"
+            f"{type(model).__name__} has the part{'s' * (len(names) > 1)} {' and '.join(names)}, got {name or 'none'}; choose "
+            "one with --part"
         )
-    if decodes and chosen == "language":
-        return Part(chosen, architecture_of(model), "", text, chosen=name is not None)
-    return replace(towers[chosen], chosen=len(names) > 1)
+    if decodes and name in (None, "language"):
+        return Part("language", architecture_of(model), "", text, chosen=name is not None)
+    return replace(_tower(model, name or names[0], towers), chosen=len(names) > 1)
 
 
-def _towers(model: nn.Module) -> dict[str, Part]:
-    """Encoders of known families in a model, by what they take in."""
+def _towers(model: nn.Module) -> dict[str, str]:
+    """Paths of encoders of known families in a model, by what they take in."""
     found = {}
     for path, module in model.named_modules():
         family = family_of(module.config) if hasattr(module, "main_input_name") else None
-        inside = any(path.startswith(tower.network) for tower in found.values())
-        if family is None or family.decoder or inside:
-            continue
-        check_config(family, module.config)
-        blocks = _path_of(module, family.blocks)
-        head, _, _ = blocks.partition(".")
-        base = head == module.base_model_prefix  # the class has a head, which only its user knows what to do with
-        name = "vision" if "image" in module.input_modalities else "language"
-        spec = replace(family, blocks=f"{path}.{blocks}".lstrip("."))
-        found.setdefault(name, Part(name, spec, f"{path}.{head if base else ''}".strip("."), module.config))
+        inside = any(path.startswith(tower) for tower in found.values())
+        if family is not None and not family.decoder and not inside:
+            found.setdefault("vision" if "image" in module.input_modalities else "language", path)
     return found
+
+
+def _tower(model: nn.Module, name: str, towers: dict[str, str]) -> Part:
+    path = towers[name]
+    module = model.get_submodule(path)
+    family = family_of(module.config)
+    check_config(family, module.config)
+    blocks = _path_of(module, family.blocks)
+    # A class with a head has the encoder inside; what the head is for only its user knows.
+    base = module.base_model_prefix if blocks.partition(".")[0] == module.base_model_prefix else ""
+    spec = replace(family, blocks=f"{path}.{blocks}".lstrip("."))
+    return Part(name, spec, f"{path}.{base}".strip("."), module.config)
 
 
 def _path_of(module: nn.Module, blocks: str) -> str:
@@ -111,7 +123,3 @@ def _path_of(module: nn.Module, blocks: str) -> str:
     raise UnsupportedModelError(
         f"{type(module).__name__} keeps its blocks elsewhere than in {blocks}; use the transformers of constraints.txt"
     )
-
-
-def _pair(size: int | tuple[int, int]) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else tuple(size)
