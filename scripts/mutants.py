@@ -56,8 +56,8 @@ PROTECTED = {
         "",
     ),
     "calibration/*.py": (
-        ["tests/calibration", HELD_OUT, f"{CONTRACTS}modegpt.py"],
-        f"{OF_NO_FAMILY} or blocks_run_one_by_one",
+        ["tests/calibration", HELD_OUT, *(f"{CONTRACTS}{name}.py" for name in ("modegpt", "bolaco"))],
+        f"{OF_NO_FAMILY} and not test_bolaco or blocks_run_one_by_one or windows_matter",
     ),
     "held_out.py": (
         [HELD_OUT, ENCODERS],

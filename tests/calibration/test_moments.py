@@ -198,3 +198,12 @@ def test_within_windows_is_the_mean_of_their_covariances():
     expected = torch.stack([torch.cov(window.T, correction=0) for window in x.double()]).mean(0)
     torch.testing.assert_close(found, expected)
     assert not torch.allclose(found, torch.cov(rows.T, correction=0), rtol=0.1)
+
+
+def test_sums_in_fp32_are_of_few_rows(monkeypatch):
+    """Behind 2^27 in fp32 a 4 is lost, so what was summed by then lies in fp64."""
+    monkeypatch.setattr(moments, "FP32_ROWS", 8)
+    vector = moments.VectorMoment(1, torch.device("cpu"))
+    for value in (4096.0, 4096.0, 1.0, 1.0, 1.0):
+        vector.add(torch.full((4, 1), value))
+    assert vector.finish().second.item() == 8 * 2**24 + 12

@@ -232,3 +232,11 @@ def test_non_finite_weights_are_named():
     source.blocks[2].mlp.up_proj.weight.data[3, 4] = float("nan")
     with pytest.raises(rankfold.RankfoldError, match=r"weight model.layers.2.mlp.up_proj.weight has 1 NaN"):
         rankfold.calibrate(source, rankfold.Tokens(some_ids(4, 16), "r", "r", 0))
+
+
+def test_what_stands_where_a_block_was_lends_its_attributes():
+    block = torch.nn.Linear(2, 3)
+    stand_in = runner.StandIn(block)
+    assert stand_in.out_features == 3 and not list(stand_in.parameters())
+    with pytest.raises(AttributeError, match="nothing"):
+        stand_in.nothing  # noqa: B018

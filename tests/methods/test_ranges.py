@@ -69,3 +69,11 @@ def test_options_of_modegpt_say_what_is_allowed(options, message):
 def test_options_of_another_kind_are_refused(method, options, message):
     with pytest.raises(OptionError, match=message):
         make_method(method, **options)
+
+
+def test_an_outlier_is_more_than_nothing_and_one_token_is_a_context():
+    with pytest.raises(OptionError, match="outlier must be > 0, got 0.0; OWL takes 3 to 10"):
+        make_method("modegpt", outlier=0.0)
+    with pytest.raises(OptionError, match="context must be >= 1, got 0"):
+        make_method("modegpt", context=0, budget="flops")
+    assert make_method("modegpt", context=1, budget="flops").context == 1
