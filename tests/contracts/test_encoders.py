@@ -21,7 +21,8 @@ from rankfold.replacing import replace
 from tiny_encoders import ENCODERS, batch_of, opened_encoder, samples_of, states, tiny_encoder
 
 TEXTS = [family for family in ENCODERS if opened_encoder(family).part.name == "language"]
-METHODS = [("modegpt", family) for family in ENCODERS]
+ALIKE = {"xlm-roberta", "clip-vision-alone", "siglip-text"}  # their specs say nothing that those of others do not
+METHODS = [("modegpt", family) for family in ENCODERS if family not in ALIKE]
 METHODS += [("rankfold", family) for family in ("bert", "vit-head", "modernbert-head")]
 METHODS += [("latentllm", family) for family in ("bert-head", "clip-vision")]
 METHODS += [(name, "vit-head") for name in ("svd-llm", "flap", "shortgpt", "wanda")]

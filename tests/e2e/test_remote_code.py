@@ -10,6 +10,7 @@ import torch
 import rankfold
 from families import some_ids, tiny_model
 from rankfold.calibration.tokens import Tokens
+from tiny_encoders import batch_of, opened_encoder, samples_of
 
 WITHOUT = """
 import sys, importlib.abc
@@ -174,3 +175,27 @@ def test_an_unknown_path_or_newer_format_is_refused(tmp_path):
     (folder / "config.json").write_text(text.replace('"format": 1', '"format": 99'))
     with pytest.raises(rankfold.RankfoldError, match="format 99, this version reads 1"):
         rankfold.load(folder, device="cpu")
+
+
+def test_encoders_load_by_their_auto_class(tmp_path):
+    """Of two families, one with its output projection outside the attention module and one that is called by place."""
+    names = []
+    for family in ("bert-head", "vit-head"):
+        source = opened_encoder(family)
+        method = rankfold.MoDeGPT(sparsity=0.3, multiple=2)
+        rankfold.compress(source, method, samples_of(source), tmp_path / family)
+        torch.save(batch_of(source), tmp_path / f"{family}.pt")
+        names.append(str(tmp_path / family))
+    loading = """
+import torch, transformers
+for folder, auto in zip(sys.argv[1:], ("AutoModelForMaskedLM", "AutoModelForImageClassification")):
+    model = getattr(transformers, auto).from_pretrained(folder, trust_remote_code=True).eval()
+    with torch.no_grad():
+        torch.save(model(torch.load(folder + ".pt")).logits, folder + ".logits")
+"""
+    done = lines_without(loading, *names)
+    assert done.returncode == 0, done.stderr
+    for name in names:
+        with torch.no_grad():
+            expected = rankfold.load(name, device="cpu")(torch.load(f"{name}.pt")).logits
+        assert torch.equal(torch.load(f"{name}.logits"), expected)

@@ -311,7 +311,7 @@ def stored_dtype(config, folder: Path) -> torch.dtype:
     Raises:
         CheckpointError: it is not one of the dtypes that can be written.
     """
-    stored = config.get_text_config().dtype or torch.float32
+    stored = config.get_text_config().dtype or config.dtype or torch.float32
     if stored not in DTYPES.values():
         raise CheckpointError(
             f"{folder / 'config.json'} names the dtype {str(stored).removeprefix('torch.')}, which is not one of "

@@ -15,6 +15,7 @@ def command(
     model: Annotated[
         str | None, typer.Argument(help="Folder, hub id or .gguf file: what this model is to rankfold.")
     ] = None,
+    part: o.Part = None,
     json: o.Json = False,
 ) -> None:
     """List the model families, and what of each can be compressed; or look at one model.
@@ -27,7 +28,7 @@ def command(
     rankfold models path/to/model
     """
     if model is not None:
-        return _one(model, json)
+        return _one(model, part, json)
     rows = [_row(architecture) for architecture in known_architectures()]
 
     def table(out) -> None:
@@ -39,11 +40,11 @@ def command(
     c.emit({"models": rows}, json, table)
 
 
-def _one(model: str, json: bool) -> None:
+def _one(model: str, part: str | None, json: bool) -> None:
     from ..checkpoint.source import open_model
     from ..proving import prove
 
-    source = open_model(model)
+    source = open_model(model, part=part)
     proof = prove(source) if source.architecture.derived else None
     spec = proof.spec if proof else source.architecture
     numbers = {"logits": proof.logits, "attention": proof.attention, "units": proof.units} if proof else None
