@@ -44,6 +44,7 @@ assert type(dense) is type(model) and not hasattr(dense.config, "quantization_co
     [
         ("llama", "modegpt", {}),
         ("gpt2", "modegpt", {}),
+        ("mixtral", "modegpt", {}),
         ("opt", "latentllm", {}),
         ("opt", "latentllm", {"bits": 5, "sparse": 0.1}),
         ("opt", "latentllm", {"sparse": 1.0}),
