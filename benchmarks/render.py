@@ -254,6 +254,16 @@ def qk_norm(record: dict) -> list[str]:
     return [f"Dense: {latent_table.number(dense['perplexity'])}.", "", *grid(head, body)]
 
 
+def experts(record: dict) -> list[str]:
+    dense, *rows = record["rows"]
+    windows = list(dict.fromkeys(row["windows"] for row in rows))
+    fewest = {row["windows"]: row["fewest"] for row in rows}
+    found = {(row["name"], row["windows"]): row["perplexity"] for row in rows}
+    head = ["fitted to", *(f"{n} windows, fewest tokens {fewest[n]:.0f}" for n in windows)]
+    table = [[name, *(f"{found[name, n]:.3f}" for n in windows)] for name in dict.fromkeys(row["name"] for row in rows)]
+    return [f"Perplexity; dense {dense['perplexity']:.3f}.", "", *grid(head, table)]
+
+
 PAGES = {
     "zero_shot": ("zero_shot*.json", "Zero-shot accuracy", zero_shot_table.table),
     "domains": ("domains*.json", "Across texts", domains),
@@ -270,6 +280,7 @@ PAGES = {
     "memory": ("memory*.json", "Peak memory of compressing a streamed model", memory),
     "complexity": ("complexity*.json", "Parameters, MACs and cache against sparsity", complexity),
     "mutants": ("mutants*.json", "Mutants that the tests notice", mutants_table.table),
+    "experts": ("experts*.json", "What experts are fitted to", experts),
     "decomposition_cost": ("decomposition_cost*.json", "Decomposing one block", decomposition),
 }
 

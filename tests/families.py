@@ -105,7 +105,7 @@ ALIKE = {
     *("stablelm-parallel", "arcee", "nemotron", "apertus", "starcoder2", "qwen2_moe", "gptj", "gpt_neo", "mpt"),
 }
 KINDS = [family for family in sorted(CONFIGS) if family not in ALIKE]
-EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "olmoe"}  # their MLPs stay dense
+EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "olmoe"}  # in place of MLPs
 # Their queries and keys are normalised.
 NORMED = {"qwen3", "qwen3_moe", "gemma3", "gemma3-images", "olmo2", "olmo3", "olmoe", "exaone4", "apertus"}
 
@@ -114,7 +114,7 @@ def named(family: str) -> tuple[str, ...] | None:
     """Modules to ask for, so that all are taken that can be; normalised queries and keys are not by themselves."""
     if family not in NORMED:
         return None
-    return ("qk", "vo") if family in EXPERTS else ("mlp", "qk", "vo")
+    return ("experts", "qk", "vo") if family in EXPERTS else ("mlp", "qk", "vo")
 
 
 def _opt() -> dict:

@@ -37,6 +37,17 @@ MODELS = {  # config, training steps
     "qwen2": (t.Qwen2Config, {"num_key_value_heads": 2, "intermediate_size": 96, "rope_theta": 1e6}, 500),
     "opt": (t.OPTConfig, {"ffn_dim": 128, "word_embed_proj_dim": 64, "dropout": 0.0, "attention_dropout": 0.0}, 900),
 }
+# Not among those that every test of quality runs on.
+EXPERTS = {
+    "mixtral": (
+        t.MixtralConfig,
+        {
+            **{"num_hidden_layers": 2, "num_key_value_heads": 2, "intermediate_size": 48},
+            **{"num_local_experts": 8, "num_experts_per_tok": 2},
+        },
+        300,
+    )
+}
 
 
 @functools.cache
@@ -70,9 +81,9 @@ def held_out_windows() -> Tensor:
 
 
 def train(name: str) -> nn.Module:
-    cls, options, steps = MODELS[name]
+    cls, options, steps = (MODELS | EXPERTS)[name]
     torch.manual_seed(0)
-    model = t.AutoModelForCausalLM.from_config(cls(**SHAPE, **options))
+    model = t.AutoModelForCausalLM.from_config(cls(**SHAPE | options))
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.95), weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=steps, pct_start=0.1)
     ids, generator = encoded()[0], torch.Generator().manual_seed(0)

@@ -76,7 +76,7 @@ def _bytes(source: Source, method: Method, units: list[Unit], *_) -> tuple[list[
 
 def _flops(source: Source, method: Method, units: list[Unit], context: int, _) -> tuple[list[Unit], int, dict]:
     """Every weight of a linear layer once, and every dimension of a query head once for each of ``context`` positions."""
-    if source.architecture.mlp is None:
+    if source.architecture.experts or source.architecture.mlp is None:
         raise UnsupportedModelError(
             f"{source.architecture.model_type} routes tokens to experts, so its multiply-accumulates are not a matter of "
             "shapes; use another budget"

@@ -100,16 +100,16 @@ def plan(source: Source, method: Method, moments: MomentStore | None = None, tok
     gradients = gradients_of(source, method, tokens) if moments or method.allocation == "measured" else None
     ranks = choices(source, method)
     allocated = allocate_ranks(ranks, method, scores_of(source, method, ranks, moments, tokens, gradients=gradients))
-    errors = {}
+    reports = {}
     if moments is not None:
         moments.check(source, statistics_of(source, method))
         for index in track(range(len(source)), "predicting"):
             view = source.block(index)
             (stage,) = method.stages(view, of_block(allocated.ranks, index))
             result = decompose(stage, view, moments[index] | (gradients[index] if gradients else {}))
-            errors |= {(index, module): report["relative_error"] for module, report in result.reports.items()}
+            reports |= {(index, module): report for module, report in result.reports.items()}
     calibration = tokens.describe() if tokens else moments.identity["tokens"] if moments else None
-    return build_plan(source, method, allocated, errors, calibration)
+    return build_plan(source, method, allocated, reports, calibration)
 
 
 def compress(

@@ -8,8 +8,10 @@ from typing import NamedTuple
 import torch
 
 from .allocation import allocate, averages, budgets, check_reachable, tensor_bytes, to_remove, unique_parameters
+from .architectures import BlockView
 from .budgets import Choices
 from .calibration.backward import PASSES, sweep_memory, windows_for
+from .calibration.experts import INPUT, PER_UNIT, ROUTING
 from .calibration.gradients import numbers, widest
 from .calibration.observers import SAMPLE_ROWS, STATISTICS
 from .calibration.runner import advance, batch_tokens, start
@@ -65,12 +67,12 @@ def of_block(ranks: dict[tuple[int, str], int], index: int) -> dict[str, int]:
     return {module: rank for (block, module), rank in ranks.items() if block == index}
 
 
-def build_plan(source: Source, method: Method, allocated: Allocated, errors: dict, calibration: dict | None) -> Plan:
+def build_plan(source: Source, method: Method, allocated: Allocated, reports: dict, calibration: dict | None) -> Plan:
     """The plan of an allocation.
 
     Args:
         allocated: of :func:`allocate_ranks`.
-        errors: (block, module) -> predicted relative error; may be empty.
+        reports: (block, module) -> what compressing it would report; may be empty.
         calibration: description of the calibration tokens; the estimate of memory depends on them.
     """
     ranks = allocated.ranks
@@ -82,7 +84,7 @@ def build_plan(source: Source, method: Method, allocated: Allocated, errors: dic
             of=u.ranks[-1],
             weights=u.size(ranks[u.block, u.module]),
             dense_weights=u.dense,
-            relative_error=errors.get((u.block, u.module)),
+            relative_error=reports.get((u.block, u.module), {}).get("relative_error"),
         )
         for u in allocated.choices.units
     )
@@ -91,6 +93,8 @@ def build_plan(source: Source, method: Method, allocated: Allocated, errors: dic
     change, floats, other = _change(source, method, ranks)
     item = torch.empty((), dtype=source.dtype).element_size()
     cache = [_cache(source, method, i, ranks) for i in range(len(source))]
+    experts = _experts(source, reports)
+    idle, idle_after = _idle(source, {}), _idle(source, ranks)
     return Plan(
         model=source.name,
         method=method.describe(),
@@ -110,6 +114,9 @@ def build_plan(source: Source, method: Method, allocated: Allocated, errors: dic
         source_bytes=source.bytes_on_disk,
         calibration=calibration,
         gradient_windows=_sweep_windows(source, method, calibration),
+        active_parameters=parameters - idle if experts else None,
+        active_parameters_after=parameters + change - idle_after if experts else None,
+        experts=experts,
     )
 
 
@@ -130,7 +137,31 @@ def _cache(source: Source, method: Method, index: int, ranks) -> tuple[int, int]
         return 0, 0
     view = source.meta_block(index)
     mine = of_block(ranks, index)
-    return 2 * view.attention.head_dim * view.attention.kv_heads, method.cached_numbers(view, mine)
+    return view.attention.cached, method.cached_numbers(view, mine)
+
+
+def _idle(source: Source, ranks) -> int:
+    """Parameters of experts that a token is not sent to, of all blocks together."""
+    found = 0
+    for i in range(len(source)):
+        if (experts := source.meta_block(i).experts) and ranks.get((i, BLOCK)) != 0:
+            found += (experts.count - experts.active) * experts.parameters_at(ranks.get((i, "experts"), experts.hidden))
+    return found
+
+
+def _experts(source: Source, reports: dict) -> dict | None:
+    """What the plan says of experts; with moments also how many tokens each saw, and was given because these were too few."""
+    experts = next((view.experts for view in map(source.meta_block, range(len(source))) if view.experts), None)
+    if experts is None:
+        return None
+    seen = {block: report for (block, module), report in reports.items() if module == "experts" and "tokens" in report}
+    return {
+        "of_a_block": experts.count,
+        "of_a_token": experts.active,
+        "tokens_wanted": PER_UNIT * experts.hidden,
+        "moment_bytes": 8 * experts.hidden**2,  # of one expert; there is one at a time
+        **{fact: {str(block): report[fact] for block, report in seen.items()} for fact in ("tokens", "filled") if seen},
+    }
 
 
 def _peak_memory(source: Source, method: Method, calibration: dict | None) -> int:
@@ -141,15 +172,14 @@ def _peak_memory(source: Source, method: Method, calibration: dict | None) -> in
         unique_parameters(source.model) - sum(sum(p.numel() for p in b.parameters()) for b in source.blocks)
     ) * item
     resident = 0 if source.streamed else tensor_bytes(source.model) - around
-    view = source.meta_block(0)
-    width, hidden = view.attention.output.weight.shape[0], view.mlp.hidden if view.mlp else 0
-    statistics = method.statistics(view)
-    sides = {"mlp_hidden": (hidden, hidden), "mlp_feedback": (width, hidden), "change": (2, 1)}
-    moments = sum(8 * math.prod(sides.get(name, (width, width))) for name in statistics - {"mlp_samples"})
     tokens = held_out = 0
     if calibration:
         tokens, held_out = calibration["tokens"], calibration.get("held_out", 0) * calibration["length"]
-    samples = 4 * width * min(SAMPLE_ROWS * hidden, tokens) if "mlp_samples" in statistics else 0
+    views = [source.meta_block(i) for i in range(len(source))]  # layers differ in kind
+    each = [_moment_bytes(view, method.statistics(view), tokens, 2 if source.autocast else item) for view in views]
+    moments, samples = (max(part) for part in zip(*each, strict=True))
+    view, statistics = views[0], set().union(*map(method.statistics, views))
+    width = view.attention.output.weight.shape[0]
     # Two streams side by side are three: dense behind attention and behind the block, and compressed.
     streams = 3 if any(STATISTICS[name].two_streams for name in statistics) else 1
     streams = len(source) + 1 if method.allocation == "greedy" else streams  # of one round of the search
@@ -161,6 +191,20 @@ def _peak_memory(source: Source, method: Method, calibration: dict | None) -> in
     if gradients and calibration:
         backwards += sweep_memory(source, _sweep_windows(source, method, calibration) * calibration["length"])
     return int(around + resident + max(2 * largest + 2.5 * moments + samples + stream, largest + backwards))
+
+
+def _moment_bytes(view: BlockView, statistics: set[str], tokens: int, item: int) -> tuple[int, int]:
+    """Of the second moments of a block, of experts one at a time; and of the rows that are kept beside them."""
+    width, hidden = view.attention.output.weight.shape[0], view.mlp.hidden if view.mlp else 0
+    sides = {"mlp_hidden": (hidden, hidden), "mlp_feedback": (width, hidden), "change": (2, 1)}
+    moments = sum(
+        8 * math.prod(sides.get(name, (width, width))) for name in statistics - {"mlp_samples", INPUT, ROUTING}
+    )
+    rows = 4 * width * min(SAMPLE_ROWS * hidden, tokens) if "mlp_samples" in statistics else 0
+    if INPUT in statistics:
+        moments += 8 * view.experts.hidden**2
+        rows += tokens * (item * width + 4 * view.experts.count)
+    return moments, rows
 
 
 def _sweep_windows(source: Source, method: Method, calibration: dict | None) -> int | None:

@@ -10,6 +10,7 @@ from .architectures import BlockView
 from .budgets import Choices
 from .calibration.backward import sweep, windows_for
 from .calibration.gradients import gradient_observers, widest
+from .calibration.observers import STATISTICS
 from .calibration.store import MomentStore
 from .calibration.tokens import Tokens
 from .checkpoint.run import Run
@@ -47,11 +48,10 @@ def needed(source: Source, method: Method) -> set[str]:
 
 
 def available(source: Source, statistics: set[str]) -> set[str]:
-    """Without the statistics of an MLP that the architecture does not show, of norms it has not, or that nothing could use."""
-    view = source.meta_block(0)
-    hidden = {"mlp_input", "mlp_hidden"} if source.architecture.mlp is None else set()
-    unused = set() if view.relu else {"mlp_samples"}
-    return statistics - hidden - unused - (set() if view.attention.head_norms else {"query_squares", "key_squares"})
+    """Without the statistics of parts that no block has, or that nothing could use."""
+    blocks = [source.meta_block(i) for i in range(len(source))]  # layers differ in kind
+    seen = {name for name in statistics if any(STATISTICS[name].seen_in(view) for view in blocks)}
+    return seen - (set() if any(view.relu for view in blocks) else {"mlp_samples"})
 
 
 def scores_of(

@@ -5,14 +5,14 @@ import torch
 import transformers
 
 import rankfold
-from families import CONFIGS, EXPERTS, KINDS, opened, some_ids, tokens
+from families import CONFIGS, KINDS, opened, some_ids, tokens
 from rankfold.modules import CompressedAttention, RankfoldConfig
 
 LATENT = {"sparsity": 0.3, "multiple": 2, "joint": "qk,vo"}
 
 
 def compressed(family: str, folder, method: str = "modegpt", **options):
-    options = options or {"sparsity": 0.1 if family in EXPERTS else 0.3, "multiple": 2}
+    options = options or {"sparsity": 0.3, "multiple": 2}
     rankfold.compress(opened(family), rankfold.make_method(method, **options), tokens(), folder, mode="one-pass")
     return folder
 

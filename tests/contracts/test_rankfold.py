@@ -25,8 +25,7 @@ NORM_BEHIND = {"gemma2", "gemma3", "gemma3-images", "opt-post-norm", "olmo2", "e
 
 
 def method_for(family: str, **options) -> Rankfold:
-    sparsity = 0.1 if family in EXPERTS else 0.3
-    return Rankfold(**{"sparsity": sparsity, "multiple": 2, "modules": named(family)} | options)
+    return Rankfold(**{"sparsity": 0.3, "multiple": 2, "modules": named(family)} | options)
 
 
 def wide_tokens():

@@ -47,6 +47,7 @@ assert type(dense) is type(model) and not hasattr(dense.config, "quantization_co
         ("gpt2", "modegpt", {}),
         ("qwen3", "modegpt", {"modules": ("mlp", "qk", "vo")}),
         ("gptj", "modegpt", {}),
+        ("mixtral", "modegpt", {}),
         ("opt", "latentllm", {}),
         ("opt", "latentllm", {"bits": 5, "sparse": 0.1}),
         ("opt", "latentllm", {"sparse": 1.0}),

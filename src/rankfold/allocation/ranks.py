@@ -16,7 +16,7 @@ __all__ = ["allocate", "averages", "budgets", "check_reachable", "removable", "t
 
 # Allocations that take the cheapest ranks -> what their costs are called in the record.
 BY_COST = {"measured": "divergence", "least-influence": "influence", "greedy": "removed_as_number"}
-MLP_MODULES = ("mlp", "gate", "up", "down")  # the rest belong to the attention half of a block
+MLP_MODULES = ("mlp", "experts", "gate", "up", "down")  # the rest belong to the attention half of a block
 
 
 def removable(units) -> int:

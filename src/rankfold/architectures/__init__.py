@@ -1,10 +1,12 @@
 """What model families look like, as data, and one view of their weights."""
 
+from .experts import ExpertsView
+from .linear import Dense, as_stored, read_linear
 from .norms import Norm
 from .parts import Part, part_of
 from .registry import architecture_of, family_of, known_architectures
-from .spec import Architecture, AttentionSpec, ByConfig, MLPSpec, NormsSpec
-from .views import AttentionView, BlockView, Dense, MLPView, as_stored, own_frequencies, read_linear
+from .spec import Architecture, AttentionSpec, ByConfig, ExpertsSpec, MLPSpec, NormsSpec
+from .views import AttentionView, BlockView, MLPView, own_frequencies
 
 __all__ = [
     "Architecture",
@@ -13,6 +15,8 @@ __all__ = [
     "BlockView",
     "ByConfig",
     "Dense",
+    "ExpertsSpec",
+    "ExpertsView",
     "MLPSpec",
     "MLPView",
     "Norm",

@@ -8,8 +8,8 @@ import re
 from torch import nn
 
 from ..errors import UnsupportedModelError
+from .linear import read_linear
 from .spec import Architecture, AttentionSpec, MLPSpec
-from .views import read_linear
 
 __all__ = ["derive"]
 

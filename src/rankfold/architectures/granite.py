@@ -3,7 +3,10 @@
 from dataclasses import replace
 
 from .llama import LLAMA
+from .spec import ExpertsSpec
 
 GRANITE = replace(LLAMA, model_type="granite", adds=False)
 
-ARCHITECTURES = (GRANITE, replace(GRANITE, model_type="granitemoe", mlp=None))
+EXPERTS = ExpertsSpec(path="block_sparse_moe.experts", width="intermediate_size")
+
+ARCHITECTURES = (GRANITE, replace(GRANITE, model_type="granitemoe", mlp=None, experts=EXPERTS))

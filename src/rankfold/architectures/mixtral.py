@@ -1,7 +1,8 @@
-"""Mixtral: Llama's attention; the experts' 3-D parameters are left alone."""
+"""Mixtral: Llama's attention, experts in place of its MLP."""
 
 from dataclasses import replace
 
 from .llama import LLAMA
+from .spec import ExpertsSpec
 
-ARCHITECTURES = (replace(LLAMA, model_type="mixtral", mlp=None),)
+ARCHITECTURES = (replace(LLAMA, model_type="mixtral", mlp=None, experts=ExpertsSpec(width="intermediate_size")),)

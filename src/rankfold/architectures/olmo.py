@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from .llama import LLAMA
-from .spec import NormsSpec
+from .spec import ExpertsSpec, NormsSpec
 
 NORMED = replace(LLAMA.attention, qk_norm=("q_norm", "k_norm"), norm_over="all heads")
 OLMO2 = replace(LLAMA, model_type="olmo2", attention=NORMED, middle="mlp", adds=False)
@@ -14,5 +14,12 @@ ARCHITECTURES = (
     replace(LLAMA, model_type="olmo", norms=NormsSpec(centres=True), unless=CLIPS),
     OLMO2,
     replace(OLMO2, model_type="olmo3"),
-    replace(LLAMA, model_type="olmoe", attention=NORMED, mlp=None, unless=CLIPS),
+    replace(
+        LLAMA,
+        model_type="olmoe",
+        attention=NORMED,
+        mlp=None,
+        experts=ExpertsSpec(width="intermediate_size"),
+        unless=CLIPS,
+    ),
 )

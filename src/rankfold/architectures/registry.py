@@ -11,6 +11,7 @@ from . import (
     bloom,
     clip,
     cohere,
+    deepseek,
     exaone,
     falcon,
     gemma,
@@ -18,6 +19,7 @@ from . import (
     gpt2,
     gpt_neo,
     gpt_neox,
+    gpt_oss,
     gptj,
     granite,
     llama,
@@ -51,6 +53,8 @@ _FAMILIES = (llama, qwen, gemma, phi, granite, olmo, cohere, glm, exaone, stable
     modernbert,
     vit,
     clip,
+    gpt_oss,
+    deepseek,
 )
 _BY_TYPE = {a.model_type: a for family in _FAMILIES for a in family.ARCHITECTURES}
 

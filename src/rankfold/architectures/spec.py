@@ -6,7 +6,7 @@ Every trait is here because some step of the compression reads it, and the comme
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Architecture", "AttentionSpec", "ByConfig", "MLPSpec", "NormsSpec"]
+__all__ = ["Architecture", "AttentionSpec", "ByConfig", "ExpertsSpec", "MLPSpec", "NormsSpec"]
 
 QKVLayout = Literal["split", "concat", "grouped"]
 
@@ -30,7 +30,7 @@ class AttentionSpec:
 
     path: str  # the module that is replaced, relative to the block
     output: str
-    qkv: tuple[str, ...]  # ("q_proj", "k_proj", "v_proj"), or the one fused projection
+    qkv: tuple[str, ...]  # ("q_proj", "k_proj", "v_proj"), or the one fused projection; none where they are none such
     # split: three projections. concat: rows are [all q | all k | all v]. grouped: rows are, for every key head,
     # [its q heads | k | v]; with one query head each this is what GPT-NeoX and BLOOM call interleaved.
     layout: QKVLayout = "split"
@@ -61,6 +61,10 @@ class AttentionSpec:
     # Where the module itself masks what is further back than a window: its attribute that is "local" in such a layer, and the
     # field of the config for the window; None: it is handed all there is to mask.
     window: tuple[str, str] | None = None
+    # What it computes that a compressed attention cannot, so that it stays as it is; None: nothing.
+    beyond: str | None = None
+    # Fields of the config that add up to the numbers it caches per token; none: keys and values of all heads.
+    cached: tuple[str, ...] = ()
     # Attribute with the softmax scale, or the scale; None: the root of the head dimension divides. The compressed module keeps
     # this number.
     scaling: str | float | None = "scaling"
@@ -85,6 +89,18 @@ class MLPSpec:
 
 
 @dataclass(frozen=True)
+class ExpertsSpec:
+    """Where a block keeps its experts: gated MLPs stacked in the 3-D parameters ``gate_up_proj`` and ``down_proj``."""
+
+    path: str = "mlp.experts"  # relative to the block; a block without it has an ordinary MLP
+    transposed: bool = False  # stored (experts, in, out), as transformers' kernels want it; else (experts, out, in)
+    interleaved: bool = False  # rows of gate and up take turns; else all of gate come first
+    shared: MLPSpec | None = None  # the MLP that every token goes through beside its experts
+    # Field of the config for the hidden units of an expert; None: the class makes other widths of it too.
+    width: str | None = "moe_intermediate_size"
+
+
+@dataclass(frozen=True)
 class NormsSpec:
     """The norms whose outputs attention and MLP read. Slicing the stream folds their numbers into the readers."""
 
@@ -101,7 +117,10 @@ class Architecture:
     model_type: str
     blocks: str  # path of the list of decoder blocks
     attention: AttentionSpec
-    mlp: MLPSpec | None  # None: the MLP is a mixture of experts, which no method takes yet
+    mlp: (
+        MLPSpec | None
+    )  # of the blocks without experts; None: there are none, or the MLP is nothing that a spec can say
+    experts: ExpertsSpec | None = None  # of the blocks that have them
     # The module whose input is the residual stream between attention and MLP; None in a parallel block, where both read
     # the block's input. The per-module influence score (MoDeGPT Eq. 42) needs that point.
     middle: str | ByConfig | None = "post_attention_layernorm"

@@ -9,33 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from .experts import ExpertsView, read_experts
+from .linear import Dense, read_linear
 from .norms import Norm, read_norm
 from .spec import Architecture, AttentionSpec, ByConfig, MLPSpec
 
-__all__ = ["AttentionView", "BlockView", "Dense", "MLPView", "as_stored", "own_frequencies", "read_linear"]
-
-
-@dataclass(frozen=True)
-class Dense:
-    """A linear map as ``nn.Linear`` stores it."""
-
-    weight: Tensor  # (out, in)
-    bias: Tensor | None  # (out,)
-
-    def rows(self, index) -> "Dense":
-        return Dense(self.weight[index], None if self.bias is None else self.bias[index])
-
-
-def read_linear(module: nn.Module) -> Dense:
-    """``(out, in)`` view of a Linear, a subclass of it, or transformers' ``Conv1D`` (stored transposed); no copy."""
-    weight = module.weight.detach()
-    weight = weight if isinstance(module, nn.Linear) else weight.T
-    return Dense(weight, None if module.bias is None else module.bias.detach())
-
-
-def as_stored(module: nn.Module, weight: Tensor) -> Tensor:
-    """What :func:`read_linear` reads as ``weight`` ``(out, in)``, contiguous in the layer's own layout."""
-    return (weight if isinstance(module, nn.Linear) else weight.T).contiguous()
+__all__ = ["AttentionView", "BlockView", "MLPView", "own_frequencies"]
 
 
 def own_frequencies(base: float, rotary_dim: int) -> Tensor:
@@ -65,6 +44,12 @@ class AttentionView:
     rotary_dim: int  # leading dimensions of a head that rotary embedding turns; 0 without
     config: object
     block: nn.Module
+
+    @property
+    def cached(self) -> int:
+        """Numbers cached per token."""
+        fields = self.spec.cached
+        return sum(getattr(self.config, f) for f in fields) if fields else 2 * self.kv_heads * self.head_dim
 
     @property
     def qkv_modules(self) -> tuple[nn.Module, ...]:
@@ -282,8 +267,16 @@ class BlockView:
         return AttentionView(spec, module, heads, kv_heads, head_dim, rotary_dim, self.config, self.module)
 
     @property
+    def experts(self) -> ExpertsView | None:
+        """``None`` in a block without; families may have blocks of both kinds."""
+        spec = self.architecture.experts
+        return read_experts(spec, self.module, self.config) if spec else None
+
+    @property
     def mlp(self) -> MLPView | None:
-        spec = self.architecture.mlp
+        """Beside experts the one that all tokens go through; ``None`` where there is none."""
+        experts = self.experts
+        spec = experts.spec.shared if experts else self.architecture.mlp
         return MLPView(spec, self.module) if spec else None
 
     @property
@@ -291,20 +284,19 @@ class BlockView:
         """Its linear layers, by what they compute: ``q``, ``k``, ``v`` or the fused ``qkv``; ``o``; ``gate``, ``up`` (with the
         gate in it where that is fused) and ``down`` of an MLP that is shown."""
         modules = self.attention.qkv_modules
-        names = ("q", "k", "v") if len(modules) == 3 else ("qkv",)
+        names = {3: ("q", "k", "v"), 1: ("qkv",), 0: ()}[len(modules)]
         found = dict(zip(names, modules, strict=True)) | {"o": self.attention.output_module}
-        spec = self.architecture.mlp
+        spec = self.mlp.spec if self.mlp else None
         paths = {"gate": spec.gate, "up": spec.up, "down": spec.down} if spec else {}
         return found | {name: self.module.get_submodule(path) for name, path in paths.items() if path}
 
     @property
     def readers(self) -> dict[str, tuple[str, ...]]:
         """Statistic of an input -> paths of the linear layers that read it, as they are stored; experts are not among them."""
-        attention, mlp = self.architecture.attention, self.architecture.mlp
-        found = {
-            "attention_input": tuple(f"{attention.path}.{name}" for name in attention.qkv),
-            "attention_output": (self.attention.output_path,),
-        }
+        attention, mlp = self.architecture.attention, self.mlp.spec if self.mlp else None
+        inputs = tuple(f"{attention.path}.{name}" for name in attention.qkv)
+        found = {"attention_input": inputs} if inputs else {}
+        found["attention_output"] = (self.attention.output_path,)
         if mlp is not None:
             found |= {"mlp_input": tuple(path for path in (mlp.gate, mlp.up) if path), "mlp_hidden": (mlp.down,)}
         return found

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..architectures import AttentionView, BlockView
 from ..linalg.mean_square import square_features
+from .experts import INPUT, ROUTING, ExpertInputs, RouterWeights
 from .moments import (
     CrossMoment,
     CrossSums,
@@ -443,11 +444,22 @@ class Statistic(NamedTuple):
     until: Literal["attention", "mlp", "end"] = "attention"  # the output projection in front of which all of it is seen
     two_streams: bool = False  # compares with the dense model on the same tokens
     sequential: bool = False  # of use only on what the compressed blocks send
+    part: Literal["heads", "norms", "mlp", "experts"] | None = None  # which not every block shows
+
+    def seen_in(self, view: BlockView) -> bool:
+        """Whether a block has what is measured."""
+        if self.part == "heads":
+            return bool(view.attention.spec.qkv)
+        if self.part == "norms":
+            return bool(view.attention.head_norms)
+        return self.part is None or getattr(view, self.part) is not None
 
 
 # What can be measured in a block. Methods name the ones they need.
 STATISTICS: dict[str, Statistic] = {
-    "attention_input": Statistic("input of q, k and v", lambda s: s.input_of(s.view.attention.qkv_modules[0])),
+    "attention_input": Statistic(
+        "input of q, k and v", lambda s: s.input_of(s.view.attention.qkv_modules[0]), part="heads"
+    ),
     "attention_output": Statistic(
         "input of the output projection", lambda s: s.input_of(s.view.attention.output_module)
     ),
@@ -456,29 +468,47 @@ STATISTICS: dict[str, Statistic] = {
         lambda s: FeedbackObserver(s.view, s.view.attention.output_module, attention=True),
         two_streams=True,
     ),
-    "mlp_input": Statistic("input of up and gate", lambda s: s.input_of(s.layer(s.view.mlp.spec.up)), "mlp"),
-    "mlp_samples": Statistic("rows of the input of up, for methods that iterate on activations", Scene.samples, "mlp"),
-    "mlp_hidden": Statistic("input of the down projection", lambda s: s.input_of(s.layer(s.view.mlp.spec.down)), "mlp"),
+    "mlp_input": Statistic(
+        "input of up and gate", lambda s: s.input_of(s.layer(s.view.mlp.spec.up)), "mlp", part="mlp"
+    ),
+    "mlp_samples": Statistic(
+        "rows of the input of up, for methods that iterate on activations", Scene.samples, "mlp", part="mlp"
+    ),
+    "mlp_hidden": Statistic(
+        "input of the down projection", lambda s: s.input_of(s.layer(s.view.mlp.spec.down)), "mlp", part="mlp"
+    ),
     "mlp_feedback": Statistic(
         "what the dense stream has behind the block and this one lacks behind attention, with the input of the down projection",
         lambda s: FeedbackObserver(s.view, s.layer(s.view.mlp.spec.down), attention=False),
         "mlp",
         two_streams=True,
+        part="mlp",
     ),
-    "query": Statistic("rotated queries, per head", lambda s: s.head("query")),
-    "key": Statistic("rotated keys, per key head", lambda s: s.head("key")),
-    "key_spread": Statistic("rotated keys minus their mean over the window", lambda s: s.head("key_spread")),
+    INPUT: Statistic("the tokens that experts receive", lambda s: ExpertInputs(s.view.experts), "end", part="experts"),
+    ROUTING: Statistic(
+        "what the output of each expert is multiplied with, of every token",
+        lambda s: RouterWeights(s.view.experts),
+        "end",
+        part="experts",
+    ),
+    "query": Statistic("rotated queries, per head", lambda s: s.head("query"), part="heads"),
+    "key": Statistic("rotated keys, per key head", lambda s: s.head("key"), part="heads"),
+    "key_spread": Statistic(
+        "rotated keys minus their mean over the window", lambda s: s.head("key_spread"), part="heads"
+    ),
     "query_key": Statistic(
         "sum over windows of (Q^T Q) o (K~^T K~), K~ the keys minus their mean over the window, per head: the exact cost of "
         "dropping dimensions",
         lambda s: ProductObserver(s.projections),
+        part="heads",
     ),
     "query_squares": Statistic(
         "squares of the queries that a q/k-norm receives, over the mean square it divides by, per head",
         lambda s: SquaresObserver(s.projections, 0),
+        part="norms",
     ),
-    "key_squares": Statistic("the same of the keys", lambda s: SquaresObserver(s.projections, 1)),
-    "value": Statistic("values, per key head", lambda s: s.head("value")),
+    "key_squares": Statistic("the same of the keys", lambda s: SquaresObserver(s.projections, 1), part="norms"),
+    "value": Statistic("values, per key head", lambda s: s.head("value"), part="heads"),
     "absolute": Statistic("also the mean absolute value of every input above, for the l1 pre-conditioner", None),
     "stream_input": Statistic(
         "normalised residual stream in front of the block", lambda s: StreamObserver(s.view, "input"), sequential=True
@@ -523,5 +553,5 @@ def observers_for(view: BlockView, statistics: set[str], tokens: int) -> dict[st
         tokens: how many will go through the block.
     """
     scene = Scene(view, tokens, "absolute" in statistics, "windows" in statistics, Projections(view.attention))
-    rows = {name: row for name, row in STATISTICS.items() if name in statistics}
+    rows = {name: row for name, row in STATISTICS.items() if name in statistics and row.seen_in(view)}
     return {name: row.observer(scene) for name, row in rows.items() if row.observer}

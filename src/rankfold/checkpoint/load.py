@@ -12,7 +12,7 @@ from .classes import auto_class
 from .devices import resolve_device, resolve_dtype
 from .hub import locate
 from .tokenizer import TokenizerFiles
-from .weights import Weights, check_finite, required_names
+from .weights import Weights, check_finite
 from .whole import REPORTED, check_head, check_loaded, read_generation_config, untie_where_unequal
 
 __all__ = ["assemble", "described", "empty_model", "load_model", "load_tokenizer"]
@@ -51,7 +51,7 @@ def load_model(model: str | Path, *, dtype: str = "auto", device: str = "auto") 
         raise CheckpointError(f"{model} cannot be loaded: {first_line(error)}; copy or make it again") from error
     compressed = isinstance(getattr(loaded.config, "quantization_config", None), RankfoldConfig)
     check_loaded(info, loaded, path, only_described=compressed)
-    if weights and weights.rename(loaded.base_model_prefix, required_names(loaded)):
+    if weights and weights.match(loaded):
         weights.check_fits(empty_model(loaded.config) if compressed else loaded)  # loaded buffers are what the file has
     check_finite(loaded.state_dict())
     if compressed:

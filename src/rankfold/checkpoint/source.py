@@ -25,7 +25,7 @@ from .fingerprint import fingerprint
 from .given import check_given, check_quantised, check_tied
 from .hub import locate
 from .tokenizer import TokenizerFiles
-from .weights import Weights, check_finite, fill_outer, required_names
+from .weights import Weights, check_finite, fill_outer
 from .whole import check_unused, read_generation_config, read_gguf, read_whole, untie
 
 __all__ = ["Source", "open_model", "read_config", "stored_dtype"]
@@ -288,7 +288,7 @@ def _read_folder(folder: Path, device: torch.device, dtype: torch.dtype | None, 
     model = _empty(config, torch.float32 if device.type == "cpu" else storage_dtype)
     stack = part_of(model, part)
     check_quantised(config, str(folder), stack.architecture.blocks)
-    if weights.rename(model.base_model_prefix, required_names(model)):
+    if weights.match(model):
         if any(weights.differ(*pair) for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items()):
             untie(config, str(folder))
             model = _empty(config, model.dtype)

@@ -1,8 +1,9 @@
 """Tensors of a safetensors checkpoint, read by name when they are wanted."""
 
+import contextlib
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -11,21 +12,12 @@ from torch import nn
 
 from ..errors import CheckpointError, NumericsError, first_line
 from ..linalg.psd import all_finite
+from .conversion import Place, Placed, converted
 
-__all__ = ["Place", "Weights", "check_finite", "fill_outer", "listed", "missed", "required_names"]
+__all__ = ["Weights", "check_finite", "fill_outer", "listed", "missed", "required_names"]
 
 INDEX = "model.safetensors.index.json"
 IN_LIST = re.compile(r"(.*?)\.\d+\..*\b(weight|bias)$")  # a weight of one of many equal modules, such as blocks
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a tensor lies."""
-
-    file: Path
-    name: str  # in the file
-    shape: tuple[int, ...]
-    kind: str  # of its numbers, as safetensors names it: F32, BF16, I64, ...
 
 
 class Weights:
@@ -37,15 +29,28 @@ class Weights:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.places = _places(folder)
+        self.places: dict[str, Placed] = _places(folder)
 
     @property
     def bytes_on_disk(self) -> int:
         """Size of the files."""
-        return sum(file.stat().st_size for file in {place.file for place in self.places.values()})
+        files = {part.file for place in self.places.values() for part in place.parts}
+        return sum(file.stat().st_size for file in files)
 
-    def rename(self, prefix: str, wanted: set[str]) -> bool:
-        """Match checkpoint names to the model's, with or without the base model's prefix; False where they differ."""
+    def match(self, model: nn.Module) -> bool:
+        """Match checkpoint names to those of a model, which may be empty; False where they differ.
+
+        Raises:
+            CheckpointError: a tensor lies in parts that do not go together.
+        """
+        prefix, wanted = model.base_model_prefix, required_names(model)
+        if self._rename(prefix, wanted):
+            return True
+        self.places = converted(self.places, model)
+        return self._rename(prefix, wanted)
+
+    def _rename(self, prefix: str, wanted: set[str]) -> bool:
+        """With or without the base model's prefix."""
         for change in (str, lambda n: f"{prefix}.{n}", lambda n: n.removeprefix(f"{prefix}.")):
             renamed = {change(name): place for name, place in self.places.items()}
             if wanted <= set(renamed) and len(renamed) == len(self.places):
@@ -94,31 +99,29 @@ class Weights:
 
     def differ(self, one: str, other: str) -> bool:
         """Whether two tensors, both there, are unequal."""
-        if not {one, other} <= set(self.places):
-            return False
-        with _open(self.places[one].file) as a, _open(self.places[other].file) as b:
-            return not torch.equal(a.get_tensor(self.places[one].name), b.get_tensor(self.places[other].name))
+        return {one, other} <= set(self.places) and not torch.equal(self.raw(one), self.raw(other))
 
     def read(self, names: list[str], storage_dtype: torch.dtype, dtype: torch.dtype, device) -> dict[str, torch.Tensor]:
         """Tensors by name; floats are rounded to ``storage_dtype``, the precision of the result, and held as ``dtype``."""
         state = {}
-        by_file: dict[Path, list[str]] = {}
-        for name in names:
-            by_file.setdefault(self.places[name].file, []).append(name)
-        for file, here in by_file.items():
-            with _open(file) as handle:
-                for name in here:
-                    tensor = handle.get_tensor(self.places[name].name)
-                    state[name] = (tensor.to(storage_dtype).to(dtype) if tensor.is_floating_point() else tensor).to(
-                        device
-                    )
+        for name, tensor in self._tensors(names):
+            held = tensor.to(storage_dtype).to(dtype) if tensor.is_floating_point() else tensor
+            state[name] = held.to(device)
         return state
 
     def raw(self, name: str) -> torch.Tensor:
-        """A tensor as it is in the file."""
-        place = self.places[name]
-        with _open(place.file) as handle:
-            return handle.get_tensor(place.name)
+        """A tensor with the numbers that are in the files."""
+        ((_, tensor),) = self._tensors([name])
+        return tensor
+
+    def _tensors(self, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors by name; every file is opened once."""
+        with contextlib.ExitStack() as stack:
+            files = sorted({part.file for name in names for part in self.places[name].parts})
+            handles = {file: stack.enter_context(_open(file)) for file in files}
+            for name in names:
+                place = self.places[name]
+                yield name, place.value([handles[part.file].get_tensor(part.name) for part in place.parts])
 
     def fill(self, module: nn.Module, prefix: str, storage_dtype: torch.dtype, dtype: torch.dtype, device) -> None:
         """Replace all meta tensors of ``module`` by those of the files; see :meth:`read`."""

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from ..architectures import Architecture, AttentionSpec, MLPSpec, known_architectures
+from ..architectures import Architecture, AttentionSpec, ExpertsSpec, MLPSpec, known_architectures
 from . import common as c
 from . import options as o
 
@@ -64,13 +64,22 @@ def _one(model: str, part: str | None, json: bool) -> None:
 def _row(architecture: Architecture) -> dict[str, str]:
     return {
         "model_type": architecture.model_type,
-        "mlp": "units" if architecture.mlp else "dense (experts)",
+        "mlp": _mlp(architecture),
         "qk": _form(architecture.attention),
-        "vo": "svd",
+        "vo": "dense" if architecture.attention.beyond else "svd",
     }
 
 
+def _mlp(architecture: Architecture) -> str:
+    experts = architecture.experts
+    if experts is None:
+        return "units" if architecture.mlp else "dense"
+    return "units of experts" + (" and of the shared one" if experts.shared else "")
+
+
 def _form(attention: AttentionSpec) -> str:
+    if attention.beyond:
+        return "dense"
     if attention.qk_norm and attention.norm_offset is None:
         return "dense with q/k-norm"
     if attention.qk_norm:
@@ -80,7 +89,7 @@ def _form(attention: AttentionSpec) -> str:
     return "pairs; svd in layers that do not rotate" if attention.rotates else "pairs"
 
 
-def code(spec: Architecture | AttentionSpec | MLPSpec) -> str:
+def code(spec: Architecture | AttentionSpec | ExpertsSpec | MLPSpec) -> str:
     """The expression that makes a spec, without what is as it is by default."""
     given = {
         f.name: getattr(spec, f.name)
@@ -89,7 +98,7 @@ def code(spec: Architecture | AttentionSpec | MLPSpec) -> str:
     }
     given.pop("derived", None)
     shown = {
-        name: code(value) if isinstance(value, AttentionSpec | MLPSpec) else repr(value)
+        name: code(value) if isinstance(value, AttentionSpec | ExpertsSpec | MLPSpec) else repr(value)
         for name, value in given.items()
     }
     return f"{type(spec).__name__}({', '.join(f'{name}={value}' for name, value in shown.items())})"

@@ -85,7 +85,7 @@ def formula_macs(model: nn.Module, tokens: int) -> dict[str, int]:
     architecture, config = architecture_of(model), model.config.get_text_config()
     if architecture.derived:
         raise UnsupportedModelError(f"model type {architecture.model_type!r} has no spec to count by; use counted_macs")
-    if architecture.mlp is None:
+    if architecture.experts or architecture.mlp is None:
         raise UnsupportedModelError(
             f"{architecture.model_type} routes tokens to experts, so its MACs are not a matter of shapes; use counted_macs"
         )

@@ -44,7 +44,7 @@ class _Sizes:
     kv_heads: int
     width: int
     rotary_dim: int
-    units: int | None
+    units: dict[str, int]  # field of the config -> hidden units
     biases: frozenset[str]  # fields of the config that give layers a bias
 
 
@@ -62,10 +62,10 @@ def stock_form(source: Source) -> Form:
     sizes = [_sizes(source.block(index), views(index)) for index in range(len(source))]
     config = plain(source.model.config)
     text, full = config.get_text_config(), views(0).attention
-    if full.spec.width:
+    if full.spec.width and not full.spec.beyond:
         _set_heads(text, full, sizes)
-    if source.architecture.mlp and source.architecture.mlp.width:
-        setattr(text, source.architecture.mlp.width, max(1, *(size.units for size in sizes)))
+    for field in frozenset().union(*(size.units for size in sizes)):
+        setattr(text, field, max(1, *(size.units.get(field, 0) for size in sizes)))
     for field in frozenset().union(*(size.biases for size in sizes)):
         setattr(text, field, True)
     return dataclasses.replace(dense, config=config)
@@ -91,15 +91,21 @@ def _views(form: Form):
 
 
 def _sizes(view: BlockView, dense: BlockView) -> _Sizes:
-    heads = read_heads(view, dense.attention.rotary_dim)
-    rising, down = read_rising(view) if view.mlp else ({}, None)
-    biases = {
-        "attention_bias": _biased(heads.q, heads.k, heads.v, heads.o),
-        "mlp_bias": _biased(*rising.values(), *([down] if down else [])),
-    }
-    config, units = dense.config, down.weight.shape[1] if down else None
-    added = frozenset(field for field, there in biases.items() if there and getattr(config, field, None) is False)
-    return _Sizes(heads.heads, heads.kv_heads, heads.width, dense.attention.rotary_dim, units, added)
+    attention, rising, down, units = dense.attention, {}, None, {}
+    if view.mlp:
+        rising, down = read_rising(view)
+        units[view.mlp.spec.width] = down.weight.shape[1]
+    if view.experts:
+        units[view.experts.spec.width] = view.experts.hidden
+    biases = {"mlp_bias": _biased(*rising.values(), *([down] if down else []))}
+    shape = (attention.heads, attention.kv_heads, attention.head_dim)  # of one that stays as it is
+    if not attention.spec.beyond:
+        heads = read_heads(view, attention.rotary_dim)
+        shape = (heads.heads, heads.kv_heads, heads.width)
+        biases["attention_bias"] = _biased(heads.q, heads.k, heads.v, heads.o)
+    added = frozenset(field for field, there in biases.items() if there and getattr(dense.config, field, None) is False)
+    units.pop(None, None)  # the class fixes their number
+    return _Sizes(*shape, attention.rotary_dim, units, added)
 
 
 def _biased(*layers) -> bool:

@@ -7,7 +7,7 @@ value width, F hidden units.
 import torch
 from torch import Tensor, nn
 
-from ..architectures import AttentionView, BlockView, Dense, MLPView
+from ..architectures import AttentionView, BlockView, Dense, ExpertsView, MLPView
 from ..checkpoint.run import as_written
 from ..errors import UnsupportedModelError
 from ..linalg.padding import pad_units, scatter_heads
@@ -26,21 +26,23 @@ def padded_state(view: BlockView, stock: BlockView, dtype: torch.dtype) -> dict[
     Raises:
         UnsupportedModelError: it has something that the stock block has no place for.
     """
-    attention, layers = stock.attention, {}
-    heads = read_heads(view, attention.rotary_dim)
-    *qkv, o = _padded_heads(heads, attention)
-    for path, layer in zip(attention.spec.qkv, _fused(attention, qkv), strict=True):
-        layers[f"{attention.spec.path}.{path}"] = layer
-    layers[f"{attention.spec.path}.{attention.spec.output}"] = o
+    attention = stock.attention
+    layers = {} if attention.spec.beyond else _padded_attention(view, attention)
     if stock.mlp:
         layers |= _padded_mlp(view, stock.mlp)
-    state = {}
+    state = _padded_experts(view.experts, stock.experts) if stock.experts else {}
     for path, layer in layers.items():
         state |= _stored(f"{view.path}.{path}", path, layer, stock.module.get_submodule(path))
     for name, tensor in stock.module.state_dict().items():
         if name not in state:
             state[name] = _as_it_is(view, attention, name, tensor)
     return {name: as_written(tensor, dtype) for name, tensor in state.items()}
+
+
+def _padded_attention(view: BlockView, stock: AttentionView) -> dict[str, Dense]:
+    *qkv, o = _padded_heads(read_heads(view, stock.rotary_dim), stock)
+    layers = dict(zip(stock.spec.qkv, _fused(stock, qkv), strict=True)) | {stock.spec.output: o}
+    return {f"{stock.spec.path}.{path}": layer for path, layer in layers.items()}
 
 
 def _padded_heads(heads: Heads, stock: AttentionView) -> list[Dense]:
@@ -82,6 +84,23 @@ def _padded_mlp(view: BlockView, stock: MLPView) -> dict[str, Dense]:
     return wide | {stock.spec.down: Dense(pad_units(down.weight, stock.hidden, 1), down.bias)}
 
 
+def _padded_experts(experts: ExpertsView, stock: ExpertsView) -> dict[str, Tensor]:
+    rows = stock.rows_of(torch.arange(experts.hidden))
+
+    def one(expert: int) -> tuple[Dense, Dense]:
+        rising, down = experts.rising(expert), experts.down(expert)
+        wide = (None if t is None else _at(t, rows, 2 * stock.hidden) for t in (rising.weight, rising.bias))
+        return Dense(*wide), Dense(pad_units(down.weight, stock.hidden, 1), down.bias)
+
+    tensors = stock.stacked([one(expert) for expert in range(experts.count)])
+    return {f"{stock.spec.path}.{name}": tensor for name, tensor in tensors.items()}
+
+
+def _at(t: Tensor, rows: Tensor, count: int) -> Tensor:
+    """Its rows at these places among ``count``, zeros elsewhere."""
+    return t.new_zeros(count, *t.shape[1:]).index_copy(0, rows, t)
+
+
 def _more_units(layer: Dense, parts: int, count: int) -> Dense:
     def pad(t: Tensor) -> Tensor:
         return pad_units(t.unflatten(0, (parts, -1)), count, 1).flatten(0, 1)
@@ -104,7 +123,7 @@ def _stored(where: str, path: str, layer: Dense, module: nn.Module) -> dict[str,
 
 
 def _as_it_is(view: BlockView, stock: AttentionView, name: str, like: Tensor) -> Tensor:
-    """A tensor that no method changes: norms, experts; a compressed attention has names of its own for norms it adopted."""
+    """A tensor that no method changes: norms, routers; a compressed attention has names of its own for norms it adopted."""
     state, found = view.module.state_dict(), name
     for ours, theirs in zip(("q_norm", "k_norm"), stock.norms or (), strict=bool(stock.norms)):
         path = f"{stock.spec.path}.{theirs}."

@@ -50,7 +50,7 @@ class BlockRemoval(Method):
         return (0 if ranks[BLOCK] else -sum(p.numel() for p in view.module.parameters())), 0
 
     def cached_numbers(self, view: BlockView, ranks: dict[str, int]) -> int:
-        return ranks[BLOCK] * 2 * view.attention.kv_heads * view.attention.head_dim
+        return ranks[BLOCK] * view.attention.cached
 
     def decompose(self, view: BlockView, moments, ranks: dict[str, int]) -> BlockResult:
         stays = ranks[BLOCK] == 1

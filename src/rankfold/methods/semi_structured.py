@@ -73,8 +73,8 @@ class TwoOfFour(Method):
             if module not in there:
                 rest = ",".join(f"{m}={SPARSITY}" for m in there)
                 raise UnsupportedModelError(
-                    f"{architecture.model_type} has a mixture of experts in place of module {module!r}, whose stacked weights "
-                    f"are not taken; use --modules {rest}"
+                    f"{architecture.model_type} has no linear layers that are module {module!r}; the stacked weights of "
+                    f"experts are not taken; use --modules {rest}"
                 )
         wanted = tuple(m for m in there if m in (self.modules or there))
         for module in wanted:
@@ -99,7 +99,7 @@ class TwoOfFour(Method):
         return 0, 0
 
     def cached_numbers(self, view: BlockView, ranks: dict[str, int]) -> int:
-        return 2 * view.attention.kv_heads * view.attention.head_dim
+        return view.attention.cached
 
     def decompose(self, view: BlockView, moments: BlockMoments, ranks: dict[str, int]) -> BlockResult:
         result = BlockResult({}, {}, {}, {})
@@ -128,7 +128,7 @@ class TwoOfFour(Method):
 
 def _fishers(view: BlockView, module: str) -> list[str]:
     """Statistics of the squared gradients of its layers, in the order of :func:`_weights`."""
-    mlp, fused = view.architecture.mlp, len(view.architecture.attention.qkv) == 1
+    mlp, fused = view.mlp.spec if view.mlp else None, len(view.architecture.attention.qkv) == 1
     layers = {"qkv": ["qkv"] if fused else ["q", "k", "v"], "up": ["gate", "up"] if mlp and mlp.gate else ["up"]}
     return [f"{layer}_fisher" for layer in layers.get(module, [module])]
 

@@ -16,6 +16,7 @@ PARTS = (
     "norms",
     "attention",
     "shortcuts",
+    "experts",
     "building",
     "bundle",
     "loading",

@@ -58,5 +58,6 @@ def published_counts(the_plan) -> dict:
         "parameters": the_plan.parameters_after,
         "bytes": the_plan.bytes_after,
         "kv_bytes_per_token": the_plan.kv_bytes_per_token_after,
+        **({"active_parameters": the_plan.active_parameters_after} if the_plan.experts else {}),
         **({"zeros": the_plan.facts["zeros"]} if "zeros" in the_plan.facts else {}),  # where they stay in the tensors
     }

@@ -46,6 +46,10 @@ class Plan:
     gradient_windows: int | None = (
         None  # of these, how many one backward pass runs over; None for a method without gradients
     )
+    # Of the parameters those that one token meets; None where there are no experts.
+    active_parameters: int | None = None
+    active_parameters_after: int | None = None
+    experts: dict | None = None  # how many there are, how many tokens they want, and with moments saw
 
     @property
     def sparsity(self) -> float:
@@ -102,6 +106,9 @@ class Plan:
         row(what, self.counted_weights, self.counted_weights - self.removed_weights)
         row("parameters", self.parameters, self.parameters_after)
         row("MiB of weights", self.bytes, self.bytes_after, 2**20, ",.1f")
+        if self.experts:
+            row("parameters that a token meets", self.active_parameters, self.active_parameters_after)
+            row("MiB of weights that a token meets", *self._active_bytes(), 2**20, ",.1f")
         if self.source_bytes:
             row("MiB on disk", self.source_bytes, self.bytes_after, 2**20, ",.1f")
         row("KV-cache bytes per token", self.kv_bytes_per_token, self.kv_bytes_per_token_after)
@@ -109,12 +116,39 @@ class Plan:
         for text in self._texts():
             windows = f"{text['samples']:,} + {text['held_out']:,} held out"
             table.add_row(f"calibration windows of {text['source']}", "", windows, f"{text['share']:.1%}")
+        for what, value in self._experts():
+            table.add_row(what, "", value, "")
         if self.gradient_windows:
             table.add_row("windows of the one backward pass", "", f"{self.gradient_windows:,}", "")
         table.add_row("peak memory beside the program (estimate)", "", f"{self.peak_memory_bytes / 2**30:.2f} GiB", "")
         if self.seconds is not None:
             table.add_row("time (estimate)", "", f"{self.seconds:.0f} s", "")
         return table
+
+    def _active_bytes(self) -> tuple[float, float]:
+        """Experts and what surrounds them have one dtype, so that bytes go like parameters."""
+        item = self.bytes / self.parameters
+        return self.active_parameters * item, self.bytes_after - (
+            self.parameters_after - self.active_parameters_after
+        ) * item
+
+    def _experts(self) -> list[tuple[str, str]]:
+        """What there is to say about experts."""
+        if not self.experts:
+            return []
+        facts = self.experts
+        found = [
+            ("experts of a token", f"{facts['of_a_token']} of {facts['of_a_block']}"),
+            ("moment of an expert, one at a time", f"{facts['moment_bytes'] / 2**20:,.1f} MiB"),
+        ]
+        if "tokens" in facts:
+            tokens = [n for block in facts["tokens"].values() for n in block]
+            filled = sum(n > 0 for block in facts["filled"].values() for n in block)
+            found.append(("tokens of an expert, fewest to most", f"{min(tokens):,} to {max(tokens):,}"))
+            found.append(
+                (f"experts with fewer than {facts['tokens_wanted']:,}, filled up", f"{filled:,} of {len(tokens):,}")
+            )
+        return found
 
     def _counts(self) -> str:
         """What the budget counts, and on how long a sequence."""

@@ -121,6 +121,10 @@ class LatentLLM(Method):
         return wanted - reasons.keys()
 
     def supported_modules(self, architecture, view: BlockView) -> tuple[str, ...]:
+        if view.attention.spec.beyond:
+            raise UnsupportedModelError(
+                f"{self.name} cannot take this {architecture.model_type}: {view.attention.spec.beyond}; use --method rankfold"
+            )
         there = slots(self, view)
         present = [m for m in self.all_modules if m in there]
         for module in self.modules or ():
@@ -153,8 +157,8 @@ class LatentLLM(Method):
         return fishers(self, view)
 
     def units(self, view: BlockView) -> list[Unit]:
-        there = slots(self, view)
         modules = self.supported_modules(view.architecture, view)
+        there = slots(self, view)
         return [Unit(view.index, module, *there[module].ladder()) for module in modules]
 
     def parameter_change(self, view: BlockView, ranks: dict[str, int]) -> tuple[int, int]:

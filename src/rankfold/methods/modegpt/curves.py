@@ -4,6 +4,7 @@ from ...architectures import BlockView
 from ...linalg.nystrom import error_curve
 from ..base import Unit
 from .attention import compress_qk, compress_vo
+from .experts import expert_errors
 from .mlp import GRADIENT as MLP
 from .sensitivity import output_root, weighted
 
@@ -18,6 +19,8 @@ def squared_errors(method, view: BlockView, moments, unit: Unit, least: int, vo=
     Args:
         vo: what reduces value and output.
     """
+    if unit.module == "experts":
+        return expert_errors(method, view, moments, unit, least)
     full = unit.ranks[-1]
     ranks = [rank for rank in unit.ranks if rank >= least]
     if unit.module == "mlp":

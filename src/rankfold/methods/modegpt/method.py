@@ -3,6 +3,7 @@
 Nothing is added to the model: every matrix keeps its place and loses rows or columns.
 """
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -12,12 +13,16 @@ from ..base import BlockResult, Method, Unit, check_choice, register_method
 from .attention import GRADIENT as ATTENTION_GRADIENT
 from .attention import compress_attention, is_free
 from .curves import squared_errors
+from .experts import STATISTICS as EXPERT_STATISTICS
+from .experts import reduce_experts, truncate_experts
 from .mlp import GRADIENT as MLP_GRADIENT
 from .mlp import reduce_mlp
 from .norms import SQUARES, norm_parameters
 from .truncation import truncate_attention, truncate_mlp
 
 __all__ = ["MoDeGPT"]
+
+EXPERT_STEP = 8  # grouped products of all experts want rows of whole 16 bytes
 
 
 @register_method
@@ -44,7 +49,7 @@ class MoDeGPT(Method):
     """
 
     name: ClassVar[str] = "modegpt"
-    all_modules: ClassVar[tuple[str, ...]] = ("mlp", "qk", "vo")
+    all_modules: ClassVar[tuple[str, ...]] = ("mlp", "experts", "qk", "vo")
     allocations: ClassVar[tuple[str, ...]] = (*Method.allocations, "measured")
     budgets: ClassVar[tuple[str, ...]] = (*Method.budgets, "latency")
 
@@ -74,9 +79,15 @@ class MoDeGPT(Method):
 
     def supported_modules(self, architecture, view: BlockView) -> tuple[str, ...]:
         reasons = {}
-        if architecture.mlp is None:
-            reasons["mlp"] = "its MLP is a mixture of experts, whose stacked weights are not taken yet"
-        if view.attention.norms and not view.attention.head_norms:
+        experts = architecture.experts
+        if architecture.mlp is None and not (experts and experts.shared):
+            what = "an MLP that all tokens go through" if experts else "an MLP that a spec can say"
+            reasons["mlp"] = f"it does not have {what}"
+        if experts is None:
+            reasons["experts"] = "it has none"
+        if view.attention.spec.beyond:
+            reasons |= dict.fromkeys(("qk", "vo"), view.attention.spec.beyond)
+        elif view.attention.norms and not view.attention.head_norms:
             reasons["qk"] = "it normalises queries and keys by more than their mean square, which needs all dimensions"
         for module in self.modules or ():
             if module in reasons:
@@ -87,7 +98,8 @@ class MoDeGPT(Method):
         wanted = self.modules if self.modules is not None else self.all_modules
         if self.modules is None and view.attention.norms:  # it pays only where much goes, and no stock model can do it
             wanted = [module for module in wanted if module != "qk"]
-        return tuple(m for m in self.all_modules if m in wanted and m not in reasons)
+        missing = {name for name in ("mlp", "experts") if getattr(view, name) is None}  # blocks may differ in kind
+        return tuple(m for m in self.all_modules if m in wanted and m not in reasons.keys() | missing)
 
     def statistics(self, view: BlockView) -> set[str]:
         needed = self._statistics_of_modules(view)
@@ -102,6 +114,7 @@ class MoDeGPT(Method):
         chosen = {"query", "key", "query_key"} | (set(SQUARES) if view.attention.norms else set())
         return {
             "mlp": {"mlp_hidden"},
+            "experts": EXPERT_STATISTICS,
             "qk": {"query", "key_spread"} if is_free(self, view.attention) else chosen,
             "vo": {"value"},
         }
@@ -115,6 +128,9 @@ class MoDeGPT(Method):
             if module == "mlp":
                 step, full = self.multiple, view.mlp.hidden
                 per_rank = width + sum(p.weight.numel() for p in view.mlp.rising().values()) // full
+            elif module == "experts":
+                step, full = math.lcm(self.multiple, EXPERT_STEP), view.experts.hidden
+                per_rank = 3 * width * view.experts.count
             else:
                 full, per_rank = attention.head_dim, projections[module] * width
                 step = self.multiple * 2 if module == "qk" and self.multiple % 2 else self.multiple  # whole pairs
@@ -126,6 +142,8 @@ class MoDeGPT(Method):
         result = BlockResult({}, {}, {})
         if "mlp" in ranks:
             truncate_mlp(view, ranks["mlp"], result)
+        if "experts" in ranks:
+            truncate_experts(view, ranks["experts"], result)
         if ranks.keys() & {"qk", "vo"}:
             truncate_attention(view.attention, ranks, result)
         return result
@@ -133,27 +151,34 @@ class MoDeGPT(Method):
     def parameter_change(self, view: BlockView, ranks: dict[str, int]) -> tuple[int, int]:
         sizes = {u.module: u for u in self.units(view)}
         change = sum(sizes[m].size(rank) - sizes[m].dense for m, rank in ranks.items())
-        attention, indices = view.attention, 0
-        full = attention.head_dim
-        qk, vo = ranks.get("qk", full), ranks.get("vo", full)
-        q, k, v = attention.qkv()
         if "mlp" in ranks:
             lost = view.mlp.hidden - ranks["mlp"]
             biases = sum(p.bias.numel() for p in view.mlp.rising().values() if p.bias is not None)
             change -= lost * biases // view.mlp.hidden
-        change -= sum((full - qk) * d.bias.numel() // full for d in (q, k) if d.bias is not None)
+        if "experts" in ranks and view.experts.biased:
+            change -= 2 * view.experts.count * (view.experts.hidden - ranks["experts"])
+        biases, indices = self._attention_extras(view, ranks) if ranks.keys() & {"qk", "vo"} else (0, 0)
+        return change - biases, indices
+
+    def _attention_extras(self, view: BlockView, ranks: dict[str, int]) -> tuple[int, int]:
+        """Biases that attention loses, less what its norms gain, and bytes of indices it gains."""
+        attention, lost, indices = view.attention, 0, 0
+        full = attention.head_dim
+        qk, vo = ranks.get("qk", full), ranks.get("vo", full)
+        q, k, v = attention.qkv()
+        lost += sum((full - qk) * d.bias.numel() // full for d in (q, k) if d.bias is not None)
         if v.bias is not None and vo < full:
             moved = self.bias_refit and attention.output.bias is not None  # into the output bias
-            change -= v.bias.numel() if moved else (full - vo) * v.bias.numel() // full
+            lost += v.bias.numel() if moved else (full - vo) * v.bias.numel() // full
         if 0 < qk < full and attention.norms:
-            change += norm_parameters(attention, qk)
+            lost -= norm_parameters(attention, qk)
         if qk < full and attention.rotary_dim:
             indices = 4 * attention.kv_heads * qk // 2
-        return change, indices
+        return lost, indices
 
     def cached_numbers(self, view: BlockView, ranks: dict[str, int]) -> int:
-        full = view.attention.head_dim
-        return view.attention.kv_heads * (ranks.get("qk", full) + ranks.get("vo", full))
+        attention, full = view.attention, view.attention.head_dim
+        return attention.cached - attention.kv_heads * (2 * full - ranks.get("qk", full) - ranks.get("vo", full))
 
     def curve(self, view: BlockView, moments, unit: Unit, least: int) -> dict[int, float]:
         return squared_errors(self, view, moments, unit, least)
@@ -162,6 +187,8 @@ class MoDeGPT(Method):
         result = BlockResult({}, {}, {}, {})
         if "mlp" in ranks:
             reduce_mlp(self, view, view.mlp.down, moments, ranks["mlp"], result)
+        if "experts" in ranks:
+            reduce_experts(self, view, moments, ranks["experts"], result)
         if ranks.keys() & {"qk", "vo"}:
             compress_attention(self, view, moments, ranks, result)
         return result

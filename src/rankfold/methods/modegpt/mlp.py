@@ -30,9 +30,7 @@ def reduce_mlp(method, view: BlockView, down: Dense, moments, rank: int, result:
     if rank == full:
         result.reports["mlp"] = {"rank": full, "of": full, "relative_error": 0.0}
         return None
-    moment, dtype = moments["mlp_hidden"], mlp.down.weight.dtype
-    refit = method.bias_refit and down.bias is not None
-    C, scale = (moment.covariance(), 1.0) if refit else (moment.second.double(), moment.count)  # a sum needs no copy
+    C, scale, centre = metric_of(method, down, moments["mlp_hidden"])
     fit = nystrom(
         down.weight,
         C,
@@ -45,13 +43,9 @@ def reduce_mlp(method, view: BlockView, down: Dense, moments, rank: int, result:
     if GRADIENT in moments:
         predicted["predicted_loss"] = predicted_loss(moments[GRADIENT], gap_of(down.weight, fit), C) / scale
     del C
-    bias, centre = down.bias, moment.mean if refit else None
-    if refit:
-        shift = down.weight.double() @ centre - fit.W_down.double() @ centre[fit.keep]
-        bias = bias.double() + shift
     for path, projection in mlp.rising().items():
         put_projection(result, path, projection.rows(mlp.rows_of(fit.keep)))
-    put_projection(result, mlp.spec.down, Dense(fit.W_down.to(dtype), None if bias is None else bias.to(dtype)))
+    put_projection(result, mlp.spec.down, refitted(down, fit, centre, mlp.down.weight.dtype))
     result.errors["mlp"] = lambda other: output_error(down.weight, fit, centre, other["mlp_hidden"])
     bounds = fit.bounds
     result.reports["mlp"] = predicted | {
@@ -66,6 +60,26 @@ def reduce_mlp(method, view: BlockView, down: Dense, moments, rank: int, result:
         "clamped": fit.clamped,
     }
     return fit
+
+
+def metric_of(method, down: Dense, moment: Moment) -> tuple[Tensor, float, Tensor | None]:
+    """What a down projection is fitted in.
+
+    Returns:
+        ``C`` ``(F, F)``, fp64: the covariance where a bias takes the mean, else the sum of products, which needs no copy; what
+        a squared error under ``C`` is to be divided by; the mean ``(F,)`` where a bias takes it.
+    """
+    if method.bias_refit and down.bias is not None:
+        return moment.covariance(), 1.0, moment.mean
+    return moment.second.double(), moment.count, None
+
+
+def refitted(down: Dense, fit: Nystrom, centre: Tensor | None, dtype: torch.dtype) -> Dense:
+    """The projection on the units that stay; its bias has what the others send at their mean ``centre``."""
+    bias = down.bias
+    if centre is not None:
+        bias = bias.double() + down.weight.double() @ centre - fit.W_down.double() @ centre[fit.keep]
+    return Dense(fit.W_down.to(dtype), None if bias is None else bias.to(dtype))
 
 
 def output_error(W: Tensor, fit: Nystrom, centre: Tensor | None, moment: Moment) -> float:

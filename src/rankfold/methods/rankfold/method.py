@@ -13,6 +13,7 @@ from ...architectures import BlockView
 from ..base import BlockResult, Stage, Unit, register_method
 from ..modegpt import MoDeGPT
 from ..modegpt.curves import squared_errors
+from ..modegpt.experts import STATISTICS as EXPERT_STATISTICS
 from .attention import decompose_attention, refit_output, values_of
 from .mlp import decompose_mlp
 
@@ -51,7 +52,7 @@ class Rankfold(MoDeGPT):
         if not self.removal or self.allocation != "measured" or self.budget == "latency" or self.own_sparsities:
             return found
         there = {unit.module for unit in found}
-        whole = {module for module in there if module == "mlp" or {"qk", "vo"} <= there}
+        whole = {"mlp"} | ({"qk", "vo"} if {"qk", "vo"} <= there else set())
         return [
             replace(unit, ranks=(0, *unit.ranks), sizes=(0, *unit.sizes)) if unit.module in whole else unit
             for unit in found
@@ -62,7 +63,7 @@ class Rankfold(MoDeGPT):
         return set().union(*(stage.statistics for stage in self.stages(view, ranks)))
 
     def stages(self, view: BlockView, ranks: dict[str, int]) -> list[Stage]:
-        """Queries, keys and values; the output projection on what these became; the MLP on what attention became."""
+        """Queries, keys and values; the output projection on what these became; MLP and experts on what attention became."""
         full, feedback = view.attention.head_dim, self.feedback and view.adds
         found = []
         if ranks.keys() & {"qk", "vo"}:
@@ -71,9 +72,14 @@ class Rankfold(MoDeGPT):
             found.append(Stage(needed, lambda view, moments, _: decompose_attention(self, view, moments, ranks)))
             if feedback and 0 < min(ranks.get("qk", full), ranks.get("vo", full)) < full:
                 found.append(Stage({"attention_output", "attention_feedback"}, self._refit_output(ranks)))
+        needed = set()
         if "mlp" in ranks:
-            needed = {"mlp_hidden", "mlp_feedback"} if feedback else {"mlp_hidden"}
-            found.append(Stage(needed, lambda *args: decompose_mlp(self, *args, ranks["mlp"])))
+            # Beside experts nothing says which of them a correction would belong to.
+            needed |= {"mlp_hidden", "mlp_feedback"} if feedback and view.experts is None else {"mlp_hidden"}
+        if "experts" in ranks:
+            needed |= EXPERT_STATISTICS
+        if needed:
+            found.append(Stage(needed, lambda *args: decompose_mlp(self, *args, ranks)))
         return found
 
     def _statistics_of_modules(self, view: BlockView) -> dict[str, set[str]]:

@@ -6,6 +6,7 @@ Shape legend: F hidden width, R kept width, D model width.
 from ...architectures import BlockView
 from ...linalg.nystrom import Nystrom
 from ..base import BlockResult
+from ..modegpt.experts import reduce_experts
 from ..modegpt.mlp import reduce_mlp
 from .missing import Repair, repair
 from .nothing import without_mlp
@@ -15,7 +16,17 @@ __all__ = ["decompose_mlp"]
 NAMES = ("mlp_hidden", "mlp_feedback")
 
 
-def decompose_mlp(method, view: BlockView, moments, held_out, rank: int) -> BlockResult:
+def decompose_mlp(method, view: BlockView, moments, held_out, ranks: dict[str, int]) -> BlockResult:
+    """The MLP and the experts, where these are among the modules of ``ranks``."""
+    result = BlockResult({}, {}, {}, {})
+    if "mlp" in ranks:
+        result = _decompose_mlp(method, view, moments, held_out, ranks["mlp"])
+    if "experts" in ranks:
+        reduce_experts(method, view, moments, ranks["experts"], result)
+    return result
+
+
+def _decompose_mlp(method, view: BlockView, moments, held_out, rank: int) -> BlockResult:
     """Units go by what they cost the corrected projection, and the others take over their part of the correction too."""
     if rank == 0:
         return without_mlp(method, view, moments)

@@ -19,8 +19,10 @@ STREAM = "stream"  # the module whose rank is the width of the residual stream
 def check_architecture(method: Method, architecture: Architecture, view: BlockView) -> None:
     """Raise :class:`UnsupportedModelError` where rotations do not pass the norms, or weights are not taken."""
     reason = None
-    if architecture.mlp is None:
+    if view.experts or architecture.mlp is None:
         reason = "its MLP is a mixture of experts, whose stacked weights are not taken"
+    elif architecture.attention.beyond:
+        reason = architecture.attention.beyond
     elif architecture.norms is None or architecture.mlp.activation is None:
         reason = "its spec does not say how its norms work and what its activation is"
     elif not view.adds:

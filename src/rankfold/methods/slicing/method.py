@@ -47,9 +47,11 @@ class Slicing(Method):
 
     def supported_modules(self, architecture, view: BlockView) -> tuple[str, ...]:
         reasons = {}
-        if architecture.mlp is None:
+        if view.mlp is None:
             reasons["mlp"] = "its MLP is a mixture of experts, whose stacked weights are not taken"
-        if view.attention.spec.position == "alibi" or getattr(view.config, "alibi", False):
+        if view.attention.spec.beyond:
+            reasons["heads"] = view.attention.spec.beyond
+        elif view.attention.spec.position == "alibi" or getattr(view.config, "alibi", False):
             reasons["heads"] = "ALiBi gives every head a bias by its number, and fewer heads would get those of others"
         elif view.attention.kv_heads == 1:
             reasons["heads"] = "all its query heads read one key/value head, which cannot go"

@@ -1,0 +1,28 @@
+"""DeepSeek V3: experts beside a shared one behind the first blocks; latent attention."""
+
+from dataclasses import replace
+
+from .llama import LLAMA
+from .spec import AttentionSpec, ExpertsSpec, MLPSpec
+
+LATENT = AttentionSpec(
+    path="self_attn",
+    qkv=(),
+    output="o_proj",
+    beyond="its keys and values are latents already, with rotated dimensions of their own",
+    cached=("kv_lora_rank", "qk_rope_head_dim"),
+    width=None,
+)
+SHARED = MLPSpec(
+    gate="mlp.shared_experts.gate_proj",
+    up="mlp.shared_experts.up_proj",
+    down="mlp.shared_experts.down_proj",
+    width=None,
+    activation="mlp.shared_experts.act_fn",
+)
+
+ARCHITECTURES = (
+    replace(
+        LLAMA, model_type="deepseek_v3", attention=LATENT, experts=ExpertsSpec(shared=SHARED, width=None), norms=None
+    ),
+)

@@ -1,0 +1,87 @@
+"""One view of a block's experts: gated MLPs side by side, stacked in 3-D parameters.
+
+Shape legend: E experts, n tokens, D model width, F hidden width of an expert, R kept width.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .linear import Dense
+from .spec import ExpertsSpec
+
+__all__ = ["ExpertsView", "read_experts"]
+
+
+@dataclass(frozen=True)
+class ExpertsView:
+    """The experts of one block; all have one hidden width."""
+
+    spec: ExpertsSpec
+    module: nn.Module  # called with tokens (n, D), the experts of each (n, k), and their weights in its output (n, k)
+    active: int  # k, experts that a token is sent to
+
+    @property
+    def count(self) -> int:
+        return self.module.down_proj.shape[0]
+
+    @property
+    def hidden(self) -> int:
+        return self.module.down_proj.shape[1 if self.spec.transposed else 2]
+
+    @property
+    def biased(self) -> bool:
+        return hasattr(self.module, "down_proj_bias")
+
+    def rising(self, expert: int) -> Dense:
+        """``(2 F, D)`` gate and up, rows as they are stored."""
+        return self._one("gate_up_proj", expert)
+
+    def down(self, expert: int) -> Dense:
+        """``(D, F)``."""
+        return self._one("down_proj", expert)
+
+    def _one(self, name: str, expert: int) -> Dense:
+        weight = getattr(self.module, name).detach()[expert]
+        bias = getattr(self.module, f"{name}_bias").detach()[expert] if self.biased else None
+        return Dense(weight.T if self.spec.transposed else weight, bias)
+
+    def rows_of(self, keep: Tensor) -> Tensor:
+        """Rows of :meth:`rising` that belong to the hidden units ``keep``."""
+        if self.spec.interleaved:
+            return torch.stack([2 * keep, 2 * keep + 1], 1).flatten()
+        return torch.cat([keep, keep + self.hidden])
+
+    def activations(self, expert: int, x: Tensor) -> Tensor:
+        """``(n, F)`` what the down projection of an expert receives for the tokens ``x`` ``(n, D)``."""
+        rising = self.rising(expert)
+        # The family's own: GPT-OSS clamps, and adds one to what the gate multiplies.
+        return self.module._apply_gate(nn.functional.linear(x.to(rising.weight), rising.weight, rising.bias))
+
+    def parameters_at(self, width: int) -> int:
+        """Of one expert with so many hidden units, biases included."""
+        model_width = self.down(0).weight.shape[0]
+        return 3 * model_width * width + (2 * width + model_width if self.biased else 0)
+
+    def describe(self, width: int) -> dict:
+        """Description of the experts with so many hidden units."""
+        sizes = {"experts": self.count, "in": self.down(0).weight.shape[0], "width": width}
+        return {"kind": "experts", **sizes, "bias": self.biased, "transposed": self.spec.transposed}
+
+    def stacked(self, experts: list[tuple[Dense, Dense]]) -> dict[str, Tensor]:
+        """The module's tensors out of gate and up ``(2 R, D)`` and down ``(D, R)`` of every expert."""
+        found = {}
+        for name, parts in zip(("gate_up_proj", "down_proj"), zip(*experts, strict=True), strict=True):
+            weight = torch.stack([part.weight for part in parts])
+            found[name] = weight.mT.contiguous() if self.spec.transposed else weight
+            if self.biased:
+                found[f"{name}_bias"] = torch.stack([part.bias for part in parts])
+        return found
+
+
+def read_experts(spec: ExpertsSpec, block: nn.Module, config) -> ExpertsView | None:
+    """The experts of a block; ``None`` where it has none."""
+    owner, _, name = spec.path.rpartition(".")
+    experts = getattr(block.get_submodule(owner), name, None)
+    return None if experts is None else ExpertsView(spec, experts, config.num_experts_per_tok)

@@ -1,0 +1,30 @@
+"""One reading of a linear layer, whatever its family calls it and however it stores its weight."""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+__all__ = ["Dense", "as_stored", "read_linear"]
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A linear map as ``nn.Linear`` stores it."""
+
+    weight: Tensor  # (out, in)
+    bias: Tensor | None  # (out,)
+
+    def rows(self, index) -> "Dense":
+        return Dense(self.weight[index], None if self.bias is None else self.bias[index])
+
+
+def read_linear(module: nn.Module) -> Dense:
+    """``(out, in)`` view of a Linear, a subclass of it, or transformers' ``Conv1D`` (stored transposed); no copy."""
+    weight = module.weight.detach()
+    weight = weight if isinstance(module, nn.Linear) else weight.T
+    return Dense(weight, None if module.bias is None else module.bias.detach())
+
+
+def as_stored(module: nn.Module, weight: Tensor) -> Tensor:
+    """What :func:`read_linear` reads as ``weight`` ``(out, in)``, contiguous in the layer's own layout."""
+    return (weight if isinstance(module, nn.Linear) else weight.T).contiguous()

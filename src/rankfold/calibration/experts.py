@@ -1,0 +1,119 @@
+"""What experts receive, and from it the moments of one expert at a time.
+
+A block has up to hundreds of experts, and all their second moments together are larger than its weights: E F^2 numbers against
+3 E D F. So what is kept of a block are its tokens, which all experts share, and the moment of an expert is made when its turn
+comes.
+
+Shape legend: E experts, n tokens, k experts of a token, D model width, F hidden width of an expert.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..architectures import ExpertsView
+from .moments import BlockMoments, Moment, VectorMoment
+
+__all__ = ["INPUT", "ROUTING", "ExpertInputs", "ExpertMoment", "RoutedTokens", "RouterWeights"]
+
+INPUT, ROUTING = "experts_input", "experts_routing"  # the statistics
+PER_UNIT = 2  # tokens that an expert should have seen for every hidden unit
+ROWS = 4096  # tokens whose activations exist at a time
+
+
+class _Caught:
+    """What the experts of a block are called with."""
+
+    def __init__(self, experts: ExpertsView):
+        self.experts, self.caught, self.rows = experts, None, []
+
+    def hooks(self):
+        return [self.experts.module.register_forward_pre_hook(self._catch)]
+
+    def _catch(self, _, args) -> None:
+        self.caught = args
+
+    def finish(self) -> Moment:
+        rows = torch.cat(self.rows)
+        return Moment(len(rows), None, None, None, rows)
+
+
+class ExpertInputs(_Caught):
+    """The tokens themselves, ``(n, D)``, as precise as the stream is kept."""
+
+    def after(self, batch) -> None:
+        (tokens, *_), self.caught = self.caught, None
+        self.rows.append(tokens.detach().to(batch.hidden.dtype))
+
+
+class RouterWeights(_Caught):
+    """``(n, E)`` what each token's output of each expert is multiplied with; 0 where it is not sent there."""
+
+    def after(self, batch) -> None:
+        (_, chosen, weights), self.caught = self.caught, None
+        spread = weights.new_zeros(len(chosen), self.experts.count, dtype=torch.float32)
+        self.rows.append(spread.scatter_(1, chosen, weights.float()))
+
+
+class ExpertMoment(NamedTuple):
+    """Of what the down projection of one expert receives, times the weight with which its output counts."""
+
+    moment: Moment | None  # counts squared weights; None once it has been used
+    tokens: int  # that were sent to the expert
+    filled: int  # other tokens that were added, because these were too few
+    share: float  # squared weights of its own tokens
+
+
+@dataclass(frozen=True)
+class RoutedTokens:
+    """The tokens that went through the experts of one block."""
+
+    experts: ExpertsView
+    tokens: Tensor  # (n, D)
+    weights: Tensor  # (n, E)
+
+    @classmethod
+    def of(cls, experts: ExpertsView, moments: BlockMoments) -> "RoutedTokens":
+        """From the two statistics of a block."""
+        device = experts.module.down_proj.device
+        return cls(experts, moments[INPUT].rows.to(device), moments[ROUTING].rows.to(device))
+
+    def sent(self, expert: int) -> tuple[Tensor, Tensor]:
+        """``(m,)`` which tokens go to an expert, and with which weights."""
+        weights = self.weights[:, expert]
+        which = weights.nonzero()[:, 0]
+        return which, weights[which]
+
+    def activations(self, expert: int, which: Tensor, weights: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Weighted activations ``(m, F)`` of tokens, and the weights ``(m,)``, fp32, some at a time."""
+        for some, w in zip(which.split(ROWS), weights.split(ROWS), strict=True):
+            yield self.experts.activations(expert, self.tokens[some]).float() * w[:, None], w
+
+    def moment(self, expert: int) -> ExpertMoment:
+        r"""Of ``w h``, ``h`` the hidden units and ``w`` the router's weight: a fit that makes
+        :math:`\mathbb{E}\,w^2\|W h - W' h_k\|^2` least makes its part of the block's error least.
+
+        An expert that saw fewer than ``PER_UNIT`` tokens for every hidden unit is given more, evenly out of all, as if they had
+        been sent to it with the weight that its own have in the mean square: its moment is shrunk towards the pooled one.
+        """
+        which, weights = self.sent(expert)
+        tokens, share = len(which), weights.double().square().sum().item()
+        filled = min(max(0, PER_UNIT * self.experts.hidden - tokens), len(self.tokens))
+        if filled:
+            usual = (share / tokens) ** 0.5 if tokens else 1.0
+            others = (
+                torch.linspace(0, len(self.tokens) - 1, filled, dtype=torch.float64).round().long().to(which.device)
+            )
+            which, weights = torch.cat([which, others]), torch.cat([weights, weights.new_full((filled,), usual)])
+        return ExpertMoment(self._moment(expert, which, weights), tokens, filled, share)
+
+    def _moment(self, expert: int, which: Tensor, weights: Tensor) -> Moment:
+        sums = VectorMoment(self.experts.hidden, self.tokens.device)
+        total = torch.zeros_like(sums.total)
+        for rows, w in self.activations(expert, which, weights):
+            sums.add(rows)
+            total += (w @ rows).to(total)
+        return Moment(weights.double().square().sum().item(), total, None, sums.finish().second)

@@ -1,0 +1,113 @@
+"""Type I in every expert of a block: slice up and gate, refit down, on the tokens that the expert sees.
+
+Shape legend: E experts, D model width, F hidden width of an expert, R kept width, m tokens of an expert.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...architectures import BlockView, Dense, ExpertsView
+from ...calibration.experts import INPUT, ROUTING, ExpertMoment, RoutedTokens
+from ...calibration.moments import BlockMoments
+from ...linalg.nystrom import error_curve, nystrom
+from ..base import BlockResult, Unit
+from .mlp import metric_of, refitted
+
+__all__ = ["STATISTICS", "expert_errors", "reduce_experts", "truncate_experts"]
+
+STATISTICS = {INPUT, ROUTING}
+
+
+class Expert(NamedTuple):
+    """One expert, reduced."""
+
+    keep: Tensor  # (R,)
+    down: Dense  # (D, R)
+    centre: Tensor | None  # (F,) what its bias took
+    seen: ExpertMoment  # without the moment
+    error: float  # squared, per unit of squared weight
+    total: float  # of its dense output
+
+
+def reduce_experts(method, view: BlockView, moments: BlockMoments, rank: int, result: BlockResult) -> None:
+    """Algorithm 1 in each expert; one at a time, so that there is one moment at a time."""
+    experts = view.experts
+    report = result.reports["experts"] = {"rank": rank, "of": experts.hidden, "relative_error": 0.0}
+    if rank == experts.hidden:
+        return
+    routed = RoutedTokens.of(experts, moments)
+    reduced = [_reduce(method, routed, expert, rank) for expert in range(experts.count)]
+    _put(view, [(expert.keep, expert.down) for expert in reduced], result)
+    result.errors["experts"] = lambda others: _error_on(RoutedTokens.of(experts, others), reduced)
+    errors = [(one.error * one.seen.share, one.total * one.seen.share) for one in reduced]
+    report |= {
+        "select": method.select,
+        "relative_error": _ratio(*map(sum, zip(*errors, strict=True))),
+        "relative_errors": [_ratio(one.error, one.total) for one in reduced],
+        "tokens": [one.seen.tokens for one in reduced],
+        "filled": [one.seen.filled for one in reduced],
+    }
+
+
+def _reduce(method, routed: RoutedTokens, expert: int, rank: int) -> Expert:
+    down, seen = routed.experts.down(expert), routed.moment(expert)
+    C, scale, centre = metric_of(method, down, seen.moment)
+    fit = nystrom(down.weight, C, rank=rank, ridge=method.ridge, select=method.select)
+    new = refitted(down, fit, centre, down.weight.dtype)
+    return Expert(fit.keep, new, centre, seen._replace(moment=None), fit.error / scale, _energy(down, C) / scale)
+
+
+def _energy(down: Dense, C: Tensor) -> float:
+    W = down.weight.to(C)
+    return ((W @ C) * W).sum().item()
+
+
+def _ratio(error: float, total: float) -> float:
+    """Relative error out of squares."""
+    return (max(error, 0.0) / total) ** 0.5 if total > 0 else 0.0
+
+
+def _error_on(routed: RoutedTokens, reduced: list[Expert]) -> float:
+    """RMS error over RMS output, each expert by itself on the tokens it is sent, about the mean that went into its bias."""
+    error = total = 0.0
+    for expert, one in enumerate(reduced):
+        W = routed.experts.down(expert).weight.float()
+        gap = W.clone()
+        gap[:, one.keep] -= one.down.weight.float()
+        for rows, weights in routed.activations(expert, *routed.sent(expert)):
+            rows = rows if one.centre is None else rows - weights[:, None] * one.centre.to(rows)
+            error, total = (s + (rows @ M.T).square().sum().item() for s, M in ((error, gap), (total, W)))
+    return _ratio(error, total)
+
+
+def expert_errors(method, view: BlockView, moments: BlockMoments, unit: Unit, least: int) -> dict[int, float]:
+    """Rank -> squared relative error of all experts together, for the ranks of ``unit`` from ``least`` on."""
+    routed, full = RoutedTokens.of(view.experts, moments), unit.ranks[-1]
+    ranks = [rank for rank in unit.ranks if rank >= least]
+    curve, total = torch.zeros(full - ranks[0] + 1, dtype=torch.float64), 0.0
+    for expert in range(routed.experts.count):
+        down, seen = routed.experts.down(expert), routed.moment(expert)
+        C, scale, _ = metric_of(method, down, seen.moment)
+        energy = _energy(down, C) / scale * seen.share
+        curve += energy * error_curve(down.weight, C, least=ranks[0], ridge=method.ridge)
+        total += energy
+    return {rank: curve[full - rank].item() / total if total else 0.0 for rank in ranks}
+
+
+def truncate_experts(view: BlockView, rank: int, result: BlockResult) -> None:
+    """Experts of their first ``rank`` hidden units."""
+    experts, keep = view.experts, torch.arange(rank, device=view.device)
+    downs = (experts.down(expert) for expert in range(experts.count))
+    _put(view, ((keep, Dense(down.weight[:, :rank], down.bias)) for down in downs), result)
+
+
+def _put(view: BlockView, kept: Iterator[tuple[Tensor, Dense]], result: BlockResult) -> None:
+    """Replace the experts by narrower ones: of each the units that stay and its down projection on them."""
+    experts: ExpertsView = view.experts
+    parts = [(experts.rising(n).rows(experts.rows_of(keep)), down) for n, (keep, down) in enumerate(kept)]
+    path = experts.spec.path
+    result.modules[path] = experts.describe(parts[0][1].weight.shape[1])
+    result.state.update({f"{path}.{name}": tensor for name, tensor in experts.stacked(parts).items()})
