@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,8 +45,13 @@ class Weights:
         """Size of the files."""
         return sum(file.stat().st_size for file in {place.file for place in self.places.values()})
 
-    def rename(self, prefix: str, wanted: set[str]) -> bool:
-        """Match checkpoint names to the model's, with or without the base model's prefix; False where they differ."""
+    def rename(self, prefix: str, wanted: set[str], current: Callable[[str], str] = str) -> bool:
+        """Match checkpoint names to the model's, with or without the base model's prefix; False where they differ.
+
+        Args:
+            current: what a name of the files' format is called in this version's.
+        """
+        self.places = {current(name): place for name, place in self.places.items()}
         for change in (str, lambda n: f"{prefix}.{n}", lambda n: n.removeprefix(f"{prefix}.")):
             renamed = {change(name): place for name, place in self.places.items()}
             if wanted <= set(renamed) and len(renamed) == len(self.places):
