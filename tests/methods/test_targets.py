@@ -64,6 +64,11 @@ def test_llama_cpp_loses_nothing_as_deci(tmp_path):
     assert made.exported == made.compressed < made.dense
 
 
+def test_a_sparsity_out_of_reach_says_that_the_target_is_why():
+    with pytest.raises(OptionError, match="compress more modules, or leave out --for llama.cpp"):
+        rankfold.compress(source(), make_method("modegpt", target="llama.cpp", sparsity=0.7), tokens(32))
+
+
 def test_multiple_and_target_hold_together():
     plan = rankfold.plan(source(), make_method("modegpt", target="vllm", multiple=12, sparsity=0.3))
     found = ranks(plan)
