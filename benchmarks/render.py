@@ -14,6 +14,7 @@ import latent_table
 import mutants_table
 import seeds_table
 import studies_table
+import targets
 import zero_shot_table
 from decomposition_cost import GROUPS
 from rankfold.files import read_json, write_text
@@ -272,6 +273,7 @@ PAGES = {
     "perplexity": ("perplexity_*.json", "Perplexity", perplexity),
     "grid": ("grid_*.json", "Every method on the same texts", studies_table.grid),
     "studies": ("studies_*.json", "Single choices, as the papers study them", studies_table.studies),
+    "targets": ("targets_*.json", "What a target costs", targets.table),
     "compression_cost": ("compression_cost*.json", "What compressing costs, in forwards", cost),
     "qk_norm": ("qk_norm*.json", "Fewer dimensions of normalised queries and keys", qk_norm),
     "moment_precision": ("moment_precision*.json", "Precision of the moments", moment_precision),

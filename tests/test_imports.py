@@ -64,6 +64,7 @@ MAY_IMPORT = {
         "report",
         "version",
     },
+    "integrations": {"errors", "modules"},
     "export": {
         "architectures",
         "checkpoint",

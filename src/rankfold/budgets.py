@@ -16,7 +16,7 @@ from .allocation import COUNTS, block_weights, unique_parameters
 from .architectures import BlockView
 from .checkpoint.source import Source
 from .errors import OptionError, UnsupportedModelError
-from .methods import BLOCK, Method, Unit
+from .methods import BLOCK, Method, Unit, fitted
 from .timing import likeness, measure_times, read_times, write_times
 
 __all__ = ["Choices", "choices"]
@@ -44,7 +44,8 @@ def choices(source: Source, method: Method, kept: Path | None = None) -> Choices
         OptionError: no module is left to compress.
         UnsupportedModelError: multiply-accumulates of a mixture of experts.
     """
-    units = [unit for i in range(len(source)) for unit in method.units(source.meta_block(i))]
+    views = (source.meta_block(i) for i in range(len(source)))
+    units = [unit for view in views for unit in fitted(method.units(view), view, method)]
     if not units:
         raise OptionError("no module is left to compress; see `rankfold models` for what each family allows")
     weights = _weights(source, method)

@@ -77,7 +77,7 @@ def components(Y: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def product(layer: LatentLinear) -> Tensor:
     """``(out, in)``: what it makes of the identity."""
-    return (layer(torch.eye(layer.A.shape[1])) - layer.bias).double().T
+    return (layer(torch.eye(layer.in_features)) - layer.bias).double().T
 
 
 def test_layers_project_what_they_send_on_its_components(run, family):
@@ -91,7 +91,7 @@ def test_layers_project_what_they_send_on_its_components(run, family):
             or (family in ADJACENT and last in ("q_proj", "k_proj"))
         ):
             continue
-        P, mean = components(sent[name], len(latent.A))
+        P, mean = components(sent[name], latent.rank)
         torch.testing.assert_close(product(latent), P @ weight_of(layer).double(), rtol=2e-3, atol=2e-3)
         bias = 0 if layer.bias is None else layer.bias.double()
         torch.testing.assert_close(latent.bias.double(), bias + mean - P @ mean, rtol=2e-3, atol=2e-3)

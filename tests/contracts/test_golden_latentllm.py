@@ -114,10 +114,10 @@ def reduce_block(model: nn.Module, source: nn.Module, ids: Tensor, index: int, r
 def assert_block_identity(latent: nn.Module, W: Tensor) -> None:
     """Eq. 8 and 9 with pivots (Remark 4): ``A = [I | V_1^+ V_2]``, so ``B`` is columns of the product; ``r^2`` numbers less."""
     pivots, others = latent.columns.long().split([latent.rank, W.shape[1] - latent.rank])
-    assert latent.A.numel() + latent.B.numel() == latent.rank * sum(W.shape) - latent.rank**2
+    assert latent.A.weight.numel() + latent.B.weight.numel() == latent.rank * sum(W.shape) - latent.rank**2
     close = {"rtol": 1e-3, "atol": 1e-4}
-    torch.testing.assert_close(latent.B, W[:, pivots], **close)
-    torch.testing.assert_close(latent.A, torch.linalg.pinv(W[:, pivots], rtol=1e-9) @ W[:, others], **close)
+    torch.testing.assert_close(latent.B.weight, W[:, pivots], **close)
+    torch.testing.assert_close(latent.A.weight, torch.linalg.pinv(W[:, pivots], rtol=1e-9) @ W[:, others], **close)
 
 
 @pytest.mark.parametrize("family, mode", CASES)

@@ -173,8 +173,8 @@ def test_an_unknown_path_or_newer_format_is_refused(tmp_path):
     (folder / "config.json").write_text(text.replace("model.layers.0.mlp.up_proj", "model.layers.0.mlp.side_proj"))
     with pytest.raises(rankfold.RankfoldError, match="'model.layers.0.mlp.side_proj' that this model does not have"):
         rankfold.load(folder, device="cpu")
-    (folder / "config.json").write_text(text.replace('"format": 1', '"format": 99'))
-    with pytest.raises(rankfold.RankfoldError, match="format 99, this version reads 1"):
+    (folder / "config.json").write_text(text.replace('"format": 2', '"format": 99'))
+    with pytest.raises(rankfold.RankfoldError, match="format 99, this version reads 1 and 2"):
         rankfold.load(folder, device="cpu")
 
 

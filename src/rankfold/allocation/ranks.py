@@ -146,10 +146,11 @@ def _check(budget: Budget, method) -> None:
     most = alone - budget.stays + budget.given
     if budget.asked > most:
         reach = most / max(budget.counted, 1)
+        finer = "lower --multiple" if method.target == "transformers" else f"leave out --for {method.target}"
         raise OptionError(
             f"{budget.what} cannot be reached: the chosen modules can lose at most {most:,} of the {budget.asked:,} "
             f"{COUNTS[method.budget]} that must go, sparsity {reach:.4f}; lower the sparsity, compress more modules, or "
-            "lower --multiple"
+            f"{finer}"
         )
 
 

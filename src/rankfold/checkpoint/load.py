@@ -1,5 +1,6 @@
 """Loading what :mod:`.run` wrote."""
 
+import functools
 from pathlib import Path
 
 from accelerate import init_empty_weights
@@ -7,7 +8,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..errors import CheckpointError, RankfoldError, first_line
-from ..modules import RankfoldConfig, attach, install
+from ..modules import RankfoldConfig, attach, current_name, install
 from .classes import auto_class
 from .devices import resolve_device, resolve_dtype
 from .hub import locate
@@ -38,11 +39,12 @@ def load_model(model: str | Path, *, dtype: str = "auto", device: str = "auto") 
         folder, kwargs = path, {"use_safetensors": True}
         weights = Weights(folder)  # an index that leads elsewhere, and what is no plain file, are refused unread
         read_generation_config(folder)
-    wanted, auto = resolve_dtype(dtype) or "auto", AutoModelForCausalLM
+    wanted, auto, written = resolve_dtype(dtype) or "auto", AutoModelForCausalLM, None
     try:
         if weights:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             weights.check_depth(config)
+            written = (described(config) or {}).get("format")
             auto = auto_class(config)
         loaded, info = auto.from_pretrained(folder, dtype=wanted, **kwargs, **REPORTED)
     except RankfoldError:
@@ -51,7 +53,7 @@ def load_model(model: str | Path, *, dtype: str = "auto", device: str = "auto") 
         raise CheckpointError(f"{model} cannot be loaded: {first_line(error)}; copy or make it again") from error
     compressed = isinstance(getattr(loaded.config, "quantization_config", None), RankfoldConfig)
     check_loaded(info, loaded, path, only_described=compressed)
-    if weights and weights.match(loaded):
+    if weights and weights.match(loaded, functools.partial(current_name, written=written)):
         weights.check_fits(empty_model(loaded.config) if compressed else loaded)  # loaded buffers are what the file has
     check_finite(loaded.state_dict())
     if compressed:

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -37,12 +37,16 @@ class Weights:
         files = {part.file for place in self.places.values() for part in place.parts}
         return sum(file.stat().st_size for file in files)
 
-    def match(self, model: nn.Module) -> bool:
+    def match(self, model: nn.Module, current: Callable[[str], str] = str) -> bool:
         """Match checkpoint names to those of a model, which may be empty; False where they differ.
+
+        Args:
+            current: what a name of the files' format is called in this version's.
 
         Raises:
             CheckpointError: a tensor lies in parts that do not go together.
         """
+        self.places = {current(name): place for name, place in self.places.items()}
         prefix, wanted = model.base_model_prefix, required_names(model)
         if self._rename(prefix, wanted):
             return True

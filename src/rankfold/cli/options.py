@@ -101,6 +101,14 @@ class MethodOptions:
         0.08
     )
     multiple: Annotated[int, typer.Option(help="Ranks are multiples of this.")] = 8
+    target: Annotated[
+        str,
+        typer.Option(
+            "--for",
+            help="What is to run the result: transformers, vllm, llama.cpp, or stock (exported, any engine). Ranks are those "
+            "that need no padding there.",
+        ),
+    ] = "transformers"
     protect: Annotated[str, typer.Option(help="Blocks left dense, e.g. 0,-1.")] = ""
     option: Annotated[list[str] | None, typer.Option(help="Option of the method, KEY=VALUE; repeatable.")] = None
 
@@ -110,9 +118,10 @@ class MethodOptions:
         Raises:
             OptionError: an option that does not parse or is out of range.
         """
-        names = ("sparsity", "of", "budget", "context", "epsilon", "outlier", "spread", "multiple")
+        names = ("sparsity", "of", "budget", "context", "epsilon", "outlier", "spread", "multiple", "target")
         shared = {name: getattr(self, name) for name in names} | {"modules": _parse_modules(self.modules)}
-        shared |= {"allocation": self.allocation} if self.allocation is not None else {}
+        allocation = "uniform" if self.allocation is None and self.target == "stock" else self.allocation
+        shared |= {"allocation": allocation} if allocation is not None else {}
         try:
             shared["protect"] = tuple(int(b) for b in self.protect.split(",") if b)
         except ValueError:
@@ -239,7 +248,8 @@ def _parse_options(method: str, options: list[str]) -> dict:
         if not equals:
             raise OptionError(f"--option takes KEY=VALUE, got {item!r}")
         if key in SHARED:
-            raise OptionError(f"{key!r} is an option of every method: give it as --{key}, not as --option {item}")
+            flag = "for" if key == "target" else key
+            raise OptionError(f"{key!r} is an option of every method: give it as --{flag}, not as --option {item}")
         if key in parsed:
             raise OptionError(f"--option gives {key!r} more than once; give it once")
         parsed[key] = like(defaults.get(key), value, item)

@@ -6,7 +6,6 @@ All products are counted as they are computed: the T x T scores in full, althoug
 multiply-accumulate (MAC) is two floating-point operations (FLOPs); norms, activations and softmax are not counted.
 """
 
-import math
 from contextlib import contextmanager
 
 import torch
@@ -18,7 +17,7 @@ from ..architectures import BlockView, architecture_of
 from ..checkpoint.source import Source
 from ..errors import OptionError, UnsupportedModelError
 from ..methods import BLOCK
-from ..modules import CompressedAttention, LatentLinear, SparseLinear
+from ..modules import CompressedAttention, LatentLinear, SparseLinear, SplitHeadLinear
 from ..report.plan import Plan
 
 __all__ = ["DEFINITION", "complexity", "counted_macs", "formula_macs", "planned_macs"]
@@ -134,16 +133,16 @@ def cache_bytes(model: nn.Module, tokens: int = 8) -> int:
 
 
 def _linear(module: nn.Module) -> int:
-    """MACs per token of one module itself; only the identity of a junction is not multiplied."""
+    """MACs per token of one module without the linear layers in it; only the identity of a junction is not multiplied."""
     if isinstance(module, nn.Linear | Conv1D):
         return module.weight.numel()
     if isinstance(module, LatentLinear):
         identity = module.rank**2 if module.form.startswith("block_identity") else 0
-        return module.rank * (module.in_features + module.out_features) - identity + _nonzeros(module)
-    if isinstance(module, SparseLinear):
-        return _nonzeros(module)
-    factors = (module.A, module.B) if hasattr(module, "A") and hasattr(module, "B") else ()  # one low rank per head
-    return sum(math.prod(factor.shape) for factor in factors)
+        all_of_it = module.rank * (module.in_features + module.out_features) - identity + _nonzeros(module)
+        return all_of_it - sum(_linear(factor) for factor in module.children() if isinstance(factor, nn.Linear))
+    if isinstance(module, SplitHeadLinear):
+        return sum(f.weight.numel() for f in (module.A, module.B) if not isinstance(f, nn.Linear))
+    return _nonzeros(module)
 
 
 def _nonzeros(module: nn.Module) -> int:

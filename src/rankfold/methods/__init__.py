@@ -8,6 +8,7 @@ from .removal import BLOCK, SLEB, ShortGPT
 from .semi_structured import PrunerZero, SparseGPT, TwoOfFour, Wanda
 from .slicegpt import SliceGPT, SliceGPTMoDeGPT
 from .slicing import FLAP, KOBD, OBD, LLMPruner, LLMSurgeon, Magnitude, Strided
+from .targets import TARGETS, fitted
 
 __all__ = [
     "ASVD",
@@ -19,6 +20,7 @@ __all__ = [
     "SLEB",
     "SVD",
     "SVDLLM",
+    "TARGETS",
     "BlockResult",
     "Bolaco",
     "LLMPruner",
@@ -39,6 +41,7 @@ __all__ = [
     "TwoOfFour",
     "Unit",
     "Wanda",
+    "fitted",
     "make_method",
     "method_class",
     "method_names",

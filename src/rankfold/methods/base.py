@@ -16,6 +16,7 @@ from torch import Tensor
 from ..architectures import Architecture, BlockView
 from ..calibration.moments import BlockMoments
 from ..errors import OptionError, suggestion
+from .targets import TARGETS
 
 __all__ = ["BlockResult", "Method", "Stage", "Unit", "make_method", "method_class", "method_names", "register_method"]
 
@@ -85,6 +86,8 @@ class Method:
             block, the paper's M.
         spread: of ``owl``: sparsities of blocks differ by at most twice this, the paper's lambda.
         multiple: ranks are multiples of this.
+        target: what is to run the result: ``transformers`` takes any ranks; ``vllm``, ``llama.cpp`` and ``stock`` take those
+            with which nothing has to be padded there (:data:`rankfold.methods.targets.TARGETS`).
         protect: blocks left dense; negative numbers count from the end.
     """
 
@@ -95,7 +98,7 @@ class Method:
     budgets: ClassVar[tuple[str, ...]] = ("parameters", "bytes", "flops")
     # Module -> another one of the block that has rank 0 where it has, and nowhere else.
     together: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    one_rank: ClassVar[bool] = False  # whether all blocks must have the same rank
+    targets: ClassVar[tuple[str, ...]] = ("transformers",)
     protects: ClassVar[bool] = True  # whether single blocks can be left dense
     leaves_zeros: ClassVar[bool] = False  # what is removed stays in the tensors, as zeros: nothing gets smaller
     # Mode -> forwards of all blocks over the calibration tokens that a compression takes (docs/results/compression_cost.md).
@@ -113,6 +116,7 @@ class Method:
     outlier: float = 5.0
     spread: float = 0.08
     multiple: int = 8
+    target: Literal["transformers", "vllm", "llama.cpp", "stock"] = "transformers"
     protect: tuple[int, ...] = field(default=())
 
     def __post_init__(self):
@@ -136,6 +140,7 @@ class Method:
         self._check_budget()
         for module in self.modules or ():
             check_choice("module", module, self.all_modules)
+        self._check_target()
         if self.multiple < 1:
             raise OptionError(f"multiple must be >= 1, got {self.multiple}")
         if self.epsilon is not None and self.epsilon <= 0:
@@ -144,6 +149,27 @@ class Method:
             raise OptionError(f"outlier must be > 0, got {self.outlier}; OWL takes 3 to 10")
         if not 0 <= self.spread < 1:
             raise OptionError(f"spread must be in [0, 1), got {self.spread}; OWL takes 0.02 to 0.2")
+
+    def _check_target(self) -> None:
+        check_choice("target", self.target, TARGETS)
+        if self.target not in self.targets:
+            raise OptionError(
+                f"method {self.name} writes for {', '.join(self.targets)}, got --for {self.target}; leave it out, or take "
+                "--method rankfold"
+            )
+        if not TARGETS[self.target].common:
+            return
+        if self.allocation != "uniform":
+            raise OptionError(
+                f"--for {self.target} gives all MLPs one width, got allocation {self.allocation}; take allocation uniform"
+            )
+        if self.protect:
+            raise OptionError(f"--for {self.target} gives all MLPs one width, got protect {self.protect}; leave it out")
+
+    @property
+    def one_rank(self) -> bool:
+        """Whether all blocks must have the same rank."""
+        return TARGETS[self.target].common
 
     def _check_budget(self) -> None:
         if self.context < 1:

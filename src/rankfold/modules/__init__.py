@@ -3,8 +3,8 @@
 from .attention import CompressedAttention
 from .building import build, install
 from .bundle import CODE_FILE, code
-from .latent import LatentLinear
-from .loading import AUTO_MAP, FORMAT, METHOD_NAME, RankfoldConfig, attach, digest
+from .latent import LatentLinear, SplitHeadLinear
+from .loading import AUTO_MAP, FORMAT, METHOD_NAME, METHOD_NAMES, RankfoldConfig, attach, current_name, digest
 from .norms import PredictedNorm
 from .shortcuts import ShortcutBlock
 from .sparse import SparseCorrection, SparseLinear
@@ -15,6 +15,7 @@ __all__ = [
     "CODE_FILE",
     "FORMAT",
     "METHOD_NAME",
+    "METHOD_NAMES",
     "CompressedAttention",
     "LatentLinear",
     "PredictedNorm",
@@ -23,9 +24,11 @@ __all__ = [
     "ShortcutBlock",
     "SparseCorrection",
     "SparseLinear",
+    "SplitHeadLinear",
     "attach",
     "build",
     "code",
+    "current_name",
     "digest",
     "install",
 ]

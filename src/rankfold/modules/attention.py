@@ -111,12 +111,28 @@ class CompressedAttention(nn.Module):
         if self.window:
             attention_mask = within(self.window, attention_mask, T, key.shape[2], query.device)
 
-        if cache is not None and T == 1 and (self.latent_keys or self.latent_values):
+        decodes = cache is not None and T == 1
+        if decodes and (self.latent_keys or self.latent_values):
             output, weights = self._attend_latent(query, key, value, attention_mask)
         else:
             key = self._keys(self.k_proj.up(key[:, 0])) if self.latent_keys else key
             value = self._values(self.v_proj.up(value[:, 0])) if self.latent_values else value
-            output, weights = self._attend(query, key, value, attention_mask, kwargs)
+            if not decodes:  # one token at a time there is no T x S matrix to avoid, and padding would copy the cache
+                query, key, value = self._evened(query, key, value)
+            # vLLM looks for this call by these names, and puts its own attention in its place.
+            attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+            output, weights = attention(
+                self,
+                query,
+                key,
+                value,
+                attention_mask,
+                scaling=self.scaling,
+                dropout=self.attention_dropout if self.training else 0.0,
+                **self._attending(),
+                **kwargs,
+            )
+            output = output.reshape(B, T, self.heads, -1)[..., : self.vo_dim]
         output = output.reshape(B, T, self.heads * self.vo_dim)
         output = output if self.o_proj is None else self.o_proj(output)
         if self.training and self.output_dropout:
@@ -165,7 +181,8 @@ class CompressedAttention(nn.Module):
         """
         B, H, G = query.shape[0], self.heads, self.num_key_value_groups
         if self.latent_keys:
-            up = self.k_proj.up_matrix().view(self.kv_heads, self.qk_dim, -1).repeat_interleave(G, 0)  # (H, R, latent)
+            up = self.k_proj.up_matrix(query).view(self.kv_heads, self.qk_dim, -1)
+            up = up.repeat_interleave(G, 0)  # (H, R, latent)
             scores = torch.einsum("bhr,hrl->bhl", query[:, :, 0], up) @ key[:, 0].transpose(-1, -2)  # (B, H, S)
         else:
             grouped = query.view(B, self.kv_heads, G, self.qk_dim)
@@ -174,7 +191,7 @@ class CompressedAttention(nn.Module):
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
         if self.latent_values:
             mixed = weights @ value[:, 0]  # (B, H, latent)
-            up = self.v_proj.up_matrix().view(self.kv_heads, self.vo_dim, -1).repeat_interleave(G, 0)
+            up = self.v_proj.up_matrix(query).view(self.kv_heads, self.vo_dim, -1).repeat_interleave(G, 0)
             output = torch.einsum("bhl,hvl->bhv", mixed, up)
             if self.v_proj.bias is not None:
                 output = output + self.v_proj.bias.view(self.kv_heads, self.vo_dim).repeat_interleave(G, 0)
@@ -199,30 +216,16 @@ class CompressedAttention(nn.Module):
         query = turn(groups, cos[:, :, None], sin[:, :, None], half).flatten(1, 2)
         return query, turn(key, cos, sin, half)
 
-    def _attend(self, query, key, value, mask, kwargs):
-        """(B, T, H, V) by the attention implementation the model was loaded with."""
-        name = self.config._attn_implementation
-        attention = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention)
-        # Fused kernels want one width for keys and values; zeros change neither the scores nor the kept outputs. One
-        # token at a time there is no T x S matrix to avoid, and padding would copy the cache.
-        pad = self.qk_dim - self.vo_dim if name != "eager" and query.shape[2] > 1 else 0
+    def _evened(self, query, key, value):
+        """Fused kernels want one width for keys and values; zeros change neither the scores nor the kept outputs."""
+        pad = self.qk_dim - self.vo_dim if self.config._attn_implementation != "eager" else 0
         if pad > 0:
             value = nn.functional.pad(value, (0, pad))
         elif pad < 0:
             query, key = nn.functional.pad(query, (0, -pad)), nn.functional.pad(key, (0, -pad))
-        options = {
-            "softcap": self.softcap,
-            "sliding_window": self.sliding_window,
-        }
-        output, weights = attention(
-            self,
-            query,
-            key,
-            value,
-            mask,
-            scaling=self.scaling,
-            dropout=self.attention_dropout if self.training else 0.0,
-            **{k: v for k, v in options.items() if v is not None},
-            **kwargs,
-        )
-        return output[..., : self.vo_dim], weights
+        return query, key, value
+
+    def _attending(self) -> dict:
+        """Options of attention that the family has."""
+        options = {"softcap": self.softcap, "sliding_window": self.sliding_window}
+        return {name: value for name, value in options.items() if value is not None}

@@ -1,32 +1,69 @@
-"""Factors of latent layers that are not a plain matrix."""
+"""Factors of latent layers: what holds the numbers of ``A`` or ``B`` under the name ``weight``.
+
+A factor that is a plain matrix is an ``nn.Linear``, so that whatever looks for these finds it: adapters, quantisers, engines.
+"""
 
 import torch
 from torch import nn
 
-from .tensors import check_permutation, index_dtype, new_tensor, value_of
+from .tensors import QuantizedTensor, check_permutation, index_dtype
 
-__all__ = ["HeadIdentity"]
+__all__ = ["HeadIdentity", "Numbers", "matrix", "matrix_of", "numbers"]
+
+
+class Numbers(nn.Module):
+    """Numbers that are no plain matrix: the free entries of a triangular factor, or one matrix per head."""
+
+    def __init__(self, shape: tuple[int, ...]):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape))
+
+
+def numbers(shape: tuple[int, ...], spec: dict) -> Numbers | QuantizedTensor:
+    """Numbers of any shape, quantised where the description has ``bits``."""
+    return QuantizedTensor(shape, spec["bits"], spec["chunk"]) if "bits" in spec else Numbers(shape)
+
+
+def matrix(rows: int, columns: int, spec: dict) -> nn.Linear | QuantizedTensor:
+    """A plain matrix, quantised where the description has ``bits``; calling it multiplies by it."""
+    return numbers((rows, columns), spec) if "bits" in spec else nn.Linear(columns, rows, bias=False)
 
 
 class HeadIdentity(nn.Module):
     """``B`` (heads * h, rank) whose heads are ``[I | rest]`` up to an order of their own (LatentLLM Eq. 79-80).
 
-    The identities are not stored. Calling the module gives the matrix.
+    The identities are not stored.
     """
 
     def __init__(self, heads: int, head_dim: int, rank: int, spec: dict):
         super().__init__()
         if rank < head_dim:
             raise ValueError(f"a per-head identity needs rank >= {head_dim} (the head dimension), got {rank}")
-        self.rest = new_tensor((heads, head_dim, rank - head_dim), spec)
+        self.rest = numbers((heads, head_dim, rank - head_dim), spec)
         self.register_buffer("order", torch.zeros(heads, rank, dtype=index_dtype(rank)))
 
     def check_indices(self, name: str) -> None:
         """Raise :class:`ValueError` where the order of a head is none."""
         check_permutation(self.order, f"{name}.order")
 
-    def forward(self):
-        rest = value_of(self.rest)
+    @property
+    def weight(self):
+        rest = self.rest.weight
         identity = torch.eye(rest.shape[1], dtype=rest.dtype, device=rest.device).expand(len(rest), -1, -1)
         back = torch.argsort(self.order.long(), -1)[:, None].expand(-1, rest.shape[1], -1)
         return torch.cat([identity, rest], -1).gather(2, back).flatten(0, 1)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight)
+
+
+def matrix_of(factor, columns: int, like):
+    """``(rows, columns)`` that a factor multiplies by, with the dtype and device of ``like`` where it has to be computed.
+
+    A layer that adapters, a quantiser or an engine put in place of an ``nn.Linear`` may compute something else than its
+    ``weight`` says, so it is run on the identity.
+    """
+    theirs = isinstance(factor, nn.Linear) and type(factor.weight) is not nn.Parameter  # numbers of a quantiser
+    if type(factor) in (nn.Linear, QuantizedTensor, HeadIdentity) and not theirs:
+        return factor.weight
+    return factor(torch.eye(columns, dtype=like.dtype, device=like.device)).T

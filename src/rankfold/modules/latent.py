@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from .factors import HeadIdentity
+from .factors import HeadIdentity, matrix, matrix_of, numbers
 from .sparse import SparseCorrection
-from .tensors import check_permutation, new_tensor, value_of
+from .tensors import check_permutation
 
 __all__ = ["LatentLinear", "LatentRows", "SplitHeadLinear"]
 
@@ -19,8 +19,9 @@ class LatentLinear(nn.Module):
     * ``block_identity_left``: the mirror, ``y[q_1] = z``, ``y[q_2] = B_2 z``.
     * ``lu``: ``B`` unit lower, ``A`` upper trapezoidal; only the entries that are not fixed are stored.
 
-    What is stored of ``A`` and ``B`` may be quantised (``bits``, ``chunk``), ``B`` may have an identity in every head
-    (``head_identity`` heads), and ``nonzeros`` adds a sparse correction: ``y = B (A x) + D x + b``.
+    ``A`` and ``B`` are layers of their own, each an ``nn.Linear`` of what is stored but for ``lu``, a per-head identity and
+    quantised numbers (see :mod:`.factors`). What is stored of them may be quantised (``bits``, ``chunk``), ``B`` may have an
+    identity in every head (``head_identity`` heads), and ``nonzeros`` adds a sparse correction: ``y = B (A x) + D x + b``.
 
     LatentLLM (arXiv:2505.18413), Sec. 3.3 and App. A.2, I.
     """
@@ -34,11 +35,12 @@ class LatentLinear(nn.Module):
         if self.rank > min(self.in_features, self.out_features):
             raise ValueError(f"rank {self.rank} of a ({self.out_features}, {self.in_features}) layer is too large")
         A, B = self.shapes(spec)
-        self.A = new_tensor(A, spec)
-        if heads := spec.get("head_identity"):
-            self.B = HeadIdentity(heads, self.out_features // heads, self.rank, spec)
+        if self.form == "lu":
+            self.A, self.B = numbers(A, spec), numbers(B, spec)
+        elif heads := spec.get("head_identity"):
+            self.A, self.B = matrix(*A, spec), HeadIdentity(heads, self.out_features // heads, self.rank, spec)
         else:
-            self.B = new_tensor(B, spec)
+            self.A, self.B = matrix(*A, spec), matrix(*B, spec)
         count = spec.get("nonzeros")
         self.sparse = SparseCorrection(self.in_features, self.out_features, count) if count else None
         self.bias = nn.Parameter(torch.empty(self.out_features)) if spec["bias"] else None
@@ -65,42 +67,41 @@ class LatentLinear(nn.Module):
 
     def down(self, x):
         """``(..., in) -> (..., rank)``."""
-        A = value_of(self.A)
         if self.form == "block_identity_right":
             x = x[..., self.columns.long()]
-            return x[..., : self.rank] + nn.functional.linear(x[..., self.rank :], A)
+            return x[..., : self.rank] + self.A(x[..., self.rank :])
         if self.form == "lu":
-            return nn.functional.linear(x[..., self.columns.long()], self._upper(A))
-        return nn.functional.linear(x, A)
+            return nn.functional.linear(x[..., self.columns.long()], self._upper())
+        return self.A(x)
 
     def up(self, z, bias=True):
         """``(..., rank) -> (..., out)``."""
-        b, B = self.bias if bias else None, value_of(self.B)
         if self.form == "block_identity_left":
-            y = torch.cat([z, nn.functional.linear(z, B)], -1)[..., torch.argsort(self.rows.long())]
-            return y if b is None else y + b.to(y.dtype)  # under autocast biases stay fp32
-        if self.form == "lu":
-            y = nn.functional.linear(z, self._lower(B))[..., torch.argsort(self.rows.long())]
-            return y if b is None else y + b.to(y.dtype)
-        return nn.functional.linear(z, B, b)
+            y = torch.cat([z, self.B(z)], -1)[..., torch.argsort(self.rows.long())]
+        elif self.form == "lu":
+            y = nn.functional.linear(z, self._lower())[..., torch.argsort(self.rows.long())]
+        else:
+            y = self.B(z)
+        return y if self.bias is None or not bias else y + self.bias.to(y.dtype)  # under autocast biases stay fp32
 
-    def up_matrix(self):
-        """Dense ``(out, rank)`` of :meth:`up`, without the bias."""
-        B = value_of(self.B)
+    def up_matrix(self, like):
+        """Dense ``(out, rank)`` of :meth:`up`, without the bias; see :func:`~.factors.matrix_of` about ``like``."""
         if self.form in ("plain", "block_identity_right"):
-            return B
-        return self.up(torch.eye(self.rank, dtype=B.dtype, device=B.device), bias=False).T
+            return matrix_of(self.B, self.rank, like)
+        return self.up(torch.eye(self.rank, dtype=like.dtype, device=like.device), bias=False).T
 
     def forward(self, x):
         y = self.up(self.down(x))
         return y if self.sparse is None else y + self.sparse(x).to(y.dtype)
 
-    def _upper(self, A):
+    def _upper(self):
+        A = self.A.weight
         full = A.new_zeros(self.rank, self.in_features)
         i, j = torch.triu_indices(self.rank, self.in_features, device=A.device)
         return full.index_put((i, j), A)
 
-    def _lower(self, B):
+    def _lower(self):
+        B = self.B.weight
         full = torch.eye(self.out_features, self.rank, dtype=B.dtype, device=B.device)
         i, j = torch.tril_indices(self.out_features, self.rank, -1, device=B.device)
         return full.index_put((i, j), B)
@@ -121,8 +122,8 @@ class SplitHeadLinear(nn.Module):
         head_dim, fixed = spec["out"] // self.heads, self.rank if self.form == "block_identity_left" else 0
         if self.rank > min(head_dim, spec["in"]):
             raise ValueError(f"rank {self.rank} of heads ({head_dim}, {spec['in']}) is too large")
-        self.A = new_tensor((self.heads * self.rank, spec["in"]), spec)
-        self.B = new_tensor((self.heads, head_dim - fixed, self.rank), spec)
+        self.A = matrix(self.heads * self.rank, spec["in"], spec)
+        self.B = numbers((self.heads, head_dim - fixed, self.rank), spec)
         self.bias = nn.Parameter(torch.empty(spec["out"])) if spec["bias"] else None
         if fixed:
             self.register_buffer("rows", torch.zeros(spec["out"], dtype=torch.int32))
@@ -133,8 +134,8 @@ class SplitHeadLinear(nn.Module):
             check_permutation(self.rows, f"{name}.rows")
 
     def forward(self, x):
-        z = nn.functional.linear(x, value_of(self.A)).unflatten(-1, (self.heads, self.rank))
-        y = torch.einsum("...hr,hor->...ho", z, value_of(self.B))  # (..., heads, h or h - rank)
+        z = self.A(x).unflatten(-1, (self.heads, self.rank))
+        y = torch.einsum("...hr,hor->...ho", z, self.B.weight)  # (..., heads, h or h - rank)
         if self.form == "block_identity_left":
             y = torch.cat([z, y], -1).flatten(-2)[..., torch.argsort(self.rows.long())]
         else:
@@ -153,7 +154,7 @@ class LatentRows:
         return None if self.shared.bias is None else self.shared.bias[self.rows]
 
     def up(self, z):
-        return nn.functional.linear(z, self.up_matrix(), self.bias)
+        return nn.functional.linear(z, self.up_matrix(z), self.bias)
 
-    def up_matrix(self):
-        return self.shared.up_matrix()[self.rows]
+    def up_matrix(self, like):
+        return self.shared.up_matrix(like)[self.rows]

@@ -9,12 +9,15 @@ import functools
 import hashlib
 import json
 import os
+import re
+import types
 from pathlib import Path
 
 import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
+from transformers.core_model_loading import WeightRenaming
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
@@ -28,10 +31,12 @@ __all__ = [
     "AUTO_MAP",
     "FORMAT",
     "METHOD_NAME",
+    "METHOD_NAMES",
     "RankfoldAutoConfig",
     "RankfoldConfig",
     "RankfoldForCausalLM",
     "attach",
+    "current_name",
     "digest",
 ]
 
@@ -39,7 +44,9 @@ __all__ = [
 # the name says what helps. Checkpoints with the plain name were written before.
 METHOD_NAME = "rankfold (import rankfold first, or give trust_remote_code=True)"
 METHOD_NAMES = (METHOD_NAME, "rankfold")
-FORMAT = 1
+FORMAT = 2
+FORMATS = (1, 2)  # that are read; in the first one factors were tensors of the latent layer, not layers
+_FACTORS = {rf"\.{name}$": f".{name}.weight" for name in ("A", "B", "rest")}
 _CODE = CODE_FILE.removesuffix(".py")
 AUTO_MAP = {"AutoConfig": f"{_CODE}.RankfoldAutoConfig", "AutoModelForCausalLM": f"{_CODE}.RankfoldForCausalLM"}
 
@@ -47,6 +54,14 @@ AUTO_MAP = {"AutoConfig": f"{_CODE}.RankfoldAutoConfig", "AutoModelForCausalLM":
 def digest(modules: dict) -> str:
     """Of the description of all modules. A size that is changed shows in the weights; a scale would not."""
     return hashlib.sha256(json.dumps(modules, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def current_name(name: str, written: int) -> str:
+    """What a tensor of a checkpoint of an earlier format is called in this one."""
+    if written == 1:
+        for pattern, now in _FACTORS.items():
+            name = re.sub(pattern, now, name)
+    return name
 
 
 class RankfoldConfig(QuantizationConfigMixin):
@@ -71,9 +86,9 @@ class RankfoldQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model, **kwargs):
         written = self.quantization_config.fields.get("format")
-        if written != FORMAT:
+        if written not in FORMATS:
             raise ValueError(
-                f"this checkpoint has rankfold format {written!r}, this version reads {FORMAT}; "
+                f"this checkpoint has rankfold format {written!r}, this version reads {' and '.join(map(str, FORMATS))}; "
                 "upgrade rankfold, or load with trust_remote_code=True to use the code beside the weights"
             )
         modules = self.quantization_config.modules
@@ -82,7 +97,18 @@ class RankfoldQuantizer(HfQuantizer):
         if self.quantization_config.fields.get("digest") not in (None, digest(modules)):
             raise ValueError("the description of the modules in config.json is not the one that was written")
 
+    def get_weight_conversions(self):
+        """Called by transformers' loader: names of an earlier format, as :func:`current_name` changes them."""
+        if self.quantization_config.fields.get("format") != 1:
+            return []
+        return [WeightRenaming(pattern, now) for pattern, now in _FACTORS.items()]
+
     def _process_model_after_weight_loading(self, model, **kwargs):
+        if self.quantization_config.fields.get("format") != FORMAT:
+            # The model is of this format now; transformers would rename its tensors back where it saves.
+            self.quantization_config.fields["format"] = FORMAT
+            changes = model._weight_conversions
+            model._weight_conversions = [change for change in changes if change.source_patterns[0] not in _FACTORS]
         for name, module in model.named_modules():
             if hasattr(module, "check_indices") and not any(b.is_meta for b in module.buffers()):  # meta: kept on disk
                 module.check_indices(name)
@@ -127,7 +153,7 @@ def attach(model, config, quantizer: RankfoldQuantizer | None = None) -> None:
     # It is an ordinary float model: .half(), .to() and training must not be refused as for integer weights.
     model.is_quantized = False
     model.config._is_quantized = False
-    model.save_pretrained = functools.partial(_save_with_code, model)
+    model.save_pretrained = types.MethodType(_save_with_code, model)  # quantisers look for the function and its model
 
 
 def _save_with_code(model, save_directory, *args, **kwargs):

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-__all__ = ["QuantizedTensor", "check_permutation", "check_range", "index_dtype", "new_tensor", "value_of"]
+__all__ = ["QuantizedTensor", "check_permutation", "check_range", "index_dtype"]
 
 
 class QuantizedTensor(nn.Module):
@@ -13,8 +13,8 @@ class QuantizedTensor(nn.Module):
 
     Codes have 2 to 8 bits and are packed for every width: a code is cut into fields of 8, 4, 2 and 1 bits (7 = 4 + 2 +
     1), and as many fields of a kind as fit share a byte. Code ``i`` of ``m`` bytes lies in byte ``i mod m``, so that
-    unpacking is a few shifts of whole vectors. Calling the module gives the tensor, computed in fp32 at least and
-    rounded to the dtype of the scales. LatentLLM (arXiv:2505.18413), Eq. 242.
+    unpacking is a few shifts of whole vectors. ``weight`` is the tensor, computed in fp32 at least and rounded to the
+    dtype of the scales. LatentLLM (arXiv:2505.18413), Eq. 242.
     """
 
     def __init__(self, shape: tuple[int, ...], bits: int, chunk: int):
@@ -55,11 +55,16 @@ class QuantizedTensor(nn.Module):
             start, shift = stop, shift + width
         return codes
 
-    def forward(self):
+    @property
+    def weight(self):
         work = torch.promote_types(self.scale.dtype, torch.float32)
         codes = nn.functional.pad(self.unpack(), (0, -self.numel % self.chunk)).view(len(self.scale), self.chunk)
         values = self.low.to(work)[:, None] + self.scale.to(work)[:, None] * codes
         return values.flatten()[: self.numel].view(self.shape).to(self.scale.dtype)
+
+    def forward(self, x):
+        """A matrix times the rows of ``x``, as ``nn.Linear``."""
+        return nn.functional.linear(x, self.weight)
 
 
 def check_permutation(index, name: str) -> None:
@@ -83,13 +88,3 @@ def check_range(index, size: int, name: str) -> None:
 def index_dtype(size: int) -> torch.dtype:
     """The smallest of two integer types that holds an index below ``size``."""
     return torch.int16 if size <= 2**15 else torch.int32
-
-
-def new_tensor(shape: tuple[int, ...], spec: dict) -> nn.Parameter | QuantizedTensor:
-    """A parameter, or quantised numbers where the description has ``bits``."""
-    return QuantizedTensor(shape, spec["bits"], spec["chunk"]) if "bits" in spec else nn.Parameter(torch.empty(shape))
-
-
-def value_of(kept):
-    """The tensor that a parameter is, or that a module stands for."""
-    return kept() if isinstance(kept, nn.Module) else kept

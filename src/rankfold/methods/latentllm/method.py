@@ -54,6 +54,7 @@ class LatentLLM(Method):
 
     name: ClassVar[str] = "latentllm"
     all_modules: ClassVar[tuple[str, ...]] = (*ATTENTION, "gate", "up", "down")
+    targets: ClassVar[tuple[str, ...]] = ("transformers", "vllm")
     features: ClassVar[bool] = (
         False  # whether what a layer sends is fitted about its means, with a bias for every layer
     )

@@ -75,6 +75,8 @@ def store(slot: Slot, fit: Fit, parts: Parts, dtype: torch.dtype) -> tuple[Laten
     if slot.method.bits:
         numbers, how = _quantised(slot, fit, numbers, spec)
         report = replace(report, bits=slot.method.bits, quantisation=how)
+    else:
+        numbers = {f"{name}.weight": x for name, x in numbers.items()}
     sparse = _rows_of(fit.D, spec["nonzeros"]) if "nonzeros" in spec else {}
     bias = {} if fit.bias is None else {"bias": fit.bias}
     latent = _as_built(spec, parts.indices | numbers | sparse | bias, dtype)

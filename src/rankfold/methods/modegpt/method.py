@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 from ...architectures import BlockView
 from ...errors import OptionError, UnsupportedModelError
 from ..base import BlockResult, Method, Unit, check_choice, register_method
+from ..targets import TARGETS
 from .attention import GRADIENT as ATTENTION_GRADIENT
 from .attention import compress_attention, is_free
 from .curves import squared_errors
@@ -52,6 +53,7 @@ class MoDeGPT(Method):
     all_modules: ClassVar[tuple[str, ...]] = ("mlp", "experts", "qk", "vo")
     allocations: ClassVar[tuple[str, ...]] = (*Method.allocations, "measured")
     budgets: ClassVar[tuple[str, ...]] = (*Method.budgets, "latency")
+    targets: ClassVar[tuple[str, ...]] = tuple(TARGETS)
 
     select: Literal["elimination", "leverage"] = "elimination"
     select_qk: Literal["elimination", "norm"] = "elimination"

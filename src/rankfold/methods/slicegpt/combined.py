@@ -32,6 +32,7 @@ class SliceGPTMoDeGPT(MoDeGPT):
     """
 
     name: ClassVar[str] = "slicegpt+modegpt"
+    targets: ClassVar[tuple[str, ...]] = ("transformers",)
     modes: ClassVar[tuple[str, ...]] = ("sequential",)
     allocations: ClassVar[tuple[str, ...]] = ("uniform", "influence", "influence-modules")
     budgets: ClassVar[tuple[str, ...]] = ("parameters",)

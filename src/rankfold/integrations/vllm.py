@@ -1,0 +1,156 @@
+"""Compressed checkpoints in vLLM: a plugin of its group ``vllm.general_plugins``, found wherever rankfold is installed.
+
+vLLM's backend for transformers models builds the model from its config, which with rankfold's modules registered is the
+compressed one, and puts its own layers and attention in place. What is left to do is here: choose that backend, give every
+block a cache of its own width, and fill the indices, which are no parameters. It needs vLLM 0.32 or newer.
+"""
+
+import functools
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.models import ModelRegistry
+from vllm.model_executor.models.transformers import TransformersForCausalLM
+from vllm.model_executor.models.utils import maybe_prefix
+from vllm.platforms import current_platform
+from vllm.transformers_utils.config import HFConfigParser, register_config_parser
+
+from ..errors import CheckpointError, UnsupportedModelError
+from ..modules import METHOD_NAMES, CompressedAttention, LatentLinear, ShortcutBlock, SparseLinear, SplitHeadLinear
+
+__all__ = ["CompressedForCausalLM", "check_width", "register"]
+
+NAME = "RankfoldForCausalLM"
+
+
+class _Nothing(QuantizationConfig):
+    """A compressed checkpoint is no quantised one: its floats are loaded as they are."""
+
+    def get_name(self):
+        return METHOD_NAMES[0].lower()
+
+    def get_supported_act_dtypes(self):
+        return [torch.float32, torch.bfloat16, torch.float16]
+
+    @classmethod
+    def get_min_capability(cls):
+        return 0
+
+    @staticmethod
+    def get_config_filenames():
+        return []
+
+    @classmethod
+    def from_config(cls, config):
+        return cls()
+
+    def get_quant_method(self, layer, prefix):
+        return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+
+
+class _Parser(HFConfigParser):
+    """Names the class below where a config is that of a compressed model; a config names only its stock class."""
+
+    def parse(self, *args, **kwargs):
+        values, config = super().parse(*args, **kwargs)
+        description = values.get("quantization_config") or {}
+        if description.get("quant_method") in METHOD_NAMES:
+            config.architectures = [NAME]
+        return values, config
+
+
+class CompressedForCausalLM(TransformersForCausalLM):
+    """A compressed model under vLLM."""
+
+    def __init__(self, *, vllm_config, prefix: str = ""):
+        if (count := vllm_config.parallel_config.tensor_parallel_size) > 1:
+            raise UnsupportedModelError(
+                f"a compressed model runs on one device of vLLM, got tensor_parallel_size {count}; leave it out, or serve what "
+                "`rankfold export --format stock` writes"
+            )
+        vllm_config.model_config.hf_config.quantization_config["quant_method"] = METHOD_NAMES[0]  # vLLM respells it
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        for module in self.model.modules():
+            if hasattr(module, "check_indices") or hasattr(module, "unpack"):
+                for name, buffer in list(module.named_buffers(recurse=False)):  # vLLM fills parameters only
+                    delattr(module, name)
+                    module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
+
+    def recursive_replace(self) -> None:
+        for module in list(self.model.modules()):
+            if isinstance(module, ShortcutBlock):
+                raise UnsupportedModelError(
+                    "a residual stream that changes its width (slicegpt) is not run by vLLM's backend; use transformers"
+                )
+            if any(isinstance(child, (LatentLinear, SplitHeadLinear, SparseLinear)) for child in module.children()):
+                module.__class__ = _apart(type(module), tuple(type(child) for child in module.children()))
+        super().recursive_replace()
+
+    def _create_attention_instances(self, prefix: str = "") -> None:
+        """One cache for every block, as wide as the wider of its keys and values."""
+        super()._create_attention_instances(prefix)  # blocks that are dense, and the places of all
+        context = self.compilation_config.static_forward_context
+        for place, _ in self.attention_fusers.values():
+            module = self.get_submodule(place)
+            if isinstance(module, CompressedAttention):
+                name = maybe_prefix(prefix, f"{place}.attn")
+                context.pop(name, None)
+                module.attn = self._attention(module, name)
+
+    def _attention(self, module: CompressedAttention, name: str) -> Attention:
+        if module.adds_alibi:
+            raise UnsupportedModelError(
+                f"{self.text_config.model_type} adds ALiBi to its scores, and vLLM's backend for transformers models does not; "
+                "use transformers"
+            )
+        width = max(module.qk_dim, module.vo_dim)
+        check_width(width, name)
+        return Attention(
+            num_heads=module.heads,
+            head_size=width,
+            scale=module.scaling,
+            num_kv_heads=module.kv_heads,
+            cache_config=self.cache_config,
+            quant_config=self.quant_config,
+            logits_soft_cap=module.softcap,
+            per_layer_sliding_window=module.sliding_window,
+            prefix=name,
+        )
+
+    def load_weights(self, weights) -> set[str]:
+        loaded = super().load_weights(weights)
+        lacking = sorted({name for name, _ in self.named_parameters()} - loaded)
+        if lacking:
+            raise CheckpointError(
+                f"the checkpoint lacks {lacking[0]} and {len(lacking) - 1} more tensors; copy it again"
+            )
+        for name, module in self.model.named_modules():
+            if hasattr(module, "check_indices"):
+                module.check_indices(name)
+        return loaded
+
+
+@functools.cache
+def _apart(cls: type, children: tuple[type, ...]) -> type:
+    """A class for modules of ``cls`` with children of these classes: vLLM decides by class what it fuses to one matrix."""
+    return type(cls.__name__, (cls,), {"__module__": cls.__module__})
+
+
+def check_width(width: int, name: str) -> None:
+    """Raise :class:`UnsupportedModelError` where vLLM's kernels on the CPU have no such head size."""
+    if current_platform.is_cpu() and (width < 32 or width % 16):
+        raise UnsupportedModelError(
+            f"{name} has heads {width} wide, and vLLM on the CPU runs multiples of 16 from 32 on; compress with --for vllm"
+        )
+
+
+def register() -> None:
+    """Called by vLLM in each of its processes."""
+    for name in METHOD_NAMES:
+        register_quantization_config(name.lower())(_Nothing)  # so vLLM spells the names of all methods
+    register_config_parser("hf")(_Parser)
+    ModelRegistry.register_model(NAME, f"{__name__}:{CompressedForCausalLM.__name__}")

@@ -1,0 +1,66 @@
+"""What is to run the result, and the ranks it can take without padding.
+
+An engine's kernels and a format's classes allow some widths only. Where the ranks are chosen among these, an export or an
+engine keeps all that a compression has saved (docs/serve.md).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from ..architectures import BlockView
+from ..errors import OptionError
+
+__all__ = ["TARGETS", "Target", "fitted"]
+
+HEADS = ("qk", "vo", "heads")  # modules whose ranks are widths, or the number, of heads
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the ranks may be; the full one always may. Only where all may be a whole module can be gone."""
+
+    heads: int | None = 1  # widths of heads are multiples of this; None: no fewer and no narrower heads
+    least: int = 1  # the narrowest head
+    inner: int = 1  # all other ranks are multiples of this
+    wide: int = 1  # ... and of this, where the dense model's own widths are
+    common: bool = False  # whether all blocks have one width
+
+
+TARGETS = {
+    "transformers": Target(),
+    # Head sizes of its kernels on the CPU; those on GPUs take multiples of 8 and these among them.
+    "vllm": Target(heads=16, least=32, inner=32),
+    # GGUF has one width of heads for a model, and all their places; a quantised row is cut into blocks of 32 (Q8_0) or 256.
+    "llama.cpp": Target(heads=None, inner=32, wide=256),
+    "stock": Target(heads=None, common=True),
+}
+
+
+def fitted(units: Iterable, view: BlockView, method) -> list:
+    """The units of a block with the ranks that the method's target allows; units with the full one only are left out.
+
+    Raises:
+        OptionError: a module was asked for by name that the target leaves dense.
+    """
+    target = TARGETS[method.target]
+    if target == Target():
+        return list(units)
+    if target.heads is None:
+        asked = [m for m in method.modules or () if m in HEADS]
+        if asked:
+            raise OptionError(
+                f"what runs on {method.target} has heads as many and as wide as the dense ones, got module {asked[0]!r}; leave "
+                "it out, or take --for transformers"
+            )
+        units = [unit for unit in units if unit.module not in HEADS]
+    return [_fitted(unit, view, target) for unit in units]
+
+
+def _fitted(unit, view: BlockView, target: Target):
+    full, step, least = unit.ranks[-1], target.inner, 1
+    if unit.module in HEADS:
+        step, least = target.heads, target.least
+    elif full % target.wide == 0 and view.attention.output.weight.shape[0] % target.wide == 0:
+        step = max(step, target.wide)
+    kept = [n for n, rank in enumerate(unit.ranks) if rank == full or (rank % step == 0 and rank >= least)]
+    return replace(unit, ranks=tuple(unit.ranks[n] for n in kept), sizes=tuple(unit.sizes[n] for n in kept))

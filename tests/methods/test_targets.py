@@ -1,0 +1,103 @@
+"""Ranks for what is to run the result: those it can take, at the sparsity asked for, and nothing padded there."""
+
+import pytest
+import torch
+import transformers as t
+
+import rankfold
+from families import opened, tokens
+from rankfold.errors import OptionError
+from rankfold.export import export
+from rankfold.methods import Rankfold, make_method
+
+
+def wide_model(hidden: int = 64, units: int = 192, head_dim: int = 64):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": hidden, "intermediate_size": units, "head_dim": head_dim, "vocab_size": 96}
+    return t.LlamaForCausalLM(t.LlamaConfig(**sizes, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1))
+
+
+def source(**sizes):
+    return rankfold.open_model(wide_model(**sizes), device="cpu")
+
+
+def ranks(plan) -> dict[str, set[int]]:
+    """Module -> ranks below the full one."""
+    found = {}
+    for m in plan.modules:
+        found.setdefault(m.module, set()).update({m.rank} - {m.of})
+    return found
+
+
+@pytest.mark.parametrize(
+    "name, sparsity", [("modegpt", 0.2), ("modegpt", 0.3), ("modegpt", 0.45), ("latentllm", 0.2), ("latentllm", 0.3)]
+)
+def test_vllm_has_head_sizes_of_its_kernels(name, sparsity):
+    plan = rankfold.plan(source(), make_method(name, target="vllm", sparsity=sparsity))
+    assert plan.sparsity >= sparsity
+    found = ranks(plan)
+    assert found.pop("qk", set()) | found.pop("vo", set()) <= {32, 48}
+    assert all(rank % 32 == 0 for some in found.values() for rank in some)
+
+
+@pytest.mark.parametrize("sizes, step", [({}, 32), ({"hidden": 256, "units": 1536}, 256), ({"units": 1536}, 32)])
+def test_llama_cpp_has_dense_heads_and_whole_blocks_of_quantised_numbers(sizes, step):
+    plan = rankfold.plan(source(**sizes), make_method("modegpt", target="llama.cpp", sparsity=0.3))
+    found = ranks(plan)
+    assert found.keys() == {"mlp"} and found["mlp"] and all(rank % step == 0 for rank in found["mlp"])
+    assert plan.sparsity >= 0.3
+
+
+def test_stock_has_one_width_and_its_export_has_no_number_more(tmp_path):
+    method = Rankfold(target="stock", sparsity=0.3, allocation="uniform")
+    folder = rankfold.compress(source(), method, tokens(32), tmp_path / "small")
+    made = export(folder, tmp_path / "stock")
+    assert made.exported == made.compressed < made.dense
+    config = t.AutoConfig.from_pretrained(tmp_path / "stock")
+    assert config.intermediate_size % method.multiple == 0 and config.intermediate_size < 192
+
+
+def test_llama_cpp_loses_nothing_as_deci(tmp_path):
+    method = make_method("modegpt", target="llama.cpp", sparsity=0.3)
+    folder = rankfold.compress(source(), method, tokens(32), tmp_path / "small")
+    made = export(folder, tmp_path / "deci", format="deci")
+    assert made.exported == made.compressed < made.dense
+
+
+def test_a_sparsity_out_of_reach_says_that_the_target_is_why():
+    with pytest.raises(OptionError, match="compress more modules, or leave out --for llama.cpp"):
+        rankfold.compress(source(), make_method("modegpt", target="llama.cpp", sparsity=0.7), tokens(32))
+
+
+def test_multiple_and_target_hold_together():
+    plan = rankfold.plan(source(), make_method("modegpt", target="vllm", multiple=12, sparsity=0.3))
+    found = ranks(plan)
+    assert found["mlp"] <= {96} and found["qk"] | found["vo"] <= {48}
+
+
+@pytest.mark.parametrize(
+    "name, options, message",
+    [
+        ("rankfold", {"target": "llamacpp"}, "unknown target 'llamacpp'; did you mean 'llama.cpp'"),
+        ("latentllm", {"target": "stock"}, "method latentllm writes for transformers, vllm, got --for stock"),
+        ("slicegpt", {"target": "vllm"}, "method slicegpt writes for transformers, got --for vllm"),
+        ("slicegpt+modegpt", {"target": "vllm"}, r"method slicegpt\+modegpt writes for transformers, got --for vllm"),
+        ("rankfold", {"target": "stock"}, "gives all MLPs one width, got allocation measured; take allocation uniform"),
+        (
+            "modegpt",
+            {"target": "stock", "protect": (0,)},
+            r"gives all MLPs one width, got protect \(0,\); leave it out",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(name, options, message):
+    with pytest.raises(OptionError, match=message):
+        make_method(name, **options)
+
+
+@pytest.mark.parametrize("modules", [("qk", "mlp"), {"mlp": 0.3, "vo": 0.2}])
+def test_heads_asked_for_by_name_are_refused_where_the_target_has_dense_ones(modules):
+    with pytest.raises(
+        OptionError, match=r"heads as many and as wide as the dense ones, got module '(qk|vo)'; leave it out"
+    ):
+        rankfold.plan(opened("llama"), make_method("modegpt", target="llama.cpp", modules=modules))
