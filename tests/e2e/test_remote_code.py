@@ -127,8 +127,8 @@ def test_checkpoints_with_the_first_name_of_the_method_still_load(tmp_path):
     "change, message",
     [
         ({"kind": "os.system"}, "unknown module kind 'os.system'"),
-        ({"out": -3}, "must be a positive integer, got -3"),
-        ({"out": "6"}, "must be a positive integer"),
+        ({"out": -3}, "'out' of a linear module must be an integer that is not negative, got -3"),
+        ({"out": "6"}, "must be an integer that is not negative"),
     ],
 )
 def test_a_hostile_description_is_refused(tmp_path, change, message):
