@@ -24,12 +24,12 @@ SHAPE = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "nu
 SHAPE |= {"num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 128}
 IDS = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
 SPARSITY, WINDOWS, SEEDS = 0.5, (128, 8), (0, 1)
-FILLS = (1, 2, 8)
+FILLS = (1, 2, 4, 8)
 DEFINITIONS = {
     "perplexity": "of characters, on 64 windows of 64 held-out characters; mean over draws of the calibration windows",
     "windows": "of 64 characters that experts are fitted to",
     "fewest": "tokens that an expert saw, mean over draws",
-    "filled n": "own tokens, weighted; where they are fewer than n a hidden unit, others up to that; 2 is shipped",
+    "filled n": "own tokens, weighted; where they are fewer than n a hidden unit, others up to that; 4 is shipped",
     "unweighted": "own tokens, each counting alike",
     "pooled": "all tokens for every expert, each counting alike",
     "none": "no moments: the identity in their place",

@@ -139,9 +139,9 @@ def look(model: nn.Module, ids: Tensor, index: int) -> Routed:
 
 
 def filled(routed: Routed, expert: int) -> tuple[Tensor, Tensor]:
-    """As :meth:`Routed.of`, with others where there are fewer than two a unit."""
+    """As :meth:`Routed.of`, with others where there are fewer than four a unit."""
     tokens, weights = routed.of(expert)
-    lacking = min(2 * F - len(tokens), len(routed.tokens))
+    lacking = min(4 * F - len(tokens), len(routed.tokens))
     if lacking <= 0:
         return tokens, weights
     places = [round(i * (len(routed.tokens) - 1) / max(1, lacking - 1)) for i in range(lacking)]
@@ -256,7 +256,7 @@ def test_held_out_errors_are_those_of_the_tokens_held_out(run):
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3"])
 def test_an_expert_that_saw_few_tokens_is_given_others(family, tmp_path):
-    """Four windows of ten tokens: 80 places for 6 experts, which want 48 tokens each."""
+    """Four windows of ten tokens: 80 places for 6 experts, which want 96 tokens each."""
     run = compressed(family, Tokens(some_ids(4, 10, seed=1), "random", "random", 0), tmp_path / "small")
     check_installed(run)
     reports = [block["experts"] for block in run[3]["blocks"].values() if "experts" in block]
@@ -279,7 +279,7 @@ def test_an_expert_that_saw_no_token_is_fitted_to_those_of_all(family, bias, tmp
     run = compressed(family, text(), tmp_path / "small")
     check_installed(run)
     reports = [block["experts"] for block in run[3]["blocks"].values() if "experts" in block]
-    assert all(report["tokens"][2] == 0 and report["filled"][2] == 2 * F for report in reports)
+    assert all(report["tokens"][2] == 0 and report["filled"][2] == 4 * F for report in reports)
 
 
 def test_what_is_kept_of_a_block_are_its_tokens_and_their_routing():
