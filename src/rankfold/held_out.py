@@ -9,6 +9,7 @@ model must not look like a success.
 
 import logging
 import math
+import sys
 
 import torch
 from torch import Tensor, nn
@@ -104,14 +105,15 @@ class HeldOut:
 
     def _states(self, sparsity: float) -> tuple[dict, str | None]:
         """How far the states behind the last norm have moved, and what is wrong where a constant would be as near."""
-        apart, varies, alike, tokens = 0.0, 0.0, 0.0, 0
+        apart, energy, alike, total, tokens = 0.0, 0.0, 0.0, 0.0, 0
         batches = self.ids.split([len(h) for h in self.dense.hidden])
         for some, dense, small in zip(batches, self.dense.hidden, self.small.hidden, strict=True):
             a, b = (outputs(self.source, some, self.dense, x).flatten(0, 1).double() for x in (dense, small))
             apart += (a - b).square().sum().item()
-            varies += (a - a.mean(0)).square().sum().item()
+            energy, total = energy + a.square().sum().item(), total + a.sum(0)
             alike += nn.functional.cosine_similarity(a, b, dim=-1).sum().item()
             tokens += len(a)
+        varies = max(energy - total.square().sum().item() / tokens, sys.float_info.min)
         facts = {"state_error": (apart / varies) ** 0.5, "cosine": alike / tokens}
         if facts["state_error"] < 1:
             return facts, None

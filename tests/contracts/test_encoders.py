@@ -10,6 +10,7 @@ from torch import nn
 import rankfold
 from families import some_ids
 from rankfold.budgets import choices
+from rankfold.calibration import runner
 from rankfold.calibration.runner import advance, outputs, start
 from rankfold.effects import measure_costs
 from rankfold.errors import UnsupportedModelError
@@ -164,6 +165,17 @@ def test_costs_are_squared_relative_changes_of_the_last_states():
         model = rankfold.compress(source, alone, text, mode="one-pass")
         change = (states(model, "bert", ids) - dense).square().sum() / dense.square().sum()
         assert costs[unit.block, unit.module][rank] == pytest.approx(change.item(), rel=0.02)
+
+
+def test_states_of_several_batches_are_told_about_one_mean(monkeypatch):
+    monkeypatch.setattr(runner, "BATCH_TOKENS", 72)  # three windows
+    source = opened_encoder("bert")
+    text = samples_of(source)
+    model = rankfold.compress(source, method_of("modegpt"), text)
+    found = model.config.quantization_config.fields["held_out"]
+    dense, small = (states(m, "bert", text.held_out).flatten(0, 1).double() for m in (tiny_encoder("bert"), model))
+    error = ((dense - small).square().sum() / (dense - dense.mean(0)).square().sum()).sqrt().item()
+    assert found["state_error"] == pytest.approx(error, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["obd", "llm-surgeon", "sleb"])
