@@ -82,6 +82,11 @@ def test_a_plan_and_moments(run, place):
     assert code == 0, err
 
 
+def test_models_says_what_a_part_is(run):
+    code, out, _ = run("models clip --part vision --json")
+    assert code == 0 and json.loads(out)["model_type"] == "clip_vision_model" and json.loads(out)["qk"] == "svd"
+
+
 def test_what_surrounds_a_sentence_encoder_stays_byte_for_byte(tmp_path):
     tiny_encoder("bert").save_pretrained(tmp_path / "dense")
     written = {"modules.json": "[]", "sentence_bert_config.json": "{}", "1_Pooling/config.json": '{"pooling": "mean"}'}
