@@ -322,7 +322,7 @@ BAD = [
     ("compress mismatch -o x --calibration text.txt", "tokenizer and model do not belong together"),
     ("compress model -o x --moments nowhere", "is not a moments folder"),
     ("compress model -o x --mode both --calibration text.txt", "mode must be sequential or one-pass"),
-    ("compress model -o x --multiple 64 --calibration text.txt --modules qk,vo", "cannot be reached"),
+    ("compress model -o x --multiple 64 --calibration text.txt --modules qk,vo --method modegpt", "cannot be reached"),
     ("compress model -o x --protect 9 --calibration text.txt", "protected block 9 is not in the model"),
     ("evaluate missing --text text.txt", "no model at 'missing'"),
     ("evaluate model --text text.txt --length 1", "length must be >= 2"),
