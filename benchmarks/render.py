@@ -10,6 +10,7 @@ from pathlib import Path
 import calibration
 import common
 import encoders
+import integrations
 import latent_table
 import mutants_table
 import seeds_table
@@ -273,6 +274,7 @@ PAGES = {
     "perplexity": ("perplexity_*.json", "Perplexity", perplexity),
     "grid": ("grid_*.json", "Every method on the same texts", studies_table.grid),
     "studies": ("studies_*.json", "Single choices, as the papers study them", studies_table.studies),
+    "integrations": ("integrations*.json", "Other programs on compressed models", integrations.table),
     "targets": ("targets_*.json", "What a target costs", targets.table),
     "compression_cost": ("compression_cost*.json", "What compressing costs, in forwards", cost),
     "qk_norm": ("qk_norm*.json", "Fewer dimensions of normalised queries and keys", qk_norm),

@@ -101,7 +101,8 @@ def test_the_server_streams(dense, tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--port", str(port)]
+    # What `vllm serve` starts; the command itself asks for a distribution named vllm, which vllm-cpu is not.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port)]
     command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "128", "--max-num-seqs", "4"]
     with (tmp_path / "log").open("w") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | settings)

@@ -102,10 +102,10 @@ class CompressedForCausalLM(TransformersForCausalLM):
                 module.attn = self._attention(module, name)
 
     def _attention(self, module: CompressedAttention, name: str) -> Attention:
-        if module.adds_alibi:
+        if module.adds_alibi or module.window or not module.is_causal or self.text_config.model_type == "mpt":
             raise UnsupportedModelError(
-                f"{self.text_config.model_type} adds ALiBi to its scores, and vLLM's backend for transformers models does not; "
-                "use transformers"
+                f"{self.text_config.model_type} has a mask or a bias of its own on its scores, which vLLM's backend for "
+                "transformers models does not know; use transformers"
             )
         width = max(module.qk_dim, module.vo_dim)
         check_width(width, name)
@@ -142,7 +142,7 @@ def _apart(cls: type, children: tuple[type, ...]) -> type:
 
 def check_width(width: int, name: str) -> None:
     """Raise :class:`UnsupportedModelError` where vLLM's kernels on the CPU have no such head size."""
-    if current_platform.is_cpu() and (width < 32 or width % 16):
+    if width < 1 or (current_platform.is_cpu() and (width < 32 or width % 16)):
         raise UnsupportedModelError(
             f"{name} has heads {width} wide, and vLLM on the CPU runs multiples of 16 from 32 on; compress with --for vllm"
         )
@@ -150,6 +150,7 @@ def check_width(width: int, name: str) -> None:
 
 def register() -> None:
     """Called by vLLM in each of its processes."""
+    CompressedAttention.forward.__wrapped__ = CompressedAttention._forward  # in whose source vLLM looks for attention
     for name in METHOD_NAMES:
         register_quantization_config(name.lower())(_Nothing)  # so vLLM spells the names of all methods
     register_config_parser("hf")(_Parser)
