@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file
 
 import rankfold
-from families import tokens
+from families import opened, tokens
 from rankfold.errors import CheckpointError, OptionError, UnsupportedModelError
 from saved import save_tiny, save_tokenizer_over_characters
 
@@ -198,6 +198,14 @@ def test_what_llama_cpp_does_not_compute_is_refused(tmp_path):
             with pytest.raises(UnsupportedModelError, match=message):
                 rankfold.export(small, folder / "x.gguf", kind)
         assert sorted(path.name for path in folder.iterdir()) == ["model", "small"]
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt2"])
+def test_families_without_the_fields_of_a_llama_are_refused(family, tmp_path):
+    small = rankfold.compress(opened(family), rankfold.MoDeGPT(sparsity=0.3, multiple=2), tokens(), tmp_path / "small")
+    for kind in ("deci", "gguf", "gguf-deci"):
+        with pytest.raises(UnsupportedModelError, match=f"takes a model type out of llama, mistral, got {family}"):
+            rankfold.export(small, tmp_path / "x", kind)
 
 
 def test_a_tokenizer_that_has_no_name_in_llama_cpp_or_is_not_there_is_refused(place, tmp_path):

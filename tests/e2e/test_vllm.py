@@ -114,7 +114,8 @@ def test_the_server_streams(dense, tmp_path):
             server.wait(60)
     assert len(texts) == NEW
     tokenizer = t.AutoTokenizer.from_pretrained(folder)
-    assert "".join(texts) == tokenizer.decode(greedy(folder, PROMPTS[1]))
+    unfinished = "\N{REPLACEMENT CHARACTER}"  # bytes at the end that are no character yet: a stream holds them back
+    assert "".join(texts).rstrip(unfinished) == tokenizer.decode(greedy(folder, PROMPTS[1])).rstrip(unfinished)
 
 
 def _wait(server: subprocess.Popen, url: str, log: Path) -> None:

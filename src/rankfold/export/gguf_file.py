@@ -36,10 +36,11 @@ FACTORS = "rope_freqs.weight"
 
 def check_family(source: Source) -> None:
     """Raise :class:`UnsupportedModelError` unless llama.cpp's ``llama`` and ``deci`` compute what the model does."""
-    config, rotary = source.config, (source.config.rope_parameters or {}).get("rope_type", "default")
+    config = source.config  # other families have other fields
+    rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     found = {
         "model type": (config.model_type, ("llama", "mistral")),
-        "activation": (config.hidden_act, ("silu", "swish")),
+        "activation": (getattr(config, "hidden_act", None), ("silu", "swish")),
         "rotary embedding": (rotary, ("default", "linear", "llama3")),
     }
     for what, (got, allowed) in found.items():
