@@ -23,8 +23,8 @@ WINDOW, BATCH, STEPS, RATE = 64, 16, 300, 4e-3
 SHAPE = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SHAPE |= {"num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 128}
 IDS = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
-SPARSITY, WINDOWS, SEEDS = 0.5, (128, 8), (0, 1)
-FILLS = (1, 2, 4, 8)
+SPARSITY, WINDOWS, SEEDS = 0.5, (128, 16, 8), (0, 1)
+FILLS = (2, 4, 8)
 DEFINITIONS = {
     "perplexity": "of characters, on 64 windows of 64 held-out characters; mean over draws of the calibration windows",
     "windows": "of 64 characters that experts are fitted to",

@@ -20,7 +20,7 @@ from .moments import BlockMoments, Moment, VectorMoment
 __all__ = ["INPUT", "ROUTING", "ExpertInputs", "ExpertMoment", "RoutedTokens", "RouterWeights"]
 
 INPUT, ROUTING = "experts_input", "experts_routing"  # the statistics
-PER_UNIT = 4  # tokens that an expert should have seen for every hidden unit (docs/results/experts.md)
+PER_UNIT = 4  # tokens that an expert should have seen for every hidden unit; more helps where text is very short only
 ROWS = 4096  # tokens whose activations exist at a time
 
 
