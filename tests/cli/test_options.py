@@ -1,6 +1,7 @@
 """Groups of options that stand in a command's signature as one parameter each."""
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 
@@ -75,5 +76,6 @@ def test_a_text_may_have_a_share_and_a_file_of_that_name_comes_first(given, text
         (tmp_path / "b=1").write_text("text")
     asked = {}
     monkeypatch.setattr("rankfold.calibration.tokens.load_tokens", lambda names, source, **_: asked.update(names=names))
-    CalibrationOptions(calibration=given).load(None)
+    reads_text = SimpleNamespace(part=SimpleNamespace(takes_images=False))
+    CalibrationOptions(calibration=given).load(reads_text)
     assert asked["names"] == texts
