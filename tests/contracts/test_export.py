@@ -10,7 +10,7 @@ import rankfold
 from families import CONFIGS, EXPERTS, opened, some_ids, tiny_model, tokens
 from rankfold.errors import CheckpointError, OptionError, UnsupportedModelError
 
-AS_LARGE = {"bloom"}  # whose class says how wide everything is
+AS_LARGE = {"bloom", "mpt"}  # whose classes say how wide everything is
 
 
 def compressed(family: str, folder, method: str = "modegpt", **options):
