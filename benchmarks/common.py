@@ -257,6 +257,20 @@ def evaluation(source: Source, windows, args: argparse.Namespace) -> Evaluation:
     return Evaluation(windows, source.autocast if args.evaluate_in == "autocast" else None)
 
 
+def protocol(source: Source, on: Evaluation, tokens: Tokens, texts: list[Path | str]) -> dict:
+    """The configuration of a table of perplexity.
+
+    Args:
+        texts: what was calibrated on, and what is evaluated on.
+    """
+    return {
+        "model": describe_model(source),
+        "precision": precision(source, on),
+        "calibration": describe_tokens(tokens.ids, texts[0], tokens.seed),
+        "evaluation": describe_tokens(on.windows, texts[1]),
+    }
+
+
 def precision(source: Source, on: Evaluation | None = None) -> dict:
     """In what the blocks run, and in what the result is evaluated."""
 

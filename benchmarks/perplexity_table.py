@@ -118,13 +118,7 @@ def main() -> None:
     source = common.open_source(args.model)
     tokens, windows, texts = halves(source, args) if args.text else wikitext2(source, args)
     on = common.evaluation(source, windows, args)
-    config = {
-        "model": common.describe_model(source),
-        "precision": common.precision(source, on),
-        "calibration": common.describe_tokens(tokens.ids, texts[0], tokens.seed),
-        "evaluation": common.describe_tokens(windows, texts[1]),
-        "form": "plain" if args.text else args.form,
-    }
+    config = common.protocol(source, on, tokens, texts) | {"form": "plain" if args.text else args.form}
     record = common.Record(args.json, config, DEFINITIONS, resume=True)
     if "dense" not in record and (not args.only or "dense" in args.only):
         add(record, "dense", source.whole_model(), on, sparsity=0.0)

@@ -106,12 +106,7 @@ def main() -> None:
     source = common.open_source(args.model)
     tokens, windows, texts = halves(source, args)
     on = common.evaluation(source, windows, args)
-    config = {
-        "model": common.describe_model(source),
-        "precision": common.precision(source, on),
-        "calibration": common.describe_tokens(tokens.ids, texts[0], tokens.seed),
-        "evaluation": common.describe_tokens(windows, texts[1]),
-    }
+    config = common.protocol(source, on, tokens, texts)
     record = common.Record(args.json, config, DEFINITIONS, resume=True)
     if "dense" not in record:
         common.add_perplexity(record, "dense", source.whole_model(), on, study=None)

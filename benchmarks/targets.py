@@ -61,12 +61,7 @@ def main() -> None:
     split = perplexity_table.halves if args.text else perplexity_table.wikitext2
     tokens, windows, texts = split(source, args)
     on = common.evaluation(source, windows, args)
-    config = {
-        "model": common.describe_model(source),
-        "precision": common.precision(source, on),
-        "calibration": common.describe_tokens(tokens.ids, texts[0], tokens.seed),
-        "evaluation": common.describe_tokens(windows, texts[1]),
-    }
+    config = common.protocol(source, on, tokens, texts)
     record = common.Record(args.json, config, DEFINITIONS, resume=True)
     if "dense" not in record:
         perplexity_table.add(record, "dense", source.whole_model(), on, sparsity=0.0)

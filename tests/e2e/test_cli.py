@@ -10,7 +10,6 @@ import sys
 import pytest
 import torch
 
-from rankfold.cli import main
 from saved import save_gguf, save_text, save_tiny
 
 
@@ -20,21 +19,6 @@ def place(tmp_path_factory):
     save_tiny(folder / "model")
     save_text(folder / "text.txt")
     return folder
-
-
-@pytest.fixture
-def run(place, monkeypatch, capsys):
-    """Run a command line in the folder; (exit code, stdout, stderr)."""
-
-    def call(line: str):
-        monkeypatch.chdir(place)
-        monkeypatch.setattr(sys, "argv", ["rankfold", *line.split()])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        out = capsys.readouterr()
-        return stop.value.code, out.out, out.err
-
-    return call
 
 
 CALIBRATION = "--calibration text.txt --samples 8 --length 64 --device cpu"

@@ -1,7 +1,6 @@
 """Encoders on the command line, in this process: a vision transformer and a folder of images."""
 
 import json
-import sys
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ import transformers as t
 from PIL import Image
 
 import rankfold
-from rankfold.cli import main
 from tiny_encoders import samples_of, tiny_encoder
 
 
@@ -31,21 +29,6 @@ def place(tmp_path_factory):
     (folder / "empty").mkdir()
     (folder / "text.txt").write_text("some text " * 100)
     return folder
-
-
-@pytest.fixture
-def run(place, monkeypatch, capsys):
-    """Run a command line in the folder; (exit code, stdout, stderr)."""
-
-    def call(line: str):
-        monkeypatch.chdir(place)
-        monkeypatch.setattr(sys, "argv", ["rankfold", *line.split()])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        out = capsys.readouterr()
-        return stop.value.code, out.out, out.err
-
-    return call
 
 
 CALIBRATION = "--calibration images --samples 16 --device cpu"
