@@ -1,6 +1,6 @@
 """One reading of a block's weights, whatever its family calls them and however it stores them.
 
-Shape legend: D model width, H query heads, K key/value heads, N head dimension, F hidden width of the MLP.
+Shape legend: D model width, F hidden width of the MLP.
 """
 
 import copy
@@ -9,199 +9,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from .attention import AttentionView, read_attention
 from .experts import ExpertsView, read_experts
 from .linear import Dense, read_linear
 from .norms import Norm, read_norm
-from .spec import Architecture, AttentionSpec, ByConfig, MLPSpec
+from .spec import Architecture, ByConfig, MLPSpec
 
-__all__ = ["AttentionView", "BlockView", "MLPView", "own_frequencies"]
-
-
-def own_frequencies(base: float, rotary_dim: int) -> Tensor:
-    """``(rotary_dim / 2,)`` angle per position of each pair, of attention that makes its angles itself."""
-    return base ** -(torch.arange(0, rotary_dim, 2).float() / rotary_dim)
-
-
-def _split_rows(count: int, layout: str, heads: int, kv_heads: int, device) -> tuple[Tensor, Tensor, Tensor]:
-    """Which of the ``count`` rows of a fused projection are q, k and v; see :class:`AttentionSpec` for the layouts."""
-    rows = torch.arange(count, device=device)
-    head_dim = count // (heads + 2 * kv_heads)
-    if layout == "concat":
-        return rows.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim])
-    grouped = rows.view(kv_heads, heads // kv_heads + 2, head_dim)
-    return grouped[:, :-2].reshape(-1), grouped[:, -2].reshape(-1), grouped[:, -1].reshape(-1)
-
-
-@dataclass(frozen=True)
-class AttentionView:
-    """The attention of one block."""
-
-    spec: AttentionSpec
-    module: nn.Module
-    heads: int
-    kv_heads: int
-    head_dim: int
-    rotary_dim: int  # leading dimensions of a head that rotary embedding turns; 0 without
-    config: object
-    block: nn.Module
-
-    @property
-    def cached(self) -> int:
-        """Numbers cached per token."""
-        fields = self.spec.cached
-        return sum(getattr(self.config, f) for f in fields) if fields else 2 * self.kv_heads * self.head_dim
-
-    @property
-    def qkv_modules(self) -> tuple[nn.Module, ...]:
-        return tuple(self.module.get_submodule(name) for name in self.spec.qkv)
-
-    @property
-    def output_module(self) -> nn.Module:
-        """The output projection, also of an attention that has been compressed."""
-        return self.block.get_submodule(self.output_path)
-
-    @property
-    def output_path(self) -> str:
-        """Where the output projection is in the block as it is now."""
-        return _output_path(self.block, self.spec)
-
-    def qkv(self) -> tuple[Dense, Dense, Dense]:
-        """q ``(H N, D)``, k ``(K N, D)``, v ``(K N, D)``."""
-        modules = [read_linear(m) for m in self.qkv_modules]
-        q, k, v = (
-            modules if len(modules) == 3 else (modules[0].rows(part) for part in self._parts(modules[0].weight, 0))
-        )
-        order = self._order(q.weight.device)
-        return (q, k, v) if order is None else (*self._reordered(q, k, order), v)
-
-    def _parts(self, fused: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Indices of q, k and v along a dimension of the fused projection, or of what it returned."""
-        return _split_rows(fused.shape[dim], self.spec.layout, self.heads, self.kv_heads, fused.device)
-
-    def _reordered(self, q: Dense, k: Dense, order: Tensor) -> tuple[Dense, Dense]:
-        heads = torch.arange(self.heads, device=order.device)[:, None] * self.head_dim
-        return tuple(x.rows((heads[:count] + order).flatten()) for x, count in ((q, self.heads), (k, self.kv_heads)))
-
-    def _order(self, device) -> Tensor | None:
-        """``(N,)`` dimensions of a head in the order that has the partners of rotary pairs half a rotation apart, which all
-        that is computed here takes for granted: a score does not change when queries and keys are reordered alike.
-        """
-        if self.spec.pairs == "halves" or not self.rotary_dim:
-            return None
-        turning, still = torch.arange(self.head_dim, device=device).split(
-            [self.rotary_dim, self.head_dim - self.rotary_dim]
-        )
-        return torch.cat([turning[::2], turning[1::2], still])
-
-    def qkv_rows(self) -> dict[str, tuple[str, Tensor]]:
-        """q, k, v -> the layer that holds the projection (``qkv`` where it is fused), and which of its rows are it."""
-        layers = [read_linear(module).weight for module in self.qkv_modules]
-        if len(layers) == 3:
-            return {name: (name, torch.arange(len(w), device=w.device)) for name, w in zip("qkv", layers, strict=True)}
-        return {name: ("qkv", part) for name, part in zip("qkv", self._parts(layers[0], 0), strict=True)}
-
-    def fused(self, q: Dense, k: Dense, v: Dense) -> list[Dense]:
-        """What :attr:`qkv_modules` would hold; the inverse of :meth:`qkv`."""
-        if (order := self._order(q.weight.device)) is not None:
-            q, k = self._reordered(q, k, order.argsort())
-        if len(self.spec.qkv) == 3:
-            return [q, k, v]
-        weight = torch.cat([part.weight for part in (q, k, v)])
-        bias = None if q.bias is None else torch.cat([part.bias for part in (q, k, v)])
-        return [Dense(weight, bias).rows(torch.cat(self._parts(weight, 0)).argsort())]
-
-    def split_states(self, outputs: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries ``(B, T, H, N)``, keys and values ``(B, T, K, N)`` from what :attr:`qkv_modules` returned."""
-        if len(outputs) == 1:
-            outputs = [outputs[0][..., part] for part in self._parts(outputs[0], -1)]
-        q, k, v = (o.unflatten(-1, (-1, self.head_dim)) for o in outputs)
-        order = self._order(q.device)
-        return (q, k, v) if order is None else (q[..., order], k[..., order], v)
-
-    def normalised(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries ``(B, T, H, N)`` and keys ``(B, T, K, N)`` as they go into the rotation."""
-        if not self.norms:
-            return query, key
-        q_norm, k_norm = (getattr(self.module, name) for name in self.norms)
-        if self.spec.norm_over == "head":
-            return q_norm(query), k_norm(key)
-        return tuple(norm(x.flatten(2)).view_as(x) for norm, x in ((q_norm, query), (k_norm, key)))
-
-    def flat_for_norm(self, x: Tensor) -> Tensor:
-        """``(B, T, H, N)`` as the norms see it: ``(B, T, 1, H N)`` where they are over all heads."""
-        return x if self.spec.norm_over == "head" else x.flatten(2)[:, :, None]
-
-    @property
-    def head_norms(self) -> tuple[Norm, Norm] | None:
-        """The q/k-norms, where there are any whose mean square can be predicted."""
-        if not self.norms or self.spec.norm_offset is None:
-            return None
-        return tuple(
-            read_norm(getattr(self.module, name), offset=self.spec.norm_offset, centres=False) for name in self.norms
-        )
-
-    def angles(self, call: dict) -> tuple[Tensor, Tensor]:
-        """Cosine and sine, ``(B or 1, T, rotary_dim / 2)`` each, one entry for every pair.
-
-        Args:
-            call: what the block is called with: the model's tables, or position numbers.
-        """
-        if self.spec.rotary_base is not None:
-            frequencies = own_frequencies(self.spec.rotary_base, self.rotary_dim)
-            angles = call["position_ids"][..., None] * frequencies.to(call["position_ids"].device)
-            return angles.cos(), angles.sin()
-        (cos, sin), pairs = call["position_embeddings"], self.rotary_dim // 2
-        return (cos[..., ::2], sin[..., ::2]) if self.spec.interleaved_table else (cos[..., :pairs], sin[..., :pairs])
-
-    @property
-    def output(self) -> Dense:
-        """o ``(D, H N)``."""
-        return read_linear(self.output_module)
-
-    @property
-    def norms(self) -> tuple[str, str] | None:
-        """Names of the q/k-norms, where this model really has them."""
-        names = self.spec.qk_norm
-        return names if names and getattr(self.module, names[0], None) is not None else None
-
-    def runtime(self) -> dict:
-        """What a compressed attention must keep of this one, as its description."""
-
-        def setting(name, default=None):
-            value = getattr(self.module, name, getattr(self.config, name, default))
-            return value.p if isinstance(value, nn.Dropout) else value
-
-        return {
-            "kind": "attention",
-            "heads": self.heads,
-            "kv_heads": self.kv_heads,
-            "scaling": self._scale(setting),
-            "rotary_base": self.spec.rotary_base,
-            "window": self._window(),
-            "alibi": self.spec.position == "alibi",
-            "softcap": setting("attn_logit_softcapping"),
-            # a layer that says it does not slide may still know the width of the window
-            "sliding_window": setting("sliding_window") if getattr(self.module, "is_sliding", True) else None,
-            "dropout": setting(self.spec.dropout, 0.0),
-            "output_dropout": setting(self.spec.output_dropout, 0.0) if self.spec.output_dropout else 0.0,
-            "interleaved_table": self.spec.interleaved_table,
-            "adopt": dict(zip(("q_norm", "k_norm"), self.norms, strict=True)) if self.norms else {},
-            "norm_over": self.spec.norm_over,
-            "causal": bool(getattr(self.module, "is_causal", True)),
-        }
-
-    def _scale(self, setting) -> float:
-        scale = self.spec.scaling
-        if scale is None:
-            return self.head_dim**-0.5
-        return float(setting(scale) if isinstance(scale, str) else scale)
-
-    def _window(self) -> int | None:
-        """How far back this layer sees, where it masks the rest itself."""
-        if self.spec.window is None:
-            return None
-        kind, width = self.spec.window
-        return getattr(self.config, width) if getattr(self.module, kind) == "local" else None
+__all__ = ["BlockView", "MLPView"]
 
 
 @dataclass(frozen=True)
@@ -257,14 +71,7 @@ class BlockView:
 
     @property
     def attention(self) -> AttentionView:
-        spec = self.architecture.attention
-        module = self.module.get_submodule(spec.path)
-        heads = self.config.num_attention_heads
-        kv_heads = _kv_heads(spec, module, self.config) or heads
-        out_rows = read_linear(self.module.get_submodule(_output_path(self.module, spec))).weight.shape[1]
-        head_dim = out_rows // heads
-        rotary_dim = _rotary_dim(spec, module, self.config, head_dim)
-        return AttentionView(spec, module, heads, kv_heads, head_dim, rotary_dim, self.config, self.module)
+        return read_attention(self.architecture.attention, self.module, self.config)
 
     @property
     def experts(self) -> ExpertsView | None:
@@ -335,34 +142,3 @@ class BlockView:
 
     def _trait(self, trait):
         return trait.of(self.config) if isinstance(trait, ByConfig) else trait
-
-
-def _output_path(block: nn.Module, spec: AttentionSpec) -> str:
-    """Of the output projection; a compressed attention has one name for it, whatever its family calls it."""
-    if spec.outside:
-        return spec.output
-    name = "o_proj" if getattr(block.get_submodule(spec.path), "o_proj", None) is not None else spec.output
-    return f"{spec.path}.{name}"
-
-
-def _kv_heads(spec: AttentionSpec, module: nn.Module, config) -> int | None:
-    """``None``: as many as query heads. A compressed attention has one name for them, whatever its family calls them."""
-    if spec.kv_heads is None or hasattr(module, "kv_heads"):
-        return getattr(module, "kv_heads", None)
-    owner, name = spec.kv_heads.split(".")
-    return getattr(module if owner == "module" else config, name)
-
-
-def _rotary_dim(spec: AttentionSpec, module: nn.Module, config, head_dim: int) -> int:
-    if spec.position != "rope" or getattr(config, "alibi", False):
-        return 0
-    rotates = spec.rotates.of(config) if isinstance(spec.rotates, ByConfig) else spec.rotates
-    if rotates and not getattr(module, rotates, True):
-        return 0
-    if spec.rotary_base is not None:
-        return config.rotary_dim
-    rotary = getattr(module, "rotary_ndims", None)
-    if rotary is None:
-        factor = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
-        rotary = int(head_dim * factor)
-    return rotary
