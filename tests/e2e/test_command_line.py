@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -196,10 +197,15 @@ def test_an_interrupt_says_how_to_go_on(run, monkeypatch):
 def test_a_real_interrupt_says_how_to_go_on(place):
     line = f"compress model -o interrupted --calibration pydoc --samples 4000 --length 128 {WITHOUT_TEXT}".split()
     process = subprocess.Popen(
-        [sys.executable, "-m", "rankfold", *line], cwd=place, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "rankfold", *line],
+        cwd=place,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )
     while process.poll() is None and not (place / "interrupted.partial").exists():
-        pass
+        time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate()
     assert process.returncode == 130, err
