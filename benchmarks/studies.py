@@ -46,13 +46,14 @@ class Run(NamedTuple):
     windows: int | None = None  # of the calibration; None: all
 
 
-def sizes() -> Iterator[Run]:
+def sizes(there: int) -> Iterator[Run]:
     for name, (method, options) in METHODS.items():
-        for windows in (8, 16, 32, 64, 128, 256):
-            yield Run("windows", name, str(windows), method, options | {"sparsity": SPARSITY}, windows)
+        for windows in (*(n for n in (8, 16, 32, 64, 128) if n < there), None):
+            value = f"all {there}" if windows is None else str(windows)
+            yield Run("windows", name, value, method, options | {"sparsity": SPARSITY}, windows)
 
 
-def temperatures() -> Iterator[Run]:
+def temperatures(_: int) -> Iterator[Run]:
     for name in ("modegpt", PAPER):
         method, options = METHODS[name]
         for allocation in ("influence", "influence-modules"):
@@ -67,13 +68,13 @@ def temperatures() -> Iterator[Run]:
                 )
 
 
-def sparsities() -> Iterator[Run]:
+def sparsities(_: int) -> Iterator[Run]:
     for name, (method, options) in METHODS.items():
         for sparsity in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8):
             yield Run("sparsity", name, f"{sparsity:.0%}", method, options | {"sparsity": sparsity})
 
 
-def alone() -> Iterator[Run]:
+def alone(_: int) -> Iterator[Run]:
     for name in (DEFAULT, "modegpt", PAPER):
         method, options = METHODS[name]
         for module in ("mlp", "qk", "vo"):
@@ -83,7 +84,7 @@ def alone() -> Iterator[Run]:
                 )
 
 
-def shares() -> Iterator[Run]:
+def shares(_: int) -> Iterator[Run]:
     """An MLP has as many weights as queries, keys, values and outputs twice: its sparsity counts double."""
     for name in ("modegpt", PAPER):
         method, options = METHODS[name]
@@ -110,7 +111,7 @@ def main() -> None:
     record = common.Record(args.json, config, DEFINITIONS, resume=True)
     if "dense" not in record:
         common.add_perplexity(record, "dense", source.whole_model(), on, study=None)
-    for run in (run for study in args.only for run in STUDIES[study]()):
+    for run in (run for study in args.only for run in STUDIES[study](len(tokens.ids))):
         name = f"{run.study}: {run.setting}, {run.value}"
         if name not in record:
             measure(record, name, run, source, tokens, on)
