@@ -10,7 +10,18 @@ import torch
 import transformers as t
 from tokenizers import ByteLevelBPETokenizer
 
+import rankfold
+from families import some_ids
 from rankfold.files import write_text
+
+
+@torch.no_grad()
+def assert_reloads(folder: Path, model, twice: Path) -> None:
+    """A folder holds this model, and what is loaded from it can be saved in ``twice`` and loaded again."""
+    expected, again = model(some_ids()).logits, rankfold.load(folder, device="cpu")
+    assert torch.equal(again(some_ids()).logits, expected)
+    again.save_pretrained(twice)
+    assert torch.equal(rankfold.load(twice, device="cpu")(some_ids()).logits, expected)
 
 
 def save_tiny(folder: Path, blocks: int = 4, **options) -> Path:

@@ -14,6 +14,7 @@ from interrupted import assert_ends_in_the_same_bytes
 from rankfold import make_method
 from rankfold.errors import OptionError
 from rankfold.modules import LatentLinear
+from saved import assert_reloads
 
 NOT_ALONE = ("query_key_value", "qkv_proj", "c_attn")  # several projections as one layer
 ADJACENT = {"cohere", "cohere2", "glm"}  # their queries and keys are stored in another order of dimensions
@@ -116,10 +117,7 @@ def test_values_stay_dense_unless_they_are_named(run, family):
 
 def test_folder_and_memory_and_saving_twice_give_the_same_model(run, tmp_path):
     _, _, folder, model = run
-    again = rankfold.load(folder, device="cpu")
-    assert torch.equal(logits(again), logits(model))
-    again.save_pretrained(tmp_path / "twice")
-    assert torch.equal(logits(rankfold.load(tmp_path / "twice", device="cpu")), logits(model))
+    assert_reloads(folder, model, tmp_path / "twice")
 
 
 def test_generation_with_cache_equals_without(run):

@@ -21,6 +21,7 @@ from rankfold.export.reading import read_heads
 from rankfold.methods.slicegpt.block import Bases, put_block
 from rankfold.methods.slicegpt.converted import Converted
 from rankfold.modules import install
+from saved import assert_reloads
 
 # What attention and MLP send is normalised or scaled before it is in the stream.
 BEHIND = {"gemma2", "gemma3", "gemma3-images", "opt-post-norm", "olmo2", "olmo3", "exaone4", "granite", "glm4"}
@@ -111,10 +112,7 @@ def test_the_width_is_the_largest_with_which_the_budget_holds_and_less_goes_than
 
 def test_folder_and_memory_and_saving_twice_give_the_same_model(run, tmp_path):
     _, folder, model = run
-    again = rankfold.load(folder, device="cpu")
-    assert torch.equal(logits(again), logits(model))
-    again.save_pretrained(tmp_path / "twice")
-    assert torch.equal(logits(rankfold.load(tmp_path / "twice", device="cpu")), logits(model))
+    assert_reloads(folder, model, tmp_path / "twice")
     assert not list(folder.glob("basis-*"))
 
 

@@ -120,10 +120,8 @@ class AttentionView:
         """Queries ``(B, T, H, N)`` and keys ``(B, T, K, N)`` as they go into the rotation."""
         if not self.norms:
             return query, key
-        q_norm, k_norm = (getattr(self.module, name) for name in self.norms)
-        if self.spec.norm_over == "head":
-            return q_norm(query), k_norm(key)
-        return tuple(norm(x.flatten(2)).view_as(x) for norm, x in ((q_norm, query), (k_norm, key)))
+        norms = (getattr(self.module, name) for name in self.norms)
+        return tuple(norm(self.flat_for_norm(x)).view_as(x) for norm, x in zip(norms, (query, key), strict=True))
 
     def flat_for_norm(self, x: Tensor) -> Tensor:
         """``(B, T, H, N)`` as the norms see it: ``(B, T, 1, H N)`` where they are over all heads."""

@@ -237,34 +237,16 @@ class Projections:
 
 
 class HeadObserver:
-    """Second moment of queries, keys, centred keys or values, per head."""
+    """Second moment, per head, of something that is computed of queries, keys and values."""
 
-    def __init__(self, projections: Projections, name: str):
-        self.projections, self.name, self.sums = projections, name, HeadMoment()
-
-    def hooks(self):
-        return self.projections.hooks()
-
-    def after(self, batch) -> None:
-        heads = self.projections.heads(batch.kwargs)
-        self.sums.add(getattr(heads, self.name), getattr(heads, f"{self.name}_grams"))
-
-    def finish(self) -> Moment:
-        return self.sums.finish()
-
-
-class SquaresObserver:
-    """Second moment, per head, of squares over the mean square that a norm divides by; where it is over all heads, of one."""
-
-    def __init__(self, projections: Projections, index: int):
-        self.projections, self.index, self.sums = projections, index, HeadMoment()
+    def __init__(self, projections: Projections, look: Callable[[Heads], tuple[Tensor, Tensor]]):
+        self.projections, self.look, self.sums = projections, look, HeadMoment()  # look: it, and its grams
 
     def hooks(self):
         return self.projections.hooks()
 
     def after(self, batch) -> None:
-        features = self.projections.heads(batch.kwargs).relative_squares(self.index)
-        self.sums.add(features, head_grams(features))
+        self.sums.add(*self.look(self.projections.heads(batch.kwargs)))
 
     def finish(self) -> Moment:
         return self.sums.finish()
@@ -429,7 +411,17 @@ class Scene:
         return InputObserver(module, absolute=self.absolute, windows=self.windows)
 
     def head(self, name: str) -> Observer:
-        return HeadObserver(self.projections, name)
+        """Of queries, keys, centred keys or values."""
+        return HeadObserver(self.projections, lambda heads: (getattr(heads, name), getattr(heads, f"{name}_grams")))
+
+    def squares(self, index: int) -> Observer:
+        """Of squares over the mean square that the norm of queries (0) or keys (1) divides by."""
+
+        def look(heads: Heads) -> tuple[Tensor, Tensor]:
+            features = heads.relative_squares(index)
+            return features, head_grams(features)
+
+        return HeadObserver(self.projections, look)
 
     def samples(self) -> Observer:
         mlp = self.view.mlp
@@ -504,10 +496,10 @@ STATISTICS: dict[str, Statistic] = {
     ),
     "query_squares": Statistic(
         "squares of the queries that a q/k-norm receives, over the mean square it divides by, per head",
-        lambda s: SquaresObserver(s.projections, 0),
+        lambda s: s.squares(0),
         part="norms",
     ),
-    "key_squares": Statistic("the same of the keys", lambda s: SquaresObserver(s.projections, 1), part="norms"),
+    "key_squares": Statistic("the same of the keys", lambda s: s.squares(1), part="norms"),
     "value": Statistic("values, per key head", lambda s: s.head("value"), part="heads"),
     "absolute": Statistic("also the mean absolute value of every input above, for the l1 pre-conditioner", None),
     "stream_input": Statistic(

@@ -230,20 +230,23 @@ def check_fits(ids: Tensor, source) -> None:
         DataError: an id has no embedding, windows are longer than the positions the model has, or images have another shape
             than it takes.
     """
-    wanted = tuple(source.part.example(1, 1).shape[1:]) if source.part.takes_images else None
-    if wanted and tuple(ids.shape[1:]) != wanted:
-        raise DataError(
-            f"the {source.part.name} part of {source.name} takes images of {list(wanted)} (channels, height, width), got "
-            f"{list(ids.shape[1:])}; calibrate on a folder of images (rankfold.load_images)"
-        )
-    if wanted:
-        return
+    if source.part.takes_images:
+        return _check_images(ids, source)
     if ids.dim() != 2:
         raise DataError(f"the {source.part.name} part of {source.name} takes token ids, got images; calibrate on text")
     check_vocabulary(ids, source.config.vocab_size)
     if source.part.positions and ids.shape[1] > source.part.positions:
         raise DataError(
             f"windows of {ids.shape[1]} tokens are longer than the model's context of {source.part.positions}; cut them shorter"
+        )
+
+
+def _check_images(pixels: Tensor, source) -> None:
+    wanted = source.part.example(1, 1).shape[1:]
+    if pixels.shape[1:] != wanted:
+        raise DataError(
+            f"the {source.part.name} part of {source.name} takes images of {list(wanted)} (channels, height, width), got "
+            f"{list(pixels.shape[1:])}; calibrate on a folder of images (rankfold.load_images)"
         )
 
 

@@ -34,7 +34,7 @@ def auto_class(config, name: str | None = None):
     heads = HEADS if family else HEADS[:1]  # of an unknown family, a language model that sees images
     for auto in (*(getattr(transformers, f"AutoModelFor{head}") for head in heads), *([AutoModel] if family else [])):
         found = auto._model_mapping.get(type(config), None)
-        if found is not None and found.__name__ == (named or found.__name__ * (auto is AutoModel)):
+        if found is not None and (found.__name__ == named if named else auto is AutoModel):
             return auto
     raise UnsupportedModelError(
         f"model type {config.model_type!r}{f' as {named}' if named else ''} is not one that transformers loads as a causal "

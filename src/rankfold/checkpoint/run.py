@@ -172,14 +172,12 @@ class Run:
 
     def save_report(self, index: int, result: BlockResult) -> None:
         """Note that a block is done; all there is of one that is removed."""
-        changed = [
-            name for name in result.state if not name.startswith(_inside(result))
-        ]  # of modules that stay what they are
+        changed = [name for name in result.state if not name.startswith(_inside(result))]  # in modules that stay
         write_json(self._report(index), {"modules": result.modules, "changed": changed, "reports": result.reports})
 
     def load_block(self, index: int, place: int, prefix: str) -> BlockResult:
         """A finished block; arguments as for :meth:`save_block`."""
-        found, changed = self.load_report(index), set(read_json(self._report(index))["changed"])
+        found, changed = self._load_report(index)
         state = self._load(self._shards.path(place))
         state = {name.removeprefix(prefix + "."): tensor for name, tensor in state.items()}
         basis = self._load(self._basis(index))["basis"] if self._basis(index).exists() else None
@@ -194,8 +192,12 @@ class Run:
 
     def load_report(self, index: int) -> BlockResult:
         """A finished block without its tensors."""
+        return self._load_report(index)[0]
+
+    def _load_report(self, index: int) -> tuple[BlockResult, set[str]]:
+        """And the tensors that changed in modules that stay."""
         facts = read_json(self._report(index))
-        return BlockResult(facts["modules"], {}, facts["reports"])
+        return BlockResult(facts["modules"], {}, facts["reports"]), set(facts["changed"])
 
     def finish(self, source, config, card: str, record: dict, check: Callable) -> Path:
         """Write what is not in the blocks, check the whole, and rename the folder to the output.

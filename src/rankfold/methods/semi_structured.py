@@ -128,9 +128,8 @@ class TwoOfFour(Method):
 
 def _fishers(view: BlockView, module: str) -> list[str]:
     """Statistics of the squared gradients of its layers, in the order of :func:`_weights`."""
-    mlp, fused = view.mlp.spec if view.mlp else None, len(view.architecture.attention.qkv) == 1
-    layers = {"qkv": ["qkv"] if fused else ["q", "k", "v"], "up": ["gate", "up"] if mlp and mlp.gate else ["up"]}
-    return [f"{layer}_fisher" for layer in layers.get(module, [module])]
+    names = {layer: name for name, layer in view.layers.items()}
+    return [f"{names[view.module.get_submodule(path)]}_fisher" for path in view.readers[INPUTS[module]]]
 
 
 def _weights(view: BlockView, module: str) -> list[Tensor]:

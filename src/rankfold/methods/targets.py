@@ -17,17 +17,18 @@ HEADS = ("qk", "vo", "heads")  # modules whose ranks are widths, or the number, 
 
 @dataclass(frozen=True)
 class Target:
-    """What the ranks may be; the full one always may. Only where all may be a whole module can be gone."""
+    """What the ranks may be; the full one always may."""
 
     heads: int | None = 1  # widths of heads are multiples of this; None: no fewer and no narrower heads
     least: int = 1  # the narrowest head
     inner: int = 1  # all other ranks are multiples of this
     wide: int = 1  # ... and of this, where the dense model's own widths are
     common: bool = False  # whether all blocks have one width
+    empty: bool = False  # whether a module may have no width at all
 
 
 TARGETS = {
-    "transformers": Target(),
+    "transformers": Target(empty=True),
     # Head sizes of its kernels on the CPU; those on GPUs take multiples of 8 and these among them.
     "vllm": Target(heads=16, least=32, inner=32),
     # GGUF has one width of heads for a model, and all their places; a quantised row is cut into blocks of 32 (Q8_0) or 256.
@@ -43,8 +44,6 @@ def fitted(units: Iterable, view: BlockView, method) -> list:
         OptionError: a module was asked for by name that the target leaves dense.
     """
     target = TARGETS[method.target]
-    if target == Target():
-        return list(units)
     if target.heads is None:
         asked = [m for m in method.modules or () if m in HEADS]
         if asked:
@@ -62,5 +61,9 @@ def _fitted(unit, view: BlockView, target: Target):
         step, least = target.heads, target.least
     elif full % target.wide == 0 and view.attention.output.weight.shape[0] % target.wide == 0:
         step = max(step, target.wide)
-    kept = [n for n, rank in enumerate(unit.ranks) if rank == full or (rank % step == 0 and rank >= least)]
+
+    def allowed(rank: int) -> bool:
+        return rank == full or (rank % step == 0 and rank >= least if rank else target.empty)
+
+    kept = [n for n, rank in enumerate(unit.ranks) if allowed(rank)]
     return replace(unit, ranks=tuple(unit.ranks[n] for n in kept), sizes=tuple(unit.sizes[n] for n in kept))

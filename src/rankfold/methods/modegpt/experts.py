@@ -14,6 +14,7 @@ from ...calibration.experts import INPUT, ROUTING, ExpertMoment, RoutedTokens
 from ...calibration.moments import BlockMoments
 from ...linalg.nystrom import error_curve, nystrom
 from ..base import BlockResult, Unit
+from .attention import relative
 from .mlp import metric_of, refitted
 
 __all__ = ["STATISTICS", "expert_errors", "reduce_experts", "truncate_experts"]
@@ -45,8 +46,8 @@ def reduce_experts(method, view: BlockView, moments: BlockMoments, rank: int, re
     errors = [(one.error * one.seen.share, one.total * one.seen.share) for one in reduced]
     report |= {
         "select": method.select,
-        "relative_error": _ratio(*map(sum, zip(*errors, strict=True))),
-        "relative_errors": [_ratio(one.error, one.total) for one in reduced],
+        "relative_error": relative(*map(sum, zip(*errors, strict=True))),
+        "relative_errors": [relative(one.error, one.total) for one in reduced],
         "tokens": [one.seen.tokens for one in reduced],
         "filled": [one.seen.filled for one in reduced],
     }
@@ -65,11 +66,6 @@ def _energy(down: Dense, C: Tensor) -> float:
     return ((W @ C) * W).sum().item()
 
 
-def _ratio(error: float, total: float) -> float:
-    """Relative error out of squares."""
-    return (max(error, 0.0) / total) ** 0.5 if total > 0 else 0.0
-
-
 def _error_on(routed: RoutedTokens, reduced: list[Expert]) -> float:
     """RMS error over RMS output, each expert by itself on the tokens it is sent, about the mean that went into its bias."""
     error = total = 0.0
@@ -80,7 +76,7 @@ def _error_on(routed: RoutedTokens, reduced: list[Expert]) -> float:
         for rows, weights in routed.activations(expert, *routed.sent(expert)):
             rows = rows if one.centre is None else rows - weights[:, None] * one.centre.to(rows)
             error, total = (s + (rows @ M.T).square().sum().item() for s, M in ((error, gap), (total, W)))
-    return _ratio(error, total)
+    return relative(error, total)
 
 
 def expert_errors(method, view: BlockView, moments: BlockMoments, unit: Unit, least: int) -> dict[int, float]:

@@ -11,6 +11,7 @@ from ...calibration.moments import Moment
 from ...linalg.nystrom import Nystrom, nystrom
 from ..base import BlockResult
 from ..result import put_projection
+from .attention import relative
 from .sensitivity import output_root, predicted_loss
 
 GRADIENT = "down_gradient"
@@ -93,7 +94,7 @@ def output_error(W: Tensor, fit: Nystrom, centre: Tensor | None, moment: Moment)
     gap = gap_of(W, fit)
     error, total = (((M @ C) * M).double().sum() for M in (gap, W.float()))
     error, total = torch.stack([error, total]).tolist()
-    return (max(error, 0.0) / total) ** 0.5 if total > 0 else 0.0
+    return relative(error, total)
 
 
 def gap_of(W: Tensor, fit: Nystrom) -> Tensor:
