@@ -108,7 +108,7 @@ def cost(record: dict) -> list[str]:
                     f"{row['forward_seconds']:.1f}",
                     f"{row[f'{kind}_seconds']:.1f}",
                     f"{ratio['ratio']:.2f} [{low:.2f}, {high:.2f}]",
-                    f"{ratio['target'] or '3 x one-pass'} {'met' if ratio['met'] else '**missed**'}",
+                    f"{ratio['target'] or '(1 + 3) x one-pass'} {'met' if ratio['met'] else '**missed**'}",
                 ]
             )
     method, tokens = record["config"]["method"], record["config"]["tokens"]

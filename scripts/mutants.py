@@ -42,6 +42,7 @@ OF_LATENT = "errors or matter or methods or llama or opt"
 TRUTH = [f"{CONTRACTS}{name}.py" for name in ("modegpt_truth", "grouped_queries")]
 HELD_OUT, ENCODERS = "tests/test_held_out.py", f"{CONTRACTS}encoders.py"
 DEFAULT, SENSITIVITY, WHOLE = (f"{CONTRACTS}{name}.py" for name in ("rankfold", "sensitivity", "whole_modules"))
+EXPERTS, OF_EXPERTS = f"{CONTRACTS}experts.py", "mixtral or gpt_oss or tokens or kept_of_a_block"
 OF_NO_FAMILY = "not test_perplexities and not fitted_windows and not test_modegpt"
 # Files -> the tests that should protect them, and which of these (-k): all families would take hours.
 PROTECTED = {
@@ -55,20 +56,22 @@ PROTECTED = {
         ],
         "",
     ),
-    "calibration/*.py": (
+    "calibration/[!e]*.py": (
         ["tests/calibration", HELD_OUT, *(f"{CONTRACTS}{name}.py" for name in ("modegpt", "bolaco"))],
         f"{OF_NO_FAMILY} and not test_bolaco or blocks_run_one_by_one or windows_matter",
     ),
+    "calibration/experts.py": ([EXPERTS], OF_EXPERTS),
     "held_out.py": (
         [HELD_OUT, ENCODERS],
         f"{OF_NO_FAMILY} and not test_encoders or llama or opt or states_have_moved and modegpt",
     ),
     # Grouped queries, biases everywhere, neither rotation nor gate, half a rotation.
-    "methods/modegpt/*.py": (
+    "methods/modegpt/[!e]*.py": (
         [*TRUTH, SENSITIVITY, "tests/methods", HELD_OUT],
         "not truth and not held_out and not every_family"
         " or llama: or llama-bias: or opt: or phi: or llama-modegpt or opt-modegpt",
     ),
+    "methods/modegpt/experts.py": ([EXPERTS], OF_EXPERTS),
     "methods/rankfold/*.py": ([DEFAULT, WHOLE], "not gemma2 and not phi and not gpt2 and not falcon and not cohere2"),
     "effects.py": ([DEFAULT, WHOLE, ENCODERS], "costs or ranks"),
     "scores.py": (
@@ -91,6 +94,7 @@ PROTECTED = {
         "llama- or opt- or sequential or widths or ridge or single or refused or does_not_take or experts",
     ),
     "methods/base.py": ([*LATENT, "tests/test_budgets.py"], f"{OF_LATENT} or refused or budget"),
+    "methods/targets.py": (["tests/methods/test_targets.py"], ""),
     "methods/result.py": (LATENT, OF_LATENT),
     "methods/latentllm/options.py": (
         [

@@ -36,6 +36,7 @@ Costs = dict[tuple[int, str], Cost]  # (block, module) -> rank -> nats per token
 FIT_TOKENS = 8192  # that curves are measured on
 PER_DIMENSION = 4  # as many more for wide MLPs as make a moment of full rank
 WINDOWS, LENGTH = 4, 128  # that predictions are compared on
+ROWS = 16  # of logits that are compared at a time: those of a whole window do not fit a processor's caches
 TOGETHER = 4  # modules tried whose streams go through a block as one batch
 
 
@@ -175,7 +176,7 @@ def _divergences(source: Source, ids: Tensor, dense: Stream, tried: Stream) -> l
     """How far what comes out is from the dense model's with every module tried, in turn."""
 
     def sent(hidden: Tensor) -> Tensor:
-        return outputs(source, ids, dense, hidden).float()
+        return outputs(source, ids, dense, hidden)
 
     distance = (_divergence if source.architecture.decoder else _change)(sent(dense.hidden[0]))
     copies = (hidden for batch in tried.hidden for hidden in batch.split(len(ids)))
@@ -184,20 +185,24 @@ def _divergences(source: Source, ids: Tensor, dense: Stream, tried: Stream) -> l
 
 def _divergence(logits: Tensor) -> Callable[[Tensor], Tensor]:
     """Mean ``KL(these || others)`` per position, as a function of others."""
-    expected = logits.log_softmax(-1)
+    expected = logits.float().log_softmax(-1).flatten(0, -2)
     probable = expected.exp()
 
     def distance(others: Tensor) -> Tensor:
-        total = others.log_softmax(-1).neg_().add_(expected).mul_(probable).sum(dtype=torch.float64)
-        return total.clamp_min(0.0) / probable[..., 0].numel()
+        parts = (x.split(ROWS) for x in (others.flatten(0, -2), expected, probable))
+        rows = [
+            q.float().log_softmax(-1).neg_().add_(log_p).mul_(p).sum(-1) for q, log_p, p in zip(*parts, strict=True)
+        ]
+        return torch.cat(rows).mean(dtype=torch.float64).clamp_min(0.0)
 
     return distance
 
 
 def _change(states: Tensor) -> Callable[[Tensor], Tensor]:
     """Squared relative change of states, as a function of others."""
+    states = states.float()
     whole = states.square().sum(dtype=torch.float64)
-    return lambda others: (others - states).square().sum(dtype=torch.float64) / whole
+    return lambda others: (others.float() - states).square().sum(dtype=torch.float64) / whole
 
 
 def write_costs(path: Path, costs: Costs) -> None:
