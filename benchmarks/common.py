@@ -21,8 +21,8 @@ from torch import nn
 
 from rankfold import Source, Tokens, load_tokens, open_model, perplexity
 from rankfold.calibration.text import read_text
-from rankfold.calibration.tokens import encode
 from rankfold.errors import NumericsError
+from rankfold.evaluation.text import windows_of_text
 from rankfold.files import read_json, write_json
 from rankfold.report.record import environment, versions
 
@@ -213,8 +213,8 @@ def calibration(source: Source, path: Path, args: argparse.Namespace, form: str 
 
 def windows(source: Source, path: Path, length: int, form: str = "plain") -> torch.Tensor:
     """``(W, T)`` all non-overlapping windows of a text."""
-    ids = encode(read_text(text_name(path, form), use="evaluation"), source)
-    return ids[: ids.numel() // length * length].view(-1, length)
+    text = read_text(text_name(path, form), use="evaluation")
+    return windows_of_text(text, source.tokenizer, source.name, source.config, length, None)
 
 
 def wikitext2_windows(source: Source, args: argparse.Namespace) -> tuple[torch.Tensor, Path]:

@@ -9,6 +9,8 @@ calibrates and the second half evaluates. Logits in bf16 autocast where the proc
         --evaluate-in float32 --sparsity 0.3 --json benchmarks/results/perplexity_qwen2.5.json
     python benchmarks/perplexity_table.py --model $RANKFOLD_MODELS/opt-6m --text opt-6m-val.txt --length 256 \\
         --json benchmarks/results/perplexity_opt-6m.json
+    python benchmarks/perplexity_table.py --model $RANKFOLD_MODELS/gemma-3-270m-q4_k_m.gguf --length 512 --first 16 \\
+        --sparsity 0.3 --json benchmarks/results/perplexity_gemma3.json
 """
 
 import time
@@ -78,6 +80,7 @@ LLAMA = (
     Setting("modegpt, the paper's forms", (0.1, 0.2, 0.4, 0.5, 0.6), options=common.PAPER),
     Setting("latentllm (joint)", (0.1, 0.2, 0.4, 0.5, 0.6), method="latentllm"),
 )
+NORMED = (Setting("rankfold modules=mlp,qk,vo", (0.3,), "rankfold", {"modules": ("mlp", "qk", "vo")}),)
 OPT = (
     *DEFAULT,
     Setting("modegpt", ALL),
@@ -122,7 +125,8 @@ def main() -> None:
     record = common.Record(args.json, config, DEFINITIONS, resume=True)
     if "dense" not in record and (not args.only or "dense" in args.only):
         add(record, "dense", source.whole_model(), on, sparsity=0.0)
-    for setting in OPT if source.config.model_type == "opt" else LLAMA:
+    settings = OPT if source.config.model_type == "opt" else LLAMA
+    for setting in (*settings, *(NORMED if source.architecture.attention.qk_norm else ())):
         for sparsity in setting.sparsities:
             name = f"{setting.name} {sparsity}"
             chosen = not args.only or setting.name in args.only

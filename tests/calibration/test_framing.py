@@ -1,4 +1,5 @@
-"""Windows of an encoder are whole texts: they stand between the special tokens that its tokenizer puts around one."""
+"""Windows of an encoder are whole texts: they stand between the special tokens that its tokenizer puts around one. Those of a
+decoder begin anywhere, unless it is lost without its start token."""
 
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import transformers as t
 
 import rankfold
 from families import tiny_model
+from rankfold.calibration.text import read_text
 from rankfold.errors import OptionError
+from rankfold.evaluation.text import windows_of_text
 from tiny_encoders import tiny_encoder
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -44,6 +47,35 @@ def test_an_encoder_reads_whole_texts_and_a_decoder_does_not(text):
     decoder = rankfold.open_model(tiny_model("llama"), device="cpu", tokenizer=tokenizer())
     inside = rankfold.load_tokens(text, decoder, samples=8, length=32).ids
     assert torch.cat([inside[:, 0], inside[:, -1]]).eq(1).sum() <= 1  # of the first window of the text
+
+
+def starting():
+    """One id a letter, and a start token that it puts in front of a text."""
+    made = tokenizer()
+    made.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A", special_tokens=[("[CLS]", 1)]
+    )
+    made.bos_token = "[CLS]"
+    return made
+
+
+@pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3"])
+def test_a_model_that_is_lost_without_its_start_token_has_it_in_front_of_every_window(family, text):
+    source = rankfold.open_model(tiny_model(family), device="cpu", tokenizer=starting())
+    found = rankfold.load_tokens(text, source, samples=8, length=32)
+    evaluated = windows_of_text(read_text(text), source.tokenizer, source.name, source.config, 32, None)
+    written = starting()(Path(text).read_text(), add_special_tokens=False).input_ids
+    pieces = [tuple(written[i : i + 31]) for i in range(0, 899, 31)]
+    for windows in (found.ids, found.held_out, evaluated):
+        assert windows.shape[1] == 32 and (windows[:, 0] == 1).all()
+        assert {tuple(row) for row in windows[:, 1:].tolist()} <= set(pieces)
+    assert len(evaluated) == len(pieces)
+
+
+def test_other_decoders_begin_anywhere(text):
+    source = rankfold.open_model(tiny_model("llama"), device="cpu", tokenizer=starting())
+    evaluated = windows_of_text(read_text(text), source.tokenizer, source.name, source.config, 32, 5)
+    assert evaluated.flatten().tolist() == starting()(Path(text).read_text()).input_ids[: 5 * 32]
 
 
 def test_windows_too_short_and_texts_of_its_own_are_refused(text):

@@ -1,11 +1,12 @@
-"""Gemma: Llama's block. Gemma 2 and 3: norms before and after each half of it, sliding windows, soft caps, q/k-norm (3)."""
+"""Gemma: Llama's block, and lost without its start token. Gemma 2 and 3: norms before and after each half of a block, sliding
+windows, soft caps, q/k-norm (3)."""
 
 from dataclasses import replace
 
 from .llama import LLAMA
 from .spec import NormsSpec
 
-GEMMA = replace(LLAMA, model_type="gemma", norms=NormsSpec(offset=1.0))
+GEMMA = replace(LLAMA, model_type="gemma", norms=NormsSpec(offset=1.0), needs_start=True)
 GEMMA2 = replace(
     GEMMA,
     model_type="gemma2",

@@ -131,6 +131,8 @@ class Architecture:
     # Whether the model predicts the next token of a text. What an encoder is for is not known, so its hidden states behind the
     # last block are looked at in place of predictions.
     decoder: bool = True
+    # Whether the model is lost in a window that does not begin with its start token.
+    needs_start: bool = False
     # Whether positions are counted from behind the number of the padding token, as in RoBERTa: so many fewer can be used.
     positions_behind_padding: bool = False
     returns_tuple: bool = False  # the block returns (hidden, ...) instead of the hidden states

@@ -56,7 +56,8 @@ def load_tokens(
     the text give, which is logged. A text of up to 16 MiB is tokenised as a whole and cut into windows, of which some are
     drawn; of a larger one random pieces are tokenised, one window each (:mod:`.pieces`). Windows never overlap.
 
-    An encoder reads whole texts: every window is given the special tokens its tokenizer puts around one.
+    An encoder reads whole texts: every window is given the special tokens its tokenizer puts around one. A decoder that is lost
+    without its start token (Gemma) has it in front of every window.
 
     Behind the ``samples`` windows come a few more of the same draw that nothing is fitted to, ``held_out``: one for eight
     samples, at least one and at most 8. Where the text has too few windows they are taken out of the samples; a single
@@ -131,7 +132,7 @@ def _together(texts: dict[str, tuple[Drawn, Portion]], shares: dict[str, float],
 
 def _draw(name: str, source, field: str, count: int, length: int, seed: int) -> Drawn:
     """Up to ``count`` windows of a text."""
-    frame = frame_of(source)
+    frame = frame_of(source.architecture, source.tokenizer)
     if length <= frame.tokens:
         raise OptionError(f"length must be more than the {frame.tokens} special tokens of a window, got {length}")
     large = pieces_of_file_or_hub(name, field=field, seed=seed, size=length * CHARACTERS_PER_TOKEN)
@@ -185,12 +186,13 @@ def _windows_of_pieces(pieces: Iterator[str], source, count: int, length: int, s
 
 
 def encode(text: Text, source) -> Tensor:
-    """``(n,)`` token ids of a text, checked against the model's vocabulary; without special tokens for an encoder.
+    """``(n,)`` token ids of a text, checked against the model's vocabulary; without the special tokens that stand around every
+    window of it.
 
     Raises:
         DataError: the tokenizer gives ids that the embedding does not have.
     """
-    return _tokenised(text.joined(), source, **({} if source.architecture.decoder else {"add_special_tokens": False}))
+    return _tokenised(text.joined(), source, **frame_of(source.architecture, source.tokenizer).inside)
 
 
 def _tokenised(text: str, source, **options) -> Tensor:

@@ -9,14 +9,12 @@ import torch
 from torch import nn
 
 from ..calibration.text import Text
-from ..calibration.tokens import tokenised
 from ..calibration.windows import shown
 from ..checkpoint.source import Source
 from ..errors import DataError
-from ..evaluation.perplexity import windows_of
 from ..evaluation.speed import lengths, speed
 from ..evaluation.tasks import Questions
-from ..evaluation.text import Texts, timed_perplexity
+from ..evaluation.text import Texts, timed_perplexity, windows_of_text
 
 __all__ = ["Accuracies", "Measure", "Measures", "Perplexities", "Speed"]
 
@@ -96,9 +94,8 @@ def _labels(names: Sequence[str]) -> list[str]:
 
 
 def _windows(source: Source, text: Text, length: int, limit: int | None) -> torch.Tensor:
-    ids = tokenised(source.tokenizer, text.joined(), source.name, source.config.vocab_size)
     try:
-        return windows_of(ids, length, limit)
+        return windows_of_text(text, source.tokenizer, source.name, source.config, length, limit)
     except DataError as error:
         raise DataError(f"{text.name}: {str(error).replace('--length', '--text-length')}") from error
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from ..architectures import family_of
+from ..calibration.framing import frame_of
 from ..calibration.text import Text, read_text
 from ..calibration.tokens import tokenised
 from ..checkpoint.classes import check_writes
@@ -15,7 +17,7 @@ from ..checkpoint.load import load_model, load_tokenizer
 from ..errors import OptionError
 from .perplexity import perplexity, windows_of
 
-__all__ = ["Texts", "evaluate_text", "timed_perplexity"]
+__all__ = ["Texts", "evaluate_text", "timed_perplexity", "windows_of_text"]
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +67,22 @@ class Texts:
             log.warning(
                 "warning: %s was calibrated on this very text (%s); its perplexity here is too good", model, text.name
             )
-        windows = windows_of(tokenised(tokenizer, text.joined(), model, config.vocab_size), length, self.limit)
+        windows = windows_of_text(text, tokenizer, model, config, length, self.limit)
         return {"text": text.name, **timed_perplexity(network, windows)}
+
+
+def windows_of_text(text: Text, tokenizer, model: str, config, length: int, limit: int | None) -> Tensor:
+    """``(W, T)`` windows of a text as a model reads it, with its start token in front of each where it is lost without.
+
+    Args:
+        model: its name, for messages.  config: of its language model.
+
+    Raises:
+        DataError: as :func:`~rankfold.evaluation.perplexity.windows_of`, or ids that the embedding does not have.
+    """
+    frame = frame_of(family_of(config), tokenizer)
+    ids = tokenised(tokenizer, text.joined(), model, config.vocab_size, **frame.inside)
+    return frame.around(windows_of(ids, length - frame.tokens, limit))
 
 
 def timed_perplexity(network, windows: Tensor) -> dict:
