@@ -106,11 +106,11 @@ PROTECTED = {
         ],
         "refused or said or fit or range or exclude or cannot",
     ),
-    "methods/latentllm/[sv]*.py": (
+    "methods/latentllm/[fsv]*.py": (
         [f"{CONTRACTS}{name}.py" for name in ("latentllm_options", "bolaco", "gradient_methods")],
-        "llama or plain or stored or named or windows",
+        "llama or plain or stored or named or windows or alone or not_there",
     ),
-    "methods/latentllm/[!osv]*.py": (LATENT, OF_LATENT),
+    "methods/latentllm/[!fosv]*.py": (LATENT, OF_LATENT),
 }
 # Seconds until a mutant counts as endless: (what its tests took + CONSTANT) * MULTIPLIER. Fixtures are in the constant.
 MULTIPLIER, CONSTANT = 3, 5

@@ -95,6 +95,8 @@ def test_what_cannot_be_read_is_named(folder, processor, tmp_path):
     source = opened_encoder("vit-head")
     with pytest.raises(DataError, match="no images at .*nowhere.*: expected a folder of images, or a .parquet file"):
         rankfold.load_images(tmp_path / "nowhere", source, processor=processor)
+    with pytest.raises(DataError, match="no images at .*nowhere.parquet.*: expected a folder of images, or a .parquet"):
+        rankfold.load_images(tmp_path / "nowhere.parquet", source, processor=processor)
     with pytest.raises(DataError, match="holds no images; expected files that end in .bmp"):
         rankfold.load_images(tmp_path, source, processor=processor)
     (tmp_path / "broken.png").write_bytes((folder / "00.png").read_bytes()[:60])

@@ -12,7 +12,7 @@ from activations import weight_of
 from families import EXPERTS, KINDS, cached_numbers, opened, some_ids, tiny_model, tokens
 from interrupted import assert_ends_in_the_same_bytes
 from rankfold import make_method
-from rankfold.errors import OptionError
+from rankfold.errors import OptionError, UnsupportedModelError
 from rankfold.modules import LatentLinear
 from saved import assert_reloads
 
@@ -173,6 +173,11 @@ def test_from_saved_moments_the_same_comes_out(tmp_path):
     rankfold.calibrate(source, tokens(), tmp_path / "moments")
     a = rankfold.compress(source, method, moments=rankfold.MomentStore.open(tmp_path / "moments"))
     assert torch.equal(logits(a), logits(rankfold.compress(source, method, tokens(), mode="one-pass")))
+
+
+def test_a_module_that_is_not_there_is_refused():
+    with pytest.raises(UnsupportedModelError, match="opt has no module 'gate' that can be compressed"):
+        rankfold.plan(opened("opt"), make_method("bolaco", sparsity=0.3, modules=("gate",)))
 
 
 @pytest.mark.parametrize("options", [{"sparse": 0.2}, {"joint": "qk"}])

@@ -113,6 +113,16 @@ def test_written_block_by_block_in_bf16(option, tmp_path):
         assert (logits(copy.deepcopy(model).float()).float() - wide).norm() < 0.03 * wide.norm()
 
 
+def test_heads_of_identities_alone_have_no_codes(tmp_path):
+    settings = {"head_junction": True, "modules": {"q": 0.2, "k": 0.8125}}
+    model, plan = compressed("opt", bits=8, **settings)
+    rests = {m.numel for name, m in model.named_modules() if name.endswith("k_proj.B.rest")}
+    assert rests == {0} and numbers(model) == plan.parameters_after
+    assert distance(logits(model), logits(compressed("opt", **settings)[0])) < 0.06
+    rankfold.save(model, tmp_path / "small")
+    assert torch.equal(logits(rankfold.load(tmp_path / "small", device="cpu")), logits(model))
+
+
 def distance(a, b) -> float:
     return ((a - b).norm() / b.norm()).item()
 

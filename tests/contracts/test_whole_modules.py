@@ -1,6 +1,7 @@
 """The default may take a whole attention or MLP out of a block: what then runs is the dense model without it."""
 
 import itertools
+import json
 import random
 from dataclasses import replace
 
@@ -75,7 +76,6 @@ def mean_input(model, projection, ids) -> torch.Tensor:
 
 
 @torch.no_grad()
-@torch.no_grad()
 def test_it_computes_what_the_dense_model_without_them_does(run, family):
     *_, folder, model = run
     dense = opened(family).whole_model()
@@ -95,6 +95,8 @@ def test_it_computes_what_the_dense_model_without_them_does(run, family):
 def test_planned_equals_actual(run, family):
     _, plan, folder, model = run
     assert {(m.block, m.module) for m in plan.modules if m.rank == 0} == GONE
+    reports = json.loads((folder / "rankfold.json").read_text())["blocks"]
+    assert {(int(b), m) for b, report in reports.items() for m in report if report[m]["rank"] == 0} == GONE
     assert sum(p.numel() for p in model.parameters()) == plan.parameters_after
     cached = cached_numbers(rankfold.load(folder, device="cpu")) * 4
     # Falcon's own attention caches a key head once for each of its query heads.

@@ -67,6 +67,12 @@ def test_the_error_is_that_of_the_predictions(kind, keep):
     assert there.item() == pytest.approx(error(other), rel=1e-6, abs=1e-14)
 
 
+def test_the_default_hardly_damps():
+    some = activations("gaussian", 4)
+    x = torch.cat([some, 2 * some], 1)  # the other half is known from this one
+    assert fit_mean_square(moment(x), torch.arange(4), eps=EPS).error < 1e-9
+
+
 def test_all_dimensions_give_the_mean_square_itself():
     x = activations("gaussian", 8)
     fit = fit_mean_square(moment(x), torch.arange(8).flip(0), eps=EPS)
