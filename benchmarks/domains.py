@@ -23,9 +23,16 @@ SETTINGS = {
     "modegpt, the paper's forms": ("modegpt", common.PAPER),
     "modegpt": ("modegpt", {}),
     "rankfold": ("rankfold", {}),
-    "rankfold feedback=false": ("rankfold", {"feedback": False}),
-    "rankfold allocation=uniform": ("rankfold", {"allocation": "uniform"}),
-    "rankfold allocation=uniform feedback=false": ("rankfold", {"allocation": "uniform", "feedback": False}),
+    **{
+        f"rankfold {key}={str(value).lower()}": ("rankfold", {key: value})
+        for key, value in (
+            ("allocation", "uniform"),
+            ("feedback", False),
+            ("attention_aware", False),
+            ("sensitivity", "gradient"),
+            ("removal", False),
+        )
+    },
 }
 DEFINITIONS = {
     "perplexity": "text -> exp of the mean negative log-likelihood per predicted token, windows of 1024",
