@@ -42,7 +42,7 @@ class Setting:
     method: str = "modegpt"
     options: dict = field(default_factory=dict)
     mode: str = "sequential"
-    module: str | None = None  # compress this one only, by the sparsity of its own weights
+    modules: tuple[str, ...] = ()  # compress these only, each by the sparsity of its own weights
 
 
 ALL = (0.1, 0.2, 0.3, 0.4, 0.5)
@@ -69,9 +69,13 @@ LLAMA = (
     Setting("modegpt multiple=2", (0.3,), options={"multiple": 2}),
     Setting("modegpt one-pass", (0.3,), mode="one-pass"),
     Setting("modegpt influence", (0.3,), options={"allocation": "influence"}),
-    Setting("mlp only", (0.3,), module="mlp"),
-    Setting("qk only", (0.3,), module="qk"),
-    Setting("vo only", (0.3,), module="vo"),
+    # What form suits which module: units or dimensions that go, or latents in between.
+    Setting("mlp only", (0.3, 0.5), modules=("mlp",)),
+    Setting("qk only", (0.3, 0.5), modules=("qk",)),
+    Setting("vo only", (0.3, 0.5), modules=("vo",)),
+    Setting("latentllm: mlp only", (0.3, 0.5), "latentllm", modules=("gate", "up", "down")),
+    Setting("latentllm: qk only", (0.3, 0.5), "latentllm", modules=("q", "k")),
+    Setting("latentllm: vo only", (0.3, 0.5), "latentllm", modules=("v", "o")),
     Setting("rootcov + block identity", (0.3,), method="rootcov"),
     Setting("latentllm (joint)", (0.3,), method="latentllm"),
     Setting("latentllm (joint, window=0)", (0.3,), method="latentllm", options={"window": 0}),
@@ -158,7 +162,7 @@ def halves(source, args):
 
 
 def run(record, name: str, setting: Setting, sparsity: float, source, tokens: Tokens, on) -> None:
-    own = {"modules": {setting.module: sparsity}} if setting.module else {"sparsity": sparsity}
+    own = {"modules": dict.fromkeys(setting.modules, sparsity)} if setting.modules else {"sparsity": sparsity}
     method = make_method(setting.method, **setting.options, **own)
     begin = time.perf_counter()
     model = compress(source, method, tokens, mode=setting.mode)

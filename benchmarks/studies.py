@@ -24,6 +24,7 @@ METHODS = {
     PAPER: ("modegpt", common.PAPER | {"qk": "cr", "bias_refit": False}),
     "latentllm": ("latentllm", {}),
 }
+ALONE = {"mlp": ("up", "down"), "qk": ("q", "k"), "vo": ("v", "o")}  # and what latentllm calls that in OPT
 DEFINITIONS = {
     "perplexity": "exp of the mean negative log-likelihood per predicted token, on the second half of the text",
     "windows": "calibration windows the moments are measured on; Fig. 5",
@@ -75,13 +76,11 @@ def sparsities(_: int) -> Iterator[Run]:
 
 
 def alone(_: int) -> Iterator[Run]:
-    for name in (DEFAULT, "modegpt", PAPER):
-        method, options = METHODS[name]
-        for module in ("mlp", "qk", "vo"):
+    for name, (method, options) in METHODS.items():
+        for module, parts in ALONE.items():
             for sparsity in (0.2, 0.3, 0.5):
-                yield Run(
-                    "alone", f"{name}: {module}", f"{sparsity:.0%}", method, options | {"modules": {module: sparsity}}
-                )
+                own = dict.fromkeys(parts if name == "latentllm" else (module,), sparsity)
+                yield Run("alone", f"{name}: {module}", f"{sparsity:.0%}", method, options | {"modules": own})
 
 
 def shares(_: int) -> Iterator[Run]:

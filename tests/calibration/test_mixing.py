@@ -32,7 +32,7 @@ def source(context: int = 64):
         tokenizer=characters,
         config=SimpleNamespace(vocab_size=128),
         part=SimpleNamespace(takes_images=False),
-        architecture=SimpleNamespace(decoder=True),
+        architecture=SimpleNamespace(decoder=True, needs_start=False),
     )
 
 

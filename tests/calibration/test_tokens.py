@@ -27,7 +27,10 @@ def characters(text: str, return_tensors: str, verbose: bool = True, add_special
 
 def source(context: int = 64, vocabulary: int = 97):
     config = SimpleNamespace(vocab_size=vocabulary)
-    decoder = {"part": SimpleNamespace(takes_images=False), "architecture": SimpleNamespace(decoder=True)}
+    decoder = {
+        "part": SimpleNamespace(takes_images=False),
+        "architecture": SimpleNamespace(decoder=True, needs_start=False),
+    }
     return SimpleNamespace(name="model", context_length=context, tokenizer=characters, config=config, **decoder)
 
 
