@@ -106,9 +106,13 @@ PROTECTED = {
         ],
         "refused or said or fit or range or exclude or cannot",
     ),
-    "methods/latentllm/[fsv]*.py": (
+    "methods/latentllm/[sv]*.py": (
         [f"{CONTRACTS}{name}.py" for name in ("latentllm_options", "bolaco", "gradient_methods")],
         "llama or plain or stored or named or windows or alone or not_there",
+    ),
+    "methods/latentllm/factor.py": (
+        [f"{CONTRACTS}{name}.py" for name in ("latentllm_errors", "latentllm", "latentllm_options")],
+        "errors or llama or stored",
     ),
     "methods/latentllm/[!fosv]*.py": (LATENT, OF_LATENT),
 }
