@@ -31,7 +31,7 @@ SOURCE = SimpleNamespace(
     tokenizer=code_points,
     config=SimpleNamespace(vocab_size=2**21),
     part=SimpleNamespace(takes_images=False),
-    architecture=SimpleNamespace(decoder=True),
+    architecture=SimpleNamespace(decoder=True, needs_start=False),
 )
 
 
