@@ -7,6 +7,7 @@ import argparse
 import statistics
 from pathlib import Path
 
+import ablation_table
 import calibration
 import common
 import encoders
@@ -42,6 +43,7 @@ def main() -> None:
         lines += ["Written by `python benchmarks/render.py`.", ""]
         write_text(args.docs / f"{name}.md", "\n".join(lines))
         common.say(f"wrote {name}.md: {len(records)} records")
+    ablation_table.render(args.results)
     seeds_table.render(sorted(args.results.glob("perplexity_*.json")))
     latent = sorted(args.results.glob("latent_*.json"))
     if latent:
