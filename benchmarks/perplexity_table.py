@@ -85,6 +85,7 @@ LLAMA = (
     Setting("latentllm (joint)", (0.1, 0.2, 0.4, 0.5, 0.6), method="latentllm"),
 )
 NORMED = (Setting("rankfold modules=mlp,qk,vo", (0.3,), "rankfold", {"modules": ("mlp", "qk", "vo")}),)
+NORM_BEHIND = (Setting("rankfold norm_aware=false", (0.2, 0.3, 0.5), "rankfold", {"norm_aware": False}),)
 OPT = (
     *DEFAULT,
     Setting("modegpt", ALL),
@@ -130,7 +131,9 @@ def main() -> None:
     if "dense" not in record and (not args.only or "dense" in args.only):
         add(record, "dense", source.whole_model(), on, sparsity=0.0)
     settings = OPT if source.config.model_type == "opt" else LLAMA
-    for setting in (*settings, *(NORMED if source.architecture.attention.qk_norm else ())):
+    settings += NORMED if source.architecture.attention.qk_norm else ()
+    settings += NORM_BEHIND if source.architecture.norms_behind else ()
+    for setting in settings:
         for sparsity in setting.sparsities:
             name = f"{setting.name} {sparsity}"
             chosen = not args.only or setting.name in args.only

@@ -198,7 +198,9 @@ def _moment_bytes(view: BlockView, statistics: set[str], tokens: int, item: int)
     width, hidden = view.attention.output.weight.shape[0], view.mlp.hidden if view.mlp else 0
     sides = {"mlp_hidden": (hidden, hidden), "mlp_feedback": (width, hidden), "change": (2, 1)}
     moments = sum(
-        8 * math.prod(sides.get(name, (width, width))) for name in statistics - {"mlp_samples", INPUT, ROUTING}
+        8 * math.prod(sides.get(name, (width, width)))
+        for name in statistics - {"mlp_samples", INPUT, ROUTING}
+        if STATISTICS[name].observer
     )
     rows = 4 * width * min(SAMPLE_ROWS * hidden, tokens) if "mlp_samples" in statistics else 0
     if INPUT in statistics:

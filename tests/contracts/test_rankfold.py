@@ -150,6 +150,30 @@ def test_attention_aware_values_and_output_are_the_regression_on_what_attention_
     assert losses[True] < 0.97 * losses[False]
 
 
+@pytest.mark.parametrize("module", ["mlp", "vo"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "olmo2", "exaone4", "glm4"])
+def test_where_a_norm_follows_every_token_counts_alike(name, module):
+    """In the first block: the installed projection is the best one of rows over the RMS of the dense projection's outputs."""
+    projection_of = {
+        "mlp": lambda block: member(block, DOWN),
+        "vo": lambda block: member(member(block, ATTENTION), OUTPUT),
+    }
+    beyond = {}
+    for aware in (True, False):
+        method = Rankfold(modules={module: 0.5}, multiple=2, allocation="uniform", norm_aware=aware)
+        small, text = rankfold.compress(opened(name), method, wide_tokens()), wide_tokens()
+        found = {}
+        for which, model in (("dense", tiny_model(name)), ("small", small)):
+            rows = streams(model, text.ids, 0)["hidden" if module == "mlp" else "sent"]
+            found[which] = rows, rows @ weight_of(projection_of[module](blocks_of(model)[0])).double().T
+        wanted, (x, y) = found["dense"][1], found["small"]
+        rms = wanted.square().mean(-1, keepdim=True).sqrt()
+        x, y, wanted = x / rms, y / rms, wanted / rms
+        best = (wanted - x @ torch.linalg.lstsq(x, wanted).solution).square().sum()
+        beyond[aware] = ((wanted - y).square().sum() / best).item() - 1
+    assert 0 <= beyond[True] < 0.2 * beyond[False]
+
+
 def test_without_feedback_no_module_is_corrected(tmp_path):
     folder = rankfold.compress(
         opened("llama"), method_for("llama", feedback=False, allocation="uniform"), wide_tokens(), tmp_path / "plain"

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from .gemma import BEHIND
 from .llama import LLAMA
 from .spec import ByConfig
 
@@ -16,5 +17,6 @@ ARCHITECTURES = (
         ),
         middle="mlp",
         adds=False,
+        norms_behind=BEHIND,
     ),
 )

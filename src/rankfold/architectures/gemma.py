@@ -6,12 +6,15 @@ from dataclasses import replace
 from .llama import LLAMA
 from .spec import NormsSpec
 
+BEHIND = ("post_attention_layernorm", "post_feedforward_layernorm")
+
 GEMMA = replace(LLAMA, model_type="gemma", norms=NormsSpec(offset=1.0), needs_start=True)
 GEMMA2 = replace(
     GEMMA,
     model_type="gemma2",
     middle="pre_feedforward_layernorm",
     adds=False,
+    norms_behind=BEHIND,
     norms=NormsSpec(mlp=("pre_feedforward_layernorm",), offset=1.0),
 )
 GEMMA3 = replace(

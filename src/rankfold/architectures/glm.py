@@ -12,4 +12,6 @@ GLM = replace(
     mlp=MLPSpec(up="mlp.gate_up_proj", fused_gate=True, down="mlp.down_proj", activation="mlp.activation_fn"),
 )
 
-ARCHITECTURES = (GLM, replace(GLM, model_type="glm4", adds=False))
+BEHIND = ("post_self_attn_layernorm", "post_mlp_layernorm")
+
+ARCHITECTURES = (GLM, replace(GLM, model_type="glm4", adds=False, norms_behind=BEHIND))

@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 
+from .gemma import BEHIND
 from .llama import LLAMA
 from .spec import ExpertsSpec, NormsSpec
 
 NORMED = replace(LLAMA.attention, qk_norm=("q_norm", "k_norm"), norm_over="all heads")
-OLMO2 = replace(LLAMA, model_type="olmo2", attention=NORMED, middle="mlp", adds=False)
+OLMO2 = replace(LLAMA, model_type="olmo2", attention=NORMED, middle="mlp", adds=False, norms_behind=BEHIND)
 CLIPPED = "it clips queries, keys and values, and what has fewer dimensions would be clipped otherwise"
 CLIPS = (("clip_qkv", CLIPPED),)
 

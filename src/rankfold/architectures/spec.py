@@ -127,6 +127,8 @@ class Architecture:
     # Whether attention and MLP add their outputs to the residual stream as they are, with no norm or factor behind them. Only
     # then can an output projection be fitted to what is missing from the stream.
     adds: bool | ByConfig = True
+    # The RMS norms that the outputs of attention and of the MLP go through before they are added; None: no such norms.
+    norms_behind: tuple[str, str] | None = None
     norms: NormsSpec | None = None  # None: not said, and the stream of such a family cannot be sliced
     # Whether the model predicts the next token of a text. What an encoder is for is not known, so its hidden states behind the
     # last block are looked at in place of predictions.

@@ -135,6 +135,14 @@ class BlockView:
         )
         return tuple(read_norm(getattr(self.module, n), offset=spec.offset, centres=spec.centres) for n in found)
 
+    def norm_behind(self, layer: nn.Module) -> Norm | None:
+        """What the output of one of its output projections goes through before it is added; ``None``: nothing."""
+        names, layers = self.architecture.norms_behind, self.layers
+        for name, place in zip(names or (), ("o", "down"), strict=False):
+            if layers.get(place) is layer:
+                return read_norm(self.module.get_submodule(name), offset=0.0, centres=False)
+        return None
+
     @property
     def adds(self) -> bool:
         """Whether attention and MLP add their outputs to the residual stream as they are."""

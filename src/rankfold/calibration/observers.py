@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..architectures import AttentionView, BlockView
+from ..architectures import AttentionView, BlockView, Norm, read_linear
 from ..linalg.mean_square import square_features
 from .experts import INPUT, ROUTING, ExpertInputs, RouterWeights
 from .moments import (
@@ -74,10 +74,14 @@ class Observer(Protocol):
 
 
 class InputObserver:
-    """Second moment of what enters a layer, and where wanted the sum over every window."""
+    """Second moment of what enters a layer, and where wanted the sum over every window.
 
-    def __init__(self, module: nn.Module, *, absolute: bool, windows: bool):
-        self.module, self.absolute = module, absolute
+    Args:
+        norm: that the layer's output goes through; what enters is then divided by the RMS of that output.
+    """
+
+    def __init__(self, module: nn.Module, *, absolute: bool, windows: bool, norm: Norm | None = None):
+        self.module, self.absolute, self.norm = module, absolute, norm
         self.sums: VectorMoment | None = None
         self.windows: list[Tensor] | None = [] if windows else None
         self._entered: Tensor | None = None  # of this batch; some families flatten it before the layer
@@ -86,6 +90,8 @@ class InputObserver:
         return [self.module.register_forward_pre_hook(lambda _, args: self._add(args[0]))]
 
     def _add(self, x: Tensor) -> None:
+        if self.norm is not None:
+            x = x.float() / rms_behind(self.module, x, self.norm)
         if self.sums is None:
             self.sums = VectorMoment(x.shape[-1], x.device, absolute=self.absolute)
         self.sums.add(x)
@@ -102,6 +108,12 @@ class InputObserver:
         if self.windows is not None:
             moment.windows = torch.cat(self.windows)
         return moment
+
+
+def rms_behind(layer: nn.Module, x: Tensor, norm: Norm) -> Tensor:
+    """``(..., 1)`` what a norm behind a layer divides by, for every row of ``x`` ``(..., N)``."""
+    out = nn.functional.linear(x.detach(), read_linear(layer).weight.to(x.dtype))
+    return (out.float().square().mean(-1, keepdim=True) + norm.eps).sqrt()
 
 
 class EnergyObserver:
@@ -402,13 +414,16 @@ class Scene:
     tokens: int  # that will go through the block
     absolute: bool
     windows: bool
+    norms_behind: bool
     projections: Projections
 
     def layer(self, path: str) -> nn.Module:
         return self.view.module.get_submodule(path)
 
     def input_of(self, module: nn.Module) -> Observer:
-        return InputObserver(module, absolute=self.absolute, windows=self.windows)
+        # A bias would be divided too, and could not take a mean then.
+        norm = self.view.norm_behind(module) if self.norms_behind and getattr(module, "bias", None) is None else None
+        return InputObserver(module, absolute=self.absolute, windows=self.windows, norm=norm)
 
     def head(self, name: str) -> Observer:
         """Of queries, keys, centred keys or values."""
@@ -517,6 +532,11 @@ STATISTICS: dict[str, Statistic] = {
         "end",
         sequential=True,
     ),
+    "norms_behind": Statistic(
+        "inputs of output and down projections over the RMS of what these make of them, where a norm stands behind them",
+        None,
+        sequential=True,
+    ),
     "windows": Statistic("also the sum over every window of every input above, for covariances within windows", None),
     "input_energy": Statistic(
         "squares of what q, k and v, the output projection, up and gate, and the down projection receive, one behind the other",
@@ -544,6 +564,7 @@ def observers_for(view: BlockView, statistics: set[str], tokens: int) -> dict[st
     Args:
         tokens: how many will go through the block.
     """
-    scene = Scene(view, tokens, "absolute" in statistics, "windows" in statistics, Projections(view.attention))
+    absolute, windows, norms = (name in statistics for name in ("absolute", "windows", "norms_behind"))
+    scene = Scene(view, tokens, absolute, windows, norms, Projections(view.attention))
     rows = {name: row for name, row in STATISTICS.items() if name in statistics and row.seen_in(view)}
     return {name: row.observer(scene) for name, row in rows.items() if row.observer}

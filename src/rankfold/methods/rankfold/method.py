@@ -31,6 +31,8 @@ class Rankfold(MoDeGPT):
         feedback: fit output and down projections to all that the stream lacks behind them, as far as held-out windows
             confirm; ``False``: to their own dense outputs only. An output projection is refitted where queries and keys or
             values lose dimensions, a down projection where units go.
+        norm_aware: where a norm stands behind output and down projections (Gemma 2 and 3, OLMo 2, GLM 4), count errors as it
+            does: relative to each token's output; ``False``: as they are, so that tokens with large outputs count most.
         removal: a measured allocation may take a whole attention or MLP out, where that costs less than many smaller ones;
             not with a budget in time or with sparsities of single modules. ``False``: something stays of each.
     """
@@ -45,6 +47,7 @@ class Rankfold(MoDeGPT):
     allocation: Literal["uniform", "influence", "influence-modules", "owl", "spectrum", "measured"] = "measured"
     attention_aware: bool = True
     feedback: bool = True
+    norm_aware: bool = True
     removal: bool = True
 
     def units(self, view: BlockView) -> list[Unit]:
@@ -65,17 +68,18 @@ class Rankfold(MoDeGPT):
     def stages(self, view: BlockView, ranks: dict[str, int]) -> list[Stage]:
         """Queries, keys and values; the output projection on what these became; MLP and experts on what attention became."""
         full, feedback = view.attention.head_dim, self.feedback and view.adds
+        norms = {"norms_behind"} if self.norm_aware and view.architecture.norms_behind else set()
         found = []
         if ranks.keys() & {"qk", "vo"}:
             needed = self._statistics_of_modules(view)
-            needed = set().union(*(needed[module] for module in ranks.keys() & {"qk", "vo"}))
+            needed = norms.union(*(needed[module] for module in ranks.keys() & {"qk", "vo"}))
             found.append(Stage(needed, lambda view, moments, _: decompose_attention(self, view, moments, ranks)))
             if feedback and 0 < min(ranks.get("qk", full), ranks.get("vo", full)) < full:
                 found.append(Stage({"attention_output", "attention_feedback"}, self._refit_output(ranks)))
         needed = set()
         if "mlp" in ranks:
             # Beside experts nothing says which of them a correction would belong to.
-            needed |= {"mlp_hidden", "mlp_feedback"} if feedback and view.experts is None else {"mlp_hidden"}
+            needed |= norms | ({"mlp_hidden", "mlp_feedback"} if feedback and view.experts is None else {"mlp_hidden"})
         if "experts" in ranks:
             needed |= EXPERT_STATISTICS
         if needed:
