@@ -6,6 +6,7 @@ of the MLP, D model width.
 
 import contextlib
 import copy
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 
 BLOCKS = ("model.layers", "model.decoder.layers", "model.language_model.layers", "transformer.h", "gpt_neox.layers")
-BLOCKS += ("transformer.blocks",)
+BLOCKS += ("transformer.blocks", "model.text_model.layers")
 ATTENTION = ("self_attn", "attn.attention", "attn", "attention", "self_attention")
 OUTPUT = ("o_proj", "out_proj", "c_proj", "dense")
 UP = ("mlp.up_proj", "mlp.gate_up_proj", "mlp.fc1", "mlp.c_fc", "mlp.dense_h_to_4h", "fc1", "mlp.fc_in", "ffn.up_proj")
@@ -62,8 +63,8 @@ def spliced(dense: nn.Module, small: nn.Module, indices) -> nn.Module:
 
 
 @torch.no_grad()
-def look(model: nn.Module, ids: Tensor, index: int) -> Seen:
-    """Run a model, dense or compressed, and record block ``index``."""
+def look(model: nn.Module, ids: Tensor | Mapping, index: int) -> Seen:
+    """Run a model, dense or compressed, on ids or on all its inputs by name, and record block ``index``."""
     block, seen = blocks_of(model)[index], {}
     attention, down = member(block, ATTENTION), member(block, DOWN)
     hooks = [down.register_forward_pre_hook(lambda _, a: seen.update(hidden=a[0].flatten(0, -2)))] if down else []
@@ -75,7 +76,7 @@ def look(model: nn.Module, ids: Tensor, index: int) -> Seen:
     if hasattr(attention, "_attn"):
         _record_own(attention, seen)
     with _recording_attention(attention, seen):
-        model(ids, use_cache=False)
+        model(**(ids if isinstance(ids, Mapping) else {"input_ids": ids}), use_cache=False)
     for hook in hooks:
         hook.remove()
     attention.__dict__.pop("_attn", None)
@@ -90,10 +91,10 @@ def _recording_attention(wanted: nn.Module, seen: dict):
     def recording(name, default):
         attend = choose(name, default)
 
-        def record(module, query, key, value, mask, *args, **kwargs):
+        def record(module, query, key, value, *args, **kwargs):
             if module is wanted:
                 seen["heads"] = Heads(query * kwargs["scaling"], key, value)
-            return attend(module, query, key, value, mask, *args, **kwargs)
+            return attend(module, query, key, value, *args, **kwargs)
 
         return record
 

@@ -14,6 +14,7 @@ compressed checkpoints; it touches no device.
 """
 
 from . import modules as _modules  # noqa: F401 - registers the checkpoint format with transformers
+from .calibration.examples import Examples, load_examples
 from .calibration.images import Images, load_images
 from .calibration.store import MomentStore
 from .calibration.tokens import Tokens, load_tokens
@@ -30,6 +31,7 @@ from .report.plan import Plan
 from .version import __version__
 
 __all__ = [
+    "Examples",
     "Exported",
     "Images",
     "LatentLLM",
@@ -46,6 +48,7 @@ __all__ = [
     "evaluate_text",
     "export",
     "load",
+    "load_examples",
     "load_images",
     "load_tokens",
     "make_method",

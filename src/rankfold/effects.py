@@ -8,7 +8,7 @@ short ones as there were trials so far go through it.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +16,19 @@ from torch import Tensor
 
 from .allocation import Cost, largest_sparsity
 from .architectures import BlockView
-from .calibration.runner import Stream, advance, batch_tokens, measure, outputs, start
+from .calibration.batches import Batch, Data, again, first, length_of
+from .calibration.runner import (
+    IGNORED,
+    Call,
+    Stream,
+    advance,
+    batch_tokens,
+    measure,
+    outputs,
+    outputs_at,
+    start,
+    targets_of,
+)
 from .calibration.store import MomentStore
 from .calibration.tokens import Tokens
 from .checkpoint.reading import BlockReader
@@ -71,7 +83,8 @@ def measure_costs(
         return {}
     fit = start(source, _some_to_fit(source, tokens.ids, units), autocast=source.autocast)
     ids = _some_to_compare(source, tokens.ids if tokens.held_out is None else tokens.held_out)
-    dense, tried = start(source, ids, autocast=source.autocast), _side_by_side(source, ids)
+    dense, tried = start(source, ids, autocast=source.autocast), Stream([], [], source.autocast)
+    together = _side_by_side(source, ids)
     read, curves, trials = BlockReader(source), {}, []
     for index in track(range(len(source)), "measuring effects"):
         view = read(index)
@@ -80,11 +93,11 @@ def measure_costs(
         for unit in mine:
             curves[index, unit.module] = _curve(method, view, moments, unit, averages[index, unit.module])
         here = [(unit.module, rank) for unit in mine for rank in _to_try(method, unit, averages[index, unit.module])]
-        outputs = [_output(source, method, view, moments, _with(method, *trial), dense) for trial in here]
+        sent = [_output(source, method, view, moments, _with(method, *trial), dense) for trial in here]
         trials += [(index, *trial) for trial in here]
         advance(view, dense)
         advance(view, tried)
-        _append(tried, outputs)
+        _append(tried, sent, dense, together)
         del view, moments
         release_memory()
     effects = dict(zip(trials, _divergences(source, ids, dense, tried), strict=True))
@@ -110,35 +123,46 @@ def _with(method: Method, module: str, rank: int) -> dict[str, int]:
     return {module: rank, **dict.fromkeys(others, 0)}
 
 
-def _side_by_side(source: Source, ids: Tensor) -> Stream:
-    """An empty stream whose batches are up to ``TOGETHER`` copies of these windows, as many as a forward takes."""
-    most = min(TOGETHER, max(1, batch_tokens(source) // (len(ids) * source.part.length_of(ids))))
-    started = [start(source, torch.cat([ids] * n), autocast=source.autocast) for n in range(1, most + 1)]
-    calls = {size: call for one in started for size, call in one.calls.items()}
-    return Stream([], calls, source.autocast)
+def _side_by_side(source: Source, ids: Data) -> dict[int, list[Call]]:
+    """Rows of up to ``TOGETHER`` copies of these windows, as many as a forward takes -> what the blocks are called with.
+    Nothing for examples, each of which is a batch of its own."""
+    if not isinstance(ids, Tensor):
+        return {}
+    most = min(TOGETHER, max(1, batch_tokens(source) // (len(ids) * length_of(ids, source.part))))
+    copies = [torch.cat([ids] * n) for n in range(1, most + 1)]
+    return {len(some): start(source, some, autocast=source.autocast).calls[0] for some in copies}
 
 
-def _append(stream: Stream, more: list[Tensor]) -> None:
-    """Put more copies behind the ones of the last batch, and into new batches."""
-    if not more:
-        return
-    most = max(stream.calls)
-    if stream.hidden and len(stream.hidden[-1]) < most:
-        more = [stream.hidden.pop(), *more]
-    stream.hidden += torch.cat(more).split(most)
+def _append(tried: Stream, more: list[list[Tensor]], dense: Stream, together: dict[int, list[Call]]) -> None:
+    """Put what some trials sent behind the others: copies of windows into the last batch and new ones, examples as they are.
+
+    Args:
+        more: of every trial, all batches of the dense stream.
+        together: see :func:`_side_by_side`.
+    """
+    if not together:
+        tried.hidden += [hidden for trial in more for hidden in trial]
+        tried.calls += dense.calls * len(more)
+    elif more:
+        most, rows = max(together), [hidden for (hidden,) in more]
+        if tried.hidden and len(tried.hidden[-1]) < most:
+            rows = [tried.hidden.pop(), *rows]
+        tried.hidden += torch.cat(rows).split(most)
+        tried.calls = [together[len(hidden)] for hidden in tried.hidden]
 
 
-def _some_to_fit(source: Source, ids: Tensor, units: list[Unit]) -> Tensor:
+def _some_to_fit(source: Source, ids: Data, units: list[Unit]) -> Data:
     """The first windows, as many as curves need."""
-    wanted = max(FIT_TOKENS, PER_DIMENSION * max(unit.ranks[-1] for unit in units))
-    return ids[: -(-wanted // source.part.length_of(ids))]
+    return first(ids, max(FIT_TOKENS, PER_DIMENSION * max(unit.ranks[-1] for unit in units)), source.part)
 
 
-def _some_to_compare(source: Source, ids: Tensor) -> Tensor:
-    """The beginnings of some windows, or images that have as many patches."""
-    if source.part.takes_images:
-        return ids[: -(-WINDOWS * LENGTH // source.part.length_of(ids))]
-    return ids[:WINDOWS, :LENGTH].contiguous()
+def _some_to_compare(source: Source, ids: Data) -> Data:
+    """The beginnings of some windows, images that have as many patches, or as many examples."""
+    if not isinstance(ids, Tensor):
+        return ids[:WINDOWS]
+    return (
+        first(ids, WINDOWS * LENGTH, source.part) if source.part.takes_images else ids[:WINDOWS, :LENGTH].contiguous()
+    )
 
 
 def _reference(unit: Unit, average: float) -> int:
@@ -158,13 +182,15 @@ def _curve(method: Method, view: BlockView, moments, unit: Unit, average: float)
         return method.alone.curve(view, moments, unit, least)
 
 
-def _output(source: Source, method: Method, view: BlockView, moments, ranks: dict[str, int], dense: Stream) -> Tensor:
+def _output(
+    source: Source, method: Method, view: BlockView, moments, ranks: dict[str, int], dense: Stream
+) -> list[Tensor]:
     """What the block makes of the dense stream when one of its modules is compressed; the block stays as it is."""
     (stage,) = method.alone.stages(view, ranks)
     with replaced(view, decompose(stage, view, moments), source):
-        alone = replace(dense, hidden=list(dense.hidden))
+        alone = dense.copy()
         advance(view, alone)
-    return alone.hidden[0]
+    return alone.hidden
 
 
 def _scaled(curve: Cost, reference: int, effect: float) -> Cost:
@@ -172,15 +198,27 @@ def _scaled(curve: Cost, reference: int, effect: float) -> Cost:
     return {rank: effect * error / curve[reference] if curve[reference] > 0 else 0.0 for rank, error in curve.items()}
 
 
-def _divergences(source: Source, ids: Tensor, dense: Stream, tried: Stream) -> list[float]:
+def _divergences(source: Source, ids: Data, dense: Stream, tried: Stream) -> list[float]:
     """How far what comes out is from the dense model's with every module tried, in turn."""
+    distance = _divergence if source.architecture.decoder else _change
+    copies = [hidden for batch in tried.hidden for hidden in batch.split(len(dense.hidden[0]))]
+    found, counts = [], []
+    for number, (batch, hidden) in enumerate(zip(again(ids, dense.hidden), dense.hidden, strict=True)):
+        sent = partial(_sent, source, batch, dense)
+        expected = sent(hidden)
+        apart = distance(expected)
+        found.append(torch.stack([apart(sent(x)) for x in copies[number :: len(dense.hidden)]]))
+        counts.append(expected.shape[1])
+    return sum(apart * (count / sum(counts)) for apart, count in zip(found, counts, strict=True)).tolist()
 
-    def sent(hidden: Tensor) -> Tensor:
-        return outputs(source, ids, dense, hidden)
 
-    distance = (_divergence if source.architecture.decoder else _change)(sent(dense.hidden[0]))
-    copies = (hidden for batch in tried.hidden for hidden in batch.split(len(ids)))
-    return torch.stack([distance(sent(hidden)) for hidden in copies]).tolist()
+def _sent(source: Source, batch: Batch, stream: Stream, hidden: Tensor) -> Tensor:
+    """What comes out, of an example without the positions that an image follows."""
+    if isinstance(batch, Tensor):
+        return outputs(source, batch, stream, hidden)
+    told = targets_of(source, batch)[0] != IGNORED
+    positions = torch.cat([told[1:], told.new_ones(1)]).nonzero().flatten()
+    return outputs_at(source, batch, stream, hidden, positions)
 
 
 def _divergence(logits: Tensor) -> Callable[[Tensor], Tensor]:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from .architectures import BlockView
+from .calibration.batches import Data, again, length_of
 from .calibration.moments import BlockMoments
-from .calibration.runner import Stream, advance, outputs, predictions, start
+from .calibration.runner import IGNORED, Stream, advance, outputs, predictions, start
 from .calibration.streams import Streams
 from .calibration.supply import FromDense, FromStreams
 from .checkpoint.source import Source
@@ -41,13 +42,14 @@ class HeldOut:
 
     Args:
         source: the dense model.
-        ids: ``(S, T)`` token ids.
+        ids: ``(S, T)`` token ids, images, or image-text examples.
         sequential: whether blocks are fitted to what the compressed blocks before them send, or to the dense stream.
     """
 
-    def __init__(self, source: Source, ids: Tensor, *, sequential: bool):
+    def __init__(self, source: Source, ids: Data, *, sequential: bool):
         self.source, self.ids, self.sequential = source, ids, sequential
-        self.dense, self.small = (start(source, ids, autocast=source.autocast) for _ in range(2))
+        self.dense = start(source, ids, autocast=source.autocast)
+        self.small = self.dense.copy()
         self.supply = FromStreams(Streams(self.small, self.dense)) if sequential else FromDense(self.dense)
         self.drift: list[float] = []  # of the compressed from the dense stream, behind every block
 
@@ -72,7 +74,7 @@ class HeldOut:
         Args:
             protects: whether the method can leave single blocks dense, which the warning then suggests.
         """
-        facts = {"windows": len(self.ids), "length": self.source.part.length_of(self.ids)}
+        facts = {"windows": len(self.ids), "length": length_of(self.ids, self.source.part)}
         found, damage = (self._perplexities if self.source.architecture.decoder else self._states)(sparsity)
         facts |= found | {"stream_errors": self.drift, "warning": None}
         if damage:
@@ -99,15 +101,16 @@ class HeldOut:
         if small - dense <= math.log(limit):
             return facts, None
         return facts, (
-            f"perplexity on held-out calibration text goes from {_perplexity(dense):.1f} to {_perplexity(small):.1f}, more "
-            f"than sparsity {sparsity:.2f} explains (x {limit:.1f})"
+            f"perplexity on held-out calibration {self._what} goes from {_perplexity(dense):.1f} to {_perplexity(small):.1f}, "
+            f"more than sparsity {sparsity:.2f} explains (x {limit:.1f})"
         )
 
     def _states(self, sparsity: float) -> tuple[dict, str | None]:
         """How far the states behind the last norm have moved, and what is wrong where a constant would be as near."""
         apart, energy, alike, total, tokens = 0.0, 0.0, 0.0, 0.0, 0
-        batches = self.ids.split([len(h) for h in self.dense.hidden])
-        for some, dense, small in zip(batches, self.dense.hidden, self.small.hidden, strict=True):
+        for some, dense, small in zip(
+            again(self.ids, self.dense.hidden), self.dense.hidden, self.small.hidden, strict=True
+        ):
             a, b = (outputs(self.source, some, self.dense, x).flatten(0, 1).double() for x in (dense, small))
             apart += (a - b).square().sum().item()
             energy, total = energy + a.square().sum().item(), total + a.sum(0)
@@ -124,7 +127,9 @@ class HeldOut:
 
     @property
     def _what(self) -> str:
-        return "images" if self.source.part.takes_images else "text"
+        if self.source.part.takes_images:
+            return "images"
+        return "text" if isinstance(self.ids, Tensor) else "examples"
 
     def _breaks_away(self) -> int:
         """The block behind which the drift has grown most."""
@@ -148,19 +153,19 @@ class NothingHeldOut:
         log.warning("no calibration window was kept out of the fit, so nothing checks the result; evaluate it")
 
 
-def nats_per_token(source: Source, ids: Tensor, stream: Stream) -> float:
-    """Mean loss per predicted token of what norm and head make of a stream behind the last block.
+def nats_per_token(source: Source, ids: Data, stream: Stream) -> float:
+    """Mean loss per predicted token of what norm and head make of a stream behind the last block; placeholders of images
+    are not predicted.
 
     Args:
-        ids: ``(S, T)`` what the stream was started from.
+        ids: what the stream was started from.
     """
-    total = 0.0
-    for some_ids, hidden in zip(ids.split([len(h) for h in stream.hidden]), stream.hidden, strict=True):
-        some_ids = some_ids.to(source.device)
+    total, count = 0.0, 0
+    for some_ids, hidden in zip(again(ids, stream.hidden), stream.hidden, strict=True):
         for some, targets in predictions(source, some_ids, stream, hidden, positions=POSITIONS):
             losses = nn.functional.cross_entropy(some.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-            total += losses.item()
-    return total / (ids.shape[0] * (ids.shape[1] - 1))
+            total, count = total + losses.item(), count + int((targets != IGNORED).sum())
+    return total / count
 
 
 def _drift(dense: list[Tensor], small: list[Tensor]) -> float:

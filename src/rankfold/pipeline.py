@@ -199,7 +199,8 @@ def _supply(source: Source, method: Method, tokens, moments, mode: str) -> FromS
     if mode == "one-pass":
         return FromDense(_start(source, tokens))
     two = any(STATISTICS[name].two_streams for name in statistics_of(source, method))
-    return FromStreams(Streams(_start(source, tokens), _start(source, tokens) if two else None))
+    stream = _start(source, tokens)
+    return FromStreams(Streams(stream, stream.copy() if two else None))
 
 
 def _watch(source: Source, held_out, mode: str) -> HeldOut | NothingHeldOut:

@@ -138,7 +138,7 @@ def _look(view: BlockView, stream: Stream) -> _Look:
         return hook
 
     handles = [m.register_forward_hook(note(name), with_kwargs=True) for name, m in watched.items()]
-    args, kwargs = stream.calls[len(before)][view.index]
+    args, kwargs, _ = stream.calls[0][view.index]
     output = block(before, *args, **kwargs)
     for handle in handles:
         handle.remove()

@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from .allocation import Cost
+from .calibration.batches import Data
 from .calibration.runner import Stream, advance, start
 from .checkpoint.reading import BlockReader
 from .checkpoint.source import Source
@@ -32,13 +32,13 @@ Order = dict[
 
 
 def removal_order(
-    source: Source, ids: Tensor, sizes: dict[int, int], remove: int, known: Order, keep: Callable[[Order], None]
+    source: Source, ids: Data, sizes: dict[int, int], remove: int, known: Order, keep: Callable[[Order], None]
 ) -> Order:
     """Which blocks go, and in which order.
 
     Args:
         source: an open model.
-        ids: ``(S, T)`` calibration windows.
+        ids: calibration windows, or examples.
         sizes: what every block that may go takes of the budget.
         remove: how much must go.
         known: what an earlier run found before it was stopped; may be empty.
@@ -63,7 +63,7 @@ def _order(gone: list[int], sizes: dict[int, int]) -> Order:
 
 
 @torch.no_grad()
-def losses_without(source: Source, ids: Tensor, gone: Collection[int], candidates: Collection[int]) -> dict[int, float]:
+def losses_without(source: Source, ids: Data, gone: Collection[int], candidates: Collection[int]) -> dict[int, float]:
     """Candidate -> nats per predicted token when it is left out, too.
 
     Args:
@@ -79,6 +79,7 @@ def losses_without(source: Source, ids: Tensor, gone: Collection[int], candidate
         advance(read(index), stream)
         if passed:
             stream.hidden += passed
+            stream.calls += stream.calls[:batches]
             tried.append(index)
         release_memory()
     own = (_part(stream, batches, place) for place in range(1, len(tried) + 1))
@@ -86,4 +87,4 @@ def losses_without(source: Source, ids: Tensor, gone: Collection[int], candidate
 
 
 def _part(stream: Stream, batches: int, place: int) -> Stream:
-    return replace(stream, hidden=stream.hidden[place * batches : (place + 1) * batches])
+    return replace(stream, hidden=stream.hidden[place * batches : (place + 1) * batches], calls=stream.calls[:batches])

@@ -141,7 +141,7 @@ def _variants(source: Source, method: Method, view: BlockView, units: list[Unit]
 
 def _time(view: BlockView, variants: dict, stream, source: Source) -> tuple[float, dict]:
     """Seconds of the dense block, and what each variant saves: medians over rounds of all of them in turning order."""
-    args, kwargs = _cast(stream.calls[1][view.index], source.dtype)
+    args, kwargs = _cast(stream.calls[0][view.index][:2], source.dtype)
     hidden = stream.hidden[0].to(source.dtype)
     names, rounds = [None, *variants], []
     repeats = 1

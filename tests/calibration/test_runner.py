@@ -102,7 +102,7 @@ def test_influence_of_attention_is_taken_before_the_mlp(family):
     view, stream = source.block(0), start(source, some_ids(4, 16), autocast=None)
     block, before = view.module, stream.hidden[0]
     moments = measure(view, stream, {"influence"}, step=False)
-    args, kwargs = stream.calls[4][0]
+    args, kwargs, _ = stream.calls[0][0]
     with torch.no_grad():
         if block.do_layer_norm_before:
             middle = before + block.self_attn(block.self_attn_layer_norm(before), *args, **kwargs)[0]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..architectures import BlockView
 from ..memory import release_memory
+from .batches import Batch, Data, again
 from .gradients import BackwardObserver
 from .moments import BlockMoments, check_finite
 from .runner import Stream, advance, batch_tokens, predictions, start
@@ -46,13 +47,13 @@ def sweep_memory(source, tokens: int) -> int:
 
 
 def sweep(
-    source, ids: Tensor, observers: Callable[[BlockView], dict[str, BackwardObserver]], first: int = 0
+    source, ids: Data, observers: Callable[[BlockView], dict[str, BackwardObserver]], first: int = 0
 ) -> Iterator[tuple[int, BlockMoments]]:
     """Measure along one backward pass.
 
     Args:
         source: an open model.
-        ids: ``(S, T)`` token ids, ``T >= 2``.
+        ids: ``(S, T)`` token ids, ``T >= 2``, or image-text examples.
         observers: block -> name -> what watches one of its layers.
         first: the block to end at.
 
@@ -70,15 +71,17 @@ def sweep(
         inputs.append([hidden.cpu() for hidden in stream.hidden])
         advance(source.block(index), stream)
         release_memory()
-    batches = zip(ids.split([len(hidden) for hidden in stream.hidden]), stream.hidden, strict=True)
+    batches = zip(again(ids, stream.hidden), stream.hidden, strict=True)
     # From here on the stream is the gradient, which comes back through the blocks.
-    stream.hidden = [_of_loss(source, some.to(source.device), stream, hidden) for some, hidden in batches]
+    stream.hidden = [_of_loss(source, some, stream, hidden) for some, hidden in batches]
     for index in reversed(range(first, len(source))):
         view, entered = source.block(index), inputs.pop()
         watching = observers(view)
-        with _frozen(view.module), _watched(watching.values(), ids.shape[1]):
+        with _frozen(view.module):
             for i, hidden in enumerate(entered):
-                stream.hidden[i] = _through(view, stream, i, hidden.to(source.device, source.compute_dtype))
+                stream.hidden[i] = _through(
+                    view, stream, i, hidden.to(source.device, source.compute_dtype), watching.values()
+                )
         moments = {name: observer.finish() for name, observer in watching.items()}
         check_finite(moments, view.path, what="gradients")
         yield index, moments
@@ -87,29 +90,32 @@ def sweep(
 
 
 @torch.enable_grad()
-def _of_loss(source, ids: Tensor, stream: Stream, hidden: Tensor) -> Tensor:
+def _of_loss(source, ids: Batch, stream: Stream, hidden: Tensor) -> Tensor:
     """``(B, T, D)`` gradient behind the last block of the summed loss of one batch, some positions at a time."""
     x = hidden.to(source.compute_dtype).requires_grad_()
     gradient = torch.zeros_like(x)
-    for some, targets in predictions(source, ids, stream, x, positions=max(1, POSITIONS // len(ids))):
+    for some, targets in predictions(source, ids, stream, x, positions=max(1, POSITIONS // len(x))):
         loss = nn.functional.cross_entropy(some.flatten(0, 1).float(), targets.flatten(), reduction="sum")
         gradient += torch.autograd.grad(loss, x)[0]
     return gradient
 
 
 @torch.enable_grad()
-def _through(view: BlockView, stream: Stream, batch: int, hidden: Tensor) -> Tensor:
+def _through(
+    view: BlockView, stream: Stream, batch: int, hidden: Tensor, observers: Iterable[BackwardObserver]
+) -> Tensor:
     """``(B, T, D)`` gradient in front of a block out of the one behind it.
 
     Args:
-        stream: of gradients.  hidden: what entered the block.
+        stream: of gradients.  hidden: what entered the block.  observers: told of what they watch.
     """
-    args, kwargs = stream.calls[len(hidden)][view.index]
+    args, kwargs, _ = stream.calls[batch][view.index]  # what is added behind the block takes no part
     x = hidden.requires_grad_()
-    with stream.context():
-        output = view.module(x, *args, **kwargs)
-    output = output[0] if isinstance(output, tuple) else output
-    return torch.autograd.grad(output, x, stream.hidden[batch].to(output.dtype))[0]
+    with _watched(observers, hidden.shape[1]):
+        with stream.context():
+            output = view.module(x, *args, **kwargs)
+        output = output[0] if isinstance(output, tuple) else output
+        return torch.autograd.grad(output, x, stream.hidden[batch].to(output.dtype))[0]
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from ..errors import DataError, OptionError, first_line
 from .text import open_parquet
 from .windows import Tokens
 
-__all__ = ["Images", "load_images"]
+__all__ = ["Images", "load_images", "read_image"]
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ def _processed(readers: Readers, processor) -> Tensor:
     """``(S, C, H, W)``"""
     parts = []
     for begin in range(0, len(readers), TOGETHER):
-        images = [_read(where, place()) for where, place in readers[begin : begin + TOGETHER]]
+        images = [read_image(where, place()) for where, place in readers[begin : begin + TOGETHER]]
         try:
             parts.append(processor(images=images, return_tensors="pt")["pixel_values"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -132,8 +132,16 @@ def _processed(readers: Readers, processor) -> Tensor:
     return torch.cat(parts)
 
 
-def _read(where: str, place):
-    """An image in RGB."""
+def read_image(where: str, place):
+    """An image in RGB.
+
+    Args:
+        where: named in messages.  place: a path or an open file.
+
+    Raises:
+        DataError: it cannot be read.
+        OptionError: Pillow is not installed.
+    """
     try:
         from PIL import Image
     except ImportError as error:

@@ -34,7 +34,7 @@ class Moment:
     second: Tensor | None  # (..., N, N) sum of x x^T
     rows: Tensor | None = None  # (n, N) observations themselves, where a method iterates on them
     windows: Tensor | None = (
-        None  # (S, N) sum of x over each of S windows of one length; where a method asks for `windows`
+        None  # (S, N) sum of x over each of S windows, times the root of mean length over own; where a method asks for it
     )
 
     @property
@@ -61,7 +61,8 @@ class Moment:
 
     def within_windows(self) -> Tensor:
         """Mean over the windows of the covariance within each, fp64: the pooled covariance, divided by counts; not clamped."""
-        means = self.windows.double() * (len(self.windows) / self.count)  # (S, N)
+        # (S, N) means, each times the root of the window's length over the mean length: a longer one counts for more
+        means = self.windows.double() * (len(self.windows) / self.count)
         return self.second_moment().sub_(means.mT @ means / len(means))
 
     def rounded(self) -> "Moment":

@@ -84,6 +84,7 @@ class InputObserver:
         self.module, self.absolute, self.norm = module, absolute, norm
         self.sums: VectorMoment | None = None
         self.windows: list[Tensor] | None = [] if windows else None
+        self.lengths: list[int] = []  # of the windows
         self._entered: Tensor | None = None  # of this batch; some families flatten it before the layer
 
     def hooks(self):
@@ -102,11 +103,15 @@ class InputObserver:
         if self.windows is not None:
             x, self._entered = self._entered.view(*batch.hidden.shape[:2], -1), None
             self.windows.append(x.sum(1, dtype=torch.float32).to(accumulator(x.device)))
+            self.lengths += [x.shape[1]] * len(x)
 
     def finish(self) -> Moment:
         moment = self.sums.finish()
         if self.windows is not None:
             moment.windows = torch.cat(self.windows)
+            if len(set(self.lengths)) > 1:
+                of_mean = sum(self.lengths) / len(self.lengths) / torch.tensor(self.lengths)
+                moment.windows *= of_mean.sqrt().to(moment.windows)[:, None]
         return moment
 
 

@@ -1,4 +1,4 @@
-"""Run a model block by block over batches of token windows or images, and measure on the way.
+"""Run a model block by block over batches of token windows, images or image-text examples, and measure on the way.
 
 Shape legend: B sequences of a batch, T tokens, D model width.
 
@@ -7,18 +7,24 @@ Only one block is resident. The residual stream between two blocks is kept on th
 
 import contextlib
 import inspect
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..architectures import BlockView
 from ..errors import NumericsError
+from .batches import Batch as Given
+from .batches import Data, Example, batches, ids_of
 from .moments import BlockMoments, check_finite
 from .observers import STATISTICS, Batch, DenseBatch, Middle, Observer, observers_for
 
 __all__ = [
+    "IGNORED",
+    "Call",
     "StandIn",
     "Stream",
     "advance",
@@ -27,12 +33,25 @@ __all__ = [
     "evaluating",
     "measure",
     "outputs",
+    "outputs_at",
     "predictions",
     "start",
+    "targets_of",
 ]
 
 BATCH_TOKENS = 2048  # a forward on a CPU; larger batches are hardly faster, and their activations dwarf the block
 MOST_BATCH_TOKENS = 32768  # a forward on an accelerator, where its memory allows; beyond that nothing gets faster
+IGNORED = -100  # in place of a token that is not to be predicted, as PyTorch's cross entropy has it
+
+
+class Call(NamedTuple):
+    """What a block is called with beside the residual stream."""
+
+    args: tuple
+    kwargs: dict
+    added: Tensor | None = (
+        None  # (B, T, D) what the model adds to the stream behind the block: Qwen3-VL images, once more
+    )
 
 
 @dataclass
@@ -40,8 +59,17 @@ class Stream:
     """The residual stream of all batches before some block, and what every block is called with."""
 
     hidden: list[Tensor]  # each (B, T, D)
-    calls: dict[int, list[tuple[tuple, dict]]] = field(repr=False)  # batch size -> (args, kwargs) per block
+    calls: list[list[Call]] = field(repr=False)  # of every batch, of every block; batches of one shape may share them
     autocast: torch.dtype | None
+
+    def copy(self) -> "Stream":
+        """Another one at the same place, which goes its own way."""
+        return Stream(list(self.hidden), list(self.calls), self.autocast)
+
+    def move(self, batch: int, block: int, output: Tensor) -> None:
+        """Put a batch behind a block that made this of it."""
+        added = self.calls[batch][block].added
+        self.hidden[batch] = output if added is None else output + added.to(output.dtype)
 
     def context(self):
         """The precision blocks run in."""
@@ -79,12 +107,12 @@ class _Recorder(StandIn):
     def __init__(self, block: nn.Module, returns_tuple: bool, last: bool):
         super().__init__(block)
         self.returns_tuple, self.last = returns_tuple, last
-        self.call: tuple[tuple, dict] | None = None
+        self.call: Call | None = None
         self.hidden: Tensor | None = None
         self.instead: Tensor | None = None
 
     def forward(self, hidden, *args, **kwargs):
-        self.hidden, self.call = hidden, (args, kwargs)
+        self.hidden, self.call = hidden, Call(args, kwargs)
         if self.last:
             raise _Stop
         hidden = hidden if self.instead is None else self.instead
@@ -131,32 +159,44 @@ def batch_tokens(source) -> int:
 
 
 @torch.no_grad()
-def start(source, ids: Tensor, *, autocast: torch.dtype | None) -> Stream:
-    """Embed all windows; learn from the model's own forward what each block is called with.
+def start(source, ids: Data, *, autocast: torch.dtype | None) -> Stream:
+    """Embed all windows, images among them; learn from the model's own forward what each block is called with.
 
     Masks, rotary tables (which differ between sliding and full layers), ALiBi biases: all are made by the model itself.
 
     Args:
         source: an open model.
-        ids: ``(S, T)`` token ids, or ``(S, C, H, W)`` pixels for a part that takes images.
+        ids: ``(S, T)`` token ids, or ``(S, C, H, W)`` pixels for a part that takes images, or examples.
         autocast: precision of the block forwards, or ``None``.
     """
-    per_batch = max(1, batch_tokens(source) // source.part.length_of(ids))
-    stream = Stream([], {}, autocast)
+    stream, of_size = Stream([], [], autocast), {}  # windows of one size are called alike
     with _recording(source, stop=True) as recorders:
-        for batch in ids.split(per_batch):
+        for batch in batches(ids, batch_tokens(source), source.part):
             with contextlib.suppress(_Stop):
-                source.forward(batch)
-            stream.hidden.append(recorders[0].hidden.to(autocast or recorders[0].hidden.dtype))
-            stream.calls.setdefault(len(batch), [r.call for r in recorders])
+                source.forward(batch.read() if isinstance(batch, Example) else batch)
+            first = recorders[0].hidden
+            stream.hidden.append(first.to(autocast or first.dtype))
+            calls = None if isinstance(batch, Example) else of_size.get(len(batch))
+            calls = calls or _calls(recorders, stream.hidden[-1].dtype)
+            stream.calls.append(calls if isinstance(batch, Example) else of_size.setdefault(len(batch), calls))
     return stream
 
 
-def outputs(source, ids: Tensor, stream: Stream, hidden: Tensor | None = None, *, keep: Tensor | None = None) -> Tensor:
+def _calls(recorders: list[_Recorder], dtype: torch.dtype) -> list[Call]:
+    """What every block was called with. A block whose output the model adds to on the way to the next one is told by what
+    enters that: recorders pass on what they receive."""
+    calls = [recorder.call for recorder in recorders]
+    for i, (before, behind) in enumerate(itertools.pairwise(recorders)):
+        if behind.hidden is not before.hidden and not torch.equal(behind.hidden, before.hidden):
+            calls[i] = calls[i]._replace(added=(behind.hidden - before.hidden).to(dtype))
+    return calls
+
+
+def outputs(source, ids: Given, stream: Stream, hidden: Tensor | None = None, *, keep: Tensor | None = None) -> Tensor:
     """What the model's own norm, and head where it writes text, make of one batch of a stream behind the last block.
 
     Args:
-        source: an open model.  ids: ``(B, T)`` what the batch was started from.  stream: what it belongs to.
+        source: an open model.  ids: what the batch was started from.  stream: what it belongs to.
         hidden: ``(B, T, D)`` the batch; the only one of the stream by default. If it needs a gradient, the result has one.
         keep: positions whose logits are wanted, where the model can leave out others; all by default.
 
@@ -166,30 +206,47 @@ def outputs(source, ids: Tensor, stream: Stream, hidden: Tensor | None = None, *
     some, hidden = {} if keep is None else {"logits_to_keep": keep}, stream.hidden[0] if hidden is None else hidden
     with torch.set_grad_enabled(hidden.requires_grad), _recording(source, stop=False) as recorders, stream.context():
         recorders[-1].instead = hidden.to(source.model.dtype)
-        found = source.forward(ids, **some)
+        found = source.forward(ids_of(ids), **some)  # images are in the stream
         return found.logits if source.architecture.decoder else found.last_hidden_state
 
 
+def outputs_at(source, ids: Given, stream: Stream, hidden: Tensor, positions: Tensor) -> Tensor:
+    """:func:`outputs` at some positions; others are not computed where the model can leave them out."""
+    keeps = "logits_to_keep" in inspect.signature(source.model.forward).parameters
+    found = outputs(source, ids, stream, hidden, keep=positions if keeps else None)
+    return found if keeps else found[:, positions]
+
+
+def targets_of(source, batch: Given) -> Tensor:
+    """``(B, T)`` the tokens of a batch; :data:`IGNORED` where an image stands, which no model predicts."""
+    ids = ids_of(batch).to(source.device)
+    return ids if source.image_token is None else ids.masked_fill(ids == source.image_token, IGNORED)
+
+
 def predictions(
-    source, ids: Tensor, stream: Stream, hidden: Tensor, *, positions: int
+    source, ids: Given, stream: Stream, hidden: Tensor, *, positions: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits ``(B, n, V)`` and the next tokens ``(B, n)`` of one batch behind the last block, some positions at a time.
+    """Logits ``(B, n, V)`` and the next tokens ``(B, n)`` of one batch behind the last block, some positions at a time; those
+    where only images follow are left out.
 
     Args:
         source, ids, stream, hidden: as for :func:`outputs`.
         positions: at most so many of every sequence at once, where the model can leave out logits; otherwise all.
     """
-    last, keeps = ids.shape[1] - 1, "logits_to_keep" in inspect.signature(source.model.forward).parameters
-    for some in torch.arange(last, device=ids.device).split(positions if keeps else last):
-        found = outputs(source, ids, stream, hidden, keep=some if keeps else None)
-        yield found[:, : len(some)], ids[:, some + 1]
+    targets = targets_of(source, ids)[:, 1:]
+    keeps = "logits_to_keep" in inspect.signature(source.model.forward).parameters
+    followed = torch.arange(targets.shape[1], device=targets.device)
+    if source.image_token is not None:
+        followed = followed[(targets != IGNORED).any(0)]
+    for some in followed.split(positions if keeps else max(1, len(followed))):
+        yield outputs_at(source, ids, stream, hidden, some), targets[:, some]
 
 
 @torch.no_grad()
 def advance(view: BlockView, stream: Stream, module: nn.Module | None = None) -> None:
     """Replace the stream by the output of the block (of ``module`` where given)."""
     for i, _, output in _forward(view, stream, module or view.module):
-        stream.hidden[i] = output
+        stream.move(i, view.index, output)
 
 
 @torch.no_grad()
@@ -199,7 +256,7 @@ def advance_dense(view: BlockView, stream: Stream) -> list[DenseBatch]:
     with _watched([middle], None):
         for i, _, output in _forward(view, stream, view.module):
             found.append(DenseBatch(middle.take(stream.hidden[i]).to(output.dtype), output))
-            stream.hidden[i] = output
+            stream.move(i, view.index, output)
     return found
 
 
@@ -227,7 +284,7 @@ def measure(
             for observer in observers.values():
                 observer.after(batch)
             if step:
-                stream.hidden[i] = output
+                stream.move(i, view.index, output)
     moments = {name: observer.finish() for name, observer in observers.items()}
     check_finite(moments, view.path)
     return moments
@@ -260,7 +317,7 @@ def _forward(view, stream, module) -> Iterator[tuple[int, dict, Tensor | None]]:
     """Batch, its keyword arguments and the output, which is ``None`` where the forward was left early."""
     ranges = []  # looked at once behind the last batch: a look waits for the device
     for i, hidden in enumerate(stream.hidden):
-        args, kwargs = stream.calls[len(hidden)][view.index]
+        args, kwargs, _ = stream.calls[i][view.index]
         with stream.context():
             try:
                 output = module(hidden, *args, **kwargs)

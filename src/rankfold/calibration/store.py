@@ -17,6 +17,7 @@ from ..errors import CheckpointError
 from ..files import check_name, read_json, sweep, sync_folder, write_json, write_tensors, writing
 from ..locking import locked
 from ..records import NUMBER, Maybe, check_record
+from .batches import Data, as_data, as_tensors, digest_of
 from .moments import BlockMoments, Moment
 
 __all__ = ["MomentStore"]
@@ -56,16 +57,16 @@ class MomentStore:
         identity: what the moments were measured on (model, tokens, precision, statistics); two stores with equal
             identity hold the same numbers.
         folder: where to keep them; ``None`` keeps them in memory.
-        held_out: ``(S, T)`` ids of windows that were not measured, to judge what is fitted to the others.
+        held_out: windows, images or examples that were not measured, to judge what is fitted to the others.
     """
 
-    def __init__(self, identity: dict, folder: Path | None = None, held_out: Tensor | None = None):
+    def __init__(self, identity: dict, folder: Path | None = None, held_out: Data | None = None):
         self.identity, self.folder, self._held_out = identity, folder, held_out
         self._blocks: dict[int, BlockMoments] = {}
 
     @classmethod
     @contextlib.contextmanager
-    def filling(cls, identity: dict, folder: Path | None, held_out: Tensor | None = None) -> Iterator["MomentStore"]:
+    def filling(cls, identity: dict, folder: Path | None, held_out: Data | None = None) -> Iterator["MomentStore"]:
         """A store that this process alone fills, and that is finished behind the block; see :meth:`create`.
 
         Raises:
@@ -83,7 +84,7 @@ class MomentStore:
             store.finish()
 
     @classmethod
-    def create(cls, identity: dict, folder: Path | None, held_out: Tensor | None = None) -> "MomentStore":
+    def create(cls, identity: dict, folder: Path | None, held_out: Data | None = None) -> "MomentStore":
         """A store to be filled; a folder of the same identity is continued.
 
         Raises:
@@ -98,7 +99,7 @@ class MomentStore:
         if not (folder / RECORD).exists() and not (folder / UNFINISHED).exists():
             write_json(folder / UNFINISHED, identity)
         if held_out is not None:
-            write_tensors(folder / HELD_OUT, {"ids": held_out})
+            write_tensors(folder / HELD_OUT, as_tensors(held_out))
         return cls(identity, folder, held_out)
 
     @classmethod
@@ -122,8 +123,8 @@ class MomentStore:
         return cls(identity, folder, _read_held_out(folder / HELD_OUT, identity["tokens"]))
 
     @property
-    def held_out(self) -> Tensor | None:
-        """``(S, T)`` ids of the windows that were not measured; ``None`` where all were."""
+    def held_out(self) -> Data | None:
+        """The windows, images or examples that were not measured; ``None`` where all were."""
         return self._held_out
 
     def finish(self) -> None:
@@ -230,14 +231,14 @@ def _check_folder(folder: Path, identity: dict) -> None:
             )
 
 
-def _read_held_out(path: Path, tokens: dict) -> Tensor | None:
-    """Ids of the windows that the record says were not measured."""
+def _read_held_out(path: Path, tokens: dict) -> Data | None:
+    """What the record says were not measured."""
     if not tokens.get("held_out"):
         return None
     try:
-        ids = load_file(path)["ids"]
-    except (SafetensorError, OSError, KeyError) as error:
+        held_out = as_data(load_file(path))
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise CheckpointError(_DAMAGED.format(path=path, reason=error)) from error
-    if hashlib.sha256(ids.numpy()).hexdigest()[:32] != tokens.get("held_out_sha256"):
+    if digest_of(held_out) != tokens.get("held_out_sha256"):
         raise CheckpointError(_DAMAGED.format(path=path, reason="its content is not what was written there"))
-    return ids
+    return held_out

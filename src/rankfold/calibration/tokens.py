@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, DataError, OptionError, first_line
+from .batches import Data, Example, tokens_in
 from .framing import frame_of
 from .mixing import Drawn, Portion, check_distinct, draw_all, held_out_of, interleaved, shares_of
 from .pieces import pieces_of_file_or_hub, pieces_of_text
@@ -225,13 +226,15 @@ def tokenised(tokenizer, text: str, name: str, vocabulary: int, **options) -> Te
     return ids
 
 
-def check_fits(ids: Tensor, source) -> None:
-    """Whether a model can run on these windows, or images.
+def check_fits(ids: Data, source) -> None:
+    """Whether a model can run on these windows, images or examples.
 
     Raises:
-        DataError: an id has no embedding, windows are longer than the positions the model has, or images have another shape
-            than it takes.
+        DataError: an id has no embedding, windows are longer than the positions the model has, images have another shape
+            than it takes, or it takes no image-text examples.
     """
+    if not isinstance(ids, Tensor):
+        return _check_examples(ids, source)
     if source.part.takes_images:
         return _check_images(ids, source)
     if ids.dim() != 2:
@@ -243,6 +246,25 @@ def check_fits(ids: Tensor, source) -> None:
         )
 
 
+def _check_examples(examples: tuple[Example, ...], source) -> None:
+    if source.image_token is None:
+        raise DataError(
+            f"the {source.part.name} part of {source.name} takes no image-text examples; calibrate on "
+            f"{'images' if source.part.takes_images else 'text'}"
+        )
+    longest = max(example.ids.shape[1] for example in examples)
+    if source.part.positions and longest > source.part.positions:
+        raise DataError(
+            f"an example of {longest} tokens, images among them, is longer than the model's context of "
+            f"{source.part.positions}; leave it out, or have its images made smaller"
+        )
+    for example in examples:
+        said = example.ids[example.ids != source.image_token]
+        check_vocabulary(said, source.config.vocab_size)
+        if not (example.ids[:, 1:] != source.image_token).any():
+            raise DataError("an example has no text behind its first token, so nothing can be predicted; leave it out")
+
+
 def _check_images(pixels: Tensor, source) -> None:
     wanted = source.part.example(1, 1).shape[1:]
     if pixels.shape[1:] != wanted:
@@ -252,11 +274,11 @@ def _check_images(pixels: Tensor, source) -> None:
         )
 
 
-def say_if_few(ids: Tensor, source) -> None:
+def say_if_few(ids: Data, source) -> None:
     """A line in the log where there are fewer tokens than the widest moment has dimensions: it has no full rank then."""
     view = source.meta_block(0)
     widest = max(view.attention.output.weight.shape[1], view.mlp.hidden if view.mlp else 0)
-    tokens = len(ids) * source.part.length_of(ids)
+    tokens = tokens_in(ids, source.part)
     if tokens < widest:
         log.warning(
             "%d calibration tokens are too few: the widest moment has %d dimensions and needs at least as many, better four "

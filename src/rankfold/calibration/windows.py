@@ -3,7 +3,6 @@
 Shape legend: S samples (windows), S' windows held out, T window length.
 """
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError
+from .batches import digest_of
 
 __all__ = ["Part", "Tokens", "shown"]
 
@@ -58,7 +58,7 @@ class Tokens:
 
     @property
     def sha256(self) -> str:
-        return _sha256(self.ids)
+        return digest_of(self.ids)
 
     @property
     def length(self) -> int:
@@ -80,7 +80,7 @@ class Tokens:
             "held_out": 0 if self.held_out is None else len(self.held_out),
         }
         if self.held_out is not None:
-            described["held_out_sha256"] = _sha256(self.held_out)
+            described["held_out_sha256"] = digest_of(self.held_out)
         if self.parts:
             described |= {"texts": [part.describe() for part in self.parts], "samples_wanted": self.wanted}
         return described
@@ -100,7 +100,3 @@ def _check_ids(name: str, ids) -> None:
         raise DataError(f"{name} must hold at least one window of at least 2 tokens, got {list(ids.shape)}")
     if int(ids.min()) < 0:
         raise DataError(f"{name} holds the negative token id {int(ids.min())}; padding is no text, leave it out")
-
-
-def _sha256(ids: Tensor) -> str:
-    return hashlib.sha256(ids.numpy().tobytes()).hexdigest()[:32]

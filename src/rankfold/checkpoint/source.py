@@ -8,7 +8,7 @@ model that is in memory as a whole (a GGUF file, a checkpoint stored under other
 import copy
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,15 +84,22 @@ class Source:
         """What embeds a batch and runs the blocks: the model itself where it writes text, an encoder without its head."""
         return self.model.get_submodule(self.part.network)
 
-    def forward(self, batch: torch.Tensor, **options):
+    def forward(self, batch: torch.Tensor | Mapping[str, torch.Tensor], **options):
         """What the network makes of a batch.
 
         Args:
-            batch: ``(B, T)`` token ids, or ``(B, C, H, W)`` pixels as its image processor gives them.
+            batch: ``(B, T)`` token ids, or ``(B, C, H, W)`` pixels as its image processor gives them; or all inputs by name, as
+                the processor of a model of images and text gives them.
             options: of the network's own forward.
         """
         options |= {"use_cache": False} if self.architecture.decoder else {}
-        return self.network(**{self.part.input_name: batch.to(self.device)}, **options)
+        given = {self.part.input_name: batch} if isinstance(batch, torch.Tensor) else batch
+        return self.network(**{name: tensor.to(self.device) for name, tensor in given.items()}, **options)
+
+    @property
+    def image_token(self) -> int | None:
+        """Id of the token in whose places images stand among the tokens; ``None`` where this part sees no images."""
+        return getattr(self.model.config, "image_token_id", None) if self.architecture.decoder else None
 
     @property
     def streamed(self) -> bool:
@@ -138,6 +145,17 @@ class Source:
         if self.tokenizer_files is None:
             raise CheckpointError(f"{self.name} came without an image processor; pass one, or pixels (rankfold.Images)")
         return self.tokenizer_files.load_image_processor()
+
+    @property
+    def processor(self):
+        """What makes the inputs of a model of images and text.
+
+        Raises:
+            CheckpointError: there is none beside the weights.
+        """
+        if self.tokenizer_files is None:
+            raise CheckpointError(f"{self.name} came without a processor; pass one (rankfold.load_examples)")
+        return self.tokenizer_files.load_processor()
 
     def block(self, index: int) -> BlockView:
         """A private copy of block ``index`` with its weights on :attr:`device`, released with the last reference.

@@ -1,9 +1,9 @@
-"""The tokenizer and the image processor that lie beside a model's weights."""
+"""The tokenizer, and the processor of images or of images and text, that lie beside a model's weights."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import AutoImageProcessor, AutoTokenizer
+from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
 
 from ..errors import CheckpointError, first_line
 
@@ -11,6 +11,7 @@ __all__ = ["TokenizerFiles"]
 
 _NAMES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _PROCESSOR = ("preprocessor_config.json", "processor_config.json")
+_BESIDE_IT = ("video_preprocessor_config.json", "chat_template.json")
 # What sentence-transformers reads, and its modules behind the encoder, such as 1_Pooling.
 _SENTENCES = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
 _MODULES = ("[0-9]_*/config.json", "[0-9]_*/model.safetensors")
@@ -37,7 +38,7 @@ class TokenizerFiles:
     def around(self) -> list[Path]:
         """Files that say what surrounds the model, relative to the folder: what prepares images, and what is made of the
         states of a sentence encoder."""
-        found = [self.folder / name for name in (*_PROCESSOR, *_SENTENCES)]
+        found = [self.folder / name for name in (*_PROCESSOR, *_BESIDE_IT, *_SENTENCES)]
         found += [path for pattern in _MODULES for path in sorted(self.folder.glob(pattern))]
         return [path.relative_to(self.folder) for path in found if path.is_file()]
 
@@ -71,3 +72,23 @@ class TokenizerFiles:
                 f"no image processor can be read from {self.folder}: {first_line(error)}; put the model's own "
                 f"{_PROCESSOR[0]} beside the weights"
             ) from error
+
+    def load_processor(self):
+        """The processor of a model of images and text.
+
+        Raises:
+            CheckpointError: there is none that can be read.
+        """
+        try:
+            found = AutoProcessor.from_pretrained(self.folder, trust_remote_code=False)
+        except Exception as error:  # a damaged file ends in whatever type the code that meets it raises
+            raise CheckpointError(
+                f"no processor of images and text can be read from {self.folder}: {first_line(error)}; put the model's own "
+                f"{' and '.join(_PROCESSOR)} beside the weights"
+            ) from error
+        if not hasattr(found, "image_processor"):  # transformers then gives the tokenizer, or whatever there is
+            raise CheckpointError(
+                f"there is no processor of images and text in {self.folder}; put the model's own {' and '.join(_PROCESSOR)} "
+                "beside the weights"
+            )
+        return found

@@ -139,22 +139,45 @@ class CalibrationOptions:
             help="wikitext2, ptb, c4, alpaca (from the hub, or ALIAS:FILE for a local copy of the rows), a "
             ".txt/.jsonl/.parquet file, pydoc (ships with Python), or self (text the model writes). Repeatable: texts are "
             "mixed in equal parts, or by TEXT=SHARE, e.g. a.txt=0.7 (a file of that very name is taken as the file). For a "
-            "part that takes images: a folder of images, or a .parquet file."
+            "part that takes images: a folder of images, or a .parquet file. For a model of images and text also a .jsonl file "
+            "with the columns text or question, image (a path from there, or several) and perhaps answer."
         ),
     ] = ("wikitext2",)
-    samples: Annotated[int, typer.Option(help="Calibration windows of all texts together, or images.")] = 128
-    length: Annotated[int, typer.Option(help="Tokens per window; clamped to the model's context.")] = 2048
+    samples: Annotated[int, typer.Option(help="Calibration windows of all texts together, or images, or examples.")] = (
+        128
+    )
+    length: Annotated[
+        int, typer.Option(help="Tokens per window; clamped to the model's context. Examples are not cut.")
+    ] = 2048
     seed: Annotated[int, typer.Option(help="Order in which windows are drawn.")] = 0
     field: Field = "text"
 
     def load(self, source):
-        """The windows or images; see :func:`rankfold.load_tokens` and :func:`rankfold.load_images`."""
+        """The windows, images or examples; see :func:`rankfold.load_tokens`, :func:`rankfold.load_images` and
+        :func:`rankfold.load_examples`."""
         if source.part.takes_images:
             return self._images(source)
+        from ..calibration.examples import has_images
+
+        texts = _parse_texts(self.calibration)
+        if any(has_images(name) for name in texts):
+            return self._examples(source)
         from ..calibration.tokens import load_tokens
 
         options = {"samples": self.samples, "length": self.length, "seed": self.seed, "field": self.field}
-        return load_tokens(_parse_texts(self.calibration), source, **options)
+        return load_tokens(texts, source, **options)
+
+    def _examples(self, source):
+        from ..calibration.examples import load_examples
+
+        if len(self.calibration) != 1:
+            raise OptionError(
+                f"--calibration takes one file of image-text examples and nothing beside it, got {len(self.calibration)}; put "
+                "them into one"
+            )
+        return load_examples(
+            *_parse_texts(self.calibration), source, samples=self.samples, seed=self.seed, field=self.field
+        )
 
     def _images(self, source):
         from ..calibration.images import load_images

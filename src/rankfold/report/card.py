@@ -102,7 +102,7 @@ def _calibrated(calibration: dict) -> list[str]:
     return [
         *(f"--calibration {shlex.quote(text)}" for text in _texts(calibration)),
         f"--samples {calibration.get('samples_wanted', calibration['samples'])}",
-        *([] if calibration.get("kind") == "images" else [f"--length {calibration['length']}"]),
+        *([] if calibration.get("kind") else [f"--length {calibration['length']}"]),
         f"--seed {calibration['seed']}",
     ]
 
@@ -159,13 +159,21 @@ def model_card(
         bytes_after=plan.bytes_after,
         kv=plan.kv_bytes_per_token,
         kv_after=plan.kv_bytes_per_token_after,
-        calibration=f"{calibration['samples']} x {calibration['length']} {'patches' if images else 'tokens'} of "
-        f"`{calibration['source']}` (seed {calibration['seed']}, sha256 {calibration['sha256']})",
+        calibration=f"{_measured_on(calibration)} of `{calibration['source']}` (seed {calibration['seed']}, sha256 "
+        f"{calibration['sha256']})",
         command=command,
         options=json.dumps(options),
         warning=f"\n> **{held_out['warning']}.**\n" if held_out and held_out["warning"] else "",
         outcome=_outcome(held_out),
     )
+
+
+def _measured_on(calibration: dict) -> str:
+    """How much of what."""
+    kind = calibration.get("kind")
+    if kind == "image-text examples":
+        return f"{calibration['samples']} {kind} of {calibration['tokens']} tokens"
+    return f"{calibration['samples']} x {calibration['length']} {'patches' if kind == 'images' else 'tokens'}"
 
 
 def _outcome(held_out: dict | None) -> str:

@@ -1,0 +1,131 @@
+"""What a model is measured on, as a whole and in batches.
+
+Windows of token ids are one tensor, images too. Image-text examples differ in length and in the sizes of their images: each
+is a batch of its own, so nothing is padded and no padding token is ever measured.
+
+Shape legend: S samples, B samples of a batch, T tokens.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..architectures import Part
+
+__all__ = [
+    "Batch",
+    "Data",
+    "Example",
+    "again",
+    "as_data",
+    "as_tensors",
+    "batches",
+    "digest_of",
+    "first",
+    "ids_of",
+    "length_of",
+    "tokens_in",
+]
+
+Inputs = Mapping[str, Tensor]  # of the model's forward, by name
+
+
+@dataclass(frozen=True)
+class Example:
+    """One image-text example, as the model's own processor gives it."""
+
+    ids: Tensor  # (1, T) int64
+    sha256: str  # of all inputs
+    images: bool  # whether there is any
+    read: Callable[[], Inputs] = field(
+        repr=False
+    )  # all inputs; images are large, so they are made when they are wanted
+
+    @classmethod
+    def of(cls, inputs: Inputs, read: Callable[[], Inputs] | None = None) -> "Example":
+        """Out of the inputs themselves, kept unless they can be ``read`` again."""
+        return cls(inputs["input_ids"], _digest(inputs), "pixel_values" in inputs, read or (lambda: inputs))
+
+
+Batch = Tensor | Example  # (B, T) token ids, (B, C, H, W) pixels, or an example
+Data = Tensor | tuple[Example, ...]
+
+
+def batches(data: Data, most: int, part: Part) -> Sequence[Batch]:
+    """Batches of at most so many tokens, and of at least one sample; of examples one each."""
+    return data.split(max(1, most // part.length_of(data))) if isinstance(data, Tensor) else data
+
+
+def again(data: Data, hidden: Sequence[Tensor]) -> Sequence[Batch]:
+    """The batches that these ``(B, T, D)`` were made of."""
+    return data.split([len(h) for h in hidden]) if isinstance(data, Tensor) else data
+
+
+def ids_of(batch: Batch) -> Tensor:
+    """Token ids ``(B, T)``, placeholders of images among them; or pixels."""
+    return batch if isinstance(batch, Tensor) else batch.ids
+
+
+def tokens_in(data: Data, part: Part) -> int:
+    """Of all windows, patches of all images, or of all examples, image tokens among them."""
+    if isinstance(data, Tensor):
+        return len(data) * part.length_of(data)
+    return sum(example.ids.shape[1] for example in data)
+
+
+def length_of(data: Data, part: Part) -> int:
+    """Tokens of a window, patches of an image, or what an example has on average, rounded down."""
+    return tokens_in(data, part) // len(data)
+
+
+def first(data: Data, tokens: int, part: Part) -> Data:
+    """As many of the first samples as have so many tokens; all where there are fewer."""
+    if isinstance(data, Tensor):
+        return data[: -(-tokens // part.length_of(data))]
+    ends = torch.tensor([example.ids.shape[1] for example in data]).cumsum(0)
+    return data[: int((ends < tokens).sum()) + 1]
+
+
+def digest_of(data: Data) -> str:
+    """SHA-256 of the numbers, in hexadecimal, its first half."""
+    if isinstance(data, Tensor):
+        return hashlib.sha256(data.numpy().tobytes()).hexdigest()[:32]
+    return hashlib.sha256("".join(example.sha256 for example in data).encode()).hexdigest()[:32]
+
+
+def _digest(inputs: Inputs) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(inputs.items()):
+        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        digest.update(tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+def as_tensors(data: Data) -> dict[str, Tensor]:
+    """By name, for a file; :func:`as_data` reads them."""
+    if isinstance(data, Tensor):
+        return {"ids": data}
+    return {
+        f"{number}.{name}": tensor.contiguous()
+        for number, example in enumerate(data)
+        for name, tensor in example.read().items()
+    }
+
+
+def as_data(tensors: Mapping[str, Tensor]) -> Data:
+    """Out of what :func:`as_tensors` gave.
+
+    Raises:
+        KeyError, ValueError: it is something else.
+    """
+    if "ids" in tensors:
+        return tensors["ids"]
+    rows: dict[int, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        number, _, name = key.partition(".")
+        rows.setdefault(int(number), {})[name] = tensor
+    return tuple(Example.of(rows[number]) for number in range(len(rows)))

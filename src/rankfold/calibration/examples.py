@@ -1,0 +1,206 @@
+"""Image-text examples for calibration, as a model's own processor gives them.
+
+Shape legend: S examples, T tokens of one, those in whose places images stand among them.
+"""
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import DataError, OptionError, first_line
+from .batches import Example
+from .images import read_image
+from .mixing import held_out_of
+from .text import decode, field_of, json_row
+from .tokens import check_fits
+from .windows import Tokens
+
+__all__ = ["Examples", "has_images", "load_examples"]
+
+log = logging.getLogger(__name__)
+
+IMAGE, ANSWER, QUESTION = "image", "answer", "question"  # columns
+
+
+@dataclass(frozen=True)
+class Examples(Tokens):
+    """Image-text examples, in the place of windows of token ids. They have different lengths, and nothing is padded."""
+
+    ids: tuple[Example, ...]  # (S,) what moments are measured on
+    held_out: tuple[Example, ...] | None = None  # further examples of the same draw that nothing is fitted to
+    draw: str = "examples of the whole file"
+
+    def __post_init__(self):
+        for name, examples in (("ids", self.ids), ("held_out", self.held_out)):
+            if examples is not None and not (
+                isinstance(examples, tuple) and examples and all(isinstance(e, Example) for e in examples)
+            ):
+                raise DataError(
+                    f"{name} must be a tuple of examples (rankfold.load_examples), got {type(examples).__name__}"
+                )
+
+    @property
+    def tokens(self) -> int:
+        """Of all examples that are fitted."""
+        return sum(example.ids.shape[1] for example in self.ids)
+
+    @property
+    def length(self) -> int:
+        """Mean, rounded down."""
+        return self.tokens // len(self.ids)
+
+    def describe(self) -> dict:
+        return super().describe() | {
+            "kind": "image-text examples",
+            "tokens": self.tokens,
+            "longest": max(example.ids.shape[1] for example in self.ids),
+            "with_images": sum(example.images for example in self.ids),
+        }
+
+
+class Row(NamedTuple):
+    """One line of a file."""
+
+    where: str  # for messages
+    images: tuple[Path, ...]
+    text: str
+    answer: str | None
+
+
+def load_examples(
+    path: str | Path, source, *, samples: int = 128, seed: int = 0, field: str = "text", processor=None
+) -> Examples:
+    """Image-text examples for calibrating the language part of a model of images and text, drawn at random out of a file.
+
+    A row is what a user says with images in front and, if the row has it, what the model answers; the chat template of the
+    processor puts them together. Where it has none, images, text and answer stand on lines of their own. Examples are not cut.
+    Behind the samples come a few more rows that are held out, as of texts (:func:`.load_tokens`); they are taken out of the
+    samples where there are too few rows.
+
+    Args:
+        path: a ``.jsonl`` file. Columns: ``text`` or ``question``; ``image``, a path from the folder of the file, or a list of
+            several, or nothing; perhaps ``answer``.
+        source: an open model; its processor is used.
+        samples: ``>= 1``.
+        seed: of the draw.
+        field: column with the text; ``question`` where a row has no ``text``.
+        processor: in place of the one beside the weights.
+
+    Raises:
+        DataError: the model takes no images, a row has no text, an image is gone or cannot be read, the processor makes nothing
+            of a row, or more than the model's context (each named).
+        OptionError: ``samples`` out of range, or Pillow is not installed.
+        CheckpointError: there is no processor beside the weights.
+    """
+    path = Path(path).expanduser()
+    if samples < 1:
+        raise OptionError(f"samples must be >= 1, got {samples}")
+    if source.image_token is None:
+        raise DataError(
+            f"the {source.part.name} part of {source.name} takes no images beside its text, and {path.name} has an image "
+            "column; calibrate on text, or take the column out"
+        )
+    rows = _rows(path, field)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
+    wanted = samples + held_out_of(samples)
+    if len(rows) < wanted:
+        log.info("%s has %d examples, not %d", path.name, len(rows), wanted)
+    maker = source.processor if processor is None else processor
+    examples = tuple(_example(rows[number], maker, source) for number in order[:wanted])
+    fitted = max(1, min(samples, len(examples) - held_out_of(min(samples, len(examples)))))
+    origin = "file:" + hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+    return Examples(examples[:fitted], path.name, origin, seed, examples[fitted:] or None)
+
+
+def has_images(path: str) -> bool:
+    """Whether this is a ``.jsonl`` file with an image column, by its first row."""
+    file = Path(path).expanduser()
+    if file.suffix.lower() != ".jsonl" or not file.is_file():
+        return False
+    with file.open(encoding="utf-8-sig", errors="replace") as lines:
+        line = next((line for line in lines if line.strip()), "{}")
+    row = json_row(line, "line 1", file)
+    return isinstance(row, dict) and IMAGE in row
+
+
+def _rows(path: Path, field: str) -> list[Row]:
+    if not path.is_file():
+        raise DataError(f"no image-text examples at {str(path)!r}: expected a .jsonl file")
+    lines = decode(path.read_bytes(), path).split("\n")
+    rows = [_row(line, f"line {number}", path, field) for number, line in enumerate(lines, 1) if line.strip()]
+    if not rows:
+        raise DataError(f"{path} has no rows; give one with text and images")
+    return rows
+
+
+def _row(line: str, where: str, path: Path, field: str) -> Row:
+    row = json_row(line, where, path)
+    column = QUESTION if field == "text" and isinstance(row, dict) and field not in row and QUESTION in row else field
+    text = field_of(row, column, path)
+    if not text.strip():
+        raise DataError(f"{path}, {where}: column {column!r} is empty; every row needs a text")
+    answer = field_of(row, ANSWER, path) if row.get(ANSWER) is not None else None
+    images = row.get(IMAGE) or []
+    images = images if isinstance(images, list) else [images]
+    if not all(isinstance(image, str) for image in images):
+        raise DataError(
+            f"{path}, {where}: column {IMAGE!r} must hold a path, or a list of paths, got {str(images)[:60]}"
+        )
+    return Row(f"{path}, {where}", tuple(path.parent / image for image in images), text, answer)
+
+
+def _example(row: Row, processor, source) -> Example:
+    def read() -> Mapping[str, Tensor]:
+        inputs = _inputs(row, processor, source)
+        if Example.of(inputs).sha256 != example.sha256:
+            raise DataError(f"{row.where}: an image changed while it was in use; start again")
+        return inputs
+
+    example = Example.of(_inputs(row, processor, source), read)
+    try:
+        check_fits((example,), source)
+    except DataError as error:
+        raise DataError(f"{row.where}: {error}") from error
+    return example
+
+
+def _inputs(row: Row, processor, source) -> Mapping[str, Tensor]:
+    """Of the model's forward, one example."""
+    for image in row.images:
+        if not image.is_file():
+            raise DataError(f"{row.where}: its image {str(image)!r} is gone; put it there, or remove the row")
+    images = [read_image(str(image), image) for image in row.images]
+    try:
+        made = _processed(row, images, processor)
+        inputs = {name: value for name, value in made.items() if isinstance(value, Tensor)}
+        placeholders = int((inputs["input_ids"] == source.image_token).sum())
+    except Exception as error:  # processors and templates of all families raise what they like
+        raise DataError(
+            f"{row.where}: the model's processor makes nothing of it ({first_line(error)}); correct the row, or the files of "
+            "the processor beside the weights"
+        ) from error
+    if bool(placeholders) != bool(images):
+        raise DataError(
+            f"{row.where}: {len(images)} images became {placeholders} image tokens; the text must not hold the token of images "
+            "itself, and the processor's files must be those of the model"
+        )
+    return inputs
+
+
+def _processed(row: Row, images: list, processor) -> Mapping[str, Any]:
+    if not getattr(processor, "chat_template", None):
+        token = getattr(processor, "boi_token", None) or processor.image_token
+        lines = [token * len(images), row.text, row.answer]
+        text = "\n".join(line for line in lines if line)
+        return processor(text=text, images=images or None, return_tensors="pt")
+    shown = [{"type": "image", "image": image} for image in images]
+    turns = [{"role": "user", "content": [*shown, {"type": "text", "text": row.text}]}]
+    if row.answer is not None:
+        turns.append({"role": "assistant", "content": [{"type": "text", "text": row.answer}]})
+    return processor.apply_chat_template(turns, tokenize=True, return_dict=True, return_tensors="pt")
