@@ -10,6 +10,7 @@ from torch import nn
 import rankfold
 from activations import blocks_of, look
 from families import opened as opened_text
+from interrupted import assert_ends_in_the_same_bytes
 from rankfold.calibration.backward import sweep
 from rankfold.calibration.batches import Example, as_data, as_tensors, digest_of, first
 from rankfold.calibration.gradients import gradient_observers
@@ -289,3 +290,25 @@ def test_models_and_files_that_cannot_be_used(tmp_path):
         picture(5).save(image)
     with pytest.raises(DataError, match="an image changed while it was in use"):
         rankfold.calibrate(source, examples)
+
+
+def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
+    source = opened("llava")
+    examples = examples_of("llava", source, tmp_path / "data")
+    method = rankfold.Rankfold(sparsity=0.3, multiple=2)
+    assert_ends_in_the_same_bytes(
+        lambda folder: rankfold.compress(source, method, examples, folder), tmp_path, monkeypatch
+    )
+
+
+@pytest.mark.parametrize(("name", "options"), [("llm-surgeon", {}), ("sleb", {"sparsity": 0.34}), ("slicegpt", {})])
+def test_other_ways_of_measuring_take_examples(name, options, tmp_path):
+    """Gradients, blocks left out in turn, and a stream in other coordinates."""
+    source = opened("llava")
+    examples = examples_of("llava", source, tmp_path)
+    small = rankfold.compress(source, rankfold.make_method(name, **{"sparsity": 0.2} | options), examples)
+    losses = [
+        torch.cat([text_losses(model, example) for example in examples.held_out]).mean().item()
+        for model in (small, source.model)
+    ]
+    assert all(map(math.isfinite, losses)) and losses[0] != losses[1]

@@ -218,9 +218,9 @@ def outputs_at(source, ids: Given, stream: Stream, hidden: Tensor, positions: Te
 
 
 def targets_of(source, batch: Given) -> Tensor:
-    """``(B, T)`` the tokens of a batch; :data:`IGNORED` where an image stands, which no model predicts."""
+    """``(B, T)`` the tokens of a batch; :data:`IGNORED` where an image of an example stands, which no model predicts."""
     ids = ids_of(batch).to(source.device)
-    return ids if source.image_token is None else ids.masked_fill(ids == source.image_token, IGNORED)
+    return ids.masked_fill(ids == source.image_token, IGNORED) if isinstance(batch, Example) else ids
 
 
 def predictions(
@@ -236,8 +236,8 @@ def predictions(
     targets = targets_of(source, ids)[:, 1:]
     keeps = "logits_to_keep" in inspect.signature(source.model.forward).parameters
     followed = torch.arange(targets.shape[1], device=targets.device)
-    if source.image_token is not None:
-        followed = followed[(targets != IGNORED).any(0)]
+    if isinstance(ids, Example):
+        followed = followed[targets[0] != IGNORED]
     for some in followed.split(positions if keeps else max(1, len(followed))):
         yield outputs_at(source, ids, stream, hidden, some), targets[:, some]
 
