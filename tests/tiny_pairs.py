@@ -59,6 +59,14 @@ def _llava() -> t.LlavaProcessor:
     return t.LlavaProcessor(images, tokenizer(), chat_template=TEMPLATE.replace("MARK", "<image>"), **options)
 
 
+def _next() -> t.LlavaNextProcessor:
+    """Cuts an image by its shape."""
+    sizes = {"size": {"shortest_edge": 28}, "crop_size": 28, "image_grid_pinpoints": [[28, 56], [56, 28]]}
+    options = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    images, template = t.LlavaNextImageProcessorPil(**sizes), TEMPLATE.replace("MARK", "<image>")
+    return t.LlavaNextProcessor(images, tokenizer(), chat_template=template, **options)
+
+
 def _idefics() -> t.Idefics3Processor:
     """Cuts an image into as many pieces as it is large."""
     images = t.Idefics3ImageProcessorPil(size={"longest_edge": 56}, max_image_size={"longest_edge": 28})
@@ -93,6 +101,16 @@ FAMILIES = {
             image_seq_length=4,
         ),
         _llava,
+    ),
+    "llava_next": Family(
+        t.LlavaNextForConditionalGeneration,
+        lambda: t.LlavaNextConfig(
+            text_config=t.LlamaConfig(**TEXT),
+            vision_config=t.CLIPVisionConfig(**SEES, patch_size=14),
+            image_token_id=PLACE,
+            image_grid_pinpoints=[[28, 56], [56, 28]],
+        ),
+        _next,
     ),
     "idefics3": Family(
         t.Idefics3ForConditionalGeneration,

@@ -265,12 +265,22 @@ def test_rows_that_cannot_be_used(line, message, tmp_path):
     assert "\n" not in str(error.value)
 
 
-def test_models_and_files_that_cannot_be_used(tmp_path):
+def test_models_and_files_that_cannot_be_used(tmp_path, monkeypatch):
     file, source = write_pairs(tmp_path), opened("llava")
     with pytest.raises(DataError, match="takes no images beside its text, and pairs.jsonl has an image column"):
         rankfold.load_examples(file, opened_text("llama"))
     with pytest.raises(CheckpointError, match="came without a processor; pass one"):
         rankfold.load_examples(file, source)
+    folder = tmp_path / "folder"
+    source.model.save_pretrained(folder)
+    with monkeypatch.context() as patch:
+
+        def lacking(*_, **__):
+            raise ImportError("\nIt requires the Torchvision library but it was not found")
+
+        patch.setattr("rankfold.checkpoint.tokenizer.AutoProcessor.from_pretrained", lacking)
+        with pytest.raises(OptionError, match="needs a package that is not installed .It requires the Torchvision"):
+            rankfold.load_examples(file, rankfold.open_model(folder, device="cpu"))
     with pytest.raises(DataError, match=r"expected a .jsonl file"):
         rankfold.load_examples(tmp_path / "none.jsonl", source)
     with pytest.raises(OptionError, match="samples must be >= 1, got 0"):

@@ -95,7 +95,7 @@ def load_examples(
     Raises:
         DataError: the model takes no images, a row has no text, an image is gone or cannot be read, the processor makes nothing
             of a row, or more than the model's context (each named).
-        OptionError: ``samples`` out of range, or Pillow is not installed.
+        OptionError: ``samples`` out of range, or Pillow or what the processor needs is not installed.
         CheckpointError: there is no processor beside the weights.
     """
     path = Path(path).expanduser()

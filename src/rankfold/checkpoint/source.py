@@ -152,6 +152,7 @@ class Source:
 
         Raises:
             CheckpointError: there is none beside the weights.
+            OptionError: it needs a package that is not installed.
         """
         if self.tokenizer_files is None:
             raise CheckpointError(f"{self.name} came without a processor; pass one (rankfold.load_examples)")

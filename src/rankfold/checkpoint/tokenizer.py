@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
 
-from ..errors import CheckpointError, first_line
+from ..errors import CheckpointError, OptionError, first_line
 
 __all__ = ["TokenizerFiles"]
 
@@ -78,9 +78,14 @@ class TokenizerFiles:
 
         Raises:
             CheckpointError: there is none that can be read.
+            OptionError: it needs a package that is not installed.
         """
         try:
             found = AutoProcessor.from_pretrained(self.folder, trust_remote_code=False)
+        except ImportError as error:  # torchvision for those that see films too, num2words for SmolVLM
+            raise OptionError(
+                f"the processor in {self.folder} needs a package that is not installed ({first_line(error)}); install it"
+            ) from error
         except Exception as error:  # a damaged file ends in whatever type the code that meets it raises
             raise CheckpointError(
                 f"no processor of images and text can be read from {self.folder}: {first_line(error)}; put the model's own "
