@@ -13,6 +13,7 @@ from families import opened as opened_text
 from interrupted import assert_ends_in_the_same_bytes
 from rankfold.calibration.backward import sweep
 from rankfold.calibration.batches import Example, as_data, as_tensors, digest_of, first
+from rankfold.calibration.examples import has_images
 from rankfold.calibration.gradients import gradient_observers
 from rankfold.calibration.moments import Moment
 from rankfold.calibration.runner import advance, measure, outputs, start
@@ -263,6 +264,20 @@ def test_rows_that_cannot_be_used(line, message, tmp_path):
     with pytest.raises(DataError, match=message) as error:
         rankfold.load_examples(tmp_path / "pairs.jsonl", opened("llava"), processor=FAMILIES["llava"].processor())
     assert "\n" not in str(error.value)
+
+
+def test_a_file_with_images_is_one_whose_rows_have_any(tmp_path):
+    """The first row may have none; a model of text looks no further than that."""
+    sees, reads = opened("llava"), opened_text("llama")
+    file = tmp_path / "x.jsonl"
+    for lines, expected in (
+        (['{"text": "a"}', "", '{"text": "b", "image": "a.png"}'], (True, False)),
+        (['{"text": "a", "image": null}'], (True, True)),
+        (['{"text": "the \\"image\\""}', '{"text": "image"}'], (False, False)),
+    ):
+        file.write_text("\n".join(lines))
+        assert tuple(has_images(str(file), model) for model in (sees, reads)) == expected
+    assert not has_images("pydoc", sees) and not has_images(str(tmp_path / "none.jsonl"), sees)
 
 
 def test_models_and_files_that_cannot_be_used(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Images for calibration: read, drawn, made into pixels by the model's own processor."""
 
 import io
+import json
 
 import numpy as np
 import pyarrow as pa
@@ -68,6 +69,34 @@ def test_a_folder_is_searched_and_split(folder, processor):
     }
 
 
+def test_a_file_of_examples_gives_its_images(folder, processor, tmp_path):
+    """Each once, by paths from where the file is; rows may name several or none."""
+    first, second = (str(path) for path in sorted(folder.rglob("*.png"))[:2])
+    (tmp_path / "here.png").write_bytes((folder / "more" / "19.png").read_bytes())
+    lines = [
+        {"text": "a", "image": first},
+        {"text": "b", "image": [second, first]},
+        {"text": "c"},
+        {"image": "here.png"},
+    ]
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    source = opened_encoder("vit-head")
+    found = rankfold.load_images(file, source, processor=processor)
+    named = [Image.open(path) for path in (first, second, tmp_path / "here.png")]
+    expected = processor(images=[image.convert("RGB") for image in named], return_tensors="pt")["pixel_values"]
+    assert len(found.ids) + len(found.held_out) == 3 and rows(torch.cat([found.ids, found.held_out])) == rows(expected)
+    for bad, message in (
+        ('{"image": 3}', r"line 1: column 'image' must hold a path"),
+        ('{"text": "a"}', "names no images"),
+    ):
+        file.write_text(bad)
+        with pytest.raises(DataError, match=message):
+            rankfold.load_images(file, source, processor=processor)
+    with pytest.raises(DataError, match="no images at"):
+        rankfold.load_images(tmp_path / "none.jsonl", source, processor=processor)
+
+
 def test_too_few_images_are_shared_out(folder, processor):
     found = rankfold.load_images(folder, opened_encoder("vit-head"), samples=64, processor=processor)
     assert (len(found.ids), len(found.held_out)) == (18, 2)
@@ -93,7 +122,9 @@ def test_a_parquet_file_gives_the_same_pixels(kind, folder, processor, tmp_path)
 
 def test_what_cannot_be_read_is_named(folder, processor, tmp_path):
     source = opened_encoder("vit-head")
-    with pytest.raises(DataError, match="no images at .*nowhere.*: expected a folder of images, or a .parquet file"):
+    with pytest.raises(
+        DataError, match="no images at .*nowhere.*: expected a folder of images, or a .parquet or .jsonl file"
+    ):
         rankfold.load_images(tmp_path / "nowhere", source, processor=processor)
     with pytest.raises(DataError, match="no images at .*nowhere.parquet.*: expected a folder of images, or a .parquet"):
         rankfold.load_images(tmp_path / "nowhere.parquet", source, processor=processor)

@@ -7,6 +7,7 @@ import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from ..errors import DataError, OptionError, first_line
 from .batches import Example
-from .images import read_image
+from .images import image_paths, read_image
 from .mixing import held_out_of
 from .text import decode, field_of, json_row
 from .tokens import check_fits
@@ -118,15 +119,19 @@ def load_examples(
     return Examples(examples[:fitted], path.name, origin, seed, examples[fitted:] or None)
 
 
-def has_images(path: str) -> bool:
-    """Whether this is a ``.jsonl`` file with an image column, by its first row."""
+def has_images(path: str, source) -> bool:
+    """Whether this is a ``.jsonl`` file with an image column: in any row, or, for a model that could not use it, in the first."""
     file = Path(path).expanduser()
     if file.suffix.lower() != ".jsonl" or not file.is_file():
         return False
     with file.open(encoding="utf-8-sig", errors="replace") as lines:
-        line = next((line for line in lines if line.strip()), "{}")
-    row = json_row(line, "line 1", file)
-    return isinstance(row, dict) and IMAGE in row
+        filled = ((f"line {number}", line) for number, line in enumerate(lines, 1) if line.strip())
+        rows = (
+            json_row(line, where, file) for where, line in filled if f'"{IMAGE}"' in line or source.image_token is None
+        )
+        return any(
+            isinstance(row, dict) and IMAGE in row for row in islice(rows, 1 if source.image_token is None else None)
+        )
 
 
 def _rows(path: Path, field: str) -> list[Row]:
@@ -146,13 +151,7 @@ def _row(line: str, where: str, path: Path, field: str) -> Row:
     if not text.strip():
         raise DataError(f"{path}, {where}: column {column!r} is empty; every row needs a text")
     answer = field_of(row, ANSWER, path) if row.get(ANSWER) is not None else None
-    images = row.get(IMAGE) or []
-    images = images if isinstance(images, list) else [images]
-    if not all(isinstance(image, str) for image in images):
-        raise DataError(
-            f"{path}, {where}: column {IMAGE!r} must hold a path, or a list of paths, got {str(images)[:60]}"
-        )
-    return Row(f"{path}, {where}", tuple(path.parent / image for image in images), text, answer)
+    return Row(f"{path}, {where}", image_paths(row, where, path), text, answer)
 
 
 def _example(row: Row, processor, source) -> Example:

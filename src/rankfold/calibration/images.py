@@ -9,19 +9,21 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import DataError, OptionError, first_line
-from .text import open_parquet
+from .text import decode, json_row, open_parquet
 from .windows import Tokens
 
-__all__ = ["Images", "load_images", "read_image"]
+__all__ = ["Images", "image_paths", "load_images", "read_image"]
 
 log = logging.getLogger(__name__)
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+FILES = ".parquet or .jsonl file"
 TOGETHER = 64  # images that the processor gets at once
 Readers = list[tuple[str, Callable]]  # name for messages, and what gives a path or an open file of the image
 
@@ -51,18 +53,19 @@ class Images(Tokens):
 def load_images(
     name: str | Path, source, *, samples: int = 128, seed: int = 0, field: str = "image", processor=None
 ) -> Images:
-    """Images for calibrating a part that takes images, drawn at random out of a folder or a parquet file.
+    """Images for calibrating a part that takes images, drawn at random out of a folder, a parquet file, or what a file of
+    image-text examples names.
 
     Some more images of the same draw are held out, one for eight samples and at least one; they are taken out of the samples
     where there are too few images.
 
     Args:
-        name: a folder, searched with all folders in it, or a ``.parquet`` file with encoded images, as data sets on the hub are
-            stored.
+        name: a folder, searched with all folders in it, a ``.parquet`` file with encoded images, as data sets on the hub are
+            stored, or a ``.jsonl`` file with paths of images, each of which counts once (:func:`.load_examples`).
         source: an open model; its image processor is used.
         samples: ``>= 1``.
         seed: of the draw.
-        field: column of the parquet file.
+        field: column of the parquet or jsonl file.
         processor: in place of the one beside the weights.
 
     Raises:
@@ -73,7 +76,7 @@ def load_images(
     if samples < 1:
         raise OptionError(f"samples must be >= 1, got {samples}")
     place = Path(name).expanduser()
-    readers = _of_parquet(place, field) if place.suffix.lower() == ".parquet" else _of_folder(place)
+    readers = {".parquet": _of_parquet, ".jsonl": _of_jsonl}.get(place.suffix.lower(), _of_folder)(place, field)
     order = torch.randperm(len(readers), generator=torch.Generator().manual_seed(seed))
     wanted = samples + _held_out_of(samples)
     chosen = [readers[i] for i in order[:wanted].tolist()]
@@ -91,9 +94,9 @@ def _held_out_of(samples: int) -> int:
     return max(1, samples // 8)
 
 
-def _of_folder(folder: Path) -> Readers:
+def _of_folder(folder: Path, _: str) -> Readers:
     if not folder.is_dir():
-        raise DataError(f"no images at {str(folder)!r}: expected a folder of images, or a .parquet file")
+        raise DataError(f"no images at {str(folder)!r}: expected a folder of images, or a {FILES}")
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
     if not files:
         raise DataError(f"{folder} holds no images; expected files that end in {', '.join(SUFFIXES)}")
@@ -102,8 +105,7 @@ def _of_folder(folder: Path) -> Readers:
 
 def _of_parquet(file: Path, field: str) -> Readers:
     """Rows as `datasets` writes them: ``{"bytes": ..., "path": ...}``, or the bytes alone."""
-    if not file.is_file():
-        raise DataError(f"no images at {str(file)!r}: expected a folder of images, or a .parquet file")
+    _check_file(file)
     with open_parquet(file, field) as table:
         rows = table.read(columns=[field])[field].to_pylist()
     found = []
@@ -115,6 +117,40 @@ def _of_parquet(file: Path, field: str) -> Readers:
     if not found:
         raise DataError(f"{file} has no rows; give one with images")
     return found
+
+
+def _of_jsonl(file: Path, field: str) -> Readers:
+    """Every image once, in the order in which they are named."""
+    _check_file(file)
+    lines = [
+        (f"line {n}", line) for n, line in enumerate(decode(file.read_bytes(), file).split("\n"), 1) if line.strip()
+    ]
+    found = dict.fromkeys(
+        p for where, line in lines for p in image_paths(json_row(line, where, file), where, file, field)
+    )
+    if not found:
+        raise DataError(f"{file} names no images in the column {field!r}; give one that does (use --field)")
+    return [(str(path), lambda path=path: path) for path in found]
+
+
+def _check_file(file: Path) -> None:
+    if not file.is_file():
+        raise DataError(f"no images at {str(file)!r}: expected a folder of images, or a {FILES}")
+
+
+def image_paths(row: Any, where: str, file: Path, field: str = "image") -> tuple[Path, ...]:
+    """Images of one row of a ``.jsonl`` file, which names them from the file's folder: one, several in a list, or none.
+
+    Raises:
+        DataError: something else is there.
+    """
+    given = row.get(field) if isinstance(row, dict) else row
+    images = given if isinstance(given, list) else [given] if given else []
+    if not isinstance(row, dict) or not all(isinstance(image, str) for image in images):
+        raise DataError(
+            f"{file}, {where}: column {field!r} must hold a path, or a list of paths, got {str(given)[:60]}"
+        )
+    return tuple(file.parent / image for image in images)
 
 
 def _processed(readers: Readers, processor) -> Tensor:
