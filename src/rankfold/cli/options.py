@@ -139,8 +139,8 @@ class CalibrationOptions:
             help="wikitext2, ptb, c4, alpaca (from the hub, or ALIAS:FILE for a local copy of the rows), a "
             ".txt/.jsonl/.parquet file, pydoc (ships with Python), or self (text the model writes). Repeatable: texts are "
             "mixed in equal parts, or by TEXT=SHARE, e.g. a.txt=0.7 (a file of that very name is taken as the file). For a "
-            "part that takes images: a folder of images, or a .parquet file. For a model of images and text, whichever part: a .jsonl "
-            "file with the columns text or question, image (a path from there, or several) and perhaps answer."
+            "part that takes images: a folder of images, or a .parquet file. For a model of images and text, either part: a "
+            ".jsonl file with the columns text or question, image (a path from there, or several) and perhaps answer."
         ),
     ] = ("wikitext2",)
     samples: Annotated[int, typer.Option(help="Calibration windows of all texts together, or images, or examples.")] = (
