@@ -38,6 +38,8 @@ def test_from_examples_to_a_checkpoint_that_sees(run, place):
     card = (place / "small" / "README.md").read_text()
     assert f"16 image-text examples of {facts['tokens']} tokens of `pairs.jsonl`" in card
     assert "--calibration pairs.jsonl --samples 16 --seed 0" in card
+    assert "on 2 image-text examples that were not fitted" in card
+    assert "processor = AutoProcessor.from_pretrained" in card
     processor = t.AutoProcessor.from_pretrained(place / "small")
     model = t.AutoModelForImageTextToText.from_pretrained(place / "small").eval()
     turns = [{"role": "user", "content": [{"type": "image", "image": picture(3)}, {"type": "text", "text": "who?"}]}]

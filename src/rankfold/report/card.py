@@ -115,6 +115,7 @@ def _texts(calibration: dict) -> list[str]:
     return [f"{text['source']}={text['share']}" for text in texts]
 
 
+EXAMPLES = "image-text examples"  # a kind of calibration
 _NEEDS = "import rankfold  # or, where it is not installed: trust_remote_code=True\n"
 
 
@@ -135,15 +136,15 @@ def model_card(
         stock: transformers loads it without rankfold.
         auto: the Auto class that it is loaded with.
     """
-    images = calibration.get("kind") == "images"
+    before = {"images": "AutoImageProcessor", EXAMPLES: "AutoProcessor"}.get(calibration.get("kind"), "AutoTokenizer")
     method = plan.method
     options = {k: v for k, v in method.items() if v is not None and k != "method"}
     return _CARD.format(
         base=plan.model,
         needs="" if stock else _NEEDS,
         auto=auto,
-        before="AutoImageProcessor" if images else "AutoTokenizer",
-        what="processor" if images else "tokenizer",
+        before=before,
+        what="tokenizer" if before == "AutoTokenizer" else "processor",
         title=folder,
         folder=folder,
         version=version,
@@ -164,19 +165,19 @@ def model_card(
         command=command,
         options=json.dumps(options),
         warning=f"\n> **{held_out['warning']}.**\n" if held_out and held_out["warning"] else "",
-        outcome=_outcome(held_out),
+        outcome=_outcome(held_out, calibration),
     )
 
 
 def _measured_on(calibration: dict) -> str:
     """How much of what."""
     kind = calibration.get("kind")
-    if kind == "image-text examples":
+    if kind == EXAMPLES:
         return f"{calibration['samples']} {kind} of {calibration['tokens']} tokens"
     return f"{calibration['samples']} x {calibration['length']} {'patches' if kind == 'images' else 'tokens'}"
 
 
-def _outcome(held_out: dict | None) -> str:
+def _outcome(held_out: dict | None, calibration: dict) -> str:
     """A row of the table."""
     if held_out is None:
         return "| perplexity | not measured | not measured | no calibration window was held out |\n"
@@ -185,5 +186,6 @@ def _outcome(held_out: dict | None) -> str:
         samples = f"{held_out['windows']} calibration samples that were not fitted"
         return f"| cosine to the dense model's last states | 1 | {cosine:.4f} | relative error {error:.3f} on {samples} |\n"
     dense, small, ratio = (held_out[key] for key in ("perplexity_dense", "perplexity", "ratio"))
-    windows = f"{held_out['windows']} calibration windows of {held_out['length']} tokens that were not fitted"
+    what = EXAMPLES if calibration.get("kind") == EXAMPLES else f"calibration windows of {held_out['length']} tokens"
+    windows = f"{held_out['windows']} {what} that were not fitted"
     return f"| perplexity | {dense:.2f} | {small:.2f} | x {ratio:.2f} on {windows} |\n"
