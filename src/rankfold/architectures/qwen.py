@@ -22,5 +22,5 @@ ARCHITECTURES = (
     QWEN3,
     replace(QWEN3, model_type="qwen3_moe", experts=ExpertsSpec()),
     *(replace(QWEN2, model_type=f"{name}_text") for name in ("qwen2_vl", "qwen2_5_vl")),
-    replace(QWEN3, model_type="qwen3_vl_text"),
+    replace(QWEN3, model_type="qwen3_vl_text", images_behind_blocks=True),
 )

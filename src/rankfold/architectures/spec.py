@@ -135,6 +135,8 @@ class Architecture:
     decoder: bool = True
     # Whether the model is lost in a window that does not begin with its start token.
     needs_start: bool = False
+    # Whether images are added to the stream behind some blocks, which their numbers name, too.
+    images_behind_blocks: bool = False
     # Whether positions are counted from behind the number of the padding token, as in RoBERTa: so many fewer can be used.
     positions_behind_padding: bool = False
     returns_tuple: bool = False  # the block returns (hidden, ...) instead of the hidden states

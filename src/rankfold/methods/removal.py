@@ -37,6 +37,11 @@ class BlockRemoval(Method):
                     f"this {architecture.model_type} has {key}={found}, so a block depends on its number and none can go; "
                     "use a method that makes blocks smaller, such as --method rankfold"
                 )
+        if architecture.images_behind_blocks:
+            raise UnsupportedModelError(
+                f"{architecture.model_type} adds images behind blocks that it knows by number, so none can go; use a method "
+                "that makes blocks smaller, such as --method rankfold"
+            )
         return (BLOCK,)
 
     def statistics(self, view: BlockView) -> set[str]:
