@@ -42,7 +42,7 @@ def test_the_spec_read_off_a_model_is_the_one_written_by_hand(family, monkeypatc
     assert source.architecture.derived
     found = prove(source)
     assert max(found.logits, found.attention, found.units or 0.0) < 1e-5
-    outer = {"derived", "attention", "unless", "mlp", "norms", "experts"}
+    outer = {"derived", "attention", "unless", "mlp", "norms", "norms_behind", "experts", "needs_start"}
     assert compared(found.spec, config, outer) == compared(known, config, outer)
     if known.mlp is not None and known.experts is None:
         assert found.spec.mlp == dataclasses.replace(known.mlp, activation=None)
