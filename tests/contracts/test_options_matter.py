@@ -664,7 +664,7 @@ ROWS = {
     Slicing: slicing(("mlp", "heads"), ("mlp",)),
 }
 # On the compressed stream: test_rankfold.py, test_whole_modules.py, test_slicegpt_modegpt.py.
-ELSEWHERE = {"rankfold": {"attention_aware", "feedback", "removal"}, "slicegpt+modegpt": {"slicing"}}
+ELSEWHERE = {"rankfold": {"attention_aware", "feedback", "norm_aware", "removal"}, "slicegpt+modegpt": {"slicing"}}
 OTHERS = (BlockRemoval, SliceGPT, TwoOfFour)  # test_removal.py, test_slicegpt.py, test_semi_structured_methods.py
 CASES = [
     pytest.param(cls, row, id=f"{SPEAKS_FOR.get(cls, cls).name}-{row.option}-{i}")
