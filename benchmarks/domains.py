@@ -13,6 +13,7 @@ import time
 import torch
 
 import common
+from perplexity_table import ABLATIONS
 from rankfold import Tokens, compress, make_method, perplexity
 from rankfold.calibration.text import Text
 from rankfold.calibration.tokens import encode, pack
@@ -23,16 +24,7 @@ SETTINGS = {
     "modegpt, the paper's forms": ("modegpt", common.PAPER),
     "modegpt": ("modegpt", {}),
     "rankfold": ("rankfold", {}),
-    **{
-        f"rankfold {key}={str(value).lower()}": ("rankfold", {key: value})
-        for key, value in (
-            ("allocation", "uniform"),
-            ("feedback", False),
-            ("attention_aware", False),
-            ("sensitivity", "gradient"),
-            ("removal", False),
-        )
-    },
+    **{name: ("rankfold", options) for name, options in ABLATIONS.items()},
 }
 DEFINITIONS = {
     "perplexity": "text -> exp of the mean negative log-likelihood per predicted token, windows of 1024",

@@ -46,18 +46,20 @@ class Setting:
 
 
 ALL = (0.1, 0.2, 0.3, 0.4, 0.5)
+# The default without each of its steps, or with one that is off.
+ABLATIONS = {
+    f"rankfold {key}={str(value).lower()}": {key: value}
+    for key, value in (
+        ("allocation", "uniform"),
+        ("feedback", False),
+        ("attention_aware", False),
+        ("sensitivity", "gradient"),
+        ("removal", False),
+    )
+}
 DEFAULT = (
     Setting("rankfold", (0.3, *ALL, 0.6), "rankfold"),
-    *(
-        Setting(f"rankfold {key}={str(value).lower()}", (0.2, 0.3, 0.5), "rankfold", {key: value})
-        for key, value in (
-            ("allocation", "uniform"),
-            ("feedback", False),
-            ("attention_aware", False),
-            ("sensitivity", "gradient"),
-            ("removal", False),
-        )
-    ),
+    *(Setting(name, (0.2, 0.3, 0.5), "rankfold", options) for name, options in ABLATIONS.items()),
 )
 LLAMA = (
     *DEFAULT,
