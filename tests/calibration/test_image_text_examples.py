@@ -273,7 +273,7 @@ def test_a_file_with_images_is_one_whose_rows_have_any(tmp_path):
     file = tmp_path / "x.jsonl"
     for lines, expected in (
         (['{"text": "a"}', "", '{"text": "b", "image": "a.png"}'], (True, False)),
-        (['{"text": "a", "image": null}'], (True, True)),
+        (['{"text": "a", "image": null}'], (False, False)),  # text with a column that says nothing
         (['{"text": "the \\"image\\""}', '{"text": "image"}'], (False, False)),
     ):
         file.write_text("\n".join(lines))

@@ -120,7 +120,7 @@ def load_examples(
 
 
 def has_images(path: str, source) -> bool:
-    """Whether this is a ``.jsonl`` file with images: in any row, or, for a model that has no use for them, in the first."""
+    """Whether this is a ``.jsonl`` file that names images: in any row, or, for a model that has no use for them, in the first."""
     file = Path(path).expanduser()
     if file.suffix.lower() != ".jsonl" or not file.is_file():
         return False
@@ -130,7 +130,7 @@ def has_images(path: str, source) -> bool:
             json_row(line, where, file) for where, line in filled if f'"{IMAGE}"' in line or source.image_token is None
         )
         return any(
-            isinstance(row, dict) and IMAGE in row for row in islice(rows, 1 if source.image_token is None else None)
+            isinstance(row, dict) and row.get(IMAGE) for row in islice(rows, 1 if source.image_token is None else None)
         )
 
 
