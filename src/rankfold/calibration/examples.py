@@ -120,7 +120,7 @@ def load_examples(
 
 
 def has_images(path: str, source) -> bool:
-    """Whether this is a ``.jsonl`` file that names images: in any row, or, for a model that has no use for them, in the first."""
+    """Whether a ``.jsonl`` file names images: in any row, or, for a model that has no use for them, in the first."""
     file = Path(path).expanduser()
     if file.suffix.lower() != ".jsonl" or not file.is_file():
         return False
