@@ -26,7 +26,7 @@ def render(results: Path) -> None:
 
 
 def table(record: dict, across: dict) -> list[str]:
-    """Settings by sparsity on one text, then by text at the sparsity of the other record, and the time that takes."""
+    """Settings by sparsity on one text, then by text at the sparsity of the other record."""
     found = {(row["setting"], row["sparsity"]): row for row in record["rows"] if "setting" in row}
     texts = {row["name"]: row["perplexity"] for row in across["rows"]}
     at, names = across["config"]["sparsity"], list(across["config"]["evaluation"])
@@ -35,17 +35,14 @@ def table(record: dict, across: dict) -> list[str]:
     sparsities = sorted({s for name, s in found if name in settings and name != DEFAULT})
 
     def row(name: str) -> list[str]:
-        seconds = found[name, at]["compress_seconds"] if (name, at) in found else None
         return [
             name,
             *(number(found[name, s]["perplexity"]) if (name, s) in found else "" for s in sparsities),
             *(number(texts[name][text]) if name in texts else "" for text in names),
-            "" if seconds is None else f"{seconds:.0f}",
         ]
 
     one, other = (config["calibration"]["source"] for config in (record["config"], across["config"]))
     head = ["", *(f"{one}, {s:.0%}" for s in sparsities), *(f"{other} → {text}, {at:.0%}" for text in names)]
-    head.append(f"seconds, {at:.0%}")
     return [
         f"## {record['config']['model']['name']}",
         "",
@@ -54,7 +51,7 @@ def table(record: dict, across: dict) -> list[str]:
         *across["commands"],
         "```",
         "",
-        f"Perplexity; calibrated on {one} or on {other}. The times are of the first text, machines in the records.",
+        f"Perplexity; calibrated on {one} or on {other}.",
         "",
         f"| {' | '.join(head)} |",
         "|" + "---|" * len(head),
