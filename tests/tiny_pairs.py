@@ -91,25 +91,21 @@ PLACES = {"image_token_id": PLACE, "vision_start_token_id": 108, "vision_end_tok
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
 QWEN3 = {"text_config": TEXT | ROPE | {"head_dim": 8}, "vision_config": PATCHES | {"deepstack_visual_indexes": [0]}}
 IDEFICS = {"text_config": TEXT | {"model_type": "llama"}, "vision_config": SEES | {"patch_size": 7}, "scale_factor": 2}
+
+
+def _llama_and_clip() -> dict:
+    return {"text_config": t.LlamaConfig(**TEXT), "vision_config": t.CLIPVisionConfig(**SEES, patch_size=14)}
+
+
 FAMILIES = {
     "llava": Family(
         t.LlavaForConditionalGeneration,
-        lambda: t.LlavaConfig(
-            text_config=t.LlamaConfig(**TEXT),
-            vision_config=t.CLIPVisionConfig(**SEES, patch_size=14),
-            image_token_id=PLACE,
-            image_seq_length=4,
-        ),
+        lambda: t.LlavaConfig(**_llama_and_clip(), image_token_id=PLACE, image_seq_length=4),
         _llava,
     ),
     "llava_next": Family(
         t.LlavaNextForConditionalGeneration,
-        lambda: t.LlavaNextConfig(
-            text_config=t.LlamaConfig(**TEXT),
-            vision_config=t.CLIPVisionConfig(**SEES, patch_size=14),
-            image_token_id=PLACE,
-            image_grid_pinpoints=[[28, 56], [56, 28]],
-        ),
+        lambda: t.LlavaNextConfig(**_llama_and_clip(), image_token_id=PLACE, image_grid_pinpoints=[[28, 56], [56, 28]]),
         _next,
     ),
     "idefics3": Family(

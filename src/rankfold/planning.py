@@ -242,7 +242,7 @@ def timed(the_plan: Plan, source: Source, calibration: dict, mode: str) -> Plan:
     view, stream, times = source.block(0), start(source, ids, autocast=source.autocast), []
     for _ in range(3):  # the first one warms up
         begin = time.perf_counter()
-        advance(view, replace(stream, hidden=list(stream.hidden)))
+        advance(view, stream.copy())
         times.append(time.perf_counter() - begin)
     per_token = min(times) / (len(ids) * source.part.length_of(ids))  # of one block
     passed = (forwards[mode] * len(source) + method.search(len(source), removed)) * calibration["tokens"]

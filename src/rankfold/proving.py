@@ -230,7 +230,7 @@ def _units(view: BlockView, stream: Stream, source: Source) -> float:
 def _sent(view: BlockView, result: BlockResult, stream: Stream, source: Source) -> Tensor:
     """What the block adds to the stream with these modules in it."""
     with replaced(view, result, source):
-        there = replace(stream, hidden=list(stream.hidden))
+        there = stream.copy()
         advance(view, there)
         return there.hidden[0] - stream.hidden[0]
 

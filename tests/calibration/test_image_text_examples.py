@@ -65,12 +65,17 @@ def test_moments_are_those_of_the_models_own_forward(pair, index):
         torch.testing.assert_close(moments[name].second, x.mT @ x, **CLOSE)
 
 
-@torch.no_grad()
-def test_blocks_one_by_one_give_the_stock_logits(pair):
-    source, examples = pair
+def behind_all_blocks(source, examples):
     stream = start(source, examples.ids, autocast=None)
     for index in range(len(source)):
         advance(source.block(index), stream)
+    return stream
+
+
+@torch.no_grad()
+def test_blocks_one_by_one_give_the_stock_logits(pair):
+    source, examples = pair
+    stream = behind_all_blocks(source, examples)
     for example, hidden in zip(examples.ids, stream.hidden, strict=True):
         expected = source.model(**example.read(), use_cache=False).logits
         torch.testing.assert_close(outputs(source, example, stream, hidden), expected, **CLOSE)
@@ -86,9 +91,7 @@ def text_losses(model, example) -> torch.Tensor:
 @torch.no_grad()
 def test_perplexity_is_over_the_tokens_of_text(pair):
     source, examples = pair
-    stream = start(source, examples.ids, autocast=None)
-    for index in range(len(source)):
-        advance(source.block(index), stream)
+    stream = behind_all_blocks(source, examples)
     expected = torch.cat([text_losses(source.model, example) for example in examples.ids])
     assert len(expected) < examples.tokens - len(examples.ids)
     assert nats_per_token(source, examples.ids, stream) == pytest.approx(expected.mean().item(), rel=1e-5)

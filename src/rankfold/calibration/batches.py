@@ -20,6 +20,7 @@ __all__ = [
     "Batch",
     "Data",
     "Example",
+    "add_tensors",
     "again",
     "as_data",
     "as_tensors",
@@ -41,9 +42,12 @@ class Example:
     ids: Tensor  # (1, T) int64
     sha256: str  # of all inputs
     images: bool  # whether there is any
-    read: Callable[[], Inputs] = field(
-        repr=False
-    )  # all inputs; images are large, so they are made when they are wanted
+    read: Callable[[], Inputs] = field(repr=False)  # all inputs; images are large, so they are made when wanted
+
+    @property
+    def tokens(self) -> int:
+        """Those in whose places images stand among them."""
+        return self.ids.shape[1]
 
     @classmethod
     def of(cls, inputs: Inputs, read: Callable[[], Inputs] | None = None) -> "Example":
@@ -74,7 +78,7 @@ def tokens_in(data: Data, part: Part) -> int:
     """Of all windows, patches of all images, or of all examples, image tokens among them."""
     if isinstance(data, Tensor):
         return len(data) * part.length_of(data)
-    return sum(example.ids.shape[1] for example in data)
+    return sum(example.tokens for example in data)
 
 
 def length_of(data: Data, part: Part) -> int:
@@ -86,7 +90,7 @@ def first(data: Data, tokens: int, part: Part) -> Data:
     """As many of the first samples as have so many tokens; all where there are fewer."""
     if isinstance(data, Tensor):
         return data[: -(-tokens // part.length_of(data))]
-    ends = torch.tensor([example.ids.shape[1] for example in data]).cumsum(0)
+    ends = torch.tensor([example.tokens for example in data]).cumsum(0)
     return data[: int((ends < tokens).sum()) + 1]
 
 
@@ -99,10 +103,15 @@ def digest_of(data: Data) -> str:
 
 def _digest(inputs: Inputs) -> str:
     digest = hashlib.sha256()
-    for name, tensor in sorted(inputs.items()):
-        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        digest.update(tensor.contiguous().numpy().tobytes())
+    add_tensors(digest, inputs)
     return digest.hexdigest()[:32]
+
+
+def add_tensors(digest, tensors: Mapping[str, Tensor]) -> None:
+    """Add names, types, shapes and numbers to a hash."""
+    for name, tensor in sorted(tensors.items()):
+        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy())
 
 
 def as_tensors(data: Data) -> dict[str, Tensor]:

@@ -3,7 +3,6 @@
 Shape legend: S examples, T tokens of one, those in whose places images stand among them.
 """
 
-import hashlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,14 +10,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..errors import DataError, OptionError, first_line
 from .batches import Example
 from .images import image_paths, read_image
-from .mixing import held_out_of
-from .text import decode, field_of, json_row
+from .mixing import some_of
+from .text import field_of, json_row, json_rows, origin_of
 from .tokens import check_fits
 from .windows import Tokens
 
@@ -49,7 +47,7 @@ class Examples(Tokens):
     @property
     def tokens(self) -> int:
         """Of all examples that are fitted."""
-        return sum(example.ids.shape[1] for example in self.ids)
+        return sum(example.tokens for example in self.ids)
 
     @property
     def length(self) -> int:
@@ -60,7 +58,7 @@ class Examples(Tokens):
         return super().describe() | {
             "kind": "image-text examples",
             "tokens": self.tokens,
-            "longest": max(example.ids.shape[1] for example in self.ids),
+            "longest": max(example.tokens for example in self.ids),
             "with_images": sum(example.images for example in self.ids),
         }
 
@@ -108,15 +106,10 @@ def load_examples(
             "column; calibrate on text, or take the column out"
         )
     rows = _rows(path, field)
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
-    wanted = samples + held_out_of(samples)
-    if len(rows) < wanted:
-        log.info("%s has %d examples, not %d", path.name, len(rows), wanted)
+    chosen, fitted = some_of(path.name, "examples", rows, samples, seed)
     maker = source.processor if processor is None else processor
-    examples = tuple(_example(rows[number], maker, source) for number in order[:wanted])
-    fitted = max(1, min(samples, len(examples) - held_out_of(min(samples, len(examples)))))
-    origin = "file:" + hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
-    return Examples(examples[:fitted], path.name, origin, seed, examples[fitted:] or None)
+    examples = tuple(_example(row, maker, source) for row in chosen)
+    return Examples(examples[:fitted], path.name, origin_of(path), seed, examples[fitted:] or None)
 
 
 def has_images(path: str, source) -> bool:
@@ -137,15 +130,13 @@ def has_images(path: str, source) -> bool:
 def _rows(path: Path, field: str) -> list[Row]:
     if not path.is_file():
         raise DataError(f"no image-text examples at {str(path)!r}: expected a .jsonl file")
-    lines = decode(path.read_bytes(), path).split("\n")
-    rows = [_row(line, f"line {number}", path, field) for number, line in enumerate(lines, 1) if line.strip()]
+    rows = [_row(row, where, path, field) for where, row in json_rows(path)]
     if not rows:
         raise DataError(f"{path} has no rows; give one with text and images")
     return rows
 
 
-def _row(line: str, where: str, path: Path, field: str) -> Row:
-    row = json_row(line, where, path)
+def _row(row: Any, where: str, path: Path, field: str) -> Row:
     column = QUESTION if field == "text" and isinstance(row, dict) and field not in row and QUESTION in row else field
     text = field_of(row, column, path)
     if not text.strip():

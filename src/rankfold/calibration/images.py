@@ -3,7 +3,6 @@
 Shape legend: S images, C channels, H x W pixels.
 """
 
-import hashlib
 import io
 import logging
 from collections.abc import Callable
@@ -15,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError, OptionError, first_line
-from .text import decode, json_row, open_parquet
+from .mixing import some_of
+from .text import json_rows, open_parquet, origin_of
 from .windows import Tokens
 
 __all__ = ["Images", "image_paths", "load_images", "read_image"]
@@ -77,16 +77,10 @@ def load_images(
         raise OptionError(f"samples must be >= 1, got {samples}")
     place = Path(name).expanduser()
     readers = {".parquet": _of_parquet, ".jsonl": _of_jsonl}.get(place.suffix.lower(), _of_folder)(place, field)
-    order = torch.randperm(len(readers), generator=torch.Generator().manual_seed(seed))
-    wanted = samples + _held_out_of(samples)
-    chosen = [readers[i] for i in order[:wanted].tolist()]
-    if len(chosen) < wanted:
-        log.info("%s has %d images, not %d", place.name, len(chosen), wanted)
+    chosen, fitted = some_of(place.name, "images", readers, samples, seed, _held_out_of)
     pixels = _processed(chosen, source.image_processor if processor is None else processor)
-    fitted = max(1, min(samples, len(pixels) - _held_out_of(min(samples, len(pixels)))))
     held_out = pixels[fitted:] if fitted < len(pixels) else None
-    origin = "file:" + hashlib.sha256(str(place.resolve()).encode()).hexdigest()[:16]
-    return Images(pixels[:fitted], place.name, origin, seed, held_out, patches=source.part.length_of(pixels))
+    return Images(pixels[:fitted], place.name, origin_of(place), seed, held_out, patches=source.part.length_of(pixels))
 
 
 def _held_out_of(samples: int) -> int:
@@ -122,12 +116,7 @@ def _of_parquet(file: Path, field: str) -> Readers:
 def _of_jsonl(file: Path, field: str) -> Readers:
     """Every image once, in the order in which they are named."""
     _check_file(file)
-    lines = [
-        (f"line {n}", line) for n, line in enumerate(decode(file.read_bytes(), file).split("\n"), 1) if line.strip()
-    ]
-    found = dict.fromkeys(
-        p for where, line in lines for p in image_paths(json_row(line, where, file), where, file, field)
-    )
+    found = dict.fromkeys(path for where, row in json_rows(file) for path in image_paths(row, where, file, field))
     if not found:
         raise DataError(f"{file} names no images in the column {field!r}; give one that does (use --field)")
     return [(str(path), lambda path=path: path) for path in found]

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,10 +23,13 @@ __all__ = [
     "interleaved",
     "portions",
     "shares_of",
+    "some_of",
     "spread",
 ]
 
 log = logging.getLogger(__name__)
+
+Row = TypeVar("Row")
 
 FINEST = 10**6  # largest denominator of a share: two thirds, not 0.6666666666666666, so that ties are ties
 
@@ -49,6 +52,24 @@ class Drawn(NamedTuple):
 def held_out_of(samples: int) -> int:
     """Windows that are held out beside ``samples`` fitted ones: one for eight, at least one and at most 8."""
     return max(1, min(8, samples // 8))
+
+
+def some_of(
+    name: str, what: str, rows: Sequence[Row], samples: int, seed: int, beside: Callable[[int], int] = held_out_of
+) -> tuple[list[Row], int]:
+    """Rows in a random order, as many as are wanted or there are, and how many of them are fitted.
+
+    Args:
+        name, what: of the rows, for the log.
+        samples: rows to fit.
+        beside: how many are held out beside so many fitted ones; taken out of these where there are too few rows.
+    """
+    wanted = samples + beside(samples)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
+    chosen = [rows[i] for i in order[:wanted]]
+    if len(chosen) < wanted:
+        log.info("%s has %d %s, not %d", name, len(chosen), what, wanted)
+    return chosen, max(1, min(samples, len(chosen) - beside(min(samples, len(chosen)))))
 
 
 def shares_of(texts: str | Iterable[str] | Mapping[str, float]) -> dict[str, float]:

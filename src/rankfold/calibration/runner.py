@@ -49,9 +49,7 @@ class Call(NamedTuple):
 
     args: tuple
     kwargs: dict
-    added: Tensor | None = (
-        None  # (B, T, D) what the model adds to the stream behind the block: Qwen3-VL images, once more
-    )
+    added: Tensor | None = None  # (B, T, D) what the model adds behind the block: Qwen3-VL its images, once more
 
 
 @dataclass
@@ -176,9 +174,10 @@ def start(source, ids: Data, *, autocast: torch.dtype | None) -> Stream:
                 source.forward(batch.read() if isinstance(batch, Example) else batch)
             first = recorders[0].hidden
             stream.hidden.append(first.to(autocast or first.dtype))
-            calls = None if isinstance(batch, Example) else of_size.get(len(batch))
-            calls = calls or _calls(recorders, stream.hidden[-1].dtype)
-            stream.calls.append(calls if isinstance(batch, Example) else of_size.setdefault(len(batch), calls))
+            size = None if isinstance(batch, Example) else len(batch)
+            if size is None or size not in of_size:
+                of_size[size] = _calls(recorders, stream.hidden[-1].dtype)
+            stream.calls.append(of_size[size])
     return stream
 
 
@@ -212,9 +211,14 @@ def outputs(source, ids: Given, stream: Stream, hidden: Tensor | None = None, *,
 
 def outputs_at(source, ids: Given, stream: Stream, hidden: Tensor, positions: Tensor) -> Tensor:
     """:func:`outputs` at some positions; others are not computed where the model can leave them out."""
-    keeps = "logits_to_keep" in inspect.signature(source.model.forward).parameters
+    keeps = _leaves_out(source)
     found = outputs(source, ids, stream, hidden, keep=positions if keeps else None)
     return found if keeps else found[:, positions]
+
+
+def _leaves_out(source) -> bool:
+    """Whether the model can leave out logits."""
+    return "logits_to_keep" in inspect.signature(source.model.forward).parameters
 
 
 def targets_of(source, batch: Given) -> Tensor:
@@ -234,11 +238,10 @@ def predictions(
         positions: at most so many of every sequence at once, where the model can leave out logits; otherwise all.
     """
     targets = targets_of(source, ids)[:, 1:]
-    keeps = "logits_to_keep" in inspect.signature(source.model.forward).parameters
     followed = torch.arange(targets.shape[1], device=targets.device)
     if isinstance(ids, Example):
         followed = followed[targets[0] != IGNORED]
-    for some in followed.split(positions if keeps else max(1, len(followed))):
+    for some in followed.split(positions if _leaves_out(source) else max(1, len(followed))):
         yield outputs_at(source, ids, stream, hidden, some), targets[:, some]
 
 

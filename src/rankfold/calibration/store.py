@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -17,7 +16,7 @@ from ..errors import CheckpointError
 from ..files import check_name, read_json, sweep, sync_folder, write_json, write_tensors, writing
 from ..locking import locked
 from ..records import NUMBER, Maybe, check_record
-from .batches import Data, as_data, as_tensors, digest_of
+from .batches import Data, add_tensors, as_data, as_tensors, digest_of
 from .moments import BlockMoments, Moment
 
 __all__ = ["MomentStore"]
@@ -186,9 +185,7 @@ class MomentStore:
     def _digest(self, index: int, tensors: dict[str, Tensor], counts: dict[str, float]) -> str:
         """SHA-256 of a block's numbers, their names, and what they were measured on: tells other moments from damaged ones."""
         digest = hashlib.sha256(json.dumps([self.identity, index, counts], sort_keys=True).encode())
-        for name, tensor in sorted(tensors.items()):
-            digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-            digest.update(tensor.cpu().reshape(-1).view(torch.uint8).numpy())
+        add_tensors(digest, tensors)
         return digest.hexdigest()
 
     def check(self, source, statistics: set[str]) -> None:

@@ -23,7 +23,9 @@ __all__ = [
     "decode",
     "field_of",
     "json_row",
+    "json_rows",
     "open_parquet",
+    "origin_of",
     "raw_row",
     "read_text",
     "rows_of_group",
@@ -69,8 +71,12 @@ def text_source(name: str, use: str = "calibration") -> TextSource:
     if not path.is_file():
         raise DataError(f"no text at {str(path)!r}: expected {_choices()}")
     kind = "raw" if raw else {".jsonl": "jsonl", ".parquet": "parquet"}.get(path.suffix.lower(), "txt")
-    # Tells files apart without telling a reader of the checkpoint where they lay.
-    return TextSource(kind, "file:" + hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16], path)
+    return TextSource(kind, origin_of(path), path)
+
+
+def origin_of(path: Path) -> str:
+    """Tells files and folders apart without telling a reader of the checkpoint where they lay."""
+    return "file:" + hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
 
 
 def read_text(name: str, *, use: str = "calibration", field: str = "text", characters: int | None = None) -> Text:
@@ -105,17 +111,10 @@ def _documents(source: TextSource, name: str, use: str, field: str) -> Iterable[
             return [
                 row for group in range(file.num_row_groups) for row in rows_of_group(file, group, field, source.path)
             ]
+    if source.kind == "jsonl":
+        return (field_of(row, field, source.path) for _, row in json_rows(source.path))
     text = decode(source.path.read_bytes(), source.path)
-    if source.kind == "txt":
-        return (text,)
-    lines = text.split("\n")
-    if source.kind == "raw":
-        return (raw_row(line) for line in lines[:-1])
-    return (
-        field_of(json_row(line, f"line {i}", source.path), field, source.path)
-        for i, line in enumerate(lines, 1)
-        if line.strip()
-    )
+    return (text,) if source.kind == "txt" else (raw_row(line) for line in text.split("\n")[:-1])
 
 
 def _choices() -> str:
@@ -143,6 +142,14 @@ def decode(data: bytes, path: Path) -> str:
 def raw_row(line: str) -> str:
     """A line as the hub's WikiText-2 has it: with its newline, or an empty string."""
     return "" if not line.strip() else line + "\n"
+
+
+def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Every row of a .jsonl file with the line it stands in, for messages."""
+    for number, line in enumerate(decode(path.read_bytes(), path).split("\n"), 1):
+        if line.strip():
+            where = f"line {number}"
+            yield where, json_row(line, where, path)
 
 
 def json_row(line: str, where: str, path: Path) -> Any:

@@ -252,7 +252,7 @@ def _check_examples(examples: tuple[Example, ...], source) -> None:
             f"the {source.part.name} part of {source.name} takes no image-text examples; calibrate on "
             f"{'images' if source.part.takes_images else 'text'}"
         )
-    longest = max(example.ids.shape[1] for example in examples)
+    longest = max(example.tokens for example in examples)
     if source.part.positions and longest > source.part.positions:
         raise DataError(
             f"an example of {longest} tokens, images among them, is longer than the model's context of "
