@@ -9,12 +9,12 @@ in the columns `stock` and `deci`.
 """
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import common
 import perplexity_table
-from rankfold import compress, make_method, save
+from rankfold import compress, make_method, plan, save
 from rankfold.errors import OptionError, UnsupportedModelError
 from rankfold.export import export
 
@@ -36,17 +36,36 @@ class Setting:
 
     method: str
     target: str
-    options: tuple[tuple[str, str], ...] = ()
+    options: tuple[tuple[str, object], ...] = ()
+    apart: bool = False  # the widths of these options, and every key head chooses its own rotary pairs
 
     @property
     def name(self) -> str:
-        return " ".join([self.method, *("=".join(option) for option in self.options), "for", self.target])
+        options = (f"{name}={value}" for name, value in self.options)
+        own = ["as wide, own pairs,"] if self.apart else []
+        return " ".join([self.method, *options, *own, "for", self.target])
+
+    def make(self, sparsity: float, source):
+        """The method."""
+        method = make_method(self.method, target=self.target, sparsity=sparsity, **dict(self.options))
+        if not self.apart:
+            return method
+        dense, kept = {}, {}
+        for module in plan(source, method).modules:
+            dense[module.module] = dense.get(module.module, 0) + module.dense_weights
+            kept[module.module] = kept.get(module.module, 0) + module.weights
+        return replace(method, head_dim=0, modules={name: 1 - kept[name] / dense[name] for name in dense})
 
 
 UNIFORM = (("allocation", "uniform"),)
+HEADS = (("head_dim", 48),)  # of 64 in SmolLM2, the same pairs in the whole model
 SETTINGS = (
     *(Setting("rankfold", target) for target in ("transformers", "vllm", "llama.cpp")),
     *(Setting("rankfold", target, UNIFORM) for target in ("transformers", "stock")),
+    Setting("rankfold", "llama.cpp", HEADS),
+    Setting("rankfold", "stock", (*UNIFORM, *HEADS)),
+    Setting("modegpt", "transformers", HEADS),
+    Setting("modegpt", "transformers", HEADS, apart=True),
     *(Setting("modegpt", target) for target in ("transformers", "vllm", "llama.cpp", "stock")),
     *(Setting("latentllm", target) for target in ("transformers", "vllm")),
 )
@@ -75,7 +94,7 @@ def main() -> None:
 def run(record, setting: Setting, sparsity: float, source, tokens, on) -> None:
     name, facts = f"{setting.name} {sparsity}", {"setting": setting.name, "sparsity": sparsity}
     try:
-        method = make_method(setting.method, target=setting.target, sparsity=sparsity, **dict(setting.options))
+        method = setting.make(sparsity, source)
         model = compress(source, method, tokens)
     except OptionError as error:
         record.add(name, **facts, method=None, refused=str(error))

@@ -5,6 +5,7 @@ no choice then.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -129,7 +130,8 @@ def _priced(source: Source, units: list[Unit], size: Callable[[BlockView, Unit, 
         key = likeness(view), unit.module
         if key not in found:
             found[key] = _falling(unit.ranks, [size(view, unit, rank) for rank in unit.ranks])
-        priced.append(Unit(unit.block, unit.module, *found[key]))
+        ranks, sizes = found[key]
+        priced.append(replace(unit, ranks=ranks, sizes=sizes))
     return priced
 
 

@@ -42,7 +42,7 @@ from .report.card import model_card, reproduce_command
 from .report.identity import dtype_name, moments_identity, published_counts, run_identity
 from .report.plan import Plan
 from .report.record import run_record
-from .scores import ON_DENSE, ON_TEXT, available, gradients_of, needed, scores_of, statistics_of
+from .scores import ON_TEXT, available, gradients_of, needed, of_dense, scores_of, shared_of, statistics_of
 from .stages import Work, decompose, run_stages
 from .version import __version__
 
@@ -103,10 +103,11 @@ def plan(source: Source, method: Method, moments: MomentStore | None = None, tok
     reports = {}
     if moments is not None:
         moments.check(source, statistics_of(source, method))
+        shared = shared_of(source, method, moments)
         for index in track(range(len(source)), "predicting"):
             view = source.block(index)
             (stage,) = method.stages(view, of_block(allocated.ranks, index))
-            result = decompose(stage, view, moments[index] | (gradients[index] if gradients else {}))
+            result = decompose(stage, view, moments[index] | shared | (gradients[index] if gradients else {}))
             reports |= {(index, module): report for module, report in result.reports.items()}
     calibration = tokens.describe() if tokens else moments.identity["tokens"] if moments else None
     return build_plan(source, method, allocated, reports, calibration)
@@ -151,7 +152,7 @@ def compress(
         if run and run.complete:  # what an earlier process could not rename any more
             return run.publish()
         ranks = choices(source, method, run.times if run else None)
-        moments, gradients, scores = _dense_passes(source, method, ranks, tokens, moments, mode, run)
+        moments, gradients, shared, scores = _dense_passes(source, method, ranks, tokens, moments, mode, run)
         seconds = {"calibrate": time.perf_counter() - begin}
         allocated = allocate_ranks(ranks, method, scores)
         the_plan = build_plan(source, method, allocated, {}, calibration)
@@ -166,6 +167,7 @@ def compress(
             _watch(source, held_out, mode),
             InFolder(source, run, kept) if run else InMemory(source, kept),
             gradients,
+            shared,
         )
         blocks, basis = [], None
         for index in track(range(len(source)), "compressing"):
@@ -228,25 +230,24 @@ def _check(method: Method, tokens, moments, mode: str, output) -> str:
 
 
 def _dense_passes(source: Source, method: Method, ranks: Choices, tokens, moments, mode: str, run: Run | None):
-    """Moments of the dense model, where they are there already, statistics of a backward pass, and influence scores or costs,
-    each where method or allocation wants them.
+    """Moments of the dense model, where they are there already, statistics of a backward pass, what is of all blocks together,
+    and influence scores or costs, each where method or allocation wants them.
 
     Ranks of an influence allocation are known only behind the last block: its one pass keeps all moments on the way.
     """
     check(ranks, method)  # what cannot be reached is said at once
     gradients = gradients_of(source, method, tokens, run)
-    if method.allocation in ON_TEXT:
-        return moments, gradients, scores_of(source, method, ranks, None, tokens, run, gradients)
-    if moments is None and method.allocation not in ON_DENSE:
-        return None, gradients, scores_of(source, method, ranks)
-    if moments is None:
-        statistics = needed(source, method) if mode == "one-pass" else {ON_DENSE[method.allocation]}
+    first = of_dense(source, method)
+    if moments is None and first:
+        statistics = needed(source, method) | first if mode == "one-pass" else first
         moments = calibrate(source, tokens, run.moments if run else None, statistics=statistics)
-    scores = scores_of(source, method, ranks, moments)
-    if mode == "sequential":
-        return None, gradients, scores
+    shared = shared_of(source, method, moments)
+    text = (tokens, run, gradients) if method.allocation in ON_TEXT else ()
+    scores = scores_of(source, method, ranks, moments, *text)
+    if moments is None or mode == "sequential":
+        return None, gradients, shared, scores
     moments.check(source, statistics_of(source, method))
-    return moments, gradients, scores
+    return moments, gradients, shared, scores
 
 
 def _compress_block(
@@ -261,7 +262,7 @@ def _compress_block(
         Descriptions by full path and what was measured; the tensors went to where blocks go. And the coordinates in which this
         block writes the stream.
     """
-    source, _, read, supply, watch, into, _ = work
+    source, _, read, supply, watch, into, *_ = work
     view = dataclasses.replace(read(index), basis=basis)
     release_memory()
     done = index in into

@@ -10,6 +10,7 @@ from .architectures import BlockView
 from .budgets import Choices
 from .calibration.backward import sweep, windows_for
 from .calibration.gradients import gradient_observers, widest
+from .calibration.moments import BlockMoments
 from .calibration.observers import STATISTICS
 from .calibration.store import MomentStore
 from .calibration.tokens import Tokens
@@ -25,7 +26,17 @@ from .redundancy import removal_order
 from .report.identity import moments_identity
 from .stages import algebra
 
-__all__ = ["ON_DENSE", "ON_TEXT", "available", "gradients_of", "needed", "scores_of", "statistics_of"]
+__all__ = [
+    "ON_DENSE",
+    "ON_TEXT",
+    "available",
+    "gradients_of",
+    "needed",
+    "of_dense",
+    "scores_of",
+    "shared_of",
+    "statistics_of",
+]
 
 ON_TEXT = ("measured", "greedy")  # allocations that compare predictions, for which there must be text
 # Allocation -> the statistic of the dense model it goes by.
@@ -45,6 +56,28 @@ def statistics_of(source: Source, method: Method) -> set[str]:
 def needed(source: Source, method: Method) -> set[str]:
     """Statistics that planning and decomposing with this method read."""
     return statistics_of(source, method) | {s for a, s in ON_DENSE.items() if a == method.allocation}
+
+
+def of_dense(source: Source, method: Method) -> set[str]:
+    """Statistics of the whole dense model that must be known before a block is compressed."""
+    return _shared(source, method) | {s for a, s in ON_DENSE.items() if a == method.allocation}
+
+
+def _shared(source: Source, method: Method) -> set[str]:
+    return set().union(*(method.shared(source.meta_block(i)) for i in range(len(source))))
+
+
+def shared_of(source: Source, method: Method, moments: MomentStore | None) -> BlockMoments:
+    """What a method makes of all blocks of the dense model together; nothing where it reads none.
+
+    Raises:
+        CheckpointError: the moments lack what it reads.
+    """
+    wanted = _shared(source, method)
+    if moments is None or not wanted:
+        return {}
+    moments.check(source, wanted)
+    return method.sum_up(moments[index] for index in range(len(source)))
 
 
 def available(source: Source, statistics: set[str]) -> set[str]:

@@ -3,11 +3,13 @@
 import contextlib
 import functools
 from collections.abc import Iterator
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
 from .architectures import BlockView
+from .calibration.moments import BlockMoments
 from .calibration.store import MomentStore
 from .calibration.supply import FromDense, FromStore, FromStreams
 from .checkpoint.reading import BlockReader
@@ -32,6 +34,7 @@ class Work(NamedTuple):
     watch: HeldOut | NothingHeldOut  # what looks at the result on text that was not fitted
     into: InMemory | InFolder  # where it goes
     gradients: MomentStore | None = None  # of the dense model, where the method reads any
+    shared: BlockMoments = MappingProxyType({})  # of all blocks of the dense model together, likewise
 
 
 def run_stages(work: Work, view: BlockView, ranks: dict[str, int]) -> tuple[BlockView, BlockResult]:
@@ -44,7 +47,8 @@ def run_stages(work: Work, view: BlockView, ranks: dict[str, int]) -> tuple[Bloc
 
 def run_stage(work: Work, view: BlockView, stage: Stage, whole: BlockResult) -> tuple[BlockView, BlockResult]:
     """Measure the block as it is, decompose, replace; what came of it is added to ``whole``."""
-    moments = work.supply.take(view, stage.statistics) | (work.gradients[view.index] if work.gradients else {})
+    beside = dict(work.shared) | (work.gradients[view.index] if work.gradients else {})
+    moments = work.supply.take(view, stage.statistics) | beside
     held_out = functools.cache(lambda: work.watch.measure(view, stage.statistics))  # late, because moments are large
     release_memory()
     result = decompose(stage, view, moments, held_out)

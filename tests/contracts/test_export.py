@@ -9,6 +9,8 @@ import transformers
 import rankfold
 from families import CONFIGS, EXPERTS, opened, some_ids, tiny_model, tokens
 from rankfold.errors import CheckpointError, OptionError, UnsupportedModelError
+from rankfold.export.form import Form, plain
+from rankfold.export.rotary import turning_by
 
 AS_LARGE = {"bloom", "mpt"}  # whose classes say how wide everything is
 
@@ -98,6 +100,57 @@ def test_heads_that_turn_only_in_part_become_narrower_and_the_scale_goes_with_th
     assert result.exported - result.compressed == 3 * 4 * 4  # value biases, which had moved into those of the outputs
     small = rankfold.load(tmp_path / "small", device="cpu")
     torch.testing.assert_close(logits(stock(tmp_path / "stock")), logits(small), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+def test_a_class_that_takes_few_pairs_has_heads_of_any_width_and_turns_them_by_these(family):
+    source = opened(family)
+    full = source.block(0).attention
+    if not full.takes_pairs:
+        return
+    pairs, dense = [1, 3], source.inv_freq(0)
+    config = plain(source.model.config)
+    text = config.get_text_config()
+    text.head_dim, text.rope_parameters = 4, turning_by(dense[pairs], text)
+    form = Form(config, source.architecture, {})
+    model = form.empty()
+    stock = form.view(model, 0).attention
+    assert (stock.head_dim, stock.rotary_dim, stock.heads) == (4, 4, full.heads)
+    again = rankfold.open_model(type(model)(config), device="cpu")
+    torch.testing.assert_close(again.inv_freq(0), dense[pairs])
+    ids = torch.zeros(1, 2 * config.get_text_config().max_position_embeddings, dtype=torch.long)
+    again.model(ids)  # of a text longer than any it was made for
+    torch.testing.assert_close(again.inv_freq(0), dense[pairs])
+
+
+@pytest.mark.parametrize("family", ["llama-bias", "gemma2", "granitemoe", "ernie4_5", "cohere"])
+def test_heads_that_all_turn_by_the_same_pairs_are_narrow(family, tmp_path):
+    small = compressed(family, tmp_path, head_dim=4)
+    result = rankfold.export(small, tmp_path / "stock")
+    model = stock(tmp_path / "stock")
+    assert model.config.head_dim == 4 and result.difference < 1e-5
+    torch.testing.assert_close(logits(model), logits(rankfold.load(small, device="cpu")), rtol=1e-4, atol=1e-5)
+    bias = {"llama-bias": 3 * 2 * 4, "ernie4_5": 3 * 2 * 4}  # of values, which had moved into that of the output
+    left = result.exported - result.compressed
+    assert left == bias.get(family, 0) or family == "granitemoe"  # where experts are as wide as the widest
+
+
+def test_pairs_that_no_head_has_any_more_are_not_in_the_stock_model(tmp_path):
+    """Whatever chose them: here every head lost the second of its four, and values as many dimensions."""
+    model = tiny_model("llama")
+    for block in model.model.layers:
+        for layer in (block.self_attn.q_proj, block.self_attn.k_proj):
+            layer.weight.data.unflatten(0, (-1, 8))[:, [1, 5]] = 0
+    source = rankfold.open_model(model, device="cpu")
+    source.autocast = None
+    method = rankfold.MoDeGPT(modules={"qk": 0.25, "vo": 0.5}, multiple=2)
+    rankfold.compress(source, method, tokens(), tmp_path / "small", mode="one-pass")
+    rankfold.export(tmp_path / "small", tmp_path / "stock")
+    found = stock(tmp_path / "stock")
+    assert found.config.head_dim == 6
+    torch.testing.assert_close(rankfold.open_model(found, device="cpu").inv_freq(0), source.inv_freq(0)[[0, 2, 3]])
+    small = rankfold.load(tmp_path / "small", device="cpu")
+    torch.testing.assert_close(logits(found), logits(small), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", sorted(AS_LARGE))

@@ -122,6 +122,26 @@ def test_settings_are_those_of_the_exported_model(place, tmp_path):
     assert found["general.file_type"] == gguf.LlamaFileType.ALL_F32
 
 
+@pytest.mark.parametrize("scaling", [None, LLAMA3])
+def test_heads_that_turn_by_the_same_pairs_are_narrow_and_their_frequencies_are_written(scaling, tmp_path):
+    """llama.cpp turns pair i by theta^(-2 i / width) over the factor; the reference is the frequencies of the dense model."""
+    options = {} if scaling is None else {"rope_parameters": scaling}
+    small = compressed(tmp_path, rankfold.MoDeGPT(sparsity=0.3, multiple=2, head_dim=6), **options)
+    result = rankfold.export(small, tmp_path / "x.gguf", "gguf-deci")
+    assert result.exported == result.compressed < result.dense and result.difference < 1e-5
+    found = settings(tmp_path / "x.gguf")
+    arch = found["general.architecture"]
+    assert found[f"{arch}.attention.key_length"] == found[f"{arch}.attention.value_length"] == 6
+    assert found[f"{arch}.rope.dimension_count"] == 6
+    model = rankfold.load(small, device="cpu")
+    pairs = {tuple(row) for block in model.model.layers for row in block.self_attn.rotary_pairs.tolist()}
+    (pairs,) = pairs
+    (factors,) = (t for t in gguf.GGUFReader(tmp_path / "x.gguf").tensors if t.name == "rope_freqs.weight")
+    turned = 10000.0 ** -(torch.arange(3) / 3) / torch.from_numpy(factors.data.copy())
+    dense = rankfold.open_model(tmp_path / "model", device="cpu").inv_freq(0)
+    torch.testing.assert_close(turned, dense[list(pairs)])
+
+
 def test_the_tokenizer_gives_the_same_ids_and_says_what_it_adds(place, tmp_path):
     rankfold.export(place / "small", tmp_path / "x.gguf", "gguf")
     ours = transformers.AutoTokenizer.from_pretrained(place / "small")

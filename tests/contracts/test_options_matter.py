@@ -8,6 +8,7 @@ blocks. An option without a row fails.
 import json
 from collections.abc import Callable, Collection
 from dataclasses import fields
+from itertools import combinations
 from typing import NamedTuple
 
 import pytest
@@ -305,6 +306,23 @@ def rounds_go_on(a: Outcome, b: Outcome) -> None:
         assert (len(none), len(four)) == (1, 5) and four[-1] < none[-1]
 
 
+@torch.no_grad()
+def the_model_keeps_its_best_pairs(a: Outcome, b: Outcome) -> None:
+    """All heads of all blocks the same ones: those of the six choices with the least relative change of the dense scores, keys
+    centred over the window, summed over blocks."""
+    chosen = {tuple(row) for block in blocks_of(b.model) for row in block.self_attn.rotary_pairs.tolist()}
+    assert len(chosen) == 1 < len({tuple(row) for x in blocks_of(a.model) for row in x.self_attn.rotary_pairs.tolist()})
+    assert all((b.ranks(module) == 4).all() for module in ("qk", "vo"))
+    lost = dict.fromkeys(combinations(range(4), 2), 0.0)
+    for index in range(3):
+        q, k, _ = look(b.source.model, tokens(32).ids, index).heads
+        k = (k - k.mean(2, keepdim=True)).repeat_interleave(q.shape[1] // k.shape[1], 1)
+        for kept in lost:
+            gone = [p + half for half in (0, 4) for p in range(4) if p not in kept]
+            lost[kept] += ((q[..., gone] @ k[..., gone].mT).norm() / (q @ k.mT).norm()).item() ** 2
+    assert chosen == {min(lost, key=lost.get)}
+
+
 def near_scores_get_better(a: Outcome, b: Outcome) -> None:
     assert score_error(b, 5) < 0.99 * score_error(a, 5)
     assert all("window 5" in report["q"]["form"] for report in b.record.values())
@@ -565,6 +583,7 @@ ROWS = {
             each(errors_rise("vo"), errors_do_not_fall("mlp")),
             everywhere=False,
         ),
+        Row("head_dim", SMALL, SMALL | {"head_dim": 4}, {"mlp", "qk", "vo"}, the_model_keeps_its_best_pairs),
         Row("select_qk", SMALL, SMALL | {"select_qk": "norm"}, {"qk"}, errors_do_not_fall("qk"), everywhere=False),
     ],
     LatentLLM: [

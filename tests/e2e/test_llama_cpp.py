@@ -51,14 +51,16 @@ def in_llama_cpp(file, count: int):
 BIASED = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
 
 
-@pytest.mark.parametrize("kind, protect", [("gguf", ()), ("gguf-deci", (1,))])
+@pytest.mark.parametrize(
+    "kind, shape", [("gguf", {}), ("gguf-deci", {"protect": (1,)}), ("gguf-deci", {"head_dim": 6, "allocation": "owl"})]
+)
 @pytest.mark.parametrize("options, characters", [({}, False), (BIASED, False), ({}, True)])
-def test_llama_cpp_writes_the_same_tokens(kind, protect, options, characters, tmp_path):
+def test_llama_cpp_writes_the_same_tokens(kind, shape, options, characters, tmp_path):
     save_tiny(tmp_path / "model", blocks=3, **options)
     if characters:
         save_tokenizer_over_characters(tmp_path / "model")
     source = rankfold.open_model(tmp_path / "model", device="cpu")
-    method = rankfold.MoDeGPT(sparsity=0.2, multiple=2, protect=protect)
+    method = rankfold.MoDeGPT(sparsity=0.2, multiple=2, **shape)
     rankfold.compress(source, method, tokens(), tmp_path / "small", mode="one-pass")
     rankfold.export(tmp_path / "small", tmp_path / "x.gguf", kind, dtype="float32")
     ids, written = in_llama_cpp(tmp_path / "x.gguf", 24)

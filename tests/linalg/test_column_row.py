@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from modegpt_problems import query_key
 
-from rankfold.linalg.column_row import column_row, column_row_bounds, pair_up, unit_scores
+from rankfold.linalg.column_row import (
+    column_row,
+    column_row_bounds,
+    eliminate_pairs,
+    pair_up,
+    relative_cost,
+    unit_scores,
+)
 from rankfold.linalg.psd import psd_root
 
 F64 = torch.float64
@@ -229,6 +236,28 @@ def test_proposition_2_holds_for_pairs_ranked_by_the_sum_of_their_scores(seed, h
         pairs = score.topk(rank // 2).indices
         theorem, proposition = column_row_bounds(C_q, C_k, torch.cat([pairs, pairs + 4]))
         assert theorem <= proposition * (1 + 1e-9)
+
+
+def test_blocks_choose_together_by_their_relative_errors():
+    """Two blocks of scores of very different size, two heads each: against the raw products of every choice of pairs."""
+    generator, sizes = torch.Generator().manual_seed(3), torch.tensor([[1.0, 1, 3, 1], [90, 60, 30, 30]]).repeat(1, 2)
+    blocks = [
+        size * torch.randn(2, 2, 20, 8, generator=generator, dtype=F64) for size in sizes
+    ]  # (q and k, heads, ...)
+    costs = [(q.mT @ q) * (k.mT @ k) for q, k in blocks]
+    lost = {}
+    for kept in itertools.combinations(range(4), 2):
+        gone = [p + half for half in (0, 4) for p in range(4) if p not in kept]
+        lost[kept] = sum(((q[..., gone] @ k[..., gone].mT).norm() / (q @ k.mT).norm()).item() ** 2 for q, k in blocks)
+        assert sum(relative_cost(M)[gone][:, gone].sum().item() for M in costs) == pytest.approx(lost[kept])
+    chosen = eliminate_pairs(sum(map(relative_cost, costs)), rank=4, rotary_dim=8)
+    assert tuple(chosen.pairs.tolist()) == min(lost, key=lost.get) == (0, 2)
+    alone = eliminate_pairs(sum(costs).sum(0), rank=4, rotary_dim=8)
+    assert alone.pairs.tolist() == [0, 1]  # by the larger scores alone
+
+
+def test_scores_that_never_change_count_for_nothing():
+    assert relative_cost(torch.zeros(2, 4, 4)).tolist() == [[0.0] * 4] * 4
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import transformers as t
 
 import rankfold
 from families import opened, tokens
-from rankfold.errors import OptionError
+from rankfold.errors import CheckpointError, OptionError, UnsupportedModelError
 from rankfold.export import export
 from rankfold.methods import Rankfold, make_method
 
@@ -64,6 +64,55 @@ def test_llama_cpp_loses_nothing_as_deci(tmp_path):
     assert made.exported == made.compressed < made.dense
 
 
+@pytest.mark.parametrize("name", ["rankfold", "modegpt"])
+def test_heads_of_one_width_and_the_same_pairs_lose_nothing_in_a_stock_model(name, tmp_path):
+    method = make_method(name, target="stock", sparsity=0.4, allocation="uniform", head_dim=24)
+    folder = rankfold.compress(source(), method, tokens(32), tmp_path / "small")
+    made = export(folder, tmp_path / "stock")
+    assert made.exported == made.compressed < made.dense and made.difference < 1e-5
+    model = t.AutoModelForCausalLM.from_pretrained(tmp_path / "stock")
+    assert model.config.head_dim == 24 and model.config.rope_parameters["rope_type"] == "longrope"
+    ids = torch.randint(0, 96, (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found, small = (m.eval()(ids).logits for m in (model, rankfold.load(folder, device="cpu")))
+    torch.testing.assert_close(found, small, rtol=1e-4, atol=1e-5)
+
+
+def test_every_mlp_has_its_own_width_around_them_for_llama_cpp(tmp_path):
+    method = make_method("rankfold", target="llama.cpp", sparsity=0.4, head_dim=24)
+    folder = rankfold.compress(source(), method, tokens(32), tmp_path / "small")
+    made = export(folder, tmp_path / "deci", format="deci")
+    assert made.exported == made.compressed < made.dense
+
+
+def test_the_width_of_heads_is_the_same_whatever_the_rest_must_give():
+    """It takes its share first; what is asked beyond that goes elsewhere, and nothing where nothing is asked."""
+    found = {s: ranks(rankfold.plan(source(), make_method("modegpt", head_dim=24, sparsity=s))) for s in (0, 0.2, 0.6)}
+    assert found[0] == {"mlp": set(), "qk": set(), "vo": set()}
+    assert found[0.2]["qk"] == found[0.2]["vo"] == found[0.6]["qk"] == found[0.6]["vo"] == {24}
+    assert found[0.2]["mlp"] == set() and max(found[0.6]["mlp"]) < 192
+
+
+def test_pairs_of_the_model_are_those_of_saved_moments_too(tmp_path):
+    """Measured on the way, or before: in one pass they are the same, and so is all that is made of them."""
+    method = make_method("modegpt", head_dim=24, sparsity=0.4)
+    moments = rankfold.calibrate(source(), tokens(32), tmp_path / "moments")
+    both = (
+        rankfold.compress(source(), method, moments=moments),
+        rankfold.compress(source(), method, tokens(32), mode="one-pass"),
+    )
+    states = [model.state_dict() for model in both]
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+    predicted = rankfold.plan(source(), method, moments).modules
+    assert all(m.relative_error > 0 for m in predicted if m.rank < m.of)
+
+
+def test_moments_without_what_all_blocks_choose_by_are_refused(tmp_path):
+    moments = rankfold.calibrate(source(), tokens(32), statistics={"query", "key", "value", "mlp_hidden"})
+    with pytest.raises(CheckpointError, match="lack query_key; calibrate again"):
+        rankfold.compress(source(), make_method("modegpt", head_dim=24), moments=moments)
+
+
 def test_a_sparsity_out_of_reach_says_that_the_target_is_why():
     with pytest.raises(OptionError, match="compress more modules, or leave out --for llama.cpp"):
         rankfold.compress(source(), make_method("modegpt", target="llama.cpp", sparsity=0.7), tokens(32))
@@ -88,11 +137,37 @@ def test_multiple_and_target_hold_together():
             {"target": "stock", "protect": (0,)},
             r"gives all MLPs one width, got protect \(0,\); leave it out",
         ),
+        ("modegpt", {"head_dim": 7}, "head_dim must be even and >= 0, got 7"),
+        ("modegpt", {"head_dim": 8, "modules": ("mlp", "vo")}, "got modules mlp,vo; name qk and vo among them"),
+        ("modegpt", {"head_dim": 8, "modules": {"qk": 0.2, "vo": 0.3}}, "got modules qk,vo; name qk and vo among them"),
+        ("modegpt", {"head_dim": 8, "protect": (0,)}, r"head_dim 8 is of all blocks, got protect \(0,\); drop one"),
+        ("modegpt", {"head_dim": 8, "select_qk": "norm"}, "by the error of the scores, got select_qk=norm; drop one"),
     ],
 )
 def test_what_cannot_be_is_refused(name, options, message):
     with pytest.raises(OptionError, match=message):
         make_method(name, **options)
+
+
+@pytest.mark.parametrize(
+    "family, options, error, message",
+    [
+        ("llama", {"head_dim": 8}, OptionError, "head_dim must be below the model's 8, got 8"),
+        ("llama", {"head_dim": 4, "target": "vllm"}, OptionError, "multiples of 16 from 32 on, got head_dim 4"),
+        ("qwen3", {"head_dim": 4}, UnsupportedModelError, "and qwen3 gives mlp,vo only; leave head_dim out"),
+        ("opt", {"head_dim": 4, "target": "stock"}, OptionError, "head_dim 4 has no place in a stock opt: its class"),
+        ("helium", {"head_dim": 4, "target": "stock"}, OptionError, "head_dim 4 has no place in a stock helium"),
+        (
+            "smollm3",
+            {"head_dim": 4, "target": "stock"},
+            OptionError,
+            "or not all of a head turns alike; leave head_dim",
+        ),
+    ],
+)
+def test_a_width_of_heads_that_cannot_be_is_refused(family, options, error, message):
+    with pytest.raises(error, match=message):
+        rankfold.plan(opened(family), make_method("modegpt", **options))
 
 
 @pytest.mark.parametrize("modules", [("qk", "mlp"), {"mlp": 0.3, "vo": 0.2}])

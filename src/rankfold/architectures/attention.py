@@ -12,7 +12,13 @@ from .linear import Dense, read_linear
 from .norms import Norm, read_norm
 from .spec import AttentionSpec, ByConfig
 
-__all__ = ["AttentionView", "own_frequencies", "read_attention"]
+__all__ = ["FIXED_ROTARY", "AttentionView", "own_frequencies", "read_attention"]
+
+FIXED_ROTARY = (
+    "default",
+    "linear",
+    "llama3",
+)  # rotary embeddings whose frequencies are the same for texts of any length
 
 
 def own_frequencies(base: float, rotary_dim: int) -> Tensor:
@@ -148,6 +154,18 @@ class AttentionView:
             return angles.cos(), angles.sin()
         (cos, sin), pairs = call["position_embeddings"], self.rotary_dim // 2
         return (cos[..., ::2], sin[..., ::2]) if self.spec.interleaved_table else (cos[..., :pairs], sin[..., :pairs])
+
+    @property
+    def takes_pairs(self) -> bool:
+        """Whether a stock model of this family can have narrower heads that turn by some of its rotary frequencies only.
+
+        Its config has a width of heads then, all of which turns, and LongRoPE in it gives every pair a frequency of its own.
+        """
+        parameters = getattr(self.config, "rope_parameters", None) or {}  # of layers that differ: by kind of layer
+        usual = parameters.get("rope_type") in FIXED_ROTARY and "mrope_section" not in parameters
+        whole = self.spec.rotary_base is None and self.rotary_dim == self.head_dim
+        spec = self.spec
+        return bool(spec.width and spec.longrope and not spec.beyond and not self.norms and usual and whole)
 
     @property
     def output(self) -> Dense:

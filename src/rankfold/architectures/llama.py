@@ -19,5 +19,5 @@ ARCHITECTURES = (
     replace(LLAMA, model_type="seed_oss", attention=replace(LLAMA.attention, output_dropout="residual_dropout")),
     replace(LLAMA, model_type="smollm3", attention=replace(LLAMA.attention, rotates="use_rope")),
     replace(LLAMA, model_type="ernie4_5", attention=ADJACENT),
-    replace(LLAMA, model_type="helium", attention=ADJACENT),
+    replace(LLAMA, model_type="helium", attention=replace(ADJACENT, width=None)),  # its output projection is square
 )

@@ -20,7 +20,7 @@ PHI = Architecture(
 PHI3 = Architecture(
     model_type="phi3",
     blocks="model.layers",
-    attention=AttentionSpec(path="self_attn", qkv=("qkv_proj",), layout="concat", output="o_proj"),
+    attention=AttentionSpec(path="self_attn", qkv=("qkv_proj",), layout="concat", output="o_proj", longrope=False),
     mlp=MLPSpec(up="mlp.gate_up_proj", fused_gate=True, down="mlp.down_proj", activation="mlp.activation_fn"),
     norms=NormsSpec(),
 )

@@ -58,6 +58,8 @@ class AttentionSpec:
     # Field of the config for the width of a head, so that a stock model may have narrower or fewer heads; None: the class
     # divides the model width by the number of heads.
     width: str | None = "head_dim"
+    # Whether that config takes LongRoPE, a factor for every rotary pair, with heads of any width.
+    longrope: bool = True
     # Where the module itself masks what is further back than a window: its attribute that is "local" in such a layer, and the
     # field of the config for the window; None: it is handed all there is to mask.
     window: tuple[str, str] | None = None

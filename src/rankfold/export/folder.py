@@ -29,7 +29,7 @@ def write_folder(source: Source, form: Form, folder: Path, probe: Probe) -> floa
     shards, empty = Shards(folder, len(source)), form.empty()
     for index in track(range(len(source)), "exporting"):
         view, stock = source.block(index), form.view(empty, index)
-        state = padded_state(view, stock, source.dtype)
+        state = padded_state(view, stock, source.dtype, form.places)
         shards.write(index, {f"{view.path}.{name}": tensor for name, tensor in state.items()})
         probe.follow(view)
     outer = {name: as_written(tensor, source.dtype) for name, tensor in source.outer_state().items()}

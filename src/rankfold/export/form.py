@@ -4,13 +4,14 @@ import dataclasses
 from dataclasses import dataclass
 
 from accelerate import init_empty_weights
-from torch import nn
+from torch import Tensor, nn
 
 from ..architectures import Architecture, AttentionView, BlockView
 from ..checkpoint.load import empty_model
 from ..checkpoint.source import Source
 from ..modules import install
 from .reading import read_heads, read_rising
+from .rotary import places_of, turning_by
 
 __all__ = ["Form", "parameters", "stock_form"]
 
@@ -22,6 +23,8 @@ class Form:
     config: object
     architecture: Architecture
     layers: dict[str, dict]  # path -> description of a linear layer
+    # (N,) where each place of a dense head is in a head of this model, N: nowhere. None: where it was.
+    places: Tensor | None = None
 
     def empty(self, dtype=None) -> nn.Module:
         """The model, parameters on the meta device."""
@@ -44,6 +47,8 @@ class _Sizes:
     kv_heads: int
     width: int
     rotary_dim: int
+    pairs: frozenset[int]  # rotary frequencies that any head has
+    values: int  # width of values
     units: dict[str, int]  # field of the config -> hidden units
     biases: frozenset[str]  # fields of the config that give layers a bias
 
@@ -52,7 +57,7 @@ def stock_form(source: Source) -> Form:
     """The narrowest stock model of its own family that all blocks of a compressed one fit into.
 
     Heads and widths of heads stay dense where the config of the family cannot say otherwise, or a rotary embedding needs all
-    places of a head; all MLPs become as wide as the widest one.
+    places of a head: where all heads turn by the same few frequencies it does not. All MLPs become as wide as the widest one.
 
     Raises:
         UnsupportedModelError: a block is made of something else than matrices.
@@ -62,13 +67,17 @@ def stock_form(source: Source) -> Form:
     sizes = [_sizes(source.block(index), views(index)) for index in range(len(source))]
     config = plain(source.model.config)
     text, full = config.get_text_config(), views(0).attention
+    pairs = _few_pairs(full, sizes)
     if full.spec.width and not full.spec.beyond:
-        _set_heads(text, full, sizes)
+        _set_heads(text, full, sizes, pairs)
     for field in frozenset().union(*(size.units for size in sizes)):
         setattr(text, field, max(1, *(size.units.get(field, 0) for size in sizes)))
     for field in frozenset().union(*(size.biases for size in sizes)):
         setattr(text, field, True)
-    return dataclasses.replace(dense, config=config)
+    if pairs is None:
+        return dataclasses.replace(dense, config=config)
+    text.rope_parameters = turning_by(source.inv_freq(0).cpu()[pairs], text)
+    return dataclasses.replace(dense, config=config, places=places_of(pairs, full.head_dim))
 
 
 def plain(config):
@@ -98,24 +107,44 @@ def _sizes(view: BlockView, dense: BlockView) -> _Sizes:
     if view.experts:
         units[view.experts.spec.width] = view.experts.hidden
     biases = {"mlp_bias": _biased(*rising.values(), *([down] if down else []))}
-    shape = (attention.heads, attention.kv_heads, attention.head_dim)  # of one that stays as it is
+    shape, pairs, values = (
+        (attention.heads, attention.kv_heads, attention.head_dim),
+        frozenset(),
+        0,
+    )  # of one that stays
     if not attention.spec.beyond:
         heads = read_heads(view, attention.rotary_dim)
-        shape = (heads.heads, heads.kv_heads, heads.width)
+        shape, pairs, values = (
+            (heads.heads, heads.kv_heads, heads.width),
+            heads.pairs(attention.rotary_dim),
+            heads.values,
+        )
         biases["attention_bias"] = _biased(heads.q, heads.k, heads.v, heads.o)
     added = frozenset(field for field, there in biases.items() if there and getattr(dense.config, field, None) is False)
     units.pop(None, None)  # the class fixes their number
-    return _Sizes(*shape, attention.rotary_dim, units, added)
+    return _Sizes(*shape, attention.rotary_dim, pairs, values, units, added)
 
 
 def _biased(*layers) -> bool:
     return any(layer.bias is not None for layer in layers)
 
 
-def _set_heads(text, full: AttentionView, sizes: list[_Sizes]) -> None:
-    """Say in a config how many heads there are and how wide they are; a rotary embedding turns as many dimensions as before."""
+def _few_pairs(full: AttentionView, sizes: list[_Sizes]) -> list[int] | None:
+    """Rotary frequencies that are enough for all heads, ascending; ``None`` where the class wants all of them."""
+    used = frozenset().union(*(size.pairs for size in sizes))
+    count = max(len(used), *((size.values + 1) // 2 for size in sizes))
+    alike = all(size.rotary_dim == full.head_dim for size in sizes)
+    if not (full.takes_pairs and alike and 2 * count < full.head_dim):
+        return None
+    others = [pair for pair in range(full.head_dim // 2) if pair not in used]
+    return sorted([*used, *others[: count - len(used)]])
+
+
+def _set_heads(text, full: AttentionView, sizes: list[_Sizes], pairs: list[int] | None) -> None:
+    """Say in a config how many heads there are and how wide they are; a rotary embedding turns as many dimensions as before,
+    or by ``pairs`` only."""
     rotary_dim = max(size.rotary_dim for size in sizes)  # of layers that rotate
-    width = max(rotary_dim, *(size.width for size in sizes))
+    width = max(rotary_dim, *(size.width for size in sizes)) if pairs is None else 2 * len(pairs)
     if 0 < rotary_dim < full.head_dim and width < full.head_dim:  # the config has a share, which the class rounds down
         width = next(w for w in range(width, full.head_dim + 1) if int(rotary_dim / w * w) == rotary_dim)
         text.rope_parameters = text.rope_parameters | {"partial_rotary_factor": rotary_dim / width}

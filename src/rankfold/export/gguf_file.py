@@ -76,7 +76,7 @@ def write_gguf(source: Source, form: Form, file: Path, probe: Probe, *, quantise
         values = _ordered(name, tensor, attention).float().contiguous().numpy()
         stored = _kind_of(values, kind)
         writer.add_tensor(names[name], gguf.quants.quantize(values, stored), raw_dtype=stored)
-    factors = _frequency_factors(source)
+    factors = _frequency_factors(empty, form)
     if factors is not None:
         writer.add_tensor(FACTORS, factors)
     writer.write_header_to_file()
@@ -110,11 +110,11 @@ def _write_settings(writer: gguf.GGUFWriter, source: Source, form: Form, empty: 
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
 
-def _frequency_factors(source: Source) -> np.ndarray | None:
+def _frequency_factors(empty: nn.Module, form: Form) -> np.ndarray | None:
     """``(N / 2,)`` what llama.cpp divides every rotary frequency by; ``None`` where they are plain."""
-    found = source.inv_freq(0)
-    plain = source.config.rope_parameters["rope_theta"] ** -(torch.arange(len(found)) / len(found))
-    factors = plain / found.cpu()
+    found = Source(empty, "", torch.device("cpu"), torch.float32).inv_freq(0)
+    plain = form.config.rope_parameters["rope_theta"] ** -(torch.arange(len(found)) / len(found))
+    factors = plain / found
     return None if torch.allclose(factors, torch.ones_like(factors), rtol=1e-5) else factors.float().numpy()
 
 
@@ -124,7 +124,7 @@ def _tensors(source: Source, form: Form, empty: nn.Module, probe: Probe) -> Iter
         yield name, as_written(tensor, source.dtype)
     for index in track(range(len(source)), "exporting"):
         view = source.block(index)
-        for name, tensor in padded_state(view, form.view(empty, index), source.dtype).items():
+        for name, tensor in padded_state(view, form.view(empty, index), source.dtype, form.places).items():
             yield f"{view.path}.{name}", tensor
         probe.follow(view)
 

@@ -4,6 +4,8 @@ Shape legend: D model width, H query heads, K key/value heads, G = H / K, N head
 value width, F hidden units.
 """
 
+import dataclasses
+
 import torch
 from torch import Tensor, nn
 
@@ -16,18 +18,21 @@ from .reading import Heads, read_heads, read_rising
 __all__ = ["padded_state"]
 
 
-def padded_state(view: BlockView, stock: BlockView, dtype: torch.dtype) -> dict[str, Tensor]:
+def padded_state(
+    view: BlockView, stock: BlockView, dtype: torch.dtype, moved: Tensor | None = None
+) -> dict[str, Tensor]:
     """Tensors of a stock block by name, in the dtype that is written.
 
     Args:
         view: the block to be written in another form.
         stock: the block of its family that it fits into; its tensors are not read.
+        moved: see :attr:`rankfold.export.form.Form.places`.
 
     Raises:
         UnsupportedModelError: it has something that the stock block has no place for.
     """
     attention = stock.attention
-    layers = {} if attention.spec.beyond else _padded_attention(view, attention)
+    layers = {} if attention.spec.beyond else _padded_attention(view, attention, moved)
     if stock.mlp:
         layers |= _padded_mlp(view, stock.mlp)
     state = _padded_experts(view.experts, stock.experts) if stock.experts else {}
@@ -39,8 +44,11 @@ def padded_state(view: BlockView, stock: BlockView, dtype: torch.dtype) -> dict[
     return {name: as_written(tensor, dtype) for name, tensor in state.items()}
 
 
-def _padded_attention(view: BlockView, stock: AttentionView) -> dict[str, Dense]:
-    *qkv, o = _padded_heads(read_heads(view, stock.rotary_dim), stock)
+def _padded_attention(view: BlockView, stock: AttentionView, moved: Tensor | None) -> dict[str, Dense]:
+    heads = read_heads(view, stock.rotary_dim if moved is None else len(moved))
+    if moved is not None:
+        heads = dataclasses.replace(heads, places=moved[heads.places])
+    *qkv, o = _padded_heads(heads, stock)
     layers = dict(zip(stock.spec.qkv, _fused(stock, qkv), strict=True)) | {stock.spec.output: o}
     return {f"{stock.spec.path}.{path}": layer for path, layer in layers.items()}
 

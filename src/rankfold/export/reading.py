@@ -40,6 +40,11 @@ class Heads:
         """V."""
         return len(self.v.weight) // self.kv_heads
 
+    def pairs(self, rotary_dim: int) -> frozenset[int]:
+        """Rotary frequencies that any head turns by."""
+        turning = self.places[self.places < rotary_dim]
+        return frozenset((turning % (rotary_dim // 2)).tolist()) if rotary_dim else frozenset()
+
     @property
     def width(self) -> int:
         """The least width of a head that has all places."""

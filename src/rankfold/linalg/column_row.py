@@ -12,7 +12,15 @@ from torch import Tensor
 
 from .elimination import eliminate_groups
 
-__all__ = ["ColumnRow", "column_row", "column_row_bounds", "eliminate_pairs", "pair_up", "unit_scores"]
+__all__ = [
+    "ColumnRow",
+    "column_row",
+    "column_row_bounds",
+    "eliminate_pairs",
+    "pair_up",
+    "relative_cost",
+    "unit_scores",
+]
 
 
 class ColumnRow(NamedTuple):
@@ -119,6 +127,22 @@ def eliminate_pairs(M: Tensor, *, rank: int, rotary_dim: int) -> ColumnRow:
         torch.tensor(rows, device=M.device).view(*M.shape[:-2], -1) for rows in zip(*kept, strict=True)
     )
     return ColumnRow(keep, frequencies)
+
+
+def relative_cost(M: Tensor) -> Tensor:
+    r"""Cost of dropping dimensions from all heads of a block alike, as a share of the energy of its scores.
+
+    The sum of this over blocks is what :func:`eliminate_pairs` takes to choose one set of dimensions for all of them: it then
+    minimises the sum of their squared relative errors, :math:`\sum_b \sum_{i,j \in D} M^b_{ij} / \sum_{i,j} M^b_{ij}`.
+
+    Args:
+        M: ``(H, N, N)`` of all heads of a block, as in :func:`eliminate_pairs`.
+
+    Returns:
+        ``(N, N)``, fp64; zeros where all scores of a query are the same anyway.
+    """
+    cost = M.double().sum(0)
+    return cost / cost.sum() if cost.sum() > 0 else torch.zeros_like(cost)
 
 
 def _in_half_layout(stay: list[bool], half: int) -> tuple[list[int], list[int]]:

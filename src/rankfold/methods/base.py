@@ -6,7 +6,7 @@ Allocation, calibration, checkpoints and reports know nothing else about it.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import ClassVar, Literal, NamedTuple
@@ -207,6 +207,14 @@ class Method:
     def gradients(self, view: BlockView) -> set[str]:
         """Names out of :data:`rankfold.calibration.gradients.GRADIENTS` that it reads beside the moments; none by default."""
         return set()
+
+    def shared(self, view: BlockView) -> set[str]:
+        """Statistics of all blocks of the dense model that :meth:`sum_up` reads; none by default."""
+        return set()
+
+    def sum_up(self, blocks: Iterable[BlockMoments]) -> BlockMoments:
+        """What every block is given beside its own moments, of the :meth:`shared` statistics of all blocks."""
+        return {}
 
     def stages(self, view: BlockView, ranks: dict[str, int]) -> list[Stage]:
         """The steps in which a block is compressed to the given ranks (module -> rank); one by default."""

@@ -31,7 +31,8 @@ TARGETS = {
     "transformers": Target(empty=True),
     # Head sizes of its kernels on the CPU; those on GPUs take multiples of 8 and these among them.
     "vllm": Target(heads=16, least=32, inner=32),
-    # GGUF has one width of heads for a model, and all their places; a quantised row is cut into blocks of 32 (Q8_0) or 256.
+    # GGUF has one width of heads for a model, with all pairs or the same ones everywhere (option head_dim); a quantised row is
+    # cut into blocks of 32 (Q8_0) or 256.
     "llama.cpp": Target(heads=None, inner=32, wide=256),
     "stock": Target(heads=None, common=True),
 }
@@ -44,15 +45,32 @@ def fitted(units: Iterable, view: BlockView, method) -> list:
         OptionError: a module was asked for by name that the target leaves dense.
     """
     target = TARGETS[method.target]
-    if target.heads is None:
+    narrow = [unit for unit in units if unit.fixed and unit.module in HEADS]
+    for unit in narrow:
+        _check_width(unit.ranks[0], view, method.target)
+    if target.heads is None and not narrow:
         asked = [m for m in method.modules or () if m in HEADS]
         if asked:
             raise OptionError(
                 f"what runs on {method.target} has heads as many and as wide as the dense ones, got module {asked[0]!r}; leave "
-                "it out, or take --for transformers"
+                "it out, give all heads one width with --option head_dim=…, or take --for transformers"
             )
         units = [unit for unit in units if unit.module not in HEADS]
-    return [_fitted(unit, view, target) for unit in units]
+    return [unit if unit in narrow else _fitted(unit, view, target) for unit in units]
+
+
+def _check_width(width: int, view: BlockView, name: str) -> None:
+    """Raise :class:`OptionError` unless the target takes heads of this width, all of the same rotary pairs."""
+    target = TARGETS[name]
+    if target.heads is None and not view.attention.takes_pairs:
+        raise OptionError(
+            f"head_dim {width} has no place in a stock {view.architecture.model_type}: its class has no width of heads, or not "
+            "all of a head turns alike; leave head_dim out, or take --for transformers"
+        )
+    if target.heads is not None and (width % target.heads or width < target.least):
+        raise OptionError(
+            f"{name} takes heads of widths that are multiples of {target.heads} from {target.least} on, got head_dim {width}"
+        )
 
 
 def _fitted(unit, view: BlockView, target: Target):

@@ -19,6 +19,9 @@ from .norms import predict_norms
 from .sensitivity import output_root, weighted
 
 GRADIENT = "o_gradient"
+OF_MODEL = (
+    "query_key_of_model"  # cost of dropping dimensions of queries and keys in all blocks, where all drop the same
+)
 
 
 def compress_attention(
@@ -104,6 +107,9 @@ def _choose(method, attention: AttentionView, moments, rank: int) -> ColumnRow:
             _grouped(moments["query"].second_moment(), attention), moments["key"].second_moment(), **sizes
         )
     M = moments["query_key"].second.double()
+    if OF_MODEL in moments:
+        one = eliminate_pairs(moments[OF_MODEL].second.to(M), **sizes)
+        return ColumnRow(*(part.expand(attention.kv_heads, -1) for part in one))
     return eliminate_pairs(_grouped(M, attention).sum(1), **sizes)
 
 

@@ -4,15 +4,18 @@ Nothing is added to the model: every matrix keeps its place and loses rows or co
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from ...architectures import BlockView
+from ...calibration.moments import BlockMoments, Moment
 from ...errors import OptionError, UnsupportedModelError
+from ...linalg.column_row import relative_cost
 from ..base import BlockResult, Method, Unit, check_choice, register_method
 from ..targets import TARGETS
 from .attention import GRADIENT as ATTENTION_GRADIENT
-from .attention import compress_attention, is_free
+from .attention import OF_MODEL, compress_attention, is_free
 from .curves import squared_errors
 from .experts import STATISTICS as EXPERT_STATISTICS
 from .experts import reduce_experts, truncate_experts
@@ -47,6 +50,9 @@ class MoDeGPT(Method):
         sensitivity: which errors at the output of a module count. ``none``: all alike. ``gradient``: by the second moment of
             the gradient of the loss there, from one backward pass over a few windows (docs/method.md). It decides which
             units and which dimensions of values stay; the weights fitted to these are best either way.
+        head_dim: width of every head of the result, even. Queries and keys keep the same rotary pairs in the whole model, and
+            values as many dimensions, so that a stock model can have such heads (docs/serve.md); the budget chooses the other
+            ranks around it. 0: every block has widths, and every key head pairs, of its own.
     """
 
     name: ClassVar[str] = "modegpt"
@@ -62,6 +68,7 @@ class MoDeGPT(Method):
     bias_refit: bool = True
     ridge: float = 1e-4
     sensitivity: Literal["none", "gradient"] = "none"
+    head_dim: int = 0
 
     def __post_init__(self):
         super().__post_init__()
@@ -78,6 +85,23 @@ class MoDeGPT(Method):
                 raise OptionError(
                     f"{key}={value} does not look at outputs, so sensitivity={self.sensitivity} has nothing to weigh; drop one"
                 )
+
+        self._check_head_dim()
+
+    def _check_head_dim(self) -> None:
+        if self.head_dim < 0 or self.head_dim % 2:
+            raise OptionError(f"head_dim must be even and >= 0, got {self.head_dim}; rotary embedding turns pairs")
+        if not self.head_dim:
+            return
+        if self.own_sparsities or (self.modules is not None and not {"qk", "vo"} <= set(self.modules)):
+            raise OptionError(
+                f"head_dim {self.head_dim} is the width of queries, keys and values, got modules "
+                f"{','.join(self.modules)}; name qk and vo among them, without sparsities, or leave modules out"
+            )
+        if self.protect:
+            raise OptionError(f"head_dim {self.head_dim} is of all blocks, got protect {self.protect}; drop one")
+        if self.select_qk == "norm":
+            raise OptionError("head_dim chooses pairs by the error of the scores, got select_qk=norm; drop one")
 
     def supported_modules(self, architecture, view: BlockView) -> tuple[str, ...]:
         reasons = {}
@@ -121,6 +145,13 @@ class MoDeGPT(Method):
             "vo": {"value"},
         }
 
+    def shared(self, view: BlockView) -> set[str]:
+        return {"query_key"} if self.head_dim and view.attention.rotary_dim else set()
+
+    def sum_up(self, blocks: Iterable[BlockMoments]) -> BlockMoments:
+        costs = [relative_cost(moments["query_key"].second) for moments in blocks if "query_key" in moments]
+        return {OF_MODEL: Moment(1.0, None, None, sum(costs))} if self.head_dim and costs else {}
+
     def units(self, view: BlockView) -> list[Unit]:
         modules, attention = self.supported_modules(view.architecture, view), view.attention
         width = attention.output.weight.shape[0]
@@ -136,9 +167,22 @@ class MoDeGPT(Method):
             else:
                 full, per_rank = attention.head_dim, projections[module] * width
                 step = self.multiple * 2 if module == "qk" and self.multiple % 2 else self.multiple  # whole pairs
-            ranks = (*range(step, full, step), full)
-            units.append(Unit(view.index, module, ranks, tuple(r * per_rank for r in ranks)))
+            chosen = self.head_dim if module in ("qk", "vo") else 0
+            ranks = (chosen, full) if chosen else (*range(step, full, step), full)
+            units.append(Unit(view.index, module, ranks, tuple(r * per_rank for r in ranks), fixed=bool(chosen)))
+        if self.head_dim:
+            self._check_heads(view, modules)
         return units
+
+    def _check_heads(self, view: BlockView, modules: tuple[str, ...]) -> None:
+        """Raise unless all of the attention can have narrower heads."""
+        if not {"qk", "vo"} <= set(modules):
+            raise UnsupportedModelError(
+                f"head_dim {self.head_dim} is the width of queries, keys and values, and {view.architecture.model_type} gives "
+                f"{','.join(modules)} only; leave head_dim out"
+            )
+        if self.head_dim >= view.attention.head_dim:
+            raise OptionError(f"head_dim must be below the model's {view.attention.head_dim}, got {self.head_dim}")
 
     def truncated(self, view: BlockView, ranks: dict[str, int]) -> BlockResult:
         result = BlockResult({}, {}, {})

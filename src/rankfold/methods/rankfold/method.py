@@ -55,7 +55,7 @@ class Rankfold(MoDeGPT):
         if not self.removal or self.allocation != "measured" or self.budget == "latency" or self.own_sparsities:
             return found
         there = {unit.module for unit in found}
-        whole = {"mlp"} | ({"qk", "vo"} if {"qk", "vo"} <= there else set())
+        whole = {"mlp"} | ({"qk", "vo"} if {"qk", "vo"} <= there and not self.head_dim else set())
         return [
             replace(unit, ranks=(0, *unit.ranks), sizes=(0, *unit.sizes)) if unit.module in whole else unit
             for unit in found

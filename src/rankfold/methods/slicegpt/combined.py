@@ -4,7 +4,7 @@ Shape legend: D width of the dense stream, r of the sliced one.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import ClassVar, Literal
 
@@ -61,8 +61,7 @@ class SliceGPTMoDeGPT(MoDeGPT):
         """
         rank, width = self._rank(view), width_of(view)
         inner = [
-            Unit(unit.block, unit.module, unit.ranks, tuple(size // width * rank for size in unit.sizes))
-            for unit in super().units(view)
+            replace(unit, sizes=tuple(size // width * rank for size in unit.sizes)) for unit in super().units(view)
         ]
         others = sum(unit.dense for unit in inner)
         sizes = tuple(size - others for size in (Shapes.of(view).weights(rank), block_weights(view.module)))
