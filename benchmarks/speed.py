@@ -18,7 +18,7 @@ from torch import nn
 
 import common
 from rankfold import compress, load, load_tokens, make_method
-from rankfold.architectures import architecture_for
+from rankfold.architectures import architecture_of
 from rankfold.evaluation.speed import DEFINITION, speed
 
 DEFINITIONS = {
@@ -96,7 +96,7 @@ def run(record, models: dict[str, nn.Module], dtype: str, args: argparse.Namespa
 
 def calls_of(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, list[tuple[nn.Module, tuple, dict]]]:
     """Input of the first block, and every block with what else the model's own forward calls it with."""
-    path = architecture_for(model.config.get_text_config().model_type).blocks
+    path = architecture_of(model).blocks
     inputs, calls = [], []
 
     def note(block, args, kwargs):
