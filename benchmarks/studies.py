@@ -30,8 +30,11 @@ DEFINITIONS = {
     "windows": "calibration windows the moments are measured on; Fig. 5",
     "epsilon": "temperature of the influence allocation (MoDeGPT Eq. 11); Table 25",
     "largest": "sparsity of the block that loses most",
+    "share": "weights of the modules that are compressed over the linear weights of the blocks",
     "sparsity": "fraction of the linear weights of the blocks; Table 32",
     "alone": "one module is compressed, by a share of its own weights; Table 29",
+    "slope": "of the least-squares line of perplexity over the per cent of its weights that a module lost, from 0 on, over the "
+    "module's share: perplexity for each per cent of the blocks; the normalised slope of Table 29, the effective r of Table 7",
     "shares": "sparsities of single modules, all of which remove three tenths of the blocks; Table 31",
 }
 
@@ -78,7 +81,7 @@ def sparsities(_: int) -> Iterator[Run]:
 def alone(_: int) -> Iterator[Run]:
     for name, (method, options) in METHODS.items():
         for module, parts in ALONE.items():
-            for sparsity in (0.2, 0.3, 0.5):
+            for sparsity in (0.1, 0.2, 0.3, 0.4, 0.5):
                 own = dict.fromkeys(parts if name == "latentllm" else (module,), sparsity)
                 yield Run("alone", f"{name}: {module}", f"{sparsity:.0%}", method, options | {"modules": own})
 
@@ -123,6 +126,7 @@ def measure(record: common.Record, name: str, run: Run, source, tokens: Tokens, 
     model = compress(source, method, some, on_plan=plans.append)
     facts = {"study": run.study, "setting": run.setting, "value": run.value, "method": method.describe()}
     facts |= {"windows": len(some.ids), "compress_seconds": time.perf_counter() - begin, "largest": largest(plans[0])}
+    facts |= {"share": sum(m.dense_weights for m in plans[0].modules) / plans[0].counted_weights}
     common.add_perplexity(record, name, model, on, **facts)
 
 

@@ -1,5 +1,8 @@
 """Tables of the studies, and of the grid of all methods, out of their records."""
 
+import math
+import statistics
+
 import latent_table
 
 TITLES = {
@@ -19,7 +22,9 @@ def studies(record: dict) -> list[str]:
     for study in dict.fromkeys(row["study"] for row in rows):
         mine = [row for row in rows if row["study"] == study]
         cells = {(row["setting"], row["value"]): _cell(row) for row in mine}
-        lines += [f"### {TITLES[study]}", "", *_table(cells), ""]
+        if study == "alone":
+            cells |= {(setting, "slope"): f"{slope:.3f}" for setting, slope in _slopes(mine, dense).items()}
+        lines += [f"### {TITLES[study]}", "", *table(cells), ""]
     return lines
 
 
@@ -28,18 +33,35 @@ def _cell(row: dict) -> str:
     return f"{found} ({row['largest']:.0%})" if row["study"] == "epsilon" else found
 
 
+def _slopes(rows: list[dict], dense: float) -> dict[str, float]:
+    """Setting -> normalised slope; of settings with a row that knows the module's share."""
+    shares, curves = {}, {}
+    for row in rows:
+        curves.setdefault(row["setting"], {0.0: dense})[float(row["value"].rstrip("%"))] = row["perplexity"]
+        shares |= {row["setting"]: row["share"]} if "share" in row else {}
+    return {
+        name: statistics.linear_regression([*curves[name]], [*curves[name].values()]).slope / shares[name]
+        for name in shares
+    }
+
+
 def grid(record: dict) -> list[str]:
     """One table a text: methods by sparsity; then the parameters that are left."""
     rows = [row for row in record["rows"] if row["setting"] != "dense" and "error" not in row]
     dense = next(row for row in record["rows"] if row["setting"] == "dense")
     lines = [*texts(record), ""]
     for text, perplexity in dense["perplexity"].items():
-        cells = {(_name(row), f"{row['sparsity']:.0%}"): latent_table.number(row["perplexity"][text]) for row in rows}
-        lines += [f"Perplexity on `{text}`; dense {latent_table.number(perplexity)}:", "", *_table(cells), ""]
+        cells = {(_name(row), f"{row['sparsity']:.0%}"): _score(row, text) for row in rows}
+        lines += [f"Perplexity on `{text}`; dense {latent_table.number(perplexity)}:", "", *table(cells), ""]
     sizes = {(_name(row), f"{row['sparsity']:.0%}"): f"{row['parameters'] / 1e6:.2f}" for row in rows}
-    lines += [f"Million parameters stored; dense {dense['parameters'] / 1e6:.2f}:", "", *_table(sizes), ""]
+    lines += [f"Million parameters stored; dense {dense['parameters'] / 1e6:.2f}:", "", *table(sizes), ""]
     failed = [row for row in record["rows"] if "error" in row]
     return [*lines, *(f"- {row['name']} could not be done: {row['error']}" for row in failed), ""]
+
+
+def _score(row: dict, text: str) -> str:
+    """Perplexity, marked where the run itself warned."""
+    return latent_table.number(row["perplexity"][text]) + (" (!)" if row["damaged"] else "")
 
 
 def _name(row: dict) -> str:
@@ -60,8 +82,16 @@ def texts(record: dict) -> list[str]:
     ]
 
 
-def _table(cells: dict[tuple[str, str], str]) -> list[str]:
+def table(cells: dict[tuple[str, str], str]) -> list[str]:
+    """Names by columns; columns that are numbers ascend, whatever order they were measured in, and others follow."""
     names, columns = (list(dict.fromkeys(key[i] for key in cells)) for i in (0, 1))
-    head = ["", *columns]
-    rows = [[name, *(cells.get((name, column), "") for column in columns)] for name in names]
+    head = ["", *sorted(columns, key=_place)]
+    rows = [[name, *(cells.get((name, column), "") for column in head[1:])] for name in names]
     return [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def _place(column: str) -> float:
+    try:
+        return float(column.rstrip("%"))
+    except ValueError:
+        return math.inf
