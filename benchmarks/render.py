@@ -13,10 +13,14 @@ import common
 import encoders
 import integrations
 import latent_table
+import module_cost
+import module_speed
 import mutants_table
+import samples
 import seeds_table
 import studies_table
 import targets
+import tradeoff
 import zero_shot_table
 from decomposition_cost import GROUPS
 from rankfold.files import read_json, write_text
@@ -276,6 +280,10 @@ PAGES = {
     "perplexity": ("perplexity_*.json", "Perplexity", perplexity),
     "grid": ("grid_*.json", "Every method on the same texts", studies_table.grid),
     "studies": ("studies_*.json", "Single choices, as the papers study them", studies_table.studies),
+    "module_cost": ("module_cost_*.json", "What each kind of module holds, takes and loses", module_cost.table),
+    "module_speed": ("module_speed_*.json", "Speed by module", module_speed.table),
+    "tradeoff": ("tradeoff_*.json", "Perplexity against speed", tradeoff.table),
+    "samples": ("samples_*.json", "What compressed models write", samples.table),
     "integrations": ("integrations*.json", "Other programs on compressed models", integrations.table),
     "targets": ("targets_*.json", "What a target costs", targets.table),
     "compression_cost": ("compression_cost*.json", "What compressing costs, in forwards", cost),

@@ -1,0 +1,122 @@
+"""What models write after the same prompts, greedily: the dense model and compressed ones beside each other, as in MoDeGPT's
+Table 15.
+
+SmolLM2-135M-Instruct, calibrated as for the tables of perplexity (32 x 1024 tokens of WikiText-2 validation, seed 0). Questions
+go through the model's own chat template. A killed run goes on with the next model.
+
+    python benchmarks/samples.py
+    python benchmarks/samples.py --only dense rankfold
+"""
+
+import textwrap
+import time
+
+import common
+from rankfold import compress, make_method
+from rankfold.evaluation.generation import continue_text
+
+SPARSITY = 0.3
+TOKENS = 96
+SETTINGS = {
+    "rankfold": ("rankfold", {}),
+    "modegpt": ("modegpt", {}),
+    "modegpt, the paper's forms": ("modegpt", common.PAPER),
+    "latentllm (joint)": ("latentllm", {}),
+    "slicegpt": ("slicegpt", {}),
+    "shortgpt": ("shortgpt", {}),
+}
+PROMPTS = (  # continued as they are; the first one is the paper's
+    "The universe is the entirety of space, time, matter, and energy that exists.",
+    "The city of Paris is the capital of",
+)
+QUESTIONS = (  # to the chat template
+    "Why is the sky blue?",
+    "Write three sentences about a dog who lives on a farm.",
+)
+DEFINITIONS = {
+    "texts": f"greedy, at most {TOKENS} tokens, in the precision the model is opened in; what comes behind the prompt, without "
+    "special tokens",
+    "sparsity": "asked for: fraction of the linear weights of the blocks",
+}
+WIDTH = 110  # of the page's lines
+
+
+def main() -> None:
+    parser = common.arguments(__doc__, "samples_smollm2")
+    common.add_model(parser)
+    common.add_data(parser)
+    common.add_windows(parser)
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=("dense", *SETTINGS), help="default: all")
+    args = parser.parse_args()
+    source = common.open_source(args.model)
+    path = common.data_file(args.data, "text/wikitext2-valid.tokens")
+    tokens = common.calibration(source, path, args)
+    config = {
+        "model": common.describe_model(source),
+        "precision": common.precision(source),
+        "calibration": common.describe_tokens(tokens.ids, path, tokens.seed),
+        "sparsity": SPARSITY,
+        "prompts": PROMPTS,
+        "questions": QUESTIONS if source.tokenizer.chat_template else (),
+    }
+    config = {
+        key: list(value) if isinstance(value, tuple) else value for key, value in config.items()
+    }  # as JSON has it
+    record = common.Record(args.json, config, DEFINITIONS, resume=True)
+    for name in args.only or ("dense", *SETTINGS):
+        if name not in record:
+            model, facts = model_of(name, source, tokens)
+            texts = [
+                continue_text(model, source.tokenizer, prompt, max_new_tokens=TOKENS)
+                for prompt in prompts(source, config)
+            ]
+            record.add(name, **facts, texts=texts)
+            common.say(f"{name}: {texts[0][:60]!r}")
+    common.say(f"wrote {common.shown(str(args.json))}")
+
+
+def model_of(name: str, source, tokens):
+    """A model in memory, and what it is."""
+    if name == "dense":
+        return source.whole_model(), {}
+    kind, options = SETTINGS[name]
+    method, begin = make_method(kind, sparsity=SPARSITY, **options), time.perf_counter()
+    model = compress(source, method, tokens)
+    return model, {"method": method.describe(), "compress_seconds": time.perf_counter() - begin}
+
+
+def prompts(source, config: dict) -> list[str]:
+    """Every prompt as the model reads it."""
+    asked = [
+        source.tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+        )
+        for question in config["questions"]
+    ]
+    return [*config["prompts"], *asked]
+
+
+def table(record: dict) -> list[str]:
+    """Prompt by prompt what every model writes."""
+    config = record["config"]
+    text = config["calibration"]
+    lines = [
+        f"Sparsity {config['sparsity']}, calibrated on {text['samples']} x {text['length']} tokens of `{text['source']}`.",
+        "",
+    ]
+    titles = [*(f"Continue: {prompt}" for prompt in config["prompts"]), *(f"Asked: {q}" for q in config["questions"])]
+    for index, title in enumerate(titles):
+        lines += [f"### {title}", ""]
+        for row in record["rows"]:
+            lines += [f"{row['name']}:", "", "~~~text", *wrapped(row["texts"][index]), "~~~", ""]
+    return lines
+
+
+def wrapped(text: str) -> list[str]:
+    """Lines of the page; its own lines stay, and none of them can end the block."""
+    lines = text.strip().replace("~~~", "~ ~ ~").splitlines()
+    return [part for line in lines for part in textwrap.wrap(line, WIDTH) or [""]] or ["(nothing)"]
+
+
+if __name__ == "__main__":
+    main()
