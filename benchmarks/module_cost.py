@@ -45,7 +45,9 @@ DEFINITIONS = {
 
 def main() -> None:
     parser = common.arguments(__doc__, "module_cost_smollm2")
-    common.add_protocol(parser)
+    common.add_model(parser)
+    common.add_data(parser)
+    common.add_windows(parser)
     parser.add_argument(
         "--text", help="one text in the data's text/ folder, half for each; default: WikiText-2 validation"
     )
@@ -82,7 +84,7 @@ def calibration(source, args):
         tokens, _, texts = halves(source, args)
         return tokens, texts[0]
     path = common.data_file(args.data, "text/wikitext2-valid.tokens")
-    return common.calibration(source, path, args, args.form), path
+    return common.calibration(source, path, args), path
 
 
 def worker(source, tokens, name: str, module: str) -> dict:

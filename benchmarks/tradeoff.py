@@ -26,7 +26,8 @@ FORMS = [
     Form("shortgpt"),
 ]
 KINDS = ("prefill", "decode")
-DEFINITIONS = grid.DEFINITIONS | {"speed": DEFINITION}
+NAMES = {FORMS[2].label: "modegpt, paper's forms"}  # in the picture and the table
+DEFINITIONS = grid.DEFINITIONS | {"speed": DEFINITION} | {name: f"`{label}`" for label, name in NAMES.items()}
 
 
 def main() -> None:
@@ -45,9 +46,7 @@ def table(record: dict) -> list[str]:
     lines += ["A point of a curve is a sparsity; from the smallest on, as in the table.", ""]
     for picture in pictures([as_compared(row) for row in rows]):
         if picture.name.startswith("speed-"):
-            path = (
-                common.DOCS / f"{Path(common.HERE / record['config']['model']['name']).stem}-{picture.name}.png".lower()
-            )
+            path = common.DOCS / f"{Path(record['config']['model']['name']).stem}-{picture.name}.png"
             path.write_bytes(drawn(picture).png)
             lines += [f"![{picture.title}]({path.name})", ""]
     speeds = " and ".join(f"{dense['speed'][f'{kind}_tokens_per_second']:,.0f} in {kind}" for kind in KINDS)
@@ -56,7 +55,11 @@ def table(record: dict) -> list[str]:
         f"Perplexity; speed over the dense model's in prefill, in decode. Dense: {perplexity}; {speeds}, tokens/s.",
         "",
     ]
-    return [*lines, *studies_table.table({(r["setting"], f"{r['sparsity']:.0%}"): cell(r) for r in others}), ""]
+    return [*lines, *studies_table.table({(name_of(r), f"{r['sparsity']:.0%}"): cell(r) for r in others}), ""]
+
+
+def name_of(row: dict) -> str:
+    return NAMES.get(row["setting"], row["setting"])
 
 
 def facts(record: dict) -> str:
@@ -74,7 +77,7 @@ def as_compared(row: dict) -> dict:
     """A row as the report of a comparison takes it."""
     texts = [{"text": Path(text).stem, "perplexity": value} for text, value in row["perplexity"].items()]
     return {
-        "label": row["setting"],
+        "label": name_of(row),
         "status": "done",
         "sparsity": row["sparsity"],
         "counts": {"sparsity": row["removed"]},

@@ -18,6 +18,7 @@ from ..files import write_bytes, write_text
 __all__ = ["INKS", "Drawn", "Picture", "drawn", "pictures", "write_pictures"]
 
 WIDTH, HEIGHT, DPI = 4.6, 3.5, 200  # inches of a panel
+LINE = 0.19  # inches of a line of the legend; a panel has room for two
 WIDE = 8  # largest value over the smallest from which on a scale is logarithmic
 COLOURS = (
     "#0072b2",
@@ -182,9 +183,10 @@ def scale(axes: Axes, values: list[float]) -> str:
 
 
 def legend(figure: Figure, axes: Axes) -> Figure:
-    """Names of the curves below, where they cover nothing."""
+    """Names of the curves below, where they cover nothing; the figure grows with them."""
     handles, labels = axes.get_legend_handles_labels()
     columns = 1 if max(map(len, labels)) > 22 else 2 if max(map(len, labels)) > 12 else 3
+    figure.set_figheight(figure.get_figheight() + LINE * max(0, math.ceil(len(labels) / columns) - 2))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8.5)
     return figure
 
