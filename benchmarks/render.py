@@ -11,6 +11,7 @@ import ablation_table
 import calibration
 import common
 import encoders
+import images_and_text_table
 import integrations
 import latent_table
 import module_cost
@@ -277,6 +278,7 @@ PAGES = {
     "domains": ("domains*.json", "Across texts", domains),
     "calibration": ("calibration_*.json", "What the calibration text does across texts", calibration.table),
     "encoders": ("encoders_*.json", "Encoders", encoders.table),
+    "images_and_text": ("images_and_text*.json", "Images and text, by kind of question", images_and_text_table.table),
     "perplexity": ("perplexity_*.json", "Perplexity", perplexity),
     "grid": ("grid_*.json", "Every method on the same texts", studies_table.grid),
     "studies": ("studies_*.json", "Single choices, as the papers study them", studies_table.studies),
