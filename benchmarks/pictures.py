@@ -14,6 +14,7 @@ import numpy as np
 
 SIZE, CELLS, ACROSS = 36, 3, 9  # pixels of a side, cells on it, pixels across a shape
 SHAPES = ("circle", "square", "triangle", "cross")
+PLURALS = ("circles", "squares", "triangles", "crosses")
 COLOURS = {
     "red": (225, 45, 45),
     "green": (40, 185, 60),
@@ -28,7 +29,7 @@ SIDES = ("left", "right", "above", "below")
 KINDS = ("colour", "shape", "count", "position", "relation", "text")
 TEST_SHARE = 8  # one key in so many is of the test
 GLUE = "and . what colour shape is how many things where of yes no"
-WORDS = tuple(dict.fromkeys((*GLUE.split(), *SHAPES, *(f"{s}s" for s in SHAPES), *COLOURS, *PLACES, *NUMBERS, *SIDES)))
+WORDS = tuple(dict.fromkeys((*GLUE.split(), *SHAPES, *PLURALS, *COLOURS, *PLACES, *NUMBERS, *SIDES)))
 
 
 class Thing(NamedTuple):
@@ -135,7 +136,8 @@ def _shape(things, draw) -> Question | None:
 
 def _count(things, draw) -> Question:
     """Numbers from zero to three or more, about equally often."""
-    counts = {f"{shape}s": sum(thing.shape == shape for thing in things) for shape in SHAPES} | {"things": len(things)}
+    shapes = [thing.shape for thing in things]
+    counts = dict(zip(PLURALS, map(shapes.count, SHAPES), strict=True)) | {"things": len(things)}
     wanted = draw.choice(sorted(set(counts.values())))
     what = draw.choice([name for name, count in counts.items() if count == wanted])
     return Question("count", f"how many {what}", NUMBERS[wanted])

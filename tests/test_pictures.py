@@ -56,7 +56,7 @@ def answer_of(pictures, text: str, things: list[tuple[str, str, int, int]]) -> s
         case ["what", "shape", "is", colour]:
             (answer,) = [s for s, c, *_ in things if c == colour]
         case ["how", "many", what]:
-            count = sum(what in ("things", f"{s}s") for s, *_ in things)
+            count = sum(what in ("things", f"{s}s", f"{s}es") for s, *_ in things)
             answer = ["zero", "one", "two", "three", "four"][count]
         case ["where", "is", colour, shape]:
             ((row, column),) = [at for s, c, *at in things if (s, c) == (shape, colour)]
