@@ -40,7 +40,7 @@ CASES = {  # name -> whether the tower is compressed too, and the examples the l
     "language, calibrated on text": (False, "text"),
 }
 MULTIPLE = 2  # of ranks: heads have 16 dimensions
-ROWS, SAMPLES, QUESTIONS, BATCH = 200, 128, 400, 200  # in a file, fitted; of a kind in the test, asked at once
+ROWS, SAMPLES, QUESTIONS, BATCH = 288, 256, 400, 200  # in a file, fitted; of a kind in the test, asked at once
 DEFINITIONS = {
     "accuracy": "by kind: share of the test questions whose answer, one word, is the likeliest next token of all",
     "stderr": "by kind: standard error of that share, sqrt(p (1 - p) / (n - 1)), over the n questions of the kind",
