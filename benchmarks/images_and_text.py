@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("images_and_text.work"), help="folder for model and pictures")
     parser.add_argument("--only", nargs="+", choices=METHODS, default=tuple(METHODS))
     parser.add_argument("--case", nargs="+", choices=CASES, default=tuple(CASES))
-    parser.add_argument("--sparsity", type=float, nargs="+", default=[0.1, 0.3, 0.5, 0.2, 0.4])
+    parser.add_argument("--sparsity", type=float, nargs="+", default=[0.3, 0.5, 0.1, 0.4, 0.2])
     args = parser.parse_args()
     picture_model.prepare(args.work / "model")
     write_examples(args.work)
