@@ -26,6 +26,7 @@ from .evaluation.perplexity import perplexity
 from .evaluation.text import evaluate_text
 from .export import Exported, export
 from .methods import LatentLLM, MoDeGPT, Rankfold, make_method, method_names
+from .parts import compress_parts
 from .pipeline import calibrate, compress, plan
 from .report.plan import Plan
 from .version import __version__
@@ -45,6 +46,7 @@ __all__ = [
     "__version__",
     "calibrate",
     "compress",
+    "compress_parts",
     "evaluate_text",
     "export",
     "load",

@@ -38,8 +38,8 @@ from .planning import allocate_ranks, build_plan, check, kept_blocks, of_block
 from .progress import track
 from .proving import proved
 from .replacing import in_model_coordinates, passing, replace
-from .report.card import model_card, reproduce_command
-from .report.identity import dtype_name, moments_identity, published_counts, run_identity
+from .report.card import model_card
+from .report.identity import moments_identity, published_counts, run_identity
 from .report.plan import Plan
 from .report.record import run_record
 from .scores import ON_TEXT, available, gradients_of, needed, of_dense, scores_of, shared_of, statistics_of
@@ -141,58 +141,70 @@ def compress(
     Raises:
         OptionError, UnsupportedModelError, NumericsError, CheckpointError: with one line saying what to do.
     """
-    mode = _check(method, tokens, moments, mode, output)
     begin = time.perf_counter()
+    mode = checked(method, tokens, moments, mode, output)
     proved(source)
-    calibration = tokens.describe() if tokens else moments.identity["tokens"]
-    held_out = tokens.held_out if tokens else moments.held_out
-    identity = run_identity(source, method, calibration, mode)
+    identity = run_identity(source, method, tokens.describe() if tokens else moments.identity["tokens"], mode)
     run = Run(output, identity) if output is not None else None
     with run.working() if run else contextlib.nullcontext():
         if run and run.complete:  # what an earlier process could not rename any more
             return run.publish()
-        ranks = choices(source, method, run.times if run else None)
-        moments, gradients, shared, scores = _dense_passes(source, method, ranks, tokens, moments, mode, run)
-        seconds = {"calibrate": time.perf_counter() - begin}
-        allocated = allocate_ranks(ranks, method, scores)
-        the_plan = build_plan(source, method, allocated, {}, calibration)
-        if on_plan:
-            on_plan(the_plan)
-        kept = kept_blocks(allocated.ranks, len(source))
-        work = Work(
-            source,
-            method,
-            BlockReader(source),
-            _supply(source, method, tokens, moments, mode),
-            _watch(source, held_out, mode),
-            InFolder(source, run, kept) if run else InMemory(source, kept),
-            gradients,
-            shared,
-        )
-        blocks, basis = [], None
-        for index in track(range(len(source)), "compressing"):
-            block, basis = _compress_block(work, index, of_block(allocated.ranks, index), basis)
-            blocks.append(block)
-        outcome = work.watch.finish(the_plan.sparsity, protects=method.protects)
-        seconds["total"] = time.perf_counter() - begin
-        name = run.output.name if run else source.name
-        return work.into.finish(*_documents(work, the_plan, blocks, identity, outcome, name, seconds))
+        return carry_out(source, method, tokens, moments, identity, run, on_plan, begin)
 
 
-def _documents(work: Work, the_plan: Plan, blocks: list[BlockResult], identity: dict, outcome, name: str, seconds):
+def carry_out(
+    source: Source,
+    method: Method,
+    tokens: Tokens | None,
+    moments: MomentStore | None,
+    identity: dict,
+    run: Run | None,
+    on_plan: Callable[[Plan], None] | None,
+    begin: float,
+) -> nn.Module | Path:
+    """Compress a model whose output is held; arguments as for :func:`compress`, and what the run is known by, since when."""
+    mode, calibration = identity["mode"], identity["calibration"]
+    held_out = tokens.held_out if tokens else moments.held_out
+    ranks = choices(source, method, run.times if run else None)
+    moments, gradients, shared, scores = _dense_passes(source, method, ranks, tokens, moments, mode, run)
+    seconds = {"calibrate": time.perf_counter() - begin}
+    allocated = allocate_ranks(ranks, method, scores)
+    the_plan = build_plan(source, method, allocated, {}, calibration)
+    if on_plan:
+        on_plan(the_plan)
+    kept = kept_blocks(allocated.ranks, len(source))
+    work = Work(
+        source,
+        method,
+        BlockReader(source),
+        _supply(source, method, tokens, moments, mode),
+        _watch(source, held_out, mode),
+        InFolder(source, run, kept) if run else InMemory(source, kept),
+        gradients,
+        shared,
+    )
+    blocks, basis = [], None
+    for index in track(range(len(source)), "compressing"):
+        block, basis = _compress_block(work, index, of_block(allocated.ranks, index), basis)
+        blocks.append(block)
+    outcome = work.watch.finish(the_plan.sparsity, protects=method.protects)
+    seconds["total"] = time.perf_counter() - begin
+    return work.into.finish(*_documents(work, the_plan, blocks, identity, outcome, run, seconds))
+
+
+def _documents(work: Work, the_plan: Plan, blocks: list[BlockResult], identity: dict, outcome, run, seconds):
     """Config, model card and run record of the result."""
     source = work.source
     modules = {path: spec for block in blocks for path, spec in block.modules.items()}
     counts = published_counts(the_plan)
     description = {"rankfold_version": __version__, **identity, "counts": counts, "held_out": outcome}
     config = compressed_config(source, description, modules, work.into.kept)
-    calibration, mode = identity["calibration"], identity["mode"]
-    part = source.part.name if source.part.chosen else None
-    command = reproduce_command(source.name, name, the_plan.method, calibration, mode, dtype_name(source), part)
     stock, auto = described(config) is None, auto_class(source.model.config, type(source.model).__name__).__name__
-    card = model_card(the_plan, __version__, name, calibration, command, outcome, stock=stock, auto=auto)
     reports = {str(index): block.reports for index, block in enumerate(blocks)}
-    return config, card, run_record(source, description, command, the_plan, reports, seconds)
+    name = run.output.name if run else source.name
+    before = {"before": run.earlier} if run and run.earlier else {}
+    record = run_record(source, description | before, name, the_plan, reports, seconds)
+    return config, model_card(record, name, stock=stock, auto=auto), record
 
 
 def _supply(source: Source, method: Method, tokens, moments, mode: str) -> FromStore | FromDense | FromStreams:
@@ -212,7 +224,7 @@ def _watch(source: Source, held_out, mode: str) -> HeldOut | NothingHeldOut:
     return HeldOut(source, held_out, sequential=mode == "sequential")
 
 
-def _check(method: Method, tokens, moments, mode: str, output) -> str:
+def checked(method: Method, tokens, moments, mode: str, output) -> str:
     """The mode, once everything that can be checked without the model is."""
     if mode not in ("sequential", "one-pass"):
         raise OptionError(f"mode must be sequential or one-pass, got {mode!r}")

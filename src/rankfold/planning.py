@@ -117,6 +117,7 @@ def build_plan(source: Source, method: Method, allocated: Allocated, reports: di
         active_parameters=parameters - idle if experts else None,
         active_parameters_after=parameters + change - idle_after if experts else None,
         experts=experts,
+        part=source.part.name if source.part.chosen else None,
     )
 
 

@@ -4,12 +4,13 @@ from .attention import AttentionView, own_frequencies
 from .experts import ExpertsView
 from .linear import Dense, as_stored, read_linear
 from .norms import Norm
-from .parts import Part, part_of
+from .parts import PARTS, Part, part_of
 from .registry import architecture_of, family_of, known_architectures
 from .spec import Architecture, AttentionSpec, ByConfig, ExpertsSpec, MLPSpec, NormsSpec
 from .views import BlockView, MLPView
 
 __all__ = [
+    "PARTS",
     "Architecture",
     "AttentionSpec",
     "AttentionView",

@@ -13,7 +13,9 @@ from ..errors import OptionError, UnsupportedModelError
 from .registry import architecture_of, check_config, family_of
 from .spec import Architecture
 
-__all__ = ["Part", "part_of"]
+__all__ = ["PARTS", "Part", "part_of"]
+
+PARTS = ("vision", "language")  # in the order in which they are run
 
 
 @dataclass(frozen=True)
@@ -83,9 +85,9 @@ def part_of(model: nn.Module, name: str | None = None) -> Part:
     decodes = family.decoder if family else not towers or model.get_output_embeddings() is not None
     names = [*(["language"] if decodes else []), *towers]
     if name not in names if name else len(names) > 1 and not decodes:
+        advice = "choose one with --part" if len(names) > 1 else "it needs neither --part nor --parts"
         raise OptionError(
-            f"{type(model).__name__} has the part{'s' * (len(names) > 1)} {' and '.join(names)}, got {name or 'none'}; choose "
-            "one with --part"
+            f"{type(model).__name__} has the part{'s' * (len(names) > 1)} {' and '.join(names)}, got {name or 'none'}; {advice}"
         )
     if decodes and name in (None, "language"):
         return Part("language", architecture_of(model), "", text, chosen=name is not None)

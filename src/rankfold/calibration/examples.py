@@ -109,7 +109,8 @@ def load_examples(
     chosen, fitted = some_of(path.name, "examples", rows, samples, seed)
     maker = source.processor if processor is None else processor
     examples = tuple(_example(row, maker, source) for row in chosen)
-    return Examples(examples[:fitted], path.name, origin_of(path), seed, examples[fitted:] or None)
+    held_out = examples[fitted:] or None
+    return Examples(examples[:fitted], path.name, origin_of(path), seed, held_out, wanted=samples)
 
 
 def has_images(path: str, source) -> bool:
@@ -146,13 +147,15 @@ def _row(row: Any, where: str, path: Path, field: str) -> Row:
 
 
 def _example(row: Row, processor, source) -> Example:
+    image_token = source.image_token  # read() must not keep the model
+
     def read() -> Mapping[str, Tensor]:
-        inputs = _inputs(row, processor, source)
+        inputs = _inputs(row, processor, image_token)
         if Example.of(inputs).sha256 != example.sha256:
             raise DataError(f"{row.where}: an image changed while it was in use; start again")
         return inputs
 
-    example = Example.of(_inputs(row, processor, source), read)
+    example = Example.of(_inputs(row, processor, image_token), read)
     try:
         check_fits((example,), source)
     except DataError as error:
@@ -160,7 +163,7 @@ def _example(row: Row, processor, source) -> Example:
     return example
 
 
-def _inputs(row: Row, processor, source) -> Mapping[str, Tensor]:
+def _inputs(row: Row, processor, image_token: int) -> Mapping[str, Tensor]:
     """Of the model's forward, one example."""
     for image in row.images:
         if not image.is_file():
@@ -169,7 +172,7 @@ def _inputs(row: Row, processor, source) -> Mapping[str, Tensor]:
     try:
         made = _processed(row, images, processor)
         inputs = {name: value for name, value in made.items() if isinstance(value, Tensor)}
-        placeholders = int((inputs["input_ids"] == source.image_token).sum())
+        placeholders = int((inputs["input_ids"] == image_token).sum())
     except Exception as error:  # processors and templates of all families raise what they like
         raise DataError(
             f"{row.where}: the model's processor makes nothing of it ({first_line(error)}); correct the row, or the files of "

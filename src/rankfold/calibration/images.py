@@ -80,7 +80,8 @@ def load_images(
     chosen, fitted = some_of(place.name, "images", readers, samples, seed, _held_out_of)
     pixels = _processed(chosen, source.image_processor if processor is None else processor)
     held_out = pixels[fitted:] if fitted < len(pixels) else None
-    return Images(pixels[:fitted], place.name, origin_of(place), seed, held_out, patches=source.part.length_of(pixels))
+    patches = source.part.length_of(pixels)
+    return Images(pixels[:fitted], place.name, origin_of(place), seed, held_out, wanted=samples, patches=patches)
 
 
 def _held_out_of(samples: int) -> int:

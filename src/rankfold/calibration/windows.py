@@ -49,7 +49,9 @@ class Tokens:
     held_out: Tensor | None = None  # (S', T) int64, further windows of the same draw that nothing is fitted to
     draw: str = "windows of the whole text"  # how the windows were drawn
     parts: tuple[Part, ...] = ()  # of a mix of several texts
-    wanted: int | None = None  # samples that were asked of a mix; short texts make it fewer
+    wanted: int | None = (
+        None  # samples that were asked of a mix, images or examples; where there are few, there are fewer
+    )
 
     def __post_init__(self):
         _check_ids("ids", self.ids)
@@ -82,7 +84,9 @@ class Tokens:
         if self.held_out is not None:
             described["held_out_sha256"] = digest_of(self.held_out)
         if self.parts:
-            described |= {"texts": [part.describe() for part in self.parts], "samples_wanted": self.wanted}
+            described["texts"] = [part.describe() for part in self.parts]
+        if self.wanted is not None:
+            described["samples_wanted"] = self.wanted
         return described
 
 

@@ -38,7 +38,7 @@ from .shards import Shards, write_around
 __all__ = ["Run", "as_written"]
 
 CONFIG, RECORD, COSTS, TIMES = "run.json", "rankfold.json", "costs.json", "times.json"
-MOMENTS, GRADIENTS = "moments", "gradients"
+MOMENTS, GRADIENTS, BEFORE = "moments", "gradients", "before"
 
 
 class Run:
@@ -46,7 +46,8 @@ class Run:
 
     Args:
         output: the final folder; must not exist.
-        identity: configuration of the run; an unfinished run is continued only if it is equal.
+        identity: configuration of the run; an unfinished run is continued only if it is equal. Under ``before``, that of
+            another part of the model, which is compressed first.
 
     Attributes:
         blocks: of the result; known once ranks are.
@@ -95,8 +96,7 @@ class Run:
         if (self.folder / CONFIG).exists():
             return read_json(self.folder / CONFIG)
         if self.complete:
-            record = read_json(self.folder / RECORD)
-            return {key: record.get(key) for key in self.identity}
+            return _identified(read_json(self.folder / RECORD), self.identity)
         if not self.folder.is_dir() or {path.name for path in self.folder.iterdir()} - {f"{CONFIG}.tmp"}:
             raise CheckpointError(
                 f"{self.folder} exists and is not an unfinished run; remove it or choose another output"
@@ -111,10 +111,7 @@ class Run:
     def _discard_if_nothing_is_done(self) -> None:
         if self.complete or any(path.name.startswith(("block-", "model-")) for path in self.folder.rglob("*")):
             return
-        for folder in (self.moments, self.gradients):
-            if folder.exists():
-                shutil.rmtree(folder)
-        self._forget_measurements()
+        self._clear_away()
         sweep(self.folder)
         (self.folder / CONFIG).unlink()  # last: a folder without it is not taken for a run
         self.folder.rmdir()
@@ -152,7 +149,21 @@ class Run:
         """Where a budget in time keeps what was measured."""
         return self.folder / TIMES
 
-    def _forget_measurements(self) -> None:
+    @property
+    def before(self) -> Path:
+        """Where the part that is compressed first lies, in a folder of its name, until this one is done."""
+        return self.folder / BEFORE
+
+    @property
+    def earlier(self) -> dict | None:
+        """Record of that part, once it is done."""
+        found = sorted(self.before.glob(f"*/{RECORD}"))
+        return read_json(found[0]) if found else None
+
+    def _clear_away(self) -> None:
+        for folder in (self.moments, self.gradients, self.before):
+            if folder.exists():
+                shutil.rmtree(folder)
         for path in (self.costs, self.times):
             path.unlink(missing_ok=True)
 
@@ -227,10 +238,7 @@ class Run:
         with writing(self.folder):
             for path in [*sorted(self.folder.glob("block-*.json")), *self.folder.glob("basis-*.safetensors")]:
                 path.unlink()
-            for folder in (self.moments, self.gradients):
-                if folder.exists():
-                    shutil.rmtree(folder)
-            self._forget_measurements()
+            self._clear_away()
             sync_folder(self.folder)
         if os.path.lexists(self.output):
             raise CheckpointError(
@@ -246,6 +254,14 @@ class Run:
 def as_written(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor as it is written: floats in the model's dtype, indices as they are."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _identified(record: dict, identity: dict) -> dict:
+    """What a record says in place of an identity."""
+    found = {key: record.get(key) for key in identity}
+    if "before" in identity and isinstance(found["before"], dict):
+        found["before"] = _identified(found["before"], identity["before"])
+    return found
 
 
 def _inside(result: BlockResult) -> tuple[str, ...]:

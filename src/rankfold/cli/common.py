@@ -35,6 +35,22 @@ def gone(counts: dict) -> str:
     return "set to zero" if "zeros" in counts else "removed"
 
 
+def result_of(record: dict) -> dict:
+    """What a run record says in a few numbers."""
+    return {**record["counts"], "seconds": record["run"]["seconds"]["total"], "held_out": record["held_out"]}
+
+
+def show_result(what: str, result: dict, out: Console) -> None:
+    """Lines on what was compressed."""
+    out.print(
+        f"{what}: {result['sparsity']:.2%} of the counted weights {gone(result)}, {result['parameters']:,} parameters, "
+        f"{result['seconds']:.0f} s",
+        soft_wrap=True,
+    )
+    if result["held_out"]:
+        out.print(outcome(result["held_out"]), soft_wrap=True)
+
+
 def outcome(held_out: dict) -> str:
     """What became of the calibration windows or images that were not fitted."""
     numbers = "perplexity {perplexity_dense:.2f} -> {perplexity:.2f} (x {ratio:.2f}) on {windows} held-out calibration windows"

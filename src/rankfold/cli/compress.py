@@ -6,8 +6,11 @@ from typing import Annotated
 import typer
 
 from ..errors import OptionError
+from ..report.record import read_record
 from . import common as c
 from . import options as o
+from .parts import methods_of_parts, opened_parts, show_parts
+from .plan import plan_parts, predicted, show
 
 
 @o.expanded
@@ -25,6 +28,7 @@ def command(
     dtype: o.Written = "auto",
     device: o.Device = "auto",
     part: o.Part = None,
+    parts: o.Parts = None,
     json: o.Json = False,
 ) -> None:
     """Compress a model and write a checkpoint that transformers loads.
@@ -34,10 +38,11 @@ def command(
     rankfold compress ./my-model -o small --calibration my-text.txt --modules mlp=0.4,vo=0.2
     rankfold compress ./my-model -o small --moments moments/ --sparsity 0.2
     rankfold compress ./my-model --sparsity 0.5 --dry-run
+    rankfold compress ./sees-images -o small --parts language=0.3,vision=0.2 --calibration pairs.jsonl
 
     A run that was interrupted continues when the same command is given again.
     """
-    chosen = what.parse()
+    chosen = what.parse() if parts is None else methods_of_parts(parts, what)
     if output is None and not dry_run:
         raise OptionError("-o/--output is missing: where to write the compressed model (or use --dry-run)")
     from .. import pipeline
@@ -49,6 +54,8 @@ def command(
 
     if output is not None and not dry_run:
         check_output(output)
+    if parts is not None:
+        return _both(model, chosen, text, None if dry_run else output, mode, dtype, device, json)
     store = MomentStore.open(moments) if moments else None
     source = proved(open_model(model, dtype=dtype, device=device, part=part))
     chosen.supported_modules(source.architecture, source.meta_block(0))
@@ -58,29 +65,30 @@ def command(
         return timed(plan, source, tokens.describe(), mode) if tokens else plan
 
     if dry_run:
-        from .plan import predicted, show
-
         measured = store or predicted(source, chosen, tokens)
-        return show(with_time(pipeline.plan(source, chosen, measured, tokens)), None, json)
+        return show([with_time(pipeline.plan(source, chosen, measured, tokens))], None, json)
 
     def announce(plan) -> None:
         plan = with_time(plan)
         c.console().print(plan.table(), plan.summary())
 
     folder = pipeline.compress(source, chosen, tokens, output, moments=store, mode=mode, on_plan=announce)
-    from ..files import read_json
+    result = c.result_of(read_record(folder))
+    c.emit({"output": str(folder), **result}, json, lambda out: c.show_result(str(folder), result, out))
 
-    record = read_json(folder / "rankfold.json")
-    result = {"output": str(folder), **record["counts"], "seconds": record["run"]["seconds"]["total"]}
-    result["held_out"] = record["held_out"]
 
-    def show_result(out) -> None:
-        out.print(
-            f"{folder}: {result['sparsity']:.2%} of the counted weights {c.gone(result)}, {result['parameters']:,} parameters, "
-            f"{result['seconds']:.0f} s",
-            soft_wrap=True,
-        )
-        if result["held_out"]:
-            out.print(c.outcome(result["held_out"]), soft_wrap=True)
+def _both(model, methods, text, output: Path | None, mode: str, dtype: str, device: str, json: bool) -> None:
+    """Each part with its own sparsity; without an output, the plans."""
+    from ..parts import compress_parts
+    from ..planning import timed
 
-    c.emit(result, json, show_result)
+    if output is None:
+        return plan_parts(opened_parts(model, methods, text, dtype, device), None, json, mode)
+
+    def announce(plan, source) -> None:
+        plan = timed(plan, source, plan.calibration, mode)
+        c.console().print(plan.table(), plan.summary())
+
+    # No name is kept of what is opened: it goes when its part is done.
+    compress_parts(opened_parts(model, methods, text, dtype, device), output, mode=mode, on_plan=announce)
+    show_parts(output, json)

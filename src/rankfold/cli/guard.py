@@ -13,6 +13,7 @@ __all__ = ["Command", "UsageError", "explain", "usage"]
 
 UsageError = typer.TyperException  # what the parser raises
 PLACES = ("model", "text", "calibration", "tasks_from", "against")  # arguments that may begin with ~
+ALONE = ("sparsity", "part", "moments")  # of one part
 MEASURED = ("calibration", "samples", "length", "seed", "field", "mode")  # settled when moments were measured
 
 
@@ -27,6 +28,8 @@ class Command(TyperCommand):
                 raise OptionError(f"{_label(parameter)} is given {times} times; give it once")
         for parameter in self.params:
             _check_value(_label(parameter), parameter.name, ctx.params.get(parameter.name))
+        if ctx.params.get("parts") is not None:
+            _check_beside_parts({parameter.name for parameter in given})
         if ctx.params.get("moments") is not None:
             _check_beside_moments({parameter.name for parameter in given}, ctx.params)
         return rest
@@ -47,6 +50,7 @@ def _check_value(label: str, name: str, value) -> None:
             _check_value(label, name, one)
     if name in PLACES and isinstance(value, str):
         place = value.rpartition(":")[2]  # ALIAS:FILE
+        place = place.removeprefix("language=").removeprefix("vision=")  # PART=FILE
         if place.startswith("~") and os.path.expanduser(place) == place:
             raise OptionError(f"{label}: there is no user whose home is {place.split('/')[0]!r}; write the path out")
 
@@ -57,6 +61,15 @@ def _check_beside_moments(given: set[str], values: dict) -> None:
     if ignored:
         raise OptionError(
             f"--moments is one pass over text that is measured already, --{ignored[0]} would be ignored; leave one of them out"
+        )
+
+
+def _check_beside_parts(given: set[str]) -> None:
+    """What each part has for itself."""
+    ignored = [name for name in ALONE if name in given]
+    if ignored:
+        raise OptionError(
+            f"--parts compresses both parts, each with its own sparsity, --{ignored[0]} is of one part; leave one of them out"
         )
 
 

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from ..report.commands import records_of
 from ..report.record import read_record
 from . import common as c
 from . import options as o
@@ -21,13 +22,15 @@ def command(
     rankfold inspect small
     """
     record = read_record(folder)
-    c.emit(record, json, lambda out: _print(record, out))
+    c.emit(record, json, lambda out: [_print(one, out) for one in records_of(record)])
 
 
 def _print(record: dict, out) -> None:
     counts, calibration = record["counts"], record["calibration"]
+    part = f", {record['plan']['part']}," if record["plan"].get("part") else ""
     out.print(
-        f"{record['base_model']} compressed by {record['method']} ({record['mode']}), rankfold {record['rankfold_version']}"
+        f"{record['base_model']}{part} compressed by {record['method']} ({record['mode']}), rankfold "
+        f"{record['rankfold_version']}"
     )
     out.print(f"calibrated on {calibration['samples']} x {calibration['length']} tokens of {calibration['source']}")
     table = Table()

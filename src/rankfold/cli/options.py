@@ -4,12 +4,13 @@ import contextlib
 import functools
 import inspect
 import math
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, get_type_hints
 
 import typer
 
+from ..architectures import PARTS
 from ..errors import DataError, OptionError
 from ..methods import Method, make_method
 from ..methods.base import method_class
@@ -24,6 +25,7 @@ __all__ = [
     "Model",
     "Moments",
     "Part",
+    "Parts",
     "Written",
     "expanded",
     "like",
@@ -51,6 +53,10 @@ Part = Annotated[
     typer.Option(
         help="Of a model with two parts: language or vision. Default: the one that writes text, or the only one."
     ),
+]
+Parts = Annotated[
+    str | None,
+    typer.Option(help="Both parts of a model in one run, each with its own sparsity, e.g. language=0.3,vision=0.2."),
 ]
 TasksFrom = Annotated[
     str | None, typer.Option(help="Folder with the tasks' rows as NAME.jsonl or NAME_*.jsonl, instead of the hub.")
@@ -140,7 +146,8 @@ class CalibrationOptions:
             ".txt/.jsonl/.parquet file, pydoc (ships with Python), or self (text the model writes). Repeatable: texts are "
             "mixed in equal parts, or by TEXT=SHARE, e.g. a.txt=0.7 (a file of that very name is taken as the file). For a "
             "part that takes images: a folder of images, or a .parquet file. For a model of images and text, either part: a "
-            ".jsonl file with the columns text or question, image (a path from there, or several) and perhaps answer."
+            ".jsonl file with the columns text or question, image (a path from there, or several) and perhaps answer. With "
+            "--parts: one such file for both, or PART=TEXT for each, e.g. language=wikitext2 and vision=images/."
         ),
     ] = ("wikitext2",)
     samples: Annotated[int, typer.Option(help="Calibration windows of all texts together, or images, or examples.")] = (
@@ -151,6 +158,27 @@ class CalibrationOptions:
     ] = 2048
     seed: Annotated[int, typer.Option(help="Order in which windows are drawn.")] = 0
     field: Field = "text"
+
+    def of_parts(self) -> dict[str, "CalibrationOptions"]:
+        """What each part of a model is measured on.
+
+        Raises:
+            OptionError: not one file of image-text examples for all, and not something for each.
+        """
+        named = [(part, text) for part, equals, text in (text.partition("=") for text in self.calibration) if equals]
+        texts = {name: [text for part, text in named if part == name] for name in PARTS}
+        if sum(map(len, texts.values())) == len(self.calibration) and all(texts.values()):
+            # A column is one of the text; images are in the one that is called so.
+            return {name: replace(self, calibration=given, field=self._field_of(name)) for name, given in texts.items()}
+        if len(self.calibration) == 1 and not any(texts.values()) and self.calibration[0].lower().endswith(".jsonl"):
+            return {name: replace(self, field=self._field_of(name)) for name in PARTS}
+        raise OptionError(
+            "with --parts, --calibration takes one .jsonl file of image-text examples, or PART=... for each part, e.g. "
+            f"--calibration language=wikitext2 --calibration vision=images/; got {' and '.join(self.calibration)}"
+        )
+
+    def _field_of(self, part: str) -> str:
+        return "text" if part == "vision" else self.field
 
     def load(self, source):
         """The windows, images or examples; see :func:`rankfold.load_tokens`, :func:`rankfold.load_images` and

@@ -8,6 +8,7 @@ import typer
 from ..files import check_output, write_json
 from . import common as c
 from . import options as o
+from .parts import methods_of_parts, opened_parts
 
 
 @o.expanded
@@ -19,6 +20,7 @@ def command(
     dtype: o.Written = "auto",
     device: o.Device = "auto",
     part: o.Part = None,
+    parts: o.Parts = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Also save the plan as JSON.")] = None,
     json: o.Json = False,
 ) -> None:
@@ -28,9 +30,11 @@ def command(
     rankfold plan ./my-model --sparsity 0.3 --moments moments
     rankfold plan ./my-model --sparsity 0.3 --calibration pydoc --samples 16 -o plan.json
     """
-    chosen = what.parse()
+    chosen = what.parse() if parts is None else methods_of_parts(parts, what)
     if output is not None:
         check_output(output, "name")
+    if parts is not None:
+        return plan_parts(opened_parts(model, chosen, text, dtype, device), output, json, "sequential")
     from .. import pipeline
     from ..calibration.store import MomentStore
     from ..checkpoint.source import open_model
@@ -42,7 +46,7 @@ def command(
         tokens = text.load(source)
         store = predicted(source, chosen, tokens)
     the_plan = pipeline.plan(source, chosen, store, tokens)
-    show(timed(the_plan, source, tokens.describe(), "sequential") if tokens else the_plan, output, json)
+    show([timed(the_plan, source, tokens.describe(), "sequential") if tokens else the_plan], output, json)
 
 
 def predicted(source, method, tokens):
@@ -55,8 +59,24 @@ def predicted(source, method, tokens):
     return pipeline.calibrate(source, tokens, statistics=needed(source, method))
 
 
-def show(plan, output: Path | None, as_json: bool) -> None:
-    """Print a plan, and save it where asked."""
+def plan_parts(opened: list[tuple], output: Path | None, as_json: bool, mode: str) -> None:
+    """Show what would be done to each part; what writes is measured beside the dense tower, which it will not be."""
+    from .. import pipeline
+    from ..planning import timed
+
+    plans = []
+    for source, method, tokens in opened:
+        the_plan = pipeline.plan(source, method, predicted(source, method, tokens), tokens)
+        plans.append(timed(the_plan, source, tokens.describe(), mode))
+    show(plans, output, as_json)
+
+
+def show(plans: list, output: Path | None, as_json: bool) -> None:
+    """Print a plan, or those of two parts, and save it where asked."""
+    first, *more = (plan.to_dict() for plan in plans)
+    value = {"parts": {plan["part"]: plan for plan in (first, *more)}} if more else first
     if output is not None:
-        write_json(output, plan.to_dict())
-    c.emit(plan.to_dict(), as_json, lambda out: out.print(plan.table(), plan.summary()))
+        write_json(output, value)
+    c.emit(
+        value, as_json, lambda out: out.print(*(table for plan in plans for table in (plan.table(), plan.summary())))
+    )

@@ -9,7 +9,7 @@ from ..architectures import BlockView
 from ..errors import OptionError
 from ..methods import Method, make_method, method_class
 from ..methods.base import check_choice
-from ..report.card import option_text
+from ..report.commands import option_text
 from ..scores import ON_TEXT
 
 __all__ = ["Cell", "Form", "cells_of"]

@@ -9,7 +9,7 @@ import jinja2
 import markupsafe
 
 from ..files import write_text
-from .card import compare_command
+from .commands import compare_command
 from .grid import cells_of_table, markdown
 from .plots import INKS, Drawn, drawn, pictures, write_pictures
 

@@ -50,6 +50,7 @@ class Plan:
     active_parameters: int | None = None
     active_parameters_after: int | None = None
     experts: dict | None = None  # how many there are, how many tokens they want, and with moments saw
+    part: str | None = None  # of a model of which one was chosen
 
     @property
     def sparsity(self) -> float:
@@ -70,7 +71,8 @@ class Plan:
         names = list(dict.fromkeys(m.module for m in self.modules))
         of = {name: max(m.of for m in self.modules if m.module == name) for name in names}
         zeros = " by zeros" if "zeros" in self.facts else ""
-        title = f"{self.model}: {self.method['method']}, sparsity {self.sparsity:.4f}{zeros}"
+        part = f", {self.part}" if self.part else ""
+        title = f"{self.model}{part}: {self.method['method']}, sparsity {self.sparsity:.4f}{zeros}"
         table = Table(title=title, title_justify="left")
         table.add_column("block", justify="right")
         predicted = any(m.relative_error is not None for m in self.modules)

@@ -13,6 +13,7 @@ from ..files import read_json
 from ..processor import cpu_facts
 from ..records import NUMBER, Each, Maybe, check_record
 from ..version import __version__
+from .commands import records_of, reproduce_command
 
 __all__ = ["environment", "peak_memory_bytes", "process_status", "read_record", "run_record", "versions"]
 
@@ -32,6 +33,7 @@ RECORD = {
         "bytes": int,
         "kv_bytes_per_token": int,
     },
+    "plan": {"part": Maybe(str)},
     "blocks": Each(Each({"rank": int, "of": int, "relative_error": NUMBER, "held_out_error": Maybe(NUMBER)})),
     "held_out": Maybe(
         {
@@ -57,9 +59,14 @@ def read_record(folder: Path) -> dict:
     if not (folder / NAME).exists():
         raise CheckpointError(f"{folder} has no {NAME}: not a checkpoint written by `rankfold compress`")
     record = read_json(folder / NAME)
-    states = isinstance(record, dict) and "state_error" in (record.get("held_out") or ())
-    check_record(record, RECORD | ({"held_out": STATES} if states else {}), folder / NAME)
+    for one in records_of(record):
+        _check(one, folder / NAME)
     return record
+
+
+def _check(record, path: Path) -> None:
+    states = isinstance(record, dict) and "state_error" in (record.get("held_out") or ())
+    check_record(record, RECORD | ({"held_out": STATES} if states else {}), path)
 
 
 def versions() -> dict[str, str]:
@@ -106,15 +113,22 @@ def _cpu_name() -> str:
     return cpu_facts().get("model name") or platform.processor() or platform.machine()
 
 
-def run_record(source, description: dict, command: str, plan, reports: dict, seconds: dict) -> dict:
-    """``rankfold.json``: everything but ``run`` is equal between two runs of the same configuration."""
+def run_record(source, description: dict, folder: str, plan, reports: dict, seconds: dict) -> dict:
+    """``rankfold.json``: everything but ``run`` is equal between two runs of the same configuration.
+
+    Args:
+        description: what was done, counts and what was found on held-out windows; ``before``, the record of the part that was
+            compressed before this one, where one was.
+        folder: that it lies in.
+    """
     estimates = {"seconds": plan.seconds, "peak_memory_bytes": plan.peak_memory_bytes}
     measurements = {"seconds": seconds, "peak_memory_bytes": peak_memory_bytes(), "estimated": estimates}
+    planned = {key: value for key, value in plan.to_dict().items() if key not in {*estimates, "calibration"}}
     return {
         **description,
-        "command": command,
+        "command": reproduce_command({**description, "plan": planned}, folder),
         "versions": versions(),
-        "plan": {key: value for key, value in plan.to_dict().items() if key not in {*estimates, "calibration"}},
+        "plan": planned,
         "blocks": reports,
         "run": measurements | environment(source.device),
     }

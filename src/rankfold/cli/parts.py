@@ -1,0 +1,77 @@
+"""`--parts`: both parts of a model in one command."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from ..architectures import PARTS
+from ..errors import OptionError
+from ..methods import Method
+from ..methods.base import check_choice
+from ..report.commands import records_of
+from ..report.record import read_record
+from . import common as c
+from .options import CalibrationOptions, MethodOptions
+
+__all__ = ["methods_of_parts", "opened_parts", "show_parts"]
+
+
+def methods_of_parts(sparsities: str, what: MethodOptions) -> dict[str, Method]:
+    """What is done to each part.
+
+    Args:
+        sparsities: of ``--parts``, e.g. ``language=0.3,vision=0.2``.
+
+    Raises:
+        OptionError: not a sparsity for each part, or an option that does not parse.
+    """
+    method = what.parse()
+    if method.own_sparsities:
+        raise OptionError(
+            f"--parts gives each part its sparsity, --modules {what.modules} would take its place; name the modules only, e.g. "
+            f"--modules {','.join(method.own_sparsities)}"
+        )
+    return {name: replace(method, sparsity=value) for name, value in _parse(sparsities).items()}
+
+
+def _parse(text: str) -> dict[str, float]:
+    given = [item.partition("=")[::2] for item in text.split(",") if item.strip()]
+    names = [name.strip() for name, _ in given]
+    for name in names:
+        check_choice("part", name, PARTS)
+        if names.count(name) > 1:
+            raise OptionError(f"--parts names {name!r} more than once; name it once")
+    try:
+        found = {name: float(value) for name, (_, value) in zip(names, given, strict=True)}
+    except ValueError:
+        raise OptionError(f"--parts takes a sparsity for each, e.g. language=0.3,vision=0.2; got {text!r}") from None
+    if len(found) < len(PARTS):
+        raise OptionError(
+            f"--parts takes both parts, e.g. language=0.3,vision=0.2; got {text!r}; for one of them give --part and --sparsity"
+        )
+    return found
+
+
+def opened_parts(
+    model: str, methods: dict[str, Method], text: CalibrationOptions, dtype: str, device: str
+) -> list[tuple]:
+    """Each part of a model, what is done to it, and what it is calibrated on."""
+    from ..checkpoint.source import open_model
+
+    found, texts = [], text.of_parts()
+    for name in PARTS:
+        source = open_model(model, dtype=dtype, device=device, part=name)
+        methods[name].supported_modules(source.architecture, source.meta_block(0))
+        found.append((source, methods[name], texts[name].load(source)))
+    return found
+
+
+def show_parts(folder: Path, as_json: bool) -> None:
+    """Print what became of each part."""
+    records = records_of(read_record(folder))
+    results = {record["plan"]["part"]: c.result_of(record) for record in records}
+    c.emit({"output": str(folder), "parts": results}, as_json, lambda out: _show(folder, results, out))
+
+
+def _show(folder: Path, results: dict[str, dict], out) -> None:
+    for part, result in results.items():
+        c.show_result(f"{folder}, {part}", result, out)

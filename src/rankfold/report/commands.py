@@ -1,0 +1,136 @@
+"""The command lines that make a checkpoint or a comparison again."""
+
+import shlex
+from dataclasses import fields
+from typing import NamedTuple
+
+from ..methods import Method, method_class
+
+__all__ = ["compare_command", "option_text", "records_of", "reproduce_command"]
+
+SHARED_OPTIONS = {f.name for f in fields(Method)}  # those with a flag of their own
+
+
+def records_of(record: dict) -> list[dict]:
+    """Records of the parts of a model that were compressed in one run, in their order; of any other run the record itself."""
+    return [record["before"], record] if "before" in record else [record]
+
+
+class _Given(NamedTuple):
+    """What a part of a model was given, as options of the command line."""
+
+    part: str | None
+    sparsity: float
+    method: list[str]
+    calibration: list[str]
+    draw: dict[str, int]  # option -> number; no length where nothing is cut
+    written: list[str]
+
+
+def reproduce_command(record: dict, folder: str) -> str:
+    """The command line that makes this checkpoint; two, one after the other, where no single one can say what each part was
+    given.
+
+    Args:
+        record: of the run (:func:`~.record.run_record`).
+        folder: that it is written to.
+    """
+    model, given = record["base_model"], [_given(one) for one in records_of(record)]
+    if len(given) == 1:
+        return _alone(model, folder, *given)
+    first, last = given
+    if first.method != last.method or first.written != last.written or not _drawn_alike(first.draw, last.draw):
+        between = f"{folder}-{first.part}"
+        return "\n".join([_alone(model, between, first), _alone(between, folder, last)])
+    method = [*last.method, f"--parts {','.join(f'{one.part}={one.sparsity}' for one in given)}"]
+    return _command(model, folder, method, _texts_of_parts(given), first.draw | last.draw, last.written)
+
+
+def _given(record: dict) -> _Given:
+    method, calibration, part = record["plan"]["method"], record["calibration"], record["plan"]["part"]
+    written = [f"--mode {record['mode']}", f"--dtype {record['dtype']}"]
+    return _Given(part, method["sparsity"], _method(method), _texts(calibration), _draw(calibration), written)
+
+
+def _alone(model: str, folder: str, given: _Given) -> str:
+    method = [given.method[0], f"--sparsity {given.sparsity}", *given.method[1:]]
+    written = [*given.written, *([f"--part {given.part}"] if given.part else [])]
+    return _command(model, folder, method, given.calibration, given.draw, written)
+
+
+def _command(
+    model: str, folder: str, method: list[str], texts: list[str], draw: dict[str, int], rest: list[str]
+) -> str:
+    options = [*method, *_calibrated(texts, draw), *rest]
+    return f"rankfold compress {shlex.quote(model)} -o {shlex.quote(folder)} " + " ".join(options)
+
+
+def _method(method: dict) -> list[str]:
+    """Its name, then what is not as by default; without the sparsity."""
+    defaults, options = method_class(method["method"])().describe(), [f"--method {method['method']}"]
+    for key, value in method.items():
+        value = tuple(value) if isinstance(value, list) else value  # as JSON has it
+        if value == defaults[key] or key in ("method", "sparsity"):
+            continue
+        text, flag = option_text(value, ","), "for" if key == "target" else key
+        options.append(f"--{flag} {text}" if key in SHARED_OPTIONS else f"--option {key}={text}")
+    return options
+
+
+def option_text(value, comma: str) -> str:
+    """The value of an option as the command line takes it; ``comma``: what stands between the items of a list."""
+    if isinstance(value, dict):
+        return comma.join(f"{k}={v}" for k, v in value.items())
+    return comma.join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def compare_command(identity: dict, run: dict, folder: str) -> str:
+    """The command line that fills a folder with these rows.
+
+    Args:
+        identity: of the comparison (:func:`~.identity.comparison_identity`).
+        run: ``{"methods": labels, "sparsities": numbers}``.
+    """
+    measures, windows = identity["measures"], identity["calibration"]
+    options = [f"--methods {shlex.quote(','.join(run['methods']))}"]
+    options += [f"--sparsities {','.join(map(str, run['sparsities']))}", *_calibrated(_texts(windows), _draw(windows))]
+    options += [f"--text {shlex.quote(text['text'])}" for text in measures["texts"]]
+    options += [f"--text-length {measures['texts'][0]['length']}"]
+    options += [f"--limit {measures['texts'][0]['limit']}"] if measures["texts"][0]["limit"] else []
+    if "tasks" in measures:
+        folder_of_rows = measures["tasks"]["folder"]
+        options += [f"--tasks {','.join(measures['tasks']['tasks'])}"]
+        options += [f"--tasks-from {shlex.quote(folder_of_rows)}"] if folder_of_rows else []
+    options += ["--speed"] if "speed" in measures else []
+    return f"rankfold compare {shlex.quote(identity['base_model'])} -o {shlex.quote(folder)} " + " ".join(
+        [*options, f"--dtype {identity['dtype']}"]
+    )
+
+
+def _calibrated(texts: list[str], draw: dict[str, int]) -> list[str]:
+    """Which windows were drawn."""
+    return [*(f"--calibration {shlex.quote(text)}" for text in texts), *(f"--{name} {n}" for name, n in draw.items())]
+
+
+def _draw(calibration: dict) -> dict[str, int]:
+    length = {} if calibration.get("kind") else {"length": calibration["length"]}
+    return {"samples": calibration.get("samples_wanted", calibration["samples"]), **length, "seed": calibration["seed"]}
+
+
+def _drawn_alike(one: dict[str, int], other: dict[str, int]) -> bool:
+    """Whether options that both take are equal."""
+    return all(one[name] == other[name] for name in one.keys() & other.keys())
+
+
+def _texts_of_parts(given: list[_Given]) -> list[str]:
+    """One file for both parts, or what each of them was measured on."""
+    first, last = (one.calibration for one in given)
+    return first if first == last else [f"{one.part}={text}" for one in given for text in one.calibration]
+
+
+def _texts(calibration: dict) -> list[str]:
+    """Calibration texts as the command line takes them."""
+    texts = calibration.get("texts", [calibration])
+    if len({text.get("share") for text in texts}) == 1:
+        return [text["source"] for text in texts]
+    return [f"{text['source']}={text['share']}" for text in texts]
