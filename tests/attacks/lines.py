@@ -44,6 +44,8 @@ SHARED = {
     "--option": METHOD_OPTIONS,
     "--method": ["modegpt", "latentllm", "svd", "svdd", ""],
     "--moments": ["moments", "model", "text.txt", "nowhere", ""],
+    "--part": ["language", "vision", "x", ""],
+    "--parts": ["language=0.3,vision=0.2", "language=0.3", "vision=nan,language=0", "languge=1", "=", ",", ""],
 }
 SOURCES = [
     "text.txt",
@@ -57,6 +59,8 @@ SOURCES = [
     "pydoc=1e400",
     "=",
     "x=y",
+    "language=text.txt",
+    "vision=~nouser/x",
 ]
 SIZES = {"--samples": NUMBERS, "--length": NUMBERS, "--seed": NUMBERS}
 TEXT = {"--calibration": SOURCES, "--field": ["text", "x", ""], **SIZES}

@@ -79,3 +79,21 @@ def test_a_text_may_have_a_share_and_a_file_of_that_name_comes_first(given, text
     reads_text = SimpleNamespace(part=SimpleNamespace(takes_images=False))
     CalibrationOptions(calibration=given).load(reads_text)
     assert asked["names"] == texts
+
+
+@pytest.mark.parametrize(
+    ("given", "language", "vision"),
+    [
+        (["pairs.jsonl"], (["pairs.jsonl"], "body"), (["pairs.jsonl"], "text")),
+        (["vision=a/", "language=b=1"], (["b=1"], "body"), (["a/"], "text")),
+        (["language=a.txt=0.7", "language=b.txt=.3", "vision=p.parquet"],
+         (["a.txt=0.7", "b.txt=.3"], "body"), (["p.parquet"], "text")),
+    ],
+)  # fmt: skip
+def test_a_calibration_is_of_both_parts_or_of_each(given, language, vision):
+    """And a column is one of the text."""
+    found = CalibrationOptions(calibration=given, field="body", seed=3).of_parts()
+    assert {name: ([*one.calibration], one.field, one.seed) for name, one in found.items()} == {
+        "language": (*language, 3),
+        "vision": (*vision, 3),
+    }

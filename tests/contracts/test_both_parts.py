@@ -11,12 +11,14 @@ import transformers as t
 import rankfold
 from kills import read_state
 from rankfold import MoDeGPT, Rankfold
+from rankfold.checkpoint.run import Run
 from rankfold.errors import CheckpointError, DataError, OptionError
 from tiny_encoders import samples_of, tiny_encoder
 from tiny_pairs import FAMILIES, picture, tiny_model, write_pairs
 
 VISION, LANGUAGE = MoDeGPT(sparsity=0.2, multiple=2), MoDeGPT(sparsity=0.4, multiple=2)
 TOWER, LAYERS = "model.vision_tower.encoder.layers.", "model.language_model.layers."
+BLOCKS = {"vision": 2, "language": 3}
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +92,9 @@ def test_each_part_has_its_own_sparsity_and_the_record_says_both(place, both):
         counts = records[part]["counts"]
         assert asked <= counts["sparsity"] < asked + 0.08 and counts["sparsity"] == pytest.approx(1 - left / whole)
         assert records[part]["options"]["sparsity"] == asked and records[part]["base_model"] == "dense"
-        assert set(records[part]["blocks"]) == {"0", "1"} and records[part]["held_out"]
-    assert record["counts"]["parameters"] == sum(x.numel() for x in small.values())
+        assert set(records[part]["blocks"]) == set(map(str, range(BLOCKS[part]))) and records[part]["held_out"]
+    model = t.AutoModelForImageTextToText.from_pretrained(both)
+    assert record["counts"]["parameters"] == model.num_parameters()
     assert record["before"]["plan"]["parameters"] == sum(x.numel() for x in dense.values())
     config = t.AutoConfig.from_pretrained(both).quantization_config
     assert (config["options"]["sparsity"], config["before"]["options"]["sparsity"]) == (0.4, 0.2)
@@ -111,7 +114,16 @@ def test_it_sees(place, both):
 
 
 class Killed(BaseException):
-    pass
+    """As a kill leaves it: nothing behind it is done."""
+
+
+def killed(*args, **kwargs):
+    raise Killed
+
+
+def killed_outside(run, clear=Run._clear_away):
+    """When the whole run begins to clear away, not the one of the first part."""
+    return killed() if run.before.exists() else clear(run)
 
 
 @pytest.mark.parametrize("at", ["vision 1", "language", "language 1", "the end"])
@@ -127,39 +139,22 @@ def test_a_run_goes_on_where_it_was(place, both, at, monkeypatch):
         done.append(name)
         return run(work, view, ranks)
 
-    def stop_between(*args, **kwargs):
-        raise Killed
-
     with monkeypatch.context() as patch:
         patch.setattr(rankfold.pipeline, "run_stages", stop)
         if at == "language":
-            patch.setattr("rankfold.parts.open_model", stop_between)
+            patch.setattr("rankfold.parts.open_model", killed)
         if at == "the end":
-            patch.setattr("rankfold.checkpoint.run.Run._clear_away", _unless_inside(rankfold.checkpoint.run.Run))
+            patch.setattr(Run, "_clear_away", killed_outside)
         with pytest.raises(Killed):
             rankfold.compress_parts(given(place), output)
-        assert not output.exists() and (output.parent / f"{output.name}.partial").is_dir()
-        at = "never"
-        patch.setattr("rankfold.parts.open_model", rankfold.open_model)
-    with monkeypatch.context() as patch:
-        patch.setattr(rankfold.pipeline, "run_stages", stop)
-        with pytest.raises(CheckpointError, match="is an unfinished run of another configuration"):
-            rankfold.compress_parts(given(place, vision=replace(VISION, sparsity=0.3)), output)
-        rankfold.compress_parts(given(place), output)
-    assert sorted(done) == ["language 0", "language 1", "vision 0", "vision 1"]
+    assert not output.exists() and (output.parent / f"{output.name}.partial").is_dir()
+    at = "never"
+    monkeypatch.setattr(rankfold.pipeline, "run_stages", stop)
+    with pytest.raises(CheckpointError, match="is an unfinished run of another configuration"):
+        rankfold.compress_parts(given(place, vision=replace(VISION, sparsity=0.3)), output)
+    rankfold.compress_parts(given(place), output)
+    assert sorted(done) == sorted(f"{part} {index}" for part, count in BLOCKS.items() for index in range(count))
     assert comparable(output) == comparable(both)
-
-
-def _unless_inside(cls):
-    """A kill of the outer run when it begins to clear away, not of the one inside."""
-    clear = cls._clear_away
-
-    def stop(self):
-        if self.before.exists():
-            raise Killed
-        return clear(self)
-
-    return stop
 
 
 def comparable(folder: Path) -> dict:

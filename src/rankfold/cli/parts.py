@@ -56,13 +56,13 @@ def opened_parts(
 ) -> list[tuple]:
     """Each part of a model, what is done to it, and what it is calibrated on."""
     from ..checkpoint.source import open_model
+    from ..proving import proved
 
-    found, texts = [], text.of_parts()
-    for name in PARTS:
-        source = open_model(model, dtype=dtype, device=device, part=name)
-        methods[name].supported_modules(source.architecture, source.meta_block(0))
-        found.append((source, methods[name], texts[name].load(source)))
-    return found
+    texts = text.of_parts()
+    sources = [proved(open_model(model, dtype=dtype, device=device, part=name)) for name in PARTS]
+    for source in sources:
+        methods[source.part.name].supported_modules(source.architecture, source.meta_block(0))
+    return [(source, methods[source.part.name], texts[source.part.name].load(source)) for source in sources]
 
 
 def show_parts(folder: Path, as_json: bool) -> None:

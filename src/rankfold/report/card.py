@@ -40,7 +40,7 @@ model = {auto}.from_pretrained("{folder}")
 {command}
 ```
 
-{made}`rankfold.json` holds, for every module, its rank, the reconstruction
+{made} `rankfold.json` holds, for every module, its rank, the reconstruction
 error that was measured, and the paper's bounds.
 """
 
@@ -83,7 +83,7 @@ def model_card(record: dict, folder: str, *, stock: bool = False, auto: str = "A
         warnings="".join(_warning(one, f"{one['plan']['part']}: " if len(records) > 1 else "") for one in records),
         outcomes="".join(_outcome(one["held_out"], one["calibration"], _of(one, records)) for one in records),
         command=record["command"],
-        made="".join(_made(one, _of(one, records)) for one in records),
+        made="\n\n".join(_made(one, _of(one, records)) for one in records),
     )
 
 
@@ -120,7 +120,7 @@ def _made(record: dict, of: str) -> str:
     options = {k: v for k, v in record["plan"]["method"].items() if v is not None and k != "method"}
     return (
         f"Calibration{of}: {_measured_on(calibration)} of `{calibration['source']}` (seed {calibration['seed']}, sha256 "
-        f"{calibration['sha256']}). Options{of}: `{json.dumps(options)}`. "
+        f"{calibration['sha256']}). Options{of}: `{json.dumps(options)}`."
     )
 
 
@@ -142,5 +142,7 @@ def _outcome(held_out: dict | None, calibration: dict, of: str) -> str:
         return f"| cosine to the dense model's last states{of} | 1 | {cosine:.4f} | relative error {error:.3f} on {samples} |\n"
     dense, small, ratio = (held_out[key] for key in ("perplexity_dense", "perplexity", "ratio"))
     what = EXAMPLES if calibration.get("kind") == EXAMPLES else f"calibration windows of {held_out['length']} tokens"
-    windows = f"{held_out['windows']} {what} that were not fitted"
+    windows = (
+        f"{held_out['windows']} {what} that were not fitted{', both behind the compressed vision part' if of else ''}"
+    )
     return f"| perplexity{of} | {dense:.2f} | {small:.2f} | x {ratio:.2f} on {windows} |\n"

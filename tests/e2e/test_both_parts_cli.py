@@ -1,0 +1,165 @@
+"""`--parts` on the command line, in this process: both parts of a model of images and text at once."""
+
+import json
+import shlex
+
+import pytest
+import transformers as t
+
+import rankfold
+from families import tiny_model as tiny_text_model
+from tiny_encoders import tiny_encoder
+from tiny_pairs import FAMILIES, picture, tiny_model, write_pairs
+
+COMMON = "--method modegpt --multiple 2 --samples 12 --device cpu"
+PARTS = f"--parts language=0.4,vision=0.2 {COMMON}"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """LLaVA with its processor, models of one part, examples, and a text."""
+    folder = tmp_path_factory.mktemp("parts")
+    tiny_model("llava").save_pretrained(folder / "llava")
+    FAMILIES["llava"].processor().save_pretrained(folder / "llava")
+    tiny_text_model("llama").save_pretrained(folder / "llama")
+    tiny_encoder("vit-head").save_pretrained(folder / "vit")
+    write_pairs(folder, 20)
+    (folder / "text.txt").write_text("some text " * 200)
+    return folder
+
+
+def same_weights(one, other) -> bool:
+    first, second = (rankfold.load(folder, device="cpu").state_dict() for folder in (one, other))
+    return first.keys() == second.keys() and all((tensor == second[name]).all() for name, tensor in first.items())
+
+
+def test_from_one_file_to_a_checkpoint_that_sees(run, place):
+    code, out, err = run(f"compress llava -o small {PARTS} --calibration pairs.jsonl")
+    assert code == 0, err
+    assert "small, vision: 20." in out and "small, language: 40." in out
+    assert "last states: cosine" in out and "perplexity" in out
+    assert err.index("llava, vision: modegpt, sparsity 0.2") < err.index("llava, language: modegpt, sparsity 0.4")
+    assert sorted(path.name for path in place.iterdir() if "small" in path.name) == ["small"]
+    assert not (place / "small" / "before").exists()
+    processor = t.AutoProcessor.from_pretrained(place / "small")
+    model = t.AutoModelForImageTextToText.from_pretrained(place / "small").eval()
+    inputs = processor(text="<image>who?", images=picture(3), return_tensors="pt")
+    assert model.generate(**inputs, max_new_tokens=3, do_sample=False, eos_token_id=None).shape[1] > 3
+    code, out, _ = run("inspect small")
+    assert code == 0 and "llava, vision, compressed" in out and "llava, language, compressed" in out
+    assert out.count("counted weights removed") == 2
+
+
+def test_the_card_says_both_and_its_command_makes_the_same(run, place):
+    card = (place / "small" / "README.md").read_text()
+    record = json.loads((place / "small" / "rankfold.json").read_text())
+    dense, small = tiny_model("llava").num_parameters(), rankfold.load(place / "small").num_parameters()
+    assert f"| parameters | {dense:,} | {small:,} |" in card
+    for one, part in ((record["before"], "vision"), (record, "language")):
+        counts = one["counts"]
+        left = counts["counted_weights"] - counts["removed_weights"]
+        assert f"of {part} (linear weights of the blocks) | {counts['counted_weights']:,} | {left:,} |" in card
+    assert "last states of vision | 1 | 0." in card and "perplexity of language |" in card
+    assert "not fitted, both behind the compressed vision part |" in card
+    assert "12 x 4 patches of `pairs.jsonl`" in card and "12 image-text examples of" in card
+    assert "import AutoModelForImageTextToText, AutoProcessor" in card
+    (line,) = [line for line in card.splitlines() if line.startswith("rankfold compress")]
+    assert "--parts vision=0.2,language=0.4 --calibration pairs.jsonl --samples 12 --seed 0" in line
+    code, _, err = run(f"{line.removeprefix('rankfold ').replace('-o small', '-o again')} --device cpu")
+    assert code == 0, err
+    assert same_weights(place / "small", place / "again")
+
+
+def test_a_calibration_for_each(run, place):
+    """Text and a folder of images; the command on the card names both."""
+    code, out, err = run(
+        f"compress llava -o each {PARTS} --calibration vision=images/ --calibration language=text.txt --length 64 --json"
+    )
+    assert code == 0, err
+    found = json.loads(out)["parts"]
+    assert found["vision"]["held_out"]["cosine"] and found["language"]["held_out"]["perplexity"]
+    record = json.loads((place / "each" / "rankfold.json").read_text())
+    assert [one["calibration"]["source"] for one in (record["before"], record)] == ["images", "text.txt"]
+    assert "--calibration vision=images --calibration language=text.txt" in record["command"]
+    source = rankfold.open_model(place / "llava", device="cpu", part="vision")
+    method = rankfold.MoDeGPT(sparsity=0.2, multiple=2)
+    small = rankfold.compress(source, method, rankfold.load_images(place / "images", source, samples=12))
+    both = rankfold.load(place / "each", device="cpu").state_dict()
+    for name, tensor in small.state_dict().items():
+        assert "vision_tower" not in name or (both[name] == tensor).all(), name
+
+
+def test_what_one_command_cannot_say_is_two(place):
+    """Methods that differ in more than their sparsity, or draws, come from Python; the card then has a command for each."""
+    from rankfold.report.commands import reproduce_command
+
+    record = json.loads((place / "small" / "rankfold.json").read_text())
+    record["before"]["plan"]["method"]["protect"] = [0]
+    first, second = map(shlex.split, reproduce_command(record, "small").splitlines())
+    assert first[2:5] == ["llava", "-o", "small-vision"] and second[2:5] == ["small-vision", "-o", "small"]
+    for words, part, sparsity in ((first, "vision", "0.2"), (second, "language", "0.4")):
+        assert words[words.index("--part") + 1] == part and words[words.index("--sparsity") + 1] == sparsity
+    assert "--protect" in first and "--protect" not in second
+    record["before"]["plan"]["method"]["protect"] = []
+    record["before"]["calibration"]["seed"] = 1
+    assert reproduce_command(record, "small").count("--part ") == 2
+
+
+def test_both_plans(run, place):
+    line = f"llava {PARTS} --calibration pairs.jsonl"
+    code, out, err = run(f"plan {line} --json -o plan.json")
+    assert code == 0, err
+    plans = json.loads(out)["parts"]
+    assert json.loads((place / "plan.json").read_text()) == {"parts": plans} and list(plans) == ["vision", "language"]
+    for part, asked in (("vision", 0.2), ("language", 0.4)):
+        assert plans[part]["part"] == part and asked <= plans[part]["sparsity"] < asked + 0.08
+        assert plans[part]["seconds"] is not None and plans[part]["modules"][0]["relative_error"] is not None
+    code, out, err = run(f"compress {line} --dry-run")
+    assert code == 0 and "llava, vision: modegpt" in out and "llava, language: modegpt" in out, err
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("llava --part vision", "each with its own sparsity, --part is of one part; leave one of them out"),
+        ("llava --sparsity 0.3", "each with its own sparsity, --sparsity is of one part; leave one of them out"),
+        ("llava --moments m", "each with its own sparsity, --moments is of one part; leave one of them out"),
+        ("llava --modules mlp=0.2,vo=0.1", "--modules mlp=0.2,vo=0.1 would take its place; name the modules only"),
+        ("llava --calibration a.txt", "one .jsonl file of image-text examples, or PART=... for each part"),
+        ("llava --calibration a.jsonl --calibration b.jsonl", "or PART=... for each part"),
+        ("llava --calibration vision=images", "or PART=... for each part"),
+        ("llava --calibration vision=images --calibration a.txt", "got vision=images and a.txt"),
+        ("llava --calibration vision=~nouser/x --calibration language=text.txt", "there is no user whose home is"),
+        ("llava --calibration vision=images --calibration language=nowhere.txt", "no text at 'nowhere.txt'"),
+        ("llava --calibration vision=nowhere --calibration language=text.txt", "no images at 'nowhere'"),
+        ("llama", "LlamaForCausalLM has the part language, got vision; it needs neither --part nor --parts"),
+        ("vit", "has the part vision, got language; it needs neither --part nor --parts"),
+    ],
+)
+def test_what_does_not_go_with_it_is_one_line(run, place, line, said):
+    fitting = "" if "--calibration" in line else "--calibration pairs.jsonl"
+    for command in ("compress", "plan"):
+        code, out, err = run(f"{command} {line} -o never {PARTS} {fitting if '--moments' not in line else ''}")
+        assert (code, out) == (2, "") and said in err and err.count("\n") == 1, err
+        assert not (place / "never").exists() and not (place / "never.partial").exists()
+
+
+@pytest.mark.parametrize(
+    "parts, said",
+    [
+        ("languge=0.3,vision=0.2", "unknown part 'languge'; did you mean 'language'? available: vision, language"),
+        (
+            "language=0.3",
+            "--parts takes both parts, e.g. language=0.3,vision=0.2; got 'language=0.3'; for one of them give",
+        ),
+        ("language=0.3,language=0.2", "--parts names 'language' more than once; name it once"),
+        ("language,vision", "--parts takes a sparsity for each, e.g. language=0.3,vision=0.2; got 'language,vision'"),
+        ("language=0.3,vision=much", "--parts takes a sparsity for each"),
+        ("language=0.3,vision=1.5", "sparsity must be in [0, 1), got 1.5"),
+        ("language=0.3,vision=nan", "sparsity must be a finite number, got nan"),
+        (",", "--parts takes both parts"),
+    ],
+)
+def test_parts_that_do_not_parse_are_one_line(run, parts, said):
+    code, _, err = run(f"compress llava -o never --parts {parts} --calibration pairs.jsonl")
+    assert code == 2 and said in err and err.count("\n") == 1, err
