@@ -177,6 +177,7 @@ def test_the_record_names_what_was_measured(tmp_path):
         "sha256": "",
         "held_out": 1,
         "held_out_sha256": "",
+        "samples_wanted": 12,
         "kind": "image-text examples",
     }
     other = rankfold.load_examples(file, source, samples=12, seed=1, processor=FAMILIES["llava"].processor())

@@ -50,7 +50,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def both(place):
-    return rankfold.compress_parts(given(place), place / "both")
+    return rankfold.compress_parts(given(place), place / "at-once")
 
 
 def test_it_is_what_two_runs_make(place, both):
@@ -59,13 +59,13 @@ def test_it_is_what_two_runs_make(place, both):
     rankfold.compress(source, VISION, images, place / "seen")
     source, examples = opened(place, "language", "seen")
     rankfold.compress(source, LANGUAGE, examples, place / "by-hand")
-    dense, seen, expected, got = (weights(place / name) for name in ("dense", "seen", "by-hand", "both"))
+    dense, seen, expected, got = (weights(place / name) for name in ("dense", "seen", "by-hand", "at-once"))
     assert got.keys() == expected.keys() and all(torch.equal(got[name], tensor) for name, tensor in expected.items())
     tower = [name for name in got if name.startswith(TOWER)]
     assert tower and all(torch.equal(got[name], seen[name]) for name in tower)
     for name in got.keys() - set(tower):
         assert name.startswith(LAYERS) or torch.equal(got[name], dense[name]), name
-    configs = [json.loads((place / name / "config.json").read_text()) for name in ("both", "by-hand")]
+    configs = [json.loads((place / name / "config.json").read_text()) for name in ("at-once", "by-hand")]
     modules = [config["quantization_config"]["modules"] for config in configs]
     assert modules[0] == modules[1] and {name.split(".layers.")[0] + ".layers." for name in modules[0]} == {
         TOWER,
@@ -83,7 +83,7 @@ def is_matrix(name: str, tensor: torch.Tensor) -> bool:
 def test_each_part_has_its_own_sparsity_and_the_record_says_both(place, both):
     record = json.loads((both / "rankfold.json").read_text())
     records = {one["plan"]["part"]: one for one in (record["before"], record)}
-    dense, small = (weights(place / name) for name in ("dense", "both"))
+    dense, small = (weights(place / name) for name in ("dense", "at-once"))
     for part, blocks, asked in (("vision", TOWER, 0.2), ("language", LAYERS, 0.4)):
         left, whole = (
             sum(x.numel() for n, x in state.items() if n.startswith(blocks) and is_matrix(n, x))
