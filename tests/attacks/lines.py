@@ -61,6 +61,7 @@ SOURCES = [
     "x=y",
     "language=text.txt",
     "vision=~nouser/x",
+    "hub:x",
 ]
 SIZES = {"--samples": NUMBERS, "--length": NUMBERS, "--seed": NUMBERS}
 TEXT = {"--calibration": SOURCES, "--field": ["text", "x", ""], **SIZES}

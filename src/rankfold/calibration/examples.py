@@ -3,6 +3,7 @@
 Shape legend: S examples, T tokens of one, those in whose places images stand among them.
 """
 
+import io
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,8 +15,9 @@ from torch import Tensor
 
 from ..errors import DataError, OptionError, first_line
 from .batches import Example
-from .images import image_paths, read_image
-from .mixing import some_of
+from .hub import HUB, HubRows, image_text_rows
+from .images import encoded_images, image_paths, read_image
+from .mixing import held_out_of, some_of
 from .text import field_of, json_row, json_rows, origin_of
 from .tokens import check_fits
 from .windows import Tokens
@@ -24,7 +26,7 @@ __all__ = ["Examples", "has_images", "load_examples"]
 
 log = logging.getLogger(__name__)
 
-IMAGE, ANSWER, QUESTION = "image", "answer", "question"  # columns
+IMAGE, ANSWER, QUESTION, CHOICES = "image", "answer", "question", "choices"  # columns
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Row(NamedTuple):
     """One line of a file."""
 
     where: str  # for messages
-    images: tuple[Path, ...]
+    images: tuple[Path | bytes, ...]  # files, or encoded
     text: str
     answer: str | None
 
@@ -75,7 +77,8 @@ class Row(NamedTuple):
 def load_examples(
     path: str | Path, source, *, samples: int = 128, seed: int = 0, field: str = "text", processor=None
 ) -> Examples:
-    """Image-text examples for calibrating the language part of a model of images and text, drawn at random out of a file.
+    """Image-text examples for calibrating the language part of a model of images and text, drawn at random out of a file or a
+    data set on the hub.
 
     A row is what a user says with images in front and, if the row has it, what the model answers; the chat template of the
     processor puts them together. Where it has none, images, text and answer stand on lines of their own. Examples are not cut.
@@ -84,7 +87,8 @@ def load_examples(
 
     Args:
         path: a ``.jsonl`` file. Columns: ``text`` or ``question``; ``image``, a path from the folder of the file, or a list of
-            several, or nothing; perhaps ``answer``.
+            several, or nothing; perhaps ``answer``, a text, or a number among ``choices``, a list of texts. Or
+            ``hub:OWNER/NAME``: the training split of a data set with these columns, and images in place of paths.
         source: an open model; its processor is used.
         samples: ``>= 1``.
         seed: of the draw.
@@ -95,26 +99,33 @@ def load_examples(
         DataError: the model takes no images, a row has no text, an image is gone or cannot be read, the processor makes nothing
             of a row, or more than the model's context (each named).
         OptionError: ``samples`` out of range, or Pillow or what the processor needs is not installed.
-        CheckpointError: there is no processor beside the weights.
+        CheckpointError: there is no processor beside the weights, or the hub cannot be reached.
     """
-    path = Path(path).expanduser()
+    hub = image_text_rows(str(path), seed) if str(path).startswith(HUB) else None
+    name = str(path) if hub else Path(path).name
     if samples < 1:
         raise OptionError(f"samples must be >= 1, got {samples}")
     if source.image_token is None:
         raise DataError(
-            f"the {source.part.name} part of {source.name} takes no images beside its text, and {path.name} has an image "
+            f"the {source.part.name} part of {source.name} takes no images beside its text, and {name} has an image "
             "column; calibrate on text, or take the column out"
         )
-    rows = _rows(path, field)
-    chosen, fitted = some_of(path.name, "examples", rows, samples, seed)
+    if hub:
+        rows = _rows_of_hub(hub, name, field, samples + held_out_of(samples))
+    else:
+        rows = _rows(Path(path).expanduser(), field)
+    chosen, fitted = some_of(name, "examples", rows, samples, seed)
     maker = source.processor if processor is None else processor
     examples = tuple(_example(row, maker, source) for row in chosen)
-    held_out = examples[fitted:] or None
-    return Examples(examples[:fitted], path.name, origin_of(path), seed, held_out, wanted=samples)
+    origin, draw = (hub.origin, hub.draw) if hub else (origin_of(Path(path).expanduser()), Examples.draw)
+    return Examples(examples[:fitted], name, origin, seed, examples[fitted:] or None, draw, wanted=samples)
 
 
 def has_images(path: str, source) -> bool:
-    """Whether a ``.jsonl`` file names images: in any row, or, for a model that has no use for them, in the first."""
+    """Whether a ``.jsonl`` file names images: in any row, or, for a model that has no use for them, in the first. A data set
+    on the hub does."""
+    if path.startswith(HUB):
+        return True
     file = Path(path).expanduser()
     if file.suffix.lower() != ".jsonl" or not file.is_file():
         return False
@@ -131,19 +142,41 @@ def has_images(path: str, source) -> bool:
 def _rows(path: Path, field: str) -> list[Row]:
     if not path.is_file():
         raise DataError(f"no image-text examples at {str(path)!r}: expected a .jsonl file")
-    rows = [_row(row, where, path, field) for where, row in json_rows(path)]
+    rows = [
+        _row(row, f"{path}, {where}", field, path)._replace(images=image_paths(row, where, path))
+        for where, row in json_rows(path)
+    ]
     if not rows:
         raise DataError(f"{path} has no rows; give one with text and images")
     return rows
 
 
-def _row(row: Any, where: str, path: Path, field: str) -> Row:
+def _rows_of_hub(hub: HubRows, name: str, field: str, wanted: int) -> list[Row]:
+    """The first ones of the stream, which is in a random order."""
+    found = []
+    for number, row in enumerate(islice(hub.rows, wanted)):
+        where = f"{name}, row {number}"
+        found.append(_row(row, where, field, name)._replace(images=encoded_images(row, where)))
+    if not found:
+        raise DataError(f"{name} has no rows; give one with text and images")
+    return found
+
+
+def _row(row: Any, where: str, field: str, place: str | Path) -> Row:
+    """Without its images."""
     column = QUESTION if field == "text" and isinstance(row, dict) and field not in row and QUESTION in row else field
-    text = field_of(row, column, path)
+    text = field_of(row, column, place)
     if not text.strip():
-        raise DataError(f"{path}, {where}: column {column!r} is empty; every row needs a text")
-    answer = field_of(row, ANSWER, path) if row.get(ANSWER) is not None else None
-    return Row(f"{path}, {where}", image_paths(row, where, path), text, answer)
+        raise DataError(f"{where}: column {column!r} is empty; every row needs a text")
+    return Row(where, (), text, _answer(row, place))
+
+
+def _answer(row: dict, place: str | Path) -> str | None:
+    """A text, or the number of one of several."""
+    given, choices = row.get(ANSWER), row.get(CHOICES)
+    if type(given) is int and isinstance(choices, list) and 0 <= given < len(choices):
+        return field_of({CHOICES: choices[given]}, CHOICES, place)
+    return field_of(row, ANSWER, place) if given is not None else None
 
 
 def _example(row: Row, processor, source) -> Example:
@@ -165,10 +198,7 @@ def _example(row: Row, processor, source) -> Example:
 
 def _inputs(row: Row, processor, image_token: int) -> Mapping[str, Tensor]:
     """Of the model's forward, one example."""
-    for image in row.images:
-        if not image.is_file():
-            raise DataError(f"{row.where}: its image {str(image)!r} is gone; put it there, or remove the row")
-    images = [read_image(str(image), image) for image in row.images]
+    images = [_image(image, row.where) for image in row.images]
     try:
         made = _processed(row, images, processor)
         inputs = {name: value for name, value in made.items() if isinstance(value, Tensor)}
@@ -184,6 +214,14 @@ def _inputs(row: Row, processor, image_token: int) -> Mapping[str, Tensor]:
             "itself, and the processor's files must be those of the model"
         )
     return inputs
+
+
+def _image(image: Path | bytes, where: str):
+    if isinstance(image, bytes):
+        return read_image(f"{where}, its image", io.BytesIO(image))
+    if not image.is_file():
+        raise DataError(f"{where}: its image {str(image)!r} is gone; put it there, or remove the row")
+    return read_image(str(image), image)
 
 
 def _processed(row: Row, images: list, processor) -> Mapping[str, Any]:

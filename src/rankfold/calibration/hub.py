@@ -1,13 +1,16 @@
 """Data sets on the hub, by alias."""
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from ..errors import CheckpointError, first_line
+from ..errors import CheckpointError, DataError, first_line
 
-__all__ = ["ALIASES", "BUFFER", "HubText", "hub_rows"]
+__all__ = ["ALIASES", "BUFFER", "HUB", "HubRows", "HubText", "hub_rows", "image_text_rows"]
 
 BUFFER = 10_000  # rows that a shuffled stream holds to draw the next one from: some 20 MB of web text
+HUB = "hub:"  # in front of the name of a data set with images
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,8 @@ def hub_rows(alias: str, use: str, shuffle: int | None = None) -> Iterator[str]:
     from datasets import load_dataset
 
     hub = ALIASES[alias]
-    try:
+    advice = f"{alias}:FILE (raw rows), or a .txt/.jsonl/.parquet file"
+    with _reaching(f"{alias!r} ({hub.path})", advice):
         rows = load_dataset(
             hub.path,
             hub.config,
@@ -74,8 +78,50 @@ def hub_rows(alias: str, use: str, shuffle: int | None = None) -> Iterator[str]:
         )
         for row in rows if shuffle is None else rows.shuffle(seed=shuffle, buffer_size=BUFFER):
             yield row[hub.field]
+
+
+@dataclass(frozen=True)
+class HubRows:
+    """Image-text rows of a data set on the hub, images as they are encoded."""
+
+    rows: Iterator[dict[str, Any]]  # in a random order
+    origin: str  # data set and split
+    draw: str  # how they are drawn, for the record
+
+
+def image_text_rows(name: str, seed: int) -> HubRows:
+    """The training split of a data set with images, streamed in a random order.
+
+    Args:
+        name: ``hub:OWNER/NAME``, or ``hub:OWNER/NAME:CONFIG`` of one that has several.
+        seed: of the order, as for :func:`hub_rows`.
+
+    Raises:
+        DataError: it is no such name.
+        CheckpointError: on the way, the hub cannot be reached, or there is no such data set.
+    """
+    path, _, config = name.removeprefix(HUB).partition(":")
+    if path.count("/") != 1 or not all(path.split("/")):
+        raise DataError(f"no data set at {name!r}: expected {HUB}OWNER/NAME, or {HUB}OWNER/NAME:CONFIG")
+    buffer = BUFFER // 10  # some 100 MB of images
+    rows = _image_text_rows(path, config or None, seed, buffer)
+    return HubRows(rows, f"{name.removeprefix(HUB)}:train", f"stream, buffer of {buffer} rows")
+
+
+def _image_text_rows(path: str, config: str | None, seed: int, buffer: int) -> Iterator[dict[str, Any]]:
+    from datasets import load_dataset
+
+    with _reaching(repr(path), "a .jsonl file with paths of images"):
+        rows = load_dataset(path, config, split="train", streaming=True)
+        yield from rows.decode(False).shuffle(seed=seed, buffer_size=buffer)
+
+
+@contextlib.contextmanager
+def _reaching(what: str, instead: str) -> Iterator[None]:
+    """One line for whatever comes up between here and the hub."""
+    try:
+        yield
     except Exception as error:  # network, hub and datasets errors share no base; all mean "not to be had"
         raise CheckpointError(
-            f"cannot read {alias!r} ({hub.path}) from the hub ({first_line(error)}); check the connection, or give a "
-            f"local copy: {alias}:FILE (raw rows), or a .txt/.jsonl/.parquet file"
+            f"cannot read {what} from the hub ({first_line(error)}); check the connection, or give a local copy: {instead}"
         ) from error

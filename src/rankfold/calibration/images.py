@@ -5,26 +5,29 @@ Shape legend: S images, C channels, H x W pixels.
 
 import io
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import DataError, OptionError, first_line
+from .hub import HUB, image_text_rows
 from .mixing import some_of
 from .text import json_rows, open_parquet, origin_of
 from .windows import Tokens
 
-__all__ = ["Images", "image_paths", "load_images", "read_image"]
+__all__ = ["Images", "encoded_images", "image_paths", "load_images", "read_image"]
 
 log = logging.getLogger(__name__)
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 FILES = ".parquet or .jsonl file"
 TOGETHER = 64  # images that the processor gets at once
+DRAW = "images of the whole folder"
 Readers = list[tuple[str, Callable]]  # name for messages, and what gives a path or an open file of the image
 
 
@@ -34,7 +37,7 @@ class Images(Tokens):
 
     ids: Tensor  # (S, C, H, W) floating point, what moments are measured on
     held_out: Tensor | None = None  # (S', C, H, W), further images of the same draw that nothing is fitted to
-    draw: str = "images of the whole folder"
+    draw: str = DRAW
     patches: int = 0  # that an image is cut into
 
     def __post_init__(self):
@@ -61,27 +64,50 @@ def load_images(
 
     Args:
         name: a folder, searched with all folders in it, a ``.parquet`` file with encoded images, as data sets on the hub are
-            stored, or a ``.jsonl`` file with paths of images, each of which counts once (:func:`.load_examples`).
+            stored, a ``.jsonl`` file with paths of images, each of which counts once (:func:`.load_examples`), or
+            ``hub:OWNER/NAME``, a data set with images on the hub, of which the first ones of a shuffled stream are taken.
         source: an open model; its image processor is used.
         samples: ``>= 1``.
         seed: of the draw.
-        field: column of the parquet or jsonl file.
+        field: column of the parquet or jsonl file, or of the data set.
         processor: in place of the one beside the weights.
 
     Raises:
         DataError: no images there, or one that cannot be read (named).
         OptionError: ``samples`` out of range, or Pillow is not installed.
-        CheckpointError: there is no image processor beside the weights.
+        CheckpointError: there is no image processor beside the weights, or the hub cannot be reached.
     """
     if samples < 1:
         raise OptionError(f"samples must be >= 1, got {samples}")
-    place = Path(name).expanduser()
-    readers = {".parquet": _of_parquet, ".jsonl": _of_jsonl}.get(place.suffix.lower(), _of_folder)(place, field)
-    chosen, fitted = some_of(place.name, "images", readers, samples, seed, _held_out_of)
+    found = _find(str(name), field, samples + _held_out_of(samples), seed)
+    chosen, fitted = some_of(found.name, "images", found.readers, samples, seed, _held_out_of)
     pixels = _processed(chosen, source.image_processor if processor is None else processor)
     held_out = pixels[fitted:] if fitted < len(pixels) else None
     patches = source.part.length_of(pixels)
-    return Images(pixels[:fitted], place.name, origin_of(place), seed, held_out, wanted=samples, patches=patches)
+    return Images(
+        pixels[:fitted], found.name, found.origin, seed, held_out, found.draw, wanted=samples, patches=patches
+    )
+
+
+class _Found(NamedTuple):
+    """Images to draw from."""
+
+    name: str
+    origin: str
+    draw: str
+    readers: Readers
+
+
+def _find(name: str, field: str, wanted: int, seed: int) -> _Found:
+    if name.startswith(HUB):
+        hub = image_text_rows(name, seed)
+        readers = list(islice(_of_rows(hub.rows, name, field), wanted))
+        if not readers:
+            raise DataError(f"{name} holds no images in the column {field!r}; give one that does (use --field)")
+        return _Found(name, hub.origin, hub.draw, readers)
+    place = Path(name).expanduser()
+    readers = {".parquet": _of_parquet, ".jsonl": _of_jsonl}.get(place.suffix.lower(), _of_folder)(place, field)
+    return _Found(place.name, origin_of(place), DRAW, readers)
 
 
 def _held_out_of(samples: int) -> int:
@@ -121,6 +147,29 @@ def _of_jsonl(file: Path, field: str) -> Readers:
     if not found:
         raise DataError(f"{file} names no images in the column {field!r}; give one that does (use --field)")
     return [(str(path), lambda path=path: path) for path in found]
+
+
+def _of_rows(rows: Iterator[dict], name: str, field: str) -> Iterator[tuple[str, Callable]]:
+    """Every image of a data set."""
+    for number, row in enumerate(rows):
+        for data in encoded_images(row, f"{name}, row {number}", field):
+            yield f"{name}, row {number}", lambda data=data: io.BytesIO(data)
+
+
+def encoded_images(row: dict, where: str, field: str = "image") -> tuple[bytes, ...]:
+    """Images of one row of a data set: one, several in a list, or none.
+
+    Raises:
+        DataError: something else is there.
+    """
+    if field not in row:
+        raise DataError(f"{where}: there is no column {field!r}; it has: {', '.join(row)} (use --field)")
+    given = row[field]
+    images = given if isinstance(given, list) else [] if given is None else [given]
+    found = tuple(image.get("bytes") if isinstance(image, dict) else image for image in images)
+    if not all(isinstance(data, bytes) for data in found):
+        raise DataError(f"{where}: column {field!r} holds no encoded image, got {str(given)[:60]} (use --field)")
+    return found
 
 
 def _check_file(file: Path) -> None:

@@ -161,7 +161,7 @@ def json_row(line: str, where: str, path: Path) -> Any:
         raise DataError(f"{path}, {where} is not JSON ({reason}); one object a line is expected") from error
 
 
-def field_of(row: Any, field: str, path: Path) -> str:
+def field_of(row: Any, field: str, path: str | Path) -> str:
     """The text of a row."""
     if not isinstance(row, dict) or field not in row:
         names = ", ".join(row) if isinstance(row, dict) else type(row).__name__

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import DataError
 from .batches import digest_of
+from .hub import HUB
 
 __all__ = ["Part", "Tokens", "shown"]
 
@@ -92,6 +93,8 @@ class Tokens:
 
 def shown(name: str) -> str:
     """A text source without folders of this machine."""
+    if name.startswith(HUB):
+        return name
     alias, _, local = name.partition(":")
     return f"{alias}:{Path(local).name}" if local else Path(name).name
 

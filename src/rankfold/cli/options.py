@@ -11,6 +11,7 @@ from typing import Annotated, get_type_hints
 import typer
 
 from ..architectures import PARTS
+from ..calibration.hub import HUB
 from ..errors import DataError, OptionError
 from ..methods import Method, make_method
 from ..methods.base import method_class
@@ -146,8 +147,9 @@ class CalibrationOptions:
             ".txt/.jsonl/.parquet file, pydoc (ships with Python), or self (text the model writes). Repeatable: texts are "
             "mixed in equal parts, or by TEXT=SHARE, e.g. a.txt=0.7 (a file of that very name is taken as the file). For a "
             "part that takes images: a folder of images, or a .parquet file. For a model of images and text, either part: a "
-            ".jsonl file with the columns text or question, image (a path from there, or several) and perhaps answer. With "
-            "--parts: one such file for both, or PART=TEXT for each, e.g. language=wikitext2 and vision=images/."
+            ".jsonl file with the columns text or question, image (a path from there, or several) and perhaps answer, or "
+            "hub:OWNER/NAME, a data set with such columns. With --parts: one of these for both, or PART=TEXT for each, e.g. "
+            "language=wikitext2 and vision=images/."
         ),
     ] = ("wikitext2",)
     samples: Annotated[int, typer.Option(help="Calibration windows of all texts together, or images, or examples.")] = (
@@ -170,11 +172,12 @@ class CalibrationOptions:
         if sum(map(len, texts.values())) == len(self.calibration) and all(texts.values()):
             # A column is one of the text; images are in the one that is called so.
             return {name: replace(self, calibration=given, field=self._field_of(name)) for name, given in texts.items()}
-        if len(self.calibration) == 1 and not any(texts.values()) and self.calibration[0].lower().endswith(".jsonl"):
+        only = self.calibration[0].lower()
+        if len(self.calibration) == 1 and not any(texts.values()) and (only.endswith(".jsonl") or only.startswith(HUB)):
             return {name: replace(self, field=self._field_of(name)) for name in PARTS}
         raise OptionError(
-            "with --parts, --calibration takes one .jsonl file of image-text examples, or PART=... for each part, e.g. "
-            f"--calibration language=wikitext2 --calibration vision=images/; got {' and '.join(self.calibration)}"
+            "with --parts, --calibration takes one .jsonl file of image-text examples (or hub:OWNER/NAME), or PART=... for "
+            f"each, e.g. --calibration language=wikitext2 --calibration vision=images/; got {' and '.join(self.calibration)}"
         )
 
     def _field_of(self, part: str) -> str:
