@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from rankfold.cli import calibrate, compress, plan
-from rankfold.cli.options import CalibrationOptions, MethodOptions, expanded
+from rankfold.cli.calibration import CalibrationOptions
+from rankfold.cli.options import MethodOptions, expanded
 from rankfold.errors import OptionError
 from rankfold.methods import Rankfold
 

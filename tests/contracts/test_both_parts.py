@@ -1,6 +1,8 @@
 """Two parts of a model in one run: as the two runs by hand that it stands for, whatever it is killed at."""
 
+import gc
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -180,6 +182,23 @@ def test_planned_is_actual_and_said_before_each_part(place):
     assert language.parameters_after == small.num_parameters() and language.parameters == vision.parameters_after
     assert vision.parameters == tiny_model("llava").num_parameters()
     assert language.kv_bytes_per_token_after <= language.kv_bytes_per_token and vision.kv_bytes_per_token == 0
+
+
+def test_the_first_part_is_let_go_before_the_second(place):
+    """Around the tower lies all of the language model."""
+    parts, seen = given(place), []
+    seeing = weakref.ref(next(source for source, *_ in parts if source.part.name == "vision"))
+
+    def note(plan, source):
+        gc.collect()
+        seen.append((plan.part, seeing() is None))
+
+    def passed_on():
+        while parts:
+            yield parts.pop()
+
+    rankfold.compress_parts(passed_on(), place / "let-go", on_plan=note)
+    assert seen == [("vision", False), ("language", True)]
 
 
 def test_towers_of_an_encoder(tmp_path):

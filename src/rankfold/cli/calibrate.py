@@ -7,13 +7,14 @@ import typer
 
 from . import common as c
 from . import options as o
+from .calibration import CalibrationOptions
 
 
 @o.expanded
 def command(
     model: o.Model,
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the moments.")],
-    text: o.CalibrationOptions,
+    text: CalibrationOptions,
     dtype: o.Written = "auto",
     device: o.Device = "auto",
     part: o.Part = None,

@@ -9,6 +9,7 @@ import typer
 from ..errors import OptionError
 from . import common as c
 from . import options as o
+from .calibration import CalibrationOptions
 
 EXTRA = ("matplotlib", "jinja2")
 
@@ -29,7 +30,7 @@ def command(
     text: Annotated[
         list[str], typer.Option(help="Text to compute perplexity on; sources as for --calibration. Repeatable.")
     ],
-    windows: o.CalibrationOptions,
+    windows: CalibrationOptions,
     text_length: Annotated[int, typer.Option(help="Tokens per window of the texts.")] = 2048,
     tasks: Annotated[str | None, typer.Option(help="Tasks of lm-eval, e.g. arc_easy,piqa,winogrande.")] = None,
     tasks_from: o.TasksFrom = None,

@@ -9,6 +9,7 @@ from ..errors import OptionError
 from ..report.record import read_record
 from . import common as c
 from . import options as o
+from .calibration import CalibrationOptions
 from .parts import methods_of_parts, opened_parts, show_parts
 from .plan import plan_parts, predicted, show
 
@@ -19,7 +20,7 @@ def command(
     *,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder to write; must not exist.")] = None,
     what: o.MethodOptions,
-    text: o.CalibrationOptions,
+    text: CalibrationOptions,
     mode: Annotated[
         str, typer.Option(help="sequential, or one-pass (all blocks measured on the dense model).")
     ] = "sequential",

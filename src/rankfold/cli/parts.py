@@ -10,7 +10,8 @@ from ..methods.base import check_choice
 from ..report.commands import records_of
 from ..report.record import read_record
 from . import common as c
-from .options import CalibrationOptions, MethodOptions
+from .calibration import CalibrationOptions
+from .options import MethodOptions
 
 __all__ = ["methods_of_parts", "opened_parts", "show_parts"]
 

@@ -8,6 +8,7 @@ import typer
 from ..files import check_output, write_json
 from . import common as c
 from . import options as o
+from .calibration import CalibrationOptions
 from .parts import methods_of_parts, opened_parts
 
 
@@ -15,7 +16,7 @@ from .parts import methods_of_parts, opened_parts
 def command(
     model: o.Model,
     what: o.MethodOptions,
-    text: o.CalibrationOptions,
+    text: CalibrationOptions,
     moments: o.Moments = None,
     dtype: o.Written = "auto",
     device: o.Device = "auto",
