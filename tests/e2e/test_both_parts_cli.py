@@ -48,6 +48,7 @@ def test_from_one_file_to_a_checkpoint_that_sees(run, place):
     code, out, _ = run("inspect small")
     assert code == 0 and "llava, vision, compressed" in out and "llava, language, compressed" in out
     assert out.count("counted weights removed") == 2
+    assert "on 12 x 4 patches of pairs.jsonl" in out and "on 12 image-text examples of" in out
 
 
 def test_the_card_says_both_and_its_command_makes_the_same(run, place):

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from ..report.card import measured_on
 from ..report.commands import records_of
 from ..report.record import read_record
 from . import common as c
@@ -32,7 +33,7 @@ def _print(record: dict, out) -> None:
         f"{record['base_model']}{part} compressed by {record['method']} ({record['mode']}), rankfold "
         f"{record['rankfold_version']}"
     )
-    out.print(f"calibrated on {calibration['samples']} x {calibration['length']} tokens of {calibration['source']}")
+    out.print(f"calibrated on {measured_on(calibration)} of {calibration['source']}")
     table = Table()
     names = list(dict.fromkeys(module for block in record["blocks"].values() for module in block))
     table.add_column("block", justify="right")

@@ -4,7 +4,7 @@ import json
 
 from .commands import records_of
 
-__all__ = ["model_card"]
+__all__ = ["measured_on", "model_card"]
 
 _CARD = """---
 library_name: transformers
@@ -119,13 +119,13 @@ def _made(record: dict, of: str) -> str:
     calibration = record["calibration"]
     options = {k: v for k, v in record["plan"]["method"].items() if v is not None and k != "method"}
     return (
-        f"Calibration{of}: {_measured_on(calibration)} of `{calibration['source']}` (seed {calibration['seed']}, sha256 "
+        f"Calibration{of}: {measured_on(calibration)} of `{calibration['source']}` (seed {calibration['seed']}, sha256 "
         f"{calibration['sha256']}). Options{of}: `{json.dumps(options)}`."
     )
 
 
-def _measured_on(calibration: dict) -> str:
-    """How much of what."""
+def measured_on(calibration: dict) -> str:
+    """How much of what was calibrated on."""
     kind = calibration.get("kind")
     if kind == EXAMPLES:
         return f"{calibration['samples']} {kind} of {calibration['tokens']} tokens"

@@ -24,7 +24,7 @@ RECORD = {
     "method": str,
     "mode": str,
     "base_model": str,
-    "calibration": {"source": str, "samples": int, "length": int},
+    "calibration": {"source": str, "samples": int, "length": int, "tokens": int},
     "counts": {
         "sparsity": NUMBER,
         "counted_weights": int,
