@@ -164,7 +164,6 @@ def carry_out(
 ) -> nn.Module | Path:
     """Compress a model whose output is held; arguments as for :func:`compress`, and what the run is known by, since when."""
     mode, calibration = identity["mode"], identity["calibration"]
-    held_out = tokens.held_out if tokens else moments.held_out
     ranks = choices(source, method, run.times if run else None)
     moments, gradients, shared, scores = _dense_passes(source, method, ranks, tokens, moments, mode, run)
     seconds = {"calibrate": time.perf_counter() - begin}
@@ -178,7 +177,7 @@ def carry_out(
         method,
         BlockReader(source),
         _supply(source, method, tokens, moments, mode),
-        _watch(source, held_out, mode),
+        _watch(source, tokens.held_out if tokens else moments.held_out, mode),
         InFolder(source, run, kept) if run else InMemory(source, kept),
         gradients,
         shared,
@@ -201,9 +200,8 @@ def _documents(work: Work, the_plan: Plan, blocks: list[BlockResult], identity: 
     config = compressed_config(source, description, modules, work.into.kept)
     stock, auto = described(config) is None, auto_class(source.model.config, type(source.model).__name__).__name__
     reports = {str(index): block.reports for index, block in enumerate(blocks)}
-    name = run.output.name if run else source.name
-    before = {"before": run.earlier} if run and run.earlier else {}
-    record = run_record(source, description | before, name, the_plan, reports, seconds)
+    name, before = (run.output.name, run.earlier) if run else (source.name, None)
+    record = run_record(source, description | ({"before": before} if before else {}), name, the_plan, reports, seconds)
     return config, model_card(record, name, stock=stock, auto=auto), record
 
 

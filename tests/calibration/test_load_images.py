@@ -99,7 +99,7 @@ def test_a_file_of_examples_gives_its_images(folder, processor, tmp_path):
 
 def test_too_few_images_are_shared_out(folder, processor):
     found = rankfold.load_images(folder, opened_encoder("vit-head"), samples=64, processor=processor)
-    assert (len(found.ids), len(found.held_out)) == (18, 2)
+    assert (len(found.ids), len(found.held_out)) == (18, 2) and found.describe()["samples_wanted"] == 64
 
 
 @pytest.mark.parametrize("kind", ["struct", "bytes"])

@@ -91,7 +91,7 @@ def test_what_surrounds_a_sentence_encoder_stays_byte_for_byte(tmp_path):
         ("compress vit -o x --calibration empty", "empty holds no images"),
         ("compress vit -o x --calibration broken", "broken/0.png is not a readable image"),
         ("compress bare -o x --calibration images", "no image processor can be read from"),
-        ("compress vit -o x --calibration images --part language", "has the part vision, got language; choose one"),
+        ("compress vit -o x --calibration images --part language", "has the part vision, got language; it needs"),
         (
             "compress clip -o x --calibration images",
             "has the parts language and vision, got none; choose one with --part",
