@@ -65,6 +65,7 @@ def test_a_folder_is_searched_and_split(folder, processor):
         "sha256": "",
         "held_out": 2,
         "held_out_sha256": "",
+        "samples_wanted": 16,
         "kind": "images",
     }
 
