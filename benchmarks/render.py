@@ -11,6 +11,7 @@ import ablation_table
 import calibration
 import common
 import encoders
+import engines
 import images_and_text_table
 import integrations
 import latent_table
@@ -287,6 +288,7 @@ PAGES = {
     "tradeoff": ("tradeoff_*.json", "Perplexity against speed", tradeoff.table),
     "samples": ("samples_*.json", "What compressed models write", samples.table),
     "integrations": ("integrations*.json", "Other programs on compressed models", integrations.table),
+    "engines": ("engines*.json", "Speed in other engines", engines.table),
     "targets": ("targets_*.json", "What a target costs", targets.table),
     "compression_cost": ("compression_cost*.json", "What compressing costs, in forwards", cost),
     "qk_norm": ("qk_norm*.json", "Fewer dimensions of normalised queries and keys", qk_norm),

@@ -1,6 +1,6 @@
 """Run by ``test_vllm.py`` in a process of its own: greedy tokens out of vLLM's engine, and the cache it keeps.
 
-    python vllm_engine.py FOLDER OUT.json
+    python vllm_engine.py FOLDER OUT.json PROMPTS NEW [trust]
 
 vLLM puts its own classes in place of those of transformers, so nothing else can run in its process.
 """
@@ -16,10 +16,11 @@ os.environ |= {
 }
 
 
-def main(folder: str, out: str, prompts: list[list[int]], new: int) -> None:
+def main(folder: str, out: str, prompts: list[list[int]], new: int, *, trust: bool) -> None:
     from vllm import LLM, SamplingParams
 
-    llm = LLM(folder, dtype="float32", enforce_eager=True, max_model_len=128, max_num_seqs=4)
+    sizes = {"max_model_len": 128, "max_num_seqs": 4}
+    llm = LLM(folder, dtype="float32", enforce_eager=True, trust_remote_code=trust, **sizes)
     settings = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], settings, use_tqdm=False)
     (specs,) = llm.llm_engine.engine_core.engine_core.model_executor.get_kv_cache_specs()
@@ -30,4 +31,4 @@ def main(folder: str, out: str, prompts: list[list[int]], new: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), int(sys.argv[4]), trust="trust" in sys.argv[5:])

