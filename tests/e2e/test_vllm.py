@@ -67,14 +67,27 @@ def cache_bytes(folder: Path) -> list[int]:
     return [2 * 4 * m["kv_heads"] * max(m["qk_dim"], m["vo_dim"]) for m in attention]
 
 
+def in_engine(folder: Path, out: Path, *more: str) -> dict:
+    script = Path(__file__).with_name("vllm_engine.py")
+    command = [sys.executable, str(script), str(folder), str(out), json.dumps(PROMPTS), str(NEW), *more]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("form, target, more", [("stock", "stock", ()), ("deci", "llama.cpp", ("trust",))])
+def test_vllms_own_classes_run_exports_of_narrow_heads_and_cache_no_more(dense, tmp_path, form, target, more):
+    method = make_method("modegpt", sparsity=0.35, target=target, head_dim=48)
+    small = rankfold.compress(rankfold.open_model(str(dense), device="cpu"), method, tokens(32), tmp_path / "small")
+    found = in_engine(rankfold.export(small, tmp_path / form, form).output, tmp_path / "out.json", *more)
+    assert found["tokens"] == [greedy(small, prompt) for prompt in PROMPTS]
+    assert found["cache_bytes_per_token"] == [2 * 4 * 48] * 3
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_the_engine_says_what_transformers_says_in_batches_of_unequal_lengths(dense, tmp_path, name):
     folder = compressed(dense, tmp_path / "small", name)
-    script, out = Path(__file__).with_name("vllm_engine.py"), tmp_path / "out.json"
-    command = [sys.executable, str(script), str(folder), str(out), json.dumps(PROMPTS), str(NEW)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(out.read_text())
+    found = in_engine(folder, tmp_path / "out.json")
     assert found["tokens"] == [greedy(folder, prompt) for prompt in PROMPTS]
     whole = [2 * 4 * 64] * 3
     assert found["cache_bytes_per_token"] == (whole if name == "latentllm" else cache_bytes(folder))
