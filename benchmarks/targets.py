@@ -58,14 +58,14 @@ class Setting:
 
 
 UNIFORM = (("allocation", "uniform"),)
-HEADS = (("head_dim", 48),)  # of 64 in SmolLM2, the same pairs in the whole model
+HEADS = (("head_dim", 56),)  # of 64 in SmolLM2, the same pairs in the whole model
+NARROW = (("head_dim", 48),)
 SETTINGS = (
     *(Setting("rankfold", target) for target in ("transformers", "vllm", "llama.cpp")),
     *(Setting("rankfold", target, UNIFORM) for target in ("transformers", "stock")),
     Setting("rankfold", "llama.cpp", HEADS),
     Setting("rankfold", "stock", (*UNIFORM, *HEADS)),
-    Setting("modegpt", "transformers", HEADS),
-    Setting("modegpt", "transformers", HEADS, apart=True),
+    *(Setting("modegpt", "transformers", heads, apart) for heads in (HEADS, NARROW) for apart in (False, True)),
     *(Setting("modegpt", target) for target in ("transformers", "vllm", "llama.cpp", "stock")),
     *(Setting("latentllm", target) for target in ("transformers", "vllm")),
 )
