@@ -4,6 +4,7 @@ Texts, windows and precision as in perplexity_table.py. Each result is exported 
 in the columns `stock` and `deci`.
 
     python benchmarks/targets.py
+    python benchmarks/targets.py --only "rankfold for vllm" --sparsity 0.3
     python benchmarks/targets.py --model $RANKFOLD_MODELS/opt-6m --text opt-6m-val.txt --length 256 \\
         --json benchmarks/results/targets_opt-6m.json
 """
@@ -75,6 +76,8 @@ def main() -> None:
     parser = common.arguments(__doc__, "targets_smollm2")
     common.add_protocol(parser)
     parser.add_argument("--text", help="one text in the data's text/ folder, half for each; default: WikiText-2")
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=[setting.name for setting in SETTINGS])
+    parser.add_argument("--sparsity", type=float, nargs="+", default=SPARSITIES)
     args = parser.parse_args()
     source = common.open_source(args.model)
     split = perplexity_table.halves if args.text else perplexity_table.wikitext2
@@ -85,7 +88,7 @@ def main() -> None:
     if "dense" not in record:
         perplexity_table.add(record, "dense", source.whole_model(), on, sparsity=0.0)
     for setting in SETTINGS:
-        for sparsity in SPARSITIES:
+        for sparsity in args.sparsity if not args.only or setting.name in args.only else ():
             if f"{setting.name} {sparsity}" not in record:
                 run(record, setting, sparsity, source, tokens, on)
     common.say(f"wrote {common.shown(str(args.json))}")
