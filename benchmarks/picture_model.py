@@ -26,12 +26,12 @@ PATCH = 12
 PLACES = (pictures.SIZE // PATCH) ** 2  # tokens of a picture
 MEAN, DEVIATION = 0.25, 0.25  # of pixels in [0, 1]
 SEES = {
-    **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4},
-    **{"image_size": pictures.SIZE, "patch_size": PATCH, "projection_dim": 64},
+    **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2},
+    **{"image_size": pictures.SIZE, "patch_size": PATCH, "projection_dim": 32},
 }
 READS = {
-    **{"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 4},
-    **{"num_key_value_heads": 4, "head_dim": 32, "vocab_size": len(VOCABULARY), "max_position_embeddings": 256},
+    **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4},
+    **{"num_key_value_heads": 4, "vocab_size": len(VOCABULARY), "max_position_embeddings": 256},
     **{
         "pad_token_id": PAD,
         "bos_token_id": None,
@@ -40,7 +40,7 @@ READS = {
         "initializer_range": 0.1,
     },
 }
-TRAINING = {"scenes": 20_000, "tower_steps": 300, "steps": 2500, "pictures": 24, "texts": 8, "rate": 3e-3, "seed": 0}
+TRAINING = {"scenes": 20_000, "tower_steps": 500, "steps": 4000, "pictures": 32, "texts": 16, "rate": 3e-3, "seed": 0}
 # Turns follow each other; the place of a picture is in front of the first question.
 TEMPLATE = (
     "{% for turn in messages %}{% if turn['role'] == 'user' %}{% for part in turn['content'] %}"

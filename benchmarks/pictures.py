@@ -25,11 +25,10 @@ COLOURS = {
 }
 PLACES = ("northwest", "north", "northeast", "west", "centre", "east", "southwest", "south", "southeast")
 NUMBERS = ("zero", "one", "two", "three", "four")
-SIDES = ("left", "right", "above", "below")
-KINDS = ("colour", "shape", "count", "position", "relation", "text")
+KINDS = ("colour", "shape", "count", "position", "presence", "text")
 TEST_SHARE = 8  # one key in so many is of the test
-GLUE = "and . what colour shape is how many things where of yes no"
-WORDS = tuple(dict.fromkeys((*GLUE.split(), *SHAPES, *PLURALS, *COLOURS, *PLACES, *NUMBERS, *SIDES)))
+GLUE = "and . what colour shape is how many things where there yes no"
+WORDS = tuple(dict.fromkeys((*GLUE.split(), *SHAPES, *PLURALS, *COLOURS, *PLACES, *NUMBERS)))
 
 
 class Thing(NamedTuple):
@@ -101,7 +100,7 @@ def key_of(things: tuple[Thing, ...]) -> str:
 
 def questions(things: tuple[Thing, ...], draw: random.Random) -> list[Question]:
     """One of each kind that can be asked about this picture, in random order."""
-    makers = (_colour, _shape, _count, _position, _relation)
+    makers = (_colour, _shape, _count, _position, _presence)
     found = [question for make in makers if (question := make(things, draw)) is not None]
     draw.shuffle(found)
     return found
@@ -148,20 +147,13 @@ def _position(things, draw) -> Question:
     return Question("position", f"where is {thing.colour} {thing.shape}", PLACES[thing.cell])
 
 
-def _relation(things, draw) -> Question | None:
-    """Of two things that differ in the direction asked for; yes as often as no."""
-    if len(things) == 1:
-        return None
-    one, other = draw.sample(things, 2)
-    rows, columns = zip(divmod(one.cell, CELLS), divmod(other.cell, CELLS), strict=True)
-    sides = [*(SIDES[:2] if columns[0] != columns[1] else ()), *(SIDES[2:] if rows[0] != rows[1] else ())]
-    side = draw.choice(sides)
-    true = {
-        "left": columns[0] < columns[1],
-        "right": columns[0] > columns[1],
-        "above": rows[0] < rows[1],
-        "below": rows[0] > rows[1],
-    }
-    names = [f"{thing.colour} {thing.shape}" for thing in (one, other)]
-    link = f"{side} of" if side in SIDES[:2] else side
-    return Question("relation", f"is {names[0]} {link} {names[1]}", "yes" if true[side] else "no")
+def _presence(things, draw) -> Question:
+    """Yes as often as no; where it can be, what is absent has the colour of one thing and the shape of another."""
+    looks = {(thing.shape, thing.colour) for thing in things}
+    mixed = [(one.shape, other.colour) for one in things for other in things]
+    absent = [look for look in mixed if look not in looks] or [
+        (shape, colour) for shape in SHAPES for colour in COLOURS if (shape, colour) not in looks
+    ]
+    there = draw.random() < 0.5
+    shape, colour = draw.choice(sorted(looks if there else absent))
+    return Question("presence", f"is there {colour} {shape}", "yes" if there else "no")
