@@ -2,7 +2,7 @@
 
 A model of LLaVA's architecture (picture_model.py) is trained here on pictures that pictures.py draws, and kept in `--work`.
 Its language model is compressed, calibrated on image-text examples by its own processor (`rankfold.load_examples`); also with
-the vision tower compressed before by the same method, and calibrated on the same questions and answers without the pictures.
+the vision tower compressed before by the same method, and calibrated on such questions and answers without the pictures.
 Asked about pictures and texts of a test that shares none with training. A killed run goes on where it was.
 
     python benchmarks/images_and_text.py
@@ -40,7 +40,8 @@ CASES = {  # name -> whether the tower is compressed too, and the examples the l
     "language, calibrated on text": (False, "text"),
 }
 MULTIPLE = 2  # of ranks: heads have 16 dimensions
-ROWS, SAMPLES, QUESTIONS, BATCH = 288, 256, 400, 200  # in a file, fitted; of a kind in the test, asked at once
+ROWS, QUESTIONS, BATCH = 560, 400, 200  # in a file; of a kind in the test, asked at once
+SAMPLES = {"pairs": 256, "text": 512}  # fitted: about as many tokens of either
 DEFINITIONS = {
     "accuracy": "by kind: share of the test questions whose answer, one word, is the likeliest next token of all",
     "stderr": "by kind: standard error of that share, sqrt(p (1 - p) / (n - 1)), over the n questions of the kind",
@@ -64,7 +65,7 @@ def main() -> None:
     source = opened(args.work / "model")
     source.model = source.whole_model()  # asked as it is, too
     source.weights = None
-    examples = {name: load_examples(args.work / f"{name}.jsonl", source, samples=SAMPLES) for name in ("pairs", "text")}
+    examples = {name: load_examples(args.work / f"{name}.jsonl", source, samples=n) for name, n in SAMPLES.items()}
     asked = test_questions()
     tests = batches_of(asked, AutoProcessor.from_pretrained(args.work / "model"))
     record = common.Record(args.json, protocol(source, examples, asked), DEFINITIONS, resume=True)
@@ -132,7 +133,7 @@ def tower(work: Path, name: str, sparsity: float) -> Path:
     if not folder.exists():
         folder.parent.mkdir(exist_ok=True)
         source = opened(work / "model", "vision")
-        images = load_images(work / "pairs.jsonl", source, samples=SAMPLES)
+        images = load_images(work / "pairs.jsonl", source, samples=SAMPLES["pairs"])
         compress(source, method(name, sparsity), images, folder)
     return folder
 

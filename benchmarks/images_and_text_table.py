@@ -11,9 +11,12 @@ def table(record: dict) -> list[str]:
     dense = next(row for row in rows if row["name"] == "dense")
     kinds = list(dense["accuracy"])
     asked = ", ".join(f"{n} of {kind}" for kind, n in config["questions"].items())
-    pairs = config["calibration"]["pairs"]
+    texts = config["calibration"].values()
+    fitted = " or ".join(
+        f"{some['samples']} examples ({some['tokens']} tokens) of `{some['source']}`" for some in texts
+    )
     lines = [
-        f"{dense['parameters'] / 1e3:.0f} thousand parameters, calibrated on {pairs['samples']} examples. Asked: {asked};",
+        f"{dense['parameters'] / 1e3:.0f} thousand parameters, calibrated on {fitted}. Asked: {asked};",
         "`text` is about a description in the place of a picture. Accuracy in percent, ± one standard error.",
         "",
     ]
