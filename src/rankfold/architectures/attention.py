@@ -14,11 +14,8 @@ from .spec import AttentionSpec, ByConfig
 
 __all__ = ["FIXED_ROTARY", "AttentionView", "own_frequencies", "read_attention"]
 
-FIXED_ROTARY = (
-    "default",
-    "linear",
-    "llama3",
-)  # rotary embeddings whose frequencies are the same for texts of any length
+# Rotary embeddings whose frequencies are the same for texts of any length.
+FIXED_ROTARY = ("default", "linear", "llama3")
 
 
 def own_frequencies(base: float, rotary_dim: int) -> Tensor:

@@ -107,18 +107,12 @@ def _sizes(view: BlockView, dense: BlockView) -> _Sizes:
     if view.experts:
         units[view.experts.spec.width] = view.experts.hidden
     biases = {"mlp_bias": _biased(*rising.values(), *([down] if down else []))}
-    shape, pairs, values = (
-        (attention.heads, attention.kv_heads, attention.head_dim),
-        frozenset(),
-        0,
-    )  # of one that stays
+    shape = (attention.heads, attention.kv_heads, attention.head_dim)  # of one that stays as it is
+    pairs, values = frozenset(), 0
     if not attention.spec.beyond:
         heads = read_heads(view, attention.rotary_dim)
-        shape, pairs, values = (
-            (heads.heads, heads.kv_heads, heads.width),
-            heads.pairs(attention.rotary_dim),
-            heads.values,
-        )
+        shape = (heads.heads, heads.kv_heads, heads.width)
+        pairs, values = heads.pairs(attention.rotary_dim), heads.values
         biases["attention_bias"] = _biased(heads.q, heads.k, heads.v, heads.o)
     added = frozenset(field for field, there in biases.items() if there and getattr(dense.config, field, None) is False)
     units.pop(None, None)  # the class fixes their number

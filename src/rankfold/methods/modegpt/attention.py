@@ -19,9 +19,8 @@ from .norms import predict_norms
 from .sensitivity import output_root, weighted
 
 GRADIENT = "o_gradient"
-OF_MODEL = (
-    "query_key_of_model"  # cost of dropping dimensions of queries and keys in all blocks, where all drop the same
-)
+# Cost of dropping dimensions of queries and keys in all blocks, where all drop the same.
+OF_MODEL = "query_key_of_model"
 
 
 def compress_attention(
