@@ -249,7 +249,7 @@ def _dense_passes(source: Source, method: Method, ranks: Choices, tokens, moment
     gradients = gradients_of(source, method, tokens, run)
     first = of_dense(source, method)
     if moments is None and first:
-        statistics = needed(source, method) | first if mode == "one-pass" else first
+        statistics = needed(source, method) if mode == "one-pass" else first
         moments = calibrate(source, tokens, run.moments if run else None, statistics=statistics)
     shared = shared_of(source, method, moments)
     text = (tokens, run, gradients) if method.allocation in ON_TEXT else ()

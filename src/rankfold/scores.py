@@ -55,7 +55,7 @@ def statistics_of(source: Source, method: Method) -> set[str]:
 
 def needed(source: Source, method: Method) -> set[str]:
     """Statistics that planning and decomposing with this method read."""
-    return statistics_of(source, method) | {s for a, s in ON_DENSE.items() if a == method.allocation}
+    return statistics_of(source, method) | of_dense(source, method)
 
 
 def of_dense(source: Source, method: Method) -> set[str]:

@@ -1,6 +1,6 @@
 """What model families look like, as data, and one view of their weights."""
 
-from .attention import AttentionView, own_frequencies
+from .attention import FIXED_ROTARY, AttentionView, own_frequencies
 from .experts import ExpertsView
 from .linear import Dense, as_stored, read_linear
 from .norms import Norm
@@ -10,6 +10,7 @@ from .spec import Architecture, AttentionSpec, ByConfig, ExpertsSpec, MLPSpec, N
 from .views import BlockView, MLPView
 
 __all__ = [
+    "FIXED_ROTARY",
     "PARTS",
     "Architecture",
     "AttentionSpec",

@@ -102,7 +102,8 @@ def load_examples(
         CheckpointError: there is no processor beside the weights, or the hub cannot be reached.
     """
     hub = image_text_rows(str(path), seed) if str(path).startswith(HUB) else None
-    name = str(path) if hub else Path(path).name
+    place = str(path) if hub else Path(path).expanduser()
+    name = place if hub else place.name
     if samples < 1:
         raise OptionError(f"samples must be >= 1, got {samples}")
     if source.image_token is None:
@@ -110,14 +111,13 @@ def load_examples(
             f"the {source.part.name} part of {source.name} takes no images beside its text, and {name} has an image "
             "column; calibrate on text, or take the column out"
         )
-    if hub:
-        rows = _rows_of_hub(hub, name, field, samples + held_out_of(samples))
-    else:
-        rows = _rows(Path(path).expanduser(), field)
+    rows = _rows_of_hub(hub, name, field, samples + held_out_of(samples)) if hub else _rows(place, field)
+    if not rows:
+        raise DataError(f"{place} has no rows; give one with text and images")
     chosen, fitted = some_of(name, "examples", rows, samples, seed)
     maker = source.processor if processor is None else processor
     examples = tuple(_example(row, maker, source) for row in chosen)
-    origin, draw = (hub.origin, hub.draw) if hub else (origin_of(Path(path).expanduser()), Examples.draw)
+    origin, draw = (hub.origin, hub.draw) if hub else (origin_of(place), Examples.draw)
     return Examples(examples[:fitted], name, origin, seed, examples[fitted:] or None, draw, wanted=samples)
 
 
@@ -142,13 +142,10 @@ def has_images(path: str, source) -> bool:
 def _rows(path: Path, field: str) -> list[Row]:
     if not path.is_file():
         raise DataError(f"no image-text examples at {str(path)!r}: expected a .jsonl file")
-    rows = [
+    return [
         _row(row, f"{path}, {where}", field, path)._replace(images=image_paths(row, where, path))
         for where, row in json_rows(path)
     ]
-    if not rows:
-        raise DataError(f"{path} has no rows; give one with text and images")
-    return rows
 
 
 def _rows_of_hub(hub: HubRows, name: str, field: str, wanted: int) -> list[Row]:
@@ -157,8 +154,6 @@ def _rows_of_hub(hub: HubRows, name: str, field: str, wanted: int) -> list[Row]:
     for number, row in enumerate(islice(hub.rows, wanted)):
         where = f"{name}, row {number}"
         found.append(_row(row, where, field, name)._replace(images=encoded_images(row, where)))
-    if not found:
-        raise DataError(f"{name} has no rows; give one with text and images")
     return found
 
 

@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 FILES = ".parquet or .jsonl file"
 TOGETHER = 64  # images that the processor gets at once
-DRAW = "images of the whole folder"
 Readers = list[tuple[str, Callable]]  # name for messages, and what gives a path or an open file of the image
 
 
@@ -37,7 +36,7 @@ class Images(Tokens):
 
     ids: Tensor  # (S, C, H, W) floating point, what moments are measured on
     held_out: Tensor | None = None  # (S', C, H, W), further images of the same draw that nothing is fitted to
-    draw: str = DRAW
+    draw: str = "images of the whole folder"
     patches: int = 0  # that an image is cut into
 
     def __post_init__(self):
@@ -107,7 +106,7 @@ def _find(name: str, field: str, wanted: int, seed: int) -> _Found:
         return _Found(name, hub.origin, hub.draw, readers)
     place = Path(name).expanduser()
     readers = {".parquet": _of_parquet, ".jsonl": _of_jsonl}.get(place.suffix.lower(), _of_folder)(place, field)
-    return _Found(place.name, origin_of(place), DRAW, readers)
+    return _Found(place.name, origin_of(place), Images.draw, readers)
 
 
 def _held_out_of(samples: int) -> int:

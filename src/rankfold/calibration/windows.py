@@ -50,9 +50,7 @@ class Tokens:
     held_out: Tensor | None = None  # (S', T) int64, further windows of the same draw that nothing is fitted to
     draw: str = "windows of the whole text"  # how the windows were drawn
     parts: tuple[Part, ...] = ()  # of a mix of several texts
-    wanted: int | None = (
-        None  # samples that were asked of a mix, images or examples; where there are few, there are fewer
-    )
+    wanted: int | None = None  # samples that were asked of a mix, images or examples; there may be fewer
 
     def __post_init__(self):
         _check_ids("ids", self.ids)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..architectures import AttentionView
+from ..architectures import FIXED_ROTARY, AttentionView
 from ..checkpoint.run import as_written
 from ..checkpoint.source import Source
 from ..checkpoint.whole import read_gguf
@@ -41,7 +41,7 @@ def check_family(source: Source) -> None:
     found = {
         "model type": (config.model_type, ("llama", "mistral")),
         "activation": (getattr(config, "hidden_act", None), ("silu", "swish")),
-        "rotary embedding": (rotary, ("default", "linear", "llama3")),
+        "rotary embedding": (rotary, FIXED_ROTARY),
     }
     for what, (got, allowed) in found.items():
         if got not in allowed:

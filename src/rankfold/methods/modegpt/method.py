@@ -85,7 +85,6 @@ class MoDeGPT(Method):
                 raise OptionError(
                     f"{key}={value} does not look at outputs, so sensitivity={self.sensitivity} has nothing to weigh; drop one"
                 )
-
         self._check_head_dim()
 
     def _check_head_dim(self) -> None:
