@@ -94,6 +94,14 @@ CONFIGS = {
     "qwen2_moe": lambda: t.Qwen2MoeConfig(
         **GQA, num_experts=2, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16
     ),
+    "gpt_oss": lambda: t.GptOssConfig(
+        **{**GQA, "intermediate_size": 16},
+        head_dim=8,
+        num_local_experts=2,
+        num_experts_per_tok=2,
+        sliding_window=8,
+        **IDS,
+    ),
     "qwen3_moe": lambda: t.Qwen3MoeConfig(
         **GQA, num_experts=2, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=8
     ),
@@ -105,7 +113,7 @@ ALIKE = {
     *("stablelm-parallel", "arcee", "nemotron", "apertus", "starcoder2", "qwen2_moe", "gptj", "gpt_neo", "mpt"),
 }
 KINDS = [family for family in sorted(CONFIGS) if family not in ALIKE]
-EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "olmoe"}  # in place of MLPs
+EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "olmoe", "gpt_oss"}  # in place of MLPs
 # Their queries and keys are normalised.
 NORMED = {"qwen3", "qwen3_moe", "gemma3", "gemma3-images", "olmo2", "olmo3", "olmoe", "exaone4", "apertus"}
 
@@ -147,7 +155,7 @@ def tiny_model(family: str, seed: int = 0) -> nn.Module:
             nn.init.normal_(parameter, std=0.15)
         elif "q_norm" in name or "k_norm" in name:
             nn.init.uniform_(parameter, 0.5, 1.5)
-        elif name.endswith("bias"):
+        elif name.endswith(("bias", "sinks")):
             nn.init.normal_(parameter, std=0.1)
     model.tie_weights()
     return model.eval()

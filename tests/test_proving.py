@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers as t
 from torch import nn
+from transformers.models.granite_swa.configuration_granite_swa import GraniteSWAConfig
 
 import rankfold
 from families import GQA, IDS, KINDS, SHAPE, some_ids, tiny_model, tokens
@@ -69,16 +70,17 @@ def unknown(name: str) -> nn.Module:
         "biogpt": lambda: t.BioGptConfig(**SHAPE, **IDS),
         "jais2": lambda: t.Jais2Config(**GQA, head_dim=8),
         "persimmon": lambda: t.PersimmonConfig(**SHAPE),
+        "granite_swa": lambda: GraniteSWAConfig(**GQA, sliding_window=8, **IDS),  # with attention sinks
     }
     torch.manual_seed(0)
     model = t.AutoModelForCausalLM.from_config(configs[name]())
     for parameter in model.parameters():
-        if parameter.dim() >= 2:
+        if parameter.dim() >= 2 or parameter.shape == (4,):
             nn.init.normal_(parameter, std=0.15)
     return model.eval()
 
 
-@pytest.mark.parametrize("name", ["ministral", "biogpt", "jais2", "persimmon"])
+@pytest.mark.parametrize("name", ["ministral", "biogpt", "jais2", "persimmon", "granite_swa"])
 @pytest.mark.parametrize("method", ["rankfold", "latentllm"])
 def test_a_family_that_nobody_wrote_down_is_compressed_and_loads_again(name, method, tmp_path):
     model = unknown(name)

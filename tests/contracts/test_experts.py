@@ -39,7 +39,7 @@ CONFIGS = {
         **{"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8},
     ),
 }
-ATTENTION_STAYS = {"gpt_oss", "deepseek_v3"}
+ATTENTION_STAYS = {"deepseek_v3"}
 SHARED = {"qwen2_moe": "mlp.shared_expert", "deepseek_v3": "mlp.shared_experts"}
 PLAIN = {("qwen2_moe", 1), ("deepseek_v3", 0)}  # blocks without experts
 
@@ -447,7 +447,6 @@ def test_what_is_timed_has_the_shapes_of_what_is_planned(family):
 @pytest.mark.parametrize(
     "family, modules, message",
     [
-        ("gpt_oss", ("qk",), "cannot take module 'qk': every head has a sink.*--modules experts"),
         (
             "deepseek_v3",
             ("vo",),

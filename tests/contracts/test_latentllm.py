@@ -62,7 +62,7 @@ def test_full_rank_with_every_junction(family, junction):
     torch.testing.assert_close(latent, dense, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "opt", "gpt2", "phi", "gpt_neox", "falcon-mqa"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "opt", "gpt2", "phi", "gpt_neox", "falcon-mqa", "gpt_oss"])
 def test_full_rank_joint_value_output(family):
     latent, dense = full_rank_block(family, joint="qk,vo" if family != "qwen3" else "vo")
     torch.testing.assert_close(latent, dense, rtol=1e-3, atol=1e-3)

@@ -33,6 +33,7 @@ SCALE = {
     "granitemoe": 0.3**-2,
     "gpt_neo": 1,
 }  # under the root of what scores are divided by; elsewhere the head dimension
+SINKS = {"gpt_oss"}  # a shift of all scores of a query counts, and values are not averaged
 PAPER = {"gqa": "paper", "bias_refit": False, "qk": "cr", **ONE_SHOT}
 SETTINGS = {
     "elimination, sequential": (ELIMINATION, "sequential"),
@@ -305,14 +306,14 @@ def expanded(x: Tensor, like: Tensor) -> Tensor:
     return x.repeat_interleave(like.shape[1] // x.shape[1], 1)
 
 
-def centred(scores: Tensor) -> Tensor:
+def centred(block: Block, scores: Tensor) -> Tensor:
     """A shift of all scores of a query leaves softmax as it is."""
-    return scores - scores.mean(-1, keepdim=True)
+    return scores if block.family in SINKS else scores - scores.mean(-1, keepdim=True)
 
 
-def scores_of(heads: Heads) -> Tensor:
+def scores_of(block: Block, heads: Heads) -> Tensor:
     """``(B, H, T, T)`` every query of a window with every key of it."""
-    return centred(heads.query @ expanded(heads.key, heads.query).mT)
+    return centred(block, heads.query @ expanded(heads.key, heads.query).mT)
 
 
 def unscaled(block: Block, squares: Tensor | float) -> Tensor | float:
@@ -324,7 +325,7 @@ def test_the_score_error_reported_is_that_of_a_selection(block):
     needs(block, "qk")
     if not selects(block):
         pytest.skip("nothing turns queries and keys here: another test looks at the fit")
-    dense, small = scores_of(block.heads), scores_of(block.small_heads)
+    dense, small = scores_of(block, block.heads), scores_of(block, block.small_heads)
     (B, _, T, _), report = dense.shape, block.report["qk"]
     assert (report["form"], report["select"]) == ("cr", block.method.select_qk)
     assert report["relative_error"] == pytest.approx(ratio(dense - small, dense), rel=CLOSE)
@@ -346,7 +347,7 @@ def test_the_score_error_in_held_out_windows_is_that_of_the_scores_there(block):
     needs(block, "qk")
     there, rank = block.held_out, block.report["qk"]["rank"]
     if selects(block):
-        dense, small = scores_of(there.heads), scores_of(there.small_heads)
+        dense, small = scores_of(there, there.heads), scores_of(there, there.small_heads)
         expected = ratio(dense - small, dense)
     else:
         error, total, _ = score_errors(there, rank)
@@ -412,17 +413,17 @@ def norm_scores(q: Tensor, k: Tensor) -> Tensor:
     return (q.square().sum((0, 1, 2)) * k.square().sum((0, 1))).sqrt()
 
 
-def dropping(q: Tensor, k: Tensor, dims) -> float:
+def dropping(block: Block, q: Tensor, k: Tensor, dims) -> float:
     """Squared change of all scores of a group without these dimensions."""
-    return centred(q[..., dims] @ k[:, None, :, dims].mT).square().sum().item()
+    return centred(block, q[..., dims] @ k[:, None, :, dims].mT).square().sum().item()
 
 
-def greedy_pairs(q: Tensor, k: Tensor, pairs, drop: int) -> float:
+def greedy_pairs(block: Block, q: Tensor, k: Tensor, pairs, drop: int) -> float:
     """What dropping pairs one after the other costs, each time the one after which the scores are best."""
     gone, cost = [], 0.0
     for _ in range(drop):
         left = [pair for pair in pairs if pair[0] not in gone]
-        cost, pair = min((dropping(q, k, [*gone, *pair]), pair) for pair in left)
+        cost, pair = min((dropping(block, q, k, [*gone, *pair]), pair) for pair in left)
         gone += pair
     return cost
 
@@ -445,8 +446,8 @@ def test_the_pairs_that_stay_are_those_the_option_says(block):
         # Dimensions that do not turn go one by one: no worse than the better of two ways to let them go two by two.
         in_order = pairs_of(block, -torch.arange(N))
         drop = (N - len(kept)) // 2
-        naive = min(greedy_pairs(q, k, some, drop) for some in (pairs, in_order))
-        assert dropping(q, k, [i for i in range(N) if i not in kept]) <= 1.01**2 * naive
+        naive = min(greedy_pairs(block, q, k, some, drop) for some in (pairs, in_order))
+        assert dropping(block, q, k, [i for i in range(N) if i not in kept]) <= 1.01**2 * naive
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -490,7 +491,7 @@ def value_output(block: Block) -> ValueOutput:
     H, rank = block.heads.query.shape[1], block.report["vo"]["rank"]
     values = (x.transpose(0, 1).flatten(1, 2) for x in (block.heads.value, block.small_heads.value[..., :rank]))
     (W_o, bias), (small_W_o, small_bias) = (output_projection(b, H) for b in (block.dense, block.small))
-    refit = block.method.bias_refit and bias is not None
+    refit = block.method.bias_refit and bias is not None and block.family not in SINKS
     return ValueOutput(*values, W_o, small_W_o, bias, small_bias, refit)
 
 

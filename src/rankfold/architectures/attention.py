@@ -175,6 +175,20 @@ class AttentionView:
         names = self.spec.qk_norm
         return names if names and getattr(self.module, names[0], None) is not None else None
 
+    @property
+    def sinks(self) -> Tensor | None:
+        """``(H,)`` scores of the attention sinks, where the family has them."""
+        return (
+            getattr(self.module, "sinks" if hasattr(self.module, "sinks") else self.spec.sinks)
+            if self.spec.sinks
+            else None
+        )
+
+    @property
+    def averages(self) -> bool:
+        """Whether the shares of the tokens add up to one, so that a constant in all values passes through; a sink takes one."""
+        return self.spec.sinks is None
+
     def runtime(self) -> dict:
         """What a compressed attention must keep of this one, as its description."""
 
@@ -199,6 +213,7 @@ class AttentionView:
             "adopt": dict(zip(("q_norm", "k_norm"), self.norms, strict=True)) if self.norms else {},
             "norm_over": self.spec.norm_over,
             "causal": bool(getattr(self.module, "is_causal", True)),
+            "sinks": self.spec.sinks is not None,
         }
 
     def _scale(self, setting) -> float:

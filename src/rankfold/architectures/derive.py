@@ -119,6 +119,7 @@ def _attention_spec(path: str, module: nn.Module, model: nn.Module, config) -> A
         kv_heads="config.num_key_value_heads" if getattr(config, "num_key_value_heads", None) else None,
         width=None,  # nothing here shows that the class asks the config; heads of a stock model keep theirs
         position="rope" if rotary else "none",
+        sinks="sinks" if isinstance(getattr(module, "sinks", None), nn.Parameter) else None,
         qk_norm=norms,
         norm_over=over,
         norm_offset=None if norms else 0.0,  # their numbers do not show what they do

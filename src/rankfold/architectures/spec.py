@@ -63,6 +63,9 @@ class AttentionSpec:
     # Where the module itself masks what is further back than a window: its attribute that is "local" in such a layer, and the
     # field of the config for the window; None: it is handed all there is to mask.
     window: tuple[str, str] | None = None
+    # Attribute with a learned score per query head that stands in the softmax beside those of the keys (an attention sink):
+    # then a shift of all scores of a query counts too. None: there is none.
+    sinks: str | None = None
     # What it computes that a compressed attention cannot, so that it stays as it is; None: nothing.
     beyond: str | None = None
     # Fields of the config that add up to the numbers it caches per token; none: keys and values of all heads.

@@ -202,8 +202,9 @@ class Heads:
 
     @cached_property
     def key_spread(self) -> Tensor:
-        """Keys minus their mean over the window: softmax ignores a shift that all keys of a query share."""
-        return self.key - self.key.mean(2, keepdim=True)
+        """Keys minus their mean over the window: softmax ignores a shift that all keys of a query share, unless a sink stands
+        beside them."""
+        return self.key - self.key.mean(2, keepdim=True) if self.attention.averages else self.key
 
     @cached_property
     def query_grams(self) -> Tensor:

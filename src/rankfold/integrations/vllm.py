@@ -107,6 +107,11 @@ class CompressedForCausalLM(TransformersForCausalLM):
                 f"{self.text_config.model_type} has a mask or a bias of its own on its scores, which vLLM's backend for "
                 "transformers models does not know; use transformers"
             )
+        if module.sinks is not None:
+            raise UnsupportedModelError(
+                f"{self.text_config.model_type} has attention sinks, which vLLM's backend for transformers models does not "
+                "know; use transformers"
+            )
         width = max(module.qk_dim, module.vo_dim)
         check_width(width, name)
         return Attention(

@@ -83,5 +83,7 @@ def put_attention(
     for name, projection in projections.items():
         result.state.update({f"{path}.{name}_proj.{key}": t for key, t in tensors_of(projection).items()})
     result.state.update({f"{path}.{name}": tensor for name, tensor in (norms or {}).items()})
+    if attention.sinks is not None:
+        result.state[f"{path}.sinks"] = attention.sinks
     if pairs is not None:
         result.state[f"{path}.rotary_pairs"] = pairs.to(torch.int32)

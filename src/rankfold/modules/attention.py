@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .kernels import add_alibi, add_bias, angles_at, eager_attention, masked, turn, within
+from .kernels import add_alibi, add_bias, angles_at, eager_attention, masked, shares, turn, within
 from .latent import LatentRows
 from .layers import build_layer
 from .norms import PredictedNorm
@@ -56,6 +56,7 @@ class CompressedAttention(nn.Module):
         self.latent_keys, self.latent_values = "k" in spec.get("latent_cache", ()), "v" in spec.get("latent_cache", ())
         self.one_latent = self.qkv_proj is not None and self.latent_keys  # cached once, as keys; values are empty
         self.q_norm = self.k_norm = None  # adopted from the dense module by `build` where the family has them
+        self.sinks = nn.Parameter(torch.empty(self.heads)) if spec.get("sinks") else None
         over = spec.get("norm_over", "head")
         self.norms_all_heads = over == "all heads" and not spec.get("predicted_norms")
         if spec.get("predicted_norms"):
@@ -187,8 +188,8 @@ class CompressedAttention(nn.Module):
         else:
             grouped = query.view(B, self.kv_heads, G, self.qk_dim)
             scores = (grouped @ key.transpose(-1, -2)).view(B, H, -1)
-        scores = masked(scores[:, :, None] * self.scaling, mask, self.softcap)[:, :, 0]
-        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+        weights = shares(masked(scores[:, :, None] * self.scaling, mask, self.softcap), self.sinks)[:, :, 0]
+        weights = weights.to(query.dtype)
         if self.latent_values:
             mixed = weights @ value[:, 0]  # (B, H, latent)
             up = self.v_proj.up_matrix(query).view(self.kv_heads, self.vo_dim, -1).repeat_interleave(G, 0)
@@ -227,5 +228,5 @@ class CompressedAttention(nn.Module):
 
     def _attending(self) -> dict:
         """Options of attention that the family has."""
-        options = {"softcap": self.softcap, "sliding_window": self.sliding_window}
+        options = {"softcap": self.softcap, "sliding_window": self.sliding_window, "s_aux": self.sinks}
         return {name: value for name, value in options.items() if value is not None}

@@ -6,7 +6,7 @@ Shape legend: B batch, T new tokens, S cached tokens, H query heads, V kept valu
 import torch
 from torch import nn
 
-__all__ = ["add_alibi", "add_bias", "angles_at", "eager_attention", "masked", "turn", "within"]
+__all__ = ["add_alibi", "add_bias", "angles_at", "eager_attention", "masked", "shares", "turn", "within"]
 
 
 def turn(x, cos, sin, half):
@@ -55,12 +55,20 @@ def masked(scores, mask, softcap):
     return torch.where(mask, scores, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
 
 
-def eager_attention(module, query, key, value, mask, scaling, dropout=0.0, softcap=None, **kwargs):
+def shares(scores, sinks):
+    """What of each token (B, H, T, S) attention takes, fp32; a sink (H,) is a score more, and its share goes nowhere."""
+    if sinks is None:
+        return torch.softmax(scores, dim=-1, dtype=torch.float32)
+    sink = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat([scores, sink], -1), dim=-1, dtype=torch.float32)[..., :-1]
+
+
+def eager_attention(module, query, key, value, mask, scaling, dropout=0.0, softcap=None, s_aux=None, **kwargs):
     """Attention by its formula; (B, T, H, V) and the weights (B, H, T, S)."""
     groups = module.num_key_value_groups
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
     scores = masked(query @ key.transpose(-1, -2) * scaling, mask, softcap)
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = shares(scores, s_aux).to(query.dtype)
     weights = nn.functional.dropout(weights, dropout, module.training)
     return (weights @ value).transpose(1, 2), weights

@@ -48,7 +48,8 @@ def _fits(method, view: BlockView, moments, ranks, layout: dict[str, Slot], dens
     weights = column_weights(method, view, moments)
 
     def given(module: str, mean_into: str | None = None) -> Input:
-        centred = method.centres(dense[mean_into or module])
+        passes = mean_into is None or view.attention.averages
+        centred = method.centres(dense[mean_into or module]) and passes
         key = ("attention_output" if module == "o" else "attention_input", centred, module if weights else None)
         if key not in inputs:
             inputs[key] = prepare(method, moments, key[0], centred=centred, weights=weights.get(module))

@@ -107,10 +107,12 @@ class LatentLLM(Method):
                 raise UnsupportedModelError(
                     f"{view.architecture.model_type} cannot take the joint form {pair!r}: {reasons[pair]}; use joint=auto"
                 )
-        if self.attention_aware and view.attention.qkv()[2].bias is not None and view.attention.output.bias is None:
+        moves = view.attention.averages and view.attention.output.bias is not None
+        if self.attention_aware and view.attention.qkv()[2].bias is not None and not moves:
+            why = "its output projection has none that could take up what of it is lost"
             raise UnsupportedModelError(
-                f"{view.architecture.model_type} cannot take attention_aware=true: its values have a bias, and its output "
-                "projection has none that could take up what of it is lost; leave it out"
+                f"{view.architecture.model_type} cannot take attention_aware=true: its values have a bias, and "
+                f"{why if view.attention.averages else 'its sinks take some of it'}; leave it out"
             )
         wanted = (
             {"qk", "ud"}

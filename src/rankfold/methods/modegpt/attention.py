@@ -144,11 +144,12 @@ def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dens
     """Algorithm 3, jointly over the query heads that share a value head.
 
     Attention weights sum to one, so a constant passes through them: where the output projection has a bias, the value
-    bias and the mean of the values move into it and the covariance is fitted. Elsewhere nothing may be added, so the
-    second moment (value bias included) is fitted and the value bias is mapped with its dimensions.
+    bias and the mean of the values move into it and the covariance is fitted. Elsewhere nothing may be added, and beside a
+    sink a constant does not pass, so the second moment (value bias included) is fitted and the value bias is mapped with its
+    dimensions.
     """
     v, o, K = dense["v"], dense["o"], attention.kv_heads
-    centre = moments["value"].mean if method.bias_refit and o.bias is not None else None  # (K, N), value bias included
+    centre = moments["value"].mean if values_move(method, attention) else None  # (K, N), value bias included
     root = output_root(moments, GRADIENT)
     W_o = o.weight.unflatten(1, (K, -1, attention.head_dim)).double()  # (D, K, G, N)
     B = torch.einsum("dkgn,dkgm->knm", W_o, W_o)
@@ -179,6 +180,11 @@ def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dens
         report,
         lambda other: relative(*torch.stack(_pair_error(*metrics(other), fit)).tolist()),
     )
+
+
+def values_move(method, attention: AttentionView) -> bool:
+    """Whether the bias of the output projection takes that of the values."""
+    return method.bias_refit and attention.output.bias is not None and attention.averages
 
 
 def _pair_error(A: Tensor, B: Tensor, fit: PairedSVD) -> tuple[Tensor, Tensor]:

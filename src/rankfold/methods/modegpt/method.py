@@ -15,7 +15,7 @@ from ...linalg.column_row import relative_cost
 from ..base import BlockResult, Method, Unit, check_choice, register_method
 from ..targets import TARGETS
 from .attention import GRADIENT as ATTENTION_GRADIENT
-from .attention import OF_MODEL, compress_attention, is_free
+from .attention import OF_MODEL, compress_attention, is_free, values_move
 from .curves import squared_errors
 from .experts import STATISTICS as EXPERT_STATISTICS
 from .experts import reduce_experts, truncate_experts
@@ -213,8 +213,7 @@ class MoDeGPT(Method):
         q, k, v = attention.qkv()
         lost += sum((full - qk) * d.bias.numel() // full for d in (q, k) if d.bias is not None)
         if v.bias is not None and vo < full:
-            moved = self.bias_refit and attention.output.bias is not None  # into the output bias
-            lost += v.bias.numel() if moved else (full - vo) * v.bias.numel() // full
+            lost += v.bias.numel() if values_move(self, attention) else (full - vo) * v.bias.numel() // full
         if 0 < qk < full and attention.norms:
             lost -= norm_parameters(attention, qk)
         if qk < full and attention.rotary_dim:

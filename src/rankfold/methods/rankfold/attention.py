@@ -10,7 +10,7 @@ from ...calibration.moments import BlockMoments, Moment
 from ...linalg.output_refit import refit_across_heads
 from ...linalg.paired_svd import paired_svd
 from ..base import BlockResult
-from ..modegpt.attention import GRADIENT, Part, compress_attention, map_heads, relative
+from ..modegpt.attention import GRADIENT, Part, compress_attention, map_heads, relative, values_move
 from ..modegpt.attention import compress_vo as values_alone
 from ..modegpt.sensitivity import output_root, predicted_loss, weighted
 from .missing import repair
@@ -54,14 +54,12 @@ def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dens
     refit = refit_across_heads(W, C, down, fit.up.repeat_interleave(groups, 0), ridge=method.ridge)
     new_v, bias = map_heads(v, fit.down), o.bias
     if centre is not None:
-        still = (
-            centre
-            if v.bias is None
-            else centre - v.bias.double().unflatten(0, (K, 1, -1)).expand(-1, groups, -1).flatten()
-        )
+        still = centre
+        if v.bias is not None and values_move(method, attention):
+            still = centre - v.bias.double().unflatten(0, (K, 1, -1)).expand(-1, groups, -1).flatten()
+            new_v = Dense(new_v.weight, None)
         kept = refit.W @ (down @ still.unflatten(0, (len(down), -1, 1))).flatten()
         bias = (o.bias.double() + W @ centre - kept).to(o.bias.dtype)
-        new_v = Dense(new_v.weight, None)
 
     def errors(C: Tensor) -> dict[str, float]:
         error = refit.error(W, C)

@@ -87,7 +87,11 @@ class Rankfold(MoDeGPT):
         return found
 
     def _statistics_of_modules(self, view: BlockView) -> dict[str, set[str]]:
-        return super()._statistics_of_modules(view) | ({"vo": {"attention_output"}} if self.attention_aware else {})
+        needed, sent = super()._statistics_of_modules(view), {"attention_output"}
+        if self.attention_aware:
+            return needed | {"vo": sent}
+        # What is left of an attention that goes is the mean of what it sent; beside a sink values do not tell that.
+        return needed | {"vo": needed["vo"] | (set() if view.attention.averages else sent)}
 
     def _refit_output(self, ranks: dict[str, int]):
         module = "vo" if "vo" in ranks else "qk"

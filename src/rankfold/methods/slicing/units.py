@@ -93,6 +93,12 @@ class HeadGroups(Sliceable):
 
     attention: AttentionView
 
+    @property
+    def biases_per_unit(self) -> int:
+        """Sinks, of which every query head has one, among them."""
+        sinks = self.attention.heads // self.count if self.attention.sinks is not None else 0
+        return super().biases_per_unit + sinks
+
     def put(self, result: BlockResult, keep: Tensor, output: Dense) -> None:
         attention, width = self.attention, self.attention.head_dim
         queries = channels_of(keep, self.channels)
@@ -100,6 +106,8 @@ class HeadGroups(Sliceable):
         rows = {"q": q.rows(queries), "k": k.rows(channels_of(keep, width)), "v": v.rows(channels_of(keep, width))}
         fewer = replace(attention, heads=len(queries) // width, kv_heads=len(keep))
         put_attention(result, fewer, rows | {"o": output}, width, width)
+        if attention.sinks is not None:
+            result.state[f"{attention.spec.path}.sinks"] = attention.sinks[queries[::width] // width]
 
 
 def sliceable(view: BlockView) -> dict[str, Sliceable]:
