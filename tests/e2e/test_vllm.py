@@ -34,14 +34,17 @@ METHODS = {
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory) -> Path:
+    return llama(tmp_path_factory.mktemp("vllm") / "dense", kv_heads=1)
+
+
+def llama(folder: Path, kv_heads: int) -> Path:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 2}
-    sizes |= {"num_key_value_heads": 1, "head_dim": 64, "vocab_size": 400, "max_position_embeddings": 128}
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 2 * kv_heads}
+    sizes |= {"num_key_value_heads": kv_heads, "head_dim": 64, "vocab_size": 400, "max_position_embeddings": 128}
     model = t.LlamaForCausalLM(t.LlamaConfig(**sizes))
     for parameter in model.parameters():
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=0.15)
-    folder = tmp_path_factory.mktemp("vllm") / "dense"
     model.save_pretrained(folder)
     there = save_tiny(folder.with_name("tokenizer"))
     t.AutoTokenizer.from_pretrained(there).save_pretrained(folder)
@@ -106,6 +109,29 @@ def test_a_width_that_its_kernels_lack_is_named_in_one_line(dense, tmp_path):
         "has heads 40 wide, and vLLM on the CPU runs multiples of 16 from 32 on; compress with --for vllm"
         in done.stderr
     )
+
+
+@pytest.mark.parametrize("name", ["modegpt", "rankfold"])
+def test_two_devices_share_heads_and_units_and_say_the_same(tmp_path, name):
+    folder = compressed(llama(tmp_path / "dense", kv_heads=2), tmp_path / "small", name)
+    found = in_engine(folder, tmp_path / "out.json", "2")
+    assert found["tokens"] == [greedy(folder, prompt) for prompt in PROMPTS]
+    assert found["cache_bytes_per_token"] == [of_both // 2 for of_both in cache_bytes(folder)]
+
+
+@pytest.mark.parametrize(
+    "name, kv_heads, message",
+    [
+        ("rankfold", 1, "has 1 key/value heads, which cannot be shared by tensor_parallel_size 2; take a divisor"),
+        ("latentllm", 2, "is a LatentLinear, whose factors are of all heads and units together"),
+    ],
+)
+def test_what_devices_cannot_share_is_named_in_one_line(tmp_path, name, kv_heads, message):
+    folder = compressed(llama(tmp_path / "dense", kv_heads), tmp_path / "small", name)
+    script = Path(__file__).with_name("vllm_engine.py")
+    command = [sys.executable, str(script), str(folder), str(tmp_path / "out.json"), json.dumps(PROMPTS), str(NEW), "2"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode != 0 and message in done.stdout + done.stderr
 
 
 def test_the_server_streams(dense, tmp_path):

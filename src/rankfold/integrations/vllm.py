@@ -6,6 +6,7 @@ block a cache of its own width, and fill the indices, which are no parameters. I
 """
 
 import functools
+import re
 
 import torch
 from torch import nn
@@ -20,11 +21,20 @@ from vllm.platforms import current_platform
 from vllm.transformers_utils.config import HFConfigParser, register_config_parser
 
 from ..errors import CheckpointError, UnsupportedModelError
-from ..modules import METHOD_NAMES, CompressedAttention, LatentLinear, ShortcutBlock, SparseLinear, SplitHeadLinear
+from ..modules import (
+    METHOD_NAMES,
+    CompressedAttention,
+    LatentLinear,
+    PredictedNorm,
+    ShortcutBlock,
+    SparseLinear,
+    SplitHeadLinear,
+)
 
-__all__ = ["CompressedForCausalLM", "check_width", "register"]
+__all__ = ["CompressedForCausalLM", "check_shares", "check_width", "register"]
 
 NAME = "RankfoldForCausalLM"
+APART = (LatentLinear, SplitHeadLinear, SparseLinear)
 
 
 class _Nothing(QuantizationConfig):
@@ -67,18 +77,21 @@ class CompressedForCausalLM(TransformersForCausalLM):
     """A compressed model under vLLM."""
 
     def __init__(self, *, vllm_config, prefix: str = ""):
-        if (count := vllm_config.parallel_config.tensor_parallel_size) > 1:
-            raise UnsupportedModelError(
-                f"a compressed model runs on one device of vLLM, got tensor_parallel_size {count}; leave it out, or serve what "
-                "`rankfold export --format stock` writes"
-            )
         vllm_config.model_config.hf_config.quantization_config["quant_method"] = METHOD_NAMES[0]  # vLLM respells it
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         for module in self.model.modules():
             if hasattr(module, "check_indices") or hasattr(module, "unpack"):
                 for name, buffer in list(module.named_buffers(recurse=False)):  # vLLM fills parameters only
                     delattr(module, name)
-                    module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
+                    module.register_parameter(name, self._filled(module, nn.Parameter(buffer, requires_grad=False)))
+
+    def _filled(self, module: nn.Module, parameter: nn.Parameter) -> nn.Parameter:
+        """A parameter that is filled with the rows of this device's heads, where a module has a share of them."""
+        if self.tp_group.world_size > 1 and isinstance(module, CompressedAttention):
+            first = module.kv_heads * self.tp_group.rank_in_group
+            parameter.data = parameter.data[: module.kv_heads]
+            parameter.weight_loader = lambda mine, loaded: mine.data.copy_(loaded[first : first + module.kv_heads])
+        return parameter
 
     def recursive_replace(self) -> None:
         for module in list(self.model.modules()):
@@ -86,9 +99,40 @@ class CompressedForCausalLM(TransformersForCausalLM):
                 raise UnsupportedModelError(
                     "a residual stream that changes its width (slicegpt) is not run by vLLM's backend; use transformers"
                 )
-            if any(isinstance(child, (LatentLinear, SplitHeadLinear, SparseLinear)) for child in module.children()):
+            if any(isinstance(child, APART) for child in module.children()):
                 module.__class__ = _apart(type(module), tuple(type(child) for child in module.children()))
+        if (count := self.tp_group.world_size) > 1:
+            self._share(count)
         super().recursive_replace()
+
+    def _share(self, count: int) -> None:
+        """Give each of so many devices its share of the heads of every compressed attention, whatever its family calls them.
+
+        Raises:
+            UnsupportedModelError: something cannot be shared by so many.
+        """
+        plan = dict(self.model.tp_plan or {})
+        for name, module in self.model.named_modules():
+            if isinstance(module, APART):
+                raise UnsupportedModelError(
+                    f"{name} is a {type(module).__name__}, whose factors are of all heads and units together, got "
+                    f"tensor_parallel_size {count}; leave it out, or compress with --method rankfold or modegpt"
+                )
+            if isinstance(module, CompressedAttention):
+                if module.norms_all_heads or isinstance(module.q_norm, PredictedNorm):
+                    raise UnsupportedModelError(
+                        f"{name} normalises queries and keys by what all heads have, got tensor_parallel_size {count}; leave "
+                        "it out, or compress with --modules mlp"
+                    )
+                styles = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise") | {"o_proj": "rowwise"}
+                plan |= {re.escape(f"{name}.{layer}"): style for layer, style in styles.items()}
+                check_shares(name, "key/value heads", module.kv_heads, count)
+                module.heads, module.kv_heads = module.heads // count, module.kv_heads // count
+            if isinstance(module, nn.Linear):
+                style = next((style for pattern, style in plan.items() if re.match(pattern, name)), None)
+                if style == "colwise":
+                    check_shares(name, "outputs", module.out_features, count)
+        self.model.tp_plan = plan
 
     def _create_attention_instances(self, prefix: str = "") -> None:
         """One cache for every block, as wide as the wider of its keys and values."""
@@ -143,6 +187,15 @@ class CompressedForCausalLM(TransformersForCausalLM):
 def _apart(cls: type, children: tuple[type, ...]) -> type:
     """A class for modules of ``cls`` with children of these classes: vLLM decides by class what it fuses to one matrix."""
     return type(cls.__name__, (cls,), {"__module__": cls.__module__})
+
+
+def check_shares(name: str, what: str, of_all: int, count: int) -> None:
+    """Raise :class:`UnsupportedModelError` where so many devices cannot have equal shares."""
+    if of_all % count:
+        raise UnsupportedModelError(
+            f"{name} has {of_all} {what}, which cannot be shared by tensor_parallel_size {count}; take a divisor, or compress "
+            "with --for vllm, which has units in multiples of 32"
+        )
 
 
 def check_width(width: int, name: str) -> None:
