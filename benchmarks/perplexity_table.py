@@ -52,9 +52,8 @@ ABLATIONS = {
     for key, value in (
         ("allocation", "uniform"),
         ("feedback", False),
-        ("attention_aware", False),
         ("sensitivity", "gradient"),
-        ("removal", False),
+        ("removal", True),
     )
 }
 DEFAULT = (

@@ -31,7 +31,7 @@ class _Into:
 
     def path(self, index: int) -> str:
         """Path in the result of a block that stays."""
-        return f"{self.source.architecture.blocks}.{self.place(index)}"
+        return self.source.architecture.path_of(self.place(index))
 
 
 class InMemory(_Into):

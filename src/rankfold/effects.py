@@ -89,7 +89,9 @@ def measure_costs(
     for index in track(range(len(source)), "measuring effects"):
         view = read(index)
         mine = [unit for unit in units if unit.block == index]
-        moments = measure(view, fit, method.alone.statistics(view), step=True) | (gradients[index] if gradients else {})
+        moments = measure(view, fit, method.alone(view).statistics(view), step=True) | (
+            gradients[index] if gradients else {}
+        )
         for unit in mine:
             curves[index, unit.module] = _curve(method, view, moments, unit, averages[index, unit.module])
         here = [(unit.module, rank) for unit in mine for rank in _to_try(method, unit, averages[index, unit.module])]
@@ -179,14 +181,14 @@ def _curve(method: Method, view: BlockView, moments, unit: Unit, average: float)
         _reference(unit, average), next(rank for rank in unit.ranks if rank and unit.size(rank) >= allowed - 1e-6)
     )
     with algebra(view) as view:
-        return method.alone.curve(view, moments, unit, least)
+        return method.alone(view).curve(view, moments, unit, least)
 
 
 def _output(
     source: Source, method: Method, view: BlockView, moments, ranks: dict[str, int], dense: Stream
 ) -> list[Tensor]:
     """What the block makes of the dense stream when one of its modules is compressed; the block stays as it is."""
-    (stage,) = method.alone.stages(view, ranks)
+    (stage,) = method.alone(view).stages(view, ranks)
     with replaced(view, decompose(stage, view, moments), source):
         alone = dense.copy()
         advance(view, alone)

@@ -1,9 +1,9 @@
-"""Both parts of a model in one run: what sees first, so that what writes is fitted to what the smaller tower sends.
+"""Parts of a model in one run: what sees first, so that what writes is fitted to what the smaller tower sends.
 
     dense model --- vision ---> OUT.partial/before/vision --- language ---> OUT.partial ---> OUT
 
-Each part goes through the pipeline as it would alone. The run is known by what both were given, so that the same call goes on
-wherever an earlier one was killed.
+Each part goes through the pipeline as it would alone; the parts before the last one are a run of this kind themselves. The run
+is known by what all were given, so that the same call goes on wherever an earlier one was killed.
 """
 
 import time
@@ -43,55 +43,66 @@ def compress_parts(
     mode: str = "sequential",
     on_plan: Callable[[Plan, Source], None] | None = None,
 ) -> Path:
-    """Compress the vision and the language part of a model, each in its own way.
+    """Compress several parts of a model, each in its own way.
 
     Args:
         parts: of each part the open model (``open_model(model, part="vision")``, ``part="language"``), what to do, and what to
-            calibrate on. The vision part comes first, whatever their order.
+            calibrate on. They are compressed in the order in which an image goes through them, whatever their order here.
         output: folder to write (resumable).
-        mode: of both, see :func:`rankfold.compress`.
+        mode: of all, see :func:`rankfold.compress`.
         on_plan: called with the plan of a part, and the model it is about, before any block of that part is compressed.
 
     Returns:
-        The folder written. Its record is that of the language part, with that of the vision part under ``before``.
+        The folder written. Its record is that of the last part, with that of the part before it under ``before``.
 
     Raises:
-        OptionError: not these two parts of one model.
+        OptionError: not different parts of one model.
         OptionError, UnsupportedModelError, NumericsError, CheckpointError, DataError: as :func:`rankfold.compress`; what can be
-            said of the language part beforehand is said before the vision part is compressed.
+            said of a part beforehand is said before another one is compressed.
     """
-    first, last = _both(parts)
-    for given in (first, last):
+    in_turn = _in_order(parts)
+    del parts
+    for given in in_turn:
         _check(given, mode, output)
-    run = Run(output, _identity(last, mode) | {"before": _identity(first, mode)})
+    del given
+    return _compress_in_turn(in_turn, Path(output), mode, on_plan)
+
+
+def _compress_in_turn(parts: list[_Given], output: Path, mode: str, on_plan) -> Path:
+    """Takes each part out of the list when it is done: its source may hold all of the model."""
+    if len(parts) == 1:
+        source = parts[0].source
+        return compress(*parts.pop(), output, mode=mode, on_plan=_telling(on_plan, source))
+    run = Run(output, _identity(parts, mode))
     with run.working():
         if run.complete:  # what an earlier process could not rename any more
             return run.publish()
-        place = run.before / first.source.part.name
+        last, place = parts.pop(), run.before / parts[-1].source.part.name
         if not place.exists():
             with writing(run.before):
                 run.before.mkdir(exist_ok=True)
-            compress(*first, place, mode=mode, on_plan=_telling(on_plan, first.source))
-        del parts, first, given  # the tower's source holds all of the language model
+            _compress_in_turn(parts, place, mode, on_plan)
+        parts.clear()
         begin, source = time.perf_counter(), _opened_again(place, last.source)
         return carry_out(source, *last[1:], None, run.identity, run, _telling(on_plan, source), begin)
 
 
-def _both(parts: Iterable[tuple[Source, Method, Tokens]]) -> list[_Given]:
-    """In the order in which they are compressed."""
+def _in_order(parts: Iterable[tuple[Source, Method, Tokens]]) -> list[_Given]:
+    """In which they are compressed."""
     found = [_Given(*given) for given in parts]
     names = [given.source.part.name for given in found]
-    if sorted(names) != sorted(PARTS):
+    if len(names) < 2 or len(set(names)) < len(names):
         raise OptionError(
-            f"compress_parts takes the parts {' and '.join(PARTS)} of a model, got {' and '.join(names) or 'none'}; open each "
-            "with open_model(model, part=...)"
+            f"compress_parts takes two or more of the parts {', '.join(PARTS)} of a model, got "
+            f"{' and '.join(names) or 'none'}; open each with open_model(model, part=...)"
         )
-    one, other = (given.source for given in found)
-    if (one.name, one.dtype, one.model.config.to_dict()) != (other.name, other.dtype, other.model.config.to_dict()):
-        raise OptionError(
-            f"compress_parts takes two parts of one model in one dtype, got {one.name} in {dtype_name(one)} and {other.name} "
-            f"in {dtype_name(other)}; open the same model twice"
-        )
+    one = found[0].source
+    for other in (given.source for given in found[1:]):
+        if (one.name, one.dtype, one.model.config.to_dict()) != (other.name, other.dtype, other.model.config.to_dict()):
+            raise OptionError(
+                f"compress_parts takes parts of one model in one dtype, got {one.name} in {dtype_name(one)} and {other.name} "
+                f"in {dtype_name(other)}; open the same model for each"
+            )
     return sorted(found, key=lambda given: PARTS.index(given.source.part.name))
 
 
@@ -104,8 +115,11 @@ def _check(given: _Given, mode: str, output: str | Path) -> None:
         check(choices(source, method), method)
 
 
-def _identity(given: _Given, mode: str) -> dict:
-    return run_identity(given.source, given.method, given.tokens.describe(), mode)
+def _identity(parts: list[_Given], mode: str) -> dict:
+    """Of the last part, with that of the one before it in it, and so on."""
+    *before, last = parts
+    mine = run_identity(last.source, last.method, last.tokens.describe(), mode)
+    return mine | ({"before": _identity(before, mode)} if before else {})
 
 
 def _telling(on_plan: Callable[[Plan, Source], None] | None, source: Source) -> Callable[[Plan], None] | None:

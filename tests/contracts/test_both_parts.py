@@ -15,10 +15,12 @@ from kills import read_state
 from rankfold import MoDeGPT, Rankfold
 from rankfold.checkpoint.run import Run
 from rankfold.errors import CheckpointError, DataError, OptionError
+from rankfold.report.commands import records_of
 from tiny_encoders import samples_of, tiny_encoder
 from tiny_pairs import FAMILIES, picture, tiny_model, write_pairs
 
 VISION, LANGUAGE = MoDeGPT(sparsity=0.2, multiple=2), MoDeGPT(sparsity=0.4, multiple=2)
+PROJECTOR = MoDeGPT(sparsity=0.5, multiple=2)
 TOWER, LAYERS = "model.vision_tower.encoder.layers.", "model.language_model.layers."
 BLOCKS = {"vision": 2, "language": 3}
 
@@ -36,7 +38,7 @@ def place(tmp_path_factory):
 def opened(place: Path, name: str, folder: str = "dense") -> tuple:
     """A part, and what its images or examples are."""
     source = rankfold.open_model(place / folder, device="cpu", part=name)
-    load = {"vision": rankfold.load_images, "language": rankfold.load_examples}[name]
+    load = rankfold.load_examples if name == "language" else rankfold.load_images
     return source, load(place / "pairs.jsonl", source, samples=12)
 
 
@@ -214,17 +216,36 @@ def test_towers_of_an_encoder(tmp_path):
     assert t.AutoModel.from_pretrained(folder).num_parameters() < tiny_encoder("clip-vision").num_parameters()
 
 
+def test_three_parts_are_what_three_runs_make(place):
+    """Each sees by what the ones before it left; the record has one in the other."""
+    source, images = opened(place, "projector")
+    in_turn = [*given(place), (source, PROJECTOR, images)]
+    at_once = rankfold.compress_parts(in_turn, place / "three")
+    dense = "dense"
+    for name, method in (("vision", VISION), ("projector", PROJECTOR), ("language", LANGUAGE)):
+        rankfold.compress(*(part := opened(place, name, dense))[:1], method, part[1], place / f"to-{name}")
+        dense = f"to-{name}"
+    expected, got = weights(place / "to-language"), weights(at_once)
+    assert got.keys() == expected.keys() and all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+    records = records_of(json.loads((at_once / "rankfold.json").read_text()))
+    assert [one["plan"]["part"] for one in records] == ["vision", "projector", "language"]
+    assert [one["options"]["sparsity"] for one in records] == [0.2, 0.5, 0.4]
+    command = records[-1]["command"]
+    assert "--parts vision=0.2,projector=0.5,language=0.4" in command and "\n" not in command
+
+
 def test_what_is_not_two_parts_of_a_model_is_refused(place, tmp_path):
     language, vision = given(place)
     with pytest.raises(
-        OptionError, match="takes the parts vision and language of a model, got language; open each with"
+        OptionError,
+        match="takes two or more of the parts vision, projector, language of a model, got language; open each",
     ):
         rankfold.compress_parts([language], tmp_path / "x")
     with pytest.raises(OptionError, match="got vision and vision"):
         rankfold.compress_parts([vision, vision], tmp_path / "x")
     other = rankfold.open_model(place / "dense", dtype="bfloat16", device="cpu", part="vision")
     with pytest.raises(
-        OptionError, match="two parts of one model in one dtype, got dense in .* and dense in .*; open the same"
+        OptionError, match="parts of one model in one dtype, got dense in .* and dense in .*; open the same"
     ):
         rankfold.compress_parts([language, (other, *vision[1:])], tmp_path / "x")
     with pytest.raises(OptionError, match="neither"):

@@ -143,8 +143,10 @@ def test_every_family_takes_it(family, tmp_path):
     with torch.no_grad():
         assert small(some_ids()).logits.isfinite().all()
     assert record["options"]["sensitivity"] == "gradient"
+    # Of an attention only where nothing is fitted behind its values: feedback changes what they are worth.
+    without = {"qk", "experts"} | ({"vo"} if opened(family).block(0).adds else set())
     for reports in record["blocks"].values():
-        assert {m for m, report in reports.items() if "predicted_loss" in report} == reports.keys() - {"qk", "experts"}
+        assert {m for m, report in reports.items() if "predicted_loss" in report} == reports.keys() - without
 
 
 def test_curves_and_effects_are_in_the_metric_too():

@@ -24,7 +24,7 @@ def test_sinks_matter_here_and_are_kept():
 
 @torch.no_grad()
 def test_what_is_left_of_an_attention_is_the_mean_of_what_it_sent_and_not_of_its_values():
-    source, method = opened("gpt_oss"), Rankfold(attention_aware=False, feedback=False)
+    source, method = opened("gpt_oss"), Rankfold(attention_aware=False, feedback=False, removal=True)
     view = source.block(0)
     stage = method.stages(view, {"qk": 0, "vo": 0})[0]
     result = decompose(

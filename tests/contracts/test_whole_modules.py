@@ -43,7 +43,7 @@ def family(request):
 
 def method_for(family: str) -> Rankfold:
     """As sparse as the model is without the modules that are gone."""
-    method = Rankfold(multiple=2, modules=named(family))
+    method = Rankfold(multiple=2, modules=named(family), removal=True)
     units = [unit for i in range(3) for unit in method.units(opened(family).block(i))]
     lost = sum(unit.dense for unit in units if (unit.block, unit.module) in GONE)
     return replace(method, sparsity=lost / choices(opened(family), method).weights)
@@ -111,7 +111,7 @@ def test_generation_with_cache_equals_without(run):
 
 
 def test_costs_of_whole_modules_are_divergences_without_them():
-    source, method = opened("llama"), Rankfold(sparsity=0.5, multiple=2)
+    source, method = opened("llama"), Rankfold(sparsity=0.5, multiple=2, removal=True)
     costs = measure_costs(source, method, tokens(), *shares(choices(source, method), method))
     ids = tokens().held_out
     with torch.no_grad():
@@ -152,17 +152,17 @@ def test_ranks_that_go_together_are_the_cheapest_there_are(seed):
 @pytest.mark.parametrize(
     "options",
     [
-        {"removal": False},
-        {"allocation": "uniform"},
-        {"budget": "latency"},
-        {"modules": {"mlp": 0.3, "qk": 0.3, "vo": 0.3}},
+        {},
+        {"removal": True, "allocation": "uniform"},
+        {"removal": True, "budget": "latency"},
+        {"removal": True, "modules": {"mlp": 0.3, "qk": 0.3, "vo": 0.3}},
     ],
 )
 def test_where_something_of_every_module_stays(options):
     view = opened("llama").block(0)
-    assert {u.ranks[0] for u in Rankfold(multiple=2).units(view)} == {0}
+    assert {u.ranks[0] for u in Rankfold(multiple=2, removal=True).units(view)} == {0}
     assert 0 not in {u.ranks[0] for u in Rankfold(multiple=2, **options).units(view)}
-    assert {u.module: u.ranks[0] for u in Rankfold(multiple=2, modules=("mlp", "vo")).units(view)} == {
+    assert {u.module: u.ranks[0] for u in Rankfold(multiple=2, modules=("mlp", "vo"), removal=True).units(view)} == {
         "mlp": 0,
         "vo": 2,
     }

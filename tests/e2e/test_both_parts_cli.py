@@ -61,7 +61,7 @@ def test_the_card_says_both_and_its_command_makes_the_same(run, place):
         left = counts["counted_weights"] - counts["removed_weights"]
         assert f"of {part} (linear weights of the blocks) | {counts['counted_weights']:,} | {left:,} |" in card
     assert "last states of vision | 1 | 0." in card and "perplexity of language |" in card
-    assert "not fitted, both behind the compressed vision part |" in card
+    assert "not fitted, both behind the other compressed parts |" in card
     assert "12 x 4 patches of `pairs.jsonl`" in card and "12 image-text examples of" in card
     assert "import AutoModelForImageTextToText, AutoProcessor" in card
     (line,) = [line for line in card.splitlines() if line.startswith("rankfold compress")]
@@ -122,9 +122,9 @@ def test_both_plans(run, place):
 @pytest.mark.parametrize(
     "line, said",
     [
-        ("llava --part vision", "each with its own sparsity, --part is of one part; leave one of them out"),
-        ("llava --sparsity 0.3", "each with its own sparsity, --sparsity is of one part; leave one of them out"),
-        ("llava --moments m", "each with its own sparsity, --moments is of one part; leave one of them out"),
+        ("llava --part vision", "each with its own sparsity, --part is of one; leave one of them out"),
+        ("llava --sparsity 0.3", "each with its own sparsity, --sparsity is of one; leave one of them out"),
+        ("llava --moments m", "each with its own sparsity, --moments is of one; leave one of them out"),
         ("llava --modules mlp=0.2,vo=0.1", "--modules mlp=0.2,vo=0.1 would take its place; name the modules only"),
         (
             "llava --calibration a.txt",
@@ -148,20 +148,34 @@ def test_what_does_not_go_with_it_is_one_line(run, place, line, said):
         assert not (place / "never").exists() and not (place / "never.partial").exists()
 
 
+def test_a_projector_is_a_part_too(run, place):
+    line = f"llava --parts projector=0.3,language=0.3,vision=0.2 {COMMON} --calibration pairs.jsonl"
+    code, _, err = run(f"compress {line} -o three")
+    assert code == 0, err
+    assert err.index("llava, vision:") < err.index("llava, projector:") < err.index("llava, language:")
+    card = (place / "three" / "README.md").read_text()
+    assert "--parts vision=0.2,projector=0.3,language=0.3" in card
+    code, out, _ = run("inspect three")
+    assert code == 0 and out.count("counted weights removed") == 3 and "llava, projector, compressed" in out
+
+
 @pytest.mark.parametrize(
     "parts, said",
     [
-        ("languge=0.3,vision=0.2", "unknown part 'languge'; did you mean 'language'? available: vision, language"),
+        (
+            "languge=0.3,vision=0.2",
+            "unknown part 'languge'; did you mean 'language'? available: vision, projector, language",
+        ),
         (
             "language=0.3",
-            "--parts takes both parts, e.g. language=0.3,vision=0.2; got 'language=0.3'; for one of them give",
+            "--parts takes two parts or more, e.g. language=0.3,vision=0.2; got 'language=0.3'; for one of them give",
         ),
         ("language=0.3,language=0.2", "--parts names 'language' more than once; name it once"),
         ("language,vision", "--parts takes a sparsity for each, e.g. language=0.3,vision=0.2; got 'language,vision'"),
         ("language=0.3,vision=much", "--parts takes a sparsity for each"),
         ("language=0.3,vision=1.5", "sparsity must be in [0, 1), got 1.5"),
         ("language=0.3,vision=nan", "sparsity must be a finite number, got nan"),
-        (",", "--parts takes both parts"),
+        (",", "--parts takes two parts or more"),
     ],
 )
 def test_parts_that_do_not_parse_are_one_line(run, parts, said):

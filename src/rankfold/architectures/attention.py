@@ -95,8 +95,11 @@ class AttentionView:
         return torch.cat([turning[::2], turning[1::2], still])
 
     def qkv_rows(self) -> dict[str, tuple[str, Tensor]]:
-        """q, k, v -> the layer that holds the projection (``qkv`` where it is fused), and which of its rows are it."""
+        """q, k, v -> the layer that holds the projection (``qkv`` where it is fused), and which of its rows are it; nothing
+        where they are none such."""
         layers = [read_linear(module).weight for module in self.qkv_modules]
+        if not layers:
+            return {}
         if len(layers) == 3:
             return {name: (name, torch.arange(len(w), device=w.device)) for name, w in zip("qkv", layers, strict=True)}
         return {name: ("qkv", part) for name, part in zip("qkv", self._parts(layers[0], 0), strict=True)}

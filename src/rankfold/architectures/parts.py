@@ -10,19 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import OptionError, UnsupportedModelError
+from .projector import PROJECTOR
 from .registry import architecture_of, check_config, family_of
 from .spec import Architecture
 
 __all__ = ["PARTS", "Part", "part_of"]
 
-PARTS = ("vision", "language")  # in the order in which they are run
+PARTS = ("vision", "projector", "language")  # in the order in which they are run
 
 
 @dataclass(frozen=True)
 class Part:
     """One stack of blocks."""
 
-    name: str  # language, or vision
+    name: str  # one of PARTS
     architecture: Architecture  # with the path of the blocks in the model
     network: str  # path of the module that embeds a batch and runs the blocks; empty for the model itself
     config: object  # of this part
@@ -30,7 +31,7 @@ class Part:
 
     @property
     def takes_images(self) -> bool:
-        return self.name == "vision"
+        return self.name != "language"
 
     @property
     def input_name(self) -> str:
@@ -74,7 +75,7 @@ def part_of(model: nn.Module, name: str | None = None) -> Part:
 
     Args:
         model: weights may be on the meta device.
-        name: ``language`` or ``vision``; by default the part that writes text, or else the only one.
+        name: one of :data:`PARTS`; by default the part that writes text, or else the only one.
 
     Raises:
         OptionError: there is no such part, or there are two to choose from.
@@ -83,7 +84,8 @@ def part_of(model: nn.Module, name: str | None = None) -> Part:
     towers, text = _towers(model), model.config.get_text_config()
     family = family_of(text)
     decodes = family.decoder if family else not towers or model.get_output_embeddings() is not None
-    names = [*(["language"] if decodes else []), *towers]
+    projector = _projector(model) if decodes and "vision" in towers else None
+    names = [*(["language"] if decodes else []), *(["projector"] if projector else []), *towers]
     if name not in names if name else len(names) > 1 and not decodes:
         advice = "choose one with --part" if len(names) > 1 else "it needs neither --part nor --parts"
         raise OptionError(
@@ -91,7 +93,19 @@ def part_of(model: nn.Module, name: str | None = None) -> Part:
         )
     if decodes and name in (None, "language"):
         return Part("language", architecture_of(model), "", text, chosen=name is not None)
+    if name == "projector":
+        sees, owner = model.get_submodule(towers["vision"]), projector.rpartition(".")[0]
+        return Part(name, replace(PROJECTOR, blocks=projector), owner, sees.config, chosen=True)
     return replace(_tower(model, name or names[0], towers), chosen=len(names) > 1)
+
+
+def _projector(model: nn.Module) -> str | None:
+    """Path of what makes tokens of patches, where that is an MLP."""
+    for path, module in model.named_modules():
+        if f".{path}".endswith(f".{PROJECTOR.blocks}"):
+            there = {name for name, _ in module.named_children()}
+            return path if {PROJECTOR.mlp.up, PROJECTOR.mlp.down} <= there else None
+    return None
 
 
 def _towers(model: nn.Module) -> dict[str, str]:

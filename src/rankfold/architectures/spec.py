@@ -120,7 +120,7 @@ class Architecture:
     """One model family, selected by ``config.model_type``."""
 
     model_type: str
-    blocks: str  # path of the list of decoder blocks
+    blocks: str  # path of the list of decoder blocks; of a projector, which is one block, its own
     attention: AttentionSpec
     mlp: (
         MLPSpec | None
@@ -138,6 +138,8 @@ class Architecture:
     # Whether the model predicts the next token of a text. What an encoder is for is not known, so its hidden states behind the
     # last block are looked at in place of predictions.
     decoder: bool = True
+    # Whether this is one block that makes another stream of what it receives, instead of adding to it.
+    projects: bool = False
     # Whether the model is lost in a window that does not begin with its start token.
     needs_start: bool = False
     # Whether images are added to the stream behind some blocks, which their numbers name, too.
@@ -149,3 +151,7 @@ class Architecture:
     unless: tuple[
         tuple[str, str], ...
     ] = ()  # (field of the config, or of a part of it; what it does where set that no spec can say)
+
+    def path_of(self, index: int) -> str:
+        """Path of a block."""
+        return self.blocks if self.projects else f"{self.blocks}.{index}"

@@ -58,7 +58,7 @@ class BlockView:
 
     @property
     def path(self) -> str:
-        return f"{self.architecture.blocks}.{self.index}"
+        return self.architecture.path_of(self.index)
 
     @property
     def device(self) -> torch.device:
@@ -103,7 +103,8 @@ class BlockView:
         attention, mlp = self.architecture.attention, self.mlp.spec if self.mlp else None
         inputs = tuple(f"{attention.path}.{name}" for name in attention.qkv)
         found = {"attention_input": inputs} if inputs else {}
-        found["attention_output"] = (self.attention.output_path,)
+        if not self.architecture.projects:
+            found["attention_output"] = (self.attention.output_path,)
         if mlp is not None:
             found |= {"mlp_input": tuple(path for path in (mlp.gate, mlp.up) if path), "mlp_hidden": (mlp.down,)}
         return found

@@ -291,12 +291,15 @@ class ProductObserver:
 
 
 class Middle:
-    """The residual stream between attention and MLP; in a parallel block the input plus what attention adds."""
+    """The residual stream between attention and MLP; in a parallel block the input plus what attention adds; what enters a
+    projector, which has no attention."""
 
     def __init__(self, view: BlockView):
         self.view, self._caught = view, None
 
     def hooks(self):
+        if self.view.architecture.projects:
+            return []
         if self.view.middle is not None:
             return [self.view.middle.register_forward_pre_hook(lambda _, args: self._catch(args[0]))]
         return [self.view.attention.module.register_forward_hook(lambda _, __, out: self._catch(out[0]))]
@@ -306,6 +309,8 @@ class Middle:
 
     def take(self, hidden: Tensor) -> Tensor:
         """``(B, T, D)`` of the batch ``hidden`` that just ran."""
+        if self.view.architecture.projects:
+            return hidden
         caught, self._caught = self._caught.view_as(hidden), None
         return hidden + caught if self.view.middle is None else caught
 
@@ -457,12 +462,14 @@ class Statistic(NamedTuple):
     until: Literal["attention", "mlp", "end"] = "attention"  # the output projection in front of which all of it is seen
     two_streams: bool = False  # compares with the dense model on the same tokens
     sequential: bool = False  # of use only on what the compressed blocks send
-    part: Literal["heads", "norms", "mlp", "experts"] | None = None  # which not every block shows
+    part: Literal["heads", "norms", "mlp", "experts", "stream"] | None = None  # which not every block has
 
     def seen_in(self, view: BlockView) -> bool:
         """Whether a block has what is measured."""
         if self.part == "heads":
             return bool(view.attention.spec.qkv)
+        if self.part == "stream":
+            return not view.architecture.projects
         if self.part == "norms":
             return bool(view.attention.head_norms)
         return self.part is None or getattr(view, self.part) is not None
@@ -474,12 +481,13 @@ STATISTICS: dict[str, Statistic] = {
         "input of q, k and v", lambda s: s.input_of(s.view.attention.qkv_modules[0]), part="heads"
     ),
     "attention_output": Statistic(
-        "input of the output projection", lambda s: s.input_of(s.view.attention.output_module)
+        "input of the output projection", lambda s: s.input_of(s.view.attention.output_module), part="stream"
     ),
     "attention_feedback": Statistic(
         "what the dense stream has behind attention and this one lacks, with the input of the output projection",
         lambda s: FeedbackObserver(s.view, s.view.attention.output_module, attention=True),
         two_streams=True,
+        part="stream",
     ),
     "mlp_input": Statistic(
         "input of up and gate", lambda s: s.input_of(s.layer(s.view.mlp.spec.up)), "mlp", part="mlp"
@@ -553,9 +561,13 @@ STATISTICS: dict[str, Statistic] = {
         "1 - cosine between input and output of the block, of its attention and of its MLP",
         lambda s: InfluenceObserver(s.view),
         "end",
+        part="stream",
     ),
     "change": Statistic(
-        "squared norms of what the block adds to its input and of its output", lambda _: ChangeObserver(), "end"
+        "squared norms of what the block adds to its input and of its output",
+        lambda _: ChangeObserver(),
+        "end",
+        part="stream",
     ),
 }
 

@@ -124,12 +124,13 @@ def _recording(source, stop: bool) -> Iterator[list[_Recorder]]:
     last = len(blocks) - 1
     recorders = [_Recorder(b, source.architecture.returns_tuple, stop and i == last) for i, b in enumerate(blocks)]
     owner = source.model.get_submodule(path)
-    setattr(owner, name, nn.ModuleList(recorders))
+    there = getattr(owner, name)
+    setattr(owner, name, recorders[0] if source.architecture.projects else nn.ModuleList(recorders))
     try:
         with evaluating(source.model):
             yield recorders
     finally:
-        setattr(owner, name, blocks)
+        setattr(owner, name, there)
 
 
 @contextlib.contextmanager
@@ -200,9 +201,11 @@ def outputs(source, ids: Given, stream: Stream, hidden: Tensor | None = None, *,
         keep: positions whose logits are wanted, where the model can leave out others; all by default.
 
     Returns:
-        ``(B, T, vocabulary)`` logits of a decoder, ``(B, T, D)`` normalised states of an encoder.
+        ``(B, T, vocabulary)`` logits of a decoder, ``(B, T, D)`` normalised states of an encoder, what a projector sends.
     """
     some, hidden = {} if keep is None else {"logits_to_keep": keep}, stream.hidden[0] if hidden is None else hidden
+    if source.architecture.projects:
+        return hidden
     with torch.set_grad_enabled(hidden.requires_grad), _recording(source, stop=False) as recorders, stream.context():
         recorders[-1].instead = hidden.to(source.model.dtype)
         found = source.forward(ids_of(ids), **some)  # images are in the stream

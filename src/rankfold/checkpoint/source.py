@@ -7,6 +7,7 @@ model that is in memory as a whole (a GGUF file, a checkpoint stored under other
 
 import copy
 import functools
+import inspect
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -81,7 +82,8 @@ class Source:
 
     @property
     def network(self) -> nn.Module:
-        """What embeds a batch and runs the blocks: the model itself where it writes text, an encoder without its head."""
+        """What embeds a batch and runs the blocks: the model itself where it writes text, an encoder without its head, what
+        owns a projector."""
         return self.model.get_submodule(self.part.network)
 
     def forward(self, batch: torch.Tensor | Mapping[str, torch.Tensor], **options):
@@ -94,7 +96,16 @@ class Source:
         """
         options |= {"use_cache": False} if self.architecture.decoder else {}
         given = {self.part.input_name: batch} if isinstance(batch, torch.Tensor) else batch
-        return self.network(**{name: tensor.to(self.device) for name, tensor in given.items()}, **options)
+        given = {name: tensor.to(self.device) for name, tensor in given.items()}
+        return self._see(**given) if self.architecture.projects else self.network(**given, **options)
+
+    def _see(self, pixel_values: torch.Tensor):
+        """What owns a projector sends images through the tower in front of it. Some ask for the sizes of images that were cut
+        into several; these were not."""
+        see = self.network.get_image_features
+        sizes = inspect.signature(see).parameters.get("image_sizes")
+        wanted = sizes is not None and sizes.default is inspect.Parameter.empty
+        return see(pixel_values, **({"image_sizes": [tuple(x.shape[1:]) for x in pixel_values]} if wanted else {}))
 
     @property
     def image_token(self) -> int | None:
@@ -108,7 +119,8 @@ class Source:
 
     @property
     def blocks(self) -> nn.ModuleList:
-        return self.model.get_submodule(self.architecture.blocks)
+        found = self.model.get_submodule(self.architecture.blocks)
+        return nn.ModuleList([found]) if self.architecture.projects else found
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -166,7 +178,7 @@ class Source:
             CheckpointError: the weights cannot be read.
         """
         module = copy.deepcopy(self.blocks[index])  # the caller may change it; a streamed block is empty here
-        prefix = f"{self.architecture.blocks}.{index}."
+        prefix = f"{self.architecture.path_of(index)}."
         if self.weights:
             self.weights.fill(module, prefix, self.dtype, self.compute_dtype, self.device)
         elif self.dtype != self.compute_dtype:
@@ -247,7 +259,8 @@ def open_model(
             it, and ``bfloat16`` for a ``.gguf`` file, whose few bits fp32 would only make longer.
         device: ``auto``, ``cpu``, ``cuda`` or ``mps``.
         tokenizer: overrides the one beside the weights.
-        part: ``language`` or ``vision`` of a model that has both; by default the part that writes text, or else the only one.
+        part: ``language``, ``vision`` or ``projector`` of a model that has several; by default the part that writes text, or
+            else the only one.
 
     Raises:
         CheckpointError, UnsupportedModelError, OptionError: with one line saying what to do.

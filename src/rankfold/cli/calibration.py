@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from ..architectures import PARTS
 from ..calibration.hub import HUB
 from ..errors import DataError, OptionError
 from .options import Field
@@ -26,7 +25,7 @@ class CalibrationOptions:
             "mixed in equal parts, or by TEXT=SHARE, e.g. a.txt=0.7 (a file of that very name is taken as the file). For a "
             "part that takes images: a folder of images, or a .parquet file. For a model of images and text, either part: a "
             ".jsonl file with the columns text or question, image (a path from there, or several) and perhaps answer, or "
-            "hub:OWNER/NAME, a data set with such columns. With --parts: one of these for both, or PART=TEXT for each, e.g. "
+            "hub:OWNER/NAME, a data set with such columns. With --parts: one of these for all, or PART=TEXT for each, e.g. "
             "language=wikitext2 and vision=images/."
         ),
     ] = ("wikitext2",)
@@ -39,27 +38,27 @@ class CalibrationOptions:
     seed: Annotated[int, typer.Option(help="Order in which windows are drawn.")] = 0
     field: Field = "text"
 
-    def of_parts(self) -> dict[str, "CalibrationOptions"]:
-        """What each part of a model is measured on.
+    def of_parts(self, names: list[str]) -> dict[str, "CalibrationOptions"]:
+        """What each of these parts of a model is measured on.
 
         Raises:
             OptionError: not one file of image-text examples for all, and not something for each.
         """
         named = [(part, text) for part, equals, text in (text.partition("=") for text in self.calibration) if equals]
-        texts = {name: [text for part, text in named if part == name] for name in PARTS}
+        texts = {name: [text for part, text in named if part == name] for name in names}
         if sum(map(len, texts.values())) == len(self.calibration) and all(texts.values()):
             # A column is one of the text; images are in the one that is called so.
             return {name: replace(self, calibration=given, field=self._field_of(name)) for name, given in texts.items()}
         only = self.calibration[0].lower()
         if len(self.calibration) == 1 and not any(texts.values()) and (only.endswith(".jsonl") or only.startswith(HUB)):
-            return {name: replace(self, field=self._field_of(name)) for name in PARTS}
+            return {name: replace(self, field=self._field_of(name)) for name in names}
         raise OptionError(
             "with --parts, --calibration takes one .jsonl file of image-text examples (or hub:OWNER/NAME), or PART=... for "
             f"each, e.g. --calibration language=wikitext2 --calibration vision=images/; got {' and '.join(self.calibration)}"
         )
 
     def _field_of(self, part: str) -> str:
-        return "text" if part == "vision" else self.field
+        return self.field if part == "language" else "text"
 
     def load(self, source):
         """The windows, images or examples; see :func:`rankfold.load_tokens`, :func:`rankfold.load_images` and

@@ -69,7 +69,7 @@ def _check_beside_parts(given: set[str]) -> None:
     ignored = [name for name in ALONE if name in given]
     if ignored:
         raise OptionError(
-            f"--parts compresses both parts, each with its own sparsity, --{ignored[0]} is of one part; leave one of them out"
+            f"--parts compresses several parts, each with its own sparsity, --{ignored[0]} is of one; leave one of them out"
         )
 
 

@@ -48,7 +48,7 @@ Field = Annotated[
 Part = Annotated[
     str | None,
     typer.Option(
-        help="Of a model with two parts: language or vision. Default: the one that writes text, or the only one."
+        help="Of a model with several parts: language, vision or projector. Default: the one that writes text, or the only one."
     ),
 ]
 Parts = Annotated[

@@ -1,4 +1,4 @@
-"""`--parts`: both parts of a model in one command."""
+"""`--parts`: several parts of a model in one command."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ def methods_of_parts(sparsities: str, what: MethodOptions) -> dict[str, Method]:
         sparsities: of ``--parts``, e.g. ``language=0.3,vision=0.2``.
 
     Raises:
-        OptionError: not a sparsity for each part, or an option that does not parse.
+        OptionError: not sparsities of different parts, or an option that does not parse.
     """
     method = what.parse()
     if method.own_sparsities:
@@ -45,9 +45,10 @@ def _parse(text: str) -> dict[str, float]:
         found = {name: float(value) for name, (_, value) in zip(names, given, strict=True)}
     except ValueError:
         raise OptionError(f"--parts takes a sparsity for each, e.g. language=0.3,vision=0.2; got {text!r}") from None
-    if len(found) < len(PARTS):
+    if len(found) < 2:
         raise OptionError(
-            f"--parts takes both parts, e.g. language=0.3,vision=0.2; got {text!r}; for one of them give --part and --sparsity"
+            f"--parts takes two parts or more, e.g. language=0.3,vision=0.2; got {text!r}; for one of them give --part and "
+            "--sparsity"
         )
     return found
 
@@ -59,8 +60,8 @@ def opened_parts(
     from ..checkpoint.source import open_model
     from ..proving import proved
 
-    texts = text.of_parts()
-    sources = [proved(open_model(model, dtype=dtype, device=device, part=name)) for name in PARTS]
+    texts = text.of_parts([name for name in PARTS if name in methods])
+    sources = [proved(open_model(model, dtype=dtype, device=device, part=name)) for name in texts]
     for source in sources:
         methods[source.part.name].supported_modules(source.architecture, source.meta_block(0))
     return [(source, methods[source.part.name], texts[source.part.name].load(source)) for source in sources]

@@ -243,8 +243,7 @@ class Method:
         """Numbers the key/value cache of this block holds per token at these ranks."""
         raise NotImplementedError
 
-    @property
-    def alone(self) -> "Method":
+    def alone(self, view: BlockView) -> "Method":
         """The form of this method that fits every module in one stage, on the dense model; for methods with curves."""
         return self
 

@@ -53,7 +53,7 @@ def model_card(record: dict, folder: str, *, stock: bool = False, auto: str = "A
     """README.md of a compressed checkpoint; deterministic, so that a resumed run writes the same bytes.
 
     Args:
-        record: of the run (:func:`~.record.run_record`), of both parts of a model where both were compressed.
+        record: of the run (:func:`~.record.run_record`), of all parts of a model where several were compressed.
         folder: what the checkpoint is called.
         stock: transformers loads it without rankfold.
         auto: the Auto class that it is loaded with.
@@ -143,6 +143,6 @@ def _outcome(held_out: dict | None, calibration: dict, of: str) -> str:
     dense, small, ratio = (held_out[key] for key in ("perplexity_dense", "perplexity", "ratio"))
     what = EXAMPLES if calibration.get("kind") == EXAMPLES else f"calibration windows of {held_out['length']} tokens"
     windows = (
-        f"{held_out['windows']} {what} that were not fitted{', both behind the compressed vision part' if of else ''}"
+        f"{held_out['windows']} {what} that were not fitted{', both behind the other compressed parts' if of else ''}"
     )
     return f"| perplexity{of} | {dense:.2f} | {small:.2f} | x {ratio:.2f} on {windows} |\n"

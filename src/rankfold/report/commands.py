@@ -1,5 +1,6 @@
 """The command lines that make a checkpoint or a comparison again."""
 
+import itertools
 import shlex
 from dataclasses import fields
 from typing import NamedTuple
@@ -13,7 +14,7 @@ SHARED_OPTIONS = {f.name for f in fields(Method)}  # those with a flag of their 
 
 def records_of(record: dict) -> list[dict]:
     """Records of the parts of a model that were compressed in one run, in their order; of any other run the record itself."""
-    return [record["before"], record] if "before" in record else [record]
+    return [*records_of(record["before"]), record] if "before" in record else [record]
 
 
 class _Given(NamedTuple):
@@ -28,22 +29,26 @@ class _Given(NamedTuple):
 
 
 def reproduce_command(record: dict, folder: str) -> str:
-    """The command line that makes this checkpoint; two, one after the other, where no single one can say what each part was
-    given.
+    """The command line that makes this checkpoint; one for each part, one after the other, where no single one can say what
+    each was given.
 
     Args:
         record: of the run (:func:`~.record.run_record`).
         folder: that it is written to.
     """
     model, given = record["base_model"], [_given(one) for one in records_of(record)]
-    if len(given) == 1:
-        return _alone(model, folder, *given)
-    first, last = given
-    if first.method != last.method or first.written != last.written or not _drawn_alike(first.draw, last.draw):
-        between = f"{folder}-{first.part}"
-        return "\n".join([_alone(model, between, first), _alone(between, folder, last)])
+    *before, last = given
+    if not all(
+        one.method == last.method and one.written == last.written and _drawn_alike(one.draw, last.draw)
+        for one in before
+    ):
+        places = [model, *(f"{folder}-{one.part}" for one in before), folder]
+        return "\n".join(_alone(*pair, one) for pair, one in zip(itertools.pairwise(places), given, strict=True))
+    if not before:
+        return _alone(model, folder, last)
     method = [*last.method, f"--parts {','.join(f'{one.part}={one.sparsity}' for one in given)}"]
-    return _command(model, folder, method, _texts_of_parts(given), first.draw | last.draw, last.written)
+    draw = dict(itertools.chain.from_iterable(one.draw.items() for one in given))
+    return _command(model, folder, method, _texts_of_parts(given), draw, last.written)
 
 
 def _given(record: dict) -> _Given:
@@ -123,9 +128,10 @@ def _drawn_alike(one: dict[str, int], other: dict[str, int]) -> bool:
 
 
 def _texts_of_parts(given: list[_Given]) -> list[str]:
-    """One file for both parts, or what each of them was measured on."""
-    first, last = (one.calibration for one in given)
-    return first if first == last else [f"{one.part}={text}" for one in given for text in one.calibration]
+    """One file for all parts, or what each of them was measured on."""
+    first = given[0].calibration
+    alike = all(one.calibration == first for one in given)
+    return first if alike else [f"{one.part}={text}" for one in given for text in one.calibration]
 
 
 def _texts(calibration: dict) -> list[str]:

@@ -118,15 +118,18 @@ class Slot:
 
 def dense_projections(method, view: BlockView) -> dict[str, Dense]:
     """Unit -> projection, for all that this block has."""
-    parts = dict(zip(("q", "k", "v"), view.attention.qkv(), strict=True))
-    projections = {QKV: _stack(view, *parts.values())} if method.shared_qkv else parts
-    projections |= {"o": view.attention.output}
+    projections = _of_attention(method, view) if view.attention.spec.qkv else {}
     if view.mlp:
         rising = view.mlp.rising()
         projections |= {"up": rising[view.mlp.spec.up], "down": view.mlp.down}
         if view.mlp.spec.gate:
             projections["gate"] = rising[view.mlp.spec.gate]
     return projections
+
+
+def _of_attention(method, view: BlockView) -> dict[str, Dense]:
+    parts = dict(zip(("q", "k", "v"), view.attention.qkv(), strict=True))
+    return ({QKV: _stack(view, *parts.values())} if method.shared_qkv else parts) | {"o": view.attention.output}
 
 
 def column_weights(method, view: BlockView, moments) -> dict[str, Tensor]:

@@ -108,7 +108,12 @@ class LatentLLM(Method):
                     f"{view.architecture.model_type} cannot take the joint form {pair!r}: {reasons[pair]}; use joint=auto"
                 )
         moves = view.attention.averages and view.attention.output.bias is not None
-        if self.attention_aware and view.attention.qkv()[2].bias is not None and not moves:
+        if (
+            self.attention_aware
+            and not view.architecture.projects
+            and view.attention.qkv()[2].bias is not None
+            and not moves
+        ):
             why = "its output projection has none that could take up what of it is lost"
             raise UnsupportedModelError(
                 f"{view.architecture.model_type} cannot take attention_aware=true: its values have a bias, and "
@@ -124,7 +129,7 @@ class LatentLLM(Method):
         return wanted - reasons.keys()
 
     def supported_modules(self, architecture, view: BlockView) -> tuple[str, ...]:
-        if view.attention.spec.beyond:
+        if view.attention.spec.beyond and not architecture.projects:
             raise UnsupportedModelError(
                 f"{self.name} cannot take this {architecture.model_type}: {view.attention.spec.beyond}; use --method rankfold"
             )

@@ -24,13 +24,13 @@ def decompose_attention(method, view: BlockView, moments, ranks: dict[str, int])
     if ranks.get("vo") == 0:
         return without_attention(method, view, moments)
     result = BlockResult({}, {}, {}, {})
-    compress_attention(method, view, moments, ranks, result, vo=values_of(method))
+    compress_attention(method, view, moments, ranks, result, vo=values_of(method, view))
     return result
 
 
-def values_of(method):
+def values_of(method, view: BlockView):
     """What reduces values and output."""
-    return compress_vo if method.attention_aware else values_alone
+    return compress_vo if method.attends(view) else values_alone
 
 
 def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dense], rank: int) -> Part:

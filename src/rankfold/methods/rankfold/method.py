@@ -26,15 +26,17 @@ class Rankfold(MoDeGPT):
     """Options beside those of MoDeGPT, whose ranks and shapes these are.
 
     Attributes:
-        attention_aware: fit values to what attention makes of them, the input of the output projection, and refit the whole
-            output projection across heads; ``False``: to the values themselves, head by head (MoDeGPT Algorithm 3).
+        attention_aware: where no feedback follows, fit values to what attention makes of them, the input of the output
+            projection, and refit the whole output projection across heads; ``False``, and before feedback: to the values
+            themselves, head by head (MoDeGPT Algorithm 3).
         feedback: fit output and down projections to all that the stream lacks behind them, as far as held-out windows
             confirm; ``False``: to their own dense outputs only. An output projection is refitted where queries and keys or
             values lose dimensions, a down projection where units go.
         norm_aware: where a norm stands behind output and down projections (Gemma 2 and 3, OLMo 2, GLM 4), count errors as it
             does: relative to each token's output; ``False``: as they are, so that tokens with large outputs count most.
         removal: a measured allocation may take a whole attention or MLP out, where that costs less than many smaller ones;
-            not with a budget in time or with sparsities of single modules. ``False``: something stays of each.
+            not with a budget in time or with sparsities of single modules. ``False``: something stays of each, because what a
+            module does on other texts than this one is lost with all of it (docs/method.md).
     """
 
     name: ClassVar[str] = "rankfold"
@@ -48,11 +50,13 @@ class Rankfold(MoDeGPT):
     attention_aware: bool = True
     feedback: bool = True
     norm_aware: bool = True
-    removal: bool = True
+    removal: bool = False
 
     def units(self, view: BlockView) -> list[Unit]:
         found = super().units(view)
         if not self.removal or self.allocation != "measured" or self.budget == "latency" or self.own_sparsities:
+            return found
+        if view.architecture.projects:  # nothing else tells the language model of the image
             return found
         there = {unit.module for unit in found}
         whole = {"mlp"} | ({"qk", "vo"} if {"qk", "vo"} <= there and not self.head_dim else set())
@@ -67,7 +71,7 @@ class Rankfold(MoDeGPT):
 
     def stages(self, view: BlockView, ranks: dict[str, int]) -> list[Stage]:
         """Queries, keys and values; the output projection on what these became; MLP and experts on what attention became."""
-        full, feedback = view.attention.head_dim, self.feedback and view.adds
+        full, feedback = view.attention.head_dim, self.follows(view)
         norms = {"norms_behind"} if self.norm_aware and view.architecture.norms_behind else set()
         found = []
         if ranks.keys() & {"qk", "vo"}:
@@ -88,21 +92,28 @@ class Rankfold(MoDeGPT):
 
     def _statistics_of_modules(self, view: BlockView) -> dict[str, set[str]]:
         needed, sent = super()._statistics_of_modules(view), {"attention_output"}
-        if self.attention_aware:
+        if self.attends(view):
             return needed | {"vo": sent}
-        # What is left of an attention that goes is the mean of what it sent; beside a sink values do not tell that.
-        return needed | {"vo": needed["vo"] | (set() if view.attention.averages else sent)}
+        # What is left of an attention that goes is the mean of what it sent.
+        return needed | {"vo": needed["vo"] | (sent if self.removal else set())}
 
     def _refit_output(self, ranks: dict[str, int]):
         module = "vo" if "vo" in ranks else "qk"
         return lambda *args: refit_output(self, *args, module)
 
-    @property
-    def alone(self) -> "Rankfold":
-        return replace(self, feedback=False)
+    def alone(self, view: BlockView) -> "Rankfold":
+        return replace(self, feedback=False, attention_aware=self.attends(view))
+
+    def follows(self, view: BlockView) -> bool:
+        """Whether feedback can follow in this block."""
+        return self.feedback and view.adds
+
+    def attends(self, view: BlockView) -> bool:
+        """Whether values are fitted to what attention makes of them."""
+        return self.attention_aware and not self.follows(view)
 
     def curve(self, view: BlockView, moments, unit: Unit, least: int) -> dict[int, float]:
-        return squared_errors(self, view, moments, unit, least, values_of(self))
+        return squared_errors(self, view, moments, unit, least, values_of(self, view))
 
     def decompose(self, view: BlockView, moments, ranks: dict[str, int]) -> BlockResult:
         raise NotImplementedError("this method has stages")

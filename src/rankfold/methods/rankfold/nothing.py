@@ -15,12 +15,8 @@ __all__ = ["without_attention", "without_mlp"]
 def without_attention(method, view: BlockView, moments) -> BlockResult:
     """An attention of no width."""
     attention, result = view.attention, BlockResult({}, {}, {}, {})
-    if "attention_output" in moments:
-        sent = moments["attention_output"].mean
-    else:  # attention averages values
-        sent = moments["value"].mean.repeat_interleave(attention.heads // attention.kv_heads, 0).flatten()
     projections = {name: _reading_nothing(dense) for name, dense in zip("qkv", attention.qkv(), strict=True)}
-    projections["o"] = _of_nothing(attention.output, sent, method)
+    projections["o"] = _of_nothing(attention.output, moments["attention_output"].mean, method)
     put_attention(result, attention, projections, 0, 0)
     for module in ("qk", "vo"):
         _report(result, module, attention.head_dim)

@@ -120,14 +120,17 @@ def sliceable(view: BlockView) -> dict[str, Sliceable]:
             Rows(name, part) for name in mine if name != "down" for part in _rows(mine[name]).view(-1, mlp.hidden, 1)
         ]
         found["mlp"] = HiddenUnits("mlp_hidden", "mlp_input", mlp.hidden, 1, tuple(rows), "down", mine, mlp)
+    if attention.spec.qkv:
+        found["heads"] = _heads(attention, layers)
+    return found
+
+
+def _heads(attention: AttentionView, layers: dict[str, Dense]) -> HeadGroups:
     groups = attention.kv_heads
     mine = {name: layer for name, layer in layers.items() if name in ("q", "k", "v", "qkv", "o")}
     rows = [Rows(layer, index.view(groups, -1)) for layer, index in attention.qkv_rows().values()]
     channels = layers["o"].weight.shape[1] // groups
-    found["heads"] = HeadGroups(
-        "attention_output", "attention_input", groups, channels, tuple(rows), "o", mine, attention
-    )
-    return found
+    return HeadGroups("attention_output", "attention_input", groups, channels, tuple(rows), "o", mine, attention)
 
 
 def _rows(layer: Dense) -> Tensor:
