@@ -41,7 +41,7 @@ SHAPE = {  # queries wider than the stream, and grouped, as in Qwen3-0.6B
 FORMS = {"dense": ("mlp", "vo"), "reduced": ("mlp", "qk", "vo")}
 METHODS = {
     "rankfold": ("rankfold", {}),
-    "rankfold removal=false": ("rankfold", {"removal": False}),
+    "rankfold removal=true": ("rankfold", {"removal": True}),
     "modegpt": ("modegpt", {}),
 }
 ALONE = (0.25, 0.5)
