@@ -12,17 +12,19 @@ DEFAULT, PAPER = "rankfold", "modegpt, the paper's forms"
 
 def render(results: Path) -> None:
     """Write ``ablations.md`` of the models that have both records."""
-    across = {
-        record["config"]["model"]["fingerprint"]: record for record in map(read_json, results.glob("domains*.json"))
-    }
-    paths = [path for path in sorted(results.glob("perplexity_*.json")) if "_seed" not in path.name]
-    both = [(record, across.get(record["config"]["model"]["fingerprint"])) for record in map(read_json, paths)]
+    across = {record["config"]["model"]["fingerprint"]: record for record in _of_one_seed(results, "domains*.json")}
+    found = _of_one_seed(results, "perplexity_*.json")
+    both = [(record, across.get(record["config"]["model"]["fingerprint"])) for record in found]
     lines = [f"# {TITLE}", ""]
     for record, other in both:
         if other is not None:
             lines += [*table(record, other), ""]
     write_text(common.DOCS / "ablations.md", "\n".join([*lines, "Written by `python benchmarks/render.py`.", ""]))
     common.say("wrote ablations.md")
+
+
+def _of_one_seed(results: Path, pattern: str) -> list[dict]:
+    return [read_json(path) for path in sorted(results.glob(pattern)) if "_seed" not in path.name]
 
 
 def table(record: dict, across: dict) -> list[str]:

@@ -5,6 +5,7 @@ other 100, on WikiText-2 and on TinyStories, 10 windows of 1024 tokens each. A k
 
     python benchmarks/domains.py
     python benchmarks/domains.py --only rankfold modegpt
+    python benchmarks/domains.py --seed 1 --json benchmarks/results/domains_seed1.json
 """
 
 import json

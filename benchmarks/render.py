@@ -50,7 +50,7 @@ def main() -> None:
         write_text(args.docs / f"{name}.md", "\n".join(lines))
         common.say(f"wrote {name}.md: {len(records)} records")
     ablation_table.render(args.results)
-    seeds_table.render(sorted(args.results.glob("perplexity_*.json")))
+    seeds_table.render(sorted([*args.results.glob("perplexity_*.json"), *args.results.glob("domains*.json")]))
     latent = sorted(args.results.glob("latent_*.json"))
     if latent:
         latent_table.render(latent)

@@ -1,7 +1,8 @@
-"""One table out of what perplexity_table.py found with several calibration seeds: mean and standard deviation over them."""
+"""One table out of what perplexity_table.py or domains.py found with several calibration seeds: mean and standard deviation."""
 
 import statistics
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import common
@@ -33,26 +34,38 @@ def _protocol(record: dict) -> dict:
     return config | {"calibration": calibration}
 
 
+def _cells(record: dict) -> Iterator[tuple[str, str, float]]:
+    """Setting, column and perplexity: columns are sparsities, or the texts of domains.py."""
+    for row in record["rows"]:
+        if isinstance(row["perplexity"], dict):
+            at = record["config"]["sparsity"]
+            yield from ((row["name"], f"{text}, {at:.0%}", value) for text, value in row["perplexity"].items())
+        elif row["sparsity"]:
+            yield row["setting"], f"{row['sparsity']:.0%}", row["perplexity"]
+
+
 def table(records: list[dict]) -> list[str]:
-    """Settings by sparsity; a cell says the mean, the deviation, and over how many seeds where it is not all of them."""
-    found, all_of = defaultdict(list), len(records)
+    """Settings by column; a cell says the mean, the deviation, and over how many seeds where it is not all of them."""
+    found = defaultdict(list)
     for record in records:
-        for row in record["rows"]:
-            found[row.get("setting", "dense"), row["sparsity"]].append(row["perplexity"])
+        for setting, column, value in _cells(record):
+            found[setting, column].append(value)
     several = {key: values for key, values in found.items() if len(values) > 1 and key[0] != "dense"}
-    sparsities = sorted({sparsity for _, sparsity in several})
+    texts = isinstance(records[0]["config"].get("sparsity"), float)
+    columns = list(dict.fromkeys(column for _, column in several))
+    columns = columns if texts else sorted(columns, key=lambda column: float(column[:-1]))
 
     def cell(values: list[float]) -> str:
-        few = f" ({len(values)} seeds)" if len(values) < all_of else ""
+        few = f" ({len(values)} seeds)" if len(values) < len(records) else ""
         return f"{latent_table.number(statistics.mean(values))} ± {statistics.stdev(values):.2f}{few}"
 
-    head = ["", *(f"{s:.0%}" for s in sparsities)]
     rows = [
-        [name, *(cell(several[name, s]) if (name, s) in several else "" for s in sparsities)]
+        [name, *(cell(several[name, column]) if (name, column) in several else "" for column in columns)]
         for name in dict.fromkeys(name for name, _ in several)
     ]
     config = records[0]["config"]
     seeds = ", ".join(str(record["config"]["calibration"]["seed"]) for record in records)
+    head = ["", *columns]
     return [
         f"## {config['model']['name']}",
         "",
@@ -62,11 +75,15 @@ def table(records: list[dict]) -> list[str]:
         "",
         f"- calibration: {config['calibration']['samples']} x {config['calibration']['length']} tokens of "
         f"`{config['calibration']['source']}`, drawn with the seeds {seeds}",
-        f"- evaluation: {config['evaluation']['samples']} x {config['evaluation']['length']} tokens of "
-        f"`{config['evaluation']['source']}`",
+        *([] if texts else [_evaluation(config)]),
         "- mean ± standard deviation over the seeds",
         "",
         f"| {' | '.join(head)} |",
         "|" + "---|" * len(head),
         *(f"| {' | '.join(row)} |" for row in rows),
     ]
+
+
+def _evaluation(config: dict) -> str:
+    on = config["evaluation"]
+    return f"- evaluation: {on['samples']} x {on['length']} tokens of `{on['source']}`"
