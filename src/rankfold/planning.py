@@ -94,7 +94,7 @@ def build_plan(source: Source, method: Method, allocated: Allocated, reports: di
     item = torch.empty((), dtype=source.dtype).element_size()
     cache = [_cache(source, method, i, ranks) for i in range(len(source))]
     experts = _experts(source, reports)
-    idle, idle_after = _idle(source, {}), _idle(source, ranks)
+    idle, idle_after = _idle(source, method, {}), _idle(source, method, ranks)
     return Plan(
         model=source.name,
         method=method.describe(),
@@ -141,12 +141,15 @@ def _cache(source: Source, method: Method, index: int, ranks) -> tuple[int, int]
     return view.attention.cached, method.cached_numbers(view, mine)
 
 
-def _idle(source: Source, ranks) -> int:
+def _idle(source: Source, method: Method, ranks) -> int:
     """Parameters of experts that a token is not sent to, of all blocks together."""
     found = 0
     for i in range(len(source)):
-        if (experts := source.meta_block(i).experts) and ranks.get((i, BLOCK)) != 0:
-            found += (experts.count - experts.active) * experts.parameters_at(ranks.get((i, "experts"), experts.hidden))
+        view = source.meta_block(i)
+        if (experts := view.experts) and ranks.get((i, BLOCK)) != 0:
+            mine = {module: rank for module, rank in of_block(ranks, i).items() if module.startswith("experts")}
+            lost = -method.parameter_change(view, mine)[0] // experts.count if mine else 0
+            found += (experts.count - experts.active) * (experts.parameters_at(experts.hidden) - lost)
     return found
 
 
@@ -155,7 +158,7 @@ def _experts(source: Source, reports: dict) -> dict | None:
     experts = next((view.experts for view in map(source.meta_block, range(len(source))) if view.experts), None)
     if experts is None:
         return None
-    seen = {block: report for (block, module), report in reports.items() if module == "experts" and "tokens" in report}
+    seen = {block: report for (block, _), report in reports.items() if "tokens" in report}
     return {
         "of_a_block": experts.count,
         "of_a_token": experts.active,

@@ -460,7 +460,7 @@ def test_modules_that_are_not_there_are_refused(family, modules, message):
         rankfold.compress(opened(model_of(family)), MoDeGPT(modules=modules), text(4))
 
 
-@pytest.mark.parametrize("method", ["latentllm", "slicegpt"])
+@pytest.mark.parametrize("method", ["slicegpt"])
 @pytest.mark.parametrize("family", sorted(ATTENTION_STAYS))
 def test_other_methods_refuse_such_attention_in_one_line(family, method):
     with pytest.raises(UnsupportedModelError, match=f"{method} cannot take this {family}.*--method rankfold") as error:

@@ -8,7 +8,10 @@ from families import EXPERTS, KINDS, opened, some_ids, tokens
 from rankfold import LatentLLM
 from rankfold.calibration.runner import advance, measure, start
 from rankfold.errors import NumericsError, OptionError, UnsupportedModelError
+from rankfold.methods.base import BlockResult
 from rankfold.methods.latentllm.attention import ATTENTION, decompose_attention
+from rankfold.methods.latentllm.experts import decompose_experts
+from rankfold.methods.latentllm.layout import EXPERTS as OF_EXPERTS
 from rankfold.methods.latentllm.mlp import decompose_mlp
 from rankfold.modules import CompressedAttention, LatentLinear, build
 from rankfold.replacing import replace
@@ -36,9 +39,10 @@ def full_rank_block(family: str, **options):
     ranks = {u.module: u.ranks[-1] for u in method.units(view)}
     attention = {m: r for m, r in ranks.items() if m in ATTENTION}
     result = decompose_attention(method, view, moments, attention)
-    mlp = {m: r for m, r in ranks.items() if m not in attention}
-    if mlp:
-        part = decompose_mlp(method, view, moments, mlp)
+    experts = {m: r for m, r in ranks.items() if m in OF_EXPERTS}
+    mlp = {m: r for m, r in ranks.items() if m not in attention | experts}
+    for decompose, those in ((decompose_mlp, mlp), (decompose_experts, experts)):
+        part = decompose(method, view, moments, those) if those else BlockResult({}, {}, {}, {})
         for kind in ("modules", "state", "reports", "errors"):
             getattr(result, kind).update(getattr(part, kind))
     replace(view, result, source)

@@ -59,9 +59,9 @@ class RouterWeights(_Caught):
 
 
 class ExpertMoment(NamedTuple):
-    """Of what the down projection of one expert receives, times the weight with which its output counts."""
+    """Of what one expert, or its down projection, receives, times the weight with which its output counts."""
 
-    moment: Moment | None  # counts squared weights; None once it has been used
+    moment: Moment | None  # counts squared weights; None before it is made, and once it has been used
     tokens: int  # that were sent to the expert
     filled: int  # other tokens that were added, because these were too few
     share: float  # squared weights of its own tokens
@@ -92,9 +92,25 @@ class RoutedTokens:
         for some, w in zip(which.split(ROWS), weights.split(ROWS), strict=True):
             yield self.experts.activations(expert, self.tokens[some]).float() * w[:, None], w
 
+    def inputs(self, which: Tensor, weights: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Weighted tokens ``(m, D)`` themselves, and the weights, as :meth:`activations`."""
+        for some, w in zip(which.split(ROWS), weights.split(ROWS), strict=True):
+            yield self.tokens[some].float() * w[:, None], w
+
     def moment(self, expert: int) -> ExpertMoment:
         r"""Of ``w h``, ``h`` the hidden units and ``w`` the router's weight: a fit that makes
-        :math:`\mathbb{E}\,w^2\|W h - W' h_k\|^2` least makes its part of the block's error least.
+        :math:`\mathbb{E}\,w^2\|W h - W' h_k\|^2` least makes its part of the block's error least. See :meth:`_seen`.
+        """
+        which, weights, seen = self._seen(expert)
+        return seen._replace(moment=_summed(self.activations(expert, which, weights), weights))
+
+    def input_moment(self, expert: int) -> ExpertMoment:
+        """Of ``w x``, ``x`` the tokens that an expert receives; likewise."""
+        which, weights, seen = self._seen(expert)
+        return seen._replace(moment=_summed(self.inputs(which, weights), weights))
+
+    def _seen(self, expert: int) -> tuple[Tensor, Tensor, ExpertMoment]:
+        """Which tokens an expert is fitted to, and with which weights.
 
         An expert that saw fewer than ``PER_UNIT`` tokens for every hidden unit is given more, evenly out of all, as if they had
         been sent to it with the weight that its own have in the mean square: its moment is shrunk towards the pooled one.
@@ -108,12 +124,16 @@ class RoutedTokens:
                 torch.linspace(0, len(self.tokens) - 1, filled, dtype=torch.float64).round().long().to(which.device)
             )
             which, weights = torch.cat([which, others]), torch.cat([weights, weights.new_full((filled,), usual)])
-        return ExpertMoment(self._moment(expert, which, weights), tokens, filled, share)
+        return which, weights, ExpertMoment(None, tokens, filled, share)
 
-    def _moment(self, expert: int, which: Tensor, weights: Tensor) -> Moment:
-        sums = VectorMoment(self.experts.hidden, self.tokens.device)
-        total = torch.zeros_like(sums.total)
-        for rows, w in self.activations(expert, which, weights):
-            sums.add(rows)
-            total += (w @ rows).to(total)
-        return Moment(weights.double().square().sum().item(), total, None, sums.finish().second)
+
+def _summed(parts: Iterator[tuple[Tensor, Tensor]], weights: Tensor) -> Moment:
+    """Of weighted rows, some of which come at a time with their weights."""
+    sums = total = None
+    for rows, w in parts:
+        if sums is None:
+            sums = VectorMoment(rows.shape[1], rows.device)
+            total = torch.zeros_like(sums.total)
+        sums.add(rows)
+        total += (w @ rows).to(total)
+    return Moment(weights.double().square().sum().item(), total, None, sums.finish().second)

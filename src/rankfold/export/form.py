@@ -10,7 +10,7 @@ from ..architectures import Architecture, AttentionView, BlockView
 from ..checkpoint.load import empty_model
 from ..checkpoint.source import Source
 from ..modules import install
-from .reading import read_heads, read_rising
+from .reading import check_experts, read_heads, read_rising
 from .rotary import places_of, turning_by
 
 __all__ = ["Form", "parameters", "stock_form"]
@@ -105,6 +105,7 @@ def _sizes(view: BlockView, dense: BlockView) -> _Sizes:
         rising, down = read_rising(view)
         units[view.mlp.spec.width] = down.weight.shape[1]
     if view.experts:
+        check_experts(view)
         units[view.experts.spec.width] = view.experts.hidden
     biases = {"mlp_bias": _biased(*rising.values(), *([down] if down else []))}
     shape = (attention.heads, attention.kv_heads, attention.head_dim)  # of one that stays as it is

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from ..architectures import BlockView, Dense, read_linear
 from ..errors import UnsupportedModelError
 from ..linalg.padding import head_places
-from ..modules import CompressedAttention, PredictedNorm, ShortcutBlock
+from ..modules import CompressedAttention, LatentExperts, PredictedNorm, ShortcutBlock
 
-__all__ = ["Heads", "read_heads", "read_rising"]
+__all__ = ["Heads", "check_experts", "read_heads", "read_rising"]
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,12 @@ def read_rising(view: BlockView) -> tuple[dict[str, Dense], Dense]:
     paths = [path for path in (spec.gate, spec.up, spec.down) if path]
     *rising, down = (_read(f"{view.path}.{path}", view.module.get_submodule(path)) for path in paths)
     return dict(zip(paths[:-1], rising, strict=True)), down
+
+
+def check_experts(view: BlockView) -> None:
+    """Raise :class:`UnsupportedModelError` where experts are made of something else than matrices."""
+    if isinstance(view.experts.module, LatentExperts):
+        _read(f"{view.path}.{view.experts.spec.path}", view.experts.module)
 
 
 def _member(module: CompressedAttention, name: str) -> nn.Module:

@@ -3,6 +3,7 @@
 from .attention import CompressedAttention
 from .building import build, install
 from .bundle import CODE_FILE, code
+from .experts import LatentExperts
 from .latent import LatentLinear, SplitHeadLinear
 from .loading import AUTO_MAP, FORMAT, METHOD_NAME, METHOD_NAMES, RankfoldConfig, attach, current_name, digest
 from .norms import PredictedNorm
@@ -17,6 +18,7 @@ __all__ = [
     "METHOD_NAME",
     "METHOD_NAMES",
     "CompressedAttention",
+    "LatentExperts",
     "LatentLinear",
     "PredictedNorm",
     "QuantizedTensor",

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .attention import CompressedAttention
-from .experts import narrow_experts
+from .experts import LatentExperts, narrow_experts
 from .layers import LAYERS, build_layer, check_description
 from .shortcuts import ShortcutBlock
 
@@ -24,11 +24,13 @@ def build(spec: dict, dense: nn.Module | None = None, config=None) -> nn.Module:
     Raises:
         ValueError: an unknown kind, or sizes that are no positive integers.
     """
-    check_description(spec, (*LAYERS, "attention", "experts", "shortcut_block"))
+    check_description(spec, (*LAYERS, "attention", "experts", "latent_experts", "shortcut_block"))
     if spec["kind"] == "shortcut_block":
         return ShortcutBlock(spec, dense)
     if spec["kind"] == "experts":
         return narrow_experts(spec, dense)
+    if spec["kind"] == "latent_experts":
+        return LatentExperts(spec, dense)
     return _attention(spec, dense, config) if spec["kind"] == "attention" else build_layer(spec)
 
 

@@ -1,6 +1,6 @@
-"""Experts with fewer hidden units than the model's config says.
+"""Experts with fewer hidden units than the model's config says, and experts through latents.
 
-Shape legend: E experts, D model width, R kept width.
+Shape legend: E experts, n tokens, k experts of a token, D model width, R kept width.
 """
 
 import copy
@@ -8,7 +8,9 @@ import copy
 import torch
 from torch import nn
 
-__all__ = ["narrow_experts"]
+from .layers import build_layer
+
+__all__ = ["LatentExperts", "narrow_experts"]
 
 WIDTHS = ("intermediate_dim", "intermediate_size")  # what families call the attribute that repeats the hidden width
 
@@ -20,8 +22,7 @@ def narrow_experts(spec: dict, dense: nn.Module) -> nn.Module:
         spec: ``experts``, ``in``, ``width``, ``bias``, and whether weights are ``transposed``: (E, in, out).
         dense: the experts it replaces; its tensors are not looked at.
     """
-    shared = {id(dense.config): dense.config} | {id(parameter): None for parameter in dense.parameters()}
-    module = copy.deepcopy(dense, shared)  # which leaves out the parameters
+    module = _without_weights(dense)
     E, D, R = spec["experts"], spec["in"], spec["width"]
     for name, rows, columns in (("gate_up_proj", 2 * R, D), ("down_proj", D, R)):
         shape = (E, columns, rows) if spec["transposed"] else (E, rows, columns)
@@ -32,3 +33,36 @@ def narrow_experts(spec: dict, dense: nn.Module) -> nn.Module:
         if hasattr(module, name):
             setattr(module, name, R)
     return module
+
+
+class LatentExperts(nn.Module):
+    """Experts with layers of their own, of which some or all go through a latent, in place of stacked parameters.
+
+    Args:
+        spec: ``experts``, and the description of the layers into (``rising``: gate and up, rows as the family stores them) and
+            out of (``falling``) the hidden units of each.
+        dense: the experts it replaces; what they make of gate and up is the family's own.
+    """
+
+    def __init__(self, spec: dict, dense: nn.Module):
+        super().__init__()
+        self.__dict__["family"] = _without_weights(dense)  # not a submodule: it has nothing to load
+        self.rising, self.falling = (
+            nn.ModuleList(build_layer(spec[side]) for _ in range(spec["experts"])) for side in ("rising", "falling")
+        )
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        """(n, D) tokens, (n, k) their experts, (n, k) weights of these in the sum (n, D)."""
+        sent = torch.zeros_like(hidden_states)
+        for expert, (rising, falling) in enumerate(zip(self.rising, self.falling, strict=True)):
+            tokens, place = (top_k_index == expert).nonzero(as_tuple=True)
+            hidden = self.family._apply_gate(rising(hidden_states[tokens]))
+            weighted = falling(hidden) * top_k_weights[tokens, place, None]
+            sent.index_add_(0, tokens, weighted.to(sent.dtype))
+        return sent
+
+
+def _without_weights(dense: nn.Module) -> nn.Module:
+    """A copy that has no parameters, with the same config."""
+    shared = {id(dense.config): dense.config} | {id(parameter): None for parameter in dense.parameters()}
+    return copy.deepcopy(getattr(dense, "family", dense), shared)

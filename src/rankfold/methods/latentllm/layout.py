@@ -13,10 +13,11 @@ from ...errors import UnsupportedModelError
 from ...linalg.junction import stored_numbers
 from ...modules import build
 
-__all__ = ["FISHER", "PLAIN", "QKV", "Slot", "column_weights", "dense_projections", "fishers", "slots"]
+__all__ = ["EXPERTS", "FISHER", "PLAIN", "QKV", "Slot", "column_weights", "dense_projections", "fishers", "slots"]
 
 PLAIN = ("left", "right", "symmetric")  # junctions that store both factors in full
 FISHER = "fisher"  # the pre-conditioner of the Fisher of columns, and the statistic it reads of every layer
+EXPERTS = ("experts_up", "experts_down")  # gate and up of all experts, and their down projections
 QKV = "qkv"  # the unit that takes the place of q, k and v where they share a latent
 
 
@@ -31,6 +32,7 @@ class Slot:
     bias: bool  # of the latent projection
     gains: bool  # whether the dense one has none
     heads: int  # heads its outputs come in; of query, key and value projections
+    copies: int = 1  # experts that have such a projection
 
     @property
     def split(self) -> bool:
@@ -85,7 +87,8 @@ class Slot:
         least = self.head_dim if self.head_identity else 1
         steps = [r for r in range(self.method.multiple, self.full, self.method.multiple) if r >= least]
         steps = [r for r in steps if self.numbers(r) < self.dense]
-        return (*steps, self.full), (*map(self.numbers, steps), self.dense)
+        sizes = (*map(self.numbers, steps), self.dense)
+        return (*steps, self.full), tuple(self.copies * size for size in sizes)
 
     def spec(self, rank: int) -> dict:
         """The description of the runtime module."""
@@ -158,9 +161,16 @@ def _stored(view: BlockView, module: str):
 def slots(method, view: BlockView) -> dict[str, Slot]:
     """Unit -> slot, for all that this block has."""
     heads = {"q": view.attention.heads, "k": view.attention.kv_heads, "v": view.attention.kv_heads}
-    return {
+    found = {
         name: Slot(method, name, *dense.weight.shape, *_biases(method, dense), heads.get(name, 1))
         for name, dense in dense_projections(method, view).items()
+    }
+    if view.experts is None or not method.takes_experts:
+        return found
+    one = zip(EXPERTS, (view.experts.rising(0), view.experts.down(0)), strict=True)
+    return found | {
+        name: Slot(method, name, *dense.weight.shape, *_biases(method, dense), 1, view.experts.count)
+        for name, dense in one
     }
 
 

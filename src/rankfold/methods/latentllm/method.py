@@ -4,22 +4,27 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...architectures import BlockView, Dense
+from ...calibration.experts import INPUT, ROUTING
 from ...errors import UnsupportedModelError
 from ...memory import release_memory
 from ..base import BlockResult, Method, Unit, register_method
 from .attention import ATTENTION, decompose_attention
-from .layout import FISHER, QKV, fishers, slots
+from .experts import decompose_experts
+from .layout import EXPERTS, FISHER, QKV, fishers, slots
 from .mlp import decompose_mlp
 from .options import check_options
 from .report import Report
 
 __all__ = ["LatentLLM"]
 
+STATISTICS = {INPUT, ROUTING}
+
 
 @register_method
 @dataclass(frozen=True)
 class LatentLLM(Method):
-    """Options of the latent methods beside those of every method. Modules: q, k, v, o, gate, up, down.
+    """Options of the latent methods beside those of every method. Modules: q, k, v, o, gate, up, down; and of experts
+    experts_up (gate and up of each as one) and experts_down.
 
     Attributes:
         precondition: ``rootcov`` (optimal), ``identity``, ``hessian``, ``l1``, ``l2`` or ``covariance`` (Table 1); or
@@ -53,7 +58,7 @@ class LatentLLM(Method):
     """
 
     name: ClassVar[str] = "latentllm"
-    all_modules: ClassVar[tuple[str, ...]] = (*ATTENTION, "gate", "up", "down")
+    all_modules: ClassVar[tuple[str, ...]] = (*ATTENTION, "gate", "up", "down", *EXPERTS)
     targets: ClassVar[tuple[str, ...]] = ("transformers", "vllm")
     features: ClassVar[bool] = (
         False  # whether what a layer sends is fitted about its means, with a bias for every layer
@@ -108,12 +113,7 @@ class LatentLLM(Method):
                     f"{view.architecture.model_type} cannot take the joint form {pair!r}: {reasons[pair]}; use joint=auto"
                 )
         moves = view.attention.averages and view.attention.output.bias is not None
-        if (
-            self.attention_aware
-            and not view.architecture.projects
-            and view.attention.qkv()[2].bias is not None
-            and not moves
-        ):
+        if self.attention_aware and view.attention.spec.qkv and view.attention.qkv()[2].bias is not None and not moves:
             why = "its output projection has none that could take up what of it is lost"
             raise UnsupportedModelError(
                 f"{view.architecture.model_type} cannot take attention_aware=true: its values have a bias, and "
@@ -129,14 +129,11 @@ class LatentLLM(Method):
         return wanted - reasons.keys()
 
     def supported_modules(self, architecture, view: BlockView) -> tuple[str, ...]:
-        if view.attention.spec.beyond and not architecture.projects:
-            raise UnsupportedModelError(
-                f"{self.name} cannot take this {architecture.model_type}: {view.attention.spec.beyond}; use --method rankfold"
-            )
         there = slots(self, view)
         present = [m for m in self.all_modules if m in there]
+        elsewhere = EXPERTS if architecture.experts and self.takes_experts else ()  # blocks may differ in kind
         for module in self.modules or ():
-            if module not in present:
+            if module not in (*present, *elsewhere):
                 raise UnsupportedModelError(
                     f"{architecture.model_type} has no module {module!r} that can be compressed; it has: {','.join(present)}"
                 )
@@ -150,6 +147,11 @@ class LatentLLM(Method):
         wanted = self.modules if self.modules is not None else present
         return tuple(m for m in present if m in wanted)
 
+    @property
+    def takes_experts(self) -> bool:
+        """Whether what it reads is measured of experts."""
+        return self.precondition not in (FISHER, "l1") and not self.features
+
     def centres(self, dense: Dense) -> bool:
         """Whether the bias of a projection takes the mean of what is lost."""
         return self.bias_refit and (self.features or dense.bias is not None)
@@ -157,7 +159,9 @@ class LatentLLM(Method):
     def statistics(self, view: BlockView) -> set[str]:
         needed = dict.fromkeys(ATTENTION, "attention_input") | {"o": "attention_output", "down": "mlp_hidden"}
         modules = self.supported_modules(view.architecture, view)
-        names = {needed.get(m, "mlp_input") for m in modules} | ({"absolute"} if self.precondition == "l1" else set())
+        names = {needed.get(m, "mlp_input") for m in modules if m not in EXPERTS}
+        names |= STATISTICS if set(modules) & set(EXPERTS) else set()
+        names |= {"absolute"} if self.precondition == "l1" else set()
         names |= {"windows"} if self.features else set()
         return names | ({"mlp_samples"} if "ud" in self.joint_forms(view) and {"up", "down"} <= set(modules) else set())
 
@@ -171,12 +175,13 @@ class LatentLLM(Method):
 
     def parameter_change(self, view: BlockView, ranks: dict[str, int]) -> tuple[int, int]:
         lower = self._lower(view, ranks)
-        change = sum(slot.numbers(rank) - slot.dense + slot.gains * slot.out for slot, rank in lower)
-        return change, sum(slot.storage(rank)[1] for slot, rank in lower)
+        change = sum(slot.copies * (slot.numbers(rank) - slot.dense + slot.gains * slot.out) for slot, rank in lower)
+        return change, sum(slot.copies * slot.storage(rank)[1] for slot, rank in lower)
 
     def float_change(self, view: BlockView, ranks: dict[str, int]) -> int:
         return sum(
-            slot.storage(rank)[0] - slot.dense + slot.gains * slot.out for slot, rank in self._lower(view, ranks)
+            slot.copies * (slot.storage(rank)[0] - slot.dense + slot.gains * slot.out)
+            for slot, rank in self._lower(view, ranks)
         )
 
     def _lower(self, view: BlockView, ranks: dict[str, int]):
@@ -213,7 +218,8 @@ class LatentLLM(Method):
         result = BlockResult({}, {}, dense, {})
         for decompose, modules in (
             (decompose_attention, [m for m in lower if m in ATTENTION]),
-            (decompose_mlp, [m for m in lower if m not in ATTENTION]),
+            (decompose_mlp, [m for m in lower if m not in (*ATTENTION, *EXPERTS)]),
+            (decompose_experts, [m for m in lower if m in EXPERTS]),
         ):
             if modules:
                 part = decompose(self, view, moments, {m: lower[m] for m in modules})
