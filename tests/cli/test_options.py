@@ -93,7 +93,7 @@ def test_a_text_may_have_a_share_and_a_file_of_that_name_comes_first(given, text
 )  # fmt: skip
 def test_a_calibration_is_of_both_parts_or_of_each(given, language, vision):
     """And a column is one of the text."""
-    found = CalibrationOptions(calibration=given, field="body", seed=3).of_parts()
+    found = CalibrationOptions(calibration=given, field="body", seed=3).of_parts(["vision", "language"])
     assert {name: ([*one.calibration], one.field, one.seed) for name, one in found.items()} == {
         "language": (*language, 3),
         "vision": (*vision, 3),

@@ -27,10 +27,20 @@ CALIBRATION = "--calibration text.txt --samples 8 --length 64 --device cpu"
 @pytest.fixture(scope="module")
 def small(place):
     """A compressed checkpoint made by the command line."""
+    return compressed(place, "small", "")
+
+
+@pytest.fixture(scope="module")
+def even(place):
+    """One whose blocks are all narrower, so that a stock class is too."""
+    return compressed(place, "even", "--method modegpt ")
+
+
+def compressed(place, folder: str, method: str) -> dict:
     import os
     import subprocess
 
-    line = f"compress model -o small --sparsity 0.3 --multiple 2 {CALIBRATION} --json"
+    line = f"compress model -o {folder} {method}--sparsity 0.3 --multiple 2 {CALIBRATION} --json"
     done = subprocess.run(
         [sys.executable, "-m", "rankfold", *line.split()], cwd=place, capture_output=True, text=True, env=os.environ
     )
@@ -409,20 +419,20 @@ def test_help_has_examples(run):
 
 
 @pytest.mark.parametrize("kind, options", [("stock", ""), ("deci", ""), ("gguf", "--dtype q8_0"), ("gguf-deci", "")])
-def test_export_says_what_is_left_of_the_saving(small, place, run, kind, options):
-    code, out, err = run(f"export small -o small-{kind} --format {kind} {options} --json")
+def test_export_says_what_is_left_of_the_saving(even, place, run, kind, options):
+    code, out, err = run(f"export even -o even-{kind} --format {kind} {options} --json")
     assert code in (0, None), err
     result = json.loads(out)
     counts = result["parameters"]
-    assert counts["compressed"] == small["parameters"] <= counts["exported"] < counts["dense"]
+    assert counts["compressed"] == even["parameters"] <= counts["exported"] < counts["dense"]
     assert result["saving_kept"] == (counts["dense"] - counts["exported"]) / (counts["dense"] - counts["compressed"])
-    assert result["difference"] < 0.1 and (place / f"small-{kind}").exists() and not list(place.glob("*rankfold*"))
-    code, _, err = run(f"export small -o small-{kind} --format {kind}")
-    assert code == 2 and err == f"rankfold: small-{kind} exists already; choose another folder or remove it\n"
+    assert result["difference"] < 0.1 and (place / f"even-{kind}").exists() and not list(place.glob("*rankfold*"))
+    code, _, err = run(f"export even -o even-{kind} --format {kind}")
+    assert code == 2 and err == f"rankfold: even-{kind} exists already; choose another folder or remove it\n"
 
 
-def test_export_prints_counts(small, run):
-    code, out, err = run("export small -o printed")
+def test_export_prints_counts(even, run):
+    code, out, err = run("export even -o printed")
     assert code in (0, None), err
     first, second = out.splitlines()
     assert re.fullmatch(r"printed: parameters [\d,]+ dense, [\d,]+ compressed, [\d,]+ exported", first)

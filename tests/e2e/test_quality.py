@@ -118,8 +118,8 @@ def test_the_default_beats_the_method_whose_shapes_it_has(subject, sparsity):
         )
     )
     assert best < 0.75 * plain
-    assert best < 0.85 * uniform  # ranks by effect
-    assert uniform < blind < 1.05 * plain  # feedback; values as attention mixes them
+    assert best < 0.9 * uniform  # ranks by effect
+    assert uniform < blind < 1.05 * plain  # feedback; values as attention mixes them in its place
 
 
 @pytest.mark.parametrize("sparsity", [0.3, 0.5])

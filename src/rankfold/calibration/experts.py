@@ -102,7 +102,10 @@ class RoutedTokens:
         :math:`\mathbb{E}\,w^2\|W h - W' h_k\|^2` least makes its part of the block's error least. See :meth:`_seen`.
         """
         which, weights, seen = self._seen(expert)
-        return seen._replace(moment=_summed(self.activations(expert, which, weights), weights))
+        return seen._replace(moment=self._moment(expert, which, weights))
+
+    def _moment(self, expert: int, which: Tensor, weights: Tensor) -> Moment:
+        return _summed(self.activations(expert, which, weights), weights)
 
     def input_moment(self, expert: int) -> ExpertMoment:
         """Of ``w x``, ``x`` the tokens that an expert receives; likewise."""
