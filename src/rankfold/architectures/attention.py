@@ -181,11 +181,9 @@ class AttentionView:
     @property
     def sinks(self) -> Tensor | None:
         """``(H,)`` scores of the attention sinks, where the family has them."""
-        return (
-            getattr(self.module, "sinks" if hasattr(self.module, "sinks") else self.spec.sinks)
-            if self.spec.sinks
-            else None
-        )
+        if self.spec.sinks is None:
+            return None
+        return getattr(self.module, "sinks" if hasattr(self.module, "sinks") else self.spec.sinks)
 
     @property
     def averages(self) -> bool:

@@ -17,9 +17,19 @@ from torch import Tensor
 from ..architectures import ExpertsView
 from .moments import BlockMoments, Moment, VectorMoment
 
-__all__ = ["INPUT", "ROUTING", "ExpertInputs", "ExpertMoment", "RoutedTokens", "RouterWeights"]
+__all__ = [
+    "INPUT",
+    "ROUTING",
+    "STATISTICS",
+    "ExpertInputs",
+    "ExpertMoment",
+    "RoutedTokens",
+    "RouterWeights",
+    "energies",
+]
 
-INPUT, ROUTING = "experts_input", "experts_routing"  # the statistics
+INPUT, ROUTING = "experts_input", "experts_routing"
+STATISTICS = {INPUT, ROUTING}
 PER_UNIT = 4  # tokens that an expert should have seen for every hidden unit; more helps where text is very short only
 ROWS = 4096  # tokens whose activations exist at a time
 
@@ -128,6 +138,15 @@ class RoutedTokens:
             )
             which, weights = torch.cat([which, others]), torch.cat([weights, weights.new_full((filled,), usual)])
         return which, weights, ExpertMoment(None, tokens, filled, share)
+
+
+def energies(parts: Iterator[tuple[Tensor, Tensor]], centre: Tensor | None, *matrices: Tensor) -> Tensor:
+    """``||M r||^2`` summed over weighted rows, for every matrix ``M``, fp64; rows about ``centre`` where a bias took that."""
+    found = torch.zeros(len(matrices), dtype=torch.float64)
+    for rows, weights in parts:
+        rows = rows if centre is None else rows - weights[:, None] * centre.to(rows)
+        found += torch.tensor([(rows @ M.T).square().sum().item() for M in matrices], dtype=torch.float64)
+    return found
 
 
 def _summed(parts: Iterator[tuple[Tensor, Tensor]], weights: Tensor) -> Moment:

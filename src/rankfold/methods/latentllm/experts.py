@@ -6,10 +6,11 @@ Shape legend: E experts, n tokens, D model width, F hidden width of an expert.
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...architectures import BlockView, Dense, ExpertsView
-from ...calibration.experts import ExpertMoment, RoutedTokens
+from ...calibration.experts import ExpertMoment, RoutedTokens, energies
 from ...calibration.moments import BlockMoments
 from ...memory import release_memory
 from ..base import BlockResult
@@ -95,12 +96,11 @@ def _put(result: BlockResult, experts: ExpertsView, sides: dict[str, list[Side]]
 
 def _error_on(experts: ExpertsView, module: str, found: list[Side], moments: BlockMoments) -> float:
     """RMS error over RMS output, each expert by itself on the tokens it is sent, about the mean that went into its bias."""
-    routed, lost, total = RoutedTokens.of(experts, moments), 0.0, 0.0
+    routed, found_on = RoutedTokens.of(experts, moments), torch.zeros(2, dtype=torch.float64)
     for expert, one in enumerate(found):
         W = _of(experts, module, expert).weight.float()
         gap, sent = W - as_dense(one.latent).weight.to(W), routed.sent(expert)
         parts = routed.inputs(*sent) if module == EXPERTS[0] else routed.activations(expert, *sent)
-        for rows, weights in parts:
-            rows = rows if one.centre is None else rows - weights[:, None] * one.centre.to(rows)
-            lost, total = (s + (rows @ M.T).square().sum().item() for s, M in ((lost, gap), (total, W)))
+        found_on += energies(parts, one.centre, gap, W)
+    lost, total = found_on.tolist()
     return (lost / total) ** 0.5 if total else 0.0

@@ -161,16 +161,13 @@ def _stored(view: BlockView, module: str):
 def slots(method, view: BlockView) -> dict[str, Slot]:
     """Unit -> slot, for all that this block has."""
     heads = {"q": view.attention.heads, "k": view.attention.kv_heads, "v": view.attention.kv_heads}
-    found = {
-        name: Slot(method, name, *dense.weight.shape, *_biases(method, dense), heads.get(name, 1))
-        for name, dense in dense_projections(method, view).items()
-    }
-    if view.experts is None or not method.takes_experts:
-        return found
-    one = zip(EXPERTS, (view.experts.rising(0), view.experts.down(0)), strict=True)
-    return found | {
-        name: Slot(method, name, *dense.weight.shape, *_biases(method, dense), 1, view.experts.count)
-        for name, dense in one
+    found, copies = dense_projections(method, view), {}
+    if (experts := view.experts) and method.takes_experts:
+        found |= zip(EXPERTS, (experts.rising(0), experts.down(0)), strict=True)
+        copies = dict.fromkeys(EXPERTS, experts.count)
+    return {
+        name: Slot(method, name, *dense.weight.shape, *_biases(method, dense), heads.get(name, 1), copies.get(name, 1))
+        for name, dense in found.items()
     }
 
 

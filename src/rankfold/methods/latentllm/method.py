@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...architectures import BlockView, Dense
-from ...calibration.experts import INPUT, ROUTING
+from ...calibration.experts import STATISTICS
 from ...errors import UnsupportedModelError
 from ...memory import release_memory
 from ..base import BlockResult, Method, Unit, register_method
@@ -16,8 +16,6 @@ from .options import check_options
 from .report import Report
 
 __all__ = ["LatentLLM"]
-
-STATISTICS = {INPUT, ROUTING}
 
 
 @register_method

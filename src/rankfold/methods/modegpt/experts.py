@@ -10,16 +10,14 @@ import torch
 from torch import Tensor
 
 from ...architectures import BlockView, Dense, ExpertsView
-from ...calibration.experts import INPUT, ROUTING, ExpertMoment, RoutedTokens
+from ...calibration.experts import ExpertMoment, RoutedTokens, energies
 from ...calibration.moments import BlockMoments
 from ...linalg.nystrom import error_curve, nystrom
 from ..base import BlockResult, Unit
 from .attention import relative
 from .mlp import metric_of, refitted
 
-__all__ = ["STATISTICS", "expert_errors", "reduce_experts", "truncate_experts"]
-
-STATISTICS = {INPUT, ROUTING}
+__all__ = ["expert_errors", "reduce_experts", "truncate_experts"]
 
 
 class Expert(NamedTuple):
@@ -68,15 +66,13 @@ def _energy(down: Dense, C: Tensor) -> float:
 
 def _error_on(routed: RoutedTokens, reduced: list[Expert]) -> float:
     """RMS error over RMS output, each expert by itself on the tokens it is sent, about the mean that went into its bias."""
-    error = total = 0.0
+    found = torch.zeros(2, dtype=torch.float64)
     for expert, one in enumerate(reduced):
         W = routed.experts.down(expert).weight.float()
         gap = W.clone()
         gap[:, one.keep] -= one.down.weight.float()
-        for rows, weights in routed.activations(expert, *routed.sent(expert)):
-            rows = rows if one.centre is None else rows - weights[:, None] * one.centre.to(rows)
-            error, total = (s + (rows @ M.T).square().sum().item() for s, M in ((error, gap), (total, W)))
-    return relative(error, total)
+        found += energies(routed.activations(expert, *routed.sent(expert)), one.centre, gap, W)
+    return relative(*found.tolist())
 
 
 def expert_errors(method, view: BlockView, moments: BlockMoments, unit: Unit, least: int) -> dict[int, float]:

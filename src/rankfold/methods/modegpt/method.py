@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from ...architectures import BlockView
+from ...calibration.experts import STATISTICS as EXPERT_STATISTICS
 from ...calibration.moments import BlockMoments, Moment
 from ...errors import OptionError, UnsupportedModelError
 from ...linalg.column_row import relative_cost
@@ -17,7 +18,6 @@ from ..targets import TARGETS
 from .attention import GRADIENT as ATTENTION_GRADIENT
 from .attention import OF_MODEL, compress_attention, is_free, values_move
 from .curves import squared_errors
-from .experts import STATISTICS as EXPERT_STATISTICS
 from .experts import reduce_experts, truncate_experts
 from .mlp import GRADIENT as MLP_GRADIENT
 from .mlp import reduce_mlp

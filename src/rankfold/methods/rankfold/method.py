@@ -10,10 +10,10 @@ from types import MappingProxyType
 from typing import ClassVar, Literal
 
 from ...architectures import BlockView
+from ...calibration.experts import STATISTICS as EXPERT_STATISTICS
 from ..base import BlockResult, Stage, Unit, register_method
 from ..modegpt import MoDeGPT
 from ..modegpt.curves import squared_errors
-from ..modegpt.experts import STATISTICS as EXPERT_STATISTICS
 from .attention import decompose_attention, refit_output, values_of
 from .mlp import decompose_mlp
 
@@ -54,9 +54,8 @@ class Rankfold(MoDeGPT):
 
     def units(self, view: BlockView) -> list[Unit]:
         found = super().units(view)
-        if not self.removal or self.allocation != "measured" or self.budget == "latency" or self.own_sparsities:
-            return found
-        if view.architecture.projects:  # nothing else tells the language model of the image
+        asked = self.removal and self.allocation == "measured" and self.budget != "latency" and not self.own_sparsities
+        if not asked or view.architecture.projects:  # nothing but a projector tells the language model of the image
             return found
         there = {unit.module for unit in found}
         whole = {"mlp"} | ({"qk", "vo"} if {"qk", "vo"} <= there and not self.head_dim else set())
