@@ -216,7 +216,7 @@ def _divergences(source: Source, ids: Data, dense: Stream, tried: Stream) -> lis
 
 def _sent(source: Source, batch: Batch, stream: Stream, hidden: Tensor) -> Tensor:
     """What comes out, of an example without the positions that an image follows."""
-    if isinstance(batch, Tensor):
+    if isinstance(batch, Tensor) or batch.ids is None:
         return outputs(source, batch, stream, hidden)
     told = targets_of(source, batch)[0] != IGNORED
     positions = torch.cat([told[1:], told.new_ones(1)]).nonzero().flatten()

@@ -11,6 +11,7 @@ from .allocation import allocate, averages, budgets, check_reachable, tensor_byt
 from .architectures import BlockView
 from .budgets import Choices
 from .calibration.backward import PASSES, sweep_memory, windows_for
+from .calibration.batches import noise, tokens_in
 from .calibration.experts import INPUT, PER_UNIT, ROUTING
 from .calibration.gradients import numbers, widest
 from .calibration.observers import SAMPLE_ROWS, STATISTICS
@@ -242,13 +243,13 @@ def timed(the_plan: Plan, source: Source, calibration: dict, mode: str) -> Plan:
     if mode not in forwards:
         raise OptionError(f"mode must be {' or '.join(forwards)}, got {mode!r}")
     length = calibration["length"]
-    ids = source.part.example(max(1, batch_tokens(source) // length), length)
+    ids = noise(source.part, max(1, batch_tokens(source) // length), length)
     view, stream, times = source.block(0), start(source, ids, autocast=source.autocast), []
     for _ in range(3):  # the first one warms up
         begin = time.perf_counter()
         advance(view, stream.copy())
         times.append(time.perf_counter() - begin)
-    per_token = min(times) / (len(ids) * source.part.length_of(ids))  # of one block
+    per_token = min(times) / tokens_in(ids, source.part)  # of one block
     passed = (forwards[mode] * len(source) + method.search(len(source), removed)) * calibration["tokens"]
     if the_plan.gradient_windows:
         passed += PASSES * len(source) * the_plan.gradient_windows * length

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from .architectures import BlockView
+from .calibration.batches import noise
 from .calibration.runner import start
 from .checkpoint.source import Source
 from .errors import CheckpointError
@@ -102,7 +103,7 @@ def measure_times(source: Source, method: Method, units: list[Unit], context: in
 
     Cost: some 130 forwards of each kind of block.
     """
-    stream = start(source, source.part.example(1, context), autocast=None)
+    stream = start(source, noise(source.part, 1, context), autocast=None)
     alike: dict[str, list[int]] = {}
     for index in range(len(source)):
         alike.setdefault(likeness(source.meta_block(index)), []).append(index)
@@ -142,7 +143,7 @@ def _variants(source: Source, method: Method, view: BlockView, units: list[Unit]
 def _time(view: BlockView, variants: dict, stream, source: Source) -> tuple[float, dict]:
     """Seconds of the dense block, and what each variant saves: medians over rounds of all of them in turning order."""
     args, kwargs = _cast(stream.calls[0][view.index][:2], source.dtype)
-    hidden = stream.hidden[0].to(source.dtype)
+    hidden = view.taken(stream.hidden[0].to(source.dtype))
     names, rounds = [None, *variants], []
     repeats = 1
     for turn in range(ROUNDS + 1):

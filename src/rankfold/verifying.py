@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from .calibration.batches import again, noise
 from .calibration.runner import advance, outputs, start
 from .checkpoint.source import Source
 from .checkpoint.weights import Weights, fill_outer
@@ -27,7 +28,7 @@ class Probe:
     def __init__(self, source: Source, tolerance: float | None = None):
         self.source = source
         self.tolerance = tolerance or max(TOLERANCE, 8 * torch.finfo(source.dtype).eps)
-        self.ids = source.part.example(1, min(LENGTH, source.context_length))
+        self.ids = noise(source.part, 1, min(LENGTH, source.context_length))
         self.stream = start(source, self.ids, autocast=None)
 
     def follow(self, view) -> None:
@@ -53,8 +54,9 @@ class Probe:
         stream = start(written, self.ids, autocast=None)
         for index in range(len(written)):
             advance(written.block(index), stream)
-        expected = outputs(self.source, self.ids, self.stream).float()
-        got = outputs(written, self.ids, stream).float()
+        (batch,) = again(self.ids, stream.hidden)
+        expected = outputs(self.source, batch, self.stream).float()
+        got = outputs(written, batch, stream).float()
         difference = ((got - expected).norm() / expected.norm()).item()
         if not difference <= self.tolerance:
             raise CheckpointError(

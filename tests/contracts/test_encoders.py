@@ -11,6 +11,7 @@ import rankfold
 from families import some_ids
 from rankfold.budgets import choices
 from rankfold.calibration import runner
+from rankfold.calibration.batches import again
 from rankfold.calibration.runner import advance, outputs, start
 from rankfold.effects import measure_costs
 from rankfold.errors import UnsupportedModelError
@@ -24,8 +25,8 @@ from tiny_encoders import ENCODERS, batch_of, opened_encoder, samples_of, states
 TEXTS = [family for family in ENCODERS if opened_encoder(family).part.name == "language"]
 ALIKE = {"xlm-roberta", "clip-vision-alone", "siglip-text"}  # their specs say nothing that those of others do not
 METHODS = [("modegpt", family) for family in ENCODERS if family not in ALIKE]
-METHODS += [("rankfold", family) for family in ("bert", "vit-head", "modernbert-head")]
-METHODS += [("latentllm", family) for family in ("bert-head", "clip-vision")]
+METHODS += [("rankfold", family) for family in ("bert", "vit-head", "modernbert-head", "qwen2.5-vl")]
+METHODS += [("latentllm", family) for family in ("bert-head", "clip-vision", "qwen2.5-vl")]
 METHODS += [(name, "vit-head") for name in ("svd-llm", "flap", "shortgpt", "wanda")]
 
 
@@ -51,6 +52,8 @@ def test_the_folder_loads_by_its_auto_class_with_its_head(run):
     assert torch.equal(states(again, family, batch_of(source)), states(model, family, batch_of(source)))
     auto = (folder / "README.md").read_text().partition("from transformers import ")[2].partition(",")[0]
     assert type(getattr(transformers, auto).from_pretrained(folder)) is type(source.model)
+    if source.part.packed:
+        return  # transformers finds no tower for a class without a head by the names that its own modules have
     body = transformers.AutoModel.from_pretrained(folder).eval()
     if hasattr(body, "base_model") and body is body.base_model and ENCODERS[family].part is None:
         torch.testing.assert_close(
@@ -93,7 +96,8 @@ def test_blocks_run_one_by_one_as_the_model_runs_them(family):
     stream = start(source, batch, autocast=None)
     for index in range(len(source)):
         advance(source.block(index), stream)
-    torch.testing.assert_close(outputs(source, batch, stream), states(source.model, family, batch))
+    (given,) = again(batch, stream.hidden)
+    torch.testing.assert_close(outputs(source, given, stream), states(source.model, family, batch))
 
 
 def test_replacing_attention_at_full_rank_changes_nothing(family):
@@ -121,7 +125,7 @@ def small_one(family: str):
     return source, rankfold.compress(source, rankfold.MoDeGPT(sparsity=0.3, multiple=2), samples_of(source))
 
 
-@pytest.mark.parametrize("family", ["bert-head", "modernbert-head", "clip-vision", "siglip-text"])
+@pytest.mark.parametrize("family", ["bert-head", "modernbert-head", "clip-vision", "siglip-text", "qwen2.5-vl"])
 def test_eager_and_sdpa_attention_agree(family):
     source, model = small_one(family)
     sdpa = states(model, family, batch_of(source))

@@ -198,7 +198,7 @@ class AttentionView:
             return value.p if isinstance(value, nn.Dropout) else value
 
         return {
-            "kind": "attention",
+            "kind": "packed_attention" if self.spec.packed else "attention",
             "heads": self.heads,
             "kv_heads": self.kv_heads,
             "scaling": self._scale(setting),

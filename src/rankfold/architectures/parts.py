@@ -34,6 +34,11 @@ class Part:
         return self.name != "language"
 
     @property
+    def packed(self) -> bool:
+        """Whether images of any size go through it, one behind the other."""
+        return self.architecture.attention.packed
+
+    @property
     def input_name(self) -> str:
         """What its network calls a batch."""
         return "pixel_values" if self.takes_images else "input_ids"
@@ -41,6 +46,8 @@ class Part:
     @property
     def positions(self) -> int | None:
         """Tokens of the longest window it can take, or patches of its images; ``None`` where the config names no limit."""
+        if self.packed:
+            return None
         if self.takes_images:
             return math.prod(size // patch for size, patch in zip(*self._sizes, strict=True))
         found = getattr(self.config, "max_position_embeddings", None)
@@ -48,11 +55,19 @@ class Part:
             return found - self.config.pad_token_id - 1
         return found
 
-    def example(self, samples: int, length: int) -> Tensor:
-        """A batch that needs no data: ids spread over the vocabulary, ``(B, length)``, or ``(B, C, H, W)`` noise."""
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of its images, which are all of one size."""
+        return (self.config.num_channels, *self._sizes[0])
+
+    def example(self, samples: int, length: int) -> Tensor | dict[str, Tensor]:
+        """What goes into its network and needs no data: ids spread over the vocabulary, ``(B, length)``, or ``(B, C, H, W)``
+        noise; by name where the network takes more, one image of at least so many patches."""
+        generator = torch.Generator().manual_seed(0)
+        if self.packed:
+            return self._patches(math.ceil((samples * length) ** 0.5), generator)
         if self.takes_images:
-            shape = (samples, self.config.num_channels, *self._sizes[0])
-            return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+            return torch.randn((samples, *self.image_shape), generator=generator)
         vocabulary = self.config.vocab_size
         ids = torch.arange(length) * max(1, vocabulary // length) % vocabulary
         return ids.expand(samples, -1).contiguous()
@@ -62,6 +77,14 @@ class Part:
         if not self.takes_images:
             return batch.shape[1]
         return math.prod(size // patch for size, patch in zip(batch.shape[2:], self._sizes[1], strict=True))
+
+    def _patches(self, side: int, generator: torch.Generator) -> dict[str, Tensor]:
+        """A square image of noise."""
+        config = self.config
+        side = math.ceil(side / config.spatial_merge_size) * config.spatial_merge_size
+        numbers = config.in_channels * config.temporal_patch_size * config.patch_size**2
+        pixels = torch.randn((side * side, numbers), generator=generator)
+        return {"hidden_states": pixels, "grid_thw": torch.tensor([[1, side, side]])}
 
     @property
     def _sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:

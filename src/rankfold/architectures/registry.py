@@ -30,6 +30,7 @@ from . import (
     opt,
     phi,
     qwen,
+    qwen_vision,
     stablelm,
     ungated,
     vit,
@@ -53,6 +54,7 @@ _FAMILIES = (llama, qwen, gemma, phi, granite, olmo, cohere, glm, exaone, stable
     modernbert,
     vit,
     clip,
+    qwen_vision,
     gpt_oss,
     deepseek,
 )

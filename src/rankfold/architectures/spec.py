@@ -77,6 +77,9 @@ class AttentionSpec:
     output_dropout: str | None = None
     # The output projection is not in the attention module, and its path is relative to the block: so it is in BERT.
     outside: bool = False
+    # The patches of all images stand in one sequence without a batch dimension, and the block is told where each begins: so
+    # Qwen-VL's towers take images of any size.
+    packed: bool = False
 
 
 @dataclass(frozen=True)

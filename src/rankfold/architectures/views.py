@@ -73,6 +73,10 @@ class BlockView:
     def attention(self) -> AttentionView:
         return read_attention(self.architecture.attention, self.module, self.config)
 
+    def taken(self, hidden: Tensor) -> Tensor:
+        """What the block takes of ``(B, T, D)``: ``(T, D)`` where all samples stand in one sequence."""
+        return hidden[0] if self.architecture.attention.packed else hidden
+
     @property
     def experts(self) -> ExpertsView | None:
         """``None`` in a block without; families may have blocks of both kinds."""

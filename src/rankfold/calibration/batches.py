@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..architectures import Part
+from ..errors import DataError
 
 __all__ = [
     "Batch",
@@ -29,6 +30,7 @@ __all__ = [
     "first",
     "ids_of",
     "length_of",
+    "noise",
     "tokens_in",
 ]
 
@@ -37,22 +39,38 @@ Inputs = Mapping[str, Tensor]  # of the model's forward, by name
 
 @dataclass(frozen=True)
 class Example:
-    """One image-text example, as the model's own processor gives it."""
+    """One image-text example, or one image of any size, as the model's own processor gives it."""
 
-    ids: Tensor  # (1, T) int64
+    ids: Tensor | None  # (1, T) int64; None: an image alone
+    tokens: int  # those in whose places images stand among them; of an image alone its patches
     sha256: str  # of all inputs
     images: bool  # whether there is any
     read: Callable[[], Inputs] = field(repr=False)  # all inputs; images are large, so they are made when wanted
 
-    @property
-    def tokens(self) -> int:
-        """Those in whose places images stand among them."""
-        return self.ids.shape[1]
-
     @classmethod
     def of(cls, inputs: Inputs, read: Callable[[], Inputs] | None = None) -> "Example":
         """Out of the inputs themselves, kept unless they can be ``read`` again."""
-        return cls(inputs["input_ids"], _digest(inputs), "pixel_values" in inputs, read or (lambda: inputs))
+        ids, read = inputs.get("input_ids"), read or (lambda: inputs)
+        if ids is None:
+            return cls(None, len(inputs["hidden_states"]), _digest(inputs), True, read)
+        return cls(ids, ids.shape[1], _digest(inputs), "pixel_values" in inputs, read)
+
+    @classmethod
+    def made_by(cls, make: Callable[[], Inputs], where: str) -> "Example":
+        """Out of what is made anew whenever it is wanted, and must stay the same.
+
+        Args:
+            where: named in the message.
+        """
+
+        def read() -> Inputs:
+            inputs = make()
+            if _digest(inputs) != example.sha256:
+                raise DataError(f"{where}: an image changed while it was in use; start again")
+            return inputs
+
+        example = cls.of(make(), read)
+        return example
 
 
 Batch = Tensor | Example  # (B, T) token ids, (B, C, H, W) pixels, or an example
@@ -69,9 +87,17 @@ def again(data: Data, hidden: Sequence[Tensor]) -> Sequence[Batch]:
     return data.split([len(h) for h in hidden]) if isinstance(data, Tensor) else data
 
 
-def ids_of(batch: Batch) -> Tensor:
-    """Token ids ``(B, T)``, placeholders of images among them; or pixels."""
-    return batch if isinstance(batch, Tensor) else batch.ids
+def ids_of(batch: Batch) -> Tensor | Inputs:
+    """Token ids ``(B, T)``, placeholders of images among them; pixels; or all inputs of an image alone."""
+    if isinstance(batch, Tensor):
+        return batch
+    return batch.read() if batch.ids is None else batch.ids
+
+
+def noise(part: Part, samples: int, length: int) -> Data:
+    """What a part can be run on without any data, so many tokens or patches at least."""
+    example = part.example(samples, length)
+    return example if isinstance(example, Tensor) else (Example.of(example),)
 
 
 def tokens_in(data: Data, part: Part) -> int:

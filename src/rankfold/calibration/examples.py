@@ -175,15 +175,8 @@ def _answer(row: dict, place: str | Path) -> str | None:
 
 
 def _example(row: Row, processor, source) -> Example:
-    image_token = source.image_token  # read() must not keep the model
-
-    def read() -> Mapping[str, Tensor]:
-        inputs = _inputs(row, processor, image_token)
-        if Example.of(inputs).sha256 != example.sha256:
-            raise DataError(f"{row.where}: an image changed while it was in use; start again")
-        return inputs
-
-    example = Example.of(_inputs(row, processor, image_token), read)
+    image_token = source.image_token  # an example must not keep the model
+    example = Example.made_by(lambda: _inputs(row, processor, image_token), row.where)
     try:
         check_fits((example,), source)
     except DataError as error:

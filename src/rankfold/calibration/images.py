@@ -7,6 +7,7 @@ import io
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataError, OptionError, first_line
+from .batches import Data, Example, length_of
 from .hub import HUB, image_text_rows
 from .mixing import some_of
 from .text import json_rows, open_parquet, origin_of
@@ -34,22 +36,29 @@ Readers = list[tuple[str, Callable]]  # name for messages, and what gives a path
 class Images(Tokens):
     """Images as an encoder takes them, in the place of windows of token ids."""
 
-    ids: Tensor  # (S, C, H, W) floating point, what moments are measured on
-    held_out: Tensor | None = None  # (S', C, H, W), further images of the same draw that nothing is fitted to
+    ids: Data  # (S, C, H, W) floating point, or an example for each of several sizes; what moments are measured on
+    held_out: Data | None = None  # further images of the same draw that nothing is fitted to
     draw: str = "images of the whole folder"
-    patches: int = 0  # that an image is cut into
+    patches: int = 0  # that an image is cut into; where sizes differ the mean, rounded down
 
     def __post_init__(self):
-        for name, pixels in (("ids", self.ids), ("held_out", self.held_out)):
-            if pixels is not None:
-                _check_pixels(name, pixels)
+        for name, images in (("ids", self.ids), ("held_out", self.held_out)):
+            if images is not None:
+                _check_images(name, images)
+
+    @property
+    def tokens(self) -> int:
+        """Patches of all images that are fitted."""
+        if isinstance(self.ids, Tensor):
+            return len(self.ids) * self.patches
+        return sum(image.tokens for image in self.ids)
 
     @property
     def length(self) -> int:
         return self.patches
 
     def describe(self) -> dict:
-        return super().describe() | {"kind": "images"}
+        return super().describe() | {"kind": "images", "tokens": self.tokens}
 
 
 def load_images(
@@ -80,11 +89,12 @@ def load_images(
         raise OptionError(f"samples must be >= 1, got {samples}")
     found = _find(str(name), field, samples + _held_out_of(samples), seed)
     chosen, fitted = some_of(found.name, "images", found.readers, samples, seed, _held_out_of)
-    pixels = _processed(chosen, source.image_processor if processor is None else processor)
-    held_out = pixels[fitted:] if fitted < len(pixels) else None
-    patches = source.part.length_of(pixels)
+    processor = source.image_processor if processor is None else processor
+    images = (_examples if source.part.packed else _pixels)(chosen, processor)
+    held_out = images[fitted:] if fitted < len(images) else None
+    patches = length_of(images[:fitted], source.part)
     return Images(
-        pixels[:fitted], found.name, found.origin, seed, held_out, found.draw, wanted=samples, patches=patches
+        images[:fitted], found.name, found.origin, seed, held_out, found.draw, wanted=samples, patches=patches
     )
 
 
@@ -191,19 +201,33 @@ def image_paths(row: Any, where: str, file: Path, field: str = "image") -> tuple
     return tuple(file.parent / image for image in images)
 
 
-def _processed(readers: Readers, processor) -> Tensor:
+def _pixels(readers: Readers, processor) -> Tensor:
     """``(S, C, H, W)``"""
-    parts = []
-    for begin in range(0, len(readers), TOGETHER):
-        images = [read_image(where, place()) for where, place in readers[begin : begin + TOGETHER]]
-        try:
-            parts.append(processor(images=images, return_tensors="pt")["pixel_values"])
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise DataError(
-                f"the model's image processor makes no pixels of one size of these images ({first_line(error)}); give others, "
-                "or correct preprocessor_config.json"
-            ) from error
-    return torch.cat(parts)
+    groups = (readers[begin : begin + TOGETHER] for begin in range(0, len(readers), TOGETHER))
+    return torch.cat([_processed(group, processor, "pixel_values")[0] for group in groups])
+
+
+def _examples(readers: Readers, processor) -> tuple[Example, ...]:
+    """One an image, read again when it is wanted."""
+
+    def inputs(reader: tuple[str, Callable]) -> dict[str, Tensor]:
+        pixels, grid = _processed([reader], processor, "pixel_values", "image_grid_thw")
+        return {"hidden_states": pixels, "grid_thw": grid}
+
+    return tuple(Example.made_by(partial(inputs, reader), reader[0]) for reader in readers)
+
+
+def _processed(readers: Readers, processor, *names: str) -> list[Tensor]:
+    """What the processor makes of some images, by name."""
+    images = [read_image(where, place()) for where, place in readers]
+    try:
+        made = processor(images=images, return_tensors="pt")
+        return [made[name] for name in names]
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"the model's image processor makes no {' and '.join(names)} of these images ({first_line(error)}); give others, "
+            "or correct preprocessor_config.json"
+        ) from error
 
 
 def read_image(where: str, place):
@@ -227,6 +251,16 @@ def read_image(where: str, place):
             return image.convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(f"{where} is not a readable image ({first_line(error)}); replace or remove it") from error
+
+
+def _check_images(name: str, images) -> None:
+    if (
+        isinstance(images, tuple)
+        and images
+        and all(isinstance(image, Example) and image.ids is None for image in images)
+    ):
+        return
+    _check_pixels(name, images)
 
 
 def _check_pixels(name: str, pixels) -> None:

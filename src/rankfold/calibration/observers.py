@@ -232,7 +232,7 @@ class Projections:
 
     def __init__(self, attention: AttentionView):
         self.attention, self.outputs = attention, []
-        self._heads: Heads | None = None
+        self._heads: list[Heads] | None = None
         self._hung = False
 
     def hooks(self):
@@ -247,11 +247,29 @@ class Projections:
             self.outputs, self._heads = [], None
         self.outputs.append(output)
 
-    def heads(self, kwargs: dict) -> Heads:
-        """Of the batch that just ran, called with ``kwargs``."""
+    def heads(self, kwargs: dict) -> list[Heads]:
+        """Of the batch that just ran, called with ``kwargs``; of a packed one those of every length of its sequences."""
         if self._heads is None:
-            self._heads = Heads(self.attention, self.outputs, kwargs)
+            together = [(self.outputs, kwargs)]
+            if self.attention.spec.packed:
+                together = [_rows_of(rows, self.outputs, kwargs) for rows in _of_one_length(kwargs["cu_seqlens"])]
+            self._heads = [Heads(self.attention, *some) for some in together]
         return self._heads
+
+
+def _of_one_length(ends: Tensor) -> list[Tensor]:
+    """Rows of sequences that stand one behind the other, ``(B, T)`` for every length there is.
+
+    Args:
+        ends: where each ends, behind a zero.
+    """
+    lengths = ends.diff()
+    return [ends[:-1][lengths == T, None] + torch.arange(T, device=ends.device) for T in lengths.unique().tolist() if T]
+
+
+def _rows_of(rows: Tensor, outputs: list[Tensor], kwargs: dict) -> tuple[list[Tensor], dict]:
+    """Outputs and rotary tables of some rows, which are a batch then."""
+    return [o[rows] for o in outputs], {"position_embeddings": tuple(t[rows] for t in kwargs["position_embeddings"])}
 
 
 class HeadObserver:
@@ -264,7 +282,8 @@ class HeadObserver:
         return self.projections.hooks()
 
     def after(self, batch) -> None:
-        self.sums.add(*self.look(self.projections.heads(batch.kwargs)))
+        for heads in self.projections.heads(batch.kwargs):
+            self.sums.add(*self.look(heads))
 
     def finish(self) -> Moment:
         return self.sums.finish()
@@ -280,11 +299,12 @@ class ProductObserver:
         return self.projections.hooks()
 
     def after(self, batch) -> None:
-        heads = self.projections.heads(batch.kwargs)
-        queries, keys = heads.query_grams, heads.key_spread_grams
-        keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
-        self.second = self.second + (queries * keys).to(accumulator(keys.device)).double().sum(0)
-        self.positions += batch.hidden.shape[0] * float(batch.hidden.shape[1]) ** 2
+        for heads in self.projections.heads(batch.kwargs):
+            queries, keys = heads.query_grams, heads.key_spread_grams
+            keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
+            self.second = self.second + (queries * keys).to(accumulator(keys.device)).double().sum(0)
+            samples, length = heads.projected[0].shape[:2]
+            self.positions += samples * float(length) ** 2
 
     def finish(self) -> Moment:
         return Moment(self.positions, None, None, self.second)

@@ -110,10 +110,12 @@ class _Recorder(StandIn):
         self.instead: Tensor | None = None
 
     def forward(self, hidden, *args, **kwargs):
-        self.hidden, self.call = hidden, Call(args, kwargs)
+        packed = hidden.dim() == 2
+        self.hidden, self.call = hidden[None] if packed else hidden, Call(args, kwargs)
         if self.last:
             raise _Stop
-        hidden = hidden if self.instead is None else self.instead
+        if self.instead is not None:
+            hidden = self.instead[0] if packed else self.instead
         return (hidden,) if self.returns_tuple else hidden
 
 
@@ -165,7 +167,7 @@ def start(source, ids: Data, *, autocast: torch.dtype | None) -> Stream:
 
     Args:
         source: an open model.
-        ids: ``(S, T)`` token ids, or ``(S, C, H, W)`` pixels for a part that takes images, or examples.
+        ids: ``(S, T)`` token ids, or ``(S, C, H, W)`` pixels for a part that takes images of one size, or examples.
         autocast: precision of the block forwards, or ``None``.
     """
     stream, of_size = Stream([], [], autocast), {}  # windows of one size are called alike
@@ -209,7 +211,9 @@ def outputs(source, ids: Given, stream: Stream, hidden: Tensor | None = None, *,
     with torch.set_grad_enabled(hidden.requires_grad), _recording(source, stop=False) as recorders, stream.context():
         recorders[-1].instead = hidden.to(source.model.dtype)
         found = source.forward(ids_of(ids), **some)  # images are in the stream
-        return found.logits if source.architecture.decoder else found.last_hidden_state
+        if source.architecture.decoder:
+            return found.logits
+        return found.last_hidden_state[None] if source.part.packed else found.last_hidden_state
 
 
 def outputs_at(source, ids: Given, stream: Stream, hidden: Tensor, positions: Tensor) -> Tensor:
@@ -326,11 +330,12 @@ def _forward(view, stream, module) -> Iterator[tuple[int, dict, Tensor | None]]:
         args, kwargs, _ = stream.calls[i][view.index]
         with stream.context():
             try:
-                output = module(hidden, *args, **kwargs)
+                output = module(view.taken(hidden), *args, **kwargs)
             except _Stop:
                 yield i, kwargs, None
                 continue
         output = output[0] if isinstance(output, tuple) else output
+        output = output[None] if output.dim() == 2 else output
         ranges += torch.aminmax(output)
         yield i, kwargs, output.to(hidden.dtype)
     if ranges and not torch.stack(ranges).isfinite().all():

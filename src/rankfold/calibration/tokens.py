@@ -236,7 +236,7 @@ def check_fits(ids: Data, source) -> None:
     if not isinstance(ids, Tensor):
         return _check_examples(ids, source)
     if source.part.takes_images:
-        return _check_images(ids, source)
+        return _check_pixels(ids, source)
     if ids.dim() != 2:
         raise DataError(f"the {source.part.name} part of {source.name} takes token ids, got images; calibrate on text")
     check_vocabulary(ids, source.config.vocab_size)
@@ -247,6 +247,8 @@ def check_fits(ids: Data, source) -> None:
 
 
 def _check_examples(examples: tuple[Example, ...], source) -> None:
+    if source.part.packed and all(example.ids is None for example in examples):
+        return
     if source.image_token is None:
         raise DataError(
             f"the {source.part.name} part of {source.name} takes no image-text examples; calibrate on "
@@ -265,12 +267,13 @@ def _check_examples(examples: tuple[Example, ...], source) -> None:
             raise DataError("an example has no text behind its first token, so nothing can be predicted; leave it out")
 
 
-def _check_images(pixels: Tensor, source) -> None:
-    wanted = source.part.example(1, 1).shape[1:]
-    if pixels.shape[1:] != wanted:
+def _check_pixels(pixels: Tensor, source) -> None:
+    part = source.part
+    wanted = "any size, an example each" if part.packed else f"{list(part.image_shape)} (channels, height, width)"
+    if part.packed or pixels.shape[1:] != part.image_shape:
         raise DataError(
-            f"the {source.part.name} part of {source.name} takes images of {list(wanted)} (channels, height, width), got "
-            f"{list(pixels.shape[1:])}; calibrate on a folder of images (rankfold.load_images)"
+            f"the {part.name} part of {source.name} takes images of {wanted}, got {list(pixels.shape[1:])}; calibrate on a "
+            "folder of images (rankfold.load_images)"
         )
 
 

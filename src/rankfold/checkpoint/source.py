@@ -91,7 +91,7 @@ class Source:
 
         Args:
             batch: ``(B, T)`` token ids, or ``(B, C, H, W)`` pixels as its image processor gives them; or all inputs by name, as
-                the processor of a model of images and text gives them.
+                the processor of a model of images and text gives them, or as a tower for images of any size takes them.
             options: of the network's own forward.
         """
         options |= {"use_cache": False} if self.architecture.decoder else {}
@@ -192,7 +192,10 @@ class Source:
         base = self.architecture.attention.rotary_base
         if base is not None:
             return own_frequencies(base, self.config.rotary_dim).to(self.device)
-        for module in self.model.modules():
+        owner = self.model.get_submodule(
+            self.architecture.blocks.rpartition(".")[0]
+        )  # other parts have tables of their own
+        for module in owner.modules():
             if type(module).__name__.endswith("RotaryEmbedding"):
                 kind = getattr(self.config, "layer_types", None)
                 named = getattr(module, f"{kind[index]}_inv_freq", None) if kind else None

@@ -141,7 +141,8 @@ def check_head(model: nn.Module, place: Path) -> None:
 
 def _head_differs(model: nn.Module) -> bool:
     head = model.get_output_embeddings()
-    if head is None or not model.config.get_text_config().tie_word_embeddings:
+    # The model's own config decides, as in transformers; that of its language model need not say.
+    if head is None or not getattr(model.config, "tie_word_embeddings", False):
         return False
     return head.weight is not model.get_input_embeddings().weight
 

@@ -8,13 +8,23 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .kernels import add_alibi, add_bias, angles_at, eager_attention, masked, shares, turn, within
+from .kernels import (
+    add_alibi,
+    add_bias,
+    angles_at,
+    eager_attention,
+    masked,
+    of_one_length,
+    shares,
+    turn,
+    within,
+)
 from .latent import LatentRows
 from .layers import build_layer
 from .norms import PredictedNorm
 from .tensors import check_range
 
-__all__ = ["CompressedAttention"]
+__all__ = ["CompressedAttention", "PackedAttention"]
 
 
 class CompressedAttention(nn.Module):
@@ -75,23 +85,34 @@ class CompressedAttention(nn.Module):
     def forward(self, hidden_states, *args, **kwargs):
         return self._forward(hidden_states, **dict(zip(self.names, args, strict=False)), **kwargs)
 
-    def _forward(
+    def _forward(self, hidden_states, *, residual=None, past_key_values=None, layer_past=None, **kwargs):
+        cache = past_key_values if past_key_values is not None else layer_past
+        output, weights = self._mixed(hidden_states, cache, **kwargs)
+        output = self._sent(output)
+        return (output if residual is None else output + residual), weights
+
+    def _sent(self, mixed):
+        """What the output projection makes of values that were mixed."""
+        output = mixed if self.o_proj is None else self.o_proj(mixed)
+        if self.training and self.output_dropout:
+            output = nn.functional.dropout(output, self.output_dropout)
+        return output
+
+    def _mixed(
         self,
         hidden_states,
+        cache,
         *,
-        residual=None,
         position_embeddings=None,
         attention_mask=None,
-        past_key_values=None,
-        layer_past=None,
         alibi=None,
         position_bias=None,
         **kwargs,
     ):
+        """Values as attention mixes them, (B, T, H V), and its weights."""
         B, T, _ = hidden_states.shape
-        cache = past_key_values if past_key_values is not None else layer_past
         if not self.vo_dim:
-            return self._sends_nothing(hidden_states, residual, cache)
+            return self._nothing(hidden_states, cache), None
         query, key, value = self._project(hidden_states)
         query = self._normalised(query, self.q_norm).transpose(1, 2)  # (B, H, T, R)
         key = key[:, None] if self.latent_keys else self._keys(key)  # (B, 1, T, latent) or (B, K, T, R)
@@ -134,20 +155,14 @@ class CompressedAttention(nn.Module):
                 **kwargs,
             )
             output = output.reshape(B, T, self.heads, -1)[..., : self.vo_dim]
-        output = output.reshape(B, T, self.heads * self.vo_dim)
-        output = output if self.o_proj is None else self.o_proj(output)
-        if self.training and self.output_dropout:
-            output = nn.functional.dropout(output, self.output_dropout)
-        return (output if residual is None else output + residual), weights
+        return output.reshape(B, T, self.heads * self.vo_dim), weights
 
-    def _sends_nothing(self, hidden_states, residual, cache):
-        """What the bias makes of no heads. The cache learns how many tokens there were: some models ask the first layer."""
-        B, T, _ = hidden_states.shape
-        nothing = hidden_states.new_empty(B, T, 0)
+    def _nothing(self, hidden_states, cache):
+        """Of no heads. The cache learns how many tokens there were: some models ask the first layer."""
+        nothing = hidden_states[..., :0]
         if cache is not None:
             cache.update(nothing[:, None], nothing[:, None], self.layer_idx)
-        output = nothing if self.o_proj is None else self.o_proj(nothing)
-        return (output if residual is None else output + residual), None
+        return nothing
 
     def _project(self, x):
         """Queries; keys and values or, where those are cached, their latents; all (B, T, width)."""
@@ -230,3 +245,14 @@ class CompressedAttention(nn.Module):
         """Options of attention that the family has."""
         options = {"softcap": self.softcap, "sliding_window": self.sliding_window, "s_aux": self.sinks}
         return {name: value for name, value in options.items() if value is not None}
+
+
+class PackedAttention(CompressedAttention):
+    """Over sequences that stand one behind the other, without a batch dimension: images of any size in Qwen-VL's towers."""
+
+    def _forward(self, hidden_states, *, cu_seqlens, position_embeddings, **_):
+        together, mixed = of_one_length(cu_seqlens), []
+        for rows in together:
+            tables = tuple(table[rows] for table in position_embeddings)
+            mixed.append(self._mixed(hidden_states[rows], None, position_embeddings=tables)[0].flatten(0, 1))
+        return self._sent(torch.cat(mixed)[torch.cat([rows.flatten() for rows in together]).argsort()])

@@ -5,12 +5,14 @@ import inspect
 from torch import nn
 from transformers import PreTrainedModel
 
-from .attention import CompressedAttention
+from .attention import CompressedAttention, PackedAttention
 from .experts import LatentExperts, narrow_experts
 from .layers import LAYERS, build_layer, check_description
 from .shortcuts import ShortcutBlock
 
 __all__ = ["build", "install"]
+
+ATTENTIONS = {"attention": CompressedAttention, "packed_attention": PackedAttention}
 
 
 def build(spec: dict, dense: nn.Module | None = None, config=None) -> nn.Module:
@@ -24,20 +26,20 @@ def build(spec: dict, dense: nn.Module | None = None, config=None) -> nn.Module:
     Raises:
         ValueError: an unknown kind, or sizes that are no positive integers.
     """
-    check_description(spec, (*LAYERS, "attention", "experts", "latent_experts", "shortcut_block"))
+    check_description(spec, (*LAYERS, *ATTENTIONS, "experts", "latent_experts", "shortcut_block"))
     if spec["kind"] == "shortcut_block":
         return ShortcutBlock(spec, dense)
     if spec["kind"] == "experts":
         return narrow_experts(spec, dense)
     if spec["kind"] == "latent_experts":
         return LatentExperts(spec, dense)
-    return _attention(spec, dense, config) if spec["kind"] == "attention" else build_layer(spec)
+    return _attention(spec, dense, config) if spec["kind"] in ATTENTIONS else build_layer(spec)
 
 
 def _attention(spec: dict, dense: nn.Module, config) -> nn.Module:
     names = getattr(dense, "names", None) or tuple(inspect.signature(type(dense).forward).parameters)[2:]
     index = getattr(dense, "layer_idx", getattr(dense, "layer_id", None))  # GPT-Neo's name for it; an encoder has none
-    module = CompressedAttention(spec, config, index, names)
+    module = ATTENTIONS[spec["kind"]](spec, config, index, names)
     for name, theirs in spec.get("adopt", {}).items():
         if name not in ("q_norm", "k_norm"):
             raise ValueError(f"cannot adopt {name!r} into a compressed attention; allowed: q_norm, k_norm")

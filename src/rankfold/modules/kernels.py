@@ -6,7 +6,17 @@ Shape legend: B batch, T new tokens, S cached tokens, H query heads, V kept valu
 import torch
 from torch import nn
 
-__all__ = ["add_alibi", "add_bias", "angles_at", "eager_attention", "masked", "shares", "turn", "within"]
+__all__ = [
+    "add_alibi",
+    "add_bias",
+    "angles_at",
+    "eager_attention",
+    "masked",
+    "of_one_length",
+    "shares",
+    "turn",
+    "within",
+]
 
 
 def turn(x, cos, sin, half):
@@ -45,6 +55,12 @@ def within(window, mask, new, length, device):
     if mask.dtype == torch.bool:
         return mask & (back < window)
     return mask.masked_fill(back >= window, torch.finfo(mask.dtype).min)
+
+
+def of_one_length(ends):
+    """Rows of sequences that stand one behind the other, (B, T) for every length there is; ``ends`` of each behind a zero."""
+    lengths = ends.diff()
+    return [ends[:-1][lengths == T, None] + torch.arange(T, device=ends.device) for T in lengths.unique().tolist() if T]
 
 
 def masked(scores, mask, softcap):

@@ -9,7 +9,7 @@ __all__ = ["LAYERS", "build_layer", "check_description"]
 
 _SIZES = ("in", "out", "rank", "heads", "kv_heads", "qk_dim", "vo_dim", "bits", "chunk", "nonzeros", "head_identity")
 _SIZES += ("width", "before", "inside", "behind", "experts")
-_MAY_BE_ZERO = {"linear": ("in", "out"), "attention": ("qk_dim", "vo_dim")}
+_MAY_BE_ZERO = {"linear": ("in", "out"), "attention": ("qk_dim", "vo_dim"), "packed_attention": ("qk_dim", "vo_dim")}
 
 
 class NoWeights(nn.Linear):

@@ -23,7 +23,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .attention import CompressedAttention
+from .attention import CompressedAttention, PackedAttention
 from .building import install
 from .bundle import CODE_FILE, code
 
@@ -132,7 +132,10 @@ def check_rotation(model) -> None:
     """Raise :class:`ValueError` where an attention turns more or fewer dimensions than the model's rotary tables do."""
     tables = {buffer.shape[-1] * 2 for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
     for name, module in model.named_modules():
-        if isinstance(module, CompressedAttention) and module.rotary_dim and tables and module.rotary_dim not in tables:
+        if not isinstance(module, CompressedAttention) or not module.rotary_dim or not tables:
+            continue
+        halves = 2 if isinstance(module, PackedAttention) else 1  # rows and columns of an image turn by the same table
+        if module.rotary_dim / halves not in tables:
             raise ValueError(
                 f"{name} turns {module.rotary_dim} dimensions, and the model by its config {min(tables)}; config.json is "
                 "not the one that was written"

@@ -1,0 +1,168 @@
+"""Towers that take images of any size, patch behind patch: Qwen-VL's."""
+
+import pytest
+import torch
+import transformers as t
+from torch import Tensor
+
+import rankfold
+from families import some_ids
+from rankfold import Images
+from rankfold.calibration.batches import Example
+from rankfold.calibration.runner import advance, measure, start
+from rankfold.checkpoint.source import Source
+from rankfold.errors import DataError, UnsupportedModelError
+from rankfold.methods.base import BlockResult
+from rankfold.methods.result import put_attention
+from rankfold.replacing import replace
+from tiny_encoders import ENCODERS, opened_encoder, packed, samples_of, states, tiny_encoder
+from tiny_pairs import picture, write_pairs
+
+TOWERS = [family for family in ENCODERS if family.startswith("qwen")]
+SIZES = ((4, 6), (6, 6), (2, 8), (6, 6))  # two alike, and 2 x 8 is two windows of Qwen2.5-VL
+
+
+@pytest.mark.parametrize("family", TOWERS)
+@pytest.mark.parametrize("block", [0, 1])
+def test_attention_replaced_at_full_rank_sees_as_far_as_the_dense_one(family, block):
+    """Of several images at once, in windows and without."""
+    source, images = opened_encoder(family), (packed(0, *SIZES),)
+    stream, reference = (start(source, images, autocast=None) for _ in range(2))
+    for index in range(block):
+        advance(source.block(index), stream)
+        advance(source.block(index), reference)
+    view, result = source.block(block), BlockResult({}, {}, {})
+    full = view.attention.head_dim
+    projections = dict(zip("qkvo", (*view.attention.qkv(), view.attention.output), strict=True))
+    put_attention(result, view.attention, projections, full, full)
+    advance(source.block(block), reference)
+    advance(replace(view, result, source), stream)
+    torch.testing.assert_close(stream.hidden[0], reference.hidden[0], rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def rotated(source: Source, image: Example) -> tuple[Tensor, Tensor, list[int]]:
+    """Queries and keys ``(T, H, N)`` of block 0 by transformers' own function, and lengths of what sees each other."""
+    module = type(source.model).__module__
+    turn = __import__(module, fromlist=["x"]).apply_rotary_pos_emb_vision
+    found, tower = {}, source.model.model.visual
+    attention = tower.blocks[0].attn
+    handle = attention.register_forward_hook(
+        lambda _, args, kwargs, __: found.update(kwargs, x=args[0]), with_kwargs=True
+    )
+    tower(**image.read())
+    handle.remove()
+    query, key, _ = attention.qkv(found["x"]).view(len(found["x"]), 3, attention.num_heads, -1).unbind(1)
+    return *turn(query, key, *found["position_embeddings"]), found["cu_seqlens"].diff().tolist()
+
+
+@pytest.mark.parametrize("family", TOWERS)
+def test_moments_are_of_what_sees_each_other(family):
+    source, image = opened_encoder(family), packed(0, *SIZES)
+    found = measure(
+        source.block(0), start(source, (image,), autocast=None), {"query_key", "key_spread", "value"}, step=False
+    )
+    query, key, lengths = rotated(source, image)
+    expected, spread = 0.0, []
+    for q, k in zip(query.split(lengths), key.split(lengths), strict=True):
+        k = k - k.mean(0)
+        expected = expected + torch.einsum("ahi,ahj,bhi,bhj->hij", q, q, k, k)
+        spread.append(k)
+    torch.testing.assert_close(found["query_key"].second.float(), expected, rtol=1e-3, atol=1e-3)
+    spread = torch.cat(spread)
+    torch.testing.assert_close(
+        found["key_spread"].second.float(), torch.einsum("ahi,ahj->hij", spread, spread), rtol=1e-3, atol=1e-3
+    )
+    assert found["query_key"].count == sum(length**2 for length in lengths)
+    assert (max(lengths) == 16) == (family == "qwen2.5-vl") and found["value"].count == sum(lengths)
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """A folder with the tower compressed, and with the language model too."""
+    folder = tmp_path_factory.mktemp("both")
+    tiny_encoder("qwen2.5-vl").save_pretrained(folder / "dense")
+    parts = [rankfold.open_model(folder / "dense", device="cpu", part=part) for part in ("vision", "language")]
+    method = rankfold.MoDeGPT(sparsity=0.3, multiple=2)
+    text = rankfold.Tokens(some_ids(24, 24), "x", "x", 0, some_ids(4, 24, 1))
+    rankfold.compress_parts([(parts[0], method, samples_of(parts[0])), (parts[1], method, text)], folder / "small")
+    return folder
+
+
+@pytest.mark.parametrize("grids", [[], [[1, 4, 4]], [[1, 2, 4], [1, 6, 8]]])
+def test_the_whole_model_sees_no_image_one_and_several(both, grids):
+    model = t.AutoModelForImageTextToText.from_pretrained(both / "small").eval()
+    kinds = {type(m).__name__ for name, m in model.named_modules() if name.endswith("attn")}
+    assert kinds == {"PackedAttention", "CompressedAttention"}
+    ids = [3, *[i for _, h, w in grids for i in (91, *[90] * (h * w // 4), 92)], 5, 6]
+    ids = torch.tensor([ids])
+    seen = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if grids:
+        patches = sum(h * w for _, h, w in grids)
+        seen |= {"pixel_values": torch.randn(patches, 3 * 2 * 49), "image_grid_thw": torch.tensor(grids)}
+        seen["mm_token_type_ids"] = (ids == 90).long()
+    with torch.no_grad():
+        logits = model(**seen).logits
+        assert torch.isfinite(logits).all()
+        if grids:
+            other = model(**seen | {"pixel_values": -seen["pixel_values"]}).logits
+            assert not torch.allclose(logits[:, -1], other[:, -1])
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    cached, plain = (model.generate(**seen, use_cache=use, **options) for use in (True, False))
+    assert torch.equal(cached, plain) and cached.shape[1] == ids.shape[1] + 4
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return t.Qwen2VLImageProcessorPil(patch_size=7, merge_size=2, min_pixels=28 * 28, max_pixels=70 * 70)
+
+
+def test_images_of_different_sizes_are_read_as_the_processor_cuts_them(processor, tmp_path):
+    source = opened_encoder("qwen2-vl")
+    file = write_pairs(tmp_path, 12)
+    found = rankfold.load_images(file, source, samples=8, processor=processor)
+    described = found.describe()
+    assert len(found.ids) == 8 and len(found.held_out) == 1 and len({image.tokens for image in found.ids}) > 1
+    assert described["kind"] == "images" and described["tokens"] == sum(image.tokens for image in found.ids)
+    assert described["length"] == described["tokens"] // 8
+    one = processor(images=[picture(0)], return_tensors="pt")
+    given = [image.read() for image in (*found.ids, *found.held_out)]
+    assert all(int(image["grid_thw"].prod()) == len(image["hidden_states"]) for image in given)
+    everything = rankfold.load_images(file, source, samples=64, processor=processor)
+    pixels = [image.read()["hidden_states"] for image in (*everything.ids, *everything.held_out)]
+    assert sum(p.shape == one["pixel_values"].shape and torch.equal(p, one["pixel_values"]) for p in pixels) == 1
+    for name in (tmp_path / "images").iterdir():
+        picture(99).save(name)
+    with pytest.raises(DataError, match="an image changed while it was in use; start again"):
+        [image.read() for image in found.ids]
+
+
+def test_what_a_tower_does_not_take_is_said():
+    small = Images(torch.zeros(2, 3, 28, 28), "x", "x", 0)
+    with pytest.raises(DataError, match=r"takes images of any size, an example each, got \[3, 28, 28\]; calibrate on"):
+        rankfold.calibrate(opened_encoder("qwen2-vl"), small)
+    many = samples_of(opened_encoder("qwen2-vl"))
+    with pytest.raises(DataError, match="the vision part of .* takes no image-text examples; calibrate on images"):
+        rankfold.calibrate(opened_encoder("vit-head"), many)
+    source = opened_encoder("qwen2.5-vl")
+    with pytest.raises(
+        UnsupportedModelError, match=r"has fullatt_block_indexes=\[1\], so a block depends on its number"
+    ):
+        rankfold.compress(source, rankfold.make_method("shortgpt", sparsity=0.3), samples_of(source))
+
+
+def test_moments_are_kept_and_used_again(tmp_path):
+    source = opened_encoder("qwen2-vl")
+    images, method = samples_of(source), rankfold.MoDeGPT(sparsity=0.3, multiple=2)
+    moments = rankfold.calibrate(source, images, tmp_path / "moments")
+    kept = rankfold.compress(opened_encoder("qwen2-vl"), method, moments=moments, mode="one-pass")
+    fresh = rankfold.compress(opened_encoder("qwen2-vl"), method, images, mode="one-pass")
+    torch.testing.assert_close(states(kept, "qwen2-vl", images.held_out), states(fresh, "qwen2-vl", images.held_out))
+
+
+@pytest.mark.parametrize("part", ["language", "vision"])
+def test_rotary_frequencies_are_those_of_the_part(part):
+    source = rankfold.open_model(tiny_encoder("qwen2-vl"), device="cpu", part=part)
+    model = source.model.model
+    owner = model.visual.rotary_pos_emb if part == "vision" else model.language_model.rotary_emb
+    assert source.inv_freq(0) is owner.inv_freq
