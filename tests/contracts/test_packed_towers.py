@@ -1,5 +1,7 @@
 """Towers that take images of any size, patch behind patch: Qwen-VL's."""
 
+import json
+
 import pytest
 import torch
 import transformers as t
@@ -166,3 +168,40 @@ def test_rotary_frequencies_are_those_of_the_part(part):
     model = source.model.model
     owner = model.visual.rotary_pos_emb if part == "vision" else model.language_model.rotary_emb
     assert source.inv_freq(0) is owner.inv_freq
+
+
+@torch.no_grad()
+def merged(model, image: Example) -> Tensor:
+    """``(n, D)`` what the language model gets of these images, in the tower's own order."""
+    seen = []
+    handle = model.model.visual.merger.register_forward_hook(lambda _, __, out: seen.append(out))
+    model.model.visual(**image.read())
+    handle.remove()
+    return seen[0].double()
+
+
+@pytest.mark.parametrize(
+    "method", [rankfold.MoDeGPT(sparsity=0.3, multiple=2), rankfold.LatentLLM(sparsity=0.2, multiple=2)]
+)
+@pytest.mark.parametrize("family", TOWERS)
+def test_what_merges_patches_is_a_projector(family, method, tmp_path):
+    tiny_encoder(family).save_pretrained(tmp_path / "dense")
+    source = rankfold.open_model(tmp_path / "dense", device="cpu", part="projector")
+    source.autocast = None
+    assert source.architecture.blocks == "model.visual.merger" and len(source) == 1
+    images = samples_of(source)
+    folder = rankfold.compress(source, method, images, tmp_path / "small")
+    dense, small = (rankfold.load(f, device="cpu") for f in (tmp_path / "dense", folder))
+    for name, tensor in small.state_dict().items():
+        if not name.startswith("model.visual.merger."):
+            assert torch.equal(tensor, dense.state_dict()[name])
+    assert small.num_parameters() < dense.num_parameters()
+    wanted, found, fitted = (
+        torch.cat([merged(model, image) for image in some])
+        for model, some in ((dense, images.held_out), (small, images.held_out), (dense, images.ids))
+    )
+    reports = json.loads((folder / "rankfold.json").read_text())["blocks"]["0"]
+    if "mlp" in reports:  # of the units that went
+        error = ((wanted - found).norm() / (wanted - fitted.mean(0)).norm()).item()
+        assert reports["mlp"]["held_out_error"] == pytest.approx(error, rel=1e-3)
+    assert 0 < ((wanted - found).norm() / wanted.norm()).item() < 1

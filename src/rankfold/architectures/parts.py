@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import OptionError, UnsupportedModelError
-from .projector import PROJECTOR
+from .projector import PROJECTORS
 from .registry import architecture_of, check_config, family_of
 from .spec import Architecture
 
@@ -117,17 +117,19 @@ def part_of(model: nn.Module, name: str | None = None) -> Part:
     if decodes and name in (None, "language"):
         return Part("language", architecture_of(model), "", text, chosen=name is not None)
     if name == "projector":
-        sees, owner = model.get_submodule(towers["vision"]), projector.rpartition(".")[0]
-        return Part(name, replace(PROJECTOR, blocks=projector), owner, sees.config, chosen=True)
+        sees, owner = model.get_submodule(towers["vision"]), projector.blocks.rpartition(".")[0]
+        return Part(name, projector, owner, sees.config, chosen=True)
     return replace(_tower(model, name or names[0], towers), chosen=len(names) > 1)
 
 
-def _projector(model: nn.Module) -> str | None:
-    """Path of what makes tokens of patches, where that is an MLP."""
+def _projector(model: nn.Module) -> Architecture | None:
+    """What makes tokens of patches, where that is an MLP."""
     for path, module in model.named_modules():
-        if f".{path}".endswith(f".{PROJECTOR.blocks}"):
-            there = {name for name, _ in module.named_children()}
-            return path if {PROJECTOR.mlp.up, PROJECTOR.mlp.down} <= there else None
+        for spec in PROJECTORS:
+            if f".{path}".endswith(f".{spec.blocks}"):
+                there = {name for name, _ in module.named_modules()}
+                if {spec.mlp.up, spec.mlp.down} <= there:
+                    return replace(spec, blocks=path)
     return None
 
 

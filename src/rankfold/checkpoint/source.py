@@ -97,7 +97,8 @@ class Source:
         options |= {"use_cache": False} if self.architecture.decoder else {}
         given = {self.part.input_name: batch} if isinstance(batch, torch.Tensor) else batch
         given = {name: tensor.to(self.device) for name, tensor in given.items()}
-        return self._see(**given) if self.architecture.projects else self.network(**given, **options)
+        sees = self.architecture.projects and not self.part.packed  # Qwen-VL's tower has its projector inside
+        return self._see(**given) if sees else self.network(**given, **options)
 
     def _see(self, pixel_values: torch.Tensor):
         """What owns a projector sends images through the tower in front of it. Some ask for the sizes of images that were cut
