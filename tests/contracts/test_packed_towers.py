@@ -144,8 +144,13 @@ def test_what_a_tower_does_not_take_is_said():
     with pytest.raises(DataError, match=r"takes images of any size, an example each, got \[3, 28, 28\]; calibrate on"):
         rankfold.calibrate(opened_encoder("qwen2-vl"), small)
     many = samples_of(opened_encoder("qwen2-vl"))
-    with pytest.raises(DataError, match="the vision part of .* takes no image-text examples; calibrate on images"):
+    with pytest.raises(DataError, match="takes no images of any size by themselves; calibrate on images of one size"):
         rankfold.calibrate(opened_encoder("vit-head"), many)
+    with pytest.raises(DataError, match="takes no images of any size by themselves; calibrate on text or image-text"):
+        rankfold.calibrate(rankfold.open_model(tiny_encoder("qwen2-vl"), device="cpu"), many)
+    pairs = Example.of({"input_ids": torch.tensor([[1, 2, 3]])})
+    with pytest.raises(DataError, match="the vision part of .* takes no image-text examples; calibrate on images"):
+        rankfold.calibrate(opened_encoder("qwen2-vl"), rankfold.Examples((pairs,), "x", "x", 0))
     source = opened_encoder("qwen2.5-vl")
     with pytest.raises(
         UnsupportedModelError, match=r"has fullatt_block_indexes=\[1\], so a block depends on its number"

@@ -247,8 +247,14 @@ def check_fits(ids: Data, source) -> None:
 
 
 def _check_examples(examples: tuple[Example, ...], source) -> None:
-    if source.part.packed and all(example.ids is None for example in examples):
+    alone = [example.ids is None for example in examples]
+    if all(alone) and source.part.packed:
         return
+    if any(alone):
+        raise DataError(
+            f"the {source.part.name} part of {source.name} takes no images of any size by themselves; calibrate on "
+            f"{'images of one size' if source.part.takes_images else 'text or image-text examples'}"
+        )
     if source.image_token is None:
         raise DataError(
             f"the {source.part.name} part of {source.name} takes no image-text examples; calibrate on "

@@ -193,10 +193,8 @@ class Source:
         base = self.architecture.attention.rotary_base
         if base is not None:
             return own_frequencies(base, self.config.rotary_dim).to(self.device)
-        owner = self.model.get_submodule(
-            self.architecture.blocks.rpartition(".")[0]
-        )  # other parts have tables of their own
-        for module in owner.modules():
+        owner = self.architecture.blocks.rpartition(".")[0]  # other parts have tables of their own
+        for module in self.model.get_submodule(owner).modules():
             if type(module).__name__.endswith("RotaryEmbedding"):
                 kind = getattr(self.config, "layer_types", None)
                 named = getattr(module, f"{kind[index]}_inv_freq", None) if kind else None
