@@ -210,3 +210,25 @@ def test_what_merges_patches_is_a_projector(family, method, tmp_path):
         error = ((wanted - found).norm() / (wanted - fitted.mean(0)).norm()).item()
         assert reports["mlp"]["held_out_error"] == pytest.approx(error, rel=1e-3)
     assert 0 < ((wanted - found).norm() / wanted.norm()).item() < 1
+
+
+def test_a_padded_batch_with_images_writes_what_each_writes_alone(both):
+    model = t.AutoModelForImageTextToText.from_pretrained(both / "small").eval()
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+    def given(grid: list[int], text: list[int]) -> dict[str, Tensor]:
+        patches, ids = grid[1] * grid[2], [3, 91, *[90] * (grid[1] * grid[2] // 4), 92, *text]
+        pixels = torch.randn(patches, 3 * 2 * 49, generator=torch.Generator().manual_seed(patches))
+        seen = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+        return seen | {"pixel_values": pixels, "image_grid_thw": torch.tensor([grid])}
+
+    def written(seen: dict[str, Tensor]) -> Tensor:
+        return model.generate(**seen, mm_token_type_ids=(seen["input_ids"] == 90).long(), **options)[:, -5:]
+
+    apart = [given([1, 4, 4], [5, 6, 7, 8]), given([1, 2, 4], [9])]
+    width = max(one["input_ids"].shape[1] for one in apart)
+    together = {name: torch.cat([one[name] for one in apart]) for name in ("pixel_values", "image_grid_thw")}
+    for name in ("input_ids", "attention_mask"):
+        rows = [torch.nn.functional.pad(one[name], (width - one[name].shape[1], 0)) for one in apart]
+        together[name] = torch.cat(rows)
+    assert torch.equal(written(together), torch.cat([written(one) for one in apart]))
