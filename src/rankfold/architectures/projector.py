@@ -1,13 +1,11 @@
 """What stands between a vision tower and a language model: an MLP by itself, in LLaVA and its kin and in Qwen-VL."""
 
-from dataclasses import replace
-
 from .spec import Architecture, AttentionSpec, MLPSpec
 
 __all__ = ["PROJECTORS"]
 
 
-def _projector(blocks: str, up: str, down: str) -> Architecture:
+def _projector(blocks: str, up: str, down: str, *, packed: bool = False) -> Architecture:
     """Of the MLP at the end of this path."""
     return Architecture(
         model_type="projector",
@@ -22,6 +20,7 @@ def _projector(blocks: str, up: str, down: str) -> Architecture:
             width=None,
             scaling=1.0,
             beyond="it has no attention",
+            packed=packed,
         ),
         mlp=MLPSpec(up=up, down=down, width=None),
         middle=None,
@@ -31,14 +30,9 @@ def _projector(blocks: str, up: str, down: str) -> Architecture:
     )
 
 
-def _merger(up: str, down: str) -> Architecture:
-    """The one that makes a token of four patches, at the end of Qwen-VL's tower."""
-    found = _projector("visual.merger", up, down)
-    return replace(found, attention=replace(found.attention, packed=True))
-
-
 PROJECTORS = (
     _projector("multi_modal_projector", "linear_1", "linear_2"),
-    _merger("mlp.0", "mlp.2"),
-    _merger("linear_fc1", "linear_fc2"),
+    # It makes a token of four patches, at the end of Qwen-VL's tower.
+    _projector("visual.merger", "mlp.0", "mlp.2", packed=True),
+    _projector("visual.merger", "linear_fc1", "linear_fc2", packed=True),
 )

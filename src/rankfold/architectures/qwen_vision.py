@@ -14,7 +14,6 @@ QWEN2_VL = Architecture(
     middle="norm2",
     decoder=False,
 )
-QWEN3_VL = replace(QWEN2_VL, model_type="qwen3_vl_vision", mlp=MLPSpec(up="mlp.linear_fc1", down="mlp.linear_fc2"))
 ARCHITECTURES = (
     QWEN2_VL,
     replace(
@@ -22,5 +21,5 @@ ARCHITECTURES = (
         model_type="qwen2_5_vl_vision",
         mlp=MLPSpec(gate="mlp.gate_proj", up="mlp.up_proj", down="mlp.down_proj"),
     ),
-    QWEN3_VL,
+    replace(QWEN2_VL, model_type="qwen3_vl_vision", mlp=MLPSpec(up="mlp.linear_fc1", down="mlp.linear_fc2")),
 )

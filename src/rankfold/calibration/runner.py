@@ -85,6 +85,11 @@ def _stop(*_):
     raise _Stop
 
 
+def _batched(x: Tensor) -> Tensor:
+    """``(B, T, D)``, also where all samples stand in one sequence ``(T, D)``."""
+    return x[None] if x.dim() == 2 else x
+
+
 class StandIn(nn.Module):
     """Stands where a block was, whose attributes it lends."""
 
@@ -110,12 +115,11 @@ class _Recorder(StandIn):
         self.instead: Tensor | None = None
 
     def forward(self, hidden, *args, **kwargs):
-        packed = hidden.dim() == 2
-        self.hidden, self.call = hidden[None] if packed else hidden, Call(args, kwargs)
+        self.hidden, self.call = _batched(hidden), Call(args, kwargs)
         if self.last:
             raise _Stop
         if self.instead is not None:
-            hidden = self.instead[0] if packed else self.instead
+            hidden = self.instead[0] if hidden.dim() == 2 else self.instead
         return (hidden,) if self.returns_tuple else hidden
 
 
@@ -211,9 +215,7 @@ def outputs(source, ids: Given, stream: Stream, hidden: Tensor | None = None, *,
     with torch.set_grad_enabled(hidden.requires_grad), _recording(source, stop=False) as recorders, stream.context():
         recorders[-1].instead = hidden.to(source.model.dtype)
         found = source.forward(ids_of(ids), **some)  # images are in the stream
-        if source.architecture.decoder:
-            return found.logits
-        return found.last_hidden_state[None] if source.part.packed else found.last_hidden_state
+        return found.logits if source.architecture.decoder else _batched(found.last_hidden_state)
 
 
 def outputs_at(source, ids: Given, stream: Stream, hidden: Tensor, positions: Tensor) -> Tensor:
@@ -334,8 +336,7 @@ def _forward(view, stream, module) -> Iterator[tuple[int, dict, Tensor | None]]:
             except _Stop:
                 yield i, kwargs, None
                 continue
-        output = output[0] if isinstance(output, tuple) else output
-        output = output[None] if output.dim() == 2 else output
+        output = _batched(output[0] if isinstance(output, tuple) else output)
         ranges += torch.aminmax(output)
         yield i, kwargs, output.to(hidden.dtype)
     if ranges and not torch.stack(ranges).isfinite().all():

@@ -15,7 +15,10 @@ __all__ = ["BLOCK", "SLEB", "BlockRemoval", "ShortGPT"]
 
 BLOCK = "block"  # the module whose rank is 1 where a block stays and 0 where it goes
 # Settings by which what a block computes depends on its number, and the only value with which it does not.
-BY_NUMBER = {"scale_attn_by_inverse_layer_idx": False, "mlp_only_layers": [], "decoder_sparse_step": 1} | {
+BY_NUMBER = {
+    "scale_attn_by_inverse_layer_idx": False,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
     "fullatt_block_indexes": [],
     "deepstack_visual_indexes": [],
 }
