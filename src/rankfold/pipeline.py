@@ -16,8 +16,8 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from .budgets import Choices, choices
-from .calibration.observers import STATISTICS, STORED
 from .calibration.runner import advance, measure, start
+from .calibration.statistics import STATISTICS, STORED
 from .calibration.store import MomentStore
 from .calibration.streams import Streams
 from .calibration.supply import FromDense, FromStore, FromStreams
@@ -59,7 +59,7 @@ def calibrate(
         tokens: calibration windows.
         output: folder to keep the moments in; ``None``: in memory. What an earlier call left there is read and checked, and
             only what is missing or damaged is measured.
-        statistics: names out of :data:`rankfold.calibration.observers.STATISTICS`; all by default, so that any method can be
+        statistics: names out of :data:`rankfold.calibration.statistics.STATISTICS`; all by default, so that any method can be
             computed from them.
 
     Raises:

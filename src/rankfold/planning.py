@@ -14,8 +14,8 @@ from .calibration.backward import PASSES, sweep_memory, windows_for
 from .calibration.batches import noise, tokens_in
 from .calibration.experts import INPUT, PER_UNIT, ROUTING
 from .calibration.gradients import numbers, widest
-from .calibration.observers import SAMPLE_ROWS, STATISTICS
 from .calibration.runner import advance, batch_tokens, start
+from .calibration.statistics import SAMPLE_ROWS, STATISTICS
 from .checkpoint.source import Source
 from .errors import OptionError
 from .methods import BLOCK, Method, Unit, make_method

@@ -11,7 +11,7 @@ from .budgets import Choices
 from .calibration.backward import sweep, windows_for
 from .calibration.gradients import gradient_observers, widest
 from .calibration.moments import BlockMoments
-from .calibration.observers import STATISTICS
+from .calibration.statistics import STATISTICS
 from .calibration.store import MomentStore
 from .calibration.tokens import Tokens
 from .checkpoint.run import Run

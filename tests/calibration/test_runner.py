@@ -9,7 +9,8 @@ import transformers
 import rankfold
 from activations import ATTENTION, member
 from families import CONFIGS, GQA, some_ids, tiny_model
-from rankfold.calibration import observers, runner
+from rankfold.calibration import runner
+from rankfold.calibration import statistics as table
 from rankfold.calibration.runner import advance, measure, outputs, start
 from rankfold.scores import available
 
@@ -137,7 +138,7 @@ def test_influence_of_each_half_is_that_of_what_it_adds(family):
 def test_moments_are_the_same_however_windows_share_batches(family, monkeypatch):
     """Seven windows at once, or three, three and one; every statistic there is."""
     source = opened(family)
-    view, statistics = source.block(1), available(source, set(observers.STORED))
+    view, statistics = source.block(1), available(source, set(table.STORED))
 
     def measured(windows: int) -> dict:
         monkeypatch.setattr(runner, "BATCH_TOKENS", windows * 16)
@@ -156,7 +157,7 @@ def test_moments_are_the_same_however_windows_share_batches(family, monkeypatch)
 def test_samples_are_spread_over_all_tokens(kept, stride, monkeypatch):
     """320 tokens, of which so many rows are kept for each of the 48 hidden units; all where there are not as many."""
     monkeypatch.setattr(runner, "BATCH_TOKENS", 96)
-    monkeypatch.setattr(observers, "SAMPLE_ROWS", kept)
+    monkeypatch.setattr(table, "SAMPLE_ROWS", kept)
     source = opened("opt")
     view, stream = source.block(0), start(source, some_ids(10, 32), autocast=None)
     rows = measure(view, stream, {"mlp_samples"}, step=False)["mlp_samples"].rows

@@ -86,7 +86,7 @@ class CrossMoment:
         return self.total.double() / self.count
 
 
-BlockMoments = dict[str, Moment | CrossMoment]  # statistic -> moment; the names are in `observers.STATISTICS`
+BlockMoments = dict[str, Moment | CrossMoment]  # statistic -> moment; the names are in `statistics.STATISTICS`
 
 
 @contextlib.contextmanager

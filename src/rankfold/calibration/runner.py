@@ -20,7 +20,9 @@ from ..errors import NumericsError
 from .batches import Batch as Given
 from .batches import Data, Example, batches, ids_of
 from .moments import BlockMoments, check_finite
-from .observers import STATISTICS, Batch, DenseBatch, Middle, Observer, observers_for
+from .observers import Batch, DenseBatch, Observer
+from .residual import Middle
+from .statistics import STATISTICS, observers_for
 
 __all__ = [
     "IGNORED",
@@ -281,7 +283,7 @@ def measure(
     Args:
         view: the block, weights in place.
         stream: its input.
-        statistics: names out of :data:`rankfold.calibration.observers.STATISTICS`.
+        statistics: names out of :data:`rankfold.calibration.statistics.STATISTICS`.
         step: also replace the stream by the block's output (one pass); otherwise it stays where it is.
         dense: the same batches in the dense model, for statistics that compare with it.
 

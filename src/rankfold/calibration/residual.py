@@ -1,0 +1,141 @@
+"""Observers of the residual stream: in front of a block, between its halves, behind it, and beside the dense model's.
+
+Shape legend: B sequences of a batch, T tokens, D model width.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..architectures import BlockView
+from .moments import CrossMoment, CrossSums, Moment, VectorMoment
+
+__all__ = ["ChangeObserver", "FeedbackObserver", "InfluenceObserver", "Middle", "StreamObserver"]
+
+
+class Middle:
+    """The residual stream between attention and MLP; in a parallel block the input plus what attention adds; what enters a
+    projector, which has no attention."""
+
+    def __init__(self, view: BlockView):
+        self.view, self._caught = view, None
+
+    def hooks(self):
+        if self.view.architecture.projects:
+            return []
+        if self.view.middle is not None:
+            return [self.view.middle.register_forward_pre_hook(lambda _, args: self._catch(args[0]))]
+        return [self.view.attention.module.register_forward_hook(lambda _, __, out: self._catch(out[0]))]
+
+    def _catch(self, x: Tensor) -> None:
+        self._caught = x
+
+    def take(self, hidden: Tensor) -> Tensor:
+        """``(B, T, D)`` of the batch ``hidden`` that just ran."""
+        if self.view.architecture.projects:
+            return hidden
+        caught, self._caught = self._caught.view_as(hidden), None
+        return hidden + caught if self.view.middle is None else caught
+
+
+class FeedbackObserver:
+    """What an output projection receives, with what the dense stream has and this one lacks without its output.
+
+    Attention: the dense stream behind attention minus this block's input. MLP: the dense stream behind the block minus this
+    stream behind attention. A projection that gave exactly this would repair all that was lost before it.
+    """
+
+    def __init__(self, view: BlockView, module: nn.Module, *, attention: bool):
+        self.module, self.attention = module, attention
+        self.middle = None if attention else Middle(view)
+        self.input: Tensor | None = None
+        self.sums = CrossSums()
+
+    def hooks(self):
+        mine = self.module.register_forward_pre_hook(lambda _, args: self._catch(args[0]))
+        return [mine, *(self.middle.hooks() if self.middle else ())]
+
+    def _catch(self, x: Tensor) -> None:
+        self.input = x.detach()
+
+    def after(self, batch) -> None:
+        x, self.input = self.input, None
+        if self.attention:
+            target = batch.dense.middle.float() - batch.hidden.float()
+        else:
+            target = batch.dense.output.float() - self.middle.take(batch.hidden).float()
+        self.sums.add(x, target)
+
+    def finish(self) -> CrossMoment:
+        return self.sums.finish()
+
+
+class StreamObserver:
+    """Second moment of the residual stream in front of the block, between its halves or behind it.
+
+    Every vector is normalised as the norms of the block do, with neither scale nor shift: all tokens count alike.
+    """
+
+    def __init__(self, view: BlockView, place: Literal["input", "middle", "output"]):
+        self.place, self.middle = place, Middle(view) if place == "middle" else None
+        self.centres = view.architecture.norms.centres
+        self.sums: VectorMoment | None = None
+
+    def hooks(self):
+        return self.middle.hooks() if self.middle else []
+
+    def after(self, batch) -> None:
+        x = {"input": batch.hidden, "output": batch.output}.get(self.place)
+        x = (self.middle.take(batch.hidden) if x is None else x).float()
+        if self.centres:
+            x = x - x.mean(-1, keepdim=True)
+        if self.sums is None:
+            self.sums = VectorMoment(x.shape[-1], x.device)
+        self.sums.add(x * x.square().mean(-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny).rsqrt())
+
+    def finish(self) -> Moment:
+        return self.sums.finish()
+
+
+class InfluenceObserver:
+    """``1 - cosine`` between input and output of the block, of its attention and of its MLP (MoDeGPT Sec. 3.3, Eq. 42)."""
+
+    def __init__(self, view: BlockView):
+        self.middle, self.parallel = Middle(view), view.middle is None
+        self.total, self.rows = torch.zeros(3, dtype=torch.float64), 0
+
+    def hooks(self):
+        return self.middle.hooks()
+
+    def after(self, batch) -> None:
+        hidden, output, middle = batch.hidden, batch.output, self.middle.take(batch.hidden)
+        # In a parallel block each half alone moves the block's input.
+        half = (hidden, output - (middle - hidden)) if self.parallel else (middle, output)
+        pairs = [(hidden, output), (hidden, middle), half]
+        for j, (a, b) in enumerate(pairs):
+            cosine = nn.functional.cosine_similarity(a.float(), b.float(), dim=-1)
+            self.total[j] += (1 - cosine).cpu().double().sum()
+        self.rows += hidden.shape[0] * hidden.shape[1]
+
+    def finish(self) -> Moment:
+        return Moment(self.rows, self.total, None, None)
+
+
+class ChangeObserver:
+    """Squared norm of what a block adds to its input, and of its output."""
+
+    def __init__(self):
+        self.total, self.rows = torch.zeros(2, dtype=torch.float64), 0
+
+    def hooks(self):
+        return []
+
+    def after(self, batch) -> None:
+        hidden, output = batch.hidden.float(), batch.output.float()
+        for j, x in enumerate((output - hidden, output)):
+            self.total[j] += x.square().sum().cpu().double()
+        self.rows += hidden.shape[0] * hidden.shape[1]
+
+    def finish(self) -> Moment:
+        return Moment(self.rows, self.total, None, None)

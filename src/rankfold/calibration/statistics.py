@@ -1,0 +1,189 @@
+"""What can be measured in a block, in one table: a new statistic is one row, with an observer that is there or a new one."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from torch import Tensor, nn
+
+from ..architectures import BlockView
+from .experts import INPUT, ROUTING, ExpertInputs, RouterWeights
+from .heads import HeadObserver, Heads, ProductObserver, Projections
+from .moments import head_grams
+from .observers import EnergyObserver, InputObserver, Observer, SamplesObserver
+from .residual import ChangeObserver, FeedbackObserver, InfluenceObserver, StreamObserver
+
+__all__ = ["SAMPLE_ROWS", "STATISTICS", "STORED", "Statistic", "observers_for"]
+
+SAMPLE_ROWS = 8  # rows of `mlp_samples` kept for every hidden unit; fits on fewer remember them (docs/papers.md)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What observers of one block are made from."""
+
+    view: BlockView
+    tokens: int  # that will go through the block
+    absolute: bool
+    windows: bool
+    norms_behind: bool
+    projections: Projections
+
+    def layer(self, path: str) -> nn.Module:
+        return self.view.module.get_submodule(path)
+
+    def input_of(self, module: nn.Module) -> Observer:
+        # A bias would be divided too, and could not take a mean then.
+        norm = self.view.norm_behind(module) if self.norms_behind and getattr(module, "bias", None) is None else None
+        return InputObserver(module, absolute=self.absolute, windows=self.windows, norm=norm)
+
+    def head(self, name: str) -> Observer:
+        """Of queries, keys, centred keys or values."""
+        return HeadObserver(self.projections, lambda heads: (getattr(heads, name), getattr(heads, f"{name}_grams")))
+
+    def squares(self, index: int) -> Observer:
+        """Of squares over the mean square that the norm of queries (0) or keys (1) divides by."""
+
+        def look(heads: Heads) -> tuple[Tensor, Tensor]:
+            features = heads.relative_squares(index)
+            return features, head_grams(features)
+
+        return HeadObserver(self.projections, look)
+
+    def samples(self) -> Observer:
+        mlp = self.view.mlp
+        return SamplesObserver(self.layer(mlp.spec.up), tokens=self.tokens, rows=SAMPLE_ROWS * mlp.hidden)
+
+
+class Statistic(NamedTuple):
+    """What a name stands for, and who measures it; ``None`` for a setting of others."""
+
+    meaning: str
+    observer: Callable[[Scene], Observer] | None
+    until: Literal["attention", "mlp", "end"] = "attention"  # the output projection in front of which all of it is seen
+    two_streams: bool = False  # compares with the dense model on the same tokens
+    sequential: bool = False  # of use only on what the compressed blocks send
+    part: Literal["heads", "norms", "mlp", "experts", "stream"] | None = None  # which not every block has
+
+    def seen_in(self, view: BlockView) -> bool:
+        """Whether a block has what is measured."""
+        if self.part == "heads":
+            return bool(view.attention.spec.qkv)
+        if self.part == "stream":
+            return not view.architecture.projects
+        if self.part == "norms":
+            return bool(view.attention.head_norms)
+        return self.part is None or getattr(view, self.part) is not None
+
+
+# What can be measured in a block. Methods name the ones they need.
+STATISTICS: dict[str, Statistic] = {
+    "attention_input": Statistic(
+        "input of q, k and v", lambda s: s.input_of(s.view.attention.qkv_modules[0]), part="heads"
+    ),
+    "attention_output": Statistic(
+        "input of the output projection", lambda s: s.input_of(s.view.attention.output_module), part="stream"
+    ),
+    "attention_feedback": Statistic(
+        "what the dense stream has behind attention and this one lacks, with the input of the output projection",
+        lambda s: FeedbackObserver(s.view, s.view.attention.output_module, attention=True),
+        two_streams=True,
+        part="stream",
+    ),
+    "mlp_input": Statistic(
+        "input of up and gate", lambda s: s.input_of(s.layer(s.view.mlp.spec.up)), "mlp", part="mlp"
+    ),
+    "mlp_samples": Statistic(
+        "rows of the input of up, for methods that iterate on activations", Scene.samples, "mlp", part="mlp"
+    ),
+    "mlp_hidden": Statistic(
+        "input of the down projection", lambda s: s.input_of(s.layer(s.view.mlp.spec.down)), "mlp", part="mlp"
+    ),
+    "mlp_feedback": Statistic(
+        "what the dense stream has behind the block and this one lacks behind attention, with the input of the down projection",
+        lambda s: FeedbackObserver(s.view, s.layer(s.view.mlp.spec.down), attention=False),
+        "mlp",
+        two_streams=True,
+        part="mlp",
+    ),
+    INPUT: Statistic("the tokens that experts receive", lambda s: ExpertInputs(s.view.experts), "end", part="experts"),
+    ROUTING: Statistic(
+        "what the output of each expert is multiplied with, of every token",
+        lambda s: RouterWeights(s.view.experts),
+        "end",
+        part="experts",
+    ),
+    "query": Statistic("rotated queries, per head", lambda s: s.head("query"), part="heads"),
+    "key": Statistic("rotated keys, per key head", lambda s: s.head("key"), part="heads"),
+    "key_spread": Statistic(
+        "rotated keys minus their mean over the window", lambda s: s.head("key_spread"), part="heads"
+    ),
+    "query_key": Statistic(
+        "sum over windows of (Q^T Q) o (K~^T K~), K~ the keys minus their mean over the window, per head: the exact cost of "
+        "dropping dimensions",
+        lambda s: ProductObserver(s.projections),
+        part="heads",
+    ),
+    "query_squares": Statistic(
+        "squares of the queries that a q/k-norm receives, over the mean square it divides by, per head",
+        lambda s: s.squares(0),
+        part="norms",
+    ),
+    "key_squares": Statistic("the same of the keys", lambda s: s.squares(1), part="norms"),
+    "value": Statistic("values, per key head", lambda s: s.head("value"), part="heads"),
+    "absolute": Statistic("also the mean absolute value of every input above, for the l1 pre-conditioner", None),
+    "stream_input": Statistic(
+        "normalised residual stream in front of the block", lambda s: StreamObserver(s.view, "input"), sequential=True
+    ),
+    "stream_middle": Statistic(
+        "normalised residual stream between attention and MLP",
+        lambda s: StreamObserver(s.view, "middle"),
+        "mlp",
+        sequential=True,
+    ),
+    "stream_output": Statistic(
+        "normalised residual stream behind the block",
+        lambda s: StreamObserver(s.view, "output"),
+        "end",
+        sequential=True,
+    ),
+    "norms_behind": Statistic(
+        "inputs of output and down projections over the RMS of what these make of them, where a norm stands behind them",
+        None,
+        sequential=True,
+    ),
+    "windows": Statistic("also the sum over every window of every input above, for covariances within windows", None),
+    "input_energy": Statistic(
+        "squares of what q, k and v, the output projection, up and gate, and the down projection receive, one behind the other",
+        lambda s: EnergyObserver([s.layer(paths[0]) for paths in s.view.readers.values()]),
+        "mlp",
+    ),
+    "influence": Statistic(
+        "1 - cosine between input and output of the block, of its attention and of its MLP",
+        lambda s: InfluenceObserver(s.view),
+        "end",
+        part="stream",
+    ),
+    "change": Statistic(
+        "squared norms of what the block adds to its input and of its output",
+        lambda _: ChangeObserver(),
+        "end",
+        part="stream",
+    ),
+}
+
+
+# What a store of moments holds.
+STORED = frozenset(name for name, row in STATISTICS.items() if not row.two_streams and not row.sequential)
+
+
+def observers_for(view: BlockView, statistics: set[str], tokens: int) -> dict[str, Observer]:
+    """Name -> observer of a block, for the statistics wanted.
+
+    Args:
+        tokens: how many will go through the block.
+    """
+    absolute, windows, norms = (name in statistics for name in ("absolute", "windows", "norms_behind"))
+    scene = Scene(view, tokens, absolute, windows, norms, Projections(view.attention))
+    rows = {name: row for name, row in STATISTICS.items() if name in statistics and row.seen_in(view)}
+    return {name: row.observer(scene) for name, row in rows.items() if row.observer}
