@@ -24,6 +24,8 @@ WINDOWS = 10
 SETTINGS = {
     "modegpt, the paper's forms": ("modegpt", common.PAPER),
     "modegpt": ("modegpt", {}),
+    # A moment shrunk towards a scaled identity by rho is one with a ridge of rho / (1 - rho).
+    **{f"modegpt ridge={ridge:g}": ("modegpt", {"ridge": ridge}) for ridge in (1e-3, 1e-2, 1e-1)},
     "rankfold": ("rankfold", {}),
     **{name: ("rankfold", options) for name, options in ABLATIONS.items()},
 }
