@@ -1,9 +1,9 @@
 """Dense against compressed: tokens per second of the blocks alone, of the whole prefill, and of decoding with a cache.
 
 Rounds run both models in turning order; the ratio is formed within a round, the median over rounds is reported. Speed depends
-on shapes, not on values, so a model that is compressed here for the purpose is calibrated on little text.
+on shapes, not on values, so a model that is compressed here for the purpose is calibrated on little text (16 x 512 tokens).
 
-    python benchmarks/speed.py                                          # SmolLM2-135M, modegpt, sparsity 0.3
+    python benchmarks/speed.py                                          # SmolLM2-135M, the default method, sparsity 0.3
     python benchmarks/speed.py --model DENSE --compressed SMALL         # two checkpoints
 """
 
@@ -32,7 +32,7 @@ def main() -> None:
     parser = common.arguments(__doc__, "speed")
     common.add_model(parser)
     parser.add_argument("--compressed", help="checkpoint of the compressed model; default: compress --model now")
-    parser.add_argument("--method", default="modegpt")
+    parser.add_argument("--method", default="rankfold")
     parser.add_argument("--sparsity", type=float, default=0.3)
     parser.add_argument("--multiple", type=int, default=8)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
@@ -59,8 +59,8 @@ def main() -> None:
 
 
 def make(source, method, folder: Path) -> Path:
-    tokens = load_tokens("pydoc", source, samples=4, length=min(512, source.context_length))
-    return compress(source, method, tokens, folder, mode="one-pass")
+    tokens = load_tokens("pydoc", source, samples=16, length=min(512, source.context_length))
+    return compress(source, method, tokens, folder)
 
 
 def run(record, models: dict[str, nn.Module], dtype: str, args: argparse.Namespace) -> None:
