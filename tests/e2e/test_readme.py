@@ -29,7 +29,7 @@ def test_the_python_of_the_first_screen_runs(tmp_path, monkeypatch):
     save_tiny(tmp_path / "model")
     save_text(tmp_path / "text.txt")
     monkeypatch.chdir(tmp_path)
-    code = "import transformers\n" + "\n".join(local(b) for b in blocks("python"))
+    code = "\n".join(local(b) for b in blocks("python"))
     exec(compile(code, "README.md", "exec"), {})
     assert (tmp_path / "small" / "config.json").exists()
 

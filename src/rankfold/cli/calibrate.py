@@ -24,7 +24,7 @@ def command(
 
     \b
     rankfold calibrate ./my-model -o moments --calibration c4 --samples 64
-    rankfold compress ./my-model -o small --moments moments --sparsity 0.2
+    rankfold compress ./my-model -o small --method modegpt --moments moments --sparsity 0.2
     """
     from .. import pipeline
     from ..checkpoint.source import open_model

@@ -37,7 +37,7 @@ def command(
     \b
     rankfold compress HuggingFaceTB/SmolLM2-135M -o small --sparsity 0.3
     rankfold compress ./my-model -o small --calibration my-text.txt --modules mlp=0.4,vo=0.2
-    rankfold compress ./my-model -o small --moments moments/ --sparsity 0.2
+    rankfold compress ./my-model -o small --method modegpt --moments moments/ --sparsity 0.2
     rankfold compress ./my-model --sparsity 0.5 --dry-run
     rankfold compress ./sees-images -o small --parts language=0.3,vision=0.2 --calibration pairs.jsonl
 

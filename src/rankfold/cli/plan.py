@@ -28,7 +28,7 @@ def command(
     """Show what `compress` would do: ranks, errors, sizes, memory, time. Nothing is changed.
 
     \b
-    rankfold plan ./my-model --sparsity 0.3 --moments moments
+    rankfold plan ./my-model --method modegpt --sparsity 0.3 --moments moments
     rankfold plan ./my-model --sparsity 0.3 --calibration pydoc --samples 16 -o plan.json
     """
     chosen = what.parse() if parts is None else methods_of_parts(parts, what)
