@@ -224,13 +224,23 @@ def _watch(source: Source, held_out, mode: str) -> HeldOut | NothingHeldOut:
 
 def checked(method: Method, tokens, moments, mode: str, output) -> str:
     """The mode, once everything that can be checked without the model is."""
-    if mode not in ("sequential", "one-pass"):
-        raise OptionError(f"mode must be sequential or one-pass, got {mode!r}")
+    mode = check_mode(method, mode, moments is not None)
     if (tokens is None) == (moments is None):
         raise OptionError("give either calibration tokens or moments, not both and not neither")
     if output is not None:
         check_output(Path(output))
-    mode = "one-pass" if moments is not None else mode
+    return mode
+
+
+def check_mode(method: Method, mode: str, moments: bool) -> str:
+    """The mode a method runs in, with moments of the dense model or without.
+
+    Raises:
+        OptionError: there is no such mode, or not with this method.
+    """
+    if mode not in ("sequential", "one-pass"):
+        raise OptionError(f"mode must be sequential or one-pass, got {mode!r}")
+    mode = "one-pass" if moments else mode
     if mode not in method.modes:
         raise OptionError(
             f"method {method.name} measures every block on what the compressed ones before it send, so it takes text and mode "

@@ -71,7 +71,7 @@ def test_the_command_in_the_card_makes_the_same_weights(small, place, run):
 
 def test_inspect(small, run):
     code, out, _ = run("inspect small")
-    assert code in (0, None) and "counted weights removed" in out
+    assert code in (0, None) and "counted weights removed" in out and "\u2026" not in out
     code, out, _ = run("inspect small --json")
     assert json.loads(out)["counts"]["sparsity"] >= 0.3
 
@@ -314,11 +314,13 @@ BAD = [
     ("compress nan -o x --method modegpt --calibration text.txt --samples 2 --length 32", "up_proj.weight has 1 NaN"),
     ("compress pickled -o x --calibration text.txt", "reads safetensors and GGUF only"),
     ("compress mismatch -o x --calibration text.txt", "tokenizer and model do not belong together"),
-    ("compress model -o x --moments nowhere", "is not a moments folder"),
+    ("compress model -o x --method modegpt --moments nowhere", "is not a moments folder"),
     ("compress model -o x --mode both --calibration text.txt", "mode must be sequential or one-pass"),
+    ("compress model --dry-run --mode one-pass --calibration text.txt", "takes text and mode sequential, not moments"),
     ("compress model -o x --multiple 64 --calibration text.txt --modules qk,vo --method modegpt", "cannot be reached"),
     ("compress model -o x --protect 9 --calibration text.txt", "protected block 9 is not in the model"),
     ("evaluate missing --text text.txt", "no model at 'missing'"),
+    ("evaluate unsaid --text text.txt --length 32", "does not say what the model was calibrated on"),
     ("evaluate model --text text.txt --length 1", "length must be >= 2"),
     ("evaluate model", "nothing to evaluate; give --text TEXT, --tasks NAMES or --speed"),
     ("evaluate model --text text.txt --text text.txt", "--text names 'text.txt' more than once"),
@@ -347,6 +349,10 @@ def broken(place, small):
         shutil.copytree(place / "model", place / name)
     config = json.loads((place / "unknown" / "config.json").read_text())
     (place / "unknown" / "config.json").write_text(json.dumps(config | {"model_type": "albert"}))
+    shutil.copytree(place / "small", place / "unsaid")
+    config = json.loads((place / "unsaid" / "config.json").read_text())
+    config["quantization_config"]["calibration"] = {"texts": "abc"}
+    (place / "unsaid" / "config.json").write_text(json.dumps(config))
     weights = place / "truncated" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1000])
     from safetensors.torch import load_file, save_file

@@ -1,20 +1,35 @@
 """Printing that several commands share."""
 
 import json
+import os
 import sys
+import unicodedata
 
 from rich.console import Console
 
+WIDE = 240  # columns of a table that no terminal cuts
+
 
 class Plain(Console):
-    """Prints strings as they are: a name may have brackets or colons in it, and a path must stay one word."""
+    """Prints strings as they are: a name may have brackets or colons in it, and a path must stay one word. What would steer a
+    terminal is shown, not sent: strings may come out of a stranger's checkpoint."""
 
     def __init__(self, file):
-        super().__init__(file=file, highlight=False, markup=False, emoji=False)
+        free = not file.isatty() and "COLUMNS" not in os.environ
+        super().__init__(file=file, width=WIDE if free else None, highlight=False, markup=False, emoji=False)
 
     def print(self, *objects, soft_wrap: bool | None = None, **options) -> None:
         wrapped = all(isinstance(item, str) for item in objects) if soft_wrap is None else soft_wrap
         super().print(*objects, soft_wrap=wrapped, **options)
+
+    def render_str(self, text: str, **options):
+        return super().render_str(harmless(text), **options)
+
+
+def harmless(text: str) -> str:
+    """A text whose control characters are escapes, apart from line ends and tabs."""
+    steers = (c not in "\n\t" and unicodedata.category(c) in ("Cc", "Cs") for c in text)
+    return "".join(c.encode("unicode_escape").decode() if s else c for c, s in zip(text, steers, strict=True))
 
 
 def console() -> Console:

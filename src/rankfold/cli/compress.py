@@ -53,6 +53,8 @@ def command(
     from ..planning import timed
     from ..proving import proved
 
+    for method in [chosen] if parts is None else chosen.values():
+        pipeline.check_mode(method, mode, moments is not None)
     if output is not None and not dry_run:
         check_output(output)
     if parts is not None:

@@ -7,7 +7,7 @@ import torch
 from ..calibration.tokens import tokenised
 from ..checkpoint.classes import check_writes
 from ..checkpoint.load import load_model, load_tokenizer
-from ..errors import CheckpointError, DataError, OptionError, first_line
+from ..errors import CheckpointError, DataError, NumericsError, OptionError, first_line
 
 __all__ = ["continue_text", "generate_text"]
 
@@ -29,6 +29,7 @@ def continue_text(
         OptionError: ``max_new_tokens`` below 1, or more than the model's context has room for; or a negative temperature.
         DataError: the prompt has no tokens.
         CheckpointError: the model's generation settings are damaged.
+        NumericsError: the model predicts NaN.
     """
     if max_new_tokens < 1 or temperature < 0:
         raise OptionError(f"max-new-tokens must be >= 1 and temperature >= 0, got {max_new_tokens} and {temperature}")
@@ -53,6 +54,9 @@ def continue_text(
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=max_new_tokens,
                 pad_token_id=pad,
+                num_beams=1,  # one text, whatever the settings beside the weights ask for
+                num_return_sequences=1,
+                logits_processor=[_finite],
                 **sampling,
             )
         except (TypeError, ValueError) as error:  # what transformers raises for settings that are no settings
@@ -60,4 +64,15 @@ def continue_text(
                 f"the model cannot generate with its settings ({first_line(error)}); correct or remove its "
                 "generation_config.json"
             ) from error
-    return tokenizer.decode(ids[0, length:], skip_special_tokens=True)
+    # A tokenizer may drop the space in front of what it decodes first, so the prompt is decoded too.
+    begin, whole = (tokenizer.decode(some, skip_special_tokens=True) for some in (ids[0, :length], ids[0]))
+    return whole[len(begin) :]
+
+
+def _finite(_, scores: torch.Tensor) -> torch.Tensor:
+    """Logits of the next token; minus infinity is what must not follow."""
+    if scores.isnan().any() or (scores == torch.inf).any():
+        raise NumericsError(
+            "the model predicts NaN or infinity; its weights or its config are damaged, or try --dtype float32"
+        )
+    return scores

@@ -14,7 +14,7 @@ from ..calibration.text import Text, read_text
 from ..calibration.tokens import tokenised
 from ..checkpoint.classes import check_writes
 from ..checkpoint.load import load_model, load_tokenizer
-from ..errors import OptionError
+from ..errors import CheckpointError, OptionError
 from .perplexity import perplexity, windows_of
 
 __all__ = ["Texts", "evaluate_text", "timed_perplexity", "windows_of_text"]
@@ -120,4 +120,9 @@ def _calibrated_on(network) -> list[str]:
     """Origins of the texts that a compressed model was calibrated on."""
     described = getattr(getattr(network, "hf_quantizer", None), "quantization_config", None)
     calibration = getattr(described, "fields", {}).get("calibration", {})
-    return [text.get("origin") for text in calibration.get("texts", [calibration])]
+    texts = calibration.get("texts", [calibration]) if isinstance(calibration, dict) else None
+    if not isinstance(texts, list) or not all(isinstance(text, dict) for text in texts):
+        raise CheckpointError(
+            "config.json does not say what the model was calibrated on; copy or make the checkpoint again"
+        )
+    return [text.get("origin") for text in texts]
