@@ -157,7 +157,11 @@ def tested(python: Path, tests: list[str]) -> str:
         return "none"
     command = [python, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", *tests]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": "tests"})
-    return done.stdout.strip().splitlines()[-1].strip("= ").rpartition(" in ")[0]
+    lines = done.stdout.strip().splitlines()
+    for line in lines:
+        if line.startswith(("FAILED", "ERROR")):
+            common.say(line)
+    return lines[-1].strip("= ").rpartition(" in ")[0]
 
 
 def measured(python: Path, program: str, subject: Subject, models: Models) -> dict:
