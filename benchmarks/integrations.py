@@ -190,9 +190,13 @@ def _facts(row: dict) -> list[dict]:
 
 
 def _shown(facts: dict) -> str:
-    return "; ".join(
-        f"{key} {value:.2g}" if isinstance(value, float) else f"{key} {value}" for key, value in facts.items()
-    )
+    return "; ".join(f"{key} {_value(value)}" for key, value in facts.items())
+
+
+def _value(value) -> str:
+    if isinstance(value, list):
+        return " to ".join(map(_value, value))
+    return f"{value:.2g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

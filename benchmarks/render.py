@@ -59,9 +59,10 @@ def main() -> None:
 def heading(record: dict) -> list[str]:
     model = record["config"].get("model")
     hardware, packages = record["hardware"], record["versions"]
-    lines = [f"## {model['name']}", ""] if model else []
+    name = model["name"] if isinstance(model, dict) else model
+    lines = [f"## {name}", ""] if name else []
     lines += ["```bash", *record["commands"], "```", ""]
-    versions = ", ".join(f"{name} {version}" for name, version in packages.items())
+    versions = ", ".join(f"{package} {version}" for package, version in packages.items())
     cpus = " and ".join(dict.fromkeys(row.get("cpu", hardware["cpu"]) for row in record["rows"]))
     return [*lines, f"{cpus}, {hardware['threads']} threads; {versions}.", ""]
 
