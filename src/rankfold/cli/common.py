@@ -2,12 +2,13 @@
 
 import json
 import os
+import re
 import sys
-import unicodedata
 
 from rich.console import Console
 
 WIDE = 240  # columns of a table that no terminal cuts
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # characters, apart from tabs and line ends
 
 
 class Plain(Console):
@@ -23,13 +24,7 @@ class Plain(Console):
         super().print(*objects, soft_wrap=wrapped, **options)
 
     def render_str(self, text: str, **options):
-        return super().render_str(harmless(text), **options)
-
-
-def harmless(text: str) -> str:
-    """A text whose control characters are escapes, apart from line ends and tabs."""
-    steers = (c not in "\n\t" and unicodedata.category(c) in ("Cc", "Cs") for c in text)
-    return "".join(c.encode("unicode_escape").decode() if s else c for c, s in zip(text, steers, strict=True))
+        return super().render_str(CONTROL.sub(lambda c: c[0].encode("unicode_escape").decode(), text), **options)
 
 
 def console() -> Console:
