@@ -56,10 +56,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     args = parser.parse_args()
     text = common.data_file(args.data, "text/wikitext2-valid.tokens")
-    config = {"model": Path(args.model).name, "text": common.shown(str(text)), "rounds": args.rounds}
-    record = common.Record(args.json, config | {"threads": args.threads}, DEFINITIONS, resume=True)
     with tempfile.TemporaryDirectory(prefix="rankfold-") as place:
         models = Models(args.model, str(text), Path(place))
+        config = {"model": common.describe_model(models.source), "text": common.shown(str(text))}
+        config |= {"rounds": args.rounds, "threads": args.threads}
+        record = common.Record(args.json, config, DEFINITIONS, resume=True)
         dense = Path(place, "dense")
         rankfold.save(models.source.whole_model(), dense, models.source.tokenizer)
         for engine in args.only:

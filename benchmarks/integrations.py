@@ -84,10 +84,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PROGRAMS, default=list(PROGRAMS), help="programs; default: all")
     args = parser.parse_args()
     text = common.data_file(args.data, "text/wikitext2-valid.tokens")
-    config = {"model": Path(args.model).name, "text": common.shown(str(text)), "sparsity": SPARSITY}
-    record = common.Record(args.json, config, DEFINITIONS, resume=True)
     with tempfile.TemporaryDirectory(prefix="rankfold-") as place:
         models = Models(args.model, str(text), Path(place))
+        config = {"model": common.describe_model(models.source), "text": common.shown(str(text)), "sparsity": SPARSITY}
+        record = common.Record(args.json, config, DEFINITIONS, resume=True)
         for name in args.only:
             run(record, name, PROGRAMS[name], models)
     common.say(f"wrote {common.shown(str(args.json))}")

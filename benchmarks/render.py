@@ -59,8 +59,7 @@ def main() -> None:
 def heading(record: dict) -> list[str]:
     model = record["config"].get("model")
     hardware, packages = record["hardware"], record["versions"]
-    name = model["name"] if isinstance(model, dict) else model
-    lines = [f"## {name}", ""] if name else []
+    lines = [f"## {model['name']}", ""] if model else []
     lines += ["```bash", *record["commands"], "```", ""]
     versions = ", ".join(f"{package} {version}" for package, version in packages.items())
     cpus = " and ".join(dict.fromkeys(row.get("cpu", hardware["cpu"]) for row in record["rows"]))

@@ -28,7 +28,7 @@ def main() -> None:
     from vllm import LLM, SamplingParams  # after compressing: vLLM puts classes of its own into transformers
 
     engine = LLM(args.output, max_model_len=min(1024, source.context_length))
-    (answer,) = engine.generate([args.prompt], SamplingParams(temperature=0, max_tokens=32))
+    (answer,) = engine.generate([args.prompt], SamplingParams(temperature=0, max_tokens=32), use_tqdm=False)
     print(args.prompt + answer.outputs[0].text)
 
 

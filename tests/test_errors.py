@@ -73,4 +73,6 @@ def test_the_first_line_of_an_error_is_short_and_never_empty():
     assert errors.first_line(ValueError("wrong field 'a':\n  expected int\nmore")) == "wrong field 'a': expected int"
     assert errors.first_line(ValueError("wrong:")) == "wrong:"
     assert errors.first_line(ConnectionError()) == "ConnectionError"
+    assert errors.first_line(KeyError("bias")) == "no entry 'bias'"
+    assert errors.first_line(KeyError("two words")) == "'two words'"
     assert len(errors.first_line(ValueError("x" * 5000))) == 300

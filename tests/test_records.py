@@ -30,7 +30,11 @@ def some(kind):
         return st.lists(some(kind[0]), max_size=2)
     if isinstance(kind, dict):
         return st.fixed_dictionaries({key: some(below) for key, below in kind.items()})
-    return {str: st.text(max_size=5), int: st.integers(), NUMBER: st.integers() | st.floats(allow_nan=False)}[kind]
+    return {
+        str: st.text(max_size=5),
+        int: st.integers(),
+        NUMBER: st.integers() | st.floats(allow_nan=False, allow_infinity=False),
+    }[kind]
 
 
 @given(some(RECORD))
@@ -54,6 +58,14 @@ def _at(value, path):
     for key in path:
         value = value[key]
     return value
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1e400", "NaN"])
+def test_a_number_that_is_none_is_refused(number):
+    with pytest.raises(
+        CheckpointError, match=r"rankfold\.json is damaged: sparsity should be a number, got '(-?inf|nan)'"
+    ):
+        check_record(json.loads(f'{{"sparsity": {number}}}'), {"sparsity": NUMBER}, PLACE)
 
 
 @given(VALUES)

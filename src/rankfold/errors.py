@@ -44,8 +44,10 @@ class NumericsError(RankfoldError):
 
 
 def first_line(error: BaseException) -> str:
-    """What another library's error says, in one line: its first, with the next where that only announces it; or its type."""
-    first, _, rest = (str(error).strip() or type(error).__name__).partition("\n")
+    """What another library's error says, in one line: its first, with the next where that only announces it; or its type.
+    Of a missing key Python says the key alone."""
+    said = f"no entry {error}" if isinstance(error, KeyError) and " " not in str(error) else str(error).strip()
+    first, _, rest = (said or type(error).__name__).partition("\n")
     if first.rstrip().endswith(":") and rest.strip():
         first = f"{first.strip()} {rest.strip().partition(chr(10))[0]}"
     return first.strip()[:300]

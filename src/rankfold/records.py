@@ -1,5 +1,6 @@
 """What a JSON record must hold, checked once where it is read."""
 
+import math
 from pathlib import Path
 
 from .errors import CheckpointError
@@ -34,7 +35,8 @@ def check_record(value, kind, path: Path, where: str = "it") -> None:
     if isinstance(kind, Maybe):
         return None if value is None else check_record(value, kind.kind, path, where)
     wanted = list if isinstance(kind, list) else dict if isinstance(kind, dict | Each) else kind
-    if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
+    endless = isinstance(value, float) and not math.isfinite(value)  # JSON has such numbers, 1e400 among them
+    if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool) or endless:
         raise CheckpointError(
             f"{path} is damaged: {where} should be {_name(wanted)}, got {str(value)[:40]!r}; copy or make it again"
         )

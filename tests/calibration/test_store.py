@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from rankfold.calibration.moments import Moment
 from rankfold.calibration.store import MomentStore
 from rankfold.errors import CheckpointError
 from rankfold.files import write_json, write_tensors
+from rankfold.locking import lock_of, locked
 
 IDENTITY = {
     "name": "tiny",
@@ -264,6 +266,13 @@ def test_held_out_windows_that_are_damaged_are_named_and_made_anew(tmp_path, dam
     with MomentStore.filling(identity, folder, ids):
         pass
     assert torch.equal(MomentStore.open(folder).held_out, ids)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="a folder that takes no files")
+def test_a_place_that_takes_no_lock_is_not_said_to_be_held():
+    with pytest.raises(CheckpointError, match=r"cannot lock /proc/moments: no file can be made beside it, or"):
+        with locked(lock_of(Path("/proc/moments")), Path("/proc/moments")):
+            pass
 
 
 def test_two_processes_do_not_fill_one_folder(tmp_path):

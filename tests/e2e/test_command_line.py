@@ -86,6 +86,21 @@ BAD = [
     ("inspect " + "x" * 300, "File name too long; check the name, its permissions and the disk"),
     ("compress model -o x\udce9", r"the name 'x\udce9' is not UTF-8; choose another one"),
     ("calibrate model -o x\udce9 --calibration text.txt", r"the name 'x\udce9' is not UTF-8; choose another one"),
+    (
+        "compress model -o x --sparsity 0.5 --modules mlp=0.2",
+        "--sparsity would be ignored, it goes with --modules that",
+    ),
+    ("plan model --context 64", "--context would be ignored, it goes with --budget flops or latency; leave it out"),
+    ("plan model --epsilon 0.1", "--epsilon would be ignored, it goes with --allocation influence; leave it out"),
+    ("plan model --method modegpt --outlier 3", "--outlier would be ignored, it goes with --allocation owl; leave it"),
+    ("plan model --allocation uniform --spread 0.1", "--spread would be ignored, it goes with --allocation owl"),
+    ("plan model --calibration text.txt --field body", "--field body would be ignored, of text.txt; it is of .jsonl"),
+    ("plan model --calibration wikitxt2", "no text at 'wikitxt2': did you mean 'wikitext2'? expected"),
+    ("evaluate model --text text.txt --field body", "--field body would be ignored, of text.txt; it is of .jsonl and"),
+    ("evaluate model --text text.txt --batch-sizes 1", "--batch-sizes would be ignored without --speed; give both or"),
+    ("evaluate model --text text.txt --batch-size 1", "--batch-size would be ignored without --tasks; give both or"),
+    ("evaluate model --speed --limit 1", "--limit would be ignored without --text or --tasks; give both or neither"),
+    ("evaluate model --speed --length 64", "--length would be ignored without --text; give both or neither"),
     ("inspect no\nsuch", r"rankfold: no\nsuch has no rankfold.json"),
 ]
 COMPARE = "compare model -o x --text text.txt --methods"

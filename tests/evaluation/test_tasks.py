@@ -246,6 +246,8 @@ def test_an_unknown_task_is_compared_with_all_of_lm_evals(tiny, monkeypatch):
 
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", manager)
     with pytest.raises(OptionError, match="unknown task 'anli_r4'; did you mean 'anli_r3'"):
+        Questions(["anli_r4"]).check()  # before a model is loaded and texts are measured
+    with pytest.raises(OptionError, match="unknown task 'anli_r4'"):
         evaluate_tasks(*tiny, ["anli_r4"])
     assert built == [{}]
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..errors import CheckpointError, RankfoldError, first_line
-from ..modules import RankfoldConfig, attach, current_name, install
+from ..modules import FORMATS, METHOD_NAMES, RankfoldConfig, attach, current_name, install_described
 from .classes import auto_class
 from .devices import resolve_device, resolve_dtype
 from .hub import locate
@@ -39,13 +39,14 @@ def load_model(model: str | Path, *, dtype: str = "auto", device: str = "auto") 
         folder, kwargs = path, {"use_safetensors": True}
         weights = Weights(folder)  # an index that leads elsewhere, and what is no plain file, are refused unread
         read_generation_config(folder)
-    wanted, auto, written = resolve_dtype(dtype) or "auto", AutoModelForCausalLM, None
+    wanted, auto = resolve_dtype(dtype) or "auto", AutoModelForCausalLM
     try:
         if weights:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            weights.check_depth(config)
-            written = (described(config) or {}).get("format")
+            weights.check_config(config)
             auto = auto_class(config)
+            if known := _known(config):  # before anything is as large as the config says
+                _check_fits(weights, empty_model(config), config)
         loaded, info = auto.from_pretrained(folder, dtype=wanted, **kwargs, **REPORTED)
     except RankfoldError:
         raise
@@ -53,14 +54,27 @@ def load_model(model: str | Path, *, dtype: str = "auto", device: str = "auto") 
         raise CheckpointError(f"{model} cannot be loaded: {first_line(error)}; copy or make it again") from error
     compressed = isinstance(getattr(loaded.config, "quantization_config", None), RankfoldConfig)
     check_loaded(info, loaded, path, only_described=compressed)
-    if weights and weights.match(loaded, functools.partial(current_name, written=written)):
-        weights.check_fits(empty_model(loaded.config) if compressed else loaded)  # loaded buffers are what the file has
+    if weights and not known:
+        _check_fits(weights, loaded, config)
     check_finite(loaded.state_dict())
     if compressed:
         check_head(loaded, path)
     else:
         untie_where_unequal(loaded, str(model))
     return loaded.to(where).eval()
+
+
+def _known(config) -> bool:
+    """Whether the structure is one that :func:`empty_model` builds, and no quantiser's or a later version's."""
+    found = described(config)
+    return found is None or (found.get("quant_method") in METHOD_NAMES and found.get("format") in FORMATS)
+
+
+def _check_fits(weights: Weights, model: PreTrainedModel, config) -> None:
+    """Compare the files with a model, unless they have names of their own for its tensors."""
+    written = (described(config) or {}).get("format")
+    if weights.match(model, functools.partial(current_name, written=written)):
+        weights.check_fits(model)
 
 
 def described(config) -> RankfoldConfig | dict | None:
@@ -71,14 +85,14 @@ def described(config) -> RankfoldConfig | dict | None:
 def empty_model(config, attention: str | None = None, dtype=None) -> PreTrainedModel:
     """The compressed structure a config describes, parameters on the meta device, of its own dtype or another."""
     found = described(config)
-    modules = found.modules if isinstance(found, RankfoldConfig) else (found or {}).get("modules", {})
     plain = config.__class__.from_dict(config.to_dict())
     plain.__dict__.pop("quantization_config", None)
     with init_empty_weights(include_buffers=False):
         model = auto_class(plain).from_config(
             plain, dtype=dtype or config.dtype, attn_implementation=attention, trust_remote_code=False
         )
-        install(model, modules)
+    if found is not None:
+        install_described(model, found if isinstance(found, RankfoldConfig) else RankfoldConfig(**found))
     return model.eval()
 
 

@@ -317,7 +317,7 @@ def _read_folder(folder: Path, device: torch.device, dtype: torch.dtype | None, 
         raise CheckpointError(f"{folder} is neither a folder nor a .gguf file")
     config, weights = _dense_config(folder), Weights(folder)
     size = weights.bytes_on_disk
-    weights.check_depth(config)
+    weights.check_config(config)
     storage_dtype = dtype or stored_dtype(config, folder)
     model = _empty(config, torch.float32 if device.type == "cpu" else storage_dtype)
     stack = part_of(model, part)

@@ -62,13 +62,18 @@ class Weights:
                 return True
         return False
 
-    def check_depth(self, config) -> None:
+    def check_config(self, config) -> None:
         """Before a model is built: one of two billion blocks would take hours.
 
         Raises:
-            CheckpointError: there are more blocks by the config than tensors.
+            CheckpointError: there are more blocks by the config than tensors, or no positions.
         """
-        blocks = getattr(config.get_text_config(), "num_hidden_layers", None)
+        text = config.get_text_config()
+        positions, blocks = (getattr(text, name, None) for name in ("max_position_embeddings", "num_hidden_layers"))
+        if isinstance(positions, int) and positions < 1:
+            raise CheckpointError(
+                f"{self.folder} has {positions} positions by its config; correct max_position_embeddings in config.json"
+            )
         if isinstance(blocks, int) and blocks > len(self.places):
             raise CheckpointError(
                 f"{self.folder} holds {len(self.places)} tensors, and has {blocks} blocks by the config; correct config.json, "

@@ -56,8 +56,6 @@ def command(
     from .forms import parse_forms, parse_sparsities
 
     cells = cells_of(parse_forms(methods), parse_sparsities(sparsities))
-    if tasks_from is not None and tasks is None:
-        raise OptionError("--tasks-from would be ignored without --tasks; give both or neither")
     missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
     if missing:
         raise OptionError(f"the report needs {' and '.join(missing)}; pip install 'rankfold[report]'")

@@ -49,13 +49,6 @@ def command(
     from ..evaluation.tasks import Questions
     from ..evaluation.text import Texts
 
-    for flag, value, needed, there in (
-        ("--tasks-from", tasks_from, "--tasks", tasks is not None),
-        ("--num-fewshot", num_fewshot, "--tasks", tasks is not None),
-        ("--against", against, "--speed", speed),
-    ):
-        if value is not None and not there:
-            raise OptionError(f"{flag} would be ignored without {needed}; give both or neither")
     names = [name.strip() for name in (tasks or "").split(",")]
     result = evaluate(
         model,

@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperCommand
 
 from ..errors import OptionError
+from ..methods.base import method_class
 
 __all__ = ["Command", "UsageError", "explain", "usage"]
 
@@ -15,6 +16,26 @@ UsageError = typer.TyperException  # what the parser raises
 PLACES = ("model", "text", "calibration", "tasks_from", "against")  # arguments that may begin with ~
 ALONE = ("sparsity", "part", "moments")  # of one part
 MEASURED = ("calibration", "samples", "length", "seed", "field", "mode")  # settled when moments were measured
+
+# Option -> those of which one must be given, or nothing reads it; where a command has them.
+BESIDE = {
+    "tasks_from": ("tasks",),
+    "num_fewshot": ("tasks",),
+    "batch_size": ("tasks",),
+    "against": ("speed",),
+    "batch_sizes": ("speed",),
+    "length": ("text",),
+    "limit": ("text", "tasks"),
+    "field": ("text",),
+}
+# Option of a method -> what it goes with, and whether that is so.
+WITH = {
+    "sparsity": ("--modules that name no sparsity", lambda values: "=" not in (values["modules"] or "")),
+    "context": ("--budget flops or latency", lambda values: values["budget"] in ("flops", "latency")),
+    "epsilon": ("--allocation influence", lambda values: _allocation(values).startswith("influence")),
+    "outlier": ("--allocation owl", lambda values: _allocation(values) == "owl"),
+    "spread": ("--allocation owl", lambda values: _allocation(values) == "owl"),
+}
 
 
 class Command(TyperCommand):
@@ -28,10 +49,13 @@ class Command(TyperCommand):
                 raise OptionError(f"{_label(parameter)} is given {times} times; give it once")
         for parameter in self.params:
             _check_value(_label(parameter), parameter.name, ctx.params.get(parameter.name))
+        names = {parameter.name for parameter in given}
         if ctx.params.get("parts") is not None:
-            _check_beside_parts({parameter.name for parameter in given})
+            _check_beside_parts(names)
         if ctx.params.get("moments") is not None:
-            _check_beside_moments({parameter.name for parameter in given}, ctx.params)
+            _check_beside_moments(names, ctx.params)
+        for parameter in given:
+            _check_read(parameter, names, ctx.params)
         return rest
 
 
@@ -53,6 +77,22 @@ def _check_value(label: str, name: str, value) -> None:
         place = place.removeprefix("language=").removeprefix("vision=")  # PART=FILE
         if place.startswith("~") and os.path.expanduser(place) == place:
             raise OptionError(f"{label}: there is no user whose home is {place.split('/')[0]!r}; write the path out")
+
+
+def _check_read(parameter, given: set[str], values: dict) -> None:
+    """Refuse what nothing would read."""
+    needed = [name for name in BESIDE.get(parameter.name, ()) if name in values]
+    if needed and not given & set(needed):
+        flags = " or ".join(f"--{name}" for name in needed)
+        raise OptionError(f"{_label(parameter)} would be ignored without {flags}; give both or neither")
+    goes_with, is_so = WITH.get(parameter.name, ("", None))
+    if is_so and "method" in values and not is_so(values):
+        raise OptionError(f"{_label(parameter)} would be ignored, it goes with {goes_with}; leave it out")
+
+
+def _allocation(values: dict) -> str:
+    """By what ranks are chosen, where none is named by what the method does."""
+    return values["allocation"] or method_class(values["method"]).allocation
 
 
 def _check_beside_moments(given: set[str], values: dict) -> None:

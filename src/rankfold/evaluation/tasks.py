@@ -1,6 +1,7 @@
 """Accuracy on question sets, by lm-eval (the extra ``rankfold[tasks]``): its definitions, its scores, its standard errors."""
 
 import contextlib
+import functools
 import importlib.util
 import math
 import sys
@@ -35,7 +36,8 @@ class Questions:
         """Refuse what can be refused before a model is loaded.
 
         Raises:
-            OptionError: lm-eval is not installed, nothing to do, a task named twice, or a number out of range.
+            OptionError: lm-eval is not installed, nothing to do, an unknown task (with a suggestion), one named twice, or a
+                number out of range.
             DataError: local rows that are missing or of another kind.
         """
         if importlib.util.find_spec("lm_eval") is None:
@@ -52,6 +54,10 @@ class Questions:
         if self.folder is not None:
             for name in self.tasks:
                 local_rows(name, Path(self.folder).expanduser(), self.num_fewshot)
+        names = [*_manager(tuple(self.tasks)).all_tasks, "scienceqa"]
+        for name in self.tasks:
+            if name not in names:
+                raise OptionError(f"unknown task {name!r}; {suggestion(name, names)}`lm-eval ls tasks` lists them all")
 
     def measure(self, network, tokenizer) -> dict[str, dict]:
         """See :func:`evaluate_tasks`."""
@@ -86,7 +92,7 @@ def evaluate_tasks(
         ``scienceqa`` also has ``columns`` (:func:`~.science_qa.by_column`). Groups hold their own means.
 
     Raises:
-        OptionError: see :meth:`Questions.check`; or an unknown task, with a suggestion.
+        OptionError: see :meth:`Questions.check`.
         DataError, CheckpointError: rows that are missing or of another kind; the hub cannot be reached.
         NumericsError: a score is not a number.
     """
@@ -109,11 +115,7 @@ def evaluate_tasks(
 
 def _load(tasks: Sequence[str], folder: Path | None, num_fewshot: int | None, scratch: Path) -> dict:
     """lm-eval's task objects, rows included."""
-    manager = _manager(tasks)
-    names = [*manager.all_tasks, "scienceqa"]
-    for name in tasks:
-        if name not in names:
-            raise OptionError(f"unknown task {name!r}; {suggestion(name, names)}`lm-eval ls tasks` lists them all")
+    manager = _manager(tuple(tasks))
     if folder is not None:
         rows = {name: local_rows(name, folder, num_fewshot) for name in tasks}
         chosen = [local_definition(name, files, manager.task_index, scratch) for name, files in rows.items()]
@@ -128,7 +130,8 @@ def _load(tasks: Sequence[str], folder: Path | None, num_fewshot: int | None, sc
         ) from error
 
 
-def _manager(tasks: Sequence[str]):
+@functools.lru_cache(maxsize=1)
+def _manager(tasks: tuple[str, ...]):
     """lm-eval's index; all of it takes many seconds to read, so only the folders of well-known tasks where that will do."""
     import lm_eval.tasks
 

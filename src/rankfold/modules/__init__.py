@@ -5,7 +5,18 @@ from .building import build, install
 from .bundle import CODE_FILE, code
 from .experts import LatentExperts
 from .latent import LatentLinear, SplitHeadLinear
-from .loading import AUTO_MAP, FORMAT, METHOD_NAME, METHOD_NAMES, RankfoldConfig, attach, current_name, digest
+from .loading import (
+    AUTO_MAP,
+    FORMAT,
+    FORMATS,
+    METHOD_NAME,
+    METHOD_NAMES,
+    RankfoldConfig,
+    attach,
+    current_name,
+    digest,
+    install_described,
+)
 from .norms import PredictedNorm
 from .shortcuts import ShortcutBlock
 from .sparse import SparseCorrection, SparseLinear
@@ -15,6 +26,7 @@ __all__ = [
     "AUTO_MAP",
     "CODE_FILE",
     "FORMAT",
+    "FORMATS",
     "METHOD_NAME",
     "METHOD_NAMES",
     "CompressedAttention",
@@ -33,4 +45,5 @@ __all__ = [
     "current_name",
     "digest",
     "install",
+    "install_described",
 ]

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .descriptions import check_attention
 from .kernels import (
     add_alibi,
     add_bias,
@@ -38,13 +39,12 @@ class CompressedAttention(nn.Module):
 
     def __init__(self, spec: dict, config, layer_idx: int | None, names: tuple[str, ...] = ()):
         super().__init__()
+        check_attention(spec)
         self.config, self.layer_idx = config, layer_idx
         self.names = names  # of what is passed by place behind the hidden states
         self.heads, self.kv_heads = spec["heads"], spec["kv_heads"]
         self.num_key_value_groups = self.heads // self.kv_heads  # the name transformers' attention kernels read
         self.qk_dim, self.vo_dim = spec["qk_dim"], spec["vo_dim"]
-        if (self.qk_dim == 0) != (self.vo_dim == 0):
-            raise ValueError(f"an attention has both widths or none, got qk_dim {self.qk_dim} and vo_dim {self.vo_dim}")
         self.scaling, self.softcap = spec["scaling"], spec.get("softcap")
         self.sliding_window = spec.get("sliding_window")
         self.window = spec.get("window")  # of a family whose attention masks what is further back itself

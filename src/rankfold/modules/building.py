@@ -6,8 +6,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .attention import CompressedAttention, PackedAttention
+from .descriptions import check_description
 from .experts import LatentExperts, narrow_experts
-from .layers import LAYERS, build_layer, check_description
+from .layers import LAYERS, build_layer
 from .shortcuts import ShortcutBlock
 
 __all__ = ["build", "install"]
@@ -24,9 +25,12 @@ def build(spec: dict, dense: nn.Module | None = None, config=None) -> nn.Module:
         config: the model's (text) config, for kinds that attend.
 
     Raises:
-        ValueError: an unknown kind, or sizes that are no positive integers.
+        ValueError: an unknown kind, sizes that are no positive integers, what is no module of this kind, or an attention that
+            could not run.
     """
     check_description(spec, (*LAYERS, *ATTENTIONS, "experts", "latent_experts", "shortcut_block"))
+    if isinstance(dense, nn.Embedding):
+        raise ValueError(f"a {spec['kind']} module stands for no embedding")
     if spec["kind"] == "shortcut_block":
         return ShortcutBlock(spec, dense)
     if spec["kind"] == "experts":
@@ -43,7 +47,10 @@ def _attention(spec: dict, dense: nn.Module, config) -> nn.Module:
     for name, theirs in spec.get("adopt", {}).items():
         if name not in ("q_norm", "k_norm"):
             raise ValueError(f"cannot adopt {name!r} into a compressed attention; allowed: q_norm, k_norm")
-        setattr(module, name, getattr(dense, name if isinstance(dense, CompressedAttention) else theirs))
+        norm = getattr(dense, name if isinstance(dense, CompressedAttention) else theirs)
+        if not isinstance(norm, nn.Module):
+            raise ValueError(f"cannot adopt {theirs!r} as {name}: it is {type(norm).__name__}, not a norm")
+        setattr(module, name, norm)
     return module
 
 

@@ -11,6 +11,7 @@ PARTS = (
     "sparse",
     "factors",
     "latent",
+    "descriptions",
     "layers",
     "kernels",
     "norms",

@@ -22,7 +22,7 @@ def narrow_experts(spec: dict, dense: nn.Module) -> nn.Module:
         spec: ``experts``, ``in``, ``width``, ``bias``, and whether weights are ``transposed``: (E, in, out).
         dense: the experts it replaces; its tensors are not looked at.
     """
-    module = _without_weights(dense)
+    module = _without_weights(dense, spec)
     E, D, R = spec["experts"], spec["in"], spec["width"]
     for name, rows, columns in (("gate_up_proj", 2 * R, D), ("down_proj", D, R)):
         shape = (E, columns, rows) if spec["transposed"] else (E, rows, columns)
@@ -46,7 +46,7 @@ class LatentExperts(nn.Module):
 
     def __init__(self, spec: dict, dense: nn.Module):
         super().__init__()
-        self.__dict__["family"] = _without_weights(dense)  # not a submodule: it has nothing to load
+        self.__dict__["family"] = _without_weights(dense, spec)  # not a submodule: it has nothing to load
         self.rising, self.falling = (
             nn.ModuleList(build_layer(spec[side]) for _ in range(spec["experts"])) for side in ("rising", "falling")
         )
@@ -62,7 +62,10 @@ class LatentExperts(nn.Module):
         return sent
 
 
-def _without_weights(dense: nn.Module) -> nn.Module:
+def _without_weights(dense: nn.Module, spec: dict) -> nn.Module:
     """A copy that has no parameters, with the same config."""
-    shared = {id(dense.config): dense.config} | {id(parameter): None for parameter in dense.parameters()}
-    return copy.deepcopy(getattr(dense, "family", dense), shared)
+    family = getattr(dense, "family", dense)
+    if family.num_experts != spec["experts"]:
+        raise ValueError(f"'experts' of a {spec['kind']} module must be {family.num_experts}, got {spec['experts']}")
+    shared = {id(family.config): family.config} | {id(parameter): None for parameter in family.parameters()}
+    return copy.deepcopy(family, shared)

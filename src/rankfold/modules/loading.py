@@ -30,6 +30,7 @@ from .bundle import CODE_FILE, code
 __all__ = [
     "AUTO_MAP",
     "FORMAT",
+    "FORMATS",
     "METHOD_NAME",
     "METHOD_NAMES",
     "RankfoldAutoConfig",
@@ -38,6 +39,7 @@ __all__ = [
     "attach",
     "current_name",
     "digest",
+    "install_described",
 ]
 
 # What meets a checkpoint without this code names the method that it does not know: transformers, lm-eval and engines alike. So
@@ -91,11 +93,7 @@ class RankfoldQuantizer(HfQuantizer):
                 f"this checkpoint has rankfold format {written!r}, this version reads {' and '.join(map(str, FORMATS))}; "
                 "upgrade rankfold, or load with trust_remote_code=True to use the code beside the weights"
             )
-        modules = self.quantization_config.modules
-        with torch.device("meta"):
-            install(model, modules)  # which says what is wrong where it can tell
-        if self.quantization_config.fields.get("digest") not in (None, digest(modules)):
-            raise ValueError("the description of the modules in config.json is not the one that was written")
+        install_described(model, self.quantization_config)
 
     def get_weight_conversions(self):
         """Called by transformers' loader: names of an earlier format, as :func:`current_name` changes them."""
@@ -126,6 +124,18 @@ class RankfoldQuantizer(HfQuantizer):
     @property
     def is_compileable(self):
         return True
+
+
+def install_described(model, config: RankfoldConfig) -> None:
+    """Swap modules for the ones a config describes, parameters and buffers on the meta device.
+
+    Raises:
+        ValueError: what cannot be built, or is not what was written.
+    """
+    with torch.device("meta"):
+        install(model, config.modules)  # which says what is wrong where it can tell
+    if config.fields.get("digest") not in (None, digest(config.modules)):
+        raise ValueError("the description of the modules in config.json is not the one that was written")
 
 
 def check_rotation(model) -> None:
