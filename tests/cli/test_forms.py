@@ -21,10 +21,13 @@ def test_names_and_options_come_apart_at_commas():
 
 
 def test_options_of_every_method_are_taken_with_their_types():
-    (form,) = parse_forms("modegpt:modules=mlp+qk,protect=0+-1,epsilon=0.1,multiple=2,bias_refit=false,ridge=1e-3")
+    (form,) = parse_forms(
+        "modegpt:modules=mlp+qk,protect=0+-1,allocation=influence,epsilon=0.1,multiple=2,bias_refit=false,ridge=1e-3"
+    )
     assert form.options == {
         "modules": ("mlp", "qk"),
         "protect": (0, -1),
+        "allocation": "influence",
         "epsilon": 0.1,
         "multiple": 2,
         "bias_refit": False,

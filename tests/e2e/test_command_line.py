@@ -88,12 +88,16 @@ BAD = [
     ("calibrate model -o x\udce9 --calibration text.txt", r"the name 'x\udce9' is not UTF-8; choose another one"),
     (
         "compress model -o x --sparsity 0.5 --modules mlp=0.2",
-        "--sparsity would be ignored, it goes with --modules that",
+        "--sparsity would be ignored, it goes with modules that",
     ),
-    ("plan model --context 64", "--context would be ignored, it goes with --budget flops or latency; leave it out"),
-    ("plan model --epsilon 0.1", "--epsilon would be ignored, it goes with --allocation influence; leave it out"),
-    ("plan model --method modegpt --outlier 3", "--outlier would be ignored, it goes with --allocation owl; leave it"),
-    ("plan model --allocation uniform --spread 0.1", "--spread would be ignored, it goes with --allocation owl"),
+    ("plan model --context 64", "--context would be ignored, it goes with budget flops or latency; leave it out"),
+    ("plan model --epsilon 0.1", "--epsilon would be ignored, it goes with allocation influence or influence-modules"),
+    (
+        "plan model --method modegpt --for stock --epsilon 1",
+        "--epsilon would be ignored, it goes with allocation inf",
+    ),
+    ("plan model --method modegpt --outlier 3", "--outlier would be ignored, it goes with allocation owl; leave it"),
+    ("plan model --allocation uniform --spread 0.1", "--spread would be ignored, it goes with allocation owl"),
     ("plan model --calibration text.txt --field body", "--field body would be ignored, of text.txt; it is of .jsonl"),
     ("plan model --calibration wikitxt2", "no text at 'wikitxt2': did you mean 'wikitext2'? expected"),
     ("evaluate model --text text.txt --field body", "--field body would be ignored, of text.txt; it is of .jsonl and"),
@@ -110,6 +114,10 @@ BAD += [
     (
         f"{COMPARE} modegpt --sparsities 0.3,1.5",
         "--sparsities takes numbers in (0, 1) such as 0.1,0.3,0.5; got '0.3,1.5'",
+    ),
+    (
+        f"{COMPARE} modegpt:outlier=3 --sparsities 0.3",
+        "outlier of modegpt would be ignored, it goes with allocation owl",
     ),
     (f"{COMPARE} modegpt,modegpt --sparsities 0.3", "is the same as modegpt at 0.3; give it once"),
     (f"{COMPARE} modegpt --sparsities 0.3 --tasks-from x", "--tasks-from would be ignored without --tasks"),

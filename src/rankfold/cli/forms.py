@@ -5,7 +5,8 @@ from dataclasses import fields
 
 from ..comparison import Form
 from ..errors import OptionError, suggestion
-from ..methods import method_class
+from ..methods import make_method, method_class
+from ..methods.base import ignored_options
 from .options import like
 
 __all__ = ["parse_forms", "parse_sparsities"]
@@ -44,6 +45,9 @@ def _form(name: str, listed: list[str]) -> Form:
             mode = value
         else:
             options[key] = _value(name, key, value, item)
+    for key, goes_with in ignored_options(make_method(name, **options).describe()).items():
+        if key in options:
+            raise OptionError(f"--methods: {key} of {name} would be ignored, it goes with {goes_with}; leave it out")
     return Form(name, options, mode)
 
 

@@ -3,12 +3,14 @@
 import math
 import os
 from collections import Counter
+from dataclasses import fields
 
 import typer
 from typer.core import TyperCommand
 
 from ..errors import OptionError
-from ..methods.base import method_class
+from ..methods.base import ignored_options
+from .options import MethodOptions
 
 __all__ = ["Command", "UsageError", "explain", "usage"]
 
@@ -28,14 +30,6 @@ BESIDE = {
     "limit": ("text", "tasks"),
     "field": ("text",),
 }
-# Option of a method -> what it goes with, and whether that is so.
-WITH = {
-    "sparsity": ("--modules that name no sparsity", lambda values: "=" not in (values["modules"] or "")),
-    "context": ("--budget flops or latency", lambda values: values["budget"] in ("flops", "latency")),
-    "epsilon": ("--allocation influence", lambda values: _allocation(values).startswith("influence")),
-    "outlier": ("--allocation owl", lambda values: _allocation(values) == "owl"),
-    "spread": ("--allocation owl", lambda values: _allocation(values) == "owl"),
-}
 
 
 class Command(TyperCommand):
@@ -54,8 +48,10 @@ class Command(TyperCommand):
             _check_beside_parts(names)
         if ctx.params.get("moments") is not None:
             _check_beside_moments(names, ctx.params)
-        for parameter in given:
-            _check_read(parameter, names, ctx.params)
+        for name in names:
+            _check_beside(name, names, ctx.params)
+        if "method" in ctx.params:
+            _check_method(names, ctx.params)
         return rest
 
 
@@ -79,20 +75,20 @@ def _check_value(label: str, name: str, value) -> None:
             raise OptionError(f"{label}: there is no user whose home is {place.split('/')[0]!r}; write the path out")
 
 
-def _check_read(parameter, given: set[str], values: dict) -> None:
+def _check_beside(name: str, given: set[str], values: dict) -> None:
     """Refuse what nothing would read."""
-    needed = [name for name in BESIDE.get(parameter.name, ()) if name in values]
+    needed = [other for other in BESIDE.get(name, ()) if other in values]
     if needed and not given & set(needed):
-        flags = " or ".join(f"--{name}" for name in needed)
-        raise OptionError(f"{_label(parameter)} would be ignored without {flags}; give both or neither")
-    goes_with, is_so = WITH.get(parameter.name, ("", None))
-    if is_so and "method" in values and not is_so(values):
-        raise OptionError(f"{_label(parameter)} would be ignored, it goes with {goes_with}; leave it out")
+        flags = " or ".join(f"--{other}" for other in needed)
+        raise OptionError(f"--{name.replace('_', '-')} would be ignored without {flags}; give both or neither")
 
 
-def _allocation(values: dict) -> str:
-    """By what ranks are chosen, where none is named by what the method does."""
-    return values["allocation"] or method_class(values["method"]).allocation
+def _check_method(given: set[str], values: dict) -> None:
+    """Refuse options of a method that the others leave no use for."""
+    method = MethodOptions(**{field.name: values[field.name] for field in fields(MethodOptions)}).parse()
+    for name, goes_with in ignored_options(method.describe()).items():
+        if name in given:
+            raise OptionError(f"--{name} would be ignored, it goes with {goes_with}; leave it out")
 
 
 def _check_beside_moments(given: set[str], values: dict) -> None:

@@ -62,7 +62,7 @@ def continue_text(
         except (TypeError, ValueError) as error:  # what transformers raises for settings that are no settings
             raise CheckpointError(
                 f"the model cannot generate with its settings ({first_line(error)}); correct or remove its "
-                "generation_config.json"
+                "generation_config.json, or correct config.json"
             ) from error
     # A tokenizer may drop the space in front of what it decodes first, so the prompt is decoded too.
     begin, whole = (tokenizer.decode(some, skip_special_tokens=True) for some in (ids[0, :length], ids[0]))

@@ -18,7 +18,17 @@ from ..calibration.moments import BlockMoments
 from ..errors import OptionError, suggestion
 from .targets import TARGETS
 
-__all__ = ["BlockResult", "Method", "Stage", "Unit", "make_method", "method_class", "method_names", "register_method"]
+__all__ = [
+    "BlockResult",
+    "Method",
+    "Stage",
+    "Unit",
+    "ignored_options",
+    "make_method",
+    "method_class",
+    "method_names",
+    "register_method",
+]
 
 
 @dataclass(frozen=True)
@@ -262,6 +272,21 @@ class Method:
     def decompose(self, view: BlockView, moments, ranks: dict[str, int]) -> BlockResult:
         """Compress one block to the given ranks (module -> rank) in one step."""
         raise NotImplementedError
+
+
+def ignored_options(options: Mapping) -> dict[str, str]:
+    """Of the options of a method, as :meth:`Method.describe` gives them: what nothing reads beside the others -> what it goes
+    with."""
+    allocation, budget = options.get("allocation"), options.get("budget")  # records of before have no budget
+    influence, owl = allocation in ("influence", "influence-modules"), allocation == "owl"
+    read = {
+        "sparsity": (not isinstance(options.get("modules"), Mapping), "modules that name no sparsity of their own"),
+        "context": (budget in ("flops", "latency"), "budget flops or latency"),
+        "epsilon": (influence, "allocation influence or influence-modules"),
+        "outlier": (owl, "allocation owl"),
+        "spread": (owl, "allocation owl"),
+    }
+    return {name: goes_with for name, (is_read, goes_with) in read.items() if not is_read}
 
 
 def check_type(what: str, value, default) -> None:

@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import NamedTuple
 
 from ..methods import Method, method_class
+from ..methods.base import ignored_options
 
 __all__ = ["compare_command", "option_text", "records_of", "reproduce_command"]
 
@@ -21,7 +22,7 @@ class _Given(NamedTuple):
     """What a part of a model was given, as options of the command line."""
 
     part: str | None
-    sparsity: float
+    sparsity: float | None  # none where modules name their own
     method: list[str]
     calibration: list[str]
     draw: dict[str, int]  # option -> number; no length where nothing is cut
@@ -39,7 +40,10 @@ def reproduce_command(record: dict, folder: str) -> str:
     model, given = record["base_model"], [_given(one) for one in records_of(record)]
     *before, last = given
     if not all(
-        one.method == last.method and one.written == last.written and _drawn_alike(one.draw, last.draw)
+        one.sparsity is not None
+        and one.method == last.method
+        and one.written == last.written
+        and _drawn_alike(one.draw, last.draw)
         for one in before
     ):
         places = [model, *(f"{folder}-{one.part}" for one in before), folder]
@@ -54,11 +58,13 @@ def reproduce_command(record: dict, folder: str) -> str:
 def _given(record: dict) -> _Given:
     method, calibration, part = record["plan"]["method"], record["calibration"], record["plan"]["part"]
     written = [f"--mode {record['mode']}", f"--dtype {record['dtype']}"]
-    return _Given(part, method["sparsity"], _method(method), _texts(calibration), _draw(calibration), written)
+    sparsity = None if "sparsity" in ignored_options(method) else method["sparsity"]
+    return _Given(part, sparsity, _method(method), _texts(calibration), _draw(calibration), written)
 
 
 def _alone(model: str, folder: str, given: _Given) -> str:
-    method = [given.method[0], f"--sparsity {given.sparsity}", *given.method[1:]]
+    sparsity = [] if given.sparsity is None else [f"--sparsity {given.sparsity}"]
+    method = [given.method[0], *sparsity, *given.method[1:]]
     written = [*given.written, *([f"--part {given.part}"] if given.part else [])]
     return _command(model, folder, method, given.calibration, given.draw, written)
 
@@ -73,9 +79,10 @@ def _command(
 def _method(method: dict) -> list[str]:
     """Its name, then what is not as by default; without the sparsity."""
     defaults, options = method_class(method["method"])().describe(), [f"--method {method['method']}"]
+    left_out = {"method", "sparsity", *ignored_options(method)}
     for key, value in method.items():
         value = tuple(value) if isinstance(value, list) else value  # as JSON has it
-        if value == defaults[key] or key in ("method", "sparsity"):
+        if value == defaults[key] or key in left_out:
             continue
         text, flag = option_text(value, ","), "for" if key == "target" else key
         options.append(f"--{flag} {text}" if key in SHARED_OPTIONS else f"--option {key}={text}")
