@@ -48,6 +48,7 @@ def outside(place: Path, line: str, **options) -> subprocess.CompletedProcess:
     )
 
 
+COMPARED = "compare model -o x --methods modegpt --sparsities 0.3"
 BAD = [
     ("nonsense", "No such command 'nonsense'; see `rankfold --help`"),
     ("compress", "Missing argument 'model'; see `rankfold compress --help`"),
@@ -99,6 +100,12 @@ BAD = [
     ("plan model --method modegpt --outlier 3", "--outlier would be ignored, it goes with allocation owl; leave it"),
     ("plan model --allocation uniform --spread 0.1", "--spread would be ignored, it goes with allocation owl"),
     ("plan model --calibration text.txt --field body", "--field body would be ignored, of text.txt; it is of .jsonl"),
+    (
+        "plan model --calibration a.txt=1 --calibration ptb=2 --field body",
+        "--field body would be ignored, of a.txt=1 and",
+    ),
+    ("plan model --calibration rows.jsonl=0.5 --calibration text.txt --field body", "takes a share for every text or"),
+    (f"{COMPARED} --text text.txt --field body --calibration nowhere.jsonl", "no text at 'nowhere.jsonl'"),
     ("plan model --calibration wikitxt2", "no text at 'wikitxt2': did you mean 'wikitext2'? expected"),
     ("evaluate model --text text.txt --field body", "--field body would be ignored, of text.txt; it is of .jsonl and"),
     ("evaluate model --text text.txt --batch-sizes 1", "--batch-sizes would be ignored without --speed; give both or"),

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import DataError, OptionError, first_line, suggestion
+from ..errors import DataError, first_line, suggestion
 from .hub import ALIASES, hub_rows
 
 __all__ = [
     "Text",
     "TextSource",
-    "check_field",
     "decode",
     "field_of",
     "json_row",
@@ -32,8 +31,6 @@ __all__ = [
     "rows_of_group",
     "text_source",
 ]
-
-COLUMNS = ("jsonl", "parquet")  # kinds that have some
 
 
 @dataclass(frozen=True)
@@ -76,14 +73,6 @@ def text_source(name: str, use: str = "calibration") -> TextSource:
         raise DataError(f"no text at {str(path)!r}: {hint}expected {_choices()}")
     kind = "raw" if raw else {".jsonl": "jsonl", ".parquet": "parquet"}.get(path.suffix.lower(), "txt")
     return TextSource(kind, origin_of(path), path)
-
-
-def check_field(names: Iterable[str], field: str) -> None:
-    """Raise :class:`OptionError` where a column is named, and none of these texts has columns to choose from."""
-    if field != "text" and not any(text_source(name).kind in COLUMNS for name in names if name != "self"):
-        raise OptionError(
-            f"--field {field} would be ignored, of {' and '.join(names)}; it is of .jsonl and .parquet files"
-        )
 
 
 def origin_of(path: Path) -> str:

@@ -15,7 +15,7 @@ from .framing import frame_of
 from .mixing import Drawn, Portion, check_distinct, draw_all, held_out_of, interleaved, shares_of
 from .pieces import pieces_of_file_or_hub, pieces_of_text
 from .runner import evaluating
-from .text import Text, check_field, read_text, text_source
+from .text import Text, read_text, text_source
 from .windows import Part, Tokens
 
 __all__ = ["Tokens", "load_tokens", "pack"]
@@ -94,7 +94,6 @@ def load_tokens(
     if length > source.context_length:
         log.info("length %d is more than the model's context; using %d", length, source.context_length)
         length = source.context_length
-    check_field(shares, field)
     if len(shares) > 1:
         check_distinct([*shares], ["self" if text == "self" else text_source(text).origin for text in shares])
 

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections import Counter
 from dataclasses import fields
 
@@ -30,6 +31,7 @@ BESIDE = {
     "limit": ("text", "tasks"),
     "field": ("text",),
 }
+HAS_COLUMNS = re.compile(r"\.(jsonl|parquet)(=[^=/]*)?$|^(\w+=)?hub:", re.IGNORECASE)  # among names of texts and images
 
 
 class Command(TyperCommand):
@@ -50,6 +52,8 @@ class Command(TyperCommand):
             _check_beside_moments(names, ctx.params)
         for name in names:
             _check_beside(name, names, ctx.params)
+        if "field" in names:
+            _check_field(ctx.params)
         if "method" in ctx.params:
             _check_method(names, ctx.params)
         return rest
@@ -81,6 +85,15 @@ def _check_beside(name: str, given: set[str], values: dict) -> None:
     if needed and not given & set(needed):
         flags = " or ".join(f"--{other}" for other in needed)
         raise OptionError(f"--{name.replace('_', '-')} would be ignored without {flags}; give both or neither")
+
+
+def _check_field(values: dict) -> None:
+    """Refuse a column where nothing has columns to choose from."""
+    names = [*(values.get("calibration") or ()), *(values.get("text") or ())]
+    if names and not any(HAS_COLUMNS.search(name) for name in names):
+        raise OptionError(
+            f"--field {values['field']} would be ignored, of {' and '.join(names)}; it is of .jsonl and .parquet files"
+        )
 
 
 def _check_method(given: set[str], values: dict) -> None:

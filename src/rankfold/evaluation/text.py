@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..architectures import family_of
 from ..calibration.framing import frame_of
-from ..calibration.text import Text, check_field, read_text
+from ..calibration.text import Text, read_text
 from ..calibration.tokens import tokenised
 from ..checkpoint.classes import check_writes
 from ..checkpoint.load import load_model, load_tokenizer
@@ -49,7 +49,6 @@ class Texts:
         twice = [name for name in self.names if self.names.count(name) > 1]
         if twice:
             raise OptionError(f"--text names {twice[0]!r} more than once; name it once")
-        check_field(self.names, self.field)
         characters = None if self.limit is None else self.limit * self.length * 8
         return [read_text(name, use="evaluation", field=self.field, characters=characters) for name in self.names]
 
