@@ -215,8 +215,12 @@ def test_encode_joins_documents_by_a_blank_line():
 def test_windows_come_from_the_field_that_was_asked_for(tmp_path):
     rows = [{"text": "a" * 100, "body": "b" * 100}] * 3
     (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    ids = load_tokens(str(tmp_path / "a.jsonl"), source(), samples=3, length=32, field="body").ids
-    assert set(ids.flatten().tolist()) <= {ord("b") % 97, ord("\n") % 97}
+    tokens = load_tokens(str(tmp_path / "a.jsonl"), source(), samples=3, length=32, field="body")
+    assert set(tokens.ids.flatten().tolist()) <= {ord("b") % 97, ord("\n") % 97}
+    assert tokens.describe()["field"] == "body"
+    (tmp_path / "a.txt").write_text("c" * 200)
+    for name, field in (("a.jsonl", "text"), ("a.txt", "body")):
+        assert "field" not in load_tokens(str(tmp_path / name), source(), samples=3, length=32, field=field).describe()
 
 
 @pytest.fixture(scope="module")

@@ -69,6 +69,22 @@ def test_the_command_in_the_card_makes_the_same_weights(small, place, run):
         assert shard.read_bytes() == (place / "again" / shard.name).read_bytes()
 
 
+def test_the_command_in_the_card_names_the_column_that_was_read(place, run):
+    rows = "".join(
+        json.dumps({"text": "no", "body": part}) + "\n" for part in (place / "text.txt").read_text().split(".")
+    )
+    (place / "columns.jsonl").write_text(rows)
+    options = "--method modegpt --multiple 2 --samples 4 --length 32 --device cpu --calibration columns.jsonl --field"
+    code, _, err = run(f"compress model -o of-column {options} body")
+    assert code in (0, None), err
+    card = (place / "of-column" / "README.md").read_text()
+    command = next(line for line in card.splitlines() if line.startswith("rankfold compress"))
+    code, _, err = run(command.removeprefix("rankfold ").replace("-o of-column", "-o column-again") + " --device cpu")
+    assert code in (0, None), err
+    for shard in (place / "of-column").glob("*.safetensors"):
+        assert shard.read_bytes() == (place / "column-again" / shard.name).read_bytes()
+
+
 def test_inspect(small, run):
     code, out, _ = run("inspect small")
     assert code in (0, None) and "counted weights removed" in out and "\u2026" not in out

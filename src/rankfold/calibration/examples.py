@@ -118,7 +118,8 @@ def load_examples(
     maker = source.processor if processor is None else processor
     examples = tuple(_example(row, maker, source) for row in chosen)
     origin, draw = (hub.origin, hub.draw) if hub else (origin_of(place), Examples.draw)
-    return Examples(examples[:fitted], name, origin, seed, examples[fitted:] or None, draw, wanted=samples)
+    facts = {"field": None if field == "text" else field, "wanted": samples}
+    return Examples(examples[:fitted], name, origin, seed, examples[fitted:] or None, draw, **facts)
 
 
 def has_images(path: str, source) -> bool:

@@ -93,9 +93,8 @@ def load_images(
     images = (_examples if source.part.packed else _pixels)(chosen, processor)
     held_out = images[fitted:] if fitted < len(images) else None
     patches = length_of(images[:fitted], source.part)
-    return Images(
-        images[:fitted], found.name, found.origin, seed, held_out, found.draw, wanted=samples, patches=patches
-    )
+    facts = {"field": None if field == "image" else field, "wanted": samples, "patches": patches}
+    return Images(images[:fitted], found.name, found.origin, seed, held_out, found.draw, **facts)
 
 
 class _Found(NamedTuple):

@@ -20,6 +20,7 @@ from .hub import ALIASES, hub_rows
 __all__ = [
     "Text",
     "TextSource",
+    "column_of",
     "decode",
     "field_of",
     "json_row",
@@ -73,6 +74,12 @@ def text_source(name: str, use: str = "calibration") -> TextSource:
         raise DataError(f"no text at {str(path)!r}: {hint}expected {_choices()}")
     kind = "raw" if raw else {".jsonl": "jsonl", ".parquet": "parquet"}.get(path.suffix.lower(), "txt")
     return TextSource(kind, origin_of(path), path)
+
+
+def column_of(names: Iterable[str], field: str) -> str | None:
+    """The column that was read of any of these texts; ``None`` where it is the usual one, or none of them has columns."""
+    kinds = [text_source(name).kind for name in names if name != "self"] if field != "text" else []
+    return field if {"jsonl", "parquet"} & {*kinds} else None
 
 
 def origin_of(path: Path) -> str:

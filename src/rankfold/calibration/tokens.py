@@ -5,6 +5,7 @@ Shape legend: S samples (windows), T window length.
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from .framing import frame_of
 from .mixing import Drawn, Portion, check_distinct, draw_all, held_out_of, interleaved, shares_of
 from .pieces import pieces_of_file_or_hub, pieces_of_text
 from .runner import evaluating
-from .text import Text, read_text, text_source
+from .text import Text, column_of, read_text, text_source
 from .windows import Part, Tokens
 
 __all__ = ["Tokens", "load_tokens", "pack"]
@@ -107,7 +108,8 @@ def load_tokens(
             return Drawn(_sample_from_model(source, portion.fitted, count, length, seed), "self", "sampled")
         return _draw(text, source, field, count, length, seed)
 
-    return _together(draw_all(shares, samples, length, draw), shares, samples, seed)
+    tokens = _together(draw_all(shares, samples, length, draw), shares, samples, seed)
+    return replace(tokens, field=column_of(shares, field))
 
 
 def _together(texts: dict[str, tuple[Drawn, Portion]], shares: dict[str, float], samples: int, seed: int) -> Tokens:

@@ -50,6 +50,7 @@ class Tokens:
     held_out: Tensor | None = None  # (S', T) int64, further windows of the same draw that nothing is fitted to
     draw: str = "windows of the whole text"  # how the windows were drawn
     parts: tuple[Part, ...] = ()  # of a mix of several texts
+    field: str | None = None  # column they were read from, where it is not the usual one
     wanted: int | None = None  # samples that were asked of a mix, images or examples; there may be fewer
 
     def __post_init__(self):
@@ -84,6 +85,8 @@ class Tokens:
             described["held_out_sha256"] = digest_of(self.held_out)
         if self.parts:
             described["texts"] = [part.describe() for part in self.parts]
+        if self.field is not None:
+            described["field"] = self.field
         if self.wanted is not None:
             described["samples_wanted"] = self.wanted
         return described

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from ..calibration.text import Text
+from ..calibration.text import Text, column_of
 from ..calibration.windows import shown
 from ..checkpoint.source import Source
 from ..errors import DataError
@@ -66,7 +66,7 @@ class Perplexities:
         self.texts = texts.read()
         length = min(texts.length, source.context_length)
         self.windows = [_windows(source, text, length, texts.limit) for text in self.texts]
-        self.labels, self.limit = _labels(texts.names), texts.limit
+        self.labels, self.limit, self.field = _labels(texts.names), texts.limit, column_of(texts.names, texts.field)
 
     def describe(self) -> list[dict]:
         return [
@@ -74,6 +74,7 @@ class Perplexities:
                 "text": label,
                 "origin": text.origin,
                 "limit": self.limit,
+                **({"field": self.field} if self.field else {}),
                 "windows": len(windows),
                 "length": windows.shape[1],
                 "sha256": hashlib.sha256(windows.numpy().tobytes()).hexdigest()[:32],

@@ -25,7 +25,9 @@ class _Given(NamedTuple):
     sparsity: float | None  # none where modules name their own
     method: list[str]
     calibration: list[str]
-    draw: dict[str, int]  # option -> number; no length where nothing is cut
+    draw: dict[
+        str, int | str
+    ]  # option -> value: no length where nothing is cut, a column where it is not the usual one
     written: list[str]
 
 
@@ -41,6 +43,7 @@ def reproduce_command(record: dict, folder: str) -> str:
     *before, last = given
     if not all(
         one.sparsity is not None
+        and (one.part == "language" or "field" not in one.draw)  # beside --parts it is the column of the text
         and one.method == last.method
         and one.written == last.written
         and _drawn_alike(one.draw, last.draw)
@@ -70,7 +73,7 @@ def _alone(model: str, folder: str, given: _Given) -> str:
 
 
 def _command(
-    model: str, folder: str, method: list[str], texts: list[str], draw: dict[str, int], rest: list[str]
+    model: str, folder: str, method: list[str], texts: list[str], draw: dict[str, int | str], rest: list[str]
 ) -> str:
     options = [*method, *_calibrated(texts, draw), *rest]
     return f"rankfold compress {shlex.quote(model)} -o {shlex.quote(folder)} " + " ".join(options)
@@ -104,6 +107,7 @@ def compare_command(identity: dict, run: dict, folder: str) -> str:
         run: ``{"methods": labels, "sparsities": numbers}``.
     """
     measures, windows = identity["measures"], identity["calibration"]
+    windows = {key: text[key] for text in measures["texts"][:1] for key in text.keys() & {"field"}} | windows
     options = [f"--methods {shlex.quote(','.join(run['methods']))}"]
     options += [f"--sparsities {','.join(map(str, run['sparsities']))}", *_calibrated(_texts(windows), _draw(windows))]
     options += [f"--text {shlex.quote(text['text'])}" for text in measures["texts"]]
@@ -119,17 +123,26 @@ def compare_command(identity: dict, run: dict, folder: str) -> str:
     )
 
 
-def _calibrated(texts: list[str], draw: dict[str, int]) -> list[str]:
+def _calibrated(texts: list[str], draw: dict[str, int | str]) -> list[str]:
     """Which windows were drawn."""
-    return [*(f"--calibration {shlex.quote(text)}" for text in texts), *(f"--{name} {n}" for name, n in draw.items())]
+    return [
+        *(f"--calibration {shlex.quote(text)}" for text in texts),
+        *(f"--{name} {shlex.quote(str(value))}" for name, value in draw.items()),
+    ]
 
 
-def _draw(calibration: dict) -> dict[str, int]:
+def _draw(calibration: dict) -> dict[str, int | str]:
+    column = {"field": calibration["field"]} if "field" in calibration else {}
     length = {} if calibration.get("kind") else {"length": calibration["length"]}
-    return {"samples": calibration.get("samples_wanted", calibration["samples"]), **length, "seed": calibration["seed"]}
+    return {
+        "samples": calibration.get("samples_wanted", calibration["samples"]),
+        **length,
+        "seed": calibration["seed"],
+        **column,
+    }
 
 
-def _drawn_alike(one: dict[str, int], other: dict[str, int]) -> bool:
+def _drawn_alike(one: dict[str, int | str], other: dict[str, int | str]) -> bool:
     """Whether options that both take are equal."""
     return all(one[name] == other[name] for name in one.keys() & other.keys())
 
