@@ -50,8 +50,8 @@ class Tokens:
     held_out: Tensor | None = None  # (S', T) int64, further windows of the same draw that nothing is fitted to
     draw: str = "windows of the whole text"  # how the windows were drawn
     parts: tuple[Part, ...] = ()  # of a mix of several texts
-    field: str | None = None  # column they were read from, where it is not the usual one
     wanted: int | None = None  # samples that were asked of a mix, images or examples; there may be fewer
+    field: str | None = None  # column they were read from, where it is not the usual one
 
     def __post_init__(self):
         _check_ids("ids", self.ids)
