@@ -60,13 +60,23 @@ def test_compress_prints_one_json_object_and_writes_a_whole_checkpoint(small, pl
     assert "rankfold compress model -o small --method rankfold --sparsity 0.3" in card
 
 
-def test_the_command_in_the_card_makes_the_same_weights(small, place, run):
-    card = (place / "small" / "README.md").read_text()
+def made_again(place, run, name: str) -> str:
+    """The command in the card of a checkpoint, which has made ``NAME-again``."""
+    card = (place / name / "README.md").read_text()
     command = next(line for line in card.splitlines() if line.startswith("rankfold compress"))
-    code, _, err = run(command.removeprefix("rankfold ").replace("-o small", "-o again") + " --device cpu")
+    code, _, err = run(command.removeprefix("rankfold ").replace(f"-o {name}", f"-o {name}-again") + " --device cpu")
     assert code in (0, None), err
-    for shard in (place / "small").glob("*.safetensors"):
-        assert shard.read_bytes() == (place / "again" / shard.name).read_bytes()
+    return command
+
+
+def assert_same_weights(place, name: str) -> None:
+    for shard in (place / name).glob("*.safetensors"):
+        assert shard.read_bytes() == (place / f"{name}-again" / shard.name).read_bytes()
+
+
+def test_the_command_in_the_card_makes_the_same_weights(small, place, run):
+    made_again(place, run, "small")
+    assert_same_weights(place, "small")
 
 
 def test_the_command_in_the_card_names_the_column_that_was_read(place, run):
@@ -77,12 +87,8 @@ def test_the_command_in_the_card_names_the_column_that_was_read(place, run):
     options = "--method modegpt --multiple 2 --samples 4 --length 32 --device cpu --calibration columns.jsonl --field"
     code, _, err = run(f"compress model -o of-column {options} body")
     assert code in (0, None), err
-    card = (place / "of-column" / "README.md").read_text()
-    command = next(line for line in card.splitlines() if line.startswith("rankfold compress"))
-    code, _, err = run(command.removeprefix("rankfold ").replace("-o of-column", "-o column-again") + " --device cpu")
-    assert code in (0, None), err
-    for shard in (place / "of-column").glob("*.safetensors"):
-        assert shard.read_bytes() == (place / "column-again" / shard.name).read_bytes()
+    made_again(place, run, "of-column")
+    assert_same_weights(place, "of-column")
 
 
 def test_inspect(small, run):
@@ -214,11 +220,8 @@ def test_a_mix_of_texts_is_in_plan_record_and_card_and_can_be_repeated(run, plac
     assert texts_of(place / "mixed") == [("text.txt", 0.7, 11, 1), ("other.txt", 0.3, 5, 1)]
     card = (place / "mixed" / "README.md").read_text()
     assert "16 x 64 tokens of `text.txt=0.7 + other.txt=0.3`" in card
-    command = next(line for line in card.splitlines() if line.startswith("rankfold compress"))
-    code, _, err = run(command.removeprefix("rankfold ").replace("-o mixed", "-o mixed-again") + " --device cpu")
-    assert code in (0, None), err
-    for shard in (place / "mixed").glob("*.safetensors"):
-        assert shard.read_bytes() == (place / "mixed-again" / shard.name).read_bytes()
+    made_again(place, run, "mixed")
+    assert_same_weights(place, "mixed")
     code, out, _ = run("inspect mixed")
     assert "calibrated on 16 x 64 tokens of text.txt=0.7 + other.txt=0.3" in out
 
@@ -230,17 +233,13 @@ def test_a_mix_of_short_texts_can_be_repeated(run, place, other):
     line = "--calibration few.txt --calibration some.txt --samples 64 --length 64 --multiple 2 --device cpu"
     code, _, err = run(f"compress model -o short-mix {line}")
     assert code in (0, None), err
-    card = (place / "short-mix" / "README.md").read_text()
-    command = next(line for line in card.splitlines() if line.startswith("rankfold compress"))
+    command = made_again(place, run, "short-mix")
     assert "--calibration few.txt --calibration some.txt --samples 64 --length 64" in command
-    code, _, err = run(command.removeprefix("rankfold ").replace("-o short-mix", "-o short-again") + " --device cpu")
-    assert code in (0, None), err
     records = [
-        json.loads((place / n / "rankfold.json").read_text())["calibration"] for n in ("short-mix", "short-again")
+        json.loads((place / n / "rankfold.json").read_text())["calibration"] for n in ("short-mix", "short-mix-again")
     ]
     assert records[0] == records[1] and records[0]["samples"] < 64
-    for shard in (place / "short-mix").glob("*.safetensors"):
-        assert shard.read_bytes() == (place / "short-again" / shard.name).read_bytes()
+    assert_same_weights(place, "short-mix")
 
 
 def test_moments_of_a_mix_are_those_of_that_mix_alone(run, place, other):

@@ -25,9 +25,7 @@ class _Given(NamedTuple):
     sparsity: float | None  # none where modules name their own
     method: list[str]
     calibration: list[str]
-    draw: dict[
-        str, int | str
-    ]  # option -> value: no length where nothing is cut, a column where it is not the usual one
+    draw: dict[str, int | str]  # option -> value; no length where nothing is cut, an unusual column
     written: list[str]
 
 
@@ -107,12 +105,13 @@ def compare_command(identity: dict, run: dict, folder: str) -> str:
         run: ``{"methods": labels, "sparsities": numbers}``.
     """
     measures, windows = identity["measures"], identity["calibration"]
-    windows = {key: text[key] for text in measures["texts"][:1] for key in text.keys() & {"field"}} | windows
+    first = measures["texts"][0]
+    windows = {"field": first["field"]} | windows if "field" in first else windows
     options = [f"--methods {shlex.quote(','.join(run['methods']))}"]
     options += [f"--sparsities {','.join(map(str, run['sparsities']))}", *_calibrated(_texts(windows), _draw(windows))]
     options += [f"--text {shlex.quote(text['text'])}" for text in measures["texts"]]
-    options += [f"--text-length {measures['texts'][0]['length']}"]
-    options += [f"--limit {measures['texts'][0]['limit']}"] if measures["texts"][0]["limit"] else []
+    options += [f"--text-length {first['length']}"]
+    options += [f"--limit {first['limit']}"] if first["limit"] else []
     if "tasks" in measures:
         folder_of_rows = measures["tasks"]["folder"]
         options += [f"--tasks {','.join(measures['tasks']['tasks'])}"]
