@@ -32,14 +32,14 @@ DEFINITIONS = domains.DEFINITIONS | {
 
 def main() -> None:
     parser = common.arguments(__doc__, "calibration_smollm2")
-    common.add_model(parser)
+    common.add_source(parser)
     common.add_data(parser)
     common.add_windows(parser)
     parser.add_argument("--sparsity", type=float, default=0.3)
     parser.add_argument("--calibration", nargs="+", choices=CALIBRATIONS, default=[*CALIBRATIONS], help="default: all")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=domains.SETTINGS, default=METHODS)
     args = parser.parse_args()
-    source = common.open_source(args.model)
+    source = common.open_source(args.model, full_precision=args.full_precision)
     _, texts = domains.read(source, args)
     config = {
         "model": common.describe_model(source),

@@ -48,6 +48,16 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2", help="smollm2 (out of the wheel), a folder, or a .gguf file")
 
 
+def add_source(parser: argparse.ArgumentParser) -> None:
+    """Which model, and in what its blocks run."""
+    add_model(parser)
+    parser.add_argument(
+        "--full-precision",
+        action="store_true",
+        help="no autocast on CPUs that multiply bf16 fast, so that machines of both kinds can add rows to one record",
+    )
+
+
 def add_data(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", default=os.environ.get("RANKFOLD_DATA"), metavar="DIR", help="texts; default $RANKFOLD_DATA"
@@ -63,7 +73,7 @@ def add_windows(parser: argparse.ArgumentParser) -> None:
 
 def add_protocol(parser: argparse.ArgumentParser) -> None:
     """What the tables of perplexity have in common."""
-    add_model(parser)
+    add_source(parser)
     add_data(parser)
     parser.add_argument(
         "--form", choices=("rows", "plain"), default="plain", help="WikiText-2 as rows, or as one string"
@@ -178,10 +188,12 @@ def model_path(name: str) -> str:
     return name
 
 
-def open_source(name: str) -> Source:
+def open_source(name: str, *, full_precision: bool = False) -> Source:
     """What a GGUF file holds is kept in fp32, as it was when the committed records were made."""
     path = model_path(name)
-    return open_model(path, dtype="float32" if path.endswith(".gguf") else "auto", device="cpu")
+    source = open_model(path, dtype="float32" if path.endswith(".gguf") else "auto", device="cpu")
+    source.autocast = None if full_precision else source.autocast
+    return source
 
 
 def again(source: Source) -> Source:

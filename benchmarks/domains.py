@@ -37,13 +37,13 @@ DEFINITIONS = {
 
 def main() -> None:
     parser = common.arguments(__doc__, "domains")
-    common.add_model(parser)
+    common.add_source(parser)
     common.add_data(parser)
     common.add_windows(parser)
     parser.add_argument("--sparsity", type=float, default=0.3)
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=("dense", *SETTINGS), help="default: all")
     args = parser.parse_args()
-    source = common.open_source(args.model)
+    source = common.open_source(args.model, full_precision=args.full_precision)
     tokens, texts = read(source, args)
     config = {
         "model": common.describe_model(source),

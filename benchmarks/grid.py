@@ -43,7 +43,7 @@ def main() -> None:
 def arguments(doc: str, name: str, forms: list[Form], texts=TEXTS) -> argparse.ArgumentParser:
     """Options of a comparison of these forms."""
     parser = common.arguments(doc, name)
-    common.add_model(parser)
+    common.add_source(parser)
     common.add_data(parser)
     common.add_windows(parser)
     parser.add_argument("--calibrate", default="text/wikitext2-valid.tokens", metavar="FILE", help="in the data")
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace, forms: list[Form], definitions: dict[str, str]
     Args:
         more: name of a further measure -> function of the source that makes it.
     """
-    source = common.open_source(args.model)
+    source = common.open_source(args.model, full_precision=args.full_precision)
     tokens = common.calibration(source, common.data_file(args.data, args.calibrate), args)
     texts = Texts([str(common.data_file(args.data, text)) for text in args.text], args.length, args.first)
     functions = {"texts": Perplexities(source, texts)} | {name: make(source) for name, make in more.items()}

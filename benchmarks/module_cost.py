@@ -45,7 +45,7 @@ DEFINITIONS = {
 
 def main() -> None:
     parser = common.arguments(__doc__, "module_cost_smollm2")
-    common.add_model(parser)
+    common.add_source(parser)
     common.add_data(parser)
     common.add_windows(parser)
     parser.add_argument(
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=METHODS, default=[*METHODS], metavar="METHOD")
     parser.add_argument("--worker", nargs=2, metavar=("METHOD", "MODULE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    source = common.open_source(args.model)
+    source = common.open_source(args.model, full_precision=args.full_precision)
     tokens, text = calibration(source, args)
     if args.worker:
         print(json.dumps(worker(source, tokens, *args.worker)))

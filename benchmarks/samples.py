@@ -43,12 +43,12 @@ WIDTH = 110  # of the page's lines
 
 def main() -> None:
     parser = common.arguments(__doc__, "samples_smollm2")
-    common.add_model(parser)
+    common.add_source(parser)
     common.add_data(parser)
     common.add_windows(parser)
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=("dense", *SETTINGS), help="default: all")
     args = parser.parse_args()
-    source = common.open_source(args.model)
+    source = common.open_source(args.model, full_precision=args.full_precision)
     path = common.data_file(args.data, "text/wikitext2-valid.tokens")
     tokens = common.calibration(source, path, args)
     config = {

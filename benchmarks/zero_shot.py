@@ -40,7 +40,7 @@ DEFINITIONS = {
 
 def main() -> None:
     parser = common.arguments(__doc__, "zero_shot_smollm2")
-    common.add_model(parser)
+    common.add_source(parser)
     common.add_data(parser)
     common.add_windows(parser)
     parser.add_argument("--limit", type=int, default=400, metavar="N", help="the first N questions of each task")
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=("dense", *SETTINGS), help="default: all")
     parser.add_argument("--sparsity", type=float, nargs="+", default=SPARSITIES, help="default: 0.2 and 0.3")
     args = parser.parse_args()
-    source = common.open_source(args.model)
+    source = common.open_source(args.model, full_precision=args.full_precision)
     text = common.data_file(args.data, "text/wikitext2-valid.tokens")
     folder = common.data_file(args.data, "tasks/piqa_val.jsonl").parent
     tokens = common.calibration(source, text, args)

@@ -40,7 +40,8 @@ def test_options_of_every_method_are_taken_with_their_types():
 def test_every_method_is_taken_by_name_and_a_label_is_what_the_command_line_takes(name):
     (form,) = parse_forms(name)
     assert form.label == name and form.at(0.2).method.sparsity == 0.2
-    options = {"multiple": 4, **({"protect": (0, 1)} if method_class(name).protects else {})}
+    cls = method_class(name)
+    options = ({"multiple": 4} if cls.narrows else {}) | ({"protect": (0, 1)} if cls.protects else {})
     (again,) = parse_forms(Form(name, options, form.at(0.2).mode).label)
     assert again.at(0.2).key == Form(name, options).at(0.2).key
 

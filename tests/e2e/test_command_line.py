@@ -98,6 +98,8 @@ BAD = [
         "--epsilon would be ignored, it goes with allocation inf",
     ),
     ("plan model --method modegpt --outlier 3", "--outlier would be ignored, it goes with allocation owl; leave it"),
+    ("plan model --method shortgpt --multiple 4", "--multiple would be ignored, it goes with methods that make layers"),
+    ("plan model --method wanda --multiple 4", "--multiple would be ignored, it goes with methods that make layers"),
     ("plan model --allocation uniform --spread 0.1", "--spread would be ignored, it goes with allocation owl"),
     ("plan model --calibration text.txt --field body", "--field body would be ignored, of text.txt; it is of .jsonl"),
     (

@@ -23,6 +23,7 @@ SETTINGS = [
     ),
     ("modegpt", {"context": 64, "budget": "flops"}, "--context 64"),
     ("modegpt", {"epsilon": 0.5, "allocation": "influence"}, "--epsilon 0.5"),
+    ("sleb", {"multiple": 4}, "--method sleb --sparsity 0.3 --calibration"),
     ("modegpt", {"outlier": 3.0, "spread": 0.1, "allocation": "owl"}, "--outlier 3.0 --spread 0.1"),
     ("rankfold", {"target": "stock", "allocation": "uniform", "protect": (), "head_dim": 8}, "--option head_dim=8"),
 ]

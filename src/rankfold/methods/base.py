@@ -111,6 +111,7 @@ class Method:
     targets: ClassVar[tuple[str, ...]] = ("transformers",)
     protects: ClassVar[bool] = True  # whether single blocks can be left dense
     leaves_zeros: ClassVar[bool] = False  # what is removed stays in the tensors, as zeros: nothing gets smaller
+    narrows: ClassVar[bool] = True  # layers get ranks, which `multiple` steps; otherwise whole blocks or single weights go
     # Mode -> forwards of all blocks over the calibration tokens that a compression takes (docs/results/compression_cost.md).
     forwards: ClassVar[Mapping[str, float]] = MappingProxyType({"sequential": 3.4, "one-pass": 2.6})
 
@@ -285,6 +286,7 @@ def ignored_options(options: Mapping) -> dict[str, str]:
         "epsilon": (influence, "allocation influence or influence-modules"),
         "outlier": (owl, "allocation owl"),
         "spread": (owl, "allocation owl"),
+        "multiple": (method_class(options["method"]).narrows, "methods that make layers narrower"),
     }
     return {name: goes_with for name, (is_read, goes_with) in read.items() if not is_read}
 

@@ -34,6 +34,7 @@ class BlockRemoval(Method):
 
     all_modules: ClassVar[tuple[str, ...]] = (BLOCK,)
     budgets: ClassVar[tuple[str, ...]] = ("parameters", "bytes")
+    narrows: ClassVar[bool] = False
 
     def supported_modules(self, architecture, view: BlockView) -> tuple[str, ...]:
         for key, neutral in BY_NUMBER.items():

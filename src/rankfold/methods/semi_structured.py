@@ -38,6 +38,7 @@ class TwoOfFour(Method):
     allocations: ClassVar[tuple[str, ...]] = ("uniform",)
     budgets: ClassVar[tuple[str, ...]] = ("parameters",)
     leaves_zeros: ClassVar[bool] = True
+    narrows: ClassVar[bool] = False
 
     sparsity: float = SPARSITY
 
