@@ -111,7 +111,7 @@ class Method:
     targets: ClassVar[tuple[str, ...]] = ("transformers",)
     protects: ClassVar[bool] = True  # whether single blocks can be left dense
     leaves_zeros: ClassVar[bool] = False  # what is removed stays in the tensors, as zeros: nothing gets smaller
-    narrows: ClassVar[bool] = True  # layers get ranks, which `multiple` steps; otherwise whole blocks or single weights go
+    narrows: ClassVar[bool] = True  # layers get ranks, in steps of `multiple`; otherwise blocks or single weights go
     # Mode -> forwards of all blocks over the calibration tokens that a compression takes (docs/results/compression_cost.md).
     forwards: ClassVar[Mapping[str, float]] = MappingProxyType({"sequential": 3.4, "one-pass": 2.6})
 
