@@ -5,7 +5,7 @@ something else beside, none of it means anything. llama.cpp is built out of PyPI
 and a compiler (minutes, once); vLLM is the environment of integrations.py.
 
     python benchmarks/engines.py
-    python benchmarks/engines.py --only llama.cpp --rounds 5
+    python benchmarks/engines.py --only llama.cpp --rounds 15
 """
 
 import json
@@ -42,7 +42,8 @@ DEFINITIONS = {
     "decode": f"tokens per second of {NEW} tokens one by one: llama-bench -n",
     "throughput": "tokens per second, read and written, of 16 requests of 256 and 64: `vllm bench throughput` with its random "
     "prompts, bf16",
-    "ratio": "over the dense model, within a round",
+    "rounds": "of which all speeds are the medians",
+    "ratio": "over the dense model, within a round: median, and quartiles over the rounds",
     "bytes": "of the file, or of the weights in the folder",
 }
 
@@ -54,15 +55,19 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=ENGINES, default=list(ENGINES), help="engines; default: all")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--work", type=Path, metavar="DIR", help="folder of the models; default: a temporary one")
     args = parser.parse_args()
+    if args.rounds < 2:
+        parser.error("--rounds is at least 2: quartiles are reported")
     text = common.data_file(args.data, "text/wikitext2-valid.tokens")
     with tempfile.TemporaryDirectory(prefix="rankfold-") as place:
-        models = Models(args.model, str(text), Path(place))
+        models = Models(args.model, str(text), args.work or Path(place))
         config = {"model": common.describe_model(models.source), "text": common.shown(str(text))}
-        config |= {"rounds": args.rounds, "threads": args.threads}
+        config["threads"] = args.threads
         record = common.Record(args.json, config, DEFINITIONS, resume=True)
-        dense = Path(place, "dense")
-        rankfold.save(models.source.whole_model(), dense, models.source.tokenizer)
+        dense = models.place / "dense"
+        if not dense.exists():
+            rankfold.save(models.source.whole_model(), dense, models.source.tokenizer)
         for engine in args.only:
             ENGINES[engine](record, models, dense, args)
     common.say(f"wrote {common.shown(str(args.json))}")
@@ -73,11 +78,9 @@ def llama_cpp(record: common.Record, models: Models, dense: Path, args) -> None:
     for dtype in ("float16", "q8_0"):
         if f"llama.cpp {dtype} dense" in record:
             continue
-        files = {"dense": rankfold.export(dense, models.place / f"dense-{dtype}.gguf", "gguf", dtype=dtype).output}
+        files = {"dense": exported(dense, "gguf", dtype)}
         for subject in IN_LLAMA_CPP:
-            small, _ = models.folders(subject)
-            file = models.place / f"{small.name}-{dtype}.gguf"
-            files[subject.name] = rankfold.export(small, file, "gguf-deci", dtype=dtype).output
+            files[subject.name] = exported(models.folders(subject)[0], "gguf-deci", dtype)
         facts = {"engine": "llama.cpp", "version": LLAMA_CPP, "dtype": dtype}
         add(record, facts, files, lambda file: benched(bench, file, args.threads), args.rounds)
 
@@ -104,11 +107,19 @@ def add(record: common.Record, facts: dict, models: dict[str, Path], measure, ro
     for name in (*(name for name in models if name != "dense"), "dense"):
         speeds = {what: statistics.median(one[what] for one in found[name]) for what in found[name][0]}
         pairs = list(zip(found[name], found["dense"], strict=True))
-        ratios = {
-            f"{what} ratio": statistics.median(one[what] / other[what] for one, other in pairs) for what in speeds
-        }
-        row = facts | {"model": name, "bytes": size(models[name])} | speeds | (ratios if name != "dense" else {})
+        row = facts | {"model": name, "rounds": rounds, "bytes": size(models[name])} | speeds
+        for what in speeds if name != "dense" else ():
+            ratios = [one[what] / other[what] for one, other in pairs]
+            low, row[f"{what} ratio"], high = statistics.quantiles(ratios, n=4, method="inclusive")
+            row[f"{what} ratio quartiles"] = [low, high]
         record.add(f"{facts['engine']} {facts['dtype']} {name}", **row)
+
+
+def exported(folder: Path, form: str, dtype: str) -> Path:
+    file = folder.with_name(f"{folder.name}-{dtype}.gguf")
+    if not file.exists():
+        rankfold.export(folder, file, form, dtype=dtype)
+    return file
 
 
 def size(path: Path) -> int:
@@ -163,8 +174,10 @@ def table(record: dict) -> list[str]:
     def shown(row: dict, what: str) -> str:
         if what not in row:
             return ""
-        ratio = f" (× {row[f'{what} ratio']:.2f})" if f"{what} ratio" in row else ""
-        return f"{row[what]:,.0f}{ratio}"
+        if f"{what} ratio" not in row:
+            return f"{row[what]:,.0f}"
+        low, high = row[f"{what} ratio quartiles"]
+        return f"{row[what]:,.0f} (× {row[f'{what} ratio']:.2f}, {low:.2f}–{high:.2f})"
 
     rows = [
         [
@@ -172,12 +185,13 @@ def table(record: dict) -> list[str]:
             r["version"],
             r["dtype"],
             r["model"],
+            r["rounds"],
             f"{r['bytes'] / 1e6:.0f} MB",
             *(shown(r, s) for s in speeds),
         ]
         for r in record["rows"]
     ]
-    return grid(["engine", "version", "weights", "model", "size", *speeds], rows)
+    return grid(["engine", "version", "weights", "model", "rounds", "size", *speeds], rows)
 
 
 if __name__ == "__main__":
