@@ -188,7 +188,7 @@ def table(record: dict) -> list[str]:
             r["version"],
             r["dtype"],
             r["model"],
-            r["rounds"],
+            str(r["rounds"]),
             f"{r['bytes'] / 1e6:.0f} MB",
             *(shown(r, s) for s in speeds),
         ]
