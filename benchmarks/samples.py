@@ -19,6 +19,7 @@ SPARSITY = 0.3
 TOKENS = 96
 SETTINGS = {
     "rankfold": ("rankfold", {}),
+    "rankfold, sparsity 0.1": ("rankfold", {"sparsity": 0.1}),
     "modegpt": ("modegpt", {}),
     "modegpt, the paper's forms": ("modegpt", common.PAPER),
     "latentllm (joint)": ("latentllm", {}),
@@ -80,7 +81,7 @@ def model_of(name: str, source, tokens):
     if name == "dense":
         return source.whole_model(), {}
     kind, options = SETTINGS[name]
-    method, begin = make_method(kind, sparsity=SPARSITY, **options), time.perf_counter()
+    method, begin = make_method(kind, **{"sparsity": SPARSITY} | options), time.perf_counter()
     model = compress(source, method, tokens)
     return model, {"method": method.describe(), "compress_seconds": time.perf_counter() - begin}
 
@@ -101,7 +102,7 @@ def table(record: dict) -> list[str]:
     config = record["config"]
     text = config["calibration"]
     lines = [
-        f"Sparsity {config['sparsity']}, calibrated on {text['samples']} x {text['length']} tokens of `{text['source']}`.",
+        f"Sparsity {config['sparsity']} where a name gives no other, calibrated on {text['samples']} x {text['length']} tokens of `{text['source']}`.",
         "",
     ]
     titles = [*(f"Continue: {prompt}" for prompt in config["prompts"]), *(f"Asked: {q}" for q in config["questions"])]
