@@ -102,7 +102,8 @@ def table(record: dict) -> list[str]:
     config = record["config"]
     text = config["calibration"]
     lines = [
-        f"Sparsity {config['sparsity']} where a name gives no other, calibrated on {text['samples']} x {text['length']} tokens of `{text['source']}`.",
+        f"Sparsity {config['sparsity']} where a name gives no other, calibrated on {text['samples']} x {text['length']} "
+        f"tokens of `{text['source']}`.",
         "",
     ]
     titles = [*(f"Continue: {prompt}" for prompt in config["prompts"]), *(f"Asked: {q}" for q in config["questions"])]
