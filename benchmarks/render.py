@@ -18,6 +18,7 @@ import latent_table
 import module_cost
 import module_speed
 import mutants_table
+import readme_table
 import samples
 import seeds_table
 import studies_table
@@ -28,12 +29,15 @@ from decomposition_cost import GROUPS
 from rankfold.files import read_json, write_text
 
 GIB, MIB = 2**30, 2**20
+DOCS, README = common.DOCS, common.HERE.parent / "README.md"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=common.RESULTS, metavar="DIR", help="records to read")
-    parser.add_argument("--docs", type=Path, default=common.DOCS, metavar="DIR", help="folder to write")
+    parser.add_argument(
+        "--docs", type=Path, default=DOCS, metavar="DIR", help="folder to write; the README too where it is this one"
+    )
     args = parser.parse_args()
     common.DOCS = args.docs
     args.docs.mkdir(parents=True, exist_ok=True)
@@ -54,6 +58,8 @@ def main() -> None:
     latent = sorted(args.results.glob("latent_*.json"))
     if latent:
         latent_table.render(latent)
+    if args.docs == DOCS:
+        readme_table.render(args.results, README)
 
 
 def heading(record: dict) -> list[str]:

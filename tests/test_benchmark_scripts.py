@@ -30,3 +30,10 @@ def _is_module(package: str, name: str) -> bool:
 
 def test_the_scripts_are_found():
     assert {"render", "studies"} <= {path.stem for path in SCRIPTS}
+
+
+def test_the_table_of_the_readme_is_what_the_records_say(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS[0].parent)
+    table = importlib.import_module("readme_table").table(SCRIPTS[0].parent / "results")
+    readme = (SCRIPTS[0].parents[1] / "README.md").read_text(encoding="utf-8")
+    assert "\n\n" + "\n".join(table) + "\n\n" in readme
