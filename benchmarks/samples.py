@@ -17,14 +17,18 @@ from rankfold.evaluation.generation import continue_text
 
 SPARSITY = 0.3
 TOKENS = 96
-SETTINGS = {
-    "rankfold": ("rankfold", {}),
-    "rankfold, sparsity 0.1": ("rankfold", {"sparsity": 0.1}),
-    "modegpt": ("modegpt", {}),
-    "modegpt, the paper's forms": ("modegpt", common.PAPER),
-    "latentllm (joint)": ("latentllm", {}),
-    "slicegpt": ("slicegpt", {}),
-    "shortgpt": ("shortgpt", {}),
+TEXT, C4 = "text/wikitext2-valid.tokens", "calibration/c4_demo.jsonl"
+SETTINGS = {  # method, options, calibration text: a file in the data, or `self`
+    "rankfold": ("rankfold", {}, TEXT),
+    "rankfold, sparsity 0.1": ("rankfold", {"sparsity": 0.1}, TEXT),
+    "rankfold, calibrated on C4": ("rankfold", {}, C4),
+    "rankfold, calibrated on what the dense model writes": ("rankfold", {}, "self"),
+    "rankfold, the same, sparsity 0.1": ("rankfold", {"sparsity": 0.1}, "self"),
+    "modegpt": ("modegpt", {}, TEXT),
+    "modegpt, the paper's forms": ("modegpt", common.PAPER, TEXT),
+    "latentllm (joint)": ("latentllm", {}, TEXT),
+    "slicegpt": ("slicegpt", {}, TEXT),
+    "shortgpt": ("shortgpt", {}, TEXT),
 }
 PROMPTS = (  # continued as they are; the first one is the paper's
     "The universe is the entirety of space, time, matter, and energy that exists.",
@@ -50,7 +54,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=("dense", *SETTINGS), help="default: all")
     args = parser.parse_args()
     source = common.open_source(args.model, full_precision=args.full_precision)
-    path = common.data_file(args.data, "text/wikitext2-valid.tokens")
+    path = common.data_file(args.data, TEXT)
     tokens = common.calibration(source, path, args)
     config = {
         "model": common.describe_model(source),
@@ -66,7 +70,7 @@ def main() -> None:
     record = common.Record(args.json, config, DEFINITIONS, resume=True)
     for name in args.only or ("dense", *SETTINGS):
         if name not in record:
-            model, facts = model_of(name, source, tokens)
+            model, facts = model_of(name, source, args)
             texts = [
                 continue_text(model, source.tokenizer, prompt, max_new_tokens=TOKENS)
                 for prompt in prompts(source, config)
@@ -76,14 +80,17 @@ def main() -> None:
     common.say(f"wrote {common.shown(str(args.json))}")
 
 
-def model_of(name: str, source, tokens):
+def model_of(name: str, source, args):
     """A model in memory, and what it is."""
     if name == "dense":
         return source.whole_model(), {}
-    kind, options = SETTINGS[name]
+    kind, options, text = SETTINGS[name]
+    path = text if text == "self" else common.data_file(args.data, text)
+    tokens = common.calibration(source, path, args)
     method, begin = make_method(kind, **{"sparsity": SPARSITY} | options), time.perf_counter()
     model = compress(source, method, tokens)
-    return model, {"method": method.describe(), "compress_seconds": time.perf_counter() - begin}
+    facts = {"method": method.describe(), "calibration": common.describe_tokens(tokens.ids, path, tokens.seed)}
+    return model, facts | {"compress_seconds": time.perf_counter() - begin}
 
 
 def prompts(source, config: dict) -> list[str]:
@@ -102,8 +109,8 @@ def table(record: dict) -> list[str]:
     config = record["config"]
     text = config["calibration"]
     lines = [
-        f"Sparsity {config['sparsity']} where a name gives no other, calibrated on {text['samples']} x {text['length']} "
-        f"tokens of `{text['source']}`.",
+        f"Sparsity {config['sparsity']} and {text['samples']} x {text['length']} tokens of `{text['source']}` where a name "
+        "gives nothing else.",
         "",
     ]
     titles = [*(f"Continue: {prompt}" for prompt in config["prompts"]), *(f"Asked: {q}" for q in config["questions"])]
