@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--calibration", nargs="+", choices=CALIBRATIONS, default=[*CALIBRATIONS], help="default: all")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=domains.SETTINGS, default=METHODS)
     args = parser.parse_args()
-    source = common.open_source(args.model, full_precision=args.full_precision)
+    source = common.open_source(args.model, autocast=args.autocast)
     _, texts = domains.read(source, args)
     config = {
         "model": common.describe_model(source),

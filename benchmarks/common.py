@@ -51,11 +51,11 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def add_source(parser: argparse.ArgumentParser) -> None:
     """Which model, and in what its blocks run."""
     add_model(parser)
-    parser.add_argument(
-        "--full-precision",
-        action="store_true",
-        help="no autocast on CPUs that multiply bf16 fast, so that machines of both kinds can add rows to one record",
-    )
+    which = parser.add_mutually_exclusive_group()
+    says = "whatever this CPU multiplies fast, so that machines of both kinds can add rows to one record"
+    full, half = f"no autocast, {says}", f"autocast to bf16, {says}"
+    which.add_argument("--full-precision", dest="autocast", action="store_const", const=None, default="auto", help=full)
+    which.add_argument("--half-precision", dest="autocast", action="store_const", const=torch.bfloat16, help=half)
 
 
 def add_data(parser: argparse.ArgumentParser) -> None:
@@ -188,11 +188,15 @@ def model_path(name: str) -> str:
     return name
 
 
-def open_source(name: str, *, full_precision: bool = False) -> Source:
-    """What a GGUF file holds is kept in fp32, as it was when the committed records were made."""
+def open_source(name: str, *, autocast: torch.dtype | str | None = "auto") -> Source:
+    """What a GGUF file holds is kept in fp32, as it was when the committed records were made.
+
+    Args:
+        autocast: of the blocks; ``auto``: as on the command line.
+    """
     path = model_path(name)
     source = open_model(path, dtype="float32" if path.endswith(".gguf") else "auto", device="cpu")
-    source.autocast = None if full_precision else source.autocast
+    source.autocast = source.autocast if autocast == "auto" else autocast
     return source
 
 

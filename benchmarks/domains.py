@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--sparsity", type=float, default=0.3)
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=("dense", *SETTINGS), help="default: all")
     args = parser.parse_args()
-    source = common.open_source(args.model, full_precision=args.full_precision)
+    source = common.open_source(args.model, autocast=args.autocast)
     tokens, texts = read(source, args)
     config = {
         "model": common.describe_model(source),

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace, forms: list[Form], definitions: dict[str, str]
     Args:
         more: name of a further measure -> function of the source that makes it.
     """
-    source = common.open_source(args.model, full_precision=args.full_precision)
+    source = common.open_source(args.model, autocast=args.autocast)
     tokens = common.calibration(source, common.data_file(args.data, args.calibrate), args)
     texts = Texts([str(common.data_file(args.data, text)) for text in args.text], args.length, args.first)
     functions = {"texts": Perplexities(source, texts)} | {name: make(source) for name, make in more.items()}

@@ -61,7 +61,7 @@ def main() -> None:
     if args.render:
         return render(sorted(args.json.parent.glob("latent_*.json")))
 
-    source = common.open_source(args.model, full_precision=args.full_precision)
+    source = common.open_source(args.model, autocast=args.autocast)
     c4 = common.data_file(args.data, "calibration/c4_demo.jsonl")
     tokens = common.calibration(source, c4, args)
     windows, path = text_windows(source, args) if args.text else common.wikitext2_windows(source, args)

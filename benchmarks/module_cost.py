@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=METHODS, default=[*METHODS], metavar="METHOD")
     parser.add_argument("--worker", nargs=2, metavar=("METHOD", "MODULE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    source = common.open_source(args.model, full_precision=args.full_precision)
+    source = common.open_source(args.model, autocast=args.autocast)
     tokens, text = calibration(source, args)
     if args.worker:
         print(json.dumps(worker(source, tokens, *args.worker)))

@@ -124,7 +124,7 @@ def main() -> None:
     parser.add_argument("--sparsity", type=float, nargs="+", help="only these; default: all")
     args = parser.parse_args()
 
-    source = common.open_source(args.model, full_precision=args.full_precision)
+    source = common.open_source(args.model, autocast=args.autocast)
     tokens, windows, texts = halves(source, args) if args.text else wikitext2(source, args)
     on = common.evaluation(source, windows, args)
     config = common.protocol(source, on, tokens, texts) | {"form": "plain" if args.text else args.form}

@@ -53,7 +53,7 @@ def main() -> None:
     common.add_windows(parser)
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=("dense", *SETTINGS), help="default: all")
     args = parser.parse_args()
-    source = common.open_source(args.model, full_precision=args.full_precision)
+    source = common.open_source(args.model, autocast=args.autocast)
     path = common.data_file(args.data, TEXT)
     tokens = common.calibration(source, path, args)
     config = {

@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=STUDIES, default=[*STUDIES])
     parser.set_defaults(length=256)
     args = parser.parse_args()
-    source = common.open_source(args.model, full_precision=args.full_precision)
+    source = common.open_source(args.model, autocast=args.autocast)
     tokens, windows, texts = halves(source, args)
     on = common.evaluation(source, windows, args)
     config = common.protocol(source, on, tokens, texts)

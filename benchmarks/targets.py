@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=[setting.name for setting in SETTINGS])
     parser.add_argument("--sparsity", type=float, nargs="+", default=SPARSITIES)
     args = parser.parse_args()
-    source = common.open_source(args.model, full_precision=args.full_precision)
+    source = common.open_source(args.model, autocast=args.autocast)
     split = perplexity_table.halves if args.text else perplexity_table.wikitext2
     tokens, windows, texts = split(source, args)
     on = common.evaluation(source, windows, args)

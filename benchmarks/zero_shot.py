@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=("dense", *SETTINGS), help="default: all")
     parser.add_argument("--sparsity", type=float, nargs="+", default=SPARSITIES, help="default: 0.2 and 0.3")
     args = parser.parse_args()
-    source = common.open_source(args.model, full_precision=args.full_precision)
+    source = common.open_source(args.model, autocast=args.autocast)
     text = common.data_file(args.data, "text/wikitext2-valid.tokens")
     folder = common.data_file(args.data, "tasks/piqa_val.jsonl").parent
     tokens = common.calibration(source, text, args)
