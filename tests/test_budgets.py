@@ -39,7 +39,7 @@ def under(name: str, **options):
 def plan_of(source, method):
     """With scores where the allocation wants them."""
     moments = rankfold.calibrate(source, tokens()) if method.allocation == "influence" else None
-    return rankfold.plan(source, method, moments, tokens() if method.allocation == "measured" else None)
+    return rankfold.plan(source, method, tokens() if method.allocation == "measured" else None, moments=moments)
 
 
 def bytes_on_disk(folder) -> int:

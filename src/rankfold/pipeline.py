@@ -87,14 +87,14 @@ def _measure_all(source: Source, tokens: Tokens, statistics: set[str], store: Mo
         release_memory()
 
 
-def plan(source: Source, method: Method, moments: MomentStore | None = None, tokens: Tokens | None = None) -> Plan:
+def plan(source: Source, method: Method, tokens: Tokens | None = None, *, moments: MomentStore | None = None) -> Plan:
     """What :func:`compress` would do: ranks, counts, cache, memory, and with moments the error of every module.
 
     Args:
         source: an open model.
         method: what to do.
-        moments: of the dense model; needed by the influence allocations and for predicted errors.
         tokens: calibration windows; needed by the measured allocation.
+        moments: of the dense model; needed by the influence allocations and for predicted errors.
     """
     proved(source)
     gradients = gradients_of(source, method, tokens) if moments or method.allocation == "measured" else None

@@ -36,6 +36,13 @@ def test_options_of_every_method_are_taken_with_their_types():
     assert form.at(0.3).method.protect == (0, -1)
 
 
+def test_modules_may_have_the_sparsity_of_their_row():
+    """Next to experts 2:4 methods are given in no other way."""
+    (form,) = parse_forms("wanda:modules=qkv=0.5+o=0.5")
+    method = form.at(0.5).method
+    assert method.own_sparsities == {"qkv": 0.5, "o": 0.5} and parse_forms(form.label) == [form]
+
+
 @pytest.mark.parametrize("name", method_names())
 def test_every_method_is_taken_by_name_and_a_label_is_what_the_command_line_takes(name):
     (form,) = parse_forms(name)
@@ -66,6 +73,8 @@ def test_moments_are_shared_unless_the_method_or_its_options_need_text():
         ("", "--methods takes names such as"),
         ("ridge=1", "unknown method 'ridge=1'"),
         ("modegpt,modegpt:select=elimination", "is the same as modegpt at 0.3; give it once"),
+        ("modegpt:modules=mlp=0.2", "gives its modules other sparsities than the 0.3 of its row"),
+        ("modegpt:modules=mlp+mlp", "--modules names 'mlp' more than once"),
     ],
 )
 def test_what_is_no_method_is_said_in_one_line(text, message):

@@ -145,7 +145,7 @@ def test_windows_matter():
     for name in ("bolaco", "svd-llm"):
         method = make_method(name, modules={"o": 0.4, "down": 0.4}, multiple=2, ridge=1e-12)
         moments = rankfold.calibrate(source, tokens(32))
-        errors[name] = [m.relative_error for m in rankfold.plan(source, method, moments).modules]
+        errors[name] = [m.relative_error for m in rankfold.plan(source, method, moments=moments).modules]
     assert all(a > b for a, b in zip(errors["bolaco"], errors["svd-llm"], strict=True))
 
 

@@ -404,7 +404,7 @@ def test_moments_from_a_folder_are_those_in_memory(default, tmp_path):
 
 def test_a_plan_with_moments_says_how_many_tokens_each_expert_saw(default):
     _family, source, _ = default
-    plan = rankfold.plan(source, MoDeGPT(sparsity=0.3), rankfold.calibrate(source, text()))
+    plan = rankfold.plan(source, MoDeGPT(sparsity=0.3), moments=rankfold.calibrate(source, text()))
     for index in blocks_with_experts(source.model):
         routed = look(source.model, text().ids, index)
         assert plan.experts["tokens"][str(index)] == [len(routed.of(expert)[0]) for expert in range(E)]

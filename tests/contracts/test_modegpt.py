@@ -154,7 +154,7 @@ def test_one_pass_from_saved_moments_equals_one_pass_at_once(family, tmp_path):
 def test_influence_allocations_meet_the_budget(family, allocation):
     source = opened(family)
     method = method_for(family, allocation=allocation)
-    plan = rankfold.plan(source, method, rankfold.calibrate(source, tokens()))
+    plan = rankfold.plan(source, method, moments=rankfold.calibrate(source, tokens()))
     step = max(m.dense_weights // m.of * 2 for m in plan.modules)
     assert (
         method.sparsity * plan.counted_weights <= plan.removed_weights < method.sparsity * plan.counted_weights + step

@@ -93,7 +93,7 @@ def outcome(folder, method, family: str) -> Outcome:
     record, model = json.loads((path / "rankfold.json").read_text()), rankfold.load(path, device="cpu")
     moments = None if method.allocation == "uniform" else rankfold.calibrate(source, tokens(32))
     module_of = next(function for base, function in MODULE_OF.items() if isinstance(method, base))
-    return Outcome(source, model, record["blocks"], rankfold.plan(source, method, moments), module_of)
+    return Outcome(source, model, record["blocks"], rankfold.plan(source, method, moments=moments), module_of)
 
 
 def changed(a: dict, b: dict) -> set:

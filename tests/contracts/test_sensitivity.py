@@ -219,7 +219,7 @@ def test_moments_hold_no_gradients_and_say_so(tmp_path):
 
 def test_a_plan_with_moments_and_text_is_what_compressing_reports(tmp_path):
     source, method = opened("llama"), MoDeGPT(**GRADIENT)
-    plan = rankfold.plan(source, method, rankfold.calibrate(source, tokens(32)), tokens(32))
+    plan = rankfold.plan(source, method, tokens(32), moments=rankfold.calibrate(source, tokens(32)))
     _, record, _ = compressed(tmp_path / "small", "llama")
     for module in plan.modules:
         assert record["blocks"][str(module.block)][module.module]["relative_error"] == pytest.approx(

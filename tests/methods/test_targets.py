@@ -103,7 +103,7 @@ def test_pairs_of_the_model_are_those_of_saved_moments_too(tmp_path):
     )
     states = [model.state_dict() for model in both]
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
-    predicted = rankfold.plan(source(), method, moments).modules
+    predicted = rankfold.plan(source(), method, moments=moments).modules
     assert all(m.relative_error > 0 for m in predicted if m.rank < m.of)
 
 

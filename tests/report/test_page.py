@@ -16,7 +16,7 @@ from compared import LONG, METHODS, NASTY, SPARSITIES, TASKS, config, rows
 from rankfold.report.commands import compare_command
 from rankfold.report.grid import cells_of_table, markdown
 from rankfold.report.page import page, write_report
-from rankfold.report.plots import Picture, drawn, pictures
+from rankfold.report.plots import Picture, drawn, pictures, tick
 
 
 class Tags(HTMLParser):
@@ -167,6 +167,23 @@ def test_a_curve_is_what_the_rows_say():
         [25 * (1 + s * 4) ** 2 for s in SPARSITIES]
     )
     assert lines["dense"].get_ydata()[0] == 25.0
+
+
+def test_a_sparsity_has_one_colour_in_the_pictures_of_all_methods():
+    """Also where a method has failed at another one."""
+    few = [row for row in rows() if (row["label"], row["sparsity"]) != ("rankfold", SPARSITIES[0])]
+    lines = [
+        line
+        for picture in pictures(few)
+        if picture.name.startswith("rank-")
+        for line in picture.draw().axes[0].get_lines()
+    ]
+    colours = {(line.get_label(), line.get_color()) for line in lines if line.get_label() == "sparsity 0.3"}
+    assert len([line for line in lines if line.get_label() == "sparsity 0.3"]) > 1 and len(colours) == 1
+
+
+def test_numbers_at_an_axis_are_written_alike():
+    assert [tick(v) for v in (0.05, 2.5, 100, 5e3, 2e4, 3e6)] == ["0.05", "2.5", "100", "5,000", "20,000", "3e+06"]
 
 
 def test_the_radar_has_every_task():

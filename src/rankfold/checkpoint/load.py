@@ -11,6 +11,7 @@ from ..errors import CheckpointError, RankfoldError, first_line
 from ..modules import FORMATS, METHOD_NAMES, RankfoldConfig, attach, current_name, install_described
 from .classes import auto_class
 from .devices import resolve_device, resolve_dtype
+from .gguf_config import check_biases, gguf_config
 from .hub import locate
 from .tokenizer import TokenizerFiles
 from .weights import Weights, check_finite
@@ -47,6 +48,8 @@ def load_model(model: str | Path, *, dtype: str = "auto", device: str = "auto") 
             auto = auto_class(config)
             if known := _known(config):  # before anything is as large as the config says
                 _check_fits(weights, empty_model(config), config)
+        else:
+            kwargs["config"] = gguf_config(path)
         loaded, info = auto.from_pretrained(folder, dtype=wanted, **kwargs, **REPORTED)
     except RankfoldError:
         raise
@@ -54,7 +57,9 @@ def load_model(model: str | Path, *, dtype: str = "auto", device: str = "auto") 
         raise CheckpointError(f"{model} cannot be loaded: {first_line(error)}; copy or make it again") from error
     compressed = isinstance(getattr(loaded.config, "quantization_config", None), RankfoldConfig)
     check_loaded(info, loaded, path, only_described=compressed)
-    if weights and not known:
+    if not weights:
+        check_biases(loaded, path)
+    elif not known:
         _check_fits(weights, loaded, config)
     check_finite(loaded.state_dict())
     if compressed:

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from ..errors import CheckpointError, first_line
 from .classes import auto_class
+from .gguf_config import check_biases, gguf_config
 from .weights import listed, missed
 
 __all__ = [
@@ -52,14 +53,16 @@ def read_gguf(file: Path, device: torch.device) -> nn.Module:
 
     Raises:
         CheckpointError: it cannot be read.
+        UnsupportedModelError: see :func:`~.gguf_config.gguf_config`.
     """
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, dtype=torch.float32, **REPORTED
+            file.parent, gguf_file=file.name, config=gguf_config(file), dtype=torch.float32, **REPORTED
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise CheckpointError(f"{file} cannot be read as GGUF ({first_line(error)})") from error
     check_loaded(info, model, file)
+    check_biases(model, file)
     untie_where_unequal(model, str(file))
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # the weights are floats now; save_pretrained refuses otherwise

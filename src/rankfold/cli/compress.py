@@ -69,7 +69,7 @@ def command(
 
     if dry_run:
         measured = store or predicted(source, chosen, tokens)
-        return show([with_time(pipeline.plan(source, chosen, measured, tokens))], None, json)
+        return show([with_time(pipeline.plan(source, chosen, tokens, moments=measured))], None, json)
 
     def announce(plan) -> None:
         plan = with_time(plan)

@@ -7,7 +7,7 @@ from ..comparison import Form
 from ..errors import OptionError, suggestion
 from ..methods import make_method, method_class
 from ..methods.base import ignored_options
-from .options import like
+from .options import like, parse_modules
 
 __all__ = ["parse_forms", "parse_sparsities"]
 
@@ -59,7 +59,7 @@ def _value(name: str, key: str, value: str, item: str):
         hint = suggestion(key, [*known, "mode"])
         raise OptionError(f"unknown {name} option {key!r}; {hint}available: {', '.join([*known, 'mode'])}")
     if key == "modules":
-        return tuple(value.split("+"))
+        return parse_modules(value.replace("+", ","))
     if key == "protect":
         return tuple(like(0, block, item, "--methods") for block in value.split("+"))
     if key == "epsilon":

@@ -30,6 +30,7 @@ BESIDE = {
     "length": ("text",),
     "limit": ("text", "tasks"),
     "field": ("text",),
+    "seed": ("temperature",),
 }
 HAS_COLUMNS = re.compile(r"\.(jsonl|parquet)(=[^=/]*)?$|^(\w+=)?hub:", re.IGNORECASE)  # among names of texts and images
 

@@ -122,7 +122,7 @@ class MethodOptions:
             OptionError: an option that does not parse or is out of range.
         """
         names = ("sparsity", "of", "budget", "context", "epsilon", "outlier", "spread", "multiple", "target")
-        shared = {name: getattr(self, name) for name in names} | {"modules": _parse_modules(self.modules)}
+        shared = {name: getattr(self, name) for name in names} | {"modules": parse_modules(self.modules)}
         allocation = "uniform" if self.allocation is None and self.target == "stock" else self.allocation
         shared |= {"allocation": allocation} if allocation is not None else {}
         try:
@@ -155,7 +155,7 @@ def _options(group: type) -> list[inspect.Parameter]:
     return [inspect.Parameter(f.name, kind, default=f.default, annotation=hints[f.name]) for f in fields(group)]
 
 
-def _parse_modules(text: str | None):
+def parse_modules(text: str | None):
     if text is None:
         return None
     parts = [p.strip() for p in text.split(",") if p.strip()]

@@ -46,7 +46,7 @@ def command(
     if store is None:
         tokens = text.load(source)
         store = predicted(source, chosen, tokens)
-    the_plan = pipeline.plan(source, chosen, store, tokens)
+    the_plan = pipeline.plan(source, chosen, tokens, moments=store)
     show([timed(the_plan, source, tokens.describe(), "sequential") if tokens else the_plan], output, json)
 
 
@@ -67,7 +67,7 @@ def plan_parts(opened: list[tuple], output: Path | None, as_json: bool, mode: st
 
     plans = []
     for source, method, tokens in opened:
-        the_plan = pipeline.plan(source, method, predicted(source, method, tokens), tokens)
+        the_plan = pipeline.plan(source, method, tokens, moments=predicted(source, method, tokens))
         plans.append(timed(the_plan, source, tokens.describe(), mode))
     show(plans, output, as_json)
 

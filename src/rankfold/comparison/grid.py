@@ -48,9 +48,14 @@ class Form:
         """This method at a sparsity.
 
         Raises:
-            OptionError: an option that is unknown or out of range.
+            OptionError: an option that is unknown or out of range, or modules with another sparsity.
         """
         method = make_method(self.name, **self.options, sparsity=sparsity)
+        if method.own_sparsities and set(method.modules.values()) != {sparsity}:
+            raise OptionError(
+                f"{self.label} gives its modules other sparsities than the {sparsity} of its row; give them that one, or name "
+                "them without a sparsity"
+            )
         # A measured allocation compares predictions on text and has no use for moments of the dense model.
         best = "sequential" if method.allocation in ON_TEXT or "one-pass" not in method.modes else "one-pass"
         return Cell(self.label, method, self.mode or (best if best in method.modes else method.modes[0]))

@@ -83,8 +83,7 @@ def write_gguf(source: Source, form: Form, file: Path, probe: Probe, *, quantise
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    by_transformers = arch == "llama" and factors is None and not any(name.endswith(".bias") for name in names)
-    return probe.compare(_read_whole(file, source) if by_transformers else _read(file, source, empty, attention, names))
+    return probe.compare(_read_whole(file, source) if arch == "llama" else _read(file, source, empty, attention, names))
 
 
 def _write_settings(writer: gguf.GGUFWriter, source: Source, form: Form, empty: nn.Module, kind) -> None:
@@ -92,7 +91,7 @@ def _write_settings(writer: gguf.GGUFWriter, source: Source, form: Form, empty: 
     attention, widths = views[0].attention, [view.mlp.hidden for view in views]
     window = getattr(config, "sliding_window", None) or config.max_position_embeddings
     writer.add_type("model")
-    writer.add_name(source.name)
+    writer.add_name(f"{source.name}, compressed")  # transformers reads a file whose name is `mistral` in another way
     writer.add_block_count(len(source))
     writer.add_context_length(min(window, config.max_position_embeddings))  # as far as a sliding window hides nothing
     writer.add_embedding_length(config.hidden_size)

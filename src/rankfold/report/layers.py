@@ -19,7 +19,8 @@ def layer_pictures(rows: list[dict]) -> list[Picture]:
     Args:
         rows: done, without the dense model.
     """
-    found = []
+    found, sparsities = [], sorted({row["sparsity"] for row in rows})
+    looks = {sparsity: _look(index, len(sparsities)) for index, sparsity in enumerate(sparsities)}
     for number, label in enumerate(dict.fromkeys(row["label"] for row in rows), 1):
         mine = sorted(
             (row for row in rows if row["label"] == label and row["modules"]), key=lambda row: row["sparsity"]
@@ -27,11 +28,11 @@ def layer_pictures(rows: list[dict]) -> list[Picture]:
         if mine:
             name = f"{number}-{slug(label)}"
             found.append(
-                Picture(f"sparsity-{name}", "Sparsity of every block", label, lambda mine=mine: _sparsity(mine))
+                Picture(f"sparsity-{name}", "Sparsity of every block", label, lambda mine=mine: _sparsity(mine, looks))
             )
-            found.append(Picture(f"rank-{name}", "Rank of every module", label, lambda mine=mine: _ranks(mine)))
+            found.append(Picture(f"rank-{name}", "Rank of every module", label, lambda mine=mine: _ranks(mine, looks)))
             if any(_errors(row, module) for row in mine for module in _names(mine)):
-                draw = lambda mine=mine: _error(mine)  # noqa: E731
+                draw = lambda mine=mine: _error(mine, looks)  # noqa: E731
                 found.append(Picture(f"error-{name}", "Error of every module", label, draw))
     return found
 
@@ -41,36 +42,37 @@ def _names(rows: list[dict]) -> list[str]:
     return list(dict.fromkeys(module["module"] for row in rows for module in row["modules"]))
 
 
-def _curve(index: int, count: int, blocks: int) -> dict:
-    """From the smallest sparsity to the largest as from dark to bright, on either paper."""
+def _look(index: int, count: int) -> dict:
+    """From the smallest sparsity of all methods to the largest as from dark to bright, on either paper."""
     place = 0.3 + 0.5 * index / max(1, count - 1)
-    return {
-        "color": colormaps["plasma"](place),
-        "marker": "osD^v"[index % 5] if blocks <= COUNTED else None,
-        "markersize": 4,
-    }
+    return {"color": colormaps["plasma"](place), "marker": "osD^v"[index % 5], "markersize": 4}
 
 
-def _sparsity(rows: list[dict]) -> Figure:
+def _curve(axes: Axes, row: dict, blocks: list[int], values: list[float], looks: dict[float, dict]) -> None:
+    look = looks[row["sparsity"]] | ({"marker": None} if len(blocks) > COUNTED else {})
+    axes.plot(blocks, values, label=f"sparsity {row['sparsity']:g}", **look)
+
+
+def _sparsity(rows: list[dict], looks: dict[float, dict]) -> Figure:
     """MoDeGPT Fig. 6 and 8."""
     figure, axes = panel(f"sparsity of every block\n{rows[0]['label']}", HEIGHT - 0.4)
-    for i, row in enumerate(rows):
+    for row in rows:
         blocks = sorted({module["block"] for module in row["modules"]})
         lost = []
         for block in blocks:
             mine = [module for module in row["modules"] if module["block"] == block]
             lost.append(100 - 100 * sum(m["weights"] for m in mine) / sum(m["dense_weights"] for m in mine))
-        axes.plot(blocks, lost, label=f"sparsity {row['sparsity']:g}", **_curve(i, len(rows), len(blocks)))
+        _curve(axes, row, blocks, lost, looks)
     axes.set(xlabel="block", ylabel="weights removed (%)")
     axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return legend(figure, axes)
 
 
-def _ranks(rows: list[dict]) -> Figure:
+def _ranks(rows: list[dict], looks: dict[float, dict]) -> Figure:
     """MoDeGPT Fig. 10."""
     title = f"rank kept\n{rows[0]['label']}"
-    return _by_module(rows, title, _kept, lambda axes, module: axes.set(ylabel=f"{module} (%)", ylim=(0, 105)))
+    return _by_module(rows, looks, title, _kept, lambda axes, module: axes.set(ylabel=f"{module} (%)", ylim=(0, 105)))
 
 
 def _kept(row: dict, module: str) -> list[tuple[int, float]]:
@@ -78,7 +80,7 @@ def _kept(row: dict, module: str) -> list[tuple[int, float]]:
     return [(m["block"], 100 * m["rank"] / m["of"]) for m in row["modules"] if m["module"] == module]
 
 
-def _error(rows: list[dict]) -> Figure:
+def _error(rows: list[dict], looks: dict[float, dict]) -> Figure:
     """On windows that were not fitted, where there are any."""
     where = (
         "held-out" if any(m["held_out_error"] is not None for row in rows for m in row["modules"]) else "calibration"
@@ -89,7 +91,7 @@ def _error(rows: list[dict]) -> Figure:
         values = [value for row in rows for _, value in _errors(row, module)]
         axes.set_ylabel(f"{module}{scale(axes, values).replace(' scale', '')}")
 
-    return _by_module(rows, title, _errors, finish)
+    return _by_module(rows, looks, title, _errors, finish)
 
 
 def _errors(row: dict, module: str) -> list[tuple[int, float]]:
@@ -100,16 +102,15 @@ def _errors(row: dict, module: str) -> list[tuple[int, float]]:
     return [(block, value) for block, value in found if value is not None and value > 0]
 
 
-def _by_module(rows: list[dict], title: str, values, finish) -> Figure:
+def _by_module(rows: list[dict], looks: dict[float, dict], title: str, values, finish) -> Figure:
     """A panel for every module, a curve for every sparsity; ``finish(axes, module)`` labels and scales it."""
     names = [name for name in _names(rows) if any(values(row, name) for row in rows)]
     figure, panels = panel(title, LOW, len(names))
     panels = panels if isinstance(panels, list) else [panels]
     for axes, name in zip(panels, names, strict=True):
-        for i, row in enumerate(rows):
+        for row in rows:
             points = sorted(values(row, name))
-            look = _curve(i, len(rows), len(points))
-            axes.plot([x for x, _ in points], [y for _, y in points], label=f"sparsity {row['sparsity']:g}", **look)
+            _curve(axes, row, [x for x, _ in points], [y for _, y in points], looks)
         finish(axes, name)
     panels[-1].set_xlabel("block")
     panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -178,8 +178,13 @@ def scale(axes: Axes, values: list[float]) -> str:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if ratio < 300 else (1,)))
         axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}" if value < 1e6 else f"{value:.0e}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
     return " (log scale)" if ratio >= WIDE else ""
+
+
+def tick(value: float) -> str:
+    """A number at an axis: whole with commas from a thousand on, a power of ten where that would be long."""
+    return f"{value:.4g}" if value < 1e3 else f"{value:,.0f}" if value < 1e6 else f"{value:.0e}"
 
 
 def legend(figure: Figure, axes: Axes) -> Figure:

@@ -1,0 +1,111 @@
+"""What transformers overlooks in a GGUF file, as the config of the model says it: rotary frequencies that are not plain,
+and biases of a Llama.
+
+Shape legend: N rotary dimensions of a head.
+"""
+
+from pathlib import Path
+
+import gguf
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from ..errors import CheckpointError, UnsupportedModelError
+
+__all__ = ["check_biases", "gguf_config"]
+
+FACTORS = "rope_freqs.weight"  # what every frequency is divided by
+OTHERS = ("rope_factors_long.weight", "rope_factors_short.weight")
+LLAMA3 = {  # as all Llama 3 have it; what differs between them is the factor
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+BIASES = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"}
+READ_BY_TRANSFORMERS = ("gpt-oss",)
+
+
+def gguf_config(file: Path) -> PreTrainedConfig:
+    """The config of the model in a GGUF file.
+
+    Raises:
+        UnsupportedModelError: the file stretches rotary frequencies in a way that cannot be said in a config.
+    """
+    config, reader = AutoConfig.from_pretrained(file.parent, gguf_file=file.name), gguf.GGUFReader(file)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    for name, tensor in BIASES.items():
+        if tensor in tensors and hasattr(config, name):
+            setattr(config, name, True)
+    stretched = _stretched(config, reader, tensors, file)
+    if stretched:
+        config.rope_parameters = {"rope_theta": config.rope_parameters["rope_theta"]} | stretched
+    return config
+
+
+def _stretched(config, reader: gguf.GGUFReader, tensors: dict, file: Path) -> dict:
+    """Rotary parameters where frequencies are not plain."""
+    arch = reader.get_field("general.architecture").contents()
+    if arch in READ_BY_TRANSFORMERS:
+        return {}
+    fields = {key: reader.get_field(f"{arch}.rope.scaling.{key}") for key in ("type", "factor")}
+    kind, factor = (field.contents() if field else None for field in fields.values())
+    other = [name for name in OTHERS if name in tensors]
+    if kind not in (None, "none", "linear") or other or (FACTORS in tensors and not _whole(config)):
+        raise UnsupportedModelError(
+            f"{file} stretches rotary frequencies by {', '.join(other) or (FACTORS if kind is None else repr(kind))}, which "
+            "is read of safetensors only; take the folder of safetensors this file was made of"
+        )
+    if FACTORS in tensors:
+        return _by(torch.from_numpy(tensors[FACTORS].data.copy()).double(), config)
+    return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor else {}
+
+
+def _whole(config) -> bool:
+    """Whether all layers turn whole heads by the same frequencies."""
+    found = getattr(config, "rope_parameters", None) or {}
+    return "rope_theta" in found and found.get("partial_rotary_factor", 1.0) == 1.0
+
+
+def _by(factors: Tensor, config) -> dict:
+    """Rotary parameters that divide every frequency by a factor: Llama 3's where they are such, otherwise LongRoPE's.
+
+    Args:
+        factors: ``(N / 2,)``.
+    """
+    llama3 = LLAMA3 | {"rope_theta": config.rope_parameters["rope_theta"], "factor": factors.max().item()}
+    if factors.max() > 1 and torch.allclose(_factors(llama3, config), factors, rtol=1e-4):
+        return llama3
+    each = factors.tolist()
+    return {
+        "rope_type": "longrope",
+        "short_factor": each,
+        "long_factor": each,
+        "factor": 1.0,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": config.max_position_embeddings,
+    }
+
+
+def _factors(parameters: dict, config) -> Tensor:
+    """``(N / 2,)`` what these rotary parameters divide the plain frequencies by."""
+    there = config.rope_parameters
+    try:
+        config.rope_parameters = parameters
+        found = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))[0].double()
+    finally:
+        config.rope_parameters = there
+    return parameters["rope_theta"] ** -(torch.arange(len(found)) / len(found)) / found
+
+
+def check_biases(model: nn.Module, file: Path) -> None:
+    """Raise :class:`CheckpointError` where a GGUF file has biases that the model has no place for."""
+    there = sum(tensor.n_elements for tensor in gguf.GGUFReader(file).tensors if tensor.name.endswith("bias"))
+    found = sum(tensor.numel() for name, tensor in model.state_dict().items() if name.endswith("bias"))
+    if there > found:
+        raise CheckpointError(
+            f"{file} has {there} numbers in biases and the model that transformers makes of it {found}; take the folder of "
+            "safetensors this file was made of"
+        )

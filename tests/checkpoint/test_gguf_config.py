@@ -1,0 +1,96 @@
+"""What transformers overlooks in a GGUF file is read or refused: the reference is the model the file was written of."""
+
+import gguf
+import pytest
+import torch
+import transformers
+
+import rankfold
+from families import some_ids, tokens
+from rankfold.checkpoint.gguf_config import LLAMA3, gguf_config
+from rankfold.errors import CheckpointError, UnsupportedModelError
+from saved import save_gguf, save_tiny
+
+STRETCHED = LLAMA3 | {"rope_theta": 10000.0, "factor": 8.0}
+SHORT = STRETCHED | {"original_max_position_embeddings": 32}  # so that 128 positions are stretched much
+OPTIONS = {
+    "llama3": {"rope_parameters": STRETCHED},
+    "other frequencies": {"rope_parameters": SHORT},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "biases of attention": {"attention_bias": True},
+}
+
+
+def exported(folder, **options):
+    """A random model, its biases too, and the file of it."""
+    save_tiny(folder / "model", blocks=2, **options)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(folder / "model")
+    rankfold.export(folder / "model", folder / "x.gguf", "gguf")
+    return model.eval(), folder / "x.gguf"
+
+
+@torch.no_grad()
+def assert_same(model, other):
+    torch.testing.assert_close(other(some_ids()).logits, model(some_ids()).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_what_is_in_the_file_is_computed(options, tmp_path):
+    model, file = exported(tmp_path, **options)
+    assert_same(model, rankfold.load(file, device="cpu", dtype="float32"))
+    source = rankfold.open_model(file, dtype="float32", device="cpu")
+    source.autocast = None
+    assert_same(model, source.whole_model())
+    small = rankfold.compress(source, rankfold.MoDeGPT(sparsity=0, multiple=2), tokens(), tmp_path / "small")
+    assert_same(model, rankfold.load(small, device="cpu"))
+
+
+def test_frequencies_of_llama_3_are_called_by_their_name(tmp_path):
+    _, file = exported(tmp_path, rope_parameters=STRETCHED | {"rope_theta": 500000.0})
+    assert gguf_config(file).rope_parameters == STRETCHED | {"rope_theta": 500000.0}
+
+
+def test_a_file_that_says_linear_is_linear(tmp_path, monkeypatch):
+    stretch(monkeypatch, gguf.RopeScalingType.LINEAR, 4.0)
+    file = save_gguf(save_tiny(tmp_path / "model", blocks=2), tmp_path / "x.gguf")
+    found = gguf_config(file).rope_parameters
+    assert found == {"rope_theta": 10000.0, "rope_type": "linear", "factor": 4.0}
+
+
+def test_what_no_config_is_made_of_is_refused(tmp_path, monkeypatch):
+    stretch(monkeypatch, gguf.RopeScalingType.YARN, 4.0)
+    file = save_gguf(save_tiny(tmp_path / "model", blocks=2), tmp_path / "x.gguf")
+    for read in (rankfold.open_model, rankfold.load):
+        with pytest.raises(UnsupportedModelError, match="stretches rotary frequencies by 'yarn', .*take the folder"):
+            read(file, device="cpu")
+
+
+def stretch(monkeypatch, kind, factor: float) -> None:
+    """Let files that are written say how their frequencies are stretched."""
+    write = gguf.GGUFWriter.add_vocab_size
+
+    def both(self, size):
+        write(self, size)
+        self.add_rope_scaling_type(kind)
+        self.add_rope_scaling_factor(factor)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_vocab_size", both)
+
+
+def test_biases_that_the_model_has_no_place_for_are_refused(tmp_path, monkeypatch):
+    _, file = exported(tmp_path, attention_bias=True)
+    monkeypatch.setattr("rankfold.checkpoint.gguf_config.BIASES", {})
+    for read in (rankfold.open_model, rankfold.load):
+        with pytest.raises(
+            CheckpointError, match="has 192 numbers in biases and the model that transformers makes of it 0"
+        ):
+            read(file, device="cpu")
+
+
+def test_a_model_may_be_called_mistral(tmp_path):
+    folder = save_tiny(tmp_path / "mistral", blocks=2)
+    assert rankfold.export(folder, tmp_path / "x.gguf", "gguf").difference < 1e-5
