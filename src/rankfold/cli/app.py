@@ -23,7 +23,7 @@ for module in (compress, calibrate, plan, evaluate, compare, export, generate, i
 @app.callback()
 def setup() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    for name in ("httpx", "httpx2", "datasets", "huggingface_hub", "transformers", "fsspec", "lm_eval"):
+    for name in ("httpx", "httpx2", "datasets", "huggingface_hub", "transformers", "fsspec", "lm_eval", "gguf"):
         logging.getLogger(name).setLevel(logging.ERROR)
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the loaders do not belong into log files
