@@ -17,6 +17,7 @@ from torch import Tensor
 from .allocation import Cost, largest_sparsity
 from .architectures import BlockView
 from .calibration.batches import Batch, Data, again, first, length_of
+from .calibration.moments import accumulator
 from .calibration.runner import (
     IGNORED,
     Call,
@@ -233,16 +234,21 @@ def _divergence(logits: Tensor) -> Callable[[Tensor], Tensor]:
         rows = [
             q.float().log_softmax(-1).neg_().add_(log_p).mul_(p).sum(-1) for q, log_p, p in zip(*parts, strict=True)
         ]
-        return torch.cat(rows).mean(dtype=torch.float64).clamp_min(0.0)
+        found = torch.cat(rows)
+        return found.to(accumulator(found.device)).mean(dtype=torch.float64).clamp_min(0.0)
 
     return distance
 
 
 def _change(states: Tensor) -> Callable[[Tensor], Tensor]:
     """Squared relative change of states, as a function of others."""
-    states = states.float()
-    whole = states.square().sum(dtype=torch.float64)
-    return lambda others: (others.float() - states).square().sum(dtype=torch.float64) / whole
+    states, where = states.float(), accumulator(states.device)
+
+    def energy(x: Tensor) -> Tensor:
+        return x.square().sum(-1).to(where).sum(dtype=torch.float64)
+
+    whole = energy(states)
+    return lambda others: energy(others.float() - states) / whole
 
 
 def write_costs(path: Path, costs: Costs) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from .architectures import BlockView
-from .calibration.moments import BlockMoments
+from .calibration.moments import BlockMoments, moved
 from .calibration.store import MomentStore
 from .calibration.supply import FromDense, FromStore, FromStreams
 from .checkpoint.reading import BlockReader
@@ -71,7 +71,7 @@ def decompose(stage: Stage, view: BlockView, moments, held_out=lambda: None) -> 
         NumericsError: what comes up in the linear algebra, with the block.
     """
     with algebra(view) as view:
-        return stage.decompose(view, moments, held_out)
+        return stage.decompose(view, moved(moments, view.device), held_out)
 
 
 @contextlib.contextmanager

@@ -1,14 +1,19 @@
 """Streaming moments against dense formulas on all rows at once."""
 
+import copy
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from families import opened
 from rankfold.calibration import moments
 from rankfold.calibration.moments import (
     FP32_ROWS,
     TILE,
+    CrossMoment,
     HeadMoment,
     Moment,
     Samples,
@@ -21,6 +26,8 @@ from rankfold.calibration.moments import (
     upper_tiles,
 )
 from rankfold.errors import NumericsError
+from rankfold.methods import Stage
+from rankfold.stages import decompose
 
 F64 = torch.float64
 CPU = torch.device("cpu")
@@ -207,3 +214,13 @@ def test_sums_in_fp32_are_of_few_rows(monkeypatch):
     for value in (4096.0, 4096.0, 1.0, 1.0, 1.0):
         vector.add(torch.full((4, 1), value))
     assert vector.finish().second.item() == 8 * 2**24 + 12
+
+
+def test_moments_are_beside_the_weights_they_go_with():
+    """What was kept in a folder is on the CPU; "meta" stands for another device."""
+    view, seen = opened("llama").block(0), {}
+    view = dataclasses.replace(view, module=copy.deepcopy(view.module).to("meta"))
+    there = {"mlp_hidden": streamed([draw(4, 2)]), "cross": CrossMoment(4, *(torch.zeros(2) for _ in range(3)))}
+    decompose(Stage(set(), lambda _, moments, __: seen.update(moments)), view, there)
+    parts = [part for moment in seen.values() for part in vars(moment).values() if isinstance(part, torch.Tensor)]
+    assert len(parts) == 6 and {part.device.type for part in parts} == {"meta"} and seen["mlp_hidden"].count == 4

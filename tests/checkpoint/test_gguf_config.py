@@ -94,3 +94,12 @@ def test_biases_that_the_model_has_no_place_for_are_refused(tmp_path, monkeypatc
 def test_a_model_may_be_called_mistral(tmp_path):
     folder = save_tiny(tmp_path / "mistral", blocks=2)
     assert rankfold.export(folder, tmp_path / "x.gguf", "gguf").difference < 1e-5
+
+
+@pytest.mark.parametrize("length", [3, 10, 40, 150, 400, 2000])
+def test_a_file_that_is_cut_is_one_line(length, tmp_path):
+    whole = save_gguf(save_tiny(tmp_path / "model", blocks=2), tmp_path / "x.gguf").read_bytes()
+    (tmp_path / "cut.gguf").write_bytes(whole[:length])
+    for read in (rankfold.open_model, rankfold.load):
+        with pytest.raises(CheckpointError, match="cut.gguf cannot be"):
+            read(tmp_path / "cut.gguf", device="cpu")

@@ -3,12 +3,13 @@
 import pytest
 import torch
 from test_latentllm_options import compressed
+from transformers import DynamicCache
 
 from families import some_ids
 from rankfold import LatentLLM
 from rankfold.errors import OptionError, UnsupportedModelError
 from rankfold.linalg.quantization import dequantize, quantize
-from rankfold.modules import QuantizedTensor, SparseCorrection, SparseLinear, build
+from rankfold.modules import CompressedAttention, QuantizedTensor, SparseCorrection, SparseLinear, build
 
 
 @pytest.mark.parametrize("family", ["opt", "llama", "bloom"])
@@ -148,3 +149,27 @@ def test_options_that_exclude_each_other(options, message):
 def test_models_that_cannot(family, options, message):
     with pytest.raises(UnsupportedModelError, match=message):
         compressed(family, **options)
+
+
+def test_a_run_of_codes_is_no_longer_than_the_tensor():
+    """So that what a config says costs no more memory than the file has."""
+    module = QuantizedTensor((4, 4), 4, 2**31 - 1)
+    assert module.chunk == 16 and module.scale.shape == (1,) and module.weight.shape == (4, 4)
+
+
+@torch.no_grad()
+def test_a_mask_of_flash_attention_hides_what_the_usual_one_hides():
+    """It says of every row which tokens are there; here of the second row only not all of them are."""
+    model, _ = compressed("opt", shared_qkv=True, sparsity=0.5)
+    attention = next(m for m in model.modules() if isinstance(m, CompressedAttention))
+    x, there = torch.randn(2, 7, model.config.hidden_size), torch.ones(2, 7, dtype=torch.long)
+    there[1, :3] = 0
+
+    def decoded(mask):
+        cache = DynamicCache()
+        attention._mixed(x[:, :6], cache)
+        return attention._mixed(x[:, 6:], cache, attention_mask=mask)[0]
+
+    expected = decoded(there[:, None, None].bool())
+    assert attention.latent_keys and torch.equal(decoded(there), expected)
+    assert not torch.allclose(expected, decoded(None))

@@ -275,7 +275,7 @@ def reference(family: str, name: str, source, plan) -> nn.Module:
 def test_the_dense_model_with_dropped_units_silenced_computes_the_same(run, case):
     source, method, _, model = run
     expected = logits(reference(*case, source, rankfold.plan(source, method)))
-    torch.testing.assert_close(logits(model), expected, rtol=2e-4, atol=2e-5)
+    torch.testing.assert_close(logits(model), expected, rtol=2e-4, atol=5e-5)
 
 
 def test_planned_equals_actual(run):

@@ -303,3 +303,9 @@ def test_without_lm_eval_the_line_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(OptionError, match=r"pip install 'rankfold\[tasks\]'"):
         Questions(["piqa"]).check()
+
+
+def test_a_grade_that_is_no_number_is_said_before_anything_is_asked(tmp_path):
+    write(tmp_path, "scienceqa", [row | {"grade": "K"} for row in rows("scienceqa")])
+    with pytest.raises(DataError, match="row 1 has no sound answer: .*the grade such as grade3"):
+        Questions(["scienceqa"], str(tmp_path)).check()

@@ -9,7 +9,7 @@ hardly any error to that of one (docs/results/moment_precision.md).
 
 import contextlib
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -177,6 +177,16 @@ def accumulator(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "mps" else device
 
 
+def moved(moments: BlockMoments, device: torch.device) -> BlockMoments:
+    """Moments beside the weights they go with: what was kept in a folder is on the CPU."""
+
+    def there(moment):
+        parts = {field.name: getattr(moment, field.name) for field in fields(moment)}
+        return replace(moment, **{name: part.to(device) for name, part in parts.items() if isinstance(part, Tensor)})
+
+    return {name: there(moment) for name, moment in moments.items()}
+
+
 class VectorMoment:
     """Accumulates :class:`Moment` of rows."""
 
@@ -253,7 +263,7 @@ class Samples:
     def add(self, x: Tensor) -> None:
         """Look at ``x`` ``(..., N)``."""
         x = x.detach().flatten(0, -2)
-        self.rows.append(x[-self.seen % self.stride :: self.stride].float())
+        self.rows.append(x[-self.seen % self.stride :: self.stride].float().to(accumulator(x.device)))
         self.seen += len(x)
 
     def finish(self) -> Moment:

@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from ..errors import CheckpointError, first_line
+from ..errors import CheckpointError, RankfoldError, first_line
 from .classes import auto_class
 from .gguf_config import check_biases, gguf_config
 from .weights import listed, missed
@@ -59,7 +59,9 @@ def read_gguf(file: Path, device: torch.device) -> nn.Module:
         model, info = AutoModelForCausalLM.from_pretrained(
             file.parent, gguf_file=file.name, config=gguf_config(file), dtype=torch.float32, **REPORTED
         )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except RankfoldError:
+        raise
+    except Exception as error:  # a damaged file ends in whatever type the code that meets it raises
         raise CheckpointError(f"{file} cannot be read as GGUF ({first_line(error)})") from error
     check_loaded(info, model, file)
     check_biases(model, file)

@@ -82,8 +82,8 @@ LOCAL = {
         "",
         "scienceqa",
         {"question": str, "choices": list, "answer": int, "hint": str, "subject": str, "grade": str},
-        lambda row: 0 <= row["answer"] < len(row["choices"]),
-        "answer has to be the number of a choice",
+        lambda row: 0 <= row["answer"] < len(row["choices"]) and row["grade"].removeprefix("grade").isdecimal(),
+        "answer has to be the number of a choice and the grade such as grade3",
     ),
 }
 

@@ -126,6 +126,12 @@ class CompressedAttention(nn.Module):
             key, value = cache.update(key, value, self.layer_idx)
         if self.one_latent:
             value = key
+        decodes = cache is not None and T == 1
+        latent = decodes and (self.latent_keys or self.latent_values)
+        if (
+            latent and attention_mask is not None and attention_mask.dim() == 2
+        ):  # of flash attention: (B, S) which are there
+            attention_mask = attention_mask[:, None, None, -key.shape[2] :].bool()
         if self.adds_alibi and alibi is not None:
             attention_mask = add_alibi(alibi, attention_mask, B, self.heads, query.dtype)
         if position_bias is not None:
@@ -133,8 +139,7 @@ class CompressedAttention(nn.Module):
         if self.window:
             attention_mask = within(self.window, attention_mask, T, key.shape[2], query.device)
 
-        decodes = cache is not None and T == 1
-        if decodes and (self.latent_keys or self.latent_values):
+        if latent:
             output, weights = self._attend_latent(query, key, value, attention_mask)
         else:
             key = self._keys(self.k_proj.up(key[:, 0])) if self.latent_keys else key

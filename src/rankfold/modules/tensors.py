@@ -21,12 +21,13 @@ class QuantizedTensor(nn.Module):
         super().__init__()
         if not 2 <= bits <= 8:
             raise ValueError(f"codes must have 2 to 8 bits, got {bits}")
-        self.shape, self.bits, self.chunk = tuple(shape), bits, chunk
+        self.shape, self.bits = tuple(shape), bits
         self.numel = math.prod(self.shape)
+        self.chunk = min(chunk, max(self.numel, 1))  # a longer run has no more numbers
         size = sum(-(-self.numel // (8 // width)) for width in self.fields(bits))
         self.register_buffer("codes", torch.zeros(size, dtype=torch.uint8))
         for name in ("scale", "low"):
-            self.register_buffer(name, torch.zeros(-(-self.numel // chunk)))
+            self.register_buffer(name, torch.zeros(-(-self.numel // self.chunk)))
 
     @staticmethod
     def fields(bits: int) -> list[int]:

@@ -142,7 +142,7 @@ def column_weights(method, view: BlockView, moments) -> dict[str, Tensor]:
     found = {}
     for module in method.supported_modules(view.architecture, view):
         layer, index = _stored(view, module)
-        found[module] = moments[f"{layer}_{FISHER}"].total.to(view.device).double()[index].sum(0)
+        found[module] = moments[f"{layer}_{FISHER}"].total.double()[index].sum(0)
     return found
 
 

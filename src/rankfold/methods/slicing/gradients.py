@@ -29,8 +29,7 @@ class GradientSlicing(Slicing):
 
     def measured(self, units: Sliceable, moments: BlockMoments) -> list[Tensor]:
         """The statistic by unit, each ``(n, c, ...)`` as :meth:`Sliceable.weights`."""
-        device = units.output.weight.device  # what was kept in a folder is on the CPU
-        return units.parts({name: moments[f"{name}_{self.kind}"].total.to(device) for name in units.layers})
+        return units.parts({name: moments[f"{name}_{self.kind}"].total for name in units.layers})
 
 
 @register_method

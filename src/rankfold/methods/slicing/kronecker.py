@@ -40,8 +40,8 @@ class KroneckerSlicing(GradientSlicing):
         columns, A = units.columns(), with_one(moments[units.entering].second_moment(), moments[units.entering].mean)
         metric = self.input_metric(units.output, moments[units.statistic])
 
-        def factor(layer: str) -> Tensor:  # G (O, O), which is on the CPU where it was kept in a folder
-            return moments[f"{layer}_{self.kind}"].second_moment().to(metric.device)
+        def factor(layer: str) -> Tensor:  # G (O, O)
+            return moments[f"{layer}_{self.kind}"].second_moment()
 
         costs = row_costs(units.output.weight.T[columns], factor(units.last), self.blocks(metric, columns))
         for layer, index in units.rows:
