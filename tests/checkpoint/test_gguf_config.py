@@ -61,6 +61,17 @@ def test_a_file_that_says_linear_is_linear(tmp_path, monkeypatch):
     assert found == {"rope_theta": 10000.0, "rope_type": "linear", "factor": 4.0}
 
 
+def test_of_gemma_3_only_layers_without_a_window_are_stretched(tmp_path, monkeypatch):
+    """As in llama.cpp, and in its config of 4 billion parameters."""
+    stretch(monkeypatch, gguf.RopeScalingType.LINEAR, 8.0)
+    file = save_gguf(save_tiny(tmp_path / "model", blocks=2), tmp_path / "x.gguf")
+    before = transformers.Gemma3TextConfig().rope_parameters
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_, **__: transformers.Gemma3TextConfig())
+    found = gguf_config(file).rope_parameters
+    assert found["sliding_attention"] == before["sliding_attention"]
+    assert found["full_attention"] == before["full_attention"] | {"rope_type": "linear", "factor": 8.0}
+
+
 def test_what_no_config_is_made_of_is_refused(tmp_path, monkeypatch):
     stretch(monkeypatch, gguf.RopeScalingType.YARN, 4.0)
     file = save_gguf(save_tiny(tmp_path / "model", blocks=2), tmp_path / "x.gguf")

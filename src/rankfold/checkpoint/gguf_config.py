@@ -41,7 +41,7 @@ def gguf_config(file: Path) -> PreTrainedConfig:
             setattr(config, name, True)
     stretched = _stretched(config, reader, tensors, file)
     if stretched:
-        config.rope_parameters = {"rope_theta": config.rope_parameters["rope_theta"]} | stretched
+        _turning(config).update(stretched)
     return config
 
 
@@ -53,7 +53,8 @@ def _stretched(config, reader: gguf.GGUFReader, tensors: dict, file: Path) -> di
     fields = {key: reader.get_field(f"{arch}.rope.scaling.{key}") for key in ("type", "factor")}
     kind, factor = (field.contents() if field else None for field in fields.values())
     other = [name for name in OTHERS if name in tensors]
-    if kind not in (None, "none", "linear") or other or (FACTORS in tensors and not _whole(config)):
+    known = kind in (None, "none") or (kind == "linear" and _turning(config))
+    if not known or other or (FACTORS in tensors and not _whole(config)):
         raise UnsupportedModelError(
             f"{file} stretches rotary frequencies by {', '.join(other) or (FACTORS if kind is None else repr(kind))}, which "
             "is read of safetensors only; take the folder of safetensors this file was made of"
@@ -63,10 +64,17 @@ def _stretched(config, reader: gguf.GGUFReader, tensors: dict, file: Path) -> di
     return {"rope_type": "linear", "factor": factor} if kind == "linear" and factor else {}
 
 
+def _turning(config) -> dict:
+    """Rotary parameters of the layers that are stretched: in Gemma 3 not those with a window; empty where there are none."""
+    found = getattr(config, "rope_parameters", None) or {}
+    found = found.get("full_attention", found)
+    return found if "rope_theta" in found else {}
+
+
 def _whole(config) -> bool:
     """Whether all layers turn whole heads by the same frequencies."""
-    found = getattr(config, "rope_parameters", None) or {}
-    return "rope_theta" in found and found.get("partial_rotary_factor", 1.0) == 1.0
+    found = _turning(config)
+    return found is getattr(config, "rope_parameters", None) and found.get("partial_rotary_factor", 1.0) == 1.0
 
 
 def _by(factors: Tensor, config) -> dict:
