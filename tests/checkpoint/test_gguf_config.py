@@ -51,13 +51,13 @@ def test_what_is_in_the_file_is_computed(options, tmp_path):
 
 def test_frequencies_of_llama_3_are_called_by_their_name(tmp_path):
     _, file = exported(tmp_path, rope_parameters=STRETCHED | {"rope_theta": 500000.0})
-    assert gguf_config(file).rope_parameters == STRETCHED | {"rope_theta": 500000.0}
+    assert gguf_config(file)[0].rope_parameters == STRETCHED | {"rope_theta": 500000.0}
 
 
 def test_a_file_that_says_linear_is_linear(tmp_path, monkeypatch):
     stretch(monkeypatch, gguf.RopeScalingType.LINEAR, 4.0)
     file = save_gguf(save_tiny(tmp_path / "model", blocks=2), tmp_path / "x.gguf")
-    found = gguf_config(file).rope_parameters
+    found = gguf_config(file)[0].rope_parameters
     assert found == {"rope_theta": 10000.0, "rope_type": "linear", "factor": 4.0}
 
 
@@ -67,7 +67,7 @@ def test_of_gemma_3_only_layers_without_a_window_are_stretched(tmp_path, monkeyp
     file = save_gguf(save_tiny(tmp_path / "model", blocks=2), tmp_path / "x.gguf")
     before = transformers.Gemma3TextConfig().rope_parameters
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda *_, **__: transformers.Gemma3TextConfig())
-    found = gguf_config(file).rope_parameters
+    found = gguf_config(file)[0].rope_parameters
     assert found["sliding_attention"] == before["sliding_attention"]
     assert found["full_attention"] == before["full_attention"] | {"rope_type": "linear", "factor": 8.0}
 

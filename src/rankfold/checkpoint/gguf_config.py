@@ -28,8 +28,10 @@ BIASES = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"
 READ_BY_TRANSFORMERS = ("gpt-oss",)
 
 
-def gguf_config(file: Path) -> PreTrainedConfig:
-    """The config of the model in a GGUF file.
+def gguf_config(file: Path) -> tuple[PreTrainedConfig, int]:
+    """The config of the model in a GGUF file, and how many numbers there are in its biases, for :func:`check_biases`.
+
+    Both at once, because opening a file takes seconds: its vocabulary is parsed token by token.
 
     Raises:
         UnsupportedModelError: the file stretches rotary frequencies in a way that cannot be said in a config.
@@ -42,7 +44,7 @@ def gguf_config(file: Path) -> PreTrainedConfig:
     stretched = _stretched(config, reader, tensors, file)
     if stretched:
         _turning(config).update(stretched)
-    return config
+    return config, sum(tensor.n_elements for name, tensor in tensors.items() if name.endswith("bias"))
 
 
 def _stretched(config, reader: gguf.GGUFReader, tensors: dict, file: Path) -> dict:
@@ -108,9 +110,12 @@ def _factors(parameters: dict, config) -> Tensor:
     return parameters["rope_theta"] ** -(torch.arange(len(found)) / len(found)) / found
 
 
-def check_biases(model: nn.Module, file: Path) -> None:
-    """Raise :class:`CheckpointError` where a GGUF file has biases that the model has no place for."""
-    there = sum(tensor.n_elements for tensor in gguf.GGUFReader(file).tensors if tensor.name.endswith("bias"))
+def check_biases(model: nn.Module, there: int, file: Path) -> None:
+    """Raise :class:`CheckpointError` where a GGUF file has biases that the model has no place for.
+
+    Args:
+        there: numbers in the biases of the file.
+    """
     found = sum(tensor.numel() for name, tensor in model.state_dict().items() if name.endswith("bias"))
     if there > found:
         raise CheckpointError(

@@ -49,7 +49,7 @@ def load_model(model: str | Path, *, dtype: str = "auto", device: str = "auto") 
             if known := _known(config):  # before anything is as large as the config says
                 _check_fits(weights, empty_model(config), config)
         else:
-            kwargs["config"] = gguf_config(path)
+            kwargs["config"], biases = gguf_config(path)
         loaded, info = auto.from_pretrained(folder, dtype=wanted, **kwargs, **REPORTED)
     except RankfoldError:
         raise
@@ -58,7 +58,7 @@ def load_model(model: str | Path, *, dtype: str = "auto", device: str = "auto") 
     compressed = isinstance(getattr(loaded.config, "quantization_config", None), RankfoldConfig)
     check_loaded(info, loaded, path, only_described=compressed)
     if not weights:
-        check_biases(loaded, path)
+        check_biases(loaded, biases, path)
     elif not known:
         _check_fits(weights, loaded, config)
     check_finite(loaded.state_dict())

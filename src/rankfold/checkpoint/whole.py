@@ -56,15 +56,16 @@ def read_gguf(file: Path, device: torch.device) -> nn.Module:
         UnsupportedModelError: see :func:`~.gguf_config.gguf_config`.
     """
     try:
+        config, biases = gguf_config(file)
         model, info = AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, config=gguf_config(file), dtype=torch.float32, **REPORTED
+            file.parent, gguf_file=file.name, config=config, dtype=torch.float32, **REPORTED
         )
     except RankfoldError:
         raise
     except Exception as error:  # a damaged file ends in whatever type the code that meets it raises
         raise CheckpointError(f"{file} cannot be read as GGUF ({first_line(error)})") from error
     check_loaded(info, model, file)
-    check_biases(model, file)
+    check_biases(model, biases, file)
     untie_where_unequal(model, str(file))
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # the weights are floats now; save_pretrained refuses otherwise
