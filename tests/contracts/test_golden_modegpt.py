@@ -150,7 +150,7 @@ def assert_same_tensors(small: nn.Module, expected: nn.Module) -> None:
         for names in (GATE, UP):
             if (projection := member(theirs, names)) is not None:
                 torch.testing.assert_close(member(ours, names).weight, left(projection.weight))
-        close = {"rtol": 1e-4, "atol": 1e-5}
+        close = {"rtol": 1e-4, "atol": 5e-5}  # fp32 forwards of other processors end in other digits
         torch.testing.assert_close(member(ours, DOWN).weight, left(member(theirs, DOWN).weight.T).T, **close)
         mine, other = (member(block, ATTENTION) for block in (ours, theirs))
         for name in ("q_proj", "k_proj"):  # the order of dimensions in a head is free where nothing turns them
