@@ -17,7 +17,7 @@ from torch import Tensor
 from .allocation import Cost, largest_sparsity
 from .architectures import BlockView
 from .calibration.batches import Batch, Data, again, first, length_of
-from .calibration.moments import accumulator
+from .calibration.moments import wide
 from .calibration.runner import (
     IGNORED,
     Call,
@@ -234,18 +234,17 @@ def _divergence(logits: Tensor) -> Callable[[Tensor], Tensor]:
         rows = [
             q.float().log_softmax(-1).neg_().add_(log_p).mul_(p).sum(-1) for q, log_p, p in zip(*parts, strict=True)
         ]
-        found = torch.cat(rows)
-        return found.to(accumulator(found.device)).mean(dtype=torch.float64).clamp_min(0.0)
+        return wide(torch.cat(rows)).mean().clamp_min(0.0)
 
     return distance
 
 
 def _change(states: Tensor) -> Callable[[Tensor], Tensor]:
     """Squared relative change of states, as a function of others."""
-    states, where = states.float(), accumulator(states.device)
+    states = states.float()
 
     def energy(x: Tensor) -> Tensor:
-        return x.square().sum(-1).to(where).sum(dtype=torch.float64)
+        return wide(x.square().sum(-1)).sum()
 
     whole = energy(states)
     return lambda others: energy(others.float() - states) / whole

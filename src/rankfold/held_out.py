@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .architectures import BlockView
 from .calibration.batches import Data, again, length_of
-from .calibration.moments import BlockMoments, accumulator
+from .calibration.moments import BlockMoments, wide
 from .calibration.runner import IGNORED, Stream, advance, outputs, predictions, start
 from .calibration.streams import Streams
 from .calibration.supply import FromDense, FromStreams
@@ -111,8 +111,7 @@ class HeldOut:
         for some, dense, small in zip(
             again(self.ids, self.dense.hidden), self.dense.hidden, self.small.hidden, strict=True
         ):
-            a, b = (outputs(self.source, some, self.dense, x).flatten(0, 1) for x in (dense, small))
-            a, b = (x.to(accumulator(x.device)).double() for x in (a, b))
+            a, b = (wide(outputs(self.source, some, self.dense, x).flatten(0, 1)) for x in (dense, small))
             apart += (a - b).square().sum().item()
             energy, total = energy + a.square().sum().item(), total + a.sum(0)
             alike += nn.functional.cosine_similarity(a, b, dim=-1).sum().item()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .architectures import Architecture, AttentionSpec, BlockView, Dense
-from .calibration.moments import accumulator
+from .calibration.moments import wide
 from .calibration.runner import StandIn, Stream, advance, evaluating, outputs, start
 from .checkpoint.source import Source
 from .errors import RankfoldError, UnsupportedModelError, first_line
@@ -285,7 +285,7 @@ def _as_the_model_runs(source: Source, ids: Tensor) -> Tensor:
 def _difference(a: Tensor, b: Tensor) -> float:
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.shape != b.shape:
         return float("inf")
-    a, b = (x.to(accumulator(x.device)).double() for x in (a, b))
+    a, b = wide(a), wide(b)
     return ((a - b).norm() / b.norm().clamp_min(1e-30)).item()
 
 

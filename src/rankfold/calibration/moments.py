@@ -177,6 +177,11 @@ def accumulator(device: torch.device) -> torch.device:
     return torch.device("cpu") if device.type == "mps" else device
 
 
+def wide(x: Tensor) -> Tensor:
+    """The same numbers in fp64, on the CPU where the device has none."""
+    return x.to(accumulator(x.device)).double()
+
+
 def moved(moments: BlockMoments, device: torch.device) -> BlockMoments:
     """Moments beside the weights they go with: what was kept in a folder is on the CPU."""
 

@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..errors import CheckpointError, UnsupportedModelError
 
-__all__ = ["check_biases", "gguf_config"]
+__all__ = ["FACTORS", "check_biases", "gguf_config", "longrope"]
 
 FACTORS = "rope_freqs.weight"  # what every frequency is divided by
 OTHERS = ("rope_factors_long.weight", "rope_factors_short.weight")
@@ -88,6 +88,18 @@ def _by(factors: Tensor, config) -> dict:
     llama3 = LLAMA3 | {"rope_theta": config.rope_parameters["rope_theta"], "factor": factors.max().item()}
     if factors.max() > 1 and torch.allclose(_factors(llama3, config), factors, rtol=1e-4):
         return llama3
+    return longrope(factors, config)
+
+
+def longrope(factors: Tensor, config) -> dict:
+    """Rotary parameters with which every frequency is divided by a factor, at any length of text.
+
+    LongRoPE (arXiv:2402.13753) has factors for short and for long texts, here the same, and multiplies scores by another,
+    here 1.
+
+    Args:
+        factors: ``(N / 2,)``.
+    """
     each = factors.tolist()
     return {
         "rope_type": "longrope",

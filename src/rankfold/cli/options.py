@@ -156,6 +156,11 @@ def _options(group: type) -> list[inspect.Parameter]:
 
 
 def parse_modules(text: str | None):
+    """``mlp,qk`` as names, ``mlp=0.35,vo=0.2`` as sparsities by name.
+
+    Raises:
+        OptionError: neither.
+    """
     if text is None:
         return None
     parts = [p.strip() for p in text.split(",") if p.strip()]

@@ -51,7 +51,7 @@ class Form:
             OptionError: an option that is unknown or out of range, or modules with another sparsity.
         """
         method = make_method(self.name, **self.options, sparsity=sparsity)
-        if method.own_sparsities and set(method.modules.values()) != {sparsity}:
+        if method.own_sparsities and set(method.own_sparsities.values()) != {sparsity}:
             raise OptionError(
                 f"{self.label} gives its modules other sparsities than the {sparsity} of its row; give them that one, or name "
                 "them without a sparsity"

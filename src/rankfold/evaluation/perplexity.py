@@ -10,7 +10,7 @@ import sys
 import torch
 from torch import Tensor, nn
 
-from ..calibration.moments import accumulator
+from ..calibration.moments import wide
 from ..errors import DataError, NumericsError
 from ..progress import track
 
@@ -64,7 +64,7 @@ def perplexity(model: nn.Module, windows: Tensor, *, autocast: torch.dtype | Non
             raise NumericsError(
                 "the model's loss is NaN or infinite on the evaluation text; check the checkpoint or dtype"
             )
-        total += losses.to(accumulator(device)).double().sum().item()
+        total += wide(losses).sum().item()
     nll = total / (len(windows) * (length - 1))
     if nll > math.log(sys.float_info.max):
         raise NumericsError(

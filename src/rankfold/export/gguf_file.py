@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..architectures import FIXED_ROTARY, AttentionView
+from ..checkpoint.gguf_config import FACTORS
 from ..checkpoint.run import as_written
 from ..checkpoint.source import Source
 from ..checkpoint.whole import read_gguf
@@ -31,7 +32,6 @@ KINDS = {
 }
 FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16", "Q8_0": "MOSTLY_Q8_0"}
 TURNED = ("self_attn.q_proj", "self_attn.k_proj")  # whose rows llama.cpp wants pair by pair
-FACTORS = "rope_freqs.weight"
 
 
 def check_family(source: Source) -> None:

@@ -6,6 +6,8 @@ Shape legend: N dense head width, R width of the heads here.
 import torch
 from torch import Tensor
 
+from ..checkpoint.gguf_config import longrope
+
 __all__ = ["places_of", "turning_by"]
 
 
@@ -24,22 +26,11 @@ def places_of(pairs: list[int], width: int) -> Tensor:
 def turning_by(frequencies: Tensor, text) -> dict:
     """Rotary parameters of a config with which a head of R dimensions turns by these frequencies, at any length of text.
 
-    LongRoPE (arXiv:2402.13753) divides the frequency of every pair by a factor, here the same for short and long texts, and
-    multiplies scores by another, here 1.
-
     Args:
         frequencies: ``(R / 2,)`` angle per position of each pair, > 0.
         text: the config, with the dense rotary parameters.
     """
     found, count = text.rope_parameters, len(frequencies)
     plain = found["rope_theta"] ** -(torch.arange(count, dtype=torch.float64) / count)
-    factors = (plain / frequencies.double()).tolist()
     kept = {name: found[name] for name in ("rope_theta", "partial_rotary_factor") if name in found}
-    return kept | {
-        "rope_type": "longrope",
-        "short_factor": factors,
-        "long_factor": factors,
-        "factor": 1.0,
-        "attention_factor": 1.0,
-        "original_max_position_embeddings": text.max_position_embeddings,
-    }
+    return kept | longrope(plain / frequencies.double(), text)

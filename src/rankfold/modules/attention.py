@@ -128,9 +128,8 @@ class CompressedAttention(nn.Module):
             value = key
         decodes = cache is not None and T == 1
         latent = decodes and (self.latent_keys or self.latent_values)
-        if (
-            latent and attention_mask is not None and attention_mask.dim() == 2
-        ):  # of flash attention: (B, S) which are there
+        # Flash attention's mask says which tokens are there, (B, S).
+        if latent and attention_mask is not None and attention_mask.dim() == 2:
             attention_mask = attention_mask[:, None, None, -key.shape[2] :].bool()
         if self.adds_alibi and alibi is not None:
             attention_mask = add_alibi(alibi, attention_mask, B, self.heads, query.dtype)
