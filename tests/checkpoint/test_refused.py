@@ -323,6 +323,21 @@ def test_nothing_is_as_large_as_a_config_says_before_the_files_were_asked(compre
         rankfold.load(folder)
 
 
+@pytest.mark.parametrize("read", [rankfold.load, rankfold.open_model])
+@pytest.mark.parametrize(
+    "lacking, expected",
+    [(UP, r"has shape \[96, 32\] in"), ("model.embed_tokens.weight", "numbers, and the config describes 1,0")],
+)
+def test_nor_where_a_tensor_is_not_in_the_files(tmp_path, monkeypatch, read, lacking, expected):
+    folder = saved(tmp_path / "small")
+    change(folder, drop(lacking, "lm_head.weight"))
+    configure(folder, vocab_size=2**24)
+    monkeypatch.setattr(t.AutoModelForCausalLM, "from_pretrained", None)
+    monkeypatch.setattr(t.LlamaForCausalLM, "from_pretrained", None)
+    with pytest.raises(CheckpointError, match=expected):
+        read(folder)
+
+
 def test_a_config_without_positions_is_refused(compressed, tmp_path):
     folder, _ = copied(compressed, "modegpt", tmp_path / "small")
     for positions in (-7, 0):

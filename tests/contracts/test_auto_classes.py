@@ -7,8 +7,18 @@ import transformers
 import rankfold
 from families import CONFIGS, KINDS, opened, some_ids, tokens
 from rankfold.modules import CompressedAttention, RankfoldConfig
+from rankfold.modules.sparse import SparseCorrection
+from rankfold.modules.tensors import QuantizedTensor
 
-LATENT = {"sparsity": 0.3, "multiple": 2, "joint": "qk,vo"}
+LATENT = {"sparsity": 0.3, "multiple": 2}
+FACTORS = {
+    "joint": {"joint": "qk,vo"},
+    "sparse": {"sparse": 0.2},
+    "sparse-alone": {"sparse": 1, "joint": "none"},
+    "lu": {"junction": "lu", "joint": "none"},
+    "bits": {"bits": 4, "joint": "none"},
+    "head-identity": {"head_junction": True, "joint": "none", "modules": ("q", "k"), "sparsity": 0.2},
+}
 
 
 def compressed(family: str, folder, method: str = "modegpt", **options):
@@ -45,15 +55,27 @@ def check_built(folder, tmp_path):
     built.save_pretrained(tmp_path / "again")
     with torch.no_grad():
         assert torch.equal(rankfold.load(tmp_path / "again", device="cpu")(some_ids()).logits, logits)
+    return built
 
 
 def test_from_config_builds_the_compressed_structure_and_not_a_dense_model(folder, tmp_path):
     check_built(folder, tmp_path)
 
 
-@pytest.mark.parametrize("method, options", [("latentllm", LATENT), ("svd", {"sparsity": 0.5, "multiple": 2})])
-def test_from_config_with_factors(method, options, tmp_path):
-    check_built(compressed("llama", tmp_path / "small", method, **options), tmp_path)
+@pytest.mark.parametrize("form", FACTORS)
+def test_from_config_with_factors(form, tmp_path):
+    """All that is in place of a matrix has random numbers too, and indices that are ones."""
+    family = "opt" if form == "head-identity" else "llama"
+    built = check_built(compressed(family, tmp_path / "small", "latentllm", **LATENT | FACTORS[form]), tmp_path)
+    for module in built.modules():
+        if isinstance(module, SparseCorrection):
+            assert module(torch.ones(2, module.in_features)).count_nonzero(1).min() > 0
+        if isinstance(module, QuantizedTensor):
+            assert 0.015 < module.weight.std() < 0.025  # initializer_range
+
+
+def test_from_config_with_the_same_rank_everywhere(tmp_path):
+    check_built(compressed("llama", tmp_path / "small", "svd", sparsity=0.5, multiple=2), tmp_path)
 
 
 def test_a_dense_config_still_builds_a_dense_model():

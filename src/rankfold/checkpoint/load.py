@@ -3,19 +3,19 @@
 import functools
 from pathlib import Path
 
+import torch
 from accelerate import init_empty_weights
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from ..errors import CheckpointError, RankfoldError, first_line
 from ..modules import FORMATS, METHOD_NAMES, RankfoldConfig, attach, current_name, install_described
 from .classes import auto_class
 from .devices import resolve_device, resolve_dtype
-from .gguf_config import check_biases, gguf_config
 from .hub import locate
 from .tokenizer import TokenizerFiles
 from .weights import Weights, check_finite
-from .whole import REPORTED, check_head, check_loaded, read_generation_config, untie_where_unequal
+from .whole import REPORTED, check_head, check_loaded, read_generation_config, read_gguf, untie_where_unequal
 
 __all__ = ["assemble", "described", "empty_model", "load_model", "load_tokenizer"]
 
@@ -32,41 +32,37 @@ def load_model(model: str | Path, *, dtype: str = "auto", device: str = "auto") 
         CheckpointError: it cannot be read, or does not hold what its config describes.
         NumericsError: a weight is NaN or infinite (named).
     """
-    path = locate(str(model))
-    where = resolve_device(device)
-    if path.suffix == ".gguf":
-        folder, kwargs, weights = path.parent, {"gguf_file": path.name}, None
-    else:
-        folder, kwargs = path, {"use_safetensors": True}
-        weights = Weights(folder)  # an index that leads elsewhere, and what is no plain file, are refused unread
-        read_generation_config(folder)
-    wanted, auto = resolve_dtype(dtype) or "auto", AutoModelForCausalLM
+    path, where, wanted = locate(str(model)), resolve_device(device), resolve_dtype(dtype) or "auto"
+    loaded = read_gguf(path, wanted) if path.suffix == ".gguf" else _read_folder(path, wanted, str(model))
+    check_finite(loaded.state_dict())
+    return loaded.to(where).eval()
+
+
+def _read_folder(folder: Path, dtype: torch.dtype | str, name: str) -> PreTrainedModel:
+    """A folder's model; ``name``: what was asked for."""
+    weights = Weights(folder)  # an index that leads elsewhere, and what is no plain file, are refused unread
+    read_generation_config(folder)
     try:
-        if weights:
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-            weights.check_config(config)
-            auto = auto_class(config)
-            if known := _known(config):  # before anything is as large as the config says
-                _check_fits(weights, empty_model(config), config)
-        else:
-            kwargs["config"], biases = gguf_config(path)
-        loaded, info = auto.from_pretrained(folder, dtype=wanted, **kwargs, **REPORTED)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        weights.check_config(config)
+        if known := _known(config):  # before anything is as large as the config says
+            empty = empty_model(config)
+            _match(weights, empty, config)
+            weights.check_fits(empty)
+        loaded, info = auto_class(config).from_pretrained(folder, dtype=dtype, use_safetensors=True, **REPORTED)
     except RankfoldError:
         raise
     except Exception as error:  # transformers, safetensors and json raise many types for a damaged checkpoint
-        raise CheckpointError(f"{model} cannot be loaded: {first_line(error)}; copy or make it again") from error
+        raise CheckpointError(f"{name} cannot be loaded: {first_line(error)}; copy or make it again") from error
     compressed = isinstance(getattr(loaded.config, "quantization_config", None), RankfoldConfig)
-    check_loaded(info, loaded, path, only_described=compressed)
-    if not weights:
-        check_biases(loaded, biases, path)
-    elif not known:
-        _check_fits(weights, loaded, config)
-    check_finite(loaded.state_dict())
+    check_loaded(info, loaded, folder, only_described=compressed)
+    if not known and _match(weights, loaded, config):  # a quantiser may have names of its own for its tensors
+        weights.check_fits(loaded)
     if compressed:
-        check_head(loaded, path)
+        check_head(loaded, folder)
     else:
-        untie_where_unequal(loaded, str(model))
-    return loaded.to(where).eval()
+        untie_where_unequal(loaded, name)
+    return loaded
 
 
 def _known(config) -> bool:
@@ -75,11 +71,10 @@ def _known(config) -> bool:
     return found is None or (found.get("quant_method") in METHOD_NAMES and found.get("format") in FORMATS)
 
 
-def _check_fits(weights: Weights, model: PreTrainedModel, config) -> None:
-    """Compare the files with a model, unless they have names of their own for its tensors."""
+def _match(weights: Weights, model: PreTrainedModel, config) -> bool:
+    """See :meth:`~.weights.Weights.match`; names of earlier formats are known."""
     written = (described(config) or {}).get("format")
-    if weights.match(model, functools.partial(current_name, written=written)):
-        weights.check_fits(model)
+    return weights.match(model, functools.partial(current_name, written=written))
 
 
 def described(config) -> RankfoldConfig | dict | None:

@@ -306,7 +306,7 @@ def _read_gguf(file: Path, device: torch.device, dtype: torch.dtype | None, part
     """As :func:`_read_folder`. All numbers are held in fp32, so that the fingerprint does not depend on the dtype written."""
     written = dtype or torch.bfloat16
     log.info("%s is de-quantised; its weights are written in %s", file.name, str(written).removeprefix("torch."))
-    model = read_gguf(file, device)
+    model = read_gguf(file, torch.float32).to(device)
     return model, written, None, file.stat().st_size, part_of(model, part)
 
 
@@ -322,11 +322,12 @@ def _read_folder(folder: Path, device: torch.device, dtype: torch.dtype | None, 
     model = _empty(config, torch.float32 if device.type == "cpu" else storage_dtype)
     stack = part_of(model, part)
     check_quantised(config, str(folder), stack.architecture.blocks)
-    if weights.match(model):
+    named_alike = weights.match(model)
+    weights.check_fits(model)
+    if named_alike:
         if any(weights.differ(*pair) for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items()):
             untie(config, str(folder))
             model = _empty(config, model.dtype)
-        weights.check_fits(model)
         check_unused(weights.unused(model), model, folder)
         fill_outer(model, stack.architecture.blocks, weights, storage_dtype, device)
     else:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,7 +39,7 @@ class Weights:
         return sum(file.stat().st_size for file in files)
 
     def match(self, model: nn.Module, current: Callable[[str], str] = str) -> bool:
-        """Match checkpoint names to those of a model, which may be empty; False where they differ.
+        """Match checkpoint names to those of a model, which may be empty; False where not all of a model's are there.
 
         Args:
             current: what a name of the files' format is called in this version's.
@@ -48,19 +49,11 @@ class Weights:
         """
         self.places = {current(name): place for name, place in self.places.items()}
         prefix, wanted = model.base_model_prefix, required_names(model)
-        if self._rename(prefix, wanted):
-            return True
-        self.places = converted(self.places, model)
-        return self._rename(prefix, wanted)
-
-    def _rename(self, prefix: str, wanted: set[str]) -> bool:
-        """With or without the base model's prefix."""
-        for change in (str, lambda n: f"{prefix}.{n}", lambda n: n.removeprefix(f"{prefix}.")):
-            renamed = {change(name): place for name, place in self.places.items()}
-            if wanted <= set(renamed) and len(renamed) == len(self.places):
-                self.places = renamed
-                return True
-        return False
+        found = _renamed(self.places, prefix, wanted)
+        if not wanted <= set(found):
+            found = _renamed(converted(self.places, model), prefix, wanted)
+        self.places = found
+        return wanted <= set(found)
 
     def check_config(self, config) -> None:
         """Before a model is built: one of two billion blocks would take hours.
@@ -81,10 +74,10 @@ class Weights:
             )
 
     def check_fits(self, model: nn.Module) -> None:
-        """Compare with the model, which may be empty: shapes, and that floats are floats.
+        """Compare with the model, which may be empty: what both have by shape, and that floats are floats; then the sizes.
 
         Raises:
-            CheckpointError: a tensor is another than the config describes.
+            CheckpointError: a tensor is another than the config describes, or it describes far more than there is.
         """
         for name, tensor in model.state_dict(keep_vars=True).items():
             place = self.places.get(name)
@@ -99,6 +92,14 @@ class Weights:
                 raise CheckpointError(
                     f"{name} holds {place.kind} in {place.file}, and must hold {wanted}; download or copy the checkpoint again"
                 )
+        held = sum(math.prod(place.shape) for place in self.places.values())
+        state = model.state_dict()
+        needed = sum(state[name].numel() for name in required_names(model))
+        if needed > 2 * held:  # what is missing would be made before it is missed
+            raise CheckpointError(
+                f"{self.folder} holds {held:,} numbers, and the config describes {needed:,}; correct config.json, or download "
+                "or copy the checkpoint again"
+            )
 
     def unused(self, model: nn.Module) -> list[str]:
         """Names of tensors that the model has no place for, without those that transformers ignores in its family."""
@@ -136,6 +137,13 @@ class Weights:
         """Replace all meta tensors of ``module`` by those of the files; see :meth:`read`."""
         state = self.read([prefix + name for name in module.state_dict()], storage_dtype, dtype, device)
         module.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in state.items()}, assign=True)
+
+
+def _renamed(places: dict[str, Placed], prefix: str, wanted: set[str]) -> dict[str, Placed]:
+    """With or without the base model's prefix, whichever gives more of the names."""
+    changes = (str, lambda n: f"{prefix}.{n}", lambda n: n.removeprefix(f"{prefix}."))
+    renamed = [{change(name): place for name, place in places.items()} for change in changes]
+    return max((r for r in renamed if len(r) == len(places)), key=lambda r: len(wanted & set(r)))
 
 
 def _open(file: Path):

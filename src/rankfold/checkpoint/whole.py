@@ -48,8 +48,8 @@ def read_whole(folder: Path, config, dtype: torch.dtype, device: torch.device) -
     return model.to(device)
 
 
-def read_gguf(file: Path, device: torch.device) -> nn.Module:
-    """A GGUF file, de-quantised to fp32 by transformers.
+def read_gguf(file: Path, dtype: torch.dtype | str) -> nn.Module:
+    """A GGUF file, de-quantised by transformers; ``dtype``: what its numbers are held in.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -58,12 +58,14 @@ def read_gguf(file: Path, device: torch.device) -> nn.Module:
     try:
         config, biases = gguf_config(file)
         model, info = AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, config=config, dtype=torch.float32, **REPORTED
+            file.parent, gguf_file=file.name, config=config, dtype=dtype, **REPORTED
         )
     except RankfoldError:
         raise
     except Exception as error:  # a damaged file ends in whatever type the code that meets it raises
-        raise CheckpointError(f"{file} cannot be read as GGUF ({first_line(error)})") from error
+        raise CheckpointError(
+            f"{file} cannot be read as GGUF ({first_line(error)}); download or copy it again"
+        ) from error
     check_loaded(info, model, file)
     check_biases(model, biases, file)
     untie_where_unequal(model, str(file))
@@ -71,7 +73,7 @@ def read_gguf(file: Path, device: torch.device) -> nn.Module:
         del model.config.quantization_config  # the weights are floats now; save_pretrained refuses otherwise
     model.hf_quantizer = None
     model.is_quantized = False
-    return model.to(device)
+    return model
 
 
 def read_generation_config(folder: Path) -> GenerationConfig | None:

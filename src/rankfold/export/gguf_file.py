@@ -146,7 +146,7 @@ def _kind_of(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> gguf.GGMLQu
 
 def _read_whole(file: Path, source: Source) -> Source:
     """The model in a file that transformers reads, settings included."""
-    return Source(read_gguf(file, source.device), file.name, source.device, torch.float32)
+    return Source(read_gguf(file, torch.float32).to(source.device), file.name, source.device, torch.float32)
 
 
 def _read(file: Path, source: Source, empty: nn.Module, attention: AttentionView, names: dict[str, str]) -> Source:

@@ -40,7 +40,7 @@ class HeadIdentity(nn.Module):
         if rank < head_dim:
             raise ValueError(f"a per-head identity needs rank >= {head_dim} (the head dimension), got {rank}")
         self.rest = numbers((heads, head_dim, rank - head_dim), spec)
-        self.register_buffer("order", torch.zeros(heads, rank, dtype=index_dtype(rank)))
+        self.register_buffer("order", torch.arange(rank, dtype=index_dtype(rank)).repeat(heads, 1))
 
     def check_indices(self, name: str) -> None:
         """Raise :class:`ValueError` where the order of a head is none."""

@@ -45,9 +45,9 @@ class LatentLinear(nn.Module):
         self.sparse = SparseCorrection(self.in_features, self.out_features, count) if count else None
         self.bias = nn.Parameter(torch.empty(self.out_features)) if spec["bias"] else None
         if self.form in ("block_identity_right", "lu"):
-            self.register_buffer("columns", torch.zeros(self.in_features, dtype=torch.int32))
+            self.register_buffer("columns", torch.arange(self.in_features, dtype=torch.int32))
         if self.form in ("block_identity_left", "lu"):
-            self.register_buffer("rows", torch.zeros(self.out_features, dtype=torch.int32))
+            self.register_buffer("rows", torch.arange(self.out_features, dtype=torch.int32))
 
     def check_indices(self, name: str) -> None:
         """Raise :class:`ValueError` where a permutation is none."""
@@ -126,7 +126,7 @@ class SplitHeadLinear(nn.Module):
         self.B = numbers((self.heads, head_dim - fixed, self.rank), spec)
         self.bias = nn.Parameter(torch.empty(spec["out"])) if spec["bias"] else None
         if fixed:
-            self.register_buffer("rows", torch.zeros(spec["out"], dtype=torch.int32))
+            self.register_buffer("rows", torch.arange(spec["out"], dtype=torch.int32))
 
     def check_indices(self, name: str) -> None:
         """Raise :class:`ValueError` where a permutation is none."""

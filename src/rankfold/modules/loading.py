@@ -26,6 +26,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from .attention import CompressedAttention, PackedAttention
 from .building import install
 from .bundle import CODE_FILE, code
+from .tensors import QuantizedTensor
 
 __all__ = [
     "AUTO_MAP",
@@ -241,15 +242,14 @@ def _structured(dense):
 
 
 def _initialise(modules: list[nn.Module], model) -> None:
-    """Random numbers for new modules, as far as their own class gives none; permutations change nothing."""
+    """Random numbers for new modules, as far as their own class gives none; indices are as the modules make them."""
     std = getattr(model.config.get_text_config(), "initializer_range", 0.02)
     for module in modules:
-        if not isinstance(module, nn.Linear):
-            for parameter in module.parameters(recurse=False):
-                nn.init.normal_(parameter, std=std) if parameter.dim() > 1 else nn.init.zeros_(parameter)
-            for name, index in module.named_buffers(recurse=False):
-                if name in ("columns", "rows") and index.dim() == 1:
-                    index.copy_(torch.arange(len(index)))
+        if isinstance(module, QuantizedTensor):
+            module.reset_parameters(std)
+        elif not isinstance(module, nn.Linear):
+            for name, parameter in module.named_parameters(recurse=False):
+                nn.init.zeros_(parameter) if name.endswith("bias") else nn.init.normal_(parameter, std=std)
         module.to(model.dtype)
 
 

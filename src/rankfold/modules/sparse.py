@@ -21,8 +21,12 @@ class SparseCorrection(nn.Module):
         if nonzeros > in_features * out_features:
             raise ValueError(f"{nonzeros} non-zeros do not fit a ({out_features}, {in_features}) layer")
         self.values = nn.Parameter(torch.empty(nonzeros))
-        self.register_buffer("columns", torch.zeros(nonzeros, dtype=index_dtype(in_features)))
-        self.register_buffer("starts", torch.zeros(out_features + 1, dtype=torch.int32))
+        columns = (
+            torch.arange(nonzeros) % in_features
+        )  # the values lie evenly over rows and columns until they are loaded
+        starts = torch.arange(out_features + 1) * nonzeros // out_features
+        self.register_buffer("columns", columns.to(index_dtype(in_features)))
+        self.register_buffer("starts", starts.int())
         self.in_features = in_features
 
     def check_indices(self, name: str) -> None:

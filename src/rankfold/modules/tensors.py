@@ -29,6 +29,13 @@ class QuantizedTensor(nn.Module):
         for name in ("scale", "low"):
             self.register_buffer(name, torch.zeros(-(-self.numel // self.chunk)))
 
+    def reset_parameters(self, std: float) -> None:
+        """Random numbers about 0, uniform, with this deviation."""
+        reach = math.sqrt(3) * std
+        self.codes.random_()
+        self.low.fill_(-reach)
+        self.scale.fill_(2 * reach / (2**self.bits - 1))
+
     @staticmethod
     def fields(bits: int) -> list[int]:
         return [width for width in (8, 4, 2, 1) if bits & width]
