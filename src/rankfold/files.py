@@ -150,13 +150,13 @@ def read_json(path: Path) -> dict:
     damaged = f"{path} is missing or damaged"
     try:
         if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
-            raise CheckpointError(f"{damaged} (it is not a file)")
+            raise CheckpointError(f"{damaged} (it is not a file); remove it")
         value = json.loads(path.read_text(encoding="utf-8"))
         json.dumps(value, allow_nan=False)  # Python reads NaN, which is no JSON
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{damaged} ({error})") from error
+        raise CheckpointError(f"{damaged} ({error}); copy or make it again") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{damaged} (expected an object, got {type(value).__name__})")
+        raise CheckpointError(f"{damaged} (expected an object, got {type(value).__name__}); copy or make it again")
     return value
 
 

@@ -210,15 +210,18 @@ def test_texts_that_are_too_short_or_named_twice_are_said_before_anything_runs(p
     (place / "short.txt").write_text("few words")
     with pytest.raises(DataError, match=r"short.txt: the text has \d+ tokens.*smaller --text-length"):
         Perplexities(source, Texts([str(place / "short.txt")], 64))
-    with pytest.raises(OptionError, match="more than once"):
-        Perplexities(source, Texts([str(place / "text.txt")] * 2, 64))
+    for other in (place / "text.txt", f"{place}/./text.txt"):
+        with pytest.raises(OptionError, match="more than once"):
+            Perplexities(source, Texts([str(place / "text.txt"), str(other)], 64))
 
 
 def test_texts_of_one_name_are_told_apart(place, source):
     (place / "below").mkdir()
     save_text(place / "below" / "text.txt")
+    save_text(place / "below" / "more.txt")
     names = [str(place / "text.txt"), str(place / "below" / "text.txt")]
-    assert Perplexities(source, Texts(names, 32)).labels == ["text.txt (1)", "text.txt (2)"]
+    measure = Perplexities(source, Texts([*names, names[1].replace("text.txt", "more.txt")], 32))
+    assert measure.labels == [f"{place.name}/text.txt", "below/text.txt", "more.txt"]
 
 
 def test_the_text_that_was_calibrated_on_is_named(finished, source, tokens, measures, caplog):

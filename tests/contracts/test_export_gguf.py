@@ -95,6 +95,11 @@ def test_deci_has_every_mlp_in_its_own_width_and_its_very_numbers(uneven, tmp_pa
 def test_a_deci_folder_says_what_vllm_reads(uneven, tmp_path):
     small, model = uneven
     result = rankfold.export(small, tmp_path / "deci", "deci")
+    for read in (rankfold.load, rankfold.open_model):
+        with pytest.raises(
+            UnsupportedModelError, match="code of its own, which is not run; .* an export for an engine"
+        ):
+            read(tmp_path / "deci")
     config = transformers.AutoConfig.from_pretrained(tmp_path / "deci", trust_remote_code=True)
     widths = [block.mlp.down_proj.in_features for block in model.model.layers]
     assert config.architectures == ["DeciLMForCausalLM"] and config.model_type == "nemotron-nas"

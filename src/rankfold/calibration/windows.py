@@ -92,12 +92,13 @@ class Tokens:
         return described
 
 
-def shown(name: str) -> str:
-    """A text source without folders of this machine."""
+def shown(name: str, folders: int = 0) -> str:
+    """A text source without folders of this machine, or with so many of them."""
     if name.startswith(HUB):
         return name
     alias, _, local = name.partition(":")
-    return f"{alias}:{Path(local).name}" if local else Path(name).name
+    short = Path(*Path(local or name).parts[-1 - folders :])
+    return f"{alias}:{short}" if local else str(short)
 
 
 def _check_ids(name: str, ids) -> None:

@@ -9,8 +9,9 @@ from .classes import check_writes
 from .devices import resolve_dtype
 from .hub import locate
 from .load import load_model
-from .source import Source, read_config, stored_dtype
+from .source import Source, stored_dtype
 from .tokenizer import TokenizerFiles
+from .whole import read_config
 
 __all__ = ["open_compressed"]
 

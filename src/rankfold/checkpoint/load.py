@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..errors import CheckpointError, RankfoldError, first_line
 from ..modules import FORMATS, METHOD_NAMES, RankfoldConfig, attach, current_name, install_described
@@ -15,7 +15,15 @@ from .devices import resolve_device, resolve_dtype
 from .hub import locate
 from .tokenizer import TokenizerFiles
 from .weights import Weights, check_finite
-from .whole import REPORTED, check_head, check_loaded, read_generation_config, read_gguf, untie_where_unequal
+from .whole import (
+    REPORTED,
+    check_head,
+    check_loaded,
+    read_config,
+    read_generation_config,
+    read_gguf,
+    untie_where_unequal,
+)
 
 __all__ = ["assemble", "described", "empty_model", "load_model", "load_tokenizer"]
 
@@ -42,9 +50,9 @@ def _read_folder(folder: Path, dtype: torch.dtype | str, name: str) -> PreTraine
     """A folder's model; ``name``: what was asked for."""
     weights = Weights(folder)  # an index that leads elsewhere, and what is no plain file, are refused unread
     read_generation_config(folder)
+    config = read_config(folder)
+    weights.check_config(config)
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        weights.check_config(config)
         if known := _known(config):  # before anything is as large as the config says
             empty = empty_model(config)
             _match(weights, empty, config)

@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoConfig
 
 from ..architectures import Architecture, BlockView, Part, own_frequencies, part_of
 from ..errors import CheckpointError, UnsupportedModelError, first_line
@@ -27,9 +26,9 @@ from .given import check_given, check_quantised, check_tied
 from .hub import locate
 from .tokenizer import TokenizerFiles
 from .weights import Weights, check_finite, fill_outer
-from .whole import check_unused, read_generation_config, read_gguf, read_whole, untie
+from .whole import check_unused, read_config, read_generation_config, read_gguf, read_whole, untie
 
-__all__ = ["Source", "open_model", "read_config", "stored_dtype"]
+__all__ = ["Source", "open_model", "stored_dtype"]
 
 log = logging.getLogger(__name__)
 
@@ -282,18 +281,6 @@ def open_model(
     if not len(source):
         raise CheckpointError(f"{name} has no blocks by its config; correct num_hidden_layers in config.json")
     return source
-
-
-def read_config(folder: Path):
-    """The config of a folder; none of its code is run.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # a damaged file ends in whatever type the code that meets it raises
-        raise CheckpointError(f"{folder} has no readable config.json ({first_line(error)})") from error
 
 
 def _dense_config(folder: Path):

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from ..errors import CheckpointError, RankfoldError, first_line
+from ..errors import CheckpointError, RankfoldError, UnsupportedModelError, first_line
 from .classes import auto_class
 from .gguf_config import check_biases, gguf_config
 from .weights import listed, missed
@@ -18,6 +18,7 @@ __all__ = [
     "check_head",
     "check_loaded",
     "check_unused",
+    "read_config",
     "read_generation_config",
     "read_gguf",
     "read_whole",
@@ -74,6 +75,24 @@ def read_gguf(file: Path, dtype: torch.dtype | str) -> nn.Module:
     model.hf_quantizer = None
     model.is_quantized = False
     return model
+
+
+def read_config(folder: Path):
+    """The config of a folder; none of its code is run.
+
+    Raises:
+        CheckpointError: it cannot be read.
+        UnsupportedModelError: its class is in code of its own.
+    """
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # a damaged file ends in whatever type the code that meets it raises
+        if "trust_remote_code" in str(error):
+            raise UnsupportedModelError(
+                f"{folder} is of a class that transformers does not have, with code of its own, which is not run; give a model "
+                "of a family that transformers has, or, where this is an export for an engine, the folder it was made from"
+            ) from error
+        raise CheckpointError(f"{folder} has no readable config.json ({first_line(error)})") from error
 
 
 def read_generation_config(folder: Path) -> GenerationConfig | None:

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -89,9 +90,18 @@ class Perplexities:
 
 
 def _labels(names: Sequence[str]) -> list[str]:
-    """Names without folders of this machine, told apart by a number where only the folders differ."""
+    """Names without folders of this machine, except those that tell texts apart."""
+    for folders in range(max(len(Path(name).parts) for name in names)):
+        labels = [shown(name, folders if count > 1 else 0) for name, count in _counted(names)]
+        if len(set(labels)) == len(labels):
+            break
+    return labels
+
+
+def _counted(names: Sequence[str]) -> list[tuple[str, int]]:
+    """Names, and how many of them are shown alike."""
     short = [shown(name) for name in names]
-    return [f"{name} ({short[:i].count(name) + 1})" if short.count(name) > 1 else name for i, name in enumerate(short)]
+    return [(name, short.count(label)) for name, label in zip(names, short, strict=True)]
 
 
 def _windows(source: Source, text: Text, length: int, limit: int | None) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """Perplexity of a named model on named texts."""
 
 import logging
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,7 +47,8 @@ class Texts:
         """
         if self.length < 2 or (self.limit is not None and self.limit < 1):
             raise OptionError(f"length must be >= 2 and limit >= 1, got {self.length} and {self.limit}")
-        twice = [name for name in self.names if self.names.count(name) > 1]
+        plain = [os.path.normpath(name) for name in self.names]
+        twice = [name for name, path in zip(self.names, plain, strict=True) if plain.count(path) > 1]
         if twice:
             raise OptionError(f"--text names {twice[0]!r} more than once; name it once")
         characters = None if self.limit is None else self.limit * self.length * 8

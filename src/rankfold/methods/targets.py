@@ -39,7 +39,7 @@ TARGETS = {
 
 
 def fitted(units: Iterable, view: BlockView, method) -> list:
-    """The units of a block with the ranks that the method's target allows; units with the full one only are left out.
+    """The units of a block with the ranks that the method's target allows; a unit may have the full one only.
 
     Raises:
         OptionError: a module was asked for by name that the target leaves dense.
