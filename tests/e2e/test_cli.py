@@ -336,7 +336,7 @@ BAD = [
     ("compress model -o x --protect 9 --calibration text.txt", "protected block 9 is not in the model"),
     ("evaluate missing --text text.txt", "no model at 'missing'"),
     ("evaluate unsaid --text text.txt --length 32", "does not say what the model was calibrated on"),
-    ("evaluate model --text text.txt --length 1", "length must be >= 2"),
+    ("evaluate model --text text.txt --length 1", "a window of 1 tokens predicts none"),
     ("evaluate model", "nothing to evaluate; give --text TEXT, --tasks NAMES or --speed"),
     ("evaluate model --text text.txt --text text.txt", "--text names 'text.txt' more than once"),
     ("evaluate model --text text.txt --tasks-from .", "--tasks-from would be ignored without --tasks"),

@@ -130,7 +130,7 @@ BAD += [
     ),
     (f"{COMPARE} modegpt,modegpt --sparsities 0.3", "is the same as modegpt at 0.3; give it once"),
     (f"{COMPARE} modegpt --sparsities 0.3 --tasks-from x", "--tasks-from would be ignored without --tasks"),
-    (f"{COMPARE} modegpt --sparsities 0.3 --limit 0", "length must be >= 2 and limit >= 1"),
+    (f"{COMPARE} modegpt --sparsities 0.3 --limit 0", "limit must be >= 1, got 0"),
     (f"{COMPARE} modegpt --sparsities 0.3 --text text.txt", "--text names 'text.txt' more than once; name it once"),
     (f"{COMPARE} modegpt --sparsities 0.3 --text nowhere.txt", "no text at 'nowhere.txt'"),
     (

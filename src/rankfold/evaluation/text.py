@@ -45,8 +45,10 @@ class Texts:
         Raises:
             OptionError, DataError: a number out of range, a text named twice or that cannot be read.
         """
-        if self.length < 2 or (self.limit is not None and self.limit < 1):
-            raise OptionError(f"length must be >= 2 and limit >= 1, got {self.length} and {self.limit}")
+        if self.length < 2:
+            raise OptionError(f"a window of {self.length} tokens predicts none; windows of texts have at least 2")
+        if self.limit is not None and self.limit < 1:
+            raise OptionError(f"limit must be >= 1, got {self.limit}")
         plain = [os.path.normpath(name) for name in self.names]
         twice = [name for name, path in zip(self.names, plain, strict=True) if plain.count(path) > 1]
         if twice:
