@@ -102,7 +102,7 @@ class CompressedAttention(nn.Module):
     def _mixed(
         self,
         hidden_states,
-        cache,
+        past,  # not `cache`: transformers passes one of pages by this name, for the attention function
         *,
         position_embeddings=None,
         attention_mask=None,
@@ -113,7 +113,7 @@ class CompressedAttention(nn.Module):
         """Values as attention mixes them, (B, T, H V), and its weights."""
         B, T, _ = hidden_states.shape
         if not self.vo_dim:
-            return self._nothing(hidden_states, cache), None
+            return self._nothing(hidden_states, past), None
         query, key, value = self._project(hidden_states)
         query = self._normalised(query, self.q_norm).transpose(1, 2)  # (B, H, T, R)
         key = key[:, None] if self.latent_keys else self._keys(key)  # (B, 1, T, latent) or (B, K, T, R)
@@ -123,12 +123,13 @@ class CompressedAttention(nn.Module):
             query, key = self._rotate(query, key, *position_embeddings)
         value = value[:, None] if self.latent_values else self._values(value)
 
-        if cache is not None:
-            key, value = cache.update(key, value, self.layer_idx)
+        if past is not None:
+            key, value = self._cached(past, key, value)
         if self.one_latent:
             value = key
-        decodes = cache is not None and T == 1
+        decodes = past is not None and T == 1
         latent = decodes and (self.latent_keys or self.latent_values)
+        latent = latent and (attention_mask is None or torch.is_tensor(attention_mask))  # flex attention's mask is none
         # Flash attention's mask says which tokens are there, (B, S).
         if latent and attention_mask is not None and attention_mask.dim() == 2:
             attention_mask = attention_mask[:, None, None, -key.shape[2] :].bool()
@@ -144,7 +145,9 @@ class CompressedAttention(nn.Module):
         else:
             key = self._keys(self.k_proj.up(key[:, 0])) if self.latent_keys else key
             value = self._values(self.v_proj.up(value[:, 0])) if self.latent_values else value
-            if not decodes:  # one token at a time there is no T x S matrix to avoid, and padding would copy the cache
+            if "cache" in kwargs:
+                query, key, value = self._as_dense(query, key, value)
+            elif not decodes:  # one token at a time there is no T x S matrix to avoid, and padding would copy the cache
                 query, key, value = self._evened(query, key, value)
             # vLLM looks for this call by these names, and puts its own attention in its place.
             attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
@@ -161,6 +164,18 @@ class CompressedAttention(nn.Module):
             )
             output = output.reshape(B, T, self.heads, -1)[..., : self.vo_dim]
         return output.reshape(B, T, self.heads * self.vo_dim), weights
+
+    def _cached(self, past, key, value):
+        """Keys and values of all tokens. A static cache has as many heads of values as of keys, so there heads that stand
+        beside a latent are one."""
+        one = self.latent_keys != self.latent_values and getattr(past, "is_compileable", False)
+        if not one:
+            return past.update(key, value, self.layer_idx)
+        key, value = (x.transpose(1, 2).flatten(2)[:, None] for x in (key, value))
+        key, value = past.update(key, value, self.layer_idx)
+        if self.latent_keys:
+            return key, self._values(value[:, 0])
+        return key[:, 0].unflatten(-1, (self.kv_heads, -1)).transpose(1, 2), value
 
     def _nothing(self, hidden_states, cache):
         """Of no heads. The cache learns how many tokens there were: some models ask the first layer."""
@@ -198,7 +213,8 @@ class CompressedAttention(nn.Module):
         """One new token against a cache of latents, which are never expanded (the absorbed form of latent attention).
 
         Scores: ``q^T B_k c = (B_k^T q)^T c``; a key bias adds the same number to all scores of a query and drops out of
-        the softmax. Outputs: attention is averaged over latents first, then expanded (LatentLLM Eq. 18).
+        the softmax (not beside a sink, which is no token's; keys of families with sinks rotate and are not cached so).
+        Outputs: attention is averaged over latents first, then expanded (LatentLLM Eq. 18).
         """
         B, H, G = query.shape[0], self.heads, self.num_key_value_groups
         if self.latent_keys:
@@ -214,8 +230,9 @@ class CompressedAttention(nn.Module):
             mixed = weights @ value[:, 0]  # (B, H, latent)
             up = self.v_proj.up_matrix(query).view(self.kv_heads, self.vo_dim, -1).repeat_interleave(G, 0)
             output = torch.einsum("bhl,hvl->bhv", mixed, up)
-            if self.v_proj.bias is not None:
-                output = output + self.v_proj.bias.view(self.kv_heads, self.vo_dim).repeat_interleave(G, 0)
+            if (bias := self.v_proj.shift()) is not None:
+                bias = bias.view(self.kv_heads, self.vo_dim).repeat_interleave(G, 0)
+                output = output + (bias if self.sinks is None else weights.sum(-1, keepdim=True) * bias)
         else:
             output = (weights.view(B, self.kv_heads, G, -1) @ value).view(B, H, self.vo_dim)
         return output[:, None], weights[:, :, None]
@@ -245,6 +262,17 @@ class CompressedAttention(nn.Module):
         elif pad < 0:
             query, key = nn.functional.pad(query, (0, -pad)), nn.functional.pad(key, (0, -pad))
         return query, key, value
+
+    def _as_dense(self, *states):
+        """As wide as the dense model's heads, for continuous batching: its pages are made by the config."""
+        width = getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads
+        heads = getattr(self.config, "num_key_value_heads", self.config.num_attention_heads)
+        if heads != self.kv_heads:
+            raise ValueError(
+                f"continuous batching has pages for {heads} heads of keys and values by the config, and this attention has "
+                f"{self.kv_heads}; use generate, or vLLM"
+            )
+        return (nn.functional.pad(x, (0, width - x.shape[-1])) for x in states)
 
     def _attending(self) -> dict:
         """Options of attention that the family has."""

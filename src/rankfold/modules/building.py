@@ -68,6 +68,23 @@ def install(model: nn.Module, modules: dict[str, dict]) -> None:
         if spec["kind"] == "shortcut_block":  # it adds what two of its parts make, so these belong on one device
             model._no_split_modules = {*(model._no_split_modules or ()), ShortcutBlock.__name__}
         owner._is_hf_initialized = True  # some families' weight init reaches into children by names that are gone now
+    if any(spec["kind"] in ATTENTIONS for spec in modules.values()):
+        model._get_static_cache_init_shape = _unknown  # the config does not have the widths; the first states do
+    _record(model)
+
+
+def _unknown():
+    return None
+
+
+def _record(model: nn.Module) -> None:
+    """Have transformers collect the weights of attention (``output_attentions``): it looks for the family's own class."""
+    for part in model.modules():
+        recorded = getattr(type(part), "_can_record_outputs", None) or {}
+        classes = recorded.get("attentions", CompressedAttention)
+        classes = classes if isinstance(classes, list) else [classes]
+        if CompressedAttention not in classes:
+            recorded["attentions"] = [*classes, CompressedAttention]
 
 
 def _config_of(model: nn.Module, place: str):

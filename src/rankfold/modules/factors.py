@@ -18,6 +18,10 @@ class Numbers(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape))
 
+    def forward(self):
+        """The numbers. Asked for by a call, as they may have been put away (accelerate's offloading)."""
+        return self.weight
+
 
 def numbers(shape: tuple[int, ...], spec: dict) -> Numbers | QuantizedTensor:
     """Numbers of any shape, quantised where the description has ``bits``."""
@@ -48,7 +52,7 @@ class HeadIdentity(nn.Module):
 
     @property
     def weight(self):
-        rest = self.rest.weight
+        rest = self.rest()
         identity = torch.eye(rest.shape[1], dtype=rest.dtype, device=rest.device).expand(len(rest), -1, -1)
         back = torch.argsort(self.order.long(), -1)[:, None].expand(-1, rest.shape[1], -1)
         return torch.cat([identity, rest], -1).gather(2, back).flatten(0, 1)
@@ -63,7 +67,8 @@ def matrix_of(factor, columns: int, like):
     A layer that adapters, a quantiser or an engine put in place of an ``nn.Linear`` may compute something else than its
     ``weight`` says, so it is run on the identity.
     """
-    theirs = isinstance(factor, nn.Linear) and type(factor.weight) is not nn.Parameter  # numbers of a quantiser
-    if type(factor) in (nn.Linear, QuantizedTensor, HeadIdentity) and not theirs:
+    if type(factor) in (QuantizedTensor, HeadIdentity):
         return factor.weight
+    if type(factor) is nn.Linear and type(factor.weight) is nn.Parameter and not factor.weight.is_meta:
+        return factor.weight  # and not a quantiser's, nor put away (accelerate's offloading)
     return factor(torch.eye(columns, dtype=like.dtype, device=like.device)).T

@@ -65,8 +65,30 @@ class LatentLinear(nn.Module):
         B = (tall - rank, rank) if spec["form"] == "block_identity_left" else (tall, rank)
         return A, B
 
+    def forward(self, x, part: str | None = None):
+        """All of it, or a part that attention on latents needs alone. These go through here because what puts weights away
+        (accelerate's offloading) brings back those of a module that is called."""
+        if part is not None:
+            return {"down": self._down, "up": self._up, "shift": self._shift}[part](x)
+        y = self._up(self._down(x))
+        return y if self.sparse is None else y + self.sparse(x).to(y.dtype)
+
     def down(self, x):
         """``(..., in) -> (..., rank)``."""
+        return self(x, "down")
+
+    def up(self, z):
+        """``(..., rank) -> (..., out)``."""
+        return self(z, "up")
+
+    def shift(self):
+        """The bias, ``(out,)``, or ``None``."""
+        return self(None, "shift")
+
+    def _shift(self, _):
+        return self.bias
+
+    def _down(self, x):
         if self.form == "block_identity_right":
             x = x[..., self.columns.long()]
             return x[..., : self.rank] + self.A(x[..., self.rank :])
@@ -74,34 +96,31 @@ class LatentLinear(nn.Module):
             return nn.functional.linear(x[..., self.columns.long()], self._upper())
         return self.A(x)
 
-    def up(self, z, bias=True):
-        """``(..., rank) -> (..., out)``."""
+    def _up(self, z):
+        y = self._expanded(z)
+        return y if self.bias is None else y + self.bias.to(y.dtype)  # under autocast biases stay fp32
+
+    def _expanded(self, z):
         if self.form == "block_identity_left":
-            y = torch.cat([z, self.B(z)], -1)[..., torch.argsort(self.rows.long())]
-        elif self.form == "lu":
-            y = nn.functional.linear(z, self._lower())[..., torch.argsort(self.rows.long())]
-        else:
-            y = self.B(z)
-        return y if self.bias is None or not bias else y + self.bias.to(y.dtype)  # under autocast biases stay fp32
+            return torch.cat([z, self.B(z)], -1)[..., torch.argsort(self.rows.long())]
+        if self.form == "lu":
+            return nn.functional.linear(z, self._lower())[..., torch.argsort(self.rows.long())]
+        return self.B(z)
 
     def up_matrix(self, like):
-        """Dense ``(out, rank)`` of :meth:`up`, without the bias; see :func:`~.factors.matrix_of` about ``like``."""
+        """Dense ``(out, rank)`` of what :meth:`up` does before the bias; see :func:`~.factors.matrix_of` about ``like``."""
         if self.form in ("plain", "block_identity_right"):
             return matrix_of(self.B, self.rank, like)
-        return self.up(torch.eye(self.rank, dtype=like.dtype, device=like.device), bias=False).T
-
-    def forward(self, x):
-        y = self.up(self.down(x))
-        return y if self.sparse is None else y + self.sparse(x).to(y.dtype)
+        return self._expanded(torch.eye(self.rank, dtype=like.dtype, device=like.device)).T
 
     def _upper(self):
-        A = self.A.weight
+        A = self.A()
         full = A.new_zeros(self.rank, self.in_features)
         i, j = torch.triu_indices(self.rank, self.in_features, device=A.device)
         return full.index_put((i, j), A)
 
     def _lower(self):
-        B = self.B.weight
+        B = self.B()
         full = torch.eye(self.out_features, self.rank, dtype=B.dtype, device=B.device)
         i, j = torch.tril_indices(self.out_features, self.rank, -1, device=B.device)
         return full.index_put((i, j), B)
@@ -135,7 +154,7 @@ class SplitHeadLinear(nn.Module):
 
     def forward(self, x):
         z = self.A(x).unflatten(-1, (self.heads, self.rank))
-        y = torch.einsum("...hr,hor->...ho", z, self.B.weight)  # (..., heads, h or h - rank)
+        y = torch.einsum("...hr,hor->...ho", z, self.B())  # (..., heads, h or h - rank)
         if self.form == "block_identity_left":
             y = torch.cat([z, y], -1).flatten(-2)[..., torch.argsort(self.rows.long())]
         else:
@@ -149,12 +168,12 @@ class LatentRows:
     def __init__(self, shared: LatentLinear, start: int, stop: int):
         self.shared, self.rows = shared, slice(start, stop)
 
-    @property
-    def bias(self):
-        return None if self.shared.bias is None else self.shared.bias[self.rows]
+    def shift(self):
+        bias = self.shared.shift()
+        return None if bias is None else bias[self.rows]
 
     def up(self, z):
-        return nn.functional.linear(z, self.up_matrix(z), self.bias)
+        return nn.functional.linear(z, self.up_matrix(z), self.shift())
 
     def up_matrix(self, like):
         return self.shared.up_matrix(like)[self.rows]

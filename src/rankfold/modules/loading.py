@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import re
-import types
 from pathlib import Path
 
 import torch
@@ -167,7 +166,18 @@ def attach(model, config, quantizer: RankfoldQuantizer | None = None) -> None:
     # It is an ordinary float model: .half(), .to() and training must not be refused as for integer weights.
     model.is_quantized = False
     model.config._is_quantized = False
-    model.save_pretrained = types.MethodType(_save_with_code, model)  # quantisers look for the function and its model
+    model.save_pretrained = _Saving(model)
+
+
+class _Saving:
+    """The method ``save_pretrained`` of one model: with the function and the model that quantisers look for, and, as a bound
+    method of another name is not, pickled with it."""
+
+    def __init__(self, model):
+        self.__self__, self.__func__ = model, _save_with_code
+
+    def __call__(self, *args, **kwargs):
+        return self.__func__(self.__self__, *args, **kwargs)
 
 
 def _save_with_code(model, save_directory, *args, **kwargs):

@@ -70,9 +70,9 @@ class QuantizedTensor(nn.Module):
         values = self.low.to(work)[:, None] + self.scale.to(work)[:, None] * codes
         return values.flatten()[: self.numel].view(self.shape).to(self.scale.dtype)
 
-    def forward(self, x):
-        """A matrix times the rows of ``x``, as ``nn.Linear``."""
-        return nn.functional.linear(x, self.weight)
+    def forward(self, x=None):
+        """A matrix times the rows of ``x``, as ``nn.Linear``; without them the tensor."""
+        return self.weight if x is None else nn.functional.linear(x, self.weight)
 
 
 def check_permutation(index, name: str) -> None:
