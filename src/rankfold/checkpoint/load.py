@@ -51,8 +51,8 @@ def _read_folder(folder: Path, dtype: torch.dtype | str, name: str) -> PreTraine
     weights = Weights(folder)  # an index that leads elsewhere, and what is no plain file, are refused unread
     read_generation_config(folder)
     config = read_config(folder)
-    weights.check_config(config)
     try:
+        weights.check_config(config)
         if known := _known(config):  # before anything is as large as the config says
             empty = empty_model(config)
             _match(weights, empty, config)
