@@ -50,6 +50,9 @@ FIT_TOKENS = 8192  # that curves are measured on
 PER_DIMENSION = 4  # as many more for wide MLPs as make a moment of full rank
 WINDOWS, LENGTH = 4, 128  # that predictions are compared on
 ROWS = 16  # of logits that are compared at a time: those of a whole window do not fit a processor's caches
+# Of the largest squared error on a curve: with less a rank loses little but what does nothing, and its effect is rounding.
+# Where no unit is idle the rank tried has 0.03 to 0.3 of it.
+MEASURABLE = 1e-3
 TOGETHER = 4  # modules tried whose streams go through a block as one batch
 
 
@@ -86,7 +89,7 @@ def measure_costs(
     ids = _some_to_compare(source, tokens.ids if tokens.held_out is None else tokens.held_out)
     dense, tried = start(source, ids, autocast=source.autocast), Stream([], [], source.autocast)
     together = _side_by_side(source, ids)
-    read, curves, trials = BlockReader(source), {}, []
+    read, curves, references, trials = BlockReader(source), {}, {}, []
     for index in track(range(len(source)), "measuring effects"):
         view = read(index)
         mine = [unit for unit in units if unit.block == index]
@@ -94,8 +97,10 @@ def measure_costs(
             gradients[index] if gradients else {}
         )
         for unit in mine:
-            curves[index, unit.module] = _curve(method, view, moments, unit, averages[index, unit.module])
-        here = [(unit.module, rank) for unit in mine for rank in _to_try(method, unit, averages[index, unit.module])]
+            key, average = (index, unit.module), averages[index, unit.module]
+            curves[key] = _curve(method, view, moments, unit, average)
+            references[key] = _reference(unit, average, curves[key])
+        here = [(u.module, rank) for u in mine for rank in _to_try(method, u, references[index, u.module])]
         sent = [_output(source, method, view, moments, _with(method, *trial), dense) for trial in here]
         trials += [(index, *trial) for trial in here]
         advance(view, dense)
@@ -107,17 +112,16 @@ def measure_costs(
     found = {}
     for unit in units:
         key = unit.block, unit.module
-        reference = _reference(unit, averages[key])
-        found[key] = _scaled(curves[key], reference, effects[*key, reference])
+        found[key] = _scaled(curves[key], references[key], effects[*key, references[key]])
         if unit.ranks[0] == 0:  # what goes with another module is counted there
             found[key][0] = effects.get((*key, 0), 0.0)
     return found
 
 
-def _to_try(method: Method, unit: Unit, average: float) -> list[int]:
+def _to_try(method: Method, unit: Unit, reference: int) -> list[int]:
     """A rank on the curve, and none at all where the whole module may go; modules that go together do so once."""
     whole = unit.ranks[0] == 0 and unit.module not in method.together
-    return [_reference(unit, average), *([0] if whole else [])]
+    return [reference, *([0] if whole else [])]
 
 
 def _with(method: Method, module: str, rank: int) -> dict[str, int]:
@@ -168,10 +172,14 @@ def _some_to_compare(source: Source, ids: Data) -> Data:
     )
 
 
-def _reference(unit: Unit, average: float) -> int:
-    """The rank to try: where the module loses its share, and at least one step."""
+def _reference(unit: Unit, average: float, curve: Cost | None = None) -> int:
+    """The rank to try: where the module loses its share, and at least one step; where there is a curve, with an error on it
+    that the predictions can show, as units that do nothing are none."""
     wanted = (1 - average) * unit.dense
     smaller = [rank for rank in unit.ranks[:-1] if rank]
+    if curve and max(curve.values()) > 0:
+        shows = MEASURABLE * max(curve.values())
+        smaller = [rank for rank in smaller if curve.get(rank, 0.0) >= shows]
     return min(smaller, key=lambda rank: (abs(unit.size(rank) - wanted), rank), default=unit.ranks[-1])
 
 

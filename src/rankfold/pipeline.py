@@ -96,6 +96,7 @@ def plan(source: Source, method: Method, tokens: Tokens | None = None, *, moment
         tokens: calibration windows; needed by the measured allocation.
         moments: of the dense model; needed by the influence allocations and for predicted errors.
     """
+    check_mode(method, method.modes[0], moments is not None)
     proved(source)
     gradients = gradients_of(source, method, tokens) if moments or method.allocation == "measured" else None
     ranks = choices(source, method)

@@ -175,6 +175,35 @@ def test_a_folder_takes_further_cells_and_keeps_its_own(source, tokens, measures
     assert (tmp_path / "out" / "report.html").read_text(encoding="utf-8").count("rankfold compare model") == 2
 
 
+def test_what_an_earlier_command_kept_stays(source, tokens, measures, tmp_path, caplog):
+    one, two = cells_of(parse_forms("modegpt:multiple=2,latentllm"), [0.2])
+    place = tmp_path / "out"
+    compare(source, [one], tokens, measures, place, keep=True)
+    kept = {path.name for path in (place / "cells").iterdir() if path.is_dir()}
+    assert one.key in kept and any(name.startswith("moments-") for name in kept)
+    compare(source, [one, two], tokens, measures, place)
+    assert {path.name for path in (place / "cells").iterdir() if path.is_dir()} == kept
+    assert "kept" not in caplog.text
+    compare(source, [one, two], tokens, measures, place, keep=True)
+    assert "1 rows are done, and their models were not kept" in caplog.text
+
+
+def test_other_questions_are_another_comparison(place, source, tokens, tmp_path, monkeypatch):
+    monkeypatch.setattr("rankfold.evaluation.tasks.evaluate_tasks", lambda *a, tasks, **o: {"piqa": {"acc": 0.5}})
+    rows = [{"goal": "a", "sol1": "b", "sol2": "c", "label": label} for label in (0, 1)]
+    cells = cells_of(parse_forms("svd"), [0.4])
+    for number, folder in enumerate((tmp_path / "one" / "rows", tmp_path / "two" / "rows")):
+        folder.mkdir(parents=True)
+        (folder / "piqa.jsonl").write_text(json.dumps(rows[number]) + "\n")
+    first, second = (
+        made(place, source, tasks=Accuracies(source, Questions(["piqa"], str(tmp_path / name / "rows"))))
+        for name in ("one", "two")
+    )
+    compare(source, cells, tokens, first, tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"\(it differs in: measures\)"):
+        compare(source, cells, tokens, second, tmp_path / "out")
+
+
 def test_another_comparison_is_refused(place, source, tokens, measures, finished):
     cells = cells_of(parse_forms("svd"), [0.4])
     with pytest.raises(CheckpointError, match=r"another model, text or setting; .*\(it differs in: measures\)"):
@@ -238,6 +267,7 @@ def test_tasks_are_in_the_rows_and_in_the_command_that_repeats_them(place, sourc
 
     monkeypatch.setattr("rankfold.evaluation.tasks.evaluate_tasks", evaluate_tasks)
     monkeypatch.setattr(Questions, "check", lambda self: None)
+    monkeypatch.setattr(Questions, "digest", lambda self: "of no rows")
     tasks = Accuracies(source, Questions(["piqa", "copa", "boolq"], str(place), 7))
     rows = compare(
         source, cells_of(parse_forms("svd"), [0.4]), tokens, made(place, source, tasks=tasks), tmp_path / "out"

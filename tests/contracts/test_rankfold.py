@@ -222,6 +222,20 @@ def test_costs_are_divergences_of_the_whole_model_with_one_module_compressed(nam
         assert falling == sorted(falling, reverse=True)
 
 
+def test_units_that_do_nothing_make_no_other_rank_free():
+    """The rank that all would have loses none but them; the cost of smaller ones is measured all the same."""
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[:, ::3] = 0
+    source, text = rankfold.open_model(model, device="cpu"), wide_tokens()
+    method = method_for("llama", sparsity=0.2)
+    costs = measure_costs(source, method, text, *shares(choices(source, method), method))[1, "mlp"]
+    alive = max(costs) * 2 // 3
+    assert min(costs) < alive - 2 and costs[alive] == pytest.approx(0, abs=1e-9)
+    paid = [costs[rank] for rank in sorted(costs) if rank < alive]
+    assert min(paid) > 1e-6 and paid == sorted(paid, reverse=True)
+
+
 def test_resumed_runs_find_the_same_ranks(tmp_path, monkeypatch):
     """Costs are kept with an unfinished run, and read again."""
     from rankfold import effects, pipeline, scores

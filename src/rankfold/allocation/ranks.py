@@ -25,7 +25,8 @@ def removable(units) -> int:
 
 
 def allocate(units, method, counted: int, scores=None) -> tuple[dict[tuple[int, str], int], dict]:
-    """Ranks for all units such that at least ``sparsity`` of ``counted`` goes, and less than one rank step more.
+    """Ranks for all units such that at least ``sparsity`` of ``counted`` goes, and less than one rank step more, but
+    for what a measured allocation finds to cost nothing.
 
     Args:
         units: the :class:`~rankfold.methods.Unit` of all blocks.

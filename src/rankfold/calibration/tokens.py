@@ -157,7 +157,8 @@ def _windows_of_text(text: Text, source, count: int, length: int, seed: int) -> 
         shorter = 2 ** (ids.numel().bit_length() - 1)
         if shorter < 32:
             raise DataError(
-                f"text source {text.name!r} has {ids.numel()} tokens; at least 32 are needed, and {count * length} wanted"
+                f"text source {text.name!r} has {ids.numel()} tokens; at least 32 are needed, and {count * length} wanted "
+                f"({count} windows of {length}); give more text"
             )
         log.info("the text has %d tokens, less than one window; using length %d", ids.numel(), shorter)
         length = shorter

@@ -1,11 +1,14 @@
 """All commands together."""
 
+import functools
 import logging
-import os
 import sys
+from typing import Annotated
 
 import typer
+from tqdm import tqdm
 
+from ..version import __version__
 from . import calibrate, compare, compress, evaluate, export, generate, inspect, models, plan
 from .guard import Command
 
@@ -20,13 +23,24 @@ for module in (compress, calibrate, plan, evaluate, compare, export, generate, i
     app.command(name=module.__name__.rpartition(".")[2], cls=Command)(module.command)
 
 
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"rankfold {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def setup() -> None:
+def setup(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Say the version and stop.")
+    ] = False,
+) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     for name in ("httpx", "httpx2", "datasets", "huggingface_hub", "transformers", "fsspec", "lm_eval", "gguf"):
         logging.getLogger(name).setLevel(logging.ERROR)
     if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the loaders do not belong into log files
+        # Bars of the loaders do not belong into log files; tqdm has read TQDM_DISABLE when it was imported.
+        tqdm.__init__ = functools.partialmethod(tqdm.__init__, disable=True)
     import transformers
 
     transformers.utils.logging.set_verbosity_error()

@@ -10,7 +10,7 @@ from typing import Annotated, get_type_hints
 import typer
 
 from ..errors import OptionError
-from ..methods import Method, make_method
+from ..methods import Method, make_method, method_names
 from ..methods.base import method_class
 
 __all__ = [
@@ -67,7 +67,7 @@ class MethodOptions:
     """What is done to a model."""
 
     sparsity: Annotated[float, typer.Option(help="Fraction of the weights to remove, in [0, 1).")] = 0.3
-    method: Annotated[str, typer.Option("--method", help="Compression method.")] = "rankfold"
+    method: Annotated[str, typer.Option("--method", help=f"One of {', '.join(method_names())}.")] = "rankfold"
     of: Annotated[
         str, typer.Option(help="What --sparsity counts: the linear weights of the blocks, or the whole model.")
     ] = "blocks"

@@ -73,6 +73,12 @@ def compare(
     folder = Folder(Path(output), comparison_identity(source, tokens.describe(), measures.describe()))
     _warn_of_common_text(tokens, measures)
     with folder.working(cells):
+        kept = folder.kept()
+        done = [cell.key for cell in cells if folder.done(cell.key)]
+        if keep and not set(done) <= kept:
+            log.warning(
+                "%d rows are done, and their models were not kept: give --keep with another folder", len({*done} - kept)
+            )
         work = _Work(source, tokens, measures, folder, [cell for cell in cells if cell.key not in impossible])
         if not folder.done(DENSE):
             folder.keep(DENSE, work.dense_row())
@@ -82,11 +88,11 @@ def compare(
             row = _failed(cell, error) if error else work.run(cell)
             folder.keep(cell.key, row)
             if not keep:
-                folder.clear([cell])
+                folder.clear(kept, [cell])
             write_rows(folder.path, folder.rows())
             on_row(row)
         if not keep:
-            folder.clear()
+            folder.clear(kept)
         with writing(folder.path):
             write_report(folder.path, folder.config(), folder.rows())
         return [folder.row(key) for key in (DENSE, *(cell.key for cell in cells))]

@@ -21,6 +21,7 @@ from .grid import Cell
 __all__ = ["DENSE", "Folder"]
 
 CONFIG, CELLS, DENSE = "compare.json", "cells", "dense"
+MOMENTS = "moments-"  # how their names begin
 FILE = {
     "identity": {"base_model": str, "dtype": str, "calibration": {"samples": int, "length": int}, "measures": dict},
     "runs": [{"methods": [str], "sparsities": [NUMBER]}],
@@ -124,13 +125,25 @@ class Folder:
     def moments(self, statistics: set[str]) -> Path:
         """Where moments that rows share go."""
         names = hashlib.sha256(",".join(sorted(statistics)).encode()).hexdigest()[:8]
-        return self.path / CELLS / f"moments-{names}"
+        return self.path / CELLS / f"{MOMENTS}{names}"
 
-    def clear(self, cells: Sequence[Cell] | None = None) -> None:
-        """Remove the compressed models of these rows; ``None``: all of them, what is unfinished, and the moments."""
+    def kept(self) -> set[str]:
+        """Names of the models of rows that are done, and of the moments beside them: a command that kept them is through."""
+        folders = {path.name for path in (self.path / CELLS).iterdir() if path.is_dir()}
+        moments = {name for name in folders if name.startswith(MOMENTS)}
+        models = {name for name in folders - moments if self.done(name)}
+        return models | moments if models else set()
+
+    def clear(self, kept: set[str], cells: Sequence[Cell] | None = None) -> None:
+        """Remove the compressed models of these rows; ``None``: all of them, what is unfinished, and the moments.
+
+        Args:
+            kept: what stays.
+            cells: of which rows.
+        """
         with writing(self.path):
             for path in sorted((self.path / CELLS).iterdir()):
-                if path.is_dir() and (cells is None or path.name in {cell.key for cell in cells}):
+                if path.is_dir() and path.name not in kept and (cells is None or path.name in {c.key for c in cells}):
                     shutil.rmtree(path)
 
     def _row(self, key: str) -> Path:

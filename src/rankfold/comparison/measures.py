@@ -123,8 +123,8 @@ class Accuracies:
         self.source, self.questions = source, questions
 
     def describe(self) -> dict:
-        folder = self.questions.folder
-        return asdict(self.questions) | {"folder": None if folder is None else shown(folder)}
+        folder, found = self.questions.folder, asdict(self.questions)
+        return found if folder is None else found | {"folder": shown(folder), "sha256": self.questions.digest()}
 
     def __call__(self, model: nn.Module, dense) -> dict[str, dict]:
         return self.questions.measure(model, self.source.tokenizer)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import hashlib
 import importlib.util
 import math
 import sys
@@ -58,6 +59,14 @@ class Questions:
         for name in self.tasks:
             if name not in names:
                 raise OptionError(f"unknown task {name!r}; {suggestion(name, names)}`lm-eval ls tasks` lists them all")
+
+    def digest(self) -> str:
+        """Of the local files that the questions, and examples, are read from: 32 hexadecimal digits."""
+        found = hashlib.sha256()
+        for name in self.tasks:
+            for file in local_rows(name, Path(self.folder).expanduser(), self.num_fewshot).values():
+                found.update(hashlib.sha256(file.read_bytes()).digest())
+        return found.hexdigest()[:32]
 
     def measure(self, network, tokenizer) -> dict[str, dict]:
         """See :func:`evaluate_tasks`."""
