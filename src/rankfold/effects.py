@@ -51,7 +51,7 @@ PER_DIMENSION = 4  # as many more for wide MLPs as make a moment of full rank
 WINDOWS, LENGTH = 4, 128  # that predictions are compared on
 ROWS = 16  # of logits that are compared at a time: those of a whole window do not fit a processor's caches
 # Of the largest squared error on a curve: with less a rank loses little but what does nothing, and its effect is rounding.
-# Where no unit is idle the rank tried has 0.03 to 0.3 of it.
+# Models whose units all do something are far above: SmolLM2 at sparsity 0.3 has 0.09 and more.
 MEASURABLE = 1e-3
 TOGETHER = 4  # modules tried whose streams go through a block as one batch
 

@@ -79,7 +79,8 @@ class Weights:
         Raises:
             CheckpointError: a tensor is another than the config describes, or it describes far more than there is.
         """
-        for name, tensor in model.state_dict(keep_vars=True).items():
+        state = model.state_dict(keep_vars=True)
+        for name, tensor in state.items():
             place = self.places.get(name)
             floats = isinstance(tensor, nn.Parameter) or tensor.is_floating_point()
             if place and place.shape != tuple(tensor.shape):
@@ -93,7 +94,6 @@ class Weights:
                     f"{name} holds {place.kind} in {place.file}, and must hold {wanted}; download or copy the checkpoint again"
                 )
         held = sum(math.prod(place.shape) for place in self.places.values())
-        state = model.state_dict()
         needed = sum(state[name].numel() for name in required_names(model))
         if needed > 2 * held:  # what is missing would be made before it is missed
             raise CheckpointError(

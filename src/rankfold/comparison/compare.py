@@ -74,11 +74,9 @@ def compare(
     _warn_of_common_text(tokens, measures)
     with folder.working(cells):
         kept = folder.kept()
-        done = [cell.key for cell in cells if folder.done(cell.key)]
-        if keep and not set(done) <= kept:
-            log.warning(
-                "%d rows are done, and their models were not kept: give --keep with another folder", len({*done} - kept)
-            )
+        lost = {cell.key for cell in cells if folder.done(cell.key)} - kept
+        if keep and lost:
+            log.warning("%d rows are done, and their models were not kept: give --keep with another folder", len(lost))
         work = _Work(source, tokens, measures, folder, [cell for cell in cells if cell.key not in impossible])
         if not folder.done(DENSE):
             folder.keep(DENSE, work.dense_row())

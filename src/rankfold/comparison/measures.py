@@ -91,17 +91,14 @@ class Perplexities:
 
 def _labels(names: Sequence[str]) -> list[str]:
     """Names without folders of this machine, except those that tell texts apart."""
+    short = [shown(name) for name in names]
     for folders in range(max(len(Path(name).parts) for name in names)):
-        labels = [shown(name, folders if count > 1 else 0) for name, count in _counted(names)]
+        labels = [
+            shown(name, folders) if short.count(label) > 1 else label for name, label in zip(names, short, strict=True)
+        ]
         if len(set(labels)) == len(labels):
             break
     return labels
-
-
-def _counted(names: Sequence[str]) -> list[tuple[str, int]]:
-    """Names, and how many of them are shown alike."""
-    short = [shown(name) for name in names]
-    return [(name, short.count(label)) for name, label in zip(names, short, strict=True)]
 
 
 def _windows(source: Source, text: Text, length: int, limit: int | None) -> torch.Tensor:

@@ -1,7 +1,6 @@
 """Perplexity of a named model on named texts."""
 
 import logging
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from ..architectures import family_of
 from ..calibration.framing import frame_of
-from ..calibration.text import Text, read_text
+from ..calibration.text import Text, read_text, text_source
 from ..calibration.tokens import tokenised
 from ..checkpoint.classes import check_writes
 from ..checkpoint.load import load_model, load_tokenizer
@@ -49,8 +48,9 @@ class Texts:
             raise OptionError(f"a window of {self.length} tokens predicts none; windows of texts have at least 2")
         if self.limit is not None and self.limit < 1:
             raise OptionError(f"limit must be >= 1, got {self.limit}")
-        plain = [os.path.normpath(name) for name in self.names]
-        twice = [name for name, path in zip(self.names, plain, strict=True) if plain.count(path) > 1]
+        found = [text_source(name, "evaluation") for name in self.names]
+        read = [(source.kind, source.origin) for source in found]
+        twice = [name for name, source in zip(self.names, read, strict=True) if read.count(source) > 1]
         if twice:
             raise OptionError(f"--text names {twice[0]!r} more than once; name it once")
         characters = None if self.limit is None else self.limit * self.length * 8

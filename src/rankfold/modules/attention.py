@@ -87,8 +87,8 @@ class CompressedAttention(nn.Module):
         return self._forward(hidden_states, **dict(zip(self.names, args, strict=False)), **kwargs)
 
     def _forward(self, hidden_states, *, residual=None, past_key_values=None, layer_past=None, **kwargs):
-        cache = past_key_values if past_key_values is not None else layer_past
-        output, weights = self._mixed(hidden_states, cache, **kwargs)
+        past = past_key_values if past_key_values is not None else layer_past
+        output, weights = self._mixed(hidden_states, past, **kwargs)
         output = self._sent(output)
         return (output if residual is None else output + residual), weights
 
@@ -168,8 +168,7 @@ class CompressedAttention(nn.Module):
     def _cached(self, past, key, value):
         """Keys and values of all tokens. A static cache has as many heads of values as of keys, so there heads that stand
         beside a latent are one."""
-        one = self.latent_keys != self.latent_values and getattr(past, "is_compileable", False)
-        if not one:
+        if self.latent_keys == self.latent_values or not getattr(past, "is_compileable", False):
             return past.update(key, value, self.layer_idx)
         key, value = (x.transpose(1, 2).flatten(2)[:, None] for x in (key, value))
         key, value = past.update(key, value, self.layer_idx)
@@ -177,11 +176,11 @@ class CompressedAttention(nn.Module):
             return key, self._values(value[:, 0])
         return key[:, 0].unflatten(-1, (self.kv_heads, -1)).transpose(1, 2), value
 
-    def _nothing(self, hidden_states, cache):
+    def _nothing(self, hidden_states, past):
         """Of no heads. The cache learns how many tokens there were: some models ask the first layer."""
         nothing = hidden_states[..., :0]
-        if cache is not None:
-            cache.update(nothing[:, None], nothing[:, None], self.layer_idx)
+        if past is not None:
+            past.update(nothing[:, None], nothing[:, None], self.layer_idx)
         return nothing
 
     def _project(self, x):

@@ -21,9 +21,8 @@ class SparseCorrection(nn.Module):
         if nonzeros > in_features * out_features:
             raise ValueError(f"{nonzeros} non-zeros do not fit a ({out_features}, {in_features}) layer")
         self.values = nn.Parameter(torch.empty(nonzeros))
-        columns = (
-            torch.arange(nonzeros) % in_features
-        )  # the values lie evenly over rows and columns until they are loaded
+        # Until they are loaded the values lie evenly over rows and columns.
+        columns = torch.arange(nonzeros) % in_features
         starts = torch.arange(out_features + 1) * nonzeros // out_features
         self.register_buffer("columns", columns.to(index_dtype(in_features)))
         self.register_buffer("starts", starts.int())
