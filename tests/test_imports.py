@@ -81,7 +81,7 @@ MAY_IMPORT = {
 ABOVE = {"cli", "comparison", "evaluation"}  # sit on top of the pipeline
 STDLIB = set(sys.stdlib_module_names)
 EXTERNAL = {
-    "linalg": {"torch"},
+    "linalg": {"numpy", "torch"},
     "modules": {"torch", "transformers"},
     "architectures": {"torch"},
     "allocation": {"torch"},

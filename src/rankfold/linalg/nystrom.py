@@ -145,7 +145,7 @@ def nystrom(
         keep = scores.topk(rank).indices.sort().values
     else:
         # Eliminating acts on the columns of W alone, so that of R W is that of W in the metric.
-        keep = eliminate_units(W.clone() if output_root is None else output_root.to(W) @ W, damped.inverse, rank=rank)
+        keep = eliminate_units(W if output_root is None else output_root.to(W) @ W, damped.inverse, rank=rank)
     C, lam, clamped = damped.C, damped.lam, damped.clamped
     del damped  # memory peaks here: no inverse beside the fit
     dropped = torch.ones(F, dtype=torch.bool, device=C.device)
@@ -178,7 +178,7 @@ def error_curve(W_down: Tensor, C: Tensor, *, least: int, ridge: float = 1e-4) -
         return torch.zeros(F - least + 1, dtype=torch.float64)
     W = W_down.to(C)
     total = ((W @ C) * W).sum().clamp_min(torch.finfo(C.dtype).tiny).item()
-    losses = elimination(W.clone(), _damp(C, ridge).inverse, rank=least).losses
+    losses = elimination(W, _damp(C, ridge).inverse, rank=least).losses
     return torch.cat([torch.zeros(1, dtype=torch.float64), losses.cumsum(0)]) / total
 
 
