@@ -17,7 +17,7 @@ import common
 import perplexity_table
 from rankfold import compress, make_method, plan, save
 from rankfold.errors import OptionError, UnsupportedModelError
-from rankfold.export import export
+from rankfold.exports import export
 
 SPARSITIES = (0.2, 0.3)
 FORMS = ("stock", "deci")

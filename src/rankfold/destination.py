@@ -35,7 +35,7 @@ class _Into:
 
 
 class InMemory(_Into):
-    """Keeps the tensors of all blocks until the model is put together."""
+    """Keeps the tensors of all blocks in host memory until the model is put together: a device holds one block at a time."""
 
     def __init__(self, source: Source, kept: tuple[int, ...]):
         super().__init__(source, kept)
@@ -48,7 +48,7 @@ class InMemory(_Into):
         """Take a block whose modules have been replaced."""
         if view.index in self.kept:
             path = self.path(view.index)
-            self.state |= {f"{path}.{name}": tensor for name, tensor in view.module.state_dict().items()}
+            self.state |= {f"{path}.{name}": tensor.cpu() for name, tensor in view.module.state_dict().items()}
 
     def follow(self, view: BlockView) -> None:
         """Nothing can get lost on the way to memory."""

@@ -14,6 +14,7 @@ __all__ = [
     "OptionError",
     "RankfoldError",
     "UnsupportedModelError",
+    "check_choice",
     "first_line",
     "suggestion",
 ]
@@ -57,3 +58,11 @@ def suggestion(value: str, allowed: Iterable[str]) -> str:
     """``"did you mean 'x'? "`` where something allowed is close to ``value``, otherwise nothing."""
     close = get_close_matches(value, list(allowed), n=1)
     return f"did you mean {close[0]!r}? " if close else ""
+
+
+def check_choice(what: str, value: str, allowed: Iterable[str]) -> None:
+    """Raise :class:`OptionError` with a suggestion unless ``value`` is allowed."""
+    allowed = list(allowed)
+    if value not in allowed:
+        hint = suggestion(str(value), map(str, allowed))
+        raise OptionError(f"unknown {what} {value!r}; {hint}available: {', '.join(allowed)}")

@@ -93,6 +93,7 @@ OPTIONS = {
     },
     "inspect": {"--json": [None], "--nonsense": [None]},
     "models": {"--json": [None], "--nonsense": [None]},
+    "methods": {"--json": [None], "--nonsense": [None]},
 }
 FITTING = ["--calibration", "text.txt", "--samples", "4", "--length", "32"]
 USUAL = {
@@ -104,6 +105,7 @@ USUAL = {
     "export": ["small", "-o", "out"],
     "inspect": ["small"],
     "models": [],
+    "methods": [],
 }
 
 

@@ -14,6 +14,7 @@ from rankfold.calibration.moments import (
     FP32_ROWS,
     TILE,
     CrossMoment,
+    CrossSums,
     HeadMoment,
     Moment,
     Samples,
@@ -78,6 +79,19 @@ def test_sums_over_many_batches_do_not_lose_small_ones():
         moment.add(batch)
     out = moment.finish()
     assert out.second.item() == 2.0**30 + FP32_ROWS and out.total.item() == 2.0**15 + FP32_ROWS
+
+
+def test_one_large_batch_is_summed_like_small_ones():
+    """No fp32 sum covers more rows than small batches would give it: here one would lose every row after the first."""
+    x, t = torch.ones(3 * FP32_ROWS + 5, 1), torch.ones(3 * FP32_ROWS + 5, 1)
+    x[0] = t[0] = 2.0**15
+    moment, sums = VectorMoment(1, CPU), CrossSums()
+    moment.add(x[:7])  # so that a sum is under way when the large batch comes
+    moment.add(x[7:])
+    sums.add(x[:7], t[:7])
+    sums.add(x[7:], t[7:])
+    assert moment.finish().second.item() >= 2.0**30 + 2 * FP32_ROWS
+    assert sums.finish().second.item() >= 2.0**30 + 2 * FP32_ROWS
 
 
 @pytest.mark.parametrize("width", [1, 3, 8, 33])

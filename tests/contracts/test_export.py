@@ -9,8 +9,8 @@ import transformers
 import rankfold
 from families import CONFIGS, EXPERTS, opened, some_ids, tiny_model, tokens
 from rankfold.errors import CheckpointError, OptionError, UnsupportedModelError
-from rankfold.export.form import Form, plain
-from rankfold.export.rotary import turning_by
+from rankfold.exports.form import Form, plain
+from rankfold.exports.rotary import turning_by
 
 AS_LARGE = {"bloom", "mpt"}  # whose classes say how wide everything is
 
@@ -231,7 +231,7 @@ def test_the_dtype_is_as_stored_or_as_asked(tmp_path):
 
 def test_an_export_that_computes_something_else_gets_no_name(tmp_path, monkeypatch):
     small = compressed("llama", tmp_path)
-    from rankfold.export import padding
+    from rankfold.exports import padding
 
     monkeypatch.setattr(padding, "scatter_heads", lambda x, places, width: padding.pad_units(x, len(places) * width))
     with pytest.raises(CheckpointError, match="computes other logits"):

@@ -20,7 +20,7 @@ from activations import ATTENTION, blocks_of, look, member
 from families import opened, tokens
 from rankfold import LatentLLM, MoDeGPT, method_names
 from rankfold.errors import NumericsError
-from rankfold.methods.base import method_class
+from rankfold.methods import method_class
 from rankfold.methods.removal import BlockRemoval
 from rankfold.methods.semi_structured import TwoOfFour
 from rankfold.methods.slicegpt import SliceGPT

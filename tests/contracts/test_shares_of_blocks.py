@@ -11,7 +11,7 @@ from families import EXPERTS, KINDS, opened, some_ids, tiny_model, tokens
 from interrupted import assert_ends_in_the_same_bytes
 from rankfold import make_method, method_names
 from rankfold.errors import OptionError
-from rankfold.methods.base import method_class
+from rankfold.methods import method_class
 
 FACTOR = 2.0  # random weights have no outliers of five times the mean
 OWL = {"allocation": "owl", "outlier": FACTOR, "spread": 0.2}

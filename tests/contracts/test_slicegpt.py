@@ -17,7 +17,7 @@ from rankfold import make_method
 from rankfold.architectures import BlockView
 from rankfold.errors import OptionError, UnsupportedModelError
 from rankfold.evaluation.complexity import counted_macs, formula_macs, planned_macs
-from rankfold.export.reading import read_heads
+from rankfold.exports.reading import read_heads
 from rankfold.methods.slicegpt.block import Bases, put_block
 from rankfold.methods.slicegpt.converted import Converted
 from rankfold.modules import install

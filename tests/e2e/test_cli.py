@@ -434,7 +434,7 @@ def test_a_hub_id_is_downloaded_without_pickles(run, monkeypatch, place):
 
 
 def test_help_has_examples(run):
-    for command in ("compress", "calibrate", "plan", "evaluate", "export", "generate", "inspect", "models"):
+    for command in ("compress", "calibrate", "plan", "evaluate", "export", "generate", "inspect", "models", "methods"):
         code, out, _ = run(f"{command} --help")
         assert code in (0, None) and f"rankfold {command}" in out
 

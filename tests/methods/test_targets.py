@@ -7,7 +7,7 @@ import transformers as t
 import rankfold
 from families import opened, tokens
 from rankfold.errors import CheckpointError, OptionError, UnsupportedModelError
-from rankfold.export import export
+from rankfold.exports import export
 from rankfold.methods import Rankfold, make_method
 
 

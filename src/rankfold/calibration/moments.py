@@ -120,7 +120,7 @@ def _products(x: Tensor, exact_in_bf16: bool):
 
 
 @functools.cache
-def _widens(device: str, dtype: torch.dtype) -> bool:
+def _widens(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the device multiplies half-precision numbers into fp32 results by itself, as tensor cores do."""
     if not dtype.is_floating_point or dtype.itemsize != 2:
         return False
@@ -140,7 +140,7 @@ def gram(x: Tensor, sums: list[Tensor]) -> None:
         sums: of :func:`upper_tiles`, fp32, on the device of ``x``.
     """
     with _exact_products(x):
-        widens = _widens(x.device.type, x.dtype)
+        widens = _widens(x.device, x.dtype)
         x = x if widens else x.float()
         for i, tile in enumerate(sums):
             a = i * TILE
@@ -192,6 +192,11 @@ def moved(moments: BlockMoments, device: torch.device) -> BlockMoments:
     return {name: there(moment) for name, moment in moments.items()}
 
 
+def _fp32_parts(x: Tensor, rows: int) -> list[Tensor]:
+    """Split the rows of ``x`` so that no fp32 sum that holds ``rows`` already grows beyond :data:`FP32_ROWS`."""
+    return [part for part in (x[: FP32_ROWS - rows], *x[FP32_ROWS - rows :].split(FP32_ROWS)) if len(part)]
+
+
 class VectorMoment:
     """Accumulates :class:`Moment` of rows."""
 
@@ -210,10 +215,11 @@ class VectorMoment:
         self.total += x.sum(0, dtype=torch.float32).to(self.total.device)
         if self.absolute is not None:
             self.absolute += x.abs().sum(0, dtype=torch.float32).to(self.total.device)
-        gram(x, self._sums)
-        self._rows += len(x)
-        if self._rows >= FP32_ROWS:
-            self._flush()
+        for part in _fp32_parts(x, self._rows):
+            gram(part, self._sums)
+            self._rows += len(part)
+            if self._rows == FP32_ROWS:
+                self._flush()
 
     def _flush(self) -> None:
         for i, tile in enumerate(self._sums):
@@ -243,11 +249,12 @@ class CrossSums:
         self.count += len(x)
         self.total = self.total + t.sum(0).to(where).double()
         self.energy = self.energy + t.square().sum().to(where).double()
-        with torch.autocast(x.device.type, enabled=False):
-            self._sums = t.T @ x if self._sums is None else self._sums.addmm_(t.T, x)
-        self._rows += len(x)
-        if self._rows >= FP32_ROWS:
-            self._flush()
+        for x_part, t_part in zip(_fp32_parts(x, self._rows), _fp32_parts(t, self._rows), strict=True):
+            with torch.autocast(x.device.type, enabled=False):
+                self._sums = t_part.T @ x_part if self._sums is None else self._sums.addmm_(t_part.T, x_part)
+            self._rows += len(x_part)
+            if self._rows == FP32_ROWS:
+                self._flush()
 
     def _flush(self) -> None:
         if self._sums is not None:

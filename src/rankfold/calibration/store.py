@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -17,7 +18,7 @@ from ..files import check_name, read_json, sweep, sync_folder, write_json, write
 from ..locking import locked
 from ..records import NUMBER, Maybe, check_record
 from .batches import Data, add_tensors, as_data, as_tensors, digest_of
-from .moments import BlockMoments, Moment
+from .moments import BlockMoments, Moment, moved
 
 __all__ = ["MomentStore"]
 
@@ -155,7 +156,7 @@ class MomentStore:
     def __setitem__(self, index: int, moments: BlockMoments) -> None:
         moments = {name: moment.rounded() for name, moment in moments.items()}
         if self.folder is None:
-            self._blocks[index] = moments
+            self._blocks[index] = moved(moments, torch.device("cpu"))  # a device holds the moments of one block
             return
         parts = {f"{name}.{part}": getattr(moment, part) for name, moment in moments.items() for part in PARTS}
         tensors = {key: tensor.contiguous() for key, tensor in parts.items() if tensor is not None}

@@ -1,25 +1,22 @@
 """All commands together."""
 
-import functools
 import logging
 import sys
 from typing import Annotated
 
 import typer
-from tqdm import tqdm
 
 from ..version import __version__
-from . import calibrate, compare, compress, evaluate, export, generate, inspect, models, plan
+from . import calibrate, compare, compress, evaluate, export, generate, inspect, methods, models, plan
 from .guard import Command
 
 app = typer.Typer(
     help="Shrink any Hugging Face language model in minutes, without training, and load the result anywhere.",
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (compress, calibrate, plan, evaluate, compare, export, generate, inspect, models):
+for module in (compress, calibrate, plan, evaluate, compare, export, generate, inspect, models, methods):
     app.command(name=module.__name__.rpartition(".")[2], cls=Command)(module.command)
 
 
@@ -35,13 +32,7 @@ def setup(
         bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Say the version and stop.")
     ] = False,
 ) -> None:
+    """Shrink any Hugging Face language model in minutes, without training, and load the result anywhere."""
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     for name in ("httpx", "httpx2", "datasets", "huggingface_hub", "transformers", "fsspec", "lm_eval", "gguf"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    if not sys.stderr.isatty():
-        # Bars of the loaders do not belong into log files; tqdm has read TQDM_DISABLE when it was imported.
-        tqdm.__init__ = functools.partialmethod(tqdm.__init__, disable=True)
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()

@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from ..errors import OptionError
-from ..report.record import read_record
 from . import common as c
 from . import options as o
 from .calibration import CalibrationOptions
@@ -52,6 +51,7 @@ def command(
     from ..files import check_output
     from ..planning import timed
     from ..proving import proved
+    from ..report.record import read_record
 
     for method in [chosen] if parts is None else chosen.values():
         pipeline.check_mode(method, mode, moments is not None)

@@ -26,7 +26,7 @@ def command(
     rankfold export small -o stock
     rankfold export small -o small.gguf --format gguf --dtype q8_0
     """
-    from ..export import export
+    from ..exports import export
 
     done = export(checkpoint, output, format, dtype=dtype)
     result = {

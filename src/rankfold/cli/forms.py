@@ -2,17 +2,19 @@
 
 import math
 from dataclasses import fields
+from typing import TYPE_CHECKING
 
-from ..comparison import Form
 from ..errors import OptionError, suggestion
 from ..methods import make_method, method_class
-from ..methods.base import ignored_options
 from .options import like, parse_modules
+
+if TYPE_CHECKING:
+    from ..comparison import Form
 
 __all__ = ["parse_forms", "parse_sparsities"]
 
 
-def parse_forms(text: str) -> list[Form]:
+def parse_forms(text: str) -> "list[Form]":
     """Methods as ``NAME`` or ``NAME:KEY=VALUE,KEY=VALUE``, separated by commas; ``+`` stands for a comma in a value.
 
     What has a ``=`` and no ``:`` before it belongs to the method before it.
@@ -32,7 +34,7 @@ def parse_forms(text: str) -> list[Form]:
     return [_form(name, options) for name, options in groups]
 
 
-def _form(name: str, listed: list[str]) -> Form:
+def _form(name: str, listed: list[str]) -> "Form":
     method_class(name)
     options, mode = {}, None
     for item in listed:
@@ -45,9 +47,13 @@ def _form(name: str, listed: list[str]) -> Form:
             mode = value
         else:
             options[key] = _value(name, key, value, item)
+    from ..methods.base import ignored_options
+
     for key, goes_with in ignored_options(make_method(name, **options).describe()).items():
         if key in options:
             raise OptionError(f"--methods: {key} of {name} would be ignored, it goes with {goes_with}; leave it out")
+    from ..comparison import Form
+
     return Form(name, options, mode)
 
 

@@ -10,8 +10,8 @@ import typer
 from typer.core import TyperCommand
 
 from ..errors import OptionError
-from ..methods.base import ignored_options
 from .options import MethodOptions
+from .quiet import quiet_libraries
 
 __all__ = ["Command", "UsageError", "explain", "usage"]
 
@@ -59,6 +59,10 @@ class Command(TyperCommand):
             _check_method(names, ctx.params)
         return rest
 
+    def invoke(self, ctx):
+        quiet_libraries()
+        return super().invoke(ctx)
+
 
 def _label(parameter) -> str:
     names = [name for name in parameter.opts if name.startswith("--")]
@@ -99,6 +103,8 @@ def _check_field(values: dict) -> None:
 
 def _check_method(given: set[str], values: dict) -> None:
     """Refuse options of a method that the others leave no use for."""
+    from ..methods.base import ignored_options
+
     method = MethodOptions(**{field.name: values[field.name] for field in fields(MethodOptions)}).parse()
     for name, goes_with in ignored_options(method.describe()).items():
         if name in given:

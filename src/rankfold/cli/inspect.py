@@ -6,9 +6,6 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from ..report.card import measured_on
-from ..report.commands import records_of
-from ..report.record import read_record
 from . import common as c
 from . import options as o
 
@@ -22,11 +19,16 @@ def command(
     \b
     rankfold inspect small
     """
+    from ..report.commands import records_of
+    from ..report.record import read_record
+
     record = read_record(folder)
     c.emit(record, json, lambda out: [_print(one, out) for one in records_of(record)])
 
 
 def _print(record: dict, out) -> None:
+    from ..report.card import measured_on
+
     counts, calibration = record["counts"], record["calibration"]
     part = f", {record['plan']['part']}," if record["plan"].get("part") else ""
     out.print(

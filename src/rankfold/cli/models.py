@@ -1,14 +1,16 @@
 """`rankfold models`"""
 
 from dataclasses import MISSING, fields
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
-from ..architectures import Architecture, AttentionSpec, ExpertsSpec, MLPSpec, known_architectures
 from . import common as c
 from . import options as o
+
+if TYPE_CHECKING:
+    from ..architectures import Architecture, AttentionSpec, ExpertsSpec, MLPSpec
 
 
 def command(
@@ -27,6 +29,8 @@ def command(
     rankfold models
     rankfold models path/to/model
     """
+    from ..architectures import known_architectures
+
     if model is not None:
         return _one(model, part, json)
     rows = [_row(architecture) for architecture in known_architectures()]
@@ -61,7 +65,7 @@ def _one(model: str, part: str | None, json: bool) -> None:
     c.emit({**row, "spec": code(spec), "differences": numbers}, json, show)
 
 
-def _row(architecture: Architecture) -> dict[str, str]:
+def _row(architecture: "Architecture") -> dict[str, str]:
     return {
         "model_type": architecture.model_type,
         "mlp": _mlp(architecture),
@@ -70,14 +74,14 @@ def _row(architecture: Architecture) -> dict[str, str]:
     }
 
 
-def _mlp(architecture: Architecture) -> str:
+def _mlp(architecture: "Architecture") -> str:
     experts = architecture.experts
     if experts is None:
         return "units" if architecture.mlp else "dense"
     return "units of experts" + (" and of the shared one" if experts.shared else "")
 
 
-def _form(attention: AttentionSpec) -> str:
+def _form(attention: "AttentionSpec") -> str:
     if attention.beyond:
         return "dense"
     if attention.qk_norm and attention.norm_offset is None:
@@ -89,8 +93,10 @@ def _form(attention: AttentionSpec) -> str:
     return "pairs; svd in layers that do not rotate" if attention.rotates else "pairs"
 
 
-def code(spec: Architecture | AttentionSpec | ExpertsSpec | MLPSpec) -> str:
+def code(spec: "Architecture | AttentionSpec | ExpertsSpec | MLPSpec") -> str:
     """The expression that makes a spec, without what is as it is by default."""
+    from ..architectures import AttentionSpec, ExpertsSpec, MLPSpec
+
     given = {
         f.name: getattr(spec, f.name)
         for f in fields(spec)

@@ -5,13 +5,15 @@ import inspect
 import math
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, get_type_hints
+from typing import TYPE_CHECKING, Annotated, get_type_hints
 
 import typer
 
 from ..errors import OptionError
-from ..methods import Method, make_method, method_names
-from ..methods.base import method_class
+from ..methods import make_method, method_class
+
+if TYPE_CHECKING:
+    from ..methods import Method
 
 __all__ = [
     "Device",
@@ -27,8 +29,6 @@ __all__ = [
     "expanded",
     "like",
 ]
-
-SHARED = {f.name for f in fields(Method)}  # options with a flag of their own
 
 Model = Annotated[str, typer.Argument(help="Hub id, local folder, or local .gguf file.")]
 Dtype = Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")]
@@ -67,7 +67,9 @@ class MethodOptions:
     """What is done to a model."""
 
     sparsity: Annotated[float, typer.Option(help="Fraction of the weights to remove, in [0, 1).")] = 0.3
-    method: Annotated[str, typer.Option("--method", help=f"One of {', '.join(method_names())}.")] = "rankfold"
+    method: Annotated[
+        str, typer.Option("--method", help="rankfold, modegpt or latentllm; `rankfold methods` lists the others.")
+    ] = "rankfold"
     of: Annotated[
         str, typer.Option(help="What --sparsity counts: the linear weights of the blocks, or the whole model.")
     ] = "blocks"
@@ -115,7 +117,7 @@ class MethodOptions:
     protect: Annotated[str, typer.Option(help="Blocks left dense, e.g. 0,-1.")] = ""
     option: Annotated[list[str] | None, typer.Option(help="Option of the method, KEY=VALUE; repeatable.")] = None
 
-    def parse(self) -> Method:
+    def parse(self) -> "Method":
         """The method the options describe.
 
         Raises:
@@ -179,14 +181,16 @@ def parse_modules(text: str | None):
 
 
 def _parse_options(method: str, options: list[str]) -> dict:
-    cls = method_class(method)
+    from ..methods import Method
+
+    cls, shared = method_class(method), {f.name for f in fields(Method)}  # with flags of their own
     defaults = {f.name: f.default for f in fields(cls)}
     parsed = {}
     for item in options:
         key, equals, value = item.partition("=")
         if not equals:
             raise OptionError(f"--option takes KEY=VALUE, got {item!r}")
-        if key in SHARED:
+        if key in shared:
             flag = "for" if key == "target" else key
             raise OptionError(f"{key!r} is an option of every method: give it as --{flag}, not as --option {item}")
         if key in parsed:

@@ -2,21 +2,20 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ..architectures import PARTS
-from ..errors import OptionError
-from ..methods import Method
-from ..methods.base import check_choice
-from ..report.commands import records_of
-from ..report.record import read_record
+from ..errors import OptionError, check_choice
 from . import common as c
 from .calibration import CalibrationOptions
 from .options import MethodOptions
 
+if TYPE_CHECKING:
+    from ..methods import Method
+
 __all__ = ["methods_of_parts", "opened_parts", "show_parts"]
 
 
-def methods_of_parts(sparsities: str, what: MethodOptions) -> dict[str, Method]:
+def methods_of_parts(sparsities: str, what: MethodOptions) -> "dict[str, Method]":
     """What is done to each part.
 
     Args:
@@ -35,6 +34,8 @@ def methods_of_parts(sparsities: str, what: MethodOptions) -> dict[str, Method]:
 
 
 def _parse(text: str) -> dict[str, float]:
+    from ..architectures import PARTS
+
     given = [item.partition("=")[::2] for item in text.split(",") if item.strip()]
     names = [name.strip() for name, _ in given]
     for name in names:
@@ -54,9 +55,10 @@ def _parse(text: str) -> dict[str, float]:
 
 
 def opened_parts(
-    model: str, methods: dict[str, Method], text: CalibrationOptions, dtype: str, device: str
+    model: str, methods: "dict[str, Method]", text: CalibrationOptions, dtype: str, device: str
 ) -> list[tuple]:
     """Each part of a model, what is done to it, and what it is calibrated on."""
+    from ..architectures import PARTS
     from ..checkpoint.source import open_model
     from ..proving import proved
 
@@ -69,6 +71,9 @@ def opened_parts(
 
 def show_parts(folder: Path, as_json: bool) -> None:
     """Print what became of each part."""
+    from ..report.commands import records_of
+    from ..report.record import read_record
+
     records = records_of(read_record(folder))
     results = {record["plan"]["part"]: c.result_of(record) for record in records}
     c.emit({"output": str(folder), "parts": results}, as_json, lambda out: _show(folder, results, out))

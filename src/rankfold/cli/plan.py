@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from ..files import check_output, write_json
 from . import common as c
 from . import options as o
 from .calibration import CalibrationOptions
@@ -33,6 +32,8 @@ def command(
     """
     chosen = what.parse() if parts is None else methods_of_parts(parts, what)
     if output is not None:
+        from ..files import check_output
+
         check_output(output, "name")
     if parts is not None:
         return plan_parts(opened_parts(model, chosen, text, dtype, device), output, json, "sequential")
@@ -77,6 +78,8 @@ def show(plans: list, output: Path | None, as_json: bool) -> None:
     first, *more = (plan.to_dict() for plan in plans)
     value = {"parts": {plan["part"]: plan for plan in (first, *more)}} if more else first
     if output is not None:
+        from ..files import write_json
+
         write_json(output, value)
     c.emit(
         value, as_json, lambda out: out.print(*(table for plan in plans for table in (plan.table(), plan.summary())))

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..architectures import BlockView
-from ..errors import OptionError
+from ..errors import OptionError, check_choice
 from ..methods import Method, make_method, method_class
-from ..methods.base import check_choice
 from ..report.commands import option_text
 from ..scores import ON_TEXT
 

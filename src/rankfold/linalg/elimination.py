@@ -142,10 +142,10 @@ class _Downdated:
 def _one_by_one(W: Tensor, P: Tensor, limit: Tensor, most: int) -> tuple[Tensor, list[float]]:
     """Exact elimination among a few units, one to ``most`` of them, as long as the next costs no more than ``limit``.
 
-    Left-looking: only the diagonals of the Gram matrix ``G = W^T W`` and of ``P`` are kept current. Removing ``j`` with
-    ``r = P_:j / P_jj`` makes ``P - p_j r r^T`` and ``G - r u^T - u r^T``, ``u = G_:j - G_jj r / 2``; a column is brought up to date
-    when its unit is chosen. That is O(n) for each earlier removal where updating the matrices is O(n^2), and runs in NumPy,
-    whose calls on vectors of a hundred numbers cost a fraction of PyTorch's.
+    Left-looking: only the diagonals of ``P`` and of the Gram matrix ``G = W^T W`` are kept current; a column is brought up to
+    date when its unit is chosen. Removing ``j``, with ``r = P_:j / P_jj``, makes ``P - P_jj r r^T`` of ``P``, and of ``G``
+    ``G - r u^T - u r^T`` with ``u = G_:j - G_jj r / 2``. That is O(n) for each earlier removal where updating the matrices is
+    O(n^2). NumPy's calls on vectors of a hundred numbers cost a fraction of PyTorch's.
 
     Returns:
         Indices of the removed units, in order, and what each costs.

@@ -1,14 +1,20 @@
-"""Compression methods; importing this package registers all of them."""
+"""Compression methods. Each is imported when it is first used; :mod:`.registry` lists them."""
 
-from .base import BlockResult, Method, Stage, Unit, make_method, method_class, method_names, register_method
-from .latentllm import ASVD, FWSVD, SVD, SVDLLM, Bolaco, LatentLLM, RootCov
-from .modegpt import MoDeGPT
-from .rankfold import Rankfold
-from .removal import BLOCK, SLEB, ShortGPT
-from .semi_structured import PrunerZero, SparseGPT, TwoOfFour, Wanda
-from .slicegpt import SliceGPT, SliceGPTMoDeGPT
-from .slicing import FLAP, KOBD, OBD, LLMPruner, LLMSurgeon, Magnitude, Strided
-from .targets import TARGETS, fitted
+from typing import TYPE_CHECKING
+
+from .._lazy import importing
+from .registry import METHODS, make_method, method_class, method_names, register_method
+
+if TYPE_CHECKING:
+    from .base import BlockResult, Method, Stage, Unit
+    from .latentllm import ASVD, FWSVD, SVD, SVDLLM, Bolaco, LatentLLM, RootCov
+    from .modegpt import MoDeGPT
+    from .rankfold import Rankfold
+    from .removal import BLOCK, SLEB, ShortGPT
+    from .semi_structured import PrunerZero, SparseGPT, TwoOfFour, Wanda
+    from .slicegpt import SliceGPT, SliceGPTMoDeGPT
+    from .slicing import FLAP, KOBD, OBD, LLMPruner, LLMSurgeon, Magnitude, Strided
+    from .targets import TARGETS, fitted
 
 __all__ = [
     "ASVD",
@@ -16,6 +22,7 @@ __all__ = [
     "FLAP",
     "FWSVD",
     "KOBD",
+    "METHODS",
     "OBD",
     "SLEB",
     "SVD",
@@ -47,3 +54,16 @@ __all__ = [
     "method_names",
     "register_method",
 ]
+
+_OTHERS = {
+    ".base": ("BlockResult", "Method", "Stage", "Unit"),
+    ".removal": ("BLOCK",),
+    ".semi_structured": ("TwoOfFour",),
+    ".targets": ("TARGETS", "fitted"),
+}
+__getattr__, __dir__ = importing(
+    __name__,
+    {entry.class_name: f".{entry.module}" for entry in METHODS.values()}
+    | {name: module for module, names in _OTHERS.items() for name in names},
+    globals(),
+)

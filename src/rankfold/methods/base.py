@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..architectures import Architecture, BlockView
 from ..calibration.moments import BlockMoments
-from ..errors import OptionError, suggestion
+from ..errors import OptionError, check_choice
+from .registry import method_class
 from .targets import TARGETS
 
 __all__ = [
@@ -24,10 +25,6 @@ __all__ = [
     "Stage",
     "Unit",
     "ignored_options",
-    "make_method",
-    "method_class",
-    "method_names",
-    "register_method",
 ]
 
 
@@ -312,47 +309,3 @@ def check_type(what: str, value, default) -> None:
         raise OptionError(f"{what} must be {kind}, got {value!r}")
     if isinstance(value, float) and not math.isfinite(value):
         raise OptionError(f"{what} must be a finite number, got {value}")
-
-
-def check_choice(what: str, value: str, allowed) -> None:
-    """Raise :class:`OptionError` with a suggestion unless ``value`` is allowed."""
-    if value not in allowed:
-        hint = suggestion(str(value), map(str, allowed))
-        raise OptionError(f"unknown {what} {value!r}; {hint}available: {', '.join(allowed)}")
-
-
-_METHODS: dict[str, type[Method]] = {}
-
-
-def register_method(cls: type[Method]) -> type[Method]:
-    """Make a method known by its ``name``; used as a decorator, once per method."""
-    if cls.name in _METHODS:
-        raise ValueError(f"method {cls.name!r} is registered twice")
-    _METHODS[cls.name] = cls
-    return cls
-
-
-def method_names() -> tuple[str, ...]:
-    return tuple(sorted(_METHODS))
-
-
-def method_class(name: str) -> type[Method]:
-    """The class of a method.
-
-    Raises:
-        OptionError: unknown method, with a suggestion.
-    """
-    check_choice("method", name, method_names())
-    return _METHODS[name]
-
-
-def make_method(name: str, **options) -> Method:
-    """A method by name.
-
-    Raises:
-        OptionError: unknown method or option, with a suggestion.
-    """
-    cls = method_class(name)
-    for key in options:
-        check_choice(f"{name} option", key, [f.name for f in fields(cls)])
-    return cls(**options)

@@ -9,7 +9,7 @@ from ..allocation import block_weights
 from ..architectures import BlockView
 from ..calibration.moments import Moment
 from ..errors import UnsupportedModelError
-from .base import BlockResult, Method, Unit, register_method
+from .base import BlockResult, Method, Unit
 
 __all__ = ["BLOCK", "SLEB", "BlockRemoval", "ShortGPT"]
 
@@ -77,7 +77,6 @@ def change_error(moment: Moment) -> float:
     return (added / output) ** 0.5 if output > 0 else 0.0
 
 
-@register_method
 @dataclass(frozen=True)
 class ShortGPT(BlockRemoval):
     """Remove the blocks that turn the residual stream least: ShortGPT (arXiv:2403.03853).
@@ -92,7 +91,6 @@ class ShortGPT(BlockRemoval):
     allocation: Literal["least-influence"] = "least-influence"
 
 
-@register_method
 @dataclass(frozen=True)
 class SLEB(BlockRemoval):
     """Remove one block after another, each time the one without which the calibration text is predicted best.

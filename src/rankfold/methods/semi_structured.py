@@ -14,7 +14,7 @@ from ..calibration.moments import BlockMoments
 from ..errors import OptionError, UnsupportedModelError
 from ..linalg.lowrank import metric_error
 from ..linalg.semi_structured import GROUP, KEPT, activation_scores, gradient_scores, largest_of_four, surgeon
-from .base import BlockResult, Method, Unit, register_method
+from .base import BlockResult, Method, Unit
 
 __all__ = ["PrunerZero", "SparseGPT", "TwoOfFour", "Wanda"]
 
@@ -137,7 +137,6 @@ def _weights(view: BlockView, module: str) -> list[Tensor]:
     return view.weights(view.readers[INPUTS[module]])
 
 
-@register_method
 @dataclass(frozen=True)
 class Wanda(TwoOfFour):
     """The two weights stay whose size times the norm of their input is largest: Wanda (arXiv:2306.11695). None is changed."""
@@ -148,7 +147,6 @@ class Wanda(TwoOfFour):
         return torch.where(largest_of_four(activation_scores(W, C)), W, 0.0)
 
 
-@register_method
 @dataclass(frozen=True)
 class SparseGPT(TwoOfFour):
     """Optimal brain surgery column by column: SparseGPT (arXiv:2301.00774).
@@ -170,7 +168,6 @@ class SparseGPT(TwoOfFour):
         return surgeon(W, C, ridge=self.ridge)
 
 
-@register_method
 @dataclass(frozen=True)
 class PrunerZero(TwoOfFour):
     """The two weights stay whose square times the scaled gradient of the loss is largest: Pruner-Zero (arXiv:2406.02924).

@@ -7,7 +7,7 @@ from ...architectures import BlockView, Dense
 from ...calibration.experts import STATISTICS
 from ...errors import UnsupportedModelError
 from ...memory import release_memory
-from ..base import BlockResult, Method, Unit, register_method
+from ..base import BlockResult, Method, Unit
 from .attention import ATTENTION, decompose_attention
 from .experts import decompose_experts
 from .layout import EXPERTS, FISHER, QKV, fishers, slots
@@ -18,7 +18,6 @@ from .report import Report
 __all__ = ["LatentLLM"]
 
 
-@register_method
 @dataclass(frozen=True)
 class LatentLLM(Method):
     """Options of the latent methods beside those of every method. Modules: q, k, v, o, gate, up, down; and of experts

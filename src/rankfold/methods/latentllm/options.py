@@ -1,10 +1,9 @@
 """Which options of the latent methods are in range, and which exclude each other."""
 
-from ...errors import OptionError
+from ...errors import OptionError, check_choice
 from ...linalg.junction import JUNCTIONS
 from ...linalg.preconditioner import PRECONDITIONERS
 from ...linalg.sparse import METHODS as SHRINKS
-from ..base import check_choice
 from .layout import FISHER, PLAIN, QKV
 
 __all__ = ["JOINT", "check_options"]

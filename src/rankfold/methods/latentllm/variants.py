@@ -4,13 +4,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...architectures import BlockView
-from ..base import register_method
 from .method import LatentLLM
 
 __all__ = ["ASVD", "FWSVD", "SVD", "SVDLLM", "Bolaco", "RootCov"]
 
 
-@register_method
 @dataclass(frozen=True)
 class RootCov(LatentLLM):
     """Local low rank by root covariance, with block identity: LatentLLM without its joint forms."""
@@ -19,7 +17,6 @@ class RootCov(LatentLLM):
     joint: str = "none"
 
 
-@register_method
 @dataclass(frozen=True)
 class SVDLLM(RootCov):
     """Root covariance by whitening, plain factors: what SVD-LLM (arXiv:2403.07378) does before its update step."""
@@ -28,7 +25,6 @@ class SVDLLM(RootCov):
     junction: str = "symmetric"
 
 
-@register_method
 @dataclass(frozen=True)
 class ASVD(SVDLLM):
     """Diagonal pre-conditioning by mean absolute activations to the power alpha: ASVD (arXiv:2312.05821)."""
@@ -37,7 +33,6 @@ class ASVD(SVDLLM):
     precondition: str = "l1"
 
 
-@register_method
 @dataclass(frozen=True)
 class SVD(SVDLLM):
     """Plain SVD of the weights."""
@@ -46,7 +41,6 @@ class SVD(SVDLLM):
     precondition: str = "identity"
 
 
-@register_method
 @dataclass(frozen=True)
 class FWSVD(SVDLLM):
     """SVD of the weights with every column weighed by the empirical Fisher of its entries: FWSVD (arXiv:2207.00112).
@@ -59,7 +53,6 @@ class FWSVD(SVDLLM):
     precondition: str = "fisher"
 
 
-@register_method
 @dataclass(frozen=True)
 class Bolaco(SVDLLM):
     """Principal components of what a layer sends: Bolaco (arXiv:2405.10616), without its search for ranks.

@@ -11,9 +11,9 @@ from typing import ClassVar, Literal
 from ...architectures import BlockView
 from ...calibration.experts import STATISTICS as EXPERT_STATISTICS
 from ...calibration.moments import BlockMoments, Moment
-from ...errors import OptionError, UnsupportedModelError
+from ...errors import OptionError, UnsupportedModelError, check_choice
 from ...linalg.column_row import relative_cost
-from ..base import BlockResult, Method, Unit, check_choice, register_method
+from ..base import BlockResult, Method, Unit
 from ..targets import TARGETS
 from .attention import GRADIENT as ATTENTION_GRADIENT
 from .attention import OF_MODEL, compress_attention, is_free, values_move
@@ -29,7 +29,6 @@ __all__ = ["MoDeGPT"]
 EXPERT_STEP = 8  # grouped products of all experts want rows of whole 16 bytes
 
 
-@register_method
 @dataclass(frozen=True)
 class MoDeGPT(Method):
     """Options of MoDeGPT beside those of every method.

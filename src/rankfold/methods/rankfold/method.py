@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 
 from ...architectures import BlockView
 from ...calibration.experts import STATISTICS as EXPERT_STATISTICS
-from ..base import BlockResult, Stage, Unit, register_method
+from ..base import BlockResult, Stage, Unit
 from ..modegpt import MoDeGPT
 from ..modegpt.curves import squared_errors
 from .attention import decompose_attention, refit_output, values_of
@@ -20,7 +20,6 @@ from .mlp import decompose_mlp
 __all__ = ["Rankfold"]
 
 
-@register_method
 @dataclass(frozen=True)
 class Rankfold(MoDeGPT):
     """Options beside those of MoDeGPT, whose ranks and shapes these are.

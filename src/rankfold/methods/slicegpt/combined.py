@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 from ...allocation import block_weights
 from ...architectures import BlockView
 from ...errors import OptionError
-from ..base import Stage, Unit, register_method
+from ..base import Stage, Unit
 from ..modegpt import MoDeGPT
 from .shapes import Shapes, width_of
 from .slicing import STREAM, check_architecture, slicing_stages, stream_statistics
@@ -19,7 +19,6 @@ from .slicing import STREAM, check_architecture, slicing_stages, stream_statisti
 __all__ = ["SliceGPTMoDeGPT"]
 
 
-@register_method
 @dataclass(frozen=True)
 class SliceGPTMoDeGPT(MoDeGPT):
     """Options beside those of MoDeGPT, which takes what slicing leaves to do.

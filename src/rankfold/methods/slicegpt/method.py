@@ -16,14 +16,13 @@ from typing import ClassVar, Literal
 
 from ...allocation import block_weights
 from ...architectures import BlockView
-from ..base import Method, Stage, Unit, register_method
+from ..base import Method, Stage, Unit
 from .shapes import Shapes, width_of
 from .slicing import STREAM, check_architecture, slicing_stages, stream_statistics
 
 __all__ = ["SliceGPT"]
 
 
-@register_method
 @dataclass(frozen=True)
 class SliceGPT(Method):
     """One width of the residual stream for all blocks, the largest with which the budget holds; shortcuts count.

@@ -9,7 +9,6 @@ from ...architectures import BlockView
 from ...calibration.moments import BlockMoments
 from ...linalg.saliency import damage, taylor
 from ...linalg.slicing import largest
-from ..base import register_method
 from .method import Slicing
 from .units import Sliceable, sliceable
 
@@ -32,7 +31,6 @@ class GradientSlicing(Slicing):
         return units.parts({name: moments[f"{name}_{self.kind}"].total for name in units.layers})
 
 
-@register_method
 @dataclass(frozen=True)
 class OBD(GradientSlicing):
     """The units stay whose weights cost the loss most by the diagonal of the empirical Fisher, of sequences.
@@ -48,7 +46,6 @@ class OBD(GradientSlicing):
         return largest(damage(units.weights(), self.measured(units, moments)), rank)
 
 
-@register_method
 @dataclass(frozen=True)
 class LLMPruner(GradientSlicing):
     """The units stay whose weights times their gradients are largest, absolute values summed over all coupled layers.

@@ -12,7 +12,6 @@ from ...architectures import BlockView, Dense
 from ...calibration.moments import BlockMoments, Moment
 from ...linalg.kronecker import compensated, damped, diagonal_blocks, row_costs, schur_blocks, with_bias, with_one
 from ...linalg.slicing import channels_of, largest
-from ..base import register_method
 from .gradients import GradientSlicing
 from .units import Sliceable, complement, sliceable
 
@@ -59,7 +58,6 @@ class KroneckerSlicing(GradientSlicing):
         raise NotImplementedError
 
 
-@register_method
 @dataclass(frozen=True)
 class KOBD(KroneckerSlicing):
     """The units stay that cost the loss most when their weights are zero, by a Kronecker-factored Fisher.
@@ -74,7 +72,6 @@ class KOBD(KroneckerSlicing):
         return diagonal_blocks(factor, index)
 
 
-@register_method
 @dataclass(frozen=True)
 class LLMSurgeon(KroneckerSlicing):
     """The units stay that cost the loss most after the best update of the others, and the output projection is so updated.

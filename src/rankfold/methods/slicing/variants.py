@@ -6,13 +6,11 @@ from typing import ClassVar
 from torch import Tensor
 
 from ...linalg.slicing import evenly_spaced, fluctuation_scores, largest, norm_scores
-from ..base import register_method
 from .method import Slicing
 
 __all__ = ["FLAP", "Magnitude", "Strided"]
 
 
-@register_method
 @dataclass(frozen=True)
 class Magnitude(Slicing):
     """The units whose weights have the largest Euclidean norm stay. Calibration text gives the errors reported, no choice."""
@@ -23,7 +21,6 @@ class Magnitude(Slicing):
         return largest(norm_scores(units.weights()), rank)
 
 
-@register_method
 @dataclass(frozen=True)
 class Strided(Slicing):
     """Every n-th unit stays, whatever it does ("uniform pruning"). Calibration text gives the errors reported, no choice."""
@@ -34,7 +31,6 @@ class Strided(Slicing):
         return evenly_spaced(units.count, rank).to(units.output.weight.device)
 
 
-@register_method
 @dataclass(frozen=True)
 class FLAP(Slicing):
     """The units stay whose contribution fluctuates most, and a bias takes what the others send on average.

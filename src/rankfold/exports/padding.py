@@ -26,7 +26,7 @@ def padded_state(
     Args:
         view: the block to be written in another form.
         stock: the block of its family that it fits into; its tensors are not read.
-        moved: see :attr:`rankfold.export.form.Form.places`.
+        moved: see :attr:`rankfold.exports.form.Form.places`.
 
     Raises:
         UnsupportedModelError: it has something that the stock block has no place for.

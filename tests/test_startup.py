@@ -1,0 +1,145 @@
+"""What starts quickly: the import, and the commands that only print; and what transformers knows after the import."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rankfold
+from rankfold.methods import METHODS, method_class, method_names
+
+HEAVY = ("torch", "transformers", "datasets", "gguf", "accelerate", "numpy")
+PRINTING = ("--help", "--version", "compress --help", "compare --help", "models --help")
+
+
+def python(code: str, *arguments: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_import_brings_nothing_heavy():
+    code = f"import rankfold, sys; rankfold.method_names(); print([n for n in {HEAVY} if n in sys.modules])"
+    assert python(code).strip() == "[]"
+
+
+@pytest.mark.parametrize("line", PRINTING)
+def test_commands_that_only_print_bring_nothing_heavy(line):
+    code = f"""
+import sys
+from rankfold.cli import main
+sys.argv = ["rankfold", *{line.split()}]
+try:
+    main()
+except SystemExit as stop:
+    print("\\nLOADED", stop.code, [n for n in {HEAVY} if n in sys.modules])
+"""
+    assert python(code).splitlines()[-1] == "LOADED 0 []"
+
+
+def test_every_public_name_is_there_and_no_module_hides_one():
+    code = """
+import importlib, pkgutil, rankfold
+for module in pkgutil.iter_modules(rankfold.__path__):
+    assert module.name not in rankfold.__all__, module.name
+for name in rankfold.__all__:
+    assert name in dir(rankfold)
+    getattr(rankfold, name)
+"""
+    python(code)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'rankfold' has no attribute 'shrink'"):
+        _ = rankfold.shrink
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_the_table_of_methods_leads_to_each(name):
+    assert method_class(name).name == name
+    assert len(METHODS[name].summary) <= 80
+
+
+def test_every_method_is_in_the_table():
+    """A class that names itself and is not abstract can be chosen by that name."""
+    from rankfold.methods import Method
+
+    def below(cls):
+        return {cls, *(c for sub in cls.__subclasses__() for c in below(sub))}
+
+    for name in method_names():
+        method_class(name)
+    named = {c.name for c in below(Method) if "name" in vars(c) and c.__module__.startswith("rankfold.methods.")}
+    assert named <= set(method_names())
+
+
+LOADS = """
+import sys
+{first}
+from pathlib import Path
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
+print(sum(p.numel() for p in model.parameters()), type(model.model.layers[0].self_attn).__name__)
+built = transformers.AutoModelForCausalLM.from_config(model.config)
+print(type(built.model.layers[0].self_attn).__name__)
+"""
+FIRSTS = (
+    "import rankfold, transformers",
+    "import transformers, rankfold",
+    "import transformers; transformers.AutoModelForCausalLM; import rankfold",
+    "import rankfold; from transformers.models.llama import modeling_llama; import transformers",
+    "import rankfold; import transformers.modeling_layers; import transformers",
+    "import rankfold; import transformers.quantizers; import transformers",
+    "import rankfold; import rankfold.modules; import transformers",
+)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory) -> Path:
+    import torch
+    from saved import save_tiny
+
+    folder = tmp_path_factory.mktemp("small")
+    save_tiny(folder / "model")
+    source = rankfold.open_model(folder / "model", device="cpu")
+    ids = torch.randint(0, 100, (8, 32), generator=torch.Generator().manual_seed(0))
+    rankfold.compress(
+        source, rankfold.MoDeGPT(sparsity=0.3, multiple=2), rankfold.Tokens(ids, "random", "test", 0), folder / "small"
+    )
+    return folder / "small"
+
+
+@pytest.mark.parametrize("first", FIRSTS)
+def test_transformers_loads_a_compressed_checkpoint_whatever_was_imported_first(small, first):
+    out = python(LOADS.format(first=first), str(small)).split()
+    assert out[1:] == ["CompressedAttention", "CompressedAttention"]
+
+
+def test_a_config_alone_is_built_as_it_describes(small):
+    """`from_config` is the first call of the process."""
+    code = """
+import sys, rankfold, transformers
+config = transformers.AutoConfig.from_pretrained(sys.argv[1])
+print(type(transformers.AutoModelForCausalLM.from_config(config).model.layers[0].self_attn).__name__)
+"""
+    assert python(code, str(small)).strip() == "CompressedAttention"
+
+
+@pytest.mark.parametrize("module", ["rankfold.cli.app", "torch", "rankfold.pipeline"])
+def test_an_interrupt_during_the_imports_is_one_line(module):
+    code = f"""
+import sys
+from rankfold.cli import main
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupting())
+sys.argv = ["rankfold", "compress", "nowhere", "-o", "out"]
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 130
+    assert done.stderr == "rankfold: interrupted; an unfinished run continues when it is started again\n"
