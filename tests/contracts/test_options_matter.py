@@ -573,6 +573,13 @@ ROWS = {
             "llama-bias",
         ),
         Row("ridge", SMALL, SMALL | {"ridge": 1e3}, {"mlp"}, errors_rise("mlp")),
+        Row(
+            "ridge_scale",
+            SMALL | {"ridge": 1e3, "ridge_scale": "absolute"},
+            SMALL | {"ridge": 1e3},
+            {"mlp"},
+            errors_rise("mlp"),
+        ),
         Row("select", SMALL, SMALL | {"select": "leverage"}, {"mlp"}, errors_rise("mlp")),
         # What is least in the metric of the gradient is not least in that of the outputs.
         Row(
