@@ -95,9 +95,7 @@ def test_the_more_sequences_the_smaller_the_cache():
     for batch in (0, 2, 8, 64):
         method = under("measured", budget="bytes", context=64, batch=batch)
         found = choices(source, method)
-        costs = {
-            (u.block, u.module): {rank: (1 - rank / u.ranks[-1]) ** 2 for rank in u.ranks} for u in found.priced
-        }
+        costs = {(u.block, u.module): {rank: (1 - rank / u.ranks[-1]) ** 2 for rank in u.ranks} for u in found.priced}
         ranks, _ = allocate(found.priced, method, found.counted, costs)
         sizes.append(sum(rank for (_, module), rank in ranks.items() if module in ("qk", "vo")))
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]

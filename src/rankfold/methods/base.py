@@ -84,7 +84,7 @@ class Method:
             sparsity, a fraction of that module's weights (MoDeGPT Tables 29, 31); ``sparsity`` is then not used.
         budget: what the sparsity is a fraction of: ``parameters``; ``bytes`` of the checkpoint (codes and indices too);
             ``flops``, multiply-accumulates per token; ``latency``, the time a forward takes on this device.
-        context: tokens of the sequence that ``flops``, ``latency`` and the cache are counted on; clamped to the model's context.
+        context: tokens of a sequence, for ``flops``, ``latency`` and ``batch``; clamped to the model's context.
         batch: sequences of ``context`` tokens whose key/value cache ``bytes`` counts beside the weights; 0: the weights alone.
         allocation: ``uniform``; ``influence`` (MoDeGPT Eq. 11); ``influence-modules`` (Eq. 43); ``measured``: the ranks that
             change the predictions least, by the error curve of every module and what compressing it alone does to them;
