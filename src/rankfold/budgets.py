@@ -69,7 +69,9 @@ def _bytes(source: Source, method: Method, units: list[Unit], context: int, _) -
     With a batch also of the cache of so many sequences of ``context`` tokens, in the dtype of the weights.
     """
     if method.batch and not source.architecture.decoder:
-        raise UnsupportedModelError(f"{source.architecture.model_type} is an encoder and caches nothing; leave batch out")
+        raise UnsupportedModelError(
+            f"{source.architecture.model_type} is an encoder and caches nothing; leave batch out"
+        )
     item = torch.empty((), dtype=source.dtype).element_size()
     tokens = method.batch * context
 
