@@ -13,9 +13,9 @@ DENSE = "dense"
 SETTINGS = ("rankfold", "modegpt", common.MODULE_FORMS_NAME, common.PUBLISHED_NAME, "latentllm (joint)")  # columns
 # Record -> what its file is: the name of a model hides that the weights have few bits and that the model was tuned for chat.
 MODELS = {
-    "perplexity_smollm2": "SmolLM2-135M-Instruct, Q4_1",
-    "perplexity_qwen2.5": "Qwen2.5-Coder-0.5B-Instruct-AWQ, Q4_K_M",
-    "perplexity_gemma3": "Gemma 3 270M, Q4_K_M",
+    "perplexity_smollm2": "SmolLM2-135M-Instruct (Q4_1)",
+    "perplexity_qwen2.5": "Qwen2.5-Coder-0.5B-Instruct-AWQ (Q4_K_M)",
+    "perplexity_gemma3": "Gemma 3 270M (Q4_K_M)",
 }
 NONE = "–"
 
