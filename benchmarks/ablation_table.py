@@ -7,7 +7,7 @@ from latent_table import number
 from rankfold.files import read_json, write_text
 
 TITLE = "The default without each of its steps"
-DEFAULT, PAPER = "rankfold", "modegpt, the paper's forms"
+DEFAULT = "rankfold"
 
 
 def render(results: Path) -> None:
@@ -43,6 +43,7 @@ def table(record: dict, across: dict) -> list[str]:
             *(number(texts[name][text]) if name in texts else "" for text in names),
         ]
 
+    shown = [name for name in (*settings, common.MODULE_FORMS_NAME) if any(key[0] == name for key in found)]
     one, other = (config["calibration"]["source"] for config in (record["config"], across["config"]))
     head = ["", *(f"{one}, {s:.0%}" for s in sparsities), *(f"{other} → {text}, {at:.0%}" for text in names)]
     return [
@@ -57,7 +58,7 @@ def table(record: dict, across: dict) -> list[str]:
         "",
         f"| {' | '.join(head)} |",
         "|" + "---|" * len(head),
-        *(f"| {' | '.join(row(name))} |" for name in (*settings, PAPER) if any(key[0] == name for key in found)),
+        *(f"| {' | '.join(row(name))} |" for name in shown),
     ]
 
 

@@ -22,7 +22,7 @@ CALIBRATIONS = {
     "c4 + wikitext2": ("c4", "wikitext2"),
     "self": ("self",),
 }
-METHODS = ("modegpt, the paper's forms", "modegpt", "rankfold")  # of domains.SETTINGS
+METHODS = (common.MODULE_FORMS_NAME, "modegpt", "rankfold")  # of domains.SETTINGS
 DEFINITIONS = domains.DEFINITIONS | {
     "perplexity": "text -> exp of the mean negative log-likelihood per predicted token, windows as long as in calibration",
     "calibrated on": "c4: the first 200 of 300 documents; wikitext2: validation; +: in equal shares; self: sampled from the "

@@ -22,7 +22,7 @@ from rankfold.calibration.tokens import encode, pack
 DOCUMENTS = 200  # of C4 to calibrate on
 WINDOWS = 10
 SETTINGS = {
-    "modegpt, the paper's forms": ("modegpt", common.PAPER),
+    common.MODULE_FORMS_NAME: ("modegpt", common.MODULE_FORMS),
     "modegpt": ("modegpt", {}),
     # A moment shrunk towards a scaled identity by rho is one with a ridge of rho / (1 - rho).
     **{f"modegpt ridge={ridge:g}": ("modegpt", {"ridge": ridge}) for ridge in (1e-3, 1e-2, 1e-1)},

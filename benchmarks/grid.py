@@ -23,7 +23,7 @@ from rankfold.report.identity import dtype_name
 
 SPARSITIES = (0.1, 0.2, 0.3, 0.4, 0.5)
 TEXTS = ("text/wikitext2-test.tokens", "calibration/c4_demo.jsonl")
-FORMS = [Form(name) for name in method_names()] + [Form("modegpt", common.PAPER)]
+FORMS = [Form(name) for name in method_names()] + [Form("modegpt", common.MODULE_FORMS)]
 DEFINITIONS = {
     "perplexity": "exp of the mean negative log-likelihood per predicted token, by text; the first windows of each, in the "
     "precision the model is opened in, without autocast",

@@ -30,7 +30,7 @@ from rankfold.errors import NumericsError, OptionError
 LATENT = tuple(latent_table.METHODS)[:8]  # the rows of the paper's table and what leads from one to the next
 METHODS = {
     **{name: latent_table.METHODS[name] for name in LATENT},
-    "modegpt, the paper's forms": ("modegpt", common.PAPER),
+    common.MODULE_FORMS_NAME: ("modegpt", common.MODULE_FORMS),
     "modegpt": ("modegpt", {}),
     "rankfold": ("rankfold", {}),
 }

@@ -63,7 +63,8 @@ DEFAULT = (
 LLAMA = (
     *DEFAULT,
     Setting("modegpt", (0.3,)),
-    Setting("modegpt, the paper's forms", (0.3,), options=common.PAPER),
+    Setting(common.MODULE_FORMS_NAME, (0.3,), options=common.MODULE_FORMS),
+    Setting(common.PUBLISHED_NAME, (0.3,), options=common.PUBLISHED),
     Setting("modegpt select=leverage", (0.3,), options={"select": "leverage"}),
     Setting("modegpt select_qk=norm", (0.3,), options={"select_qk": "norm"}),
     Setting("modegpt gqa=paper", (0.3,), options={"gqa": "paper"}),
@@ -82,7 +83,8 @@ LLAMA = (
     Setting("latentllm (joint, window=0)", (0.3,), method="latentllm", options={"window": 0}),
     Setting("svd-llm (root covariance, plain factors)", (0.3,), method="svd-llm"),
     Setting("modegpt", (0.1, 0.2, 0.4, 0.5, 0.6)),
-    Setting("modegpt, the paper's forms", (0.1, 0.2, 0.4, 0.5, 0.6), options=common.PAPER),
+    Setting(common.MODULE_FORMS_NAME, (0.1, 0.2, 0.4, 0.5, 0.6), options=common.MODULE_FORMS),
+    Setting(common.PUBLISHED_NAME, (0.1, 0.2, 0.4, 0.5), options=common.PUBLISHED),
     Setting("latentllm (joint)", (0.1, 0.2, 0.4, 0.5, 0.6), method="latentllm"),
 )
 NORMED = (Setting("rankfold modules=mlp,qk,vo", (0.3,), "rankfold", {"modules": ("mlp", "qk", "vo")}),)
@@ -93,7 +95,8 @@ OPT = (
     Setting("modegpt select=leverage", ALL, options={"select": "leverage"}),
     Setting("modegpt qk=cr", ALL, options={"qk": "cr"}),
     Setting("modegpt bias_refit=false", ALL, options={"bias_refit": False}),
-    Setting("modegpt, the paper's forms", ALL, options=common.PAPER | {"qk": "cr", "bias_refit": False}),
+    Setting(common.MODULE_FORMS_NAME, ALL, options=common.MODULE_FORMS | {"qk": "cr", "bias_refit": False}),
+    Setting(common.PUBLISHED_NAME, ALL, options=common.PUBLISHED),
     Setting("rootcov + block identity", ALL, method="rootcov"),
     Setting("latentllm sparse=0.3", (0.3, 0.5), "latentllm", {"sparse": 0.3}),
     # At 54 and 67 % with the indices of the values as many bytes as rootcov at 30 and 50 %.

@@ -3,17 +3,21 @@
 import re
 from pathlib import Path
 
+import common
 from rankfold.errors import CheckpointError
 from rankfold.files import read_json, write_text
 
-DEFAULT, PAPER, LATENT = "rankfold", "modegpt, the paper's forms", "latentllm (joint)"
-HEAD = "| SmolLM2-135M, 2 CPU cores | dense | sparsity 0.3 |"
+HEAD = "| sparsity 0.3, 2 CPU cores | dense | `rankfold` | `modegpt` | module forms | as published | `latentllm` |"
 TABLE = re.compile(rf"^{re.escape(HEAD)}\n(\|.*\n)+", re.M)
+DENSE = "dense"
+SETTINGS = ("rankfold", "modegpt", common.MODULE_FORMS_NAME, common.PUBLISHED_NAME, "latentllm (joint)")  # columns
+# Record -> what its file is: the name of a model hides that the weights have few bits and that the model was tuned for chat.
 MODELS = {
-    "perplexity_smollm2": "WikiText-2 perplexity",
-    "perplexity_qwen2.5": "… of Qwen2.5-Coder-0.5B",
-    "perplexity_gemma3": "… of Gemma 3 270M",
+    "perplexity_smollm2": "SmolLM2-135M-Instruct (Q4_1)",
+    "perplexity_qwen2.5": "Qwen2.5-Coder-0.5B-Instruct-AWQ (Q4_K_M)",
+    "perplexity_gemma3": "Gemma 3 270M (Q4_K_M)",
 }
+NONE = "–"
 
 
 def render(results: Path, readme: Path) -> None:
@@ -29,16 +33,16 @@ def render(results: Path, readme: Path) -> None:
 
 
 def table(results: Path) -> list[str]:
-    """Its lines; a record or a row that is missing ends in an error."""
+    """Return its lines; a record that is missing, or the row of a dense model, ends in an error."""
     smol = rows(results, "perplexity_smollm2")
-    sizes = (f"{smol[name]['parameters'] / 1e6:.1f} M" for name in ("dense", f"{DEFAULT} 0.3"))
     return [
         HEAD,
-        "|---" * 3 + "|",
-        line("parameters", *sizes),
-        *(perplexity(what, rows(results, name)) for name, what in MODELS.items()),
-        accuracy(rows(results, "zero_shot_smollm2")),
-        speed(rows(results, "speed")),
+        "|---" * HEAD.count(" | ") + "|---|",
+        line("parameters", smol, lambda row: f"{row['parameters'] / 1e6:.1f} M"),
+        *(perplexity(results, name) for name in MODELS),
+        line("zero-shot accuracy, mean of four tasks", rows(results, "zero_shot_smollm2"), accuracy),
+        cache(rows(results, "kv_cache_smollm2")),
+        *speed(rows(results, "speed")),
         cost(rows(results, "compression_cost")),
     ]
 
@@ -47,37 +51,62 @@ def rows(results: Path, name: str) -> dict[str, dict]:
     return {row["name"]: row for row in read_json(results / f"{name}.json")["rows"]}
 
 
-def line(*cells: str) -> str:
+def line(what: str, found: dict[str, dict], cell) -> str:
+    """One row: ``cell`` of the dense model's row and of that of every setting that was measured."""
+    names = [f"{setting} 0.3" for setting in SETTINGS]
+    return joined(what, cell(found[DENSE]), *(cell(found[name]) if name in found else NONE for name in names))
+
+
+def joined(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def perplexity(what: str, of: dict) -> str:
-    def number(name: str) -> str:
-        value = of[name]["perplexity"]
-        return f"{value:.1f}" if value < 200 else f"{value:.0f}"
-
-    others = f"`modegpt`: {number('modegpt 0.3')}; the paper's forms: {number(f'{PAPER} 0.3')}"
-    return line(f"{what} ({others})", number("dense"), number(f"{DEFAULT} 0.3"))
+def perplexity(results: Path, name: str) -> str:
+    """A row that says which file was measured, and on how long an excerpt."""
+    text = read_json(results / f"{name}.json")["config"]["evaluation"]
+    what = f"perplexity of {MODELS[name]} on {text['samples']} x {text['length']} tokens of WikiText-2"
+    return line(what, rows(results, name), lambda row: number(row["perplexity"]))
 
 
-def accuracy(of: dict) -> str:
-    def number(name: str) -> str:
-        return f"{of[name]['mean']:.1%}".replace("%", " %")
-
-    others = f"`modegpt`: {number('modegpt 0.3')}; the paper's forms: {number(f'{PAPER} 0.3')}"
-    others += f"; `latentllm`: {number(f'{LATENT} 0.3')}"
-    return line(f"zero-shot accuracy, mean of four tasks ({others})", number("dense"), number(f"{DEFAULT} 0.3"))
+def number(value: float) -> str:
+    return f"{value:.1f}" if value < 200 else f"{value:.0f}"
 
 
-def speed(of: dict) -> str:
-    full, half = (
-        f"× {of[f'blocks 8x512 {dtype}']['models']['compressed']['ratio']:.2f}" for dtype in ("float32", "bfloat16")
-    )
-    return line("prefill of the blocks, fp32 (bf16)", "× 1", f"{full} ({half})")
+def accuracy(row: dict) -> str:
+    return f"{row['mean']:.1%}".replace("%", " %")
 
 
-def cost(of: dict) -> str:
+def cache(of: dict[str, dict]) -> str:
+    """Of the same settings; its record calls `latentllm (joint)` by the method alone."""
+    named = {name.replace("latentllm 0", "latentllm (joint) 0"): row for name, row in of.items()}
+    return line("KV-cache bytes per token, bf16", named, lambda row: f"{row['kv_bytes_per_token']:,}")
+
+
+def speed(of: dict[str, dict]) -> list[str]:
+    """Every shape and precision that was measured: the least and the most."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for row in of.values():
+        kind = "decode" if row["kind"] == "decode" else "prefill"
+        ratio = row["models"]["compressed"]["ratio"]
+        found.setdefault(kind, {}).setdefault(row["dtype"], []).append(ratio)
+    labels = {
+        "prefill": "prefill and blocks alone, three shapes, fp32 (bf16)",
+        "decode": "decode, 8 sequences, fp32 (bf16)",
+    }
+    gaps = [NONE] * (len(SETTINGS) - 1)
+    return [
+        joined(labels[kind], "× 1", f"{spread(by['float32'])} ({spread(by['bfloat16'])})", *gaps)
+        for kind, by in found.items()
+    ]
+
+
+def spread(ratios: list[float]) -> str:
+    low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
+    return f"× {low}" if low == high else f"× {low} to {high}"
+
+
+def cost(of: dict[str, dict]) -> str:
     ratios = of["autocast"]["ratios"]
     default, sequential, one_pass = (f"{ratios[kind]['ratio']:.1f}" for kind in ("default", "sequential", "one-pass"))
     what = "cost of compressing, in plain forwards over 32 x 1024 calibration tokens"
-    return line(what, "–", f"{default}; `modegpt` {sequential}, in one pass {one_pass}")
+    return joined(what, NONE, default, f"{sequential}; in one pass {one_pass}", *[NONE] * (len(SETTINGS) - 2))

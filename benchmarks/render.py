@@ -14,6 +14,7 @@ import encoders
 import engines
 import images_and_text_table
 import integrations
+import kv_cache
 import latent_table
 import module_cost
 import module_speed
@@ -306,6 +307,7 @@ PAGES = {
     "cholesky": ("cholesky*.json", "Cholesky and memory pages", cholesky),
     "speed": ("speed*.json", "Speed, dense against compressed", speed),
     "memory": ("memory*.json", "Peak memory of compressing a streamed model", memory),
+    "kv_cache": ("kv_cache_*.json", "The key/value cache", kv_cache.table),
     "complexity": ("complexity*.json", "Parameters, MACs and cache against sparsity", complexity),
     "mutants": ("mutants*.json", "Mutants that the tests notice", mutants_table.table),
     "experts": ("experts*.json", "What experts are fitted to", experts),

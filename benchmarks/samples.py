@@ -25,7 +25,7 @@ SETTINGS = {  # method, options, calibration text: a file in the data, or `self`
     "rankfold, calibrated on what the dense model writes": ("rankfold", {}, "self"),
     "rankfold, the same, sparsity 0.1": ("rankfold", {"sparsity": 0.1}, "self"),
     "modegpt": ("modegpt", {}, TEXT),
-    "modegpt, the paper's forms": ("modegpt", common.PAPER, TEXT),
+    common.MODULE_FORMS_NAME: ("modegpt", common.MODULE_FORMS, TEXT),
     "latentllm (joint)": ("latentllm", {}, TEXT),
     "slicegpt": ("slicegpt", {}, TEXT),
     "shortgpt": ("shortgpt", {}, TEXT),

@@ -17,11 +17,11 @@ from perplexity_table import halves
 from rankfold import Tokens, compress, make_method
 
 SPARSITY = 0.3
-DEFAULT, PAPER = "rankfold", "modegpt, the paper's forms"
+DEFAULT, FORMS = "rankfold", "modegpt, the paper's module forms, our ridge"
 METHODS = {
     DEFAULT: ("rankfold", {}),
     "modegpt": ("modegpt", {}),
-    PAPER: ("modegpt", common.PAPER | {"qk": "cr", "bias_refit": False}),
+    FORMS: ("modegpt", common.MODULE_FORMS | {"qk": "cr", "bias_refit": False}),
     "latentllm": ("latentllm", {}),
 }
 ALONE = {"mlp": ("up", "down"), "qk": ("q", "k"), "vo": ("v", "o")}  # and what latentllm calls that in OPT
@@ -58,7 +58,7 @@ def sizes(there: int) -> Iterator[Run]:
 
 
 def temperatures(_: int) -> Iterator[Run]:
-    for name in ("modegpt", PAPER):
+    for name in ("modegpt", FORMS):
         method, options = METHODS[name]
         for allocation in ("influence", "influence-modules"):
             for epsilon in (0.02, 0.05, 0.1, 0.2, 0.5, 2.0, None):
@@ -88,7 +88,7 @@ def alone(_: int) -> Iterator[Run]:
 
 def shares(_: int) -> Iterator[Run]:
     """An MLP has as many weights as queries, keys, values and outputs twice: its sparsity counts double."""
-    for name in ("modegpt", PAPER):
+    for name in ("modegpt", FORMS):
         method, options = METHODS[name]
         for attention in (0.0, 0.15, 0.3, 0.45, 0.6):
             mlp = (3 * SPARSITY - attention) / 2

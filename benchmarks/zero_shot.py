@@ -25,7 +25,7 @@ SPARSITIES = (0.2, 0.3)
 SETTINGS = {
     "rankfold": ("rankfold", {}),
     "modegpt": ("modegpt", {}),
-    "modegpt, the paper's forms": ("modegpt", common.PAPER),
+    common.MODULE_FORMS_NAME: ("modegpt", common.MODULE_FORMS),
     "latentllm (joint)": ("latentllm", {}),
 }
 DEFINITIONS = {

@@ -17,8 +17,9 @@ from rankfold import LatentLLM, MoDeGPT, Rankfold, make_method, timing
 from rankfold.allocation.ranks import allocate
 from rankfold.budgets import choices
 from rankfold.errors import CheckpointError, OptionError, UnsupportedModelError
-from rankfold.evaluation.complexity import counted_macs, formula_macs, planned_macs
+from rankfold.evaluation.complexity import cache_bytes, counted_macs, formula_macs, planned_macs
 from rankfold.timing import Timetable
+from tiny_encoders import opened_encoder
 
 SMALL = {"multiple": 2, "sparsity": 0.25}
 METHODS = {
@@ -68,6 +69,45 @@ def test_bytes_of_the_blocks_leave_out_what_surrounds_them():
     plan = plan_of(source, under("modegpt", budget="bytes"))
     assert plan.budget["counted"] == 4 * sum(p.numel() for p in source.blocks.parameters())
     assert "bytes (-25.0% asked)" in [str(cell) for cell in plan.summary().columns[0].cells]
+
+
+@pytest.mark.parametrize("family", ["llama-bias", "opt", "qwen3"])
+@pytest.mark.parametrize("name", ["modegpt", "latentllm", "bits", "flap", "shortgpt"])
+def test_bytes_with_a_batch_are_those_on_disk_and_in_a_full_cache(name, family, tmp_path):
+    """The cache is filled, and counted tensor by tensor."""
+    counts = {"budget": "bytes", "of": "model", "context": 16, "batch": 3}
+    source, is_removal = opened(family), name == "shortgpt"
+    method = make_method(name, sparsity=0.25, **counts) if is_removal else under(name, **counts)
+    plan = rankfold.plan(source, method, tokens(), moments=rankfold.calibrate(source, tokens()) if is_removal else None)
+    folder = rankfold.compress(source, method, tokens(), tmp_path / "small", mode=method.modes[0])
+    model = rankfold.load(folder, device="cpu")
+    dense = sum(p.numel() for p in source.model.parameters()) * 4 + 3 * 16 * cache_bytes(source.model)
+    removed = dense - bytes_on_disk(folder) - 3 * 16 * cache_bytes(model)
+    assert plan.budget["counted"] == dense
+    assert plan.budget["removed"] == removed >= plan.budget["asked"] >= method.sparsity * dense - 1
+    assert (plan.budget["context"], plan.budget["batch"]) == (16, 3)
+    assert any("bytes with the cache of 3 x 16 tokens" in str(cell) for cell in plan.summary().columns[0].cells)
+
+
+def test_the_more_sequences_the_smaller_the_cache():
+    """Of a budget that weighs the cache more, the cache takes a smaller part; exact ranks make it so for any costs."""
+    source, sizes = opened("llama"), []
+    for batch in (0, 2, 8, 64):
+        method = under("measured", budget="bytes", context=64, batch=batch)
+        found = choices(source, method)
+        costs = {(u.block, u.module): {rank: (1 - rank / u.ranks[-1]) ** 2 for rank in u.ranks} for u in found.priced}
+        ranks, _ = allocate(found.priced, method, found.counted, costs)
+        sizes.append(sum(rank for (_, module), rank in ranks.items() if module in ("qk", "vo")))
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
+
+
+def test_a_batch_goes_with_bytes_and_with_what_caches():
+    with pytest.raises(OptionError, match="in the budget bytes, got budget parameters"):
+        MoDeGPT(batch=8)
+    with pytest.raises(OptionError, match="batch must be >= 0, got -1"):
+        MoDeGPT(batch=-1, budget="bytes")
+    with pytest.raises(UnsupportedModelError, match="bert is an encoder and caches nothing"):
+        rankfold.plan(opened_encoder("bert"), MoDeGPT(batch=8, budget="bytes"))
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "phi3"])

@@ -1,4 +1,4 @@
-"""What a sparsity is a fraction of: weights, bytes, multiply-accumulates or time, all of them as integers.
+"""What a sparsity is a fraction of: weights, bytes (with or without the cache), multiply-accumulates or time, as integers.
 
 A unit's sizes come in weights; here they become what the method's budget counts. A rank that takes no less than a larger one is
 no choice then.
@@ -43,7 +43,7 @@ def choices(source: Source, method: Method, kept: Path | None = None) -> Choices
 
     Raises:
         OptionError: no module is left to compress.
-        UnsupportedModelError: multiply-accumulates of a mixture of experts.
+        UnsupportedModelError: multiply-accumulates of a mixture of experts; the cache of an encoder.
     """
     views = (source.meta_block(i) for i in range(len(source)))
     units = [unit for view in views for unit in fitted(method.units(view), view, method)]
@@ -63,17 +63,29 @@ def _weights(source: Source, method: Method) -> int:
     return sum(block_weights(block) for block in source.blocks)
 
 
-def _bytes(source: Source, method: Method, units: list[Unit], *_) -> tuple[list[Unit], int, dict]:
-    """Of the checkpoint: what changes with a rank, biases, codes and indices included, counts to the byte."""
+def _bytes(source: Source, method: Method, units: list[Unit], context: int, _) -> tuple[list[Unit], int, dict]:
+    """Of the checkpoint: what changes with a rank, biases, codes and indices included, counts to the byte.
+
+    With a batch also of the cache of so many sequences of ``context`` tokens, in the dtype of the weights.
+    """
+    if method.batch and not source.architecture.decoder:
+        raise UnsupportedModelError(
+            f"{source.architecture.model_type} is an encoder and caches nothing; leave batch out"
+        )
     item = torch.empty((), dtype=source.dtype).element_size()
+    tokens = method.batch * context
 
     def size(view: BlockView, unit: Unit, rank: int) -> int:
         ranks = {unit.module: rank}
         dense = unique_parameters(view.module) if unit.module == BLOCK else unit.dense
-        return (dense + method.float_change(view, ranks)) * item + method.parameter_change(view, ranks)[1]
+        cached = method.cached_numbers(view, ranks) - method.cached_numbers(view, {unit.module: 0}) if tokens else 0
+        floats = dense + method.float_change(view, ranks) + tokens * cached
+        return floats * item + method.parameter_change(view, ranks)[1]
 
     whole = source.model if method.of == "model" else source.blocks
-    return _priced(source, units, size), unique_parameters(whole) * item, {}
+    counted = unique_parameters(whole) + tokens * sum(source.meta_block(i).attention.cached for i in range(len(source)))
+    facts = {"context": context, "batch": method.batch} if tokens else {}
+    return _priced(source, units, size), counted * item, facts
 
 
 def _flops(source: Source, method: Method, units: list[Unit], context: int, _) -> tuple[list[Unit], int, dict]:

@@ -38,6 +38,7 @@ SHARED = {
     "--allocation": ["uniform", "influence", "influence-modules", "x"],
     "--budget": ["parameters", "bytes", "flops", "latency", "x", ""],
     "--context": NUMBERS,
+    "--batch": NUMBERS,
     "--epsilon": NUMBERS,
     "--multiple": NUMBERS,
     "--protect": ["0", "-1", "0,-1", "9", "x", ",", "0,0", "9" * 30],

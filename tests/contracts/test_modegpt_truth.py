@@ -220,7 +220,7 @@ def test_the_mlp_error_in_held_out_windows_is_that_of_its_outputs_there(block):
 
 
 def test_the_bounds_of_the_mlp_are_those_of_the_papers_formulas(block):
-    """Spectral norms may be upper bounds, for they are expensive."""
+    """Spectral norms are estimated from above, each within 1 %."""
     needs(block, "mlp")
     keep, a, W, report = (
         kept_units(block),
@@ -232,7 +232,7 @@ def test_the_bounds_of_the_mlp_are_those_of_the_papers_formulas(block):
     C, dropped = rows.T @ rows, [unit for unit in range(a.shape[1]) if unit not in set(keep.tolist())]
     schur = C - C[:, keep] @ torch.linalg.solve(C[keep][:, keep], C[keep])
     theorem = torch.linalg.matrix_norm(W, 2) ** 2 * torch.linalg.matrix_norm(C.inverse(), 2) * schur.square().sum()
-    assert (1 - CLOSE) * theorem <= report["theorem_1"] <= 1.4 * theorem
+    assert (1 - CLOSE) * theorem <= report["theorem_1"] <= 1.02 * theorem
     epsilon = (torch.linalg.solve(C, a.T @ a).diagonal() / len(a))[dropped].sum().item()
     assert report["epsilon"] == pytest.approx(epsilon, rel=CLOSE)
     if epsilon >= 1:
@@ -240,7 +240,7 @@ def test_the_bounds_of_the_mlp_are_those_of_the_papers_formulas(block):
         return
     lam = RIDGE * a.square().mean()
     proposition = lam * epsilon / (1 - epsilon) * torch.linalg.matrix_norm(W[:, dropped], 2) ** 2
-    assert (1 - CLOSE) * proposition <= report["proposition_1"] <= 1.4 * proposition
+    assert (1 - CLOSE) * proposition <= report["proposition_1"] <= 1.02 * proposition
 
 
 def errors_of_fits(C: Tensor, W: Tensor, kept: Tensor) -> Tensor:

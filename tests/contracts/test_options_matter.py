@@ -17,7 +17,7 @@ from torch import Tensor
 
 import rankfold
 from activations import ATTENTION, blocks_of, look, member
-from families import opened, tokens
+from families import cached_numbers, opened, tokens
 from rankfold import LatentLLM, MoDeGPT, method_names
 from rankfold.errors import NumericsError
 from rankfold.methods import method_class
@@ -166,6 +166,13 @@ def products_count(a: Outcome, b: Outcome) -> None:
     assert b.plan.budget["counted"] == linear + 3 * 2 * 4 * 8 * 64 > a.plan.budget["counted"]
     for o in (a, b):
         assert o.plan.budget["removed"] >= 0.2 * o.plan.budget["counted"]
+
+
+def the_cache_counts(a: Outcome, b: Outcome) -> None:
+    """Beside the bytes of the blocks, those of 64 x 64 tokens in the caches, before and after."""
+    before, after = (4 * cached_numbers(model) * 64 * 64 for model in (b.source.model, b.model))
+    assert b.plan.budget["counted"] - a.plan.budget["counted"] == before
+    assert b.plan.budget["removed"] == b.plan.bytes - b.plan.bytes_after + before - after
 
 
 def only(*named: str):
@@ -498,7 +505,7 @@ def common(cls, base: dict) -> list[Row]:
     else:
         own, one = {"up": 0.35, "o": 0.4}, ("gate", "up", "down")
     budget = base | {"sparsity": 0.2}
-    flops = budget | {"budget": "flops"}
+    flops, in_bytes = budget | {"budget": "flops"}, budget | {"budget": "bytes"}
     influential = base | {"allocation": "influence"}
     owl = base | {"allocation": "owl", "outlier": 1.5, "spread": 0.01}
     wide = owl | {"spread": 0.2}
@@ -508,6 +515,7 @@ def common(cls, base: dict) -> list[Row]:
         Row("of", budget, budget | {"of": "model"}, every, the_model_is_what_counts, everywhere=False),
         Row("budget", budget, budget | {"budget": "flops"}, every, products_count, everywhere=False),
         Row("context", flops | {"context": 8}, flops, every, products_count, everywhere=False),
+        Row("batch", in_bytes, in_bytes | {"batch": 64}, every, the_cache_counts, everywhere=False),
         Row("modules", budget, budget | {"modules": one}, every, only(*one)),
         Row("modules", budget, budget | {"modules": own}, every, own_sparsities(own), everywhere=False),
         Row("allocation", base, influential, every, blocks_lose_by_influence, everywhere=False),
@@ -532,7 +540,7 @@ def slicing(every: Collection[str], mlp: Collection[str]) -> list[Row]:
     """As :func:`common`; these Llamas have two key heads, and one of them is too coarse a step for what the MLP can show."""
     both, base = SMALL | {"sparsity": 0.3}, SMALL | {"modules": mlp}
     budget, influential = base | {"sparsity": 0.2}, base | {"allocation": "influence"}
-    flops = budget | {"budget": "flops"}
+    flops, in_bytes = budget | {"budget": "flops"}, both | {"budget": "bytes"}
     owl = base | {"allocation": "owl", "outlier": 1.5, "spread": 0.01}
     wide = owl | {"spread": 0.2}
     coarse = base | {"sparsity": 0.25, "multiple": 8}
@@ -541,6 +549,7 @@ def slicing(every: Collection[str], mlp: Collection[str]) -> list[Row]:
         Row("of", budget, budget | {"of": "model"}, mlp, the_model_is_what_counts, everywhere=False),
         Row("budget", budget, flops, mlp, products_count, everywhere=False),
         Row("context", flops | {"context": 8}, flops, mlp, products_count, everywhere=False),
+        Row("batch", in_bytes, in_bytes | {"batch": 64}, every, the_cache_counts, everywhere=False),
         Row("modules", both, both | {"modules": mlp}, every, only(*mlp)),
         Row("allocation", base, influential, mlp, blocks_lose_by_influence, everywhere=False),
         Row("epsilon", influential, influential | {"epsilon": 1e4}, mlp, blocks_differ_less, everywhere=False),
@@ -573,6 +582,13 @@ ROWS = {
             "llama-bias",
         ),
         Row("ridge", SMALL, SMALL | {"ridge": 1e3}, {"mlp"}, errors_rise("mlp")),
+        Row(
+            "ridge_scale",
+            SMALL | {"ridge": 1e3, "ridge_scale": "absolute"},
+            SMALL | {"ridge": 1e3},
+            {"mlp"},
+            errors_rise("mlp"),
+        ),
         Row("select", SMALL, SMALL | {"select": "leverage"}, {"mlp"}, errors_rise("mlp")),
         # What is least in the metric of the gradient is not least in that of the outputs.
         Row(

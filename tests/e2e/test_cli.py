@@ -94,8 +94,11 @@ def test_the_command_in_the_card_names_the_column_that_was_read(place, run):
 def test_inspect(small, run):
     code, out, _ = run("inspect small")
     assert code in (0, None) and "counted weights removed" in out and "\u2026" not in out
-    code, out, _ = run("inspect small --json")
-    assert json.loads(out)["counts"]["sparsity"] >= 0.3
+    code, as_json, _ = run("inspect small --json")
+    record = json.loads(as_json)
+    assert record["counts"]["sparsity"] >= 0.3
+    sizes = [f"{part['kv_bytes_per_token']:,}" for part in (record["counts"], record["plan"])]
+    assert f"{' of '.join(sizes)} KV-cache bytes per token" in " ".join(out.split())
 
 
 def test_inspect_takes_a_record_without_held_out_windows(small, place, run):

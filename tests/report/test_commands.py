@@ -22,6 +22,7 @@ SETTINGS = [
         "--sparsity 0.3 --calibration",
     ),
     ("modegpt", {"context": 64, "budget": "flops"}, "--context 64"),
+    ("modegpt", {"context": 64, "batch": 8, "budget": "bytes"}, "--context 64 --batch 8"),
     ("modegpt", {"epsilon": 0.5, "allocation": "influence"}, "--epsilon 0.5"),
     ("sleb", {"multiple": 4}, "--method sleb --sparsity 0.3 --calibration"),
     ("modegpt", {"outlier": 3.0, "spread": 0.1, "allocation": "owl"}, "--outlier 3.0 --spread 0.1"),

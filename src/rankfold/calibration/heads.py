@@ -152,7 +152,7 @@ class ProductObserver:
     """``sum over windows of (Q^T Q) o (K~^T K~)`` per head, ``K~`` the keys minus their mean over the window."""
 
     def __init__(self, projections: Projections):
-        self.projections, self.second, self.positions = projections, 0.0, 0.0
+        self.projections, self.second, self.pairs = projections, 0.0, 0.0
 
     def hooks(self):
         return self.projections.hooks()
@@ -163,7 +163,7 @@ class ProductObserver:
             keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
             self.second = self.second + (queries * keys).to(accumulator(keys.device)).double().sum(0)
             samples, length = heads.projected[0].shape[:2]
-            self.positions += samples * float(length) ** 2
+            self.pairs += samples * float(length) ** 2
 
     def finish(self) -> Moment:
-        return Moment(self.positions, None, None, self.second)
+        return Moment(self.pairs, None, None, self.second)

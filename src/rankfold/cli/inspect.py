@@ -48,7 +48,8 @@ def _print(record: dict, out) -> None:
     out.print(table)
     out.print(
         f"{counts['sparsity']:.2%} of {counts['counted_weights']:,} counted weights {c.gone(counts)}; {counts['parameters']:,} "
-        f"parameters, {counts['bytes'] / 2**20:.1f} MiB, {counts['kv_bytes_per_token']:,} cache bytes per token"
+        f"parameters, {counts['bytes'] / 2**20:.1f} MiB, {counts['kv_bytes_per_token']:,} of "
+        f"{record['plan']['kv_bytes_per_token']:,} KV-cache bytes per token"
     )
     if held_out := record.get("held_out"):  # older checkpoints have none
         out.print(c.outcome(held_out), soft_wrap=True)

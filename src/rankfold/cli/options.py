@@ -81,8 +81,11 @@ class MethodOptions:
         ),
     ] = "parameters"
     context: Annotated[
-        int, typer.Option(help="Tokens of the sequence that flops and latency are counted on; clamped to the model's.")
+        int, typer.Option(help="Tokens of a sequence, for flops, latency and --batch; clamped to the model's.")
     ] = 2048
+    batch: Annotated[
+        int, typer.Option(help="Of --budget bytes: count the KV cache of so many sequences of --context tokens too.")
+    ] = 0
     modules: Annotated[
         str | None,
         typer.Option(
@@ -123,7 +126,7 @@ class MethodOptions:
         Raises:
             OptionError: an option that does not parse or is out of range.
         """
-        names = ("sparsity", "of", "budget", "context", "epsilon", "outlier", "spread", "multiple", "target")
+        names = ("sparsity", "of", "budget", "context", "batch", "epsilon", "outlier", "spread", "multiple", "target")
         shared = {name: getattr(self, name) for name in names} | {"modules": parse_modules(self.modules)}
         allocation = "uniform" if self.allocation is None and self.target == "stock" else self.allocation
         shared |= {"allocation": allocation} if allocation is not None else {}

@@ -81,7 +81,8 @@ class Method:
             sparsity, a fraction of that module's weights (MoDeGPT Tables 29, 31); ``sparsity`` is then not used.
         budget: what the sparsity is a fraction of: ``parameters``; ``bytes`` of the checkpoint (codes and indices too);
             ``flops``, multiply-accumulates per token; ``latency``, the time a forward takes on this device.
-        context: tokens of the sequence that ``flops`` and ``latency`` are counted on; clamped to the model's context.
+        context: tokens of a sequence, for ``flops``, ``latency`` and ``batch``; clamped to the model's context.
+        batch: sequences of ``context`` tokens whose key/value cache ``bytes`` counts beside the weights; 0: the weights alone.
         allocation: ``uniform``; ``influence`` (MoDeGPT Eq. 11); ``influence-modules`` (Eq. 43); ``measured``: the ranks that
             change the predictions least, by the error curve of every module and what compressing it alone does to them;
             ``owl``, blocks with many outliers among their weights lose less; ``spectrum``, what is kept of a block is
@@ -120,6 +121,7 @@ class Method:
     ] = "uniform"
     budget: Literal["parameters", "bytes", "flops", "latency"] = "parameters"
     context: int = 2048
+    batch: int = 0
     epsilon: float | None = None
     outlier: float = 5.0
     spread: float = 0.08
@@ -182,6 +184,13 @@ class Method:
     def _check_budget(self) -> None:
         if self.context < 1:
             raise OptionError(f"context must be >= 1, got {self.context}; it is the tokens of one sequence")
+        if self.batch < 0:
+            raise OptionError(f"batch must be >= 0, got {self.batch}; it is the sequences whose cache is counted")
+        if self.batch and self.budget != "bytes":
+            raise OptionError(
+                f"batch {self.batch} counts the cache of so many sequences in the budget bytes, got budget {self.budget}; take "
+                "budget bytes, or leave batch out"
+            )
         if self.budget not in self.budgets:
             raise OptionError(
                 f"method {self.name} takes the budgets {', '.join(self.budgets)}, got {self.budget}; take one of these, or "
@@ -279,7 +288,8 @@ def ignored_options(options: Mapping) -> dict[str, str]:
     influence, owl = allocation in ("influence", "influence-modules"), allocation == "owl"
     read = {
         "sparsity": (not isinstance(options.get("modules"), Mapping), "modules that name no sparsity of their own"),
-        "context": (budget in ("flops", "latency"), "budget flops or latency"),
+        "context": (budget in ("flops", "latency") or options.get("batch"), "budget flops or latency, or a batch"),
+        "batch": (budget == "bytes", "budget bytes"),
         "epsilon": (influence, "allocation influence or influence-modules"),
         "outlier": (owl, "allocation owl"),
         "spread": (owl, "allocation owl"),

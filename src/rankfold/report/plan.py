@@ -154,7 +154,9 @@ class Plan:
 
     def _counts(self) -> str:
         """What the budget counts, and on how long a sequence."""
-        context = self.budget.get("context")
+        context, batch = self.budget.get("context"), self.budget.get("batch")
+        if batch:
+            return f"{self.budget['counts']} with the cache of {batch:,} x {context:,} tokens"
         return self.budget["counts"] + (f" at {context:,} tokens" if context else "")
 
     def _texts(self) -> list[dict]:

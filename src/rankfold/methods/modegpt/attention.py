@@ -68,10 +68,10 @@ def compress_qk(method, attention: AttentionView, moments, dense: dict[str, Dens
     C_q, C_k = (moments[name].second.double() for name in ("query", "key"))
     theorem, proposition = column_row_bounds(_grouped(C_q, attention), C_k, keep)
     parts = torch.stack([*_score_error(moments, keep), theorem.sum(), proposition.sum()]).tolist()
-    positions = moments["query_key"].count
+    pairs = moments["query_key"].count  # of a query and a key of one window, all of them: the mask is not used
     names = ("error", "theorem_2", "proposition_2")
     report = {"form": "cr", "select": method.select_qk, "relative_error": relative(*parts[:2])}
-    report |= {name: value / positions for name, value in zip(names, (parts[0], *parts[2:]), strict=True)}
+    report |= {name: value / pairs for name, value in zip(names, (parts[0], *parts[2:]), strict=True)}
     projections = {"q": take_heads(dense["q"], _of_queries(keep, attention)), "k": take_heads(dense["k"], keep)}
 
     def error(other: BlockMoments) -> float:

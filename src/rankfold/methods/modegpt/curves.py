@@ -6,6 +6,7 @@ from ..base import Unit
 from .attention import compress_qk, compress_vo
 from .experts import expert_errors
 from .mlp import GRADIENT as MLP
+from .mlp import relative_ridge
 from .sensitivity import output_root, weighted
 
 __all__ = ["squared_errors"]
@@ -27,7 +28,7 @@ def squared_errors(method, view: BlockView, moments, unit: Unit, least: int, vo=
         down, moment = view.mlp.down, moments["mlp_hidden"]
         C = moment.covariance() if method.bias_refit and down.bias is not None else moment.second_moment()
         W = weighted(output_root(moments, MLP), down.weight.to(C))
-        curve = error_curve(W, C, least=ranks[0], ridge=method.ridge)
+        curve = error_curve(W, C, least=ranks[0], ridge=relative_ridge(method, C, moment.count))
         return {rank: curve[full - rank].item() for rank in ranks}
     attention = view.attention
     q, k, v = attention.qkv()

@@ -15,7 +15,7 @@ from ...calibration.moments import BlockMoments
 from ...linalg.nystrom import error_curve, nystrom
 from ..base import BlockResult, Unit
 from .attention import relative
-from .mlp import metric_of, refitted
+from .mlp import metric_of, refitted, relative_ridge
 
 __all__ = ["expert_errors", "reduce_experts", "truncate_experts"]
 
@@ -54,7 +54,8 @@ def reduce_experts(method, view: BlockView, moments: BlockMoments, rank: int, re
 def _reduce(method, routed: RoutedTokens, expert: int, rank: int) -> Expert:
     down, seen = routed.experts.down(expert), routed.moment(expert)
     C, scale, centre = metric_of(method, down, seen.moment)
-    fit = nystrom(down.weight, C, rank=rank, ridge=method.ridge, select=method.select)
+    ridge = relative_ridge(method, C, seen.moment.count / scale)
+    fit = nystrom(down.weight, C, rank=rank, ridge=ridge, select=method.select)
     new = refitted(down, fit, centre, down.weight.dtype)
     return Expert(fit.keep, new, centre, seen._replace(moment=None), fit.error / scale, _energy(down, C) / scale)
 
@@ -84,7 +85,8 @@ def expert_errors(method, view: BlockView, moments: BlockMoments, unit: Unit, le
         down, seen = routed.experts.down(expert), routed.moment(expert)
         C, scale, _ = metric_of(method, down, seen.moment)
         energy = _energy(down, C) / scale * seen.share
-        curve += energy * error_curve(down.weight, C, least=ranks[0], ridge=method.ridge)
+        ridge = relative_ridge(method, C, seen.moment.count / scale)
+        curve += energy * error_curve(down.weight, C, least=ranks[0], ridge=ridge)
         total += energy
     return {rank: curve[full - rank].item() / total if total else 0.0 for rank in ranks}
 

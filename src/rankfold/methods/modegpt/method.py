@@ -45,7 +45,9 @@ class MoDeGPT(Method):
             With rotary embedding it is always a selection of pairs.
         bias_refit: where a projection has a bias, fit the covariance and move the mean into the bias (LatentLLM App. B.2);
             ``False`` keeps the bias as it is and fits the second moment, as the paper does.
-        ridge: relative damping of the MLP's moment; the paper's lambda is 1 on un-normalised sums.
+        ridge: damping lambda of the MLP's moment, in the unit that ``ridge_scale`` names.
+        ridge_scale: ``relative``: a fraction of the mean diagonal of the moment, the same for any number of tokens.
+            ``absolute``: a number that is added to the sum over all calibration tokens; the paper takes 1 (App. B.2).
         sensitivity: which errors at the output of a module count. ``none``: all alike. ``gradient``: by the second moment of
             the gradient of the loss there, from one backward pass over a few windows (docs/method.md). It decides which
             units and which dimensions of values stay; the weights fitted to these are best either way.
@@ -66,6 +68,7 @@ class MoDeGPT(Method):
     qk: Literal["svd", "cr"] = "svd"
     bias_refit: bool = True
     ridge: float = 1e-4
+    ridge_scale: Literal["relative", "absolute"] = "relative"
     sensitivity: Literal["none", "gradient"] = "none"
     head_dim: int = 0
 
@@ -77,6 +80,7 @@ class MoDeGPT(Method):
         check_choice("select_qk", self.select_qk, ("elimination", "norm"))
         check_choice("gqa", self.gqa, ("joint", "paper"))
         check_choice("qk", self.qk, ("svd", "cr"))
+        check_choice("ridge_scale", self.ridge_scale, ("relative", "absolute"))
         check_choice("sensitivity", self.sensitivity, ("none", "gradient"))
         blind = {"select": "leverage", "gqa": "paper"}
         for key, value in blind.items():

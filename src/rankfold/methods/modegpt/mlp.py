@@ -36,7 +36,7 @@ def reduce_mlp(method, view: BlockView, down: Dense, moments, rank: int, result:
         down.weight,
         C,
         rank=rank,
-        ridge=method.ridge,
+        ridge=relative_ridge(method, C, moments["mlp_hidden"].count / scale),
         select=method.select,
         output_root=output_root(moments, GRADIENT),
     )
@@ -73,6 +73,13 @@ def metric_of(method, down: Dense, moment: Moment) -> tuple[Tensor, float, Tenso
     if method.bias_refit and down.bias is not None:
         return moment.covariance(), 1.0, moment.mean
     return moment.second.double(), moment.count, None
+
+
+def relative_ridge(method, C: Tensor, samples: float) -> float:
+    """Return the damping as a fraction of the mean diagonal of ``C``; ``C`` times ``samples`` is the sum over all tokens."""
+    if method.ridge_scale == "relative":
+        return method.ridge
+    return (method.ridge / (samples * C.diagonal().mean())).item()
 
 
 def refitted(down: Dense, fit: Nystrom, centre: Tensor | None, dtype: torch.dtype) -> Dense:
