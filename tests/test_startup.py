@@ -97,6 +97,7 @@ FIRSTS = (
 @pytest.fixture(scope="module")
 def small(tmp_path_factory) -> Path:
     import torch
+
     from saved import save_tiny
 
     folder = tmp_path_factory.mktemp("small")

@@ -37,7 +37,7 @@ from .checkpoint.source import Source
 from .errors import CheckpointError
 from .files import read_json, write_json
 from .memory import release_memory
-from .methods import Method, Unit
+from .methods import Curve, Method, Unit
 from .progress import track
 from .replacing import replaced
 from .stages import algebra, decompose
@@ -98,7 +98,8 @@ def measure_costs(
         )
         for unit in mine:
             key, average = (index, unit.module), averages[index, unit.module]
-            curves[key] = _curve(method, view, moments, unit, average)
+            curves[key], found = _curve(method, view, moments, unit, average)
+            moments |= found
             references[key] = _reference(unit, average, curves[key])
         here = [(u.module, rank) for u in mine for rank in _to_try(method, u, references[index, u.module])]
         sent = [_output(source, method, view, moments, _with(method, *trial), dense) for trial in here]
@@ -183,8 +184,8 @@ def _reference(unit: Unit, average: float, curve: Cost | None = None) -> int:
     return min(smaller, key=lambda rank: (abs(unit.size(rank) - wanted), rank), default=unit.ranks[-1])
 
 
-def _curve(method: Method, view: BlockView, moments, unit: Unit, average: float) -> Cost:
-    """Squared relative error at every rank that this average may lead to."""
+def _curve(method: Method, view: BlockView, moments, unit: Unit, average: float) -> Curve:
+    """What the module would lose at every rank that this average may lead to."""
     allowed = (1 - largest_sparsity(average)) * unit.dense
     least = min(
         _reference(unit, average), next(rank for rank in unit.ranks if rank and unit.size(rank) >= allowed - 1e-6)

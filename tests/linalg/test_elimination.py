@@ -112,6 +112,15 @@ def test_relabelling_the_units_relabels_the_choice(seed, rank):
     assert a.tolist() == sorted(order[b].tolist())
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_weights_given_stay_as_they_are(transposed):
+    """Also where they are a transposed view, as GPT-2's are."""
+    p = mlp("gaussian")
+    W = p.W.T.contiguous().T if transposed else p.W.clone()
+    eliminate_units(W, torch.linalg.inv(damped(p.C)), rank=4)
+    assert torch.equal(W, p.W)
+
+
 def costs(seed: int, heads: int = 3, n: int = 8) -> torch.Tensor:
     """Costs of dropping groups as scores make them: sums over windows of products of Gram matrices."""
     p = query_key(N=n, H=heads, T=12, sequences=4, seed=seed)

@@ -9,6 +9,7 @@ import rankfold
 from families import named, opened, tokens
 from rankfold import MoDeGPT, Rankfold
 from rankfold.budgets import choices
+from rankfold.linalg import nystrom
 
 RANKS = [{"mlp": 20}, {"qk": 4}, {"vo": 6}, {"mlp": 20, "qk": 4, "vo": 6}]
 
@@ -50,7 +51,7 @@ def test_a_curve_says_the_errors_that_modules_then_have(family, method):
     assert {unit.module for unit in units} == {"qk", "vo", "mlp"}
     for unit in units:
         least = unit.ranks[len(unit.ranks) // 2]
-        curve = method.curve(view, moments, unit, least)
+        curve, _ = method.curve(view, moments, unit, least)
         assert sorted(curve) == [rank for rank in unit.ranks if rank >= least]
         assert curve[unit.ranks[-1]] == 0.0
         stages = method.stages(view, {unit.module: least})
@@ -58,3 +59,27 @@ def test_a_curve_says_the_errors_that_modules_then_have(family, method):
         error = report.get("expected_error", report["relative_error"])  # of norms too
         # what elimination counts has the ridge in it
         assert curve[least] == pytest.approx(error**2, rel=0.02 if unit.module == "mlp" else 1e-6), unit.module
+
+
+@pytest.mark.parametrize("method", [MoDeGPT(multiple=2), Rankfold(multiple=2, feedback=False)], ids=lambda m: m.name)
+@pytest.mark.parametrize("family", ["llama-bias", "opt"])
+def test_a_fit_after_a_curve_is_the_same_without_another_elimination(family, method, monkeypatch):
+    source = opened(family)
+    view = source.block(1)
+    (unit,) = [u for u in choices(source, method).units if (u.block, u.module) == (1, "mlp")]
+    moments = rankfold.calibrate(source, tokens(), statistics=method.statistics(view))[1]
+    ranks = unit.ranks[len(unit.ranks) // 2 : -1]
+    alone = {rank: fitted(method, view, moments, rank) for rank in ranks}
+    found = method.curve(view, moments, unit, ranks[0]).found
+    monkeypatch.setattr(nystrom, "eliminate_units", None)
+    for rank in ranks:
+        result = fitted(method, view, moments | found, rank)
+        for name, tensor in alone[rank].state.items():
+            assert torch.equal(result.state[name], tensor) or torch.allclose(result.state[name], tensor, rtol=1e-6)
+        assert result.reports["mlp"]["error"] == pytest.approx(alone[rank].reports["mlp"]["error"], rel=1e-9)
+        assert "theorem_1" in alone[rank].reports["mlp"] and "theorem_1" not in result.reports["mlp"]
+
+
+def fitted(method, view, moments, rank):
+    (stage,) = method.stages(view, {"mlp": rank})
+    return stage.decompose(view, moments, lambda: None)

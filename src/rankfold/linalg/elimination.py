@@ -70,7 +70,7 @@ def elimination(W: Tensor, P: Tensor, *, rank: int) -> Elimination:
     if not 1 <= rank <= F:
         raise ValueError(f"rank must be in [1, {F}], got {rank}")
     inverse, units = _Downdated(P), torch.arange(F, device=W.device)  # units: what the rows of `out` are
-    out = W.T.contiguous()  # (F, D)
+    out = W.T.clone(memory_format=torch.contiguous_format)  # (F, D)
     alive = torch.ones(F, dtype=torch.bool, device=W.device)
     remaining, removed, order, losses = F - rank, 0, [], []
     while remaining:

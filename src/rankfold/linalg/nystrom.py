@@ -16,7 +16,7 @@ from .elimination import eliminate_units, elimination
 from .lanczos import largest_eigenvalue
 from .psd import check_moment, spd_inverse
 
-__all__ = ["SELECTIONS", "Nystrom", "NystromBounds", "error_curve", "nystrom"]
+__all__ = ["SELECTIONS", "ErrorCurve", "Nystrom", "NystromBounds", "error_curve", "nystrom"]
 
 SELECTIONS = ("elimination", "leverage")
 
@@ -36,7 +36,7 @@ class Nystrom(NamedTuple):
     W_down: Tensor  # (D, R) refitted down projection, dtype of the input weight
     error: float  # mean squared output error per token, E||W_down a - W_down' a_k||^2
     relative_error: float  # RMS output error over RMS output, on the statistics in C
-    bounds: NystromBounds
+    bounds: NystromBounds | None  # None where the units were chosen by the caller
     clamped: bool  # C was indefinite beyond the ridge and its negative eigenvalues were set to zero
 
 
@@ -91,6 +91,7 @@ def nystrom(
     ridge: float = 1e-4,
     select: str = "elimination",
     output_root: Tensor | None = None,
+    keep: Tensor | None = None,
 ) -> Nystrom:
     r"""Choose ``rank`` hidden units and the best down projection on top of them.
 
@@ -116,6 +117,8 @@ def nystrom(
             Algorithm 1; it does not see ``W_down``, and drops collinear units all together.
         output_root: ``(D, D)`` root ``R`` of an output metric: units go by what they add to :math:`\|R (W a - W' a_k)\|^2`. The
             best weights on the units that stay are the same in every metric. All outputs count alike by default.
+        keep: ``(rank,)`` units to keep, ascending, from :func:`error_curve` on the same moment. Neither the inverse nor the
+            choice is computed again then, and no bounds.
 
     Returns:
         :class:`Nystrom`. With ``rank == F`` the units all stay and ``W_down`` comes back unchanged; where no unit ever fires
@@ -138,9 +141,11 @@ def nystrom(
     if rank == F or not C.diagonal().any():  # all stay, or none ever fires and any of them will do
         first = torch.arange(rank, device=C.device)
         return Nystrom(first, W_down[:, :rank].clone(), 0.0, 0.0, NystromBounds(0.0, 0.0, 0.0), False)
+    W = W_down.to(C)  # decompose in the precision of the statistics, never in bf16
+    if keep is not None:
+        return _fit(W_down, W, C, keep, ridge * C.diagonal().mean().item())[0]
     damped = _damp(C, ridge)
     scores, inverse_norm = _scores(damped), largest_eigenvalue(damped.inverse.mv, damped.inverse)
-    W = W_down.to(C)  # decompose in the precision of the statistics, never in bf16
     if select == "leverage":
         keep = scores.topk(rank).indices.sort().values
     else:
@@ -148,26 +153,46 @@ def nystrom(
         keep = eliminate_units(W if output_root is None else output_root.to(W) @ W, damped.inverse, rank=rank)
     C, lam, clamped = damped.C, damped.lam, damped.clamped
     del damped  # memory peaks here: no inverse beside the fit
-    dropped = torch.ones(F, dtype=torch.bool, device=C.device)
+    fit, schur = _fit(W_down, W, C, keep, lam)
+    dropped = _others(keep, F)
+    bounds = _bounds(W, W[:, dropped], schur, inverse_norm, scores[dropped].sum().item(), lam)
+    return fit._replace(bounds=bounds, clamped=clamped)
+
+
+def _others(keep: Tensor, F: int) -> Tensor:
+    """``(F,)`` bool, true where a unit is not kept."""
+    dropped = torch.ones(F, dtype=torch.bool, device=keep.device)
     dropped[keep] = False
+    return dropped
+
+
+def _fit(W_down: Tensor, W: Tensor, C: Tensor, keep: Tensor, lam: float) -> tuple[Nystrom, Tensor]:
+    """The best weights on the kept units and their error, without bounds; and the complement of the kept units in the
+    damped moment."""
+    dropped = _others(keep, len(C))
     fit = _refit(W, C, keep, dropped, lam)
     # Everything is optimal, hence orthogonal, under C + lam I; what the damping adds is taken off again. It acts on what
     # stands in for dropped units only: kept weights are not shrunk.
     W_dropped = W[:, dropped]
     change = (W[:, keep] - fit.W).square().sum() + W_dropped.square().sum()
     error = ((W_dropped @ fit.schur) * W_dropped).sum() - lam * change
-    total = ((W @ C) * W).sum()
-    bounds = _bounds(W, W_dropped, fit.schur, inverse_norm, scores[dropped].sum().item(), lam)
-    error, total = error.clamp_min(0).item(), total.item()
+    error, total = error.clamp_min(0).item(), ((W @ C) * W).sum().item()
     relative = (error / total) ** 0.5 if total > 0 else 0.0
-    return Nystrom(keep, fit.W.to(W_down.dtype), error, relative, bounds, clamped)
+    return Nystrom(keep, fit.W.to(W_down.dtype), error, relative, None, False), fit.schur
+
+
+class ErrorCurve(NamedTuple):
+    """Result of :func:`error_curve`."""
+
+    errors: Tensor  # (F - least + 1,) relative squared output error when 0, 1, 2, ... units have been eliminated
+    removed: Tensor | None  # (F - least,) units in the order they went; None where C was clamped or no unit fires
 
 
 @torch.no_grad()
-def error_curve(W_down: Tensor, C: Tensor, *, least: int, ridge: float = 1e-4) -> Tensor:
-    """``(F - least + 1,)`` relative squared output error when 0, 1, 2, ... units have been eliminated, the others refitted.
+def error_curve(W_down: Tensor, C: Tensor, *, least: int, ridge: float = 1e-4) -> ErrorCurve:
+    """Compute the error at every rank from ``least`` on, from one elimination on the damped moment.
 
-    On the damped moment, where elimination runs. Arguments as for :func:`nystrom`; ``C`` may be destroyed.
+    Arguments as for :func:`nystrom`; ``C`` may be destroyed.
 
     Raises:
         ValueError: as :func:`nystrom`.
@@ -175,11 +200,13 @@ def error_curve(W_down: Tensor, C: Tensor, *, least: int, ridge: float = 1e-4) -
     F = W_down.shape[1]
     check_moment(C, F)
     if not C.diagonal().any():
-        return torch.zeros(F - least + 1, dtype=torch.float64)
+        return ErrorCurve(torch.zeros(F - least + 1, dtype=torch.float64), None)
     W = W_down.to(C)
     total = ((W @ C) * W).sum().clamp_min(torch.finfo(C.dtype).tiny).item()
-    losses = elimination(W, _damp(C, ridge).inverse, rank=least).losses
-    return torch.cat([torch.zeros(1, dtype=torch.float64), losses.cumsum(0)]) / total
+    damped = _damp(C, ridge)
+    order, losses = elimination(W, damped.inverse, rank=least)
+    errors = torch.cat([torch.zeros(1, dtype=torch.float64), losses.cumsum(0)]) / total
+    return ErrorCurve(errors, None if damped.clamped else order)
 
 
 class _Refit(NamedTuple):

@@ -6,7 +6,7 @@ from .._lazy import importing
 from .registry import METHODS, make_method, method_class, method_names, register_method
 
 if TYPE_CHECKING:
-    from .base import BlockResult, Method, Stage, Unit
+    from .base import BlockResult, Curve, Method, Stage, Unit
     from .latentllm import ASVD, FWSVD, SVD, SVDLLM, Bolaco, LatentLLM, RootCov
     from .modegpt import MoDeGPT
     from .rankfold import Rankfold
@@ -30,6 +30,7 @@ __all__ = [
     "TARGETS",
     "BlockResult",
     "Bolaco",
+    "Curve",
     "LLMPruner",
     "LLMSurgeon",
     "LatentLLM",
@@ -56,7 +57,7 @@ __all__ = [
 ]
 
 _OTHERS = {
-    ".base": ("BlockResult", "Method", "Stage", "Unit"),
+    ".base": ("BlockResult", "Curve", "Method", "Stage", "Unit"),
     ".removal": ("BLOCK",),
     ".semi_structured": ("TwoOfFour",),
     ".targets": ("TARGETS", "fitted"),

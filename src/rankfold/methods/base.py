@@ -21,6 +21,7 @@ from .targets import TARGETS
 
 __all__ = [
     "BlockResult",
+    "Curve",
     "Method",
     "Stage",
     "Unit",
@@ -58,6 +59,14 @@ class BlockResult(NamedTuple):
     # (D, r) orthonormal: the block writes the stream in these coordinates, and the next one, whose ``view.basis`` it is, reads
     # it in them. Kept with the run, not in the model. ``None``: in the model's own coordinates.
     basis: Tensor | None = None
+
+
+class Curve(NamedTuple):
+    """What a module would lose at every rank."""
+
+    errors: dict[int, float]  # rank -> squared relative error; 0 where the module stays dense
+    # To be put beside the moments of the block, so that decomposing it does not find the same again.
+    found: BlockMoments = MappingProxyType({})
 
 
 class Stage(NamedTuple):
@@ -264,8 +273,8 @@ class Method:
         """The form of this method that fits every module in one stage, on the dense model; for methods with curves."""
         return self
 
-    def curve(self, view: BlockView, moments: BlockMoments, unit: Unit, least: int) -> dict[int, float]:
-        """Rank -> squared relative error of a module there, for its ranks from ``least`` on; 0 where it stays dense.
+    def curve(self, view: BlockView, moments: BlockMoments, unit: Unit, least: int) -> Curve:
+        """Compute what a module would lose at its ranks from ``least`` on.
 
         Methods with the allocation ``measured`` have it.
         """

@@ -2,18 +2,18 @@
 
 from ...architectures import BlockView
 from ...linalg.nystrom import error_curve
-from ..base import Unit
+from ..base import Curve, Unit
 from .attention import compress_qk, compress_vo
 from .experts import expert_errors
 from .mlp import GRADIENT as MLP
-from .mlp import relative_ridge
+from .mlp import ORDER, UnitOrder, relative_ridge
 from .sensitivity import output_root, weighted
 
 __all__ = ["squared_errors"]
 
 
-def squared_errors(method, view: BlockView, moments, unit: Unit, least: int, vo=compress_vo) -> dict[int, float]:
-    """Rank -> squared relative error of the module there, for the ranks of ``unit`` from ``least`` on; 0 at the full one.
+def squared_errors(method, view: BlockView, moments, unit: Unit, least: int, vo=compress_vo) -> Curve:
+    """Compute the squared relative error of a module at the ranks of ``unit`` from ``least`` on.
 
     In the output metric where the moments hold a gradient: that is what the fit makes least.
 
@@ -21,7 +21,7 @@ def squared_errors(method, view: BlockView, moments, unit: Unit, least: int, vo=
         vo: what reduces value and output.
     """
     if unit.module == "experts":
-        return expert_errors(method, view, moments, unit, least)
+        return Curve(expert_errors(method, view, moments, unit, least))
     full = unit.ranks[-1]
     ranks = [rank for rank in unit.ranks if rank >= least]
     if unit.module == "mlp":
@@ -29,13 +29,14 @@ def squared_errors(method, view: BlockView, moments, unit: Unit, least: int, vo=
         C = moment.covariance() if method.bias_refit and down.bias is not None else moment.second_moment()
         W = weighted(output_root(moments, MLP), down.weight.to(C))
         curve = error_curve(W, C, least=ranks[0], ridge=relative_ridge(method, C, moment.count))
-        return {rank: curve[full - rank].item() for rank in ranks}
+        found = {} if curve.removed is None else {ORDER: UnitOrder(curve.removed)}
+        return Curve({rank: curve.errors[full - rank].item() for rank in ranks}, found)
     attention = view.attention
     q, k, v = attention.qkv()
     dense = {"q": q, "k": k, "v": v, "o": attention.output}
     compress = compress_qk if unit.module == "qk" else vo
     parts = {rank: compress(method, attention, moments, dense, rank) for rank in ranks if rank < full}
-    return {rank: _counted(part.report) ** 2 for rank, part in parts.items()} | {full: 0.0}
+    return Curve({rank: _counted(part.report) ** 2 for rank, part in parts.items()} | {full: 0.0})
 
 
 def _counted(report: dict) -> float:

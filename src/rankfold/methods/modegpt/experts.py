@@ -86,7 +86,7 @@ def expert_errors(method, view: BlockView, moments: BlockMoments, unit: Unit, le
         C, scale, _ = metric_of(method, down, seen.moment)
         energy = _energy(down, C) / scale * seen.share
         ridge = relative_ridge(method, C, seen.moment.count / scale)
-        curve += energy * error_curve(down.weight, C, least=ranks[0], ridge=ridge)
+        curve += energy * error_curve(down.weight, C, least=ranks[0], ridge=ridge).errors
         total += energy
     return {rank: curve[full - rank].item() / total if total else 0.0 for rank in ranks}
 

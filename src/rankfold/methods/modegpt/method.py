@@ -13,7 +13,7 @@ from ...calibration.experts import STATISTICS as EXPERT_STATISTICS
 from ...calibration.moments import BlockMoments, Moment
 from ...errors import OptionError, UnsupportedModelError, check_choice
 from ...linalg.column_row import relative_cost
-from ..base import BlockResult, Method, Unit
+from ..base import BlockResult, Curve, Method, Unit
 from ..targets import TARGETS
 from .attention import GRADIENT as ATTENTION_GRADIENT
 from .attention import OF_MODEL, compress_attention, is_free, values_move
@@ -227,7 +227,7 @@ class MoDeGPT(Method):
         attention, full = view.attention, view.attention.head_dim
         return attention.cached - attention.kv_heads * (2 * full - ranks.get("qk", full) - ranks.get("vo", full))
 
-    def curve(self, view: BlockView, moments, unit: Unit, least: int) -> dict[int, float]:
+    def curve(self, view: BlockView, moments, unit: Unit, least: int) -> Curve:
         return squared_errors(self, view, moments, unit, least)
 
     def decompose(self, view: BlockView, moments, ranks: dict[str, int]) -> BlockResult:

@@ -3,6 +3,8 @@
 Shape legend: D model width, F hidden width, R kept width.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,20 @@ from .attention import relative
 from .sensitivity import output_root, predicted_loss
 
 GRADIENT = "down_gradient"
+ORDER = "mlp_unit_order"  # beside the moments of a block whose curve is known
+
+
+@dataclass
+class UnitOrder:
+    """The order in which elimination removes the hidden units of an MLP; a curve finds it, and a fit need not again."""
+
+    removed: Tensor  # (F - least,)
+
+    def keep(self, rank: int, full: int) -> Tensor:
+        """Return the ``(rank,)`` units that stay, ascending."""
+        stays = torch.ones(full, dtype=torch.bool, device=self.removed.device)
+        stays[self.removed[: full - rank]] = False
+        return stays.nonzero()[:, 0]
 
 
 def reduce_mlp(method, view: BlockView, down: Dense, moments, rank: int, result: BlockResult) -> Nystrom | None:
@@ -39,6 +55,7 @@ def reduce_mlp(method, view: BlockView, down: Dense, moments, rank: int, result:
         ridge=relative_ridge(method, C, moments["mlp_hidden"].count / scale),
         select=method.select,
         output_root=output_root(moments, GRADIENT),
+        keep=moments[ORDER].keep(rank, full) if ORDER in moments else None,
     )
     predicted = {}
     if GRADIENT in moments:
@@ -48,18 +65,21 @@ def reduce_mlp(method, view: BlockView, down: Dense, moments, rank: int, result:
         put_projection(result, path, projection.rows(mlp.rows_of(fit.keep)))
     put_projection(result, mlp.spec.down, refitted(down, fit, centre, mlp.down.weight.dtype))
     result.errors["mlp"] = lambda other: output_error(down.weight, fit, centre, other["mlp_hidden"])
-    bounds = fit.bounds
     result.reports["mlp"] = predicted | {
         "rank": rank,
         "of": full,
         "select": method.select,
         "relative_error": fit.relative_error,
         "error": fit.error / scale,
-        "theorem_1": bounds.theorem / scale,
-        "proposition_1": None if bounds.proposition is None else bounds.proposition / scale,
-        "epsilon": bounds.epsilon,
         "clamped": fit.clamped,
     }
+    if fit.bounds is not None:
+        theorem, proposition, epsilon = fit.bounds
+        result.reports["mlp"] |= {
+            "theorem_1": theorem / scale,
+            "proposition_1": None if proposition is None else proposition / scale,
+            "epsilon": epsilon,
+        }
     return fit
 
 

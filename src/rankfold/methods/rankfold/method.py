@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 
 from ...architectures import BlockView
 from ...calibration.experts import STATISTICS as EXPERT_STATISTICS
-from ..base import BlockResult, Stage, Unit
+from ..base import BlockResult, Curve, Stage, Unit
 from ..modegpt import MoDeGPT
 from ..modegpt.curves import squared_errors
 from .attention import decompose_attention, refit_output, values_of
@@ -110,7 +110,7 @@ class Rankfold(MoDeGPT):
         """Whether values are fitted to what attention makes of them."""
         return self.attention_aware and not self.follows(view)
 
-    def curve(self, view: BlockView, moments, unit: Unit, least: int) -> dict[int, float]:
+    def curve(self, view: BlockView, moments, unit: Unit, least: int) -> Curve:
         return squared_errors(self, view, moments, unit, least, values_of(self, view))
 
     def decompose(self, view: BlockView, moments, ranks: dict[str, int]) -> BlockResult:
