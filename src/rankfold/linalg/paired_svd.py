@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .psd import all_finite
 
-__all__ = ["PairedSVD", "paired_svd"]
+__all__ = ["PairedFactors", "PairedSVD", "paired_factors", "paired_svd"]
 
 
 class PairedSVD(NamedTuple):
@@ -25,8 +25,44 @@ class PairedSVD(NamedTuple):
     relative_error: Tensor  # (...)
 
 
-@torch.no_grad()
+class PairedFactors(NamedTuple):
+    """Result of :func:`paired_factors`: what the pairs of all ranks are cut from."""
+
+    root_A: Tensor  # (..., N, N)
+    inverse_A: Tensor  # (..., N, N) of the root
+    singular_values: Tensor  # (..., N) of B^(1/2) A^(1/2), descending
+    Vh: Tensor  # (..., N, N) its right singular vectors
+
+    def truncated(self, rank: int) -> PairedSVD:
+        """Return the pair of this rank.
+
+        Raises:
+            ValueError: ``rank`` is not in ``[1, N]``.
+        """
+        N = self.Vh.shape[-1]
+        if not 1 <= rank <= N:
+            raise ValueError(f"rank must be in [1, {N}], got {rank}")
+        V_r = self.Vh[..., :rank, :]
+        down, up = V_r @ self.inverse_A, self.root_A @ V_r.mT
+        sign = down.gather(-1, down.abs().argmax(-1, keepdim=True)).sign()
+        sign = torch.where(sign == 0, torch.ones_like(sign), sign)
+        energy = self.singular_values.square()
+        error, total = energy[..., rank:].sum(-1), energy.sum(-1)
+        relative = (error / total.clamp_min(torch.finfo(total.dtype).tiny)).sqrt()
+        return PairedSVD(down * sign, up * sign.mT, self.singular_values, error, relative)
+
+
 def paired_svd(A: Tensor, B: Tensor, *, rank: int) -> PairedSVD:
+    """Return the best pair of one rank; see :func:`paired_factors`.
+
+    Raises:
+        ValueError: shapes disagree, ``rank`` out of range, entries not finite.
+    """
+    return paired_factors(A, B).truncated(rank)
+
+
+@torch.no_grad()
+def paired_factors(A: Tensor, B: Tensor) -> PairedFactors:
     r"""Best projection pair between a vector ``v`` with moment ``A`` and a matrix ``X`` with Gram ``B``.
 
     Solves :math:`\min_{U D} \mathbb{E}\|X v - X U D v\|^2` over ``U (N, R)``, ``D (R, N)``, where
@@ -42,12 +78,11 @@ def paired_svd(A: Tensor, B: Tensor, *, rank: int) -> PairedSVD:
     Args:
         A: ``(..., N, N)`` second moment of ``v``; any batch of heads.
         B: ``(..., N, N)`` Gram of ``X``, same dtype.
-        rank: ``1 <= rank <= N``.
 
     Raises:
-        ValueError: shapes disagree, ``rank`` out of range, entries not finite.
+        ValueError: shapes disagree, entries not finite.
 
-    Cost: O(N^3) a head. Signs are fixed: the largest entry of each row of ``down`` is positive.
+    Cost: O(N^3) a head, once for all ranks. Signs are fixed: the largest entry of each row of ``down`` is positive.
     """
     N = A.shape[-1]
     for name, M in (("A", A), ("B", B)):
@@ -55,19 +90,10 @@ def paired_svd(A: Tensor, B: Tensor, *, rank: int) -> PairedSVD:
             raise ValueError(f"{name} must be {(*A.shape[:-2], N, N)}, got {tuple(M.shape)}")
         if not all_finite(M):
             raise ValueError(f"{name} has non-finite entries; were the activations accumulated in fp16?")
-    if not 1 <= rank <= N:
-        raise ValueError(f"rank must be in [1, {N}], got {rank}")
     root_A, inverse_A = _root(A)
     root_B, _ = _root(B)
     _, S, Vh = torch.linalg.svd(root_B @ root_A)
-    V_r = Vh[..., :rank, :]
-    down, up = V_r @ inverse_A, root_A @ V_r.mT
-    sign = down.gather(-1, down.abs().argmax(-1, keepdim=True)).sign()
-    sign = torch.where(sign == 0, torch.ones_like(sign), sign)
-    energy = S.square()
-    error, total = energy[..., rank:].sum(-1), energy.sum(-1)
-    relative = (error / total.clamp_min(torch.finfo(total.dtype).tiny)).sqrt()
-    return PairedSVD(down * sign, up * sign.mT, S, error, relative)
+    return PairedFactors(root_A, inverse_A, S, Vh)
 
 
 def _root(A: Tensor) -> tuple[Tensor, Tensor]:

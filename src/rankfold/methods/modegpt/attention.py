@@ -4,6 +4,8 @@ Shape legend: H query heads, K key/value heads, G = H / K, N head dimension, R k
 D model width. All heads are decomposed together, and numbers leave the device once a module.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,7 +14,7 @@ from torch import Tensor
 from ...architectures import AttentionView, BlockView, Dense
 from ...calibration.moments import BlockMoments
 from ...linalg.column_row import ColumnRow, column_row, column_row_bounds, eliminate_pairs
-from ...linalg.paired_svd import PairedSVD, paired_svd
+from ...linalg.paired_svd import PairedSVD, paired_factors
 from ..base import BlockResult
 from ..result import put_attention
 from .norms import predict_norms
@@ -38,7 +40,7 @@ def compress_attention(
     widths, pairs, norms = {"qk": full, "vo": full} | ranks, None, None
     for module, compress in (("qk", compress_qk), ("vo", vo or compress_vo)):
         if widths[module] < full:
-            part = compress(method, attention, moments, projections, widths[module])
+            part = compress(method, attention, moments, projections)(widths[module])
             projections |= part.projections
             pairs, norms = (part.pairs, part.norms) if module == "qk" else (pairs, norms)
             result.reports[module] = {"rank": widths[module], "of": full} | part.report
@@ -59,10 +61,14 @@ class Part(NamedTuple):
     norms: dict[str, Tensor] | None = None  # of queries and keys, where they are normalised
 
 
-def compress_qk(method, attention: AttentionView, moments, dense: dict[str, Dense], rank: int) -> Part:
-    """Algorithm 2, or the optimum where nothing sits between queries and keys."""
+def compress_qk(method, attention: AttentionView, moments, dense: dict[str, Dense]) -> Callable[[int], Part]:
+    """Return the queries and keys of any rank: Algorithm 2, or the optimum where nothing sits between them."""
     if is_free(method, attention):
-        return _free_qk(attention, moments, dense, rank)
+        return _free_qk(attention, moments, dense)
+    return partial(_selected_qk, method, attention, moments, dense)
+
+
+def _selected_qk(method, attention: AttentionView, moments, dense: dict[str, Dense], rank: int) -> Part:
     choice = _choose(method, attention, moments, rank)
     keep = choice.keep  # (K, R)
     C_q, C_k = (moments[name].second.double() for name in ("query", "key"))
@@ -124,24 +130,31 @@ def _score_error(moments: BlockMoments, keep: Tensor) -> tuple[Tensor, Tensor]:
     return torch.einsum("kij,ki,kj->", M, dropped, dropped), M.sum()
 
 
-def _free_qk(attention: AttentionView, moments, dense: dict[str, Dense], rank: int) -> Part:
+def _free_qk(attention: AttentionView, moments, dense: dict[str, Dense]) -> Callable[[int], Part]:
     """No rotation between queries and keys: the optimum is an SVD, biases included in the moments."""
 
     def metrics(these: BlockMoments) -> tuple[Tensor, Tensor]:
         return these["key_spread"].second_moment(), _grouped(these["query"].second_moment(), attention).sum(1)
 
-    fit = paired_svd(*metrics(moments), rank=rank)
-    projections = {
-        "q": map_heads(dense["q"], _of_queries(fit.up.mT, attention)),
-        "k": map_heads(dense["k"], fit.down),
-    }
-    error, total = torch.stack(_pair_error(*metrics(moments), fit)).tolist()
-    report = {"form": "svd", "relative_error": relative(error, total), "error": error}
-    return Part(projections, report, lambda other: relative(*torch.stack(_pair_error(*metrics(other), fit)).tolist()))
+    factors = paired_factors(*metrics(moments))
+
+    def at(rank: int) -> Part:
+        fit = factors.truncated(rank)
+        projections = {
+            "q": map_heads(dense["q"], _of_queries(fit.up.mT, attention)),
+            "k": map_heads(dense["k"], fit.down),
+        }
+        error, total = torch.stack(_pair_error(*metrics(moments), fit)).tolist()
+        report = {"form": "svd", "relative_error": relative(error, total), "error": error}
+        return Part(
+            projections, report, lambda other: relative(*torch.stack(_pair_error(*metrics(other), fit)).tolist())
+        )
+
+    return at
 
 
-def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dense], rank: int) -> Part:
-    """Algorithm 3, jointly over the query heads that share a value head.
+def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dense]) -> Callable[[int], Part]:
+    """Return the values and outputs of any rank: Algorithm 3, jointly over the query heads that share a value head.
 
     Attention weights sum to one, so a constant passes through them: where the output projection has a bias, the value
     bias and the mean of the values move into it and the covariance is fitted. Elsewhere nothing may be added, and beside a
@@ -159,27 +172,33 @@ def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dens
         return (moment.second_moment() if centre is None else moment.about(centre)), B
 
     A, _ = metrics(moments)
-    best = fit = paired_svd(A, B, rank=rank)
+    best = factors = paired_factors(A, B)
     if root is not None:
         heavy = weighted(root, W_o.flatten(1)).view_as(W_o)
-        fit = paired_svd(A, torch.einsum("dkgn,dkgm->knm", heavy, heavy), rank=rank)
+        factors = paired_factors(A, torch.einsum("dkgn,dkgm->knm", heavy, heavy))
     elif method.gqa == "paper" and attention.heads != K:
-        fit = paired_svd(A, torch.eye(A.shape[-1]).to(A).expand_as(A), rank=rank)
-    new_o = torch.einsum("dkgn,knr->dkgr", W_o, fit.up).flatten(1).to(o.weight.dtype)
-    new_v, bias = map_heads(v, fit.down), o.bias
-    if centre is not None:
-        kept = fit.up @ (fit.down @ (centre - _bias_of(v, K, centre)).unsqueeze(-1))
-        bias = (o.bias.double() + torch.einsum("dkgn,kn->d", W_o, centre - kept.squeeze(-1))).to(o.bias.dtype)
-        new_v = Dense(new_v.weight, None)
-    error, total, optimum = torch.stack([*_pair_error(A, B, fit), best.error.sum()]).tolist()
-    report = {"relative_error": relative(error, total), "error": error, "proposition_3": optimum}
-    if root is not None:
-        report["weighted_error"] = relative(fit.error.sum().item(), fit.singular_values.square().sum().item())
-    return Part(
-        {"v": new_v, "o": Dense(new_o, bias)},
-        report,
-        lambda other: relative(*torch.stack(_pair_error(*metrics(other), fit)).tolist()),
-    )
+        factors = paired_factors(A, torch.eye(A.shape[-1]).to(A).expand_as(A))
+
+    def at(rank: int) -> Part:
+        fit = factors.truncated(rank)
+        new_o = torch.einsum("dkgn,knr->dkgr", W_o, fit.up).flatten(1).to(o.weight.dtype)
+        new_v, bias = map_heads(v, fit.down), o.bias
+        if centre is not None:
+            kept = fit.up @ (fit.down @ (centre - _bias_of(v, K, centre)).unsqueeze(-1))
+            bias = (o.bias.double() + torch.einsum("dkgn,kn->d", W_o, centre - kept.squeeze(-1))).to(o.bias.dtype)
+            new_v = Dense(new_v.weight, None)
+        optimum = best.singular_values[..., rank:].square().sum()
+        error, total, optimum = torch.stack([*_pair_error(A, B, fit), optimum]).tolist()
+        report = {"relative_error": relative(error, total), "error": error, "proposition_3": optimum}
+        if root is not None:
+            report["weighted_error"] = relative(fit.error.sum().item(), fit.singular_values.square().sum().item())
+        return Part(
+            {"v": new_v, "o": Dense(new_o, bias)},
+            report,
+            lambda other: relative(*torch.stack(_pair_error(*metrics(other), fit)).tolist()),
+        )
+
+    return at
 
 
 def values_move(method, attention: AttentionView) -> bool:

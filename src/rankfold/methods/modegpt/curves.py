@@ -35,8 +35,8 @@ def squared_errors(method, view: BlockView, moments, unit: Unit, least: int, vo=
     q, k, v = attention.qkv()
     dense = {"q": q, "k": k, "v": v, "o": attention.output}
     compress = compress_qk if unit.module == "qk" else vo
-    parts = {rank: compress(method, attention, moments, dense, rank) for rank in ranks if rank < full}
-    return Curve({rank: _counted(part.report) ** 2 for rank, part in parts.items()} | {full: 0.0})
+    at = compress(method, attention, moments, dense)
+    return Curve({rank: _counted(at(rank).report) ** 2 for rank in ranks if rank < full} | {full: 0.0})
 
 
 def _counted(report: dict) -> float:

@@ -3,12 +3,14 @@
 Shape legend: H query heads, K key/value heads, G = H / K, N head dimension, R kept value width, D model width.
 """
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from ...architectures import AttentionView, BlockView, Dense
 from ...calibration.moments import BlockMoments, Moment
 from ...linalg.output_refit import refit_across_heads
-from ...linalg.paired_svd import paired_svd
+from ...linalg.paired_svd import paired_factors
 from ..base import BlockResult
 from ..modegpt.attention import GRADIENT, Part, compress_attention, map_heads, relative, values_move
 from ..modegpt.attention import compress_vo as values_alone
@@ -33,8 +35,8 @@ def values_of(method, view: BlockView):
     return compress_vo if method.attends(view) else values_alone
 
 
-def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dense], rank: int) -> Part:
-    """Algorithm 3 on what attention sends instead of on the values, then the output projection refitted across heads.
+def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dense]) -> Callable[[int], Part]:
+    """Return the values and outputs of any rank: Algorithm 3 on what attention sends, then a refit across heads.
 
     Attention averages values, so what it sends has another second moment than the values have. Where the output projection has
     a bias, the value bias and the mean move into it and the covariance is fitted, as in MoDeGPT.
@@ -48,31 +50,35 @@ def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dens
         return moment.second_moment() if centre is None else moment.about(centre)
 
     C, root = metric(sent), output_root(moments, GRADIENT)
-    fit = paired_svd(*_of_heads(C, weighted(root, W), attention), rank=rank)
-    groups = attention.heads // K
-    down = fit.down.repeat_interleave(groups, 0)  # (H, R, N)
-    refit = refit_across_heads(W, C, down, fit.up.repeat_interleave(groups, 0), ridge=method.ridge)
-    new_v, bias = map_heads(v, fit.down), o.bias
-    if centre is not None:
-        still = centre
-        if v.bias is not None and values_move(method, attention):
-            still = centre - v.bias.double().unflatten(0, (K, 1, -1)).expand(-1, groups, -1).flatten()
-            new_v = Dense(new_v.weight, None)
-        kept = refit.W @ (down @ still.unflatten(0, (len(down), -1, 1))).flatten()
-        bias = (o.bias.double() + W @ centre - kept).to(o.bias.dtype)
+    factors, groups = paired_factors(*_of_heads(C, weighted(root, W), attention)), attention.heads // K
 
-    def errors(C: Tensor) -> dict[str, float]:
-        error = refit.error(W, C)
-        return {"relative_error": relative(error, ((W @ C) * W).sum().item()), "error": error}
+    def at(rank: int) -> Part:
+        fit = factors.truncated(rank)
+        down = fit.down.repeat_interleave(groups, 0)  # (H, R, N)
+        refit = refit_across_heads(W, C, down, fit.up.repeat_interleave(groups, 0), ridge=method.ridge)
+        new_v, bias = map_heads(v, fit.down), o.bias
+        if centre is not None:
+            still = centre
+            if v.bias is not None and values_move(method, attention):
+                still = centre - v.bias.double().unflatten(0, (K, 1, -1)).expand(-1, groups, -1).flatten()
+                new_v = Dense(new_v.weight, None)
+            kept = refit.W @ (down @ still.unflatten(0, (len(down), -1, 1))).flatten()
+            bias = (o.bias.double() + W @ centre - kept).to(o.bias.dtype)
 
-    def error(other: BlockMoments) -> float:
-        return errors(metric(other["attention_output"]))["relative_error"]
+        def errors(C: Tensor) -> dict[str, float]:
+            error = refit.error(W, C)
+            return {"relative_error": relative(error, ((W @ C) * W).sum().item()), "error": error}
 
-    report = errors(C)
-    if root is not None:
-        losses = [predicted_loss(moments[GRADIENT], M, C) for M in (refit.gap(W), W)]
-        report |= {"weighted_error": relative(*losses), "predicted_loss": losses[0]}
-    return Part({"v": new_v, "o": Dense(refit.W.to(o.weight.dtype), bias)}, report, error)
+        def error(other: BlockMoments) -> float:
+            return errors(metric(other["attention_output"]))["relative_error"]
+
+        report = errors(C)
+        if root is not None:
+            losses = [predicted_loss(moments[GRADIENT], M, C) for M in (refit.gap(W), W)]
+            report |= {"weighted_error": relative(*losses), "predicted_loss": losses[0]}
+        return Part({"v": new_v, "o": Dense(refit.W.to(o.weight.dtype), bias)}, report, error)
+
+    return at
 
 
 def _of_heads(C: Tensor, W: Tensor, attention: AttentionView) -> tuple[Tensor, Tensor]:
