@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .psd import damping
+from .psd import damping, spd_factor
 
 __all__ = ["RIDGES", "Correction", "Regression", "correct"]
 
@@ -24,7 +24,7 @@ KEEP = 0.8  # of what the best step gains on held-out windows
 
 
 class Regression(NamedTuple):
-    """Moments of a regression of targets ``t`` on inputs ``h``, over some windows."""
+    """Moments of a regression of targets ``t`` on inputs ``h``, over some windows; all on one positive scale of any size."""
 
     C: Tensor  # (F, F) E[h h^T]
     cross: Tensor  # (D, F) E[t h^T]
@@ -102,11 +102,10 @@ class _Step(NamedTuple):
 
 def _step(residue: Tensor, slope: Tensor, fit: Regression, held_out: Regression, ridge: float) -> _Step | None:
     """``None`` where rounding of the sums is larger than this ridge."""
-    damped = fit.C.clone()
-    damped.diagonal().add_(damping(fit.C, ridge))
-    factor, info = torch.linalg.cholesky_ex(damped)
-    if info.item():
+    factor = spd_factor(fit.C, shift=damping(fit.C, ridge))
+    if factor is None:
         return None
-    change = torch.cholesky_solve(residue.T, factor).T
+    half = torch.linalg.solve_triangular(factor, residue.T, upper=False)
+    change = torch.linalg.solve_triangular(factor.mT, half, upper=True).T
     parts = torch.stack([(change * slope).sum(), ((change @ held_out.C) * change).sum()])
     return _Step(ridge, change, *parts.tolist())

@@ -15,7 +15,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["PSDRoot", "all_finite", "check_moment", "damping", "metric_root", "psd_root", "quadratic", "spd_inverse"]
+__all__ = [
+    "PSDRoot",
+    "all_finite",
+    "check_moment",
+    "damping",
+    "metric_root",
+    "psd_root",
+    "quadratic",
+    "spd_factor",
+    "spd_inverse",
+]
 
 
 CACHE_LINE = 8  # numbers of 8 bytes
@@ -93,26 +103,42 @@ def psd_root(C: Tensor, *, ridge: float = 0.0, cutoff: float | None = None) -> P
     return PSDRoot((U * sqrt) @ U.T, (U * inverse) @ U.T, eigenvalues, int(alive.sum()))
 
 
+def spd_factor(A: Tensor, *, shift: float = 0.0) -> Tensor | None:
+    """Lower Cholesky factor of a symmetric ``A + shift I``, ``None`` where that is not positive definite.
+
+    Args:
+        A: ``(N, N)``, fp32 or fp64.
+
+    Cost: N^3 / 3 flops, one ``(N, N)`` copy, of which the factor is a view.
+    """
+    padded = _padded_factor(A, shift)
+    return None if padded is None else padded[: len(A), : len(A)]
+
+
 def spd_inverse(A: Tensor, *, shift: float = 0.0) -> Tensor | None:
     """Inverse of a symmetric ``A + shift I`` by Cholesky, ``None`` where that is not positive definite.
-
-    A few rows of the identity are appended on the way: rows whose length is a multiple of a memory page, as the widths of
-    models make them, fall on the same cache sets, and MKL's Cholesky takes up to three times as long
-    (docs/results/cholesky.md).
 
     Args:
         A: ``(N, N)``, fp32 or fp64.
 
     Cost: N^3 flops, one ``(N, N)`` copy, which becomes the result (a view of it).
     """
+    padded = _padded_factor(A, shift)
+    return None if padded is None else torch.cholesky_inverse(padded, out=padded)[: len(A), : len(A)]
+
+
+def _padded_factor(A: Tensor, shift: float) -> Tensor | None:
+    """The factor, with a few rows of the identity appended: rows whose length is a multiple of a memory page, as the widths
+    of models make them, fall on the same cache sets, and MKL's Cholesky takes up to three times as long
+    (docs/results/cholesky.md)."""
     N = len(A)
     padded = torch.eye(N + CACHE_LINE, dtype=A.dtype, device=A.device)
     padded[:N, :N] = A
     padded.diagonal()[:N].add_(shift)
-    columns = padded.mT  # LAPACK's order, so that both steps work in place
+    columns = padded.mT  # LAPACK's order, so that it works in place
     info = torch.empty((), dtype=torch.int32, device=A.device)
     torch.linalg.cholesky_ex(columns, out=(columns, info))
-    return None if info.item() else torch.cholesky_inverse(columns, out=columns)[:N, :N]
+    return None if info.item() else columns
 
 
 @torch.no_grad()

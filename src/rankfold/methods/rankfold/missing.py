@@ -51,10 +51,12 @@ def repair(
 
 
 def regression(received: Moment, missing: CrossMoment, about: tuple[Tensor, Tensor] | None) -> Regression:
-    """Moments of the input and of what is missing, about two points where a bias takes them."""
-    cross, energy = missing.second.double() / missing.count, missing.energy / missing.count
+    """Return the moments of the input and of what is missing: as sums, of which no copy is made, or about two points where a
+    bias takes them."""
     if about is None:
-        return Regression(received.second_moment(), cross, energy)
+        scale = received.count / missing.count
+        return Regression(received.second.double(), missing.second.double() * scale, missing.energy * scale)
+    cross, energy = missing.second.double() / missing.count, missing.energy / missing.count
     h, t = about
     mean = missing.mean
     cross = cross.addr(t, received.mean, alpha=-1).addr_(mean - t, h, alpha=-1)
