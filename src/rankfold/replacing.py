@@ -112,9 +112,9 @@ class _InOtherCoordinates(nn.Module):
 
 
 def _turned(x: Tensor, Q: Tensor) -> Tensor:
-    """``x Q``, in fp32 whatever surrounds it: no block of the model makes this product."""
+    """``x Q`` in the dtype of ``x``, multiplied in fp32 whatever surrounds it: no block of the model makes this product."""
     with torch.autocast(x.device.type, enabled=False):
-        return x.float() @ Q.to(x.device, torch.float32)
+        return (x.float() @ Q.to(x.device, torch.float32)).to(x.dtype)
 
 
 def in_model_coordinates(view: BlockView, behind: Tensor | None) -> BlockView:

@@ -1,5 +1,6 @@
 """Moments measured block by block, against the activations themselves."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,10 +9,11 @@ import transformers
 
 import rankfold
 from activations import ATTENTION, member
-from families import CONFIGS, GQA, some_ids, tiny_model
+from families import CONFIGS, GQA, some_ids, tiny_model, tokens
 from rankfold.calibration import runner
 from rankfold.calibration import statistics as table
 from rankfold.calibration.runner import advance, measure, outputs, start
+from rankfold.errors import NumericsError
 from rankfold.scores import available
 
 NAMES = {"mlp_hidden", "mlp_input", "attention_input", "attention_output"}
@@ -241,3 +243,16 @@ def test_what_stands_where_a_block_was_lends_its_attributes():
     assert stand_in.out_features == 3 and not list(stand_in.parameters())
     with pytest.raises(AttributeError, match="nothing"):
         stand_in.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["rankfold", "modegpt", "sleb"])
+def test_a_model_whose_numbers_are_too_large_for_fp16_is_said_to_compute_nan(name):
+    """Its blocks may run in bf16, where they fit; its own norm and head do not."""
+    source = rankfold.open_model(tiny_model("llama").half())
+    source.autocast = torch.bfloat16
+    for parameter in source.blocks[0].mlp.parameters():
+        parameter.data.mul_(100)
+    with pytest.raises(
+        NumericsError, match="computes NaN on the calibration windows: its numbers are too large for float16"
+    ):
+        rankfold.compress(source, rankfold.make_method(name, sparsity=0.3), replace(tokens(), held_out=some_ids(2, 32)))

@@ -135,6 +135,15 @@ def test_half_precision_runs(run, family):
         assert torch.isfinite(low).all() and (low - expected).abs().max() < 0.15 * expected.abs().max()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_in_half_precision_is_compressed_in_it(dtype, tmp_path):
+    """As on a GPU: the blocks compute in what they are stored in, also while the checkpoint is checked."""
+    folder = rankfold.compress(
+        rankfold.open_model(tiny_model("llama").to(dtype)), method(), tokens(), tmp_path / "small"
+    )
+    assert rankfold.load(folder, device="cpu").dtype == dtype
+
+
 def test_sparsity_zero_leaves_the_logits_unchanged(family):
     source = opened(family)
     assert torch.equal(logits(rankfold.compress(source, method(sparsity=0.0), tokens())), logits(source.model))

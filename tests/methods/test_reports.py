@@ -1,10 +1,14 @@
 """What is reported where nothing is done, and where nothing can be lost."""
 
+from dataclasses import replace
+
 import pytest
 
-from families import opened, tokens
+import rankfold
+from families import opened, some_ids, tokens
 from rankfold import MoDeGPT
 from rankfold.calibration.runner import measure, start
+from rankfold.files import read_json
 
 
 def decomposed(source, ranks: dict[str, int]):
@@ -57,3 +61,15 @@ def test_relative_errors_do_not_depend_on_the_scale_of_what_is_sent(module, rank
     plain, small = (both_errors(changed("llama", scale, path), {module: rank}) for scale in (1.0, 1e-3))
     assert min(plain) > 0.01
     assert small == pytest.approx(plain, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", rankfold.method_names())
+@pytest.mark.parametrize("path", ["mlp.up_proj", "self_attn.v_proj"])
+def test_every_method_reports_numbers_where_a_module_of_the_first_block_sends_nothing(name, path, tmp_path):
+    """Nothing is missing after a module that sends nothing, so a share of what is missing has no scale."""
+    options = {} if name in ("wanda", "sparsegpt", "pruner-zero") else {"sparsity": 0.3}
+    options |= {"allocation": "uniform"} if name == "rankfold" else {}
+    windows = replace(tokens(), held_out=some_ids(2, 32, seed=2))
+    method, folder = rankfold.make_method(name, **options), tmp_path / "small"
+    rankfold.compress(changed("llama", 0.0, path), method, windows, folder)  # a record with NaN cannot be written
+    read_json(folder / "rankfold.json")

@@ -210,6 +210,9 @@ def outputs(source, ids: Given, stream: Stream, hidden: Tensor | None = None, *,
 
     Returns:
         ``(B, T, vocabulary)`` logits of a decoder, ``(B, T, D)`` normalised states of an encoder, what a projector sends.
+
+    Raises:
+        NumericsError: there is a NaN in it.
     """
     some, hidden = {} if keep is None else {"logits_to_keep": keep}, stream.hidden[0] if hidden is None else hidden
     if source.architecture.projects:
@@ -217,7 +220,15 @@ def outputs(source, ids: Given, stream: Stream, hidden: Tensor | None = None, *,
     with torch.set_grad_enabled(hidden.requires_grad), _recording(source, stop=False) as recorders, stream.context():
         recorders[-1].instead = hidden.to(source.model.dtype)
         found = source.forward(ids_of(ids), **some)  # images are in the stream
-        return found.logits if source.architecture.decoder else _batched(found.last_hidden_state)
+    found = found.logits if source.architecture.decoder else _batched(found.last_hidden_state)
+    if torch.aminmax(
+        found.detach()
+    ).min.isnan():  # unlike isnan() of all of it, no second tensor of a vocabulary's size
+        raise NumericsError(
+            f"{source.name} computes NaN on the calibration windows: its numbers are too large for "
+            f"{str(source.model.dtype).removeprefix('torch.')}, or its weights are damaged; give it in float32"
+        )
+    return found
 
 
 def outputs_at(source, ids: Given, stream: Stream, hidden: Tensor, positions: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from ..files import check_output, sync_files, sync_folder, writing
 from ..locking import lock_of, locked
+from .tokenizer import save_tokenizer
 
 __all__ = ["creating", "save_model"]
 
@@ -30,7 +31,7 @@ def save_model(model: PreTrainedModel, folder: str | Path, tokenizer=None) -> Pa
         unfinished.mkdir()
         model.save_pretrained(unfinished)
         if tokenizer is not None:
-            tokenizer.save_pretrained(unfinished)
+            save_tokenizer(tokenizer, unfinished)
     return folder
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..files import sync_files, write_json, write_tensors
+from .tokenizer import save_tokenizer
 
 __all__ = ["Shards", "write_around"]
 
@@ -70,7 +71,7 @@ def write_around(folder: Path, source, config) -> None:
     if getattr(source.model, "generation_config", None) is not None:
         source.model.generation_config.save_pretrained(folder)
     if source.has_tokenizer:
-        source.tokenizer.save_pretrained(folder)
+        save_tokenizer(source.tokenizer, folder)
     files = source.tokenizer_files
     for name in files.around if files else []:
         (folder / name).parent.mkdir(exist_ok=True)

@@ -1,15 +1,19 @@
 """The tokenizer, and the processor of images or of images and text, that lie beside a model's weights."""
 
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
 
 from ..errors import CheckpointError, OptionError, first_line
+from ..files import write_bytes
 
-__all__ = ["TokenizerFiles"]
+__all__ = ["TokenizerFiles", "save_tokenizer"]
 
 _NAMES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_MORE = ("added_tokens.json", "chat_template.jinja", "merges.txt", "sentencepiece.bpe.model", "special_tokens_map.json")
+_MORE += ("additional_chat_templates/*.jinja", "spiece.model")
 _PROCESSOR = ("preprocessor_config.json", "processor_config.json")
 _BESIDE_IT = ("video_preprocessor_config.json", "chat_template.json")
 # What sentence-transformers reads, and its modules behind the encoder, such as 1_Pooling.
@@ -33,6 +37,11 @@ class TokenizerFiles:
     def exist(self) -> bool:
         """Whether there is a tokenizer; a folder of weights alone has none."""
         return self.gguf is not None or any((self.folder / name).exists() for name in _NAMES)
+
+    def own(self, tokenizer) -> list[Path]:
+        """Files of a tokenizer that was read from here, relative to the folder."""
+        patterns = {*_NAMES, *_MORE, *type(tokenizer).vocab_files_names.values()}
+        return sorted(path.relative_to(self.folder) for pattern in patterns for path in self.folder.glob(pattern))
 
     @property
     def around(self) -> list[Path]:
@@ -97,3 +106,31 @@ class TokenizerFiles:
                 "beside the weights"
             )
         return found
+
+
+def save_tokenizer(tokenizer, folder: Path) -> None:
+    """Write a tokenizer: the files it was read from as they are, or, where it was changed since, what transformers writes.
+
+    What transformers writes names a class that earlier versions do not have, and leaves out settings and files that they and
+    other programs read, such as ``add_bos_token`` and ``tokenizer.model``.
+    """
+    files = TokenizerFiles(Path(getattr(tokenizer, "name_or_path", None) or folder))
+    if not (files.exist and _is_unchanged(tokenizer, files)):
+        tokenizer.save_pretrained(folder)
+        return
+    for name in files.own(tokenizer):
+        (folder / name).parent.mkdir(exist_ok=True)
+        write_bytes(folder / name, (files.folder / name).read_bytes())
+
+
+def _is_unchanged(tokenizer, files: TokenizerFiles) -> bool:
+    """Whether a tokenizer still is the one that its files describe: transformers writes the same of both."""
+    with tempfile.TemporaryDirectory() as place:
+        written = [Path(place, name) for name in ("now", "then")]
+        tokenizer.save_pretrained(written[0])
+        try:
+            files.load().save_pretrained(written[1])
+        except CheckpointError:  # the caller read it in another way, with code of its own
+            return False
+        now, then = ({path.relative_to(f): path.read_bytes() for path in f.rglob("*.*")} for f in written)
+    return now == then

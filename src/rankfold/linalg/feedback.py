@@ -34,6 +34,10 @@ class Regression(NamedTuple):
         """``E||t - W h||^2``."""
         return self.energy - 2 * (W * self.cross).sum() + ((W @ self.C) * W).sum()
 
+    def relative_loss(self, W: Tensor) -> float:
+        """The loss over ``E||t||^2``; the loss itself where the targets are zero."""
+        return self.loss(W).item() / (self.energy.item() or 1.0)
+
 
 class Correction(NamedTuple):
     """Result of :func:`correct`."""

@@ -180,12 +180,21 @@ class _Saving:
         return self.__func__(self.__self__, *args, **kwargs)
 
 
-def _save_with_code(model, save_directory, *args, **kwargs):
-    """``save_pretrained`` that also puts this code beside the weights, where ``auto_map`` looks for it."""
+def _save_with_code(model, save_directory, *args, push_to_hub=False, **kwargs):
+    """``save_pretrained`` that also puts this code beside the weights, where ``auto_map`` looks for it.
+
+    ``push_to_hub`` of transformers' own uploads before the code is there, so the model is pushed afterwards.
+    """
     model.config.auto_map = dict(AUTO_MAP)
+    hub = {
+        name: kwargs.pop(name) for name in ("repo_id", "commit_message", "private") if push_to_hub and name in kwargs
+    }
     type(model).save_pretrained(model, save_directory, *args, **kwargs)
     if os.path.isdir(save_directory):
         Path(save_directory, CODE_FILE).write_text(code(), encoding="utf-8")
+    if push_to_hub:
+        hub |= {name: kwargs[name] for name in ("token", "max_shard_size") if name in kwargs}
+        model.push_to_hub(hub.pop("repo_id", Path(save_directory).name), **hub)
 
 
 class RankfoldForCausalLM:

@@ -47,4 +47,4 @@ def _missing(better: Repair, fit: Nystrom) -> float:
     """What is still missing on the held-out windows when the dropped units are gone."""
     W = better.dense.weight.new_zeros(better.dense.weight.shape)
     W[:, fit.keep] = fit.W_down
-    return (better.held_out.loss(W) / better.held_out.energy).item()
+    return better.held_out.relative_loss(W)
