@@ -5,6 +5,8 @@ they cost, and queries, keys and values are dear. `--budget bytes --batch N` cou
 
     python benchmarks/kv_cache.py
     python benchmarks/kv_cache.py --only "rankfold, the cache counted 0.3"
+    python benchmarks/kv_cache.py --model $RANKFOLD_MODELS/opt-6m --text opt-6m-val.txt --length 256 \\
+        --json benchmarks/results/kv_cache_opt-6m.json
 """
 
 import common
@@ -31,23 +33,26 @@ DEFINITIONS = {
     "parameters": perplexity_table.DEFINITIONS["parameters"],
     "kv_bytes_per_token": "by which the cache grows with a token, in bf16: a cache is filled and counted; the plan agrees",
     "weight_bytes": "of the blocks, in bf16",
-    "cache_bytes": f"of {BATCH} sequences of {CONTEXT} tokens, in bf16",
+    "cache_bytes": f"of {BATCH} sequences of {CONTEXT} tokens, or as many as the model's context has, in bf16",
 }
 
 
 def main() -> None:
     parser = common.arguments(__doc__, "kv_cache_smollm2")
     common.add_protocol(parser)
+    parser.add_argument("--text", help="one text in the data's text/ folder, half for each; default: WikiText-2")
     names = [f"{setting} {sparsity}" for setting, (*_, sparsities) in SETTINGS.items() for sparsity in sparsities]
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=["dense", *names], default=["dense", *names])
     args = parser.parse_args()
     source = common.open_source(args.model, autocast=args.autocast)
-    tokens, windows, texts = perplexity_table.wikitext2(source, args)
+    split = perplexity_table.halves if args.text else perplexity_table.wikitext2
+    tokens, windows, texts = split(source, args)
+    cached = BATCH * min(CONTEXT, source.context_length)
     on = common.evaluation(source, windows, args)
     record = common.Record(args.json, common.protocol(source, on, tokens, texts), DEFINITIONS, resume=True)
     if "dense" in args.only and "dense" not in record:
         model = source.whole_model()
-        add(record, "dense", model, on, blocks_of(source), setting="dense", sparsity=0.0)
+        add(record, "dense", model, on, (blocks_of(source), cached), setting="dense", sparsity=0.0)
     for setting, (name, options, sparsities) in SETTINGS.items():
         for sparsity in sparsities:
             row = f"{setting} {sparsity}"
@@ -57,7 +62,7 @@ def main() -> None:
                 kept = blocks_of(source) - (plans[0].parameters - plans[0].parameters_after)
                 facts = {"method": method.describe(), "budget": plans[0].budget}
                 assert plans[0].kv_bytes_per_token_after == cache_bytes(model), "the plan is wrong about the cache"
-                add(record, row, model, on, kept, setting=setting, sparsity=sparsity, **facts)
+                add(record, row, model, on, (kept, cached), setting=setting, sparsity=sparsity, **facts)
     common.say(f"wrote {common.shown(str(args.json))}")
 
 
@@ -66,10 +71,10 @@ def blocks_of(source) -> int:
     return sum(p.numel() for p in source.blocks.parameters())
 
 
-def add(record, name: str, model, on, parameters: int, **facts) -> None:
-    """Evaluate and keep the row; ``parameters`` are those of the blocks."""
+def add(record, name: str, model, on, counts: tuple[int, int], **facts) -> None:
+    """Evaluate and keep the row; ``counts`` are the parameters of the blocks and the tokens in the cache."""
     per_token = cache_bytes(model) // model.dtype.itemsize * ITEM
-    sizes = {"weight_bytes": parameters * ITEM, "cache_bytes": per_token * BATCH * CONTEXT}
+    sizes = {"weight_bytes": counts[0] * ITEM, "cache_bytes": per_token * counts[1]}
     perplexity_table.add(record, name, model, on, kv_bytes_per_token=per_token, **sizes, **facts)
 
 
@@ -80,7 +85,7 @@ def table(record: dict) -> list[str]:
         record["rows"], key=lambda row: (row is not dense, [*SETTINGS].index(row["setting"]) if row is not dense else 0)
     )
     head = ["", "sparsity", "perplexity", "KV-cache bytes per token", "MB of the blocks"]
-    head += [f"MB of the cache, {BATCH} x {CONTEXT} tokens", "MB together"]
+    head += [f"MB of a cache of {dense['cache_bytes'] // dense['kv_bytes_per_token']:,} tokens", "MB together"]
     body = []
     for row in rows:
         together = row["weight_bytes"] + row["cache_bytes"]

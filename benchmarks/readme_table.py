@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import common
+import kv_cache
 from rankfold.errors import CheckpointError
 from rankfold.files import read_json, write_text
 
@@ -41,7 +42,7 @@ def table(results: Path) -> list[str]:
         line("parameters", smol, lambda row: f"{row['parameters'] / 1e6:.1f} M"),
         *(perplexity(results, name) for name in MODELS),
         line("zero-shot accuracy, mean of four tasks", rows(results, "zero_shot_smollm2"), accuracy),
-        cache(rows(results, "kv_cache_smollm2")),
+        *caches(results),
         *speed(rows(results, "speed")),
         cost(rows(results, "compression_cost")),
     ]
@@ -76,10 +77,25 @@ def accuracy(row: dict) -> str:
     return f"{row['mean']:.1%}".replace("%", " %")
 
 
-def cache(of: dict[str, dict]) -> str:
-    """Of the same settings; its record calls `latentllm (joint)` by the method alone."""
-    named = {name.replace("latentllm 0", "latentllm (joint) 0"): row for name, row in of.items()}
-    return line("KV-cache bytes per token, bf16", named, lambda row: f"{row['kv_bytes_per_token']:,}")
+def caches(results: Path) -> list[str]:
+    """Rows of the cache; one that no setting was measured for is left out."""
+    smol, opt = (rows(results, name) for name in ("kv_cache_smollm2", "kv_cache_opt-6m"))
+    counted = {DENSE: smol[DENSE], "rankfold 0.3": smol[f"{kv_cache.NAME} 0.3"]}
+    found = {
+        "SmolLM2, bf16": _named(smol),
+        f"SmolLM2, the cache in the budget (`--budget bytes --batch {kv_cache.BATCH}`)": counted,
+        "opt-6m, bf16": _named(opt),
+    }
+    measured = {what: part for what, part in found.items() if any(f"{setting} 0.3" in part for setting in SETTINGS)}
+    return [
+        line(f"KV-cache bytes per token of {what}", part, lambda row: f"{row['kv_bytes_per_token']:,}")
+        for what, part in measured.items()
+    ]
+
+
+def _named(found: dict[str, dict]) -> dict[str, dict]:
+    """Rows by the names of the columns: the record of the cache calls `latentllm (joint)` by the method alone."""
+    return {name.replace("latentllm 0", "latentllm (joint) 0"): row for name, row in found.items()}
 
 
 def speed(of: dict[str, dict]) -> list[str]:

@@ -266,7 +266,10 @@ class Method:
         return self.parameter_change(view, ranks)[0]
 
     def cached_numbers(self, view: BlockView, ranks: dict[str, int]) -> int:
-        """Numbers the key/value cache of this block holds per token at these ranks."""
+        """Return the numbers that the key/value cache of this block holds per token at these ranks.
+
+        A module that ``ranks`` leaves out is dense; rank 0 is what remains without it, so that a budget can price one module.
+        """
         raise NotImplementedError
 
     def alone(self, view: BlockView) -> "Method":
