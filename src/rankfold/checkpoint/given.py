@@ -1,17 +1,56 @@
-"""Whether a model that the caller holds in memory is one that can be compressed."""
+"""What the caller gave as a model: a hub id, a folder, a file or a model in memory; decided here for all commands."""
+
+import os
+from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from ..architectures import Architecture, Part, part_of
-from ..errors import UnsupportedModelError
+from ..errors import CheckpointError, UnsupportedModelError
 from ..modules import METHOD_NAME
 from .classes import auto_class
+from .folders import MERGED, check_file, check_folder, raw_config
+from .hub import locate
+from .signs import check_filled, check_names, check_numbers, kind_of
+from .weights import Weights
 
-__all__ = ["check_given", "check_quantised", "check_tied"]
+__all__ = ["check_given", "check_quantised", "check_tied", "resolve_model"]
 
 KNOWN = ("torch", "transformers")  # whose linear layers compute what their weight says
+
+
+def resolve_model(model: str | Path) -> Path:
+    """Return the folder or ``.gguf`` file of a model, dense or compressed, that transformers reads.
+
+    Args:
+        model: hub id, folder or file.
+
+    Raises:
+        CheckpointError: it is something else, or a part is not there.
+        UnsupportedModelError: it is quantised and its config does not say so, wrapped, or carries an adapter.
+    """
+    if not isinstance(model, str | os.PathLike):
+        raise UnsupportedModelError(
+            f"a {type(model).__name__} is no name of a model; give a hub id, a folder or a .gguf file"
+        )
+    try:
+        path = locate(str(model))
+    except OSError as error:  # a name that no file can have
+        raise CheckpointError(f"no model at {str(model)[:60]!r}: {error.strerror}") from error
+    if not path.is_dir():
+        check_file(path)
+        return path
+    check_folder(path)
+    config, weights = raw_config(path), Weights(path)
+    if "quantization" in config:
+        raise UnsupportedModelError(f"{path} is a quantised model of MLX; start from the dense model")
+    check_names(list(weights.places), str(path))
+    if not config.get("quantization_config"):
+        check_numbers({name: place.kind for name, place in weights.places.items()}, str(path))
+        check_filled({name: place.shape for name, place in weights.places.items()}, str(path))
+    return path
 
 
 def check_given(model: nn.Module, name: str | None) -> Part:
@@ -19,20 +58,26 @@ def check_given(model: nn.Module, name: str | None) -> Part:
     if hasattr(model, "_orig_mod"):
         raise UnsupportedModelError("the model is compiled; give the model that was compiled (model._orig_mod)")
     if hasattr(model, "peft_config"):
-        raise UnsupportedModelError(
-            "the model carries adapters; merge them first (model = model.merge_and_unload()) and give the result"
-        )
+        merged = "model = model.merge_and_unload()" if hasattr(model, "merge_and_unload") else MERGED
+        raise UnsupportedModelError(f"the model carries adapters; merge them first ({merged}) and give the result")
     if not isinstance(model, PreTrainedModel):
+        held = isinstance(getattr(model, "module", None), PreTrainedModel)
         raise UnsupportedModelError(
-            f"{type(model).__name__} is not a transformers model; give a PreTrainedModel, a folder or a hub id"
+            f"{type(model).__name__} is not a transformers model; give "
+            + ("the model in it (model.module)" if held else "a PreTrainedModel, a folder or a hub id")
         )
     check_quantised(model.config, type(model).__name__)
     auto_class(model.config, type(model).__name__)
-    on_meta = [name for name, tensor in model.state_dict().items() if tensor.device.type == "meta"]
+    state = model.state_dict()
+    on_meta = [name for name, tensor in state.items() if tensor.device.type == "meta"]
     if on_meta:
         raise UnsupportedModelError(
             f"{on_meta[0]} and {len(on_meta) - 1} more tensors are on the meta device, without numbers; load the weights first"
         )
+    check_names(list(state), type(model).__name__)
+    if not getattr(model.config, "quantization_config", None):
+        check_numbers({name: kind_of(tensor) for name, tensor in state.items()}, type(model).__name__)
+        check_filled({name: tensor.shape for name, tensor in state.items()}, type(model).__name__)
     part = part_of(model, name)
     check_quantised(model.config, type(model).__name__, part.architecture.blocks)
     if part.architecture.decoder and model.get_output_embeddings() is None:

@@ -12,7 +12,7 @@ from ..errors import CheckpointError, RankfoldError, first_line
 from ..modules import FORMATS, METHOD_NAMES, RankfoldConfig, attach, current_name, install_described
 from .classes import auto_class
 from .devices import resolve_device, resolve_dtype
-from .hub import locate
+from .given import resolve_model
 from .tokenizer import TokenizerFiles
 from .weights import Weights, check_finite
 from .whole import (
@@ -40,7 +40,7 @@ def load_model(model: str | Path, *, dtype: str = "auto", device: str = "auto") 
         CheckpointError: it cannot be read, or does not hold what its config describes.
         NumericsError: a weight is NaN or infinite (named).
     """
-    path, where, wanted = locate(str(model)), resolve_device(device), resolve_dtype(dtype) or "auto"
+    path, where, wanted = resolve_model(model), resolve_device(device), resolve_dtype(dtype) or "auto"
     loaded = read_gguf(path, wanted) if path.suffix == ".gguf" else _read_folder(path, wanted, str(model))
     check_finite(loaded.state_dict())
     return loaded.to(where).eval()
@@ -125,4 +125,4 @@ def load_tokenizer(model: str | Path):
     Raises:
         CheckpointError: there is none.
     """
-    return TokenizerFiles.beside(locate(str(model))).load()
+    return TokenizerFiles.beside(resolve_model(model)).load()

@@ -6,9 +6,10 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from ..checkpoint.given import resolve_model
 from ..report.card import measured_on
 from ..report.commands import records_of
-from ..report.record import read_record
+from ..report.record import NAME, read_record
 from . import common as c
 from . import options as o
 
@@ -22,6 +23,8 @@ def command(
     \b
     rankfold inspect small
     """
+    if not (folder / NAME).exists():
+        resolve_model(folder)  # says what else it is
     record = read_record(folder)
     c.emit(record, json, lambda out: [_print(one, out) for one in records_of(record)])
 
