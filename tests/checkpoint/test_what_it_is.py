@@ -317,6 +317,10 @@ FILES = {  # name of a file -> its content, and what is said
     "model.onnx": (b"", r"model.onnx is a model compiled for an engine"),
     "notes.md": (b"hello", r"notes.md is neither a folder nor a .gguf file; give the folder that has config.json"),
 }
+UNREAD = {"exl2": {"quant_method": "exl2"}, "modelopt": {"quant_method": "modelopt", "quant_algo": "FP8"}}
+for method, fields in UNREAD.items():
+    message = rf"is quantised \({method}\), which transformers does not read; start from the dense model"
+    FOLDERS[method] = (configured(quantization_config=fields), message)
 THINGS = {
     **{name: message for name, (_, message) in FOLDERS.items()},
     **{f"files/{n}": m for n, (_, m) in FILES.items()},
@@ -377,6 +381,77 @@ def test_a_prefix_of_all_names_is_named(place, tmp_path, use, prefix):
         RankfoldError, match=f"prefixed has '{prefix}' in front of the names of all weights; take it off"
     ):
         use(tmp_path / "prefixed", device="cpu")
+
+
+REPOSITORIES = {  # files -> what is said
+    (
+        "config.json",
+        "pytorch_model.bin",
+    ): r"owner/name has no model.safetensors; pytorch_model.bin is pickled weights: rankf",
+    (
+        "README.md",
+        "a-Q4.gguf",
+        "a-Q8.gguf",
+    ): r"GGUF files \(a-Q4.gguf, a-Q8.gguf\); give one file, what `hf download owner/na",
+    (
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ): r"owner/name is an adapter without a model; merge it with peft",
+    (
+        "model_index.json",
+        "unet/config.json",
+    ): r"owner/name has no config.json; model_index.json is a diffusers pipeline",
+    (
+        "params.json",
+        "consolidated.00.pth",
+    ): r"owner/name has no config.json; consolidated.00.pth is a model in its maker's o",
+    (
+        "v1/config.json",
+        "v1/model.safetensors",
+        "README.md",
+    ): r"folders in it have; give what `hf download owner/name --incl",
+    (): r"owner/name is empty",
+}
+
+
+@pytest.mark.parametrize("listed", REPOSITORIES)
+@pytest.mark.parametrize("name, revision", [("owner/name", None), ("owner/name@v2", "v2")])
+def test_a_repository_of_the_hub_is_what_its_files_are(tmp_path, monkeypatch, listed, name, revision):
+    """Only what is read is downloaded, so the hub is asked what else there is."""
+
+    def download(repository, **options):
+        for file in listed:
+            if file.endswith(".json") and "/" not in file:
+                (tmp_path / file).write_text("{}")
+        return str(tmp_path)
+
+    asked = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr(
+        "huggingface_hub.HfApi.list_repo_files", lambda self, *a, **k: asked.append((a, k)) or list(listed)
+    )
+    message = REPOSITORIES[listed].replace("owner/name", name)
+    with pytest.raises(RankfoldError, match=message):
+        resolve_model(name)
+    assert asked == [(("owner/name",), {"revision": revision})]
+
+
+def test_a_whole_snapshot_is_not_asked_about(place, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *a, **k: str(place / "model"))
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda *a, **k: pytest.fail("asked"))
+    assert resolve_model("owner/name") == place / "model"
+
+
+def test_what_the_hub_cannot_say_is_said(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise ConnectionError("offline")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *a, **k: str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", refuse)
+    with pytest.raises(
+        RankfoldError, match=r"'owner/name' is not complete in the hub's cache, .*asked \(offline\); check"
+    ):
+        resolve_model("owner/name")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

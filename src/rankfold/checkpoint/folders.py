@@ -3,28 +3,22 @@
 Only names and first bytes are read, so that nothing of a foreign format is parsed.
 """
 
-import json
 import re
 from pathlib import Path
 
 from ..errors import CheckpointError
 from .foreign import foreign_kind
-from .weights import INDEX, SINGLE, listed
+from .listing import CONFIG, GGUF, MODEL_INDEX, Listing, check_listing, read_dict
 
-__all__ = ["MERGE", "MERGED", "check_file", "check_folder", "raw_config"]
+__all__ = ["check_file", "check_folder", "raw_config"]
 
-CONFIG, ADAPTER, MODEL_INDEX, GGUF = "config.json", "adapter_config.json", "model_index.json", ".gguf"
-WHOLE = f"{CONFIG} and {SINGLE}, or give a .gguf file"
 HEAD = 100  # bytes; a git-lfs pointer has about 130
 PARTED = re.compile(r".*-(\d{5})-of-(\d{5})\.gguf")
-NESTED = ("*/config.json", "*/*/config.json")  # of checkpoints in folders below; the hub's cache has snapshots/REVISION
 # Names of what transformers reads: a pointer in the place of another file does not matter.
 READ = re.compile(
     r"(config|generation_config|model.*|adapter_config|adapter_model|(pre)?processor_config|chat_template|added_tokens"
     r"|special_tokens_map|tokenizer.*|vocab|merges|modules)\.(json|safetensors|model|txt|jinja)"
 )
-MERGED = "model = PeftModel.from_pretrained(base, adapter).merge_and_unload()"
-MERGE = f"merge it with peft ({MERGED}), write the model with save_pretrained and give that"
 STAND_INS = (  # first bytes of what stands in the place of a file
     (b"version https://git-lfs", "is a git-lfs pointer, not the file itself; run `git lfs pull` in its folder"),
     (b"<!doctype html", "is a web page, not the file itself; download it again"),
@@ -56,38 +50,18 @@ def check_file(file: Path) -> None:
 
 def check_folder(folder: Path) -> None:
     """Raise :class:`CheckpointError` unless a folder has the files of a transformers checkpoint, and no adapter."""
-    try:
-        names = sorted(path.name + ("/" if path.is_dir() else "") for path in folder.iterdir())
-    except OSError as error:
-        raise CheckpointError(f"cannot read the folder {folder}: {error.strerror}") from error
-    has_weights = SINGLE in names or INDEX in names
-    whole = CONFIG in names and has_weights
-    for name in names:
-        if READ.fullmatch(name) or not (whole or name.endswith("/")):
+    listing = Listing.of_folder(folder)
+    for name in listing.names:
+        if READ.fullmatch(name) or not (listing.is_whole or name.endswith("/")):
             _check_stand_in(folder / name)
-    if ADAPTER in names or (not whole and any(name.startswith("adapter_model.") for name in names)):
-        _refuse_adapter(folder, CONFIG in names)
-    if not names:
-        raise CheckpointError(f"{folder} is empty; give a folder that has {WHOLE}")
-    if CONFIG not in names and MODEL_INDEX not in names:
-        _refuse_nested(folder)
-    if not whole:
-        _refuse_foreign(folder, names, has_weights)
+    check_listing(listing)
     if "_diffusers_version" in raw_config(folder):
         raise CheckpointError(f"{folder} is a part of a diffusers pipeline; give the folder of a language model")
 
 
 def raw_config(folder: Path) -> dict:
     """Return config.json as it is; nothing where it cannot be read, which :func:`~.whole.read_config` reports."""
-    return _json(folder / CONFIG)
-
-
-def _json(path: Path) -> dict:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return read_dict(folder / CONFIG)
 
 
 def _head(file: Path) -> bytes:
@@ -110,44 +84,3 @@ def _check_stand_in(file: Path) -> None:
     for start, what in STAND_INS:
         if head.startswith(start):
             raise CheckpointError(f"{file} {what}")
-
-
-def _refuse_adapter(folder: Path, beside: bool) -> None:
-    base = _json(folder / ADAPTER).get("base_model_name_or_path")
-    of = f" of {base}" if base else ""
-    if beside:
-        raise CheckpointError(
-            f"{folder} has an adapter{of} beside the model ({ADAPTER}); move the adapter's files to a folder of their own; if "
-            f"it is to count, {MERGE}"
-        )
-    raise CheckpointError(f"{folder} is an adapter{of} without a model; {MERGE}")
-
-
-def _refuse_nested(folder: Path) -> None:
-    """Name the checkpoints in the folders below; checkpoint-1000 comes behind checkpoint-500."""
-    found = {path.parent for pattern in NESTED for path in folder.glob(pattern) if "model_type" in _json(path)}
-    if found:
-        places = sorted(found, key=lambda path: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", str(path))])
-        raise CheckpointError(
-            f"{folder} has no {CONFIG}, and folders in it have; give {' or '.join(map(str, places[-3:]))}"
-        )
-
-
-def _refuse_foreign(folder: Path, names: list[str], has_weights: bool) -> None:
-    """Name what is there in place of a checkpoint."""
-    if has_weights:
-        raise CheckpointError(f"{folder} has weights and no {CONFIG}; put the model's {CONFIG} beside them")
-    lacks = f"no {SINGLE}" if CONFIG in names else f"no {CONFIG}"
-    if files := [name for name in names if name.lower().endswith(GGUF)]:
-        raise CheckpointError(
-            f"{folder} has {lacks}, and GGUF files ({listed(files)}); give one file, {folder / files[0]}"
-        )
-    own = [name for name in names if name.endswith(".safetensors") and not foreign_kind([name])]
-    if own and CONFIG in names:
-        raise CheckpointError(
-            f"{folder} has {lacks} and no {INDEX}, and other safetensors ({listed(own)}); add the index of these, or rename a "
-            f"single one to {SINGLE}"
-        )
-    if kind := foreign_kind(names):
-        raise CheckpointError(f"{folder} has {lacks}; {kind[0]} is {kind[1]}: {kind[2]}")
-    raise CheckpointError(f"{folder} has {lacks}; it has {listed(names)}; give a folder that has {WHOLE}")

@@ -6,18 +6,24 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from ..architectures import Architecture, Part, part_of
-from ..errors import CheckpointError, UnsupportedModelError
-from ..modules import METHOD_NAME
+from ..errors import CheckpointError, UnsupportedModelError, first_line
+from ..modules import METHOD_NAME, METHOD_NAMES
 from .classes import auto_class
-from .folders import MERGED, check_file, check_folder, raw_config
+from .folders import check_file, check_folder, raw_config
 from .hub import locate
-from .signs import check_filled, check_names, check_numbers, kind_of
+from .listing import MERGED, Listing, check_listing
+from .signs import SAVED, check_filled, check_names, check_numbers, kind_of
 from .weights import Weights
 
 __all__ = ["check_given", "check_quantised", "check_tied", "resolve_model"]
 
+DEQUANTISES = {
+    "fp8": "FineGrainedFP8Config",
+    "mxfp4": "Mxfp4Config",
+}  # quantiser -> config of transformers that undoes it
 KNOWN = ("torch", "transformers")  # whose linear layers compute what their weight says
 
 
@@ -39,6 +45,9 @@ def resolve_model(model: str | Path) -> Path:
         path = locate(str(model))
     except OSError as error:  # a name that no file can have
         raise CheckpointError(f"no model at {str(model)[:60]!r}: {error.strerror}") from error
+    is_local = Path(model).expanduser().exists()
+    if not is_local and not (path.is_dir() and Listing.of_folder(path).is_whole):
+        _check_repository(str(model))
     if not path.is_dir():
         check_file(path)
         return path
@@ -46,11 +55,38 @@ def resolve_model(model: str | Path) -> Path:
     config, weights = raw_config(path), Weights(path)
     if "quantization" in config:
         raise UnsupportedModelError(f"{path} is a quantised model of MLX; start from the dense model")
+    _check_method(config, path)
     check_names(list(weights.places), str(path))
     if not config.get("quantization_config"):
         check_numbers({name: place.kind for name, place in weights.places.items()}, str(path))
         check_filled({name: place.shape for name, place in weights.places.items()}, str(path))
     return path
+
+
+def _check_repository(name: str) -> None:
+    """Say what a repository of the hub is, of which no config and weights came."""
+    from huggingface_hub import HfApi
+
+    repository, _, revision = name.partition("@")
+    try:
+        files = HfApi().list_repo_files(repository, revision=revision or None)
+    except Exception as error:  # httpx, requests and hub errors share no base; all mean "not to be had"
+        raise CheckpointError(
+            f"{name!r} is not complete in the hub's cache, and the hub cannot be asked ({first_line(error)}); check the "
+            "connection, or download it elsewhere and give the folder"
+        ) from error
+    check_listing(Listing.of_repository(name, files))
+
+
+def _check_method(config: dict, folder: Path) -> None:
+    """Refuse a quantiser that transformers does not have: with a warning it would read codes as weights."""
+    found = config.get("quantization_config")
+    method = found.get("quant_method") if isinstance(found, dict) else None
+    known = {*METHOD_NAMES, *AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes"}  # the last has a suffix in the mapping
+    if method and method not in known:
+        raise UnsupportedModelError(
+            f"{folder} is quantised ({str(method)[:60]}), which transformers does not read; start from the dense model"
+        )
 
 
 def check_given(model: nn.Module, name: str | None) -> Part:
@@ -106,7 +142,13 @@ def check_quantised(config, name: str, blocks: str | None = None) -> None:
     ours = method == METHOD_NAME.partition(" ")[0]
     if ours and (blocks is None or not any(path.startswith(f"{blocks}.") for path in done["modules"])):
         return
-    raise UnsupportedModelError(f"{name} is already compressed or quantised ({method}); start from the dense model")
+    to_do = "start from the dense model"
+    if method in DEQUANTISES:
+        to_do += (
+            f", or de-quantise it: from_pretrained(..., quantization_config={DEQUANTISES[method]}(dequantize=True)) of "
+            f"transformers, and give that model, or what it writes with {SAVED}"
+        )
+    raise UnsupportedModelError(f"{name} is already compressed or quantised ({method}); {to_do}")
 
 
 def check_tied(model: nn.Module) -> None:

@@ -8,7 +8,7 @@ from accelerate import init_empty_weights
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..errors import CheckpointError, RankfoldError, first_line
+from ..errors import CheckpointError, RankfoldError, UnsupportedModelError, first_line
 from ..modules import FORMATS, METHOD_NAMES, RankfoldConfig, attach, current_name, install_described
 from .classes import auto_class
 from .devices import resolve_device, resolve_dtype
@@ -60,6 +60,10 @@ def _read_folder(folder: Path, dtype: torch.dtype | str, name: str) -> PreTraine
         loaded, info = auto_class(config).from_pretrained(folder, dtype=dtype, use_safetensors=True, **REPORTED)
     except RankfoldError:
         raise
+    except ImportError as error:
+        raise UnsupportedModelError(
+            f"{name} needs a package that is not installed ({first_line(error)}); install it, or start from the dense model"
+        ) from error
     except Exception as error:  # transformers, safetensors and json raise many types for a damaged checkpoint
         raise CheckpointError(f"{name} cannot be loaded: {first_line(error)}; copy or make it again") from error
     compressed = isinstance(getattr(loaded.config, "quantization_config", None), RankfoldConfig)

@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from ..errors import UnsupportedModelError
-from .folders import MERGE
+from .listing import MERGE
 
-__all__ = ["check_filled", "check_names", "check_numbers", "kind_of"]
+__all__ = ["SAVED", "check_filled", "check_names", "check_numbers", "kind_of"]
 
+SAVED = (
+    "save_pretrained(OUT, save_original_format=False)"  # by default it is written quantised again, without its config
+)
 QUANTISED = (  # names that quantisers give to what lies beside a weight or in its place
     ("bitsandbytes", r"\.(SCB|(nested_)?absmax|(nested_)?quant_map|quant_state\.\w+)$"),
     ("GPTQ or AWQ", r"\.(qweight|qzeros|g_idx)$"),
@@ -69,7 +72,7 @@ def check_numbers(kinds: Mapping[str, str], place: str) -> None:
     if found:
         raise UnsupportedModelError(
             f"{place} is quantised ({found[1]}: {found[0]}), and its config has no quantization_config; start from the dense "
-            "model, or copy the config of the quantised one and de-quantise it with transformers"
+            f"model, or, where transformers has de-quantised it, save it again with {SAVED}"
         )
 
 

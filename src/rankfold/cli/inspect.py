@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from ..checkpoint.given import resolve_model
 from ..report.card import measured_on
 from ..report.commands import records_of
 from ..report.record import NAME, read_record
@@ -24,6 +23,8 @@ def command(
     rankfold inspect small
     """
     if not (folder / NAME).exists():
+        from ..checkpoint.given import resolve_model
+
         resolve_model(folder)  # says what else it is
     record = read_record(folder)
     c.emit(record, json, lambda out: [_print(one, out) for one in records_of(record)])
