@@ -22,7 +22,7 @@ def command(
     \b
     rankfold inspect small
     """
-    if not (folder / NAME).exists():
+    if folder.exists() and not (folder / NAME).exists():
         from ..checkpoint.given import resolve_model
 
         resolve_model(folder)  # says what else it is
