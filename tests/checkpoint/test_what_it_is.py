@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers as t
 from safetensors.torch import load_file, save_file
 
 import rankfold
@@ -381,6 +382,23 @@ def test_a_prefix_of_all_names_is_named(place, tmp_path, use, prefix):
         RankfoldError, match=f"prefixed has '{prefix}' in front of the names of all weights; take it off"
     ):
         use(tmp_path / "prefixed", device="cpu")
+
+
+@pytest.mark.parametrize("use", [rankfold.open_model, rankfold.load])
+@pytest.mark.parametrize("kind", ["Model", "ForSequenceClassification"])
+def test_a_checkpoint_without_a_language_model_head_says_what_it_was_saved_as(place, tmp_path, use, kind):
+    model = getattr(t, f"Llama{kind}").from_pretrained(place / "model")
+    model.save_pretrained(tmp_path / "other")
+    with pytest.raises(
+        RankfoldError, match=rf"saved as Llama{kind} and lacks lm_head.weight, which LlamaForCausalLM has; g"
+    ):
+        use(tmp_path / "other", device="cpu")
+
+
+@pytest.mark.parametrize("use", [rankfold.open_model, rankfold.load])
+def test_a_folder_under_the_suffix_of_a_file_is_a_folder(place, tmp_path, use):
+    shutil.copytree(place / "model", tmp_path / "model.gguf")
+    use(tmp_path / "model.gguf", device="cpu")
 
 
 REPOSITORIES = {  # files -> what is said

@@ -41,7 +41,7 @@ def load_model(model: str | Path, *, dtype: str = "auto", device: str = "auto") 
         NumericsError: a weight is NaN or infinite (named).
     """
     path, where, wanted = resolve_model(model), resolve_device(device), resolve_dtype(dtype) or "auto"
-    loaded = read_gguf(path, wanted) if path.suffix == ".gguf" else _read_folder(path, wanted, str(model))
+    loaded = read_gguf(path, wanted) if path.is_file() else _read_folder(path, wanted, str(model))
     check_finite(loaded.state_dict())
     return loaded.to(where).eval()
 

@@ -274,7 +274,7 @@ def open_model(
         return Source(model, place or type(model).__name__, where, model.dtype, None, files, tokenizer, part=stack)
     path = resolve_model(model)
     name = path.name if Path(str(model)).expanduser().exists() else str(model)  # no local paths in results
-    read = _read_gguf if path.suffix == ".gguf" else _read_folder
+    read = _read_gguf if path.is_file() else _read_folder
     network, storage_dtype, weights, size, stack = read(path, where, wanted, part)
     source = Source(network, name, where, storage_dtype, weights, TokenizerFiles.beside(path), tokenizer, size, stack)
     if not len(source):

@@ -93,7 +93,7 @@ def bytes_on_disk(model: str | Path) -> int:
         CheckpointError: there are none.
     """
     path = resolve_model(model)
-    return path.stat().st_size if path.suffix == ".gguf" else Weights(path).bytes_on_disk
+    return path.stat().st_size if path.is_file() else Weights(path).bytes_on_disk
 
 
 def peak_memory(model: nn.Module, ids: Tensor, steps: int) -> int | None:
