@@ -114,3 +114,32 @@ def test_a_file_that_is_cut_is_one_line(length, tmp_path):
     for read in (rankfold.open_model, rankfold.load):
         with pytest.raises(CheckpointError, match="cut.gguf cannot be"):
             read(tmp_path / "cut.gguf", device="cpu")
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        (
+            "blk.0.attn_q.weight.lora_a",
+            r"x.gguf is an adapter without a model \(blk.0.attn_q.weight.lora_a\); merge it with",
+        ),
+        (
+            "token_embd.weight",
+            r"x.gguf holds 128 numbers, and its config describes [\d,]{13}; download or copy it again",
+        ),
+    ],
+)
+@pytest.mark.parametrize("read", [rankfold.load, rankfold.open_model])
+def test_a_file_without_most_of_its_model_is_refused_before_the_model_is_made(
+    tmp_path, monkeypatch, name, message, read
+):
+    """Its config would be that of a model of seven billion parameters."""
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    writer.add_tensor(name, torch.ones(4, 32).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", None)
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=message):
+        read(tmp_path / "x.gguf", device="cpu")

@@ -33,7 +33,32 @@ def on_meta():
 
 def adapted():
     model = tiny_model("llama")
-    model.peft_config = {"default": SimpleNamespace()}  # what a wrapped model of peft has
+    model.peft_config = {
+        "default": SimpleNamespace()
+    }  # what a wrapped model of peft has, and one with transformers' own adapters
+    return model
+
+
+def wrapped_by_peft():
+    model = adapted()
+    model.merge_and_unload = None
+    return model
+
+
+def renamed(old: str, new: str):
+    """A model whose module ``old`` has gone into another one, as wrappers and adapters do it."""
+    model = tiny_model("llama")
+    path, _, name = old.rpartition(".")
+    owner = model.get_submodule(path)
+    setattr(owner, name, nn.ModuleDict({new: getattr(owner, name)}))
+    return model
+
+
+def with_weight(change):
+    model = tiny_model("llama")
+    weight = model.model.layers[1].mlp.up_proj.weight
+    weight.requires_grad_(False)
+    weight.data = change(weight.data)
     return model
 
 
@@ -61,7 +86,25 @@ def parametrised():
         (compressed, r"LlamaForCausalLM is already compressed or quantised \(rankfold\); start from the dense model"),
         (quantised, r"already compressed or quantised \(gptq\)"),
         (on_meta, r"on the meta device, without numbers; load the weights first"),
-        (adapted, r"carries adapters; merge them first \(model = model.merge_and_unload\(\)\)"),
+        (wrapped_by_peft, r"carries adapters; merge them first \(model = model.merge_and_unload\(\)\)"),
+        (adapted, r"carries adapters; merge them first \(model = PeftModel.from_pretrained\(base, adapter\)\.merge"),
+        (
+            lambda: renamed("model.layers.1.mlp.up_proj", "base_layer"),
+            r"is wrapped by peft, its adapter not merged \(model.layers.1.mlp.up_proj.base_layer.weight\); merge it",
+        ),
+        (
+            lambda: renamed("model.layers.1.mlp", "_orig_mod"),
+            r"was compiled by torch.compile \(model.layers.1.mlp._orig",
+        ),
+        (lambda: nn.DataParallel(tiny_model("llama")), r"DataParallel is .*; give the model in it \(model.module\)"),
+        (
+            lambda: with_weight(lambda w: w.to(torch.float8_e4m3fn)),
+            r"quantised \(F8: model.layers.1.mlp.up_proj.weight\)",
+        ),
+        (
+            lambda: with_weight(lambda w: w[:0, 0]),
+            r"1 tensors without entries \(model.layers.1.mlp.up_proj.weight\), as",
+        ),
         (
             lambda: torch.compile(tiny_model("llama")),
             r"is compiled; give the model that was compiled \(model._orig_mod\)",
@@ -78,6 +121,13 @@ def parametrised():
 def test_what_is_no_plain_dense_model_is_refused(make, message):
     with pytest.raises(UnsupportedModelError, match=message):
         rankfold.open_model(make(), device="cpu")
+
+
+@pytest.mark.parametrize("use", [rankfold.open_model, rankfold.load])
+@pytest.mark.parametrize("thing", [{"a": torch.ones(1)}, None, 3, t.LlamaConfig(**GQA)], ids=lambda x: type(x).__name__)
+def test_what_is_no_name_of_a_model_is_refused(use, thing):
+    with pytest.raises(UnsupportedModelError, match=f"a {type(thing).__name__} is no name of a model; give a hub id"):
+        use(thing)
 
 
 @pytest.mark.parametrize("family", KINDS)

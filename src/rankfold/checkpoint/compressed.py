@@ -7,10 +7,11 @@ import torch
 from ..errors import CheckpointError
 from .classes import check_writes
 from .devices import resolve_dtype
-from .hub import locate
+from .given import resolve_model
 from .load import load_model
 from .source import Source, stored_dtype
 from .tokenizer import TokenizerFiles
+from .weights import Weights
 from .whole import read_config
 
 __all__ = ["open_compressed"]
@@ -29,12 +30,12 @@ def open_compressed(model: str | Path, *, dtype: str = "auto") -> Source:
         CheckpointError: it cannot be read, or does not hold what its config describes.
         UnsupportedModelError: its family is unknown, or an encoder.
     """
-    path = locate(str(model))
+    path = resolve_model(model)
     if not path.is_dir():
         raise CheckpointError(f"{model} is not a folder; give one that `rankfold compress` wrote")
     written = resolve_dtype(dtype)
     loaded = load_model(path, dtype="float32", device="cpu")
     check_writes(loaded.config, path.name)
     if written is None:
-        written = stored_dtype(read_config(path), path)
+        written = stored_dtype(read_config(path), Weights(path))
     return Source(loaded, path.name, torch.device("cpu"), written, None, TokenizerFiles.beside(path))

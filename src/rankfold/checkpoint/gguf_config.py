@@ -9,12 +9,12 @@ from pathlib import Path
 import gguf
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..errors import CheckpointError, UnsupportedModelError
 
-__all__ = ["FACTORS", "check_biases", "gguf_config", "longrope"]
+__all__ = ["FACTORS", "check_biases", "check_size", "gguf_config", "longrope"]
 
 FACTORS = "rope_freqs.weight"  # what every frequency is divided by
 OTHERS = ("rope_factors_long.weight", "rope_factors_short.weight")
@@ -28,23 +28,44 @@ BIASES = {"attention_bias": "blk.0.attn_q.bias", "mlp_bias": "blk.0.ffn_up.bias"
 READ_BY_TRANSFORMERS = ("gpt-oss",)
 
 
-def gguf_config(file: Path) -> tuple[PreTrainedConfig, int]:
-    """The config of the model in a GGUF file, and how many numbers there are in its biases, for :func:`check_biases`.
+def gguf_config(file: Path) -> tuple[PreTrainedConfig, int, int]:
+    """The config of the model in a GGUF file, and how many numbers there are in its biases (for :func:`check_biases`) and in
+    all its tensors (for :func:`check_size`).
 
-    Both at once, because opening a file takes seconds: its vocabulary is parsed token by token.
+    All at once, because opening a file takes seconds: its vocabulary is parsed token by token.
 
     Raises:
-        UnsupportedModelError: the file stretches rotary frequencies in a way that cannot be said in a config.
+        UnsupportedModelError: the file stretches rotary frequencies in a way that cannot be said in a config, or is an adapter.
     """
     config, reader = AutoConfig.from_pretrained(file.parent, gguf_file=file.name), gguf.GGUFReader(file)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
+    if found := next((name for name in tensors if name.endswith((".lora_a", ".lora_b"))), None):
+        raise UnsupportedModelError(
+            f"{file} is an adapter without a model ({found}); merge it with `llama-export-lora` and give the merged file"
+        )
     for name, tensor in BIASES.items():
         if tensor in tensors and hasattr(config, name):
             setattr(config, name, True)
     stretched = _stretched(config, reader, tensors, file)
     if stretched:
         _turning(config).update(stretched)
-    return config, sum(tensor.n_elements for name, tensor in tensors.items() if name.endswith("bias"))
+    biases = sum(tensor.n_elements for name, tensor in tensors.items() if name.endswith("bias"))
+    return config, biases, sum(int(tensor.n_elements) for tensor in tensors.values())
+
+
+def check_size(config: PreTrainedConfig, numbers: int, file: Path) -> None:
+    """Raise :class:`CheckpointError` where a file has far fewer numbers than its config: what is missing would be made first.
+
+    Args:
+        numbers: in all tensors of the file.
+    """
+    with torch.device("meta"):
+        needed = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
+    if needed > 2 * numbers:
+        raise CheckpointError(
+            f"{file} holds {numbers:,} numbers, and its config describes {needed:,}; download or copy it again, or take the "
+            "folder of safetensors this file was made of"
+        )
 
 
 def _stretched(config, reader: gguf.GGUFReader, tensors: dict, file: Path) -> dict:

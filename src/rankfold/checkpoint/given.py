@@ -1,17 +1,92 @@
-"""Whether a model that the caller holds in memory is one that can be compressed."""
+"""What the caller gave as a model: a hub id, a folder, a file or a model in memory; decided here for all commands."""
+
+import os
+from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from ..architectures import Architecture, Part, part_of
-from ..errors import UnsupportedModelError
-from ..modules import METHOD_NAME
+from ..errors import CheckpointError, UnsupportedModelError, first_line
+from ..modules import METHOD_NAME, METHOD_NAMES
 from .classes import auto_class
+from .folders import check_file, check_folder, raw_config
+from .hub import locate
+from .listing import MERGED, Listing, check_listing
+from .signs import SAVED, check_filled, check_names, check_numbers, kind_of
+from .weights import Weights
 
-__all__ = ["check_given", "check_quantised", "check_tied"]
+__all__ = ["check_given", "check_quantised", "check_tied", "resolve_model"]
 
+DEQUANTISES = {
+    "fp8": "FineGrainedFP8Config",
+    "mxfp4": "Mxfp4Config",
+}  # quantiser -> config of transformers that undoes it
 KNOWN = ("torch", "transformers")  # whose linear layers compute what their weight says
+
+
+def resolve_model(model: str | Path) -> Path:
+    """Return the folder or ``.gguf`` file of a model, dense or compressed, that transformers reads.
+
+    Args:
+        model: hub id, folder or file.
+
+    Raises:
+        CheckpointError: it is something else, or a part is not there.
+        UnsupportedModelError: it is quantised and its config does not say so, wrapped, or carries an adapter.
+    """
+    if not isinstance(model, str | os.PathLike):
+        raise UnsupportedModelError(
+            f"a {type(model).__name__} is no name of a model; give a hub id, a folder or a .gguf file"
+        )
+    try:
+        path = locate(str(model))
+    except OSError as error:  # a name that no file can have
+        raise CheckpointError(f"no model at {str(model)[:60]!r}: {error.strerror}") from error
+    is_local = Path(model).expanduser().exists()
+    if not is_local and not (path.is_dir() and Listing.of_folder(path).is_whole):
+        _check_repository(str(model))
+    if not path.is_dir():
+        check_file(path)
+        return path
+    check_folder(path)
+    config, weights = raw_config(path), Weights(path)
+    if "quantization" in config:
+        raise UnsupportedModelError(f"{path} is a quantised model of MLX; start from the dense model")
+    _check_method(config, path)
+    check_names(list(weights.places), str(path))
+    if not config.get("quantization_config"):
+        check_numbers({name: place.kind for name, place in weights.places.items()}, str(path))
+        check_filled({name: place.shape for name, place in weights.places.items()}, str(path))
+    return path
+
+
+def _check_repository(name: str) -> None:
+    """Say what a repository of the hub is, of which no config and weights came."""
+    from huggingface_hub import HfApi
+
+    repository, _, revision = name.partition("@")
+    try:
+        files = HfApi().list_repo_files(repository, revision=revision or None)
+    except Exception as error:  # httpx, requests and hub errors share no base; all mean "not to be had"
+        raise CheckpointError(
+            f"{name!r} is not complete in the hub's cache, and the hub cannot be asked ({first_line(error)}); check the "
+            "connection, or download it elsewhere and give the folder"
+        ) from error
+    check_listing(Listing.of_repository(name, files))
+
+
+def _check_method(config: dict, folder: Path) -> None:
+    """Refuse a quantiser that transformers does not have: with a warning it would read codes as weights."""
+    found = config.get("quantization_config")
+    method = found.get("quant_method") if isinstance(found, dict) else None
+    known = {*METHOD_NAMES, *AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes"}  # the last has a suffix in the mapping
+    if method and method not in known:
+        raise UnsupportedModelError(
+            f"{folder} is quantised ({str(method)[:60]}), which transformers does not read; start from the dense model"
+        )
 
 
 def check_given(model: nn.Module, name: str | None) -> Part:
@@ -19,20 +94,26 @@ def check_given(model: nn.Module, name: str | None) -> Part:
     if hasattr(model, "_orig_mod"):
         raise UnsupportedModelError("the model is compiled; give the model that was compiled (model._orig_mod)")
     if hasattr(model, "peft_config"):
-        raise UnsupportedModelError(
-            "the model carries adapters; merge them first (model = model.merge_and_unload()) and give the result"
-        )
+        merged = "model = model.merge_and_unload()" if hasattr(model, "merge_and_unload") else MERGED
+        raise UnsupportedModelError(f"the model carries adapters; merge them first ({merged}) and give the result")
     if not isinstance(model, PreTrainedModel):
+        held = isinstance(getattr(model, "module", None), PreTrainedModel)
         raise UnsupportedModelError(
-            f"{type(model).__name__} is not a transformers model; give a PreTrainedModel, a folder or a hub id"
+            f"{type(model).__name__} is not a transformers model; give "
+            + ("the model in it (model.module)" if held else "a PreTrainedModel, a folder or a hub id")
         )
     check_quantised(model.config, type(model).__name__)
     auto_class(model.config, type(model).__name__)
-    on_meta = [name for name, tensor in model.state_dict().items() if tensor.device.type == "meta"]
+    state = model.state_dict()
+    on_meta = [name for name, tensor in state.items() if tensor.device.type == "meta"]
     if on_meta:
         raise UnsupportedModelError(
             f"{on_meta[0]} and {len(on_meta) - 1} more tensors are on the meta device, without numbers; load the weights first"
         )
+    check_names(list(state), type(model).__name__)
+    if not getattr(model.config, "quantization_config", None):
+        check_numbers({name: kind_of(tensor) for name, tensor in state.items()}, type(model).__name__)
+        check_filled({name: tensor.shape for name, tensor in state.items()}, type(model).__name__)
     part = part_of(model, name)
     check_quantised(model.config, type(model).__name__, part.architecture.blocks)
     if part.architecture.decoder and model.get_output_embeddings() is None:
@@ -61,7 +142,13 @@ def check_quantised(config, name: str, blocks: str | None = None) -> None:
     ours = method == METHOD_NAME.partition(" ")[0]
     if ours and (blocks is None or not any(path.startswith(f"{blocks}.") for path in done["modules"])):
         return
-    raise UnsupportedModelError(f"{name} is already compressed or quantised ({method}); start from the dense model")
+    to_do = "start from the dense model"
+    if method in DEQUANTISES:
+        to_do += (
+            f", or de-quantise it: from_pretrained(..., quantization_config={DEQUANTISES[method]}(dequantize=True)) of "
+            f"transformers, and give that model, or what it writes with {SAVED}"
+        )
+    raise UnsupportedModelError(f"{name} is already compressed or quantised ({method}); {to_do}")
 
 
 def check_tied(model: nn.Module) -> None:

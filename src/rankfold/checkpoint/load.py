@@ -8,11 +8,11 @@ from accelerate import init_empty_weights
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..errors import CheckpointError, RankfoldError, first_line
+from ..errors import CheckpointError, RankfoldError, UnsupportedModelError, first_line
 from ..modules import FORMATS, METHOD_NAMES, RankfoldConfig, attach, current_name, install_described
 from .classes import auto_class
 from .devices import resolve_device, resolve_dtype
-from .hub import locate
+from .given import resolve_model
 from .tokenizer import TokenizerFiles
 from .weights import Weights, check_finite
 from .whole import (
@@ -40,8 +40,8 @@ def load_model(model: str | Path, *, dtype: str = "auto", device: str = "auto") 
         CheckpointError: it cannot be read, or does not hold what its config describes.
         NumericsError: a weight is NaN or infinite (named).
     """
-    path, where, wanted = locate(str(model)), resolve_device(device), resolve_dtype(dtype) or "auto"
-    loaded = read_gguf(path, wanted) if path.suffix == ".gguf" else _read_folder(path, wanted, str(model))
+    path, where, wanted = resolve_model(model), resolve_device(device), resolve_dtype(dtype) or "auto"
+    loaded = read_gguf(path, wanted) if path.is_file() else _read_folder(path, wanted, str(model))
     check_finite(loaded.state_dict())
     return loaded.to(where).eval()
 
@@ -60,6 +60,10 @@ def _read_folder(folder: Path, dtype: torch.dtype | str, name: str) -> PreTraine
         loaded, info = auto_class(config).from_pretrained(folder, dtype=dtype, use_safetensors=True, **REPORTED)
     except RankfoldError:
         raise
+    except ImportError as error:
+        raise UnsupportedModelError(
+            f"{name} needs a package that is not installed ({first_line(error)}); install it, or start from the dense model"
+        ) from error
     except Exception as error:  # transformers, safetensors and json raise many types for a damaged checkpoint
         raise CheckpointError(f"{name} cannot be loaded: {first_line(error)}; copy or make it again") from error
     compressed = isinstance(getattr(loaded.config, "quantization_config", None), RankfoldConfig)
@@ -125,4 +129,4 @@ def load_tokenizer(model: str | Path):
     Raises:
         CheckpointError: there is none.
     """
-    return TokenizerFiles.beside(locate(str(model))).load()
+    return TokenizerFiles.beside(resolve_model(model)).load()

@@ -22,8 +22,7 @@ from ..errors import CheckpointError, UnsupportedModelError, first_line
 from .classes import auto_class
 from .devices import DTYPES, autocast_dtype, resolve_device, resolve_dtype
 from .fingerprint import fingerprint
-from .given import check_given, check_quantised, check_tied
-from .hub import locate
+from .given import check_given, check_quantised, check_tied, resolve_model
 from .tokenizer import TokenizerFiles
 from .weights import Weights, check_finite, fill_outer
 from .whole import check_unused, read_config, read_generation_config, read_gguf, read_whole, untie
@@ -273,9 +272,9 @@ def open_model(
         place = getattr(model, "name_or_path", "")
         files = TokenizerFiles(Path(place)) if place else None
         return Source(model, place or type(model).__name__, where, model.dtype, None, files, tokenizer, part=stack)
-    path = locate(str(model))
+    path = resolve_model(model)
     name = path.name if Path(str(model)).expanduser().exists() else str(model)  # no local paths in results
-    read = _read_gguf if path.suffix == ".gguf" else _read_folder
+    read = _read_gguf if path.is_file() else _read_folder
     network, storage_dtype, weights, size, stack = read(path, where, wanted, part)
     source = Source(network, name, where, storage_dtype, weights, TokenizerFiles.beside(path), tokenizer, size, stack)
     if not len(source):
@@ -300,12 +299,10 @@ def _read_gguf(file: Path, device: torch.device, dtype: torch.dtype | None, part
 def _read_folder(folder: Path, device: torch.device, dtype: torch.dtype | None, part: str | None):
     """The model around its blocks, the dtype weights are written in, where blocks are read from, bytes on disk, and the part
     that is taken."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is neither a folder nor a .gguf file")
     config, weights = _dense_config(folder), Weights(folder)
     size = weights.bytes_on_disk
     weights.check_config(config)
-    storage_dtype = dtype or stored_dtype(config, folder)
+    storage_dtype = dtype or stored_dtype(config, weights)
     model = _empty(config, torch.float32 if device.type == "cpu" else storage_dtype)
     stack = part_of(model, part)
     check_quantised(config, str(folder), stack.architecture.blocks)
@@ -327,17 +324,18 @@ def _read_folder(folder: Path, device: torch.device, dtype: torch.dtype | None, 
     return model, storage_dtype, weights, size, stack
 
 
-def stored_dtype(config, folder: Path) -> torch.dtype:
-    """What a checkpoint is written in, by its config.
+def stored_dtype(config, weights: Weights) -> torch.dtype:
+    """Return the dtype in which transformers' ``dtype="auto"`` holds a checkpoint: its config's, or else its tensors'.
 
     Raises:
         CheckpointError: it is not one of the dtypes that can be written.
     """
-    stored = config.get_text_config().dtype or config.dtype or torch.float32
+    stored = config.dtype or weights.dtype
     if stored not in DTYPES.values():
+        named = f"{weights.folder / 'config.json'} names" if config.dtype else f"the tensors in {weights.folder} have"
         raise CheckpointError(
-            f"{folder / 'config.json'} names the dtype {str(stored).removeprefix('torch.')}, which is not one of "
-            f"{', '.join(DTYPES)}; choose one of these with --dtype"
+            f"{named} the dtype {str(stored).removeprefix('torch.')}, which is not one of {', '.join(DTYPES)}; choose one of "
+            "these with --dtype"
         )
     return stored
 

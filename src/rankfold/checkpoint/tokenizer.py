@@ -31,7 +31,7 @@ class TokenizerFiles:
     @classmethod
     def beside(cls, model: Path) -> "TokenizerFiles":
         """Of a model folder or a ``.gguf`` file."""
-        return cls(model.parent, model.name) if model.suffix == ".gguf" else cls(model)
+        return cls(model.parent, model.name) if model.is_file() else cls(model)
 
     @property
     def exist(self) -> bool:

@@ -15,9 +15,11 @@ from ..errors import CheckpointError, NumericsError, first_line
 from ..linalg.psd import all_finite
 from .conversion import Place, Placed, converted
 
-__all__ = ["Weights", "check_finite", "fill_outer", "listed", "missed", "required_names"]
+__all__ = ["INDEX", "SINGLE", "Weights", "check_finite", "fill_outer", "listed", "missed", "required_names"]
 
+SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+KINDS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of floats
 IN_LIST = re.compile(r"(.*?)\.\d+\..*\b(weight|bias)$")  # a weight of one of many equal modules, such as blocks
 
 
@@ -38,6 +40,13 @@ class Weights:
         files = {part.file for place in self.places.values() for part in place.parts}
         return sum(file.stat().st_size for file in files)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the first tensor of floats in the first file, as transformers takes it for ``dtype="auto"``; fp32 without any."""
+        first = min((place.file for place in self.places.values()), default=None)
+        kinds = [place.kind for place in self.places.values() if place.file == first]
+        return next((KINDS[kind] for kind in kinds if kind in KINDS), torch.float32)
+
     def match(self, model: nn.Module, current: Callable[[str], str] = str) -> bool:
         """Match checkpoint names to those of a model, which may be empty; False where not all of a model's are there.
 
@@ -45,15 +54,25 @@ class Weights:
             current: what a name of the files' format is called in this version's.
 
         Raises:
-            CheckpointError: a tensor lies in parts that do not go together.
+            CheckpointError: a tensor lies in parts that do not go together, or all names have a prefix that no model has.
         """
         self.places = {current(name): place for name, place in self.places.items()}
         prefix, wanted = model.base_model_prefix, required_names(model)
         found = _renamed(self.places, prefix, wanted)
         if not wanted <= set(found):
+            self._check_prefix(wanted)
             found = _renamed(converted(self.places, model), prefix, wanted)
         self.places = found
         return wanted <= set(found)
+
+    def _check_prefix(self, wanted: set[str]) -> None:
+        last = max(wanted, key=len, default="")
+        for prefix in sorted(name.removesuffix(last) for name in self.places if name.endswith(f".{last}")):
+            if all(prefix + name in self.places for name in wanted):
+                raise CheckpointError(
+                    f"{self.folder} has {prefix!r} in front of the names of all weights; take it off the names, and save the "
+                    "tensors again"
+                )
 
     def check_config(self, config) -> None:
         """Before a model is built: one of two billion blocks would take hours.
@@ -156,7 +175,7 @@ def _open(file: Path):
 
 
 def _places(folder: Path) -> dict[str, Place]:
-    single = folder / "model.safetensors"
+    single = folder / SINGLE
     if single.exists() or not (folder / INDEX).exists():  # as transformers chooses
         files, named = [single], {}
     else:

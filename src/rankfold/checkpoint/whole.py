@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from ..errors import CheckpointError, RankfoldError, UnsupportedModelError, first_line
 from .classes import auto_class
-from .gguf_config import check_biases, gguf_config
+from .gguf_config import check_biases, check_size, gguf_config
 from .weights import listed, missed
 
 __all__ = [
@@ -57,7 +57,8 @@ def read_gguf(file: Path, dtype: torch.dtype | str) -> nn.Module:
         UnsupportedModelError: see :func:`~.gguf_config.gguf_config`.
     """
     try:
-        config, biases = gguf_config(file)
+        config, biases, numbers = gguf_config(file)
+        check_size(config, numbers, file)
         model, info = AutoModelForCausalLM.from_pretrained(
             file.parent, gguf_file=file.name, config=config, dtype=dtype, **REPORTED
         )
@@ -124,7 +125,12 @@ def check_loaded(info: dict, model: nn.Module, place: Path, *, only_described: b
     """
     wrong = [f"{n} {list(got)} instead of {list(wanted)}" for n, got, wanted in sorted(info["mismatched_keys"])]
     unused = sorted(info["unexpected_keys"])
-    problems = {"lacks": sorted(info["missing_keys"]), "has the wrong shape of": wrong}
+    missing, saved, read = sorted(info["missing_keys"]), (model.config.architectures or [None])[0], type(model).__name__
+    if missing and saved and saved != read:
+        raise CheckpointError(
+            f"{place} was saved as {saved} and lacks {listed(missing)}, which {read} has; give one that was saved as {read}"
+        )
+    problems = {"lacks": missing, "has the wrong shape of": wrong}
     refuse_unfit(place, problems | ({"has no use for": unused} if only_described else {}))
     check_unused(unused, model, place)
 

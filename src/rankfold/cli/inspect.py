@@ -20,8 +20,12 @@ def command(
     rankfold inspect small
     """
     from ..report.commands import records_of
-    from ..report.record import read_record
+    from ..report.record import NAME, read_record
 
+    if folder.exists() and not (folder / NAME).exists():
+        from ..checkpoint.given import resolve_model
+
+        resolve_model(folder)  # says what else it is
     record = read_record(folder)
     c.emit(record, json, lambda out: [_print(one, out) for one in records_of(record)])
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.hub import locate
+from ..checkpoint.given import resolve_model
 from ..checkpoint.weights import Weights
 from ..errors import OptionError, UnsupportedModelError
 from ..memory import release_memory
@@ -92,8 +92,8 @@ def bytes_on_disk(model: str | Path) -> int:
     Raises:
         CheckpointError: there are none.
     """
-    path = locate(str(model))
-    return path.stat().st_size if path.suffix == ".gguf" else Weights(path).bytes_on_disk
+    path = resolve_model(model)
+    return path.stat().st_size if path.is_file() else Weights(path).bytes_on_disk
 
 
 def peak_memory(model: nn.Module, ids: Tensor, steps: int) -> int | None:
