@@ -40,8 +40,9 @@ class LatentLLM(Method):
         bias_refit: let biases take the mean (App. B.2).
         condition_limit: largest condition number of the block a junction inverts.
         latent_cache: cache latents instead of heads where that is smaller and still correct.
-        bits: of the stored factors, 2 to 8, in chunks of ``chunk`` numbers (App. I.1); 0 keeps the model's dtype. Plain
-            factors of a layer's own output are refined under rounding. Sparse values, biases and dense modules stay.
+        bits: of the stored factors, 2 to 8, in chunks of ``chunk`` numbers (App. I.1); 0 keeps the model's dtype. Factors are
+            refined under rounding in every junction and form; identities and other fixed entries stay exact. Sparse values,
+            biases and dense modules stay.
         chunk: numbers that share a scale and a smallest value.
         sparse: share of a module's kept weights that are single values of a sparse matrix (App. I), in [0, 1]; the low
             rank has the rest. With 1 there is none, and a rank is the mean number of values for each output. All forms are
