@@ -46,12 +46,17 @@ def in_junction(slot: Slot, fit: Fit) -> Parts:
     method = slot.method
     junction = apply_junction(fit.B, fit.A, method.junction, limit=method.condition_limit)
     A, B = junction.A, junction.B
+    indices = {"columns": junction.columns, "rows": junction.rows}
+    indices = {name: order for name, order in indices.items() if order is not None}
+    if method.junction == "lu" and not method.bits:
+        rank = len(A)
+        square = A[:, :rank].triu() + B[:rank].tril(-1)
+        return Parts({"T": square, "A": A[:, rank:], "B": B[rank:]}, indices, junction.condition)
     if method.junction == "lu":
         rank, wide, tall = fit.A.shape[0], fit.A.shape[1], fit.B.shape[0]
         A = A[tuple(torch.triu_indices(rank, wide, device=A.device))]
         B = B[tuple(torch.tril_indices(tall, rank, -1, device=A.device))]
-    indices = {"columns": junction.columns, "rows": junction.rows}
-    return Parts({"A": A, "B": B}, {k: i for k, i in indices.items() if i is not None}, junction.condition)
+    return Parts({"A": A, "B": B}, indices, junction.condition)
 
 
 def _heads_in_junction(slot: Slot, fit: Fit) -> Parts:
