@@ -111,6 +111,13 @@ class Slot:
             spec["nonzeros"] = self.nonzeros(rank)
         return spec
 
+    def products(self, rank: int) -> int:
+        """Matrix products that one token takes: of each factor, of a square that holds two triangles, of the sparse part."""
+        spec = self.spec(rank)
+        if self.alone:
+            return 1
+        return 2 + (2 if spec["form"] == "triangles" else 0) + ("nonzeros" in spec)
+
     def storage(self, rank: int) -> tuple[int, int]:
         """``(numbers kept in the model's dtype, bytes of all else)``: codes and indices are bytes, scales are numbers.
 

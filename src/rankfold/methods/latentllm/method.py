@@ -183,6 +183,13 @@ class LatentLLM(Method):
             for slot, rank in self._lower(view, ranks)
         )
 
+    def added_products(self, view: BlockView, ranks: dict[str, int]) -> int:
+        met = view.experts.active if view.experts else 1  # experts that a token is sent to
+        return sum(
+            (met if slot.name in EXPERTS else 1) * (slot.products(rank) - (3 if slot.name == QKV else 1))
+            for slot, rank in self._lower(view, ranks)
+        )
+
     def _lower(self, view: BlockView, ranks: dict[str, int]):
         """Slot and rank of every module that does not stay dense."""
         there = slots(self, view)
