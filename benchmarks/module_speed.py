@@ -1,44 +1,37 @@
 """What compressing one kind of module alone buys in tokens per second, prefill and decode: MoDeGPT's Table 30.
 
 Every module loses a share of its own weights; the last row compresses all three. At one sparsity all of them and the dense
-model run in turning order, so that ratios are formed within a round. Speed depends on shapes, not on values, so the models are
-calibrated on little text.
+model run in turning order, in as many rounds as it takes (see settled_speed.py). Speed depends on shapes, not on values, so the
+models are calibrated on little text.
 
-    python benchmarks/module_speed.py
-    python benchmarks/module_speed.py --sparsity 0.3 --dtypes float32
+    python benchmarks/module_speed.py                                   # about 8 minutes of two cores
+    python benchmarks/module_speed.py --sparsity 0.2 0.3 0.4 0.5 --dtypes float32 bfloat16
 """
 
 import tempfile
 from pathlib import Path
 
 import common
+import settled_speed
 from rankfold import load, make_method
-from rankfold.evaluation.speed import DEFINITION, speed
+from settled_speed import KINDS, cell
 from speed import make
 from studies_table import table as crossed
 
 METHOD = "modegpt"
 MODULES = {"mlp": ("mlp",), "qk": ("qk",), "vo": ("vo",), "all": ("mlp", "qk", "vo")}
-KINDS = ("prefill", "decode")
-DEFINITIONS = {
-    "sparsity": "share of its own weights that a module loses, in every block",
-    "prefill, decode": DEFINITION,
-    "ratio": "compressed over dense within a round; median over rounds",
-}
+DEFINITIONS = {"sparsity": "share of its own weights that a module loses, in every block"} | settled_speed.DEFINITIONS
 
 
 def main() -> None:
     parser = common.arguments(__doc__, "module_speed_smollm2")
     common.add_model(parser)
-    parser.add_argument("--sparsity", type=float, nargs="+", default=[0.2, 0.3, 0.4, 0.5])
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--prompt", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--sparsity", type=float, nargs="+", default=[0.3])
+    parser.add_argument("--dtypes", nargs="+", default=["float32"])
+    settled_speed.add_arguments(parser)
     args = parser.parse_args()
     source = common.open_source(args.model)
-    options = {name: getattr(args, name) for name in ("batch", "prompt", "steps", "repeats")}
+    options = settled_speed.options_of(args)
     config = {"model": common.describe_model(source), "method": METHOD, "speed": options}
     record = common.Record(args.json, config, DEFINITIONS, resume=True)
     for sparsity in args.sparsity:
@@ -56,9 +49,9 @@ def measure(record, source, sparsity: float, dtypes: list[str], args, options: d
         for dtype in dtypes:
             models = {"dense": load(common.model_path(args.model), dtype=dtype)}
             models |= {name: load(path, dtype=dtype) for name, path in small.items()}
-            found = speed(models, **options)["models"]
-            record.add(f"{dtype} {sparsity}", dtype=dtype, sparsity=sparsity, models=found)
-            ratios = ", ".join(f"{name} x {found[name]['prefill_ratio']:.2f}" for name in small)
+            found = settled_speed.measure(models, **options)
+            record.add(f"{dtype} {sparsity}", dtype=dtype, sparsity=sparsity, **found)
+            ratios = ", ".join(f"{name} {cell(found['models'][name]['prefill'])}" for name in small)
             common.say(f"{dtype} {sparsity}: prefill {ratios}")
 
 
@@ -67,24 +60,25 @@ def table(record: dict) -> list[str]:
     options, lines = record["config"]["speed"], []
     lines += [
         f"`{record['config']['method']}`; {options['batch']} x {options['prompt']} tokens of prefill, then {options['steps']} "
-        f"steps; {options['repeats']} rounds. Tokens per second, and over the dense model's.",
+        f"steps; {rounds_of(record)} rounds. Tokens per second, over the dense model's, and the quartiles of that.",
         "",
     ]
     for dtype in dict.fromkeys(row["dtype"] for row in record["rows"]):
         for kind in KINDS:
             rows = [row for row in record["rows"] if row["dtype"] == dtype]
             cells = {
-                (name, f"{row['sparsity']:.0%}"): cell(row["models"][name], kind)
+                (name, f"{row['sparsity']:.0%}"): cell(row["models"][name][kind])
                 for row in rows
-                for name in ("dense", *MODULES)
+                for name in row["models"]
             }
             lines += [f"### {kind}, {dtype}", "", *crossed(cells), ""]
     return lines
 
 
-def cell(found: dict, kind: str) -> str:
-    low, high = found[f"{kind}_range"]
-    return f"{found[f'{kind}_tokens_per_second']:,.0f} [{low:,.0f}, {high:,.0f}] × {found[f'{kind}_ratio']:.2f}"
+def rounds_of(record: dict) -> str:
+    """From the fewest to the most that a row took."""
+    rounds = sorted({row["rounds"] for row in record["rows"]})
+    return f"{rounds[0]} to {rounds[-1]}" if len(rounds) > 1 else str(rounds[0])
 
 
 if __name__ == "__main__":

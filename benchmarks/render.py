@@ -14,6 +14,7 @@ import encoders
 import engines
 import images_and_text_table
 import integrations
+import junction_speed
 import kv_cache
 import latent_table
 import module_cost
@@ -296,6 +297,7 @@ PAGES = {
     "studies": ("studies_*.json", "Single choices, as the papers study them", studies_table.studies),
     "module_cost": ("module_cost_*.json", "What each kind of module holds, takes and loses", module_cost.table),
     "module_speed": ("module_speed_*.json", "Speed by module", module_speed.table),
+    "junction_speed": ("junction_speed_*.json", "Speed of latents, by junction", junction_speed.table),
     "tradeoff": ("tradeoff_*.json", "Perplexity against speed", tradeoff.table),
     "samples": ("samples_*.json", "What compressed models write", samples.table),
     "integrations": ("integrations*.json", "Other programs on compressed models", integrations.table),

@@ -119,6 +119,7 @@ def build_plan(source: Source, method: Method, allocated: Allocated, reports: di
         active_parameters_after=parameters + change - idle_after if experts else None,
         experts=experts,
         part=source.part.name if source.part.chosen else None,
+        added_products=sum(method.added_products(source.meta_block(i), of_block(ranks, i)) for i in range(len(source))),
     )
 
 

@@ -12,10 +12,13 @@ from test_latentllm import logits, method_for
 import rankfold
 from families import opened, some_ids, tiny_model, tokens
 from rankfold.calibration.runner import advance, start
-from rankfold.linalg.quantization import refine_quantized
+from rankfold.errors import OptionError
+from rankfold.linalg.junction import JUNCTIONS as JUNCTIONS_OF_FACTORS
+from rankfold.linalg.quantization import dequantize
 from rankfold.methods.latentllm import storing
 from rankfold.methods.latentllm.factor import prepare
 from rankfold.methods.latentllm.layout import dense_projections
+from rankfold.methods.latentllm.refining import refined_codes, rounded_codes
 from rankfold.modules import CompressedAttention, QuantizedTensor, build
 from rankfold.replacing import replace
 
@@ -169,15 +172,76 @@ def test_the_error_reported_is_that_of_what_is_stored(option):
         torch.testing.assert_close(weight @ given.mean + runtime.bias.double(), mean, rtol=1e-4, atol=1e-4)
 
 
-def test_plain_factors_are_refined_and_never_worse_than_rounded(monkeypatch):
-    options = OPTIONS["bits-plain"] | {"bits": 3}
-    refined = reports("llama", **options)[-1].reports
-    assert "refined" in {r.get("quantisation") for r in refined.values()}
-    monkeypatch.setattr(storing, "refine_quantized", functools.partial(refine_quantized, steps=0))
-    for module, report in reports("llama", **options)[-1].reports.items():
-        assert refined[module]["relative_error"] <= report["relative_error"]
-    _, _, _, _, result = reports("llama", **OPTIONS["bits"])
-    assert {r["quantisation"] for r in result.reports.values()} == {"rounded"}
+FORMS = {
+    "auto": {},
+    "local": {"joint": "none"},
+    "joint qk and vo": {"joint": "qk,vo"},
+    "attention aware": {"joint": "vo", "attention_aware": True},
+    "shared": {"shared_qkv": True},
+    "split": {"split_head": True},
+    "per head": {"head_junction": True},
+    "per head, local": {"head_junction": True, "joint": "none"},
+    "sparse": {"sparse": 0.1},
+    "no refit": {"bias_refit": False, "joint": "qk,vo"},
+}
+
+
+@functools.cache
+def measured(family: str):
+    source = opened(family)
+    forms = [options for name, options in FORMS.items() if family == "opt" or "head" not in name]
+    methods = [method_for(family, junction="symmetric", **options) for options in forms]
+    wanted = [method.statistics(source.block(0)) for method in methods]
+    return source, rankfold.calibrate(source, tokens(32), statistics=set().union(*wanted))[0]
+
+
+def built(view, result, module: str):
+    """The runtime module of a projection, with what is stored of it."""
+    spec = view.mlp.spec
+    path = {"up": spec.up, "gate": spec.gate, "down": spec.down}.get(module)
+    described = result.modules[path] if path else result.modules[view.attention.spec.path][module]
+    path = path or f"{view.attention.spec.path}.{module}_proj"
+    runtime = build(described)
+    runtime.load_state_dict({k[len(path) + 1 :]: t for k, t in result.state.items() if k.startswith(f"{path}.")})
+    return runtime
+
+
+@pytest.mark.parametrize("junction", JUNCTIONS_OF_FACTORS)
+@pytest.mark.parametrize(
+    "family, form", [("opt", f) for f in FORMS] + [("llama", "joint qk and vo"), ("llama", "shared")]
+)
+def test_factors_of_every_junction_and_form_are_refined(family, form, junction, monkeypatch):
+    try:
+        method = method_for(family, bits=3, chunk=16, junction=junction, **FORMS[form])
+    except OptionError as error:
+        assert "takes the junctions" in str(error)
+        return
+    source, moments = measured(family)
+    ranks, made = rankfold.plan(source, method).ranks(0), {}
+
+    def refine(slot, fit, numbers, indices):
+        made[slot.name] = refined_codes(slot, fit, numbers, indices)
+        return made[slot.name]
+
+    monkeypatch.setattr(storing, "refined_codes", refine)
+    refined = method.decompose(source.block(0), moments, ranks)
+    monkeypatch.setattr(storing, "refined_codes", lambda slot, fit, numbers, indices: rounded_codes(slot, numbers))
+    rounded = method.decompose(source.block(0), moments, ranks)
+    lower = []
+    for module, report in refined.reports.items():
+        if report["form"] == "dense":
+            continue
+        assert report["rounded_error"] == pytest.approx(rounded.reports[module]["relative_error"], rel=1e-9)
+        assert report["relative_error"] <= report["rounded_error"] * (1 + 1e-6)
+        lower.append(report["relative_error"] < 0.9999 * report["rounded_error"])
+        if report["quantisation"] == "refined":
+            runtime = built(source.block(0), refined, module)
+            held = {n: m for n, m in runtime.named_modules() if isinstance(m, QuantizedTensor)}
+            assert held.keys() == made[module].keys()
+            for name, codes in made[module].items():
+                assert torch.equal(held[name].weight.flatten(), dequantize(codes).flatten())
+                assert torch.equal(held[name].unpack(), codes.codes)
+    assert sum(lower) >= len(lower) - 1 and lower
 
 
 def test_a_shared_latent_is_cached_once():

@@ -17,7 +17,8 @@ from rankfold.linalg.lowrank import low_rank
 from rankfold.linalg.nystrom import nystrom
 from rankfold.linalg.preconditioner import PRECONDITIONERS, preconditioner
 from rankfold.linalg.psd import metric_root, psd_root, spd_inverse
-from rankfold.linalg.quantization import dequantize, quantize, refine_quantized
+from rankfold.linalg.quantization import dequantize, quantize
+from rankfold.linalg.quantized_factors import StoredFactor, refine_factors
 from rankfold.linalg.rotations import rope_rotations
 from rankfold.linalg.sparse import low_rank_plus_sparse, sparse
 
@@ -43,7 +44,9 @@ CALLS = {
     "nystrom, leverage": lambda: nystrom(M.W, M.C, rank=7, select="leverage"),
     "low_rank": lambda: low_rank(P.W, ROOT, rank=4),
     "quantize": lambda: dequantize(quantize(P.W, bits=4, chunk=8)),
-    "refine_quantized": lambda: refine_quantized(P.W, *FACTORS, P.C, bits=4, chunk=8, steps=2),
+    "refine_factors": lambda: refine_factors(
+        P.W[None], *map(StoredFactor.full, FACTORS), P.C, bits=4, chunk=8, steps=2
+    ),
     "sparse": lambda: sparse(P.W, P.C, count=20),
     "sparse, diagonal": lambda: sparse(P.W, P.C, count=20, method="diagonal"),
     "low_rank_plus_sparse": lambda: low_rank_plus_sparse(P.W, P.C, rank=3, count=10),

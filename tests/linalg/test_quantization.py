@@ -6,12 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import KINDS, heads, problem, rms_error
+from problems import heads
 
-from rankfold.linalg.junction import apply_junction
-from rankfold.linalg.lowrank import low_rank
-from rankfold.linalg.preconditioner import preconditioner
-from rankfold.linalg.quantization import dequantize, quantize, refine_quantized
+from rankfold.linalg.quantization import dequantize, quantize
 
 
 def equation_242(x, bits, chunk):
@@ -71,51 +68,16 @@ def test_codes_above_eight_bits_are_wider():
     assert quantize(x, bits=9, chunk=64).codes.dtype == torch.int32
 
 
-def factors(kind="gaussian", rank=5):
-    p = problem(kind)
-    out = low_rank(p.W, preconditioner(p.C, "rootcov", ridge=1e-9), rank=rank)
-    junction = apply_junction(out.B, out.A, "symmetric")
-    return p, junction.B, junction.A
-
-
-@pytest.mark.parametrize("bits", [2, 4])
-@pytest.mark.parametrize("kind", KINDS)
-def test_refinement_starts_at_rounding_and_never_ends_above(kind, bits):
-    p, B, A = factors(kind)
-    out = refine_quantized(p.W, B, A, p.C, bits=bits, chunk=8)
-    rounded = [dequantize(quantize(M, bits=bits, chunk=8), M.dtype) for M in (B, A)]
-    Y = p.X @ p.W.T
-    assert out.loss_history[0] == pytest.approx(rms_error(Y, p.X @ (rounded[0] @ rounded[1]).T), rel=1e-6)
-    run = dequantize(out.B, B.dtype) @ dequantize(out.A, B.dtype)
-    assert out.relative_error == pytest.approx(rms_error(Y, p.X @ run.T), rel=1e-6)
-    assert out.relative_error <= out.loss_history[0] and len(out.loss_history) == 31
-
-
-def test_refinement_helps_at_few_bits():
-    for kind in ("gaussian", "outlier"):
-        p, B, A = factors(kind)
-        out = refine_quantized(p.W, B, A, p.C, bits=3, chunk=12)
-        assert out.relative_error < 0.95 * out.loss_history[0]
-
-
-def test_scale_of_the_statistics_does_not_matter():
-    p, B, A = factors()
-    a, b = (refine_quantized(p.W, B, A, s * p.C, bits=3, chunk=8, steps=6) for s in (1.0, 2.0**20))
-    assert torch.equal(a.B.codes, b.B.codes) and torch.equal(a.A.codes, b.A.codes)
-
-
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda p, B, A: quantize(B, bits=0, chunk=8), r"bits must be in \[1, 16\], got 0"),
-        (lambda p, B, A: quantize(B, bits=17, chunk=8), r"bits must be in \[1, 16\], got 17"),
-        (lambda p, B, A: quantize(B, bits=4, chunk=0), "chunk must be >= 1, got 0"),
-        (lambda p, B, A: quantize(B / 0, bits=4, chunk=8), "non-empty and finite"),
-        (lambda p, B, A: quantize(B[:0], bits=4, chunk=8), r"non-empty and finite, got shape \(0, 5\)"),
-        (lambda p, B, A: refine_quantized(p.W, A, B, p.C, bits=4, chunk=8), r"must match W \(9, 12\), got \(5, 12\)"),
-        (lambda p, B, A: refine_quantized(p.W, B, A, p.C, bits=4, chunk=8, steps=-1), "steps must be >= 0, got -1"),
+        (lambda x: quantize(x, bits=0, chunk=8), r"bits must be in \[1, 16\], got 0"),
+        (lambda x: quantize(x, bits=17, chunk=8), r"bits must be in \[1, 16\], got 17"),
+        (lambda x: quantize(x, bits=4, chunk=0), "chunk must be >= 1, got 0"),
+        (lambda x: quantize(x / 0, bits=4, chunk=8), "non-empty and finite"),
+        (lambda x: quantize(x[:0], bits=4, chunk=8), r"non-empty and finite, got shape \(0, 7\)"),
     ],
 )
 def test_errors_say_what_to_fix(call, message):
     with pytest.raises(ValueError, match=message):
-        call(*factors())
+        call(heads(1, 5, 7)[0])

@@ -18,6 +18,7 @@ from ..checkpoint.source import Source
 from ..errors import OptionError, UnsupportedModelError
 from ..methods import BLOCK
 from ..modules import CompressedAttention, LatentLinear, SparseLinear, SplitHeadLinear
+from ..modules.factors import triangle_macs
 from ..report.plan import Plan
 
 __all__ = ["DEFINITION", "complexity", "counted_macs", "formula_macs", "planned_macs"]
@@ -138,6 +139,8 @@ def _linear(module: nn.Module) -> int:
         return module.weight.numel()
     if isinstance(module, LatentLinear):
         identity = module.rank**2 if module.form.startswith("block_identity") else 0
+        if module.form == "triangles":
+            identity = 2 * (module.rank**2 - triangle_macs(module.rank))
         all_of_it = module.rank * (module.in_features + module.out_features) - identity + _nonzeros(module)
         return all_of_it - sum(_linear(factor) for factor in module.children() if isinstance(factor, nn.Linear))
     if isinstance(module, SplitHeadLinear):

@@ -1,6 +1,4 @@
-"""Chunk-wise uniform quantisation, and low-rank factors refined under it.
-
-Shape legend: O output width, N input width, R rank.
+"""Chunk-wise uniform quantisation.
 
 LatentLLM (arXiv:2505.18413), App. I.1. A chunk is a run of ``chunk`` numbers in row-major order; the last one may be
 shorter.
@@ -13,10 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rankfold.linalg.lowrank import metric_error
-from rankfold.linalg.psd import all_finite, check_moment, damping
+from rankfold.linalg.psd import all_finite
 
-__all__ = ["Quantized", "QuantizedFactors", "dequantize", "quantize", "refine_quantized"]
+__all__ = ["Quantized", "dequantize", "quantize"]
 
 
 class Quantized(NamedTuple):
@@ -28,15 +25,6 @@ class Quantized(NamedTuple):
     shape: tuple[int, ...]
     bits: int
     chunk: int
-
-
-class QuantizedFactors(NamedTuple):
-    """Result of :func:`refine_quantized`."""
-
-    B: Quantized  # (O, R)
-    A: Quantized  # (R, N)
-    loss_history: list[float]  # relative error of the quantised product per step; the first is plain rounding
-    relative_error: float  # the smallest of them
 
 
 @torch.no_grad()
@@ -79,66 +67,6 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
     codes = _chunks(q.codes.to(work), q.chunk)
     values = q.low.to(work)[:, None] + q.scale.to(work)[:, None] * codes
     return values.flatten()[: q.codes.numel()].view(q.shape).to(dtype)
-
-
-@torch.no_grad()
-def refine_quantized(
-    W: Tensor, B: Tensor, A: Tensor, C: Tensor, *, bits: int, chunk: int, steps: int = 30
-) -> QuantizedFactors:
-    r"""Move low-rank factors so that their rounded values fit better.
-
-    Minimises :math:`\|(W - Q[B] Q[A]) C^{1/2}\|^2` with the straight-through estimator of LatentLLM Eq. 239-240:
-    gradients are taken at the rounded factors and applied to hidden unrounded ones. The paper leaves optimiser and
-    step open. Here each factor's gradient is preconditioned by its own (damped) curvature, so the only step is a
-    fraction of the exact least-squares move: no learning rate depends on the data. The best iterate is returned,
-    never worse than plain rounding.
-
-    Args:
-        W: ``(O, N)`` dense weight.
-        B, A: ``(O, R)``, ``(R, N)`` unrounded factors; a balanced junction (``symmetric`` or ``block_identity_*``)
-            rounds best.
-        C: ``(N, N)`` second moment of the inputs; fp32 or fp64, any scale.
-        bits, chunk: format of both factors.
-        steps: ``>= 0``.
-
-    Returns:
-        :class:`QuantizedFactors`.
-
-    Raises:
-        ValueError: shapes disagree, format or ``steps`` out of range.
-
-    Cost per step: O(O N R + R N^2).
-    """
-    check_moment(C, W.shape[1])
-    if B.shape[0] != W.shape[0] or A.shape[1] != W.shape[1] or B.shape[1] != A.shape[0]:
-        raise ValueError(
-            f"B (out, r) A (r, in) must match W {tuple(W.shape)}, got {tuple(B.shape)} and {tuple(A.shape)}"
-        )
-    if steps < 0:
-        raise ValueError(f"steps must be >= 0, got {steps}")
-    W, B, A = W.to(C), B.to(C), A.to(C)
-    best, history = None, []
-    for step in range(steps + 1):
-        q_B, q_A = quantize(B, bits=bits, chunk=chunk), quantize(A, bits=bits, chunk=chunk)
-        QB, QA = dequantize(q_B, C.dtype), dequantize(q_A, C.dtype)
-        gap = W - QB @ QA
-        error = metric_error(gap, W, C)
-        if best is None or error < min(history):
-            best = (q_B, q_A)
-        history.append(error)
-        pull = 0.5 / (1 + step) ** 0.5  # shrinking, so that the hidden factors settle between levels
-        weighted = QA @ C
-        if step % 2 == 0:
-            B = B + pull * _solve(weighted @ QA.T, (gap @ weighted.T).T).T
-        else:
-            A = A + pull * _solve(QB.T @ QB, QB.T @ gap)
-    return QuantizedFactors(*best, history, min(history))
-
-
-def _solve(G: Tensor, K: Tensor) -> Tensor:
-    G = G.clone()
-    G.diagonal().add_(damping(G, 1e-6) + torch.finfo(G.dtype).tiny)
-    return torch.linalg.solve(G, K)
 
 
 def _chunks(x: Tensor, chunk: int) -> Tensor:

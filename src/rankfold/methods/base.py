@@ -261,6 +261,10 @@ class Method:
         """``(change in parameters, bytes of codes and indices added)`` in a block at these ranks, biases included."""
         raise NotImplementedError
 
+    def added_products(self, view: BlockView, ranks: dict[str, int]) -> int:
+        """How many more matrix products a token goes through in a block: 0 where matrices only shrink."""
+        return 0
+
     def float_change(self, view: BlockView, ranks: dict[str, int]) -> int:
         """Change in the numbers a block keeps in the model's dtype; not all parameters where a method quantises them."""
         return self.parameter_change(view, ranks)[0]

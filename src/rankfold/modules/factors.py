@@ -8,7 +8,18 @@ from torch import nn
 
 from .tensors import QuantizedTensor, check_permutation, index_dtype
 
-__all__ = ["HeadIdentity", "Numbers", "matrix", "matrix_of", "numbers"]
+__all__ = [
+    "HeadIdentity",
+    "Numbers",
+    "matrix",
+    "matrix_of",
+    "multiply_lower",
+    "multiply_upper",
+    "numbers",
+    "triangle_macs",
+]
+
+TRIANGLE = 128  # the largest one that is copied out of a square
 
 
 class Numbers(nn.Module):
@@ -31,6 +42,40 @@ def numbers(shape: tuple[int, ...], spec: dict) -> Numbers | QuantizedTensor:
 def matrix(rows: int, columns: int, spec: dict) -> nn.Linear | QuantizedTensor:
     """A plain matrix, quantised where the description has ``bits``; calling it multiplies by it."""
     return numbers((rows, columns), spec) if "bits" in spec else nn.Linear(columns, rows, bias=False)
+
+
+def multiply_upper(square, x):
+    """``x U^T``, ``U`` what is on and above the diagonal of a square.
+
+    Halves at a time: two triangles and a block of numbers that is multiplied where it lies. Copying out the whole
+    triangle would take several times as long as the product with one token.
+    """
+    size = len(square)
+    if size <= TRIANGLE:
+        return nn.functional.linear(x, square.triu())
+    half = size // 2
+    first = multiply_upper(square[:half, :half], x[..., :half]) + nn.functional.linear(
+        x[..., half:], square[:half, half:]
+    )
+    return torch.cat([first, multiply_upper(square[half:, half:], x[..., half:])], -1)
+
+
+def triangle_macs(size: int) -> int:
+    """Multiplications of one token by a triangle that goes through :func:`multiply_upper` or :func:`multiply_lower`."""
+    half = size // 2
+    return size**2 if size <= TRIANGLE else half * (size - half) + triangle_macs(half) + triangle_macs(size - half)
+
+
+def multiply_lower(square, x):
+    """``x L^T``, ``L`` what is below the diagonal of a square, and ones on it."""
+    size = len(square)
+    if size <= TRIANGLE:
+        return x + nn.functional.linear(x, square.tril(-1))
+    half = size // 2
+    last = multiply_lower(square[half:, half:], x[..., half:]) + nn.functional.linear(
+        x[..., :half], square[half:, :half]
+    )
+    return torch.cat([multiply_lower(square[:half, :half], x[..., :half]), last], -1)
 
 
 class HeadIdentity(nn.Module):

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from .factors import HeadIdentity, matrix, matrix_of, numbers
+from .factors import HeadIdentity, matrix, matrix_of, multiply_lower, multiply_upper, numbers
 from .sparse import SparseCorrection
 from .tensors import check_permutation
 
@@ -17,7 +17,10 @@ class LatentLinear(nn.Module):
     * ``block_identity_right``: ``A = [I | A_2]`` after a permutation of the inputs; the identity is neither stored nor
       multiplied: ``z = x[p_1] + A_2 x[p_2]``. Stores ``rank * (out + in - rank)`` numbers, fewer than ``out * in``.
     * ``block_identity_left``: the mirror, ``y[q_1] = z``, ``y[q_2] = B_2 z``.
-    * ``lu``: ``B`` unit lower, ``A`` upper trapezoidal; only the entries that are not fixed are stored.
+    * ``triangles``: ``B`` unit lower, ``A`` upper trapezoidal. Their triangles share a square ``T`` (rank, rank), as in
+      LAPACK's LU; ``A`` and ``B`` are the rest. Stores ``rank * (out + in - rank)`` numbers too.
+    * ``lu``: the same, both trapezoids packed row by row: where they are quantised, and in earlier checkpoints. They are
+      unpacked in every call.
 
     ``A`` and ``B`` are layers of their own, each an ``nn.Linear`` of what is stored but for ``lu``, a per-head identity and
     quantised numbers (see :mod:`.factors`). What is stored of them may be quantised (``bits``, ``chunk``), ``B`` may have an
@@ -30,7 +33,7 @@ class LatentLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features, self.rank = spec["in"], spec["out"], spec["rank"]
         self.form = spec["form"]
-        if self.form not in ("plain", "block_identity_right", "block_identity_left", "lu"):
+        if self.form not in ("plain", "block_identity_right", "block_identity_left", "triangles", "lu"):
             raise ValueError(f"unknown form {self.form!r} of a latent linear layer")
         if self.rank > min(self.in_features, self.out_features):
             raise ValueError(f"rank {self.rank} of a ({self.out_features}, {self.in_features}) layer is too large")
@@ -41,12 +44,14 @@ class LatentLinear(nn.Module):
             self.A, self.B = matrix(*A, spec), HeadIdentity(heads, self.out_features // heads, self.rank, spec)
         else:
             self.A, self.B = matrix(*A, spec), matrix(*B, spec)
+        if self.form == "triangles":
+            self.T = numbers((self.rank, self.rank), spec)
         count = spec.get("nonzeros")
         self.sparse = SparseCorrection(self.in_features, self.out_features, count) if count else None
         self.bias = nn.Parameter(torch.empty(self.out_features)) if spec["bias"] else None
-        if self.form in ("block_identity_right", "lu"):
+        if self.form in ("block_identity_right", "triangles", "lu"):
             self.register_buffer("columns", torch.arange(self.in_features, dtype=torch.int32))
-        if self.form in ("block_identity_left", "lu"):
+        if self.form in ("block_identity_left", "triangles", "lu"):
             self.register_buffer("rows", torch.arange(self.out_features, dtype=torch.int32))
 
     def check_indices(self, name: str) -> None:
@@ -61,8 +66,8 @@ class LatentLinear(nn.Module):
         wide, tall, rank = spec["in"], spec["out"], spec["rank"]
         if spec["form"] == "lu":
             return (rank * wide - rank * (rank - 1) // 2,), (rank * tall - rank * (rank + 1) // 2,)
-        A = (rank, wide - rank) if spec["form"] == "block_identity_right" else (rank, wide)
-        B = (tall - rank, rank) if spec["form"] == "block_identity_left" else (tall, rank)
+        A = (rank, wide - rank) if spec["form"] in ("block_identity_right", "triangles") else (rank, wide)
+        B = (tall - rank, rank) if spec["form"] in ("block_identity_left", "triangles") else (tall, rank)
         return A, B
 
     def forward(self, x, part: str | None = None):
@@ -92,6 +97,9 @@ class LatentLinear(nn.Module):
         if self.form == "block_identity_right":
             x = x[..., self.columns.long()]
             return x[..., : self.rank] + self.A(x[..., self.rank :])
+        if self.form == "triangles":
+            x = x[..., self.columns.long()]
+            return multiply_upper(self.T(), x[..., : self.rank]) + self.A(x[..., self.rank :])
         if self.form == "lu":
             return nn.functional.linear(x[..., self.columns.long()], self._upper())
         return self.A(x)
@@ -103,6 +111,8 @@ class LatentLinear(nn.Module):
     def _expanded(self, z):
         if self.form == "block_identity_left":
             return torch.cat([z, self.B(z)], -1)[..., torch.argsort(self.rows.long())]
+        if self.form == "triangles":
+            return torch.cat([multiply_lower(self.T(), z), self.B(z)], -1)[..., torch.argsort(self.rows.long())]
         if self.form == "lu":
             return nn.functional.linear(z, self._lower())[..., torch.argsort(self.rows.long())]
         return self.B(z)
@@ -115,15 +125,13 @@ class LatentLinear(nn.Module):
 
     def _upper(self):
         A = self.A()
-        full = A.new_zeros(self.rank, self.in_features)
-        i, j = torch.triu_indices(self.rank, self.in_features, device=A.device)
-        return full.index_put((i, j), A)
+        free = torch.ones(self.rank, self.in_features, dtype=torch.bool, device=A.device).triu()
+        return torch.zeros_like(free, dtype=A.dtype).masked_scatter(free, A)
 
     def _lower(self):
         B = self.B()
-        full = torch.eye(self.out_features, self.rank, dtype=B.dtype, device=B.device)
-        i, j = torch.tril_indices(self.out_features, self.rank, -1, device=B.device)
-        return full.index_put((i, j), B)
+        free = torch.ones(self.out_features, self.rank, dtype=torch.bool, device=B.device).tril(-1)
+        return torch.eye(*free.shape, dtype=B.dtype, device=B.device).masked_scatter(free, B)
 
 
 class SplitHeadLinear(nn.Module):

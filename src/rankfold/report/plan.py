@@ -51,6 +51,7 @@ class Plan:
     active_parameters_after: int | None = None
     experts: dict | None = None  # how many there are, how many tokens they want, and with moments saw
     part: str | None = None  # of a model of which one was chosen
+    added_products: int = 0  # more matrix products for every token than the dense model has
 
     @property
     def sparsity(self) -> float:
@@ -125,7 +126,18 @@ class Plan:
         table.add_row("peak memory beside the program (estimate)", "", f"{self.peak_memory_bytes / 2**30:.2f} GiB", "")
         if self.seconds is not None:
             table.add_row("time (estimate)", "", f"{self.seconds:.0f} s", "")
+        if self.added_products:
+            table.caption = self._slower()
+            table.caption_justify = "left"
         return table
+
+    def _slower(self) -> str:
+        """The warning about speed of a method that splits matrices."""
+        return (
+            f"Every token takes {self.added_products:,} more matrix products than in the dense model. Where matrices are small "
+            "or tokens few, as in decoding, this can be slower than the dense model; --method rankfold and modegpt add "
+            "no product."
+        )
 
     def _active_bytes(self) -> tuple[float, float]:
         """Experts and what surrounds them have one dtype, so that bytes go like parameters."""

@@ -12,12 +12,14 @@ from ...calibration.moments import BlockMoments
 from ...linalg.joint_qk import Affine, choose_ranks, joint_qk
 from ...linalg.joint_vo import attention_aware_output, joint_vo, vo_bias
 from ...linalg.junction import head_block_identity
+from ...linalg.pair_tucker import across
+from ...linalg.pair_tucker import moments as head_moments
 from ...linalg.rotations import rope_rotations
 from ..base import BlockResult
 from ..result import put_attention
-from .factor import Fit, Input, local, prepare, product
+from .factor import Fit, Input, Target, local, prepare, product
 from .layout import QKV, Slot, column_weights, dense_projections, slots
-from .measures import AsFitted, AttendedError, HeadError, ScoreError
+from .measures import AttendedError, HeadError, InHeads, ScoreError
 from .report import Report
 from .storing import in_junction, store_all
 
@@ -99,7 +101,28 @@ def _joint_qk(view: BlockView, given: Input, moments, ranks, layout: dict[str, S
         for m, r in zip("qk", pair, strict=True)
     }
     mean = given.mean if given.centred else None
-    return {m: Fit(*f, reports[m], measure, mean=mean if f[2] is not None else None) for m, f in factors.items()}
+    fits = {m: Fit(*f, reports[m], measure, mean=mean if f[2] is not None else None) for m, f in factors.items()}
+    return _scores_as_targets(fits, given, W_q, W_k, options) if method.bits else fits
+
+
+def _scores_as_targets(fits: dict[str, Fit], given: Input, W_q, W_k, options: dict) -> dict[str, Fit]:
+    """What is refined under rounding: each side's own fit, in the metric that the other side makes of its heads."""
+    means = (None, None)
+    if affine := options.get("affine"):
+        means = (W_q @ affine.mean.to(W_q) + affine.b_q, W_k @ affine.mean.to(W_k) + affine.b_k)
+    S_q, S_k = (
+        W @ given.C @ W.mT if mean is None else W @ given.C @ W.mT + head_moments(mean[..., None])
+        for W, mean in zip((W_q, W_k), means, strict=True)
+    )
+    rotations = options.get("rotations")
+    metrics = {"q": across(S_k, rotations, W_q, left=True), "k": across(S_q, rotations, W_k, left=False)}
+    targets = {m: Target(product(fit).weight, _about(given, fit.mean), metrics[m]) for m, fit in fits.items()}
+    return {m: fit._replace(target=targets[m]) for m, fit in fits.items()}
+
+
+def _about(given: Input, mean: torch.Tensor | None) -> torch.Tensor:
+    """The moment of an input about its mean where a bias takes that, about 0 else."""
+    return given.C + torch.outer(given.mean, given.mean) if given.centred and mean is None else given.C
 
 
 def _head_junction(view: BlockView, slot: Slot, fits: dict[str, Fit], dense: dict[str, Dense]):
@@ -121,21 +144,37 @@ def _head_junction(view: BlockView, slot: Slot, fits: dict[str, Fit], dense: dic
     numbers, indices = {"A": parts.numbers["A"], "B.rest": found.B_k2}, parts.indices | {"B.order": found.order}
     bias = None if found.b_k is None else found.b_k.flatten()
     report = replace(keys.report, head_condition=found.condition)
-    changed = {"k": _freed(keys)._replace(bias=bias, report=report)}
+    T = _identity_columns(parts.numbers["B"].unflatten(0, (attention.kv_heads, -1)), found.order)
+    changed = {"k": _in_heads(keys, T)._replace(bias=bias, report=report)}
     kept = dict(dense)
     if isinstance(queries, Fit):
-        changed["q"] = _freed(queries)._replace(B=B_q, bias=b_q)
+        T = torch.linalg.inv(T).mT.repeat_interleave(attention.heads // attention.kv_heads, 0)
+        changed["q"] = _in_heads(queries, T)._replace(bias=b_q)
     else:
         dtype = dense["q"].weight.dtype
         kept["q"] = Dense(B_q.to(dtype), None if b_q is None else b_q.to(dtype))
     return fits | changed, kept, {"k": parts._replace(numbers=numbers, indices=indices)}
 
 
-def _freed(fit: Fit) -> Fit:
-    """Of what holds for the layer's own output: after a per-head junction only the scores are those that were fitted."""
-    if not isinstance(fit.measure, ScoreError):
-        fit = fit._replace(measure=AsFitted(fit.measure, {fit.measure.name: product(fit)}))
-    return fit._replace(mean=None, target=None)
+def _identity_columns(B: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """``(K, h, h)`` columns of each head of ``B`` (K, h, R) that become its identity."""
+    first = order[:, None, : B.shape[1]].expand(-1, B.shape[1], -1)
+    return B.gather(2, first)
+
+
+def _in_heads(fit: Fit, T: torch.Tensor) -> Fit:
+    """``fit`` with outputs ``T^-1 y`` of each head; errors stay those of ``y``."""
+
+    def turned(rows: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.solve(T, rows.to(T).unflatten(0, (len(T), -1))).flatten(0, 1)
+
+    measure, target = fit.measure, fit.target
+    if not isinstance(measure, ScoreError):  # scores are the same in any coordinates that queries and keys share
+        measure = InHeads(measure, measure.name, T)
+    if target is not None:
+        heads = T.mT @ T if target.heads is None else T.mT @ target.heads @ T
+        target = Target(turned(target.weight), target.inputs, heads)
+    return fit._replace(B=turned(fit.B), measure=measure, target=target)
 
 
 def _joint_vo(view: BlockView, given: Input, moments, ranks, layout: dict[str, Slot], dense) -> dict[str, Fit]:
@@ -166,4 +205,24 @@ def _joint_vo(view: BlockView, given: Input, moments, ranks, layout: dict[str, S
     error = measure({m: Dense(B @ A, b) for m, (B, A, b) in factors.items()}, moments)
     common = {"form": form, "relative_error": error, "loss_history": tuple(fit.loss_history)}
     common["clamped"] = given.precond.clamped or None
-    return {m: Fit(*f, Report(rank=ranks[m], of=layout[m].full, **common), measure) for m, f in factors.items()}
+    fits = {m: Fit(*f, Report(rank=ranks[m], of=layout[m].full, **common), measure) for m, f in factors.items()}
+    return _heads_as_targets(fits, given, W_v, W_o, moments, aware) if method.bits else fits
+
+
+def _heads_as_targets(fits: dict[str, Fit], given: Input, W_v, W_o, moments, aware) -> dict[str, Fit]:
+    """What is refined under rounding: each side's own fit, values by what the output makes of them, the output by values."""
+    heads = len(W_o) // len(W_v)
+    metric = (W_o.mT @ W_o).unflatten(0, (len(W_v), -1)).sum(1)  # (K, h, h)
+    taken = given.mean if given.centred and fits["v"].bias is not None else None
+    v = fits["v"]._replace(mean=taken)
+    sent = None
+    if aware:
+        C_o = aware.E @ moments["attention_output"].second_moment() @ aware.E.T
+    else:
+        values = W_v @ given.C @ W_v.mT
+        if given.centred:  # the bias of the values has gone into that of the output
+            sent = (product(v).weight @ given.mean).unflatten(0, (len(W_v), -1)).repeat_interleave(heads, 0).flatten()
+        C_o = torch.block_diag(*values.repeat_interleave(heads, 0))
+    v = v._replace(target=Target(product(v).weight, _about(given, taken), metric))
+    o = fits["o"]._replace(mean=sent, target=Target(product(fits["o"]).weight, C_o))
+    return {"v": v, "o": o}

@@ -17,7 +17,7 @@ from .layout import QKV, Slot
 from .measures import Measure, OutputError
 from .report import Report
 
-__all__ = ["Fit", "Input", "local", "prepare", "product"]
+__all__ = ["Fit", "Input", "Target", "local", "prepare", "product"]
 
 
 class Input(NamedTuple):
@@ -30,6 +30,14 @@ class Input(NamedTuple):
     centred: bool
 
 
+class Target(NamedTuple):
+    """What the rounded factors of a projection are to compute, and the metrics their error is measured in."""
+
+    weight: Tensor  # (O, N), without the sparse part
+    inputs: Tensor  # (N, N) moment of the inputs, of any scale; about their mean where the bias takes that
+    heads: Tensor | None = None  # (H, h, h) metric of the outputs of each head; None: the identity
+
+
 class Fit(NamedTuple):
     """Unrounded factors of a projection, ``B A + D``, and what was measured; ``R = 0`` where it is sparse alone."""
 
@@ -40,9 +48,7 @@ class Fit(NamedTuple):
     measure: Measure
     D: Tensor | None = None  # (O, N) sparse part
     mean: Tensor | None = None  # (N,) of its input, where its bias takes the mean of what rounding changes
-    target: tuple[Tensor, Tensor] | None = (
-        None  # weight (O, N) and metric (N, N), where factors are refined under rounding
-    )
+    target: Target | None = None  # of the refinement under rounding; there where factors are quantised
 
 
 def prepare(method, moments: BlockMoments, statistic: str, *, centred: bool, weights: Tensor | None = None) -> Input:
@@ -74,7 +80,8 @@ def local(slot: Slot, dense: Dense, given: Input, rank: int) -> Fit:
         fit = fit._replace(bias=_moved(W, fit, dense.bias, given.mean))
     if not method.bits:
         return fit
-    return fit._replace(mean=given.mean if given.centred else None, target=(W, given.C))
+    target = Target(W if D is None else W - D, given.C)
+    return fit._replace(mean=given.mean if given.centred else None, target=target)
 
 
 def _factors(slot: Slot, W: Tensor, given: Input, rank: int, count: int):

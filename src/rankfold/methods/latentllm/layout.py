@@ -96,6 +96,10 @@ class Slot:
             sizes = {"in": self.wide, "out": self.out, "nonzeros": self.nonzeros(rank)}
             return {"kind": "sparse", **sizes, "bias": self.bias}
         form = "plain" if self.method.junction in PLAIN else self.method.junction
+        if (
+            form == "lu" and not self.method.bits
+        ):  # a code that both triangles shared could not be refined for one of them
+            form = "triangles"
         spec = {"kind": "latent", "in": self.wide, "out": self.out, "rank": rank, "form": form, "bias": self.bias}
         if self.split:
             spec |= {"kind": "split_head", "heads": self.heads}
@@ -106,6 +110,13 @@ class Slot:
         if self.nonzeros(rank):
             spec["nonzeros"] = self.nonzeros(rank)
         return spec
+
+    def products(self, rank: int) -> int:
+        """Matrix products that one token takes: of each factor, of a square that holds two triangles, of the sparse part."""
+        spec = self.spec(rank)
+        if self.alone:
+            return 1
+        return 2 + (2 if spec["form"] == "triangles" else 0) + ("nonzeros" in spec)
 
     def storage(self, rank: int) -> tuple[int, int]:
         """``(numbers kept in the model's dtype, bytes of all else)``: codes and indices are bytes, scales are numbers.

@@ -21,9 +21,9 @@ from ...modules import build
 from ..result import Latent
 
 __all__ = [
-    "AsFitted",
     "AttendedError",
     "HeadError",
+    "InHeads",
     "MLPError",
     "Measure",
     "OutputError",
@@ -141,14 +141,20 @@ class MLPError:
 
 
 @dataclass(frozen=True)
-class AsFitted:
-    """A measure of the unrounded fit, where what is stored is only equal to it together with another module."""
+class InHeads:
+    """A measure of a module whose heads are stored in other coordinates, ``y = T y'``."""
 
     measure: Measure
-    fitted: dict[str, Dense]
+    name: str
+    T: Tensor  # (H, h, h)
 
     def __call__(self, compressed: Mapping[str, Dense], moments: BlockMoments) -> float:
-        return self.measure(self.fitted, moments)
+        now = compressed[self.name]
+        bias = None if now.bias is None else self._turned(now.bias[:, None])[:, 0]
+        return self.measure({self.name: Dense(self._turned(now.weight), bias)}, moments)
+
+    def _turned(self, rows: Tensor) -> Tensor:
+        return (self.T @ rows.to(self.T).unflatten(0, (len(self.T), -1))).flatten(0, 1)
 
 
 def mlp_of(up: Dense, down: Dense) -> MLP:

@@ -39,8 +39,9 @@ class LatentLLM(Method):
         bias_refit: let biases take the mean (App. B.2).
         condition_limit: largest condition number of the block a junction inverts.
         latent_cache: cache latents instead of heads where that is smaller and still correct.
-        bits: of the stored factors, 2 to 8, in chunks of ``chunk`` numbers (App. I.1); 0 keeps the model's dtype. Plain
-            factors of a layer's own output are refined under rounding. Sparse values, biases and dense modules stay.
+        bits: of the stored factors, 2 to 8, in chunks of ``chunk`` numbers (App. I.1); 0 keeps the model's dtype. Factors are
+            refined under rounding in every junction and form; identities and other fixed entries stay exact. Sparse values,
+            biases and dense modules stay.
         chunk: numbers that share a scale and a smallest value.
         sparse: share of a module's kept weights that are single values of a sparse matrix (App. I), in [0, 1]; the low
             rank has the rest. With 1 there is none, and a rank is the mean number of values for each output. All forms are
@@ -178,6 +179,13 @@ class LatentLLM(Method):
     def float_change(self, view: BlockView, ranks: dict[str, int]) -> int:
         return sum(
             slot.copies * (slot.storage(rank)[0] - slot.dense + slot.gains * slot.out)
+            for slot, rank in self._lower(view, ranks)
+        )
+
+    def added_products(self, view: BlockView, ranks: dict[str, int]) -> int:
+        met = view.experts.active if view.experts else 1  # experts that a token is sent to
+        return sum(
+            (met if slot.name in EXPERTS else 1) * (slot.products(rank) - (3 if slot.name == QKV else 1))
             for slot, rank in self._lower(view, ranks)
         )
 

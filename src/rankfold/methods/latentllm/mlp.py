@@ -83,6 +83,9 @@ def _joint(method, moments, local: dict[str, Fit], layout: dict[str, Slot], dens
     for m, (B, A, bias) in factors.items():
         report = Report(rank=local[m].report.rank, of=layout[m].full, loss_history=tuple(found.loss_history), **common)
         joint[m] = Fit(B, A, None if dense[m].bias is None else bias, report, measure)
+        if target := local[m].target:  # refined under rounding: its own fit, for the inputs of the dense model
+            weight = product(joint[m]).weight
+            joint[m] = joint[m]._replace(mean=local[m].mean, target=target._replace(weight=weight))
     held_out = {
         name: mlp_error(mlp, mlp_of(product(fits["up"]), product(fits["down"])), X[:, known:])
         for name, fits in (("joint", joint), ("local", local))

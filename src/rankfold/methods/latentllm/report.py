@@ -20,7 +20,9 @@ class Report:
         nonzeros: values of the sparse part.
         weights, planned_weights, planned_rank: stored, and before the ranks were chosen anew by spectra.
         clamped: the moment was indefinite beyond the ridge and its negative eigenvalues were set to zero.
-        bits, quantisation: of the stored factors, and whether they were ``rounded`` or ``refined``.
+        bits, quantisation: of the stored factors, and whether they are ``refined``, or ``rounded`` where refining them did not
+            lower the error.
+        rounded_error: the error if all factors that share it were rounded and none refined.
         junction_condition: of the block the junction inverted.
         head_condition: the worst of those of the per-head junction.
     """
@@ -39,6 +41,7 @@ class Report:
     clamped: bool | None = None
     bits: int | None = None
     quantisation: str | None = None
+    rounded_error: float | None = None
     junction_condition: float | None = None
     head_condition: float | None = None
 

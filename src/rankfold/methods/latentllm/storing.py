@@ -15,19 +15,18 @@ from torch import Tensor
 from ...architectures import Dense
 from ...calibration.moments import BlockMoments
 from ...linalg.junction import apply_junction
-from ...linalg.lowrank import metric_error
-from ...linalg.quantization import Quantized, dequantize, quantize, refine_quantized
+from ...linalg.quantization import Quantized
 from ...modules import QuantizedTensor, build
 from ..result import Latent
 from .factor import Fit, product
 from .layout import Slot
 from .measures import as_dense
+from .refining import refined_codes, rounded_codes
 from .report import Report
 
 __all__ = ["Parts", "in_junction", "store", "store_all"]
 
-# Scales and lows are chosen among bf16 numbers, so that they stay what the codes were chosen for in every stored dtype.
-SCALES = torch.bfloat16
+SAME = 1e-6  # errors are equal up to this part of them: of values, the attention-aware form looks at the mean alone
 
 
 class Parts(NamedTuple):
@@ -47,12 +46,17 @@ def in_junction(slot: Slot, fit: Fit) -> Parts:
     method = slot.method
     junction = apply_junction(fit.B, fit.A, method.junction, limit=method.condition_limit)
     A, B = junction.A, junction.B
+    indices = {"columns": junction.columns, "rows": junction.rows}
+    indices = {name: order for name, order in indices.items() if order is not None}
+    if method.junction == "lu" and not method.bits:
+        rank = len(A)
+        square = A[:, :rank].triu() + B[:rank].tril(-1)
+        return Parts({"T": square, "A": A[:, rank:], "B": B[rank:]}, indices, junction.condition)
     if method.junction == "lu":
         rank, wide, tall = fit.A.shape[0], fit.A.shape[1], fit.B.shape[0]
         A = A[tuple(torch.triu_indices(rank, wide, device=A.device))]
         B = B[tuple(torch.tril_indices(tall, rank, -1, device=A.device))]
-    indices = {"columns": junction.columns, "rows": junction.rows}
-    return Parts({"A": A, "B": B}, {k: i for k, i in indices.items() if i is not None}, junction.condition)
+    return Parts({"A": A, "B": B}, indices, junction.condition)
 
 
 def _heads_in_junction(slot: Slot, fit: Fit) -> Parts:
@@ -68,21 +72,19 @@ def _heads_in_junction(slot: Slot, fit: Fit) -> Parts:
     return Parts(numbers, indices, max(h.condition for h in heads))
 
 
-def store(slot: Slot, fit: Fit, parts: Parts, dtype: torch.dtype) -> tuple[Latent, Report]:
-    """The runtime's tensors out of the factors ``parts`` and the rest of ``fit``, and the report with what was added."""
-    spec, numbers = slot.spec(fit.report.rank), parts.numbers
-    report = replace(fit.report, junction_condition=parts.condition)
-    if slot.method.bits:
-        numbers, how = _quantised(slot, fit, numbers, spec)
-        report = replace(report, bits=slot.method.bits, quantisation=how)
+def store(
+    slot: Slot, fit: Fit, parts: Parts, dtype: torch.dtype, codes: dict[str, Quantized | None] | None = None
+) -> Latent:
+    """The runtime's tensors out of the factors ``parts``, or ``codes`` of them, and the rest of ``fit``."""
+    spec = slot.spec(fit.report.rank)
+    if codes is None:
+        numbers = {f"{name}.weight": x for name, x in parts.numbers.items()}
     else:
-        numbers = {f"{name}.weight": x for name, x in numbers.items()}
+        numbers = _tensors_of(codes, slot.method.bits)
     sparse = _rows_of(fit.D, spec["nonzeros"]) if "nonzeros" in spec else {}
     bias = {} if fit.bias is None else {"bias": fit.bias}
     latent = _as_built(spec, parts.indices | numbers | sparse | bias, dtype)
-    if slot.method.bits and fit.mean is not None:
-        latent = _with_the_mean_of_rounding(fit, latent)
-    return latent, report
+    return latent if codes is None or fit.mean is None else _with_the_mean_of_rounding(fit, latent)
 
 
 def store_all(
@@ -100,15 +102,28 @@ def store_all(
         moments: that were fitted to.
         parts: junctions that are made already.
     """
-    latents, reports = {}, {}
-    for m, fit in fits.items():
-        made = parts[m] if m in parts else in_junction(layout[m], fit)
-        latents[m], reports[m] = store(layout[m], fit, made, dense[m].weight.dtype)
+    made = {m: parts[m] if m in parts else in_junction(layout[m], fit) for m, fit in fits.items()}
+    latents: dict[str, Latent] = {}
     stored = _Stored(latents)
     errors = {m: partial(fit.measure, stored) for m, fit in fits.items()}
-    for m, report in reports.items():
-        if report.bits:
-            reports[m] = replace(report, relative_error=errors[m](moments))
+    reports = {m: replace(fit.report, junction_condition=made[m].condition) for m, fit in fits.items()}
+
+    def put(module: str, codes: dict[str, Quantized | None] | None) -> None:
+        latents[module] = store(layout[module], fits[module], made[module], dense[module].weight.dtype, codes)
+
+    quantised = [m for m in fits if layout[m].method.bits]
+    for m in fits:
+        put(m, rounded_codes(layout[m], made[m].numbers) if m in quantised else None)
+    rounded_errors = {m: errors[m](moments) for m in quantised}
+    for m in quantised:
+        rounded, before = latents[m], errors[m](moments)
+        put(m, refined_codes(layout[m], fits[m], made[m].numbers, made[m].indices))
+        worse = errors[m](moments) > before * (1 + SAME)  # of what modules that were fitted together compute
+        latents[m] = rounded if worse else latents[m]
+        facts = {"bits": layout[m].method.bits, "quantisation": "rounded" if worse else "refined"}
+        reports[m] = replace(reports[m], rounded_error=rounded_errors[m], **facts)
+    for m in quantised:
+        reports[m] = replace(reports[m], relative_error=errors[m](moments))
     return latents, reports, errors
 
 
@@ -146,40 +161,16 @@ def _rows_of(D: Tensor, count: int) -> dict[str, Tensor]:
     return {"sparse.values": D.flatten()[keep], "sparse.columns": keep % D.shape[1], "sparse.starts": starts}
 
 
-def _quantised(slot: Slot, fit: Fit, numbers: dict[str, Tensor], spec: dict) -> tuple[dict[str, Tensor], str]:
-    """Codes, scales and lows of the factors (App. I.1), refined where both are stored in full and fit this layer."""
-    method, how = slot.method, "rounded"
-    rounded = {name: _quantise(x, method) for name, x in numbers.items() if x.numel()}
-    if spec["kind"] == "latent" and spec["form"] == "plain" and fit.target is not None and "B" in rounded:
-        W, C = fit.target
-        target = W if fit.D is None else W - fit.D
-        refined = refine_quantized(target, numbers["B"], numbers["A"], C, bits=method.bits, chunk=method.chunk)
-        refined = {"A": _in_stored_scales(refined.A), "B": _in_stored_scales(refined.B)}
-        if _error(refined, target, C) < _error(rounded, target, C):
-            rounded, how = refined, "refined"
+def _tensors_of(codes: dict[str, Quantized | None], bits: int) -> dict[str, Tensor]:
+    """Packed codes, scales and lows by the names of the runtime; empty ones of a factor that stores no number."""
     empty, tensors = torch.zeros(0), {}
-    for name in numbers:
-        q = rounded.get(name)
-        codes = empty.to(torch.uint8) if q is None else QuantizedTensor.pack(q.codes, method.bits)
+    for name, q in codes.items():
         tensors |= {
-            f"{name}.codes": codes,
+            f"{name}.codes": empty.to(torch.uint8) if q is None else QuantizedTensor.pack(q.codes, bits),
             f"{name}.scale": q.scale if q else empty,
             f"{name}.low": q.low if q else empty,
         }
-    return tensors, how
-
-
-def _quantise(x: Tensor, method) -> Quantized:
-    return quantize(x, bits=method.bits, chunk=method.chunk, scale_dtype=SCALES)
-
-
-def _in_stored_scales(q: Quantized) -> Quantized:
-    return q._replace(scale=q.scale.to(SCALES), low=q.low.to(SCALES))
-
-
-def _error(factors: dict[str, Quantized], target: Tensor, C: Tensor) -> float:
-    B, A = (dequantize(factors[name], C.dtype) for name in "BA")
-    return metric_error(target - B @ A, target, C)
+    return tensors
 
 
 def _with_the_mean_of_rounding(fit: Fit, latent: Latent) -> Latent:
