@@ -13,7 +13,12 @@ Importing it registers the compressed modules with transformers, so that ``AutoM
 compressed checkpoints; it touches no device.
 """
 
+from collections.abc import Callable as _Callable
+
+from transformers import PreTrainedModel as _PreTrainedModel
+
 from . import modules as _modules  # noqa: F401 - registers the checkpoint format with transformers
+from .arguments import typed as _typed
 from .calibration.examples import Examples, load_examples
 from .calibration.images import Images, load_images
 from .calibration.store import MomentStore
@@ -30,6 +35,16 @@ from .parts import compress_parts
 from .pipeline import calibrate, compress, plan
 from .report.plan import Plan
 from .version import __version__
+
+# An argument of a wrong type is refused in one line. Calibration lies below the models, so its functions cannot name them.
+calibrate, compress, compress_parts, plan = map(_typed, (calibrate, compress, compress_parts, plan))
+evaluate_text, export = map(_typed, (evaluate_text, export))
+perplexity = _typed(perplexity, model=_PreTrainedModel)
+load, make_method, save = map(_typed, (load, make_method, save))
+open_model = _typed(open_model, tokenizer=_Callable | None)
+load_tokens = _typed(load_tokens, source=Source)
+load_images = _typed(load_images, source=Source, processor=_Callable | None)
+load_examples = _typed(load_examples, source=Source, processor=_Callable | None)
 
 __all__ = [
     "Examples",

@@ -43,7 +43,7 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")]
 Field = Annotated[
     str,
-    typer.Option(help="Column with the text, for .jsonl and .parquet; with images, for .parquet: image by default."),
+    typer.Option(help="Column with the text, of a file with rows; with images, for .parquet: image by default."),
 ]
 Part = Annotated[
     str | None,

@@ -1,6 +1,16 @@
 """Compression methods; importing this package registers all of them."""
 
-from .base import BlockResult, Method, Stage, Unit, make_method, method_class, method_names, register_method
+from .base import (
+    BlockResult,
+    Method,
+    Stage,
+    Unit,
+    as_method,
+    make_method,
+    method_class,
+    method_names,
+    register_method,
+)
 from .latentllm import ASVD, FWSVD, SVD, SVDLLM, Bolaco, LatentLLM, RootCov
 from .modegpt import MoDeGPT
 from .rankfold import Rankfold
@@ -41,6 +51,7 @@ __all__ = [
     "TwoOfFour",
     "Unit",
     "Wanda",
+    "as_method",
     "fitted",
     "make_method",
     "method_class",

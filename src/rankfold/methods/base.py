@@ -23,6 +23,7 @@ __all__ = [
     "Method",
     "Stage",
     "Unit",
+    "as_method",
     "ignored_options",
     "make_method",
     "method_class",
@@ -309,7 +310,7 @@ def check_type(what: str, value, default) -> None:
     else:
         kinds, kind = (int, float, *([type(None)] if default is None else [])), "a number"
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        raise OptionError(f"{what} must be {kind}, got {value!r}")
+        raise OptionError(f"{what} must be {kind}, got {' '.join(repr(value).split())[:80]}")  # in one line
     if isinstance(value, float) and not math.isfinite(value):
         raise OptionError(f"{what} must be a finite number, got {value}")
 
@@ -344,6 +345,15 @@ def method_class(name: str) -> type[Method]:
     """
     check_choice("method", name, method_names())
     return _METHODS[name]
+
+
+def as_method(method: Method | str) -> Method:
+    """Return a method, by itself or by its name, with its defaults.
+
+    Raises:
+        OptionError: unknown method, with a suggestion.
+    """
+    return make_method(method) if isinstance(method, str) else method
 
 
 def make_method(name: str, **options) -> Method:
