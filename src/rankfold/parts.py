@@ -144,5 +144,5 @@ def _telling(on_plan: Callable[[Plan, Source], None] | None, source: Source) -> 
 def _opened_again(place: Path, asked: Source) -> Source:
     """The part asked for, in the model whose other part is compressed."""
     source = open_model(place, dtype=dtype_name(asked), device=str(asked.device), part=asked.part.name)
-    source.name, source.autocast = asked.name, asked.autocast
+    source.name, source.revision, source.autocast = asked.name, asked.revision, asked.autocast
     return source

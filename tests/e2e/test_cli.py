@@ -421,15 +421,15 @@ def test_a_hub_id_is_downloaded_without_pickles(run, monkeypatch, place):
 
     asked = {}
 
-    def fake(name, allow_patterns, ignore_patterns):
-        asked.update(name=name, patterns=allow_patterns)
+    def fake(name, revision, allow_patterns, ignore_patterns):
+        asked.update(name=name, revision=revision, patterns=allow_patterns)
         assert any(fnmatch.fnmatch("consolidated.safetensors", p) for p in ignore_patterns)  # the weights once more
         return str(place / "model")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
     code, _, err = run(f"compress owner/name -o from-hub --multiple 2 {CALIBRATION}")
     assert code in (0, None), err
-    assert asked["name"] == "owner/name"
+    assert asked["name"] == "owner/name" and asked["revision"] is None
     assert not any(pattern in ("*", "*.bin", "*.py", "*.pt") for pattern in asked["patterns"])
 
 

@@ -30,6 +30,7 @@ def command(
     device: o.Device = "auto",
     part: o.Part = None,
     parts: o.Parts = None,
+    revision: o.Revision = None,
     json: o.Json = False,
 ) -> None:
     """Compress a model and write a checkpoint that transformers loads.
@@ -43,6 +44,7 @@ def command(
 
     A run that was interrupted continues when the same command is given again.
     """
+    model = o.at_revision(model, revision)
     chosen = what.parse() if parts is None else methods_of_parts(parts, what)
     if output is None and not dry_run:
         raise OptionError("-o/--output is missing: where to write the compressed model (or use --dry-run)")

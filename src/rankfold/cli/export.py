@@ -18,6 +18,7 @@ def command(
     dtype: Annotated[
         str, typer.Option(help="auto (as stored), float32, bfloat16 or float16; GGUF files also q8_0.")
     ] = "auto",
+    revision: o.Revision = None,
     json: o.Json = False,
 ) -> None:
     """Write a compressed checkpoint in a form that needs no code of rankfold.
@@ -26,6 +27,7 @@ def command(
     rankfold export small -o stock
     rankfold export small -o small.gguf --format gguf --dtype q8_0
     """
+    checkpoint = o.at_revision(checkpoint, revision)
     from ..export import export
 
     done = export(checkpoint, output, format, dtype=dtype)

@@ -7,6 +7,7 @@ import typer
 from rich.table import Table
 
 from ..architectures import Architecture, AttentionSpec, ExpertsSpec, MLPSpec, known_architectures
+from ..errors import OptionError
 from . import common as c
 from . import options as o
 
@@ -16,6 +17,7 @@ def command(
         str | None, typer.Argument(help="Folder, hub id or .gguf file: what this model is to rankfold.")
     ] = None,
     part: o.Part = None,
+    revision: o.Revision = None,
     json: o.Json = False,
 ) -> None:
     """List the model families, and what of each can be compressed; or look at one model.
@@ -27,8 +29,10 @@ def command(
     rankfold models
     rankfold models path/to/model
     """
+    if model is None and revision is not None:
+        raise OptionError(f"--revision {revision} would be ignored without a model; name one, or leave it out")
     if model is not None:
-        return _one(model, part, json)
+        return _one(o.at_revision(model, revision), part, json)
     rows = [_row(architecture) for architecture in known_architectures()]
 
     def table(out) -> None:

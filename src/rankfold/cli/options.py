@@ -9,6 +9,7 @@ from typing import Annotated, get_type_hints
 
 import typer
 
+from ..checkpoint.hub import split_revision
 from ..errors import OptionError
 from ..methods import Method, make_method, method_names
 from ..methods.base import method_class
@@ -23,14 +24,19 @@ __all__ = [
     "Moments",
     "Part",
     "Parts",
+    "Revision",
     "Written",
+    "at_revision",
     "expanded",
     "like",
 ]
 
 SHARED = {f.name for f in fields(Method)}  # options with a flag of their own
 
-Model = Annotated[str, typer.Argument(help="Hub id, local folder, or local .gguf file.")]
+Model = Annotated[
+    str, typer.Argument(help="Hub id (owner/name or owner/name@revision), local folder, or local .gguf file.")
+]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id, as owner/name@revision has it.")]
 Dtype = Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")]
 Written = Annotated[
     str,
@@ -130,6 +136,19 @@ class MethodOptions:
         except ValueError:
             raise OptionError(f"--protect takes block numbers such as 0,-1; got {self.protect!r}") from None
         return make_method(self.method, **shared, **_parse_options(self.method, self.option or []))
+
+
+def at_revision(model: str, revision: str | None) -> str:
+    """Return the name of a model with the revision in it.
+
+    Raises:
+        OptionError: the model lies here, or names a revision itself.
+    """
+    if revision is None:
+        return model
+    if Path(model).expanduser().exists():
+        raise OptionError(f"--revision is of a hub id, and {model!r} lies here, got {revision!r}; leave it out")
+    return "@".join(split_revision(model, revision))
 
 
 def expanded(command):

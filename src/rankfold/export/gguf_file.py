@@ -53,7 +53,7 @@ def check_family(source: Source) -> None:
 
 
 def context_of(config) -> int:
-    """Return the tokens of the longest window that a file computes alike: it knows no sliding window, so as many as one shows."""
+    """Return the tokens of the longest window that a file computes alike; neither arch has a sliding window."""
     return min(getattr(config, "sliding_window", None) or math.inf, config.max_position_embeddings)
 
 

@@ -37,7 +37,7 @@ def reproduce_command(record: dict, folder: str) -> str:
         record: of the run (:func:`~.record.run_record`).
         folder: that it is written to.
     """
-    model, given = record["base_model"], [_given(one) for one in records_of(record)]
+    model, given = _model(record), [_given(one) for one in records_of(record)]
     *before, last = given
     if not all(
         one.sparsity is not None
@@ -117,9 +117,14 @@ def compare_command(identity: dict, run: dict, folder: str) -> str:
         options += [f"--tasks {','.join(measures['tasks']['tasks'])}"]
         options += [f"--tasks-from {shlex.quote(folder_of_rows)}"] if folder_of_rows else []
     options += ["--speed"] if "speed" in measures else []
-    return f"rankfold compare {shlex.quote(identity['base_model'])} -o {shlex.quote(folder)} " + " ".join(
+    return f"rankfold compare {shlex.quote(_model(identity))} -o {shlex.quote(folder)} " + " ".join(
         [*options, f"--dtype {identity['dtype']}"]
     )
+
+
+def _model(facts: dict) -> str:
+    """Name the dense model; one from the hub with the commit it was read at."""
+    return f"{facts['base_model']}@{facts['revision']}" if "revision" in facts else facts["base_model"]
 
 
 def _calibrated(texts: list[str], draw: dict[str, int | str]) -> list[str]:
