@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from ..architectures import Architecture, AttentionSpec, ExpertsSpec, MLPSpec, known_architectures
+from ..architectures import MODELS, Architecture, AttentionSpec, ExpertsSpec, MLPSpec, NamedModel, known_architectures
 from ..errors import OptionError
 from . import common as c
 from . import options as o
@@ -20,7 +20,7 @@ def command(
     revision: o.Revision = None,
     json: o.Json = False,
 ) -> None:
-    """List the model families, and what of each can be compressed; or look at one model.
+    """List the models, their parts, and what of each can be compressed; or look at one model.
 
     Of a model whose family is not listed the spec is read off its blocks and checked on its weights; what is printed can be
     put into a file of rankfold as it is.
@@ -33,7 +33,7 @@ def command(
         raise OptionError(f"--revision {revision} would be ignored without a model; name one, or leave it out")
     if model is not None:
         return _one(o.at_revision(model, revision), part, json)
-    rows = [_row(architecture) for architecture in known_architectures()]
+    rows = rows_of_models()
 
     def table(out) -> None:
         grid = Table(*rows[0])
@@ -63,6 +63,19 @@ def _one(model: str, part: str | None, json: bool) -> None:
         out.print(code(spec), markup=False, highlight=False, soft_wrap=True)
 
     c.emit({**row, "spec": code(spec), "differences": numbers}, json, show)
+
+
+def rows_of_models() -> list[dict[str, str]]:
+    """Return a row for every part of every model that is known by name."""
+    return [_part_row(model, part, family) for model in MODELS for part, family in model.parts.items()]
+
+
+def _part_row(model: NamedModel, part: str, family: str) -> dict[str, str]:
+    named = {"model": model.name, "model_type": model.model_type, "part": part, "family": family}
+    if part == "projector":
+        return named | {"mlp": "units", "qk": "-", "vo": "-"}
+    known = {architecture.model_type: architecture for architecture in known_architectures()}
+    return named | {key: value for key, value in _row(known[family]).items() if key != "model_type"}
 
 
 def _row(architecture: Architecture) -> dict[str, str]:
