@@ -35,7 +35,7 @@ from .held_out import HeldOut, NothingHeldOut
 from .memory import release_memory
 from .methods import BlockResult, Method, as_method
 from .methods.base import check_choice
-from .planning import allocate_ranks, build_plan, check, kept_blocks, of_block
+from .planning import allocate_ranks, build_plan, check, divergence_for_stock, kept_blocks, of_block
 from .progress import track
 from .proving import proved
 from .replacing import in_model_coordinates, passing, replace
@@ -177,6 +177,9 @@ def carry_out(
     moments, gradients, shared, scores = _dense_passes(source, method, ranks, tokens, moments, mode, run)
     seconds = {"calibrate": time.perf_counter() - begin}
     allocated = allocate_ranks(ranks, method, scores)
+    for_stock = divergence_for_stock(source, method, scores)
+    if for_stock is not None:
+        allocated = allocated._replace(facts=allocated.facts | {"divergence_for_stock": for_stock})
     the_plan = build_plan(source, method, allocated, {}, calibration)
     if on_plan:
         on_plan(the_plan)

@@ -7,6 +7,7 @@ import typer
 
 from . import common as c
 from . import options as o
+from .saving import show_kept
 
 
 def command(
@@ -46,5 +47,6 @@ def command(
         out.print(
             f"{done.kept:.0%} of the saving kept; read back, its logits differ by {done.difference:.1e} of their norm"
         )
+        show_kept(done.kept, done.exported, done.format, Path(checkpoint).expanduser(), out)
 
     c.emit(result, json, show)
