@@ -54,7 +54,8 @@ def test_both_commands_say_what_is_left_and_the_options_keep_all(place, run):
     line = out.splitlines()[-1]
     assert re.fullmatch(
         r"exported with --format stock it has [\d,]+ parameters: \d+% of the saving is left; compress with `--allocation "
-        r"uniform --for stock` to keep all of it, at an expected divergence from the dense model of \d\.\d{4} nats a token in place of "
+        r"uniform --for stock` to keep all of it, at an expected divergence from the dense model of \d\.\d{4} nats a token "
+        r"in place of "
         r"\d\.\d{4}",
         line,
     )
