@@ -21,19 +21,29 @@ from .errors import RankfoldError
 from .version import __version__
 
 if TYPE_CHECKING:
-    from .calibration.examples import Examples, load_examples
-    from .calibration.images import Images, load_images
+    from .api import (
+        calibrate,
+        compress,
+        compress_parts,
+        evaluate_text,
+        export,
+        load,
+        load_examples,
+        load_images,
+        load_tokens,
+        make_method,
+        open_model,
+        perplexity,
+        plan,
+        save,
+    )
+    from .calibration.examples import Examples
+    from .calibration.images import Images
     from .calibration.store import MomentStore
-    from .calibration.tokens import Tokens, load_tokens
-    from .checkpoint.load import load_model as load
-    from .checkpoint.saving import save_model as save
-    from .checkpoint.source import Source, open_model
-    from .evaluation.perplexity import perplexity
-    from .evaluation.text import evaluate_text
-    from .exports import Exported, export
-    from .methods import LatentLLM, MoDeGPT, Rankfold, make_method, method_names
-    from .parts import compress_parts
-    from .pipeline import calibrate, compress, plan
+    from .calibration.tokens import Tokens
+    from .checkpoint.source import Source
+    from .exports import Exported
+    from .methods import LatentLLM, MoDeGPT, Rankfold, method_names
     from .report.plan import Plan
 
 __all__ = [
@@ -66,36 +76,21 @@ __all__ = [
     "save",
 ]
 
+_CLASSES = {
+    "Examples": ".calibration.examples",
+    "Exported": ".exports",
+    "Images": ".calibration.images",
+    "LatentLLM": ".methods",
+    "MoDeGPT": ".methods",
+    "MomentStore": ".calibration.store",
+    "Plan": ".report.plan",
+    "Rankfold": ".methods",
+    "Source": ".checkpoint.source",
+    "Tokens": ".calibration.tokens",
+    "method_names": ".methods",
+}
 __getattr__, __dir__ = importing(
-    __name__,
-    {
-        "Examples": ".calibration.examples",
-        "Exported": ".exports",
-        "Images": ".calibration.images",
-        "LatentLLM": ".methods",
-        "MoDeGPT": ".methods",
-        "MomentStore": ".calibration.store",
-        "Plan": ".report.plan",
-        "Rankfold": ".methods",
-        "Source": ".checkpoint.source",
-        "Tokens": ".calibration.tokens",
-        "calibrate": ".pipeline",
-        "compress": ".pipeline",
-        "compress_parts": ".parts",
-        "evaluate_text": ".evaluation.text",
-        "export": ".exports",
-        "load": ".checkpoint.load:load_model",
-        "load_examples": ".calibration.examples",
-        "load_images": ".calibration.images",
-        "load_tokens": ".calibration.tokens",
-        "make_method": ".methods",
-        "method_names": ".methods",
-        "open_model": ".checkpoint.source",
-        "perplexity": ".evaluation.perplexity",
-        "plan": ".pipeline",
-        "save": ".checkpoint.saving:save_model",
-    },
-    globals(),
+    __name__, {name: _CLASSES.get(name, ".api") for name in __all__ if name not in globals()}, globals()
 )
 
 register_on_first_use()

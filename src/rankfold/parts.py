@@ -18,7 +18,7 @@ from .checkpoint.run import Run
 from .checkpoint.source import Source, open_model
 from .errors import OptionError
 from .files import writing
-from .methods import Method
+from .methods import Method, as_method
 from .pipeline import carry_out, checked, compress
 from .planning import check
 from .proving import proved
@@ -37,7 +37,7 @@ class _Given(NamedTuple):
 
 
 def compress_parts(
-    parts: Iterable[tuple[Source, Method, Tokens]],
+    parts: Iterable[tuple[Source, Method | str, Tokens]],
     output: str | Path,
     *,
     mode: str = "sequential",
@@ -87,9 +87,9 @@ def _compress_in_turn(parts: list[_Given], output: Path, mode: str, on_plan) -> 
         return carry_out(source, *last[1:], None, run.identity, run, _telling(on_plan, source), begin)
 
 
-def _in_order(parts: Iterable[tuple[Source, Method, Tokens]]) -> list[_Given]:
+def _in_order(parts: Iterable[tuple[Source, Method | str, Tokens]]) -> list[_Given]:
     """In which they are compressed."""
-    found = [_Given(*given) for given in parts]
+    found = [_given(part) for part in parts]
     names = [given.source.part.name for given in found]
     if len(names) < 2 or len(set(names)) < len(names):
         raise OptionError(
@@ -104,6 +104,21 @@ def _in_order(parts: Iterable[tuple[Source, Method, Tokens]]) -> list[_Given]:
                 f"in {dtype_name(other)}; open the same model for each"
             )
     return sorted(found, key=lambda given: PARTS.index(given.source.part.name))
+
+
+def _given(part: tuple[Source, Method | str, Tokens]) -> _Given:
+    """One part as it was given.
+
+    Raises:
+        OptionError: it is none.
+    """
+    kinds = (Source, Method | str, Tokens)
+    if not isinstance(part, tuple | list) or [*map(isinstance, part, kinds)] != [True] * 3 or len(part) != 3:
+        raise OptionError(
+            f"each of the parts is an open model (open_model(model, part=...)), a method and calibration data, got "
+            f"{str(part)[:60]!r}"
+        )
+    return _Given(part[0], as_method(part[1]), part[2])
 
 
 def _check(given: _Given, mode: str, output: str | Path) -> None:
@@ -129,5 +144,5 @@ def _telling(on_plan: Callable[[Plan, Source], None] | None, source: Source) -> 
 def _opened_again(place: Path, asked: Source) -> Source:
     """The part asked for, in the model whose other part is compressed."""
     source = open_model(place, dtype=dtype_name(asked), device=str(asked.device), part=asked.part.name)
-    source.name, source.autocast = asked.name, asked.autocast
+    source.name, source.revision, source.autocast = asked.name, asked.revision, asked.autocast
     return source

@@ -33,8 +33,9 @@ from .errors import OptionError
 from .files import check_output
 from .held_out import HeldOut, NothingHeldOut
 from .memory import release_memory
-from .methods import BlockResult, Method
-from .planning import allocate_ranks, build_plan, check, kept_blocks, of_block
+from .methods import BlockResult, Method, as_method
+from .methods.base import check_choice
+from .planning import allocate_ranks, build_plan, check, divergence_for_stock, kept_blocks, of_block
 from .progress import track
 from .proving import proved
 from .replacing import in_model_coordinates, passing, replace
@@ -63,9 +64,12 @@ def calibrate(
             computed from them.
 
     Raises:
+        OptionError: there is no statistic of a name, or none that one pass of the dense model can measure.
         NumericsError: a weight or activation is NaN or infinite.
         CheckpointError: ``output`` holds something else, or another process writes it.
     """
+    for name in statistics or ():
+        check_choice("statistic", name, sorted(STORED))
     statistics = available(proved(source), statistics or set(STORED))
     identity = moments_identity(source, tokens, statistics)
     with MomentStore.filling(identity, Path(output) if output else None, tokens.held_out) as store:
@@ -87,15 +91,18 @@ def _measure_all(source: Source, tokens: Tokens, statistics: set[str], store: Mo
         release_memory()
 
 
-def plan(source: Source, method: Method, tokens: Tokens | None = None, *, moments: MomentStore | None = None) -> Plan:
+def plan(
+    source: Source, method: Method | str, tokens: Tokens | None = None, *, moments: MomentStore | None = None
+) -> Plan:
     """What :func:`compress` would do: ranks, counts, cache, memory, and with moments the error of every module.
 
     Args:
         source: an open model.
-        method: what to do.
+        method: what to do: a method, or the name of one, with its defaults.
         tokens: calibration windows; needed by the measured allocation.
         moments: of the dense model; needed by the influence allocations and for predicted errors.
     """
+    method = as_method(method)
     check_mode(method, method.modes[0], moments is not None)
     proved(source)
     gradients = gradients_of(source, method, tokens) if moments or method.allocation == "measured" else None
@@ -116,7 +123,7 @@ def plan(source: Source, method: Method, tokens: Tokens | None = None, *, moment
 
 def compress(
     source: Source,
-    method: Method,
+    method: Method | str,
     tokens: Tokens | None = None,
     output: str | Path | None = None,
     *,
@@ -128,7 +135,7 @@ def compress(
 
     Args:
         source: an open model; it is not changed.
-        method: what to do, e.g. ``MoDeGPT(sparsity=0.3)``.
+        method: what to do, e.g. ``MoDeGPT(sparsity=0.3)``, or the name of a method, with its defaults.
         tokens: calibration windows; not needed with ``moments``.
         output: folder to write, block by block (resumable); ``None`` returns the model in memory.
         moments: of the dense model, from :func:`calibrate`; implies ``mode="one-pass"``.
@@ -143,6 +150,7 @@ def compress(
         OptionError, UnsupportedModelError, NumericsError, CheckpointError: with one line saying what to do.
     """
     begin = time.perf_counter()
+    method = as_method(method)
     mode = checked(method, tokens, moments, mode, output)
     proved(source)
     identity = run_identity(source, method, tokens.describe() if tokens else moments.identity["tokens"], mode)
@@ -169,6 +177,9 @@ def carry_out(
     moments, gradients, shared, scores = _dense_passes(source, method, ranks, tokens, moments, mode, run)
     seconds = {"calibrate": time.perf_counter() - begin}
     allocated = allocate_ranks(ranks, method, scores)
+    for_stock = divergence_for_stock(source, method, scores)
+    if for_stock is not None:
+        allocated = allocated._replace(facts=allocated.facts | {"divergence_for_stock": for_stock})
     the_plan = build_plan(source, method, allocated, {}, calibration)
     if on_plan:
         on_plan(the_plan)

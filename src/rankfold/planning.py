@@ -9,7 +9,7 @@ import torch
 
 from .allocation import allocate, averages, budgets, check_reachable, tensor_bytes, to_remove, unique_parameters
 from .architectures import BlockView
-from .budgets import Choices
+from .budgets import Choices, choices
 from .calibration.backward import PASSES, sweep_memory, windows_for
 from .calibration.batches import noise, tokens_in
 from .calibration.experts import INPUT, PER_UNIT, ROUTING
@@ -17,11 +17,21 @@ from .calibration.gradients import numbers, widest
 from .calibration.runner import advance, batch_tokens, start
 from .calibration.statistics import SAMPLE_ROWS, STATISTICS
 from .checkpoint.source import Source
-from .errors import OptionError
+from .errors import OptionError, UnsupportedModelError
 from .methods import BLOCK, Method, Unit, make_method
 from .report.plan import ModulePlan, Plan
 
-__all__ = ["allocate_ranks", "budget", "build_plan", "check", "kept_blocks", "of_block", "shares", "timed"]
+__all__ = [
+    "allocate_ranks",
+    "budget",
+    "build_plan",
+    "check",
+    "divergence_for_stock",
+    "kept_blocks",
+    "of_block",
+    "shares",
+    "timed",
+]
 
 
 class Allocated(NamedTuple):
@@ -40,6 +50,26 @@ def allocate_ranks(choices: Choices, method: Method, scores=None) -> Allocated:
     removed = sum(u.dense - u.size(ranks[u.block, u.module]) for u in units)
     amounts = {"counted": counted, "asked": to_remove(units, method, counted), "removed": removed}
     return Allocated(ranks, facts, choices, {**choices.facts, **amounts})
+
+
+def divergence_for_stock(source: Source, method: Method, costs) -> float | None:
+    """Return the expected divergence of the predictions, in nats per token, with the ranks that `--for stock` chooses.
+
+    Args:
+        costs: of a measured allocation, (block, module) -> rank -> nats per token.
+
+    Returns:
+        ``None`` where there are no such ranks, or one whose cost is not known.
+    """
+    if method.allocation != "measured" or "stock" not in method.targets or method.budget == "latency":
+        return None
+    try:
+        stock = replace(method, target="stock", allocation="uniform", protect=())
+        ranks = allocate_ranks(choices(source, stock), stock).ranks
+    except (OptionError, UnsupportedModelError):
+        return None
+    found = [costs.get(key, {}).get(rank) for key, rank in ranks.items()]
+    return None if None in found else sum(found)
 
 
 def check(choices: Choices, method: Method) -> None:

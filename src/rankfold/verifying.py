@@ -23,12 +23,13 @@ class Probe:
     Args:
         source: the model the blocks come from.
         tolerance: how far logits may be apart, of their norm; by default what roundings to the stored dtype explain.
+        context: tokens of the longest window that what is written computes alike, where that is less than the context.
     """
 
-    def __init__(self, source: Source, tolerance: float | None = None):
+    def __init__(self, source: Source, tolerance: float | None = None, context: int | None = None):
         self.source = source
         self.tolerance = tolerance or max(TOLERANCE, 8 * torch.finfo(source.dtype).eps)
-        self.ids = noise(source.part, 1, min(LENGTH, source.context_length))
+        self.ids = noise(source.part, 1, min(LENGTH, context or source.context_length))
         self.stream = start(source, self.ids, autocast=None)
 
     def follow(self, view) -> None:

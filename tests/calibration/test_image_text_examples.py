@@ -251,8 +251,8 @@ def row(**columns) -> str:
         (row(text=" "), "line 2: column 'text' is empty; every row needs a text"),
         (row(text=None), "field 'text' holds NoneType, not text"),
         (row(answer=3), "field 'answer' holds int, not text"),
-        ('{"image": "a.png"}', "has no text field 'text'; a row has: image"),
-        ("[1]", "has no text field 'text'; a row has: list"),
+        ('{"image": "a.png"}', "line 2 has no text field 'text'; the row has: image"),
+        ("[1]", "line 2 has no text field 'text'; the row is a list"),
         (row(text="<image>"), "line 2: the model's processor makes nothing of it|must not hold the token"),
         (row(text="<image>", image=None), "line 2: the model's processor makes nothing of it|must not hold the token"),
         (

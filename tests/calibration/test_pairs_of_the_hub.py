@@ -142,7 +142,7 @@ def test_an_answer_may_be_one_of_several(monkeypatch):
         ({"question": "a"}, "hub:someone/pairs, row 0: there is no column 'image'; it has: question"),
         ({"question": "a", "image": "a.png"}, "row 0: column 'image' holds no encoded image, got a.png"),
         ({"question": "a", "image": {"bytes": b"x", "path": None}}, "row 0, its image is not a readable image"),
-        ({"image": None}, "hub:someone/pairs has no text field 'text'; a row has: image"),
+        ({"image": None}, "hub:someone/pairs, row 0 has no text field 'text'; the row has: image"),
         ({"question": "a", "image": None, "answer": 2, "choices": ["x"]}, "field 'answer' holds int, not text"),
         ({"question": "a", "image": None, "answer": 0, "choices": [1]}, "field 'choices' holds int, not text"),
     ],

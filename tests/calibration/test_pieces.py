@@ -44,7 +44,7 @@ def small_is_large(monkeypatch):
     monkeypatch.setattr(pieces, "LARGE", 10_000)
 
 
-@pytest.fixture(params=["txt", "raw", "jsonl", "parquet", "hub", "stream"])
+@pytest.fixture(params=["txt", "raw", "jsonl", "json", "csv", "parquet", "hub", "stream"])
 def large(request, tmp_path, monkeypatch):
     """The same 4000 rows as every kind of source there is."""
     rows = [line(i) for i in range(LINES)]
@@ -70,8 +70,11 @@ def large(request, tmp_path, monkeypatch):
         monkeypatch.setitem(ALIASES, "here", stand_in)
         monkeypatch.setattr("rankfold.calibration.hub.BUFFER", 100)
         return "here"
-    encoded = (json.dumps({"text": row}) if kind == "jsonl" else row for row in rows)
     path = tmp_path / f"a.{kind}"
+    if kind == "json":
+        path.write_text(json.dumps([{"text": row} for row in rows]), encoding="utf-8")
+        return str(path)
+    encoded = (json.dumps({"text": row}) if kind == "jsonl" else row for row in [*["text"] * (kind == "csv"), *rows])
     path.write_text("\n".join(encoded) + "\n", encoding="utf-8")
     return f"wikitext2:{path}" if kind == "raw" else str(path)
 
@@ -159,7 +162,7 @@ def test_bytes_that_are_no_utf_8_are_refused_in_a_large_file_too(tmp_path):
     ("row", "message"),
     [
         ('{"text": ', r"a\.jsonl, byte \d+ is not JSON \(.*\); one object a line is expected"),
-        ('{"body": "x"}', r"has no text field 'text'; a row has: body"),
+        ('{"body": "x"}', r"byte [1-9][0-9]* has no text field 'text'; the row has: body"),
     ],
 )
 def test_a_bad_row_of_a_large_file_is_named(tmp_path, row, message):

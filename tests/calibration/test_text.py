@@ -202,13 +202,16 @@ def test_a_connection_lost_on_the_way_is_reported_too(hub):
             '{"text": "a"}\n{"text": \n',
             r"a\.jsonl, line 2 is not JSON \(Expecting value\); one object a line is expected",
         ),
-        ('{"body": "a", "id": 1}\n', r"a\.jsonl has no text field 'text'; a row has: body, id \(use --field\)"),
-        ('{"text": 3}\n', "field 'text' holds int, not text"),
+        (
+            '{"body": "a", "id": 1}\n',
+            r"a\.jsonl, line 1 has no text field 'text'; the row has: body, id \(use --field\)",
+        ),
+        ('{"text": "a"}\n\n{"text": 3}\n', "line 3: field 'text' holds int, not text"),
         ('{"text": null}\n', "field 'text' holds NoneType, not text"),
         ('{"text": "a \\ud800 b"}\n', "field 'text' has half a character"),
         ('{"text": ' + "9" * 5000 + "}\n", r"line 1 is not JSON \(Exceeds the limit"),
         ('{"text": ' + "[" * 100_000 + "]" * 100_000 + "}\n", r"line 1 is not JSON \(maximum recursion depth"),
-        ('["a"]\n', "has no text field 'text'; a row has: list"),
+        ('["a"]\n', "line 1 has no text field 'text'; the row is a list, not an object"),
         ("", r"text source '.*a\.jsonl' is empty; give a file with text, or one of alpaca, c4, ptb, wikitext2"),
     ],
 )
@@ -246,7 +249,8 @@ def test_text_that_is_not_utf_8_is_refused(tmp_path):
 def test_a_source_that_is_not_there_lists_what_is(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
-        DataError, match=r"no text at .*expected alpaca, c4, ptb, wikitext2, pydoc, self, or a \.txt/\.jsonl"
+        DataError,
+        match=r"no text at .*expected alpaca, c4, ptb, wikitext2, pydoc, self, or a \.txt/\.jsonl/\.json/\.csv",
     ):
         read_text(name)
 

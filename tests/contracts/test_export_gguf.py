@@ -259,3 +259,24 @@ def test_q8_0_is_for_gguf_files(place, tmp_path):
 def test_a_dense_model_becomes_a_file_too(place, tmp_path):
     result = rankfold.export(place / "model", tmp_path / "x.gguf", "gguf")
     assert result.dense == result.compressed == result.exported and result.kept == 1
+
+
+@pytest.mark.parametrize("form", ["gguf", "gguf-deci"])
+@pytest.mark.parametrize("window", [8, 63, 64, None])
+def test_a_sliding_window_ends_the_context_and_is_read_back_within_it(tmp_path, form, window):
+    """Neither arch has one; what lies further back is hidden from the model alone."""
+    save_tiny(tmp_path / "llama", blocks=3)
+    llama = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "llama")
+    facts = {
+        name: value for name, value in llama.config.to_dict().items() if name not in ("model_type", "architectures")
+    }
+    model = transformers.MistralForCausalLM(transformers.MistralConfig(**facts | {"sliding_window": window}))
+    model.load_state_dict(llama.state_dict())
+    (tmp_path / "model").mkdir()
+    shutil.copytree(tmp_path / "llama", tmp_path / "model", dirs_exist_ok=True)
+    model.save_pretrained(tmp_path / "model")
+    source = rankfold.open_model(tmp_path / "model", device="cpu")
+    rankfold.compress(source, rankfold.MoDeGPT(sparsity=0.3, multiple=2), tokens(), tmp_path / "small", mode="one-pass")
+    assert rankfold.export(tmp_path / "small", tmp_path / "x.gguf", form).difference < 1e-3
+    found = settings(tmp_path / "x.gguf")
+    assert found[f"{found['general.architecture']}.context_length"] == (window or 128)

@@ -101,7 +101,10 @@ BAD = [
     ("plan model --method shortgpt --multiple 4", "--multiple would be ignored, it goes with methods that make layers"),
     ("plan model --method wanda --multiple 4", "--multiple would be ignored, it goes with methods that make layers"),
     ("plan model --allocation uniform --spread 0.1", "--spread would be ignored, it goes with allocation owl"),
-    ("plan model --calibration text.txt --field body", "--field body would be ignored, of text.txt; it is of .jsonl"),
+    (
+        "plan model --calibration text.txt --field body",
+        "--field body would be ignored, of text.txt; it is of files with rows",
+    ),
     (
         "plan model --calibration a.txt=1 --calibration ptb=2 --field body",
         "--field body would be ignored, of a.txt=1 and",
@@ -109,7 +112,10 @@ BAD = [
     ("plan model --calibration rows.jsonl=0.5 --calibration text.txt --field body", "takes a share for every text or"),
     (f"{COMPARED} --text text.txt --field body --calibration nowhere.jsonl", "no text at 'nowhere.jsonl'"),
     ("plan model --calibration wikitxt2", "no text at 'wikitxt2': did you mean 'wikitext2'? expected"),
-    ("evaluate model --text text.txt --field body", "--field body would be ignored, of text.txt; it is of .jsonl and"),
+    (
+        "evaluate model --text text.txt --field body",
+        "--field body would be ignored, of text.txt; it is of files with rows",
+    ),
     ("evaluate model --text text.txt --batch-sizes 1", "--batch-sizes would be ignored without --speed; give both or"),
     ("evaluate model --text text.txt --batch-size 1", "--batch-size would be ignored without --tasks; give both or"),
     ("evaluate model --speed --limit 1", "--limit would be ignored without --text or --tasks; give both or neither"),

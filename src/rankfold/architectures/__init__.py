@@ -3,6 +3,7 @@
 from .attention import FIXED_ROTARY, AttentionView, own_frequencies
 from .experts import ExpertsView
 from .linear import Dense, as_stored, read_linear
+from .models import MODELS, NamedModel
 from .norms import Norm
 from .parts import PARTS, Part, part_of
 from .registry import architecture_of, family_of, known_architectures
@@ -11,6 +12,7 @@ from .views import BlockView, MLPView
 
 __all__ = [
     "FIXED_ROTARY",
+    "MODELS",
     "PARTS",
     "Architecture",
     "AttentionSpec",
@@ -22,6 +24,7 @@ __all__ = [
     "ExpertsView",
     "MLPSpec",
     "MLPView",
+    "NamedModel",
     "Norm",
     "NormsSpec",
     "Part",

@@ -144,7 +144,7 @@ def _rows(path: Path, field: str) -> list[Row]:
     if not path.is_file():
         raise DataError(f"no image-text examples at {str(path)!r}: expected a .jsonl file")
     return [
-        _row(row, f"{path}, {where}", field, path)._replace(images=image_paths(row, where, path))
+        _row(row, f"{path}, {where}", field)._replace(images=image_paths(row, where, path))
         for where, row in json_rows(path)
     ]
 
@@ -154,25 +154,25 @@ def _rows_of_hub(hub: HubRows, name: str, field: str, wanted: int) -> list[Row]:
     found = []
     for number, row in enumerate(islice(hub.rows, wanted)):
         where = f"{name}, row {number}"
-        found.append(_row(row, where, field, name)._replace(images=encoded_images(row, where)))
+        found.append(_row(row, where, field)._replace(images=encoded_images(row, where)))
     return found
 
 
-def _row(row: Any, where: str, field: str, place: str | Path) -> Row:
+def _row(row: Any, where: str, field: str) -> Row:
     """Without its images."""
     column = QUESTION if field == "text" and isinstance(row, dict) and field not in row and QUESTION in row else field
-    text = field_of(row, column, place)
+    text = field_of(row, column, where)
     if not text.strip():
         raise DataError(f"{where}: column {column!r} is empty; every row needs a text")
-    return Row(where, (), text, _answer(row, place))
+    return Row(where, (), text, _answer(row, where))
 
 
-def _answer(row: dict, place: str | Path) -> str | None:
+def _answer(row: dict, where: str) -> str | None:
     """A text, or the number of one of several."""
     given, choices = row.get(ANSWER), row.get(CHOICES)
     if type(given) is int and isinstance(choices, list) and 0 <= given < len(choices):
-        return field_of({CHOICES: choices[given]}, CHOICES, place)
-    return field_of(row, ANSWER, place) if given is not None else None
+        return field_of({CHOICES: choices[given]}, CHOICES, where)
+    return field_of(row, ANSWER, where) if given is not None else None
 
 
 def _example(row: Row, processor, source) -> Example:

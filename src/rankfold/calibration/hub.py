@@ -66,7 +66,7 @@ def hub_rows(alias: str, use: str, shuffle: int | None = None) -> Iterator[str]:
     from datasets import load_dataset
 
     hub = ALIASES[alias]
-    advice = f"{alias}:FILE (raw rows), or a .txt/.jsonl/.parquet file"
+    advice = f"{alias}:FILE (raw rows), or a file such as .txt or .jsonl"
     with _reaching(f"{alias!r} ({hub.path})", advice):
         rows = load_dataset(
             hub.path,

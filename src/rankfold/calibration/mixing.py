@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -72,7 +73,7 @@ def some_of(
     return chosen, max(1, min(samples, len(chosen) - beside(min(samples, len(chosen)))))
 
 
-def shares_of(texts: str | Iterable[str] | Mapping[str, float]) -> dict[str, float]:
+def shares_of(texts: str | Path | Iterable[str | Path] | Mapping[str | Path, float]) -> dict[str, float]:
     """Name of a text -> its share; all shares add up to one.
 
     Args:
@@ -81,13 +82,14 @@ def shares_of(texts: str | Iterable[str] | Mapping[str, float]) -> dict[str, flo
     Raises:
         OptionError: no text, one that is named twice, or a share that is no positive number.
     """
-    if not isinstance(texts, str | Mapping | Sequence) or not all(isinstance(name, str) for name in texts):
+    listed = [texts] if isinstance(texts, str | Path) else texts
+    if not isinstance(listed, Mapping | Sequence) or not all(isinstance(name, str | Path) for name in listed):
         raise OptionError(f"calibration texts are a name, a list of names, or name: share; got {str(texts)[:60]!r}")
-    names = [texts] if isinstance(texts, str) else list(texts)
+    names = [*map(str, listed)]
     if not names:
         raise OptionError("no calibration text is named; give at least one")
     check_distinct(names, names)
-    given = texts if isinstance(texts, Mapping) else dict.fromkeys(names, 1)
+    given = dict(zip(names, texts.values() if isinstance(texts, Mapping) else [1] * len(names), strict=True))
     for name, share in given.items():
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < math.inf:
             raise OptionError(f"the share of calibration text {name!r} must be a number above 0, got {share!r}")

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
+from .chats import Chat
 from .hub import ALIASES, BUFFER, hub_rows
-from .text import Text, decode, field_of, json_row, open_parquet, raw_row, rows_of_group, text_source
+from .text import Text, decode, document_of, json_row, open_parquet, raw_row, rows_of_group, text_source
 
 __all__ = ["LARGE", "Pieces", "pieces_of_file_or_hub", "pieces_of_text"]
 
@@ -23,7 +24,7 @@ LARGE = 16 * 2**20  # bytes of a file, characters of rows; what is smaller is to
 class Pieces:
     """Random pieces of a text."""
 
-    pieces: Iterator[str]
+    pieces: Iterator[str | Chat]
     origin: str
     draw: str  # how they were drawn, for the record
 
@@ -43,7 +44,8 @@ def pieces_of_file_or_hub(name: str, *, field: str, seed: int, size: int) -> Pie
     source = text_source(name)
     if source.kind == "hub" and ALIASES[name].endless:
         return Pieces(hub_rows(name, "calibration", shuffle=seed), source.origin, f"stream, buffer of {BUFFER} rows")
-    if source.path is None or source.path.stat().st_size <= LARGE:
+    whole = source.path is None or source.kind in ("json", "csv", "tsv")  # which have no rows to find in the middle
+    if whole or source.path.stat().st_size <= LARGE:
         return None
     if source.kind == "parquet":
         return Pieces(_parquet_rows(source.path, field, seed), source.origin, "rows")
@@ -85,7 +87,7 @@ def _whole_characters(data: bytes) -> bytes:
     return data[first:]
 
 
-def _rows(path: Path, kind: str, field: str, seed: int, size: int) -> Iterator[str]:
+def _rows(path: Path, kind: str, field: str, seed: int, size: int) -> Iterator[str | Chat]:
     with path.open("rb") as file:
         for begin in _slots(path, seed, size):
             for where, line in _lines(file, begin, begin + size):
@@ -93,7 +95,7 @@ def _rows(path: Path, kind: str, field: str, seed: int, size: int) -> Iterator[s
                 if kind == "raw":
                     yield raw_row(text)
                 elif text.strip():
-                    yield field_of(json_row(text, f"byte {where}", path), field, path)
+                    yield document_of(json_row(text, f"byte {where}", path), field, f"{path}, byte {where}")
 
 
 def _lines(file, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
@@ -105,7 +107,7 @@ def _lines(file, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
         yield where, line
 
 
-def _parquet_rows(path: Path, field: str, seed: int) -> Iterator[str]:
+def _parquet_rows(path: Path, field: str, seed: int) -> Iterator[str | Chat]:
     """Rows in random order. A few thousand at a time, so that a row group is read once for all rows wanted of it."""
     with open_parquet(path, field) as file:
         sizes = [file.metadata.row_group(g).num_rows for g in range(file.num_row_groups)]

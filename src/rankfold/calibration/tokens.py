@@ -6,12 +6,14 @@ Shape legend: S samples (windows), T window length.
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, DataError, OptionError, first_line
 from .batches import Data, Example, tokens_in
+from .chats import Chat, has_half_character, written
 from .framing import frame_of
 from .mixing import Drawn, Portion, check_distinct, draw_all, held_out_of, interleaved, shares_of
 from .pieces import pieces_of_file_or_hub, pieces_of_text
@@ -44,7 +46,7 @@ def pack(ids: Tensor, *, samples: int, length: int, seed: int) -> Tensor:
 
 
 def load_tokens(
-    name: str | Sequence[str] | Mapping[str, float],
+    name: str | Path | Sequence[str | Path] | Mapping[str | Path, float],
     source,
     *,
     samples: int = 128,
@@ -75,7 +77,7 @@ def load_tokens(
         samples: ``>= 1``, and at least one for every text; of all texts together.
         length: ``>= 2``.
         seed: of the draw of each text, and of the order of texts (and of the sampling for ``self``).
-        field: column of a jsonl or parquet file.
+        field: column of a file with rows.
 
     Raises:
         DataError: too little text, or token ids outside the model's vocabulary.
@@ -165,14 +167,15 @@ def _windows_of_text(text: Text, source, count: int, length: int, seed: int) -> 
     return pack(ids, samples=count, length=length, seed=seed)
 
 
-def _windows_of_pieces(pieces: Iterator[str], source, count: int, length: int, seed: int) -> Iterator[Tensor]:
+def _windows_of_pieces(pieces: Iterator[str | Chat], source, count: int, length: int, seed: int) -> Iterator[Tensor]:
     """Up to ``count`` windows ``(T,)``: pieces are joined until they fill one, and what is left over is dropped.
 
     Of a long piece a random stretch is taken. No special tokens are added, as there are none inside a whole text.
     """
     generator, wanted = torch.Generator().manual_seed(seed), length * CHARACTERS_PER_TOKEN
     joined, enough = "", wanted * 5 // 8
-    for piece in pieces:
+    for document in pieces:
+        piece = written(document, source.tokenizer, source.name)
         if (extra := len(piece) - wanted) > 0:
             begin = int(torch.randint(extra + 1, (), generator=generator))
             piece = piece[begin : begin + wanted]
@@ -196,7 +199,15 @@ def encode(text: Text, source) -> Tensor:
     Raises:
         DataError: the tokenizer gives ids that the embedding does not have.
     """
-    return _tokenised(text.joined(), source, **frame_of(source.architecture, source.tokenizer).inside)
+    inside = frame_of(source.architecture, source.tokenizer).inside
+    return ids_of(text, source.tokenizer, source.name, source.config.vocab_size, **inside)
+
+
+def ids_of(text: Text, tokenizer, name: str, vocabulary: int, **options) -> Tensor:
+    """Return the ``(n,)`` token ids of a text; arguments as for :func:`tokenised`. A chat template writes its special tokens
+    itself."""
+    options |= {"add_special_tokens": False} if text.has_chats else {}
+    return tokenised(tokenizer, text.joined(tokenizer, name), name, vocabulary, **options)
 
 
 def _tokenised(text: str, source, **options) -> Tensor:
@@ -212,8 +223,10 @@ def tokenised(tokenizer, text: str, name: str, vocabulary: int, **options) -> Te
 
     Raises:
         CheckpointError: the tokenizer cannot be used, or makes nothing of a text.
-        DataError: it gives ids that the embedding does not have.
+        DataError: the text is not Unicode, or the tokenizer gives ids that the embedding does not have.
     """
+    if has_half_character(text):
+        raise DataError("the text has half a character (a lone surrogate) in it: it is not UTF-8; convert it")
     try:
         ids = tokenizer(text, return_tensors="pt", verbose=False, **options).input_ids[0].long()
     except (TypeError, ValueError, AttributeError, KeyError) as error:  # settings that are no settings

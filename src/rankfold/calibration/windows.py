@@ -13,7 +13,7 @@ from ..errors import DataError
 from .batches import digest_of
 from .hub import HUB
 
-__all__ = ["Part", "Tokens", "shown"]
+__all__ = ["Part", "Tokens", "check_ids", "shown"]
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Tokens:
     field: str | None = None  # column they were read from, where it is not the usual one
 
     def __post_init__(self):
-        _check_ids("ids", self.ids)
+        check_ids("ids", self.ids)
         if self.held_out is not None:
-            _check_ids("held_out", self.held_out)
+            check_ids("held_out", self.held_out)
 
     @property
     def sha256(self) -> str:
@@ -101,7 +101,7 @@ def shown(name: str, folders: int = 0) -> str:
     return f"{alias}:{short}" if local else str(short)
 
 
-def _check_ids(name: str, ids) -> None:
+def check_ids(name: str, ids) -> None:
     if not isinstance(ids, Tensor) or ids.dtype is not torch.int64 or ids.dim() != 2:
         got = f"{list(ids.shape)} of {ids.dtype}" if isinstance(ids, Tensor) else type(ids).__name__
         raise DataError(f"{name} must be a tensor (windows, length) of int64 token ids, got {got}")

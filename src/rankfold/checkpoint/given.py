@@ -13,7 +13,7 @@ from ..errors import CheckpointError, UnsupportedModelError, first_line
 from ..modules import METHOD_NAME, METHOD_NAMES
 from .classes import auto_class
 from .folders import check_file, check_folder, raw_config
-from .hub import locate
+from .hub import locate, split_revision
 from .listing import MERGED, Listing, check_listing
 from .signs import SAVED, check_filled, check_names, check_numbers, kind_of
 from .weights import Weights
@@ -27,11 +27,12 @@ DEQUANTISES = {
 KNOWN = ("torch", "transformers")  # whose linear layers compute what their weight says
 
 
-def resolve_model(model: str | Path) -> Path:
+def resolve_model(model: str | Path, revision: str | None = None) -> Path:
     """Return the folder or ``.gguf`` file of a model, dense or compressed, that transformers reads.
 
     Args:
         model: hub id, folder or file.
+        revision: of a hub id: branch, tag or commit.
 
     Raises:
         CheckpointError: it is something else, or a part is not there.
@@ -42,12 +43,12 @@ def resolve_model(model: str | Path) -> Path:
             f"a {type(model).__name__} is no name of a model; give a hub id, a folder or a .gguf file"
         )
     try:
-        path = locate(str(model))
+        path = locate(str(model), revision)
     except OSError as error:  # a name that no file can have
         raise CheckpointError(f"no model at {str(model)[:60]!r}: {error.strerror}") from error
     is_local = Path(model).expanduser().exists()
     if not is_local and not (path.is_dir() and Listing.of_folder(path).is_whole):
-        _check_repository(str(model))
+        _check_repository(*split_revision(str(model), revision))
     if not path.is_dir():
         check_file(path)
         return path
@@ -63,13 +64,12 @@ def resolve_model(model: str | Path) -> Path:
     return path
 
 
-def _check_repository(name: str) -> None:
+def _check_repository(name: str, revision: str | None) -> None:
     """Say what a repository of the hub is, of which no config and weights came."""
     from huggingface_hub import HfApi
 
-    repository, _, revision = name.partition("@")
     try:
-        files = HfApi().list_repo_files(repository, revision=revision or None)
+        files = HfApi().list_repo_files(name, revision=revision)
     except Exception as error:  # httpx, requests and hub errors share no base; all mean "not to be had"
         raise CheckpointError(
             f"{name!r} is not complete in the hub's cache, and the hub cannot be asked ({first_line(error)}); check the "

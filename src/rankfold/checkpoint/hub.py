@@ -1,31 +1,68 @@
 """Where a model lies: a local folder or file, or a snapshot from the hub."""
 
+import re
 from pathlib import Path
 
-from ..errors import CheckpointError, first_line
+from ..errors import CheckpointError, OptionError, first_line
 
-__all__ = ["locate"]
+__all__ = ["commit_of", "locate", "split_revision"]
+
+COMMIT = re.compile("[0-9a-f]{40}")
 
 
-def locate(name: str) -> Path:
-    """The folder of a local path or hub id.
+def split_revision(name: str, revision: str | None = None) -> tuple[str, str | None]:
+    """Return a hub id and its revision; ``None``: the default branch.
+
+    Args:
+        name: ``owner/name``, or ``owner/name@revision``.
+        revision: branch, tag or commit, where the name has none.
 
     Raises:
+        OptionError: there are two revisions, or an empty one.
+    """
+    repository, at, named = name.partition("@")
+    if at and revision is not None:
+        raise OptionError(f"{name!r} names a revision already, got revision {revision!r} too; give one of them")
+    if named.strip() == "" if at else revision is not None and not revision.strip():
+        raise OptionError(f"the revision of {repository!r} is empty; give a branch, a tag or a commit, or leave it out")
+    return repository, named if at else revision
+
+
+def locate(name: str, revision: str | None = None) -> Path:
+    """Return the folder of a local path or hub id.
+
+    Args:
+        name: a path, ``owner/name`` or ``owner/name@revision``; what there is here comes first.
+        revision: of a hub id: branch, tag or commit.
+
+    Raises:
+        OptionError: a revision of what lies here, or two of them.
         CheckpointError: no such folder, or the hub cannot be reached.
     """
     path = Path(name).expanduser()
     if path.exists():
+        if revision is not None:
+            raise OptionError(f"a revision is of a hub id, and {name!r} lies here, got {revision!r}; leave it out")
         return path
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise CheckpointError(f"no model at {name!r}: expected a folder, a .gguf file, or a hub id such as owner/name")
+    repository, wanted = split_revision(name, revision)
+    if repository.count("/") != 1 or repository.startswith((".", "/", "~")):
+        raise CheckpointError(
+            f"no model at {name!r}: expected a folder, a .gguf file, or a hub id such as owner/name or owner/name@revision"
+        )
     from huggingface_hub import snapshot_download
 
     patterns = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt", "*.jinja"]
     copies = ["consolidated*", "original/*"]  # the same weights in the maker's own format
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=copies))
+        return Path(snapshot_download(repository, revision=wanted, allow_patterns=patterns, ignore_patterns=copies))
     except Exception as error:  # httpx, requests and hub errors share no base; all mean "not to be had"
+        at = f" at revision {wanted!r}" if wanted else ""
         raise CheckpointError(
-            f"cannot get {name!r} from the hub ({first_line(error)}); check the name and the connection, or download it "
-            "elsewhere and give the folder"
+            f"cannot get {repository!r}{at} from the hub ({first_line(error)}); check the name and the connection, or download "
+            "it elsewhere and give the folder"
         ) from error
+
+
+def commit_of(folder: Path) -> str | None:
+    """Return the commit of a snapshot of the hub, which is the name of its folder; ``None`` for any other folder."""
+    return folder.name if folder.parent.name == "snapshots" and COMMIT.fullmatch(folder.name) else None

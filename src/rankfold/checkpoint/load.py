@@ -28,19 +28,23 @@ from .whole import (
 __all__ = ["assemble", "described", "empty_model", "load_model", "load_tokenizer"]
 
 
-def load_model(model: str | Path, *, dtype: str = "auto", device: str = "auto") -> PreTrainedModel:
+def load_model(
+    model: str | Path, *, dtype: str = "auto", device: str = "auto", revision: str | None = None
+) -> PreTrainedModel:
     """A model ready to run: compressed by rankfold, dense, or a ``.gguf`` file.
 
     Args:
-        model: hub id, folder, or ``.gguf`` file.
+        model: hub id (``owner/name``, or ``owner/name@revision``), folder, or ``.gguf`` file.
         dtype: ``auto`` (as stored) or a dtype.
         device: where to put it.
+        revision: of a hub id: branch, tag or commit.
 
     Raises:
+        OptionError: a revision of what is no hub id, or two of them.
         CheckpointError: it cannot be read, or does not hold what its config describes.
         NumericsError: a weight is NaN or infinite (named).
     """
-    path, where, wanted = resolve_model(model), resolve_device(device), resolve_dtype(dtype) or "auto"
+    path, where, wanted = resolve_model(model, revision), resolve_device(device), resolve_dtype(dtype) or "auto"
     loaded = read_gguf(path, wanted) if path.is_file() else _read_folder(path, wanted, str(model))
     check_finite(loaded.state_dict())
     return loaded.to(where).eval()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from ..errors import OptionError
 from ..files import check_output, sync_files, sync_folder, writing
 from ..locking import lock_of, locked
 from .tokenizer import save_tokenizer
@@ -25,7 +26,12 @@ def save_model(model: PreTrainedModel, folder: str | Path, tokenizer=None) -> Pa
 
     Raises:
         CheckpointError: the folder exists, cannot be written, or is written by another process.
+        OptionError: what is given as the tokenizer is none.
     """
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        raise OptionError(
+            f"tokenizer must be one of transformers, got {type(tokenizer).__name__}; give source.tokenizer"
+        )
     folder = Path(folder)
     with creating(folder) as unfinished:
         unfinished.mkdir()

@@ -18,11 +18,12 @@ from accelerate import init_empty_weights
 from torch import nn
 
 from ..architectures import Architecture, BlockView, Part, own_frequencies, part_of
-from ..errors import CheckpointError, UnsupportedModelError, first_line
+from ..errors import CheckpointError, OptionError, UnsupportedModelError, first_line
 from .classes import auto_class
 from .devices import DTYPES, autocast_dtype, resolve_device, resolve_dtype
 from .fingerprint import fingerprint
 from .given import check_given, check_quantised, check_tied, resolve_model
+from .hub import commit_of, split_revision
 from .tokenizer import TokenizerFiles
 from .weights import Weights, check_finite, fill_outer
 from .whole import check_unused, read_config, read_generation_config, read_gguf, read_whole, untie
@@ -42,6 +43,7 @@ class Source:
         device: where blocks run.
         weights: where blocks are read from; ``None`` where all are in memory.
         tokenizer_files: where the tokenizer is read from when it is wanted; ``None`` where there is none.
+        revision: commit on the hub; ``None`` where the model is from elsewhere.
         bytes_on_disk: of the files the weights are read from; ``None`` for a model that the caller holds.
         overlaps: read the next block and write the last one while this one is computed. It costs the memory of two blocks, and
             gains nothing where the processor that computes also reads.
@@ -58,13 +60,14 @@ class Source:
         tokenizer=None,
         bytes_on_disk: int | None = None,
         part: Part | None = None,
+        revision: str | None = None,
     ):
         self.model, self.name, self.device, self.dtype = model, name, device, dtype
         self.part = part or part_of(model)
         self.autocast = autocast_dtype(device)  # precision of block forwards; None for the compute dtype itself
         self.weights, self.tokenizer_files, self.bytes_on_disk = weights, tokenizer_files, bytes_on_disk
         self.overlaps = device.type != "cpu"
-        self._tokenizer = tokenizer
+        self._tokenizer, self.revision = tokenizer, revision
 
     @property
     def architecture(self) -> Architecture:
@@ -250,17 +253,20 @@ def open_model(
     device: str = "auto",
     tokenizer=None,
     part: str | None = None,
+    revision: str | None = None,
 ) -> Source:
     """Open a model for compression.
 
     Args:
-        model: hub id, local folder, local ``.gguf`` file, or a transformers model already in memory.
+        model: hub id (``owner/name``, or ``owner/name@revision``), local folder, local ``.gguf`` file, or a transformers model
+            already in memory.
         dtype: ``float32``, ``bfloat16`` or ``float16``: what the result is written in; ``auto`` is as the checkpoint stores
             it, and ``bfloat16`` for a ``.gguf`` file, whose few bits fp32 would only make longer.
         device: ``auto``, ``cpu``, ``cuda`` or ``mps``.
         tokenizer: overrides the one beside the weights.
         part: ``language``, ``vision`` or ``projector`` of a model that has several; by default the part that writes text, or
             else the only one.
+        revision: of a hub id: branch, tag or commit.
 
     Raises:
         CheckpointError, UnsupportedModelError, OptionError: with one line saying what to do.
@@ -269,14 +275,19 @@ def open_model(
     if isinstance(model, nn.Module):
         stack = check_given(model, part)
         check_tied(model)
-        place = getattr(model, "name_or_path", "")
-        files = TokenizerFiles(Path(place)) if place else None
-        return Source(model, place or type(model).__name__, where, model.dtype, None, files, tokenizer, part=stack)
-    path = resolve_model(model)
-    name = path.name if Path(str(model)).expanduser().exists() else str(model)  # no local paths in results
+        if revision is not None:
+            raise OptionError(f"a revision is of a hub id, and the model is in memory, got {revision!r}; leave it out")
+        place, commit = getattr(model, "name_or_path", ""), getattr(model.config, "_commit_hash", None)
+        files = TokenizerFiles(Path(place), revision=commit) if place else None
+        name = place or type(model).__name__
+        return Source(model, name, where, model.dtype, None, files, tokenizer, part=stack, revision=commit)
+    path = resolve_model(model, revision)
+    is_here = Path(str(model)).expanduser().exists()
+    name = path.name if is_here else split_revision(str(model))[0]  # no local paths in results
     read = _read_gguf if path.is_file() else _read_folder
     network, storage_dtype, weights, size, stack = read(path, where, wanted, part)
-    source = Source(network, name, where, storage_dtype, weights, TokenizerFiles.beside(path), tokenizer, size, stack)
+    files, commit = TokenizerFiles.beside(path), commit_of(path)
+    source = Source(network, name, where, storage_dtype, weights, files, tokenizer, size, stack, commit)
     if not len(source):
         raise CheckpointError(f"{name} has no blocks by its config; correct num_hidden_layers in config.json")
     return source

@@ -27,6 +27,7 @@ class TokenizerFiles:
 
     folder: Path
     gguf: str | None = None
+    revision: str | None = None  # commit, where the folder is the hub id of a model in memory
 
     @classmethod
     def beside(cls, model: Path) -> "TokenizerFiles":
@@ -60,6 +61,7 @@ class TokenizerFiles:
         if self.folder.is_dir() and not self.exist:  # for some families transformers makes up an empty one
             raise CheckpointError(f"there is no tokenizer in {self.folder}; put the tokenizer files beside the weights")
         options = {} if self.gguf is None else {"gguf_file": self.gguf}
+        options |= {} if self.revision is None or self.folder.is_dir() else {"revision": self.revision}
         try:
             return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False, **options)
         except Exception as error:  # a damaged file ends in whatever type the code that meets it raises, plain ones too

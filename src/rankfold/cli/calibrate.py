@@ -18,6 +18,7 @@ def command(
     dtype: o.Written = "auto",
     device: o.Device = "auto",
     part: o.Part = None,
+    revision: o.Revision = None,
     json: o.Json = False,
 ) -> None:
     """Measure a model once, to compress it many times in seconds.
@@ -26,6 +27,7 @@ def command(
     rankfold calibrate ./my-model -o moments --calibration c4 --samples 64
     rankfold compress ./my-model -o small --method modegpt --moments moments --sparsity 0.2
     """
+    model = o.at_revision(model, revision)
     from .. import pipeline
     from ..checkpoint.source import open_model
 

@@ -20,13 +20,13 @@ class CalibrationOptions:
     calibration: Annotated[
         list[str],
         typer.Option(
-            help="wikitext2, ptb, c4, alpaca (from the hub, or ALIAS:FILE for a local copy of the rows), a "
-            ".txt/.jsonl/.parquet file, pydoc (ships with Python), or self (text the model writes). Repeatable: texts are "
-            "mixed in equal parts, or by TEXT=SHARE, e.g. a.txt=0.7 (a file of that very name is taken as the file). For a "
-            "part that takes images: a folder of images, or a .parquet file. For a model of images and text, either part: a "
-            ".jsonl file with the columns text or question, image (a path from there, or several) and perhaps answer, or "
-            "hub:OWNER/NAME, a data set with such columns. With --parts: one of these for all, or PART=TEXT for each, e.g. "
-            "language=wikitext2 and vision=images/."
+            help="wikitext2, ptb, c4, alpaca (from the hub, or ALIAS:FILE for a local copy of the rows), a text file, a "
+            ".jsonl/.json/.csv/.parquet file with rows of text or of chats (messages), pydoc (ships with Python), or self "
+            "(text the model writes). Repeatable: texts are mixed in equal parts, or by TEXT=SHARE, e.g. a.txt=0.7 (a file of"
+            " that very name is taken as the file). For a part that takes images: a folder of images, or a .parquet file. For"
+            " a model of images and text, either part: a .jsonl file with the columns text or question, image (a path from "
+            "there, or several) and perhaps answer, or hub:OWNER/NAME, a data set with such columns. With --parts: one of "
+            "these for all, or PART=TEXT for each, e.g. language=wikitext2 and vision=images/."
         ),
     ] = ("wikitext2",)
     samples: Annotated[int, typer.Option(help="Calibration windows of all texts together, or images, or examples.")] = (

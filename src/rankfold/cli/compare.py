@@ -41,6 +41,7 @@ def command(
     keep: Annotated[bool, typer.Option("--keep", help="Keep the compressed models and the moments.")] = False,
     dtype: o.Written = "auto",
     device: o.Device = "auto",
+    revision: o.Revision = None,
     json: o.Json = False,
 ) -> None:
     """Run methods at several sparsities and write one report: table, plots, a page to read in a browser.
@@ -52,6 +53,7 @@ def command(
     Rows that are done are kept: the same command continues where it was, and further methods, sparsities can be added to
     the folder. A row that cannot be done says why; the exit code is 1 then.
     """
+    model = o.at_revision(model, revision)
     from ..comparison import cells_of
     from .forms import parse_forms, parse_sparsities
 

@@ -11,6 +11,7 @@ from . import options as o
 from .calibration import CalibrationOptions
 from .parts import methods_of_parts, opened_parts, show_parts
 from .plan import plan_parts, predicted, show
+from .saving import exported_as_stock, show_kept
 
 
 @o.expanded
@@ -29,6 +30,7 @@ def command(
     device: o.Device = "auto",
     part: o.Part = None,
     parts: o.Parts = None,
+    revision: o.Revision = None,
     json: o.Json = False,
 ) -> None:
     """Compress a model and write a checkpoint that transformers loads.
@@ -42,6 +44,7 @@ def command(
 
     A run that was interrupted continues when the same command is given again.
     """
+    model = o.at_revision(model, revision)
     chosen = what.parse() if parts is None else methods_of_parts(parts, what)
     if output is None and not dry_run:
         raise OptionError("-o/--output is missing: where to write the compressed model (or use --dry-run)")
@@ -76,8 +79,17 @@ def command(
         c.console().print(plan.table(), plan.summary())
 
     folder = pipeline.compress(source, chosen, tokens, output, moments=store, mode=mode, on_plan=announce)
-    result = c.result_of(read_record(folder))
-    c.emit({"output": str(folder), **result}, json, lambda out: c.show_result(str(folder), result, out))
+    record = read_record(folder)
+    result = c.result_of(record)
+    stock = exported_as_stock(folder, record)
+    result |= {"stock": stock} if stock else {}
+
+    def finish(out) -> None:
+        c.show_result(str(folder), result, out)
+        if stock:
+            show_kept(stock["saving_kept"], stock["parameters"], "stock", folder, out)
+
+    c.emit({"output": str(folder), **result}, json, finish)
 
 
 def _both(model, methods, text, output: Path | None, mode: str, dtype: str, device: str, json: bool) -> None:

@@ -34,6 +34,7 @@ def command(
     field: o.Field = "text",
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
+    revision: o.Revision = None,
     json: o.Json = False,
 ) -> None:
     """Perplexity as the field computes it for WikiText-2, accuracy by lm-eval, speed. For dense and compressed models.
@@ -44,6 +45,7 @@ def command(
     rankfold evaluate small --tasks arc_easy,piqa --tasks-from rows
     rankfold evaluate small --speed --against dense
     """
+    model = o.at_revision(model, revision)
     from ..evaluation.cost import Cost
     from ..evaluation.evaluate import evaluate
     from ..evaluation.tasks import Questions

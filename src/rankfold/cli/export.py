@@ -7,6 +7,7 @@ import typer
 
 from . import common as c
 from . import options as o
+from .saving import show_kept
 
 
 def command(
@@ -18,6 +19,7 @@ def command(
     dtype: Annotated[
         str, typer.Option(help="auto (as stored), float32, bfloat16 or float16; GGUF files also q8_0.")
     ] = "auto",
+    revision: o.Revision = None,
     json: o.Json = False,
 ) -> None:
     """Write a compressed checkpoint in a form that needs no code of rankfold.
@@ -27,6 +29,8 @@ def command(
     rankfold export small -o small.gguf --format gguf --dtype q8_0
     """
     from ..exports import export
+
+    checkpoint = o.at_revision(checkpoint, revision)
 
     done = export(checkpoint, output, format, dtype=dtype)
     result = {
@@ -44,5 +48,6 @@ def command(
         out.print(
             f"{done.kept:.0%} of the saving kept; read back, its logits differ by {done.difference:.1e} of their norm"
         )
+        show_kept(done.kept, done.exported, done.format, Path(checkpoint).expanduser(), out)
 
     c.emit(result, json, show)

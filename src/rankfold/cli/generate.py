@@ -16,6 +16,7 @@ def command(
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
+    revision: o.Revision = None,
     json: o.Json = False,
 ) -> None:
     """Continue a prompt, with a dense or compressed model.
@@ -23,6 +24,7 @@ def command(
     \b
     rankfold generate small "The capital of France is"
     """
+    model = o.at_revision(model, revision)
     from ..evaluation.generation import generate_text
 
     text = generate_text(

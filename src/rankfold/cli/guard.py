@@ -32,7 +32,9 @@ BESIDE = {
     "field": ("text",),
     "seed": ("temperature",),
 }
-HAS_COLUMNS = re.compile(r"\.(jsonl|parquet)(=[^=/]*)?$|^(\w+=)?hub:", re.IGNORECASE)  # among names of texts and images
+HAS_COLUMNS = re.compile(
+    r"\.(jsonl|ndjson|json|csv|tsv|parquet)(=[^=/]*)?$|^(\w+=)?hub:", re.IGNORECASE
+)  # among names of texts and images
 
 
 class Command(TyperCommand):
@@ -97,7 +99,7 @@ def _check_field(values: dict) -> None:
     names = [*(values.get("calibration") or ()), *(values.get("text") or ())]
     if names and not any(HAS_COLUMNS.search(name) for name in names):
         raise OptionError(
-            f"--field {values['field']} would be ignored, of {' and '.join(names)}; it is of .jsonl and .parquet files"
+            f"--field {values['field']} would be ignored, of {' and '.join(names)}; it is of files with rows, such as .jsonl"
         )
 
 

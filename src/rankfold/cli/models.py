@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from ..errors import OptionError
 from . import common as c
 from . import options as o
 
 if TYPE_CHECKING:
-    from ..architectures import Architecture, AttentionSpec, ExpertsSpec, MLPSpec
+    from ..architectures import Architecture, AttentionSpec, ExpertsSpec, MLPSpec, NamedModel
 
 
 def command(
@@ -18,9 +19,10 @@ def command(
         str | None, typer.Argument(help="Folder, hub id or .gguf file: what this model is to rankfold.")
     ] = None,
     part: o.Part = None,
+    revision: o.Revision = None,
     json: o.Json = False,
 ) -> None:
-    """List the model families, and what of each can be compressed; or look at one model.
+    """List the models, their parts, and what of each can be compressed; or look at one model.
 
     Of a model whose family is not listed the spec is read off its blocks and checked on its weights; what is printed can be
     put into a file of rankfold as it is.
@@ -29,11 +31,11 @@ def command(
     rankfold models
     rankfold models path/to/model
     """
-    from ..architectures import known_architectures
-
+    if model is None and revision is not None:
+        raise OptionError(f"--revision {revision} would be ignored without a model; name one, or leave it out")
     if model is not None:
-        return _one(model, part, json)
-    rows = [_row(architecture) for architecture in known_architectures()]
+        return _one(o.at_revision(model, revision), part, json)
+    rows = rows_of_models()
 
     def table(out) -> None:
         grid = Table(*rows[0])
@@ -63,6 +65,23 @@ def _one(model: str, part: str | None, json: bool) -> None:
         out.print(code(spec), markup=False, highlight=False, soft_wrap=True)
 
     c.emit({**row, "spec": code(spec), "differences": numbers}, json, show)
+
+
+def rows_of_models() -> list[dict[str, str]]:
+    """Return a row for every part of every model that is known by name."""
+    from ..architectures import MODELS
+
+    return [_part_row(model, part, family) for model in MODELS for part, family in model.parts.items()]
+
+
+def _part_row(model: "NamedModel", part: str, family: str) -> dict[str, str]:
+    named = {"model": model.name, "model_type": model.model_type, "part": part, "family": family}
+    if part == "projector":
+        return named | {"mlp": "units", "qk": "-", "vo": "-"}
+    from ..architectures import known_architectures
+
+    known = {architecture.model_type: architecture for architecture in known_architectures()}
+    return named | {key: value for key, value in _row(known[family]).items() if key != "model_type"}
 
 
 def _row(architecture: "Architecture") -> dict[str, str]:

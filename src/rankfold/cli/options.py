@@ -25,12 +25,17 @@ __all__ = [
     "Moments",
     "Part",
     "Parts",
+    "Revision",
     "Written",
+    "at_revision",
     "expanded",
     "like",
 ]
 
-Model = Annotated[str, typer.Argument(help="Hub id, local folder, or local .gguf file.")]
+Model = Annotated[
+    str, typer.Argument(help="Hub id (owner/name or owner/name@revision), local folder, or local .gguf file.")
+]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id, as owner/name@revision has it.")]
 Dtype = Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")]
 Written = Annotated[
     str,
@@ -43,7 +48,7 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")]
 Field = Annotated[
     str,
-    typer.Option(help="Column with the text, for .jsonl and .parquet; with images, for .parquet: image by default."),
+    typer.Option(help="Column with the text, of a file with rows; with images, for .parquet: image by default."),
 ]
 Part = Annotated[
     str | None,
@@ -135,6 +140,21 @@ class MethodOptions:
         except ValueError:
             raise OptionError(f"--protect takes block numbers such as 0,-1; got {self.protect!r}") from None
         return make_method(self.method, **shared, **_parse_options(self.method, self.option or []))
+
+
+def at_revision(model: str, revision: str | None) -> str:
+    """Return the name of a model with the revision in it.
+
+    Raises:
+        OptionError: the model lies here, or names a revision itself.
+    """
+    if revision is None:
+        return model
+    if Path(model).expanduser().exists():
+        raise OptionError(f"--revision is of a hub id, and {model!r} lies here, got {revision!r}; leave it out")
+    from ..checkpoint.hub import split_revision
+
+    return "@".join(split_revision(model, revision))
 
 
 def expanded(command):

@@ -22,6 +22,7 @@ def command(
     part: o.Part = None,
     parts: o.Parts = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Also save the plan as JSON.")] = None,
+    revision: o.Revision = None,
     json: o.Json = False,
 ) -> None:
     """Show what `compress` would do: ranks, errors, sizes, memory, time. Nothing is changed.
@@ -30,6 +31,7 @@ def command(
     rankfold plan ./my-model --method modegpt --sparsity 0.3 --moments moments
     rankfold plan ./my-model --sparsity 0.3 --calibration pydoc --samples 16 -o plan.json
     """
+    model = o.at_revision(model, revision)
     chosen = what.parse() if parts is None else methods_of_parts(parts, what)
     if output is not None:
         from ..files import check_output

@@ -1,9 +1,11 @@
 """Text a model writes."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from ..calibration.chats import has_half_character
 from ..calibration.tokens import tokenised
 from ..checkpoint.classes import check_writes
 from ..checkpoint.load import load_model, load_tokenizer
@@ -27,22 +29,14 @@ def continue_text(
 
     Raises:
         OptionError: ``max_new_tokens`` below 1, or more than the model's context has room for; or a negative temperature.
-        DataError: the prompt has no tokens.
+        DataError: the prompt is no text, has no tokens, or more than the model's context has room for.
         CheckpointError: the model's generation settings are damaged.
         NumericsError: the model predicts NaN.
     """
     if max_new_tokens < 1 or temperature < 0:
         raise OptionError(f"max-new-tokens must be >= 1 and temperature >= 0, got {max_new_tokens} and {temperature}")
-    config = model.config.get_text_config()
-    ids = tokenised(tokenizer, prompt, type(model).__name__, config.vocab_size)[None].to(model.device)
-    length, positions = ids.shape[1], getattr(config, "max_position_embeddings", None)
-    if length == 0:
-        raise DataError("the prompt is empty; give some text to continue")
-    if positions and length + max_new_tokens > positions:
-        raise OptionError(
-            f"{length} tokens of prompt and {max_new_tokens} new ones are more than the model's context of {positions}; use a "
-            f"shorter prompt or --max-new-tokens {max(1, positions - length)}"
-        )
+    ids = _ids_of_prompt(model, tokenizer, prompt, max_new_tokens)[None].to(model.device)
+    length = ids.shape[1]
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     devices = [] if model.device.type == "cpu" else [model.device]
@@ -67,6 +61,38 @@ def continue_text(
     # A tokenizer may drop the space in front of what it decodes first, so the prompt is decoded too.
     begin, whole = (tokenizer.decode(some, skip_special_tokens=True) for some in (ids[0, :length], ids[0]))
     return whole[len(begin) :]
+
+
+def _ids_of_prompt(model, tokenizer, prompt: str, max_new_tokens: int) -> torch.Tensor:
+    """Return the ``(n,)`` token ids of a prompt that leaves room for what is to be written."""
+    if not isinstance(prompt, str) or has_half_character(prompt):
+        raise DataError(f"the prompt is not UTF-8 text, got {str(prompt)[:40]!a}; convert it")
+    config = model.config.get_text_config()
+
+    def encoded(text: str) -> torch.Tensor:
+        return tokenised(tokenizer, text, type(model).__name__, config.vocab_size)
+
+    ids, positions = encoded(prompt), getattr(config, "max_position_embeddings", None)
+    if not len(ids):
+        raise DataError("the prompt is empty; give some text to continue")
+    if not positions or len(ids) + max_new_tokens <= positions:
+        return ids
+    got = f"{len(ids)} tokens of prompt and {max_new_tokens} new ones are more than the model's context of {positions}"
+    if len(ids) < positions:
+        raise OptionError(f"{got}; use a shorter prompt or --max-new-tokens {positions - len(ids)}")
+    room = positions - min(max_new_tokens, positions // 2)
+    kept = _last_characters(prompt, encoded, room)
+    fewer = f" and --max-new-tokens {positions - room}" if positions - room < max_new_tokens else ""
+    raise DataError(f"{got}; use the last {kept} characters of the prompt{fewer}")
+
+
+def _last_characters(prompt: str, encoded: Callable[[str], torch.Tensor], room: int) -> int:
+    """Return how many characters at the end of a prompt have no more tokens than there is room; a cut may change tokens, so
+    each is tried."""
+    kept = len(prompt)
+    while (count := len(encoded(prompt[-kept:]))) > room and kept > 1:
+        kept = max(1, min(kept - 1, kept * room // count))
+    return kept
 
 
 def _finite(_, scores: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..calibration.moments import wide
+from ..calibration.windows import check_ids
 from ..errors import DataError, NumericsError
 from ..progress import track
 
@@ -49,8 +50,10 @@ def perplexity(model: nn.Module, windows: Tensor, *, autocast: torch.dtype | Non
         ``{"perplexity", "nll", "windows", "length", "tokens", "definition"}``; ``nll`` in nats per predicted token.
 
     Raises:
+        DataError: the windows are none, or too short to predict a token.
         NumericsError: a window has no finite loss.
     """
+    check_ids("windows", windows)
     device, length = model.device, windows.shape[1]
     context = torch.autocast(device.type, autocast) if autocast else contextlib.nullcontext()
     total = 0.0

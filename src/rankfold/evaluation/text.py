@@ -11,7 +11,7 @@ from torch import Tensor
 from ..architectures import family_of
 from ..calibration.framing import frame_of
 from ..calibration.text import Text, read_text, text_source
-from ..calibration.tokens import tokenised
+from ..calibration.tokens import ids_of
 from ..checkpoint.classes import check_writes
 from ..checkpoint.load import load_model, load_tokenizer
 from ..errors import CheckpointError, OptionError
@@ -30,7 +30,7 @@ class Texts:
         names: text sources; see :func:`~rankfold.calibration.text.read_text`.
         length: window length, ``>= 2``; clamped to the model's context.
         limit: only the first windows of each, ``>= 1``.
-        field: the column with the text, for jsonl and parquet.
+        field: the column with the text, of files with rows.
     """
 
     names: Sequence[str]
@@ -85,7 +85,7 @@ def windows_of_text(text: Text, tokenizer, model: str, config, length: int, limi
         DataError: as :func:`~rankfold.evaluation.perplexity.windows_of`, or ids that the embedding does not have.
     """
     frame = frame_of(family_of(config), tokenizer)
-    ids = tokenised(tokenizer, text.joined(), model, config.vocab_size, **frame.inside)
+    ids = ids_of(text, tokenizer, model, config.vocab_size, **frame.inside)
     return frame.around(windows_of(ids, length - frame.tokens, limit))
 
 
@@ -98,7 +98,7 @@ def timed_perplexity(network, windows: Tensor) -> dict:
 
 def evaluate_text(
     model: str | Path,
-    text: str,
+    text: str | Path,
     *,
     length: int = 2048,
     limit: int | None = None,
@@ -113,7 +113,7 @@ def evaluate_text(
     Raises:
         OptionError, DataError, CheckpointError: with one line saying what to do.
     """
-    wanted = Texts((text,), length, limit, field)
+    wanted = Texts((str(text),), length, limit, field)
     texts = wanted.read()
     network = load_model(model, dtype=dtype, device=device)
     check_writes(network.config, str(model))

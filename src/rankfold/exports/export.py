@@ -17,7 +17,7 @@ from ..version import __version__
 from .deci import deci_form, write_deci
 from .folder import write_folder
 from .form import Form, parameters, plain, stock_form
-from .gguf_file import check_family, write_gguf
+from .gguf_file import check_family, context_of, write_gguf
 
 __all__ = ["FORMATS", "Exported", "Format", "export"]
 
@@ -30,6 +30,7 @@ class Format:
     write: Callable[..., float]  # of source, form, path, probe, and `quantised` where the format knows it
     what: str
     quantises: bool = False
+    context: Callable[..., int | None] = lambda config: None  # of the config: longest window that is computed alike
 
 
 def _of_llama(source: Source) -> Form:
@@ -41,10 +42,10 @@ FORMATS = {
     "stock": Format(stock_form, write_folder, "the stock class of the family, all MLPs as wide as the widest"),
     "deci": Format(deci_form, write_deci, "DeciLM (Nemotron-NAS) for vLLM: Llama, every MLP with its own width"),
     "gguf": Format(
-        _of_llama, write_gguf, "one file for llama.cpp and others, arch llama: the same widths", quantises=True
+        _of_llama, write_gguf, "one file for llama.cpp and others, arch llama: the same widths", True, context_of
     ),
     "gguf-deci": Format(
-        deci_form, write_gguf, "one file for llama.cpp, arch deci: every MLP has its width", quantises=True
+        deci_form, write_gguf, "one file for llama.cpp, arch deci: every MLP has its width", True, context_of
     ),
 }
 CARD = """---
@@ -118,7 +119,7 @@ def export(model: str | Path, output: str | Path, format: str = "stock", *, dtyp
     form = chosen.form(source)
     counts = _counts(source, form)
     exact = TOLERANCE if source.dtype == torch.float32 else None  # elsewhere a scale that is folded in is rounded
-    probe = Probe(source, Q8_TOLERANCE if quantised else exact)
+    probe = Probe(source, Q8_TOLERANCE if quantised else exact, chosen.context(form.config))
     with creating(output) as place:
         difference = chosen.write(source, form, place, probe, **({"quantised": quantised} if chosen.quantises else {}))
         done = Exported(output, format, *counts, difference)

@@ -3,6 +3,7 @@
 Shape legend: H heads, N width of a head.
 """
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from .form import Form
 from .gguf_tokens import write_tokenizer
 from .padding import padded_state
 
-__all__ = ["check_family", "write_gguf"]
+__all__ = ["check_family", "context_of", "write_gguf"]
 
 KINDS = {
     torch.float32: gguf.GGMLQuantizationType.F32,
@@ -49,6 +50,11 @@ def check_family(source: Source) -> None:
                 f"this form takes a {what} out of {', '.join(allowed)}, got {got}; use --format stock, and the converter of "
                 "the engine you want"
             )
+
+
+def context_of(config) -> int:
+    """Return the tokens of the longest window that a file computes alike; neither arch has a sliding window."""
+    return min(getattr(config, "sliding_window", None) or math.inf, config.max_position_embeddings)
 
 
 def write_gguf(source: Source, form: Form, file: Path, probe: Probe, *, quantised: bool = False) -> float:
@@ -89,11 +95,10 @@ def write_gguf(source: Source, form: Form, file: Path, probe: Probe, *, quantise
 def _write_settings(writer: gguf.GGUFWriter, source: Source, form: Form, empty: nn.Module, kind) -> None:
     config, views = form.config, [form.view(empty, index) for index in range(len(source))]
     attention, widths = views[0].attention, [view.mlp.hidden for view in views]
-    window = getattr(config, "sliding_window", None) or config.max_position_embeddings
     writer.add_type("model")
     writer.add_name(f"{source.name}, compressed")  # transformers reads a file whose name is `mistral` in another way
     writer.add_block_count(len(source))
-    writer.add_context_length(min(window, config.max_position_embeddings))  # as far as a sliding window hides nothing
+    writer.add_context_length(context_of(config))
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(widths if form.layers else widths[0])
     writer.add_head_count(attention.heads)

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from .._lazy import importing
-from .registry import METHODS, make_method, method_class, method_names, register_method
+from .registry import METHODS, as_method, make_method, method_class, method_names, register_method
 
 if TYPE_CHECKING:
     from .base import BlockResult, Curve, Method, Stage, Unit
@@ -49,6 +49,7 @@ __all__ = [
     "TwoOfFour",
     "Unit",
     "Wanda",
+    "as_method",
     "fitted",
     "make_method",
     "method_class",

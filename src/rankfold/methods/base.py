@@ -332,6 +332,6 @@ def check_type(what: str, value, default) -> None:
     else:
         kinds, kind = (int, float, *([type(None)] if default is None else [])), "a number"
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        raise OptionError(f"{what} must be {kind}, got {value!r}")
+        raise OptionError(f"{what} must be {kind}, got {' '.join(repr(value).split())[:80]}")  # in one line
     if isinstance(value, float) and not math.isfinite(value):
         raise OptionError(f"{what} must be a finite number, got {value}")

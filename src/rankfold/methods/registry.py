@@ -9,7 +9,7 @@ from ..errors import check_choice
 if TYPE_CHECKING:
     from .base import Method
 
-__all__ = ["METHODS", "Entry", "make_method", "method_class", "method_names", "register_method"]
+__all__ = ["METHODS", "Entry", "as_method", "make_method", "method_class", "method_names", "register_method"]
 
 
 class Entry(NamedTuple):
@@ -90,3 +90,12 @@ def make_method(name: str, **options) -> "Method":
     for key in options:
         check_choice(f"{name} option", key, [f.name for f in fields(cls)])
     return cls(**options)
+
+
+def as_method(method: "Method | str") -> "Method":
+    """Return a method, by itself or by its name, with its defaults.
+
+    Raises:
+        OptionError: unknown method, with a suggestion.
+    """
+    return make_method(method) if isinstance(method, str) else method

@@ -17,7 +17,7 @@ tags:
 
 # {title}
 
-{base}, compressed by [rankfold](https://pypi.org/project/rankfold/) {version} with {methods}, without training.
+{base}{commit}, compressed by [rankfold](https://pypi.org/project/rankfold/) {version} with {methods}, without training.
 {warnings}
 | | dense | compressed | |
 |---|---|---|---|
@@ -64,6 +64,7 @@ def model_card(record: dict, folder: str, *, stock: bool = False, auto: str = "A
     before = _processor(records)
     return _CARD.format(
         base=record["base_model"],
+        commit=f" at revision `{record['revision']}`" if "revision" in record else "",
         needs="" if stock else _NEEDS,
         auto=auto,
         before=before,

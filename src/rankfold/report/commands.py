@@ -5,17 +5,39 @@ import shlex
 from dataclasses import fields
 from typing import NamedTuple
 
-from ..methods import Method, method_class
+from ..errors import OptionError
+from ..methods import Method, make_method, method_class
 from ..methods.base import ignored_options
 
-__all__ = ["compare_command", "option_text", "records_of", "reproduce_command"]
+__all__ = ["compare_command", "option_text", "options_for_target", "records_of", "reproduce_command"]
 
+HEADS = {"qk", "vo", "heads"}  # modules that such a target leaves dense
 SHARED_OPTIONS = {f.name for f in fields(Method)}  # those with a flag of their own
 
 
 def records_of(record: dict) -> list[dict]:
     """Records of the parts of a model that were compressed in one run, in their order; of any other run the record itself."""
     return [*records_of(record["before"]), record] if "before" in record else [record]
+
+
+def options_for_target(record: dict, target: str) -> str | None:
+    """Return the options that choose the ranks of a target; ``None`` where the method of a checkpoint has no such ranks.
+
+    Args:
+        record: of the run.
+        target: one that leaves heads dense.
+    """
+    method = record["plan"]["method"]
+    options = {key: tuple(value) if isinstance(value, list) else value for key, value in method.items()}
+    uniform = {"allocation": "uniform", "protect": ()} if target == "stock" else {}
+    try:
+        make_method(options.pop("method"), **options | {"target": target} | uniform)
+    except OptionError:
+        return None
+    if "before" in record or HEADS & {*(method["modules"] or ())} or method["target"] == target:
+        return None
+    flags = [*(["--allocation uniform"] if uniform else []), f"--for {target}"]
+    return f"`{' '.join(flags)}`" + (" and without --protect" if uniform and method["protect"] else "")
 
 
 class _Given(NamedTuple):
@@ -37,7 +59,7 @@ def reproduce_command(record: dict, folder: str) -> str:
         record: of the run (:func:`~.record.run_record`).
         folder: that it is written to.
     """
-    model, given = record["base_model"], [_given(one) for one in records_of(record)]
+    model, given = _model(record), [_given(one) for one in records_of(record)]
     *before, last = given
     if not all(
         one.sparsity is not None
@@ -117,9 +139,14 @@ def compare_command(identity: dict, run: dict, folder: str) -> str:
         options += [f"--tasks {','.join(measures['tasks']['tasks'])}"]
         options += [f"--tasks-from {shlex.quote(folder_of_rows)}"] if folder_of_rows else []
     options += ["--speed"] if "speed" in measures else []
-    return f"rankfold compare {shlex.quote(identity['base_model'])} -o {shlex.quote(folder)} " + " ".join(
+    return f"rankfold compare {shlex.quote(_model(identity))} -o {shlex.quote(folder)} " + " ".join(
         [*options, f"--dtype {identity['dtype']}"]
     )
+
+
+def _model(facts: dict) -> str:
+    """Name the dense model; one from the hub with the commit it was read at."""
+    return f"{facts['base_model']}@{facts['revision']}" if "revision" in facts else facts["base_model"]
 
 
 def _calibrated(texts: list[str], draw: dict[str, int | str]) -> list[str]:

@@ -24,6 +24,7 @@ def run_identity(source, method, calibration: dict, mode: str) -> dict:
         "options": options,
         "mode": mode,
         "base_model": source.name,
+        **({"revision": source.revision} if source.revision else {}),
         "fingerprint": source.fingerprint,
         "dtype": dtype_name(source),
         "autocast": str(source.autocast).removeprefix("torch.") if source.autocast else None,
@@ -35,6 +36,7 @@ def comparison_identity(source, calibration: dict, measures: dict) -> dict:
     """Of a comparison, without its methods and sparsities: rows of equal identity may stand beside each other."""
     return {
         "base_model": source.name,
+        **({"revision": source.revision} if source.revision else {}),
         "fingerprint": source.fingerprint,
         "dtype": dtype_name(source),
         "autocast": str(source.autocast).removeprefix("torch.") if source.autocast else None,

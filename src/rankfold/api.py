@@ -1,0 +1,46 @@
+"""The public functions: an argument of a wrong type is refused in one line before anything runs."""
+
+from collections.abc import Callable
+
+from transformers import PreTrainedModel
+
+from .arguments import typed
+from .calibration.examples import load_examples
+from .calibration.images import load_images
+from .calibration.tokens import load_tokens
+from .checkpoint.load import load_model
+from .checkpoint.saving import save_model
+from .checkpoint.source import Source, open_model
+from .evaluation.perplexity import perplexity
+from .evaluation.text import evaluate_text
+from .exports import export
+from .methods import make_method
+from .parts import compress_parts
+from .pipeline import calibrate, compress, plan
+
+__all__ = [
+    "calibrate",
+    "compress",
+    "compress_parts",
+    "evaluate_text",
+    "export",
+    "load",
+    "load_examples",
+    "load_images",
+    "load_tokens",
+    "make_method",
+    "open_model",
+    "perplexity",
+    "plan",
+    "save",
+]
+
+calibrate, compress, compress_parts, plan = map(typed, (calibrate, compress, compress_parts, plan))
+evaluate_text, export, make_method = map(typed, (evaluate_text, export, make_method))
+load, save = map(typed, (load_model, save_model))
+perplexity = typed(perplexity, model=PreTrainedModel)
+open_model = typed(open_model, tokenizer=Callable | None)
+# Calibration lies below the models, so its functions cannot name them.
+load_tokens = typed(load_tokens, source=Source)
+load_images = typed(load_images, source=Source, processor=Callable | None)
+load_examples = typed(load_examples, source=Source, processor=Callable | None)

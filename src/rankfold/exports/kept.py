@@ -1,0 +1,48 @@
+"""What an export keeps of the saving of a compression, said before anything is exported."""
+
+from pathlib import Path
+
+import torch
+
+from ..architectures import BlockView
+from ..checkpoint.load import described, empty_model
+from ..checkpoint.source import Source
+from ..checkpoint.weights import Weights
+from ..checkpoint.whole import read_config
+from ..errors import UnsupportedModelError
+from .form import parameters, stock_form
+
+__all__ = ["stock_parameters"]
+
+PAIRS = ".rotary_pairs"  # buffers that say which frequencies a narrow head turns by: all that is read
+
+
+class _Shapes(Source):
+    """A compressed checkpoint without its weights."""
+
+    def block(self, index: int) -> BlockView:
+        return self.meta_block(index)
+
+
+def stock_parameters(folder: Path) -> int | None:
+    """Return how many parameters a compressed checkpoint has as a stock model, padded as `export` pads it; no weight is read.
+
+    Args:
+        folder: that `rankfold compress` wrote.
+
+    Returns:
+        ``None`` where it is a stock model already, is no decoder, or no stock model can express it.
+    """
+    config = read_config(folder)
+    if described(config) is None:
+        return None
+    model, weights = empty_model(config), Weights(folder)
+    pairs = [name for name, _ in model.named_buffers() if name.endswith(PAIRS)]
+    model.load_state_dict({name: weights.raw(name) for name in pairs}, strict=False, assign=True)
+    source = _Shapes(model, folder.name, torch.device("cpu"), config.dtype)
+    if not source.architecture.decoder:
+        return None
+    try:
+        return parameters(stock_form(source).empty())
+    except UnsupportedModelError:
+        return None

@@ -1,0 +1,100 @@
+"""What an export leaves of the saving is said by `compress` and `export`, with the options that keep it and what they cost."""
+
+import json
+import re
+
+import pytest
+
+import rankfold
+from families import opened, tokens
+from rankfold.budgets import choices
+from rankfold.exports.kept import stock_parameters
+from rankfold.report.commands import options_for_target
+from rankfold.scores import scores_of
+from saved import save_tiny
+
+TEXT = "--calibration pydoc --samples 4 --length 32 --multiple 2"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saving")
+    save_tiny(folder / "model", blocks=3)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        ("llama", rankfold.Rankfold(sparsity=0.3, multiple=2)),
+        ("llama", rankfold.MoDeGPT(sparsity=0.2, multiple=2, modules=("mlp", "vo"))),
+        ("llama", rankfold.MoDeGPT(sparsity=0.3, multiple=2, head_dim=6)),
+        ("opt", rankfold.MoDeGPT(sparsity=0.3, multiple=2)),
+        ("phi", rankfold.MoDeGPT(sparsity=0.3, multiple=2)),
+        ("mixtral", rankfold.MoDeGPT(sparsity=0.3, multiple=2)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_the_count_without_weights_is_that_of_the_export(family, method, tmp_path):
+    small = rankfold.compress(opened(family), method, tokens(), tmp_path / "small")
+    assert stock_parameters(small) == rankfold.export(small, tmp_path / "stock").exported
+
+
+def test_what_no_stock_model_expresses_has_no_count(tmp_path):
+    latent = rankfold.compress(opened("llama"), "latentllm", tokens(), tmp_path / "latent")
+    shorter = rankfold.compress(
+        opened("llama"), rankfold.make_method("shortgpt", sparsity=0.3), tokens(), tmp_path / "stock"
+    )
+    assert stock_parameters(latent) is None and stock_parameters(shorter) is None
+
+
+def test_both_commands_say_what_is_left_and_the_options_keep_all(place, run):
+    code, out, err = run(f"compress model -o small --sparsity 0.3 {TEXT}")
+    assert code in (0, None), err
+    line = out.splitlines()[-1]
+    assert re.fullmatch(
+        r"exported with --format stock it has [\d,]+ parameters: \d+% of the saving is left; compress with `--allocation "
+        r"uniform --for stock` to keep all of it, at an expected divergence from the dense model of \d\.\d{4} nats a token "
+        r"in place of "
+        r"\d\.\d{4}",
+        line,
+    )
+    exported = json.loads(run("export small -o stock --json")[1])
+    assert f"{exported['parameters']['exported']:,} parameters: {exported['saving_kept']:.0%} of the saving" in line
+    options = re.search("`(.*)`", line)[1]
+    code, out, err = run(f"compress model -o fits --sparsity 0.3 {TEXT} {options}")
+    assert code in (0, None) and "of the saving is left" not in out, err
+    code, out, _ = run("export fits -o stock-fits")
+    assert "100% of the saving kept" in out and "is left" not in out
+    assert run("export small -o again")[1].splitlines()[-1] == line
+
+
+def test_the_divergence_is_that_of_the_ranks_for_stock(place, run):
+    """Of the costs that were measured, and of those ranks that the other command chooses."""
+    for name, options in (("kept", ""), ("uniform", "--allocation uniform --for stock")):
+        run(f"compress model -o {name} --sparsity 0.3 {TEXT} {options}")
+    source = rankfold.open_model(place / "model", device="cpu")
+    method = rankfold.Rankfold(sparsity=0.3, multiple=2, modules=("mlp", "qk", "vo"))
+    windows = rankfold.load_tokens("pydoc", source, samples=4, length=32)
+    costs = scores_of(source, method, choices(source, method), tokens=windows)
+    chosen = json.loads((place / "uniform" / "rankfold.json").read_text())["plan"]["modules"]
+    expected = sum(costs[one["block"], one["module"]][one["rank"]] for one in chosen)
+    facts = json.loads((place / "kept" / "rankfold.json").read_text())["plan"]["facts"]
+    assert facts["divergence_for_stock"] == pytest.approx(expected, rel=1e-6)
+    assert facts["divergence_for_stock"] > sum(facts["divergence"].values())
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "`--allocation uniform --for stock`"),
+        ({"protect": [0]}, "`--allocation uniform --for stock` and without --protect"),
+        ({"modules": ["mlp"]}, "`--allocation uniform --for stock`"),
+        ({"modules": ["mlp", "qk"]}, None),
+        ({"method": "latentllm"}, None),
+    ],
+)
+def test_options_are_those_that_the_method_takes(options, expected):
+    name = options.get("method", "rankfold")
+    described = rankfold.make_method(name).describe() | options
+    assert options_for_target({"plan": {"method": described}}, "stock") == expected
