@@ -21,10 +21,12 @@ def compressed_config(source, identity: dict, modules: dict[str, dict], kept: tu
         cut_part(_part_of(config, source), kept)
         if source.part.takes_images:
             cut_model(config, len(source), kept)
+    config.__dict__.pop("auto_map", None)  # to code that is not run, and not beside the result
+    before = _described(config)  # of another part
+    if modules or before:
+        config.auto_map = dict(AUTO_MAP)
     if not modules:
         return config
-    config.auto_map = dict(AUTO_MAP)
-    before = _described(config)  # of another part
     modules = before.pop("modules", {}) | modules
     described = {"digest": digest(modules), "modules": modules} | ({"before": before} if before else {})
     config.quantization_config = {"quant_method": METHOD_NAME, "format": FORMAT, **identity, **described}

@@ -1,5 +1,7 @@
 """The files of a checkpoint: one shard of weights a block and one for the rest, their index, and what lies beside them."""
 
+import contextlib
+import json
 import shutil
 from pathlib import Path
 
@@ -71,8 +73,24 @@ def write_around(folder: Path, source, config) -> None:
         source.model.generation_config.save_pretrained(folder)
     if source.has_tokenizer:
         source.tokenizer.save_pretrained(folder)
-    files = source.tokenizer_files
-    for name in files.around if files else []:
-        (folder / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(files.folder / name, folder / name)
-        sync_files((folder / name).parent)
+    for name in source.files_around:
+        if not (folder / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            _copy(source.tokenizer_files.folder / name, folder / name)
+            sync_files((folder / name).parent)
+
+
+def _copy(file: Path, place: Path) -> None:
+    """Copy a file as it is, but for a JSON file's ``auto_map``: the code it leads to is not run, and not beside the result."""
+    if file.suffix == ".json":
+        with contextlib.suppress(ValueError):  # a damaged file stays what it is
+            found = json.loads(file.read_text(encoding="utf-8"))
+            if (plain := _without_code(found)) != found:
+                return write_json(place, plain)
+    shutil.copyfile(file, place)
+
+
+def _without_code(value):
+    if isinstance(value, dict):
+        return {name: _without_code(part) for name, part in value.items() if name != "auto_map"}
+    return [_without_code(part) for part in value] if isinstance(value, list) else value

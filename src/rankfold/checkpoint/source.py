@@ -65,7 +65,7 @@ class Source:
         self.autocast = autocast_dtype(device)  # precision of block forwards; None for the compute dtype itself
         self.weights, self.tokenizer_files, self.bytes_on_disk = weights, tokenizer_files, bytes_on_disk
         self.overlaps = device.type != "cpu"
-        self._tokenizer = tokenizer
+        self._tokenizer, self._other_tokenizer = tokenizer, tokenizer is not None
 
     @property
     def architecture(self) -> Architecture:
@@ -146,6 +146,14 @@ class Source:
                 raise CheckpointError(f"{self.name} came without a tokenizer; pass token ids instead of text")
             self._tokenizer = self.tokenizer_files.load()
         return self._tokenizer
+
+    @property
+    def files_around(self) -> list[Path]:
+        """What lies beside the weights and goes with the model as it is, relative to the folder of the tokenizer."""
+        files = self.tokenizer_files
+        if files is None:
+            return []
+        return files.around + ([] if self._other_tokenizer else files.vocabulary)
 
     @property
     def image_processor(self):

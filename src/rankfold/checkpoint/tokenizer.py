@@ -9,12 +9,14 @@ from ..errors import CheckpointError, OptionError, first_line
 
 __all__ = ["TokenizerFiles"]
 
-_NAMES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+# What tokenizers of other versions and converters read, and `save_pretrained` leaves out beside tokenizer.json.
+_VOCABULARY = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "merges.txt", "vocab.txt")
+_NAMES = ("tokenizer.json", "tokenizer_config.json", *_VOCABULARY)
 _PROCESSOR = ("preprocessor_config.json", "processor_config.json")
 _BESIDE_IT = ("video_preprocessor_config.json", "chat_template.json")
-# What sentence-transformers reads, and its modules behind the encoder, such as 1_Pooling.
-_SENTENCES = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
-_MODULES = ("[0-9]_*/config.json", "[0-9]_*/model.safetensors")
+# What sentence-transformers reads; the first names folders of its modules behind the encoder, such as 1_Pooling.
+_SENTENCES = ("modules.json", "sentence_*_config.json", "config_sentence_transformers.json")
+_MODULES = ("[0-9]*_*/*.json", "[0-9]*_*/*.safetensors", "[0-9]*_*/*.bin")
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,19 @@ class TokenizerFiles:
         return self.gguf is not None or any((self.folder / name).exists() for name in _NAMES)
 
     @property
+    def vocabulary(self) -> list[Path]:
+        """Files of the vocabulary beside what every tokenizer of transformers writes, relative to the folder."""
+        found = [] if self.gguf else [self.folder / name for name in _VOCABULARY]
+        return [path.relative_to(self.folder) for path in found if path.is_file()]
+
+    @property
     def around(self) -> list[Path]:
         """Files that say what surrounds the model, relative to the folder: what prepares images, and what is made of the
-        states of a sentence encoder."""
-        found = [self.folder / name for name in (*_PROCESSOR, *_BESIDE_IT, *_SENTENCES)]
-        found += [path for pattern in _MODULES for path in sorted(self.folder.glob(pattern))]
+        states of a sentence encoder. Beside a GGUF file lies what belongs to others."""
+        if self.gguf:
+            return []
+        found = [self.folder / name for name in (*_PROCESSOR, *_BESIDE_IT)]
+        found += [path for pattern in (*_SENTENCES, *_MODULES) for path in sorted(self.folder.glob(pattern))]
         return [path.relative_to(self.folder) for path in found if path.is_file()]
 
     def load(self):
@@ -52,12 +62,14 @@ class TokenizerFiles:
             raise CheckpointError(f"there is no tokenizer in {self.folder}; put the tokenizer files beside the weights")
         options = {} if self.gguf is None else {"gguf_file": self.gguf}
         try:
-            return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False, **options)
+            found = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False, **options)
         except Exception as error:  # a damaged file ends in whatever type the code that meets it raises, plain ones too
             raise CheckpointError(
                 f"no tokenizer can be read from {self.folder / (self.gguf or '')}: {first_line(error)}; put the tokenizer "
                 "files beside the weights"
             ) from error
+        found.init_kwargs.pop("auto_map", None)  # to code that is not run, and not beside what is saved
+        return found
 
     def load_image_processor(self):
         """The image processor.
