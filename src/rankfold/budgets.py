@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .allocation import COUNTS, block_weights, unique_parameters
 from .architectures import BlockView
+from .checkpoint.removable import blocks_that_stay
 from .checkpoint.source import Source
 from .errors import OptionError, UnsupportedModelError
 from .methods import BLOCK, Method, Unit, fitted
@@ -43,10 +44,14 @@ def choices(source: Source, method: Method, kept: Path | None = None) -> Choices
 
     Raises:
         OptionError: no module is left to compress.
-        UnsupportedModelError: multiply-accumulates of a mixture of experts; the cache of an encoder.
+        UnsupportedModelError: multiply-accumulates of a mixture of experts; the cache of an encoder; blocks to remove that know
+            their numbers.
     """
     views = (source.meta_block(i) for i in range(len(source)))
     units = [unit for view in views for unit in fitted(method.units(view), view, method)]
+    if any(unit.module == BLOCK for unit in units):
+        stay = blocks_that_stay(source)
+        units = [replace(u, ranks=u.ranks[-1:], sizes=u.sizes[-1:]) if u.block in stay else u for u in units]
     if not units:
         raise OptionError("no module is left to compress; see `rankfold models` for what each family allows")
     weights = _weights(source, method)

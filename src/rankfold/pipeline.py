@@ -107,6 +107,7 @@ def plan(
     proved(source)
     gradients = gradients_of(source, method, tokens) if moments or method.allocation == "measured" else None
     ranks = choices(source, method)
+    check(ranks, method)
     allocated = allocate_ranks(ranks, method, scores_of(source, method, ranks, moments, tokens, gradients=gradients))
     reports = {}
     if moments is not None:

@@ -193,9 +193,10 @@ def _costs(
     if method.allocation == "greedy":
         _check_predicts(source, "losses without a block are those")
         units, remove = budget(choices, method)
-        sizes = {unit.block: unit.dense for unit in units}
+        sizes = {unit.block: unit.dense for unit in units if len(unit.ranks) > 1}
+        stay = {(unit.block, BLOCK): {1: 0.0} for unit in units if unit.block not in sizes}
         keep = (lambda found: write_costs(run.costs, found)) if run else (lambda _: None)
-        return removal_order(source, tokens.ids, sizes, remove, known, keep)
+        return removal_order(source, tokens.ids, sizes, remove, known, keep) | stay
     if known:
         return known
     found = measure_costs(source, method, tokens, *shares(choices, method), gradients)

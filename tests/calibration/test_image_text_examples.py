@@ -10,7 +10,6 @@ from torch import nn
 import rankfold
 from activations import blocks_of, look
 from families import opened as opened_text
-from families import tokens as text_tokens
 from interrupted import assert_ends_in_the_same_bytes
 from rankfold.calibration.backward import sweep
 from rankfold.calibration.batches import Example, as_data, as_tensors, digest_of, first
@@ -19,7 +18,7 @@ from rankfold.calibration.gradients import gradient_observers
 from rankfold.calibration.moments import Moment
 from rankfold.calibration.runner import advance, measure, outputs, start
 from rankfold.effects import _divergences
-from rankfold.errors import CheckpointError, DataError, OptionError, UnsupportedModelError
+from rankfold.errors import CheckpointError, DataError, OptionError
 from rankfold.held_out import nats_per_token
 from tiny_pairs import FAMILIES, PLACE, examples_of, opened, picture, write_pairs
 
@@ -320,11 +319,6 @@ def test_models_and_files_that_cannot_be_used(tmp_path, monkeypatch):
         picture(5).save(image)
     with pytest.raises(DataError, match="an image changed while it was in use"):
         rankfold.calibrate(source, examples)
-
-
-def test_blocks_that_images_are_added_behind_stay():
-    with pytest.raises(UnsupportedModelError, match="qwen3_vl_text adds images behind blocks that it knows by number"):
-        rankfold.compress(opened("qwen3_vl"), rankfold.make_method("shortgpt"), text_tokens())
 
 
 def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from rankfold import Images
 from rankfold.calibration.batches import Example
 from rankfold.calibration.runner import advance, measure, start
 from rankfold.checkpoint.source import Source
-from rankfold.errors import DataError, UnsupportedModelError
+from rankfold.errors import DataError
 from rankfold.methods.base import BlockResult
 from rankfold.methods.result import put_attention
 from rankfold.replacing import replace
@@ -151,11 +151,6 @@ def test_what_a_tower_does_not_take_is_said():
     pairs = Example.of({"input_ids": torch.tensor([[1, 2, 3]])})
     with pytest.raises(DataError, match="the vision part of .* takes no image-text examples; calibrate on images"):
         rankfold.calibrate(opened_encoder("qwen2-vl"), rankfold.Examples((pairs,), "x", "x", 0))
-    source = opened_encoder("qwen2.5-vl")
-    with pytest.raises(
-        UnsupportedModelError, match=r"has fullatt_block_indexes=\[1\], so a block depends on its number"
-    ):
-        rankfold.compress(source, rankfold.make_method("shortgpt", sparsity=0.3), samples_of(source))
 
 
 def test_moments_are_kept_and_used_again(tmp_path):

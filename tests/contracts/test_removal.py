@@ -12,7 +12,7 @@ import rankfold.redundancy
 from activations import blocks_of
 from families import CONFIGS, KINDS, cached_numbers, opened, some_ids, tiny_model, tokens
 from rankfold import make_method
-from rankfold.errors import OptionError, UnsupportedModelError
+from rankfold.errors import OptionError
 from rankfold.redundancy import losses_without
 
 NAMES = ("shortgpt", "sleb")
@@ -290,13 +290,6 @@ def test_a_greedy_search_needs_text():
 def test_one_block_stays(name):
     with pytest.raises(OptionError, match=r"sparsity 0.99 cannot be reached: .* can lose at most .* sparsity 0.5000"):
         rankfold.compress(deep(2), make_method(name, sparsity=0.99), tokens())
-
-
-def test_blocks_that_depend_on_their_number_stay():
-    config = t.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=96, scale_attn_by_inverse_layer_idx=True)
-    source = rankfold.open_model(t.GPT2LMHeadModel(config), device="cpu")
-    with pytest.raises(UnsupportedModelError, match="this gpt2 has scale_attn_by_inverse_layer_idx=True"):
-        rankfold.compress(source, make_method("shortgpt"), tokens())
 
 
 def test_other_allocations_are_refused():

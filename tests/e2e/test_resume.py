@@ -3,16 +3,18 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+import torch
 
 import rankfold
 from rankfold import MoDeGPT
-from rankfold.errors import CheckpointError
+from rankfold.errors import CheckpointError, NumericsError
 from saved import save_text, save_tiny
 
 OPTIONS = "--multiple 2 --calibration text.txt --samples 48 --length 128 --device cpu"
@@ -108,3 +110,55 @@ def test_a_full_disk_is_one_line_and_the_run_can_go_on(tmp_path, monkeypatch):
     assert not list(tmp_path.rglob("*.tmp"))
     rankfold.compress(source, MoDeGPT(multiple=2), tokens, tmp_path / "out")
     assert (tmp_path / "out" / "config.json").exists()
+
+
+@pytest.mark.parametrize("error", [NumericsError("block 2"), MemoryError(), KeyError("a bug")], ids=repr)
+@pytest.mark.parametrize("at", ["block 2", "the end"])
+def test_a_failed_run_goes_on_and_is_no_obstacle_to_another(tmp_path, monkeypatch, at, error, caplog):
+    save_tiny(tmp_path / "model")
+    save_text(tmp_path / "text.txt")
+    source = rankfold.open_model(tmp_path / "model", device="cpu")
+    tokens = rankfold.load_tokens(str(tmp_path / "text.txt"), source, samples=4, length=32)
+    original, done = MoDeGPT.decompose, []
+
+    def decompose(self, view, *args):
+        if at == "block 2" and view.index == 2:
+            raise error
+        done.append(view.index)
+        return original(self, view, *args)
+
+    def fail(*args, **kwargs):
+        raise error
+
+    one, other = MoDeGPT(multiple=2), MoDeGPT(sparsity=0.2, multiple=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(MoDeGPT, "decompose", decompose)
+        if at == "the end":
+            patch.setattr("rankfold.checkpoint.run.write_around", fail)
+        for _ in range(2):
+            with pytest.raises(type(error)):
+                rankfold.compress(source, one, tokens, tmp_path / "out")
+        assert len(done) == len(set(done)), "what was done was done again"
+        assert not (tmp_path / "out").exists()
+        shutil.copytree(tmp_path / "out.partial", tmp_path / "same.partial")
+    rankfold.compress(source, one, tokens, tmp_path / "same")
+    rankfold.compress(source, other, tokens, tmp_path / "out")
+    assert "held a run of another configuration that had ended in an error; it is replaced" in caplog.text
+    assert {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")} == {
+        *("model", "text.txt", "same", "out"),
+    }
+    for name, method in (("same", one), ("out", other)):
+        weights = rankfold.load(tmp_path / name, device="cpu").state_dict()
+        whole = rankfold.compress(source, method, tokens).state_dict()
+        assert weights.keys() == whole.keys() and all(torch.equal(weights[key], whole[key]) for key in whole)
+
+
+def test_a_run_that_failed_before_anything_was_done_leaves_nothing(tmp_path, monkeypatch):
+    save_tiny(tmp_path / "model")
+    save_text(tmp_path / "text.txt")
+    source = rankfold.open_model(tmp_path / "model", device="cpu")
+    tokens = rankfold.load_tokens(str(tmp_path / "text.txt"), source, samples=4, length=32)
+    monkeypatch.setattr(MoDeGPT, "decompose", lambda *args: {}["a bug"])
+    with pytest.raises(KeyError):
+        rankfold.compress(source, MoDeGPT(multiple=2), tokens, tmp_path / "out")
+    assert not (tmp_path / "out.partial").exists()

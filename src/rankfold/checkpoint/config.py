@@ -1,10 +1,9 @@
 """The config of a compressed model."""
 
 from ..modules import AUTO_MAP, FORMAT, METHOD_NAME, digest
+from .numbered import cut_model, cut_part
 
 __all__ = ["compressed_config"]
-
-PER_BLOCK = ("layer_types",)  # settings with an entry for every block
 
 
 def compressed_config(source, identity: dict, modules: dict[str, dict], kept: tuple[int, ...]):
@@ -19,11 +18,15 @@ def compressed_config(source, identity: dict, modules: dict[str, dict], kept: tu
     config.architectures = [type(source.model).__name__]
     config.dtype = source.dtype
     if len(kept) < len(source):
-        _keep_blocks(_part_of(config, source), kept)
+        cut_part(_part_of(config, source), kept)
+        if source.part.takes_images:
+            cut_model(config, len(source), kept)
+    config.__dict__.pop("auto_map", None)  # to code that is not run, and not beside the result
+    before = _described(config)  # of another part
+    if modules or before:
+        config.auto_map = dict(AUTO_MAP)
     if not modules:
         return config
-    config.auto_map = dict(AUTO_MAP)
-    before = _described(config)  # of another part
     modules = before.pop("modules", {}) | modules
     described = {"digest": digest(modules), "modules": modules} | ({"before": before} if before else {})
     config.quantization_config = {"quant_method": METHOD_NAME, "format": FORMAT, **identity, **described}
@@ -43,10 +46,3 @@ def _part_of(config, source):
         return config
     names = [name for name in config.sub_configs if getattr(source.model.config, name) is source.config]
     return getattr(config, names[0]) if names else config.get_text_config()
-
-
-def _keep_blocks(config, kept: tuple[int, ...]) -> None:
-    for key in PER_BLOCK:
-        if getattr(config, key, None) is not None:
-            setattr(config, key, [getattr(config, key)[block] for block in kept])
-    config.num_hidden_layers = len(kept)

@@ -13,6 +13,7 @@ from ..modules import FORMATS, METHOD_NAMES, RankfoldConfig, attach, current_nam
 from .classes import auto_class
 from .devices import resolve_device, resolve_dtype
 from .given import resolve_model
+from .tables import check_tables
 from .tokenizer import TokenizerFiles
 from .weights import Weights, check_finite
 from .whole import (
@@ -58,9 +59,11 @@ def _read_folder(folder: Path, dtype: torch.dtype | str, name: str) -> PreTraine
     try:
         weights.check_config(config)
         if known := _known(config):  # before anything is as large as the config says
-            empty = empty_model(config)
+            with torch.device("meta"):
+                empty = empty_model(config)
             _match(weights, empty, config)
             weights.check_fits(empty)
+            check_tables(empty)
         loaded, info = auto_class(config).from_pretrained(folder, dtype=dtype, use_safetensors=True, **REPORTED)
     except RankfoldError:
         raise

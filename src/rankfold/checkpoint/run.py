@@ -3,10 +3,12 @@
 While a run is under way everything lies in ``OUT.partial``: its configuration, one safetensors shard per finished block,
 and what was measured there. When all is written and checked, removing ``run.json`` declares the rest to be the checkpoint;
 what belonged to the run is cleared away and the folder renamed to ``OUT``. A kill before that removal leaves a run to go on
-with, one behind it a checkpoint that lacks its name only: clearing and renaming can be repeated.
+with, one behind it a checkpoint that lacks its name only: clearing and renaming can be repeated. An error renames ``run.json``
+to ``failed.json``: the same configuration goes on, and any other replaces it, as the error may have asked for.
 """
 
 import contextlib
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -17,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, RankfoldError
+from ..errors import CheckpointError
 from ..files import (
     check_output,
     read_json,
@@ -37,7 +39,9 @@ from .shards import Shards, write_around
 
 __all__ = ["Run", "as_written"]
 
-CONFIG, RECORD, COSTS, TIMES = "run.json", "rankfold.json", "costs.json", "times.json"
+log = logging.getLogger(__name__)
+
+CONFIG, FAILED, RECORD, COSTS, TIMES = "run.json", "failed.json", "rankfold.json", "costs.json", "times.json"
 MOMENTS, GRADIENTS, BEFORE = "moments", "gradients", "before"
 
 
@@ -59,7 +63,7 @@ class Run:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Keep the folder to this process; remove it again when an error comes before anything in it was worth keeping.
+        """Keep the folder to this process; after an error it is no obstacle to a run of another configuration.
 
         Raises:
             CheckpointError: the output exists, holds an unfinished run of another configuration, is written by another
@@ -72,12 +76,13 @@ class Run:
                 self._claim()
             try:
                 yield
-            except RankfoldError:
-                with writing(self.folder):
-                    self._discard_if_nothing_is_done()
+            except Exception:
+                with contextlib.suppress(OSError):  # the error is what to tell
+                    self._give_up()
                 raise
 
     def _claim(self) -> None:
+        self._take_over_failed()
         found = self._found()
         if found is not None and found != self.identity:
             raise CheckpointError(
@@ -88,6 +93,19 @@ class Run:
         sweep(self.folder)
         if found is None:
             write_json(self.folder / CONFIG, self.identity)
+
+    def _take_over_failed(self) -> None:
+        """Go on with a run that ended in an error, or clear away that of another configuration."""
+        failed = self.folder / FAILED
+        if not failed.exists():
+            return
+        if read_json(failed) == self.identity:
+            return os.replace(failed, self.folder / CONFIG)
+        log.warning("%s held a run of another configuration that had ended in an error; it is replaced", self.folder)
+        for path in sorted(self.folder.iterdir()):
+            if path != failed:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        failed.unlink()  # last: without it the rest would be taken for something else
 
     def _found(self) -> dict | None:
         """Configuration of what lies in the folder; ``None`` where nothing does."""
@@ -106,11 +124,15 @@ class Run:
     @property
     def complete(self) -> bool:
         """Whether all is written and checked; :meth:`publish` is what is left to do."""
-        return (self.folder / RECORD).exists() and not (self.folder / CONFIG).exists()
+        unfinished = any((self.folder / name).exists() for name in (CONFIG, FAILED))
+        return (self.folder / RECORD).exists() and not unfinished
 
-    def _discard_if_nothing_is_done(self) -> None:
-        if self.complete or any(path.name.startswith(("block-", "model-")) for path in self.folder.rglob("*")):
+    def _give_up(self) -> None:
+        """Note that the run ended in an error, or remove it where nothing in it was worth keeping."""
+        if self.complete:
             return
+        if any(path.name.startswith(("block-", "model-")) for path in self.folder.rglob("*")):
+            return os.replace(self.folder / CONFIG, self.folder / FAILED)  # takes no room on a full disk
         self._clear_away()
         sweep(self.folder)
         (self.folder / CONFIG).unlink()  # last: a folder without it is not taken for a run

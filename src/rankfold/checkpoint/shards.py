@@ -1,6 +1,5 @@
 """The files of a checkpoint: one shard of weights a block and one for the rest, their index, and what lies beside them."""
 
-import shutil
 from pathlib import Path
 
 from safetensors import safe_open
@@ -8,7 +7,7 @@ from torch import Tensor, nn
 
 from ..errors import CheckpointError
 from ..files import sync_files, write_json, write_tensors
-from .tokenizer import save_tokenizer
+from .tokenizer import copy_file, save_tokenizer
 
 __all__ = ["Shards", "write_around"]
 
@@ -74,6 +73,7 @@ def write_around(folder: Path, source, config) -> None:
         save_tokenizer(source.tokenizer, folder)
     files = source.tokenizer_files
     for name in files.around if files else []:
-        (folder / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(files.folder / name, folder / name)
-        sync_files((folder / name).parent)
+        if not (folder / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            copy_file(files.folder / name, folder / name)
+            sync_files((folder / name).parent)

@@ -18,12 +18,13 @@ from accelerate import init_empty_weights
 from torch import nn
 
 from ..architectures import Architecture, BlockView, Part, own_frequencies, part_of
-from ..errors import CheckpointError, OptionError, UnsupportedModelError, first_line
+from ..errors import CheckpointError, OptionError, RankfoldError, first_line
 from .classes import auto_class
 from .devices import DTYPES, autocast_dtype, resolve_device, resolve_dtype
 from .fingerprint import fingerprint
 from .given import check_given, check_quantised, check_tied, resolve_model
 from .hub import commit_of, split_revision
+from .tables import check_tables
 from .tokenizer import TokenizerFiles
 from .weights import Weights, check_finite, fill_outer
 from .whole import check_unused, read_config, read_generation_config, read_gguf, read_whole, untie
@@ -314,11 +315,14 @@ def _read_folder(folder: Path, device: torch.device, dtype: torch.dtype | None, 
     size = weights.bytes_on_disk
     weights.check_config(config)
     storage_dtype = dtype or stored_dtype(config, weights)
+    with torch.device("meta"):  # before anything is as large as the config says
+        outline = _empty(config, storage_dtype)
+    check_quantised(config, str(folder), part_of(outline, part).architecture.blocks)
+    named_alike = weights.match(outline)
+    weights.check_fits(outline)
+    check_tables(outline)
     model = _empty(config, torch.float32 if device.type == "cpu" else storage_dtype)
     stack = part_of(model, part)
-    check_quantised(config, str(folder), stack.architecture.blocks)
-    named_alike = weights.match(model)
-    weights.check_fits(model)
     if named_alike:
         if any(weights.differ(*pair) for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items()):
             untie(config, str(folder))
@@ -355,7 +359,7 @@ def _empty(config, dtype: torch.dtype):
     try:
         with init_empty_weights(include_buffers=False):
             return auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
-    except UnsupportedModelError:
+    except RankfoldError:
         raise
     except Exception as error:  # settings that no model can be built from end in whatever type meets them first
         raise CheckpointError(f"config.json describes no model that can be built ({first_line(error)})") from error

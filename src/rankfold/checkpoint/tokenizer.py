@@ -1,5 +1,7 @@
 """The tokenizer, and the processor of images or of images and text, that lie beside a model's weights."""
 
+import contextlib
+import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,18 +9,20 @@ from pathlib import Path
 from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
 
 from ..errors import CheckpointError, OptionError, first_line
-from ..files import write_bytes
+from ..files import write_bytes, write_json
 
-__all__ = ["TokenizerFiles", "save_tokenizer"]
+__all__ = ["TokenizerFiles", "copy_file", "save_tokenizer"]
 
 _NAMES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _MORE = ("added_tokens.json", "chat_template.jinja", "merges.txt", "sentencepiece.bpe.model", "special_tokens_map.json")
 _MORE += ("additional_chat_templates/*.jinja", "spiece.model")
+# Keys of configs whose values are code or files elsewhere; transformers reads none of them from a folder.
+_PLACES = ("auto_map", "name_or_path", "special_tokens_map_file", "tokenizer_file", "vocab_file", "merges_file")
 _PROCESSOR = ("preprocessor_config.json", "processor_config.json")
 _BESIDE_IT = ("video_preprocessor_config.json", "chat_template.json")
-# What sentence-transformers reads, and its modules behind the encoder, such as 1_Pooling.
-_SENTENCES = ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json")
-_MODULES = ("[0-9]_*/config.json", "[0-9]_*/model.safetensors")
+# What sentence-transformers reads; the first names folders of its modules behind the encoder, such as 1_Pooling.
+_SENTENCES = ("modules.json", "sentence_*_config.json", "config_sentence_transformers.json")
+_MODULES = ("[0-9]*_*/*.json", "[0-9]*_*/*.safetensors", "[0-9]*_*/*.bin")
 
 
 @dataclass(frozen=True)
@@ -47,9 +51,11 @@ class TokenizerFiles:
     @property
     def around(self) -> list[Path]:
         """Files that say what surrounds the model, relative to the folder: what prepares images, and what is made of the
-        states of a sentence encoder."""
-        found = [self.folder / name for name in (*_PROCESSOR, *_BESIDE_IT, *_SENTENCES)]
-        found += [path for pattern in _MODULES for path in sorted(self.folder.glob(pattern))]
+        states of a sentence encoder. Beside a GGUF file lies what belongs to others."""
+        if self.gguf:
+            return []
+        found = [self.folder / name for name in (*_PROCESSOR, *_BESIDE_IT)]
+        found += [path for pattern in (*_SENTENCES, *_MODULES) for path in sorted(self.folder.glob(pattern))]
         return [path.relative_to(self.folder) for path in found if path.is_file()]
 
     def load(self):
@@ -63,12 +69,14 @@ class TokenizerFiles:
         options = {} if self.gguf is None else {"gguf_file": self.gguf}
         options |= {} if self.revision is None or self.folder.is_dir() else {"revision": self.revision}
         try:
-            return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False, **options)
+            found = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False, **options)
         except Exception as error:  # a damaged file ends in whatever type the code that meets it raises, plain ones too
             raise CheckpointError(
                 f"no tokenizer can be read from {self.folder / (self.gguf or '')}: {first_line(error)}; put the tokenizer "
                 "files beside the weights"
             ) from error
+        found.init_kwargs.pop("auto_map", None)  # to code that is not run, and not beside what is saved
+        return found
 
     def load_image_processor(self):
         """The image processor.
@@ -122,7 +130,23 @@ def save_tokenizer(tokenizer, folder: Path) -> None:
         return
     for name in files.own(tokenizer):
         (folder / name).parent.mkdir(exist_ok=True)
-        write_bytes(folder / name, (files.folder / name).read_bytes())
+        copy_file(files.folder / name, folder / name)
+
+
+def copy_file(file: Path, place: Path) -> None:
+    """Copy a file as it is, but for what a config names that is not beside the result: code, which is not run, and places."""
+    if file.name.endswith("config.json"):
+        with contextlib.suppress(ValueError):  # a damaged file stays what it is
+            found = json.loads(file.read_text(encoding="utf-8"))
+            if (plain := _without_places(found)) != found:
+                return write_json(place, plain)
+    write_bytes(place, file.read_bytes())
+
+
+def _without_places(value):
+    if isinstance(value, dict):
+        return {name: _without_places(part) for name, part in value.items() if name not in _PLACES}
+    return [_without_places(part) for part in value] if isinstance(value, list) else value
 
 
 def _is_unchanged(tokenizer, files: TokenizerFiles) -> bool:

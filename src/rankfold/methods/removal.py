@@ -8,20 +8,11 @@ from typing import ClassVar, Literal
 from ..allocation import block_weights
 from ..architectures import BlockView
 from ..calibration.moments import Moment
-from ..errors import UnsupportedModelError
 from .base import BlockResult, Method, Unit
 
 __all__ = ["BLOCK", "SLEB", "BlockRemoval", "ShortGPT"]
 
 BLOCK = "block"  # the module whose rank is 1 where a block stays and 0 where it goes
-# Settings by which what a block computes depends on its number, and the only value with which it does not.
-BY_NUMBER = {
-    "scale_attn_by_inverse_layer_idx": False,
-    "mlp_only_layers": [],
-    "decoder_sparse_step": 1,
-    "fullatt_block_indexes": [],
-    "deepstack_visual_indexes": [],
-}
 
 
 @dataclass(frozen=True)
@@ -37,25 +28,12 @@ class BlockRemoval(Method):
     narrows: ClassVar[bool] = False
 
     def supported_modules(self, architecture, view: BlockView) -> tuple[str, ...]:
-        for key, neutral in BY_NUMBER.items():
-            found = getattr(view.config, key, neutral)
-            if found is not None and found != neutral:
-                raise UnsupportedModelError(
-                    f"this {architecture.model_type} has {key}={found}, so a block depends on its number and none can go; "
-                    "use a method that makes blocks smaller, such as --method rankfold"
-                )
-        if architecture.images_behind_blocks:
-            raise UnsupportedModelError(
-                f"{architecture.model_type} adds images behind blocks that it knows by number, so none can go; use a method "
-                "that makes blocks smaller, such as --method rankfold"
-            )
         return (BLOCK,)
 
     def statistics(self, view: BlockView) -> set[str]:
         return {"change"}
 
     def units(self, view: BlockView) -> list[Unit]:
-        self.supported_modules(view.architecture, view)
         return [Unit(view.index, BLOCK, (0, 1), (0, block_weights(view.module)))]
 
     def parameter_change(self, view: BlockView, ranks: dict[str, int]) -> tuple[int, int]:

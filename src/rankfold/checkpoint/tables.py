@@ -1,0 +1,27 @@
+"""Tables that a model class computes from its config alone, before there is a weight: of positions, of masks."""
+
+from torch import nn
+
+from ..errors import CheckpointError
+
+__all__ = ["check_tables"]
+
+MOST_BYTES = 2**31  # GPT-Neo 2.7B, whose every block has a mask of all its positions, takes 134 MB
+
+
+def check_tables(model: nn.Module) -> None:
+    """Raise :class:`CheckpointError` where the tables of a model are larger than those of any model there is.
+
+    GPT-J and GPT-Neo keep one in every block, as long as the config has positions.
+
+    Args:
+        model: on the meta device as a whole, so that nothing is computed.
+    """
+    saved = model.state_dict().keys()
+    size = sum(table.nbytes for name, table in model.named_buffers() if name not in saved)
+    if size > MOST_BYTES:
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        raise CheckpointError(
+            f"config.json describes a model that makes {size / 1e9:,.1f} GB of tables before it has a weight, for {positions} "
+            "positions; correct max_position_embeddings (also called n_positions) and rotary_dim in config.json"
+        )
