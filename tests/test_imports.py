@@ -16,6 +16,7 @@ MAY_IMPORT = {
     "errors": set(),
     "version": set(),
     "progress": set(),
+    "stopwatch": set(),
     "memory": set(),
     "processor": set(),
     "linalg": set(),
@@ -35,6 +36,7 @@ MAY_IMPORT = {
         "processor",
         "progress",
         "records",
+        "stopwatch",
     },
     "methods": {"allocation", "architectures", "calibration", "errors", "linalg", "memory", "modules"},
     "checkpoint": {
@@ -47,6 +49,7 @@ MAY_IMPORT = {
         "modules",
         "processor",
         "progress",
+        "stopwatch",
         "version",
     },
     "report": {"errors", "files", "methods", "processor", "records", "version"},

@@ -41,6 +41,7 @@ from .methods import Method, Unit
 from .progress import track
 from .replacing import replaced
 from .stages import algebra, decompose
+from .stopwatch import time_spent
 
 __all__ = ["Costs", "measure_costs", "read_costs", "write_costs"]
 
@@ -209,6 +210,7 @@ def _scaled(curve: Cost, reference: int, effect: float) -> Cost:
     return {rank: effect * error / curve[reference] if curve[reference] > 0 else 0.0 for rank, error in curve.items()}
 
 
+@time_spent("forward")
 def _divergences(source: Source, ids: Data, dense: Stream, tried: Stream) -> list[float]:
     """How far what comes out is from the dense model's with every module tried, in turn."""
     distance = _divergence if source.architecture.decoder else _change

@@ -21,6 +21,7 @@ from .calibration.runner import IGNORED, Stream, advance, outputs, predictions, 
 from .calibration.streams import Streams
 from .calibration.supply import FromDense, FromStreams
 from .checkpoint.source import Source
+from .stopwatch import time_spent
 
 __all__ = ["HeldOut", "NothingHeldOut", "explained_ratio", "nats_per_token"]
 
@@ -68,6 +69,11 @@ class HeldOut:
             advance(view, self.small)
         self.drift.append(_drift(self.dense.hidden, self.small.hidden))
 
+    def so_far(self) -> str:
+        """Return what is known behind the last block."""
+        return f"error of the stream on held-out windows {self.drift[-1]:.3f}" if self.drift else ""
+
+    @time_spent("forward")
     def finish(self, sparsity: float, *, protects: bool = True) -> dict:
         """What came out, and a warning where the model is damaged; that is logged too.
 
@@ -149,10 +155,14 @@ class NothingHeldOut:
     def follow(self, view) -> None:
         pass
 
+    def so_far(self) -> str:
+        return ""
+
     def finish(self, sparsity: float, *, protects: bool = True) -> None:
         log.warning("no calibration window was kept out of the fit, so nothing checks the result; evaluate it")
 
 
+@time_spent("forward")
 def nats_per_token(source: Source, ids: Data, stream: Stream) -> float:
     """Mean loss per predicted token of what norm and head make of a stream behind the last block; placeholders of images
     are not predicted.

@@ -1,13 +1,12 @@
 """All commands together."""
 
-import functools
 import logging
 import sys
 from typing import Annotated
 
 import typer
-from tqdm import tqdm
 
+from ..progress import without_bars
 from ..version import __version__
 from . import calibrate, compare, compress, evaluate, export, generate, inspect, models, plan
 from .guard import Command
@@ -31,6 +30,7 @@ def _say_version(wanted: bool) -> None:
 
 @app.callback()
 def setup(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Say the version and stop.")
     ] = False,
@@ -38,9 +38,8 @@ def setup(
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     for name in ("httpx", "httpx2", "datasets", "huggingface_hub", "transformers", "fsspec", "lm_eval", "gguf"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    if not sys.stderr.isatty():
-        # Bars of the loaders do not belong into log files; tqdm has read TQDM_DISABLE when it was imported.
-        tqdm.__init__ = functools.partialmethod(tqdm.__init__, disable=True)
+    if not sys.stderr.isatty():  # bars of the loaders do not belong into log files
+        context.with_resource(without_bars())
     import transformers
 
     transformers.utils.logging.set_verbosity_error()

@@ -21,7 +21,7 @@ from ..evaluation.complexity import cache_bytes
 from ..files import writing
 from ..memory import release_memory
 from ..planning import check
-from ..progress import track
+from ..progress import one_run, track
 from ..report.identity import comparison_identity, dtype_name
 from ..report.page import write_report, write_rows
 from ..report.record import environment, read_record, versions
@@ -35,6 +35,7 @@ __all__ = ["compare"]
 log = logging.getLogger(__name__)
 
 
+@one_run()
 def compare(
     source: Source,
     cells: Sequence[Cell],
