@@ -131,6 +131,8 @@ def test_imports_go_one_way(path):
         "parts",
         "budgets",
         "planning",
+        "duration",
+        "rates",
         "timing",
         "proving",
         "replacing",
