@@ -33,6 +33,7 @@ MAY_IMPORT = {
         "linalg",
         "locking",
         "memory",
+        "modules",
         "processor",
         "progress",
         "records",
