@@ -21,6 +21,7 @@ from .calibration.runner import IGNORED, Stream, advance, outputs, predictions, 
 from .calibration.streams import Streams
 from .calibration.supply import FromDense, FromStreams
 from .checkpoint.source import Source
+from .errors import method_option
 from .stopwatch import time_spent
 
 __all__ = ["HeldOut", "NothingHeldOut", "explained_ratio", "nats_per_token"]
@@ -86,7 +87,7 @@ class HeldOut:
         if damage:
             block = self._breaks_away()
             facts |= {"breaks_away_at": block}
-            advice = f"Protect it (--protect {block}), lower" if protects else "Lower"
+            advice = f"Protect it ({method_option('protect', (block,))}), lower" if protects else "Lower"
             facts["warning"] = (
                 f"THE MODEL IS DAMAGED: {damage}; the stream breaks away at block {block}. {advice} the sparsity, or calibrate "
                 f"on more {self._what}"

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ..errors import called_by
 from ..progress import without_bars
 from ..version import __version__
 from . import calibrate, compare, compress, evaluate, export, generate, inspect, models, plan
@@ -35,6 +36,7 @@ def setup(
         bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Say the version and stop.")
     ] = False,
 ) -> None:
+    context.with_resource(called_by("compare" if context.invoked_subcommand == "compare" else "command"))
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     for name in ("httpx", "httpx2", "datasets", "huggingface_hub", "transformers", "fsspec", "lm_eval", "gguf"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -16,7 +16,7 @@ from ..calibration.store import MomentStore
 from ..calibration.tokens import Tokens
 from ..checkpoint.load import load_model
 from ..checkpoint.source import Source
-from ..errors import RankfoldError
+from ..errors import RankfoldError, option
 from ..evaluation.complexity import cache_bytes
 from ..files import writing
 from ..memory import release_memory
@@ -77,7 +77,10 @@ def compare(
         kept = folder.kept()
         lost = {cell.key for cell in cells if folder.done(cell.key)} - kept
         if keep and lost:
-            log.warning("%d rows are done, and their models were not kept: give --keep with another folder", len(lost))
+            log.warning(
+                "%d rows are done, and their models were not kept: give %s with another folder",
+                *(len(lost), option("keep", True)),
+            )
         work = _Work(source, tokens, measures, folder, [cell for cell in cells if cell.key not in impossible])
         if not folder.done(DENSE):
             folder.keep(DENSE, work.dense_row())

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..architectures import Architecture, BlockView
 from ..calibration.moments import BlockMoments
-from ..errors import OptionError, suggestion
+from ..errors import OptionError, method_option, suggestion
 from .targets import TARGETS
 from .work import Work
 
@@ -164,17 +164,20 @@ class Method:
         check_choice("target", self.target, TARGETS)
         if self.target not in self.targets:
             raise OptionError(
-                f"method {self.name} writes for {', '.join(self.targets)}, got --for {self.target}; leave it out, or take "
-                "--method rankfold"
+                f"method {self.name} writes for {', '.join(self.targets)}, got {method_option('target', self.target)}; leave "
+                "it out, or take --method rankfold"
             )
         if not TARGETS[self.target].common:
             return
         if self.allocation != "uniform":
             raise OptionError(
-                f"--for {self.target} gives all MLPs one width, got allocation {self.allocation}; take allocation uniform"
+                f"{method_option('target', self.target)} gives all MLPs one width, got allocation {self.allocation}; take "
+                "allocation uniform"
             )
         if self.protect:
-            raise OptionError(f"--for {self.target} gives all MLPs one width, got protect {self.protect}; leave it out")
+            raise OptionError(
+                f"{method_option('target', self.target)} gives all MLPs one width, got protect {self.protect}; leave it out"
+            )
 
     @property
     def one_rank(self) -> bool:
