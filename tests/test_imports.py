@@ -56,6 +56,7 @@ MAY_IMPORT = {
     "report": {"errors", "files", "methods", "processor", "records", "version"},
     "evaluation": {
         "architectures",
+        "budgets",
         "calibration",
         "checkpoint",
         "errors",
