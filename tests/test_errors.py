@@ -7,6 +7,7 @@ import pytest
 
 import rankfold
 from rankfold import errors
+from rankfold.errors import called_by, method_option, option
 
 SRC = Path(rankfold.__file__).parent
 FILES = sorted(SRC.rglob("*.py"))
@@ -77,3 +78,41 @@ def test_the_first_line_of_an_error_is_short_and_never_empty():
     assert errors.first_line(KeyError("bias")) == "no entry 'bias'"
     assert errors.first_line(KeyError("two words")) == "'two words'"
     assert len(errors.first_line(ValueError("x" * 5000))) == 300
+
+
+@pytest.mark.parametrize(
+    ("caller", "expected"),
+    [
+        ("python", ["protect=(0, -1)", "target='stock'", "multiple", "keep=True", "dtype='float32'"]),
+        ("command", ["--protect 0,-1", "--for stock", "--multiple", "--keep", "--dtype float32"]),
+        ("compare", ["METHOD:protect=0+-1", "METHOD:target=stock", "METHOD:multiple=...", "--keep", "--dtype float32"]),
+    ],
+)
+def test_options_are_named_as_the_caller_gives_them(caller, expected):
+    with called_by(caller):
+        named = [method_option("protect", (0, -1)), method_option("target", "stock"), method_option("multiple")]
+        assert [*named, option("keep", True), option("dtype", "float32")] == expected
+    assert option("keep", True) == "keep=True"
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("plan {} --sparsity 0.99 --calibration {} --device cpu", "lower --multiple"),
+        (
+            "compare {} --methods modegpt --sparsities 0.99 --calibration {} --text {} --device cpu -o {}",
+            "lower METHOD:multiple=...",
+        ),
+    ],
+)
+def test_a_command_refuses_in_its_own_words(tmp_path, capsys, monkeypatch, line, expected):
+    from rankfold.cli import main
+    from saved import save_text, save_tiny
+
+    model, text = save_tiny(tmp_path / "model"), tmp_path / "text.txt"
+    save_text(text)
+    line = line.format(model, text, text, tmp_path / "out").split()
+    monkeypatch.setattr("sys.argv", ["rankfold", *line])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert expected in capsys.readouterr().err

@@ -150,7 +150,7 @@ def test_a_run_that_destroys_the_model_says_so_everywhere(monkeypatch, tmp_path,
         folder = rankfold.compress(source, method_for("llama"), calibration, tmp_path / "out")
     record = json.loads((folder / "rankfold.json").read_text())
     warning = record["held_out"]["warning"]
-    assert "THE MODEL IS DAMAGED" in warning and "breaks away at block 1" in warning and "--protect 1" in warning
+    assert "THE MODEL IS DAMAGED" in warning and "breaks away at block 1" in warning and "(protect=(1,))" in warning
     assert record["held_out"]["breaks_away_at"] == 1
     assert warning in caplog.text and warning in (folder / "README.md").read_text()
     assert outcome_of(rankfold.load(folder, device="cpu"))["warning"] == warning

@@ -21,7 +21,7 @@ from .errors import OptionError, UnsupportedModelError
 from .methods import BLOCK, Method, Unit, fitted
 from .timing import likeness, measure_times, read_times, write_times
 
-__all__ = ["Choices", "choices"]
+__all__ = ["Choices", "attended_macs", "choices"]
 
 
 class Choices(NamedTuple):
@@ -102,7 +102,7 @@ def _flops(source: Source, method: Method, units: list[Unit], context: int, _) -
         )
 
     def size(view: BlockView, unit: Unit, rank: int) -> int:
-        return unit.size(rank) + _attended(view, unit.module, rank) * context
+        return unit.size(rank) + attended_macs(view, unit.module, rank) * context
 
     attention = [source.meta_block(i).attention for i in range(len(source))]
     whole = source.model if method.of == "model" else source.blocks
@@ -111,9 +111,11 @@ def _flops(source: Source, method: Method, units: list[Unit], context: int, _) -
     return _priced(source, units, size), counted, {"context": context}
 
 
-def _attended(view: BlockView, module: str, rank: int) -> int:
+def attended_macs(view: BlockView, module: str, rank: int) -> int:
     """Multiply-accumulates of a token's attention products with one position, those that go with this module's rank."""
     attention = view.attention
+    if module == BLOCK:
+        return 2 * attention.heads * attention.head_dim * rank
     if module == "heads":  # queries of each key/value head left, their scores and their values
         return 2 * attention.head_dim * (attention.heads // attention.kv_heads) * rank
     return attention.heads * rank if module in ("qk", "vo") else 0

@@ -10,6 +10,7 @@ from .checkpoint.load import assemble
 from .checkpoint.run import Run
 from .checkpoint.source import Source
 from .methods import BlockResult
+from .stopwatch import time_spent
 from .verifying import Probe
 
 __all__ = ["InFolder", "InMemory"]
@@ -81,6 +82,7 @@ class InFolder(_Into):
             return self.run.load_report(view.index)
         return self.run.load_block(view.index, self.place(view.index), self.path(view.index))
 
+    @time_spent("writing")
     def keep(self, view: BlockView, result: BlockResult) -> None:
         """Make a block whose modules have been replaced durable; where writing overlaps, while the next one is computed."""
         if view.index not in self.kept:
@@ -101,6 +103,7 @@ class InFolder(_Into):
         """Note what a compressed block computes, to compare the checkpoint with."""
         self.probe.follow(view)
 
+    @time_spent("writing")
     def finish(self, config, card: str, record: dict) -> Path:
         """The folder, complete and checked."""
         self._written()

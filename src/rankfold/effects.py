@@ -41,8 +41,9 @@ from .methods import Curve, Method, Unit
 from .progress import track
 from .replacing import replaced
 from .stages import algebra, decompose
+from .stopwatch import time_spent
 
-__all__ = ["Costs", "measure_costs", "read_costs", "write_costs"]
+__all__ = ["Costs", "least_rank", "measure_costs", "read_costs", "tried_ranks", "write_costs"]
 
 Costs = dict[tuple[int, str], Cost]  # (block, module) -> rank -> nats per token
 
@@ -186,12 +187,21 @@ def _reference(unit: Unit, average: float, curve: Cost | None = None) -> int:
 
 def _curve(method: Method, view: BlockView, moments, unit: Unit, average: float) -> Curve:
     """What the module would lose at every rank that this average may lead to."""
+    with algebra(view) as view:
+        return method.alone(view).curve(view, moments, unit, least_rank(unit, average))
+
+
+def least_rank(unit: Unit, average: float) -> int:
+    """Return where the curve of a module ends."""
     allowed = (1 - largest_sparsity(average)) * unit.dense
-    least = min(
+    return min(
         _reference(unit, average), next(rank for rank in unit.ranks if rank and unit.size(rank) >= allowed - 1e-6)
     )
-    with algebra(view) as view:
-        return method.alone(view).curve(view, moments, unit, least)
+
+
+def tried_ranks(method: Method, unit: Unit, average: float) -> list[int]:
+    """Return the ranks that are tried of a module, as far as that is known without its curve."""
+    return _to_try(method, unit, _reference(unit, average))
 
 
 def _output(
@@ -210,6 +220,7 @@ def _scaled(curve: Cost, reference: int, effect: float) -> Cost:
     return {rank: effect * error / curve[reference] if curve[reference] > 0 else 0.0 for rank, error in curve.items()}
 
 
+@time_spent("forward")
 def _divergences(source: Source, ids: Data, dense: Stream, tried: Stream) -> list[float]:
     """How far what comes out is from the dense model's with every module tried, in turn."""
     distance = _divergence if source.architecture.decoder else _change

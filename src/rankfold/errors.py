@@ -4,7 +4,9 @@ Each message is one line that says what was got, what is allowed, and what to do
 exits with code 2; anything that is not a :class:`RankfoldError` is a bug and shows its traceback.
 """
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from difflib import get_close_matches
 
 __all__ = [
@@ -14,8 +16,11 @@ __all__ = [
     "OptionError",
     "RankfoldError",
     "UnsupportedModelError",
+    "called_by",
     "check_choice",
     "first_line",
+    "method_option",
+    "option",
     "suggestion",
 ]
 
@@ -66,3 +71,36 @@ def check_choice(what: str, value: str, allowed: Iterable[str]) -> None:
     if value not in allowed:
         hint = suggestion(str(value), map(str, allowed))
         raise OptionError(f"unknown {what} {value!r}; {hint}available: {', '.join(allowed)}")
+
+
+_caller: ContextVar[str] = ContextVar("caller", default="python")
+
+
+@contextlib.contextmanager
+def called_by(caller: str) -> Iterator[None]:
+    """Have options named as this caller gives them: ``python``, ``command``, or ``compare``, whose methods have their own."""
+    token = _caller.set(caller)
+    try:
+        yield
+    finally:
+        _caller.reset(token)
+
+
+def option(name: str, value: object = None) -> str:
+    """Return an option as the caller gives it: ``keep=True`` in Python, ``--keep`` in a command."""
+    if _caller.get() == "python":
+        return name if value is None else f"{name}={value!r}"
+    flag = f"--{name.replace('_', '-')}"
+    return flag if value in (None, True) else f"{flag} {_written(value)}"
+
+
+def method_option(name: str, value: object = None) -> str:
+    """Return an option of a method as the caller gives it: ``protect=(3,)``, ``--protect 3`` or ``METHOD:protect=3``."""
+    if _caller.get() == "compare":
+        return f"METHOD:{name}={'...' if value is None else _written(value, '+')}"
+    flag = {"target": "for"}.get(name, name) if _caller.get() == "command" else name
+    return option(flag, value)
+
+
+def _written(value: object, comma: str = ",") -> str:
+    return comma.join(map(str, value)) if isinstance(value, tuple) else str(value)

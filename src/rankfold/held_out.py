@@ -21,6 +21,8 @@ from .calibration.runner import IGNORED, Stream, advance, outputs, predictions, 
 from .calibration.streams import Streams
 from .calibration.supply import FromDense, FromStreams
 from .checkpoint.source import Source
+from .errors import method_option
+from .stopwatch import time_spent
 
 __all__ = ["HeldOut", "NothingHeldOut", "explained_ratio", "nats_per_token"]
 
@@ -68,6 +70,11 @@ class HeldOut:
             advance(view, self.small)
         self.drift.append(_drift(self.dense.hidden, self.small.hidden))
 
+    def so_far(self) -> str:
+        """Return what is known behind the last block."""
+        return f"error of the stream on held-out windows {self.drift[-1]:.3f}" if self.drift else ""
+
+    @time_spent("forward")
     def finish(self, sparsity: float, *, protects: bool = True) -> dict:
         """What came out, and a warning where the model is damaged; that is logged too.
 
@@ -80,7 +87,7 @@ class HeldOut:
         if damage:
             block = self._breaks_away()
             facts |= {"breaks_away_at": block}
-            advice = f"Protect it (--protect {block}), lower" if protects else "Lower"
+            advice = f"Protect it ({method_option('protect', (block,))}), lower" if protects else "Lower"
             facts["warning"] = (
                 f"THE MODEL IS DAMAGED: {damage}; the stream breaks away at block {block}. {advice} the sparsity, or calibrate "
                 f"on more {self._what}"
@@ -149,10 +156,14 @@ class NothingHeldOut:
     def follow(self, view) -> None:
         pass
 
+    def so_far(self) -> str:
+        return ""
+
     def finish(self, sparsity: float, *, protects: bool = True) -> None:
         log.warning("no calibration window was kept out of the fit, so nothing checks the result; evaluate it")
 
 
+@time_spent("forward")
 def nats_per_token(source: Source, ids: Data, stream: Stream) -> float:
     """Mean loss per predicted token of what norm and head make of a stream behind the last block; placeholders of images
     are not predicted.

@@ -6,7 +6,6 @@ Each part goes through the pipeline as it would alone; the parts before the last
 is known by what all were given, so that the same call goes on wherever an earlier one was killed.
 """
 
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +23,7 @@ from .planning import check
 from .proving import proved
 from .report.identity import dtype_name, run_identity
 from .report.plan import Plan
+from .stopwatch import timed_run
 
 __all__ = ["compress_parts"]
 
@@ -83,8 +83,9 @@ def _compress_in_turn(parts: list[_Given], output: Path, mode: str, on_plan) -> 
                 run.before.mkdir(exist_ok=True)
             _compress_in_turn(parts, place, mode, on_plan)
         parts.clear()
-        begin, source = time.perf_counter(), _opened_again(place, last.source)
-        return carry_out(source, *last[1:], None, run.identity, run, _telling(on_plan, source), begin)
+        with timed_run():
+            source = _opened_again(place, last.source)
+            return carry_out(source, *last[1:], None, run.identity, run, _telling(on_plan, source))
 
 
 def _in_order(parts: Iterable[tuple[Source, Method | str, Tokens]]) -> list[_Given]:

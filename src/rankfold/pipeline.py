@@ -9,7 +9,6 @@ Every step that knows a model family, a method or a file format lives elsewhere.
 
 import contextlib
 import dataclasses
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,7 +35,7 @@ from .memory import release_memory
 from .methods import BlockResult, Method, as_method
 from .methods.base import check_choice
 from .planning import allocate_ranks, build_plan, check, divergence_for_stock, kept_blocks, of_block
-from .progress import track
+from .progress import one_run, track
 from .proving import proved
 from .replacing import in_model_coordinates, passing, replace
 from .report.card import model_card
@@ -45,11 +44,13 @@ from .report.plan import Plan
 from .report.record import run_record
 from .scores import ON_TEXT, available, gradients_of, needed, of_dense, scores_of, shared_of, statistics_of
 from .stages import Work, decompose, run_stages
+from .stopwatch import timed_run
 from .version import __version__
 
 __all__ = ["calibrate", "compress", "plan"]
 
 
+@one_run()
 def calibrate(
     source: Source, tokens: Tokens, output: str | Path | None = None, *, statistics: set[str] | None = None
 ) -> MomentStore:
@@ -91,6 +92,7 @@ def _measure_all(source: Source, tokens: Tokens, statistics: set[str], store: Mo
         release_memory()
 
 
+@one_run()
 def plan(
     source: Source, method: Method | str, tokens: Tokens | None = None, *, moments: MomentStore | None = None
 ) -> Plan:
@@ -122,6 +124,7 @@ def plan(
     return build_plan(source, method, allocated, reports, calibration)
 
 
+@timed_run()
 def compress(
     source: Source,
     method: Method | str,
@@ -150,7 +153,6 @@ def compress(
     Raises:
         OptionError, UnsupportedModelError, NumericsError, CheckpointError: with one line saying what to do.
     """
-    begin = time.perf_counter()
     method = as_method(method)
     mode = checked(method, tokens, moments, mode, output)
     proved(source)
@@ -159,9 +161,10 @@ def compress(
     with run.working() if run else contextlib.nullcontext():
         if run and run.complete:  # what an earlier process could not rename any more
             return run.publish()
-        return carry_out(source, method, tokens, moments, identity, run, on_plan, begin)
+        return carry_out(source, method, tokens, moments, identity, run, on_plan)
 
 
+@one_run()
 def carry_out(
     source: Source,
     method: Method,
@@ -170,13 +173,11 @@ def carry_out(
     identity: dict,
     run: Run | None,
     on_plan: Callable[[Plan], None] | None,
-    begin: float,
 ) -> nn.Module | Path:
-    """Compress a model whose output is held; arguments as for :func:`compress`, and what the run is known by, since when."""
+    """Compress a model whose output is held; arguments as for :func:`compress`, and what the run is known by."""
     mode, calibration = identity["mode"], identity["calibration"]
     ranks = choices(source, method, run.times if run else None)
     moments, gradients, shared, scores = _dense_passes(source, method, ranks, tokens, moments, mode, run)
-    seconds = {"calibrate": time.perf_counter() - begin}
     allocated = allocate_ranks(ranks, method, scores)
     for_stock = divergence_for_stock(source, method, scores)
     if for_stock is not None:
@@ -196,15 +197,14 @@ def carry_out(
         shared,
     )
     blocks, basis = [], None
-    for index in track(range(len(source)), "compressing"):
+    for index in track(range(len(source)), "compressing", note=work.watch.so_far):
         block, basis = _compress_block(work, index, of_block(allocated.ranks, index), basis)
         blocks.append(block)
     outcome = work.watch.finish(the_plan.sparsity, protects=method.protects)
-    seconds["total"] = time.perf_counter() - begin
-    return work.into.finish(*_documents(work, the_plan, blocks, identity, outcome, run, seconds))
+    return work.into.finish(*_documents(work, the_plan, blocks, identity, outcome, run))
 
 
-def _documents(work: Work, the_plan: Plan, blocks: list[BlockResult], identity: dict, outcome, run, seconds):
+def _documents(work: Work, the_plan: Plan, blocks: list[BlockResult], identity: dict, outcome, run):
     """Config, model card and run record of the result."""
     source = work.source
     modules = {path: spec for block in blocks for path, spec in block.modules.items()}
@@ -214,7 +214,7 @@ def _documents(work: Work, the_plan: Plan, blocks: list[BlockResult], identity: 
     stock, auto = described(config) is None, auto_class(source.model.config, type(source.model).__name__).__name__
     reports = {str(index): block.reports for index, block in enumerate(blocks)}
     name, before = (run.output.name, run.earlier) if run else (source.name, None)
-    record = run_record(source, description | ({"before": before} if before else {}), name, the_plan, reports, seconds)
+    record = run_record(source, description | ({"before": before} if before else {}), name, the_plan, reports)
     return config, model_card(record, name, stock=stock, auto=auto), record
 
 

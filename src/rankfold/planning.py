@@ -1,7 +1,6 @@
 """Ranks under the budget, and everything that can be said before a weight changes."""
 
 import math
-import time
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -10,15 +9,13 @@ import torch
 from .allocation import allocate, averages, budgets, check_reachable, tensor_bytes, to_remove, unique_parameters
 from .architectures import BlockView
 from .budgets import Choices, choices
-from .calibration.backward import PASSES, sweep_memory, windows_for
-from .calibration.batches import noise, tokens_in
+from .calibration.backward import sweep_memory, windows_for
 from .calibration.experts import INPUT, PER_UNIT, ROUTING
 from .calibration.gradients import numbers, widest
-from .calibration.runner import advance, batch_tokens, start
 from .calibration.statistics import SAMPLE_ROWS, STATISTICS
 from .checkpoint.source import Source
 from .errors import OptionError, UnsupportedModelError
-from .methods import BLOCK, Method, Unit, make_method
+from .methods import BLOCK, Method, Unit
 from .report.plan import ModulePlan, Plan
 
 __all__ = [
@@ -30,7 +27,6 @@ __all__ = [
     "kept_blocks",
     "of_block",
     "shares",
-    "timed",
 ]
 
 
@@ -252,36 +248,3 @@ def _sweep_windows(source: Source, method: Method, calibration: dict | None) -> 
     if not names or calibration is None:
         return None
     return windows_for(calibration["samples"], calibration["length"], widest(view, names))
-
-
-def timed(the_plan: Plan, source: Source, calibration: dict, mode: str) -> Plan:
-    """The plan with an estimate of the time :func:`rankfold.compress` takes, by one block that is timed on one batch.
-
-    Nothing else here runs the model.
-
-    Args:
-        calibration: description of the calibration tokens.
-        mode: one of the method's.
-
-    Raises:
-        OptionError: unknown mode.
-
-    Cost: three forwards of one block over a few thousand tokens, and reading that block.
-    """
-    options = dict(the_plan.method)
-    method = make_method(options.pop("method"), **options)
-    forwards, removed = method.forwards, sum(m.module == BLOCK and m.rank == 0 for m in the_plan.modules)
-    if mode not in forwards:
-        raise OptionError(f"mode must be {' or '.join(forwards)}, got {mode!r}")
-    length = calibration["length"]
-    ids = noise(source.part, max(1, batch_tokens(source) // length), length)
-    view, stream, times = source.block(0), start(source, ids, autocast=source.autocast), []
-    for _ in range(3):  # the first one warms up
-        begin = time.perf_counter()
-        advance(view, stream.copy())
-        times.append(time.perf_counter() - begin)
-    per_token = min(times) / tokens_in(ids, source.part)  # of one block
-    passed = (forwards[mode] * len(source) + method.search(len(source), removed)) * calibration["tokens"]
-    if the_plan.gradient_windows:
-        passed += PASSES * len(source) * the_plan.gradient_windows * length
-    return replace(the_plan, seconds=passed * per_token)

@@ -1,51 +1,216 @@
-"""Progress bars with an estimate of the time left, on stderr; quiet where stderr is not a terminal."""
+"""Show how far a run is, on stderr: bars on a terminal, elsewhere a line now and then.
+
+A line tells what is done, an estimate of what is left, and what is known of the result so far. It is written when a step is
+done and the last line is a minute old, so a log of an hour has at most sixty.
+"""
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator, Sized
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
+from tqdm import tqdm
 
-__all__ = ["track"]
+__all__ = ["Steps", "count_steps", "one_run", "track", "without_bars"]
+
+LINE_SECONDS = 60.0  # between two lines of a log, at least
 
 T = TypeVar("T")
-_shown: Progress | None = None  # a terminal has room for one display: what begins inside another gets a line in it
 
 
-def track(items: Iterable[T], label: str, total: int | None = None) -> Iterator[T]:
-    """Iterate over ``items`` under a bar named ``label``; ``total`` where ``items`` has no length."""
+class Steps:
+    """Know how many steps of some work are done, and guess when the rest will be.
+
+    Args:
+        label: the work.
+        total: its steps; ``None`` where nobody knows.
+        costs: what each step takes, in any unit; all alike by default.
+        note: what is known of the result so far, as a phrase; empty where nothing is.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        total: int | None = None,
+        costs: Sequence[float] | None = None,
+        note: Callable[[], str] = str,
+    ):
+        self.label, self.total, self.costs, self._note = label, total, costs, note
+        self.note = ""
+        self._ends = [time.monotonic()]  # when the first step began and when each one was done
+
+    @property
+    def done(self) -> int:
+        return len(self._ends) - 1
+
+    def advance(self) -> None:
+        """Note that one more step is done."""
+        self._ends.append(time.monotonic())
+        self.note = self._note()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the work began."""
+        return time.monotonic() - self._ends[0]
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Estimate by the later half of the steps done: those of an earlier run are passed over quickly."""
+        if self.total is None or not self.done:
+            return None
+        half, costs = self.done // 2, self.costs or [1.0] * self.total
+        rate = (self._ends[-1] - self._ends[half]) / (sum(costs[half : self.done]) or 1.0)
+        return max(0.0, rate * sum(costs[self.done :]) - (time.monotonic() - self._ends[-1]))
+
+    def line(self) -> str:
+        """Return what a log says of this work."""
+        left = self.seconds_left
+        parts = [
+            f"{self.label}: {self.done} of {self.total}" if self.total is not None else f"{self.label}: {self.done}",
+            f"{_duration(self.seconds)} so far",
+            f"about {_duration(left)} left" if left is not None and self.done < self.total else "",
+            self.note,
+        ]
+        return ", ".join(filter(None, parts))
+
+
+def _duration(seconds: float) -> str:
+    """``45 s``, ``12 min``, ``3 h 05 min``."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+class _Log:
+    """Lines in a file, at least :data:`LINE_SECONDS` apart, whichever work they are about."""
+
+    def __init__(self):
+        self.running: list[Steps] = []  # from the outermost to the innermost
+        self.last = time.monotonic()
+
+    def say(self) -> None:
+        """Write a line, unless the last one is too young."""
+        if time.monotonic() - self.last >= LINE_SECONDS:
+            self.last = time.monotonic()
+            sys.stderr.write("; ".join(steps.line() for steps in self.running) + "\n")
+            sys.stderr.flush()
+
+
+_log: _Log | None = None  # of the run under way
+_bars: Progress | None = None  # a terminal has room for one display: what begins inside another gets a line in it
+
+
+def track(items: Iterable[T], label: str, total: int | None = None, **about) -> Iterator[T]:
+    """Iterate over ``items`` and show how far that is; ``total`` where they have no length, ``about``: see :class:`Steps`."""
     total = len(items) if total is None and isinstance(items, Sized) else total
-    with _display() as bar:
-        task = bar.add_task(label, total=total)
+    with count_steps(label, total, **about) as advance:
+        for item in items:
+            yield item
+            advance()
+
+
+@contextlib.contextmanager
+def count_steps(label: str, total: int | None = None, **about) -> Iterator[Callable[[], None]]:
+    """Show how far some work is; yield what is to be called when a step is done. Arguments as for :class:`Steps`."""
+    steps = Steps(label, total, **about)
+    with _shown(steps) if sys.stderr.isatty() else _logged(steps) as show:
+
+        def advance() -> None:
+            steps.advance()
+            show()
+
+        yield advance
+
+
+@contextlib.contextmanager
+def one_run() -> Iterator[None]:
+    """Make all that happens inside one run, with a minute between two lines of its log."""
+    global _log
+    if _log is not None:
+        yield
+        return
+    _log = _Log()
+    try:
+        yield
+    finally:
+        _log = None
+
+
+@contextlib.contextmanager
+def _logged(steps: Steps) -> Iterator[Callable[[], None]]:
+    with one_run():
+        log = _log
+        log.running.append(steps)
         try:
-            for item in items:
-                yield item
-                bar.advance(task)
+            yield log.say
         finally:
-            if bar is _shown:  # the line of a display that goes on
-                bar.remove_task(task)
+            log.running.remove(steps)
+
+
+class _Left(ProgressColumn):
+    """What is left, by our estimate: rich's goes by the last half minute, in which a large block does not end."""
+
+    def render(self, task) -> Text:
+        left = task.fields["steps"].seconds_left
+        return Text(f"{_duration(left)} left" if left is not None else "", style="progress.remaining")
+
+
+class _Note(ProgressColumn):
+    def render(self, task) -> Text:
+        return Text(task.fields["steps"].note)
+
+
+@contextlib.contextmanager
+def _shown(steps: Steps) -> Iterator[Callable[[], None]]:
+    with _display() as bars:
+        task = bars.add_task(steps.label, total=steps.total, steps=steps)
+        try:
+            yield lambda: bars.advance(task)
+        finally:
+            bars.remove_task(task)
 
 
 @contextlib.contextmanager
 def _display() -> Iterator[Progress]:
     """The display that is there, or a new one."""
-    global _shown
-    if _shown is not None:
-        yield _shown
+    global _bars
+    if _bars is not None:
+        yield _bars
         return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("eta"),
-        TimeRemainingColumn(),
+        _Left(),
+        _Note(),
     )
-    with Progress(*columns, console=Console(file=sys.stderr), disable=not sys.stderr.isatty()) as bar:
-        _shown = bar
+    with Progress(*columns, console=Console(file=sys.stderr)) as bars:
+        _bars = bars
         try:
-            yield bar
+            yield bars
         finally:
-            _shown = None
+            _bars = None
+
+
+@contextlib.contextmanager
+def without_bars() -> Iterator[None]:
+    """Keep away the bars of other libraries: they would cover ours on a terminal, and fill a log.
+
+    tqdm reads TQDM_DISABLE when it is imported, and who makes a bar may overrule it.
+    """
+    make = tqdm.__init__
+
+    def make_disabled(self, *args, **options) -> None:
+        make(self, *args, **(options | {"disable": True}))
+
+    tqdm.__init__ = make_disabled
+    try:
+        yield
+    finally:
+        tqdm.__init__ = make

@@ -20,6 +20,7 @@ from .held_out import HeldOut, NothingHeldOut
 from .memory import release_memory
 from .methods import BlockResult, Method, Stage
 from .replacing import replace
+from .stopwatch import time_spent
 
 __all__ = ["Work", "algebra", "decompose", "run_stages"]
 
@@ -54,8 +55,9 @@ def run_stage(work: Work, view: BlockView, stage: Stage, whole: BlockResult) -> 
     result = decompose(stage, view, moments, held_out)
     del moments
     if held_out() is not None:
-        for module, error in result.errors.items():
-            result.reports[module]["held_out_error"] = error(held_out())
+        with time_spent("decomposition"):
+            for module, error in result.errors.items():
+                result.reports[module]["held_out_error"] = error(held_out())
     view = replace(view, result, work.source)
     whole.modules.update(result.modules)
     whole.state.update(result.state)
@@ -83,6 +85,7 @@ def algebra(view: BlockView) -> Iterator[BlockView]:
     """
     try:
         # MPS has no fp64; factors go back to the device when they are installed.
-        yield view.on_cpu() if view.device.type == "mps" else view
+        with time_spent("decomposition"):
+            yield view.on_cpu() if view.device.type == "mps" else view
     except (torch.linalg.LinAlgError, ValueError) as error:
         raise NumericsError(f"{view.path}: {error}") from error

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rankfold.allocation import knapsack
 from rankfold.allocation.knapsack import Group, cheapest_options
 
 COSTS = st.one_of(st.sampled_from([0.0, 0.5, 1.0]), st.floats(0, 10))
@@ -40,6 +41,49 @@ def test_no_choice_that_removes_as_much_costs_less(problem, share):
     choices = [(sum(r for r, _ in c), sum(v for _, v in c)) for c in itertools.product(*problem)]
     assert removed >= remove
     assert cost == pytest.approx(min(v for r, v in choices if r >= remove), rel=1e-9, abs=1e-12)
+
+
+@given(PROBLEMS, st.floats(0, 1), st.integers(0, 3), st.sampled_from([1e6, 1e14, 1e30]))
+@settings(max_examples=150, deadline=None)
+def test_a_group_that_costs_any_times_the_others_changes_no_choice_among_them(problem, share, dear, factor):
+    """Of the same removal no other choice costs less, nor among the groups that cost little."""
+    dear %= len(problem)
+    scaled = [[(r, c * factor) for r, c in o] if i == dear else o for i, o in enumerate(problem)]
+    remove = round(share * most(scaled))
+    choice = cheapest_options(groups_of(scaled), remove)
+    assert sum(o[n][0] for o, n in zip(scaled, choice, strict=True)) >= remove
+    cost = sum(o[n][1] for o, n in zip(scaled, choice, strict=True))
+    every = itertools.product(*(range(len(o)) for o in scaled))
+    found = [
+        (sum(o[n][0] for o, n in zip(scaled, c, strict=True)), sum(o[n][1] for o, n in zip(scaled, c, strict=True)))
+        for c in every
+    ]
+    assert cost == pytest.approx(min(v for r, v in found if r >= remove), rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize(("share", "cheap_alone"), [(0.3, True), (0.99, False)])
+def test_a_few_dear_groups_do_not_make_the_search_long(monkeypatch, share, cheap_alone):
+    """Their costs set the tolerance once, within which every set of the others was followed."""
+    followed, keep = [], knapsack._undominated
+
+    def count(removed, cost, which):
+        followed.append(len(which))
+        return keep(removed, cost, which)
+
+    monkeypatch.setattr(knapsack, "_undominated", count)
+    draw, problem = torch.Generator().manual_seed(0), []
+    for i in range(60):
+        removed = torch.arange(200) * (4096, 1536, 2048)[i % 3]
+        bend, height = torch.rand(2, generator=draw, dtype=torch.float64)
+        cost = height * (torch.arange(200, dtype=torch.float64) / 200) ** (1.5 + 2 * bend)
+        problem.append(Group(removed, cost * (1e14 if i in (3, 25, 50) else 1)))
+    remove = int(share * sum(int(group.removed.max()) for group in problem))
+    choice = cheapest_options(problem, remove)
+    assert max(followed) < 100_000
+    if cheap_alone:  # the dear ones lose nothing, and the others what they would without them
+        others = [i for i in range(60) if i not in (3, 25, 50)]
+        assert [choice[i] for i in (3, 25, 50)] == [0, 0, 0]
+        assert [choice[i] for i in others] == cheapest_options([problem[i] for i in others], remove)
 
 
 @given(PROBLEMS)

@@ -1,6 +1,7 @@
 """Tasks through lm-eval against prompts written out and scored by hand, and against lm-eval left alone."""
 
 import json
+import logging
 import math
 
 import datasets
@@ -8,6 +9,7 @@ import lm_eval
 import pytest
 import torch
 
+from rankfold import progress
 from rankfold.checkpoint.load import load_model, load_tokenizer
 from rankfold.errors import CheckpointError, DataError, NumericsError, OptionError
 from rankfold.evaluation.science_qa import by_column
@@ -125,6 +127,18 @@ def test_accuracies_are_those_of_prompts_scored_by_hand(tiny, tmp_path):
         assert found[task]["acc_stderr"] == pytest.approx(error) and found[task]["samples"] == len(right)
         seen.add(accuracy)
     assert len(seen) > 2  # otherwise nothing was told apart
+
+
+def test_lm_eval_is_silent_and_answers_are_counted(tiny, tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    for task in ("piqa", "lambada_openai"):
+        write(tmp_path, f"{task}_val" if task == "piqa" else "lambada_test", rows(task))
+    evaluate_tasks(*tiny, ["piqa", "lambada_openai"], folder=tmp_path)
+    out, err = capfd.readouterr()
+    answers = 2 * len(rows("piqa")) + len(rows("lambada_openai"))
+    lines = [line.partition(",")[0] + line.partition(",")[2].partition(",")[0] for line in err.splitlines()]
+    assert out == "" and lines == [f"answering piqa lambada_openai: {n} of {answers}" for n in range(1, answers + 1)]
+    assert logging.getLogger("lm_eval").level == logging.NOTSET
 
 
 def test_lambada_is_its_last_word(tiny, tmp_path):

@@ -114,7 +114,7 @@ def test_moments_without_what_all_blocks_choose_by_are_refused(tmp_path):
 
 
 def test_a_sparsity_out_of_reach_says_that_the_target_is_why():
-    with pytest.raises(OptionError, match="compress more modules, or leave out --for llama.cpp"):
+    with pytest.raises(OptionError, match="compress more modules, or leave out target='llama.cpp'"):
         rankfold.compress(source(), make_method("modegpt", target="llama.cpp", sparsity=0.7), tokens(32))
 
 
@@ -128,9 +128,13 @@ def test_multiple_and_target_hold_together():
     "name, options, message",
     [
         ("rankfold", {"target": "llamacpp"}, "unknown target 'llamacpp'; did you mean 'llama.cpp'"),
-        ("latentllm", {"target": "stock"}, "method latentllm writes for transformers, vllm, got --for stock"),
-        ("slicegpt", {"target": "vllm"}, "method slicegpt writes for transformers, got --for vllm"),
-        ("slicegpt+modegpt", {"target": "vllm"}, r"method slicegpt\+modegpt writes for transformers, got --for vllm"),
+        ("latentllm", {"target": "stock"}, "method latentllm writes for transformers, vllm, got target='stock'"),
+        ("slicegpt", {"target": "vllm"}, "method slicegpt writes for transformers, got target='vllm'"),
+        (
+            "slicegpt+modegpt",
+            {"target": "vllm"},
+            r"method slicegpt\+modegpt writes for transformers, got target='vllm'",
+        ),
         ("rankfold", {"target": "stock"}, "gives all MLPs one width, got allocation measured; take allocation uniform"),
         (
             "modegpt",

@@ -36,27 +36,30 @@ def cheapest_options(groups: list[Group], remove: int) -> list[int] | None:
     """
     if sum(int(group.removed.max()) for group in groups) < remove:
         return None
-    price = _price(groups, remove)
-    rounding = 1e-12 * sum(group.cost.abs().max().item() for group in groups) + sys.float_info.min
+    price, reached = _price(groups, remove)
+    # Of what is added up on the way to an optimum: options dearer than that are none of it, however dear.
+    rounding = 1e-12 * (reached + price * remove) + sys.float_info.min
     gap = 1e-6 * price * remove / max(len(groups), 1) + rounding
     while (found := _within(groups, remove, price, gap)) is None:
         gap *= 2
     return found
 
 
-def _price(groups: list[Group], remove: int) -> float:
-    """Cost of the last unit removed where options may be taken in parts: along the lower convex hulls, cheapest edge first."""
-    removed, edges = 0, []
+def _price(groups: list[Group], remove: int) -> tuple[float, float]:
+    """Cost of the last unit removed where options may be taken in parts: along the lower convex hulls, cheapest edge first.
+    And the size of all costs added up until so much is removed, with the whole last edge.
+    """
+    removed, reached, edges = 0, 0.0, []
     for group in groups:
         hull = _hull(group)
-        removed += hull[0][0]
+        removed, reached = removed + hull[0][0], reached + abs(hull[0][1])
         edges += [((d - b) / (c - a), c - a) for (a, b), (c, d) in pairwise(hull)]
     price = 0.0
     for slope, width in sorted(edges):
         if removed >= remove:
             break
-        removed, price = removed + width, slope
-    return price
+        removed, reached, price = removed + width, reached + slope * width, slope
+    return price, reached
 
 
 def _hull(group: Group) -> list[tuple[int, float]]:

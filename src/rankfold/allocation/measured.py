@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 import torch
 
-from ..errors import OptionError
+from ..errors import OptionError, method_option
 from .knapsack import Group, cheapest_options
 
 __all__ = ["Cost", "cheapest", "largest_sparsity"]
@@ -53,7 +53,7 @@ def cheapest(
         most = sum(int(group.removed.max()) for group in groups)
         raise OptionError(
             f"the ranks whose cost was measured can lose {most:,} of the {remove:,} {what} that must go; lower the sparsity, "
-            "compress more modules, lower --multiple, or use --allocation uniform"
+            f"compress more modules, lower {method_option('multiple')}, or use {method_option('allocation', 'uniform')}"
         )
     found = {}
     for some, ranks, n in zip(bound.values(), options, choice, strict=True):

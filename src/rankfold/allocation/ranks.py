@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import OptionError
+from ..errors import OptionError, method_option
 from .by_block import BY_BLOCK, by_block
 from .counting import COUNTS
 from .influence import capped_sparsities, epsilon_for, softmax_sparsities
@@ -147,7 +147,9 @@ def _check(budget: Budget, method) -> None:
     most = alone - budget.stays + budget.given
     if budget.asked > most:
         reach = most / max(budget.counted, 1)
-        finer = "lower --multiple" if method.target == "transformers" else f"leave out --for {method.target}"
+        finer = f"lower {method_option('multiple')}"
+        if method.target != "transformers":
+            finer = f"leave out {method_option('target', method.target)}"
         raise OptionError(
             f"{budget.what} cannot be reached: the chosen modules can lose at most {most:,} of the {budget.asked:,} "
             f"{COUNTS[method.budget]} that must go, sparsity {reach:.4f}; lower the sparsity, compress more modules, or "

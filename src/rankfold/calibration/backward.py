@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..architectures import BlockView
 from ..memory import release_memory
+from ..stopwatch import time_spent
 from .batches import Batch, Data, again
 from .gradients import BackwardObserver
 from .moments import BlockMoments, check_finite
@@ -24,7 +25,7 @@ __all__ = ["PASSES", "sweep", "sweep_memory", "windows_for"]
 
 TOKENS = 8192  # of a sweep, and at least
 PER_DIMENSION = 4  # for each output of a layer, as many as make its moment one of full rank
-PASSES = 4.0  # forwards that a sweep takes: two, the way back, and the head; a large vocabulary takes more
+PASSES = 4.5  # forwards of all blocks that a sweep takes: two, the way back and the sums; norm and head come besides
 POSITIONS = 128  # of all windows of a batch together, whose logits are held at once: a vocabulary is large
 
 
@@ -90,6 +91,7 @@ def sweep(
 
 
 @torch.enable_grad()
+@time_spent("forward")
 def _of_loss(source, ids: Batch, stream: Stream, hidden: Tensor) -> Tensor:
     """``(B, T, D)`` gradient behind the last block of the summed loss of one batch, some positions at a time."""
     x = hidden.to(source.compute_dtype).requires_grad_()
@@ -101,6 +103,7 @@ def _of_loss(source, ids: Batch, stream: Stream, hidden: Tensor) -> Tensor:
 
 
 @torch.enable_grad()
+@time_spent("forward")
 def _through(
     view: BlockView, stream: Stream, batch: int, hidden: Tensor, observers: Iterable[BackwardObserver]
 ) -> Tensor:

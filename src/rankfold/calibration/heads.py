@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..architectures import AttentionView
 from ..linalg.mean_square import square_features
+from ..modules.kernels import of_one_length
 from .moments import HeadMoment, Moment, accumulator, head_grams, heads_first
 
 __all__ = ["HeadObserver", "Heads", "ProductObserver", "Projections"]
@@ -111,19 +112,9 @@ class Projections:
         if self._heads is None:
             together = [(self.outputs, kwargs)]
             if self.attention.spec.packed:
-                together = [_rows_of(rows, self.outputs, kwargs) for rows in _of_one_length(kwargs["cu_seqlens"])]
+                together = [_rows_of(rows, self.outputs, kwargs) for rows in of_one_length(kwargs["cu_seqlens"])]
             self._heads = [Heads(self.attention, *some) for some in together]
         return self._heads
-
-
-def _of_one_length(ends: Tensor) -> list[Tensor]:
-    """Rows of sequences that stand one behind the other, ``(B, T)`` for every length there is.
-
-    Args:
-        ends: where each ends, behind a zero.
-    """
-    lengths = ends.diff()
-    return [ends[:-1][lengths == T, None] + torch.arange(T, device=ends.device) for T in lengths.unique().tolist() if T]
 
 
 def _rows_of(rows: Tensor, outputs: list[Tensor], kwargs: dict) -> tuple[list[Tensor], dict]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..architectures import Norm, read_linear
+from ..stopwatch import time_spent
 from .moments import Moment, Samples, VectorMoment, accumulator
 
 __all__ = ["Batch", "DenseBatch", "EnergyObserver", "InputObserver", "Observer", "SamplesObserver"]
@@ -65,6 +66,7 @@ class InputObserver:
     def hooks(self):
         return [self.module.register_forward_pre_hook(lambda _, args: self._add(args[0]))]
 
+    @time_spent("moments")
     def _add(self, x: Tensor) -> None:
         if self.norm is not None:
             x = x.float() / rms_behind(self.module, x, self.norm)
@@ -105,6 +107,7 @@ class EnergyObserver:
     def hooks(self):
         return [m.register_forward_pre_hook(lambda _, a, i=i: self._add(i, a[0])) for i, m in enumerate(self.modules)]
 
+    @time_spent("moments")
     def _add(self, layer: int, x: Tensor) -> None:
         squares = x.detach().flatten(0, -2).float().square().sum(0)
         self.totals[layer] = self.totals[layer] + squares.to(accumulator(x.device)).double()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..architectures import BlockView
 from ..errors import NumericsError
+from ..stopwatch import time_spent
 from .batches import Batch as Given
 from .batches import Data, Example, batches, ids_of
 from .moments import BlockMoments, check_finite
@@ -166,6 +167,7 @@ def batch_tokens(source) -> int:
 
 
 @torch.no_grad()
+@time_spent("forward")
 def start(source, ids: Data, *, autocast: torch.dtype | None) -> Stream:
     """Embed all windows, images among them; learn from the model's own forward what each block is called with.
 
@@ -200,6 +202,7 @@ def _calls(recorders: list[_Recorder], dtype: torch.dtype) -> list[Call]:
     return calls
 
 
+@time_spent("forward")
 def outputs(source, ids: Given, stream: Stream, hidden: Tensor | None = None, *, keep: Tensor | None = None) -> Tensor:
     """What the model's own norm, and head where it writes text, make of one batch of a stream behind the last block.
 
@@ -268,6 +271,7 @@ def predictions(
 
 
 @torch.no_grad()
+@time_spent("forward")
 def advance(view: BlockView, stream: Stream, module: nn.Module | None = None) -> None:
     """Replace the stream by the output of the block (of ``module`` where given)."""
     for i, _, output in _forward(view, stream, module or view.module):
@@ -275,6 +279,7 @@ def advance(view: BlockView, stream: Stream, module: nn.Module | None = None) ->
 
 
 @torch.no_grad()
+@time_spent("forward")
 def advance_dense(view: BlockView, stream: Stream) -> list[DenseBatch]:
     """Replace the stream by the output of the dense block; what it was between attention and MLP comes back beside it."""
     middle, found = Middle(view), []
@@ -286,6 +291,7 @@ def advance_dense(view: BlockView, stream: Stream) -> list[DenseBatch]:
 
 
 @torch.no_grad()
+@time_spent("forward")
 def measure(
     view: BlockView, stream: Stream, statistics: set[str], *, step: bool, dense: list[DenseBatch] | None = None
 ) -> BlockMoments:
@@ -306,12 +312,14 @@ def measure(
     with _watched(observers.values(), None if step else _end(view, statistics)):
         for i, kwargs, output in _forward(view, stream, view.module):
             batch = Batch(stream.hidden[i], kwargs, output, dense[i] if dense else None)
-            for observer in observers.values():
-                observer.after(batch)
+            with time_spent("moments"):
+                for observer in observers.values():
+                    observer.after(batch)
             if step:
                 stream.move(i, view.index, output)
-    moments = {name: observer.finish() for name, observer in observers.items()}
-    check_finite(moments, view.path)
+    with time_spent("moments"):
+        moments = {name: observer.finish() for name, observer in observers.items()}
+        check_finite(moments, view.path)
     return moments
 
 

@@ -17,6 +17,7 @@ from ..errors import CheckpointError
 from ..files import check_name, read_json, sweep, sync_folder, write_json, write_tensors, writing
 from ..locking import locked
 from ..records import NUMBER, Maybe, check_record
+from ..stopwatch import time_spent
 from .batches import Data, add_tensors, as_data, as_tensors, digest_of
 from .moments import BlockMoments, Moment, moved
 
@@ -153,6 +154,7 @@ class MomentStore:
     def _path(self, index: int) -> Path:
         return self.folder / f"block-{index:05d}.safetensors"
 
+    @time_spent("writing")
     def __setitem__(self, index: int, moments: BlockMoments) -> None:
         moments = {name: moment.rounded() for name, moment in moments.items()}
         if self.folder is None:
@@ -164,6 +166,7 @@ class MomentStore:
         facts = {"counts": counts, "sha256": self._digest(index, tensors, counts)}
         write_tensors(self._path(index), tensors, {FACTS: json.dumps(facts)})  # one key: safetensors shuffles them
 
+    @time_spent("reading")
     def __getitem__(self, index: int) -> BlockMoments:
         if self.folder is None:
             return self._blocks[index]

@@ -3,6 +3,7 @@
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from ..architectures import BlockView
+from ..stopwatch import time_spent
 from .source import Source
 
 __all__ = ["BlockReader"]
@@ -16,6 +17,7 @@ class BlockReader:
         self._pool = ThreadPoolExecutor(max_workers=1) if source.overlaps else None
         self._ahead: tuple[int, Future] | None = None
 
+    @time_spent("reading")
     def __call__(self, index: int) -> BlockView:
         """Block ``index``; see :meth:`rankfold.checkpoint.source.Source.block`. Nothing here keeps it."""
         if self._pool is None:

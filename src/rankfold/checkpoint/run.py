@@ -34,6 +34,7 @@ from ..files import (
 from ..locking import lock_of, locked
 from ..methods import BlockResult
 from ..modules import CODE_FILE, code
+from ..stopwatch import seconds_so_far
 from .load import described, empty_model
 from .shards import Shards, write_around
 
@@ -250,7 +251,8 @@ class Run:
             if described(config) is not None:
                 write_text(self.folder / CODE_FILE, code())
             write_text(self.folder / "README.md", card)
-            write_json(self.folder / RECORD, record)
+            spent = {"seconds": seconds_so_far()}  # those of the check, too
+            write_json(self.folder / RECORD, record | {"run": spent | record["run"]})
             sync_files(self.folder)
             (self.folder / CONFIG).unlink()
         return self.publish()

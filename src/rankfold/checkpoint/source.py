@@ -19,6 +19,7 @@ from torch import nn
 
 from ..architectures import Architecture, BlockView, Part, own_frequencies, part_of
 from ..errors import CheckpointError, OptionError, RankfoldError, first_line
+from ..stopwatch import time_spent
 from .classes import auto_class
 from .devices import DTYPES, autocast_dtype, resolve_device, resolve_dtype
 from .fingerprint import fingerprint
@@ -173,6 +174,7 @@ class Source:
             raise CheckpointError(f"{self.name} came without a processor; pass one (rankfold.load_examples)")
         return self.tokenizer_files.load_processor()
 
+    @time_spent("reading")
     def block(self, index: int) -> BlockView:
         """A private copy of block ``index`` with its weights on :attr:`device`, released with the last reference.
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ..errors import called_by
 from ..version import __version__
 from . import calibrate, compare, compress, evaluate, export, generate, inspect, methods, models, plan
 from .guard import Command
@@ -28,11 +29,13 @@ def _say_version(wanted: bool) -> None:
 
 @app.callback()
 def setup(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Say the version and stop.")
     ] = False,
 ) -> None:
     """Shrink any Hugging Face language model in minutes, without training, and load the result anywhere."""
+    context.with_resource(called_by("compare" if context.invoked_subcommand == "compare" else "command"))
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     for name in ("httpx", "httpx2", "datasets", "huggingface_hub", "transformers", "fsspec", "lm_eval", "gguf"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -30,11 +30,16 @@ def command(
     model = o.at_revision(model, revision)
     from .. import pipeline
     from ..checkpoint.source import open_model
+    from ..stopwatch import timed_run
 
     source = open_model(model, dtype=dtype, device=device, part=part)
-    store = pipeline.calibrate(source, text.load(source), output)
+    tokens = text.load(source)
+    with timed_run() as stopwatch:
+        store = pipeline.calibrate(source, tokens, output)
+    parts = stopwatch.seconds()
+    total = parts.pop("total")
     c.emit(
-        {"output": str(output), **store.identity},
+        {"output": str(output), "seconds": total, "seconds_by_part": parts, **store.identity},
         json,
-        lambda out: out.print(f"{output}: moments of {len(source)} blocks"),
+        lambda out: out.print(f"{output}: moments of {len(source)} blocks", c.where_time_went(total, parts), sep="\n"),
     )

@@ -47,18 +47,27 @@ def gone(counts: dict) -> str:
 
 def result_of(record: dict) -> dict:
     """What a run record says in a few numbers."""
-    return {**record["counts"], "seconds": record["run"]["seconds"]["total"], "held_out": record["held_out"]}
+    seconds = dict(record["run"]["seconds"])
+    total = seconds.pop("total")
+    return {**record["counts"], "seconds": total, "seconds_by_part": seconds, "held_out": record["held_out"]}
 
 
 def show_result(what: str, result: dict, out: Console) -> None:
     """Lines on what was compressed."""
     out.print(
-        f"{what}: {result['sparsity']:.2%} of the counted weights {gone(result)}, {result['parameters']:,} parameters, "
-        f"{result['seconds']:.0f} s",
+        f"{what}: {result['sparsity']:.2%} of the counted weights {gone(result)}, {result['parameters']:,} parameters",
         soft_wrap=True,
     )
     if result["held_out"]:
         out.print(outcome(result["held_out"]), soft_wrap=True)
+    out.print(where_time_went(result["seconds"], result["seconds_by_part"]), soft_wrap=True)
+
+
+def where_time_went(total: float, parts: dict[str, float]) -> str:
+    """One line on the seconds of a run."""
+    digits = 1 if total < 100 else 0
+    spent = ", ".join(f"{name} {seconds:.{digits}f}" for name, seconds in parts.items())
+    return f"{total:.{digits}f} s: {spent}" if parts else f"{total:.{digits}f} s"
 
 
 def outcome(held_out: dict) -> str:

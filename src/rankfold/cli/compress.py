@@ -51,8 +51,8 @@ def command(
     from .. import pipeline
     from ..calibration.store import MomentStore
     from ..checkpoint.source import open_model
+    from ..duration import timed
     from ..files import check_output
-    from ..planning import timed
     from ..proving import proved
     from ..report.record import read_record
 
@@ -94,8 +94,8 @@ def command(
 
 def _both(model, methods, text, output: Path | None, mode: str, dtype: str, device: str, json: bool) -> None:
     """Each part with its own sparsity; without an output, the plans."""
+    from ..duration import timed
     from ..parts import compress_parts
-    from ..planning import timed
 
     if output is None:
         return plan_parts(opened_parts(model, methods, text, dtype, device), None, json, mode)

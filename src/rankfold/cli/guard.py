@@ -62,8 +62,8 @@ class Command(TyperCommand):
         return rest
 
     def invoke(self, ctx):
-        quiet_libraries()
-        return super().invoke(ctx)
+        with quiet_libraries():
+            return super().invoke(ctx)
 
 
 def _label(parameter) -> str:

@@ -42,7 +42,7 @@ def command(
     from .. import pipeline
     from ..calibration.store import MomentStore
     from ..checkpoint.source import open_model
-    from ..planning import timed
+    from ..duration import timed
 
     source, tokens = open_model(model, dtype=dtype, device=device, part=part), None
     store = MomentStore.open(moments) if moments else None
@@ -66,7 +66,7 @@ def predicted(source, method, tokens):
 def plan_parts(opened: list[tuple], output: Path | None, as_json: bool, mode: str) -> None:
     """Show what would be done to each part; what writes is measured beside the dense tower, which it will not be."""
     from .. import pipeline
-    from ..planning import timed
+    from ..duration import timed
 
     plans = []
     for source, method, tokens in opened:

@@ -1,18 +1,20 @@
 """Keep the messages and progress bars of other libraries out of a command's output."""
 
-import functools
+import contextlib
 import sys
+from collections.abc import Iterator
 
 __all__ = ["quiet_libraries"]
 
 
-def quiet_libraries() -> None:
+@contextlib.contextmanager
+def quiet_libraries() -> Iterator[None]:
     """Show errors of transformers only, and no progress bars of loaders where stderr is a file."""
     import transformers
-    from tqdm import tqdm
+
+    from ..progress import without_bars
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    if not sys.stderr.isatty():
-        # tqdm has read TQDM_DISABLE when it was imported.
-        tqdm.__init__ = functools.partialmethod(tqdm.__init__, disable=True)
+    with contextlib.nullcontext() if sys.stderr.isatty() else without_bars():
+        yield

@@ -16,12 +16,12 @@ from ..calibration.store import MomentStore
 from ..calibration.tokens import Tokens
 from ..checkpoint.load import load_model
 from ..checkpoint.source import Source
-from ..errors import RankfoldError
+from ..errors import RankfoldError, option
 from ..evaluation.complexity import cache_bytes
 from ..files import writing
 from ..memory import release_memory
 from ..planning import check
-from ..progress import track
+from ..progress import one_run, track
 from ..report.identity import comparison_identity, dtype_name
 from ..report.page import write_report, write_rows
 from ..report.record import environment, read_record, versions
@@ -35,6 +35,7 @@ __all__ = ["compare"]
 log = logging.getLogger(__name__)
 
 
+@one_run()
 def compare(
     source: Source,
     cells: Sequence[Cell],
@@ -76,7 +77,10 @@ def compare(
         kept = folder.kept()
         lost = {cell.key for cell in cells if folder.done(cell.key)} - kept
         if keep and lost:
-            log.warning("%d rows are done, and their models were not kept: give --keep with another folder", len(lost))
+            log.warning(
+                "%d rows are done, and their models were not kept: give %s with another folder",
+                *(len(lost), option("keep", True)),
+            )
         work = _Work(source, tokens, measures, folder, [cell for cell in cells if cell.key not in impossible])
         if not folder.done(DENSE):
             folder.keep(DENSE, work.dense_row())

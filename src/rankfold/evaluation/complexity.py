@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
 from ..architectures import BlockView, architecture_of
+from ..budgets import attended_macs
 from ..checkpoint.source import Source
 from ..errors import OptionError, UnsupportedModelError
-from ..methods import BLOCK
 from ..modules import CompressedAttention, LatentLinear, SparseLinear, SplitHeadLinear
 from ..modules.factors import triangle_macs
 from ..report.plan import Plan
@@ -116,13 +116,12 @@ def planned_macs(source: Source, plan: Plan, tokens: int) -> dict[str, int]:
             "MACs of junction=lu and head_junction=true do not follow from the weights stored; count the compressed model"
         )
     parts = formula_macs(source.model, tokens)
-    attention = 0
-    for index in range(len(source)):
-        view, ranks = source.meta_block(index).attention, plan.ranks(index)
-        heads = view.heads // view.kv_heads * ranks.get("heads", view.kv_heads) * ranks.get(BLOCK, 1)
-        attention += heads * (ranks.get("qk", view.head_dim) + ranks.get("vo", view.head_dim))
-    parts |= {"linear": parts["linear"] - tokens * plan.removed_weights, "attention": tokens * tokens * attention}
-    return parts | {"total": parts["linear"] + parts["attention"]}
+    views, saved = [source.meta_block(index) for index in range(len(source))], 0
+    for m in plan.modules:
+        full, left = (attended_macs(views[m.block], m.module, rank) for rank in (m.of, m.rank))
+        saved += full - left
+    linear, attention = parts["linear"] - tokens * plan.removed_weights, parts["attention"] - tokens * tokens * saved
+    return {"linear": linear, "attention": attention, "total": linear + attention}
 
 
 @torch.no_grad()

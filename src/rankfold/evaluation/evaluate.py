@@ -6,6 +6,7 @@ from pathlib import Path
 from ..checkpoint.classes import check_writes
 from ..checkpoint.load import load_model, load_tokenizer
 from ..errors import OptionError
+from ..progress import one_run
 from ..report.record import versions
 from .cost import Cost
 from .tasks import Questions
@@ -14,6 +15,7 @@ from .text import Texts
 __all__ = ["evaluate"]
 
 
+@one_run()
 def evaluate(
     model: str | Path,
     *,

@@ -56,9 +56,13 @@ def perplexity(model: nn.Module, windows: Tensor, *, autocast: torch.dtype | Non
     check_ids("windows", windows)
     device, length = model.device, windows.shape[1]
     context = torch.autocast(device.type, autocast) if autocast else contextlib.nullcontext()
-    total = 0.0
+    total, predicted = 0.0, 0
+
+    def so_far() -> str:
+        return f"perplexity {math.exp(min(total / predicted, 700)):.2f}"
+
     batches = windows.split(max(1, BATCH_TOKENS // length))
-    for batch in track(batches, "evaluating"):
+    for batch in track(batches, "evaluating", note=so_far):
         batch = batch.to(device)
         with context:
             logits = model(batch, use_cache=False).logits[:, :-1]
@@ -67,7 +71,7 @@ def perplexity(model: nn.Module, windows: Tensor, *, autocast: torch.dtype | Non
             raise NumericsError(
                 "the model's loss is NaN or infinite on the evaluation text; check the checkpoint or dtype"
             )
-        total += wide(losses).sum().item()
+        total, predicted = total + wide(losses).sum().item(), predicted + losses.numel()
     nll = total / (len(windows) * (length - 1))
     if nll > math.log(sys.float_info.max):
         raise NumericsError(

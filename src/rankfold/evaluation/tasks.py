@@ -4,16 +4,19 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
+import io
+import logging
 import math
-import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
 from ..errors import CheckpointError, NumericsError, OptionError, first_line, suggestion
+from ..progress import count_steps, without_bars
 from .local_tasks import LOCAL, local_definition, local_rows
 from .science_qa import SCIENCE_QA, by_column
 
@@ -108,11 +111,11 @@ def evaluate_tasks(
     Questions(tasks, folder, limit, batch_size, num_fewshot).check()
     import lm_eval
 
-    with tempfile.TemporaryDirectory(prefix="rankfold-") as scratch, contextlib.redirect_stdout(sys.stderr):
+    with tempfile.TemporaryDirectory(prefix="rankfold-") as scratch, _silenced():
         loaded = _load(tasks, None if folder is None else Path(folder).expanduser(), num_fewshot, Path(scratch))
         for task in loaded["tasks"].values():
             _set_examples(task, num_fewshot)
-        scorer = _scorer(network, tokenizer, batch_size, autocast)
+        scorer = _scorer(network, tokenizer, batch_size, autocast, ", ".join(tasks))
         result = lm_eval.evaluate(
             scorer, loaded, limit=limit, bootstrap_iters=BOOTSTRAP, log_samples="scienceqa" in loaded["tasks"]
         )
@@ -159,17 +162,47 @@ def _set_examples(task, num_fewshot: int | None) -> None:
     task.set_fewshot_seed(seed=SEED)
 
 
-def _scorer(network, tokenizer, batch_size: int, autocast: torch.dtype | None):
+@contextlib.contextmanager
+def _silenced() -> Iterator[None]:
+    """Keep lm-eval's lines and bars away; what stops it is raised."""
+    log = logging.getLogger("lm_eval")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), without_bars():
+            yield
+    finally:
+        log.setLevel(before)
+
+
+def _scorer(network, tokenizer, batch_size: int, autocast: torch.dtype | None, tasks: str):
     from lm_eval.models.huggingface import HFLM
 
     class Scorer(HFLM):
-        """lm-eval's own, but a score that is no number stops it: it would count as a wrong answer, or as a right one."""
+        """lm-eval's own, but it shows how far it is, and a score that is no number stops it: it would count as a wrong
+        answer, or as a right one."""
 
         def loglikelihood(self, requests, *args, **options):
-            scores = super().loglikelihood(requests, *args, **options)
+            with self._counted(requests):
+                scores = super().loglikelihood(requests, *args, **options)
             if not all(math.isfinite(score) for score, _ in scores):
                 raise NumericsError("the model's score of an answer is NaN or infinite; check the checkpoint or dtype")
             return scores
+
+        def loglikelihood_rolling(self, requests, *args, **options):
+            with self._counted(requests):
+                return super().loglikelihood_rolling(requests, *args, **options)
+
+        def generate_until(self, requests, *args, **options):
+            with self._counted(requests):
+                return super().generate_until(requests, *args, **options)
+
+        @contextlib.contextmanager
+        def _counted(self, requests):
+            """lm-eval tells a cache of every answer; ours counts them."""
+            with count_steps(f"answering {tasks}", len(requests)) as advance:
+                self.set_cache_hook(SimpleNamespace(add_partial=lambda *_: advance()))
+                yield
 
     return Scorer(
         pretrained=network,

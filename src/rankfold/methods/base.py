@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ..architectures import Architecture, BlockView
 from ..calibration.moments import BlockMoments
-from ..errors import OptionError, check_choice
+from ..errors import OptionError, check_choice, method_option
 from .registry import method_class
 from .targets import TARGETS
+from .work import Work
 
 __all__ = [
     "BlockResult",
@@ -119,8 +120,6 @@ class Method:
     protects: ClassVar[bool] = True  # whether single blocks can be left dense
     leaves_zeros: ClassVar[bool] = False  # what is removed stays in the tensors, as zeros: nothing gets smaller
     narrows: ClassVar[bool] = True  # layers get ranks, in steps of `multiple`; otherwise blocks or single weights go
-    # Mode -> forwards of all blocks over the calibration tokens that a compression takes (docs/results/compression_cost.md).
-    forwards: ClassVar[Mapping[str, float]] = MappingProxyType({"sequential": 3.4, "one-pass": 2.6})
 
     sparsity: float = 0.3
     of: Literal["blocks", "model"] = "blocks"
@@ -173,17 +172,20 @@ class Method:
         check_choice("target", self.target, TARGETS)
         if self.target not in self.targets:
             raise OptionError(
-                f"method {self.name} writes for {', '.join(self.targets)}, got --for {self.target}; leave it out, or take "
-                "--method rankfold"
+                f"method {self.name} writes for {', '.join(self.targets)}, got {method_option('target', self.target)}; leave "
+                "it out, or take --method rankfold"
             )
         if not TARGETS[self.target].common:
             return
         if self.allocation != "uniform":
             raise OptionError(
-                f"--for {self.target} gives all MLPs one width, got allocation {self.allocation}; take allocation uniform"
+                f"{method_option('target', self.target)} gives all MLPs one width, got allocation {self.allocation}; take "
+                "allocation uniform"
             )
         if self.protect:
-            raise OptionError(f"--for {self.target} gives all MLPs one width, got protect {self.protect}; leave it out")
+            raise OptionError(
+                f"{method_option('target', self.target)} gives all MLPs one width, got protect {self.protect}; leave it out"
+            )
 
     @property
     def one_rank(self) -> bool:
@@ -287,9 +289,17 @@ class Method:
         """
         raise NotImplementedError
 
+    def work(self, view: BlockView, ranks: dict[str, int]) -> Work:
+        """Count the linear algebra of compressing a block to these ranks (:mod:`.work`); weights may be on the meta device."""
+        return Work()
+
+    def work_of_curve(self, view: BlockView, unit: Unit, least: int) -> Work:
+        """Count that of :meth:`curve`."""
+        return Work()
+
     @classmethod
     def search(cls, blocks: int, removed: int) -> float:
-        """Block forwards over the calibration tokens that finding the blocks to remove takes, beside :attr:`forwards`."""
+        """Block forwards over the calibration tokens that finding the blocks to remove takes, beside those that measure."""
         return 0.0
 
     def decompose(self, view: BlockView, moments, ranks: dict[str, int]) -> BlockResult:

@@ -1,8 +1,6 @@
 """Whole blocks that go: what is left is a stock model with fewer blocks."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import ClassVar, Literal
 
 from ..allocation import block_weights
@@ -64,7 +62,6 @@ class ShortGPT(BlockRemoval):
 
     name: ClassVar[str] = "shortgpt"
     allocations: ClassVar[tuple[str, ...]] = ("least-influence",)
-    forwards: ClassVar[Mapping[str, float]] = MappingProxyType({"sequential": 3.0, "one-pass": 1.0})
 
     allocation: Literal["least-influence"] = "least-influence"
 
@@ -79,7 +76,6 @@ class SLEB(BlockRemoval):
 
     name: ClassVar[str] = "sleb"
     allocations: ClassVar[tuple[str, ...]] = ("greedy",)
-    forwards: ClassVar[Mapping[str, float]] = MappingProxyType({"sequential": 2.0, "one-pass": 1.0})
 
     allocation: Literal["greedy"] = "greedy"
 

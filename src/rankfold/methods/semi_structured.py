@@ -15,6 +15,7 @@ from ..errors import OptionError, UnsupportedModelError
 from ..linalg.lowrank import metric_error
 from ..linalg.semi_structured import GROUP, KEPT, activation_scores, gradient_scores, largest_of_four, surgeon
 from .base import BlockResult, Method, Unit
+from .work import Work, calling, multiplying, passing, times
 
 __all__ = ["PrunerZero", "SparseGPT", "TwoOfFour", "Wanda"]
 
@@ -102,6 +103,17 @@ class TwoOfFour(Method):
     def cached_numbers(self, view: BlockView, ranks: dict[str, int]) -> int:
         return view.attention.cached
 
+    def work(self, view: BlockView, ranks: dict[str, int]) -> Work:
+        found = Work()
+        for module in (module for module, rank in ranks.items() if rank < GROUP):
+            weights = _weights(view, module)
+            found += self.work_of(sum(len(weight) for weight in weights), weights[0].shape[1])
+        return found
+
+    def work_of(self, out: int, wide: int) -> Work:
+        """Count what is done to an ``(out, wide)`` weight: the choice among each four, and its errors."""
+        return times(multiplying(out, wide, wide), 2) + passing(out * wide, 60) + passing(wide * wide, 10)
+
     def decompose(self, view: BlockView, moments: BlockMoments, ranks: dict[str, int]) -> BlockResult:
         result = BlockResult({}, {}, {}, {})
         for module, rank in ranks.items():
@@ -163,6 +175,10 @@ class SparseGPT(TwoOfFour):
         super().__post_init__()
         if not self.ridge > 0:
             raise OptionError(f"ridge must be > 0, got {self.ridge}; the default is 0.01")
+
+    def work_of(self, out: int, wide: int) -> Work:
+        surgery = Work({("inverse", wide): 1.0, ("cholesky", wide): 1.0}) + multiplying(out, wide, wide)
+        return super().work_of(out, wide) + surgery + calling(12 * wide)
 
     def kept(self, W: Tensor, C: Tensor, gradients: list[Tensor]) -> Tensor:
         return surgeon(W, C, ridge=self.ridge)

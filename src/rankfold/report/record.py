@@ -113,8 +113,9 @@ def _cpu_name() -> str:
     return cpu_facts().get("model name") or platform.processor() or platform.machine()
 
 
-def run_record(source, description: dict, folder: str, plan, reports: dict, seconds: dict) -> dict:
-    """``rankfold.json``: everything but ``run`` is equal between two runs of the same configuration.
+def run_record(source, description: dict, folder: str, plan, reports: dict) -> dict:
+    """``rankfold.json``: everything but ``run`` is equal between two runs of the same configuration. Seconds are added when the
+    file is written.
 
     Args:
         description: what was done, counts and what was found on held-out windows; ``before``, the record of the part that was
@@ -122,7 +123,7 @@ def run_record(source, description: dict, folder: str, plan, reports: dict, seco
         folder: that it lies in.
     """
     estimates = {"seconds": plan.seconds, "peak_memory_bytes": plan.peak_memory_bytes}
-    measurements = {"seconds": seconds, "peak_memory_bytes": peak_memory_bytes(), "estimated": estimates}
+    measurements = {"peak_memory_bytes": peak_memory_bytes(), "estimated": estimates}
     planned = {key: value for key, value in plan.to_dict().items() if key not in {*estimates, "calibration"}}
     return {
         **description,

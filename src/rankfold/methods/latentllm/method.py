@@ -5,9 +5,11 @@ from typing import ClassVar
 
 from ...architectures import BlockView, Dense
 from ...calibration.experts import STATISTICS
+from ...calibration.statistics import SAMPLE_ROWS
 from ...errors import UnsupportedModelError
 from ...memory import release_memory
 from ..base import BlockResult, Method, Unit
+from ..work import Work, multiplying, passing, times
 from .attention import ATTENTION, decompose_attention
 from .experts import decompose_experts
 from .layout import EXPERTS, FISHER, QKV, fishers, slots
@@ -216,6 +218,30 @@ class LatentLLM(Method):
             cached = cached.replace("k", "")  # the latent of the keys may become as wide as their heads
         return sum(ranks[m] if m in cached else width for m in "kv")
 
+    def work(self, view: BlockView, ranks: dict[str, int]) -> Work:
+        """Of every input a root, of every layer the vectors of one side; joint pairs once more in every alternation."""
+        found, joint = Work(), self.joint_forms(view)
+        lower = [slot for slot, _ in self._lower(view, ranks)]
+        for wide in {slot.wide for slot in lower if slot.copies == 1}:
+            found += _root_work(self.precondition, wide)
+        for slot in lower:
+            side = min(slot.out, slot.wide)
+            one = Work({("eigh", side): 1.0})
+            one += times(multiplying(slot.out, slot.wide, slot.wide), 4)  # into the metric, the factors, the errors
+            one += multiplying(side, side, max(slot.out, slot.wide)) + passing(slot.wide**2, 10)
+            one = one if slot.copies == 1 else one + _root_work(self.precondition, slot.wide)
+            found += times(one, slot.copies)
+        width = view.attention.output.weight.shape[0]
+        for pair, modules in (("qk", {"q", "k"}), ("vo", {"v", "o"})):
+            if pair in joint and modules <= {slot.name for slot in lower}:
+                rows = min(width, view.attention.heads * view.attention.head_dim)
+                alternation = Work({("eigh", rows): 2.0}) + times(multiplying(rows, rows, width), 4)
+                found += times(alternation, self.alternations)
+        if "ud" in joint and {"up", "down"} <= {slot.name for slot in lower}:
+            F = view.mlp.hidden
+            found += times(times(multiplying(F, width, SAMPLE_ROWS * F), 4), self.rounds)
+        return found
+
     def decompose(self, view: BlockView, moments, ranks: dict[str, int]) -> BlockResult:
         there = slots(self, view)
         lower = {m: r for m, r in ranks.items() if r < there[m].full}
@@ -232,3 +258,9 @@ class LatentLLM(Method):
                     getattr(result, kind).update(getattr(part, kind))
                 release_memory()
         return result
+
+
+def _root_work(kind: str, wide: int) -> Work:
+    """Count the pre-conditioner of one input."""
+    routine = {"rootcov": "cholesky", "covariance": "eigh", "hessian": "eigh"}.get(kind)
+    return Work({(routine, wide): 1.0}) if routine else Work()

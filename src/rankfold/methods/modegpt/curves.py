@@ -29,7 +29,8 @@ def squared_errors(method, view: BlockView, moments, unit: Unit, least: int, vo=
         C = moment.covariance() if method.bias_refit and down.bias is not None else moment.second_moment()
         W = weighted(output_root(moments, MLP), down.weight.to(C))
         curve = error_curve(W, C, least=ranks[0], ridge=relative_ridge(method, C, moment.count))
-        found = {} if curve.removed is None else {ORDER: UnitOrder(curve.removed)}
+        known = curve.removed is not None and method.select == "elimination"
+        found = {ORDER: UnitOrder(curve.removed)} if known else {}
         return Curve({rank: curve.errors[full - rank].item() for rank in ranks}, found)
     attention = view.attention
     q, k, v = attention.qkv()

@@ -15,6 +15,7 @@ from ...errors import OptionError, UnsupportedModelError, check_choice
 from ...linalg.column_row import relative_cost
 from ..base import BlockResult, Curve, Method, Unit
 from ..targets import TARGETS
+from ..work import Work, eliminating, inverting, multiplying, refitting, times
 from .attention import GRADIENT as ATTENTION_GRADIENT
 from .attention import OF_MODEL, compress_attention, is_free, values_move
 from .curves import squared_errors
@@ -229,6 +230,33 @@ class MoDeGPT(Method):
 
     def curve(self, view: BlockView, moments, unit: Unit, least: int) -> Curve:
         return squared_errors(self, view, moments, unit, least)
+
+    def work(self, view: BlockView, ranks: dict[str, int]) -> Work:
+        found, width = Work(), view.attention.output.weight.shape[0]
+        if 0 < ranks.get("mlp", 0) < (full := view.mlp.hidden if view.mlp else 0):
+            found += self._work_of_units(full, width, ranks["mlp"])
+        if 0 < ranks.get("experts", 0) < (full := view.experts.hidden if view.experts else 0):
+            found += times(self._work_of_units(full, width, ranks["experts"]), view.experts.count)
+        if 0 < ranks.get("vo", 0) < view.attention.head_dim:
+            found += self._work_of_values(view)
+        return found
+
+    def _work_of_units(self, full: int, width: int, rank: int) -> Work:
+        chosen = eliminating(full, width, rank) if self.select == "elimination" else Work()
+        return inverting(full) + chosen + refitting(full, width, rank)
+
+    def _work_of_values(self, view: BlockView) -> Work:
+        """Count one decomposition of the values of all heads."""
+        attention, width = view.attention, view.attention.output.weight.shape[0]
+        N, K = attention.head_dim, attention.kv_heads
+        return Work({("eigh", N): 2.0 * K, ("svd", N): float(K)}) + multiplying(4 * attention.heads * N, N, width)
+
+    def work_of_curve(self, view: BlockView, unit: Unit, least: int) -> Work:
+        width, full = view.attention.output.weight.shape[0], unit.ranks[-1]
+        if unit.module in ("mlp", "experts"):
+            one = inverting(full) + eliminating(full, width, least) + multiplying(width, full, full)
+            return one if unit.module == "mlp" else times(one, view.experts.count)
+        return self._work_of_values(view) if unit.module == "vo" else Work()
 
     def decompose(self, view: BlockView, moments, ranks: dict[str, int]) -> BlockResult:
         result = BlockResult({}, {}, {}, {})

@@ -14,6 +14,7 @@ from ...calibration.experts import STATISTICS as EXPERT_STATISTICS
 from ..base import BlockResult, Curve, Stage, Unit
 from ..modegpt import MoDeGPT
 from ..modegpt.curves import squared_errors
+from ..work import Work, correcting, multiplying
 from .attention import decompose_attention, refit_output, values_of
 from .mlp import decompose_mlp
 
@@ -40,8 +41,6 @@ class Rankfold(MoDeGPT):
 
     name: ClassVar[str] = "rankfold"
     modes: ClassVar[tuple[str, ...]] = ("sequential",)
-    # Over the default calibration text; a measured allocation takes as long over little text as over much.
-    forwards: ClassVar[Mapping[str, float]] = MappingProxyType({"sequential": 9.7})
 
     together: ClassVar[Mapping[str, str]] = MappingProxyType({"qk": "vo"})
 
@@ -87,6 +86,24 @@ class Rankfold(MoDeGPT):
         if needed:
             found.append(Stage(needed, lambda *args: decompose_mlp(self, *args, ranks)))
         return found
+
+    def work(self, view: BlockView, ranks: dict[str, int]) -> Work:
+        found, attention = super().work(view, ranks), view.attention
+        width, sent, full = attention.output.weight.shape[0], attention.heads * attention.head_dim, attention.head_dim
+        if self.follows(view):
+            if "mlp" in ranks and view.experts is None and 0 < ranks["mlp"] < view.mlp.hidden:
+                found += correcting(view.mlp.hidden, width)
+            if 0 < min(ranks.get("qk", full), ranks.get("vo", full)) < full:
+                found += correcting(sent, width)
+        return found
+
+    def _work_of_values(self, view: BlockView) -> Work:
+        found, attention = super()._work_of_values(view), view.attention
+        if not self.attends(view):
+            return found
+        width, sent = attention.output.weight.shape[0], attention.heads * attention.head_dim
+        refit = Work({("cholesky", sent): 1.0, ("solve", sent): width / sent})
+        return found + refit + multiplying(2 * width, sent, sent)
 
     def _statistics_of_modules(self, view: BlockView) -> dict[str, set[str]]:
         needed, sent = super()._statistics_of_modules(view), {"attention_output"}

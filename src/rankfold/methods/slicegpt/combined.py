@@ -3,9 +3,7 @@
 Shape legend: D width of the dense stream, r of the sliced one.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import ClassVar, Literal
 
 from ...allocation import block_weights
@@ -13,8 +11,9 @@ from ...architectures import BlockView
 from ...errors import OptionError
 from ..base import Stage, Unit
 from ..modegpt import MoDeGPT
+from ..work import Work
 from .shapes import Shapes, width_of
-from .slicing import STREAM, check_architecture, slicing_stages, stream_statistics
+from .slicing import STREAM, check_architecture, slicing_stages, slicing_work, stream_statistics
 
 __all__ = ["SliceGPTMoDeGPT"]
 
@@ -36,7 +35,6 @@ class SliceGPTMoDeGPT(MoDeGPT):
     allocations: ClassVar[tuple[str, ...]] = ("uniform", "influence", "influence-modules")
     budgets: ClassVar[tuple[str, ...]] = ("parameters",)
     protects: ClassVar[bool] = False
-    forwards: ClassVar[Mapping[str, float]] = MappingProxyType({"sequential": 5.0})
 
     allocation: Literal["uniform", "influence", "influence-modules"] = "uniform"
     slicing: float = 0.1
@@ -76,6 +74,10 @@ class SliceGPTMoDeGPT(MoDeGPT):
             return plain, indices
         shapes = Shapes.of(view, inner, moves_bias=self.bias_refit)
         return shapes.parameters(ranks[STREAM]) - sum(p.numel() for p in view.module.parameters()), indices
+
+    def work(self, view: BlockView, ranks: dict[str, int]) -> Work:
+        inner = {module: rank for module, rank in ranks.items() if module != STREAM}
+        return super().work(view, inner) + slicing_work(view, ranks[STREAM])
 
     def stages(self, view: BlockView, ranks: dict[str, int]) -> list[Stage]:
         inner = {module: rank for module, rank in ranks.items() if module != STREAM}

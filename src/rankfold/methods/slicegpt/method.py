@@ -9,16 +9,15 @@ takes it back, which is the function that the paper computes by multiplying both
 heads stay tied, and pictures and positions may enter the stream as they do. What this costs is counted.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import ClassVar, Literal
 
 from ...allocation import block_weights
 from ...architectures import BlockView
 from ..base import Method, Stage, Unit
+from ..work import Work
 from .shapes import Shapes, width_of
-from .slicing import STREAM, check_architecture, slicing_stages, stream_statistics
+from .slicing import STREAM, check_architecture, slicing_stages, slicing_work, stream_statistics
 
 __all__ = ["SliceGPT"]
 
@@ -37,7 +36,6 @@ class SliceGPT(Method):
     allocations: ClassVar[tuple[str, ...]] = ("uniform",)
     one_rank: ClassVar[bool] = True
     protects: ClassVar[bool] = False
-    forwards: ClassVar[Mapping[str, float]] = MappingProxyType({"sequential": 4.0})
 
     allocation: Literal["uniform"] = "uniform"
 
@@ -63,6 +61,9 @@ class SliceGPT(Method):
 
     def cached_numbers(self, view: BlockView, ranks: dict[str, int]) -> int:
         return 2 * view.attention.kv_heads * view.attention.head_dim
+
+    def work(self, view: BlockView, ranks: dict[str, int]) -> Work:
+        return slicing_work(view, ranks[STREAM])
 
     def stages(self, view: BlockView, ranks: dict[str, int]) -> list[Stage]:
         return slicing_stages(view, ranks[STREAM])

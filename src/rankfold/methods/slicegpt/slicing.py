@@ -7,11 +7,12 @@ from ...architectures import Architecture, BlockView
 from ...errors import UnsupportedModelError
 from ...linalg.principal import principal_directions, projection_error
 from ..base import BlockResult, Method, Stage
+from ..work import Work, multiplying
 from .block import Bases, put_block
 from .converted import Converted
 from .shapes import width_of
 
-__all__ = ["STREAM", "check_architecture", "slicing_stages", "stream_statistics"]
+__all__ = ["STREAM", "check_architecture", "slicing_stages", "slicing_work", "stream_statistics"]
 
 STREAM = "stream"  # the module whose rank is the width of the residual stream
 
@@ -53,6 +54,18 @@ def slicing_stages(view: BlockView, rank: int) -> list[Stage]:
     if view.middle is not None:
         found.append(Stage({"stream_middle"}, slicing.turn))
     return [*found, Stage({"stream_output"}, slicing.finish)]
+
+
+def slicing_work(view: BlockView, rank: int) -> Work:
+    """Count the directions of every cut, and the weights of the block turned into them."""
+    width = width_of(view)
+    if rank == width:
+        return Work()
+    cuts = 1 + (view.middle is not None)
+    found = Work({("eigh", width): float(cuts)})
+    for _ in range(2 * cuts):
+        found += multiplying(width, width, rank)
+    return found + multiplying(sum(p.numel() for p in view.module.parameters()) // width, width, rank)
 
 
 class Slicing:

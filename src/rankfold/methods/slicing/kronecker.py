@@ -12,6 +12,7 @@ from ...architectures import BlockView, Dense
 from ...calibration.moments import BlockMoments, Moment
 from ...linalg.kronecker import compensated, damped, diagonal_blocks, row_costs, schur_blocks, with_bias, with_one
 from ...linalg.slicing import channels_of, largest
+from ..work import Work
 from .gradients import GradientSlicing
 from .units import Sliceable, complement, sliceable
 
@@ -90,6 +91,17 @@ class LLMSurgeon(KroneckerSlicing):
 
     def blocks(self, factor: Tensor, index: Tensor) -> Tensor:
         return schur_blocks(damped(factor, DAMPING), index)
+
+    def work(self, view: BlockView, ranks: dict[str, int]) -> Work:
+        there, found = sliceable(view), super().work(view, ranks)
+        for module, rank in ranks.items():
+            units = there[module]
+            out, wide = units.output.weight.shape
+            if rank < units.count:
+                dropped = wide - rank * units.channels
+                found += Work({("cholesky", dropped): 1.0, ("solve", dropped): out / dropped, ("inverse", wide): 1.0})
+                found += Work({("inverse", len(units.layers[layer].weight)): 1.0 for layer, _ in units.rows})
+        return found
 
     def takes_mean(self, output: Dense) -> bool:
         return output.bias is not None

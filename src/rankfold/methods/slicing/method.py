@@ -14,6 +14,7 @@ from ...calibration.moments import BlockMoments, Moment
 from ...errors import UnsupportedModelError
 from ...linalg.slicing import channels_of, lost_energy
 from ..base import BlockResult, Method, Unit
+from ..work import Work, multiplying, passing, times
 from .units import Sliceable, sliceable
 
 __all__ = ["Slicing"]
@@ -91,6 +92,13 @@ class Slicing(Method):
 
     def cached_numbers(self, view: BlockView, ranks: dict[str, int]) -> int:
         return 2 * view.attention.head_dim * ranks.get("heads", view.attention.kv_heads)
+
+    def work(self, view: BlockView, ranks: dict[str, int]) -> Work:
+        there, found = sliceable(view), Work()
+        for module in (module for module, rank in ranks.items() if rank < there[module].count):
+            out, wide = there[module].output.weight.shape
+            found += times(multiplying(out, wide, wide), 2) + passing(wide * wide, 10)
+        return found
 
     def decompose(self, view: BlockView, moments, ranks: dict[str, int]) -> BlockResult:
         there, result = sliceable(view), BlockResult({}, {}, {}, {})

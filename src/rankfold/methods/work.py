@@ -1,0 +1,86 @@
+"""Count the linear algebra of a compression, so that its time can be told before it is done.
+
+Work maps a routine and the size of its matrices to how often it runs: ``{("eigh", 1024): 2.0}``. Each method declares its own
+in ``work`` and ``work_of_curve``; leading terms are enough. The rates are measured (:mod:`rankfold.rates`).
+
+Shape legend: D output width, F hidden width, R kept width.
+"""
+
+from collections import Counter
+
+__all__ = [
+    "CORRECTION_RIDGES",
+    "ROUTINES",
+    "Work",
+    "calling",
+    "correcting",
+    "eliminating",
+    "inverting",
+    "multiplying",
+    "of_trial",
+    "passing",
+    "refitting",
+    "times",
+]
+
+ROUTINES = ("product", "cholesky", "inverse", "solve", "eigh", "svd", "elimination", "pass", "calls")
+COUNTED = 1024  # width of the matrices that products and passes are counted in, and how many calls are counted as one
+
+# How often the code does what it could do once. Change these with it.
+CORRECTION_RIDGES = 4  # ridges that `linalg.feedback.correct` tries
+
+Work = Counter  # of (routine, size)
+
+
+def multiplying(*sizes: int) -> Work:
+    """Count one product of an ``(a, b)`` and a ``(b, c)`` matrix in fp64."""
+    a, b, c = sizes
+    return Work({("product", COUNTED): a * b * c / COUNTED**3})
+
+
+def passing(numbers: int, passes: int) -> Work:
+    """Count operations on single numbers: so many passes over so many of them."""
+    return Work({("pass", COUNTED): passes * numbers / COUNTED**2})
+
+
+def calling(calls: int) -> Work:
+    """Count operations on so few numbers that calling them is what takes time."""
+    return Work({("calls", COUNTED): calls / COUNTED})
+
+
+def inverting(F: int) -> Work:
+    """Count one inverse of an ``(F, F)`` moment."""
+    return Work({("inverse", F): 1.0})
+
+
+def eliminating(F: int, D: int, R: int) -> Work:
+    """Count the elimination of units down to ``R``; one of half of them with ``D = F`` counts as 1."""
+    return Work({("elimination", F): (F + D) * (F - R) / F**2})
+
+
+def refitting(F: int, D: int, R: int) -> Work:
+    """Count the refit of a down projection on ``R`` units, its errors and bounds."""
+    found = Work({("cholesky", R): 1.0, ("solve", R): (F - R) / R}) + passing(F * F, 10)
+    for sizes in ((F - R, R, F - R), (D, F - R, F - R), (D, F - R, R), (D, D, F), (D, F, F), (D, F, F)):
+        found += multiplying(*sizes)
+    return found
+
+
+def correcting(F: int, D: int) -> Work:
+    """Count the correction of an ``(D, F)`` projection by what the stream lacks after it."""
+    one = Work({("cholesky", F): 1.0, ("solve", F): D / F}) + multiplying(D, F, F)
+    found = times(one, CORRECTION_RIDGES)
+    found += passing(F * F, 20)
+    for _ in range(5):  # residues and losses
+        found += multiplying(D, F, F)
+    return found
+
+
+def of_trial(work: Work) -> Work:
+    """Return what of some work a trial of the measured allocation does after the curve of the module is known."""
+    return Work({key: value for key, value in work.items() if key[0] not in ("inverse", "elimination")})
+
+
+def times(work: Work, count: float) -> Work:
+    """Return the work done so many times."""
+    return Work({key: count * value for key, value in work.items()})

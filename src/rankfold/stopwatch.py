@@ -1,0 +1,70 @@
+"""Measure where the time of a run goes: seconds by name, which add up to the total."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+__all__ = ["OTHER", "PARTS", "Stopwatch", "seconds_so_far", "time_spent", "timed_run"]
+
+PARTS = ("reading", "forward", "moments", "decomposition", "writing")
+OTHER = "other"  # what none of these names covers
+
+_current: ContextVar["Stopwatch | None"] = ContextVar("stopwatch", default=None)  # threads beside the run have none
+
+
+class Stopwatch:
+    """Count every second of a run to one part: the innermost that runs then.
+
+    Nothing here waits for a device: on an accelerator, work is counted where the run waits for its result.
+    """
+
+    def __init__(self):
+        self._begin = self._since = time.perf_counter()
+        self._parts = dict.fromkeys((*PARTS, OTHER), 0.0)
+        self._running = [OTHER]  # from the outermost to the innermost
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count what runs inside to ``name``, but for the parts inside it."""
+        self._charge()
+        self._running.append(name)
+        try:
+            yield
+        finally:
+            self._charge()
+            self._running.pop()
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds so far: ``total``, and the parts it is made of."""
+        self._charge()
+        return {"total": self._since - self._begin, **self._parts}
+
+    def _charge(self) -> None:
+        now = time.perf_counter()
+        self._parts[self._running[-1]] += now - self._since
+        self._since = now
+
+
+@contextlib.contextmanager
+def timed_run() -> Iterator[Stopwatch]:
+    """Time what runs inside; a context or a decorator."""
+    stopwatch = Stopwatch()
+    token = _current.set(stopwatch)
+    try:
+        yield stopwatch
+    finally:
+        _current.reset(token)
+
+
+def seconds_so_far() -> dict[str, float]:
+    """Return :meth:`Stopwatch.seconds` of the run under way."""
+    return _current.get().seconds()
+
+
+@contextlib.contextmanager
+def time_spent(name: str) -> Iterator[None]:
+    """Count what runs inside to one of :data:`PARTS`, where a run is timed; a context or a decorator."""
+    stopwatch = _current.get()
+    with stopwatch.part(name) if stopwatch else contextlib.nullcontext():
+        yield
