@@ -8,6 +8,7 @@ from rich.table import Table
 
 from ..report.card import measured_on
 from ..report.commands import records_of
+from ..report.outcomes import warnings_of
 from ..report.record import read_record
 from . import common as c
 from . import options as o
@@ -50,8 +51,8 @@ def _print(record: dict, out) -> None:
     )
     if held_out := record.get("held_out"):  # older checkpoints have none
         out.print(c.outcome(held_out), soft_wrap=True)
-        if held_out["warning"]:
-            out.print(held_out["warning"], soft_wrap=True)
+    for line in (*c.kinds_of_text(record.get("probe_texts")), *warnings_of(record)):
+        out.print(line, soft_wrap=True)
 
 
 def _cells(report: dict | None) -> tuple[str, str, str]:
