@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from .allocation import allocate, averages, budgets, check_reachable, tensor_bytes, to_remove, unique_parameters
+from .allocation.one_rank import common_ranks, freed
 from .architectures import BlockView
 from .budgets import Choices
 from .calibration.backward import PASSES, sweep_memory, windows_for
@@ -22,6 +23,8 @@ from .methods import BLOCK, Method, Unit, make_method
 from .report.plan import ModulePlan, Plan
 
 __all__ = ["allocate_ranks", "budget", "build_plan", "check", "kept_blocks", "of_block", "shares", "timed"]
+
+ROUNDING = 0.01  # of what is counted: more than this beyond what was asked for is worth a line
 
 
 class Allocated(NamedTuple):
@@ -39,7 +42,31 @@ def allocate_ranks(choices: Choices, method: Method, scores=None) -> Allocated:
     ranks, facts = allocate(units, method, counted, scores)
     removed = sum(u.dense - u.size(ranks[u.block, u.module]) for u in units)
     amounts = {"counted": counted, "asked": to_remove(units, method, counted), "removed": removed}
+    amounts["excess"] = _excess(units, ranks, method, amounts)
     return Allocated(ranks, facts, choices, {**choices.facts, **amounts})
+
+
+def _excess(units: list[Unit], ranks: dict, method: Method, amounts: dict) -> str | None:
+    """Say why more goes than was asked for, where it is more than the rounding of ranks explains."""
+    counted, asked, removed = (amounts[name] for name in ("counted", "asked", "removed"))
+    if removed - asked <= ROUNDING * counted:
+        return None
+    smaller = [unit for unit in units if ranks[unit.block, unit.module] < unit.ranks[-1]]
+    if any(unit.module == BLOCK for unit in smaller):
+        least = min(unit.dense for unit in smaller if unit.module == BLOCK)
+        reason = f"whole blocks go, and the smallest of these is {least / counted:.1%}"
+    elif method.one_rank:
+        free = [unit for unit in units if not unit.fixed]
+        width = ranks[free[0].block, free[0].module]
+        less = freed(free, min(rank for rank in common_ranks(free) if rank > width))
+        reason = f"all blocks have one width, and the next larger one removes {max(0, less) / counted:.1%}"
+    elif method.allocation == "measured":
+        reason = "what was measured to cost nothing goes too"
+    else:
+        levels = [(unit, unit.ranks.index(ranks[unit.block, unit.module])) for unit in smaller]
+        step = min(unit.sizes[level + 1] - unit.sizes[level] for unit, level in levels)
+        reason = f"the smallest step between two ranks is {step / counted:.1%}"
+    return f"{asked / counted:.1%} was asked for and {removed / counted:.1%} goes: {reason}"
 
 
 def check(choices: Choices, method: Method) -> None:

@@ -7,7 +7,7 @@ import sys
 
 from rich.console import Console
 
-from ..report.outcomes import kinds_in, ratio_text, remark_on
+from ..report.outcomes import excess_of, kinds_in, ratio_text, remark_on
 
 WIDE = 240  # columns of a table that no terminal cuts
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # characters, apart from tabs and line ends
@@ -50,7 +50,7 @@ def gone(counts: dict) -> str:
 def result_of(record: dict) -> dict:
     """What a run record says in a few numbers."""
     found = {key: record.get(key) for key in ("held_out", "probe_texts")}
-    return {**record["counts"], "seconds": record["run"]["seconds"]["total"], **found}
+    return {**record["counts"], "seconds": record["run"]["seconds"]["total"], "excess": excess_of(record), **found}
 
 
 def show_result(what: str, result: dict, out: Console) -> None:
@@ -60,6 +60,8 @@ def show_result(what: str, result: dict, out: Console) -> None:
         f"{result['seconds']:.0f} s",
         soft_wrap=True,
     )
+    if result["excess"]:
+        out.print(result["excess"])
     if result["held_out"]:
         out.print(outcome(result["held_out"]), soft_wrap=True)
     for line in kinds_of_text(result["probe_texts"]):

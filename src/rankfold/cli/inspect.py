@@ -8,7 +8,7 @@ from rich.table import Table
 
 from ..report.card import measured_on
 from ..report.commands import records_of
-from ..report.outcomes import warnings_of
+from ..report.outcomes import excess_of, warnings_of
 from ..report.record import read_record
 from . import common as c
 from . import options as o
@@ -49,6 +49,8 @@ def _print(record: dict, out) -> None:
         f"{counts['sparsity']:.2%} of {counts['counted_weights']:,} counted weights {c.gone(counts)}; {counts['parameters']:,} "
         f"parameters, {counts['bytes'] / 2**20:.1f} MiB, {counts['kv_bytes_per_token']:,} cache bytes per token"
     )
+    if excess := excess_of(record):
+        out.print(excess)
     if held_out := record.get("held_out"):  # older checkpoints have none
         out.print(c.outcome(held_out), soft_wrap=True)
     for line in (*c.kinds_of_text(record.get("probe_texts")), *warnings_of(record)):

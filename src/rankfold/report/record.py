@@ -44,7 +44,7 @@ RECORD = {
         "bytes": int,
         "kv_bytes_per_token": int,
     },
-    "plan": {"part": Maybe(str)},
+    "plan": {"part": Maybe(str), "budget": Maybe({"excess": Maybe(str)})},
     "blocks": Each(Each({"rank": int, "of": int, "relative_error": NUMBER, "held_out_error": Maybe(NUMBER)})),
     "held_out": Maybe(
         {
