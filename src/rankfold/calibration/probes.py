@@ -28,8 +28,9 @@ SEPARATOR = "\n%%\n"  # between the passages of a file
 KINDS = ("prose", "web text", "source code", "dialogue", "arithmetic", "other languages")
 LENGTH = 128  # tokens of a passage; what is longer is cut
 TEMPLATE, PLAIN = "the model's chat template", "plain text"
-# Templates may print the date: it would change what a run measures from one day to the next.
+# Templates may print the date: what a run measures would change from one day to the next.
 DATE = "1 January 2025"
+TODAY = f"{{%- macro strftime_now(form) -%}}{DATE}{{%- endmacro -%}}"  # in place of the function that templates call
 
 
 class Probes(NamedTuple):
@@ -99,6 +100,7 @@ def _dialogues(tokenizer, name: str) -> tuple[list[str], str]:
 def _templated(tokenizer, messages: list[dict], name: str) -> str:
     """A dialogue in the model's own format."""
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, date_string=DATE, strftime_now=lambda form: DATE)
+        template = TODAY + tokenizer.get_chat_template()
+        return tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, date_string=DATE)
     except Exception as error:  # a template is a program: it ends in whatever type it raises
         raise CheckpointError(f"the chat template of {name} cannot be used ({first_line(error)})") from error
