@@ -206,3 +206,15 @@ def test_every_method_reports_held_out_errors(watched):
         for _, result in watched:
             lower = {m for m, r in result.reports.items() if r["rank"] < r["of"]}
             assert lower and all(result.reports[m]["held_out_error"] > 0 for m in lower)
+
+
+@pytest.mark.parametrize("name", ["modegpt", "flap", "latentllm"])
+@pytest.mark.parametrize("family", ["llama-bias", "starcoder2"])
+def test_outputs_that_never_vary_have_no_errors_above_one(family, name, watched):
+    """One token all the time: where a bias takes up the mean, nothing is left but the rounding of sums."""
+    calibration = Tokens(torch.full((8, 32), 7), "one", "one", 0, held_out=torch.full((2, 32), 7))
+    rankfold.compress(opened(family), make_method(name, sparsity=0.3, multiple=2), calibration)
+    for _, result in watched:
+        for module, report in result.reports.items():
+            errors = [report[key] for key in ("relative_error", "held_out_error") if report.get(key) is not None]
+            assert errors and all(0 <= error <= 1 + 1e-6 for error in errors), (module, errors)
