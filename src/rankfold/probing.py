@@ -136,8 +136,16 @@ def _warning(kinds: dict[str, dict], sparsity: float) -> str | None:
         f"{kind} x {facts['ratio']:.1f} (perplexity {facts['perplexity_dense']:.1f} -> {facts['perplexity']:.1f})"
         for kind, facts in ((kind, kinds[kind]) for kind in damaged)
     )
-    advice = f"add some to the calibration text (--calibration TEXT=0.7 --calibration FILE=0.3, FILE with {damaged[0]})"
+    advice = (
+        f"add some to the calibration text (--calibration TEXT=0.7 --calibration FILE=0.3, FILE with {_joined(damaged)}), or "
+        "lower the sparsity"
+    )
     if all(facts["is_damaged"] for facts in kinds.values() if facts["is_known"]):
         advice = "lower the sparsity"
     limit = explained_ratio(sparsity)
     return f"SKILLS ARE LOST: {listed}, more than sparsity {sparsity:.2f} explains (x {limit:.1f}); {advice}"
+
+
+def _joined(names: list[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
