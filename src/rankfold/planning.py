@@ -15,6 +15,7 @@ from .calibration.backward import PASSES, sweep_memory, windows_for
 from .calibration.batches import noise, tokens_in
 from .calibration.experts import INPUT, PER_UNIT, ROUTING
 from .calibration.gradients import numbers, widest
+from .calibration.probes import most_tokens
 from .calibration.runner import advance, batch_tokens, start
 from .calibration.statistics import SAMPLE_ROWS, STATISTICS
 from .checkpoint.source import Source
@@ -215,7 +216,8 @@ def _peak_memory(source: Source, method: Method, calibration: dict | None) -> in
     # Two streams side by side are three: dense behind attention and behind the block, and compressed.
     streams = 3 if any(STATISTICS[name].two_streams for name in statistics) else 1
     streams = len(source) + 1 if method.allocation == "greedy" else streams  # of one round of the search
-    stream = (streams * tokens + 3 * held_out) * width * (2 if source.autocast else item)
+    probed = most_tokens() if source.architecture.decoder and source.has_tokenizer else 0
+    stream = (streams * tokens + 3 * held_out + 2 * probed) * width * (2 if source.autocast else item)
     gradients = method.gradients(view)
     of_gradients = 8 * numbers(view, gradients)
     moments += of_gradients

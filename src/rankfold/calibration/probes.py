@@ -19,7 +19,7 @@ from ..errors import CheckpointError, DataError, first_line
 from .framing import Frame, frame_of
 from .tokens import tokenised
 
-__all__ = ["KINDS", "LENGTH", "Probes", "load_probes", "passages_of"]
+__all__ = ["KINDS", "LENGTH", "Probes", "load_probes", "most_tokens", "passages_of"]
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +49,11 @@ def passages_of(kind: str) -> tuple:
     if kind == "dialogue":
         return tuple(json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8")))
     return tuple((FOLDER / f"{name}.txt").read_text(encoding="utf-8").rstrip("\n").split(SEPARATOR))
+
+
+def most_tokens() -> int:
+    """Return how many tokens the passages have at most, padding included."""
+    return LENGTH * sum(len(passages_of(kind)) for kind in KINDS)
 
 
 def load_probes(source) -> Probes:
