@@ -86,6 +86,16 @@ def test_dialogues_are_in_the_models_own_format_on_every_day(source):
     assert probes._templated(source.tokenizer, short, "m") == f"<user>{probes.DATE}Hi</s>"
 
 
+def test_a_template_that_takes_lists_of_contents_is_given_these(source):
+    source.tokenizer.chat_template = (
+        "{% for m in messages %}{% for c in m.content | selectattr('type', 'equalto', 'text') %}{{ c.text }}{% endfor %}"
+        "{% endfor %}"
+    )
+    assert load_probes(source).dialogue == TEMPLATE
+    source.tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{% endfor %}"
+    assert load_probes(source).dialogue == PLAIN
+
+
 def test_a_chat_template_that_fails_is_named_and_turns_are_plain(source, caplog):
     source.tokenizer.chat_template = "{{ raise_exception('no system message') }}"
     with caplog.at_level(logging.INFO):

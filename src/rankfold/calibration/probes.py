@@ -103,9 +103,17 @@ def _dialogues(tokenizer, name: str) -> tuple[list[str], str]:
 
 
 def _templated(tokenizer, messages: list[dict], name: str) -> str:
-    """A dialogue in the model's own format."""
-    try:
-        template = TODAY + tokenizer.get_chat_template()
-        return tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, date_string=DATE)
-    except Exception as error:  # a template is a program: it ends in whatever type it raises
-        raise CheckpointError(f"the chat template of {name} cannot be used ({first_line(error)})") from error
+    """A dialogue in the model's own format.
+
+    Templates of models for images and text may expect lists of contents and leave out plain strings without an error.
+    """
+    listed = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
+    for turns in (messages, listed):
+        try:
+            template = TODAY + tokenizer.get_chat_template()
+            text = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False, date_string=DATE)
+        except Exception as error:  # a template is a program: it ends in whatever type it raises
+            raise CheckpointError(f"the chat template of {name} cannot be used ({first_line(error)})") from error
+        if all(m["content"] in text for m in messages):
+            return text
+    raise CheckpointError(f"the chat template of {name} leaves out what is said")
