@@ -42,6 +42,12 @@ def test_means_weigh_tokens_and_not_windows():
     assert (found.dense, found.compressed, found.difference, found.tokens) == (0.0, 1.75, 1.75, 40)
 
 
+def test_of_windows_of_one_length_it_is_the_classical_standard_error():
+    gaps = torch.tensor([0.1, 0.7, 0.2, 0.4, 0.5])
+    found = compare_losses([torch.zeros(20)] * 5, [gap.expand(20) for gap in gaps])
+    assert found.standard_error == pytest.approx(gaps.std().item() / math.sqrt(5), rel=1e-6)
+
+
 def test_losses_that_both_models_share_add_no_error():
     hard = [5 * torch.rand(64, generator=torch.Generator().manual_seed(i)) for i in range(6)]
     found = compare_losses(hard, [losses + 0.25 for losses in hard])
