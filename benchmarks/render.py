@@ -20,6 +20,7 @@ import latent_table
 import module_cost
 import module_speed
 import mutants_table
+import probe_texts
 import readme_table
 import samples
 import seeds_table
@@ -290,6 +291,7 @@ PAGES = {
     "zero_shot": ("zero_shot*.json", "Zero-shot accuracy", zero_shot_table.table),
     "domains": ("domains*.json", "Across texts", domains),
     "calibration": ("calibration_*.json", "What the calibration text does across texts", calibration.table),
+    "probe_texts": ("probe_texts_*.json", "Kinds of text that the calibration does not show", probe_texts.table),
     "encoders": ("encoders_*.json", "Encoders", encoders.table),
     "images_and_text": ("images_and_text*.json", "Images and text, by kind of question", images_and_text_table.table),
     "perplexity": ("perplexity_*.json", "Perplexity", perplexity),

@@ -143,6 +143,7 @@ def test_imports_go_one_way(path):
         "replacing",
         "verifying",
         "held_out",
+        "probing",
         "destination",
         "effects",
         "scores",

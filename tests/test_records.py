@@ -33,6 +33,7 @@ def some(kind):
     return {
         str: st.text(max_size=5),
         int: st.integers(),
+        bool: st.booleans(),
         NUMBER: st.integers() | st.floats(allow_nan=False, allow_infinity=False),
     }[kind]
 

@@ -16,27 +16,38 @@ from torch import Tensor, nn
 
 from .architectures import BlockView
 from .calibration.batches import Data, again, length_of
+from .calibration.likelihood import Comparison, compare_losses, perplexity_of, token_losses, warn_of_guessing
 from .calibration.moments import BlockMoments, wide
-from .calibration.runner import IGNORED, Stream, advance, outputs, predictions, start
+from .calibration.runner import Stream, advance, outputs, start
 from .calibration.streams import Streams
 from .calibration.supply import FromDense, FromStreams
 from .checkpoint.source import Source
 from .errors import method_option
 from .stopwatch import time_spent
 
-__all__ = ["HeldOut", "NothingHeldOut", "explained_ratio", "nats_per_token"]
+__all__ = ["HeldOut", "NothingHeldOut", "explained_ratio", "is_damaged", "nats_per_token"]
 
 log = logging.getLogger(__name__)
 
-POSITIONS = 256  # whose logits are held at once: a vocabulary is large
+SMALL = (
+    1.05  # a ratio of perplexities that is no damage at any sparsity: a change of dtype alone may cost a fifth of it
+)
+CERTAIN = 2  # standard errors between a loss and what is explained, before a model is called damaged
 
 
 def explained_ratio(sparsity: float) -> float:
-    """Largest ratio of perplexities that a sparsity explains: ``(1 - sparsity)^-3``.
+    """Largest ratio of perplexities that a sparsity explains: ``(1 - sparsity)^-3``, and 1.05 at least.
 
     A rule of thumb that sound runs stay well below and broken ones leave far behind (docs/metrics.md).
     """
-    return (1 - sparsity) ** -3
+    return max((1 - sparsity) ** -3, SMALL)
+
+
+def is_damaged(found: Comparison, sparsity: float) -> bool:
+    """Tell whether more is lost than the sparsity explains and than the noise of so few tokens could be."""
+    if found.standard_error is None:  # of a single observation nothing is known
+        return False
+    return not found.difference - CERTAIN * found.standard_error <= math.log(explained_ratio(sparsity))
 
 
 class HeldOut:
@@ -97,19 +108,23 @@ class HeldOut:
 
     def _perplexities(self, sparsity: float) -> tuple[dict, str | None]:
         """Both, and what is wrong where the compressed one is beyond what the sparsity explains."""
-        dense, small = (nats_per_token(self.source, self.ids, stream) for stream in (self.dense, self.small))
-        limit = explained_ratio(sparsity)
+        losses = (token_losses(self.source, self.ids, stream) for stream in (self.dense, self.small))
+        found, limit = compare_losses(*losses), explained_ratio(sparsity)
+        dense, small = perplexity_of(found.dense), perplexity_of(found.compressed)
+        text = f"the held-out calibration {self._what}"
         facts = {
-            "perplexity_dense": _perplexity(dense),
-            "perplexity": _perplexity(small),
-            "ratio": _perplexity(small - dense),
+            "perplexity_dense": dense,
+            "perplexity": small,
+            "ratio": perplexity_of(found.difference),
+            "standard_error": found.standard_error,
             "explained_ratio": limit,
+            "dense_warning": warn_of_guessing(found.dense, self.source.config.vocab_size, text),
         }
-        if small - dense <= math.log(limit):
+        if not is_damaged(found, sparsity):
             return facts, None
         return facts, (
-            f"perplexity on held-out calibration {self._what} goes from {_perplexity(dense):.1f} to {_perplexity(small):.1f}, "
-            f"more than sparsity {sparsity:.2f} explains (x {limit:.1f})"
+            f"perplexity on held-out calibration {self._what} goes from {dense:.1f} to {small:.1f}, more than sparsity "
+            f"{sparsity:.2f} explains (x {limit:.1f})"
         )
 
     def _states(self, sparsity: float) -> tuple[dict, str | None]:
@@ -165,18 +180,12 @@ class NothingHeldOut:
 
 @time_spent("forward")
 def nats_per_token(source: Source, ids: Data, stream: Stream) -> float:
-    """Mean loss per predicted token of what norm and head make of a stream behind the last block; placeholders of images
-    are not predicted.
+    """Mean loss per predicted token of what norm and head make of a stream behind the last block.
 
     Args:
         ids: what the stream was started from.
     """
-    total, count = 0.0, 0
-    for some_ids, hidden in zip(again(ids, stream.hidden), stream.hidden, strict=True):
-        for some, targets in predictions(source, some_ids, stream, hidden, positions=POSITIONS):
-            losses = nn.functional.cross_entropy(some.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-            total, count = total + losses.item(), count + int((targets != IGNORED).sum())
-    return total / count
+    return torch.cat(token_losses(source, ids, stream)).double().mean().item()
 
 
 def _drift(dense: list[Tensor], small: list[Tensor]) -> float:
@@ -185,8 +194,3 @@ def _drift(dense: list[Tensor], small: list[Tensor]) -> float:
     gap = torch.stack([(a.float() - b.float()).square().sum() for a, b in pairs]).sum()
     whole = torch.stack([a.float().square().sum() for a, _ in pairs]).sum()
     return (gap / whole).sqrt().item()
-
-
-def _perplexity(nll: float) -> float:
-    """``exp(nll)``, and the largest float where that is beyond it: JSON has no infinity."""
-    return math.exp(min(nll, 700.0))

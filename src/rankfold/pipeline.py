@@ -35,6 +35,7 @@ from .memory import release_memory
 from .methods import BlockResult, Method, as_method
 from .methods.base import check_choice
 from .planning import allocate_ranks, build_plan, check, divergence_for_stock, kept_blocks, of_block
+from .probing import follow_probe_texts
 from .progress import one_run, track
 from .proving import proved
 from .replacing import in_model_coordinates, passing, replace
@@ -192,6 +193,7 @@ def carry_out(
         BlockReader(source),
         _supply(source, method, tokens, moments, mode),
         _watch(source, tokens.held_out if tokens else moments.held_out, mode),
+        follow_probe_texts(source),
         InFolder(source, run, kept) if run else InMemory(source, kept),
         gradients,
         shared,
@@ -200,7 +202,10 @@ def carry_out(
     for index in track(range(len(source)), "compressing", note=work.watch.so_far):
         block, basis = _compress_block(work, index, of_block(allocated.ranks, index), basis)
         blocks.append(block)
-    outcome = work.watch.finish(the_plan.sparsity, protects=method.protects)
+    outcome = {
+        "held_out": work.watch.finish(the_plan.sparsity, protects=method.protects),
+        "probe_texts": work.probes.finish(the_plan.sparsity),
+    }
     return work.into.finish(*_documents(work, the_plan, blocks, identity, outcome, run))
 
 
@@ -209,7 +214,7 @@ def _documents(work: Work, the_plan: Plan, blocks: list[BlockResult], identity: 
     source = work.source
     modules = {path: spec for block in blocks for path, spec in block.modules.items()}
     counts = published_counts(the_plan)
-    description = {"rankfold_version": __version__, **identity, "counts": counts, "held_out": outcome}
+    description = {"rankfold_version": __version__, **identity, "counts": counts, **outcome}
     config = compressed_config(source, description, modules, work.into.kept)
     stock, auto = described(config) is None, auto_class(source.model.config, type(source.model).__name__).__name__
     reports = {str(index): block.reports for index, block in enumerate(blocks)}
@@ -295,11 +300,11 @@ def _compress_block(
         Descriptions by full path and what was measured; the tensors went to where blocks go. And the coordinates in which this
         block writes the stream.
     """
-    source, _, read, supply, watch, into, *_ = work
+    source, _, read, supply, watch, probes, into, *_ = work
     view = dataclasses.replace(read(index), basis=basis)
     release_memory()
     done = index in into
-    for follower in (supply, watch):
+    for follower in (supply, watch, probes):
         follower.enter(view, skip=done)
     if done:
         result = into.load(view)
@@ -310,7 +315,7 @@ def _compress_block(
     stays = index in into.kept
     view = in_model_coordinates(view, result.basis) if stays else passing(view)
     release_memory()
-    for follower in (into, supply, watch):
+    for follower in (into, supply, watch, probes):
         follower.follow(view)
     release_memory()
     modules = {f"{into.path(index)}.{path}".rstrip("."): spec for path, spec in result.modules.items()} if stays else {}

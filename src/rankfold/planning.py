@@ -7,11 +7,13 @@ from typing import NamedTuple
 import torch
 
 from .allocation import allocate, averages, budgets, check_reachable, tensor_bytes, to_remove, unique_parameters
+from .allocation.one_rank import common_ranks, freed
 from .architectures import BlockView
 from .budgets import Choices, choices
 from .calibration.backward import sweep_memory, windows_for
 from .calibration.experts import INPUT, PER_UNIT, ROUTING
 from .calibration.gradients import numbers, widest
+from .calibration.probes import most_tokens
 from .calibration.statistics import SAMPLE_ROWS, STATISTICS
 from .checkpoint.source import Source
 from .errors import OptionError, UnsupportedModelError
@@ -29,6 +31,8 @@ __all__ = [
     "shares",
 ]
 
+ROUNDING = 0.01  # of what is counted: more than this beyond what was asked for is worth a line
+
 
 class Allocated(NamedTuple):
     """What :func:`allocate_ranks` decided."""
@@ -45,6 +49,7 @@ def allocate_ranks(choices: Choices, method: Method, scores=None) -> Allocated:
     ranks, facts = allocate(units, method, counted, scores)
     removed = sum(u.dense - u.size(ranks[u.block, u.module]) for u in units)
     amounts = {"counted": counted, "asked": to_remove(units, method, counted), "removed": removed}
+    amounts["excess"] = _excess(units, ranks, method, amounts)
     return Allocated(ranks, facts, choices, {**choices.facts, **amounts})
 
 
@@ -66,6 +71,29 @@ def divergence_for_stock(source: Source, method: Method, costs) -> float | None:
         return None
     found = [costs.get(key, {}).get(rank) for key, rank in ranks.items()]
     return None if None in found else sum(found)
+
+
+def _excess(units: list[Unit], ranks: dict, method: Method, amounts: dict) -> str | None:
+    """Say why more goes than was asked for, where it is more than the rounding of ranks explains."""
+    counted, asked, removed = (amounts[name] for name in ("counted", "asked", "removed"))
+    if removed - asked <= ROUNDING * counted:
+        return None
+    smaller = [unit for unit in units if ranks[unit.block, unit.module] < unit.ranks[-1]]
+    if any(unit.module == BLOCK for unit in smaller):
+        least = min(unit.dense for unit in smaller if unit.module == BLOCK)
+        reason = f"whole blocks go, and the smallest of these is {least / counted:.1%}"
+    elif method.one_rank:
+        free = [unit for unit in units if not unit.fixed]
+        width = ranks[free[0].block, free[0].module]
+        less = freed(free, min(rank for rank in common_ranks(free) if rank > width))
+        reason = f"all blocks have one width, and the next larger one removes {max(0, less) / counted:.1%}"
+    elif method.allocation == "measured":
+        reason = "what was measured to cost nothing goes too"
+    else:
+        levels = [(unit, unit.ranks.index(ranks[unit.block, unit.module])) for unit in smaller]
+        step = min(unit.sizes[level + 1] - unit.sizes[level] for unit, level in levels)
+        reason = f"the smallest step between two ranks is {step / counted:.1%}"
+    return f"{asked / counted:.1%} was asked for and {removed / counted:.1%} goes: {reason}"
 
 
 def check(choices: Choices, method: Method) -> None:
@@ -215,7 +243,8 @@ def _peak_memory(source: Source, method: Method, calibration: dict | None) -> in
     # Two streams side by side are three: dense behind attention and behind the block, and compressed.
     streams = 3 if any(STATISTICS[name].two_streams for name in statistics) else 1
     streams = len(source) + 1 if method.allocation == "greedy" else streams  # of one round of the search
-    stream = (streams * tokens + 3 * held_out) * width * (2 if source.autocast else item)
+    probed = most_tokens() if source.architecture.decoder and source.has_tokenizer else 0
+    stream = (streams * tokens + 3 * held_out + 2 * probed) * width * (2 if source.autocast else item)
     gradients = method.gradients(view)
     of_gradients = 8 * numbers(view, gradients)
     moments += of_gradients

@@ -19,6 +19,7 @@ from .errors import NumericsError
 from .held_out import HeldOut, NothingHeldOut
 from .memory import release_memory
 from .methods import BlockResult, Method, Stage
+from .probing import NoProbeTexts, ProbeTexts
 from .replacing import replace
 from .stopwatch import time_spent
 
@@ -33,6 +34,7 @@ class Work(NamedTuple):
     read: BlockReader
     supply: FromStore | FromDense | FromStreams  # where its moments come from
     watch: HeldOut | NothingHeldOut  # what looks at the result on text that was not fitted
+    probes: ProbeTexts | NoProbeTexts  # and on other kinds of text
     into: InMemory | InFolder  # where it goes
     gradients: MomentStore | None = None  # of the dense model, where the method reads any
     shared: BlockMoments = MappingProxyType({})  # of all blocks of the dense model together, likewise

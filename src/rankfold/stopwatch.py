@@ -5,16 +5,17 @@ import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-__all__ = ["OTHER", "PARTS", "Stopwatch", "seconds_so_far", "time_spent", "timed_run"]
+__all__ = ["OTHER", "PARTS", "PROBES", "Stopwatch", "seconds_so_far", "time_spent", "timed_run"]
 
-PARTS = ("reading", "forward", "moments", "decomposition", "writing")
+PROBES = "probe_texts"
+PARTS = ("reading", "forward", "moments", "decomposition", "writing", PROBES)
 OTHER = "other"  # what none of these names covers
 
 _current: ContextVar["Stopwatch | None"] = ContextVar("stopwatch", default=None)  # threads beside the run have none
 
 
 class Stopwatch:
-    """Count every second of a run to one part: the innermost that runs then.
+    """Count every second of a run to one part: the innermost that runs then; inside probe texts, to these.
 
     Nothing here waits for a device: on an accelerator, work is counted where the run waits for its result.
     """
@@ -28,7 +29,9 @@ class Stopwatch:
     def part(self, name: str) -> Iterator[None]:
         """Count what runs inside to ``name``, but for the parts inside it."""
         self._charge()
-        self._running.append(name)
+        self._running.append(
+            PROBES if self._running[-1] == PROBES else name
+        )  # what they take is of interest as a whole
         try:
             yield
         finally:

@@ -238,3 +238,18 @@ def test_moments_are_beside_the_weights_they_go_with():
     decompose(Stage(set(), lambda _, moments, __: seen.update(moments)), view, there)
     parts = [part for moment in seen.values() for part in vars(moment).values() if isinstance(part, torch.Tensor)]
     assert len(parts) == 6 and {part.device.type for part in parts} == {"meta"} and seen["mlp_hidden"].count == 4
+
+
+def test_what_never_varies_has_no_covariance_and_the_rest_keeps_its_own():
+    """The products are summed in fp32, whose rounding is no variance; a small variance is one."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 4, generator=generator)
+    x[:, 1], x[:, 3] = 0.731, 5 + 0.02 * x[:, 3]
+    moment = Moment(float(len(x)), x.sum(0), None, x.T @ x)
+    found, expected = moment.covariance(), torch.cov(x.double().T, correction=0)
+    assert not found[1].any() and not found[:, 1].any()
+    others = torch.tensor([0, 2, 3])
+    assert torch.allclose(found[others][:, others], expected[others][:, others], atol=1e-4)
+    assert found[3, 3].item() == pytest.approx(0.02**2, rel=0.1)
+    away = moment.about(moment.mean + torch.tensor([0, 0.1, 0, 0]))
+    assert away[1, 1].item() == pytest.approx(0.01, rel=1e-2)

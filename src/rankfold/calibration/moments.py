@@ -21,6 +21,7 @@ from ..processor import multiplies_bf16_fast
 __all__ = ["BlockMoments", "CrossMoment", "Moment", "gram"]
 
 TILE = 512  # rows of a product x^T x; of every tile only the part on and above the diagonal is computed
+ROUNDING = 32 * torch.finfo(torch.float32).eps  # of a sum of squares in fp32, relative: up to 20 were measured
 FP32_ROWS = 8192  # are summed in fp32 before they go to the fp64 sum, which is twice as wide and slow to reach
 
 
@@ -54,10 +55,16 @@ class Moment:
         return self.about(self.mean)
 
     def about(self, point: Tensor) -> Tensor:
-        """``E[(x - point)(x - point)^T]``, fp64; with the mean of a fit, what that fit leaves on other observations."""
-        mean = self.mean
+        """``E[(x - point)(x - point)^T]``, fp64; with the mean of a fit, what that fit leaves on other observations.
+
+        Products are summed in fp32, so of an entry of ``x`` that never varies rounding would be left: it is zero here.
+        """
+        mean, second = self.mean, self.second_moment()
+        rounding = ROUNDING * second.diagonal(dim1=-2, dim2=-1)
         cross = mean.unsqueeze(-1) * point.unsqueeze(-2)
-        return self.second_moment().sub_(cross).sub_(cross.mT).add_(point.unsqueeze(-1) * point.unsqueeze(-2))
+        found = second.sub_(cross).sub_(cross.mT).add_(point.unsqueeze(-1) * point.unsqueeze(-2))
+        varies = (found.diagonal(dim1=-2, dim2=-1) > rounding).to(found.dtype)
+        return found.mul_(varies.unsqueeze(-1)).mul_(varies.unsqueeze(-2))
 
     def within_windows(self) -> Tensor:
         """Mean over the windows of the covariance within each, fp64: the pooled covariance, divided by counts; not clamped."""

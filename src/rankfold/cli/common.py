@@ -7,6 +7,8 @@ import sys
 
 from rich.console import Console
 
+from ..report.outcomes import excess_of, kinds_in, ratio_text, remark_on
+
 WIDE = 240  # columns of a table that no terminal cuts
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # characters, apart from tabs and line ends
 
@@ -48,8 +50,9 @@ def gone(counts: dict) -> str:
 def result_of(record: dict) -> dict:
     """What a run record says in a few numbers."""
     seconds = dict(record["run"]["seconds"])
-    total = seconds.pop("total")
-    return {**record["counts"], "seconds": total, "seconds_by_part": seconds, "held_out": record["held_out"]}
+    spent = {"seconds": seconds.pop("total"), "seconds_by_part": seconds}
+    found = {key: record.get(key) for key in ("held_out", "probe_texts")}
+    return {**record["counts"], **spent, "excess": excess_of(record), **found}
 
 
 def show_result(what: str, result: dict, out: Console) -> None:
@@ -58,8 +61,12 @@ def show_result(what: str, result: dict, out: Console) -> None:
         f"{what}: {result['sparsity']:.2%} of the counted weights {gone(result)}, {result['parameters']:,} parameters",
         soft_wrap=True,
     )
+    if result["excess"]:
+        out.print(result["excess"])
     if result["held_out"]:
         out.print(outcome(result["held_out"]), soft_wrap=True)
+    for line in kinds_of_text(result["probe_texts"]):
+        out.print(line, soft_wrap=True)
     out.print(where_time_went(result["seconds"], result["seconds_by_part"]), soft_wrap=True)
 
 
@@ -72,7 +79,23 @@ def where_time_went(total: float, parts: dict[str, float]) -> str:
 
 def outcome(held_out: dict) -> str:
     """What became of the calibration windows or images that were not fitted."""
-    numbers = "perplexity {perplexity_dense:.2f} -> {perplexity:.2f} (x {ratio:.2f}) on {windows} held-out calibration windows"
     if "state_error" in held_out:
         numbers = "last states: cosine {cosine:.4f}, relative error {state_error:.3f} on {windows} held-out calibration samples"
-    return numbers.format(**held_out)
+        return numbers.format(**held_out)
+    return f"{_perplexities(held_out)} on {held_out['windows']} held-out calibration windows"
+
+
+def kinds_of_text(probe_texts: dict | None) -> list[str]:
+    """One line for every kind of probe text, or one that says why there is none; older records have none of either."""
+    if not probe_texts:
+        return []
+    if reason := probe_texts.get("skipped"):
+        return [f"probe texts: not measured ({reason})"]
+    return [
+        f"{kind}: {_perplexities(facts)} on {facts['passages']} probe texts{remark_on(facts)}"
+        for kind, facts in kinds_in(probe_texts).items()
+    ]
+
+
+def _perplexities(facts: dict) -> str:
+    return f"perplexity {facts['perplexity_dense']:.2f} -> {facts['perplexity']:.2f} (x {ratio_text(facts)})"

@@ -89,7 +89,9 @@ def _say(row: dict) -> None:
     found = row["error"] or ", ".join(
         f"perplexity {text['perplexity']:.2f} on {text['text']}" for text in row["measures"]["texts"]
     )
-    c.console().print(f"{row['label']} at {row['sparsity']}: {found}")
+    name = f"{row['label']} at {row['sparsity']}"
+    for line in (found, *c.kinds_of_text(row["probe_texts"])):
+        c.console().print(f"{name}: {line}")
 
 
 def _show(output: Path, rows: list[dict], out) -> None:

@@ -32,6 +32,7 @@ def command(
 
 def _print(record: dict, out) -> None:
     from ..report.card import measured_on
+    from ..report.outcomes import excess_of, warnings_of
 
     counts, calibration = record["counts"], record["calibration"]
     part = f", {record['plan']['part']}," if record["plan"].get("part") else ""
@@ -55,10 +56,12 @@ def _print(record: dict, out) -> None:
         f"parameters, {counts['bytes'] / 2**20:.1f} MiB, {counts['kv_bytes_per_token']:,} of "
         f"{record['plan']['kv_bytes_per_token']:,} KV-cache bytes per token"
     )
+    if excess := excess_of(record):
+        out.print(excess)
     if held_out := record.get("held_out"):  # older checkpoints have none
         out.print(c.outcome(held_out), soft_wrap=True)
-        if held_out["warning"]:
-            out.print(held_out["warning"], soft_wrap=True)
+    for line in (*c.kinds_of_text(record.get("probe_texts")), *warnings_of(record)):
+        out.print(line, soft_wrap=True)
 
 
 def _cells(report: dict | None) -> tuple[str, str, str]:

@@ -188,6 +188,7 @@ class _Work:
             "counts": record["counts"],
             "modules": _modules(record),
             "held_out": record["held_out"],
+            "probe_texts": record.get("probe_texts"),
             "compress_seconds": record["run"]["seconds"]["total"],
             "command": record["command"],
         }
@@ -216,6 +217,7 @@ def _row(label: str, sparsity: float, method: dict | None, mode: str | None) -> 
         "counts": None,
         "modules": [],
         "held_out": None,
+        "probe_texts": None,
         "compress_seconds": None,
         "command": None,
         "measures": None,

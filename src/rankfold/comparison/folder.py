@@ -16,6 +16,7 @@ from ..errors import CheckpointError
 from ..files import check_name, check_output, read_json, sweep, write_json, writing
 from ..locking import lock_of, locked
 from ..records import NUMBER, Each, Maybe, check_record
+from ..report.record import PROBE_TEXTS
 from .grid import Cell
 
 __all__ = ["DENSE", "Folder"]
@@ -36,6 +37,7 @@ ROW = {
     "counts": Maybe({"sparsity": NUMBER, "parameters": int, "bytes": int, "kv_bytes_per_token": int}),
     "modules": [{"block": int, "module": str, "rank": int, "of": int, "weights": int, "dense_weights": int}],
     "measures": Maybe({"texts": [{"text": str, "perplexity": NUMBER}]}),
+    "probe_texts": PROBE_TEXTS,
     "versions": Each(str),
 }
 

@@ -85,7 +85,8 @@ class Perplexities:
 
     def __call__(self, model: nn.Module, dense) -> list[dict]:
         return [
-            {"text": label, **timed_perplexity(model, w)} for label, w in zip(self.labels, self.windows, strict=True)
+            {"text": label, **timed_perplexity(model, windows, label)}
+            for label, windows in zip(self.labels, self.windows, strict=True)
         ]
 
 

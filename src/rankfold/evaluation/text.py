@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..architectures import family_of
 from ..calibration.framing import frame_of
+from ..calibration.likelihood import warn_of_guessing
 from ..calibration.text import Text, read_text, text_source
 from ..calibration.tokens import ids_of
 from ..checkpoint.classes import check_writes
@@ -72,7 +73,7 @@ class Texts:
                 "warning: %s was calibrated on this very text (%s); its perplexity here is too good", model, text.name
             )
         windows = windows_of_text(text, tokenizer, model, config, length, self.limit)
-        return {"text": text.name, **timed_perplexity(network, windows)}
+        return {"text": text.name, **timed_perplexity(network, windows, text.name)}
 
 
 def windows_of_text(text: Text, tokenizer, model: str, config, length: int, limit: int | None) -> Tensor:
@@ -89,11 +90,18 @@ def windows_of_text(text: Text, tokenizer, model: str, config, length: int, limi
     return frame.around(windows_of(ids, length - frame.tokens, limit))
 
 
-def timed_perplexity(network, windows: Tensor) -> dict:
-    """What :func:`~rankfold.evaluation.perplexity.perplexity` says, and ``tokens_per_second`` of it."""
+def timed_perplexity(network, windows: Tensor, text: str) -> dict:
+    """What :func:`~rankfold.evaluation.perplexity.perplexity` says, ``tokens_per_second`` of it, and a ``warning`` where the
+    model is no better than guessing.
+
+    Args:
+        text: its name, for the warning.
+    """
     begin = time.perf_counter()
     result = perplexity(network, windows)
-    return result | {"tokens_per_second": windows.numel() / (time.perf_counter() - begin)}
+    speed = windows.numel() / (time.perf_counter() - begin)
+    warning = warn_of_guessing(result["nll"], network.config.get_text_config().vocab_size, text)
+    return result | {"tokens_per_second": speed, "warning": warning}
 
 
 def evaluate_text(

@@ -3,6 +3,7 @@
 import json
 
 from .commands import records_of
+from .outcomes import kinds_in, ratio_text, remark_on, warnings_of
 
 __all__ = ["measured_on", "model_card"]
 
@@ -82,7 +83,7 @@ def model_card(record: dict, folder: str, *, stock: bool = False, auto: str = "A
         kv=done["kv_bytes_per_token"],
         kv_after=done["kv_bytes_per_token_after"],
         warnings="".join(_warning(one, f"{one['plan']['part']}: " if len(records) > 1 else "") for one in records),
-        outcomes="".join(_outcome(one["held_out"], one["calibration"], _of(one, records)) for one in records),
+        outcomes="".join(_outcomes(one, _of(one, records)) for one in records),
         command=record["command"],
         made="\n\n".join(_made(one, _of(one, records)) for one in records),
     )
@@ -111,8 +112,7 @@ def _counted(record: dict, of: str) -> str:
 
 
 def _warning(record: dict, part: str) -> str:
-    held_out = record["held_out"]
-    return f"\n> **{part}{held_out['warning']}.**\n" if held_out and held_out["warning"] else ""
+    return "".join(f"\n> **{part}{warning}.**\n" for warning in warnings_of(record))
 
 
 def _made(record: dict, of: str) -> str:
@@ -133,6 +133,15 @@ def measured_on(calibration: dict) -> str:
     return f"{calibration['samples']} x {calibration['length']} {'patches' if kind == 'images' else 'tokens'}"
 
 
+def _outcomes(record: dict, of: str) -> str:
+    """Rows of the table."""
+    return _outcome(record["held_out"], record["calibration"], of) + "".join(
+        f"| perplexity{of}, {kind} | {facts['perplexity_dense']:.2f} | {facts['perplexity']:.2f} | x {ratio_text(facts)} on "
+        f"{facts['passages']} probe texts{remark_on(facts)} |\n"
+        for kind, facts in kinds_in(record.get("probe_texts")).items()
+    )
+
+
 def _outcome(held_out: dict | None, calibration: dict, of: str) -> str:
     """A row of the table."""
     if held_out is None:
@@ -141,9 +150,9 @@ def _outcome(held_out: dict | None, calibration: dict, of: str) -> str:
         error, cosine = held_out["state_error"], held_out["cosine"]
         samples = f"{held_out['windows']} calibration samples that were not fitted"
         return f"| cosine to the dense model's last states{of} | 1 | {cosine:.4f} | relative error {error:.3f} on {samples} |\n"
-    dense, small, ratio = (held_out[key] for key in ("perplexity_dense", "perplexity", "ratio"))
+    dense, small = held_out["perplexity_dense"], held_out["perplexity"]
     what = EXAMPLES if calibration.get("kind") == EXAMPLES else f"calibration windows of {held_out['length']} tokens"
     windows = (
         f"{held_out['windows']} {what} that were not fitted{', both behind the other compressed parts' if of else ''}"
     )
-    return f"| perplexity{of} | {dense:.2f} | {small:.2f} | x {ratio:.2f} on {windows} |\n"
+    return f"| perplexity{of} | {dense:.2f} | {small:.2f} | x {ratio_text(held_out)} on {windows} |\n"

@@ -6,8 +6,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from .outcomes import kinds_in, ratio_text, warnings_of
+
 __all__ = ["cells_of_table", "markdown", "table"]
 
+RATIO = " (probe), × dense"  # how the column of a kind of probe text ends
 LEFT_OUT = ("removed", "MiB", "KV bytes/token", "measured", "compressing, s")  # of the table in a terminal
 
 
@@ -23,15 +26,17 @@ def cells_of_table(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
     speed = "speed" in done[0]["measures"]
     header = ["method", "sparsity", *(f"perplexity {text}" for text in texts), *(f"{task}, %" for task in tasks)]
     header += ["prefill, × dense", "decode, × dense"] if speed else []
+    kinds = list(dict.fromkeys(kind for row in done for kind in kinds_in(row.get("probe_texts"))))
+    header += [f"{kind}{RATIO}" for kind in kinds]
     header += ["removed", "M parameters", "MiB", "KV bytes/token", "measured", "compressing, s", "note"]
-    lines = [_cells(row, len(texts), tasks, speed) for row in rows]
+    lines = [_cells(row, len(texts), tasks, speed, kinds) for row in rows]
     return (header, lines) if any(line[-1] for line in lines) else (header[:-1], [line[:-1] for line in lines])
 
 
-def _cells(row: dict, texts: int, tasks: list[str], speed: bool) -> list[str]:
+def _cells(row: dict, texts: int, tasks: list[str], speed: bool, kinds: list[str]) -> list[str]:
     asked = f"{row['sparsity']:g}"
     if row["status"] == "failed":
-        empty = [""] * (4 + texts + len(tasks) + 2 * speed)
+        empty = [""] * (4 + texts + len(tasks) + 2 * speed + len(kinds))
         return [row["label"], asked, *empty, row["mode"], "", f"failed: {row['error']}"]
     counts, measures = row["counts"], row["measures"]
     sizes = [f"{counts['sparsity']:.2%}", f"{counts['parameters'] / 1e6:,.2f}", f"{counts['bytes'] / 2**20:,.1f}"]
@@ -39,9 +44,11 @@ def _cells(row: dict, texts: int, tasks: list[str], speed: bool) -> list[str]:
     found = [f"{text['perplexity']:,.2f}" for text in measures["texts"]]
     found += [accuracy(measures["tasks"][task]) for task in tasks]
     found += [f"{measures['speed'][f'{kind}_ratio']:.2f}" for kind in ("prefill", "decode")] if speed else []
+    ratios = kinds_in(row.get("probe_texts"))
+    found += [ratio_text(ratios[kind]) if kind in ratios else "" for kind in kinds]
     seconds = "" if row["compress_seconds"] is None else f"{row['compress_seconds']:,.1f}"
-    notes = [(row["held_out"] or {}).get("warning"), "what is removed stays as zeros" if "zeros" in counts else None]
-    return [row["label"], asked, *found, *sizes, row["mode"] or "", seconds, "; ".join(filter(None, notes))]
+    notes = [*warnings_of(row), *(["what is removed stays as zeros"] if "zeros" in counts else [])]
+    return [row["label"], asked, *found, *sizes, row["mode"] or "", seconds, "; ".join(notes)]
 
 
 def accuracy(task: dict) -> str:
@@ -55,7 +62,8 @@ def accuracy(task: dict) -> str:
 def table(rows: list[dict]) -> Table:
     """What of it a terminal has room for."""
     header, lines = cells_of_table(rows)
-    wanted = [i for i, name in enumerate(header) if name not in LEFT_OUT and any(line[i] for line in lines)]
+    shown = [i for i, name in enumerate(header) if name not in LEFT_OUT and not name.endswith(RATIO)]
+    wanted = [i for i in shown if any(line[i] for line in lines)]
     return _table([header[i] for i in wanted], [[line[i] for i in wanted] for line in lines], box.HEAVY_HEAD)
 
 

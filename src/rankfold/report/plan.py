@@ -107,6 +107,8 @@ class Plan:
             row(f"{self._counts()} ({-self.budget['asked'] / counted:+.1%} asked)", counted, counted - removed)
         what = "counted weights not zero" if "zeros" in self.facts else "counted weights"
         row(what, self.counted_weights, self.counted_weights - self.removed_weights)
+        if self.budget.get("excess"):
+            table.add_row(self.budget["excess"], "", "", "")
         row("parameters", self.parameters, self.parameters_after)
         row("MiB of weights", self.bytes, self.bytes_after, 2**20, ",.1f")
         if self.experts:

@@ -15,9 +15,20 @@ from ..records import NUMBER, Each, Maybe, check_record
 from ..version import __version__
 from .commands import records_of, reproduce_command
 
-__all__ = ["environment", "peak_memory_bytes", "process_status", "read_record", "run_record", "versions"]
+__all__ = ["PROBE_TEXTS", "environment", "peak_memory_bytes", "process_status", "read_record", "run_record", "versions"]
 
 NAME = "rankfold.json"
+# What a record says of every kind of probe text, or why there is none; older ones say nothing.
+KIND = {
+    "passages": int,
+    "perplexity_dense": NUMBER,
+    "perplexity": NUMBER,
+    "ratio": NUMBER,
+    "standard_error": Maybe(NUMBER),
+    "is_known": bool,
+    "is_damaged": bool,
+}
+PROBE_TEXTS = Maybe({"skipped": Maybe(str), "kinds": Maybe(Each(KIND)), "warning": Maybe(str)})
 # What it must hold for the tables that are made of it.
 RECORD = {
     "rankfold_version": str,
@@ -33,7 +44,7 @@ RECORD = {
         "bytes": int,
         "kv_bytes_per_token": int,
     },
-    "plan": {"part": Maybe(str), "kv_bytes_per_token": int},
+    "plan": {"part": Maybe(str), "kv_bytes_per_token": int, "budget": Maybe({"excess": Maybe(str)})},
     "blocks": Each(Each({"rank": int, "of": int, "relative_error": NUMBER, "held_out_error": Maybe(NUMBER)})),
     "held_out": Maybe(
         {
@@ -41,9 +52,12 @@ RECORD = {
             "perplexity_dense": NUMBER,
             "perplexity": NUMBER,
             "ratio": NUMBER,
+            "standard_error": Maybe(NUMBER),
+            "dense_warning": Maybe(str),
             "warning": Maybe(str),
         }
     ),
+    "probe_texts": PROBE_TEXTS,
     "run": {"seconds": {"total": NUMBER}},
 }
 # Of an encoder, which has no perplexity.
