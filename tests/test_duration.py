@@ -29,6 +29,7 @@ def plain_rates(monkeypatch):
     """Rates of a machine on which everything is easy to add up, and free linear algebra."""
     monkeypatch.setattr(duration, "_measured_rates", lambda *_: RATES)
     monkeypatch.setattr(duration, "seconds_for", lambda work, device: 0.0)
+    monkeypatch.setattr(duration, "most_tokens", lambda source: 1000)
 
 
 def planned(method):
@@ -46,6 +47,7 @@ def test_blocks_take_what_one_block_takes_for_all_blocks_and_tokens(plain_rates)
         "reading and writing": 3 * BLOCKS * 100,
         "blocks": BLOCKS * ((TOKENS + HELD_OUT) * 10 + HELD_OUT) + 2 * HELD_OUT * 0.5,
         "linear algebra": 0.0,
+        "probe texts": 2 * 1000 * (BLOCKS + 0.5),
         "search": 0.0,
     }
     whole = timed(plan, source, calibration, "sequential")

@@ -16,6 +16,7 @@ from .allocation import averages
 from .architectures import BlockView
 from .calibration.backward import PASSES
 from .calibration.batches import noise, tokens_in
+from .calibration.probes import most_tokens
 from .calibration.runner import Stream, advance, batch_tokens, measure, outputs, start
 from .calibration.statistics import STATISTICS
 from .calibration.streams import Streams
@@ -78,6 +79,7 @@ def estimated_seconds(the_plan: Plan, source: Source, calibration: dict, mode: s
         "reading and writing": 3 * blocks * rates.read,  # read, written, read back
         "blocks": blocks * passed + 2 * held_out * rates.head,
         "linear algebra": seconds_for(_work(source, method, the_plan), source.device),
+        "probe texts": 2 * most_tokens(source) * (blocks * rates.forward + rates.head),  # dense and compressed
         "search": tokens * method.search(blocks, removed) * rates.forward,
     }
     if seconds["search"]:  # every candidate predicts the text

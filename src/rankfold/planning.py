@@ -243,7 +243,7 @@ def _peak_memory(source: Source, method: Method, calibration: dict | None) -> in
     # Two streams side by side are three: dense behind attention and behind the block, and compressed.
     streams = 3 if any(STATISTICS[name].two_streams for name in statistics) else 1
     streams = len(source) + 1 if method.allocation == "greedy" else streams  # of one round of the search
-    probed = most_tokens() if source.architecture.decoder and source.has_tokenizer else 0
+    probed = most_tokens(source)
     stream = (streams * tokens + 3 * held_out + 2 * probed) * width * (2 if source.autocast else item)
     gradients = method.gradients(view)
     of_gradients = 8 * numbers(view, gradients)

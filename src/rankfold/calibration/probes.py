@@ -51,8 +51,10 @@ def passages_of(kind: str) -> tuple:
     return tuple((FOLDER / f"{name}.txt").read_text(encoding="utf-8").rstrip("\n").split(SEPARATOR))
 
 
-def most_tokens() -> int:
-    """Return how many tokens the passages have at most, padding included."""
+def most_tokens(source) -> int:
+    """Return how many tokens the passages have at most, padding included; 0 where the model reads none."""
+    if not (source.architecture.decoder and source.has_tokenizer):
+        return 0
     return LENGTH * sum(len(passages_of(kind)) for kind in KINDS)
 
 

@@ -73,7 +73,7 @@ def show_result(what: str, result: dict, out: Console) -> None:
 def where_time_went(total: float, parts: dict[str, float]) -> str:
     """One line on the seconds of a run."""
     digits = 1 if total < 100 else 0
-    spent = ", ".join(f"{name} {seconds:.{digits}f}" for name, seconds in parts.items())
+    spent = ", ".join(f"{name.replace('_', ' ')} {seconds:.{digits}f}" for name, seconds in parts.items())
     return f"{total:.{digits}f} s: {spent}" if parts else f"{total:.{digits}f} s"
 
 
