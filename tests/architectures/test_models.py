@@ -66,6 +66,7 @@ def test_a_model_of_one_part_is_that_family(model):
 
 
 def test_the_command_lists_all_of_them(run, capsys, tmp_path, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist sets it, and tables would be cut
     code, out, _ = run("models --json")
     rows = json.loads(out)["models"]
     assert code in (0, None) and rows == rows_of_models()

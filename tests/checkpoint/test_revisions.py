@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
@@ -131,7 +132,9 @@ def test_a_model_in_memory_brings_its_commit(snapshots, monkeypatch):
     model.name_or_path = "owner/name"
     asked = []
     monkeypatch.setattr(
-        transformers.AutoTokenizer, "from_pretrained", lambda place, **options: asked.append((str(place), options))
+        transformers.AutoTokenizer,
+        "from_pretrained",
+        lambda place, **options: asked.append((str(place), options)) or SimpleNamespace(init_kwargs={}),
     )
     source = rankfold.open_model(model)
     assert (source.name, source.revision) == ("owner/name", COMMITS["v1"])

@@ -91,7 +91,10 @@ BAD = [
         "compress model -o x --sparsity 0.5 --modules mlp=0.2",
         "--sparsity would be ignored, it goes with modules that",
     ),
-    ("plan model --context 64", "--context would be ignored, it goes with budget flops or latency; leave it out"),
+    (
+        "plan model --context 64",
+        "--context would be ignored, it goes with budget flops or latency, or a batch; leave it out",
+    ),
     ("plan model --epsilon 0.1", "--epsilon would be ignored, it goes with allocation influence or influence-modules"),
     (
         "plan model --method modegpt --for stock --epsilon 1",

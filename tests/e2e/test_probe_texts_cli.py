@@ -68,7 +68,8 @@ def test_a_text_in_another_encoding_is_refused(place, run, encoding):
     ("method", "reason"),
     [("shortgpt", "whole blocks go, and the smallest of these is"), ("slicegpt", "all blocks have one width")],
 )
-def test_more_that_goes_than_was_asked_for_has_a_reason(place, run, method, reason):
+def test_more_that_goes_than_was_asked_for_has_a_reason(place, run, monkeypatch, method, reason):
+    monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist sets it, and lines would be wrapped
     code, out, err = run(f"compress model -o {method} --method {method} --sparsity 0.001 {CALIBRATION}")
     assert code in (0, None), err
     said = f"0.1% was asked for and {json.loads((place / method / 'rankfold.json').read_text())['counts']['sparsity']:.1%} goes"

@@ -1,6 +1,5 @@
 """What the caller gave as a model: a hub id, a folder, a file or a model in memory; decided here for all commands."""
 
-import os
 from pathlib import Path
 
 import torch
@@ -38,17 +37,13 @@ def resolve_model(model: str | Path, revision: str | None = None) -> Path:
         CheckpointError: it is something else, or a part is not there.
         UnsupportedModelError: it is quantised and its config does not say so, wrapped, or carries an adapter.
     """
-    if not isinstance(model, str | os.PathLike):
-        raise UnsupportedModelError(
-            f"a {type(model).__name__} is no name of a model; give a hub id, a folder or a .gguf file"
-        )
     try:
         path = locate(str(model), revision)
     except OSError as error:  # a name that no file can have
         raise CheckpointError(f"no model at {str(model)[:60]!r}: {error.strerror}") from error
     is_local = Path(model).expanduser().exists()
     if not is_local and not (path.is_dir() and Listing.of_folder(path).is_whole):
-        _check_repository(*split_revision(str(model), revision))
+        _check_repository(str(model), revision)
     if not path.is_dir():
         check_file(path)
         return path
@@ -68,8 +63,10 @@ def _check_repository(name: str, revision: str | None) -> None:
     """Say what a repository of the hub is, of which no config and weights came."""
     from huggingface_hub import HfApi
 
+    repository, wanted = split_revision(name, revision)
+    name = f"{repository}@{wanted}" if wanted else repository
     try:
-        files = HfApi().list_repo_files(name, revision=revision)
+        files = HfApi().list_repo_files(repository, revision=wanted)
     except Exception as error:  # httpx, requests and hub errors share no base; all mean "not to be had"
         raise CheckpointError(
             f"{name!r} is not complete in the hub's cache, and the hub cannot be asked ({first_line(error)}); check the "
