@@ -54,8 +54,15 @@ def inverting(F: int) -> Work:
 
 
 def eliminating(F: int, D: int, R: int) -> Work:
-    """Count the elimination of units down to ``R``; one of half of them with ``D = F`` counts as 1."""
-    return Work({("elimination", F): (F + D) * (F - R) / F**2})
+    """Count the elimination of units down to ``R``; one of half of them with ``D = F`` counts as 1.
+
+    A removal from ``n`` units takes ``n^2 + 2 D n`` operations: half of the symmetric inverse, and the weights.
+    """
+
+    def operations(D: int, R: int) -> int:
+        return sum(n * (n + 2 * D) for n in range(R + 1, F + 1))
+
+    return Work({("elimination", F): operations(D, R) / operations(F, F // 2)})
 
 
 def refitting(F: int, D: int, R: int) -> Work:
