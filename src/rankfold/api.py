@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 
-from transformers import PreTrainedModel
-
 from .arguments import typed
 from .calibration.examples import load_examples
 from .calibration.images import load_images
@@ -38,7 +36,7 @@ __all__ = [
 calibrate, compress, compress_parts, plan = map(typed, (calibrate, compress, compress_parts, plan))
 evaluate_text, export, make_method = map(typed, (evaluate_text, export, make_method))
 load, save = map(typed, (load_model, save_model))
-perplexity = typed(perplexity, model=PreTrainedModel)
+perplexity = typed(perplexity)
 open_model = typed(open_model, tokenizer=Callable | None)
 # Calibration lies below the models, so its functions cannot name them.
 load_tokens = typed(load_tokens, source=Source)

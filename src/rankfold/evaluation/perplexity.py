@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..calibration.moments import wide
 from ..calibration.windows import check_ids
-from ..errors import DataError, NumericsError
+from ..errors import DataError, NumericsError, OptionError
 from ..progress import track
 
 __all__ = ["DEFINITION", "perplexity", "windows_of"]
@@ -52,7 +52,10 @@ def perplexity(model: nn.Module, windows: Tensor, *, autocast: torch.dtype | Non
     Raises:
         DataError: the windows are none, or too short to predict a token.
         NumericsError: a window has no finite loss.
+        OptionError: the model is none of transformers.
     """
+    if not hasattr(model, "config"):  # an adapter or a compiled model has it too
+        raise OptionError(f"model must be a transformers model, got a {type(model).__name__}")
     check_ids("windows", windows)
     device, length = model.device, windows.shape[1]
     context = torch.autocast(device.type, autocast) if autocast else contextlib.nullcontext()
