@@ -16,7 +16,7 @@ import numpy
 import torch
 from torch import Tensor
 
-__all__ = ["Elimination", "eliminate_groups", "eliminate_units", "elimination"]
+__all__ = ["Elimination", "eliminate_groups", "eliminate_units", "elimination", "others"]
 
 ROWS = 512  # that are moved at a time
 PENDING = 256  # columns by which the inverse is updated at once
@@ -32,9 +32,14 @@ class Elimination(NamedTuple):
 
 def eliminate_units(W: Tensor, P: Tensor, *, rank: int) -> Tensor:
     """Units that stay, ``(rank,)`` ascending; see :func:`elimination`, which it calls."""
-    alive = torch.ones(W.shape[1], dtype=torch.bool, device=W.device)
-    alive[elimination(W, P, rank=rank).order] = False
-    return alive.nonzero()[:, 0]
+    return others(elimination(W, P, rank=rank).order, W.shape[1]).nonzero()[:, 0]
+
+
+def others(units: Tensor, F: int) -> Tensor:
+    """``(F,)`` bool, true for every unit but these."""
+    rest = torch.ones(F, dtype=torch.bool, device=units.device)
+    rest[units] = False
+    return rest
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .elimination import eliminate_units, elimination
+from .elimination import eliminate_units, elimination, others
 from .lanczos import largest_eigenvalue
 from .psd import check_moment, spd_inverse
 
@@ -154,22 +154,15 @@ def nystrom(
     C, lam, clamped = damped.C, damped.lam, damped.clamped
     del damped  # memory peaks here: no inverse beside the fit
     fit, schur = _fit(W_down, W, C, keep, lam)
-    dropped = _others(keep, F)
+    dropped = others(keep, F)
     bounds = _bounds(W, W[:, dropped], schur, inverse_norm, scores[dropped].sum().item(), lam)
     return fit._replace(bounds=bounds, clamped=clamped)
-
-
-def _others(keep: Tensor, F: int) -> Tensor:
-    """``(F,)`` bool, true where a unit is not kept."""
-    dropped = torch.ones(F, dtype=torch.bool, device=keep.device)
-    dropped[keep] = False
-    return dropped
 
 
 def _fit(W_down: Tensor, W: Tensor, C: Tensor, keep: Tensor, lam: float) -> tuple[Nystrom, Tensor]:
     """The best weights on the kept units and their error, without bounds; and the complement of the kept units in the
     damped moment."""
-    dropped = _others(keep, len(C))
+    dropped = others(keep, len(C))
     fit = _refit(W, C, keep, dropped, lam)
     # Everything is optimal, hence orthogonal, under C + lam I; what the damping adds is taken off again. It acts on what
     # stands in for dropped units only: kept weights are not shrunk.

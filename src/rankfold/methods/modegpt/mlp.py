@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...architectures import BlockView, Dense
 from ...calibration.moments import Moment
+from ...linalg.elimination import others
 from ...linalg.nystrom import Nystrom, nystrom
 from ..base import BlockResult
 from ..result import put_projection
@@ -28,9 +29,7 @@ class UnitOrder:
 
     def keep(self, rank: int, full: int) -> Tensor:
         """Return the ``(rank,)`` units that stay, ascending."""
-        stays = torch.ones(full, dtype=torch.bool, device=self.removed.device)
-        stays[self.removed[: full - rank]] = False
-        return stays.nonzero()[:, 0]
+        return others(self.removed[: full - rank], full).nonzero()[:, 0]
 
 
 def reduce_mlp(method, view: BlockView, down: Dense, moments, rank: int, result: BlockResult) -> Nystrom | None:
