@@ -1,7 +1,6 @@
 """The seconds of a run by part: each counted once, all of them together the total."""
 
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -72,14 +71,12 @@ def test_a_record_tells_where_the_time_went(tmp_path, mode):
     assert 0 < total <= took
 
 
-def test_each_kind_of_work_is_counted_to_its_part(tmp_path, monkeypatch):
+def test_each_kind_of_work_is_counted_to_its_part(clock, tmp_path, monkeypatch):
     """On a clock that stands still but for half a second in one of them."""
-    from rankfold import destination, stages, stopwatch
+    from rankfold import destination, stages
     from rankfold.calibration import observers, runner
     from rankfold.checkpoint.source import Source
 
-    clock = [0.0]
-    monkeypatch.setattr(stopwatch, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     slow = {
         "reading": (Source, "inv_freq"),
         "forward": (runner, "_batched"),
@@ -94,7 +91,7 @@ def test_each_kind_of_work_is_counted_to_its_part(tmp_path, monkeypatch):
             def late(*args, work=work, slept=slept, **options):
                 if not slept:
                     slept.append(0.5)
-                    clock[0] += 0.5
+                    clock(0.5)
                 return work(*args, **options)
 
             patch.setattr(owner, name, late)
