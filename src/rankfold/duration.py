@@ -22,7 +22,7 @@ from .calibration.statistics import STATISTICS
 from .calibration.streams import Streams
 from .calibration.supply import FromDense, FromStreams
 from .checkpoint.source import Source
-from .effects import FIT_TOKENS, LENGTH, PER_DIMENSION, WINDOWS, least_rank, tried_ranks
+from .effects import LENGTH, WINDOWS, fit_tokens, least_rank, tried_ranks
 from .errors import OptionError
 from .held_out import nats_per_token
 from .methods import BLOCK, Method, make_method
@@ -159,9 +159,7 @@ def _allocation(source: Source, method: Method, the_plan: Plan, calibration: dic
         work += alone.work_of_curve(view, unit, least_rank(unit, average))
         for rank in tried:
             work += of_trial(alone.work(view, {unit.module: rank}))
-    fit = min(
-        calibration["tokens"], max(FIT_TOKENS, PER_DIMENSION * max((unit.ranks[-1] for unit in units), default=0))
-    )
+    fit = min(calibration["tokens"], fit_tokens(units))
     compared = min(WINDOWS, calibration.get("held_out") or calibration["samples"]) * min(LENGTH, calibration["length"])
     passed = blocks * fit * rates.alone + compared * rates.forward * (blocks + trials + trials * (blocks - 1) / 2)
     return passed + blocks * rates.read + compared * (trials + 1) * rates.head + seconds_for(work, source.device)

@@ -43,7 +43,7 @@ from .replacing import replaced
 from .stages import algebra, decompose
 from .stopwatch import time_spent
 
-__all__ = ["Costs", "least_rank", "measure_costs", "read_costs", "tried_ranks", "write_costs"]
+__all__ = ["Costs", "fit_tokens", "least_rank", "measure_costs", "read_costs", "tried_ranks", "write_costs"]
 
 Costs = dict[tuple[int, str], Cost]  # (block, module) -> rank -> nats per token
 
@@ -162,7 +162,12 @@ def _append(tried: Stream, more: list[list[Tensor]], dense: Stream, together: di
 
 def _some_to_fit(source: Source, ids: Data, units: list[Unit]) -> Data:
     """The first windows, as many as curves need."""
-    return first(ids, max(FIT_TOKENS, PER_DIMENSION * max(unit.ranks[-1] for unit in units)), source.part)
+    return first(ids, fit_tokens(units), source.part)
+
+
+def fit_tokens(units: list[Unit]) -> int:
+    """Return the calibration tokens that the curves of these modules are measured on, where there are so many."""
+    return max(FIT_TOKENS, PER_DIMENSION * max((unit.ranks[-1] for unit in units), default=0))
 
 
 def _some_to_compare(source: Source, ids: Data) -> Data:
