@@ -4,7 +4,7 @@ from pathlib import Path
 
 import common
 from latent_table import number
-from rankfold.files import read_json, write_text
+from rankfold._utils.files import read_json, write_text
 
 TITLE = "The default without each of its steps"
 DEFAULT = "rankfold"

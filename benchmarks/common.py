@@ -20,10 +20,10 @@ import transformers
 from torch import nn
 
 from rankfold import Source, Tokens, load_tokens, open_model, perplexity
-from rankfold.calibration.text import read_text
+from rankfold._utils.files import read_json, write_json
+from rankfold.data.text import read_text
 from rankfold.errors import NumericsError
 from rankfold.evaluation.text import windows_of_text
-from rankfold.files import read_json, write_json
 from rankfold.report.record import environment, versions
 
 HERE = Path(__file__).resolve().parent

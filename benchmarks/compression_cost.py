@@ -19,7 +19,7 @@ import common
 from perplexity_table import ABLATIONS
 from rankfold import Rankfold, Tokens, compress, make_method
 from rankfold.calibration.runner import advance, start
-from rankfold.calibration.tokens import load_tokens
+from rankfold.data.tokens import load_tokens
 
 TARGETS = {"one-pass": 2.0, "sequential": 3.5}
 MORE = 3.0  # times one-pass that the default may cost on top of it

@@ -20,9 +20,9 @@ import common
 from memory import reset_peak, resident
 from rankfold import Source, make_method
 from rankfold.architectures import BlockView
-from rankfold.budgets import choices
 from rankfold.calibration.moments import Moment
-from rankfold.planning import allocate_ranks
+from rankfold.compression.budget import choices
+from rankfold.compression.plan import allocate_ranks
 from rankfold.report.record import peak_memory_bytes
 
 WIDTH, HIDDEN, HEAD_DIM = 4096, 11008, 128

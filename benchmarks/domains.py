@@ -16,8 +16,8 @@ import torch
 import common
 from perplexity_table import ABLATIONS
 from rankfold import Tokens, compress, make_method, perplexity
-from rankfold.calibration.text import Text
-from rankfold.calibration.tokens import encode, pack
+from rankfold.data.text import Text
+from rankfold.data.tokens import encode, pack
 
 DOCUMENTS = 200  # of C4 to calibrate on
 WINDOWS = 10

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import common
 from rankfold import MomentStore, calibrate, compress, make_method
+from rankfold._utils.files import read_json, write_text
 from rankfold.errors import NumericsError, OptionError
 from rankfold.evaluation.perplexity import DEFINITION
-from rankfold.files import read_json, write_text
 
 # Name in the table -> method and options. The first six store plain factors, as the paper's ASVD rows do.
 METHODS = {

@@ -14,7 +14,7 @@ import torch
 import common
 from rankfold.calibration import moments as precision
 from rankfold.calibration.runner import BATCH_TOKENS, advance, start
-from rankfold.calibration.tokens import load_tokens
+from rankfold.data.tokens import load_tokens
 from rankfold.methods import make_method
 
 DEFINITIONS = {

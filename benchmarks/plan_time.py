@@ -15,7 +15,7 @@ import transformers as t
 
 import common
 from rankfold import Source, Tokens, compress, make_method, open_model
-from rankfold.duration import estimated_seconds
+from rankfold.compression.duration import estimated_seconds
 from rankfold.methods import method_names
 from rankfold.report.record import read_record
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import common
 import kv_cache
+from rankfold._utils.files import read_json, write_text
 from rankfold.errors import CheckpointError
-from rankfold.files import read_json, write_text
 
 HEAD = "| sparsity 0.3, 2 CPU cores | dense | `rankfold` | `modegpt` | module forms | as published | `latentllm` |"
 TABLE = re.compile(rf"^{re.escape(HEAD)}\n(\|.*\n)+", re.M)

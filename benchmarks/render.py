@@ -29,7 +29,7 @@ import targets
 import tradeoff
 import zero_shot_table
 from decomposition_cost import GROUPS
-from rankfold.files import read_json, write_text
+from rankfold._utils.files import read_json, write_text
 
 GIB, MIB = 2**30, 2**20
 DOCS, README = common.DOCS, common.HERE.parent / "README.md"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import common
 import latent_table
-from rankfold.files import read_json, write_text
+from rankfold._utils.files import read_json, write_text
 
 TITLE = "Perplexity over calibration seeds"
 

@@ -37,7 +37,8 @@ def main() -> None:
 
 def table(record: dict) -> list[str]:
     """The pictures, written beside the page, and their numbers."""
-    from rankfold.report.plots import drawn, pictures  # the extra rankfold[report]
+    from rankfold.comparison.report.page import pictures  # the extra rankfold[report]
+    from rankfold.comparison.report.plots import drawn
 
     rows = [row for row in record["rows"] if "error" not in row]
     rows.sort(key=lambda row: row["setting"] != "dense")

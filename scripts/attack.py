@@ -64,7 +64,8 @@ def run(kinds: list[str], seeds, verbose: bool) -> dict:
 def write(found: dict, cases: int, seconds: float) -> None:
     """The record, and the page made of it."""
     from attacks.arena import HELD
-    from rankfold.files import write_json, write_text
+
+    from rankfold._utils.files import write_json, write_text
     from rankfold.report.record import versions
 
     counts = {kind: dict(Counter(outcome.verdict for outcome in outcomes)) for kind, outcomes in found.items()}

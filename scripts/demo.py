@@ -112,11 +112,11 @@ def measure(dense: Path, small: Path, held_out: Path) -> tuple[dict, dict]:
     import transformers
 
     import rankfold
-    from rankfold.checkpoint.devices import autocast_dtype
     from rankfold.checkpoint.load import load_tokenizer
     from rankfold.evaluation.generation import continue_text
     from rankfold.evaluation.perplexity import windows_of
     from rankfold.evaluation.speed import speed
+    from rankfold.models.devices import autocast_dtype
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

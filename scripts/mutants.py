@@ -40,7 +40,7 @@ CONTRACTS = "tests/contracts/test_"
 LATENT = [f"{CONTRACTS}{name}.py" for name in ("latentllm_errors", "latentllm", "options_matter")] + ["tests/methods"]
 OF_LATENT = "errors or matter or methods or llama or opt"
 TRUTH = [f"{CONTRACTS}{name}.py" for name in ("modegpt_truth", "grouped_queries")]
-HELD_OUT, ENCODERS = "tests/test_held_out.py", f"{CONTRACTS}encoders.py"
+HELD_OUT, ENCODERS = "tests/compression/test_held_out.py", f"{CONTRACTS}encoders.py"
 DEFAULT, SENSITIVITY, WHOLE = (f"{CONTRACTS}{name}.py" for name in ("rankfold", "sensitivity", "whole_modules"))
 EXPERTS, OF_EXPERTS = f"{CONTRACTS}experts.py", "mixtral or gpt_oss or tokens or kept_of_a_block"
 OF_NO_FAMILY = "not test_perplexities and not fitted_windows and not test_modegpt"
@@ -48,7 +48,7 @@ OF_NO_FAMILY = "not test_perplexities and not fitted_windows and not test_modegp
 PROTECTED = {
     "allocation/*.py": (
         [
-            "tests/test_planning.py",
+            "tests/compression/test_plan.py",
             *(
                 f"tests/allocation/test_{name}.py"
                 for name in ("by_block", "counting", "influence", "knapsack", "measured", "ranks")
@@ -61,7 +61,8 @@ PROTECTED = {
         f"{OF_NO_FAMILY} and not test_bolaco or blocks_run_one_by_one or windows_matter",
     ),
     "calibration/experts.py": ([EXPERTS], OF_EXPERTS),
-    "held_out.py": (
+    "data/*.py": (["tests/data"], ""),
+    "compression/held_out.py": (
         [HELD_OUT, ENCODERS],
         f"{OF_NO_FAMILY} and not test_encoders or llama or opt or states_have_moved and modegpt",
     ),
@@ -73,32 +74,32 @@ PROTECTED = {
     ),
     "methods/modegpt/experts.py": ([EXPERTS], OF_EXPERTS),
     "methods/rankfold/*.py": ([DEFAULT, WHOLE], "not gemma2 and not phi and not gpt2 and not falcon and not cohere2"),
-    "effects.py": ([DEFAULT, WHOLE, ENCODERS], "costs or ranks"),
-    "scores.py": (
+    "compression/kl_divergence.py": ([DEFAULT, WHOLE, ENCODERS], "costs or ranks"),
+    "compression/importance.py": (
         [DEFAULT, SENSITIVITY, f"{CONTRACTS}modegpt.py", f"{CONTRACTS}shares_of_blocks.py"],
         "resumed or refused or moments_hold_no or influence_allocations and (llama or opt) or shares and (llama or opt)",
     ),
-    "stages.py": ([DEFAULT, HELD_OUT], f"{OF_NO_FAMILY} or llama or opt"),
+    "compression/block.py": ([DEFAULT, HELD_OUT], f"{OF_NO_FAMILY} or llama or opt"),
     "linalg/*.py": (["tests/linalg"], ""),
-    "methods/removal.py": (
+    "methods/baselines/block_removal.py": (
         [f"{CONTRACTS}removal.py"],
         "llama or opt or losses or sleb_removes or several or layer_types or one_block or depend_on",
     ),
-    "methods/slicing/*.py": ([f"{CONTRACTS}slicing_methods.py"], "llama or opt or key_head or flap_adds"),
-    "methods/slicegpt/*.py": (
+    "methods/baselines/structured/*.py": ([f"{CONTRACTS}slicing_methods.py"], "llama or opt or key_head or flap_adds"),
+    "methods/baselines/slicegpt/*.py": (
         [f"{CONTRACTS}slicegpt{name}.py" for name in ("", "_modegpt")],
         "llama or opt or refus or little or influence or every_module or leaves_alone or reached or suggests",
     ),
-    "methods/semi_structured.py": (
+    "methods/baselines/semi_structured.py": (
         [f"{CONTRACTS}semi_structured_methods.py"],
         "llama- or opt- or sequential or widths or ridge or single or refused or does_not_take or experts",
     ),
-    "methods/base.py": ([*LATENT, "tests/test_budgets.py"], f"{OF_LATENT} or refused or budget"),
+    "methods/base.py": ([*LATENT, "tests/compression/test_budget.py"], f"{OF_LATENT} or refused or budget"),
     "methods/targets.py": (["tests/methods/test_targets.py"], ""),
     "methods/result.py": (LATENT, OF_LATENT),
     "methods/latentllm/options.py": (
         [
-            "tests/test_budgets.py",
+            "tests/compression/test_budget.py",
             *(
                 f"{CONTRACTS}{name}.py"
                 for name in ("latentllm", "latentllm_modules", "latentllm_options", "gradient_methods")
@@ -106,7 +107,7 @@ PROTECTED = {
         ],
         "refused or said or fit or range or exclude or cannot",
     ),
-    "methods/latentllm/[sv]*.py": (
+    "methods/latentllm/s*.py": (
         [f"{CONTRACTS}{name}.py" for name in ("latentllm_options", "bolaco", "gradient_methods")],
         "llama or plain or stored or named or windows or alone or not_there",
     ),
@@ -114,7 +115,7 @@ PROTECTED = {
         [f"{CONTRACTS}{name}.py" for name in ("latentllm_errors", "latentllm", "latentllm_options")],
         "errors or llama or stored",
     ),
-    "methods/latentllm/[!fosv]*.py": (LATENT, OF_LATENT),
+    "methods/latentllm/[!fos]*.py": (LATENT, OF_LATENT),
 }
 # Seconds until a mutant counts as endless: (what its tests took + CONSTANT) * MULTIPLIER. Fixtures are in the constant.
 MULTIPLIER, CONSTANT = 3, 5

@@ -15,8 +15,8 @@ milliseconds: PyTorch and transformers are imported with the first name that nee
 
 from typing import TYPE_CHECKING
 
-from ._lazy import importing
 from ._registration import register_on_first_use
+from ._utils.lazy import importing
 from .errors import RankfoldError
 from .version import __version__
 
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
         plan,
         save,
     )
-    from .calibration.examples import Examples
-    from .calibration.images import Images
     from .calibration.store import MomentStore
-    from .calibration.tokens import Tokens
-    from .checkpoint.source import Source
+    from .data.image_text import Examples
+    from .data.images import Images
+    from .data.tokens import Tokens
     from .exports import Exported
     from .methods import LatentLLM, MoDeGPT, Rankfold, method_names
+    from .models.dense_model import Source
     from .report.plan import Plan
 
 __all__ = [
@@ -77,16 +77,16 @@ __all__ = [
 ]
 
 _CLASSES = {
-    "Examples": ".calibration.examples",
+    "Examples": ".data.image_text",
     "Exported": ".exports",
-    "Images": ".calibration.images",
+    "Images": ".data.images",
     "LatentLLM": ".methods",
     "MoDeGPT": ".methods",
     "MomentStore": ".calibration.store",
     "Plan": ".report.plan",
     "Rankfold": ".methods",
-    "Source": ".checkpoint.source",
-    "Tokens": ".calibration.tokens",
+    "Source": ".models.dense_model",
+    "Tokens": ".data.tokens",
     "method_names": ".methods",
 }
 __getattr__, __dir__ = importing(

@@ -2,18 +2,18 @@
 
 from collections.abc import Callable
 
-from .arguments import typed
-from .calibration.examples import load_examples
-from .calibration.images import load_images
-from .calibration.tokens import load_tokens
+from ._utils.arguments import typed
 from .checkpoint.load import load_model
 from .checkpoint.saving import save_model
-from .checkpoint.source import Source, open_model
+from .components import compress_parts
+from .data.image_text import load_examples
+from .data.images import load_images
+from .data.tokens import load_tokens
 from .evaluation.perplexity import perplexity
 from .evaluation.text import evaluate_text
 from .exports import export
 from .methods import make_method
-from .parts import compress_parts
+from .models.dense_model import Source, open_model
 from .pipeline import calibrate, compress, plan
 
 __all__ = [

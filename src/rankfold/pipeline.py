@@ -14,38 +14,47 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from .budgets import Choices, choices
+from ._utils.files import check_output
+from ._utils.memory import release_memory
+from ._utils.progress import one_run, track
+from ._utils.stopwatch import timed_run
 from .calibration.runner import advance, measure, start
 from .calibration.statistics import STATISTICS, STORED
 from .calibration.store import MomentStore
 from .calibration.streams import Streams
 from .calibration.supply import FromDense, FromStore, FromStreams
-from .calibration.tokens import Tokens, check_fits, say_if_few
-from .checkpoint.classes import auto_class
 from .checkpoint.config import compressed_config
 from .checkpoint.load import described
-from .checkpoint.reading import BlockReader
 from .checkpoint.run import Run
-from .checkpoint.source import Source
-from .destination import InFolder, InMemory
+from .compression.block import Work, decompose, run_stages
+from .compression.budget import Choices, choices
+from .compression.held_out import HeldOut, NothingHeldOut
+from .compression.importance import (
+    ON_TEXT,
+    available,
+    gradients_of,
+    needed,
+    of_dense,
+    scores_of,
+    shared_of,
+    statistics_of,
+)
+from .compression.output import InFolder, InMemory
+from .compression.plan import allocate_ranks, build_plan, check, divergence_for_stock, kept_blocks, of_block
+from .compression.probe_texts import follow_probe_texts
+from .compression.replace import in_model_coordinates, passing, replace
+from .compression.validate_spec import proved
+from .data.tokens import Tokens, check_fits, say_if_few
 from .errors import OptionError
-from .files import check_output
-from .held_out import HeldOut, NothingHeldOut
-from .memory import release_memory
 from .methods import BlockResult, Method, as_method
 from .methods.base import check_choice
-from .planning import allocate_ranks, build_plan, check, divergence_for_stock, kept_blocks, of_block
-from .probing import follow_probe_texts
-from .progress import one_run, track
-from .proving import proved
-from .replacing import in_model_coordinates, passing, replace
-from .report.card import model_card
+from .models.auto_classes import auto_class
+from .models.block_reader import BlockReader
+from .models.dense_model import Source
 from .report.identity import moments_identity, published_counts, run_identity
+from .report.model_card import model_card
 from .report.plan import Plan
 from .report.record import run_record
-from .scores import ON_TEXT, available, gradients_of, needed, of_dense, scores_of, shared_of, statistics_of
-from .stages import Work, decompose, run_stages
-from .stopwatch import timed_run
 from .version import __version__
 
 __all__ = ["calibrate", "compress", "plan"]

@@ -5,9 +5,9 @@ import transformers as t
 
 import rankfold
 from families import GQA, opened
+from rankfold.compression.importance import statistics_of
+from rankfold.compression.latency import likeness
 from rankfold.errors import UnsupportedModelError
-from rankfold.scores import statistics_of
-from rankfold.timing import likeness
 
 UNTOLD = {
     "use_qk_norm": (t.CohereConfig, {"use_qk_norm": True}),

@@ -11,8 +11,8 @@ import traceback
 from pathlib import Path
 from typing import NamedTuple
 
-from rankfold.calibration.text import read_text
 from rankfold.cli import main
+from rankfold.data.text import read_text
 from saved import save_text, save_tiny
 
 from .lines import FITTING, USUAL, hostile_line

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rankfold.calibration.likelihood import PIECE, compare_losses, guesses, warn_of_guessing
-from rankfold.held_out import explained_ratio, is_damaged
+from rankfold.compression.held_out import explained_ratio, is_damaged
 
 LENGTHS = (60, 90, 120, 30, 75)
 

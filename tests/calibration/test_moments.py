@@ -26,9 +26,9 @@ from rankfold.calibration.moments import (
     heads_first,
     upper_tiles,
 )
+from rankfold.compression.block import decompose
 from rankfold.errors import NumericsError
 from rankfold.methods import Stage
-from rankfold.stages import decompose
 
 F64 = torch.float64
 CPU = torch.device("cpu")

@@ -13,8 +13,8 @@ from families import CONFIGS, GQA, some_ids, tiny_model, tokens
 from rankfold.calibration import runner
 from rankfold.calibration import statistics as table
 from rankfold.calibration.runner import advance, measure, outputs, start
+from rankfold.compression.importance import available
 from rankfold.errors import NumericsError
-from rankfold.scores import available
 
 NAMES = {"mlp_hidden", "mlp_input", "attention_input", "attention_output"}
 

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rankfold._utils.files import write_json, write_tensors
+from rankfold._utils.locking import lock_of, locked
 from rankfold.calibration.moments import Moment
 from rankfold.calibration.store import MomentStore
 from rankfold.errors import CheckpointError
-from rankfold.files import write_json, write_tensors
-from rankfold.locking import lock_of, locked
 
 IDENTITY = {
     "name": "tiny",

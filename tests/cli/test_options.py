@@ -76,7 +76,7 @@ def test_a_text_may_have_a_share_and_a_file_of_that_name_comes_first(given, text
     if given[0] != "wikitext2:a=1=2":
         (tmp_path / "b=1").write_text("text")
     asked = {}
-    monkeypatch.setattr("rankfold.calibration.tokens.load_tokens", lambda names, source, **_: asked.update(names=names))
+    monkeypatch.setattr("rankfold.data.tokens.load_tokens", lambda names, source, **_: asked.update(names=names))
     reads_text = SimpleNamespace(part=SimpleNamespace(takes_images=False))
     CalibrationOptions(calibration=given).load(reads_text)
     assert asked["names"] == texts

@@ -146,7 +146,7 @@ def test_a_run_goes_on_where_it_was(place, both, at, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(rankfold.pipeline, "run_stages", stop)
         if at == "language":
-            patch.setattr("rankfold.parts.open_model", killed)
+            patch.setattr("rankfold.components.open_model", killed)
         if at == "the end":
             patch.setattr(Run, "_clear_away", killed_outside)
         with pytest.raises(Killed):
@@ -254,7 +254,7 @@ def test_what_is_not_two_parts_of_a_model_is_refused(place, tmp_path):
 
 
 def test_what_stops_the_language_part_is_said_before_the_vision_part_is_compressed(place, tmp_path, monkeypatch):
-    monkeypatch.setattr("rankfold.parts.compress", None)
+    monkeypatch.setattr("rankfold.components.compress", None)
     (source, method, examples), vision = given(place)
     for wrong, error, said in (
         ((source, replace(method, sparsity=0.999), examples), OptionError, "sparsity"),

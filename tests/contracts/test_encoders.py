@@ -9,17 +9,17 @@ from torch import nn
 
 import rankfold
 from families import some_ids
-from rankfold.budgets import choices
 from rankfold.calibration import runner
-from rankfold.calibration.batches import again
 from rankfold.calibration.runner import advance, outputs, start
-from rankfold.effects import measure_costs
+from rankfold.compression.budget import choices
+from rankfold.compression.kl_divergence import measure_costs
+from rankfold.compression.plan import shares
+from rankfold.compression.replace import replace
+from rankfold.data.batches import again
 from rankfold.errors import UnsupportedModelError
 from rankfold.methods.base import BlockResult
 from rankfold.methods.result import put_attention
 from rankfold.modules import CompressedAttention
-from rankfold.planning import shares
-from rankfold.replacing import replace
 from tiny_encoders import ENCODERS, batch_of, opened_encoder, samples_of, states, tiny_encoder
 
 TEXTS = [family for family in ENCODERS if opened_encoder(family).part.name == "language"]

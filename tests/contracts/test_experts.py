@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import rankfold
 from families import GQA, IDS, SHAPE, some_ids
 from rankfold import MoDeGPT, Rankfold, Tokens
+from rankfold.compression.replace import replace
 from rankfold.errors import OptionError, UnsupportedModelError
-from rankfold.replacing import replace
 
 E, TOP, F = 6, 2, 24
 RIDGE = 1e-2  # large enough that the fit shows whether it is there

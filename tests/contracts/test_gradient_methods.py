@@ -12,11 +12,13 @@ import rankfold
 from activations import ATTENTION, DOWN, OUTPUT, UP, blocks_of, member, weight_of
 from families import opened, tiny_model, tokens
 from gradients import stock_gradients
-from rankfold import make_method, planning, scores
-from rankfold.budgets import choices
+from rankfold import make_method
 from rankfold.comparison.grid import Form
+from rankfold.compression import importance as scores
+from rankfold.compression import plan as planning
+from rankfold.compression.budget import choices
+from rankfold.compression.plan import allocate_ranks, build_plan
 from rankfold.errors import OptionError
-from rankfold.planning import allocate_ranks, build_plan
 
 NAMES = ["obd", "llm-pruner", "kobd", "llm-surgeon", "fwsvd"]
 

@@ -7,6 +7,7 @@ import rankfold
 from families import EXPERTS, KINDS, opened, some_ids, tokens
 from rankfold import LatentLLM
 from rankfold.calibration.runner import advance, measure, start
+from rankfold.compression.replace import replace
 from rankfold.errors import NumericsError, OptionError, UnsupportedModelError
 from rankfold.methods.base import BlockResult
 from rankfold.methods.latentllm.attention import ATTENTION, decompose_attention
@@ -14,7 +15,6 @@ from rankfold.methods.latentllm.experts import decompose_experts
 from rankfold.methods.latentllm.layout import EXPERTS as OF_EXPERTS
 from rankfold.methods.latentllm.mlp import decompose_mlp
 from rankfold.modules import CompressedAttention, LatentLinear, build
-from rankfold.replacing import replace
 
 FAMILIES = KINDS
 JUNCTIONS = ["block_identity_right", "block_identity_left", "lu", "symmetric", "left", "right"]

@@ -12,6 +12,7 @@ from test_latentllm import logits, method_for
 import rankfold
 from families import opened, some_ids, tiny_model, tokens
 from rankfold.calibration.runner import advance, start
+from rankfold.compression.replace import replace
 from rankfold.errors import OptionError
 from rankfold.linalg.junction import JUNCTIONS as JUNCTIONS_OF_FACTORS
 from rankfold.linalg.quantization import dequantize
@@ -20,7 +21,6 @@ from rankfold.methods.latentllm.factor import prepare
 from rankfold.methods.latentllm.layout import dense_projections
 from rankfold.methods.latentllm.refining import refined_codes, rounded_codes
 from rankfold.modules import CompressedAttention, QuantizedTensor, build
-from rankfold.replacing import replace
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma3", "opt", "gpt2", "phi", "gpt_neox", "falcon-gqa"]
 FREE = ["opt", "gpt2", "bloom", "falcon-alibi"]  # nothing sits between keys and scores

@@ -8,12 +8,12 @@ import rankfold
 from families import CONFIGS, EXPERTS, NORMED, SHAPE, named, opened, some_ids, tiny_model, tokens
 from rankfold import MoDeGPT
 from rankfold.calibration.runner import advance, measure, start
+from rankfold.compression.replace import replace
 from rankfold.errors import UnsupportedModelError
 from rankfold.methods.base import BlockResult
 from rankfold.methods.modegpt.norms import SQUARES, predict_norms
 from rankfold.methods.result import put_attention
 from rankfold.modules import CompressedAttention, PredictedNorm
-from rankfold.replacing import replace
 
 ALL = sorted(CONFIGS)
 

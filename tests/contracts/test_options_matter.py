@@ -21,11 +21,11 @@ from families import cached_numbers, opened, tokens
 from rankfold import LatentLLM, MoDeGPT, method_names
 from rankfold.errors import NumericsError
 from rankfold.methods import method_class
-from rankfold.methods.removal import BlockRemoval
-from rankfold.methods.semi_structured import TwoOfFour
-from rankfold.methods.slicegpt import SliceGPT
-from rankfold.methods.slicing import FLAP
-from rankfold.methods.slicing.method import Slicing
+from rankfold.methods.baselines.block_removal import BlockRemoval
+from rankfold.methods.baselines.semi_structured import TwoOfFour
+from rankfold.methods.baselines.slicegpt import SliceGPT
+from rankfold.methods.baselines.structured import FLAP
+from rankfold.methods.baselines.structured.method import Slicing
 
 UNITS = {  # submodule of a block -> what the latent methods call it
     **{f"{name}_proj": name for name in ("q", "k", "v", "qkv", "o", "gate", "up", "down")},

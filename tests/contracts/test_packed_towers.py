@@ -10,13 +10,13 @@ from torch import Tensor
 import rankfold
 from families import some_ids
 from rankfold import Images
-from rankfold.calibration.batches import Example
 from rankfold.calibration.runner import advance, measure, start
-from rankfold.checkpoint.source import Source
+from rankfold.compression.replace import replace
+from rankfold.data.batches import Example
 from rankfold.errors import DataError
 from rankfold.methods.base import BlockResult
 from rankfold.methods.result import put_attention
-from rankfold.replacing import replace
+from rankfold.models.dense_model import Source
 from tiny_encoders import ENCODERS, opened_encoder, packed, samples_of, states, tiny_encoder
 from tiny_pairs import picture, write_pairs
 

@@ -14,10 +14,10 @@ import rankfold
 from activations import ATTENTION, DOWN, OUTPUT, blocks_of, member, spliced, weight_of
 from families import EXPERTS, KINDS, named, opened, some_ids, tiny_model, tokens
 from rankfold import Rankfold
-from rankfold.budgets import choices
-from rankfold.effects import measure_costs
+from rankfold.compression.budget import choices
+from rankfold.compression.kl_divergence import measure_costs
+from rankfold.compression.plan import shares
 from rankfold.errors import OptionError
-from rankfold.planning import shares
 
 ALL = KINDS
 # What a projection sends is normalised before it is added.
@@ -238,7 +238,9 @@ def test_units_that_do_nothing_make_no_other_rank_free():
 
 def test_resumed_runs_find_the_same_ranks(tmp_path, monkeypatch):
     """Costs are kept with an unfinished run, and read again."""
-    from rankfold import effects, pipeline, scores
+    from rankfold import pipeline
+    from rankfold.compression import importance as scores
+    from rankfold.compression import kl_divergence as effects
 
     source, method = opened("llama"), method_for("llama")
     whole = rankfold.compress(source, method, tokens(), tmp_path / "whole")

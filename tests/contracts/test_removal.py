@@ -8,12 +8,12 @@ import transformers as t
 from torch import nn
 
 import rankfold
-import rankfold.redundancy
+import rankfold.compression.block_loss
 from activations import blocks_of
 from families import CONFIGS, KINDS, cached_numbers, opened, some_ids, tiny_model, tokens
 from rankfold import make_method
+from rankfold.compression.block_loss import losses_without
 from rankfold.errors import OptionError
-from rankfold.redundancy import losses_without
 
 NAMES = ("shortgpt", "sleb")
 REPEATS = {"falcon-gqa", "falcon-gqa-one-norm"}  # what transformers caches is repeated for every query head there
@@ -233,7 +233,7 @@ def test_several_blocks_of_the_least_influence_go_and_protected_ones_stay():
 def test_interrupted_runs_end_in_the_same_bytes(name, tmp_path, monkeypatch):
     method = make_method(name, sparsity=0.5)
     rankfold.compress(deep(), method, tokens(), tmp_path / "whole")
-    save, search, rounds = rankfold.pipeline.run_stages, rankfold.redundancy.losses_without, []
+    save, search, rounds = rankfold.pipeline.run_stages, rankfold.compression.block_loss.losses_without, []
 
     def stop(work, view, ranks):
         if view.index == 4:
@@ -246,7 +246,7 @@ def test_interrupted_runs_end_in_the_same_bytes(name, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return search(*args)
 
-    monkeypatch.setattr(rankfold.redundancy, "losses_without", counted)
+    monkeypatch.setattr(rankfold.compression.block_loss, "losses_without", counted)
     if name == "sleb":
         with pytest.raises(KeyboardInterrupt):
             rankfold.compress(deep(), method, tokens(), tmp_path / "parts")

@@ -13,13 +13,14 @@ import rankfold
 from activations import ATTENTION, DOWN, OUTPUT, blocks_of, look, member, weight_of
 from families import KINDS, opened, some_ids, tiny_model, tokens
 from gradients import stock_gradients
-from rankfold import MoDeGPT, Rankfold, scores
-from rankfold.budgets import choices
+from rankfold import MoDeGPT, Rankfold
 from rankfold.calibration import backward
-from rankfold.effects import measure_costs
+from rankfold.compression import importance as scores
+from rankfold.compression.budget import choices
+from rankfold.compression.kl_divergence import measure_costs
+from rankfold.compression.plan import shares
 from rankfold.errors import OptionError
 from rankfold.methods.modegpt import sensitivity
-from rankfold.planning import shares
 
 GRADIENT = {"sensitivity": "gradient", "multiple": 2, "allocation": "uniform"}
 

@@ -7,8 +7,8 @@ import rankfold
 from families import opened, some_ids, tokens
 from rankfold import LatentLLM, MoDeGPT, Rankfold
 from rankfold.calibration.runner import measure, start
+from rankfold.compression.block import decompose
 from rankfold.errors import UnsupportedModelError
-from rankfold.stages import decompose
 
 
 @torch.no_grad()

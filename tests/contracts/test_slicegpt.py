@@ -18,8 +18,8 @@ from rankfold.architectures import BlockView
 from rankfold.errors import OptionError, UnsupportedModelError
 from rankfold.evaluation.complexity import counted_macs, formula_macs, planned_macs
 from rankfold.exports.reading import read_heads
-from rankfold.methods.slicegpt.block import Bases, put_block
-from rankfold.methods.slicegpt.converted import Converted
+from rankfold.methods.baselines.slicegpt.block import Bases, put_block
+from rankfold.methods.baselines.slicegpt.converted import Converted
 from rankfold.modules import install
 from saved import assert_reloads
 
@@ -272,7 +272,7 @@ def test_no_block_can_be_protected_and_moments_are_not_enough():
 
 
 def test_a_warning_suggests_nothing_that_is_refused(monkeypatch):
-    monkeypatch.setattr("rankfold.held_out.explained_ratio", lambda sparsity: 1e-3)
+    monkeypatch.setattr("rankfold.compression.held_out.explained_ratio", lambda sparsity: 1e-3)
     small = rankfold.compress(opened("llama"), method(), tokens())
     warning = small.config.quantization_config.fields["held_out"]["warning"]
     assert re.search(r"breaks away at block \d\. Lower the sparsity, or calibrate on more text", warning)

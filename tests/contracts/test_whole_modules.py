@@ -11,13 +11,14 @@ import torch
 import rankfold
 from activations import ATTENTION, DOWN, OUTPUT, blocks_of, member, weight_of
 from families import cached_numbers, named, opened, some_ids, tokens
-from rankfold import Rankfold, scores
+from rankfold import Rankfold
 from rankfold.allocation.measured import cheapest
-from rankfold.budgets import choices
-from rankfold.effects import measure_costs
+from rankfold.compression import importance as scores
+from rankfold.compression.budget import choices
+from rankfold.compression.importance import shares
+from rankfold.compression.kl_divergence import measure_costs
 from rankfold.methods import Unit
 from rankfold.modules import build
-from rankfold.scores import shares
 
 FAMILIES = [
     "llama",

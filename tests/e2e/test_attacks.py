@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-
 from attacks.arena import HELD, KINDS, Arena
-from rankfold.calibration.text import Text
+
+from rankfold.data.text import Text
 from rankfold.errors import CheckpointError
 
 SEEDS = range(25)

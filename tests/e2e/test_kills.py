@@ -145,7 +145,7 @@ def test_two_runs_do_not_write_one_output(tmp_path, monkeypatch, source):
 
 
 def test_a_lock_that_says_nothing_yet_is_still_a_lock(tmp_path, source):
-    from rankfold.locking import lock_of, locked
+    from rankfold._utils.locking import lock_of, locked
 
     with locked(lock_of(tmp_path / "out"), tmp_path / "out"):
         lock_of(tmp_path / "out").write_text("")

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("matplotlib", reason="rankfold[report] is not installed")
 
 from compared import config, rows
-from rankfold.report.page import write_report
-from rankfold.report.plots import INKS
+from rankfold.comparison.report.page import write_report
+from rankfold.comparison.report.plots import INKS
 
 BROWSER = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rankfold.calibration.probes import KINDS
+from rankfold.data.probes import KINDS
 from saved import save_text, save_tiny
 
 CALIBRATION = "--calibration text.txt --samples 8 --length 64 --device cpu"

@@ -9,7 +9,7 @@ import torch
 
 import rankfold
 from families import some_ids, tiny_model
-from rankfold.calibration.tokens import Tokens
+from rankfold.data.tokens import Tokens
 from tiny_encoders import batch_of, opened_encoder, samples_of
 
 WITHOUT = """

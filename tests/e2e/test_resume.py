@@ -94,7 +94,7 @@ def test_a_full_disk_is_one_line_and_the_run_can_go_on(tmp_path, monkeypatch):
     save_text(tmp_path / "text.txt")
     source = rankfold.open_model(tmp_path / "model", device="cpu")
     tokens = rankfold.load_tokens(str(tmp_path / "text.txt"), source, samples=4, length=32)
-    from rankfold import files
+    from rankfold._utils import files
 
     real, calls = files.save_file, []
 

@@ -7,10 +7,10 @@ import pytest
 
 import rankfold
 from families import opened, tokens
-from rankfold.budgets import choices
+from rankfold.compression.budget import choices
+from rankfold.compression.importance import scores_of
 from rankfold.exports.kept import stock_parameters
 from rankfold.report.commands import options_for_target
-from rankfold.scores import scores_of
 from saved import save_tiny
 
 TEXT = "--calibration pydoc --samples 4 --length 32 --multiple 2"

@@ -7,8 +7,8 @@ import rankfold
 from families import KINDS, some_ids, tiny_model, tokens
 from rankfold import LatentLLM, MoDeGPT
 from rankfold.checkpoint.run import Run
+from rankfold.compression.verify import Probe
 from rankfold.errors import CheckpointError
-from rankfold.verifying import Probe
 
 
 @pytest.mark.parametrize("family", KINDS)

@@ -7,9 +7,9 @@ import shutil
 import pytest
 import torch
 import transformers as t
+from attacks.arena import call
 
 import rankfold
-from attacks.arena import call
 from families import some_ids
 from saved import save_text, save_tiny
 
@@ -93,7 +93,7 @@ def test_a_block_that_always_says_the_same_has_an_error_of_rounding(place, optio
     Forwards are in bf16 on every machine: fp32 sums of such numbers are exact. Those of fp32 numbers are not, and an error
     relative to what their rounding leaves of the variance is any number.
     """
-    monkeypatch.setattr("rankfold.checkpoint.devices.multiplies_bf16_fast", lambda: True)
+    monkeypatch.setattr("rankfold.models.devices.multiplies_bf16_fast", lambda: True)
 
     def change(name, parameter):
         if "layer_norm.weight" in name:

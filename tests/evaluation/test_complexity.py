@@ -6,13 +6,7 @@ import torch
 import rankfold
 from families import tiny_model
 from rankfold.errors import OptionError, UnsupportedModelError
-from rankfold.evaluation.complexity import (
-    cache_bytes,
-    complexity,
-    counted_macs,
-    formula_macs,
-    planned_macs,
-)
+from rankfold.evaluation.complexity import cache_bytes, complexity, counted_macs, formula_macs, planned_macs
 
 T = 16
 METHODS = {

@@ -9,7 +9,7 @@ import lm_eval
 import pytest
 import torch
 
-from rankfold import progress
+from rankfold._utils import progress
 from rankfold.checkpoint.load import load_model, load_tokenizer
 from rankfold.errors import CheckpointError, DataError, NumericsError, OptionError
 from rankfold.evaluation.science_qa import by_column

@@ -7,12 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import KINDS, heads, problem, rms_error
 
-from rankfold.linalg.junction import (
-    JUNCTIONS,
-    apply_junction,
-    head_block_identity,
-    stored_numbers,
-)
+from rankfold.linalg.junction import JUNCTIONS, apply_junction, head_block_identity, stored_numbers
 from rankfold.linalg.lowrank import low_rank
 from rankfold.linalg.pivots import eliminate, pivot_columns
 from rankfold.linalg.preconditioner import preconditioner

@@ -10,12 +10,7 @@ from problems import KINDS, problem, rms_error
 
 from rankfold.linalg.lowrank import low_rank
 from rankfold.linalg.preconditioner import preconditioner
-from rankfold.linalg.sparse import (
-    hard_shrink,
-    low_rank_plus_sparse,
-    soft_shrink,
-    sparse,
-)
+from rankfold.linalg.sparse import hard_shrink, low_rank_plus_sparse, soft_shrink, sparse
 
 ITERATIVE = ["hard", "soft", "ste"]
 

@@ -7,8 +7,8 @@ import pytest
 import rankfold
 from families import opened, some_ids, tokens
 from rankfold import MoDeGPT
+from rankfold._utils.files import read_json
 from rankfold.calibration.runner import measure, start
-from rankfold.files import read_json
 
 
 def decomposed(source, ranks: dict[str, int]):

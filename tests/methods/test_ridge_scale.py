@@ -6,7 +6,7 @@ import torch
 import rankfold
 from families import opened, tokens
 from rankfold import MoDeGPT
-from rankfold.files import read_json
+from rankfold._utils.files import read_json
 
 
 @pytest.mark.parametrize("rows", [4, 16])

@@ -8,7 +8,7 @@ import torch
 import rankfold
 from families import named, opened, tokens
 from rankfold import MoDeGPT, Rankfold
-from rankfold.budgets import choices
+from rankfold.compression.budget import choices
 from rankfold.linalg import nystrom
 
 RANKS = [{"mlp": 20}, {"qk": 4}, {"vo": 6}, {"mlp": 20, "qk": 4, "vo": 6}]

@@ -13,10 +13,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
 from compared import LONG, METHODS, NASTY, SPARSITIES, TASKS, config, rows
+from rankfold.comparison.report.page import page, pictures, write_report
+from rankfold.comparison.report.plots import Picture, drawn, tick
+from rankfold.comparison.report.table import cells_of_table, markdown
 from rankfold.report.commands import compare_command
-from rankfold.report.grid import cells_of_table, markdown
-from rankfold.report.page import page, write_report
-from rankfold.report.plots import Picture, drawn, pictures, tick
 
 
 class Tags(HTMLParser):

@@ -150,7 +150,7 @@ class Architecture:
     # Whether positions are counted from behind the number of the padding token, as in RoBERTa: so many fewer can be used.
     positions_behind_padding: bool = False
     returns_tuple: bool = False  # the block returns (hidden, ...) instead of the hidden states
-    derived: bool = False  # read off a block, and not yet proved on the model (rankfold.proving)
+    derived: bool = False  # read off a block, and not yet proved on the model (rankfold.compression.validate_spec)
     unless: tuple[
         tuple[str, str], ...
     ] = ()  # (field of the config, or of a part of it; what it does where set that no spec can say)

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
+from .._utils.memory import release_memory
+from .._utils.stopwatch import time_spent
 from ..architectures import BlockView
-from ..memory import release_memory
-from ..stopwatch import time_spent
-from .batches import Batch, Data, again
+from ..data.batches import Batch, Data, again
 from .gradients import BackwardObserver
 from .moments import BlockMoments, check_finite
 from .runner import Stream, advance, batch_tokens, predictions, start

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .batches import Data, again
+from ..data.batches import Data, again
 from .runner import IGNORED, Stream, predictions
 
 __all__ = ["Comparison", "compare_losses", "guesses", "perplexity_of", "token_losses", "warn_of_guessing"]

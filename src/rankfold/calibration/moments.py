@@ -14,9 +14,9 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from .._utils.hardware import multiplies_bf16_fast
 from ..errors import NumericsError
 from ..linalg.psd import all_finite
-from ..processor import multiplies_bf16_fast
 
 __all__ = ["BlockMoments", "CrossMoment", "Moment", "gram"]
 

@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from .._utils.stopwatch import time_spent
 from ..architectures import Norm, read_linear
-from ..stopwatch import time_spent
 from .moments import Moment, Samples, VectorMoment, accumulator
 
 __all__ = ["Batch", "DenseBatch", "EnergyObserver", "InputObserver", "Observer", "SamplesObserver"]

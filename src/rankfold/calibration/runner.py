@@ -15,11 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._utils.evaluating import evaluating
+from .._utils.stopwatch import time_spent
 from ..architectures import BlockView
+from ..data.batches import Batch as Given
+from ..data.batches import Data, Example, batches, ids_of
 from ..errors import NumericsError
-from ..stopwatch import time_spent
-from .batches import Batch as Given
-from .batches import Data, Example, batches, ids_of
 from .moments import BlockMoments, check_finite
 from .observers import Batch, DenseBatch, Observer
 from .residual import Middle
@@ -33,7 +34,6 @@ __all__ = [
     "advance",
     "advance_dense",
     "batch_tokens",
-    "evaluating",
     "measure",
     "outputs",
     "outputs_at",
@@ -140,18 +140,6 @@ def _recording(source, stop: bool) -> Iterator[list[_Recorder]]:
             yield recorders
     finally:
         setattr(owner, name, there)
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Without dropout and the like; every module then has the mode back that its owner gave it."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
 
 
 def batch_tokens(source) -> int:

@@ -13,12 +13,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from .._utils.files import check_name, read_json, sweep, sync_folder, write_json, write_tensors, writing
+from .._utils.locking import locked
+from .._utils.schema import NUMBER, Maybe, check_record
+from .._utils.stopwatch import time_spent
+from ..data.batches import Data, add_tensors, as_data, as_tensors, digest_of
 from ..errors import CheckpointError
-from ..files import check_name, read_json, sweep, sync_folder, write_json, write_tensors, writing
-from ..locking import locked
-from ..records import NUMBER, Maybe, check_record
-from ..stopwatch import time_spent
-from .batches import Data, add_tensors, as_data, as_tensors, digest_of
 from .moments import BlockMoments, Moment, moved
 
 __all__ = ["MomentStore"]

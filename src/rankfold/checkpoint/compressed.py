@@ -5,14 +5,14 @@ from pathlib import Path
 import torch
 
 from ..errors import CheckpointError
-from .classes import check_writes
-from .devices import resolve_dtype
-from .given import resolve_model
+from ..models.auto_classes import check_writes
+from ..models.dense_model import Source, stored_dtype
+from ..models.devices import resolve_dtype
+from ..models.given import resolve_model
+from ..models.tokenizer import TokenizerFiles
+from ..models.weights import Weights
+from ..models.whole import read_config
 from .load import load_model
-from .source import Source, stored_dtype
-from .tokenizer import TokenizerFiles
-from .weights import Weights
-from .whole import read_config
 
 __all__ = ["open_compressed"]
 

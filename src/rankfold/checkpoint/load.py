@@ -9,14 +9,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import CheckpointError, RankfoldError, UnsupportedModelError, first_line
-from ..modules import FORMATS, METHOD_NAMES, RankfoldConfig, attach, current_name, install_described
-from .classes import auto_class
-from .devices import resolve_device, resolve_dtype
-from .given import resolve_model
-from .tables import check_tables
-from .tokenizer import TokenizerFiles
-from .weights import Weights, check_finite
-from .whole import (
+from ..models.auto_classes import auto_class
+from ..models.devices import resolve_device, resolve_dtype
+from ..models.given import resolve_model
+from ..models.tables import check_tables
+from ..models.tokenizer import TokenizerFiles
+from ..models.weights import Weights, check_finite
+from ..models.whole import (
     REPORTED,
     check_head,
     check_loaded,
@@ -25,6 +24,7 @@ from .whole import (
     read_gguf,
     untie_where_unequal,
 )
+from ..modules import FORMATS, METHOD_NAMES, RankfoldConfig, attach, current_name, install_described
 
 __all__ = ["assemble", "described", "empty_model", "load_model", "load_tokenizer"]
 
@@ -91,7 +91,7 @@ def _known(config) -> bool:
 
 
 def _match(weights: Weights, model: PreTrainedModel, config) -> bool:
-    """See :meth:`~.weights.Weights.match`; names of earlier formats are known."""
+    """See :meth:`~rankfold.models.weights.Weights.match`; names of earlier formats are known."""
     written = (described(config) or {}).get("format")
     return weights.match(model, functools.partial(current_name, written=written))
 

@@ -19,8 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ..errors import CheckpointError
-from ..files import (
+from .._utils.files import (
     check_output,
     read_json,
     sweep,
@@ -31,10 +30,11 @@ from ..files import (
     write_text,
     writing,
 )
-from ..locking import lock_of, locked
+from .._utils.locking import lock_of, locked
+from .._utils.stopwatch import seconds_so_far
+from ..errors import CheckpointError
 from ..methods import BlockResult
 from ..modules import CODE_FILE, code
-from ..stopwatch import seconds_so_far
 from .load import described, empty_model
 from .shards import Shards, write_around
 

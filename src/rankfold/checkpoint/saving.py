@@ -8,10 +8,10 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from .._utils.files import check_output, sync_files, sync_folder, writing
+from .._utils.locking import lock_of, locked
 from ..errors import OptionError
-from ..files import check_output, sync_files, sync_folder, writing
-from ..locking import lock_of, locked
-from .tokenizer import save_tokenizer
+from ..models.tokenizer import save_tokenizer
 
 __all__ = ["creating", "save_model"]
 

@@ -5,9 +5,9 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from .._utils.files import sync_files, write_json, write_tensors
 from ..errors import CheckpointError
-from ..files import sync_files, write_json, write_tensors
-from .tokenizer import copy_file, save_tokenizer
+from ..models.tokenizer import copy_file, save_tokenizer
 
 __all__ = ["Shards", "write_around"]
 

@@ -29,8 +29,8 @@ def command(
     """
     model = o.at_revision(model, revision)
     from .. import pipeline
-    from ..checkpoint.source import open_model
-    from ..stopwatch import timed_run
+    from .._utils.stopwatch import timed_run
+    from ..models.dense_model import open_model
 
     source = open_model(model, dtype=dtype, device=device, part=part)
     tokens = text.load(source)

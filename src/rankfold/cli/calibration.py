@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..calibration.hub import HUB
+from ..data.hub import HUB
 from ..errors import DataError, OptionError
 from .options import Field
 
@@ -65,18 +65,18 @@ class CalibrationOptions:
         :func:`rankfold.load_examples`."""
         if source.part.takes_images:
             return self._images(source)
-        from ..calibration.examples import has_images
+        from ..data.image_text import has_images
 
         texts = _parse_texts(self.calibration)
         if any(has_images(name, source) for name in texts):
             return self._examples(source)
-        from ..calibration.tokens import load_tokens
+        from ..data.tokens import load_tokens
 
         options = {"samples": self.samples, "length": self.length, "seed": self.seed, "field": self.field}
         return load_tokens(texts, source, **options)
 
     def _examples(self, source):
-        from ..calibration.examples import load_examples
+        from ..data.image_text import load_examples
 
         if len(self.calibration) != 1:
             raise OptionError(
@@ -88,7 +88,7 @@ class CalibrationOptions:
         )
 
     def _images(self, source):
-        from ..calibration.images import load_images
+        from ..data.images import load_images
 
         if len(self.calibration) != 1:
             raise OptionError(
@@ -100,7 +100,7 @@ class CalibrationOptions:
 
 def _parse_texts(texts: list[str]) -> list[str] | dict[str, float]:
     """Names of texts, or name -> share where they are given as ``TEXT=SHARE``."""
-    from ..calibration.mixing import check_distinct
+    from ..data.mixing import check_distinct
 
     parsed = [_parse_share(text) for text in texts]
     names = [name for name, _ in parsed]
@@ -116,7 +116,7 @@ def _parse_texts(texts: list[str]) -> list[str] | dict[str, float]:
 
 def _parse_share(text: str) -> tuple[str, float | None]:
     """``a.txt=0.7`` in parts, unless a text has that very name."""
-    from ..calibration.text import text_source
+    from ..data.text import text_source
 
     name, _, share = text.rpartition("=")
     if not name:

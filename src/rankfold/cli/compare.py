@@ -61,12 +61,12 @@ def command(
     missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
     if missing:
         raise OptionError(f"the report needs {' and '.join(missing)}; pip install 'rankfold[report]'")
-    from ..checkpoint.classes import check_writes
     from ..checkpoint.load import load_model
-    from ..checkpoint.source import open_model
     from ..comparison import Accuracies, Measures, Perplexities, Speed, compare
     from ..evaluation.tasks import Questions
     from ..evaluation.text import Texts
+    from ..models.auto_classes import check_writes
+    from ..models.dense_model import open_model
     from ..report.identity import dtype_name
 
     source = open_model(model, dtype=dtype, device=device)
@@ -95,7 +95,7 @@ def _say(row: dict) -> None:
 
 
 def _show(output: Path, rows: list[dict], out) -> None:
-    from ..report.grid import table
+    from ..comparison.report.table import table
 
     out.print(table(rows))
     out.print(f"{output}: report.html, table.md, results.jsonl, plots")

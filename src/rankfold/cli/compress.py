@@ -49,11 +49,11 @@ def command(
     if output is None and not dry_run:
         raise OptionError("-o/--output is missing: where to write the compressed model (or use --dry-run)")
     from .. import pipeline
+    from .._utils.files import check_output
     from ..calibration.store import MomentStore
-    from ..checkpoint.source import open_model
-    from ..duration import timed
-    from ..files import check_output
-    from ..proving import proved
+    from ..compression.duration import timed
+    from ..compression.validate_spec import proved
+    from ..models.dense_model import open_model
     from ..report.record import read_record
 
     for method in [chosen] if parts is None else chosen.values():
@@ -94,8 +94,8 @@ def command(
 
 def _both(model, methods, text, output: Path | None, mode: str, dtype: str, device: str, json: bool) -> None:
     """Each part with its own sparsity; without an output, the plans."""
-    from ..duration import timed
-    from ..parts import compress_parts
+    from ..components import compress_parts
+    from ..compression.duration import timed
 
     if output is None:
         return plan_parts(opened_parts(model, methods, text, dtype, device), None, json, mode)

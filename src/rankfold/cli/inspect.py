@@ -23,7 +23,7 @@ def command(
     from ..report.record import NAME, read_record
 
     if folder.exists() and not (folder / NAME).exists():
-        from ..checkpoint.given import resolve_model
+        from ..models.given import resolve_model
 
         resolve_model(folder)  # says what else it is
     record = read_record(folder)
@@ -31,7 +31,7 @@ def command(
 
 
 def _print(record: dict, out) -> None:
-    from ..report.card import measured_on
+    from ..report.model_card import measured_on
     from ..report.outcomes import excess_of, warnings_of
 
     counts, calibration = record["counts"], record["calibration"]

@@ -47,8 +47,8 @@ def command(
 
 
 def _one(model: str, part: str | None, json: bool) -> None:
-    from ..checkpoint.source import open_model
-    from ..proving import prove
+    from ..compression.validate_spec import prove
+    from ..models.dense_model import open_model
 
     source = open_model(model, part=part)
     proof = prove(source) if source.architecture.derived else None

@@ -152,7 +152,7 @@ def at_revision(model: str, revision: str | None) -> str:
         return model
     if Path(model).expanduser().exists():
         raise OptionError(f"--revision is of a hub id, and {model!r} lies here, got {revision!r}; leave it out")
-    from ..checkpoint.hub import split_revision
+    from ..models.hub import split_revision
 
     return "@".join(split_revision(model, revision))
 

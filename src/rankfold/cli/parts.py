@@ -59,8 +59,8 @@ def opened_parts(
 ) -> list[tuple]:
     """Each part of a model, what is done to it, and what it is calibrated on."""
     from ..architectures import PARTS
-    from ..checkpoint.source import open_model
-    from ..proving import proved
+    from ..compression.validate_spec import proved
+    from ..models.dense_model import open_model
 
     texts = text.of_parts([name for name in PARTS if name in methods])
     sources = [proved(open_model(model, dtype=dtype, device=device, part=name)) for name in texts]

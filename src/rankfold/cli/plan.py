@@ -34,15 +34,15 @@ def command(
     model = o.at_revision(model, revision)
     chosen = what.parse() if parts is None else methods_of_parts(parts, what)
     if output is not None:
-        from ..files import check_output
+        from .._utils.files import check_output
 
         check_output(output, "name")
     if parts is not None:
         return plan_parts(opened_parts(model, chosen, text, dtype, device), output, json, "sequential")
     from .. import pipeline
     from ..calibration.store import MomentStore
-    from ..checkpoint.source import open_model
-    from ..duration import timed
+    from ..compression.duration import timed
+    from ..models.dense_model import open_model
 
     source, tokens = open_model(model, dtype=dtype, device=device, part=part), None
     store = MomentStore.open(moments) if moments else None
@@ -56,7 +56,7 @@ def command(
 def predicted(source, method, tokens):
     """Moments that errors can be predicted from, for methods that take any."""
     from .. import pipeline
-    from ..scores import needed
+    from ..compression.importance import needed
 
     if "one-pass" not in method.modes:
         return None
@@ -66,7 +66,7 @@ def predicted(source, method, tokens):
 def plan_parts(opened: list[tuple], output: Path | None, as_json: bool, mode: str) -> None:
     """Show what would be done to each part; what writes is measured beside the dense tower, which it will not be."""
     from .. import pipeline
-    from ..duration import timed
+    from ..compression.duration import timed
 
     plans = []
     for source, method, tokens in opened:
@@ -80,7 +80,7 @@ def show(plans: list, output: Path | None, as_json: bool) -> None:
     first, *more = (plan.to_dict() for plan in plans)
     value = {"parts": {plan["part"]: plan for plan in (first, *more)}} if more else first
     if output is not None:
-        from ..files import write_json
+        from .._utils.files import write_json
 
         write_json(output, value)
     c.emit(

@@ -12,7 +12,7 @@ def quiet_libraries() -> Iterator[None]:
     """Show errors of transformers only, and no progress bars of loaders where stderr is a file."""
     import transformers
 
-    from ..progress import without_bars
+    from .._utils.progress import without_bars
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

@@ -10,25 +10,25 @@ import torch
 from torch import nn
 
 from .. import pipeline
+from .._utils.files import writing
+from .._utils.memory import release_memory
+from .._utils.progress import one_run, track
 from ..allocation import unique_parameters
-from ..budgets import choices
 from ..calibration.store import MomentStore
-from ..calibration.tokens import Tokens
 from ..checkpoint.load import load_model
-from ..checkpoint.source import Source
+from ..compression.budget import choices
+from ..compression.importance import available, needed
+from ..compression.plan import check
+from ..data.tokens import Tokens
 from ..errors import RankfoldError, option
 from ..evaluation.complexity import cache_bytes
-from ..files import writing
-from ..memory import release_memory
-from ..planning import check
-from ..progress import one_run, track
+from ..models.dense_model import Source
 from ..report.identity import comparison_identity, dtype_name
-from ..report.page import write_report, write_rows
 from ..report.record import environment, read_record, versions
-from ..scores import available, needed
 from .folder import DENSE, Folder
 from .grid import Cell
 from .measures import Measures
+from .report.page import write_report, write_rows
 
 __all__ = ["compare"]
 

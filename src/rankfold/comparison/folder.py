@@ -12,10 +12,10 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from .._utils.files import check_name, check_output, read_json, sweep, write_json, writing
+from .._utils.locking import lock_of, locked
+from .._utils.schema import NUMBER, Each, Maybe, check_record
 from ..errors import CheckpointError
-from ..files import check_name, check_output, read_json, sweep, write_json, writing
-from ..locking import lock_of, locked
-from ..records import NUMBER, Each, Maybe, check_record
 from ..report.record import PROBE_TEXTS
 from .grid import Cell
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..architectures import BlockView
+from ..compression.importance import ON_TEXT
 from ..errors import OptionError, check_choice
 from ..methods import Method, make_method, method_class
 from ..report.commands import option_text
-from ..scores import ON_TEXT
 
 __all__ = ["Cell", "Form", "cells_of"]
 

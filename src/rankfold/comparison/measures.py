@@ -9,13 +9,13 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from ..calibration.text import Text, column_of
-from ..calibration.windows import shown
-from ..checkpoint.source import Source
+from ..data.text import Text, column_of
+from ..data.windows import shown
 from ..errors import DataError
 from ..evaluation.speed import lengths, speed
 from ..evaluation.tasks import Questions
 from ..evaluation.text import Texts, timed_perplexity, windows_of_text
+from ..models.dense_model import Source
 
 __all__ = ["Accuracies", "Measure", "Measures", "Perplexities", "Speed"]
 

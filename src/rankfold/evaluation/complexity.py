@@ -14,9 +14,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
 from ..architectures import BlockView, architecture_of
-from ..budgets import attended_macs
-from ..checkpoint.source import Source
+from ..compression.budget import attended_macs
 from ..errors import OptionError, UnsupportedModelError
+from ..models.dense_model import Source
 from ..modules import CompressedAttention, LatentLinear, SparseLinear, SplitHeadLinear
 from ..modules.factors import triangle_macs
 from ..report.plan import Plan

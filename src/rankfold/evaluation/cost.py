@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.given import resolve_model
-from ..checkpoint.weights import Weights
+from .._utils.memory import release_memory
 from ..errors import OptionError, UnsupportedModelError
-from ..memory import release_memory
+from ..models.given import resolve_model
+from ..models.weights import Weights
 from ..report.record import environment, process_status
 from .complexity import cache_bytes, complexity
 from .speed import PROMPT, STEPS, lengths, prompts, run, speed

@@ -3,10 +3,10 @@
 from importlib import metadata
 from pathlib import Path
 
-from ..checkpoint.classes import check_writes
+from .._utils.progress import one_run
 from ..checkpoint.load import load_model, load_tokenizer
 from ..errors import OptionError
-from ..progress import one_run
+from ..models.auto_classes import check_writes
 from ..report.record import versions
 from .cost import Cost
 from .tasks import Questions

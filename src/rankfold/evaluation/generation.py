@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch
 
-from ..calibration.chats import has_half_character
-from ..calibration.tokens import tokenised
-from ..checkpoint.classes import check_writes
 from ..checkpoint.load import load_model, load_tokenizer
+from ..data.chats import has_half_character
+from ..data.tokens import tokenised
 from ..errors import CheckpointError, DataError, NumericsError, OptionError, first_line
+from ..models.auto_classes import check_writes
 
 __all__ = ["continue_text", "generate_text"]
 

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..calibration.text import decode, json_row
+from .._utils.files import write_json
+from ..data.text import decode, json_row
 from ..errors import DataError, OptionError, suggestion
-from ..files import write_json
 from .science_qa import SCIENCE_QA
 
 __all__ = ["LOCAL", "Form", "local_definition", "local_rows"]

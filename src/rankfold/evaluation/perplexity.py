@@ -10,10 +10,10 @@ import sys
 import torch
 from torch import Tensor, nn
 
+from .._utils.progress import track
 from ..calibration.moments import wide
-from ..calibration.windows import check_ids
+from ..data.windows import check_ids
 from ..errors import DataError, NumericsError, OptionError
-from ..progress import track
 
 __all__ = ["DEFINITION", "perplexity", "windows_of"]
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from .._utils.hardware import now
+from .._utils.progress import track
 from ..errors import OptionError
-from ..processor import now
-from ..progress import track
 
 __all__ = ["DEFINITION", "PROMPT", "STEPS", "lengths", "prompts", "run", "speed"]
 

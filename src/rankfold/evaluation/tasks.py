@@ -15,8 +15,8 @@ from types import SimpleNamespace
 
 import torch
 
+from .._utils.progress import count_steps, without_bars
 from ..errors import CheckpointError, NumericsError, OptionError, first_line, suggestion
-from ..progress import count_steps, without_bars
 from .local_tasks import LOCAL, local_definition, local_rows
 from .science_qa import SCIENCE_QA, by_column
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from torch import Tensor
 
 from ..architectures import family_of
-from ..calibration.framing import frame_of
 from ..calibration.likelihood import warn_of_guessing
-from ..calibration.text import Text, read_text, text_source
-from ..calibration.tokens import ids_of
-from ..checkpoint.classes import check_writes
 from ..checkpoint.load import load_model, load_tokenizer
+from ..data.special_tokens import frame_of
+from ..data.text import Text, read_text, text_source
+from ..data.tokens import ids_of
 from ..errors import CheckpointError, OptionError
+from ..models.auto_classes import check_writes
 from .perplexity import perplexity, windows_of
 
 __all__ = ["Texts", "evaluate_text", "timed_perplexity", "windows_of_text"]
@@ -28,7 +28,7 @@ class Texts:
     """Texts to compute perplexity on, and how.
 
     Args:
-        names: text sources; see :func:`~rankfold.calibration.text.read_text`.
+        names: text sources; see :func:`~rankfold.data.text.read_text`.
         length: window length, ``>= 2``; clamped to the model's context.
         limit: only the first windows of each, ``>= 1``.
         field: the column with the text, of files with rows.

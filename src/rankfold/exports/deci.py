@@ -3,10 +3,10 @@
 import dataclasses
 from pathlib import Path
 
+from .._utils.files import read_json, write_json, write_text
 from ..architectures import BlockView
-from ..checkpoint.source import Source
-from ..files import read_json, write_json, write_text
-from ..verifying import Probe
+from ..compression.verify import Probe
+from ..models.dense_model import Source
 from .folder import write_folder
 from .form import Form, stock_form
 from .gguf_file import check_family

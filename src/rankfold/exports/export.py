@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
+from .._utils.files import check_output, write_text
 from ..checkpoint.compressed import open_compressed
 from ..checkpoint.load import described
 from ..checkpoint.saving import creating
-from ..checkpoint.source import Source
+from ..compression.verify import TOLERANCE, Probe
 from ..errors import OptionError, UnsupportedModelError, suggestion
-from ..files import check_output, write_text
-from ..verifying import TOLERANCE, Probe
+from ..models.dense_model import Source
 from ..version import __version__
 from .deci import deci_form, write_deci
 from .folder import write_folder

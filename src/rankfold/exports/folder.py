@@ -4,11 +4,11 @@ from pathlib import Path
 
 import torch
 
+from .._utils.progress import track
 from ..checkpoint.run import as_written
 from ..checkpoint.shards import Shards, write_around
-from ..checkpoint.source import Source
-from ..progress import track
-from ..verifying import Probe
+from ..compression.verify import Probe
+from ..models.dense_model import Source
 from .form import Form
 from .padding import padded_state
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..architectures import Architecture, AttentionView, BlockView
 from ..checkpoint.load import empty_model
-from ..checkpoint.source import Source
+from ..models.dense_model import Source
 from ..modules import install
 from .reading import check_experts, read_heads, read_rising
 from .rotary import places_of, turning_by

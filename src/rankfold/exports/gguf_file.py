@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .._utils.progress import track
 from ..architectures import FIXED_ROTARY, AttentionView
-from ..checkpoint.gguf_config import FACTORS
 from ..checkpoint.run import as_written
-from ..checkpoint.source import Source
-from ..checkpoint.whole import read_gguf
+from ..compression.verify import Probe
 from ..errors import UnsupportedModelError
-from ..progress import track
-from ..verifying import Probe
+from ..models.dense_model import Source
+from ..models.gguf_config import FACTORS
+from ..models.whole import read_gguf
 from .form import Form
 from .gguf_tokens import write_tokenizer
 from .padding import padded_state

@@ -6,10 +6,10 @@ import torch
 
 from ..architectures import BlockView
 from ..checkpoint.load import described, empty_model
-from ..checkpoint.source import Source
-from ..checkpoint.weights import Weights
-from ..checkpoint.whole import read_config
 from ..errors import UnsupportedModelError
+from ..models.dense_model import Source
+from ..models.weights import Weights
+from ..models.whole import read_config
 from .form import parameters, stock_form
 
 __all__ = ["stock_parameters"]

@@ -6,7 +6,7 @@ Shape legend: N dense head width, R width of the heads here.
 import torch
 from torch import Tensor
 
-from ..checkpoint.gguf_config import longrope
+from ..models.gguf_config import longrope
 
 __all__ = ["places_of", "turning_by"]
 

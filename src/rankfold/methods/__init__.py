@@ -2,18 +2,18 @@
 
 from typing import TYPE_CHECKING
 
-from .._lazy import importing
+from .._utils.lazy import importing
 from .registry import METHODS, as_method, make_method, method_class, method_names, register_method
 
 if TYPE_CHECKING:
     from .base import BlockResult, Curve, Method, Stage, Unit
+    from .baselines.block_removal import BLOCK, SLEB, ShortGPT
+    from .baselines.semi_structured import PrunerZero, SparseGPT, TwoOfFour, Wanda
+    from .baselines.slicegpt import SliceGPT, SliceGPTMoDeGPT
+    from .baselines.structured import FLAP, KOBD, OBD, LLMPruner, LLMSurgeon, Magnitude, Strided
     from .latentllm import ASVD, FWSVD, SVD, SVDLLM, Bolaco, LatentLLM, RootCov
     from .modegpt import MoDeGPT
     from .rankfold import Rankfold
-    from .removal import BLOCK, SLEB, ShortGPT
-    from .semi_structured import PrunerZero, SparseGPT, TwoOfFour, Wanda
-    from .slicegpt import SliceGPT, SliceGPTMoDeGPT
-    from .slicing import FLAP, KOBD, OBD, LLMPruner, LLMSurgeon, Magnitude, Strided
     from .targets import TARGETS, fitted
 
 __all__ = [
@@ -59,8 +59,8 @@ __all__ = [
 
 _OTHERS = {
     ".base": ("BlockResult", "Curve", "Method", "Stage", "Unit"),
-    ".removal": ("BLOCK",),
-    ".semi_structured": ("TwoOfFour",),
+    ".baselines.block_removal": ("BLOCK",),
+    ".baselines.semi_structured": ("TwoOfFour",),
     ".targets": ("TARGETS", "fitted"),
 }
 __getattr__, __dir__ = importing(

@@ -9,17 +9,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .descriptions import check_attention
-from .kernels import (
-    add_alibi,
-    add_bias,
-    angles_at,
-    eager_attention,
-    masked,
-    of_one_length,
-    shares,
-    turn,
-    within,
-)
+from .kernels import add_alibi, add_bias, angles_at, eager_attention, masked, of_one_length, shares, turn, within
 from .latent import LatentRows
 from .layers import build_layer
 from .norms import PredictedNorm

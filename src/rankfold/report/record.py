@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
+from .._utils.files import read_json
+from .._utils.hardware import cpu_facts
+from .._utils.schema import NUMBER, Each, Maybe, check_record
 from ..errors import CheckpointError
-from ..files import read_json
-from ..processor import cpu_facts
-from ..records import NUMBER, Each, Maybe, check_record
 from ..version import __version__
 from .commands import records_of, reproduce_command
 

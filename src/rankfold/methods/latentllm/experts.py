@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..._utils.memory import release_memory
 from ...architectures import BlockView, Dense, ExpertsView
 from ...calibration.experts import ExpertMoment, RoutedTokens, energies
 from ...calibration.moments import BlockMoments
-from ...memory import release_memory
 from ..base import BlockResult
 from ..result import Latent, describe, tensors_of
 from .factor import local, prepare

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..._utils.memory import release_memory
 from ...architectures import BlockView, Dense
 from ...calibration.experts import STATISTICS
 from ...calibration.statistics import SAMPLE_ROWS
 from ...errors import UnsupportedModelError
-from ...memory import release_memory
 from ..base import BlockResult, Method, Unit
 from ..work import Work, multiplying, passing, times
 from .attention import ATTENTION, decompose_attention

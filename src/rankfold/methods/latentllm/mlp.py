@@ -4,10 +4,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from ..._utils.memory import release_memory
 from ...architectures import BlockView, Dense
 from ...calibration.moments import BlockMoments
 from ...linalg.joint_mlp import joint_mlp, mlp_error, varies
-from ...memory import release_memory
 from ..base import BlockResult
 from ..result import put_projection
 from .factor import Fit, local, prepare, product

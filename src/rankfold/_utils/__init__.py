@@ -1,0 +1,1 @@
+"""What has nothing to do with models: files, locks, progress, time."""

@@ -1,0 +1,95 @@
+"""Types of the arguments of public functions, checked against their annotations before anything runs."""
+
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence, Set
+
+from ..errors import OptionError
+
+__all__ = ["typed"]
+
+# What a type is called in a message, and where an object of it comes from.
+NAMES = {
+    "Examples": "examples (rankfold.load_examples)",
+    "Method": "a method (rankfold.make_method)",
+    "Module": "a PyTorch module",
+    "MomentStore": "moments (rankfold.calibrate)",
+    "NoneType": "None",
+    "Path": "a pathlib.Path",
+    "PreTrainedModel": "a transformers model",
+    "Source": "an open model (rankfold.open_model)",
+    "Tensor": "a tensor",
+    "Tokens": "tokens (rankfold.load_tokens)",
+    "bool": "True or False",
+    "float": "a number",
+    "int": "a whole number",
+    "str": "a str",
+}
+
+
+def typed(function: Callable, **hints) -> Callable:
+    """Wrap a public function: an argument that is not of its annotated type is refused in one line.
+
+    Args:
+        function: with annotations.
+        hints: types of arguments whose annotation cannot name them, because their module lies further up.
+
+    Returns:
+        A function that raises :class:`OptionError` for a wrong type, and otherwise calls ``function``.
+    """
+    signature = inspect.signature(function)
+    variable = {p.name for p in signature.parameters.values() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    named = {name: hint for name, hint in function.__annotations__.items() if name not in {"return", *variable, *hints}}
+    annotated = types.SimpleNamespace(__annotations__=named)  # what it returns may have a name for type checkers only
+    wanted = typing.get_type_hints(annotated, function.__globals__) | hints
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            if name in wanted and not _is_of(value, wanted[name]):
+                raise OptionError(
+                    f"{name} must be {_called(wanted[name])}, got {str(value)[:40]!r} of type {type(value).__name__}"
+                )
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _is_of(value, hint) -> bool:
+    """Whether a value is of an annotated type. Items are looked at where that does not use them up."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if hint is typing.Any:
+        return True
+    if origin in (typing.Union, types.UnionType):
+        return any(_is_of(value, one) for one in inner)
+    if origin is None:
+        return _is_instance(value, hint)
+    if not isinstance(value, origin) or (isinstance(value, str) and origin is Sequence):
+        return False
+    if origin is tuple:  # what takes several things together looks at them itself
+        return True
+    if isinstance(value, Mapping):
+        return all(_is_of(key, inner[0]) and _is_of(item, inner[1]) for key, item in value.items())
+    return not isinstance(value, Sequence | Set) or all(_is_of(item, inner[0]) for item in value)
+
+
+def _is_instance(value, hint: type) -> bool:
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, (int, float) if hint is float else hint)
+
+
+def _called(hint) -> str:
+    """Name a type in words."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        *most, last = [_called(one) for one in inner]
+        return f"{', '.join(most)} or {last}"
+    if origin is Callable:
+        return "a function"
+    if origin is not None:
+        joint = " to " if issubclass(origin, Mapping) else ", "
+        return f"{origin.__name__.lower()} of {joint.join(_called(one) for one in inner)}"
+    return NAMES.get(hint.__name__, f"a {hint.__name__}")

@@ -1,0 +1,167 @@
+"""Durable writes: a file is either whole or not there."""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..errors import CheckpointError
+
+__all__ = [
+    "check_name",
+    "check_output",
+    "read_json",
+    "sweep",
+    "sync_files",
+    "sync_folder",
+    "write_bytes",
+    "write_json",
+    "write_tensors",
+    "write_text",
+    "writing",
+]
+
+TEMPORARY = ".tmp"  # what is being written; a kill may leave it behind
+
+
+def check_output(output: Path, other: str = "folder") -> None:
+    """Raise :class:`CheckpointError` if ``output`` cannot become a new folder; ``other``: what to choose instead."""
+    check_name(output)
+    try:
+        if os.path.lexists(output):  # a link to nothing is in the way, too
+            raise CheckpointError(f"{output} exists already; choose another {other} or remove it")
+        if not output.parent.is_dir():
+            raise CheckpointError(f"{output.parent} is not a folder; make it first")
+        output.lstat()  # what lexists takes for "not there" may be a name that no file can have
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"cannot use {output}: {reason}; choose another {other}") from error
+
+
+def check_name(path: Path) -> None:
+    """Raise :class:`CheckpointError` where safetensors, which takes UTF-8 only, could not read what was written."""
+    try:
+        str(path).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise CheckpointError(f"the name {str(path)!a} is not UTF-8; choose another one") from error
+
+
+def _finish(temporary: Path, path: Path) -> None:
+    umask = os.umask(0)
+    os.umask(umask)
+    os.chmod(temporary, 0o666 & ~umask)  # safetensors makes files only their owner can read
+    _sync(temporary)
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def _sync(path: Path) -> None:
+    with open(path, "r+b") as handle:  # Windows syncs only what is open for writing
+        os.fsync(handle.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in a folder durable, where the system can."""
+    if os.name == "posix":
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def sync_files(place: Path) -> None:
+    """Make a file, or all files of a folder, durable, whoever wrote them."""
+    if place.is_file():
+        return _sync(place)
+    for path in sorted(place.iterdir()):
+        if path.is_file():
+            _sync(path)
+    sync_folder(place)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what killed writes left behind."""
+    for path in sorted(folder.rglob(f"*{TEMPORARY}")):
+        path.unlink()
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """One line for whatever stops a write, ours or a library's.
+
+    Raises:
+        CheckpointError: the disk is full, a folder is closed, ...
+    """
+    try:
+        yield
+    except Exception as error:
+        # safetensors and tokenizers report a full disk their own way; the latter as a bare Exception
+        if not isinstance(error, OSError | SafetensorError) and type(error) is not Exception:
+            raise
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"cannot write {path}: {reason}; free space or choose another folder") from error
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A temporary name to write to, which becomes ``path`` behind the block; after an error nothing of it is left."""
+    temporary = path.with_name(path.name + TEMPORARY)
+    with writing(path):
+        try:
+            yield temporary
+            _finish(temporary, path)
+        except (OSError, SafetensorError):
+            with contextlib.suppress(OSError):  # the first error is the one to tell
+                temporary.unlink()
+            raise
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write text, fsync, rename."""
+    # Names of files that are not UTF-8 reach Python as lone surrogates; as escapes JSON gives them back.
+    write_bytes(path, text.encode("utf-8", "backslashreplace"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write bytes, fsync, rename."""
+    with _replacing(path) as temporary:
+        temporary.write_bytes(content)
+
+
+def write_json(path: Path, value) -> None:
+    """Write JSON with a stable layout."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_json(path: Path) -> dict:
+    """Read a JSON object.
+
+    Raises:
+        CheckpointError: missing or damaged.
+    """
+    damaged = f"{path} is missing or damaged"
+    try:
+        if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
+            raise CheckpointError(f"{damaged} (it is not a file); remove it")
+        value = json.loads(path.read_text(encoding="utf-8"))
+        json.dumps(value, allow_nan=False)  # Python reads NaN, which is no JSON
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{damaged} ({error}); copy or make it again") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{damaged} (expected an object, got {type(value).__name__}); copy or make it again")
+    return value
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file, fsync, rename."""
+    with _replacing(path) as temporary:
+        ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(ready, temporary, metadata=metadata)

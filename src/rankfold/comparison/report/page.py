@@ -1,0 +1,104 @@
+"""The report of a comparison: records, table, pictures, and one page that needs nothing but itself."""
+
+import base64
+import json
+import re
+from pathlib import Path
+
+import jinja2
+import markupsafe
+
+from ..._utils.files import write_text
+from ...report.commands import compare_command
+from .layers import layer_pictures
+from .plots import INKS, Drawn, Picture, drawn, result_pictures, write_pictures
+from .table import cells_of_table, markdown
+
+__all__ = ["pictures", "write_report", "write_rows"]
+
+RESULTS, TABLE, PLOTS, PAGE = "results.jsonl", "table.md", "plots", "report.html"
+MEANING = {
+    "removed": "fraction of the counted weights that is gone: linear weights of the blocks, unless the method says of=model",
+    "M parameters, MiB": "of the whole model, embeddings included, as it is written; tied matrices once",
+    "measured": "one-pass: on the dense model, with moments that all such rows share; sequential: every block on what the "
+    "compressed blocks before it send, anew for this row",
+    "compressing, s": "wall time of this row on this machine; of rows that share moments without measuring these",
+    "× dense": "median over rounds of the speed over the dense model's in the same round",
+}
+
+
+def write_rows(folder: Path, rows: list[dict]) -> None:
+    """``results.jsonl`` and ``table.md``."""
+    write_text(folder / RESULTS, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+    write_text(folder / TABLE, markdown(rows))
+
+
+def write_report(folder: Path, config: dict, rows: list[dict]) -> None:
+    """Everything that is made out of the rows of a comparison.
+
+    Args:
+        folder: where to; files of an earlier report are replaced.
+        config: ``compare.json``.
+        rows: the first one is the dense model.
+    """
+    write_rows(folder, rows)
+    found = [drawn(picture) for picture in pictures(rows)]
+    write_pictures(found, folder / PLOTS)
+    write_text(folder / PAGE, page(config, rows, found, folder.resolve().name))
+
+
+def pictures(rows: list[dict]) -> list[Picture]:
+    """Return every picture that the rows give; the first row is the dense model."""
+    return result_pictures(rows) + layer_pictures([row for row in rows if row["status"] == "done"][1:])
+
+
+def page(config: dict, rows: list[dict], found: list[Drawn], name: str) -> str:
+    """The page as HTML; nothing in it is loaded from elsewhere, and whatever the records say is text."""
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    environment.filters |= {"embedded": embedded, "breakable": breakable}
+    header, lines = cells_of_table(rows)
+    done = [row for row in rows if row["status"] == "done"]
+    return environment.get_template("page.html.j2").render(
+        identity=config["identity"],
+        commands=[compare_command(config["identity"], run, name) for run in config["runs"]],
+        header=header,
+        lines=list(zip(rows, lines, strict=True)),
+        done=done,
+        failed=[row for row in rows if row["status"] == "failed"],
+        tasks=done[0]["measures"].get("tasks", {}),
+        groups=_grouped(found),
+        environments=_distinct({**row["environment"], **row["versions"]} for row in done),
+        definitions=MEANING | _definitions(done[0]["measures"]),
+        inks=INKS,
+    )
+
+
+def _grouped(found: list[Drawn]) -> dict[str, list[Drawn]]:
+    groups: dict[str, list[Drawn]] = {}
+    for one in found:
+        groups.setdefault(one.picture.group, []).append(one)
+    return groups
+
+
+def embedded(svg: str) -> str:
+    """A picture as the address of itself."""
+    return "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
+
+
+def breakable(text: str) -> markupsafe.Markup:
+    """A label that may be broken between its options."""
+    return markupsafe.Markup("<wbr>").join(re.split(r"(?<=[:,])", text))
+
+
+def _definitions(measures: dict) -> dict[str, str]:
+    found = {"perplexity": measures["texts"][0]["definition"]}
+    return found | ({"prefill, decode": measures["speed"]["definition"]} if "speed" in measures else {})
+
+
+def _distinct(facts) -> list[dict]:
+    found = []
+    for one in facts:
+        if one not in found:
+            found.append(one)
+    return found

@@ -1,0 +1,1 @@
+"""The steps of one compression, in the order in which they run."""

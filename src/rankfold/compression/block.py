@@ -1,0 +1,93 @@
+"""One block through the stages of a method: measure it as it is, decompose, replace."""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+
+from .._utils.memory import release_memory
+from .._utils.stopwatch import time_spent
+from ..architectures import BlockView
+from ..calibration.moments import BlockMoments, moved
+from ..calibration.store import MomentStore
+from ..calibration.supply import FromDense, FromStore, FromStreams
+from ..errors import NumericsError
+from ..methods import BlockResult, Method, Stage
+from ..models.block_reader import BlockReader
+from ..models.dense_model import Source
+from .held_out import HeldOut, NothingHeldOut
+from .output import InFolder, InMemory
+from .probe_texts import NoProbeTexts, ProbeTexts
+from .replace import replace
+
+__all__ = ["Work", "algebra", "decompose", "run_stages"]
+
+
+class Work(NamedTuple):
+    """What every block of a compression meets."""
+
+    source: Source
+    method: Method
+    read: BlockReader
+    supply: FromStore | FromDense | FromStreams  # where its moments come from
+    watch: HeldOut | NothingHeldOut  # what looks at the result on text that was not fitted
+    probes: ProbeTexts | NoProbeTexts  # and on other kinds of text
+    into: InMemory | InFolder  # where it goes
+    gradients: MomentStore | None = None  # of the dense model, where the method reads any
+    shared: BlockMoments = MappingProxyType({})  # of all blocks of the dense model together, likewise
+
+
+def run_stages(work: Work, view: BlockView, ranks: dict[str, int]) -> tuple[BlockView, BlockResult]:
+    """Compress a block; the modules in it are the smaller ones then."""
+    whole = BlockResult({}, {}, {})
+    for stage in work.method.stages(view, ranks):
+        view, whole = run_stage(work, view, stage, whole)
+    return view, whole
+
+
+def run_stage(work: Work, view: BlockView, stage: Stage, whole: BlockResult) -> tuple[BlockView, BlockResult]:
+    """Measure the block as it is, decompose, replace; what came of it is added to ``whole``."""
+    beside = dict(work.shared) | (work.gradients[view.index] if work.gradients else {})
+    moments = work.supply.take(view, stage.statistics) | beside
+    held_out = functools.cache(lambda: work.watch.measure(view, stage.statistics))  # late, because moments are large
+    release_memory()
+    result = decompose(stage, view, moments, held_out)
+    del moments
+    if held_out() is not None:
+        with time_spent("decomposition"):
+            for module, error in result.errors.items():
+                result.reports[module]["held_out_error"] = error(held_out())
+    view = replace(view, result, work.source)
+    whole.modules.update(result.modules)
+    whole.state.update(result.state)
+    for module, report in result.reports.items():
+        whole.reports.setdefault(module, {}).update(report)
+    return view, whole._replace(basis=result.basis)
+
+
+def decompose(stage: Stage, view: BlockView, moments, held_out=lambda: None) -> BlockResult:
+    """What a stage makes of a block.
+
+    Raises:
+        NumericsError: what comes up in the linear algebra, with the block.
+    """
+    with algebra(view) as view:
+        return stage.decompose(view, moved(moments, view.device), held_out)
+
+
+@contextlib.contextmanager
+def algebra(view: BlockView) -> Iterator[BlockView]:
+    """The block where there is fp64, for linear algebra on its weights; what comes up in it is raised with the block's name.
+
+    Raises:
+        NumericsError: a matrix is singular or not finite.
+    """
+    try:
+        # MPS has no fp64; factors go back to the device when they are installed.
+        with time_spent("decomposition"):
+            yield view.on_cpu() if view.device.type == "mps" else view
+    except (torch.linalg.LinAlgError, ValueError) as error:
+        raise NumericsError(f"{view.path}: {error}") from error

@@ -1,0 +1,90 @@
+"""Which blocks a model does best without, found one after another: SLEB (arXiv:2402.09025).
+
+Every block that is still there is left out once, what the blocks behind it make of that is carried to the end, and the block
+without which the text is predicted best goes for good. Then the same on the model that is left. All candidates of a round are
+tried side by side: only one block is resident at a time, and beside the stream of what is left run as many others as blocks
+have been left out so far.
+"""
+
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+import torch
+
+from .._utils.memory import release_memory
+from .._utils.progress import track
+from ..allocation import Cost
+from ..calibration.runner import Stream, advance, start
+from ..data.batches import Data
+from ..methods import BLOCK
+from ..models.block_reader import BlockReader
+from ..models.dense_model import Source
+from .held_out import nats_per_token
+
+__all__ = ["Order", "losses_without", "removal_order"]
+
+log = logging.getLogger(__name__)
+
+Order = dict[
+    tuple[int, str], Cost
+]  # (block, "block") -> {0: it goes as number ..., 1: 0.0}; blocks that stay have no rank 0
+
+
+def removal_order(
+    source: Source, ids: Data, sizes: dict[int, int], remove: int, known: Order, keep: Callable[[Order], None]
+) -> Order:
+    """Which blocks go, and in which order.
+
+    Args:
+        source: an open model.
+        ids: calibration windows, or examples.
+        sizes: what every block that may go takes of the budget.
+        remove: how much must go.
+        known: what an earlier run found before it was stopped; may be empty.
+        keep: called with all that is found whenever a block is.
+
+    Cost: for every block removed about half a forward over the windows, and the head once, for every block that is left; memory
+    for as many residual streams as there are blocks.
+    """
+    gone = sorted((block for block, _ in known if 0 in known[block, BLOCK]), key=lambda b: known[b, BLOCK][0])
+    while sum(sizes[block] for block in gone) < remove:
+        losses = losses_without(source, ids, gone, sizes.keys() - set(gone))
+        best = min(losses, key=lambda block: (losses[block], block))
+        gone.append(best)
+        log.info("block %d goes as number %d: %.4f nats per token without it", best, len(gone), losses[best])
+        keep(_order(gone, sizes))
+    return _order(gone, sizes)
+
+
+def _order(gone: list[int], sizes: dict[int, int]) -> Order:
+    places = {block: {0: float(place)} for place, block in enumerate(gone, 1)}
+    return {(block, BLOCK): {1: 0.0} | places.get(block, {}) for block in sizes}
+
+
+@torch.no_grad()
+def losses_without(source: Source, ids: Data, gone: Collection[int], candidates: Collection[int]) -> dict[int, float]:
+    """Candidate -> nats per predicted token when it is left out, too.
+
+    Args:
+        gone: blocks that are left out already.
+        candidates: blocks to leave out one at a time; none of ``gone``.
+    """
+    stream, read, tried = start(source, ids, autocast=source.autocast), BlockReader(source), []
+    batches = len(stream.hidden)  # of what is left; every candidate adds as many
+    for index in track(range(len(source)), f"looking for block {len(gone) + 1} to remove"):
+        if index in gone:
+            continue
+        passed = stream.hidden[:batches] if index in candidates else []
+        advance(read(index), stream)
+        if passed:
+            stream.hidden += passed
+            stream.calls += stream.calls[:batches]
+            tried.append(index)
+        release_memory()
+    own = (_part(stream, batches, place) for place in range(1, len(tried) + 1))
+    return {index: nats_per_token(source, ids, part) for index, part in zip(tried, own, strict=True)}
+
+
+def _part(stream: Stream, batches: int, place: int) -> Stream:
+    return replace(stream, hidden=stream.hidden[place * batches : (place + 1) * batches], calls=stream.calls[:batches])

@@ -1,0 +1,165 @@
+"""Tell how long a compression takes before it is done.
+
+    forwards and moments: one block on one batch, as the method's stages run it -- times blocks and tokens
+    linear algebra:       what the method declares that it does                 -- times rates of this device
+
+While a run lasts, :mod:`rankfold._utils.progress` estimates what is left by what was done.
+
+Cost: a few passes of one block over one batch, and a second or two for the rates.
+"""
+
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+from .._utils.hardware import now
+from .._utils.stopwatch import timed_run
+from ..allocation import averages
+from ..architectures import BlockView
+from ..calibration.backward import PASSES
+from ..calibration.runner import Stream, advance, batch_tokens, measure, outputs, start
+from ..calibration.statistics import STATISTICS
+from ..calibration.streams import Streams
+from ..calibration.supply import FromDense, FromStreams
+from ..data.batches import noise, tokens_in
+from ..data.probes import most_tokens
+from ..errors import OptionError
+from ..methods import BLOCK, Method, make_method
+from ..methods.work import Work, of_trial
+from ..models.dense_model import Source
+from ..report.plan import Plan
+from .held_out import nats_per_token
+from .importance import of_dense, statistics_of
+from .kl_divergence import LENGTH, WINDOWS, fit_tokens, least_rank, tried_ranks
+from .rates import seconds_for
+
+__all__ = ["estimated_seconds", "timed"]
+
+HEAD_TOKENS = 512  # that norm and head are timed on
+HEAD_PASSES = 3.0  # through norm and head that a backward pass takes
+
+
+class _Rates(NamedTuple):
+    """Seconds of one block of this model on this device."""
+
+    read: float  # a block
+    forward: float  # a token
+    stages: float  # a token through all that a compression does to a block, but for its linear algebra
+    dense: float  # a token of a dense block, whose moments the allocation wants
+    alone: float  # the same for a measured allocation
+    head: float  # a token through norm and head
+
+
+def timed(the_plan: Plan, source: Source, calibration: dict, mode: str) -> Plan:
+    """The plan with an estimate of the time :func:`rankfold.compress` takes.
+
+    Args:
+        calibration: description of the calibration tokens.
+        mode: one of the method's.
+
+    Raises:
+        OptionError: unknown mode.
+    """
+    return replace(the_plan, seconds=sum(estimated_seconds(the_plan, source, calibration, mode).values()))
+
+
+@timed_run()  # not a part of the run that asks
+def estimated_seconds(the_plan: Plan, source: Source, calibration: dict, mode: str) -> dict[str, float]:
+    """Estimate the seconds of every part of a compression; arguments as for :func:`timed`."""
+    options = dict(the_plan.method)
+    method = make_method(options.pop("method"), **options)
+    if mode not in method.modes:
+        raise OptionError(f"mode must be {' or '.join(method.modes)}, got {mode!r}")
+    blocks, tokens, length = len(source), calibration["tokens"], calibration["length"]
+    held_out = calibration.get("held_out", 0) * length
+    rates = _measured_rates(source, method, the_plan, mode, length)
+    removed = sum(m.module == BLOCK and m.rank == 0 for m in the_plan.modules)
+    passed = (tokens + held_out) * rates.stages + held_out * rates.forward + tokens * rates.dense
+    seconds = {
+        "reading and writing": 3 * blocks * rates.read,  # read, written, read back
+        "blocks": blocks * passed + 2 * held_out * rates.head,
+        "linear algebra": seconds_for(_work(source, method, the_plan), source.device),
+        "probe texts": 2 * most_tokens(source) * (blocks * rates.forward + rates.head),  # dense and compressed
+        "search": tokens * method.search(blocks, removed) * rates.forward,
+    }
+    if seconds["search"]:  # every candidate predicts the text
+        seconds["search"] += tokens * rates.head * sum(blocks - gone for gone in range(removed))
+    if the_plan.gradient_windows:
+        passed = PASSES * blocks * rates.forward + HEAD_PASSES * rates.head
+        seconds["gradients"] = the_plan.gradient_windows * length * passed
+    if method.allocation == "measured":
+        seconds["measured allocation"] = _allocation(source, method, the_plan, calibration, rates)
+    return seconds
+
+
+def _work(source: Source, method: Method, the_plan: Plan) -> Work:
+    """Linear algebra of all blocks."""
+    found = Work()
+    for index in range(len(source)):
+        ranks = the_plan.ranks(index)
+        if ranks.get(BLOCK) != 0:
+            found += method.work(source.meta_block(index), ranks)
+    return found
+
+
+def _measured_rates(source: Source, method: Method, the_plan: Plan, mode: str, length: int) -> _Rates:
+    """Run one block in the middle, whose kind most are of."""
+    index = len(source) // 2
+    ids = noise(source.part, max(1, batch_tokens(source) // length), length)
+    tokens = tokens_in(ids, source.part)
+    stream = start(source, ids, autocast=source.autocast)
+    clock = partial(_seconds, source)
+    read = clock(lambda: source.block(index))
+    view = source.block(index)
+    advance(view, stream.copy())  # warms up
+    forward = min(clock(lambda: advance(view, stream.copy())) for _ in range(2)) / tokens
+    wanted = of_dense(source, method) if mode == "sequential" else set()
+    dense = clock(lambda: measure(view, stream.copy(), wanted, step=True)) / tokens if wanted else 0.0
+    alone = 0.0
+    if method.allocation == "measured":
+        statistics = method.alone(view).statistics(view)
+        alone = clock(lambda: measure(view, stream.copy(), statistics, step=True)) / tokens
+    stages = clock(lambda: _through_stages(source, method, view, the_plan.ranks(index), stream, mode)) / tokens
+    some = noise(source.part, 1, min(length, HEAD_TOKENS))
+    behind = start(source, some, autocast=source.autocast)
+    predict = nats_per_token if source.architecture.decoder else outputs
+    head = clock(lambda: predict(source, some, behind)) / tokens_in(some, source.part)
+    return _Rates(read, forward, stages, dense, alone, head)
+
+
+def _seconds(source: Source, run) -> float:
+    begin = now(source.device)
+    run()
+    return now(source.device) - begin
+
+
+def _through_stages(source: Source, method: Method, view: BlockView, ranks, stream: Stream, mode: str) -> None:
+    """What a compression does to a block, in place of whose smaller modules the dense ones run."""
+    if mode == "one-pass":
+        supply = FromDense(stream.copy())
+    else:
+        two = any(STATISTICS[name].two_streams for name in statistics_of(source, method))
+        supply = FromStreams(Streams(stream.copy(), stream.copy() if two else None))
+    supply.enter(view, skip=False)
+    for stage in method.stages(view, ranks):
+        supply.take(view, stage.statistics)
+    supply.follow(view)
+
+
+def _allocation(source: Source, method: Method, the_plan: Plan, calibration: dict, rates: _Rates) -> float:
+    """Seconds of :func:`rankfold.compression.kl_divergence.measure_costs`."""
+    blocks, work, trials = len(source), Work(), 0
+    units = [unit for index in range(blocks) for unit in method.units(source.meta_block(index))]
+    losing = averages(units, method, the_plan.counted_weights)
+    units = [unit for unit in units if (unit.block, unit.module) in losing]
+    for unit in units:
+        view, average = source.meta_block(unit.block), losing[unit.block, unit.module]
+        alone, tried = method.alone(view), tried_ranks(method, unit, average)
+        trials += len(tried)
+        work += alone.work_of_curve(view, unit, least_rank(unit, average))
+        for rank in tried:
+            work += of_trial(alone.work(view, {unit.module: rank}))
+    fit = min(calibration["tokens"], fit_tokens(units))
+    compared = min(WINDOWS, calibration.get("held_out") or calibration["samples"]) * min(LENGTH, calibration["length"])
+    passed = blocks * fit * rates.alone + compared * rates.forward * (blocks + trials + trials * (blocks - 1) / 2)
+    return passed + blocks * rates.read + compared * (trials + 1) * rates.head + seconds_for(work, source.device)

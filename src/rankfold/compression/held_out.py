@@ -1,0 +1,196 @@
+"""Windows kept out of the fit: what a compression does to text it has not seen.
+
+Errors on the calibration text are training errors, and means over tokens: a module can look fine while the one token that all
+later ones attend to is lost. So some windows stay out of every fit and run beside it twice, through the dense blocks and
+through the compressed ones. They give every module's error there, how far the two streams drift apart block by block, and in
+the end both perplexities; of an encoder, which predicts nothing, how far its last states have moved. A run that destroys a
+model must not look like a success.
+"""
+
+import logging
+import math
+import sys
+
+import torch
+from torch import Tensor, nn
+
+from .._utils.stopwatch import time_spent
+from ..architectures import BlockView
+from ..calibration.likelihood import Comparison, compare_losses, perplexity_of, token_losses, warn_of_guessing
+from ..calibration.moments import BlockMoments, wide
+from ..calibration.runner import Stream, advance, outputs, start
+from ..calibration.streams import Streams
+from ..calibration.supply import FromDense, FromStreams
+from ..data.batches import Data, again, length_of
+from ..errors import method_option
+from ..models.dense_model import Source
+
+__all__ = ["HeldOut", "NothingHeldOut", "explained_ratio", "is_damaged", "nats_per_token"]
+
+log = logging.getLogger(__name__)
+
+SMALL = (
+    1.05  # a ratio of perplexities that is no damage at any sparsity: a change of dtype alone may cost a fifth of it
+)
+CERTAIN = 2  # standard errors between a loss and what is explained, before a model is called damaged
+
+
+def explained_ratio(sparsity: float) -> float:
+    """Largest ratio of perplexities that a sparsity explains: ``(1 - sparsity)^-3``, and 1.05 at least.
+
+    A rule of thumb that sound runs stay well below and broken ones leave far behind (docs/metrics.md).
+    """
+    return max((1 - sparsity) ** -3, SMALL)
+
+
+def is_damaged(found: Comparison, sparsity: float) -> bool:
+    """Tell whether more is lost than the sparsity explains and than the noise of so few tokens could be."""
+    if found.standard_error is None:  # of a single observation nothing is known
+        return False
+    return not found.difference - CERTAIN * found.standard_error <= math.log(explained_ratio(sparsity))
+
+
+class HeldOut:
+    """Follows one compression on windows that it is not fitted to.
+
+    Args:
+        source: the dense model.
+        ids: ``(S, T)`` token ids, images, or image-text examples.
+        sequential: whether blocks are fitted to what the compressed blocks before them send, or to the dense stream.
+    """
+
+    def __init__(self, source: Source, ids: Data, *, sequential: bool):
+        self.source, self.ids, self.sequential = source, ids, sequential
+        self.dense = start(source, ids, autocast=source.autocast)
+        self.small = self.dense.copy()
+        self.supply = FromStreams(Streams(self.small, self.dense)) if sequential else FromDense(self.dense)
+        self.drift: list[float] = []  # of the compressed from the dense stream, behind every block
+
+    def enter(self, view: BlockView, *, skip: bool) -> None:
+        """Go through the dense block; ``skip``: nobody will measure it."""
+        self.supply.enter(view, skip=skip)
+
+    def measure(self, view: BlockView, statistics: set[str]) -> BlockMoments:
+        """Moments of the block as it is now, on the held-out windows."""
+        return self.supply.take(view, statistics)
+
+    def follow(self, view: BlockView) -> None:
+        """Go through the compressed block in its place."""
+        self.supply.follow(view)
+        if not self.sequential:
+            advance(view, self.small)
+        self.drift.append(_drift(self.dense.hidden, self.small.hidden))
+
+    def so_far(self) -> str:
+        """Return what is known behind the last block."""
+        return f"error of the stream on held-out windows {self.drift[-1]:.3f}" if self.drift else ""
+
+    @time_spent("forward")
+    def finish(self, sparsity: float, *, protects: bool = True) -> dict:
+        """What came out, and a warning where the model is damaged; that is logged too.
+
+        Args:
+            protects: whether the method can leave single blocks dense, which the warning then suggests.
+        """
+        facts = {"windows": len(self.ids), "length": length_of(self.ids, self.source.part)}
+        found, damage = (self._perplexities if self.source.architecture.decoder else self._states)(sparsity)
+        facts |= found | {"stream_errors": self.drift, "warning": None}
+        if damage:
+            block = self._breaks_away()
+            facts |= {"breaks_away_at": block}
+            advice = f"Protect it ({method_option('protect', (block,))}), lower" if protects else "Lower"
+            facts["warning"] = (
+                f"THE MODEL IS DAMAGED: {damage}; the stream breaks away at block {block}. {advice} the sparsity, or calibrate "
+                f"on more {self._what}"
+            )
+            log.warning(facts["warning"])
+        return facts
+
+    def _perplexities(self, sparsity: float) -> tuple[dict, str | None]:
+        """Both, and what is wrong where the compressed one is beyond what the sparsity explains."""
+        losses = (token_losses(self.source, self.ids, stream) for stream in (self.dense, self.small))
+        found, limit = compare_losses(*losses), explained_ratio(sparsity)
+        dense, small = perplexity_of(found.dense), perplexity_of(found.compressed)
+        text = f"the held-out calibration {self._what}"
+        facts = {
+            "perplexity_dense": dense,
+            "perplexity": small,
+            "ratio": perplexity_of(found.difference),
+            "standard_error": found.standard_error,
+            "explained_ratio": limit,
+            "dense_warning": warn_of_guessing(found.dense, self.source.config.vocab_size, text),
+        }
+        if not is_damaged(found, sparsity):
+            return facts, None
+        return facts, (
+            f"perplexity on held-out calibration {self._what} goes from {dense:.1f} to {small:.1f}, more than sparsity "
+            f"{sparsity:.2f} explains (x {limit:.1f})"
+        )
+
+    def _states(self, sparsity: float) -> tuple[dict, str | None]:
+        """How far the states behind the last norm have moved, and what is wrong where a constant would be as near."""
+        apart, energy, alike, total, tokens = 0.0, 0.0, 0.0, 0.0, 0
+        for some, dense, small in zip(
+            again(self.ids, self.dense.hidden), self.dense.hidden, self.small.hidden, strict=True
+        ):
+            a, b = (wide(outputs(self.source, some, self.dense, x).flatten(0, 1)) for x in (dense, small))
+            apart += (a - b).square().sum().item()
+            energy, total = energy + a.square().sum().item(), total + a.sum(0)
+            alike += nn.functional.cosine_similarity(a, b, dim=-1).sum().item()
+            tokens += len(a)
+        varies = max(energy - total.square().sum().item() / tokens, sys.float_info.min)
+        facts = {"state_error": (apart / varies) ** 0.5, "cosine": alike / tokens}
+        if facts["state_error"] < 1:
+            return facts, None
+        return facts, (
+            f"its last states on held-out {self._what} are as far from the dense model's as a constant would be (relative "
+            f"error {facts['state_error']:.2f})"
+        )
+
+    @property
+    def _what(self) -> str:
+        if self.source.part.takes_images:
+            return "images"
+        return "text" if isinstance(self.ids, Tensor) else "examples"
+
+    def _breaks_away(self) -> int:
+        """The block behind which the drift has grown most."""
+        before = [0.0, *self.drift[:-1]]
+        return max(range(len(self.drift)), key=lambda i: self.drift[i] - before[i])
+
+
+class NothingHeldOut:
+    """Where all windows are fitted to: says nothing."""
+
+    def enter(self, view, *, skip: bool) -> None:
+        pass
+
+    def measure(self, view, statistics) -> None:
+        return None
+
+    def follow(self, view) -> None:
+        pass
+
+    def so_far(self) -> str:
+        return ""
+
+    def finish(self, sparsity: float, *, protects: bool = True) -> None:
+        log.warning("no calibration window was kept out of the fit, so nothing checks the result; evaluate it")
+
+
+@time_spent("forward")
+def nats_per_token(source: Source, ids: Data, stream: Stream) -> float:
+    """Mean loss per predicted token of what norm and head make of a stream behind the last block.
+
+    Args:
+        ids: what the stream was started from.
+    """
+    return torch.cat(token_losses(source, ids, stream)).double().mean().item()
+
+
+def _drift(dense: list[Tensor], small: list[Tensor]) -> float:
+    """RMS difference of two streams over the RMS of the first."""
+    pairs = list(zip(dense, small, strict=True))
+    gap = torch.stack([(a.float() - b.float()).square().sum() for a, b in pairs]).sum()
+    whole = torch.stack([a.float().square().sum() for a, _ in pairs]).sum()
+    return (gap / whole).sqrt().item()

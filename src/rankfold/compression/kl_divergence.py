@@ -1,0 +1,293 @@
+"""What compressing each module alone does to the model's predictions, and so what every rank of it would cost.
+
+A module's relative error says nothing about what the rest of the model makes of it. So every module is compressed alone, to
+the sparsity that all would have, and its block's output carried through the dense blocks behind it: the divergence of the
+predictions there is its effect; of an encoder, the change of its last states. Between ranks it grows like the squared error;
+where a whole module may go, that is tried as well. Only one block is resident at a time; beside the dense stream as many
+short ones as there were trials so far go through it.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .._utils.files import read_json, write_json
+from .._utils.memory import release_memory
+from .._utils.progress import track
+from .._utils.stopwatch import time_spent
+from ..allocation import Cost, largest_sparsity
+from ..architectures import BlockView
+from ..calibration.moments import wide
+from ..calibration.runner import (
+    IGNORED,
+    Call,
+    Stream,
+    advance,
+    batch_tokens,
+    measure,
+    outputs,
+    outputs_at,
+    start,
+    targets_of,
+)
+from ..calibration.store import MomentStore
+from ..data.batches import Batch, Data, again, first, length_of
+from ..data.tokens import Tokens
+from ..errors import CheckpointError
+from ..methods import Curve, Method, Unit
+from ..models.block_reader import BlockReader
+from ..models.dense_model import Source
+from .block import algebra, decompose
+from .replace import replaced
+
+__all__ = ["Costs", "fit_tokens", "least_rank", "measure_costs", "read_costs", "tried_ranks", "write_costs"]
+
+Costs = dict[tuple[int, str], Cost]  # (block, module) -> rank -> nats per token
+
+FIT_TOKENS = 8192  # that curves are measured on
+PER_DIMENSION = 4  # as many more for wide MLPs as make a moment of full rank
+WINDOWS, LENGTH = 4, 128  # that predictions are compared on
+ROWS = 16  # of logits that are compared at a time: those of a whole window do not fit a processor's caches
+# Of the largest squared error on a curve: with less a rank loses little but what does nothing, and its effect is rounding.
+# Models whose units all do something are far above: SmolLM2 at sparsity 0.3 has 0.09 and more.
+MEASURABLE = 1e-3
+TOGETHER = 4  # modules tried whose streams go through a block as one batch
+
+
+@torch.no_grad()
+def measure_costs(
+    source: Source,
+    method: Method,
+    tokens: Tokens,
+    units: list[Unit],
+    averages: dict,
+    gradients: MomentStore | None = None,
+) -> Costs:
+    """Expected divergence of the predictions when a module has a rank and all others are dense.
+
+    Args:
+        source: an open model.
+        method: one that has curves (:meth:`rankfold.methods.Method.curve`).
+        tokens: calibration windows; predictions are compared on held-out ones where there are any.
+        units: of all blocks.
+        averages: ``(block, module)`` -> mean sparsity of the budget it belongs to; units without one stay dense.
+        gradients: statistics of a backward pass, where the method reads any.
+
+    Returns:
+        ``(block, module)`` -> rank -> nats per token, mean ``KL(dense || with this module compressed)``; for an encoder the
+        squared relative change of the states behind its last norm.
+
+    Cost: for the curves one pass over 8k tokens or more, for the effects about half a forward of 512 tokens for every module,
+    and as much again for every one that may go as a whole.
+    """
+    units = [unit for unit in units if (unit.block, unit.module) in averages]
+    if not units:
+        return {}
+    fit = start(source, _some_to_fit(source, tokens.ids, units), autocast=source.autocast)
+    ids = _some_to_compare(source, tokens.ids if tokens.held_out is None else tokens.held_out)
+    dense, tried = start(source, ids, autocast=source.autocast), Stream([], [], source.autocast)
+    together = _side_by_side(source, ids)
+    read, curves, references, trials = BlockReader(source), {}, {}, []
+    for index in track(range(len(source)), "measuring effects"):
+        view = read(index)
+        mine = [unit for unit in units if unit.block == index]
+        moments = measure(view, fit, method.alone(view).statistics(view), step=True) | (
+            gradients[index] if gradients else {}
+        )
+        for unit in mine:
+            key, average = (index, unit.module), averages[index, unit.module]
+            curves[key], found = _curve(method, view, moments, unit, average)
+            moments |= found
+            references[key] = _reference(unit, average, curves[key])
+        here = [(u.module, rank) for u in mine for rank in _to_try(method, u, references[index, u.module])]
+        sent = [_output(source, method, view, moments, _with(method, *trial), dense) for trial in here]
+        trials += [(index, *trial) for trial in here]
+        advance(view, dense)
+        advance(view, tried)
+        _append(tried, sent, dense, together)
+        del view, moments
+        release_memory()
+    effects = dict(zip(trials, _divergences(source, ids, dense, tried), strict=True))
+    found = {}
+    for unit in units:
+        key = unit.block, unit.module
+        found[key] = _scaled(curves[key], references[key], effects[*key, references[key]])
+        if unit.ranks[0] == 0:  # what goes with another module is counted there
+            found[key][0] = effects.get((*key, 0), 0.0)
+    return found
+
+
+def _to_try(method: Method, unit: Unit, reference: int) -> list[int]:
+    """A rank on the curve, and none at all where the whole module may go; modules that go together do so once."""
+    whole = unit.ranks[0] == 0 and unit.module not in method.together
+    return [reference, *([0] if whole else [])]
+
+
+def _with(method: Method, module: str, rank: int) -> dict[str, int]:
+    """Ranks of a trial."""
+    others = [other for other, this in method.together.items() if this == module and rank == 0]
+    return {module: rank, **dict.fromkeys(others, 0)}
+
+
+def _side_by_side(source: Source, ids: Data) -> dict[int, list[Call]]:
+    """Rows of up to ``TOGETHER`` copies of these windows, as many as a forward takes -> what the blocks are called with.
+    Nothing for examples, each of which is a batch of its own."""
+    if not isinstance(ids, Tensor):
+        return {}
+    most = min(TOGETHER, max(1, batch_tokens(source) // (len(ids) * length_of(ids, source.part))))
+    copies = [torch.cat([ids] * n) for n in range(1, most + 1)]
+    return {len(some): start(source, some, autocast=source.autocast).calls[0] for some in copies}
+
+
+def _append(tried: Stream, more: list[list[Tensor]], dense: Stream, together: dict[int, list[Call]]) -> None:
+    """Put what some trials sent behind the others: copies of windows into the last batch and new ones, examples as they are.
+
+    Args:
+        more: of every trial, all batches of the dense stream.
+        together: see :func:`_side_by_side`.
+    """
+    if not together:
+        tried.hidden += [hidden for trial in more for hidden in trial]
+        tried.calls += dense.calls * len(more)
+    elif more:
+        most, rows = max(together), [hidden for (hidden,) in more]
+        if tried.hidden and len(tried.hidden[-1]) < most:
+            rows = [tried.hidden.pop(), *rows]
+        tried.hidden += torch.cat(rows).split(most)
+        tried.calls = [together[len(hidden)] for hidden in tried.hidden]
+
+
+def _some_to_fit(source: Source, ids: Data, units: list[Unit]) -> Data:
+    """The first windows, as many as curves need."""
+    return first(ids, fit_tokens(units), source.part)
+
+
+def fit_tokens(units: list[Unit]) -> int:
+    """Return the calibration tokens that the curves of these modules are measured on, where there are so many."""
+    return max(FIT_TOKENS, PER_DIMENSION * max((unit.ranks[-1] for unit in units), default=0))
+
+
+def _some_to_compare(source: Source, ids: Data) -> Data:
+    """The beginnings of some windows, images that have as many patches, or as many examples."""
+    if not isinstance(ids, Tensor):
+        return ids[:WINDOWS]
+    return (
+        first(ids, WINDOWS * LENGTH, source.part) if source.part.takes_images else ids[:WINDOWS, :LENGTH].contiguous()
+    )
+
+
+def _reference(unit: Unit, average: float, curve: Cost | None = None) -> int:
+    """The rank to try: where the module loses its share, and at least one step; where there is a curve, with an error on it
+    that the predictions can show, as units that do nothing are none."""
+    wanted = (1 - average) * unit.dense
+    smaller = [rank for rank in unit.ranks[:-1] if rank]
+    if curve and max(curve.values()) > 0:
+        shows = MEASURABLE * max(curve.values())
+        smaller = [rank for rank in smaller if curve.get(rank, 0.0) >= shows]
+    return min(smaller, key=lambda rank: (abs(unit.size(rank) - wanted), rank), default=unit.ranks[-1])
+
+
+def _curve(method: Method, view: BlockView, moments, unit: Unit, average: float) -> Curve:
+    """What the module would lose at every rank that this average may lead to."""
+    with algebra(view) as view:
+        return method.alone(view).curve(view, moments, unit, least_rank(unit, average))
+
+
+def least_rank(unit: Unit, average: float) -> int:
+    """Return where the curve of a module ends."""
+    allowed = (1 - largest_sparsity(average)) * unit.dense
+    return min(
+        _reference(unit, average), next(rank for rank in unit.ranks if rank and unit.size(rank) >= allowed - 1e-6)
+    )
+
+
+def tried_ranks(method: Method, unit: Unit, average: float) -> list[int]:
+    """Return the ranks that are tried of a module, as far as that is known without its curve."""
+    return _to_try(method, unit, _reference(unit, average))
+
+
+def _output(
+    source: Source, method: Method, view: BlockView, moments, ranks: dict[str, int], dense: Stream
+) -> list[Tensor]:
+    """What the block makes of the dense stream when one of its modules is compressed; the block stays as it is."""
+    (stage,) = method.alone(view).stages(view, ranks)
+    with replaced(view, decompose(stage, view, moments), source):
+        alone = dense.copy()
+        advance(view, alone)
+    return alone.hidden
+
+
+def _scaled(curve: Cost, reference: int, effect: float) -> Cost:
+    """Between ranks the effect grows like the squared error; a module without error has no effect."""
+    return {rank: effect * error / curve[reference] if curve[reference] > 0 else 0.0 for rank, error in curve.items()}
+
+
+@time_spent("forward")
+def _divergences(source: Source, ids: Data, dense: Stream, tried: Stream) -> list[float]:
+    """How far what comes out is from the dense model's with every module tried, in turn."""
+    distance = _divergence if source.architecture.decoder else _change
+    copies = [hidden for batch in tried.hidden for hidden in batch.split(len(dense.hidden[0]))]
+    found, counts = [], []
+    for number, (batch, hidden) in enumerate(zip(again(ids, dense.hidden), dense.hidden, strict=True)):
+        sent = partial(_sent, source, batch, dense)
+        expected = sent(hidden)
+        apart = distance(expected)
+        found.append(torch.stack([apart(sent(x)) for x in copies[number :: len(dense.hidden)]]))
+        counts.append(expected.shape[1])
+    return sum(apart * (count / sum(counts)) for apart, count in zip(found, counts, strict=True)).tolist()
+
+
+def _sent(source: Source, batch: Batch, stream: Stream, hidden: Tensor) -> Tensor:
+    """What comes out, of an example without the positions that an image follows."""
+    if isinstance(batch, Tensor) or batch.ids is None:
+        return outputs(source, batch, stream, hidden)
+    told = targets_of(source, batch)[0] != IGNORED
+    positions = torch.cat([told[1:], told.new_ones(1)]).nonzero().flatten()
+    return outputs_at(source, batch, stream, hidden, positions)
+
+
+def _divergence(logits: Tensor) -> Callable[[Tensor], Tensor]:
+    """Mean ``KL(these || others)`` per position, as a function of others."""
+    expected = logits.float().log_softmax(-1).flatten(0, -2)
+    probable = expected.exp()
+
+    def distance(others: Tensor) -> Tensor:
+        parts = (x.split(ROWS) for x in (others.flatten(0, -2), expected, probable))
+        rows = [
+            q.float().log_softmax(-1).neg_().add_(log_p).mul_(p).sum(-1) for q, log_p, p in zip(*parts, strict=True)
+        ]
+        return wide(torch.cat(rows)).mean().clamp_min(0.0)
+
+    return distance
+
+
+def _change(states: Tensor) -> Callable[[Tensor], Tensor]:
+    """Squared relative change of states, as a function of others."""
+    states = states.float()
+
+    def energy(x: Tensor) -> Tensor:
+        return wide(x.square().sum(-1)).sum()
+
+    whole = energy(states)
+    return lambda others: energy(others.float() - states) / whole
+
+
+def write_costs(path: Path, costs: Costs) -> None:
+    """Keep costs in a file."""
+    write_json(path, {"costs": [[block, module, sorted(cost.items())] for (block, module), cost in costs.items()]})
+
+
+def read_costs(path: Path) -> Costs:
+    """Costs out of a file.
+
+    Raises:
+        CheckpointError: it is not what :func:`write_costs` wrote.
+    """
+    try:
+        rows = read_json(path)["costs"]
+        return {(block, module): {int(rank): float(c) for rank, c in cost} for block, module, cost in rows}
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}); remove {path.parent} and start again") from error

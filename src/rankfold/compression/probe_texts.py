@@ -1,0 +1,145 @@
+"""Probe texts: what a compression does to skills that the calibration text does not show.
+
+Held-out windows are of the calibration text, so they say nothing of other kinds of text. Short passages of several kinds
+(:mod:`rankfold.data.probes`) run through the dense and through the compressed blocks as well, one block at a time, and the
+likelihoods of every kind are compared.
+"""
+
+import logging
+
+from .._utils.stopwatch import PROBES, time_spent
+from ..architectures import BlockView
+from ..calibration.likelihood import Comparison, compare_losses, guesses, perplexity_of, token_losses
+from ..calibration.runner import advance, start
+from ..data.batches import digest_of
+from ..data.probes import KINDS, Probes, load_probes
+from ..errors import CheckpointError, DataError
+from ..models.dense_model import Source
+from .held_out import explained_ratio, is_damaged
+
+__all__ = ["NoProbeTexts", "ProbeTexts", "follow_probe_texts"]
+
+log = logging.getLogger(__name__)
+
+POSITIONS = 16  # of every passage whose logits are held at once: passages are many, and a vocabulary is large
+
+
+class ProbeTexts:
+    """Follow one compression on the probe texts.
+
+    Args:
+        source: the dense model.
+        probes: the passages as it reads them.
+    """
+
+    def __init__(self, source: Source, probes: Probes):
+        self.source, self.probes = source, probes
+        self.dense = start(source, probes.ids, autocast=source.autocast)
+        self.small = self.dense.copy()
+
+    @time_spent(PROBES)
+    def enter(self, view: BlockView, *, skip: bool) -> None:
+        """Go through the dense block."""
+        advance(view, self.dense)
+
+    @time_spent(PROBES)
+    def follow(self, view: BlockView) -> None:
+        """Go through the compressed block in its place."""
+        advance(view, self.small)
+
+    @time_spent(PROBES)
+    def finish(self, sparsity: float) -> dict:
+        """Return the likelihoods of every kind, and a warning that names the kinds which are damaged; that is logged too."""
+        probes = self.probes
+        dense, small = (self._losses(stream) for stream in (self.dense, self.small))
+        kinds = {}
+        for kind in KINDS:
+            mine = [i for i, other in enumerate(probes.kinds) if other == kind]
+            found = compare_losses([dense[i] for i in mine], [small[i] for i in mine])
+            kinds[kind] = {"passages": len(mine)} | _facts(found, sparsity, self.source.config.vocab_size)
+        warning = _warning(kinds, sparsity)
+        if warning:
+            log.warning(warning)
+        return {
+            "kinds": kinds,
+            "explained_ratio": explained_ratio(sparsity),
+            "dialogue": probes.dialogue,
+            "sha256": digest_of(probes.ids),
+            "warning": warning,
+        }
+
+    def _losses(self, stream) -> list:
+        """Of every passage, without what is repeated behind its end."""
+        rows = token_losses(self.source, self.probes.ids, stream, positions=POSITIONS)
+        return [row[: length - 1] for row, length in zip(rows, self.probes.lengths, strict=True)]
+
+
+class NoProbeTexts:
+    """Where no probe text can be read: says why, or nothing where there is no likelihood."""
+
+    def __init__(self, reason: str | None):
+        self.reason = reason
+
+    def enter(self, view, *, skip: bool) -> None:
+        pass
+
+    def follow(self, view) -> None:
+        pass
+
+    def finish(self, sparsity: float) -> dict | None:
+        if self.reason is None:
+            return None
+        log.info("no probe texts are measured: %s", self.reason)
+        return {"skipped": self.reason}
+
+
+@time_spent(PROBES)
+def follow_probe_texts(source: Source) -> ProbeTexts | NoProbeTexts:
+    """Start the probe texts of a model; encoders have none, and a model may have no tokenizer that reads them."""
+    if not source.architecture.decoder:
+        return NoProbeTexts(None)
+    if not source.has_tokenizer:
+        return NoProbeTexts("the model came without a tokenizer")
+    try:
+        probes = load_probes(source)
+    except (CheckpointError, DataError) as error:  # token ids may have been given, so that nobody needs the tokenizer
+        return NoProbeTexts(str(error))
+    return ProbeTexts(source, probes)
+
+
+def _facts(found: Comparison, sparsity: float, vocabulary: int) -> dict:
+    """Of one kind. What the dense model guesses cannot be lost."""
+    is_known = not guesses(found.dense, vocabulary)
+    return {
+        "tokens": found.tokens,
+        "perplexity_dense": perplexity_of(found.dense),
+        "perplexity": perplexity_of(found.compressed),
+        "ratio": perplexity_of(found.difference),
+        "standard_error": found.standard_error,
+        "is_known": is_known,
+        "is_damaged": is_known and is_damaged(found, sparsity),
+    }
+
+
+def _warning(kinds: dict[str, dict], sparsity: float) -> str | None:
+    """Which kinds are damaged, and what to do."""
+    damaged = [kind for kind, facts in kinds.items() if facts["is_damaged"]]
+    if not damaged:
+        return None
+    listed = ", ".join(
+        f"{kind} x {facts['ratio']:.1f} (perplexity {facts['perplexity_dense']:.1f} -> {facts['perplexity']:.1f})"
+        for kind, facts in ((kind, kinds[kind]) for kind in damaged)
+    )
+    advice = (
+        f"add some to the calibration text (--calibration TEXT=0.7 --calibration FILE=0.3, FILE with {_joined(damaged)}), or "
+        "lower the sparsity"
+    )
+    if all(facts["is_damaged"] for facts in kinds.values() if facts["is_known"]):
+        advice = "lower the sparsity"
+    limit = explained_ratio(sparsity)
+    return f"SKILLS ARE LOST: {listed}, more than sparsity {sparsity:.2f} explains (x {limit:.1f}); {advice}"
+
+
+def _joined(names: list[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last

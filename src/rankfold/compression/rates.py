@@ -1,0 +1,68 @@
+"""Measure how long this device takes for the routines that :mod:`rankfold.methods.work` counts.
+
+Each routine runs once, as the methods call it, on matrices of the size it is counted for, or of :data:`LARGEST`; larger ones
+take longer by the cube of their size.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .._utils.hardware import now
+from ..linalg.elimination import elimination
+from ..linalg.psd import spd_inverse
+from ..methods.work import ROUTINES, Work
+
+__all__ = ["LARGEST", "seconds_for"]
+
+LARGEST = 1536  # rows of what is measured: above it rates hardly change, and all routines together take a second or two
+LEAST_SECONDS = 0.002  # that a measurement takes; short routines run several times
+
+_RUN: dict[str, Callable[[Tensor], object]] = {
+    "product": lambda C: C @ C,
+    "cholesky": torch.linalg.cholesky_ex,
+    "inverse": spd_inverse,
+    "solve": lambda C: torch.cholesky_solve(C, torch.linalg.cholesky_ex(C).L),
+    "eigh": torch.linalg.eigh,
+    "svd": torch.linalg.svd,
+    "pass": lambda C: C.abs(),
+    "calls": lambda C: [C[0, 0].add(1.0) for _ in range(len(C))],
+    "elimination": lambda C: elimination(C.clone(), C.clone(), rank=max(1, len(C) // 2)),
+}
+assert _RUN.keys() == set(ROUTINES)
+
+
+def seconds_for(work: Work, device: torch.device) -> float:
+    """Estimate the seconds that some work takes on this device.
+
+    Cost: what :func:`_seconds_of` measures is kept, so a second call costs nothing.
+    """
+    if device.type == "mps":  # decompositions run on the CPU there
+        device = torch.device("cpu")
+    return sum(
+        count * _seconds_of(routine, size, device, torch.get_num_threads()) for (routine, size), count in work.items()
+    )
+
+
+def _seconds_of(routine: str, size: int, device: torch.device, threads: int) -> float:
+    measured = min(size, LARGEST)
+    return _measured(routine, measured, device, threads) * (size / measured) ** 3
+
+
+@functools.cache
+def _measured(routine: str, size: int, device: torch.device, threads: int) -> float:
+    """Seconds of one run; the least of two, the first of which also loads what the routine needs."""
+    C = torch.full((size, size), 0.5 / size, dtype=torch.float64, device=device)
+    C += torch.diag(torch.linspace(1, 2, size, dtype=torch.float64, device=device))  # positive definite, not diagonal
+    run = _RUN[routine]
+    first = _timed(run, C, device)
+    again = [_timed(run, C, device) for _ in range(1 + int(LEAST_SECONDS / max(first, 1e-5)))] if first < 0.1 else []
+    return min([first, *again])
+
+
+def _timed(run: Callable[[Tensor], object], C: Tensor, device: torch.device) -> float:
+    begin = now(device)
+    run(C)
+    return now(device) - begin

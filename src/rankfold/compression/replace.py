@@ -1,0 +1,132 @@
+"""Replace modules of a block by the smaller ones a method computed."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ..architectures import BlockView
+from ..checkpoint.run import as_written
+from ..errors import NumericsError
+from ..methods import BlockResult
+from ..models.dense_model import Source
+from ..modules import build
+
+__all__ = ["in_model_coordinates", "passing", "replace", "replaced", "swapped"]
+
+
+def replace(view: BlockView, result: BlockResult, source: Source) -> BlockView:
+    """Put the result's modules into the block, with weights rounded as they will be stored.
+
+    Returns:
+        The block as it is now; the same one, unless the block itself was replaced, as path ``""``.
+    """
+    if "" in result.modules:
+        with torch.device("meta"):
+            module = build(result.modules[""], view.module, view.config)
+        view = dataclasses.replace(view, module=module.eval())
+    for path in sorted(filter(None, result.modules)):
+        _put_one(view, result, path, source)
+    for key, tensor in result.state.items():
+        # of the block itself, or of a module that an earlier stage replaced
+        if not any(key.startswith(path + ".") for path in result.modules):
+            owner, _, name = key.rpartition(".")
+            computed = nn.Parameter(_as_computed(tensor, source), requires_grad=False)
+            setattr(view.module.get_submodule(owner), name, computed)
+    if missing := [name for name, parameter in view.module.named_parameters() if parameter.is_meta]:
+        raise NumericsError(f"{view.path} was not computed completely: {', '.join(missing)} missing")
+    return view
+
+
+def _put_one(view: BlockView, result: BlockResult, path: str, source: Source) -> None:
+    spec, (parent, _, name) = result.modules[path], path.rpartition(".")
+    owner = view.module.get_submodule(parent)
+    with torch.device("meta"):
+        module = build(spec, getattr(owner, name), view.config)
+    adopted = set(spec.get("adopt", {}))
+    state = {
+        key.removeprefix(path + "."): _as_computed(tensor, source)
+        for key, tensor in result.state.items()
+        if key.startswith(path + ".") and key.removeprefix(path + ".").split(".")[0] not in adopted
+    }
+    missing = module.load_state_dict(state, strict=False, assign=True).missing_keys
+    if any(key.split(".")[0] not in adopted for key in missing):
+        raise NumericsError(f"{view.path}.{path} was not computed completely: {', '.join(missing)} missing")
+    setattr(owner, name, module.to(source.device).eval())
+
+
+@contextlib.contextmanager
+def replaced(view: BlockView, result: BlockResult, source: Source) -> Iterator[None]:
+    """Have the result's modules in the block for a while."""
+    with swapped(view.module, {path: view.module.get_submodule(path) for path in result.modules}):
+        replace(view, result, source)
+        yield
+
+
+@contextlib.contextmanager
+def swapped(block: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Have other modules at these paths of a block for a while."""
+    before = {path: block.get_submodule(path) for path in modules}
+    try:
+        _put(block, modules)
+        yield
+    finally:
+        _put(block, before)
+
+
+def _put(block: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    for path, module in modules.items():
+        parent, _, name = path.rpartition(".")
+        setattr(block.get_submodule(parent), name, module)
+
+
+class _Passing(nn.Module):
+    """Stands where a block was removed."""
+
+    def forward(self, hidden, *args, **kwargs):
+        return hidden
+
+
+def passing(view: BlockView) -> BlockView:
+    """A removed block: what comes goes on as it is."""
+    return dataclasses.replace(view, module=_Passing())
+
+
+class _InOtherCoordinates(nn.Module):
+    """Stands around a block that reads or writes the stream in other coordinates than the model's.
+
+    Args:
+        before, behind: ``(D, r)`` orthonormal coordinates of what it reads and writes; ``None``: the model's.
+    """
+
+    def __init__(self, block: nn.Module, before: Tensor | None, behind: Tensor | None):
+        super().__init__()
+        self.block, self.before, self.behind = block, before, behind
+
+    def forward(self, hidden, *args, **kwargs):
+        output = self.block(hidden if self.before is None else _turned(hidden, self.before), *args, **kwargs)
+        output = output[0] if isinstance(output, tuple) else output
+        return output if self.behind is None else _turned(output, self.behind.T)
+
+
+def _turned(x: Tensor, Q: Tensor) -> Tensor:
+    """``x Q`` in the dtype of ``x``, multiplied in fp32 whatever surrounds it: no block of the model makes this product."""
+    with torch.autocast(x.device.type, enabled=False):
+        return (x.float() @ Q.to(x.device, torch.float32)).to(x.dtype)
+
+
+def in_model_coordinates(view: BlockView, behind: Tensor | None) -> BlockView:
+    """A block between two streams in the model's own coordinates, whatever it reads (``view.basis``) and writes."""
+    if view.basis is None and behind is None:
+        return view
+    return dataclasses.replace(view, module=_InOtherCoordinates(view.module, view.basis, behind))
+
+
+def _as_computed(tensor, source: Source):
+    if not tensor.is_floating_point():
+        return tensor.to(source.device)
+    if not torch.isfinite(tensor).all():
+        raise NumericsError("a factor has NaN or infinite entries; raise the ridge or use more calibration tokens")
+    return as_written(tensor, source.dtype).to(source.device, source.compute_dtype)

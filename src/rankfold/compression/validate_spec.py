@@ -1,0 +1,297 @@
+"""A derived spec proves itself on the model at hand, in numbers, before anything uses it.
+
+Shape legend: B sequences, T tokens, D model width.
+
+Three proofs: the blocks, run one by one, give the logits that the model gives; every block computes the same with its
+attention replaced by a compressed one of full rank; and half of its hidden units compute what they compute among all. Traits
+that names do not show (how pairs rotate, whether a layer rotates at all, where the stream between attention and MLP is) are
+those with which the numbers agree. One block is in memory at a time.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .._utils.evaluating import evaluating
+from ..architectures import Architecture, AttentionSpec, BlockView, Dense
+from ..calibration.moments import wide
+from ..calibration.runner import StandIn, Stream, advance, outputs, start
+from ..errors import RankfoldError, UnsupportedModelError, first_line
+from ..methods import BlockResult
+from ..methods.result import put_attention, put_projection
+from ..models.dense_model import Source
+from .replace import replaced
+
+__all__ = ["Proof", "prove", "proved"]
+
+log = logging.getLogger(__name__)
+
+SHAPE, SEED = (2, 24), 0  # of the random token ids
+# Attributes that may say that a layer rotates.
+SWITCHES = ("use_rope", "rope", "is_sliding", "sliding_window", "use_rotary")
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Largest relative differences over all blocks; ``units`` is ``None`` where the MLP is not taken."""
+
+    spec: Architecture
+    logits: float
+    attention: float
+    units: float | None
+
+
+def proved(source: Source) -> Source:
+    """The source itself; where its spec was derived, after that has proved itself.
+
+    Raises:
+        UnsupportedModelError: it has not.
+    """
+    if source.architecture.derived:
+        proof = prove(source)
+        source.architecture = replace(proof.spec, derived=False)
+        log.info(
+            "model type %r has no spec; the one read off its blocks was checked on this model: logits differ by %.1e, "
+            "attention replaced at full rank by %.1e",
+            proof.spec.model_type,
+            proof.logits,
+            proof.attention,
+        )
+    return source
+
+
+@torch.no_grad()
+def prove(source: Source) -> Proof:
+    """Find the traits that names do not show, and check all of the spec.
+
+    Raises:
+        UnsupportedModelError: numbers disagree; the message says where and by how much.
+    """
+    given = source.architecture
+    ids = torch.randint(source.config.vocab_size, SHAPE, generator=torch.Generator().manual_seed(SEED))
+    try:
+        return _prove(source, ids)
+    except (RankfoldError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # code of a family that nobody looked at raises what it likes on a wrong guess
+        raise UnsupportedModelError(
+            _because(source, f"running its blocks ends in {type(error).__name__} ({first_line(error)})")
+        ) from error
+    finally:
+        source.architecture = given
+
+
+def _prove(source: Source, ids: Tensor) -> Proof:
+    stream = start(source, ids, autocast=None)
+    source.architecture = replace(source.architecture, returns_tuple=_look(source.block(0), stream).returns_tuple)
+    stream = start(source, ids, autocast=None)
+    spec, attention, units, turns = source.architecture, 0.0, 0.0, {}
+    for index in range(len(source)):
+        view = source.block(index)
+        if index == 0:
+            spec = _halves(spec, _look(view, stream), source)
+        spec, error, turns[index] = _rotation(spec, view, stream, source)
+        attention = max(attention, error)
+        if spec.mlp:
+            units = max(units, _units(replace(view, architecture=spec), stream, source))
+        advance(view, stream)
+    spec = _rotates(spec, turns, source)
+    got, expected = outputs(source, ids, stream), _as_the_model_runs(source, ids)
+    proof = Proof(spec, _difference(got, expected), attention, units if spec.mlp else None)
+    if proof.logits > _close(source):
+        raise UnsupportedModelError(
+            _because(source, f"blocks run one by one give other logits than the model, by {proof.logits:.1e}")
+        )
+    return proof
+
+
+def _close(source: Source) -> float:
+    """Relative: what a wrong trait changes is a hundred times that of fp32, what rounding changes a hundredth."""
+    return max(1e-3, 8 * torch.finfo(source.compute_dtype).eps)
+
+
+class _Look(NamedTuple):
+    """What passes through a block."""
+
+    before: Tensor  # (B, T, D)
+    after: Tensor
+    inputs: dict[str, Tensor]  # of its children
+    outputs: dict[str, Tensor]
+    returns_tuple: bool
+
+
+def _look(view: BlockView, stream: Stream) -> _Look:
+    block, before = view.module, stream.hidden[0]
+    down = view.architecture.mlp.down if view.architecture.mlp else None
+    watched = {name: m for name, m in block.named_modules() if name and ("." not in name or name == down)}
+    watched[view.architecture.attention.path] = view.attention.module
+    inputs, outputs = {}, {}
+
+    def note(name: str):
+        def hook(_, args, kwargs, output):
+            given = args[0] if args else kwargs.get("hidden_states")
+            inputs[name], outputs[name] = given, output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    handles = [m.register_forward_hook(note(name), with_kwargs=True) for name, m in watched.items()]
+    args, kwargs, _ = stream.calls[0][view.index]
+    output = block(before, *args, **kwargs)
+    for handle in handles:
+        handle.remove()
+    returns = isinstance(output, tuple)
+    return _Look(before, output[0] if returns else output, inputs, outputs, returns)
+
+
+def _halves(spec: Architecture, look: _Look, source: Source) -> Architecture:
+    """Where the stream between attention and MLP is, and whether both add to it what they send."""
+    if spec.attention.path not in look.outputs:
+        raise UnsupportedModelError(_because(source, f"{spec.attention.path} of a block is never called"))
+    close, sent, whole = _close(source), look.outputs[spec.attention.path], look.after - look.before
+    mlp = [look.outputs[spec.mlp.down]] if spec.mlp else []
+    for name, x in look.inputs.items():
+        if "." in name or not isinstance(x, Tensor) or x.shape != whole.shape:
+            continue
+        if min(_difference(look.before, x), _difference(x, look.before)) < close:
+            continue
+        step, rest = x - look.before, look.after - x
+        if all(any(_parallel(part, y, close) for y in look.outputs.values()) for part in (step, rest)):
+            adds = _difference(step, sent) < close and all(_difference(rest, y) < close for y in mlp)
+            return replace(spec, middle=name, adds=adds)
+    if any(_difference(whole - sent, y) < close for y in [*mlp, *look.outputs.values()]):
+        return replace(spec, middle=None, adds=True)  # both halves read the same stream
+    raise UnsupportedModelError(_because(source, "no module of a block receives the stream between attention and MLP"))
+
+
+def _parallel(a: Tensor, b, close: float) -> bool:
+    """Whether they agree up to a factor, which some families put behind each half."""
+    if not isinstance(b, Tensor) or a.shape != b.shape:
+        return False
+    return torch.cosine_similarity(a.flatten(), b.flatten(), dim=0).item() > 1 - close**2
+
+
+def _forms(attention: AttentionSpec) -> list[dict]:
+    """Ways to read the projections that names do not tell apart."""
+    return [
+        {"layout": layout, "pairs": pairs, "interleaved_table": table}
+        for layout in (("split",) if len(attention.qkv) == 3 else ("concat", "grouped"))
+        for pairs, table in (("halves", False), ("adjacent", False), ("adjacent", True))
+    ]
+
+
+def _rotation(spec: Architecture, view: BlockView, stream: Stream, source: Source):
+    """The spec with which attention at full rank computes what this block computes, the difference, and whether it rotates."""
+    given, best, expected = spec.attention, float("inf"), _sent(view, BlockResult({}, {}, {}), stream, source)
+    for form in _forms(given) if view.index == 0 else [{}]:
+        for position in dict.fromkeys((given.position, "none")):
+            tried = replace(spec, attention=replace(given, **form, position=position))
+            error = _attention(replace(view, architecture=tried), expected, stream, source)
+            best = min(best, error)
+            if error < _close(source):
+                return replace(spec, attention=replace(given, **form)), error, position != "none"
+    raise UnsupportedModelError(
+        _because(source, f"block {view.index} computes something else with its attention replaced, by {best:.1e}")
+    )
+
+
+def _attention(view: BlockView, expected: Tensor, stream: Stream, source: Source) -> float:
+    """Relative change of what the block adds to the stream, ``expected``, when its attention is replaced at full rank."""
+    attention, result = view.attention, BlockResult({}, {}, {})
+    width = attention.head_dim
+    try:
+        projections = dict(zip("qkvo", (*attention.qkv(), attention.output), strict=True))
+        put_attention(result, attention, projections, width, width)
+        return _difference(_sent(view, result, stream, source), expected)
+    except (RuntimeError, ValueError, IndexError):  # shapes that cannot be: another form, then
+        return float("inf")
+
+
+def _units(view: BlockView, stream: Stream, source: Source) -> float:
+    """Half of the hidden units alone, against all of them of which the others are not listened to."""
+    mlp, fewer, silent = view.mlp, BlockResult({}, {}, {}), BlockResult({}, {}, {})
+    keep = torch.randperm(mlp.hidden, generator=torch.Generator().manual_seed(SEED))[: mlp.hidden // 2].to(view.device)
+    down = mlp.down
+    for path, projection in mlp.rising().items():
+        put_projection(fewer, path, projection.rows(mlp.rows_of(keep)))
+    put_projection(fewer, mlp.spec.down, Dense(down.weight[:, keep], down.bias))
+    heard = torch.zeros_like(down.weight).index_copy(1, keep, down.weight[:, keep])
+    put_projection(silent, mlp.spec.down, Dense(heard, down.bias))
+    error = _difference(*(_sent(view, result, stream, source) for result in (fewer, silent)))
+    if error > _close(source):
+        raise UnsupportedModelError(
+            _because(source, f"hidden units of block {view.index} depend on each other, by {error:.1e}")
+        )
+    return error
+
+
+def _sent(view: BlockView, result: BlockResult, stream: Stream, source: Source) -> Tensor:
+    """What the block adds to the stream with these modules in it."""
+    with replaced(view, result, source):
+        there = stream.copy()
+        advance(view, there)
+        return there.hidden[0] - stream.hidden[0]
+
+
+def _rotates(spec: Architecture, turns: dict[int, bool], source: Source) -> Architecture:
+    """With the attribute that says which layers rotate, where not all do or none."""
+    if len(set(turns.values())) == 1:
+        position = spec.attention.position if turns[0] else "none"
+        return replace(spec, attention=replace(spec.attention, position=position))
+    modules = {index: source.meta_block(index).attention.module for index in turns}
+    for name in SWITCHES:
+        if all(bool(getattr(modules[index], name, None)) == turning for index, turning in turns.items()):
+            return replace(spec, attention=replace(spec.attention, rotates=name))
+    raise UnsupportedModelError(
+        _because(source, "some layers rotate and some do not, and no attribute of theirs says which")
+    )
+
+
+class _Read(StandIn):
+    """Reads the weights of a block when it is called."""
+
+    def __init__(self, block: nn.Module, read: Callable[[], nn.Module]):
+        super().__init__(block)
+        self.read = read
+
+    def forward(self, *args, **kwargs):
+        return self.read()(*args, **kwargs)
+
+
+def _as_the_model_runs(source: Source, ids: Tensor) -> Tensor:
+    """Logits of the model's own forward."""
+    blocks, (path, _, name) = source.blocks, source.architecture.blocks.rpartition(".")
+    owner = source.model.get_submodule(path)
+
+    def read(index: int) -> nn.Module:
+        setattr(owner, name, blocks)  # which the source reads them by
+        try:
+            return source.block(index).module
+        finally:
+            setattr(owner, name, stand)
+
+    stand = nn.ModuleList(_Read(block, partial(read, index)) for index, block in enumerate(blocks))
+    setattr(owner, name, stand)
+    try:
+        with evaluating(source.model):
+            return source.model(input_ids=ids.to(source.device), use_cache=False).logits
+    finally:
+        setattr(owner, name, blocks)
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.shape != b.shape:
+        return float("inf")
+    a, b = wide(a), wide(b)
+    return ((a - b).norm() / b.norm().clamp_min(1e-30)).item()
+
+
+def _because(source: Source, why: str) -> str:
+    return (
+        f"model type {source.config.model_type!r} has no spec, and the one read off its blocks does not hold: {why}; "
+        "see docs/add-an-architecture.md, and `rankfold models` for the families there are"
+    )

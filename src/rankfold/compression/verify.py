@@ -1,0 +1,72 @@
+"""Read a checkpoint back, block by block: does it compute what the blocks computed before they were written?"""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..calibration.runner import advance, outputs, start
+from ..data.batches import again, noise
+from ..errors import CheckpointError
+from ..models.dense_model import Source
+from ..models.weights import Weights, fill_outer
+
+__all__ = ["Probe"]
+
+LENGTH = 64  # tokens
+TOLERANCE = 1e-3  # of the logits' norm; or a few roundings of the stored dtype, which the head in memory is spared
+
+
+class Probe:
+    """A short window that follows the compressed blocks while they are in memory.
+
+    Args:
+        source: the model the blocks come from.
+        tolerance: how far logits may be apart, of their norm; by default what roundings to the stored dtype explain.
+        context: tokens of the longest window that what is written computes alike, where that is less than the context.
+    """
+
+    def __init__(self, source: Source, tolerance: float | None = None, context: int | None = None):
+        self.source = source
+        self.tolerance = tolerance or max(TOLERANCE, 8 * torch.finfo(source.dtype).eps)
+        self.ids = noise(source.part, 1, min(LENGTH, context or source.context_length))
+        self.stream = start(source, self.ids, autocast=None)
+
+    def follow(self, view) -> None:
+        """Go through a block."""
+        advance(view, self.stream)
+
+    def check(self, folder: Path, model: nn.Module) -> float:
+        """Run the checkpoint in ``folder`` on the same window; one block is resident.
+
+        Args:
+            model: empty, as the checkpoint's config describes it.
+
+        Returns:
+            How far its logits are from those of the blocks in memory, of their norm.
+
+        Raises:
+            CheckpointError: that is too far.
+        """
+        return self.compare(self._reopen(folder, model))
+
+    def compare(self, written: Source) -> float:
+        """:meth:`check` of what has been read back already."""
+        stream = start(written, self.ids, autocast=None)
+        for index in range(len(written)):
+            advance(written.block(index), stream)
+        (batch,) = again(self.ids, stream.hidden)
+        expected = outputs(self.source, batch, self.stream).float()
+        got = outputs(written, batch, stream).float()
+        difference = ((got - expected).norm() / expected.norm()).item()
+        if not difference <= self.tolerance:
+            raise CheckpointError(
+                f"the checkpoint written computes other logits than the model in memory (they differ by {difference:.1e} of "
+                "their norm); this is a bug, please report it"
+            )
+        return difference
+
+    def _reopen(self, folder: Path, model: nn.Module) -> Source:
+        source, weights = self.source, Weights(folder)
+        fill_outer(model, source.architecture.blocks, weights, source.dtype, source.device)
+        return Source(model, folder.name, source.device, source.dtype, weights, part=source.part)

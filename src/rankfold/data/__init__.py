@@ -1,0 +1,1 @@
+"""All that a model is calibrated or evaluated on."""

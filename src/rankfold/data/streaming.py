@@ -1,0 +1,124 @@
+"""Pieces of a text too large to be read or tokenised as a whole, in a seeded random order, none twice.
+
+A local file is cut into slots of equal size. A slot of a ``.txt`` file is a piece; of a file with one row a line the rows that
+BEGIN in a slot are its pieces, so every row belongs to one slot. Only the slots that are drawn are read.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from .chats import Chat
+from .hub import ALIASES, BUFFER, hub_rows
+from .text import Text, decode, document_of, json_row, open_parquet, raw_row, rows_of_group, text_source
+
+__all__ = ["LARGE", "Pieces", "pieces_of_file_or_hub", "pieces_of_text"]
+
+LARGE = 16 * 2**20  # bytes of a file, characters of rows; what is smaller is tokenised as a whole
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Random pieces of a text."""
+
+    pieces: Iterator[str | Chat]
+    origin: str
+    draw: str  # how they were drawn, for the record
+
+
+def pieces_of_file_or_hub(name: str, *, field: str, seed: int, size: int) -> Pieces | None:
+    """Pieces of a source that must not be read to its end; ``None`` where it can be.
+
+    Args:
+        name, field: see :func:`~rankfold.data.text.read_text`.
+        seed: of the order.
+        size: characters wanted of a piece, where the source has no rows.
+
+    Raises:
+        DataError: on the way, see :func:`~rankfold.data.text.read_text`.
+        CheckpointError: the hub cannot be reached.
+    """
+    source = text_source(name)
+    if source.kind == "hub" and ALIASES[name].endless:
+        return Pieces(hub_rows(name, "calibration", shuffle=seed), source.origin, f"stream, buffer of {BUFFER} rows")
+    whole = source.path is None or source.kind in ("json", "csv", "tsv")  # which have no rows to find in the middle
+    if whole or source.path.stat().st_size <= LARGE:
+        return None
+    if source.kind == "parquet":
+        return Pieces(_parquet_rows(source.path, field, seed), source.origin, "rows")
+    if source.kind == "txt":
+        return Pieces(_spans(source.path, seed, size), source.origin, f"spans of {size} bytes")
+    return Pieces(_rows(source.path, source.kind, field, seed, size), source.origin, f"rows of slots of {size} bytes")
+
+
+def pieces_of_text(text: Text, seed: int) -> Pieces | None:
+    """Documents of a text that was read but is too large to be tokenised; ``None`` where it is not."""
+    if sum(map(len, text.documents)) <= LARGE:
+        return None
+    return Pieces((text.documents[i] for i in _order(len(text.documents), seed)), text.origin, "rows")
+
+
+def _order(count: int, seed: int) -> Iterator[int]:
+    return map(int, torch.randperm(count, generator=torch.Generator().manual_seed(seed)))
+
+
+def _slots(path: Path, seed: int, size: int) -> Iterator[int]:
+    """First bytes of all slots."""
+    return (slot * size for slot in _order(-(-path.stat().st_size // size), seed))
+
+
+def _spans(path: Path, seed: int, size: int) -> Iterator[str]:
+    with path.open("rb") as file:
+        for begin in _slots(path, seed, size):
+            file.seek(begin)
+            yield decode(_whole_characters(file.read(size)), path)
+
+
+def _whole_characters(data: bytes) -> bytes:
+    """UTF-8 without the parts of a character that the cuts left at both ends."""
+    first = next((i for i, byte in enumerate(data[:4]) if byte & 0xC0 != 0x80), 0)
+    for back, byte in enumerate(reversed(data[-4:]), 1):
+        if byte & 0xC0 != 0x80:  # the last character begins here; 110xxxxx has two bytes, 1110xxxx three, 11110xxx four
+            length = 1 if byte < 0x80 else 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return data[first : len(data) - back if length > back else len(data)]
+    return data[first:]
+
+
+def _rows(path: Path, kind: str, field: str, seed: int, size: int) -> Iterator[str | Chat]:
+    with path.open("rb") as file:
+        for begin in _slots(path, seed, size):
+            for where, line in _lines(file, begin, begin + size):
+                text = decode(line, path).removesuffix("\n")
+                if kind == "raw":
+                    yield raw_row(text)
+                elif text.strip():
+                    yield document_of(json_row(text, f"byte {where}", path), field, f"{path}, byte {where}")
+
+
+def _lines(file, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
+    """Lines whose first byte is in ``[begin, end)``, and where that is."""
+    file.seek(max(0, begin - 1))
+    if begin:
+        file.readline()  # the rest of the line that holds the byte before
+    while (where := file.tell()) < end and (line := file.readline()):
+        yield where, line
+
+
+def _parquet_rows(path: Path, field: str, seed: int) -> Iterator[str | Chat]:
+    """Rows in random order. A few thousand at a time, so that a row group is read once for all rows wanted of it."""
+    with open_parquet(path, field) as file:
+        sizes = [file.metadata.row_group(g).num_rows for g in range(file.num_row_groups)]
+        starts = torch.tensor([0, *sizes]).cumsum(0)
+        order = _order(int(starts[-1]), seed)
+        while drawn := list(islice(order, 4096)):
+            wanted: dict[int, list[int]] = {}
+            for row, group in zip(drawn, torch.searchsorted(starts, torch.tensor(drawn), right=True) - 1, strict=True):
+                wanted.setdefault(int(group), []).append(row)
+            found = {}
+            for group in sorted(wanted):
+                rows = rows_of_group(file, group, field, path)
+                found |= {row: rows[row - int(starts[group])] for row in wanted[group]}
+            yield from (found[row] for row in drawn)

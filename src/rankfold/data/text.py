@@ -1,0 +1,280 @@
+"""Where calibration and evaluation text comes from.
+
+A source is named by one string: a hub data set by alias (``wikitext2``), the same rows from a local copy
+(``wikitext2:wiki.test.raw``), a local file, or ``pydoc`` (the language reference that ships with CPython: text on every
+machine). A ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` or ``.parquet`` file has rows, of text or of chats; any other file is one
+text. ``self``, text sampled from the model, is made in :mod:`.tokens`. What is too large to be read as a whole is drawn from in
+:mod:`.streaming`.
+"""
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import DataError, first_line, suggestion
+from .chats import CHATS, Chat, chat_of, has_half_character, is_chat, text_column, written
+from .hub import ALIASES, hub_rows
+from .rows import rows_of_csv, rows_of_json
+
+__all__ = [
+    "Text",
+    "TextSource",
+    "column_of",
+    "decode",
+    "document_of",
+    "field_of",
+    "json_row",
+    "json_rows",
+    "open_parquet",
+    "origin_of",
+    "raw_row",
+    "read_text",
+    "rows_of_group",
+    "text_source",
+]
+
+KINDS = {  # of files with rows, by suffix; any other file is one text
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+}
+UNREADABLE = dict.fromkeys(
+    (".gz", ".tgz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z", ".tar"),
+    "is packed; unpack it and give the file inside",
+) | dict.fromkeys((".arrow", ".feather"), "is an Arrow file; save the rows as .parquet")
+UNREADABLE |= dict.fromkeys((".xls", ".xlsx", ".ods"), "is a spreadsheet; save it as .csv")
+
+
+@dataclass(frozen=True)
+class Text:
+    """Documents in order, and where they came from."""
+
+    name: str
+    documents: tuple[str | Chat, ...]
+    origin: str  # what two uses of the same text share: a hash of the path, or data set and split
+
+    @property
+    def has_chats(self) -> bool:
+        """Whether the documents are chats."""
+        return isinstance(self.documents[0], Chat)
+
+    def joined(self, tokenizer=None, model: str = "the model") -> str:
+        """Return one string: rows joined by a blank line, the way WikiText-2 perplexity is defined in the field, and chats as
+        the chat template of a model ends them.
+
+        Args:
+            tokenizer: of the model; only chats need it.
+            model: its name, for messages.
+
+        Raises:
+            DataError: the tokenizer has no chat template, or the template does not take a chat.
+        """
+        return ("" if self.has_chats else "\n\n").join(written(one, tokenizer, model) for one in self.documents)
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """What the name of a text source means."""
+
+    kind: str  # pydoc, hub, raw (rows as the hub's WikiText-2 has them, one a line), txt, or one of KINDS
+    origin: str
+    path: Path | None = None
+
+
+def text_source(name: str, use: str = "calibration") -> TextSource:
+    """What ``name`` means; see :func:`read_text`.
+
+    Raises:
+        DataError: neither known nor a file, or a file that cannot be read as text.
+    """
+    alias, _, local = name.partition(":")
+    if name == "pydoc":
+        return TextSource("pydoc", "pydoc")
+    if name in ALIASES:
+        return TextSource("hub", f"{ALIASES[name].path}:{ALIASES[name].splits[use]}")
+    raw = alias in ALIASES and local
+    path = Path(local if raw else name).expanduser()
+    if not path.is_file():
+        hint = suggestion(name, [*ALIASES, "pydoc", "self"])
+        folder = " (it is a folder; give a file in it)" if path.is_dir() and name else ""
+        raise DataError(f"no text at {str(path)!r}{folder}: {hint}expected {_choices()}")
+    return TextSource(_kind_of(path, bool(raw)), origin_of(path), path)
+
+
+def _kind_of(path: Path, raw: bool) -> str:
+    suffix = path.suffix.lower()
+    if suffix in UNREADABLE:
+        raise DataError(f"{path} {UNREADABLE[suffix]}")
+    if raw and suffix in KINDS:
+        raise DataError(
+            f"{path} is no file of raw rows, one a line; give {path.name} by itself, without an alias before it"
+        )
+    return "raw" if raw else KINDS.get(suffix, "txt")
+
+
+def column_of(names: Iterable[str], field: str) -> str | None:
+    """The column that was read of any of these texts; ``None`` where it is the usual one, or none of them has columns."""
+    kinds = [text_source(name).kind for name in names if name != "self"] if field != "text" else []
+    return field if {*KINDS.values()} & {*kinds} else None
+
+
+def origin_of(path: Path) -> str:
+    """Tells files and folders apart without telling a reader of the checkpoint where they lay."""
+    return "file:" + hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+
+
+def read_text(name: str, *, use: str = "calibration", field: str = "text", characters: int | None = None) -> Text:
+    """Read a text source from its beginning.
+
+    Args:
+        name: alias, ``alias:local file``, ``pydoc``, or a file: ``.jsonl``, ``.json`` (a list of rows, or an object that holds
+            one), ``.csv``, ``.tsv`` or ``.parquet`` with rows, any other as one text.
+        use: ``calibration`` or ``evaluation``; picks the split of a hub data set.
+        field: the column with the text, of a file with rows. Where a row has no ``text`` but ``messages`` (turns with ``role``
+            and ``content``) or ``conversations`` (``from`` and ``value``), it is a chat.
+        characters: stop reading after about this many (a hub data set may be endless).
+
+    Raises:
+        DataError: unknown source, missing field, unreadable or empty file.
+        CheckpointError: the hub cannot be reached.
+    """
+    source = text_source(name, use)
+    kept = _up_to(_documents(source, name, use, field), characters)
+    if not any(isinstance(d, Chat) or d.strip() for d in kept):
+        raise DataError(f"text source {name!r} is empty; give a file with text, or one of {_choices()}")
+    return Text(name, kept, source.origin)
+
+
+def _documents(source: TextSource, name: str, use: str, field: str) -> Iterable[str | Chat]:
+    if source.kind == "pydoc":
+        from pydoc_data.topics import topics
+
+        return (topics[key] for key in sorted(topics))
+    if source.kind == "hub":
+        return hub_rows(name, use)
+    if source.kind == "parquet":
+        with open_parquet(source.path, field) as file:
+            return [
+                row for group in range(file.num_row_groups) for row in rows_of_group(file, group, field, source.path)
+            ]
+    if source.kind in KINDS.values():
+        return (document_of(row, field, f"{source.path}, {where}") for where, row in _rows(source, field))
+    text = decode(source.path.read_bytes(), source.path)
+    return (text,) if source.kind == "txt" else (raw_row(line) for line in text.split("\n")[:-1])
+
+
+def _rows(source: TextSource, field: str) -> Iterable[tuple[str, Any]]:
+    """Rows of a file, with where they stand in it."""
+    path = source.path
+    if source.kind == "jsonl":
+        return json_rows(path)
+    content = decode(path.read_bytes(), path)
+    if source.kind != "json":
+        return rows_of_csv(content, str(path), "\t" if source.kind == "tsv" else ",")
+    rows = rows_of_json(content, str(path), (field, *CHATS))
+    return json_rows(path) if rows is None else rows
+
+
+def _choices() -> str:
+    return f"{', '.join(sorted(ALIASES))}, pydoc, self, or a .txt/.jsonl/.json/.csv/.parquet file"
+
+
+def _up_to(documents: Iterable[str | Chat], characters: int | None) -> tuple[str | Chat, ...]:
+    kept, seen = [], 0
+    for document in documents:
+        kept.append(document)
+        seen += len(document)
+        if characters is not None and seen >= characters:
+            break
+    return tuple(kept)
+
+
+def decode(data: bytes, path: Path) -> str:
+    """UTF-8 with any line ends, with or without a mark in front; :class:`DataError` where it is not."""
+    if 4 * data.count(0) > len(data):  # Latin letters in UTF-16 are valid UTF-8, with zeros between them
+        raise DataError(f"{path} is UTF-16 or UTF-32 without a mark, or no text; convert it to UTF-8")
+    try:
+        return data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text ({error}); convert it") from error
+
+
+def raw_row(line: str) -> str:
+    """A line as the hub's WikiText-2 has it: with its newline, or an empty string."""
+    return "" if not line.strip() else line + "\n"
+
+
+def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Every row of a .jsonl file with the line it stands in, for messages."""
+    for number, line in enumerate(decode(path.read_bytes(), path).split("\n"), 1):
+        if line.strip():
+            where = f"line {number}"
+            yield where, json_row(line, where, path)
+
+
+def json_row(line: str, where: str, path: Path) -> Any:
+    """One line of a .jsonl file."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:  # also numbers too long and brackets too deep for Python
+        reason = getattr(error, "msg", str(error).partition(";")[0])
+        raise DataError(f"{path}, {where} is not JSON ({reason}); one object a line is expected") from error
+
+
+def document_of(row: Any, field: str, where: str) -> str | Chat:
+    """Return the text of a row, or its chat; ``where``: file and row, for messages."""
+    column = text_column(row, field) if isinstance(row, dict) else field
+    if isinstance(row, dict) and is_chat(row.get(column)):
+        return chat_of(row[column], where)
+    if column != field:
+        kind = type(row[column]).__name__
+        raise DataError(
+            f"{where} has no text field {field!r}, and {column!r} holds {kind}, not a list of turns (use --field)"
+        )
+    return field_of(row, column, where)
+
+
+def field_of(row: Any, field: str, where: str) -> str:
+    """The text of a row; ``where``: file and row, for messages."""
+    if not isinstance(row, dict) or field not in row:
+        names = f"has: {', '.join(row)}" if isinstance(row, dict) else f"is a {type(row).__name__}, not an object"
+        raise DataError(f"{where} has no text field {field!r}; the row {names} (use --field)")
+    text = row[field]
+    if not isinstance(text, str):
+        raise DataError(f"{where}: field {field!r} holds {type(text).__name__}, not text (use --field)")
+    if has_half_character(text):
+        raise DataError(
+            f"{where}: field {field!r} has half a character (a lone surrogate) in it; write the file as UTF-8"
+        )
+    return text
+
+
+@contextlib.contextmanager
+def open_parquet(path: Path, field: str) -> Iterator[Any]:
+    """A ``pyarrow.parquet.ParquetFile`` that has the column ``field``; :class:`DataError` where it has not or is damaged."""
+    import pyarrow.parquet as parquet
+    from pyarrow.lib import ArrowException
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if text_column(names, field) not in names:
+                raise DataError(f"{path} has no column {field!r}; it has: {', '.join(names)} (use --field)")
+            yield file
+    except (ArrowException, OSError) as error:
+        raise DataError(f"{path} is not a readable parquet file ({first_line(error)})") from error
+
+
+def rows_of_group(file, group: int, field: str, path: Path) -> list[str | Chat]:
+    """Documents of one row group of an open parquet file."""
+    column = text_column(file.schema_arrow.names, field)
+    first = sum(file.metadata.row_group(before).num_rows for before in range(group)) + 1
+    rows = file.read_row_group(group, columns=[column])[column].to_pylist()
+    return [document_of({column: row}, column, f"{path}, row {number}") for number, row in enumerate(rows, first)]

@@ -1,0 +1,1 @@
+"""Methods that rankfold is compared with."""

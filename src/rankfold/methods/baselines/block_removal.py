@@ -1,0 +1,85 @@
+"""Whole blocks that go: what is left is a stock model with fewer blocks."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from ...allocation import block_weights
+from ...architectures import BlockView
+from ...calibration.moments import Moment
+from ..base import BlockResult, Method, Unit
+
+__all__ = ["BLOCK", "SLEB", "BlockRemoval", "ShortGPT"]
+
+BLOCK = "block"  # the module whose rank is 1 where a block stays and 0 where it goes
+
+
+@dataclass(frozen=True)
+class BlockRemoval(Method):
+    """Remove blocks; which ones is a matter of the allocation. ``multiple``, ``epsilon`` and ``context`` have no meaning
+    here.
+
+    At least one block stays.
+    """
+
+    all_modules: ClassVar[tuple[str, ...]] = (BLOCK,)
+    budgets: ClassVar[tuple[str, ...]] = ("parameters", "bytes")
+    narrows: ClassVar[bool] = False
+
+    def supported_modules(self, architecture, view: BlockView) -> tuple[str, ...]:
+        return (BLOCK,)
+
+    def statistics(self, view: BlockView) -> set[str]:
+        return {"change"}
+
+    def units(self, view: BlockView) -> list[Unit]:
+        return [Unit(view.index, BLOCK, (0, 1), (0, block_weights(view.module)))]
+
+    def parameter_change(self, view: BlockView, ranks: dict[str, int]) -> tuple[int, int]:
+        return (0 if ranks[BLOCK] else -sum(p.numel() for p in view.module.parameters())), 0
+
+    def cached_numbers(self, view: BlockView, ranks: dict[str, int]) -> int:
+        return ranks[BLOCK] * view.attention.cached
+
+    def decompose(self, view: BlockView, moments, ranks: dict[str, int]) -> BlockResult:
+        stays = ranks[BLOCK] == 1
+        error = 0.0 if stays else change_error(moments["change"])
+        errors = {} if stays else {BLOCK: lambda other: change_error(other["change"])}
+        return BlockResult({}, {}, {BLOCK: {"rank": ranks[BLOCK], "of": 1, "relative_error": error}}, errors)
+
+
+def change_error(moment: Moment) -> float:
+    """RMS of what the block adds to its input over the RMS of its output."""
+    added, output = moment.mean.tolist()
+    return (added / output) ** 0.5 if output > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class ShortGPT(BlockRemoval):
+    """Remove the blocks that turn the residual stream least: ShortGPT (arXiv:2403.03853).
+
+    Block influence, one minus the mean cosine between input and output, is measured once, on the dense model.
+    """
+
+    name: ClassVar[str] = "shortgpt"
+    allocations: ClassVar[tuple[str, ...]] = ("least-influence",)
+
+    allocation: Literal["least-influence"] = "least-influence"
+
+
+@dataclass(frozen=True)
+class SLEB(BlockRemoval):
+    """Remove one block after another, each time the one without which the calibration text is predicted best.
+
+    SLEB (arXiv:2402.09025), with its third metric: the loss is measured on the model as the removals before have left it.
+    It takes about half a forward over all calibration windows for every block, for every block removed.
+    """
+
+    name: ClassVar[str] = "sleb"
+    allocations: ClassVar[tuple[str, ...]] = ("greedy",)
+
+    allocation: Literal["greedy"] = "greedy"
+
+    @classmethod
+    def search(cls, blocks: int, removed: int) -> float:
+        """Block forwards over the calibration windows until so many are removed."""
+        return sum((blocks - done) ** 2 / 2 for done in range(removed))

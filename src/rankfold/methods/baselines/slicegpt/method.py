@@ -1,0 +1,69 @@
+"""Delete rows and columns of every matrix: the residual stream itself becomes narrower (SliceGPT, arXiv:2401.15024).
+
+The stream in front of every half of a block is written in the principal directions of what calibration text sends there, and
+the smallest of them are deleted. Norms stand in no way: they are turned into plain RMSNorms first, which commute with
+rotations. Where coordinates change, the residual branch has a matrix from the old ones to the new ones.
+
+Embeddings, final norm and head stay as they are: the first block takes the stream into its coordinates and the last one
+takes it back, which is the function that the paper computes by multiplying both matrices into embedding and head. So tied
+heads stay tied, and pictures and positions may enter the stream as they do. What this costs is counted.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from ....allocation import block_weights
+from ....architectures import BlockView
+from ...base import Method, Stage, Unit
+from ...work import Work
+from .shapes import Shapes, width_of
+from .slicing import STREAM, check_architecture, slicing_stages, slicing_work, stream_statistics
+
+__all__ = ["SliceGPT"]
+
+
+@dataclass(frozen=True)
+class SliceGPT(Method):
+    """One width of the residual stream for all blocks, the largest with which the budget holds; shortcuts count.
+
+    ``protect``, ``epsilon`` and influence have no meaning here. The paper slices by a fraction of the width, which removes
+    less than that fraction of the weights; here ``sparsity`` is what goes, and the fraction sliced is in the record.
+    """
+
+    name: ClassVar[str] = "slicegpt"
+    all_modules: ClassVar[tuple[str, ...]] = (STREAM,)
+    modes: ClassVar[tuple[str, ...]] = ("sequential",)
+    allocations: ClassVar[tuple[str, ...]] = ("uniform",)
+    one_rank: ClassVar[bool] = True
+    protects: ClassVar[bool] = False
+
+    allocation: Literal["uniform"] = "uniform"
+
+    def supported_modules(self, architecture, view: BlockView) -> tuple[str, ...]:
+        check_architecture(self, architecture, view)
+        return (STREAM,)
+
+    def statistics(self, view: BlockView) -> set[str]:
+        return stream_statistics(view)
+
+    def units(self, view: BlockView) -> list[Unit]:
+        self.supported_modules(view.architecture, view)
+        width, dense, shapes = width_of(view), block_weights(view.module), Shapes.of(view)
+        sizes = {rank: shapes.weights(rank) for rank in range(self.multiple, width, self.multiple)}
+        fewer = {rank: size for rank, size in sizes.items() if size < dense}
+        return [Unit(view.index, STREAM, (*fewer, width), (*fewer.values(), dense))]
+
+    def parameter_change(self, view: BlockView, ranks: dict[str, int]) -> tuple[int, int]:
+        rank = ranks[STREAM]
+        if rank == width_of(view):
+            return 0, 0
+        return Shapes.of(view).parameters(rank) - sum(p.numel() for p in view.module.parameters()), 0
+
+    def cached_numbers(self, view: BlockView, ranks: dict[str, int]) -> int:
+        return 2 * view.attention.kv_heads * view.attention.head_dim
+
+    def work(self, view: BlockView, ranks: dict[str, int]) -> Work:
+        return slicing_work(view, ranks[STREAM])
+
+    def stages(self, view: BlockView, ranks: dict[str, int]) -> list[Stage]:
+        return slicing_stages(view, ranks[STREAM])

@@ -1,0 +1,1 @@
+"""Open a dense model and read it one block at a time."""

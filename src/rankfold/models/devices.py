@@ -1,0 +1,49 @@
+"""Devices and dtypes by name, and in what precision blocks run on them."""
+
+import torch
+
+from .._utils.hardware import multiplies_bf16_fast
+from ..errors import OptionError
+
+__all__ = ["DTYPES", "autocast_dtype", "resolve_device", "resolve_dtype"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """bf16 on CPUs that multiply it faster than fp32; otherwise no autocast."""
+    return torch.bfloat16 if device.type == "cpu" and multiplies_bf16_fast() else None
+
+
+def resolve_dtype(name: str) -> torch.dtype | None:
+    """``torch.dtype`` of a name; ``None`` for ``auto`` (as the checkpoint stores it).
+
+    Raises:
+        OptionError: any other name.
+    """
+    if name == "auto":
+        return None
+    if _SHORT.get(name, name) not in DTYPES:
+        raise OptionError(f"dtype must be auto, {', '.join(DTYPES)}; got {name!r}")
+    return DTYPES[_SHORT.get(name, name)]
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of ``cpu``, ``cuda[:i]``, ``mps`` or ``auto`` (an accelerator where there is one).
+
+    Raises:
+        OptionError: unknown name, or a device that is not available here.
+    """
+    available = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if name == "auto":
+        return available or torch.device("cpu")
+    kind, colon, index = name.partition(":")
+    if kind not in ("cpu", "cuda", "mps") or (colon and not (index.isascii() and index.isdigit())):
+        raise OptionError(
+            f"device must be auto, cpu, cuda, mps or one of these with a number such as cuda:1; got {name!r}"
+        )
+    count = 1 if kind == "cpu" else torch.accelerator.device_count() if available and available.type == kind else 0
+    if int(index or 0) >= count:
+        raise OptionError(f"device {name!r} is not available here; use --device auto or cpu")
+    return torch.device(name)

@@ -1,0 +1,149 @@
+"""Specs read off blocks: against those that were written by hand, and on models that no spec is right for."""
+
+import dataclasses
+
+import pytest
+import torch
+import transformers as t
+from torch import nn
+from transformers.models.granite_swa.configuration_granite_swa import GraniteSWAConfig
+
+import rankfold
+from families import GQA, IDS, KINDS, SHAPE, some_ids, tiny_model, tokens
+from rankfold.architectures import Architecture, AttentionSpec, ByConfig, MLPSpec, known_architectures, registry
+from rankfold.architectures.derive import derive
+from rankfold.cli.models import code
+from rankfold.compression.validate_spec import prove, proved
+from rankfold.errors import UnsupportedModelError
+
+KNOWN = {a.model_type: a for a in known_architectures()}
+# Their blocks are none that a spec can be read off: OPT flattens its tokens, BLOOM and Falcon add inside of their layers.
+UNREADABLE = {"opt", "opt-post-norm", "bloom", "falcon-mqa", "falcon-gqa", "falcon-gqa-one-norm", "falcon-sequential"}
+# Of what a spec says, what does not show in numbers: names of rates and of a field, and norms that this model does not have.
+FREE = {"dropout", "output_dropout", "qk_norm", "norm_offset", "width", "longrope"}
+
+
+def forget(monkeypatch, model) -> None:
+    """As if rankfold had no spec for it."""
+    monkeypatch.delitem(registry._BY_TYPE, model.config.get_text_config().model_type)
+
+
+def compared(spec, config, free=frozenset()) -> dict:
+    found = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec) if f.name not in free}
+    return {name: value.of(config) if isinstance(value, ByConfig) else value for name, value in found.items()}
+
+
+@pytest.mark.parametrize("family", sorted(set(KINDS) - UNREADABLE))
+def test_the_spec_read_off_a_model_is_the_one_written_by_hand(family, monkeypatch):
+    model = tiny_model(family)
+    config = model.config.get_text_config()
+    known = registry.architecture_of(model)
+    forget(monkeypatch, model)
+    source = rankfold.open_model(model, device="cpu")
+    assert source.architecture.derived
+    found = prove(source)
+    assert max(found.logits, found.attention, found.units or 0.0) < 1e-5
+    outer = {"derived", "attention", "unless", "mlp", "norms", "norms_behind", "experts", "needs_start"}
+    assert compared(found.spec, config, outer) == compared(known, config, outer)
+    if known.mlp is not None and known.experts is None:
+        assert found.spec.mlp == dataclasses.replace(known.mlp, activation=None)
+    else:
+        assert found.spec.mlp is None
+    free = FREE | ({"kv_heads", "position"} if family.startswith("falcon") else set())  # ALiBi goes by the mask
+    assert compared(found.spec.attention, config, free) == compared(known.attention, config, free)
+    assert eval(code(found.spec)) == dataclasses.replace(found.spec, derived=False)  # what is printed can be pasted
+
+
+@pytest.mark.parametrize("family", sorted(UNREADABLE))
+def test_a_block_that_is_read_wrongly_is_refused_with_the_reason(family, monkeypatch):
+    model = tiny_model(family)
+    forget(monkeypatch, model)
+    with pytest.raises(
+        UnsupportedModelError, match=r"has no spec, and the one read off its blocks does not hold: .*; see"
+    ):
+        proved(rankfold.open_model(model, device="cpu"))
+
+
+def unknown(name: str) -> nn.Module:
+    configs = {
+        "ministral": lambda: t.MinistralConfig(**GQA, head_dim=8, sliding_window=8),
+        "biogpt": lambda: t.BioGptConfig(**SHAPE, **IDS),
+        "jais2": lambda: t.Jais2Config(**GQA, head_dim=8),
+        "persimmon": lambda: t.PersimmonConfig(**SHAPE),
+        "granite_swa": lambda: GraniteSWAConfig(**GQA, sliding_window=8, **IDS),  # with attention sinks
+    }
+    torch.manual_seed(0)
+    model = t.AutoModelForCausalLM.from_config(configs[name]())
+    for parameter in model.parameters():
+        if parameter.dim() >= 2 or parameter.shape == (4,):
+            nn.init.normal_(parameter, std=0.15)
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", ["ministral", "biogpt", "jais2", "persimmon", "granite_swa"])
+@pytest.mark.parametrize("method", ["rankfold", "latentllm"])
+def test_a_family_that_nobody_wrote_down_is_compressed_and_loads_again(name, method, tmp_path):
+    model = unknown(name)
+    assert model.config.model_type not in KNOWN
+    model.save_pretrained(tmp_path / "dense")
+    source = rankfold.open_model(tmp_path / "dense", device="cpu", dtype="float32")
+    assert source.architecture.derived
+    folder = rankfold.compress(
+        source, rankfold.make_method(method, sparsity=0.2, multiple=2), tokens(), tmp_path / "small"
+    )
+    small, ids = rankfold.load(folder, device="cpu"), some_ids()
+    with torch.no_grad():
+        dense, less = model(ids).logits, small(ids).logits
+        again = t.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)(ids).logits
+    assert torch.equal(less, again)
+    assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in model.parameters())
+    assert 0 < (less - dense).norm() < dense.norm()
+
+
+def attention_that_gates(self, hidden_states, *args, **kwargs):
+    output, weights = self.plain_forward(hidden_states, *args, **kwargs)
+    return output * torch.sigmoid(hidden_states), weights
+
+
+def norm_over_units(self, x):
+    hidden = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+    return self.down_proj(hidden / hidden.norm(dim=-1, keepdim=True))
+
+
+@pytest.mark.parametrize(
+    "what, message",
+    [
+        ("attention", r"block 0 computes something else with its attention replaced, by \d"),
+        ("units", r"hidden units of block 0 depend on each other, by \d"),
+    ],
+)
+def test_what_a_block_does_beside_what_its_names_say_is_found(what, message, monkeypatch):
+    kind = t.models.llama.modeling_llama
+    if what == "attention":
+        monkeypatch.setattr(kind.LlamaAttention, "plain_forward", kind.LlamaAttention.forward, raising=False)
+        monkeypatch.setattr(kind.LlamaAttention, "forward", attention_that_gates)
+    else:
+        monkeypatch.setattr(kind.LlamaMLP, "forward", norm_over_units)
+    model = tiny_model("llama")
+    forget(monkeypatch, model)
+    with pytest.raises(UnsupportedModelError, match=message):
+        proved(rankfold.open_model(model, device="cpu"))
+
+
+def test_blocks_that_differ_in_kind_are_refused(monkeypatch):
+    model = tiny_model("llama")
+    forget(monkeypatch, model)
+    model.model.layers[2].mlp = nn.Identity()
+    with pytest.raises(UnsupportedModelError, match="running its blocks ends in AttributeError"):
+        proved(rankfold.open_model(model, device="cpu"))
+
+
+def test_a_model_without_such_parts_says_which():
+    model = t.AutoModelForCausalLM.from_config(
+        t.MambaConfig(vocab_size=96, hidden_size=32, num_hidden_layers=2, state_size=4, time_step_rank=4)
+    )
+    with pytest.raises(
+        UnsupportedModelError, match="'mamba' has no spec, and none can be read off its blocks: its attention"
+    ):
+        derive(model)
+    assert Architecture and AttentionSpec and MLPSpec  # names that printed specs use

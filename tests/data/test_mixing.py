@@ -1,0 +1,262 @@
+"""Several calibration texts in one: shares, rounding, held-out windows, order, and what a text lacks."""
+
+import json
+import logging
+import math
+from fractions import Fraction
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rankfold.data.mixing import held_out_of, interleaved, portions, shares_of, spread
+from rankfold.data.tokens import load_tokens
+from rankfold.errors import DataError, OptionError
+from rankfold.models.dense_model import open_model
+
+LETTERS = {"a": "abcdefgh", "b": "ijklmnop", "c": "qrstuvwx"}
+
+
+def characters(text: str, return_tensors: str, verbose: bool = True, add_special_tokens: bool = True):
+    """A tokenizer with one id a character."""
+    return SimpleNamespace(input_ids=torch.tensor([[ord(c) for c in text]], dtype=torch.long))
+
+
+def source(context: int = 64):
+    return SimpleNamespace(
+        name="model",
+        context_length=context,
+        tokenizer=characters,
+        config=SimpleNamespace(vocab_size=128),
+        part=SimpleNamespace(takes_images=False),
+        architecture=SimpleNamespace(decoder=True, needs_start=False),
+    )
+
+
+@pytest.fixture
+def texts(tmp_path, monkeypatch):
+    """Files of some length each; every text has letters of its own, so that a window tells where it comes from."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(**lengths: int) -> list[str]:
+        for name, length in lengths.items():
+            (tmp_path / f"{name}.txt").write_text("".join(LETTERS[name][i * i * i // 7 % 8] for i in range(length)))
+        return [f"{name}.txt" for name in lengths]
+
+    return make
+
+
+def of_text(windows: torch.Tensor, name: str) -> torch.Tensor:
+    """The windows that come from a text."""
+    letters = torch.tensor([ord(c) for c in LETTERS[name[0]]])
+    return windows[torch.isin(windows, letters).all(1)]
+
+
+counts = st.integers(1, 5).flatmap(
+    lambda n: st.tuples(
+        st.integers(n, 300),
+        st.lists(st.sampled_from([1, 2, 3, 0.1, 0.25, 7, 100]), min_size=n, max_size=n),
+        st.lists(st.one_of(st.just(math.inf), st.integers(1, 60)), min_size=n, max_size=n),
+    )
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(counts)
+def test_windows_add_up_and_no_text_gives_more_than_it_has(case):
+    samples, shares, room = case
+    found = portions(samples, shares, room)
+    fitted, held_out = (sum(column) for column in zip(*found, strict=True))
+    assert all(sum(portion) <= most for portion, most in zip(found, room, strict=True))
+    assert all(portion.fitted >= 1 for portion in found)
+    if sum(room) >= samples + held_out_of(samples):
+        assert (fitted, held_out) == (samples, held_out_of(samples))
+    else:
+        assert fitted + held_out == sum(room) and held_out >= (1 if sum(room) > len(room) else 0)
+    if held_out >= len(room):
+        assert all(portion.held_out >= 1 or most == 1 for portion, most in zip(found, room, strict=True))
+
+
+@settings(max_examples=300, deadline=None)
+@given(counts)
+def test_without_limits_every_text_gets_its_share_rounded(case):
+    samples, shares, _ = case
+    whole = sum(Fraction(str(s)) for s in shares)
+    for count, share in zip(spread(samples, shares, [math.inf] * len(shares)), shares, strict=True):
+        exact = samples * Fraction(str(share)) / whole
+        assert abs(count - exact) < len(shares)
+        if exact.denominator == 1 and all((samples * Fraction(str(s)) / whole).denominator == 1 for s in shares):
+            assert count == exact
+
+
+@pytest.mark.parametrize(
+    ("total", "shares", "room", "expected"),
+    [
+        (10, [0.7, 0.3], [math.inf] * 2, [7, 3]),
+        (32, [0.7, 0.3], [math.inf] * 2, [22, 10]),
+        (5, [1, 1], [math.inf] * 2, [3, 2]),
+        (128, [1, 1, 1], [math.inf] * 3, [43, 43, 42]),
+        (100, [0.99, 0.005, 0.005], [math.inf] * 3, [98, 1, 1]),  # nobody goes away empty
+        (2, [8, 1, 1], [math.inf] * 3, [2, 0, 0]),  # where there is too little for all
+        (30, [1, 1, 1], [2, math.inf, math.inf], [2, 14, 14]),
+        (30, [1, 2, 1], [2, math.inf, math.inf], [2, 19, 9]),  # the others in their proportions
+        (4, [1, 1], [0, math.inf], [0, 4]),
+        (2**62, [1, 1], [math.inf] * 2, [2**61, 2**61]),
+    ],
+)
+def test_shares_are_rounded(total, shares, room, expected):
+    assert spread(total, shares, room) == expected
+
+
+def test_only_the_proportions_of_shares_count():
+    assert shares_of({"a": 7, "b": 3}) == {"a": 0.7, "b": 0.3} == shares_of({"a": 0.7, "b": 0.3})
+    assert shares_of(["a", "b", "c", "d"]) == dict.fromkeys("abcd", 0.25)
+    assert shares_of("a") == shares_of(["a"]) == shares_of({"a": 0.2}) == {"a": 1.0}
+    for total in range(3, 60):  # shares that were rounded to floats divide as the numbers they stand for
+        assert spread(total, [*shares_of({"a": 2, "b": 1}).values()], [math.inf] * 2) == spread(
+            total, [2, 1], [math.inf] * 2
+        )
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ([], "no calibration text is named; give at least one"),
+        (["a", "b", "a"], "calibration text 'a' is named more than once; name it once, with a larger share"),
+        ({"a": 0, "b": 1}, "the share of calibration text 'a' must be a number above 0, got 0"),
+        ({"a": 1, "b": -1}, "the share of calibration text 'b' must be a number above 0, got -1"),
+        ({"a": math.nan}, "must be a number above 0, got nan"),
+        ({"a": math.inf}, "must be a number above 0, got inf"),
+        ({"a": "0.5"}, "must be a number above 0, got '0.5'"),
+        ({"a": True}, "must be a number above 0, got True"),
+        (7, "calibration texts are a name, a list of names, or name: share; got '7'"),
+        ([7], "calibration texts are a name, a list of names, or name: share"),
+    ],
+)
+def test_what_is_no_mix_is_refused(texts, message):
+    with pytest.raises(OptionError, match=message):
+        load_tokens(texts, source())
+
+
+def test_every_text_gives_its_share_drawn_as_if_it_were_alone(texts):
+    a, b = texts(a=4000, b=4000)
+    tokens = load_tokens({a: 0.7, b: 0.3}, source(), samples=32, length=16, seed=3)
+    assert tokens.ids.shape == (32, 16) and tokens.held_out.shape == (4, 16)
+    for name, fitted, held_out in ((a, 22, 3), (b, 10, 1)):
+        alone = load_tokens(name, source(), samples=32, length=16, seed=3).ids
+        assert torch.equal(of_text(tokens.ids, name), alone[:fitted])
+        assert torch.equal(of_text(tokens.held_out, name), alone[fitted : fitted + held_out])
+
+
+def test_windows_of_texts_are_interleaved_by_the_seed(texts):
+    names = texts(a=4000, b=4000)
+    mixes = [load_tokens(names, source(), samples=32, length=16, seed=seed).ids for seed in (0, 0, 1)]
+    orders = [(ids[:, 0] < ord(LETTERS["b"][0])).tolist() for ids in mixes]
+    assert torch.equal(mixes[0], mixes[1]) and orders[0] != orders[2]
+    changes = sum(x != y for x, y in zip(orders[0], orders[0][1:], strict=False))
+    assert sum(orders[0]) == 16 and changes > 8  # blocked: 1
+
+
+def test_interleaving_leaves_one_text_as_it_is():
+    windows = torch.arange(60).view(12, 5)
+    assert torch.equal(interleaved([windows], seed=4), windows)
+
+
+@pytest.mark.parametrize("wrapped", [lambda name: [name], lambda name: {name: 0.3}], ids=["list", "share"])
+def test_a_mix_of_one_text_is_that_text(texts, wrapped):
+    (a,) = texts(a=400)
+    plain, mixed = (load_tokens(name, source(), samples=32, length=16, seed=2) for name in (a, wrapped(a)))
+    assert torch.equal(plain.ids, mixed.ids) and torch.equal(plain.held_out, mixed.held_out)
+    assert plain.describe() == mixed.describe() and "texts" not in plain.describe()
+
+
+def test_a_mix_describes_every_text(texts):
+    a, b = texts(a=4000, b=4000)
+    tokens = load_tokens({a: 3, b: 1}, source(), samples=16, length=16, seed=1)
+    described = tokens.describe()
+    assert described == json.loads(json.dumps(described))  # identities are compared with what was read back
+    assert described["source"] == "a.txt=0.75 + b.txt=0.25"
+    assert (described["samples"], described["held_out"], described["samples_wanted"]) == (16, 2, 16)
+    first, second = described["texts"]
+    assert first["origin"].startswith("file:") and first["origin"] != second["origin"]
+    expected = {"draw": "windows of the whole text", "origin": first["origin"]}
+    assert first == {"source": "a.txt", "share": 0.75, "samples": 12, "held_out": 1, **expected}
+    assert (second["share"], second["samples"], second["held_out"]) == (0.25, 4, 1)
+
+
+def test_what_a_text_lacks_the_others_give(texts, caplog):
+    names = texts(a=4000, b=3 * 16 + 1, c=4000)
+    with caplog.at_level(logging.INFO, "rankfold"):
+        tokens = load_tokens(names, source(), samples=32, length=16)
+    assert tokens.ids.shape == (32, 16) and tokens.held_out.shape == (4, 16)
+    counts = [(part["samples"], part["held_out"]) for part in tokens.describe()["texts"]]
+    assert counts == [(15, 2), (2, 1), (15, 1)]
+    assert [r.getMessage() for r in caplog.records] == ["b.txt fills 3 windows, not 12; other texts give the rest"]
+
+
+def test_where_all_texts_are_short_everything_is_used(texts, caplog):
+    names = texts(a=5 * 16, b=3 * 16)
+    with caplog.at_level(logging.INFO, "rankfold"):
+        tokens = load_tokens(names, source(), samples=32, length=16)
+    assert (len(tokens.ids), len(tokens.held_out)) == (7, 1)
+    assert "the texts fill 8 windows of 16 tokens, not 36: 7 are fitted, 1 held out" in caplog.text
+    assert tokens.describe()["samples_wanted"] == 32
+
+
+def test_texts_of_one_window_each_are_all_fitted(texts):
+    tokens = load_tokens(texts(a=40, b=40), source(), samples=4, length=32)
+    assert tokens.ids.shape == (2, 32) and tokens.held_out is None
+
+
+def test_all_windows_have_the_length_of_the_shortest(texts, caplog):
+    a, b, c = texts(a=4000, b=40, c=70)
+    with caplog.at_level(logging.INFO, "rankfold"):
+        tokens = load_tokens([a, b, c], source(context=128), samples=16, length=128, seed=5)
+    assert tokens.ids.shape == (16, 32) and tokens.held_out.shape == (2, 32)
+    assert "windows of all texts have 32 tokens, the length of those of b.txt" in caplog.text
+    alone = load_tokens(a, source(), samples=32, length=32, seed=5).ids
+    assert torch.equal(of_text(tokens.ids, a), alone[: len(of_text(tokens.ids, a))])
+    assert [part["samples"] + part["held_out"] for part in tokens.describe()["texts"]] == [15, 1, 2]
+
+
+def test_a_text_too_short_for_any_window_is_named(texts):
+    with pytest.raises(DataError, match=r"text source 'b.txt' has 20 tokens; at least 32 are needed"):
+        load_tokens(texts(a=4000, b=20), source(), samples=4, length=64)
+
+
+def test_every_text_needs_a_sample(texts):
+    names = texts(a=400, b=400, c=400)
+    with pytest.raises(
+        OptionError, match="3 calibration texts need at least as many samples, got 2; give more samples"
+    ):
+        load_tokens(names, source(), samples=2, length=16)
+    assert [len(of_text(load_tokens(names, source(), samples=3, length=16).ids, name)) for name in names] == [1, 1, 1]
+
+
+def test_one_file_under_two_names_is_refused(texts):
+    """What is held out under one name would be fitted under the other."""
+    (a,) = texts(a=400)
+    with pytest.raises(OptionError, match="calibration text 'a.txt' is named more than once"):
+        load_tokens([a, f"./{a}"], source(), samples=4, length=16)
+
+
+def test_text_of_the_model_itself_goes_with_others(tmp_path):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        vocab_size=128,
+        max_position_embeddings=32,
+    )
+    llama = open_model(LlamaForCausalLM(config), device="cpu", tokenizer=characters)
+    (tmp_path / "a.txt").write_text("abcdefgh" * 100)
+    tokens = load_tokens(["self", str(tmp_path / "a.txt")], llama, samples=8, length=12)
+    own = tokens.ids[tokens.ids[:, 0] == config.bos_token_id]
+    assert torch.equal(own, load_tokens("self", llama, samples=4, length=12).ids)
+    assert [part["source"] for part in tokens.describe()["texts"]] == ["self", "a.txt"]
+    assert tokens.describe()["texts"][0]["draw"] == "sampled"

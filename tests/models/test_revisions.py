@@ -1,0 +1,157 @@
+"""Revisions of hub ids: what is asked of the hub, which lies in a local folder here, and what the results say of it."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+import transformers
+
+import rankfold
+from families import tokens
+from rankfold.errors import CheckpointError, OptionError
+from rankfold.models.hub import commit_of, locate, split_revision
+from saved import save_tiny
+
+COMMITS = {"main": "a" * 40, "v1": "b" * 40, "refs/pr/7": "c" * 40}
+TEXT = "--calibration pydoc --samples 4 --length 32"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return tmp_path_factory.mktemp("revisions")
+
+
+@pytest.fixture(scope="module")
+def snapshots(place):
+    """A snapshot of every revision, as the cache of the hub has it; all differ."""
+    folder = place / "cache" / "models--owner--name" / "snapshots"
+    for number, commit in enumerate(COMMITS.values()):
+        save_tiny(folder / commit, blocks=2, rms_norm_eps=10.0 ** -(number + 4))
+    return folder
+
+
+@pytest.fixture
+def hub(snapshots, monkeypatch):
+    """Stands in for the hub; the names and revisions that it was asked for."""
+    asked = []
+
+    def download(name, *, revision=None, **_):
+        asked.append((name, revision))
+        commit = COMMITS.get(revision or "main", revision)
+        if not (snapshots / commit).exists():
+            raise ConnectionError(f"Invalid rev id: {revision}")
+        return str(snapshots / commit)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    return asked
+
+
+@pytest.mark.parametrize("wanted", [*COMMITS, COMMITS["v1"], None])
+def test_the_revision_is_asked_of_the_hub_and_the_commit_kept(hub, wanted):
+    ways = [{"model": f"owner/name@{wanted}"}, {"model": "owner/name", "revision": wanted}]
+    for way in ways if wanted else ways[1:]:
+        source = rankfold.open_model(**way)
+        commit = COMMITS.get(wanted or "main", wanted)
+        assert hub.pop() == ("owner/name", wanted) and not hub
+        assert (source.name, source.revision) == ("owner/name", commit)
+        number = [*COMMITS.values()].index(commit)
+        assert source.config.rms_norm_eps == rankfold.load(**way).config.rms_norm_eps == 10.0 ** -(number + 4)
+        hub.clear()
+
+
+def test_commands_take_it_either_way_and_record_and_card_keep_the_commit(hub, place, run):
+    for folder, model in (("one", "owner/name@v1"), ("other", "owner/name --revision v1")):
+        code, _, err = run(f"compress {model} -o {folder} --multiple 2 {TEXT}")
+        assert code in (0, None), err
+        record = json.loads((place / folder / "rankfold.json").read_text())
+        assert record["base_model"] == "owner/name" and record["revision"] == COMMITS["v1"]
+        assert f"rankfold compress owner/name@{COMMITS['v1']} -o {folder}" in record["command"]
+        card = (place / folder / "README.md").read_text()
+        assert "base_model: owner/name\n" in card and f"owner/name at revision `{COMMITS['v1']}`, compressed" in card
+        config = json.loads((place / folder / "config.json").read_text())
+        assert config["quantization_config"]["revision"] == COMMITS["v1"]
+    assert {revision for _, revision in hub} == {"v1"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"plan MODEL {TEXT}",
+        f"calibrate MODEL -o moments-NUMBER {TEXT}",
+        "evaluate MODEL --text pydoc --length 16 --limit 1",
+        "generate MODEL hello --max-new-tokens 2",
+        "models MODEL",
+    ],
+)
+def test_every_command_asks_for_the_revision(hub, run, line):
+    for number, model in enumerate(("owner/name@refs/pr/7", "owner/name --revision refs/pr/7")):
+        code, _, err = run(line.replace("MODEL", model).replace("NUMBER", str(number)))
+        assert code in (0, None), err
+        assert {*hub} == {("owner/name", "refs/pr/7")}
+
+
+def test_a_revision_that_is_not_there_is_named(hub):
+    with pytest.raises(
+        CheckpointError, match=r"cannot get 'owner/name' at revision 'v9' from the hub \(Invalid rev id: v9\)"
+    ):
+        rankfold.open_model("owner/name", revision="v9")
+
+
+@pytest.mark.parametrize("function", [rankfold.open_model, rankfold.load])
+def test_a_revision_of_something_else_is_refused(function, hub, snapshots):
+    with pytest.raises(OptionError, match=r"names a revision already, got revision 'v1' too"):
+        function("owner/name@main", revision="v1")
+    with pytest.raises(OptionError, match=r"a revision is of a hub id, and '.*' lies here, got 'v1'"):
+        function(snapshots / COMMITS["main"], revision="v1")
+    with pytest.raises(OptionError, match=r"the revision of 'owner/name' is empty"):
+        function("owner/name@")
+    with pytest.raises(CheckpointError, match=r"no model at 'name@v1'"):
+        function("name@v1")
+    assert not hub
+
+
+def test_the_command_line_refuses_it_too(hub, place, run, snapshots):
+    shutil.copytree(snapshots / COMMITS["main"], place / "here", dirs_exist_ok=True)
+    assert "--revision is of a hub id, and 'here' lies here, got 'v1'" in run(f"plan here --revision v1 {TEXT}")[2]
+    assert "names a revision already" in run("generate owner/name@v1 x --revision v2")[2]
+    assert "--revision v1 would be ignored without a model" in run("models --revision v1")[2]
+
+
+def test_what_lies_here_comes_first(tmp_path, monkeypatch, hub):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner" / "name@v1").mkdir(parents=True)
+    assert locate("owner/name@v1").name == "name@v1" and not hub
+
+
+def test_a_model_in_memory_brings_its_commit(snapshots, monkeypatch):
+    """transformers keeps it; the tokenizer is read at the same one."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(snapshots / COMMITS["v1"])
+    model.config._commit_hash, model.config._name_or_path = COMMITS["v1"], "owner/name"
+    model.name_or_path = "owner/name"
+    asked = []
+    monkeypatch.setattr(
+        transformers.AutoTokenizer,
+        "from_pretrained",
+        lambda place, **options: asked.append((str(place), options)) or SimpleNamespace(init_kwargs={}),
+    )
+    source = rankfold.open_model(model)
+    assert (source.name, source.revision) == ("owner/name", COMMITS["v1"])
+    _ = source.tokenizer
+    assert asked == [("owner/name", {"trust_remote_code": False, "revision": COMMITS["v1"]})]
+    with pytest.raises(OptionError, match="the model is in memory"):
+        rankfold.open_model(model, revision="v1")
+
+
+def test_only_a_snapshot_has_a_commit(tmp_path):
+    assert commit_of(tmp_path / "snapshots" / ("a" * 40)) == "a" * 40
+    assert commit_of(tmp_path / ("a" * 40)) is None and commit_of(tmp_path / "snapshots" / "main") is None
+    assert split_revision("owner/name") == ("owner/name", None)
+
+
+def test_a_local_model_has_no_revision_in_its_record(snapshots, tmp_path):
+    shutil.copytree(snapshots / COMMITS["main"], tmp_path / "model")
+    source = rankfold.open_model(tmp_path / "model")
+    rankfold.compress(source, rankfold.MoDeGPT(multiple=2), tokens(), tmp_path / "small", mode="one-pass")
+    assert source.revision is None and "revision" not in json.loads((tmp_path / "small" / "rankfold.json").read_text())
