@@ -19,7 +19,7 @@ import torch
 import transformers
 from torch import nn
 
-from rankfold import Source, Tokens, load_tokens, open_model, perplexity
+from rankfold import DenseModel, Tokens, load_tokens, open_model, perplexity
 from rankfold._utils.files import read_json, write_json
 from rankfold.data.text import read_text
 from rankfold.errors import NumericsError
@@ -200,7 +200,7 @@ def model_path(name: str) -> str:
     return name
 
 
-def open_source(name: str, *, autocast: torch.dtype | str | None = "auto") -> Source:
+def open_source(name: str, *, autocast: torch.dtype | str | None = "auto") -> DenseModel:
     """What a GGUF file holds is kept in fp32, as it was when the committed records were made.
 
     Args:
@@ -212,9 +212,9 @@ def open_source(name: str, *, autocast: torch.dtype | str | None = "auto") -> So
     return source
 
 
-def again(source: Source) -> Source:
+def again(source: DenseModel) -> DenseModel:
     """The same source without what it has remembered (its fingerprint), to be timed afresh."""
-    fresh = Source(source.model, source.name, source.device, source.dtype, source.weights)
+    fresh = DenseModel(source.model, source.name, source.device, source.dtype, source.weights)
     fresh.autocast = source.autocast
     return fresh
 
@@ -235,17 +235,17 @@ def text_name(path: Path, form: str = "plain") -> str:
     return f"wikitext2:{path}" if form == "rows" else str(path)
 
 
-def calibration(source: Source, path: Path, args: argparse.Namespace, form: str = "plain") -> Tokens:
+def calibration(source: DenseModel, path: Path, args: argparse.Namespace, form: str = "plain") -> Tokens:
     return load_tokens(text_name(path, form), source, samples=args.samples, length=args.length, seed=args.seed)
 
 
-def windows(source: Source, path: Path, length: int, form: str = "plain") -> torch.Tensor:
+def windows(source: DenseModel, path: Path, length: int, form: str = "plain") -> torch.Tensor:
     """``(W, T)`` all non-overlapping windows of a text."""
     text = read_text(text_name(path, form), use="evaluation")
     return windows_of_text(text, source.tokenizer, source.name, source.config, length, None)
 
 
-def wikitext2_windows(source: Source, args: argparse.Namespace) -> tuple[torch.Tensor, Path]:
+def wikitext2_windows(source: DenseModel, args: argparse.Namespace) -> tuple[torch.Tensor, Path]:
     """The evaluation windows of WikiText-2's test text, and its path."""
     path = data_file(args.data, "text/wikitext2-test.tokens")
     return windows(source, path, args.length, args.form)[::EVERY][: args.first], path
@@ -271,7 +271,7 @@ def add_perplexity(record: Record, name: str, model: nn.Module, on: Evaluation, 
     gc.collect()
 
 
-def describe_model(source: Source) -> dict:
+def describe_model(source: DenseModel) -> dict:
     return {"name": Path(source.name).name, "fingerprint": source.fingerprint, "blocks": len(source)}
 
 
@@ -281,11 +281,11 @@ def describe_tokens(ids: torch.Tensor, path: Path | str, seed: int | None = None
     return {key: value for key, value in facts.items() if key not in leave}
 
 
-def evaluation(source: Source, windows, args: argparse.Namespace) -> Evaluation:
+def evaluation(source: DenseModel, windows, args: argparse.Namespace) -> Evaluation:
     return Evaluation(windows, source.autocast if args.evaluate_in == "autocast" else None)
 
 
-def protocol(source: Source, on: Evaluation, tokens: Tokens, texts: list[Path | str]) -> dict:
+def protocol(source: DenseModel, on: Evaluation, tokens: Tokens, texts: list[Path | str]) -> dict:
     """The configuration of a table of perplexity.
 
     Args:
@@ -299,7 +299,7 @@ def protocol(source: Source, on: Evaluation, tokens: Tokens, texts: list[Path | 
     }
 
 
-def precision(source: Source, on: Evaluation | None = None) -> dict:
+def precision(source: DenseModel, on: Evaluation | None = None) -> dict:
     """In what the blocks run, and in what the result is evaluated."""
 
     def name(dtype) -> str | None:

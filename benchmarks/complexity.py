@@ -13,7 +13,7 @@ import torch
 import transformers
 
 import common
-from rankfold import Source, Tokens, calibrate, compress, make_method, open_model, plan
+from rankfold import DenseModel, Tokens, calibrate, compress, make_method, open_model, plan
 from rankfold.errors import OptionError
 from rankfold.evaluation.complexity import DEFINITION, cache_bytes, counted_macs, formula_macs, planned_macs
 
@@ -81,7 +81,7 @@ def main() -> None:
     for name, make in {} if args.small_only else LARGE.items():
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(make(), dtype=torch.float16)
-        source = Source(model, name, torch.device("cpu"), torch.float16, None)
+        source = DenseModel(model, name, torch.device("cpu"), torch.float16, None)
         for method, sparsity in grid(args):
             add(record, name, source, method, sparsity, args.tokens)
     common.say(f"wrote {common.shown(str(args.json))}")

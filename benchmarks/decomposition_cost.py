@@ -18,7 +18,7 @@ import transformers
 
 import common
 from memory import reset_peak, resident
-from rankfold import Source, make_method
+from rankfold import DenseModel, make_method
 from rankfold.architectures import BlockView
 from rankfold.calibration.moments import Moment
 from rankfold.compression.budget import choices
@@ -99,7 +99,7 @@ def worker(args: argparse.Namespace, name: str, group: tuple[str, ...]) -> dict:
     }
 
 
-def one_block(scale: int) -> Source:
+def one_block(scale: int) -> DenseModel:
     """A Llama of one block."""
     config = transformers.LlamaConfig(
         hidden_size=WIDTH // scale,
@@ -109,7 +109,7 @@ def one_block(scale: int) -> Source:
         num_key_value_heads=WIDTH // scale // HEAD_DIM,
         vocab_size=64,
     )
-    return Source(transformers.LlamaForCausalLM(config), "random", torch.device("cpu"), torch.float32, None)
+    return DenseModel(transformers.LlamaForCausalLM(config), "random", torch.device("cpu"), torch.float32, None)
 
 
 def random_moment(statistic: str, view: BlockView) -> Moment:

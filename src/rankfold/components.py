@@ -16,11 +16,11 @@ from .architectures import PARTS
 from .checkpoint.run import Run
 from .compression.budget import choices
 from .compression.plan import check
-from .compression.validate_spec import proved
+from .compression.validate_spec import validated
 from .data.tokens import Tokens, check_fits
 from .errors import OptionError
 from .methods import Method, as_method
-from .models.dense_model import Source, open_model
+from .models.dense_model import DenseModel, open_model
 from .pipeline import carry_out, checked, compress
 from .report.identity import dtype_name, run_identity
 from .report.plan import Plan
@@ -31,17 +31,17 @@ __all__ = ["compress_parts"]
 class _Given(NamedTuple):
     """One part, what to do to it, and what it is measured on."""
 
-    source: Source
+    source: DenseModel
     method: Method
     tokens: Tokens
 
 
 def compress_parts(
-    parts: Iterable[tuple[Source, Method | str, Tokens]],
+    parts: Iterable[tuple[DenseModel, Method | str, Tokens]],
     output: str | Path,
     *,
     mode: str = "sequential",
-    on_plan: Callable[[Plan, Source], None] | None = None,
+    on_plan: Callable[[Plan, DenseModel], None] | None = None,
 ) -> Path:
     """Compress several parts of a model, each in its own way.
 
@@ -88,7 +88,7 @@ def _compress_in_turn(parts: list[_Given], output: Path, mode: str, on_plan) -> 
             return carry_out(source, *last[1:], None, run.identity, run, _telling(on_plan, source))
 
 
-def _in_order(parts: Iterable[tuple[Source, Method | str, Tokens]]) -> list[_Given]:
+def _in_order(parts: Iterable[tuple[DenseModel, Method | str, Tokens]]) -> list[_Given]:
     """In which they are compressed."""
     found = [_given(part) for part in parts]
     names = [given.source.part.name for given in found]
@@ -107,13 +107,13 @@ def _in_order(parts: Iterable[tuple[Source, Method | str, Tokens]]) -> list[_Giv
     return sorted(found, key=lambda given: PARTS.index(given.source.part.name))
 
 
-def _given(part: tuple[Source, Method | str, Tokens]) -> _Given:
+def _given(part: tuple[DenseModel, Method | str, Tokens]) -> _Given:
     """One part as it was given.
 
     Raises:
         OptionError: it is none.
     """
-    kinds = (Source, Method | str, Tokens)
+    kinds = (DenseModel, Method | str, Tokens)
     if not isinstance(part, tuple | list) or [*map(isinstance, part, kinds)] != [True] * 3 or len(part) != 3:
         raise OptionError(
             f"each of the parts is an open model (open_model(model, part=...)), a method and calibration data, got "
@@ -126,7 +126,7 @@ def _check(given: _Given, mode: str, output: str | Path) -> None:
     """Whatever would stop the second part only after the first is done."""
     source, method, tokens = given
     checked(method, tokens, None, mode, output)
-    check_fits(tokens.ids, proved(source))
+    check_fits(tokens.ids, validated(source))
     if method.budget != "latency":  # which takes measuring
         check(choices(source, method), method)
 
@@ -138,11 +138,11 @@ def _identity(parts: list[_Given], mode: str) -> dict:
     return mine | ({"before": _identity(before, mode)} if before else {})
 
 
-def _telling(on_plan: Callable[[Plan, Source], None] | None, source: Source) -> Callable[[Plan], None] | None:
+def _telling(on_plan: Callable[[Plan, DenseModel], None] | None, source: DenseModel) -> Callable[[Plan], None] | None:
     return on_plan and (lambda plan: on_plan(plan, source))
 
 
-def _opened_again(place: Path, asked: Source) -> Source:
+def _opened_again(place: Path, asked: DenseModel) -> DenseModel:
     """The part asked for, in the model whose other part is compressed."""
     source = open_model(place, dtype=dtype_name(asked), device=str(asked.device), part=asked.part.name)
     source.name, source.revision, source.autocast = asked.name, asked.revision, asked.autocast

@@ -21,7 +21,7 @@ from ._utils.stopwatch import timed_run
 from .calibration.runner import advance, measure, start
 from .calibration.statistics import STATISTICS, STORED
 from .calibration.store import MomentStore
-from .calibration.streams import Streams
+from .calibration.streams import HiddenStates
 from .calibration.supply import FromDense, FromStore, FromStreams
 from .checkpoint.config import compressed_config
 from .checkpoint.load import described
@@ -39,18 +39,18 @@ from .compression.importance import (
     shared_of,
     statistics_of,
 )
-from .compression.output import InFolder, InMemory
+from .compression.output import FolderWriter, MemoryWriter
 from .compression.plan import allocate_ranks, build_plan, check, divergence_for_stock, kept_blocks, of_block
 from .compression.probe_texts import follow_probe_texts
 from .compression.replace import in_model_coordinates, passing, replace
-from .compression.validate_spec import proved
+from .compression.validate_spec import validated
 from .data.tokens import Tokens, check_fits, say_if_few
 from .errors import OptionError
 from .methods import BlockResult, Method, as_method
 from .methods.base import check_choice
 from .models.auto_classes import auto_class
 from .models.block_reader import BlockReader
-from .models.dense_model import Source
+from .models.dense_model import DenseModel
 from .report.identity import moments_identity, published_counts, run_identity
 from .report.model_card import model_card
 from .report.plan import Plan
@@ -62,7 +62,7 @@ __all__ = ["calibrate", "compress", "plan"]
 
 @one_run()
 def calibrate(
-    source: Source, tokens: Tokens, output: str | Path | None = None, *, statistics: set[str] | None = None
+    source: DenseModel, tokens: Tokens, output: str | Path | None = None, *, statistics: set[str] | None = None
 ) -> MomentStore:
     """Measure the second moments of every block of the dense model, in one pass.
 
@@ -81,7 +81,7 @@ def calibrate(
     """
     for name in statistics or ():
         check_choice("statistic", name, sorted(STORED))
-    statistics = available(proved(source), statistics or set(STORED))
+    statistics = available(validated(source), statistics or set(STORED))
     identity = moments_identity(source, tokens, statistics)
     with MomentStore.filling(identity, Path(output) if output else None, tokens.held_out) as store:
         missing = store.missing(len(source))
@@ -90,7 +90,9 @@ def calibrate(
     return store
 
 
-def _measure_all(source: Source, tokens: Tokens, statistics: set[str], store: MomentStore, missing: set[int]) -> None:
+def _measure_all(
+    source: DenseModel, tokens: Tokens, statistics: set[str], store: MomentStore, missing: set[int]
+) -> None:
     stream, read = _start(source, tokens), BlockReader(source)
     for index in track(range(max(missing) + 1), "calibrating"):
         view = read(index)
@@ -104,7 +106,7 @@ def _measure_all(source: Source, tokens: Tokens, statistics: set[str], store: Mo
 
 @one_run()
 def plan(
-    source: Source, method: Method | str, tokens: Tokens | None = None, *, moments: MomentStore | None = None
+    source: DenseModel, method: Method | str, tokens: Tokens | None = None, *, moments: MomentStore | None = None
 ) -> Plan:
     """What :func:`compress` would do: ranks, counts, cache, memory, and with moments the error of every module.
 
@@ -116,7 +118,7 @@ def plan(
     """
     method = as_method(method)
     check_mode(method, method.modes[0], moments is not None)
-    proved(source)
+    validated(source)
     gradients = gradients_of(source, method, tokens) if moments or method.allocation == "measured" else None
     ranks = choices(source, method)
     check(ranks, method)
@@ -136,7 +138,7 @@ def plan(
 
 @timed_run()
 def compress(
-    source: Source,
+    source: DenseModel,
     method: Method | str,
     tokens: Tokens | None = None,
     output: str | Path | None = None,
@@ -165,7 +167,7 @@ def compress(
     """
     method = as_method(method)
     mode = checked(method, tokens, moments, mode, output)
-    proved(source)
+    validated(source)
     identity = run_identity(source, method, tokens.describe() if tokens else moments.identity["tokens"], mode)
     run = Run(output, identity) if output is not None else None
     with run.working() if run else contextlib.nullcontext():
@@ -176,7 +178,7 @@ def compress(
 
 @one_run()
 def carry_out(
-    source: Source,
+    source: DenseModel,
     method: Method,
     tokens: Tokens | None,
     moments: MomentStore | None,
@@ -203,7 +205,7 @@ def carry_out(
         _supply(source, method, tokens, moments, mode),
         _watch(source, tokens.held_out if tokens else moments.held_out, mode),
         follow_probe_texts(source),
-        InFolder(source, run, kept) if run else InMemory(source, kept),
+        FolderWriter(source, run, kept) if run else MemoryWriter(source, kept),
         gradients,
         shared,
     )
@@ -232,17 +234,17 @@ def _documents(work: Work, the_plan: Plan, blocks: list[BlockResult], identity: 
     return config, model_card(record, name, stock=stock, auto=auto), record
 
 
-def _supply(source: Source, method: Method, tokens, moments, mode: str) -> FromStore | FromDense | FromStreams:
+def _supply(source: DenseModel, method: Method, tokens, moments, mode: str) -> FromStore | FromDense | FromStreams:
     if moments is not None:
         return FromStore(moments)
     if mode == "one-pass":
         return FromDense(_start(source, tokens))
     two = any(STATISTICS[name].two_streams for name in statistics_of(source, method))
     stream = _start(source, tokens)
-    return FromStreams(Streams(stream, stream.copy() if two else None))
+    return FromStreams(HiddenStates(stream, stream.copy() if two else None))
 
 
-def _watch(source: Source, held_out, mode: str) -> HeldOut | NothingHeldOut:
+def _watch(source: DenseModel, held_out, mode: str) -> HeldOut | NothingHeldOut:
     if held_out is None:
         return NothingHeldOut()
     check_fits(held_out, source)
@@ -276,7 +278,7 @@ def check_mode(method: Method, mode: str, moments: bool) -> str:
     return mode
 
 
-def _dense_passes(source: Source, method: Method, ranks: Choices, tokens, moments, mode: str, run: Run | None):
+def _dense_passes(source: DenseModel, method: Method, ranks: Choices, tokens, moments, mode: str, run: Run | None):
     """Moments of the dense model, where they are there already, statistics of a backward pass, what is of all blocks together,
     and influence scores or costs, each where method or allocation wants them.
 
@@ -331,7 +333,7 @@ def _compress_block(
     return BlockResult(modules, {}, result.reports), result.basis
 
 
-def _start(source: Source, tokens: Tokens):
+def _start(source: DenseModel, tokens: Tokens):
     check_fits(tokens.ids, source)
     say_if_few(tokens.ids, source)
     return start(source, tokens.ids, autocast=source.autocast)

@@ -76,10 +76,10 @@ def test_each_kind_of_work_is_counted_to_its_part(clock, tmp_path, monkeypatch):
     from rankfold.calibration import observers, runner
     from rankfold.compression import block as stages
     from rankfold.compression import output as destination
-    from rankfold.models.dense_model import Source
+    from rankfold.models.dense_model import DenseModel
 
     slow = {
-        "reading": (Source, "inv_freq"),
+        "reading": (DenseModel, "inv_freq"),
         "forward": (runner, "_batched"),
         "moments": (observers.VectorMoment, "add"),
         "decomposition": (stages, "moved"),

@@ -28,7 +28,7 @@ from rankfold.calibration.moments import (
 )
 from rankfold.compression.block import decompose
 from rankfold.errors import NumericsError
-from rankfold.methods import Stage
+from rankfold.methods import CompressionStep
 
 F64 = torch.float64
 CPU = torch.device("cpu")
@@ -235,7 +235,7 @@ def test_moments_are_beside_the_weights_they_go_with():
     view, seen = opened("llama").block(0), {}
     view = dataclasses.replace(view, module=copy.deepcopy(view.module).to("meta"))
     there = {"mlp_hidden": streamed([draw(4, 2)]), "cross": CrossMoment(4, *(torch.zeros(2) for _ in range(3)))}
-    decompose(Stage(set(), lambda _, moments, __: seen.update(moments)), view, there)
+    decompose(CompressionStep(set(), lambda _, moments, __: seen.update(moments)), view, there)
     parts = [part for moment in seen.values() for part in vars(moment).values() if isinstance(part, torch.Tensor)]
     assert len(parts) == 6 and {part.device.type for part in parts} == {"meta"} and seen["mlp_hidden"].count == 4
 

@@ -5,7 +5,7 @@ import torch
 
 from families import opened, some_ids
 from rankfold.calibration.runner import advance, measure, start
-from rankfold.calibration.streams import Streams
+from rankfold.calibration.streams import HiddenStates
 from rankfold.calibration.supply import FromDense, FromStreams
 
 STATISTICS = {"mlp_hidden"}
@@ -28,7 +28,7 @@ def halved(source):
 def supplied(source, *, sequential: bool):
     """What gives the moments, and its stream."""
     stream = moved(source)
-    return (FromStreams(Streams(stream)) if sequential else FromDense(stream)), stream
+    return (FromStreams(HiddenStates(stream)) if sequential else FromDense(stream)), stream
 
 
 @pytest.mark.parametrize("taken", [True, False], ids=["measured", "of an earlier run"])
@@ -62,7 +62,7 @@ def test_two_streams_run_side_by_side():
     """The dense one through the dense block, the other through what stands in its place; measured before the latter moves."""
     source = opened("llama")
     small, dense = moved(source), moved(source)
-    both = Streams(small, dense)
+    both = HiddenStates(small, dense)
     both.enter(source.block(0))
     before = moved(source)
     missing = both.measure(source.block(0), {"mlp_feedback"})["mlp_feedback"]

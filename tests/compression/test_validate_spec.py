@@ -13,7 +13,7 @@ from families import GQA, IDS, KINDS, SHAPE, some_ids, tiny_model, tokens
 from rankfold.architectures import Architecture, AttentionSpec, ByConfig, MLPSpec, known_architectures, registry
 from rankfold.architectures.derive import derive
 from rankfold.cli.models import code
-from rankfold.compression.validate_spec import prove, proved
+from rankfold.compression.validate_spec import validate_spec, validated
 from rankfold.errors import UnsupportedModelError
 
 KNOWN = {a.model_type: a for a in known_architectures()}
@@ -41,7 +41,7 @@ def test_the_spec_read_off_a_model_is_the_one_written_by_hand(family, monkeypatc
     forget(monkeypatch, model)
     source = rankfold.open_model(model, device="cpu")
     assert source.architecture.derived
-    found = prove(source)
+    found = validate_spec(source)
     assert max(found.logits, found.attention, found.units or 0.0) < 1e-5
     outer = {"derived", "attention", "unless", "mlp", "norms", "norms_behind", "experts", "needs_start"}
     assert compared(found.spec, config, outer) == compared(known, config, outer)
@@ -61,7 +61,7 @@ def test_a_block_that_is_read_wrongly_is_refused_with_the_reason(family, monkeyp
     with pytest.raises(
         UnsupportedModelError, match=r"has no spec, and the one read off its blocks does not hold: .*; see"
     ):
-        proved(rankfold.open_model(model, device="cpu"))
+        validated(rankfold.open_model(model, device="cpu"))
 
 
 def unknown(name: str) -> nn.Module:
@@ -127,7 +127,7 @@ def test_what_a_block_does_beside_what_its_names_say_is_found(what, message, mon
     model = tiny_model("llama")
     forget(monkeypatch, model)
     with pytest.raises(UnsupportedModelError, match=message):
-        proved(rankfold.open_model(model, device="cpu"))
+        validated(rankfold.open_model(model, device="cpu"))
 
 
 def test_blocks_that_differ_in_kind_are_refused(monkeypatch):
@@ -135,7 +135,7 @@ def test_blocks_that_differ_in_kind_are_refused(monkeypatch):
     forget(monkeypatch, model)
     model.model.layers[2].mlp = nn.Identity()
     with pytest.raises(UnsupportedModelError, match="running its blocks ends in AttributeError"):
-        proved(rankfold.open_model(model, device="cpu"))
+        validated(rankfold.open_model(model, device="cpu"))
 
 
 def test_a_model_without_such_parts_says_which():

@@ -27,7 +27,7 @@ def family(request):
 
 @pytest.fixture(scope="module")
 def run(family, tmp_path_factory):
-    """Source, plan, folder, the model in memory."""
+    """DenseModel, plan, folder, the model in memory."""
     source, plans = opened(family), []
     folder = tmp_path_factory.mktemp("bolaco") / "small"
     rankfold.compress(source, method_for(family), tokens(32), folder, mode="one-pass", on_plan=plans.append)

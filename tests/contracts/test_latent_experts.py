@@ -116,7 +116,7 @@ def test_the_familys_own_module_computes_the_same_with_what_the_factors_amount_t
 
 @pytest.fixture(scope="module", params=sorted(CONFIGS))
 def default(request, tmp_path_factory):
-    """Source, folder, and the model, all that the method takes made smaller."""
+    """DenseModel, folder, and the model, all that the method takes made smaller."""
     source, folder = opened(model_of(request.param)), tmp_path_factory.mktemp("latent") / "small"
     plans = []
     rankfold.compress(source, LatentLLM(sparsity=0.25, multiple=1), text(), folder, on_plan=plans.append)

@@ -45,7 +45,7 @@ MLP = {"mlp", "gate", "up", "down"}
 class Outcome(NamedTuple):
     """What a compression gave."""
 
-    source: rankfold.Source
+    source: rankfold.DenseModel
     model: torch.nn.Module
     record: dict  # block -> module -> report
     plan: rankfold.Plan

@@ -16,7 +16,7 @@ from rankfold.data.batches import Example
 from rankfold.errors import DataError
 from rankfold.methods.base import BlockResult
 from rankfold.methods.result import put_attention
-from rankfold.models.dense_model import Source
+from rankfold.models.dense_model import DenseModel
 from tiny_encoders import ENCODERS, opened_encoder, packed, samples_of, states, tiny_encoder
 from tiny_pairs import picture, write_pairs
 
@@ -43,7 +43,7 @@ def test_attention_replaced_at_full_rank_sees_as_far_as_the_dense_one(family, bl
 
 
 @torch.no_grad()
-def rotated(source: Source, image: Example) -> tuple[Tensor, Tensor, list[int]]:
+def rotated(source: DenseModel, image: Example) -> tuple[Tensor, Tensor, list[int]]:
     """Queries and keys ``(T, H, N)`` of block 0 by transformers' own function, and lengths of what sees each other."""
     module = type(source.model).__module__
     turn = __import__(module, fromlist=["x"]).apply_rotary_pos_emb_vision

@@ -26,7 +26,7 @@ def family(request):
 
 @pytest.fixture(scope="module")
 def run(family, tmp_path_factory):
-    """Source, plan, folder and the model in memory, one of three blocks removed."""
+    """DenseModel, plan, folder and the model in memory, one of three blocks removed."""
     source, method = opened(family), make_method("shortgpt", sparsity=0.3)
     folder, plans = tmp_path_factory.mktemp("removal") / "small", []
     rankfold.compress(source, method, tokens(), folder, on_plan=plans.append)

@@ -33,7 +33,7 @@ def name(request):
 
 @pytest.fixture(scope="module")
 def run(family, name, tmp_path_factory):
-    """Source, plan, folder, the model in memory."""
+    """DenseModel, plan, folder, the model in memory."""
     source, method, plans = opened(family), method_for(family, name), []
     folder = tmp_path_factory.mktemp(name) / "masked"
     rankfold.compress(source, method, tokens(), folder, mode="one-pass", on_plan=plans.append)

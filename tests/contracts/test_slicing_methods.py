@@ -56,7 +56,7 @@ def case(request) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def run(case, tmp_path_factory):
-    """Source, method, folder, the model in memory."""
+    """DenseModel, method, folder, the model in memory."""
     family, name = case
     source, method = opened(family), method_for(family, name)
     folder = tmp_path_factory.mktemp(name) / "small"

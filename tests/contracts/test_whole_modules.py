@@ -52,7 +52,7 @@ def method_for(family: str) -> Rankfold:
 
 @pytest.fixture(scope="module")
 def run(family, tmp_path_factory):
-    """Source, plan, folder, the model in memory; nothing costs less than to take these modules out."""
+    """DenseModel, plan, folder, the model in memory; nothing costs less than to take these modules out."""
     source, method, plans = opened(family), method_for(family), []
 
     def costs(source, method, tokens, units, *_):

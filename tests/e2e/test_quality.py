@@ -43,7 +43,7 @@ class Trained:
         self.planted = functools.cache(lambda plant: plant(self.model))
         self._ratios: dict = {}
 
-    def source(self, plant=None) -> rankfold.Source:
+    def source(self, plant=None) -> rankfold.DenseModel:
         """The model, or the same function in other weights."""
         source = rankfold.open_model(self.planted(plant) if plant else self.model, device="cpu")
         source.autocast = None

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import rankfold
 from families import GQA, IDS, SHAPE, some_ids
-from rankfold import Images, Source, Tokens
+from rankfold import DenseModel, Images, Tokens
 from rankfold.data.batches import Data, Example
 
 SIZES = {k: v for k, v in SHAPE.items() if k not in ("vocab_size", "max_position_embeddings")}
@@ -82,7 +82,7 @@ def tiny_encoder(family: str) -> nn.Module:
     return model.eval()
 
 
-def opened_encoder(family: str) -> Source:
+def opened_encoder(family: str) -> DenseModel:
     """Open, its blocks run in fp32."""
     source = rankfold.open_model(tiny_encoder(family), device="cpu", part=ENCODERS[family].part)
     source.autocast = None
@@ -96,7 +96,7 @@ def packed(seed: int, *sizes: tuple[int, int]) -> Example:
     return Example.of({"hidden_states": pixels, "grid_thw": torch.tensor([[1, *size] for size in sizes])})
 
 
-def batch_of(source: Source, rows: int = 2, seed: int = 0) -> Data:
+def batch_of(source: DenseModel, rows: int = 2, seed: int = 0) -> Data:
     """Token ids, or pixels."""
     if source.part.packed:
         return (packed(seed, *[(4 + 2 * (row % 2), 6) for row in range(rows)]),)
@@ -105,7 +105,7 @@ def batch_of(source: Source, rows: int = 2, seed: int = 0) -> Data:
     return torch.randn(rows, 3, 28, 28, generator=torch.Generator().manual_seed(seed))
 
 
-def samples_of(source: Source) -> Tokens:
+def samples_of(source: DenseModel) -> Tokens:
     """To calibrate on, with as many held out as confirm a correction."""
     if source.part.packed:
         images = tuple(packed(seed, (2 + 2 * (seed % 3), 4 + 2 * (seed % 2))) for seed in range(32))

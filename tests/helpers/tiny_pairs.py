@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import rankfold
 from families import GQA
-from rankfold import Source
+from rankfold import DenseModel
 from rankfold.data.batches import Example
 
 SPECIAL = ["<unk>", "<pad>", "<s>", "</s>"]
@@ -144,7 +144,7 @@ def tiny_model(family: str) -> nn.Module:
     return model
 
 
-def opened(family: str) -> Source:
+def opened(family: str) -> DenseModel:
     """Its blocks run in fp32."""
     source = rankfold.open_model(tiny_model(family), device="cpu")
     source.autocast = None
@@ -189,7 +189,7 @@ def by_hand(seed: int, images: int, length: int) -> dict[str, Tensor]:
     return found
 
 
-def examples_of(family: str, source: Source, folder: Path, samples: int = 12) -> rankfold.Examples:
+def examples_of(family: str, source: DenseModel, folder: Path, samples: int = 12) -> rankfold.Examples:
     """By the family's processor where there is one."""
     if make := FAMILIES[family].processor:
         file = write_pairs(folder, samples + 4)

@@ -11,7 +11,7 @@ from rankfold import MoDeGPT
 from rankfold.checkpoint.run import Run
 from rankfold.errors import CheckpointError, NumericsError
 from rankfold.models.block_reader import BlockReader
-from rankfold.models.dense_model import Source
+from rankfold.models.dense_model import DenseModel
 from saved import save_tiny
 
 METHOD = MoDeGPT(sparsity=0.3, multiple=2)
@@ -41,7 +41,7 @@ def test_a_cpu_holds_one_block_at_a_time(source):
 
 
 def test_the_next_block_is_read_while_this_one_is_held(source, monkeypatch):
-    read, seen = Source.block, []
+    read, seen = DenseModel.block, []
     done = [threading.Event() for _ in range(len(source))]
 
     def noting(self, index):
@@ -49,7 +49,7 @@ def test_the_next_block_is_read_while_this_one_is_held(source, monkeypatch):
         done[index].set()
         return view
 
-    monkeypatch.setattr(Source, "block", noting)
+    monkeypatch.setattr(DenseModel, "block", noting)
     source.overlaps = True
     blocks = BlockReader(source)
     for index in range(len(source)):

@@ -19,7 +19,7 @@ NAMES = {
     "NoneType": "None",
     "Path": "a pathlib.Path",
     "PreTrainedModel": "a transformers model",
-    "Source": "an open model (rankfold.open_model)",
+    "DenseModel": "an open model (rankfold.open_model)",
     "Tensor": "a tensor",
     "Tokens": "tokens (rankfold.load_tokens)",
     "bool": "True or False",

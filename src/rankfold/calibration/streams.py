@@ -9,10 +9,10 @@ from .moments import BlockMoments
 from .observers import DenseBatch
 from .runner import Stream, advance, advance_dense, measure
 
-__all__ = ["Streams"]
+__all__ = ["HiddenStates"]
 
 
-class Streams:
+class HiddenStates:
     """The compressed stream of some windows and, where it is asked for, the dense one beside it.
 
     For every block: :meth:`enter` it while it is dense, :meth:`measure` as often as there are stages, :meth:`follow` it when

@@ -8,7 +8,7 @@ from ..architectures import BlockView
 from .moments import BlockMoments
 from .runner import Stream, advance, measure
 from .store import MomentStore
-from .streams import Streams
+from .streams import HiddenStates
 
 __all__ = ["FromDense", "FromStore", "FromStreams"]
 
@@ -51,7 +51,7 @@ class FromDense:
 class FromStreams:
     """Moments measured on what the compressed blocks send, and perhaps beside the dense stream."""
 
-    def __init__(self, streams: Streams):
+    def __init__(self, streams: HiddenStates):
         self.streams = streams
 
     def enter(self, view: BlockView, *, skip: bool) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..models.auto_classes import check_writes
-from ..models.dense_model import Source, stored_dtype
+from ..models.dense_model import DenseModel, stored_dtype
 from ..models.devices import resolve_dtype
 from ..models.given import resolve_model
 from ..models.tokenizer import TokenizerFiles
@@ -17,7 +17,7 @@ from .load import load_model
 __all__ = ["open_compressed"]
 
 
-def open_compressed(model: str | Path, *, dtype: str = "auto") -> Source:
+def open_compressed(model: str | Path, *, dtype: str = "auto") -> DenseModel:
     """Open what `rankfold compress` wrote, or any other folder transformers loads, on the CPU.
 
     All weights are in memory, in fp32, so that what is computed from them differs by nothing but rounding.
@@ -38,4 +38,4 @@ def open_compressed(model: str | Path, *, dtype: str = "auto") -> Source:
     check_writes(loaded.config, path.name)
     if written is None:
         written = stored_dtype(read_config(path), Weights(path))
-    return Source(loaded, path.name, torch.device("cpu"), written, None, TokenizerFiles.beside(path))
+    return DenseModel(loaded, path.name, torch.device("cpu"), written, None, TokenizerFiles.beside(path))

@@ -52,7 +52,7 @@ def command(
     from .._utils.files import check_output
     from ..calibration.store import MomentStore
     from ..compression.duration import timed
-    from ..compression.validate_spec import proved
+    from ..compression.validate_spec import validated
     from ..models.dense_model import open_model
     from ..report.record import read_record
 
@@ -63,7 +63,7 @@ def command(
     if parts is not None:
         return _both(model, chosen, text, None if dry_run else output, mode, dtype, device, json)
     store = MomentStore.open(moments) if moments else None
-    source = proved(open_model(model, dtype=dtype, device=device, part=part))
+    source = validated(open_model(model, dtype=dtype, device=device, part=part))
     chosen.supported_modules(source.architecture, source.meta_block(0))
     tokens = None if store else text.load(source)
 

@@ -47,11 +47,11 @@ def command(
 
 
 def _one(model: str, part: str | None, json: bool) -> None:
-    from ..compression.validate_spec import prove
+    from ..compression.validate_spec import validate_spec
     from ..models.dense_model import open_model
 
     source = open_model(model, part=part)
-    proof = prove(source) if source.architecture.derived else None
+    proof = validate_spec(source) if source.architecture.derived else None
     spec = proof.spec if proof else source.architecture
     numbers = {"logits": proof.logits, "attention": proof.attention, "units": proof.units} if proof else None
     row = _row(spec)

@@ -22,7 +22,7 @@ from ..compression.plan import check
 from ..data.tokens import Tokens
 from ..errors import RankfoldError, option
 from ..evaluation.complexity import cache_bytes
-from ..models.dense_model import Source
+from ..models.dense_model import DenseModel
 from ..report.identity import comparison_identity, dtype_name
 from ..report.record import environment, read_record, versions
 from .folder import DENSE, Folder
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @one_run()
 def compare(
-    source: Source,
+    source: DenseModel,
     cells: Sequence[Cell],
     tokens: Tokens,
     measures: Measures,
@@ -100,7 +100,7 @@ def compare(
         return [folder.row(key) for key in (DENSE, *(cell.key for cell in cells))]
 
 
-def _impossible(source: Source, cells: Sequence[Cell]) -> dict[str, RankfoldError]:
+def _impossible(source: DenseModel, cells: Sequence[Cell]) -> dict[str, RankfoldError]:
     """Key -> error of the cells that can be told to fail from shapes alone: the architecture, or a sparsity out of reach."""
     found = {}
     for cell in cells:
@@ -127,7 +127,7 @@ class _Work:
         cells: that are to be tried, done already or not: the statistics of shared moments depend on all of them.
     """
 
-    def __init__(self, source: Source, tokens: Tokens, measures: Measures, folder: Folder, cells: Sequence[Cell]):
+    def __init__(self, source: DenseModel, tokens: Tokens, measures: Measures, folder: Folder, cells: Sequence[Cell]):
         self.source, self.tokens, self.measures, self.folder = source, tokens, measures, folder
         takers = [cell for cell in cells if self._shares(cell)]
         self.statistics = set().union(*(needed(source, cell.method) for cell in takers))

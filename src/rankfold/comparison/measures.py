@@ -15,7 +15,7 @@ from ..errors import DataError
 from ..evaluation.speed import lengths, speed
 from ..evaluation.tasks import Questions
 from ..evaluation.text import Texts, timed_perplexity, windows_of_text
-from ..models.dense_model import Source
+from ..models.dense_model import DenseModel
 
 __all__ = ["Accuracies", "Measure", "Measures", "Perplexities", "Speed"]
 
@@ -63,7 +63,7 @@ class Perplexities:
         DataError: a text that cannot be read or is shorter than a window (named).
     """
 
-    def __init__(self, source: Source, texts: Texts):
+    def __init__(self, source: DenseModel, texts: Texts):
         self.texts = texts.read()
         length = min(texts.length, source.context_length)
         self.windows = [_windows(source, text, length, texts.limit) for text in self.texts]
@@ -102,7 +102,7 @@ def _labels(names: Sequence[str]) -> list[str]:
     return labels
 
 
-def _windows(source: Source, text: Text, length: int, limit: int | None) -> torch.Tensor:
+def _windows(source: DenseModel, text: Text, length: int, limit: int | None) -> torch.Tensor:
     try:
         return windows_of_text(text, source.tokenizer, source.name, source.config, length, limit)
     except DataError as error:
@@ -116,7 +116,7 @@ class Accuracies:
         OptionError, DataError: see :meth:`~rankfold.evaluation.tasks.Questions.check`.
     """
 
-    def __init__(self, source: Source, questions: Questions):
+    def __init__(self, source: DenseModel, questions: Questions):
         questions.check()
         self.source, self.questions = source, questions
 

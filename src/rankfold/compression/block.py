@@ -15,11 +15,11 @@ from ..calibration.moments import BlockMoments, moved
 from ..calibration.store import MomentStore
 from ..calibration.supply import FromDense, FromStore, FromStreams
 from ..errors import NumericsError
-from ..methods import BlockResult, Method, Stage
+from ..methods import BlockResult, CompressionStep, Method
 from ..models.block_reader import BlockReader
-from ..models.dense_model import Source
+from ..models.dense_model import DenseModel
 from .held_out import HeldOut, NothingHeldOut
-from .output import InFolder, InMemory
+from .output import FolderWriter, MemoryWriter
 from .probe_texts import NoProbeTexts, ProbeTexts
 from .replace import replace
 
@@ -29,13 +29,13 @@ __all__ = ["Work", "algebra", "decompose", "run_stages"]
 class Work(NamedTuple):
     """What every block of a compression meets."""
 
-    source: Source
+    source: DenseModel
     method: Method
     read: BlockReader
     supply: FromStore | FromDense | FromStreams  # where its moments come from
     watch: HeldOut | NothingHeldOut  # what looks at the result on text that was not fitted
     probes: ProbeTexts | NoProbeTexts  # and on other kinds of text
-    into: InMemory | InFolder  # where it goes
+    into: MemoryWriter | FolderWriter  # where it goes
     gradients: MomentStore | None = None  # of the dense model, where the method reads any
     shared: BlockMoments = MappingProxyType({})  # of all blocks of the dense model together, likewise
 
@@ -48,7 +48,7 @@ def run_stages(work: Work, view: BlockView, ranks: dict[str, int]) -> tuple[Bloc
     return view, whole
 
 
-def run_stage(work: Work, view: BlockView, stage: Stage, whole: BlockResult) -> tuple[BlockView, BlockResult]:
+def run_stage(work: Work, view: BlockView, stage: CompressionStep, whole: BlockResult) -> tuple[BlockView, BlockResult]:
     """Measure the block as it is, decompose, replace; what came of it is added to ``whole``."""
     beside = dict(work.shared) | (work.gradients[view.index] if work.gradients else {})
     moments = work.supply.take(view, stage.statistics) | beside
@@ -68,7 +68,7 @@ def run_stage(work: Work, view: BlockView, stage: Stage, whole: BlockResult) -> 
     return view, whole._replace(basis=result.basis)
 
 
-def decompose(stage: Stage, view: BlockView, moments, held_out=lambda: None) -> BlockResult:
+def decompose(stage: CompressionStep, view: BlockView, moments, held_out=lambda: None) -> BlockResult:
     """What a stage makes of a block.
 
     Raises:

@@ -19,7 +19,7 @@ from ..calibration.runner import Stream, advance, start
 from ..data.batches import Data
 from ..methods import BLOCK
 from ..models.block_reader import BlockReader
-from ..models.dense_model import Source
+from ..models.dense_model import DenseModel
 from .held_out import nats_per_token
 
 __all__ = ["Order", "losses_without", "removal_order"]
@@ -32,7 +32,7 @@ Order = dict[
 
 
 def removal_order(
-    source: Source, ids: Data, sizes: dict[int, int], remove: int, known: Order, keep: Callable[[Order], None]
+    source: DenseModel, ids: Data, sizes: dict[int, int], remove: int, known: Order, keep: Callable[[Order], None]
 ) -> Order:
     """Which blocks go, and in which order.
 
@@ -63,7 +63,9 @@ def _order(gone: list[int], sizes: dict[int, int]) -> Order:
 
 
 @torch.no_grad()
-def losses_without(source: Source, ids: Data, gone: Collection[int], candidates: Collection[int]) -> dict[int, float]:
+def losses_without(
+    source: DenseModel, ids: Data, gone: Collection[int], candidates: Collection[int]
+) -> dict[int, float]:
     """Candidate -> nats per predicted token when it is left out, too.
 
     Args:

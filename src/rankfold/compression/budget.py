@@ -18,7 +18,7 @@ from ..architectures import BlockView
 from ..checkpoint.removable import blocks_that_stay
 from ..errors import OptionError, UnsupportedModelError
 from ..methods import BLOCK, Method, Unit, fitted
-from ..models.dense_model import Source
+from ..models.dense_model import DenseModel
 from .latency import likeness, measure_times, read_times, write_times
 
 __all__ = ["Choices", "attended_macs", "choices"]
@@ -34,7 +34,7 @@ class Choices(NamedTuple):
     facts: dict  # of the budget, for the record
 
 
-def choices(source: Source, method: Method, kept: Path | None = None) -> Choices:
+def choices(source: DenseModel, method: Method, kept: Path | None = None) -> Choices:
     """Ranks of all blocks under the budget of a method.
 
     Args:
@@ -62,13 +62,13 @@ def choices(source: Source, method: Method, kept: Path | None = None) -> Choices
     return Choices(units, weights, priced, counted, {"counts": COUNTS[method.budget], **facts})
 
 
-def _weights(source: Source, method: Method) -> int:
+def _weights(source: DenseModel, method: Method) -> int:
     if method.of == "model":
         return unique_parameters(source.model)
     return sum(block_weights(block) for block in source.blocks)
 
 
-def _bytes(source: Source, method: Method, units: list[Unit], context: int, _) -> tuple[list[Unit], int, dict]:
+def _bytes(source: DenseModel, method: Method, units: list[Unit], context: int, _) -> tuple[list[Unit], int, dict]:
     """Of the checkpoint: what changes with a rank, biases, codes and indices included, counts to the byte.
 
     With a batch also of the cache of so many sequences of ``context`` tokens, in the dtype of the weights.
@@ -93,7 +93,7 @@ def _bytes(source: Source, method: Method, units: list[Unit], context: int, _) -
     return _priced(source, units, size), counted * item, facts
 
 
-def _flops(source: Source, method: Method, units: list[Unit], context: int, _) -> tuple[list[Unit], int, dict]:
+def _flops(source: DenseModel, method: Method, units: list[Unit], context: int, _) -> tuple[list[Unit], int, dict]:
     """Every weight of a linear layer once, and every dimension of a query head once for each of ``context`` positions."""
     if source.architecture.experts or source.architecture.mlp is None:
         raise UnsupportedModelError(
@@ -121,7 +121,7 @@ def attended_macs(view: BlockView, module: str, rank: int) -> int:
     return attention.heads * rank if module in ("qk", "vo") else 0
 
 
-def _latency(source: Source, method: Method, units: list[Unit], context: int, kept: Path | None):
+def _latency(source: DenseModel, method: Method, units: list[Unit], context: int, kept: Path | None):
     """Nanoseconds of a forward of ``context`` tokens through all blocks, from tables that were measured on this device."""
     if kept is not None and kept.exists():
         times = read_times(kept)
@@ -140,7 +140,7 @@ def _latency(source: Source, method: Method, units: list[Unit], context: int, ke
 _PRICES = {"bytes": _bytes, "flops": _flops, "latency": _latency}
 
 
-def _priced(source: Source, units: list[Unit], size: Callable[[BlockView, Unit, int], int]) -> list[Unit]:
+def _priced(source: DenseModel, units: list[Unit], size: Callable[[BlockView, Unit, int], int]) -> list[Unit]:
     """Units in another currency; of ranks that take the same the largest stays. Blocks that are alike are counted once."""
     found: dict[tuple, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     priced = []

@@ -19,14 +19,14 @@ from ..architectures import BlockView
 from ..calibration.backward import PASSES
 from ..calibration.runner import Stream, advance, batch_tokens, measure, outputs, start
 from ..calibration.statistics import STATISTICS
-from ..calibration.streams import Streams
+from ..calibration.streams import HiddenStates
 from ..calibration.supply import FromDense, FromStreams
 from ..data.batches import noise, tokens_in
 from ..data.probes import most_tokens
 from ..errors import OptionError
 from ..methods import BLOCK, Method, make_method
 from ..methods.work import Work, of_trial
-from ..models.dense_model import Source
+from ..models.dense_model import DenseModel
 from ..report.plan import Plan
 from .held_out import nats_per_token
 from .importance import of_dense, statistics_of
@@ -50,7 +50,7 @@ class _Rates(NamedTuple):
     head: float  # a token through norm and head
 
 
-def timed(the_plan: Plan, source: Source, calibration: dict, mode: str) -> Plan:
+def timed(the_plan: Plan, source: DenseModel, calibration: dict, mode: str) -> Plan:
     """The plan with an estimate of the time :func:`rankfold.compress` takes.
 
     Args:
@@ -64,7 +64,7 @@ def timed(the_plan: Plan, source: Source, calibration: dict, mode: str) -> Plan:
 
 
 @timed_run()  # not a part of the run that asks
-def estimated_seconds(the_plan: Plan, source: Source, calibration: dict, mode: str) -> dict[str, float]:
+def estimated_seconds(the_plan: Plan, source: DenseModel, calibration: dict, mode: str) -> dict[str, float]:
     """Estimate the seconds of every part of a compression; arguments as for :func:`timed`."""
     options = dict(the_plan.method)
     method = make_method(options.pop("method"), **options)
@@ -92,7 +92,7 @@ def estimated_seconds(the_plan: Plan, source: Source, calibration: dict, mode: s
     return seconds
 
 
-def _work(source: Source, method: Method, the_plan: Plan) -> Work:
+def _work(source: DenseModel, method: Method, the_plan: Plan) -> Work:
     """Linear algebra of all blocks."""
     found = Work()
     for index in range(len(source)):
@@ -102,7 +102,7 @@ def _work(source: Source, method: Method, the_plan: Plan) -> Work:
     return found
 
 
-def _measured_rates(source: Source, method: Method, the_plan: Plan, mode: str, length: int) -> _Rates:
+def _measured_rates(source: DenseModel, method: Method, the_plan: Plan, mode: str, length: int) -> _Rates:
     """Run one block in the middle, whose kind most are of."""
     index = len(source) // 2
     ids = noise(source.part, max(1, batch_tokens(source) // length), length)
@@ -127,26 +127,26 @@ def _measured_rates(source: Source, method: Method, the_plan: Plan, mode: str, l
     return _Rates(read, forward, stages, dense, alone, head)
 
 
-def _seconds(source: Source, run) -> float:
+def _seconds(source: DenseModel, run) -> float:
     begin = now(source.device)
     run()
     return now(source.device) - begin
 
 
-def _through_stages(source: Source, method: Method, view: BlockView, ranks, stream: Stream, mode: str) -> None:
+def _through_stages(source: DenseModel, method: Method, view: BlockView, ranks, stream: Stream, mode: str) -> None:
     """What a compression does to a block, in place of whose smaller modules the dense ones run."""
     if mode == "one-pass":
         supply = FromDense(stream.copy())
     else:
         two = any(STATISTICS[name].two_streams for name in statistics_of(source, method))
-        supply = FromStreams(Streams(stream.copy(), stream.copy() if two else None))
+        supply = FromStreams(HiddenStates(stream.copy(), stream.copy() if two else None))
     supply.enter(view, skip=False)
     for stage in method.stages(view, ranks):
         supply.take(view, stage.statistics)
     supply.follow(view)
 
 
-def _allocation(source: Source, method: Method, the_plan: Plan, calibration: dict, rates: _Rates) -> float:
+def _allocation(source: DenseModel, method: Method, the_plan: Plan, calibration: dict, rates: _Rates) -> float:
     """Seconds of :func:`rankfold.compression.kl_divergence.measure_costs`."""
     blocks, work, trials = len(source), Work(), 0
     units = [unit for index in range(blocks) for unit in method.units(source.meta_block(index))]

@@ -19,11 +19,11 @@ from ..architectures import BlockView
 from ..calibration.likelihood import Comparison, compare_losses, perplexity_of, token_losses, warn_of_guessing
 from ..calibration.moments import BlockMoments, wide
 from ..calibration.runner import Stream, advance, outputs, start
-from ..calibration.streams import Streams
+from ..calibration.streams import HiddenStates
 from ..calibration.supply import FromDense, FromStreams
 from ..data.batches import Data, again, length_of
 from ..errors import method_option
-from ..models.dense_model import Source
+from ..models.dense_model import DenseModel
 
 __all__ = ["HeldOut", "NothingHeldOut", "explained_ratio", "is_damaged", "nats_per_token"]
 
@@ -59,11 +59,11 @@ class HeldOut:
         sequential: whether blocks are fitted to what the compressed blocks before them send, or to the dense stream.
     """
 
-    def __init__(self, source: Source, ids: Data, *, sequential: bool):
+    def __init__(self, source: DenseModel, ids: Data, *, sequential: bool):
         self.source, self.ids, self.sequential = source, ids, sequential
         self.dense = start(source, ids, autocast=source.autocast)
         self.small = self.dense.copy()
-        self.supply = FromStreams(Streams(self.small, self.dense)) if sequential else FromDense(self.dense)
+        self.supply = FromStreams(HiddenStates(self.small, self.dense)) if sequential else FromDense(self.dense)
         self.drift: list[float] = []  # of the compressed from the dense stream, behind every block
 
     def enter(self, view: BlockView, *, skip: bool) -> None:
@@ -179,7 +179,7 @@ class NothingHeldOut:
 
 
 @time_spent("forward")
-def nats_per_token(source: Source, ids: Data, stream: Stream) -> float:
+def nats_per_token(source: DenseModel, ids: Data, stream: Stream) -> float:
     """Mean loss per predicted token of what norm and head make of a stream behind the last block.
 
     Args:

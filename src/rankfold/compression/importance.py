@@ -18,7 +18,7 @@ from ..checkpoint.run import Run
 from ..data.tokens import Tokens
 from ..errors import OptionError, UnsupportedModelError
 from ..methods import BLOCK, Method
-from ..models.dense_model import Source
+from ..models.dense_model import DenseModel
 from ..report.identity import moments_identity
 from .block import algebra
 from .block_loss import removal_order
@@ -48,26 +48,26 @@ ON_DENSE = {
 }
 
 
-def statistics_of(source: Source, method: Method) -> set[str]:
+def statistics_of(source: DenseModel, method: Method) -> set[str]:
     """Statistics that decomposing with this method reads."""
     return set().union(*(method.statistics(source.meta_block(i)) for i in range(len(source))))  # layers differ in kind
 
 
-def needed(source: Source, method: Method) -> set[str]:
+def needed(source: DenseModel, method: Method) -> set[str]:
     """Statistics that planning and decomposing with this method read."""
     return statistics_of(source, method) | of_dense(source, method)
 
 
-def of_dense(source: Source, method: Method) -> set[str]:
+def of_dense(source: DenseModel, method: Method) -> set[str]:
     """Statistics of the whole dense model that must be known before a block is compressed."""
     return _shared(source, method) | {s for a, s in ON_DENSE.items() if a == method.allocation}
 
 
-def _shared(source: Source, method: Method) -> set[str]:
+def _shared(source: DenseModel, method: Method) -> set[str]:
     return set().union(*(method.shared(source.meta_block(i)) for i in range(len(source))))
 
 
-def shared_of(source: Source, method: Method, moments: MomentStore | None) -> BlockMoments:
+def shared_of(source: DenseModel, method: Method, moments: MomentStore | None) -> BlockMoments:
     """What a method makes of all blocks of the dense model together; nothing where it reads none.
 
     Raises:
@@ -80,7 +80,7 @@ def shared_of(source: Source, method: Method, moments: MomentStore | None) -> Bl
     return method.sum_up(moments[index] for index in range(len(source)))
 
 
-def available(source: Source, statistics: set[str]) -> set[str]:
+def available(source: DenseModel, statistics: set[str]) -> set[str]:
     """Without the statistics of parts that no block has, or that nothing could use."""
     blocks = [source.meta_block(i) for i in range(len(source))]  # layers differ in kind
     seen = {name for name in statistics if any(STATISTICS[name].seen_in(view) for view in blocks)}
@@ -88,7 +88,7 @@ def available(source: Source, statistics: set[str]) -> set[str]:
 
 
 def scores_of(
-    source: Source,
+    source: DenseModel,
     method: Method,
     choices: Choices,
     moments: MomentStore | None = None,
@@ -126,7 +126,7 @@ def scores_of(
     return influence
 
 
-def _of_blocks(source: Source, score: Callable[[BlockView], float]) -> dict[int, float]:
+def _of_blocks(source: DenseModel, score: Callable[[BlockView], float]) -> dict[int, float]:
     """Block -> what its weights are; one block is resident."""
     found = {}
     for index in track(range(len(source)), "looking at weights"):
@@ -144,7 +144,9 @@ def _outliers(view: BlockView, energies: Tensor, factor: float) -> float:
     return outlier_fraction(*zip(*pairs, strict=True), factor)
 
 
-def gradients_of(source: Source, method: Method, tokens: Tokens | None, run: Run | None = None) -> MomentStore | None:
+def gradients_of(
+    source: DenseModel, method: Method, tokens: Tokens | None, run: Run | None = None
+) -> MomentStore | None:
     """Statistics of one backward pass through the dense model, where the method reads any; kept with the run while it lasts.
 
     Raises:
@@ -171,7 +173,7 @@ def gradients_of(source: Source, method: Method, tokens: Tokens | None, run: Run
     return store
 
 
-def _check_predicts(source: Source, what: str) -> None:
+def _check_predicts(source: DenseModel, what: str) -> None:
     """Raise :class:`UnsupportedModelError` for an encoder, which has no loss of its own."""
     if not source.architecture.decoder:
         raise UnsupportedModelError(
@@ -181,7 +183,7 @@ def _check_predicts(source: Source, what: str) -> None:
 
 
 def _costs(
-    source: Source, method: Method, choices: Choices, tokens: Tokens | None, run: Run | None, gradients
+    source: DenseModel, method: Method, choices: Choices, tokens: Tokens | None, run: Run | None, gradients
 ) -> Costs:
     """What every rank would cost; kept with the run, so that going on finds the same ranks."""
     if tokens is None:

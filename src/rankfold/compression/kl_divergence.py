@@ -39,7 +39,7 @@ from ..data.tokens import Tokens
 from ..errors import CheckpointError
 from ..methods import Curve, Method, Unit
 from ..models.block_reader import BlockReader
-from ..models.dense_model import Source
+from ..models.dense_model import DenseModel
 from .block import algebra, decompose
 from .replace import replaced
 
@@ -59,7 +59,7 @@ TOGETHER = 4  # modules tried whose streams go through a block as one batch
 
 @torch.no_grad()
 def measure_costs(
-    source: Source,
+    source: DenseModel,
     method: Method,
     tokens: Tokens,
     units: list[Unit],
@@ -132,7 +132,7 @@ def _with(method: Method, module: str, rank: int) -> dict[str, int]:
     return {module: rank, **dict.fromkeys(others, 0)}
 
 
-def _side_by_side(source: Source, ids: Data) -> dict[int, list[Call]]:
+def _side_by_side(source: DenseModel, ids: Data) -> dict[int, list[Call]]:
     """Rows of up to ``TOGETHER`` copies of these windows, as many as a forward takes -> what the blocks are called with.
     Nothing for examples, each of which is a batch of its own."""
     if not isinstance(ids, Tensor):
@@ -160,7 +160,7 @@ def _append(tried: Stream, more: list[list[Tensor]], dense: Stream, together: di
         tried.calls = [together[len(hidden)] for hidden in tried.hidden]
 
 
-def _some_to_fit(source: Source, ids: Data, units: list[Unit]) -> Data:
+def _some_to_fit(source: DenseModel, ids: Data, units: list[Unit]) -> Data:
     """The first windows, as many as curves need."""
     return first(ids, fit_tokens(units), source.part)
 
@@ -170,7 +170,7 @@ def fit_tokens(units: list[Unit]) -> int:
     return max(FIT_TOKENS, PER_DIMENSION * max((unit.ranks[-1] for unit in units), default=0))
 
 
-def _some_to_compare(source: Source, ids: Data) -> Data:
+def _some_to_compare(source: DenseModel, ids: Data) -> Data:
     """The beginnings of some windows, images that have as many patches, or as many examples."""
     if not isinstance(ids, Tensor):
         return ids[:WINDOWS]
@@ -210,7 +210,7 @@ def tried_ranks(method: Method, unit: Unit, average: float) -> list[int]:
 
 
 def _output(
-    source: Source, method: Method, view: BlockView, moments, ranks: dict[str, int], dense: Stream
+    source: DenseModel, method: Method, view: BlockView, moments, ranks: dict[str, int], dense: Stream
 ) -> list[Tensor]:
     """What the block makes of the dense stream when one of its modules is compressed; the block stays as it is."""
     (stage,) = method.alone(view).stages(view, ranks)
@@ -226,7 +226,7 @@ def _scaled(curve: Cost, reference: int, effect: float) -> Cost:
 
 
 @time_spent("forward")
-def _divergences(source: Source, ids: Data, dense: Stream, tried: Stream) -> list[float]:
+def _divergences(source: DenseModel, ids: Data, dense: Stream, tried: Stream) -> list[float]:
     """How far what comes out is from the dense model's with every module tried, in turn."""
     distance = _divergence if source.architecture.decoder else _change
     copies = [hidden for batch in tried.hidden for hidden in batch.split(len(dense.hidden[0]))]
@@ -240,7 +240,7 @@ def _divergences(source: Source, ids: Data, dense: Stream, tried: Stream) -> lis
     return sum(apart * (count / sum(counts)) for apart, count in zip(found, counts, strict=True)).tolist()
 
 
-def _sent(source: Source, batch: Batch, stream: Stream, hidden: Tensor) -> Tensor:
+def _sent(source: DenseModel, batch: Batch, stream: Stream, hidden: Tensor) -> Tensor:
     """What comes out, of an example without the positions that an image follows."""
     if isinstance(batch, Tensor) or batch.ids is None:
         return outputs(source, batch, stream, hidden)

@@ -21,7 +21,7 @@ from ..calibration.runner import start
 from ..data.batches import noise
 from ..errors import CheckpointError
 from ..methods import Method, Unit
-from ..models.dense_model import Source
+from ..models.dense_model import DenseModel
 from .replace import replaced, swapped
 
 __all__ = ["Times", "Timetable", "likeness", "measure_times", "read_times", "write_times"]
@@ -92,7 +92,7 @@ def likeness(view: BlockView) -> str:
 
 
 @torch.no_grad()
-def measure_times(source: Source, method: Method, units: list[Unit], context: int) -> Times:
+def measure_times(source: DenseModel, method: Method, units: list[Unit], context: int) -> Times:
     """Time every module at a few ranks, in the dtype that is written, with the threads there are.
 
     Args:
@@ -125,7 +125,7 @@ def measure_times(source: Source, method: Method, units: list[Unit], context: in
     return Times(tuple(tables), seconds, facts)
 
 
-def _variants(source: Source, method: Method, view: BlockView, units: list[Unit]) -> dict:
+def _variants(source: DenseModel, method: Method, view: BlockView, units: list[Unit]) -> dict:
     """``(module, rank)`` -> path -> the smaller modules of the block, in the dtype that is written."""
     found = {}
     for unit in units:
@@ -140,7 +140,7 @@ def _variants(source: Source, method: Method, view: BlockView, units: list[Unit]
     return found
 
 
-def _time(view: BlockView, variants: dict, stream, source: Source) -> tuple[float, dict]:
+def _time(view: BlockView, variants: dict, stream, source: DenseModel) -> tuple[float, dict]:
     """Seconds of the dense block, and what each variant saves: medians over rounds of all of them in turning order."""
     args, kwargs = _cast(stream.calls[0][view.index][:2], source.dtype)
     hidden = view.taken(stream.hidden[0].to(source.dtype))

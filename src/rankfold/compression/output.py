@@ -10,10 +10,10 @@ from ..architectures import BlockView
 from ..checkpoint.load import assemble
 from ..checkpoint.run import Run
 from ..methods import BlockResult
-from ..models.dense_model import Source
+from ..models.dense_model import DenseModel
 from .verify import Probe
 
-__all__ = ["InFolder", "InMemory"]
+__all__ = ["FolderWriter", "MemoryWriter"]
 
 
 class _Into:
@@ -23,7 +23,7 @@ class _Into:
         kept: blocks of the dense model that are in the result, ascending.
     """
 
-    def __init__(self, source: Source, kept: tuple[int, ...]):
+    def __init__(self, source: DenseModel, kept: tuple[int, ...]):
         self.source, self.kept = source, kept
 
     def place(self, index: int) -> int | None:
@@ -35,10 +35,10 @@ class _Into:
         return self.source.architecture.path_of(self.place(index))
 
 
-class InMemory(_Into):
+class MemoryWriter(_Into):
     """Keeps the tensors of all blocks in host memory until the model is put together: a device holds one block at a time."""
 
-    def __init__(self, source: Source, kept: tuple[int, ...]):
+    def __init__(self, source: DenseModel, kept: tuple[int, ...]):
         super().__init__(source, kept)
         self.state = {}
 
@@ -59,14 +59,14 @@ class InMemory(_Into):
         return assemble(self.source, config, self.state)
 
 
-class InFolder(_Into):
+class FolderWriter(_Into):
     """Writes every block when it is done, and reads the whole back before it gets its name.
 
     Args:
         run: the folder, perhaps with blocks of an earlier run.
     """
 
-    def __init__(self, source: Source, run: Run, kept: tuple[int, ...]):
+    def __init__(self, source: DenseModel, run: Run, kept: tuple[int, ...]):
         super().__init__(source, kept)
         self.run, self.probe = run, Probe(source)
         run.blocks = len(kept)

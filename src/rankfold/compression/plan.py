@@ -16,7 +16,7 @@ from ..calibration.statistics import SAMPLE_ROWS, STATISTICS
 from ..data.probes import most_tokens
 from ..errors import OptionError, UnsupportedModelError
 from ..methods import BLOCK, Method, Unit
-from ..models.dense_model import Source
+from ..models.dense_model import DenseModel
 from ..report.plan import ModulePlan, Plan
 from .budget import Choices, choices
 
@@ -53,7 +53,7 @@ def allocate_ranks(choices: Choices, method: Method, scores=None) -> Allocated:
     return Allocated(ranks, facts, choices, {**choices.facts, **amounts})
 
 
-def divergence_for_stock(source: Source, method: Method, costs) -> float | None:
+def divergence_for_stock(source: DenseModel, method: Method, costs) -> float | None:
     """Return the expected divergence of the predictions, in nats per token, with the ranks that `--for stock` chooses.
 
     Args:
@@ -122,7 +122,9 @@ def of_block(ranks: dict[tuple[int, str], int], index: int) -> dict[str, int]:
     return {module: rank for (block, module), rank in ranks.items() if block == index}
 
 
-def build_plan(source: Source, method: Method, allocated: Allocated, reports: dict, calibration: dict | None) -> Plan:
+def build_plan(
+    source: DenseModel, method: Method, allocated: Allocated, reports: dict, calibration: dict | None
+) -> Plan:
     """The plan of an allocation.
 
     Args:
@@ -177,7 +179,7 @@ def build_plan(source: Source, method: Method, allocated: Allocated, reports: di
     )
 
 
-def _change(source: Source, method: Method, ranks) -> tuple[int, int, int]:
+def _change(source: DenseModel, method: Method, ranks) -> tuple[int, int, int]:
     """Change in parameters (biases included) and in numbers of the model's dtype, and bytes of codes and indices added."""
     parameters = floats = other = 0
     for i in range(len(source)):
@@ -188,7 +190,7 @@ def _change(source: Source, method: Method, ranks) -> tuple[int, int, int]:
     return parameters, floats, other
 
 
-def _cache(source: Source, method: Method, index: int, ranks) -> tuple[int, int]:
+def _cache(source: DenseModel, method: Method, index: int, ranks) -> tuple[int, int]:
     """Numbers cached per token in a block, dense and planned."""
     if not source.architecture.decoder:
         return 0, 0
@@ -197,7 +199,7 @@ def _cache(source: Source, method: Method, index: int, ranks) -> tuple[int, int]
     return view.attention.cached, method.cached_numbers(view, mine)
 
 
-def _idle(source: Source, method: Method, ranks) -> int:
+def _idle(source: DenseModel, method: Method, ranks) -> int:
     """Parameters of experts that a token is not sent to, of all blocks together."""
     found = 0
     for i in range(len(source)):
@@ -209,7 +211,7 @@ def _idle(source: Source, method: Method, ranks) -> int:
     return found
 
 
-def _experts(source: Source, reports: dict) -> dict | None:
+def _experts(source: DenseModel, reports: dict) -> dict | None:
     """What the plan says of experts; with moments also how many tokens each saw, and was given because these were too few."""
     experts = next((view.experts for view in map(source.meta_block, range(len(source))) if view.experts), None)
     if experts is None:
@@ -224,7 +226,7 @@ def _experts(source: Source, reports: dict) -> dict | None:
     }
 
 
-def _peak_memory(source: Source, method: Method, calibration: dict | None) -> int:
+def _peak_memory(source: DenseModel, method: Method, calibration: dict | None) -> int:
     """Estimate: what surrounds the blocks, the largest block twice, its moments, the residual streams."""
     item = torch.empty((), dtype=source.compute_dtype).element_size()
     largest = max(sum(p.numel() for p in b.parameters()) for b in source.blocks) * item
@@ -270,7 +272,7 @@ def _moment_bytes(view: BlockView, statistics: set[str], tokens: int, item: int)
     return moments, rows
 
 
-def _sweep_windows(source: Source, method: Method, calibration: dict | None) -> int | None:
+def _sweep_windows(source: DenseModel, method: Method, calibration: dict | None) -> int | None:
     """Calibration windows that a backward pass runs over; ``None`` where there is none."""
     view = source.meta_block(0)
     names = method.gradients(view)

@@ -14,7 +14,7 @@ from ..calibration.runner import advance, start
 from ..data.batches import digest_of
 from ..data.probes import KINDS, Probes, load_probes
 from ..errors import CheckpointError, DataError
-from ..models.dense_model import Source
+from ..models.dense_model import DenseModel
 from .held_out import explained_ratio, is_damaged
 
 __all__ = ["NoProbeTexts", "ProbeTexts", "follow_probe_texts"]
@@ -32,7 +32,7 @@ class ProbeTexts:
         probes: the passages as it reads them.
     """
 
-    def __init__(self, source: Source, probes: Probes):
+    def __init__(self, source: DenseModel, probes: Probes):
         self.source, self.probes = source, probes
         self.dense = start(source, probes.ids, autocast=source.autocast)
         self.small = self.dense.copy()
@@ -94,7 +94,7 @@ class NoProbeTexts:
 
 
 @time_spent(PROBES)
-def follow_probe_texts(source: Source) -> ProbeTexts | NoProbeTexts:
+def follow_probe_texts(source: DenseModel) -> ProbeTexts | NoProbeTexts:
     """Start the probe texts of a model; encoders have none, and a model may have no tokenizer that reads them."""
     if not source.architecture.decoder:
         return NoProbeTexts(None)

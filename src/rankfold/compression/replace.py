@@ -11,13 +11,13 @@ from ..architectures import BlockView
 from ..checkpoint.run import as_written
 from ..errors import NumericsError
 from ..methods import BlockResult
-from ..models.dense_model import Source
+from ..models.dense_model import DenseModel
 from ..modules import build
 
 __all__ = ["in_model_coordinates", "passing", "replace", "replaced", "swapped"]
 
 
-def replace(view: BlockView, result: BlockResult, source: Source) -> BlockView:
+def replace(view: BlockView, result: BlockResult, source: DenseModel) -> BlockView:
     """Put the result's modules into the block, with weights rounded as they will be stored.
 
     Returns:
@@ -40,7 +40,7 @@ def replace(view: BlockView, result: BlockResult, source: Source) -> BlockView:
     return view
 
 
-def _put_one(view: BlockView, result: BlockResult, path: str, source: Source) -> None:
+def _put_one(view: BlockView, result: BlockResult, path: str, source: DenseModel) -> None:
     spec, (parent, _, name) = result.modules[path], path.rpartition(".")
     owner = view.module.get_submodule(parent)
     with torch.device("meta"):
@@ -58,7 +58,7 @@ def _put_one(view: BlockView, result: BlockResult, path: str, source: Source) ->
 
 
 @contextlib.contextmanager
-def replaced(view: BlockView, result: BlockResult, source: Source) -> Iterator[None]:
+def replaced(view: BlockView, result: BlockResult, source: DenseModel) -> Iterator[None]:
     """Have the result's modules in the block for a while."""
     with swapped(view.module, {path: view.module.get_submodule(path) for path in result.modules}):
         replace(view, result, source)
@@ -124,7 +124,7 @@ def in_model_coordinates(view: BlockView, behind: Tensor | None) -> BlockView:
     return dataclasses.replace(view, module=_InOtherCoordinates(view.module, view.basis, behind))
 
 
-def _as_computed(tensor, source: Source):
+def _as_computed(tensor, source: DenseModel):
     if not tensor.is_floating_point():
         return tensor.to(source.device)
     if not torch.isfinite(tensor).all():

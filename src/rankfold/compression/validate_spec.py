@@ -24,10 +24,10 @@ from ..calibration.runner import StandIn, Stream, advance, outputs, start
 from ..errors import RankfoldError, UnsupportedModelError, first_line
 from ..methods import BlockResult
 from ..methods.result import put_attention, put_projection
-from ..models.dense_model import Source
+from ..models.dense_model import DenseModel
 from .replace import replaced
 
-__all__ = ["Proof", "prove", "proved"]
+__all__ = ["Proof", "validate_spec", "validated"]
 
 log = logging.getLogger(__name__)
 
@@ -46,14 +46,14 @@ class Proof:
     units: float | None
 
 
-def proved(source: Source) -> Source:
+def validated(source: DenseModel) -> DenseModel:
     """The source itself; where its spec was derived, after that has proved itself.
 
     Raises:
         UnsupportedModelError: it has not.
     """
     if source.architecture.derived:
-        proof = prove(source)
+        proof = validate_spec(source)
         source.architecture = replace(proof.spec, derived=False)
         log.info(
             "model type %r has no spec; the one read off its blocks was checked on this model: logits differ by %.1e, "
@@ -66,7 +66,7 @@ def proved(source: Source) -> Source:
 
 
 @torch.no_grad()
-def prove(source: Source) -> Proof:
+def validate_spec(source: DenseModel) -> Proof:
     """Find the traits that names do not show, and check all of the spec.
 
     Raises:
@@ -86,7 +86,7 @@ def prove(source: Source) -> Proof:
         source.architecture = given
 
 
-def _prove(source: Source, ids: Tensor) -> Proof:
+def _prove(source: DenseModel, ids: Tensor) -> Proof:
     stream = start(source, ids, autocast=None)
     source.architecture = replace(source.architecture, returns_tuple=_look(source.block(0), stream).returns_tuple)
     stream = start(source, ids, autocast=None)
@@ -110,7 +110,7 @@ def _prove(source: Source, ids: Tensor) -> Proof:
     return proof
 
 
-def _close(source: Source) -> float:
+def _close(source: DenseModel) -> float:
     """Relative: what a wrong trait changes is a hundred times that of fp32, what rounding changes a hundredth."""
     return max(1e-3, 8 * torch.finfo(source.compute_dtype).eps)
 
@@ -148,7 +148,7 @@ def _look(view: BlockView, stream: Stream) -> _Look:
     return _Look(before, output[0] if returns else output, inputs, outputs, returns)
 
 
-def _halves(spec: Architecture, look: _Look, source: Source) -> Architecture:
+def _halves(spec: Architecture, look: _Look, source: DenseModel) -> Architecture:
     """Where the stream between attention and MLP is, and whether both add to it what they send."""
     if spec.attention.path not in look.outputs:
         raise UnsupportedModelError(_because(source, f"{spec.attention.path} of a block is never called"))
@@ -184,7 +184,7 @@ def _forms(attention: AttentionSpec) -> list[dict]:
     ]
 
 
-def _rotation(spec: Architecture, view: BlockView, stream: Stream, source: Source):
+def _rotation(spec: Architecture, view: BlockView, stream: Stream, source: DenseModel):
     """The spec with which attention at full rank computes what this block computes, the difference, and whether it rotates."""
     given, best, expected = spec.attention, float("inf"), _sent(view, BlockResult({}, {}, {}), stream, source)
     for form in _forms(given) if view.index == 0 else [{}]:
@@ -199,7 +199,7 @@ def _rotation(spec: Architecture, view: BlockView, stream: Stream, source: Sourc
     )
 
 
-def _attention(view: BlockView, expected: Tensor, stream: Stream, source: Source) -> float:
+def _attention(view: BlockView, expected: Tensor, stream: Stream, source: DenseModel) -> float:
     """Relative change of what the block adds to the stream, ``expected``, when its attention is replaced at full rank."""
     attention, result = view.attention, BlockResult({}, {}, {})
     width = attention.head_dim
@@ -211,7 +211,7 @@ def _attention(view: BlockView, expected: Tensor, stream: Stream, source: Source
         return float("inf")
 
 
-def _units(view: BlockView, stream: Stream, source: Source) -> float:
+def _units(view: BlockView, stream: Stream, source: DenseModel) -> float:
     """Half of the hidden units alone, against all of them of which the others are not listened to."""
     mlp, fewer, silent = view.mlp, BlockResult({}, {}, {}), BlockResult({}, {}, {})
     keep = torch.randperm(mlp.hidden, generator=torch.Generator().manual_seed(SEED))[: mlp.hidden // 2].to(view.device)
@@ -229,7 +229,7 @@ def _units(view: BlockView, stream: Stream, source: Source) -> float:
     return error
 
 
-def _sent(view: BlockView, result: BlockResult, stream: Stream, source: Source) -> Tensor:
+def _sent(view: BlockView, result: BlockResult, stream: Stream, source: DenseModel) -> Tensor:
     """What the block adds to the stream with these modules in it."""
     with replaced(view, result, source):
         there = stream.copy()
@@ -237,7 +237,7 @@ def _sent(view: BlockView, result: BlockResult, stream: Stream, source: Source) 
         return there.hidden[0] - stream.hidden[0]
 
 
-def _rotates(spec: Architecture, turns: dict[int, bool], source: Source) -> Architecture:
+def _rotates(spec: Architecture, turns: dict[int, bool], source: DenseModel) -> Architecture:
     """With the attribute that says which layers rotate, where not all do or none."""
     if len(set(turns.values())) == 1:
         position = spec.attention.position if turns[0] else "none"
@@ -262,7 +262,7 @@ class _Read(StandIn):
         return self.read()(*args, **kwargs)
 
 
-def _as_the_model_runs(source: Source, ids: Tensor) -> Tensor:
+def _as_the_model_runs(source: DenseModel, ids: Tensor) -> Tensor:
     """Logits of the model's own forward."""
     blocks, (path, _, name) = source.blocks, source.architecture.blocks.rpartition(".")
     owner = source.model.get_submodule(path)
@@ -290,7 +290,7 @@ def _difference(a: Tensor, b: Tensor) -> float:
     return ((a - b).norm() / b.norm().clamp_min(1e-30)).item()
 
 
-def _because(source: Source, why: str) -> str:
+def _because(source: DenseModel, why: str) -> str:
     return (
         f"model type {source.config.model_type!r} has no spec, and the one read off its blocks does not hold: {why}; "
         "see docs/add-an-architecture.md, and `rankfold models` for the families there are"

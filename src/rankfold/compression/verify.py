@@ -8,7 +8,7 @@ from torch import nn
 from ..calibration.runner import advance, outputs, start
 from ..data.batches import again, noise
 from ..errors import CheckpointError
-from ..models.dense_model import Source
+from ..models.dense_model import DenseModel
 from ..models.weights import Weights, fill_outer
 
 __all__ = ["Probe"]
@@ -26,7 +26,7 @@ class Probe:
         context: tokens of the longest window that what is written computes alike, where that is less than the context.
     """
 
-    def __init__(self, source: Source, tolerance: float | None = None, context: int | None = None):
+    def __init__(self, source: DenseModel, tolerance: float | None = None, context: int | None = None):
         self.source = source
         self.tolerance = tolerance or max(TOLERANCE, 8 * torch.finfo(source.dtype).eps)
         self.ids = noise(source.part, 1, min(LENGTH, context or source.context_length))
@@ -50,7 +50,7 @@ class Probe:
         """
         return self.compare(self._reopen(folder, model))
 
-    def compare(self, written: Source) -> float:
+    def compare(self, written: DenseModel) -> float:
         """:meth:`check` of what has been read back already."""
         stream = start(written, self.ids, autocast=None)
         for index in range(len(written)):
@@ -66,7 +66,7 @@ class Probe:
             )
         return difference
 
-    def _reopen(self, folder: Path, model: nn.Module) -> Source:
+    def _reopen(self, folder: Path, model: nn.Module) -> DenseModel:
         source, weights = self.source, Weights(folder)
         fill_outer(model, source.architecture.blocks, weights, source.dtype, source.device)
-        return Source(model, folder.name, source.device, source.dtype, weights, part=source.part)
+        return DenseModel(model, folder.name, source.device, source.dtype, weights, part=source.part)

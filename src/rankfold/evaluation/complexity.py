@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from ..architectures import BlockView, architecture_of
 from ..compression.budget import attended_macs
 from ..errors import OptionError, UnsupportedModelError
-from ..models.dense_model import Source
+from ..models.dense_model import DenseModel
 from ..modules import CompressedAttention, LatentLinear, SparseLinear, SplitHeadLinear
 from ..modules.factors import triangle_macs
 from ..report.plan import Plan
@@ -104,7 +104,7 @@ def formula_macs(model: nn.Module, tokens: int) -> dict[str, int]:
     return parts | {"total": sum(parts.values())}
 
 
-def planned_macs(source: Source, plan: Plan, tokens: int) -> dict[str, int]:
+def planned_macs(source: DenseModel, plan: Plan, tokens: int) -> dict[str, int]:
     """What :func:`formula_macs` will say of the model that a plan leads to; the source's weights may be on the meta device.
 
     Raises:

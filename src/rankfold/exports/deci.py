@@ -6,7 +6,7 @@ from pathlib import Path
 from .._utils.files import read_json, write_json, write_text
 from ..architectures import BlockView
 from ..compression.verify import Probe
-from ..models.dense_model import Source
+from ..models.dense_model import DenseModel
 from .folder import write_folder
 from .form import Form, stock_form
 from .gguf_file import check_family
@@ -18,7 +18,7 @@ CODE = "configuration_decilm"
 SAME = {"no_op": False, "replace_with_linear": False}  # every block has both halves
 
 
-def deci_form(source: Source) -> Form:
+def deci_form(source: DenseModel) -> Form:
     """The stock form, its MLPs as wide as they are.
 
     Raises:
@@ -50,7 +50,7 @@ def _narrower(view: BlockView, stock: BlockView) -> dict[str, dict]:
     }
 
 
-def write_deci(source: Source, form: Form, folder: Path, probe: Probe) -> float:
+def write_deci(source: DenseModel, form: Form, folder: Path, probe: Probe) -> float:
     """Write a folder that vLLM reads as ``DeciLMForCausalLM``, and read its tensors back.
 
     There is no such class in transformers. What is run is a Llama with those widths, so ``config.json`` itself is not.

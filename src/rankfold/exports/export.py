@@ -12,7 +12,7 @@ from ..checkpoint.load import described
 from ..checkpoint.saving import creating
 from ..compression.verify import TOLERANCE, Probe
 from ..errors import OptionError, UnsupportedModelError, suggestion
-from ..models.dense_model import Source
+from ..models.dense_model import DenseModel
 from ..version import __version__
 from .deci import deci_form, write_deci
 from .folder import write_folder
@@ -26,14 +26,14 @@ __all__ = ["FORMATS", "Exported", "Format", "export"]
 class Format:
     """One way out."""
 
-    form: Callable[[Source], Form]
+    form: Callable[[DenseModel], Form]
     write: Callable[..., float]  # of source, form, path, probe, and `quantised` where the format knows it
     what: str
     quantises: bool = False
     context: Callable[..., int | None] = lambda config: None  # of the config: longest window that is computed alike
 
 
-def _of_llama(source: Source) -> Form:
+def _of_llama(source: DenseModel) -> Form:
     check_family(source)
     return stock_form(source)
 
@@ -128,7 +128,7 @@ def export(model: str | Path, output: str | Path, format: str = "stock", *, dtyp
     return done
 
 
-def _card(done: Exported, source: Source) -> str:
+def _card(done: Exported, source: DenseModel) -> str:
     """README.md of an exported folder."""
     described_as = source.model.config.quantization_config if described(source.model.config) else None
     made = described_as.fields if described_as else {}
@@ -143,7 +143,7 @@ def _card(done: Exported, source: Source) -> str:
     )
 
 
-def _counts(source: Source, form: Form) -> list[int]:
+def _counts(source: DenseModel, form: Form) -> list[int]:
     """Parameters of the dense, the compressed and the padded model."""
     dense = Form(plain(source.model.config), source.architecture, {})
     counts = [parameters(model) for model in (dense.empty(), source.model, form.empty())]

@@ -8,14 +8,14 @@ from .._utils.progress import track
 from ..checkpoint.run import as_written
 from ..checkpoint.shards import Shards, write_around
 from ..compression.verify import Probe
-from ..models.dense_model import Source
+from ..models.dense_model import DenseModel
 from .form import Form
 from .padding import padded_state
 
 __all__ = ["write_folder"]
 
 
-def write_folder(source: Source, form: Form, folder: Path, probe: Probe) -> float:
+def write_folder(source: DenseModel, form: Form, folder: Path, probe: Probe) -> float:
     """Write a model block by block and read it back.
 
     Returns:

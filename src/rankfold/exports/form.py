@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..architectures import Architecture, AttentionView, BlockView
 from ..checkpoint.load import empty_model
-from ..models.dense_model import Source
+from ..models.dense_model import DenseModel
 from ..modules import install
 from .reading import check_experts, read_heads, read_rising
 from .rotary import places_of, turning_by
@@ -53,7 +53,7 @@ class _Sizes:
     biases: frozenset[str]  # fields of the config that give layers a bias
 
 
-def stock_form(source: Source) -> Form:
+def stock_form(source: DenseModel) -> Form:
     """The narrowest stock model of its own family that all blocks of a compressed one fit into.
 
     Heads and widths of heads stay dense where the config of the family cannot say otherwise, or a rotary embedding needs all

@@ -17,7 +17,7 @@ from ..architectures import FIXED_ROTARY, AttentionView
 from ..checkpoint.run import as_written
 from ..compression.verify import Probe
 from ..errors import UnsupportedModelError
-from ..models.dense_model import Source
+from ..models.dense_model import DenseModel
 from ..models.gguf_config import FACTORS
 from ..models.whole import read_gguf
 from .form import Form
@@ -35,7 +35,7 @@ FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16", "Q8_
 TURNED = ("self_attn.q_proj", "self_attn.k_proj")  # whose rows llama.cpp wants pair by pair
 
 
-def check_family(source: Source) -> None:
+def check_family(source: DenseModel) -> None:
     """Raise :class:`UnsupportedModelError` unless llama.cpp's ``llama`` and ``deci`` compute what the model does."""
     config = source.config  # other families have other fields
     rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
@@ -57,7 +57,7 @@ def context_of(config) -> int:
     return min(getattr(config, "sliding_window", None) or math.inf, config.max_position_embeddings)
 
 
-def write_gguf(source: Source, form: Form, file: Path, probe: Probe, *, quantised: bool = False) -> float:
+def write_gguf(source: DenseModel, form: Form, file: Path, probe: Probe, *, quantised: bool = False) -> float:
     """Write a GGUF file and read it back: ``llama`` where all MLPs are equally wide, otherwise ``deci``.
 
     Args:
@@ -92,7 +92,7 @@ def write_gguf(source: Source, form: Form, file: Path, probe: Probe, *, quantise
     return probe.compare(_read_whole(file, source) if arch == "llama" else _read(file, source, empty, attention, names))
 
 
-def _write_settings(writer: gguf.GGUFWriter, source: Source, form: Form, empty: nn.Module, kind) -> None:
+def _write_settings(writer: gguf.GGUFWriter, source: DenseModel, form: Form, empty: nn.Module, kind) -> None:
     config, views = form.config, [form.view(empty, index) for index in range(len(source))]
     attention, widths = views[0].attention, [view.mlp.hidden for view in views]
     writer.add_type("model")
@@ -116,13 +116,13 @@ def _write_settings(writer: gguf.GGUFWriter, source: Source, form: Form, empty: 
 
 def _frequency_factors(empty: nn.Module, form: Form) -> np.ndarray | None:
     """``(N / 2,)`` what llama.cpp divides every rotary frequency by; ``None`` where they are plain."""
-    found = Source(empty, "", torch.device("cpu"), torch.float32).inv_freq(0)
+    found = DenseModel(empty, "", torch.device("cpu"), torch.float32).inv_freq(0)
     plain = form.config.rope_parameters["rope_theta"] ** -(torch.arange(len(found)) / len(found))
     factors = plain / found
     return None if torch.allclose(factors, torch.ones_like(factors), rtol=1e-5) else factors.float().numpy()
 
 
-def _tensors(source: Source, form: Form, empty: nn.Module, probe: Probe) -> Iterator[tuple[str, Tensor]]:
+def _tensors(source: DenseModel, form: Form, empty: nn.Module, probe: Probe) -> Iterator[tuple[str, Tensor]]:
     """Every tensor by its name in transformers; the probe follows."""
     for name, tensor in source.outer_state().items():
         yield name, as_written(tensor, source.dtype)
@@ -149,12 +149,14 @@ def _kind_of(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> gguf.GGMLQu
     return kind if whole else gguf.GGMLQuantizationType.F16
 
 
-def _read_whole(file: Path, source: Source) -> Source:
+def _read_whole(file: Path, source: DenseModel) -> DenseModel:
     """The model in a file that transformers reads, settings included."""
-    return Source(read_gguf(file, torch.float32).to(source.device), file.name, source.device, torch.float32)
+    return DenseModel(read_gguf(file, torch.float32).to(source.device), file.name, source.device, torch.float32)
 
 
-def _read(file: Path, source: Source, empty: nn.Module, attention: AttentionView, names: dict[str, str]) -> Source:
+def _read(
+    file: Path, source: DenseModel, empty: nn.Module, attention: AttentionView, names: dict[str, str]
+) -> DenseModel:
     """The tensors in a file, in the model they were written for; its settings are not read."""
     there = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
     state = {}
@@ -164,4 +166,4 @@ def _read(file: Path, source: Source, empty: nn.Module, attention: AttentionView
         state[name] = _ordered(name, tensor, attention, inverse=True)
     empty.load_state_dict(state, strict=False, assign=True)
     empty.tie_weights()
-    return Source(empty, file.name, source.device, torch.float32)
+    return DenseModel(empty, file.name, source.device, torch.float32)

@@ -7,7 +7,7 @@ import torch
 from ..architectures import BlockView
 from ..checkpoint.load import described, empty_model
 from ..errors import UnsupportedModelError
-from ..models.dense_model import Source
+from ..models.dense_model import DenseModel
 from ..models.weights import Weights
 from ..models.whole import read_config
 from .form import parameters, stock_form
@@ -17,7 +17,7 @@ __all__ = ["stock_parameters"]
 PAIRS = ".rotary_pairs"  # buffers that say which frequencies a narrow head turns by: all that is read
 
 
-class _Shapes(Source):
+class _Shapes(DenseModel):
     """A compressed checkpoint without its weights."""
 
     def block(self, index: int) -> BlockView:

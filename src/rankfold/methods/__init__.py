@@ -6,7 +6,7 @@ from .._utils.lazy import importing
 from .registry import METHODS, as_method, make_method, method_class, method_names, register_method
 
 if TYPE_CHECKING:
-    from .base import BlockResult, Curve, Method, Stage, Unit
+    from .base import BlockResult, CompressionStep, Curve, Method, Unit
     from .baselines.block_removal import BLOCK, SLEB, ShortGPT
     from .baselines.semi_structured import PrunerZero, SparseGPT, TwoOfFour, Wanda
     from .baselines.slicegpt import SliceGPT, SliceGPTMoDeGPT
@@ -30,6 +30,7 @@ __all__ = [
     "TARGETS",
     "BlockResult",
     "Bolaco",
+    "CompressionStep",
     "Curve",
     "LLMPruner",
     "LLMSurgeon",
@@ -44,7 +45,6 @@ __all__ = [
     "SliceGPT",
     "SliceGPTMoDeGPT",
     "SparseGPT",
-    "Stage",
     "Strided",
     "TwoOfFour",
     "Unit",
@@ -58,7 +58,7 @@ __all__ = [
 ]
 
 _OTHERS = {
-    ".base": ("BlockResult", "Curve", "Method", "Stage", "Unit"),
+    ".base": ("BlockResult", "Curve", "Method", "CompressionStep", "Unit"),
     ".baselines.block_removal": ("BLOCK",),
     ".baselines.semi_structured": ("TwoOfFour",),
     ".targets": ("TARGETS", "fitted"),

@@ -22,9 +22,9 @@ from .work import Work
 
 __all__ = [
     "BlockResult",
+    "CompressionStep",
     "Curve",
     "Method",
-    "Stage",
     "Unit",
     "ignored_options",
 ]
@@ -70,7 +70,7 @@ class Curve(NamedTuple):
     found: BlockMoments = MappingProxyType({})
 
 
-class Stage(NamedTuple):
+class CompressionStep(NamedTuple):
     """One step of compressing a block, measured on what the steps before it left."""
 
     statistics: set[str]  # what it reads
@@ -244,9 +244,9 @@ class Method:
         """What every block is given beside its own moments, of the :meth:`shared` statistics of all blocks."""
         return {}
 
-    def stages(self, view: BlockView, ranks: dict[str, int]) -> list[Stage]:
+    def stages(self, view: BlockView, ranks: dict[str, int]) -> list[CompressionStep]:
         """The steps in which a block is compressed to the given ranks (module -> rank); one by default."""
-        return [Stage(self.statistics(view), lambda view, moments, _: self.decompose(view, moments, ranks))]
+        return [CompressionStep(self.statistics(view), lambda view, moments, _: self.decompose(view, moments, ranks))]
 
     def units(self, view: BlockView) -> list[Unit]:
         """The ranks to choose in this block; weights may be on the meta device."""

@@ -4,7 +4,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from .._utils.stopwatch import time_spent
 from ..architectures import BlockView
-from .dense_model import Source
+from .dense_model import DenseModel
 
 __all__ = ["BlockReader"]
 
@@ -12,14 +12,14 @@ __all__ = ["BlockReader"]
 class BlockReader:
     """Hands out blocks in order; where reading overlaps, the next one is read while the caller works on this one."""
 
-    def __init__(self, source: Source):
+    def __init__(self, source: DenseModel):
         self.source = source
         self._pool = ThreadPoolExecutor(max_workers=1) if source.overlaps else None
         self._ahead: tuple[int, Future] | None = None
 
     @time_spent("reading")
     def __call__(self, index: int) -> BlockView:
-        """Block ``index``; see :meth:`rankfold.models.dense_model.Source.block`. Nothing here keeps it."""
+        """Block ``index``; see :meth:`rankfold.models.dense_model.DenseModel.block`. Nothing here keeps it."""
         if self._pool is None:
             return self.source.block(index)
         ahead, self._ahead = self._ahead, None

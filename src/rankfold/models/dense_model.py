@@ -1,6 +1,6 @@
 """The dense model, one block at a time.
 
-A :class:`Source` hands out decoder blocks with their weights in place, and everything around the blocks (embeddings,
+A :class:`DenseModel` hands out decoder blocks with their weights in place, and everything around the blocks (embeddings,
 final norm, head). Two kinds share it: weights streamed from safetensors, so that one block is resident at a time, and a
 model that is in memory as a whole (a GGUF file, a checkpoint stored under other names, or a model the caller holds).
 """
@@ -30,12 +30,12 @@ from .tokenizer import TokenizerFiles
 from .weights import Weights, check_finite, fill_outer
 from .whole import check_unused, read_config, read_generation_config, read_gguf, read_whole, untie
 
-__all__ = ["Source", "open_model", "stored_dtype"]
+__all__ = ["DenseModel", "open_model", "stored_dtype"]
 
 log = logging.getLogger(__name__)
 
 
-class Source:
+class DenseModel:
     """One stack of blocks in a dense model, read block by block.
 
     Attributes:
@@ -257,7 +257,7 @@ def open_model(
     tokenizer=None,
     part: str | None = None,
     revision: str | None = None,
-) -> Source:
+) -> DenseModel:
     """Open a model for compression.
 
     Args:
@@ -283,14 +283,14 @@ def open_model(
         place, commit = getattr(model, "name_or_path", ""), getattr(model.config, "_commit_hash", None)
         files = TokenizerFiles(Path(place), revision=commit) if place else None
         name = place or type(model).__name__
-        return Source(model, name, where, model.dtype, None, files, tokenizer, part=stack, revision=commit)
+        return DenseModel(model, name, where, model.dtype, None, files, tokenizer, part=stack, revision=commit)
     path = resolve_model(model, revision)
     is_here = Path(str(model)).expanduser().exists()
     name = path.name if is_here else split_revision(str(model))[0]  # no local paths in results
     read = _read_gguf if path.is_file() else _read_folder
     network, storage_dtype, weights, size, stack = read(path, where, wanted, part)
     files, commit = TokenizerFiles.beside(path), commit_of(path)
-    source = Source(network, name, where, storage_dtype, weights, files, tokenizer, size, stack, commit)
+    source = DenseModel(network, name, where, storage_dtype, weights, files, tokenizer, size, stack, commit)
     if not len(source):
         raise CheckpointError(f"{name} has no blocks by its config; correct num_hidden_layers in config.json")
     return source

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 
 from ...architectures import BlockView
 from ...calibration.experts import STATISTICS as EXPERT_STATISTICS
-from ..base import BlockResult, Curve, Stage, Unit
+from ..base import BlockResult, CompressionStep, Curve, Unit
 from ..modegpt import MoDeGPT
 from ..modegpt.curves import squared_errors
 from ..work import Work, correcting, multiplying
@@ -66,7 +66,7 @@ class Rankfold(MoDeGPT):
         ranks = {module: 1 for module in self.supported_modules(view.architecture, view)}
         return set().union(*(stage.statistics for stage in self.stages(view, ranks)))
 
-    def stages(self, view: BlockView, ranks: dict[str, int]) -> list[Stage]:
+    def stages(self, view: BlockView, ranks: dict[str, int]) -> list[CompressionStep]:
         """Queries, keys and values; the output projection on what these became; MLP and experts on what attention became."""
         full, feedback = view.attention.head_dim, self.follows(view)
         norms = {"norms_behind"} if self.norm_aware and view.architecture.norms_behind else set()
@@ -74,9 +74,11 @@ class Rankfold(MoDeGPT):
         if ranks.keys() & {"qk", "vo"}:
             needed = self._statistics_of_modules(view)
             needed = norms.union(*(needed[module] for module in ranks.keys() & {"qk", "vo"}))
-            found.append(Stage(needed, lambda view, moments, _: decompose_attention(self, view, moments, ranks)))
+            found.append(
+                CompressionStep(needed, lambda view, moments, _: decompose_attention(self, view, moments, ranks))
+            )
             if feedback and 0 < min(ranks.get("qk", full), ranks.get("vo", full)) < full:
-                found.append(Stage({"attention_output", "attention_feedback"}, self._refit_output(ranks)))
+                found.append(CompressionStep({"attention_output", "attention_feedback"}, self._refit_output(ranks)))
         needed = set()
         if "mlp" in ranks:
             # Beside experts nothing says which of them a correction would belong to.
@@ -84,7 +86,7 @@ class Rankfold(MoDeGPT):
         if "experts" in ranks:
             needed |= EXPERT_STATISTICS
         if needed:
-            found.append(Stage(needed, lambda *args: decompose_mlp(self, *args, ranks)))
+            found.append(CompressionStep(needed, lambda *args: decompose_mlp(self, *args, ranks)))
         return found
 
     def work(self, view: BlockView, ranks: dict[str, int]) -> Work:

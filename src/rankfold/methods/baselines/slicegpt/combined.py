@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from ....allocation import block_weights
 from ....architectures import BlockView
 from ....errors import OptionError
-from ...base import Stage, Unit
+from ...base import CompressionStep, Unit
 from ...modegpt import MoDeGPT
 from ...work import Work
 from .shapes import Shapes, width_of
@@ -79,8 +79,8 @@ class SliceGPTMoDeGPT(MoDeGPT):
         inner = {module: rank for module, rank in ranks.items() if module != STREAM}
         return super().work(view, inner) + slicing_work(view, ranks[STREAM])
 
-    def stages(self, view: BlockView, ranks: dict[str, int]) -> list[Stage]:
+    def stages(self, view: BlockView, ranks: dict[str, int]) -> list[CompressionStep]:
         inner = {module: rank for module, rank in ranks.items() if module != STREAM}
         needed = MoDeGPT.statistics(self, view)
-        first = Stage(needed, lambda view, moments, _: self.decompose(view, moments, inner))
+        first = CompressionStep(needed, lambda view, moments, _: self.decompose(view, moments, inner))
         return [first, *slicing_stages(view, ranks[STREAM])]

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 
 from ....allocation import block_weights
 from ....architectures import BlockView
-from ...base import Method, Stage, Unit
+from ...base import CompressionStep, Method, Unit
 from ...work import Work
 from .shapes import Shapes, width_of
 from .slicing import STREAM, check_architecture, slicing_stages, slicing_work, stream_statistics
@@ -65,5 +65,5 @@ class SliceGPT(Method):
     def work(self, view: BlockView, ranks: dict[str, int]) -> Work:
         return slicing_work(view, ranks[STREAM])
 
-    def stages(self, view: BlockView, ranks: dict[str, int]) -> list[Stage]:
+    def stages(self, view: BlockView, ranks: dict[str, int]) -> list[CompressionStep]:
         return slicing_stages(view, ranks[STREAM])

@@ -6,7 +6,7 @@ Shape legend: D width of the dense stream, r of the sliced one.
 from ....architectures import Architecture, BlockView
 from ....errors import UnsupportedModelError
 from ....linalg.principal import principal_directions, projection_error
-from ...base import BlockResult, Method, Stage
+from ...base import BlockResult, CompressionStep, Method
 from ...work import Work, multiplying
 from .block import Bases, put_block
 from .converted import Converted
@@ -39,7 +39,7 @@ def stream_statistics(view: BlockView) -> set[str]:
     return {"stream_input", "stream_output"} | (set() if view.middle is None else {"stream_middle"})
 
 
-def slicing_stages(view: BlockView, rank: int) -> list[Stage]:
+def slicing_stages(view: BlockView, rank: int) -> list[CompressionStep]:
     """Directions in front of the first block; between attention and MLP, on the sliced input; behind the MLP, on that.
 
     Args:
@@ -48,12 +48,12 @@ def slicing_stages(view: BlockView, rank: int) -> list[Stage]:
     """
     if rank == width_of(view):
         report = {STREAM: {"rank": rank, "of": rank, "relative_error": 0.0}}
-        return [Stage({"stream_input"}, lambda *_: BlockResult({}, {}, report))]
+        return [CompressionStep({"stream_input"}, lambda *_: BlockResult({}, {}, report))]
     slicing = Slicing(view, rank)
-    found = [Stage({"stream_input"}, slicing.enter)] if slicing.first else []
+    found = [CompressionStep({"stream_input"}, slicing.enter)] if slicing.first else []
     if view.middle is not None:
-        found.append(Stage({"stream_middle"}, slicing.turn))
-    return [*found, Stage({"stream_output"}, slicing.finish)]
+        found.append(CompressionStep({"stream_middle"}, slicing.turn))
+    return [*found, CompressionStep({"stream_output"}, slicing.finish)]
 
 
 def slicing_work(view: BlockView, rank: int) -> Work:
