@@ -13,6 +13,19 @@ from typing import ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
+from ..allocation import (
+    ALLOCATIONS,
+    BUDGETS,
+    Allocation,
+    Budget,
+    Bytes,
+    FLOPs,
+    Parameters,
+    RanksBySparsity,
+    Uniform,
+    from_text,
+)
+from ..allocation.named import Named
 from ..architectures import Architecture, BlockView
 from ..calibration.moments import BlockMoments
 from ..errors import OptionError, check_choice, method_option
@@ -25,13 +38,13 @@ __all__ = [
     "CompressionStep",
     "Curve",
     "Method",
-    "Unit",
+    "PrunableModule",
     "ignored_options",
 ]
 
 
 @dataclass(frozen=True)
-class Unit:
+class PrunableModule:
     """One rank to be chosen: a module of a block, the ranks it may take, and what it then takes of the budget."""
 
     block: int
@@ -85,88 +98,80 @@ class Method:
 
     Attributes:
         sparsity: fraction of the weights to remove, in [0, 1).
-        of: the weights ``sparsity`` counts: the linear weights of the decoder ``blocks``, or the whole ``model``.
+        scope: the weights ``sparsity`` counts: the linear weights of the decoder ``blocks``, or the whole ``model``.
         modules: which modules to compress; ``None`` for all that the architecture allows, but queries and keys that it
             normalises, which are taken where ``qk`` is named (docs/method.md). A mapping gives each its own
             sparsity, a fraction of that module's weights (MoDeGPT Tables 29, 31); ``sparsity`` is then not used.
-        budget: what the sparsity is a fraction of: ``parameters``; ``bytes`` of the checkpoint (codes and indices too);
-            ``flops``, multiply-accumulates per token; ``latency``, the time a forward takes on this device.
-        context: tokens of a sequence, for ``flops``, ``latency`` and ``batch``; clamped to the model's context.
-        batch: sequences of ``context`` tokens whose key/value cache ``bytes`` counts beside the weights; 0: the weights alone.
-        allocation: ``uniform``; ``influence`` (MoDeGPT Eq. 11); ``influence-modules`` (Eq. 43); ``measured``: the ranks that
-            change the predictions least, by the error curve of every module and what compressing it alone does to them;
-            ``owl``, blocks with many outliers among their weights lose less; ``spectrum``, what is kept of a block is
-            proportional to the effective rank of its weights.
-            For methods that remove blocks: ``least-influence``, those with the smallest influence; ``greedy``, one after
-            another the one without which the loss is least.
-        epsilon: temperature of the influence allocations; ``None`` for the paper's rule, largest layer sparsity 0.8.
-        outlier: of ``owl``: a weight is an outlier where its size times the norm of its input is so many times the mean of its
-            block, the paper's M.
-        spread: of ``owl``: sparsities of blocks differ by at most twice this, the paper's lambda.
-        multiple: ranks are multiples of this.
+        budget: what the sparsity is a fraction of: :class:`~rankfold.allocation.Parameters`, ``Bytes`` of the checkpoint (codes
+            and indices too) with or without the cache, ``FLOPs`` per token, or ``Latency``, the time a forward takes on this
+            device; or text, such as ``"bytes:context=4096,batch=8"``.
+        allocation: how ranks are chosen: an object out of :data:`rankfold.allocation.ALLOCATIONS`, such as ``OWL(spread=0.1)``;
+            or text, such as ``"owl:spread=0.1"``.
+        rank_multiple: ranks are multiples of this.
         target: what is to run the result: ``transformers`` takes any ranks; ``vllm``, ``llama.cpp`` and ``stock`` take those
             with which nothing has to be padded there (:data:`rankfold.methods.targets.TARGETS`).
-        protect: blocks left dense; negative numbers count from the end.
+        exclude_blocks: blocks left dense; negative numbers count from the end.
     """
 
     name: ClassVar[str]
     all_modules: ClassVar[tuple[str, ...]]
     modes: ClassVar[tuple[str, ...]] = ("sequential", "one-pass")
-    allocations: ClassVar[tuple[str, ...]] = ("uniform", "influence", "influence-modules", "owl", "spectrum")
-    budgets: ClassVar[tuple[str, ...]] = ("parameters", "bytes", "flops")
+    # What it takes, subclasses of these included.
+    allocations: ClassVar[tuple[type[Allocation], ...]] = (RanksBySparsity,)
+    budgets: ClassVar[tuple[type[Budget], ...]] = (Parameters, Bytes, FLOPs)
     # Module -> another one of the block that has rank 0 where it has, and nowhere else.
     together: ClassVar[Mapping[str, str]] = MappingProxyType({})
     targets: ClassVar[tuple[str, ...]] = ("transformers",)
-    protects: ClassVar[bool] = True  # whether single blocks can be left dense
+    can_exclude_blocks: ClassVar[bool] = True  # whether single blocks can be left dense
     leaves_zeros: ClassVar[bool] = False  # what is removed stays in the tensors, as zeros: nothing gets smaller
-    narrows: ClassVar[bool] = True  # layers get ranks, in steps of `multiple`; otherwise blocks or single weights go
+    narrows: ClassVar[bool] = (
+        True  # layers get ranks, in steps of `rank_multiple`; otherwise blocks or single weights go
+    )
 
     sparsity: float = 0.3
-    of: Literal["blocks", "model"] = "blocks"
+    scope: Literal["blocks", "model"] = "blocks"
     modules: tuple[str, ...] | Mapping[str, float] | None = None
-    allocation: Literal[
-        "uniform", "influence", "influence-modules", "owl", "spectrum", "measured", "least-influence", "greedy"
-    ] = "uniform"
-    budget: Literal["parameters", "bytes", "flops", "latency"] = "parameters"
-    context: int = 2048
-    batch: int = 0
-    epsilon: float | None = None
-    outlier: float = 5.0
-    spread: float = 0.08
-    multiple: int = 8
+    allocation: Allocation = field(default=Uniform())
+    budget: Budget = field(default=Parameters())
+    rank_multiple: int = 8
     target: Literal["transformers", "vllm", "llama.cpp", "stock"] = "transformers"
-    protect: tuple[int, ...] = field(default=())
+    exclude_blocks: tuple[int, ...] = field(default=())
 
     def __post_init__(self):
+        self._make(Allocation, ALLOCATIONS, self.allocations)
+        self._make(Budget, BUDGETS, self.budgets)
         for option in fields(self):
             check_type(option.name, getattr(self, option.name), option.default)
         if self.modules is not None and not self.modules:
             raise OptionError("modules is empty; name some, such as mlp, or leave it out for all")
-        if not all(isinstance(block, int) and not isinstance(block, bool) for block in self.protect):
-            raise OptionError(f"protect takes block numbers such as (0, -1), got {self.protect!r}")
-        if self.protect and not self.protects:
+        if not all(isinstance(block, int) and not isinstance(block, bool) for block in self.exclude_blocks):
+            raise OptionError(f"exclude_blocks takes block numbers such as (0, -1), got {self.exclude_blocks!r}")
+        if self.exclude_blocks and not self.can_exclude_blocks:
             raise OptionError(
                 f"method {self.name} narrows the stream that runs through all blocks, so none can be protected, got "
-                f"{self.protect}; leave protect out"
+                f"{self.exclude_blocks}; leave exclude_blocks out"
             )
         for what, value in [("sparsity", self.sparsity), *(dict(self.own_sparsities or {}).items())]:
             if not 0 <= value < 1:
                 raise OptionError(f"{what} must be in [0, 1), got {value}; 0.3 removes 30 % of the weights")
-        choices = {"of": ("blocks", "model"), "allocation": self.allocations, "budget": (*Method.budgets, "latency")}
-        for key, allowed in choices.items():
-            check_choice(key, getattr(self, key), allowed)
-        self._check_budget()
+        check_choice("scope", self.scope, ("blocks", "model"))
+        if self.budget.is_timed and self.scope == "model":
+            raise OptionError(f"budget {self.budget.name} is the time of the blocks, got scope=model; leave it out")
         for module in self.modules or ():
             check_choice("module", module, self.all_modules)
         self._check_target()
-        if self.multiple < 1:
-            raise OptionError(f"multiple must be >= 1, got {self.multiple}")
-        if self.epsilon is not None and self.epsilon <= 0:
-            raise OptionError(f"epsilon must be > 0, got {self.epsilon}")
-        if self.outlier <= 0:
-            raise OptionError(f"outlier must be > 0, got {self.outlier}; OWL takes 3 to 10")
-        if not 0 <= self.spread < 1:
-            raise OptionError(f"spread must be in [0, 1), got {self.spread}; OWL takes 0.02 to 0.2")
+        if self.rank_multiple < 1:
+            raise OptionError(f"rank_multiple must be >= 1, got {self.rank_multiple}")
+
+    def _make(self, kind: type[Named], table: Mapping[str, type[Named]], allowed: tuple[type, ...]) -> None:
+        """Replace an option given as text by its object."""
+        chosen = from_text(kind, getattr(self, kind.kind), table)
+        if not isinstance(chosen, allowed):
+            names = " or ".join(name for name, cls in table.items() if issubclass(cls, allowed))
+            raise OptionError(
+                f"method {self.name} takes {kind.kind} {names}, got {chosen.name}; take one of these, or another method"
+            )
+        object.__setattr__(self, kind.kind, chosen)
 
     def _check_target(self) -> None:
         check_choice("target", self.target, TARGETS)
@@ -177,38 +182,21 @@ class Method:
             )
         if not TARGETS[self.target].common:
             return
-        if self.allocation != "uniform":
+        if not isinstance(self.allocation, Uniform):
             raise OptionError(
                 f"{method_option('target', self.target)} gives all MLPs one width, got allocation {self.allocation}; take "
                 "allocation uniform"
             )
-        if self.protect:
+        if self.exclude_blocks:
             raise OptionError(
-                f"{method_option('target', self.target)} gives all MLPs one width, got protect {self.protect}; leave it out"
+                f"{method_option('target', self.target)} gives all MLPs one width, got exclude_blocks "
+                f"{self.exclude_blocks}; leave it out"
             )
 
     @property
     def one_rank(self) -> bool:
         """Whether all blocks must have the same rank."""
         return TARGETS[self.target].common
-
-    def _check_budget(self) -> None:
-        if self.context < 1:
-            raise OptionError(f"context must be >= 1, got {self.context}; it is the tokens of one sequence")
-        if self.batch < 0:
-            raise OptionError(f"batch must be >= 0, got {self.batch}; it is the sequences whose cache is counted")
-        if self.batch and self.budget != "bytes":
-            raise OptionError(
-                f"batch {self.batch} counts the cache of so many sequences in the budget bytes, got budget {self.budget}; take "
-                "budget bytes, or leave batch out"
-            )
-        if self.budget not in self.budgets:
-            raise OptionError(
-                f"method {self.name} takes the budgets {', '.join(self.budgets)}, got {self.budget}; take one of these, or "
-                "--method modegpt, which takes all"
-            )
-        if self.budget == "latency" and self.of == "model":
-            raise OptionError("budget latency is the time of the blocks, got of=model; leave it out")
 
     @property
     def own_sparsities(self) -> Mapping[str, float] | None:
@@ -217,6 +205,7 @@ class Method:
     def describe(self) -> dict:
         """All options, for the run record."""
         options = {f.name: getattr(self, f.name) for f in fields(self)}
+        options |= {"allocation": str(self.allocation), "budget": str(self.budget)}
         options["modules"] = dict(self.modules) if self.own_sparsities else options["modules"]
         return {"method": self.name, **options}
 
@@ -248,7 +237,7 @@ class Method:
         """The steps in which a block is compressed to the given ranks (module -> rank); one by default."""
         return [CompressionStep(self.statistics(view), lambda view, moments, _: self.decompose(view, moments, ranks))]
 
-    def units(self, view: BlockView) -> list[Unit]:
+    def prunable_modules(self, view: BlockView) -> list[PrunableModule]:
         """The ranks to choose in this block; weights may be on the meta device."""
         raise NotImplementedError
 
@@ -282,7 +271,7 @@ class Method:
         """The form of this method that fits every module in one stage, on the dense model; for methods with curves."""
         return self
 
-    def curve(self, view: BlockView, moments: BlockMoments, unit: Unit, least: int) -> Curve:
+    def curve(self, view: BlockView, moments: BlockMoments, unit: PrunableModule, least: int) -> Curve:
         """Compute what a module would lose at its ranks from ``least`` on.
 
         Methods with the allocation ``measured`` have it.
@@ -293,7 +282,7 @@ class Method:
         """Count the linear algebra of compressing a block to these ranks (:mod:`.work`); weights may be on the meta device."""
         return Work()
 
-    def work_of_curve(self, view: BlockView, unit: Unit, least: int) -> Work:
+    def work_of_curve(self, view: BlockView, unit: PrunableModule, least: int) -> Work:
         """Count that of :meth:`curve`."""
         return Work()
 
@@ -310,16 +299,9 @@ class Method:
 def ignored_options(options: Mapping) -> dict[str, str]:
     """Of the options of a method, as :meth:`Method.describe` gives them: what nothing reads beside the others -> what it goes
     with."""
-    allocation, budget = options.get("allocation"), options.get("budget")  # records of before have no budget
-    influence, owl = allocation in ("influence", "influence-modules"), allocation == "owl"
     read = {
         "sparsity": (not isinstance(options.get("modules"), Mapping), "modules that name no sparsity of their own"),
-        "context": (budget in ("flops", "latency") or options.get("batch"), "budget flops or latency, or a batch"),
-        "batch": (budget == "bytes", "budget bytes"),
-        "epsilon": (influence, "allocation influence or influence-modules"),
-        "outlier": (owl, "allocation owl"),
-        "spread": (owl, "allocation owl"),
-        "multiple": (method_class(options["method"]).narrows, "methods that make layers narrower"),
+        "rank_multiple": (method_class(options["method"]).narrows, "methods that make layers narrower"),
     }
     return {name: goes_with for name, (is_read, goes_with) in read.items() if not is_read}
 
@@ -331,8 +313,10 @@ def check_type(what: str, value, default) -> None:
         if isinstance(value, Mapping):
             for module, sparsity in value.items():
                 check_type(str(module), sparsity, 0.0)
-    elif what == "protect":
+    elif what == "exclude_blocks":
         kinds, kind = (tuple, list), "a tuple of block numbers"
+    elif isinstance(default, Named):
+        return  # checked where it was made
     elif isinstance(default, bool):
         kinds, kind = (bool,), "true or false"
     elif isinstance(default, int):

@@ -9,9 +9,10 @@ import torch
 from ..errors import OptionError, method_option
 from .knapsack import Group, cheapest_options
 
-__all__ = ["Cost", "cheapest", "largest_sparsity"]
+__all__ = ["RankCosts", "cheapest", "largest_sparsity"]
 
-Cost = dict[int, float]  # rank -> what it costs, for ranks down to some least one; 0 where the module stays dense
+# (block, module) -> rank -> what it costs, for ranks down to some least one; 0 where the module stays dense.
+RankCosts = dict[tuple[int, str], dict[int, float]]
 
 
 def largest_sparsity(average: float) -> float:
@@ -24,7 +25,7 @@ def largest_sparsity(average: float) -> float:
 
 def cheapest(
     units,
-    costs: dict[tuple[int, str], Cost],
+    costs: RankCosts,
     remove: int,
     what: str = "weights",
     together: Mapping[str, str] = MappingProxyType({}),
@@ -34,7 +35,7 @@ def cheapest(
     So a smaller budget never costs less, and never leaves more: what solves it is allowed under a larger one too.
 
     Args:
-        units: the :class:`~rankfold.methods.Unit` of all blocks.
+        units: the :class:`~rankfold.methods.PrunableModule` of all blocks.
         costs: ``(block, module)`` -> cost of each rank; ranks without a cost are not taken.
         remove: in what the units' sizes count.
         what: that is, for messages.
@@ -53,7 +54,7 @@ def cheapest(
         most = sum(int(group.removed.max()) for group in groups)
         raise OptionError(
             f"the ranks whose cost was measured can lose {most:,} of the {remove:,} {what} that must go; lower the sparsity, "
-            f"compress more modules, lower {method_option('multiple')}, or use {method_option('allocation', 'uniform')}"
+            f"compress more modules, lower {method_option('rank_multiple')}, or use {method_option('allocation', 'uniform')}"
         )
     found = {}
     for some, ranks, n in zip(bound.values(), options, choice, strict=True):
