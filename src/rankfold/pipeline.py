@@ -44,9 +44,8 @@ from .compression.probe_texts import follow_probe_texts
 from .compression.replace import in_model_coordinates, passing, replace
 from .compression.validate_spec import validated
 from .data.tokens import Tokens, check_fits, say_if_few
-from .errors import OptionError
+from .errors import OptionError, check_choice
 from .methods import BlockResult, Method, as_method
-from .methods.base import check_choice
 from .models.auto_classes import auto_class
 from .models.block_reader import BlockReader
 from .models.dense_model import DenseModel

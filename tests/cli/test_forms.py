@@ -6,7 +6,7 @@ from rankfold.allocation import OWL
 from rankfold.cli.forms import parse_forms, parse_sparsities
 from rankfold.comparison import Form, cells_of
 from rankfold.errors import OptionError
-from rankfold.methods import method_class, method_names
+from rankfold.methods import NarrowingMethod, method_class, method_names
 
 
 def test_names_and_options_come_apart_at_commas():
@@ -47,7 +47,7 @@ def test_every_method_is_taken_by_name_and_a_label_is_what_the_command_line_take
     (form,) = parse_forms(name)
     assert form.label == name and form.at(0.2).method.sparsity == 0.2
     cls = method_class(name)
-    options = ({"rank_multiple": 4} if cls.narrows else {}) | (
+    options = ({"rank_multiple": 4} if issubclass(cls, NarrowingMethod) else {}) | (
         {"exclude_blocks": (0, 1)} if cls.can_exclude_blocks else {}
     )
     (again,) = parse_forms(Form(name, options, form.at(0.2).mode).label)

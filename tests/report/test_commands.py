@@ -21,7 +21,7 @@ SETTINGS = [
     ("modegpt", {"budget": Bytes(context=64, batch=8)}, "--budget bytes:context=64,batch=8"),
     ("modegpt", {"allocation": Influence(temperature=0.5)}, "--allocation influence:temperature=0.5"),
     ("modegpt", {"exclude_blocks": (0, -1), "scope": "model"}, "--scope model --exclude-blocks 0,-1"),
-    ("sleb", {"rank_multiple": 4}, "--method sleb --sparsity 0.3 --calibration"),
+    ("sleb", {}, "--method sleb --sparsity 0.3 --calibration"),
     ("modegpt", {"allocation": OWL(threshold=3, spread=0.1)}, "--allocation owl:threshold=3.0,spread=0.1"),
     (
         "rankfold",

@@ -61,6 +61,10 @@ class Allocation(Named):
         """Measure what :meth:`allocate` goes by; nothing by default."""
         return None
 
+    def search_passes(self, blocks: int, removed: int) -> float:
+        """Count the block forwards over the calibration tokens that :meth:`measure` takes beside statistics of blocks."""
+        return 0.0
+
     def allocate(self, share: Share, measured: Any) -> tuple[Ranks, dict]:
         """Choose the ranks of modules that share a budget.
 

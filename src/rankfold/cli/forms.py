@@ -47,7 +47,7 @@ def _form(name: str, listed: list[str]) -> "Form":
             mode = value
         else:
             options[key] = _value(name, key, value, item)
-    from ..methods.base import ignored_options
+    from ..methods.config import ignored_options
 
     for key, goes_with in ignored_options(make_method(name, **options).describe()).items():
         if key in options:

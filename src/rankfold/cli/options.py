@@ -117,7 +117,8 @@ class MethodOptions:
             OptionError: an option that does not parse or is out of range.
         """
         names = ("sparsity", "scope", "budget", "rank_multiple", "target")
-        shared = {name: getattr(self, name) for name in names} | {"modules": parse_modules(self.modules)}
+        own = {f.name for f in fields(method_class(self.method))}
+        shared = {name: getattr(self, name) for name in names if name in own} | {"modules": parse_modules(self.modules)}
         allocation = "uniform" if self.allocation is None and self.target == "stock" else self.allocation
         shared |= {"allocation": allocation} if allocation is not None else {}
         try:
@@ -191,9 +192,9 @@ def parse_modules(text: str | None):
 
 
 def _parse_options(method: str, options: list[str]) -> dict:
-    from ..methods import Method
+    from ..methods.base import NarrowingMethod
 
-    cls, shared = method_class(method), {f.name for f in fields(Method)}  # with flags of their own
+    cls, shared = method_class(method), {f.name for f in fields(NarrowingMethod)}  # with flags of their own
     defaults = {f.name: f.default for f in fields(cls)}
     parsed = {}
     for item in options:

@@ -80,7 +80,7 @@ def estimated_seconds(the_plan: Plan, source: DenseModel, calibration: dict, mod
         "blocks": blocks * passed + 2 * held_out * rates.head,
         "linear algebra": seconds_for(_work(source, method, the_plan), source.device),
         "probe texts": 2 * most_tokens(source) * (blocks * rates.forward + rates.head),  # dense and compressed
-        "search": tokens * method.search(blocks, removed) * rates.forward,
+        "search": tokens * method.allocation.search_passes(blocks, removed) * rates.forward,
     }
     if seconds["search"]:  # every candidate predicts the text
         seconds["search"] += tokens * rates.head * sum(blocks - gone for gone in range(removed))

@@ -6,7 +6,7 @@ from .._utils.lazy import importing
 from .registry import METHODS, as_method, make_method, method_class, method_names, register_method
 
 if TYPE_CHECKING:
-    from .base import BlockResult, CompressionStep, Curve, Method, PrunableModule
+    from .base import BlockResult, CompressionStep, Curve, Method, NarrowingMethod, PrunableModule
     from .baselines.block_removal import BLOCK, SLEB, ShortGPT
     from .baselines.semi_structured import PrunerZero, SparseGPT, TwoOfFour, Wanda
     from .baselines.slicegpt import SliceGPT, SliceGPTMoDeGPT
@@ -38,6 +38,7 @@ __all__ = [
     "Magnitude",
     "Method",
     "MoDeGPT",
+    "NarrowingMethod",
     "PrunableModule",
     "PrunerZero",
     "Rankfold",
@@ -58,7 +59,7 @@ __all__ = [
 ]
 
 _OTHERS = {
-    ".base": ("BlockResult", "Curve", "Method", "CompressionStep", "PrunableModule"),
+    ".base": ("BlockResult", "Curve", "Method", "NarrowingMethod", "CompressionStep", "PrunableModule"),
     ".baselines.block_removal": ("BLOCK",),
     ".baselines.semi_structured": ("TwoOfFour",),
     ".targets": ("TARGETS", "fitted"),

@@ -1,45 +1,31 @@
 """What every compression method is to the pipeline.
 
-A method says which ranks a block may take and what they cost (:meth:`Method.units`), which statistics it needs
+A method says which ranks a block may take and what they cost (:meth:`Method.prunable_modules`), which statistics it needs
 (:meth:`Method.statistics`), and turns a block, its moments and its ranks into smaller modules (:meth:`Method.decompose`).
 Allocation, calibration, checkpoints and reports know nothing else about it.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar, Literal, NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from ..allocation import (
-    ALLOCATIONS,
-    BUDGETS,
-    Allocation,
-    Budget,
-    Bytes,
-    FLOPs,
-    Parameters,
-    RanksBySparsity,
-    Uniform,
-    from_text,
-)
-from ..allocation.named import Named
 from ..architectures import Architecture, BlockView
 from ..calibration.moments import BlockMoments
-from ..errors import OptionError, check_choice, method_option
-from .registry import method_class
-from .targets import TARGETS
+from ..errors import OptionError
+from .config import MethodConfig
 from .work import Work
 
 __all__ = [
     "BlockResult",
     "CompressionStep",
     "Curve",
+    "MeasurableMethod",
     "Method",
+    "NarrowingMethod",
     "PrunableModule",
-    "ignored_options",
 ]
 
 
@@ -93,121 +79,12 @@ class CompressionStep(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Method:
-    """Options that all methods share; subclasses add their own.
+class Method(MethodConfig):
+    """What the pipeline calls. A method defines the six that raise here; the others have defaults.
 
-    Attributes:
-        sparsity: fraction of the weights to remove, in [0, 1).
-        scope: the weights ``sparsity`` counts: the linear weights of the decoder ``blocks``, or the whole ``model``.
-        modules: which modules to compress; ``None`` for all that the architecture allows, but queries and keys that it
-            normalises, which are taken where ``qk`` is named (docs/method.md). A mapping gives each its own
-            sparsity, a fraction of that module's weights (MoDeGPT Tables 29, 31); ``sparsity`` is then not used.
-        budget: what the sparsity is a fraction of: :class:`~rankfold.allocation.Parameters`, ``Bytes`` of the checkpoint (codes
-            and indices too) with or without the cache, ``FLOPs`` per token, or ``Latency``, the time a forward takes on this
-            device; or text, such as ``"bytes:context=4096,batch=8"``.
-        allocation: how ranks are chosen: an object out of :data:`rankfold.allocation.ALLOCATIONS`, such as ``OWL(spread=0.1)``;
-            or text, such as ``"owl:spread=0.1"``.
-        rank_multiple: ranks are multiples of this.
-        target: what is to run the result: ``transformers`` takes any ranks; ``vllm``, ``llama.cpp`` and ``stock`` take those
-            with which nothing has to be padded there (:data:`rankfold.methods.targets.TARGETS`).
-        exclude_blocks: blocks left dense; negative numbers count from the end.
+    :meth:`supported_modules`, :meth:`statistics` and :meth:`prunable_modules` say what there is to choose from,
+    :meth:`parameter_change` and :meth:`cached_numbers` what a choice leaves, and :meth:`decompose` makes it.
     """
-
-    name: ClassVar[str]
-    all_modules: ClassVar[tuple[str, ...]]
-    modes: ClassVar[tuple[str, ...]] = ("sequential", "one-pass")
-    # What it takes, subclasses of these included.
-    allocations: ClassVar[tuple[type[Allocation], ...]] = (RanksBySparsity,)
-    budgets: ClassVar[tuple[type[Budget], ...]] = (Parameters, Bytes, FLOPs)
-    # Module -> another one of the block that has rank 0 where it has, and nowhere else.
-    together: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    targets: ClassVar[tuple[str, ...]] = ("transformers",)
-    can_exclude_blocks: ClassVar[bool] = True  # whether single blocks can be left dense
-    leaves_zeros: ClassVar[bool] = False  # what is removed stays in the tensors, as zeros: nothing gets smaller
-    narrows: ClassVar[bool] = (
-        True  # layers get ranks, in steps of `rank_multiple`; otherwise blocks or single weights go
-    )
-
-    sparsity: float = 0.3
-    scope: Literal["blocks", "model"] = "blocks"
-    modules: tuple[str, ...] | Mapping[str, float] | None = None
-    allocation: Allocation = field(default=Uniform())
-    budget: Budget = field(default=Parameters())
-    rank_multiple: int = 8
-    target: Literal["transformers", "vllm", "llama.cpp", "stock"] = "transformers"
-    exclude_blocks: tuple[int, ...] = field(default=())
-
-    def __post_init__(self):
-        self._make(Allocation, ALLOCATIONS, self.allocations)
-        self._make(Budget, BUDGETS, self.budgets)
-        for option in fields(self):
-            check_type(option.name, getattr(self, option.name), option.default)
-        if self.modules is not None and not self.modules:
-            raise OptionError("modules is empty; name some, such as mlp, or leave it out for all")
-        if not all(isinstance(block, int) and not isinstance(block, bool) for block in self.exclude_blocks):
-            raise OptionError(f"exclude_blocks takes block numbers such as (0, -1), got {self.exclude_blocks!r}")
-        if self.exclude_blocks and not self.can_exclude_blocks:
-            raise OptionError(
-                f"method {self.name} narrows the stream that runs through all blocks, so none can be protected, got "
-                f"{self.exclude_blocks}; leave exclude_blocks out"
-            )
-        for what, value in [("sparsity", self.sparsity), *(dict(self.own_sparsities or {}).items())]:
-            if not 0 <= value < 1:
-                raise OptionError(f"{what} must be in [0, 1), got {value}; 0.3 removes 30 % of the weights")
-        check_choice("scope", self.scope, ("blocks", "model"))
-        if self.budget.is_timed and self.scope == "model":
-            raise OptionError(f"budget {self.budget.name} is the time of the blocks, got scope=model; leave it out")
-        for module in self.modules or ():
-            check_choice("module", module, self.all_modules)
-        self._check_target()
-        if self.rank_multiple < 1:
-            raise OptionError(f"rank_multiple must be >= 1, got {self.rank_multiple}")
-
-    def _make(self, kind: type[Named], table: Mapping[str, type[Named]], allowed: tuple[type, ...]) -> None:
-        """Replace an option given as text by its object."""
-        chosen = from_text(kind, getattr(self, kind.kind), table)
-        if not isinstance(chosen, allowed):
-            names = " or ".join(name for name, cls in table.items() if issubclass(cls, allowed))
-            raise OptionError(
-                f"method {self.name} takes {kind.kind} {names}, got {chosen.name}; take one of these, or another method"
-            )
-        object.__setattr__(self, kind.kind, chosen)
-
-    def _check_target(self) -> None:
-        check_choice("target", self.target, TARGETS)
-        if self.target not in self.targets:
-            raise OptionError(
-                f"method {self.name} writes for {', '.join(self.targets)}, got {method_option('target', self.target)}; leave "
-                "it out, or take --method rankfold"
-            )
-        if not TARGETS[self.target].common:
-            return
-        if not isinstance(self.allocation, Uniform):
-            raise OptionError(
-                f"{method_option('target', self.target)} gives all MLPs one width, got allocation {self.allocation}; take "
-                "allocation uniform"
-            )
-        if self.exclude_blocks:
-            raise OptionError(
-                f"{method_option('target', self.target)} gives all MLPs one width, got exclude_blocks "
-                f"{self.exclude_blocks}; leave it out"
-            )
-
-    @property
-    def one_rank(self) -> bool:
-        """Whether all blocks must have the same rank."""
-        return TARGETS[self.target].common
-
-    @property
-    def own_sparsities(self) -> Mapping[str, float] | None:
-        return self.modules if isinstance(self.modules, Mapping) else None
-
-    def describe(self) -> dict:
-        """All options, for the run record."""
-        options = {f.name: getattr(self, f.name) for f in fields(self)}
-        options |= {"allocation": str(self.allocation), "budget": str(self.budget)}
-        options["modules"] = dict(self.modules) if self.own_sparsities else options["modules"]
-        return {"method": self.name, **options}
 
     def supported_modules(self, architecture: Architecture, view: BlockView) -> tuple[str, ...]:
         """Modules of this architecture that the method can take.
@@ -241,13 +118,6 @@ class Method:
         """The ranks to choose in this block; weights may be on the meta device."""
         raise NotImplementedError
 
-    def truncated(self, view: BlockView, ranks: dict[str, int]) -> BlockResult:
-        """Modules of the shapes that these ranks lead to, made of the first units and dimensions: only to be timed.
-
-        Methods with the budget ``latency`` have it.
-        """
-        raise NotImplementedError
-
     def parameter_change(self, view: BlockView, ranks: dict[str, int]) -> tuple[int, int]:
         """``(change in parameters, bytes of codes and indices added)`` in a block at these ranks, biases included."""
         raise NotImplementedError
@@ -267,65 +137,46 @@ class Method:
         """
         raise NotImplementedError
 
-    def alone(self, view: BlockView) -> "Method":
-        """The form of this method that fits every module in one stage, on the dense model; for methods with curves."""
-        return self
-
-    def curve(self, view: BlockView, moments: BlockMoments, unit: PrunableModule, least: int) -> Curve:
-        """Compute what a module would lose at its ranks from ``least`` on.
-
-        Methods with the allocation ``measured`` have it.
-        """
-        raise NotImplementedError
-
     def work(self, view: BlockView, ranks: dict[str, int]) -> Work:
         """Count the linear algebra of compressing a block to these ranks (:mod:`.work`); weights may be on the meta device."""
         return Work()
-
-    def work_of_curve(self, view: BlockView, unit: PrunableModule, least: int) -> Work:
-        """Count that of :meth:`curve`."""
-        return Work()
-
-    @classmethod
-    def search(cls, blocks: int, removed: int) -> float:
-        """Block forwards over the calibration tokens that finding the blocks to remove takes, beside those that measure."""
-        return 0.0
 
     def decompose(self, view: BlockView, moments, ranks: dict[str, int]) -> BlockResult:
         """Compress one block to the given ranks (module -> rank) in one step."""
         raise NotImplementedError
 
 
-def ignored_options(options: Mapping) -> dict[str, str]:
-    """Of the options of a method, as :meth:`Method.describe` gives them: what nothing reads beside the others -> what it goes
-    with."""
-    read = {
-        "sparsity": (not isinstance(options.get("modules"), Mapping), "modules that name no sparsity of their own"),
-        "rank_multiple": (method_class(options["method"]).narrows, "methods that make layers narrower"),
-    }
-    return {name: goes_with for name, (is_read, goes_with) in read.items() if not is_read}
+@dataclass(frozen=True)
+class NarrowingMethod(Method):
+    """A method that makes layers narrower, in steps.
+
+    Attributes:
+        rank_multiple: ranks are multiples of this.
+    """
+
+    rank_multiple: int = 8
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.rank_multiple < 1:
+            raise OptionError(f"rank_multiple must be >= 1, got {self.rank_multiple}")
 
 
-def check_type(what: str, value, default) -> None:
-    """Raise :class:`OptionError` unless ``value`` is of the kind of an option's ``default``, and a number finite."""
-    if what == "modules":
-        kinds, kind = (tuple, list, Mapping, type(None)), "names of modules, or a mapping to their sparsities"
-        if isinstance(value, Mapping):
-            for module, sparsity in value.items():
-                check_type(str(module), sparsity, 0.0)
-    elif what == "exclude_blocks":
-        kinds, kind = (tuple, list), "a tuple of block numbers"
-    elif isinstance(default, Named):
-        return  # checked where it was made
-    elif isinstance(default, bool):
-        kinds, kind = (bool,), "true or false"
-    elif isinstance(default, int):
-        kinds, kind = (int,), "a whole number"
-    elif isinstance(default, str):
-        kinds, kind = (str,), "text"
-    else:
-        kinds, kind = (int, float, *([type(None)] if default is None else [])), "a number"
-    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        raise OptionError(f"{what} must be {kind}, got {' '.join(repr(value).split())[:80]}")  # in one line
-    if isinstance(value, float) and not math.isfinite(value):
-        raise OptionError(f"{what} must be a finite number, got {value}")
+class MeasurableMethod(Protocol):
+    """What a method has besides that takes the allocation ``Measured``, or the budget ``Latency``."""
+
+    def alone(self, view: BlockView) -> Method:
+        """Return the form of this method that fits every module in one stage, on the dense model."""
+        ...
+
+    def curve(self, view: BlockView, moments: BlockMoments, unit: PrunableModule, least: int) -> Curve:
+        """Compute what a module would lose at its ranks from ``least`` on."""
+        ...
+
+    def work_of_curve(self, view: BlockView, unit: PrunableModule, least: int) -> Work:
+        """Count the linear algebra of :meth:`curve`."""
+        ...
+
+    def truncated(self, view: BlockView, ranks: dict[str, int]) -> BlockResult:
+        """Return modules of these shapes, made of the first units and dimensions: to be timed, for the budget ``Latency``."""
+        ...

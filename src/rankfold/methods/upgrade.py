@@ -1,6 +1,9 @@
 """Read what earlier versions recorded of a method: old names of options and values become the ones of today."""
 
 from collections.abc import Mapping
+from dataclasses import fields
+
+from .registry import METHODS, method_class
 
 __all__ = ["upgraded"]
 
@@ -33,7 +36,12 @@ ABSORBED = {"epsilon", "outlier", "spread", "context", "batch"}
 
 def upgraded(options: Mapping) -> dict:
     """Return the options of a method, as a record holds them, by their names of today; those of today stay as they are."""
+    if "scope" in options:
+        return dict(options)
     renamed = {RENAMED.get(key, key): value for key, value in options.items() if key not in ABSORBED}
+    if options.get("method") in METHODS:  # some have fewer options today
+        known = {"method", *(field.name for field in fields(method_class(options["method"])))}
+        renamed = {key: value for key, value in renamed.items() if key in known}
     found = {
         key: VALUES.get((key, value), value) if isinstance(value, str) else value for key, value in renamed.items()
     }

@@ -6,13 +6,13 @@ from dataclasses import fields
 from typing import NamedTuple
 
 from ..errors import OptionError
-from ..methods import Method, make_method, method_class
-from ..methods.base import ignored_options
+from ..methods import NarrowingMethod, make_method, method_class
+from ..methods.config import ignored_options
 
 __all__ = ["compare_command", "option_text", "options_for_target", "records_of", "reproduce_command"]
 
 HEADS = {"qk", "vo", "heads"}  # modules that such a target leaves dense
-SHARED_OPTIONS = {f.name for f in fields(Method)}  # those with a flag of their own
+SHARED_OPTIONS = {f.name for f in fields(NarrowingMethod)}  # those with a flag of their own
 
 
 def records_of(record: dict) -> list[dict]:
@@ -105,7 +105,7 @@ def _method(method: dict) -> list[str]:
     left_out = {"method", "sparsity", *ignored_options(method)}
     for key, value in method.items():
         value = tuple(value) if isinstance(value, list) else value  # as JSON has it
-        if value == defaults[key] or key in left_out:
+        if key in left_out or value == defaults[key]:
             continue
         text, flag = option_text(value, ","), "for" if key == "target" else key
         options.append(f"--{flag.replace('_', '-')} {text}" if key in SHARED_OPTIONS else f"--option {key}={text}")

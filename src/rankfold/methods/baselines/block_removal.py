@@ -15,14 +15,13 @@ BLOCK = "block"  # the module whose rank is 1 where a block stays and 0 where it
 
 @dataclass(frozen=True)
 class BlockRemoval(Method):
-    """Remove blocks; which ones is a matter of the allocation. ``rank_multiple`` has no meaning here.
+    """Remove blocks; which ones is a matter of the allocation.
 
     At least one block stays.
     """
 
     all_modules: ClassVar[tuple[str, ...]] = (BLOCK,)
     budgets: ClassVar[tuple[type[Budget], ...]] = (Parameters, Bytes)
-    narrows: ClassVar[bool] = False
 
     def supported_modules(self, architecture, view: BlockView) -> tuple[str, ...]:
         return (BLOCK,)
@@ -77,8 +76,3 @@ class SLEB(BlockRemoval):
     allocations: ClassVar[tuple[type[Allocation], ...]] = (Greedy,)
 
     allocation: Allocation = field(default=Greedy())
-
-    @classmethod
-    def search(cls, blocks: int, removed: int) -> float:
-        """Block forwards over the calibration windows until so many are removed."""
-        return sum((blocks - done) ** 2 / 2 for done in range(removed))

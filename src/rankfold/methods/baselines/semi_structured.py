@@ -32,15 +32,13 @@ class TwoOfFour(Method):
     """Set two of every four consecutive weights of an output to zero (2:4, for sparse tensor cores).
 
     Modules: ``qkv``, ``o``, ``up`` (with the gate) and ``down``; a rank is what stays of four, 2 or 4. The sparsity is 0.5 and
-    counts zeros: shapes, bytes and cache stay as they are. ``allocation`` and ``rank_multiple`` have no meaning
-    here.
+    counts zeros: shapes, bytes and cache stay as they are. ``allocation`` has no meaning here.
     """
 
     all_modules: ClassVar[tuple[str, ...]] = tuple(INPUTS)
     allocations: ClassVar[tuple[type[Allocation], ...]] = (Uniform,)
     budgets: ClassVar[tuple[type[Budget], ...]] = (Parameters,)
     leaves_zeros: ClassVar[bool] = True
-    narrows: ClassVar[bool] = False
 
     sparsity: float = SPARSITY
 

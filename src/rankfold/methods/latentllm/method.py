@@ -8,7 +8,7 @@ from ...architectures import BlockView, Dense
 from ...calibration.experts import STATISTICS
 from ...calibration.statistics import SAMPLE_ROWS
 from ...errors import UnsupportedModelError
-from ..base import BlockResult, Method, PrunableModule
+from ..base import BlockResult, NarrowingMethod, PrunableModule
 from ..work import Work, multiplying, passing, times
 from .attention import ATTENTION, decompose_attention
 from .experts import decompose_experts
@@ -21,7 +21,7 @@ __all__ = ["LatentLLM"]
 
 
 @dataclass(frozen=True)
-class LatentLLM(Method):
+class LatentLLM(NarrowingMethod):
     """Options of the latent methods beside those of every method. Modules: q, k, v, o, gate, up, down; and of experts
     experts_up (gate and up of each as one) and experts_down.
 

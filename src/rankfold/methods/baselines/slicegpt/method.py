@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from ....allocation import Allocation, Uniform, block_weights
 from ....architectures import BlockView
-from ...base import CompressionStep, Method, PrunableModule
+from ...base import CompressionStep, NarrowingMethod, PrunableModule
 from ...work import Work
 from .shapes import Shapes, width_of
 from .slicing import STREAM, check_architecture, slicing_stages, slicing_work, stream_statistics
@@ -23,7 +23,7 @@ __all__ = ["SliceGPT"]
 
 
 @dataclass(frozen=True)
-class SliceGPT(Method):
+class SliceGPT(NarrowingMethod):
     """One width of the residual stream for all blocks, the largest with which the budget holds; shortcuts count.
 
     ``exclude_blocks`` and influence have no meaning here. The paper slices by a fraction of the width, which

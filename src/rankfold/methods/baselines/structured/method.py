@@ -13,7 +13,7 @@ from ....architectures import BlockView, Dense
 from ....calibration.moments import BlockMoments, Moment
 from ....errors import UnsupportedModelError
 from ....linalg.slicing import channels_of, lost_energy
-from ...base import BlockResult, Method, PrunableModule
+from ...base import BlockResult, NarrowingMethod, PrunableModule
 from ...work import Work, multiplying, passing, times
 from .units import Sliceable, sliceable
 
@@ -21,7 +21,7 @@ __all__ = ["Slicing"]
 
 
 @dataclass(frozen=True)
-class Slicing(Method):
+class Slicing(NarrowingMethod):
     """Drop hidden units of the MLP and whole heads; the weights of the others stay as they are.
 
     Modules: ``mlp``, whose rank is the number of hidden units, and ``heads``, whose rank is the number of key/value heads, each
