@@ -1,4 +1,4 @@
-"""Integer ranks: exact budgets, multiples, protected blocks, and messages that tell what can be reached."""
+"""Integer ranks: exact budgets, multiples, excluded blocks, and messages that tell what can be reached."""
 
 import itertools
 import math
@@ -247,7 +247,7 @@ def test_protected_blocks_stay_dense_and_the_others_make_up_for_them(excluded):
 @pytest.mark.parametrize("block", [4, -5, 99])
 def test_a_protected_block_that_is_not_there_is_refused(block):
     units = model(4)
-    with pytest.raises(OptionError, match=rf"protected block {block} is not in the model, which has blocks 0 to 3"):
+    with pytest.raises(OptionError, match=rf"excluded block {block} is not in the model, which has blocks 0 to 3"):
         allocate(units, MoDeGPT(sparsity=0.3, exclude_blocks=(block,)), dense(units))
 
 

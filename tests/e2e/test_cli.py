@@ -343,7 +343,7 @@ BAD = [
         "compress model -o x --rank-multiple 64 --calibration text.txt --modules qk,vo --method modegpt",
         "cannot be reached",
     ),
-    ("compress model -o x --exclude-blocks 9 --calibration text.txt", "protected block 9 is not in the model"),
+    ("compress model -o x --exclude-blocks 9 --calibration text.txt", "excluded block 9 is not in the model"),
     ("evaluate missing --text text.txt", "no model at 'missing'"),
     ("evaluate unsaid --text text.txt --length 32", "does not say what the model was calibrated on"),
     ("evaluate model --text text.txt --length 1", "a window of 1 tokens predicts none"),

@@ -4,14 +4,15 @@ An allocation is one file here and one line in :data:`ALLOCATIONS` (docs/add-an-
 itself to that table.
 """
 
-from .base import Allocation, DenseModelMeasures, Ranks, RanksBySparsity, Share
+from .base import Allocation, DenseModelMeasures, RanksBySparsity, Share
 from .budget import BUDGETS, Budget, Bytes, FLOPs, Latency, Parameters
 from .by_cost import Greedy, LeastInfluence, Measured
-from .cheapest import RankCosts, largest_sparsity
+from .cheapest import largest_sparsity
 from .counting import block_weights, tensor_bytes, unique_parameters
 from .influence import Influence, ModuleInfluence
 from .named import from_text
 from .owl import OWL
+from .prunable import PrunableModule, RankCosts, Ranks
 from .ranks import allocate, averages, check_reachable, removable, shared_budgets, to_remove
 from .spectrum import Spectrum
 from .uniform import Uniform
@@ -32,6 +33,7 @@ __all__ = [
     "Measured",
     "ModuleInfluence",
     "Parameters",
+    "PrunableModule",
     "RankCosts",
     "Ranks",
     "RanksBySparsity",

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from .named import Named
+from .prunable import PrunableModule, RankCosts, Ranks
 from .sparsities import capped_sparsities, round_sparsities
 
-__all__ = ["Allocation", "DenseModelMeasures", "Ranks", "RanksBySparsity", "Share"]
-
-Ranks = dict[tuple[int, str], int]  # (block, module) -> rank
+__all__ = ["Allocation", "DenseModelMeasures", "RanksBySparsity", "Share"]
 
 
 class DenseModelMeasures(Protocol):
@@ -25,17 +24,17 @@ class DenseModelMeasures(Protocol):
     def of_blocks(self, score: Callable[[Any], float]) -> dict[int, float]:
         """Return a number of every block, computed from its weights."""
 
-    def kl_sensitivity(self) -> dict:
+    def kl_sensitivity(self) -> RankCosts:
         """Return (block, module) -> rank -> divergence of the predictions with that module alone at that rank."""
 
-    def greedy_block_removal(self) -> dict:
+    def greedy_block_removal(self) -> RankCosts:
         """Return (block, module) -> rank -> place in the order in which blocks are best removed."""
 
 
 class Share(NamedTuple):
     """Modules that share one budget, and how much of it must be removed."""
 
-    modules: list  # of :class:`~rankfold.methods.PrunableModule`
+    modules: list[PrunableModule]
     remove: int
     counts: str = "weights"  # what their sizes count, for messages
     together: Mapping[str, str] = MappingProxyType({})  # module -> another one that has rank 0 where it has
@@ -65,7 +64,7 @@ class Allocation(Named):
         """Count the block forwards over the calibration tokens that :meth:`measure` takes beside statistics of blocks."""
         return 0.0
 
-    def allocate(self, share: Share, measured: Any) -> tuple[Ranks, dict]:
+    def allocate(self, share: Share, measured: Any) -> tuple[Ranks, dict[str, Any]]:
         """Choose the ranks of modules that share a budget.
 
         Args:
@@ -82,7 +81,9 @@ class Allocation(Named):
 class RanksBySparsity(Allocation):
     """Give every module a real-valued sparsity, and round these to ranks."""
 
-    def sparsities(self, modules: list, weights: Tensor, average: float, measured: Any) -> tuple[Tensor, dict]:
+    def sparsities(
+        self, modules: list[PrunableModule], weights: Tensor, average: float, measured: Any
+    ) -> tuple[Tensor, dict[str, Any]]:
         """Compute a sparsity for every module, with weighted mean ``average``; and facts for the record.
 
         Args:
@@ -93,7 +94,7 @@ class RanksBySparsity(Allocation):
         """
         raise NotImplementedError
 
-    def allocate(self, share: Share, measured: Any) -> tuple[Ranks, dict]:
+    def allocate(self, share: Share, measured: Any) -> tuple[Ranks, dict[str, Any]]:
         modules, average = share.modules, share.remove / share.dense
         weights = torch.tensor([m.dense for m in modules], dtype=torch.float64)
         caps = torch.tensor([1 - m.sizes[0] / m.dense for m in modules], dtype=torch.float64)

@@ -1,10 +1,11 @@
 """Ranks whose total cost is least: what was measured, and whole blocks."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from .base import Allocation, DenseModelMeasures, Ranks, Share
-from .cheapest import RankCosts, cheapest
+from .base import Allocation, DenseModelMeasures, Share
+from .cheapest import cheapest
+from .prunable import RankCosts, Ranks
 
 __all__ = ["Greedy", "LeastInfluence", "Measured"]
 
@@ -15,7 +16,7 @@ class ByCost(Allocation):
 
     called: ClassVar[str]  # the cost, in the record
 
-    def allocate(self, share: Share, measured: RankCosts) -> tuple[Ranks, dict]:
+    def allocate(self, share: Share, measured: RankCosts) -> tuple[Ranks, dict[str, Any]]:
         ranks = cheapest(share.modules, measured, share.remove, share.counts, share.together)
         chosen = {key: rank for key, rank in ranks.items() if self.is_recorded(rank)}
         return ranks, {self.called: {f"{key[0]}.{key[1]}": measured[key][rank] for key, rank in chosen.items()}}

@@ -5,16 +5,18 @@ Shape legend: L modules that get a sparsity each.
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..errors import OptionError
 from .base import DenseModelMeasures, RanksBySparsity
+from .prunable import PrunableModule
 
 __all__ = ["MAX_SPARSITY_RULE", "Influence", "ModuleInfluence", "softmax_sparsities", "temperature_for"]
 
+Influences = dict[int, tuple[float, ...]]  # block -> of the block, of its attention, of its MLP
 MLP_MODULES = ("mlp", "experts", "gate", "up", "down")  # the rest belong to the attention half of a block
 MAX_SPARSITY_RULE = 0.8  # App. B.2: choose epsilon so that the largest layer sparsity is around 80 %
 COLDEST = (
@@ -39,11 +41,13 @@ class Influence(RanksBySparsity):
         if self.temperature is not None:
             self.check("temperature", "> 0", lambda value: value > 0)
 
-    def measure(self, dense: DenseModelMeasures) -> dict[int, tuple[float, ...]]:
+    def measure(self, dense: DenseModelMeasures) -> Influences:
         """Measure block -> influence of the block, of its attention, of its MLP."""
         return {block: tuple(mean.tolist()) for block, mean in dense.means("influence").items()}
 
-    def sparsities(self, modules, weights, average: float, measured):
+    def sparsities(
+        self, modules: list[PrunableModule], weights: Tensor, average: float, measured: Influences | None
+    ) -> tuple[Tensor, dict[str, Any]]:
         if measured is None:
             raise OptionError(f"allocation {self.name!r} needs scores of the dense model, and there are none")
         s = self._scores(modules, measured)
@@ -54,7 +58,7 @@ class Influence(RanksBySparsity):
         }
         return softmax_sparsities(s, weights, average, temperature), facts
 
-    def _scores(self, modules, measured) -> Tensor:
+    def _scores(self, modules: list[PrunableModule], measured: Influences) -> Tensor:
         return torch.tensor([measured[m.block][0] for m in modules], dtype=torch.float64)
 
 
@@ -64,12 +68,12 @@ class ModuleInfluence(Influence):
 
     name: ClassVar[str] = "influence-modules"
 
-    def _scores(self, modules, measured) -> Tensor:
+    def _scores(self, modules: list[PrunableModule], measured: Influences) -> Tensor:
         own = [measured[m.block][2 if m.module in MLP_MODULES else 1] for m in modules]
         return torch.tensor(own, dtype=torch.float64) * _shares(modules)
 
 
-def _shares(modules) -> Tensor:
+def _shares(modules: list[PrunableModule]) -> Tensor:
     """Weight of a module's half of the block, with mean 3/2 over the two halves: the paper's w_mlp = 2, w_mha = 1 (Eq. 42)
     where the MLP holds two thirds of the parameters, and the true shares elsewhere."""
     halves: dict[tuple[int, bool], int] = {}

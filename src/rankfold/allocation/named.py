@@ -53,7 +53,7 @@ class Named:
             raise OptionError(f"{what} must be {rule}, got {value}" + (f"; {why}" if why else ""))
 
 
-def _number(what: str, value: str, default) -> int | float:
+def _number(what: str, value: str, default: float | None) -> int | float:
     try:
         return int(value) if isinstance(default, int) else float(value)
     except ValueError:

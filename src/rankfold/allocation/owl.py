@@ -5,12 +5,13 @@ Shape legend: L modules, O outputs and N inputs of a layer.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from .base import DenseModelMeasures, RanksBySparsity
+from .prunable import PrunableModule
 from .sparsities import around
 
 __all__ = ["OWL", "outlier_fraction", "outlier_sparsities"]
@@ -38,16 +39,18 @@ class OWL(RanksBySparsity):
 
     def measure(self, dense: DenseModelMeasures) -> dict[int, float]:
         """Measure block -> share of outliers."""
-        energies = dense.means(self.statistic)
+        energies = dense.means("input_energy")
         return dense.of_blocks(lambda view: _outliers(view, energies[view.index], self.threshold))
 
-    def sparsities(self, modules, weights, average: float, measured):
+    def sparsities(
+        self, modules: list[PrunableModule], weights: Tensor, average: float, measured: dict[int, float]
+    ) -> tuple[Tensor, dict[str, Any]]:
         fractions = torch.tensor([measured[m.block] for m in modules], dtype=torch.float64)
         facts = {"outliers": {str(block): fraction for block, fraction in measured.items()}}
         return outlier_sparsities(fractions, weights, average, self.spread), facts
 
 
-def _outliers(view, energies: Tensor, threshold: float) -> float:
+def _outliers(view: Any, energies: Tensor, threshold: float) -> float:
     """Compute the share of outliers; ``energies`` are of the inputs of all layers, one after the other."""
     weights = [view.weights(paths) for paths in view.readers.values()]
     inputs = energies.to(view.device).split([some[0].shape[1] for some in weights])

@@ -1,27 +1,52 @@
 """From a sparsity to integer ranks under an exact budget: of weights, or of what else the sizes of units count."""
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
 
 from ..errors import OptionError, method_option
-from .base import Ranks, Share
+from .base import Allocation, Share
+from .budget import Budget
 from .one_rank import common_ranks, freed, one_rank, width_facts
+from .prunable import PrunableModule, Ranks
 
 __all__ = ["allocate", "averages", "check_reachable", "removable", "shared_budgets", "to_remove"]
 
 
-def removable(units) -> int:
-    """The most weights these units can lose."""
+class AllocationRequest(Protocol):
+    """The options of a :class:`~rankfold.methods.Method` that ranks depend on."""
+
+    sparsity: float
+    allocation: Allocation
+    budget: Budget
+    exclude_blocks: tuple[int, ...]
+    target: str
+    together: Mapping[str, str]
+
+    @property
+    def own_sparsities(self) -> Mapping[str, float] | None:
+        """Return the sparsity of each module, where they have their own."""
+
+    @property
+    def one_rank(self) -> bool:
+        """Return whether all blocks must have the same rank."""
+        ...
+
+
+def removable(units: list[PrunableModule]) -> int:
+    """Count the most weights that these modules can lose."""
     return sum(u.dense - u.sizes[0] for u in units)
 
 
-def allocate(units, method, counted: int, measured: Any = None) -> tuple[Ranks, dict]:
-    """Ranks for all units such that at least ``sparsity`` of ``counted`` goes, and less than one rank step more, but
-    for what a measured allocation finds to cost nothing.
+def allocate(
+    units: list[PrunableModule], method: AllocationRequest, counted: int, measured: Any = None
+) -> tuple[Ranks, dict[str, Any]]:
+    """Choose ranks such that at least ``sparsity`` of ``counted`` is removed, and less than one rank step more, but for what
+    a measured allocation finds to cost nothing.
 
     Args:
-        units: the :class:`~rankfold.methods.PrunableModule` of all blocks.
-        method: sparsity, allocation, protected blocks (see :class:`~rankfold.methods.Method`).
+        units: of all blocks.
+        method: the options.
         counted: what the sparsity is a fraction of, counted as the sizes of the units are.
         measured: what the allocation measured on the dense model.
 
@@ -32,7 +57,7 @@ def allocate(units, method, counted: int, measured: Any = None) -> tuple[Ranks, 
         OptionError: the sparsity cannot be reached; the message says what can.
     """
     ranks = {(u.block, u.module): u.ranks[-1] for u in units}
-    facts: dict = {"allocation": method.allocation.name}
+    facts: dict[str, Any] = {"allocation": method.allocation.name}
     found = shared_budgets(units, method, counted)
     fixed = [u for u in units if u.fixed and any(budget.asked for budget in found)]
     ranks |= {(u.block, u.module): u.ranks[0] for u in fixed}
@@ -43,8 +68,8 @@ def allocate(units, method, counted: int, measured: Any = None) -> tuple[Ranks, 
     return ranks, facts
 
 
-def averages(units, method, counted: int) -> dict[tuple[int, str], float]:
-    """``(block, module)`` -> sparsity of all the units that share its budget; of those that lose anything."""
+def averages(units: list[PrunableModule], method: AllocationRequest, counted: int) -> dict[tuple[int, str], float]:
+    """Return ``(block, module)`` -> sparsity of all modules that share its budget; of those that lose anything."""
     return {
         (u.block, u.module): budget.remove / budget.dense
         for budget in shared_budgets(units, method, counted)
@@ -53,21 +78,21 @@ def averages(units, method, counted: int) -> dict[tuple[int, str], float]:
     }
 
 
-def to_remove(units, method, counted: int) -> int:
-    """What must go, of all budgets together."""
+def to_remove(units: list[PrunableModule], method: AllocationRequest, counted: int) -> int:
+    """Count what must be removed, of all budgets together."""
     return sum(budget.asked for budget in shared_budgets(units, method, counted))
 
 
-def check_reachable(units, method, counted: int) -> None:
+def check_reachable(units: list[PrunableModule], method: AllocationRequest, counted: int) -> None:
     """Raise :class:`OptionError` where no ranks remove enough, whatever the allocation; the message says what can be."""
     for budget in shared_budgets(units, method, counted):
         _check(budget, method)
 
 
 class SharedBudget(NamedTuple):
-    """Units that lose so much together."""
+    """Modules that lose so much together."""
 
-    units: list
+    units: list[PrunableModule]
     asked: int  # what must go
     what: str  # for messages
     counted: int  # that the sparsity is a fraction of
@@ -77,7 +102,7 @@ class SharedBudget(NamedTuple):
 
     @property
     def remove(self) -> int:
-        """What must go of these units."""
+        """Count what must be removed of these modules."""
         return max(0, self.asked - self.given)
 
     @property
@@ -85,16 +110,16 @@ class SharedBudget(NamedTuple):
         return sum(u.dense for u in self.units)
 
 
-def shared_budgets(units, method, counted: int) -> list[SharedBudget]:
-    """Which units lose how much together."""
+def shared_budgets(units: list[PrunableModule], method: AllocationRequest, counted: int) -> list[SharedBudget]:
+    """Group the prunable modules into budgets."""
     blocks = 1 + max((u.block for u in units), default=0)
-    protected = {_block(b, blocks) for b in method.exclude_blocks}
-    free = [u for u in units if u.block not in protected and not u.fixed]
+    excluded = {_block(b, blocks) for b in method.exclude_blocks}
+    free = [u for u in units if u.block not in excluded and not u.fixed]
     if not method.own_sparsities:
         asked, stays = math.ceil(method.sparsity * counted - 1e-9), _last_block(free, units)
         given = sum(u.dense - u.sizes[0] for u in units if u.fixed) if asked else 0
         return [SharedBudget(free, asked, f"sparsity {method.sparsity}", counted, stays, given=given)]
-    found = []
+    found: list[SharedBudget] = []
     for module, sparsity in method.own_sparsities.items():
         here = sum(u.dense for u in units if u.module == module)
         mine, asked = [u for u in free if u.module == module], math.ceil(sparsity * here - 1e-9)
@@ -103,7 +128,7 @@ def shared_budgets(units, method, counted: int) -> list[SharedBudget]:
     return found
 
 
-def _last_block(free, units) -> int:
+def _last_block(free: list[PrunableModule], units: list[PrunableModule]) -> int:
     """Size of the largest block where all could go: a model has at least one, and it may be any of them."""
     all_can_go = len(free) == len(units) and all(u.ranks[0] == 0 for u in free)
     return max((u.dense for u in free), default=0) if all_can_go else 0
@@ -111,11 +136,11 @@ def _last_block(free, units) -> int:
 
 def _block(index: int, blocks: int) -> int:
     if not -blocks <= index < blocks:
-        raise OptionError(f"protected block {index} is not in the model, which has blocks 0 to {blocks - 1}")
+        raise OptionError(f"excluded block {index} is not in the model, which has blocks 0 to {blocks - 1}")
     return index % blocks
 
 
-def _within(budget: SharedBudget, method, measured, facts: dict) -> Ranks:
+def _within(budget: SharedBudget, method: AllocationRequest, measured: Any, facts: dict[str, Any]) -> Ranks:
     """Choose the ranks of a budget's modules that remove what it must."""
     units, remove = budget.units, budget.remove
     if remove == 0:
@@ -131,7 +156,7 @@ def _within(budget: SharedBudget, method, measured, facts: dict) -> Ranks:
     return ranks
 
 
-def _check(budget: SharedBudget, method) -> None:
+def _check(budget: SharedBudget, method: AllocationRequest) -> None:
     units = budget.units
     alone = freed(units, min(common_ranks(units))) if method.one_rank else removable(units)
     most = alone - budget.stays + budget.given

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError
+from .prunable import PrunableModule
 
 __all__ = ["around", "capped_sparsities", "round_sparsities"]
 
@@ -44,7 +45,7 @@ def capped_sparsities(phi: Tensor, weights: Tensor, average: float, caps: Tensor
         phi[free] = phi[free] * ((total - fixed) / rest) if rest > 0 else (total - fixed) / weights[free].sum()
 
 
-def round_sparsities(units, phi: list[float], budget: int) -> dict[tuple[int, str], int]:
+def round_sparsities(units: list[PrunableModule], phi: list[float], budget: int) -> dict[tuple[int, str], int]:
     """Integer ranks that take at most ``budget``, and less than one smallest step fewer.
 
     Modules with coarse steps (a head of 64 in multiples of 8) are rounded to the NEAREST rank in every block; the module
@@ -69,15 +70,15 @@ def round_sparsities(units, phi: list[float], budget: int) -> dict[tuple[int, st
     return {(u.block, u.module): u.ranks[level[i]] for i, u in enumerate(units)}
 
 
-def _step(unit) -> float:
+def _step(unit: PrunableModule) -> float:
     return max((b - a for a, b in zip(unit.sizes, unit.sizes[1:], strict=False)), default=0) / unit.dense
 
 
-def _nearest(sizes, wanted: float) -> int:
+def _nearest(sizes: tuple[int, ...], wanted: float) -> int:
     return min(range(len(sizes)), key=lambda n: (abs(sizes[n] - wanted), n))
 
 
-def _diffuse(units, wanted: list[float], level: list[int], which: list[int]) -> None:
+def _diffuse(units: list[PrunableModule], wanted: list[float], level: list[int], which: list[int]) -> None:
     """Along the blocks, per module, each unit takes the largest rank that its own share plus what its predecessors left
     over can pay for, so that every module keeps its average."""
     carry: dict[str, float] = {}
@@ -87,7 +88,7 @@ def _diffuse(units, wanted: list[float], level: list[int], which: list[int]) -> 
         carry[units[i].module] = share - units[i].sizes[level[i]]
 
 
-def _spend(units, wanted: list[float], level: list[int], which: list[int], budget: int) -> None:
+def _spend(units: list[PrunableModule], wanted: list[float], level: list[int], which: list[int], budget: int) -> None:
     """Step ranks down until the budget holds, then up while a step still fits, furthest from their share first."""
 
     def over(i: int) -> float:
@@ -108,5 +109,5 @@ def _spend(units, wanted: list[float], level: list[int], which: list[int], budge
         level[i] += 1
 
 
-def _up(unit, level: int) -> int:
+def _up(unit: PrunableModule, level: int) -> int:
     return unit.sizes[level + 1] - unit.sizes[level]

@@ -6,12 +6,13 @@ Shape legend: L modules, O outputs and N inputs of a layer.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from .base import DenseModelMeasures, RanksBySparsity
+from .prunable import PrunableModule
 from .sparsities import around
 
 __all__ = ["Spectrum", "effective_rank", "spectrum_sparsities"]
@@ -27,7 +28,9 @@ class Spectrum(RanksBySparsity):
         """Measure block -> effective rank."""
         return dense.of_blocks(lambda view: effective_rank([W for p in view.readers.values() for W in view.weights(p)]))
 
-    def sparsities(self, modules, weights, average: float, measured):
+    def sparsities(
+        self, modules: list[PrunableModule], weights: Tensor, average: float, measured: dict[int, float]
+    ) -> tuple[Tensor, dict[str, Any]]:
         ranks = torch.tensor([measured[m.block] for m in modules], dtype=torch.float64)
         facts = {"effective_rank": {str(block): rank for block, rank in measured.items()}}
         return spectrum_sparsities(ranks, weights, average), facts

@@ -1,11 +1,13 @@
 """The same sparsity for all modules."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from .base import RanksBySparsity
+from .prunable import PrunableModule
 
 __all__ = ["Uniform"]
 
@@ -16,5 +18,7 @@ class Uniform(RanksBySparsity):
 
     name: ClassVar[str] = "uniform"
 
-    def sparsities(self, modules, weights, average: float, measured):
+    def sparsities(
+        self, modules: list[PrunableModule], weights: Tensor, average: float, measured: None
+    ) -> tuple[Tensor, dict[str, Any]]:
         return torch.full_like(weights, average), {}

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from ..allocation import PrunableModule
 from ..architectures import Architecture, BlockView
 from ..calibration.moments import BlockMoments
 from ..errors import OptionError
@@ -27,24 +28,6 @@ __all__ = [
     "NarrowingMethod",
     "PrunableModule",
 ]
-
-
-@dataclass(frozen=True)
-class PrunableModule:
-    """One rank to be chosen: a module of a block, the ranks it may take, and what it then takes of the budget."""
-
-    block: int
-    module: str
-    ranks: tuple[int, ...]  # ascending; the last one leaves the module dense
-    sizes: tuple[int, ...]  # weights stored at each rank, ascending; or what else the budget counts
-    fixed: bool = False  # an option of the method has chosen the first rank; the budget chooses the others around it
-
-    @property
-    def dense(self) -> int:
-        return self.sizes[-1]
-
-    def size(self, rank: int) -> int:
-        return self.sizes[self.ranks.index(rank)]
 
 
 class BlockResult(NamedTuple):
