@@ -26,8 +26,8 @@ def test_a_backward_pass_is_in_the_estimate_of_memory(monkeypatch):
     monkeypatch.setattr(backward, "TOKENS", 4 * 32)
     source, calibration = opened("llama"), tokens(16).describe()
     memory = []
-    for sensitivity in ("none", "gradient"):
-        method = rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2, sensitivity=sensitivity)
+    for weighting in ("none", "fisher"):
+        method = rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2, output_weighting=weighting)
         long = calibration | {"samples": 1, "length": 2**20, "tokens": 2**20, "held_out": 0}
         memory.append(
             planning.build_plan(source, method, planning.allocate_ranks(rank_options(source, method), method), {}, long)
