@@ -214,7 +214,7 @@ def test_moments_hold_no_gradients_and_say_so(tmp_path):
     with pytest.raises(OptionError, match="gradients are measured on text"):
         rankfold.compress(source, MoDeGPT(**GRADIENT), moments=store, output=tmp_path / "out")
     assert not list(tmp_path.iterdir())
-    with pytest.raises(OptionError, match="unknown latentllm option 'sensitivity'"):
+    with pytest.raises(OptionError, match="unknown latentllm option 'output_weighting'"):
         rankfold.make_method("latentllm", output_weighting="fisher")
 
 
