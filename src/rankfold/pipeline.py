@@ -32,7 +32,7 @@ from .compression.held_out import HeldOut, NothingHeldOut
 from .compression.importance import (
     available,
     gradients_of,
-    measured_of,
+    measure_allocation,
     needed,
     of_dense,
     shared_of,
@@ -120,7 +120,9 @@ def plan(
     gradients = gradients_of(source, method, tokens) if moments or method.allocation.needs_text else None
     ranks = rank_options(source, method)
     check(ranks, method)
-    allocated = allocate_ranks(ranks, method, measured_of(source, method, ranks, moments, tokens, gradients=gradients))
+    allocated = allocate_ranks(
+        ranks, method, measure_allocation(source, method, ranks, moments, tokens, gradients=gradients)
+    )
     reports = {}
     if moments is not None:
         moments.check(source, statistics_of(source, method))
@@ -289,7 +291,7 @@ def _dense_passes(source: DenseModel, method: Method, ranks: RankOptions, tokens
         statistics = needed(source, method) if mode == "one-pass" else first
         moments = calibrate(source, tokens, run.moments if run else None, statistics=statistics)
     shared = shared_of(source, method, moments)
-    scores = measured_of(source, method, ranks, moments, tokens, run, gradients)
+    scores = measure_allocation(source, method, ranks, moments, tokens, run, gradients)
     if moments is None or mode == "sequential":
         return None, gradients, shared, scores
     moments.check(source, statistics_of(source, method))

@@ -8,7 +8,7 @@ import pytest
 import rankfold
 from families import opened, tokens
 from rankfold.compression.budget import rank_options
-from rankfold.compression.importance import measured_of
+from rankfold.compression.importance import measure_allocation
 from rankfold.exports.kept import stock_parameters
 from rankfold.report.commands import options_for_target
 from saved import save_tiny
@@ -76,7 +76,7 @@ def test_the_divergence_is_that_of_the_ranks_for_stock(place, run):
     source = rankfold.open_model(place / "model", device="cpu")
     method = rankfold.Rankfold(sparsity=0.3, rank_multiple=2, modules=("mlp", "qk", "vo"))
     windows = rankfold.load_tokens("pydoc", source, samples=4, length=32)
-    costs = measured_of(source, method, rank_options(source, method), tokens=windows)
+    costs = measure_allocation(source, method, rank_options(source, method), tokens=windows)
     chosen = json.loads((place / "uniform" / "rankfold.json").read_text())["plan"]["modules"]
     expected = sum(costs[one["block"], one["module"]][one["rank"]] for one in chosen)
     facts = json.loads((place / "kept" / "rankfold.json").read_text())["plan"]["facts"]

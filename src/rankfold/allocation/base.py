@@ -20,15 +20,19 @@ class DenseModelMeasures(Protocol):
 
     def means(self, statistic: str) -> dict[int, Tensor]:
         """Return the mean of a statistic in every block."""
+        ...
 
     def of_blocks(self, score: Callable[[Any], float]) -> dict[int, float]:
         """Return a number of every block, computed from its weights."""
+        ...
 
     def kl_sensitivity(self) -> RankCosts:
         """Return (block, module) -> rank -> divergence of the predictions with that module alone at that rank."""
+        ...
 
     def greedy_block_removal(self) -> RankCosts:
         """Return (block, module) -> rank -> place in the order in which blocks are best removed."""
+        ...
 
 
 class Share(NamedTuple):

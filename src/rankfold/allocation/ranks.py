@@ -16,21 +16,29 @@ __all__ = ["allocate", "averages", "check_reachable", "removable", "shared_budge
 class AllocationRequest(Protocol):
     """The options of a :class:`~rankfold.methods.Method` that ranks depend on."""
 
-    sparsity: float
-    allocation: Allocation
-    budget: Budget
-    exclude_blocks: tuple[int, ...]
-    target: str
-    together: Mapping[str, str]
+    @property
+    def sparsity(self) -> float: ...
 
     @property
-    def own_sparsities(self) -> Mapping[str, float] | None:
-        """Return the sparsity of each module, where they have their own."""
+    def own_sparsities(self) -> Mapping[str, float] | None: ...
 
     @property
-    def one_rank(self) -> bool:
-        """Return whether all blocks must have the same rank."""
-        ...
+    def allocation(self) -> Allocation: ...
+
+    @property
+    def budget(self) -> Budget: ...
+
+    @property
+    def exclude_blocks(self) -> tuple[int, ...]: ...
+
+    @property
+    def target(self) -> str: ...
+
+    @property
+    def together(self) -> Mapping[str, str]: ...
+
+    @property
+    def one_rank(self) -> bool: ...
 
 
 def removable(units: list[PrunableModule]) -> int:

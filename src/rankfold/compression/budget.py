@@ -7,7 +7,7 @@ no choice then.
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from ..allocation import Parameters, block_weights, unique_parameters
 from ..architectures import BlockView
 from ..checkpoint.removable import blocks_that_stay
 from ..errors import OptionError, UnsupportedModelError
-from ..methods import BLOCK, Method, PrunableModule, fitted
+from ..methods import BLOCK, MeasurableMethod, Method, PrunableModule, fitted
 from ..models.dense_model import DenseModel
 from .latency import likeness, measure_latency, read_latency_table, write_latency_table
 
@@ -132,7 +132,7 @@ def _latency(source: DenseModel, method: Method, units: list[PrunableModule], co
     if kept is not None and kept.exists():
         times = read_latency_table(kept)
     else:
-        times = measure_latency(source, method, units, context)
+        times = measure_latency(source, cast("MeasurableMethod", method), units, context)
         if kept is not None:
             write_latency_table(kept, times)
     tables = {(b, t.module): t for t in times.tables for b in t.blocks}

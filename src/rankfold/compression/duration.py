@@ -24,7 +24,7 @@ from ..calibration.supply import FromDense, FromStreams
 from ..data.batches import noise, tokens_in
 from ..data.probes import most_tokens
 from ..errors import OptionError
-from ..methods import BLOCK, Method, make_method
+from ..methods import BLOCK, MeasurableMethod, Method, make_method
 from ..methods.work import Work, of_trial
 from ..models.dense_model import DenseModel
 from ..report.plan import Plan
@@ -87,7 +87,7 @@ def estimated_seconds(the_plan: Plan, source: DenseModel, calibration: dict, mod
     if the_plan.gradient_windows:
         passed = PASSES * blocks * rates.forward + HEAD_PASSES * rates.head
         seconds["gradients"] = the_plan.gradient_windows * length * passed
-    if isinstance(method.allocation, Measured):
+    if isinstance(method, MeasurableMethod) and isinstance(method.allocation, Measured):
         seconds["measured allocation"] = _allocation(source, method, the_plan, calibration, rates)
     return seconds
 
@@ -116,7 +116,7 @@ def _measured_rates(source: DenseModel, method: Method, the_plan: Plan, mode: st
     wanted = of_dense(source, method) if mode == "sequential" else set()
     dense = clock(lambda: measure(view, stream.copy(), wanted, step=True)) / tokens if wanted else 0.0
     alone = 0.0
-    if isinstance(method.allocation, Measured):
+    if isinstance(method, MeasurableMethod) and isinstance(method.allocation, Measured):
         statistics = method.alone(view).statistics(view)
         alone = clock(lambda: measure(view, stream.copy(), statistics, step=True)) / tokens
     stages = clock(lambda: _through_stages(source, method, view, the_plan.ranks(index), stream, mode)) / tokens
@@ -146,7 +146,9 @@ def _through_stages(source: DenseModel, method: Method, view: BlockView, ranks, 
     supply.follow(view)
 
 
-def _allocation(source: DenseModel, method: Method, the_plan: Plan, calibration: dict, rates: _Rates) -> float:
+def _allocation(
+    source: DenseModel, method: MeasurableMethod, the_plan: Plan, calibration: dict, rates: _Rates
+) -> float:
     """Seconds of :func:`rankfold.compression.kl_divergence.measure_kl_sensitivity`."""
     blocks, work, trials = len(source), Work(), 0
     units = [unit for index in range(blocks) for unit in method.prunable_modules(source.meta_block(index))]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from ..calibration.store import MomentStore
 from ..checkpoint.run import Run
 from ..data.tokens import Tokens
 from ..errors import OptionError, UnsupportedModelError
-from ..methods import BLOCK, Method
+from ..methods import BLOCK, MeasurableMethod, Method
 from ..models.dense_model import DenseModel
 from ..report.identity import moments_identity
 from .block import algebra
@@ -29,7 +29,7 @@ from .plan import budget, shares
 __all__ = [
     "available",
     "gradients_of",
-    "measured_of",
+    "measure_allocation",
     "needed",
     "of_dense",
     "shared_of",
@@ -77,7 +77,7 @@ def available(source: DenseModel, statistics: set[str]) -> set[str]:
     return seen - (set() if any(view.relu for view in blocks) else {"mlp_samples"})
 
 
-def measured_of(
+def measure_allocation(
     source: DenseModel,
     method: Method,
     options: RankOptions,
@@ -127,9 +127,8 @@ class _Dense(NamedTuple):
         tokens, known = self._text(), self._known()
         if known:
             return known
-        found = measure_kl_sensitivity(
-            self.source, self.method, tokens, *shares(self.options, self.method), self.gradients
-        )
+        method = cast("MeasurableMethod", self.method)  # which all methods that take this allocation are
+        found = measure_kl_sensitivity(self.source, method, tokens, *shares(self.options, method), self.gradients)
         self._keep(found)
         return found
 

@@ -38,7 +38,7 @@ from ..calibration.store import MomentStore
 from ..data.batches import Batch, Data, again, first, length_of
 from ..data.tokens import Tokens
 from ..errors import CheckpointError
-from ..methods import Method, PrunableModule
+from ..methods import MeasurableMethod, PrunableModule
 from ..models.block_reader import BlockReader
 from ..models.dense_model import DenseModel
 from .block import algebra, decompose
@@ -96,7 +96,7 @@ class Sensitivity:
 @torch.no_grad()
 def measure_kl_sensitivity(
     source: DenseModel,
-    method: Method,
+    method: MeasurableMethod,
     tokens: Tokens,
     units: list[PrunableModule],
     averages: dict,
@@ -147,7 +147,7 @@ def measure_kl_sensitivity(
     return {(one.module.block, one.module.module): one.costs() for one in found}
 
 
-def _sensitivity(method: Method, view: BlockView, moments, unit: PrunableModule, average: float):
+def _sensitivity(method: MeasurableMethod, view: BlockView, moments, unit: PrunableModule, average: float):
     """Return the curve of a module with the trials to run, and what decomposing it need not compute again."""
     with algebra(view) as view:
         curve, known = method.alone(view).curve(view, moments, unit, least_rank(unit, average))
@@ -160,13 +160,13 @@ def _trials(sensitivities: list[Sensitivity]) -> list[Trial]:
     return [trial for one in sensitivities for trial in (one.trial, one.whole) if trial]
 
 
-def _to_try(method: Method, unit: PrunableModule, reference: int) -> list[int]:
+def _to_try(method: MeasurableMethod, unit: PrunableModule, reference: int) -> list[int]:
     """List a rank on the curve, and 0 where the whole module may be removed; modules removed together are tried once."""
     whole = unit.ranks[0] == 0 and unit.module not in method.together
     return [reference, *([0] if whole else [])]
 
 
-def _ranks(method: Method, trial: Trial) -> dict[str, int]:
+def _ranks(method: MeasurableMethod, trial: Trial) -> dict[str, int]:
     """Return the ranks of a trial."""
     module, rank = trial.module.module, trial.rank
     others = [other for other, this in method.together.items() if this == module and rank == 0]
@@ -239,12 +239,14 @@ def least_rank(unit: PrunableModule, average: float) -> int:
     )
 
 
-def tried_ranks(method: Method, unit: PrunableModule, average: float) -> list[int]:
+def tried_ranks(method: MeasurableMethod, unit: PrunableModule, average: float) -> list[int]:
     """Return the ranks that are tried of a module, as far as that is known without its curve."""
     return _to_try(method, unit, _reference(unit, average))
 
 
-def _output(source: DenseModel, method: Method, view: BlockView, moments, trial: Trial, dense: Stream) -> list[Tensor]:
+def _output(
+    source: DenseModel, method: MeasurableMethod, view: BlockView, moments, trial: Trial, dense: Stream
+) -> list[Tensor]:
     """Run the dense stream through the block with one of its modules compressed; the block stays as it is."""
     (stage,) = method.alone(view).stages(view, _ranks(method, trial))
     with replaced(view, decompose(stage, view, moments), source):

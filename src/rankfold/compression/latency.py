@@ -20,7 +20,7 @@ from ..architectures import BlockView
 from ..calibration.runner import start
 from ..data.batches import noise
 from ..errors import CheckpointError
-from ..methods import Method, PrunableModule
+from ..methods import MeasurableMethod, PrunableModule
 from ..models.dense_model import DenseModel
 from .replace import replaced, swapped
 
@@ -92,7 +92,9 @@ def likeness(view: BlockView) -> str:
 
 
 @torch.no_grad()
-def measure_latency(source: DenseModel, method: Method, units: list[PrunableModule], context: int) -> LatencyTable:
+def measure_latency(
+    source: DenseModel, method: MeasurableMethod, units: list[PrunableModule], context: int
+) -> LatencyTable:
     """Time every module at a few ranks, in the dtype that is written, with the threads there are.
 
     Args:
@@ -125,7 +127,7 @@ def measure_latency(source: DenseModel, method: Method, units: list[PrunableModu
     return LatencyTable(tuple(tables), seconds, facts)
 
 
-def _variants(source: DenseModel, method: Method, view: BlockView, units: list[PrunableModule]) -> dict:
+def _variants(source: DenseModel, method: MeasurableMethod, view: BlockView, units: list[PrunableModule]) -> dict:
     """``(module, rank)`` -> path -> the smaller modules of the block, in the dtype that is written."""
     found = {}
     for unit in units:

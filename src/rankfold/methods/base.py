@@ -8,11 +8,11 @@ Allocation, calibration, checkpoints and reports know nothing else about it.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Self
 
 from torch import Tensor
 
-from ..allocation import PrunableModule
+from ..allocation import Allocation, Budget, Latency, Measured, PrunableModule
 from ..architectures import Architecture, BlockView
 from ..calibration.moments import BlockMoments
 from ..errors import OptionError
@@ -145,21 +145,25 @@ class NarrowingMethod(Method):
             raise OptionError(f"rank_multiple must be >= 1, got {self.rank_multiple}")
 
 
-class MeasurableMethod(Protocol):
-    """What a method has besides that takes the allocation ``Measured``, or the budget ``Latency``."""
+@dataclass(frozen=True)
+class MeasurableMethod(NarrowingMethod):
+    """A method whose modules can be compressed and timed one by one: what ``Measured`` and ``Latency`` need."""
 
-    def alone(self, view: BlockView) -> Method:
+    allocations: ClassVar[tuple[type[Allocation], ...]] = (*NarrowingMethod.allocations, Measured)
+    budgets: ClassVar[tuple[type[Budget], ...]] = (*NarrowingMethod.budgets, Latency)
+
+    def alone(self, view: BlockView) -> Self:
         """Return the form of this method that fits every module in one stage, on the dense model."""
-        ...
+        return self
 
     def curve(self, view: BlockView, moments: BlockMoments, unit: PrunableModule, least: int) -> Curve:
         """Compute what a module would lose at its ranks from ``least`` on."""
-        ...
+        raise NotImplementedError
 
     def work_of_curve(self, view: BlockView, unit: PrunableModule, least: int) -> Work:
         """Count the linear algebra of :meth:`curve`."""
-        ...
+        return Work()
 
     def truncated(self, view: BlockView, ranks: dict[str, int]) -> BlockResult:
-        """Return modules of these shapes, made of the first units and dimensions: to be timed, for the budget ``Latency``."""
-        ...
+        """Return modules of these shapes, made of the first units and dimensions: only to be timed."""
+        raise NotImplementedError

@@ -8,13 +8,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from ...allocation import Allocation, Budget, Latency, Measured
 from ...architectures import BlockView
 from ...calibration.experts import STATISTICS as EXPERT_STATISTICS
 from ...calibration.moments import BlockMoments, Moment
 from ...errors import OptionError, UnsupportedModelError, check_choice
 from ...linalg.column_row import relative_cost
-from ..base import BlockResult, Curve, NarrowingMethod, PrunableModule
+from ..base import BlockResult, Curve, MeasurableMethod, PrunableModule
 from ..targets import TARGETS
 from ..work import Work, eliminating, inverting, multiplying, refitting, times
 from .attention import GRADIENT as ATTENTION_GRADIENT
@@ -32,7 +31,7 @@ EXPERT_STEP = 8  # grouped products of all experts want rows of whole 16 bytes
 
 
 @dataclass(frozen=True)
-class MoDeGPT(NarrowingMethod):
+class MoDeGPT(MeasurableMethod):
     """Options of MoDeGPT beside those of every method.
 
     Attributes:
@@ -60,8 +59,6 @@ class MoDeGPT(NarrowingMethod):
 
     name: ClassVar[str] = "modegpt"
     all_modules: ClassVar[tuple[str, ...]] = ("mlp", "experts", "qk", "vo")
-    allocations: ClassVar[tuple[type[Allocation], ...]] = (*NarrowingMethod.allocations, Measured)
-    budgets: ClassVar[tuple[type[Budget], ...]] = (*NarrowingMethod.budgets, Latency)
     targets: ClassVar[tuple[str, ...]] = tuple(TARGETS)
 
     selection: Literal["obs", "leverage"] = "obs"
@@ -235,9 +232,6 @@ class MoDeGPT(NarrowingMethod):
     def cached_numbers(self, view: BlockView, ranks: dict[str, int]) -> int:
         attention, full = view.attention, view.attention.head_dim
         return attention.cached - attention.kv_heads * (2 * full - ranks.get("qk", full) - ranks.get("vo", full))
-
-    def alone(self, view: BlockView) -> "MoDeGPT":
-        return self
 
     def curve(self, view: BlockView, moments, unit: PrunableModule, least: int) -> Curve:
         return squared_errors(self, view, moments, unit, least)

@@ -7,7 +7,7 @@ each measured on what the stages before it left, on two streams side by side: th
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from ...allocation import Allocation, Measured
 from ...architectures import BlockView
@@ -124,7 +124,7 @@ class Rankfold(MoDeGPT):
         module = "vo" if "vo" in ranks else "qk"
         return lambda *args: refit_output(self, *args, module)
 
-    def alone(self, view: BlockView) -> "Rankfold":
+    def alone(self, view: BlockView) -> Self:
         return replace(self, residual_correction=False, attention_aware=self.attends(view))
 
     def follows(self, view: BlockView) -> bool:
