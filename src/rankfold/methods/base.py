@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -56,7 +56,7 @@ class BlockResult(NamedTuple):
     state: dict[str, Tensor]
     reports: dict[str, dict]  # module -> what was measured: relative_error, bounds, ...
     # Module -> relative error of its fit on any moments of the same statistics, such as those of windows kept out of the fit.
-    errors: Mapping[str, Callable[[BlockMoments], float]] = MappingProxyType({})
+    errors: dict[str, Callable[[BlockMoments], float]] = MappingProxyType({})  # pyright: ignore[reportAssignmentType]
     # (D, r) orthonormal: the block writes the stream in these coordinates, and the next one, whose ``view.basis`` it is, reads
     # it in them. Kept with the run, not in the model. ``None``: in the model's own coordinates.
     basis: Tensor | None = None
@@ -67,7 +67,7 @@ class Curve(NamedTuple):
 
     errors: dict[int, float]  # rank -> squared relative error; 0 where the module stays dense
     # To be put beside the moments of the block, so that decomposing it does not find the same again.
-    found: BlockMoments = MappingProxyType({})
+    found: Mapping[str, Any] = MappingProxyType({})
 
 
 class CompressionStep(NamedTuple):
@@ -217,7 +217,7 @@ class Method:
     def describe(self) -> dict:
         """All options, for the run record."""
         options = {f.name: getattr(self, f.name) for f in fields(self)}
-        options["modules"] = dict(self.modules) if self.own_sparsities else options["modules"]
+        options["modules"] = dict(self.own_sparsities) if self.own_sparsities else options["modules"]
         return {"method": self.name, **options}
 
     def supported_modules(self, architecture: Architecture, view: BlockView) -> tuple[str, ...]:
