@@ -56,6 +56,7 @@ class BlockResult(NamedTuple):
     state: dict[str, Tensor]
     reports: dict[str, dict]  # module -> what was measured: relative_error, bounds, ...
     # Module -> relative error of its fit on any moments of the same statistics, such as those of windows kept out of the fit.
+    # The default is shared by all results, so it cannot be changed: who adds to it gives a dict.
     errors: dict[str, Callable[[BlockMoments], float]] = MappingProxyType({})  # pyright: ignore[reportAssignmentType]
     # (D, r) orthonormal: the block writes the stream in these coordinates, and the next one, whose ``view.basis`` it is, reads
     # it in them. Kept with the run, not in the model. ``None``: in the model's own coordinates.
