@@ -21,6 +21,7 @@ lint: $(VENV)/.installed
 	$(RUN) -m ruff check src tests scripts $(wildcard benchmarks examples)
 	$(RUN) -m ruff format --check src tests scripts $(wildcard benchmarks examples)
 	$(VENV)/bin/lint-imports
+	$(VENV)/bin/pyright --pythonpath $(RUN)
 
 # PASSIVE: threads that wait do not spin, which on cores shared with other work is many times faster.
 demo: $(VENV)/.installed-demo
