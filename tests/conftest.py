@@ -1,9 +1,9 @@
 import sys
 
 import pytest
-import tiers
 import torch
 
+import tiers
 from rankfold.cli import main
 
 torch.set_num_threads(1)

@@ -23,7 +23,7 @@ SLOW = (
     "methods/test_reports.py",
 )
 # Folders and files whose cases are families times methods times options.
-LARGE = ("contracts", "compression/test_held_out.py", "calibration/test_backward.py")
+LARGE = ("contracts", "exports", "compression/test_held_out.py", "calibration/test_backward.py")
 FEW = 6  # a function with no more cases keeps them all
 PILLARS = (
     "llama",
@@ -53,7 +53,7 @@ def is_in(path: Path, places: tuple[str, ...]) -> bool:
 
 def has_fast(path: Path) -> bool:
     """Return whether a file or folder has fast tests in it."""
-    return is_in(path, FAST) and not is_in(path, SLOW) or any((TESTS / place).is_relative_to(path) for place in FAST)
+    return (is_in(path, FAST) and not is_in(path, SLOW)) or any((TESTS / place).is_relative_to(path) for place in FAST)
 
 
 def span(items: list[pytest.Item]) -> set[pytest.Item]:
