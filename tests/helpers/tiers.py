@@ -1,7 +1,7 @@
 """Which tests are fast, and which only the whole matrix of families, methods and options has.
 
-``pytest -m fast``: whole files, by path. ``pytest -m "not matrix"``: everything, but of the large files only cases that span
-them; ``pytest -m matrix`` is the rest of these.
+``pytest -m fast``: files named here, whole. ``pytest -m "not matrix"``: these, and of all other files those cases that span the
+others; ``pytest -m matrix``: the rest.
 """
 
 import heapq
@@ -22,13 +22,9 @@ SLOW = (
     *("allocation/test_determinism.py", "linalg/test_bounds.py", "linalg/test_joint_mlp.py"),
     "methods/test_reports.py",
 )
-# Folders and files whose cases are families times methods times options.
-LARGE = ("contracts", "exports", "compression/test_held_out.py", "calibration/test_backward.py")
 FEW = 6  # a function with no more cases keeps them all
-PILLARS = (
-    "llama",
-    "opt",
-)  # each function runs on these: gated, grouped, rotary, no biases; and the opposite of all four
+# Families that every function runs on: gated, grouped, rotary, without biases; and the opposite of all four.
+PILLARS = ("llama", "opt")
 
 
 def mark(items: list[pytest.Item]) -> None:
@@ -37,7 +33,7 @@ def mark(items: list[pytest.Item]) -> None:
     for item in items:
         if is_in(item.path, FAST) and not is_in(item.path, SLOW):
             item.add_marker("fast")
-        elif is_in(item.path, LARGE):
+        else:
             files[item.path].append(item)
     for cases in files.values():
         spanning = span(cases)
