@@ -15,7 +15,7 @@ TESTS = Path(__file__).resolve().parents[1]
 # Pure mathematics, allocation, options, records, and a tiny model from the command line to a loaded checkpoint; ...
 FAST = (
     *("allocation", "architectures", "cli", "linalg", "methods", "modules/test_descriptions.py"),
-    *("modules/test_triangles.py", "report/test_commands.py", "test_errors.py", "e2e/test_tiny.py"),
+    *("modules/test_triangles.py", "report/test_commands.py", "test_errors.py", "test_tiers.py", "e2e/test_tiny.py"),
 )
 # ... but for these, which alone take as long as the others together.
 SLOW = (
