@@ -1,6 +1,7 @@
 """The exception tree, and what the source raises."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -22,14 +23,18 @@ BUILTIN = {
 }
 
 
-def raised(tree: ast.AST):
-    """Name, constant parts of the message, and line of every ``raise Name(...)``."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-            target = node.exc.func
-            name = target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
-            parts = [c.value for a in node.exc.args for c in ast.walk(a) if isinstance(c, ast.Constant)]
-            yield name, [p for p in parts if isinstance(p, str)], node.lineno
+@functools.cache
+def raised() -> list[tuple[Path, int, str, list[str]]]:
+    """Return file, line, name and constant parts of the message of every ``raise Name(...)``."""
+    found = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                target = node.exc.func
+                name = target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
+                parts = [c.value for a in node.exc.args for c in ast.walk(a) if isinstance(c, ast.Constant)]
+                found.append((path, node.lineno, name, [p for p in parts if isinstance(p, str)]))
+    return found
 
 
 @pytest.mark.parametrize("name", [n for n in errors.__all__ if n[0].isupper() and n != "RankfoldError"])
@@ -49,21 +54,12 @@ def test_the_base_is_public():
 
 def test_what_is_raised_on_purpose_is_ours():
     ours = {n for n in errors.__all__ if n != "RankfoldError"} | {"_Stop", "_guard", "OptionError"}
-    found = []
-    for path in FILES:
-        package = path.relative_to(SRC).parts[0]
-        allowed = ours | BUILTIN.get(package, set())
-        names = [(name, line) for name, _, line in raised(ast.parse(path.read_text(encoding="utf-8")))]
-        found += [f"{path}:{line} raises {name}" for name, line in names if name not in allowed]
-    assert not found
+    allowed = {path: ours | BUILTIN.get(path.relative_to(SRC).parts[0], set()) for path in FILES}
+    assert not [f"{path}:{line} raises {name}" for path, line, name, _ in raised() if name not in allowed[path]]
 
 
 def test_messages_are_one_line():
-    found = []
-    for path in FILES:
-        messages = raised(ast.parse(path.read_text(encoding="utf-8")))
-        found += [f"{path}:{line} {name}" for name, parts, line in messages if any("\n" in p for p in parts)]
-    assert not found
+    assert not [f"{path}:{line} {name}" for path, line, name, parts in raised() if any("\n" in p for p in parts)]
 
 
 def test_a_suggestion_is_what_is_close_or_nothing():
