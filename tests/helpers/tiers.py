@@ -5,6 +5,7 @@ others; ``pytest -m matrix``: the rest.
 """
 
 import heapq
+import random
 from collections import Counter, defaultdict
 from itertools import combinations, product
 from pathlib import Path
@@ -67,14 +68,15 @@ def span(items: list[pytest.Item]) -> set[pytest.Item]:
     wanted = {item: demands(item.originalname, values[item], lengths) for item in items}
     chosen = {item for cases in functions.values() if len(cases) <= FEW for item in cases}
     covered = set().union(*(wanted[item] for item in chosen))
-    queue = [(-len(wanted[item] - covered), place) for place, item in enumerate(items) if item not in chosen]
+    mixed = random.Random(0).sample(items, len(items))  # so that each family meets another function
+    queue = [(-len(wanted[item] - covered), place) for place, item in enumerate(mixed) if item not in chosen]
     heapq.heapify(queue)
     while queue:  # greedy: the case that adds most; what a case adds only falls, so most need no second look
         adds, place = heapq.heappop(queue)
-        now = len(wanted[items[place]] - covered)
+        now = len(wanted[mixed[place]] - covered)
         if now and now == -adds:
-            chosen.add(items[place])
-            covered |= wanted[items[place]]
+            chosen.add(mixed[place])
+            covered |= wanted[mixed[place]]
         elif now:
             heapq.heappush(queue, (-now, place))
     return chosen
