@@ -15,14 +15,11 @@ import pytest
 TESTS = Path(__file__).resolve().parents[1]
 # Pure mathematics, allocation, options, records, and a tiny model from the command line to a loaded checkpoint; ...
 FAST = (
-    *("allocation", "architectures", "cli", "linalg", "methods", "modules/test_descriptions.py"),
+    *("allocation", "architectures", "cli", "linalg", "methods/test_ranges.py", "modules/test_descriptions.py"),
     *("modules/test_triangles.py", "report/test_commands.py", "test_errors.py", "test_tiers.py", "e2e/test_tiny.py"),
 )
 # ... but for these, which alone take as long as the others together.
-SLOW = (
-    *("allocation/test_determinism.py", "linalg/test_bounds.py", "linalg/test_joint_mlp.py"),
-    "methods/test_reports.py",
-)
+SLOW = ("allocation/test_determinism.py", "linalg/test_bounds.py", "linalg/test_joint_mlp.py")
 FEW = 6  # a function with no more cases keeps them all
 # Families that every function runs on: gated, grouped, rotary, without biases; and the opposite of all four.
 PILLARS = ("llama", "opt")
