@@ -22,7 +22,7 @@ PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(RUN) -m pytest -n $(JOBS) 
 test: $(VENV)/.installed
 	$(PYTEST) -m "not matrix"
 
-# Mathematics, allocation, options, records and one tiny compression, in under a minute.
+# Mathematics, allocation, options, records and one tiny compression.
 test-fast: $(VENV)/.installed
 	$(PYTEST) -m fast
 
