@@ -6,7 +6,6 @@ from pydoc_data.topics import topics
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import rankfold
 from rankfold.recovery import recover as module
@@ -100,16 +99,8 @@ def test_what_hurts_gives_back_what_went_in(place, tmp_path, caplog):
     )
     assert not result.recovered
     assert "NOTHING WAS RECOVERED" in caplog.text
-    before, after = (
-        load_file(folder / "model.safetensors") for folder in (_single(place / "small", tmp_path), tmp_path / "out2")
-    )
-    assert before.keys() == after.keys()
-
-
-def _single(folder, tmp_path):
-    for name, place in (("one", folder), ("out2", tmp_path / "out")):
-        rankfold.save(rankfold.load(place, device="cpu"), tmp_path / name)
-    return tmp_path / "one"
+    before, after = (rankfold.load(folder, device="cpu").state_dict() for folder in (place / "small", tmp_path / "out"))
+    assert all(torch.equal(after[name], p) for name, p in before.items())
 
 
 @pytest.mark.parametrize(
