@@ -15,7 +15,7 @@ from ..calibration.moments import BlockMoments
 from ..calibration.statistics import STATISTICS
 from ..calibration.store import MomentStore
 from ..checkpoint.run import Run
-from ..data.tokens import Tokens
+from ..data.calibration_data import CalibrationData
 from ..errors import OptionError, UnsupportedModelError
 from ..methods import BLOCK, Method
 from ..models.dense_model import DenseModel
@@ -92,7 +92,7 @@ def scores_of(
     method: Method,
     choices: Choices,
     moments: MomentStore | None = None,
-    tokens: Tokens | None = None,
+    tokens: CalibrationData | None = None,
     run: Run | None = None,
     gradients: MomentStore | None = None,
 ):
@@ -145,7 +145,7 @@ def _outliers(view: BlockView, energies: Tensor, factor: float) -> float:
 
 
 def gradients_of(
-    source: DenseModel, method: Method, tokens: Tokens | None, run: Run | None = None
+    source: DenseModel, method: Method, tokens: CalibrationData | None, run: Run | None = None
 ) -> MomentStore | None:
     """Statistics of one backward pass through the dense model, where the method reads any; kept with the run while it lasts.
 
@@ -163,7 +163,8 @@ def gradients_of(
             "gradients are measured on text, which moments do not hold; give calibration text, or take a method or option that "
             "reads no gradients"
         )
-    some = replace(tokens, ids=tokens.ids[: windows_for(len(tokens.ids), tokens.length, widest(view, names))])
+    length = tokens.tokens // len(tokens.ids)
+    some = replace(tokens, ids=tokens.ids[: windows_for(len(tokens.ids), length, widest(view, names))])
     with MomentStore.filling(moments_identity(source, some, names), run.gradients if run else None) as store:
         missing = store.missing(len(source))
         if missing:
@@ -183,7 +184,7 @@ def _check_predicts(source: DenseModel, what: str) -> None:
 
 
 def _costs(
-    source: DenseModel, method: Method, choices: Choices, tokens: Tokens | None, run: Run | None, gradients
+    source: DenseModel, method: Method, choices: Choices, tokens: CalibrationData | None, run: Run | None, gradients
 ) -> Costs:
     """What every rank would cost; kept with the run, so that going on finds the same ranks."""
     if tokens is None:
