@@ -169,13 +169,14 @@ def test_what_is_not_to_be_had_is_one_line(monkeypatch, tmp_path):
         raise ConnectionError("no route\nto the hub")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    for load in (rankfold.load_calibration, rankfold.load_calibration):
+    vision = rankfold.open_model(tiny_model("llava"), device="cpu", part="vision")
+    for part in (source, vision):
         with pytest.raises(
             CheckpointError, match="cannot read 'someone/pairs' from the hub .no route.; check the connection, or give"
         ):
-            load(NAME, source)
+            rankfold.load_calibration(NAME, part)
     rows_of(monkeypatch)
     with pytest.raises(DataError, match="hub:someone/pairs has no rows"):
         rankfold.load_calibration(NAME, source)
     with pytest.raises(DataError, match="hub:someone/pairs holds no images in the column 'image'"):
-        rankfold.load_calibration(NAME, source)
+        rankfold.load_calibration(NAME, vision)
