@@ -302,12 +302,12 @@ def test_models_and_files_that_cannot_be_used(tmp_path, monkeypatch):
         patch.setattr("rankfold.models.tokenizer.AutoProcessor.from_pretrained", lacking)
         with pytest.raises(OptionError, match="needs a package that is not installed .It requires the Torchvision"):
             rankfold.load_calibration(file, rankfold.open_model(folder, device="cpu"))
-    with pytest.raises(DataError, match=r"expected a .jsonl file"):
+    with pytest.raises(DataError, match=r"no text at .*none\.jsonl': expected"):
         rankfold.load_calibration(tmp_path / "none.jsonl", source)
     with pytest.raises(OptionError, match="num_samples must be >= 1 and max_length >= 2, got 0 and 2048"):
         rankfold.load_calibration(file, source, num_samples=0)
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(DataError, match="has no rows"):
+    with pytest.raises(DataError, match="empty.jsonl' is empty; give a file with text"):
         rankfold.load_calibration(tmp_path / "empty.jsonl", source)
     examples = rankfold.load_calibration(file, source, num_samples=4, tokenizer=FAMILIES["llava"].processor())
     with pytest.raises(DataError, match="the language part of .* takes no image-text examples; calibrate on text"):
