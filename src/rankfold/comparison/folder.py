@@ -15,7 +15,7 @@ from pathlib import Path
 from .._utils.files import check_name, check_output, read_json, sweep, write_json, writing
 from .._utils.locking import lock_of, locked
 from .._utils.schema import NUMBER, Each, Maybe, check_record
-from ..data.calibration_data import upgraded
+from ..data.calibration_data import upgrade_calibration
 from ..errors import CheckpointError
 from ..report.record import PROBE_TEXTS
 from .grid import Cell
@@ -98,7 +98,7 @@ class Folder:
         """What is in ``compare.json``."""
         found = read_json(self.path / CONFIG)
         if isinstance(found, dict) and "identity" in found:
-            found |= {"identity": upgraded(found["identity"])}
+            found |= {"identity": upgrade_calibration(found["identity"])}
         check_record(found, FILE, self.path / CONFIG)
         return found
 

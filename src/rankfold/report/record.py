@@ -11,8 +11,9 @@ import torch
 from .._utils.files import read_json
 from .._utils.hardware import cpu_facts
 from .._utils.schema import NUMBER, Each, Maybe, check_record
-from ..data.calibration_data import upgraded
+from ..data.calibration_data import upgrade_calibration
 from ..errors import CheckpointError
+from ..methods.upgrade import upgraded
 from ..version import __version__
 from .commands import records_of, reproduce_command
 
@@ -73,9 +74,11 @@ def read_record(folder: Path) -> dict:
     """
     if not (folder / NAME).exists():
         raise CheckpointError(f"{folder} has no {NAME}: not a checkpoint written by `rankfold compress`")
-    record = upgraded(read_json(folder / NAME))
+    record = upgrade_calibration(read_json(folder / NAME))
     for one in records_of(record):
         _check(one, folder / NAME)
+        for options, key in ((one, "options"), (one["plan"], "method")):
+            options |= {key: upgraded(options[key])} if isinstance(options.get(key), dict) else {}
     return record
 
 
