@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from .. import pipeline
 from .._utils.files import writing
@@ -114,7 +114,7 @@ def _impossible(source: DenseModel, cells: Sequence[Cell]) -> dict[str, Rankfold
 
 
 def _warn_of_common_text(tokens: CalibrationData, measures: Measures) -> None:
-    calibrated = {tokens.origin, *(part.origin for part in tokens.parts)}
+    calibrated = {tokens.origin, *(part.origin for part in tokens.texts)}
     for text in measures.describe().get("texts", []):
         if text["origin"] in calibrated:
             log.warning("warning: %s is the calibration text too; its perplexities are too good", text["text"])
@@ -148,7 +148,7 @@ class _Work:
             )
         return self._moments
 
-    def dense(self) -> nn.Module:
+    def dense(self) -> PreTrainedModel:
         """The dense model; it is gone again when nobody holds it."""
         model = self._dense()
         if model is None:
@@ -196,7 +196,7 @@ class _Work:
         }
         return row | self._measured(model)
 
-    def _measured(self, model: nn.Module) -> dict:
+    def _measured(self, model: PreTrainedModel) -> dict:
         begin = time.perf_counter()
         found = self.measures(model, self.dense)
         return {
