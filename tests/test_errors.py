@@ -84,7 +84,7 @@ def test_the_first_line_of_an_error_is_short_and_never_empty():
     ("caller", "expected"),
     [
         ("python", ["protect=(0, -1)", "target='stock'", "multiple", "keep=True", "dtype='float32'"]),
-        ("command", ["--protect 0,-1", "--for stock", "--multiple", "--keep", "--dtype float32"]),
+        ("command", ["--exclude-blocks 0,-1", "--target stock", "--rank-multiple", "--keep", "--dtype float32"]),
         ("compare", ["METHOD:protect=0+-1", "METHOD:target=stock", "METHOD:multiple=...", "--keep", "--dtype float32"]),
     ],
 )
@@ -98,7 +98,7 @@ def test_options_are_named_as_the_caller_gives_them(caller, expected):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("plan {} --sparsity 0.99 --calibration {} --device cpu", "lower --multiple"),
+        ("plan {} --sparsity 0.99 --calibration {} --device cpu", "lower --rank-multiple"),
         (
             "compare {} --methods modegpt --sparsities 0.99 --calibration {} --text {} --device cpu -o {}",
             "lower METHOD:multiple=...",

@@ -204,7 +204,7 @@ def test_a_connection_lost_on_the_way_is_reported_too(hub):
         ),
         (
             '{"body": "a", "id": 1}\n',
-            r"a\.jsonl, line 1 has no text field 'text'; the row has: body, id \(use --field\)",
+            r"a\.jsonl, line 1 has no text field 'text'; the row has: body, id \(use --text-column\)",
         ),
         ('{"text": "a"}\n\n{"text": 3}\n', "line 3: field 'text' holds int, not text"),
         ('{"text": null}\n', "field 'text' holds NoneType, not text"),
@@ -221,7 +221,7 @@ def test_jsonl_errors_say_what_to_fix(tmp_path, content, message):
 
 
 def test_parquet_without_the_column_says_which_there_are(tmp_path):
-    with pytest.raises(DataError, match=r"has no column 'text'; it has: body, title \(use --field\)"):
+    with pytest.raises(DataError, match=r"has no column 'text'; it has: body, title \(use --text-column\)"):
         read_text(parquet(tmp_path / "a.parquet", body=["x"], title=["y"]))
 
 

@@ -13,8 +13,8 @@ import pytest
 from rankfold.cli import main
 from saved import save_text, save_tiny
 
-CALIBRATION = "--calibration text.txt --samples 4 --length 32 --multiple 2 --device cpu"
-WITHOUT_TEXT = "--multiple 2 --device cpu"
+CALIBRATION = "--calibration text.txt --num-samples 4 --max-length 32 --rank-multiple 2 --device cpu"
+WITHOUT_TEXT = "--rank-multiple 2 --device cpu"
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ BAD = [
     ("compress", "Missing argument 'model'; see `rankfold compress --help`"),
     ("compress model -o x --sparsty 0.3", "No such option: --sparsty"),
     ("compress model -o x --sparsity much", "Invalid value for '--sparsity'"),
-    ("compress model -o x --samples 4 --samples 8", "--samples is given 2 times; give it once"),
+    ("compress model -o x --num-samples 4 --num-samples 8", "--num-samples is given 2 times; give it once"),
     ("compress model -o x --sparsity nan", "--sparsity must be a finite number, got nan"),
     ("compress model -o x --epsilon nan", "--epsilon must be a finite number, got nan"),
     ("compress model -o x --epsilon inf", "--epsilon must be a finite number, got inf"),
@@ -66,12 +66,12 @@ BAD = [
         "--calibration: there is no user whose home",
     ),
     ("evaluate model --text ptb:~nouser/x", "--text: there is no user whose home is '~nouser'"),
-    ("compress model -o x --option sparsity=0.9", "'sparsity' is an option of every method: give it as --sparsity"),
-    ("compress model -o x --option ridge=nan", "--option 'ridge=nan': expected a finite number"),
-    ("compress model -o x --option ridge=1 --option ridge=2", "--option gives 'ridge' more than once; give it once"),
+    ("compress model -o x --set sparsity=0.9", "'sparsity' is an option of every method: give it as --sparsity"),
+    ("compress model -o x --set ridge=nan", "--set 'ridge=nan': expected a finite number"),
+    ("compress model -o x --set ridge=1 --set ridge=2", "--set gives 'ridge' more than once; give it once"),
     (
-        "compress model -o x --method latentllm --option rounds=1.5",
-        "--option 'rounds=1.5': expected a finite whole number",
+        "compress model -o x --method latentllm --set rounds=1.5",
+        "--set 'rounds=1.5': expected a finite whole number",
     ),
     ("compress model -o x --modules mlp=0.2,mlp=0.5", "--modules names 'mlp' more than once; name it once"),
     ("compress model -o x --modules qk,qk", "--modules names 'qk' more than once; name it once"),
@@ -97,32 +97,41 @@ BAD = [
     ),
     ("plan model --epsilon 0.1", "--epsilon would be ignored, it goes with allocation influence or influence-modules"),
     (
-        "plan model --method modegpt --for stock --epsilon 1",
+        "plan model --method modegpt --target stock --epsilon 1",
         "--epsilon would be ignored, it goes with allocation inf",
     ),
     ("plan model --method modegpt --outlier 3", "--outlier would be ignored, it goes with allocation owl; leave it"),
-    ("plan model --method shortgpt --multiple 4", "--multiple would be ignored, it goes with methods that make layers"),
-    ("plan model --method wanda --multiple 4", "--multiple would be ignored, it goes with methods that make layers"),
+    (
+        "plan model --method shortgpt --rank-multiple 4",
+        "--rank-multiple would be ignored, it goes with methods that make layers",
+    ),
+    (
+        "plan model --method wanda --rank-multiple 4",
+        "--rank-multiple would be ignored, it goes with methods that make layers",
+    ),
     ("plan model --allocation uniform --spread 0.1", "--spread would be ignored, it goes with allocation owl"),
     (
-        "plan model --calibration text.txt --field body",
-        "--field body would be ignored, of text.txt; it is of files with rows",
+        "plan model --calibration text.txt --text-column body",
+        "--text-column body would be ignored, of text.txt; it is of files with rows",
     ),
     (
-        "plan model --calibration a.txt=1 --calibration ptb=2 --field body",
-        "--field body would be ignored, of a.txt=1 and",
+        "plan model --calibration a.txt=1 --calibration ptb=2 --text-column body",
+        "--text-column body would be ignored, of a.txt=1 and",
     ),
-    ("plan model --calibration rows.jsonl=0.5 --calibration text.txt --field body", "takes a share for every text or"),
-    (f"{COMPARED} --text text.txt --field body --calibration nowhere.jsonl", "no text at 'nowhere.jsonl'"),
+    (
+        "plan model --calibration rows.jsonl=0.5 --calibration text.txt --text-column body",
+        "takes a share for every text or",
+    ),
+    (f"{COMPARED} --text text.txt --text-column body --calibration nowhere.jsonl", "no text at 'nowhere.jsonl'"),
     ("plan model --calibration wikitxt2", "no text at 'wikitxt2': did you mean 'wikitext2'? expected"),
     (
-        "evaluate model --text text.txt --field body",
-        "--field body would be ignored, of text.txt; it is of files with rows",
+        "evaluate model --text text.txt --text-column body",
+        "--text-column body would be ignored, of text.txt; it is of files with rows",
     ),
     ("evaluate model --text text.txt --batch-sizes 1", "--batch-sizes would be ignored without --speed; give both or"),
     ("evaluate model --text text.txt --batch-size 1", "--batch-size would be ignored without --tasks; give both or"),
     ("evaluate model --speed --limit 1", "--limit would be ignored without --text or --tasks; give both or neither"),
-    ("evaluate model --speed --length 64", "--length would be ignored without --text; give both or neither"),
+    ("evaluate model --speed --max-length 64", "--max-length would be ignored without --text; give both or neither"),
     ("inspect no\nsuch", r"rankfold: no\nsuch has no rankfold.json"),
 ]
 COMPARE = "compare model -o x --text text.txt --methods"
@@ -138,19 +147,25 @@ BAD += [
         "outlier of modegpt would be ignored, it goes with allocation owl",
     ),
     (f"{COMPARE} modegpt,modegpt --sparsities 0.3", "is the same as modegpt at 0.3; give it once"),
-    (f"{COMPARE} modegpt --sparsities 0.3 --tasks-from x", "--tasks-from would be ignored without --tasks"),
+    (f"{COMPARE} modegpt --sparsities 0.3 --include-path x", "--include-path would be ignored without --tasks"),
     (f"{COMPARE} modegpt --sparsities 0.3 --limit 0", "limit must be >= 1, got 0"),
     (f"{COMPARE} modegpt --sparsities 0.3 --text text.txt", "--text names 'text.txt' more than once; name it once"),
     (f"{COMPARE} modegpt --sparsities 0.3 --text nowhere.txt", "no text at 'nowhere.txt'"),
     (
-        f"{COMPARE} latentllm:joint=ud --sparsities 0.3 {CALIBRATION.replace('--multiple 2 ', '')}",
+        f"{COMPARE} latentllm:joint=ud --sparsities 0.3 {CALIBRATION.replace('--rank-multiple 2 ', '')}",
         "cannot take the joint form",
     ),
     ("compare model --methods svd --sparsities 0.3 --text text.txt", "Missing option '-o' / '--output'"),
 ]
 BAD += [
     (f"compress model -o x --moments m --{name} {value}", f"--{name} would be ignored; leave one of them out")
-    for name, value in {"calibration": "ptb", "samples": 8, "length": 8, "seed": 1, "field": "body"}.items()
+    for name, value in {
+        "calibration": "ptb",
+        "num-samples": 8,
+        "max-length": 8,
+        "seed": 1,
+        "text-column": "body",
+    }.items()
 ]
 
 
@@ -169,7 +184,7 @@ def test_nothing_gives_the_help(run):
 
 
 def test_one_pass_goes_with_moments(run, place):
-    code, _, err = run(*f"calibrate model -o one-pass {CALIBRATION.replace('--multiple 2', '')}".split())
+    code, _, err = run(*f"calibrate model -o one-pass {CALIBRATION.replace('--rank-multiple 2', '')}".split())
     assert code == 0, err
     code, _, err = run(
         *f"compress model -o of-moments --method modegpt --moments one-pass --mode one-pass {WITHOUT_TEXT}".split()
@@ -178,7 +193,7 @@ def test_one_pass_goes_with_moments(run, place):
 
 
 def test_calibrating_again_repairs_what_is_damaged(run, place):
-    line = f"calibrate model -o repaired {CALIBRATION.replace('--multiple 2', '')}".split()
+    line = f"calibrate model -o repaired {CALIBRATION.replace('--rank-multiple 2', '')}".split()
     assert run(*line)[0] == 0
     whole = {path.name: path.read_bytes() for path in (place / "repaired").iterdir()}
     block = place / "repaired" / "block-00001.safetensors"
@@ -236,7 +251,9 @@ def test_an_interrupt_says_how_to_go_on(run, monkeypatch):
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_a_real_interrupt_says_how_to_go_on(place):
-    line = f"compress model -o interrupted --calibration pydoc --samples 4000 --length 128 {WITHOUT_TEXT}".split()
+    line = (
+        f"compress model -o interrupted --calibration pydoc --num-samples 4000 --max-length 128 {WITHOUT_TEXT}".split()
+    )
     process = subprocess.Popen(
         [sys.executable, "-m", "rankfold", *line],
         cwd=place,

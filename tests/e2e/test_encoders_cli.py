@@ -31,11 +31,11 @@ def place(tmp_path_factory):
     return folder
 
 
-CALIBRATION = "--calibration images --samples 16 --device cpu"
+CALIBRATION = "--calibration images --num-samples 16 --device cpu"
 
 
 def test_a_vision_transformer_from_images_to_a_checkpoint(run, place):
-    code, out, err = run(f"compress vit -o small --sparsity 0.3 --multiple 2 {CALIBRATION}")
+    code, out, err = run(f"compress vit -o small --sparsity 0.3 --rank-multiple 2 {CALIBRATION}")
     assert code == 0, err
     assert "30." in out and "last states: cosine 0." in out and "on 2 held-out calibration samples" in out
     before, after = (json.loads((place / f / "preprocessor_config.json").read_text()) for f in ("vit", "small"))
@@ -55,18 +55,18 @@ def test_a_vision_transformer_from_images_to_a_checkpoint(run, place):
 
 
 def test_a_plan_and_moments(run, place):
-    code, out, err = run(f"plan vit --sparsity 0.3 --multiple 2 --method modegpt {CALIBRATION} --json")
+    code, out, err = run(f"plan vit --sparsity 0.3 --rank-multiple 2 --method modegpt {CALIBRATION} --json")
     assert code == 0, err
     assert json.loads(out)["kv_bytes_per_token"] == 0 and json.loads(out)["calibration"]["kind"] == "images"
     assert run(f"calibrate vit -o moments {CALIBRATION}")[0] == 0
     code, _, err = run(
-        "compress vit -o from --moments moments --method modegpt --sparsity 0.3 --multiple 2 --device cpu"
+        "compress vit -o from --moments moments --method modegpt --sparsity 0.3 --rank-multiple 2 --device cpu"
     )
     assert code == 0, err
 
 
 def test_models_says_what_a_part_is(run):
-    code, out, _ = run("models clip --part vision --json")
+    code, out, _ = run("models clip --component vision --json")
     assert code == 0 and json.loads(out)["model_type"] == "clip_vision_model" and json.loads(out)["qk"] == "svd"
 
 
@@ -91,10 +91,13 @@ def test_what_surrounds_a_sentence_encoder_stays_byte_for_byte(tmp_path):
         ("compress vit -o x --calibration empty", "empty holds no images"),
         ("compress vit -o x --calibration broken", "broken/0.png is not a readable image"),
         ("compress bare -o x --calibration images", "no image processor can be read from"),
-        ("compress vit -o x --calibration images --part language", "has the part vision, got language; it needs"),
+        (
+            "compress vit -o x --calibration images --component language",
+            "has the component vision, got language; it needs",
+        ),
         (
             "compress clip -o x --calibration images",
-            "has the parts language and vision, got none; choose one with --part",
+            "has the components language and vision, got none; choose one with --component",
         ),
         (
             "compress vit -o x --calibration images --calibration broken",

@@ -41,8 +41,8 @@ def test_the_commands_of_the_first_screen_run(tmp_path, monkeypatch, capsys):
     lines = [line.partition("#")[0] for b in blocks("bash") for line in b.splitlines() if line.startswith("rankfold")]
     assert len(lines) >= 3
     extra = {
-        "compress": "--calibration text.txt --samples 4 --length 32 --multiple 2",
-        "evaluate": "--limit 2 --length 32",
+        "compress": "--calibration text.txt --num-samples 4 --max-length 32 --rank-multiple 2",
+        "evaluate": "--limit 2 --max-length 32",
         "generate": "--max-new-tokens 3",
         "export": "",
     }

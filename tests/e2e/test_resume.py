@@ -17,7 +17,7 @@ from rankfold import MoDeGPT
 from rankfold.errors import CheckpointError, NumericsError
 from saved import save_text, save_tiny
 
-OPTIONS = "--multiple 2 --calibration text.txt --samples 48 --length 128 --device cpu"
+OPTIONS = "--rank-multiple 2 --calibration text.txt --num-samples 48 --max-length 128 --device cpu"
 
 
 def command(folder, output: str, extra: str) -> list[str]:

@@ -2,13 +2,12 @@
 
 import contextlib
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
 from ..data.hub import HUB
 from ..errors import DataError, OptionError
-from .options import Field
 
 __all__ = ["CalibrationOptions"]
 
@@ -17,26 +16,24 @@ __all__ = ["CalibrationOptions"]
 class CalibrationOptions:
     """What text, or which images, a model is measured on."""
 
+    panel: ClassVar = "Calibration"
+
     calibration: Annotated[
         list[str],
         typer.Option(
-            help="wikitext2, ptb, c4, alpaca (from the hub, or ALIAS:FILE for a local copy of the rows), a text file, a "
-            ".jsonl/.json/.csv/.parquet file with rows of text or of chats (messages), pydoc (ships with Python), or self "
-            "(text the model writes). Repeatable: texts are mixed in equal parts, or by TEXT=SHARE, e.g. a.txt=0.7 (a file of"
-            " that very name is taken as the file). For a part that takes images: a folder of images, or a .parquet file. For"
-            " a model of images and text, either part: a .jsonl file with the columns text or question, image (a path from "
-            "there, or several) and perhaps answer, or hub:OWNER/NAME, a data set with such columns. With --parts: one of "
-            "these for all, or PART=TEXT for each, e.g. language=wikitext2 and vision=images/."
+            metavar="TEXT",
+            help="wikitext2, ptb, c4, alpaca, pydoc, self (the model writes), a file of text or rows, images. Repeatable; "
+            "shares: a.txt=0.7.",
         ),
     ] = ("wikitext2",)
-    samples: Annotated[int, typer.Option(help="Calibration windows of all texts together, or images, or examples.")] = (
-        128
-    )
-    length: Annotated[
-        int, typer.Option(help="Tokens per window; clamped to the model's context. Examples are not cut.")
+    num_samples: Annotated[int, typer.Option(help="Samples of all texts together, or images, or examples.")] = 128
+    max_length: Annotated[
+        int, typer.Option(help="Tokens per sample, at most the model's context. Examples are not cut.")
     ] = 2048
-    seed: Annotated[int, typer.Option(help="Order in which windows are drawn.")] = 0
-    field: Field = "text"
+    seed: Annotated[int, typer.Option(help="Order in which samples are drawn.")] = 0
+    text_column: Annotated[str, typer.Option(help="Column of the text, or of the images, in a file with rows.")] = (
+        "text"
+    )
 
     def of_parts(self, names: list[str]) -> dict[str, "CalibrationOptions"]:
         """What each of these parts of a model is measured on.
@@ -48,17 +45,20 @@ class CalibrationOptions:
         texts = {name: [text for part, text in named if part == name] for name in names}
         if sum(map(len, texts.values())) == len(self.calibration) and all(texts.values()):
             # A column is one of the text; images are in the one that is called so.
-            return {name: replace(self, calibration=given, field=self._field_of(name)) for name, given in texts.items()}
+            return {
+                name: replace(self, calibration=given, text_column=self._field_of(name))
+                for name, given in texts.items()
+            }
         only = self.calibration[0].lower()
         if len(self.calibration) == 1 and not any(texts.values()) and (only.endswith(".jsonl") or only.startswith(HUB)):
-            return {name: replace(self, field=self._field_of(name)) for name in names}
+            return {name: replace(self, text_column=self._field_of(name)) for name in names}
         raise OptionError(
-            "with --parts, --calibration takes one .jsonl file of image-text examples (or hub:OWNER/NAME), or PART=... for "
-            f"each, e.g. --calibration language=wikitext2 --calibration vision=images/; got {' and '.join(self.calibration)}"
+            "with --components, --calibration takes one .jsonl file of image-text examples (or hub:OWNER/NAME), or PART=... "
+            f"for each, e.g. --calibration language=wikitext2 --calibration vision=images/; got {' and '.join(self.calibration)}"
         )
 
     def _field_of(self, part: str) -> str:
-        return self.field if part == "language" else "text"
+        return self.text_column if part == "language" else "text"
 
     def load(self, source):
         """The windows, images or examples; see :func:`rankfold.load_tokens`, :func:`rankfold.load_images` and
@@ -72,7 +72,7 @@ class CalibrationOptions:
             return self._examples(source)
         from ..data.tokens import load_tokens
 
-        options = {"samples": self.samples, "length": self.length, "seed": self.seed, "field": self.field}
+        options = {"samples": self.num_samples, "length": self.max_length, "seed": self.seed, "field": self.text_column}
         return load_tokens(texts, source, **options)
 
     def _examples(self, source):
@@ -84,7 +84,7 @@ class CalibrationOptions:
                 "them into one"
             )
         return load_examples(
-            *_parse_texts(self.calibration), source, samples=self.samples, seed=self.seed, field=self.field
+            *_parse_texts(self.calibration), source, samples=self.num_samples, seed=self.seed, field=self.text_column
         )
 
     def _images(self, source):
@@ -94,8 +94,8 @@ class CalibrationOptions:
             raise OptionError(
                 f"--calibration takes one folder of images, got {len(self.calibration)}; put them into one"
             )
-        field = "image" if self.field == "text" else self.field
-        return load_images(self.calibration[0], source, samples=self.samples, seed=self.seed, field=field)
+        field = "image" if self.text_column == "text" else self.text_column
+        return load_images(self.calibration[0], source, samples=self.num_samples, seed=self.seed, field=field)
 
 
 def _parse_texts(texts: list[str]) -> list[str] | dict[str, float]:

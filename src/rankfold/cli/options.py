@@ -4,142 +4,111 @@ import functools
 import inspect
 import math
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_type_hints
+from typing import TYPE_CHECKING, Annotated, ClassVar, get_type_hints
 
 import typer
 
-from ..errors import OptionError
+from ..errors import FLAGS, OptionError
 from ..methods import make_method, method_class
 
 if TYPE_CHECKING:
     from ..methods import Method
 
-__all__ = [
-    "Device",
-    "Dtype",
-    "Field",
-    "Json",
-    "MethodOptions",
-    "Model",
-    "Moments",
-    "Part",
-    "Parts",
-    "Revision",
-    "Written",
-    "at_revision",
-    "expanded",
-    "like",
-]
+# One for each panel of the help pages, in the order in which they are shown.
+PANELS = ("Model", "Method", "Calibration", "Measurements", "Output", "Advanced")
+of_model, of_method, of_calibration, of_measurements, of_output, advanced = (
+    partial(typer.Option, rich_help_panel=panel) for panel in PANELS
+)
 
 Model = Annotated[
-    str, typer.Argument(help="Hub id (owner/name or owner/name@revision), local folder, or local .gguf file.")
-]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id, as owner/name@revision has it.")]
-Dtype = Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")]
-Written = Annotated[
     str,
-    typer.Option(
-        "--dtype",
-        help="What the result is written in: auto (as stored; .gguf: bfloat16), float32, bfloat16 or float16.",
+    typer.Argument(
+        help="Hub id (owner/name or owner/name@revision), local folder, or .gguf file.", rich_help_panel="Model"
     ),
 ]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")]
-Field = Annotated[
-    str,
-    typer.Option(help="Column with the text, of a file with rows; with images, for .parquet: image by default."),
+Revision = Annotated[str | None, of_model(help="Branch, tag or commit of a hub id, as in owner/name@revision.")]
+Device = Annotated[str, of_model(help="auto, cpu, cuda or mps.")]
+Dtype = Annotated[str, of_model(help="auto (as stored), float32, bfloat16 or float16.")]
+Written = Annotated[str, of_output("--dtype", help="auto (as stored; .gguf: bfloat16), float32, bfloat16 or float16.")]
+Component = Annotated[
+    str | None, of_model(help="language, vision or projector. Default: the one that writes text, or the only one.")
 ]
-Part = Annotated[
+Components = Annotated[
+    str | None, of_model(help="Several in one run, each with its sparsity: language=0.3,vision=0.2.")
+]
+Json = Annotated[bool, of_output("--json", help="Print the result as one JSON object on stdout.")]
+IncludePath = Annotated[
     str | None,
-    typer.Option(
-        help="Of a model with several parts: language, vision or projector. Default: the one that writes text, or the only one."
-    ),
+    of_measurements(help="Folder with the tasks' rows as NAME.jsonl or NAME_*.jsonl, instead of the hub."),
 ]
-Parts = Annotated[
-    str | None,
-    typer.Option(help="Both parts of a model in one run, each with its own sparsity, e.g. language=0.3,vision=0.2."),
+Limit = Annotated[
+    int | None, of_measurements(help="Only the first N windows of a text, the first N questions of a task.")
 ]
-TasksFrom = Annotated[
-    str | None, typer.Option(help="Folder with the tasks' rows as NAME.jsonl or NAME_*.jsonl, instead of the hub.")
+Moments = Annotated[
+    Path | None, of_calibration(help="Folder written by `rankfold calibrate`, in place of a calibration.")
 ]
-Limit = Annotated[int | None, typer.Option(help="Only the first N windows of a text, the first N questions of a task.")]
-Moments = Annotated[Path | None, typer.Option(help="Folder written by `rankfold calibrate`; no calibration then.")]
 
 
 @dataclass(frozen=True)
 class MethodOptions:
     """What is done to a model."""
 
+    panel: ClassVar = "Method"
+
     sparsity: Annotated[float, typer.Option(help="Fraction of the weights to remove, in [0, 1).")] = 0.3
     method: Annotated[
-        str, typer.Option("--method", help="rankfold, modegpt or latentllm; `rankfold methods` lists the others.")
+        str, typer.Option(help="rankfold, modegpt or latentllm; `rankfold methods` lists the others.")
     ] = "rankfold"
-    of: Annotated[
-        str, typer.Option(help="What --sparsity counts: the linear weights of the blocks, or the whole model.")
-    ] = "blocks"
-    budget: Annotated[
-        str,
-        typer.Option(
-            help="What --sparsity is a fraction of: parameters, bytes, flops (multiply-accumulates per token), or latency "
-            "(time of a forward, measured here)."
-        ),
-    ] = "parameters"
-    context: Annotated[
-        int, typer.Option(help="Tokens of a sequence, for flops, latency and --batch; clamped to the model's.")
-    ] = 2048
-    batch: Annotated[
-        int, typer.Option(help="Of --budget bytes: count the KV cache of so many sequences of --context tokens too.")
-    ] = 0
     modules: Annotated[
-        str | None,
-        typer.Option(
-            help="Modules to compress, e.g. mlp,qk,vo; or with own sparsities: mlp=0.35,vo=0.2. Default: all."
-        ),
+        str | None, typer.Option(help="mlp,qk,vo, or each with its sparsity: mlp=0.35,vo=0.2. Default: all.")
+    ] = None
+    target: Annotated[
+        str, typer.Option(help="Choose ranks that run unpadded in transformers, vllm, llama.cpp or stock (any engine).")
+    ] = "transformers"
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Option of the method. Repeatable.")
     ] = None
     allocation: Annotated[
         str | None,
-        typer.Option(
-            help="uniform, influence, influence-modules, owl, spectrum or measured; methods that remove blocks have their own. "
-            "Default: the method's."
-        ),
+        advanced(help="uniform, influence, influence-modules, owl, spectrum or measured. Default: the method's."),
     ] = None
     epsilon: Annotated[
-        float | None, typer.Option(help="Temperature of the influence allocations. Default: the 0.8 rule.")
+        float | None, advanced(help="Temperature of the influence allocations. Default: the 0.8 rule.")
     ] = None
-    outlier: Annotated[
-        float, typer.Option(help="Of --allocation owl: times the mean of its block that makes a weight an outlier (M).")
-    ] = 5.0
-    spread: Annotated[float, typer.Option(help="Of --allocation owl: half of what blocks may differ by (lambda).")] = (
-        0.08
+    outlier: Annotated[float, advanced(help="owl: a weight this many times the mean of its block is an outlier.")] = 5.0
+    spread: Annotated[float, advanced(help="owl: half of what the sparsities of blocks may differ by.")] = 0.08
+    scope: Annotated[str, advanced(help="--sparsity counts the linear weights of the blocks, or the whole model.")] = (
+        "blocks"
     )
-    multiple: Annotated[int, typer.Option(help="Ranks are multiples of this.")] = 8
-    target: Annotated[
-        str,
-        typer.Option(
-            "--for",
-            help="What is to run the result: transformers, vllm, llama.cpp, or stock (exported, any engine). Ranks are those "
-            "that need no padding there.",
-        ),
-    ] = "transformers"
-    protect: Annotated[str, typer.Option(help="Blocks left dense, e.g. 0,-1.")] = ""
-    option: Annotated[list[str] | None, typer.Option(help="Option of the method, KEY=VALUE; repeatable.")] = None
+    budget: Annotated[
+        str, advanced(help="--sparsity is a fraction of: parameters, bytes, flops per token, or latency measured here.")
+    ] = "parameters"
+    context: Annotated[int, advanced(help="Tokens of a sequence, for flops, latency and --batch.")] = 2048
+    batch: Annotated[int, advanced(help="bytes: count the KV cache of this many sequences too.")] = 0
+    rank_multiple: Annotated[int, advanced(help="Ranks are multiples of this.")] = 8
+    exclude_blocks: Annotated[str, advanced(help="Blocks left dense, e.g. 0,-1.")] = ""
 
     def parse(self) -> "Method":
-        """The method the options describe.
+        """Return the method that the options describe.
 
         Raises:
             OptionError: an option that does not parse or is out of range.
         """
-        names = ("sparsity", "of", "budget", "context", "batch", "epsilon", "outlier", "spread", "multiple", "target")
-        shared = {name: getattr(self, name) for name in names} | {"modules": parse_modules(self.modules)}
-        allocation = "uniform" if self.allocation is None and self.target == "stock" else self.allocation
-        shared |= {"allocation": allocation} if allocation is not None else {}
+        options = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("method", "settings")}
+        if self.allocation is None:
+            del options["allocation"]
+            options |= {"allocation": "uniform"} if self.target == "stock" else {}
+        options["modules"] = parse_modules(self.modules)
         try:
-            shared["protect"] = tuple(int(b) for b in self.protect.split(",") if b)
+            options["exclude_blocks"] = tuple(int(b) for b in self.exclude_blocks.split(",") if b)
         except ValueError:
-            raise OptionError(f"--protect takes block numbers such as 0,-1; got {self.protect!r}") from None
-        return make_method(self.method, **shared, **_parse_options(self.method, self.option or []))
+            raise OptionError(
+                f"--exclude-blocks takes block numbers such as 0,-1; got {self.exclude_blocks!r}"
+            ) from None
+        options |= {field: options.pop(flag) for field, flag in FLAGS.items()}
+        return make_method(self.method, **options, **_parse_settings(self.method, self.settings or []))
 
 
 def at_revision(model: str, revision: str | None) -> str:
@@ -176,7 +145,11 @@ def expanded(command):
 
 
 def _options(group: type) -> list[inspect.Parameter]:
+    """Return the options of a group, in its panel where they name none."""
     kind, hints = inspect.Parameter.KEYWORD_ONLY, get_type_hints(group, include_extras=True)
+    for field in fields(group):
+        info = hints[field.name].__metadata__[0]
+        info.rich_help_panel = info.rich_help_panel or group.panel
     return [inspect.Parameter(f.name, kind, default=f.default, annotation=hints[f.name]) for f in fields(group)]
 
 
@@ -203,26 +176,26 @@ def parse_modules(text: str | None):
         raise OptionError(f"--modules takes mlp,qk,vo or mlp=0.35,vo=0.2 (all with a sparsity); got {text!r}") from None
 
 
-def _parse_options(method: str, options: list[str]) -> dict:
+def _parse_settings(method: str, settings: list[str]) -> dict:
     from ..methods import Method
 
     cls, shared = method_class(method), {f.name for f in fields(Method)}  # with flags of their own
     defaults = {f.name: f.default for f in fields(cls)}
     parsed = {}
-    for item in options:
+    for item in settings:
         key, equals, value = item.partition("=")
         if not equals:
-            raise OptionError(f"--option takes KEY=VALUE, got {item!r}")
+            raise OptionError(f"--set takes KEY=VALUE, got {item!r}")
         if key in shared:
-            flag = "for" if key == "target" else key
-            raise OptionError(f"{key!r} is an option of every method: give it as --{flag}, not as --option {item}")
+            flag = FLAGS.get(key, key).replace("_", "-")
+            raise OptionError(f"{key!r} is an option of every method: give it as --{flag}, not as --set {item}")
         if key in parsed:
-            raise OptionError(f"--option gives {key!r} more than once; give it once")
+            raise OptionError(f"--set gives {key!r} more than once; give it once")
         parsed[key] = like(defaults.get(key), value, item)
     return parsed
 
 
-def like(default, value: str, item: str, flag: str = "--option"):
+def like(default, value: str, item: str, flag: str = "--set"):
     """``value`` as the type of the option's default; ``item`` of ``flag`` is what was given."""
     if isinstance(default, bool):
         if value.lower() not in ("true", "false"):

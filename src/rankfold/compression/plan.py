@@ -54,7 +54,7 @@ def allocate_ranks(choices: Choices, method: Method, scores=None) -> Allocated:
 
 
 def divergence_for_stock(source: DenseModel, method: Method, costs) -> float | None:
-    """Return the expected divergence of the predictions, in nats per token, with the ranks that `--for stock` chooses.
+    """Return the expected divergence of the predictions, in nats per token, with the ranks that `--target stock` chooses.
 
     Args:
         costs: of a measured allocation, (block, module) -> rank -> nats per token.

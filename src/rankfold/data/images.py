@@ -111,7 +111,7 @@ def _find(name: str, field: str, wanted: int, seed: int) -> _Found:
         hub = image_text_rows(name, seed)
         readers = list(islice(_of_rows(hub.rows, name, field), wanted))
         if not readers:
-            raise DataError(f"{name} holds no images in the column {field!r}; give one that does (use --field)")
+            raise DataError(f"{name} holds no images in the column {field!r}; give one that does (use --text-column)")
         return _Found(name, hub.origin, hub.draw, readers)
     place = Path(name).expanduser()
     readers = {".parquet": _of_parquet, ".jsonl": _of_jsonl}.get(place.suffix.lower(), _of_folder)(place, field)
@@ -141,7 +141,7 @@ def _of_parquet(file: Path, field: str) -> Readers:
     for number, row in enumerate(rows):
         data = row.get("bytes") if isinstance(row, dict) else row
         if not isinstance(data, bytes):
-            raise DataError(f"{file}, row {number}: column {field!r} holds no encoded image (use --field)")
+            raise DataError(f"{file}, row {number}: column {field!r} holds no encoded image (use --text-column)")
         found.append((f"{file}, row {number}", lambda data=data: io.BytesIO(data)))
     if not found:
         raise DataError(f"{file} has no rows; give one with images")
@@ -153,7 +153,7 @@ def _of_jsonl(file: Path, field: str) -> Readers:
     _check_file(file)
     found = dict.fromkeys(path for where, row in json_rows(file) for path in image_paths(row, where, file, field))
     if not found:
-        raise DataError(f"{file} names no images in the column {field!r}; give one that does (use --field)")
+        raise DataError(f"{file} names no images in the column {field!r}; give one that does (use --text-column)")
     return [(str(path), lambda path=path: path) for path in found]
 
 
@@ -171,12 +171,12 @@ def encoded_images(row: dict, where: str, field: str = "image") -> tuple[bytes, 
         DataError: something else is there.
     """
     if field not in row:
-        raise DataError(f"{where}: there is no column {field!r}; it has: {', '.join(row)} (use --field)")
+        raise DataError(f"{where}: there is no column {field!r}; it has: {', '.join(row)} (use --text-column)")
     given = row[field]
     images = given if isinstance(given, list) else [] if given is None else [given]
     found = tuple(image.get("bytes") if isinstance(image, dict) else image for image in images)
     if not all(isinstance(data, bytes) for data in found):
-        raise DataError(f"{where}: column {field!r} holds no encoded image, got {str(given)[:60]} (use --field)")
+        raise DataError(f"{where}: column {field!r} holds no encoded image, got {str(given)[:60]} (use --text-column)")
     return found
 
 

@@ -54,7 +54,7 @@ def _rows_of_object(found: dict, place: str, columns: tuple[str, ...]) -> list:
         return next(iter(lists.values()))
     raise DataError(
         f"{place} is an object with {'several lists' if lists else 'no list'} of rows in it (it has: {', '.join(found)}); give "
-        "the list of rows alone, or name the column of the text (use --field)"
+        "the list of rows alone, or name the column of the text (use --text-column)"
     )
 
 

@@ -236,7 +236,7 @@ def document_of(row: Any, field: str, where: str) -> str | Chat:
     if column != field:
         kind = type(row[column]).__name__
         raise DataError(
-            f"{where} has no text field {field!r}, and {column!r} holds {kind}, not a list of turns (use --field)"
+            f"{where} has no text field {field!r}, and {column!r} holds {kind}, not a list of turns (use --text-column)"
         )
     return field_of(row, column, where)
 
@@ -245,10 +245,10 @@ def field_of(row: Any, field: str, where: str) -> str:
     """The text of a row; ``where``: file and row, for messages."""
     if not isinstance(row, dict) or field not in row:
         names = f"has: {', '.join(row)}" if isinstance(row, dict) else f"is a {type(row).__name__}, not an object"
-        raise DataError(f"{where} has no text field {field!r}; the row {names} (use --field)")
+        raise DataError(f"{where} has no text field {field!r}; the row {names} (use --text-column)")
     text = row[field]
     if not isinstance(text, str):
-        raise DataError(f"{where}: field {field!r} holds {type(text).__name__}, not text (use --field)")
+        raise DataError(f"{where}: field {field!r} holds {type(text).__name__}, not text (use --text-column)")
     if has_half_character(text):
         raise DataError(
             f"{where}: field {field!r} has half a character (a lone surrogate) in it; write the file as UTF-8"
@@ -266,7 +266,7 @@ def open_parquet(path: Path, field: str) -> Iterator[Any]:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
             if text_column(names, field) not in names:
-                raise DataError(f"{path} has no column {field!r}; it has: {', '.join(names)} (use --field)")
+                raise DataError(f"{path} has no column {field!r}; it has: {', '.join(names)} (use --text-column)")
             yield file
     except (ArrowException, OSError) as error:
         raise DataError(f"{path} is not a readable parquet file ({first_line(error)})") from error

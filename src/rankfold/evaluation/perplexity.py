@@ -31,9 +31,11 @@ def windows_of(ids: Tensor, length: int, limit: int | None = None) -> Tensor:
         DataError: windows too short to predict a token, or the text has less than one.
     """
     if length < 2:
-        raise DataError(f"a window of {length} tokens predicts none; --length must be at least 2")
+        raise DataError(f"a window of {length} tokens predicts none; --max-length must be at least 2")
     if ids.numel() < length:
-        raise DataError(f"the text has {ids.numel()} tokens, less than one window of {length}; use a smaller --length")
+        raise DataError(
+            f"the text has {ids.numel()} tokens, less than one window of {length}; use a smaller --max-length"
+        )
     return ids[: ids.numel() // length * length].view(-1, length)[:limit]
 
 
