@@ -154,7 +154,12 @@ class Arena:
     def _texts(self, place: Path, rng):
         field, command = rng.choice(FIELDS), rng.choice(["calibrate", "compress", "evaluate"])
         text = hostile_text(place, rng, field)
-        line = [command, *(text.name if word == "text.txt" else word for word in USUAL[command]), "--text-column", field]
+        line = [
+            command,
+            *(text.name if word == "text.txt" else word for word in USUAL[command]),
+            "--text-column",
+            field,
+        ]
         if command == "evaluate":
             at = line.index("--limit")
             del line[at : at + 2]  # the whole text

@@ -81,7 +81,13 @@ OPTIONS = {
     "plan": SHARED | TEXT | ANY | {"-o": NAMES},
     "calibrate": TEXT | ANY | {"-o": NAMES},
     "evaluate": ANY
-    | {"--text": NAMES, "--max-length": NUMBERS, "--limit": NUMBERS, "--text-column": ["text", "x"], "--batch-size": NUMBERS}
+    | {
+        "--text": NAMES,
+        "--max-length": NUMBERS,
+        "--limit": NUMBERS,
+        "--text-column": ["text", "x"],
+        "--batch-size": NUMBERS,
+    }
     | {"--tasks": ["piqa,piqa", ""], "--include-path": NAMES, "--num-fewshot": NUMBERS}
     | {"--baseline": NAMES, "--batch-sizes": ["0", "1,x", ""]},
     "generate": ANY | {"--max-new-tokens": FEW, "--temperature": NUMBERS, "--seed": NUMBERS},

@@ -107,8 +107,9 @@ def test_both_parts_by_the_command_line(hub, tmp_path, monkeypatch, capsys):
     tiny_model("llava").save_pretrained(tmp_path / "llava")
     FAMILIES["llava"].processor().save_pretrained(tmp_path / "llava")
     monkeypatch.chdir(tmp_path)
-    line = f"compress llava -o small --components language=0.3,vision=0.2 --calibration {NAME}:easy --num-samples 8 --device cpu"
-    monkeypatch.setattr(sys, "argv", ["rankfold", *line.split(), "--method", "modegpt", "--rank-multiple", "2"])
+    line = f"compress llava -o small --components language=0.3,vision=0.2 --calibration {NAME}:easy --num-samples 8"
+    rest = ["--device", "cpu", "--method", "modegpt", "--rank-multiple", "2"]
+    monkeypatch.setattr(sys, "argv", ["rankfold", *line.split(), *rest])
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 0, capsys.readouterr().err

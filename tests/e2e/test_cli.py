@@ -21,6 +21,7 @@ def place(tmp_path_factory):
     return folder
 
 
+SHORT = "--num-samples 4 --max-length 32 --device cpu"
 CALIBRATION = "--calibration text.txt --num-samples 8 --max-length 64 --device cpu"
 
 
@@ -82,7 +83,7 @@ def test_the_command_in_the_card_names_the_column_that_was_read(place, run):
         json.dumps({"text": "no", "body": part}) + "\n" for part in (place / "text.txt").read_text().split(".")
     )
     (place / "columns.jsonl").write_text(rows)
-    options = "--method modegpt --rank-multiple 2 --num-samples 4 --max-length 32 --device cpu --calibration columns.jsonl --text-column"
+    options = f"--method modegpt --rank-multiple 2 {SHORT} --calibration columns.jsonl --text-column"
     code, _, err = run(f"compress model -o of-column {options} body")
     assert code in (0, None), err
     made_again(place, run, "of-column")

@@ -54,7 +54,8 @@ class CalibrationOptions:
             return {name: replace(self, text_column=self._field_of(name)) for name in names}
         raise OptionError(
             "with --components, --calibration takes one .jsonl file of image-text examples (or hub:OWNER/NAME), or PART=... "
-            f"for each, e.g. --calibration language=wikitext2 --calibration vision=images/; got {' and '.join(self.calibration)}"
+            f"for each, e.g. --calibration language=wikitext2 --calibration vision=images/; got "
+            f"{' and '.join(self.calibration)}"
         )
 
     def _field_of(self, part: str) -> str:

@@ -1,6 +1,7 @@
 """What a command line must not be, whatever the command; and one line for what the machine refuses."""
 
 import math
+import os
 import re
 from collections import Counter
 from dataclasses import fields
@@ -17,6 +18,8 @@ __all__ = ["Command", "UsageError", "explain", "usage"]
 
 UsageError = typer.TyperException  # what the parser raises
 
+PLACES = ("model", "text", "calibration", "include_path", "baseline")  # arguments that may be paths
+HOME = re.compile("(?:^|[:=])(~[^/=]+)")  # of another user: ~name/x, ALIAS:~name/x, COMPONENT=~name/x
 # Option -> those of which one must be given, or nothing reads it; where a command has them.
 BESIDE = {
     "include_path": ("tasks",),
@@ -61,6 +64,8 @@ class Command(TyperCommand):
                 values |= values["config"][0]
         for name, value in values.items():
             _check_number(name, value)
+            if name in PLACES:
+                _check_homes(name, value if isinstance(value, list | tuple) else [value])
         for name, (others, reason) in INSTEAD.items():
             ignored = [other for other in others if values.get(name) is not None and other in given]
             if ignored and (ignored[0], values[ignored[0]]) != ("mode", "one-pass"):
@@ -101,6 +106,14 @@ def _check_number(name: str, value) -> None:
         raise OptionError(f"{_flag(name)} must be a finite number, got {value}")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise OptionError(f"{_flag(name)} must fit into 64 bits, got {str(value)[:24]}...; choose a smaller number")
+
+
+def _check_homes(name: str, places) -> None:
+    for place in places:
+        home = HOME.search(str(place))
+        if home and os.path.expanduser(home[1]) == home[1]:
+            label = "MODEL" if name == "model" else _flag(name)
+            raise OptionError(f"{label}: there is no user whose home is {home[1]!r}; write the path out")
 
 
 def _check_beside(name: str, chosen: set[str], values: dict) -> None:
@@ -146,6 +159,4 @@ def explain(error: BaseException) -> str | None:
         return f"cannot use {what}: {error.strerror or error}; check the name, its permissions and the disk"
     if isinstance(error, MemoryError) or any(text in str(error) for text in ("out of memory", "can't allocate memory")):
         return "out of memory; give fewer or shorter samples, or a machine with more of it"
-    if "home directory" in str(error):  # pathlib's words
-        return "a path begins with ~ and the name of no user; write the path out"
     return None
