@@ -22,7 +22,7 @@ def main() -> None:
     args = parser.parse_args()
 
     source = rankfold.open_model(args.model, device="cpu")
-    tokens = rankfold.load_tokens(args.text, source, samples=args.samples, length=args.length)
+    tokens = rankfold.load_tokens(args.text, source, samples=args.num_samples, length=args.max_length)
     rankfold.compress(source, rankfold.Rankfold(sparsity=args.sparsity, target="vllm"), tokens, args.output)
 
     from vllm import LLM, SamplingParams  # after compressing: vLLM puts classes of its own into transformers
