@@ -163,11 +163,11 @@ def test_a_projector_is_a_part_too(run, place):
     [
         (
             "languge=0.3,vision=0.2",
-            "unknown part 'languge'; did you mean 'language'? available: vision, projector, language",
+            "unknown component 'languge'; did you mean 'language'? available: vision, projector, language",
         ),
         (
             "language=0.3",
-            "--components takes two parts or more, e.g. language=0.3,vision=0.2; got 'language=0.3'; for one of them give",
+            "--components takes two components or more, e.g. language=0.3,vision=0.2; got 'language=0.3'; for one of them give",
         ),
         ("language=0.3,language=0.2", "--components names 'language' more than once; name it once"),
         (
@@ -177,7 +177,7 @@ def test_a_projector_is_a_part_too(run, place):
         ("language=0.3,vision=much", "--components takes a sparsity for each"),
         ("language=0.3,vision=1.5", "sparsity must be in [0, 1), got 1.5"),
         ("language=0.3,vision=nan", "sparsity must be a finite number, got nan"),
-        (",", "--components takes two parts or more"),
+        (",", "--components takes two components or more"),
     ],
 )
 def test_parts_that_do_not_parse_are_one_line(run, parts, said):
