@@ -25,12 +25,6 @@ __all__ = [
     "written",
 ]
 
-FLAGS = {
-    "of": "scope",
-    "protect": "exclude_blocks",
-    "multiple": "rank_multiple",
-}  # field of a method -> name of its flag
-
 
 class RankfoldError(Exception):
     """Base of all errors below."""
@@ -102,14 +96,14 @@ def option(name: str, value: object = None) -> str:
 
 
 def method_option(name: str, value: object = None) -> str:
-    """Return an option of a method as the caller gives it: ``protect=(3,)``, ``--exclude-blocks 3`` or ``METHOD:protect=3``."""
+    """Return an option of a method as the caller gives it: ``ridge=1.0``, ``--ridge 1.0`` or ``METHOD:ridge=1.0``."""
     if _caller.get() == "compare":
         return f"METHOD:{name}={'...' if value is None else written(value, '+')}"
-    return option(FLAGS.get(name, name) if _caller.get() == "command" else name, value)
+    return option(name, value)
 
 
 def written(value: object, comma: str = ",") -> str:
     """Return the value of an option as the command line takes it; ``comma`` stands between the items of a list."""
     if isinstance(value, dict):
         return comma.join(f"{key}={item}" for key, item in value.items())
-    return comma.join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return comma.join(map(str, value)) if isinstance(value, list | tuple) else str(value).replace(",", comma)

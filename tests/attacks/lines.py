@@ -21,7 +21,7 @@ NAMES = [
 NAMES += ["/dev/null", "/proc/self/mem", "."]
 MODULES = ["mlp", "qk,vo", "mlp,mlp", "mlp=0.2", "mlp=nan", "mlp=0.2,qk", ",", "=", "mlp=0.2=3", "x"]
 METHOD_OPTIONS = [
-    "select=leverage",
+    "selection=leverage",
     "ridge=1e-3",
     "ridge=nan",
     "ridge=",
@@ -35,11 +35,15 @@ SHARED = {
     "--sparsity": NUMBERS,
     "--scope": ["blocks", "model", "all", ""],
     "--modules": MODULES,
-    "--allocation": ["uniform", "influence", "influence-modules", "x"],
-    "--budget": ["parameters", "bytes", "flops", "latency", "x", ""],
-    "--context": NUMBERS,
-    "--batch": NUMBERS,
-    "--epsilon": NUMBERS,
+    "--allocation": [
+        *("uniform", "influence-modules", "x", "owl:", "owl:spread", "owl:=1", "uniform:x=1"),
+        *(f"influence:temperature={number}" for number in NUMBERS),
+    ],
+    "--budget": [
+        *("parameters", "bytes", "latency", "x", "", ":", "bytes:batch=2,batch=2"),
+        *(f"flops:context={number}" for number in NUMBERS),
+        *(f"bytes:batch={number}" for number in NUMBERS),
+    ],
     "--rank-multiple": NUMBERS,
     "--exclude-blocks": ["0", "-1", "0,-1", "9", "x", ",", "0,0", "9" * 30],
     "--set": METHOD_OPTIONS,

@@ -20,11 +20,11 @@ METHODS_WITH_OPTIONS = [
     ("rankfold", {}),
     ("modegpt", {"modules": {"mlp": 0.2}, "sparsity": 0.5}),
     ("modegpt", {"modules": ("mlp", "vo"), "ridge": 0.0625, "bias_refit": False}),
-    ("modegpt", {"context": 64, "outlier": 3.0, "epsilon": 0.5, "allocation": "uniform"}),
-    ("modegpt", {"context": 64, "batch": 8, "budget": "bytes"}),
-    ("modegpt", {"epsilon": 1e-7, "allocation": "influence", "protect": (0, -1)}),
-    ("sleb", {"multiple": 4}),
-    ("modegpt", {"outlier": 3.0, "spread": 0.1, "allocation": "owl", "of": "model"}),
+    ("modegpt", {"allocation": "influence-modules:temperature=0.5"}),
+    ("modegpt", {"budget": "bytes:context=64,batch=8"}),
+    ("modegpt", {"allocation": "influence:temperature=1e-07", "exclude_blocks": (0, -1)}),
+    ("sleb", {"exclude_blocks": (1,)}),
+    ("modegpt", {"allocation": "owl:threshold=3.0,spread=0.1", "scope": "model", "rank_multiple": 4}),
     ("rankfold", {"target": "stock", "allocation": "uniform", "head_dim": 8}),
 ]
 
@@ -77,34 +77,42 @@ def test_everything_that_is_not_as_by_default_is_repeated(tmp_path):
 
 
 def test_options_beside_it_come_first_and_settings_by_key(tmp_path):
-    record = record_of(make_method("modegpt", sparsity=0.2, ridge=0.5, select="leverage", multiple=2))
+    record = record_of(make_method("modegpt", sparsity=0.2, ridge=0.5, selection="leverage", rank_multiple=2))
     line = ["other", "--sparsity", "0.4", "--set", "ridge=0.25", "--calibration", "x.txt", "--seed", "7"]
     params = parsed(tmp_path, record, *line)
-    expected = make_method("modegpt", sparsity=0.4, ridge=0.25, select="leverage", multiple=2)
+    expected = make_method("modegpt", sparsity=0.4, ridge=0.25, selection="leverage", rank_multiple=2)
     assert group(MethodOptions, params).parse() == expected
     assert group(CalibrationOptions, params) == CalibrationOptions(["x.txt"], 4, 32, 7)
     assert params["model"] == "other"
 
 
 def test_another_method_takes_none_of_the_options_of_the_first(tmp_path):
-    record = record_of(make_method("modegpt", sparsity=0.2, select="leverage", allocation="owl", multiple=2))
+    record = record_of(make_method("modegpt", sparsity=0.2, selection="leverage", allocation="owl", rank_multiple=2))
     params = parsed(tmp_path, record, "--method", "rankfold")
-    assert group(MethodOptions, params).parse() == make_method("rankfold", sparsity=0.2, multiple=2)
+    assert group(MethodOptions, params).parse() == make_method("rankfold", sparsity=0.2, rank_multiple=2)
     same = parsed(tmp_path, record, "--method", "modegpt")
-    assert group(MethodOptions, same).parse().select == "leverage"
+    assert group(MethodOptions, same).parse().selection == "leverage"
 
 
-def test_a_record_of_before_lacks_options_and_takes_their_defaults(tmp_path):
-    record = record_of(make_method("modegpt", sparsity=0.2))
-    record["plan"]["method"] = {"method": "modegpt", "sparsity": 0.2, "modules": ["mlp"]}
-    assert group(MethodOptions, parsed(tmp_path, record)).parse() == make_method(
-        "modegpt", sparsity=0.2, modules=("mlp",)
-    )
+def test_a_record_of_before_has_other_names_and_lacks_options(tmp_path):
+    record = record_of(make_method("modegpt"))
+    old = {
+        "of": "model",
+        "multiple": 2,
+        "select": "leverage",
+        "allocation": "influence",
+        "epsilon": 0.5,
+        "protect": [0],
+    }
+    record["plan"]["method"] = {"method": "modegpt", "sparsity": 0.2, "modules": ["mlp"]} | old
+    new = {"scope": "model", "rank_multiple": 2, "selection": "leverage", "allocation": "influence:temperature=0.5"}
+    expected = make_method("modegpt", sparsity=0.2, modules=("mlp",), exclude_blocks=(0,), **new)
+    assert group(MethodOptions, parsed(tmp_path, record)).parse() == expected
 
 
 def test_every_component_has_its_own_method_and_calibration(tmp_path):
     first = record_of(
-        make_method("modegpt", sparsity=0.2, protect=(0,)), calibration=CALIBRATION | {"source": "images"}
+        make_method("modegpt", sparsity=0.2, exclude_blocks=(0,)), calibration=CALIBRATION | {"source": "images"}
     )
     record = record_of(make_method("modegpt", sparsity=0.4), before=first)
     first["plan"]["part"], record["plan"]["part"] = "vision", "language"
@@ -129,7 +137,7 @@ def wrong(key: str, value, *, method: bool = False) -> dict:
         (wrong("sparsity", {"mlp": []}, method=True), "Invalid value for '--sparsity'"),
         (wrong("sparsity", 1.5, method=True), "sparsity must be in"),
         (wrong("method", "modgpt", method=True), "did you mean 'modegpt'"),
-        (wrong("selcet", "leverage", method=True), "did you mean 'select'"),
+        (wrong("selcetion", "leverage", method=True), "did you mean 'selection'"),
         (wrong("method", 3), "method should be a string"),
         (wrong("dtype", 3), "dtype should be a string"),
         (wrong("calibration", CALIBRATION | {"seed": "x"}), "seed should be a whole number"),

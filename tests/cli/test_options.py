@@ -41,7 +41,7 @@ def test_commands_share_every_option_of_a_group():
 
 def test_options_become_a_method():
     options = MethodOptions(sparsity=0.2, modules="mlp=0.4,vo=0.2", exclude_blocks="0,-1", settings=["ridge=0.5"])
-    assert options.parse() == Rankfold(sparsity=0.2, modules={"mlp": 0.4, "vo": 0.2}, protect=(0, -1), ridge=0.5)
+    assert options.parse() == Rankfold(sparsity=0.2, modules={"mlp": 0.4, "vo": 0.2}, exclude_blocks=(0, -1), ridge=0.5)
     assert MethodOptions(modules="mlp,qk").parse().modules == ("mlp", "qk")
 
 

@@ -80,7 +80,7 @@ def test_a_calibration_for_each(run, place):
     record = json.loads((place / "each" / "rankfold.json").read_text())
     assert [one["calibration"]["source"] for one in (record["before"], record)] == ["images", "text.txt"]
     source = rankfold.open_model(place / "llava", device="cpu", part="vision")
-    method = rankfold.MoDeGPT(sparsity=0.2, multiple=2)
+    method = rankfold.MoDeGPT(sparsity=0.2, rank_multiple=2)
     small = rankfold.compress(source, method, rankfold.load_images(place / "images", source, samples=12))
     both = rankfold.load(place / "each", device="cpu").state_dict()
     for name, tensor in small.state_dict().items():
@@ -90,7 +90,10 @@ def test_a_calibration_for_each(run, place):
 def test_a_record_repeats_what_only_python_can_say(run, place):
     """Methods that differ in more than their sparsity, and draws of their own."""
     sources = [rankfold.open_model(place / "llava", device="cpu", part=name) for name in ("vision", "language")]
-    methods = [rankfold.MoDeGPT(sparsity=0.2, multiple=2, protect=(0,)), rankfold.MoDeGPT(sparsity=0.4, multiple=4)]
+    methods = [
+        rankfold.MoDeGPT(sparsity=0.2, rank_multiple=2, exclude_blocks=(0,)),
+        rankfold.MoDeGPT(sparsity=0.4, rank_multiple=4),
+    ]
     images = rankfold.load_images(place / "images", sources[0], samples=8, seed=3)
     text = rankfold.load_tokens(place / "text.txt", sources[1], samples=4, length=32)
     rankfold.compress_parts(zip(sources, methods, (images, text), strict=True), place / "differ")

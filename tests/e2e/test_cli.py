@@ -390,7 +390,7 @@ BAD = [
         "compress model -o x --rank-multiple 64 --calibration text.txt --modules qk,vo --method modegpt",
         "cannot be reached",
     ),
-    ("compress model -o x --exclude-blocks 9 --calibration text.txt", "protected block 9 is not in the model"),
+    ("compress model -o x --exclude-blocks 9 --calibration text.txt", "excluded block 9 is not in the model"),
     ("evaluate missing --text text.txt", "no model at 'missing'"),
     ("evaluate unsaid --text text.txt --max-length 32", "does not say what the model was calibrated on"),
     ("evaluate model --text text.txt --max-length 1", "a window of 1 tokens predicts none"),
@@ -521,9 +521,7 @@ def test_export_prints_counts(even, run):
 
 def test_compare_writes_a_report_and_says_what_failed(run, place):
     pytest.importorskip("matplotlib", reason="rankfold[report] is not installed")
-    line = (
-        f"compare model --methods modegpt:multiple=2,latentllm:joint=ud --sparsities 0.2,0.4 {CALIBRATION} -o compared "
-    )
+    line = f"compare model --methods modegpt:rank_multiple=2,latentllm:joint=ud --sparsities 0.2,0.4 {CALIBRATION} -o compared "
     line += "--text text.txt --text-length 32 --limit 2"
     code, out, err = run(line)
     assert code == 1 and err.count("cannot take the joint form") == 2 and "failed" in out and "Traceback" not in err, (

@@ -56,8 +56,14 @@ BAD = [
     ("compress model -o x --sparsity much", "Invalid value for '--sparsity'"),
     ("compress model -o x --num-samples 4 --num-samples 8", "--num-samples is given 2 times; give it once"),
     ("compress model -o x --sparsity nan", "--sparsity must be a finite number, got nan"),
-    ("compress model -o x --epsilon nan", "--epsilon must be a finite number, got nan"),
-    ("compress model -o x --epsilon inf", "--epsilon must be a finite number, got inf"),
+    (
+        "compress model -o x --method modegpt --allocation influence:temperature=nan",
+        "temperature of allocation influence must be a finite number, got nan",
+    ),
+    (
+        "compress model -o x --allocation owl:spred=0.1",
+        "unknown option of allocation owl 'spred'; did you mean 'spread'? available: threshold, spread",
+    ),
     ("compress model -o x --seed 18446744073709551617", "--seed must fit into 64 bits, got 18446744073709551617"),
     ("compress model -o x --seed " + "9" * 400, "--seed must fit into 64 bits, got 9999"),
     ("compress ~nouser/x -o x", "MODEL: there is no user whose home is '~nouser'; write the path out"),
@@ -91,16 +97,14 @@ BAD = [
         "compress model -o x --sparsity 0.5 --modules mlp=0.2",
         "--sparsity would be ignored, it goes with modules that",
     ),
+    ("plan model --budget parameters:context=64", "unknown option of budget parameters 'context'"),
+    ("plan model --allocation uniform:temperature=0.1", "unknown option of allocation uniform 'temperature'"),
     (
-        "plan model --context 64",
-        "--context would be ignored, it goes with budget flops or latency, or a batch; leave it out",
+        "plan model --method modegpt --target stock --allocation influence:temperature=1",
+        "gives all MLPs one width, got allocation influence:temperature=1.0; take allocation uniform",
     ),
-    ("plan model --epsilon 0.1", "--epsilon would be ignored, it goes with allocation influence or influence-modules"),
-    (
-        "plan model --method modegpt --target stock --epsilon 1",
-        "--epsilon would be ignored, it goes with allocation inf",
-    ),
-    ("plan model --method modegpt --outlier 3", "--outlier would be ignored, it goes with allocation owl; leave it"),
+    ("plan model --allocation owl:spread=wide", "spread of allocation owl must be a number, got 'wide'"),
+    ("plan model --allocation owl:spread=0.1,spread=0.2", "allocation owl gives 'spread' more than once; give it once"),
     (
         "plan model --method shortgpt --rank-multiple 4",
         "--rank-multiple would be ignored, it goes with methods that make layers",
@@ -109,7 +113,6 @@ BAD = [
         "plan model --method wanda --rank-multiple 4",
         "--rank-multiple would be ignored, it goes with methods that make layers",
     ),
-    ("plan model --allocation uniform --spread 0.1", "--spread would be ignored, it goes with allocation owl"),
     (
         "plan model --calibration text.txt --text-column body",
         "--text-column body would be ignored, of text.txt; it is of files with rows",
@@ -143,8 +146,8 @@ BAD += [
         "--sparsities takes numbers in (0, 1) such as 0.1,0.3,0.5; got '0.3,1.5'",
     ),
     (
-        f"{COMPARE} modegpt:outlier=3 --sparsities 0.3",
-        "outlier of modegpt would be ignored, it goes with allocation owl",
+        f"{COMPARE} modegpt:allocation=owl:outlier=3 --sparsities 0.3",
+        "unknown option of allocation owl 'outlier'; available: threshold, spread",
     ),
     (f"{COMPARE} modegpt,modegpt --sparsities 0.3", "is the same as modegpt at 0.3; give it once"),
     (f"{COMPARE} modegpt --sparsities 0.3 --include-path x", "--include-path would be ignored without --tasks"),

@@ -45,7 +45,7 @@ def test_summary_record_card_and_inspect_have_a_line_for_every_kind(place, run):
 
 def test_compare_has_a_column_for_every_kind(place, run):
     pytest.importorskip("matplotlib", reason="rankfold[report] is not installed")
-    line = f"compare model --methods modegpt:multiple=2 --sparsities 0.3 {CALIBRATION} -o compared --text text.txt"
+    line = f"compare model --methods modegpt:rank_multiple=2 --sparsities 0.3 {CALIBRATION} -o compared --text text.txt"
     code, out, err = run(f"{line} --text-length 32 --limit 2")
     assert code in (0, None), err
     header, _, dense, row = (place / "compared" / "table.md").read_text(encoding="utf-8").splitlines()

@@ -20,7 +20,7 @@ def blocks(language: str) -> list[str]:
 def local(text: str) -> str:
     """The same code on a model and a text that are here."""
     text = text.replace("HuggingFaceTB/SmolLM2-135M", "model").replace(
-        "rankfold.Rankfold(", "rankfold.Rankfold(multiple=2, "
+        "rankfold.Rankfold(", "rankfold.Rankfold(rank_multiple=2, "
     )
     return text.replace('load_tokens("wikitext2", source)', 'load_tokens("text.txt", source, samples=4, length=32)')
 

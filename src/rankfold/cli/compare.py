@@ -25,7 +25,7 @@ def command(
     methods: Annotated[
         str,
         o.of_method(
-            help="rankfold,modegpt,svd-llm; with options: modegpt:select=leverage,gqa=paper (+: comma in a value)."
+            help="rankfold,modegpt,svd-llm; with options: modegpt:selection=leverage,gqa=paper (+: comma in a value)."
         ),
     ],
     sparsities: Annotated[str, o.of_method(help="Fractions of the weights to remove, e.g. 0.1,0.3,0.5.")],

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from .._utils.schema import Maybe, check_record
-from ..errors import FLAGS, written
+from ..errors import written
 from .options import MethodOptions, of_model
 
 __all__ = ["Comparison", "Run", "remaining"]
@@ -89,9 +89,7 @@ def remaining(context: typer.Context, settings: Settings, given: set[str]) -> di
 
 def _of_run(record: dict) -> Settings:
     flags = {field.name for field in fields(MethodOptions)}
-    method = {
-        FLAGS.get(key, key): written(value) for key, value in record["plan"]["method"].items() if value is not None
-    }
+    method = {key: written(value) for key, value in record["plan"]["method"].items() if value is not None}
     return {
         **_of_base(record),
         **_of_calibration(record["calibration"]),

@@ -9,7 +9,7 @@ from dataclasses import fields
 import typer
 from typer.core import TyperCommand
 
-from ..errors import FLAGS, OptionError
+from ..errors import OptionError
 from .config import remaining
 from .options import PANELS, MethodOptions
 from .quiet import quiet_libraries
@@ -43,6 +43,7 @@ INSTEAD = {
         "--moments is one pass over text that is measured already, --{} would be ignored; leave one of them out",
     ),
 }
+WIDEST = 30  # names of options that stand on the line of their help
 HAS_COLUMNS = re.compile(
     r"\.(jsonl|ndjson|json|csv|tsv|parquet)(=[^=/]*)?$|^(\w+=)?hub:", re.IGNORECASE
 )  # among names of texts and images
@@ -90,7 +91,7 @@ class Command(TyperCommand):
         others = panels.pop(None)  # --help
         [*_, last] = [name for name in panels if panels[name]] or ["Options"]
         panels.setdefault(last, []).extend(others)
-        width = max(len(name) for rows in panels.values() for name, _ in rows)
+        width = max(len(name) for rows in panels.values() for name, _ in rows if len(name) <= WIDEST)
         for panel, rows in panels.items():
             if rows:
                 with formatter.section(panel):
@@ -137,11 +138,11 @@ def _check_column(values: dict) -> None:
 
 def _check_method(given: set[str], values: dict) -> None:
     """Refuse options of a method that the others leave no use for."""
-    from ..methods.base import ignored_options
+    from ..methods.config import ignored_options
 
     method = MethodOptions(**{field.name: values[field.name] for field in fields(MethodOptions)}).parse()
-    for field, goes_with in ignored_options(method.describe()).items():
-        if (name := FLAGS.get(field, field)) in given:
+    for name, goes_with in ignored_options(method.describe()).items():
+        if name in given:
             raise OptionError(f"{_flag(name)} would be ignored, it goes with {goes_with}; leave it out")
 
 

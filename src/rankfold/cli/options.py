@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, get_type_hints
 
 import typer
 
-from ..errors import FLAGS, OptionError
+from ..errors import OptionError
 from ..methods import make_method, method_class
 
 if TYPE_CHECKING:
     from ..methods import Method
 
 # One for each panel of the help pages, in the order in which they are shown.
-PANELS = ("Model", "Method", "Calibration", "Measurements", "Output", "Advanced")
-of_model, of_method, of_calibration, of_measurements, of_output, advanced = (
+PANELS = ("Model", "Method", "Calibration", "Training", "Measurements", "Output", "Advanced")
+of_model, of_method, of_calibration, of_training, of_measurements, of_output, advanced = (
     partial(typer.Option, rich_help_panel=panel) for panel in PANELS
 )
 
@@ -72,21 +72,16 @@ class MethodOptions:
     ] = None
     allocation: Annotated[
         str | None,
-        advanced(help="uniform, influence, influence-modules, owl, spectrum or measured. Default: the method's."),
+        advanced(
+            help="uniform, influence, owl:threshold=5,spread=0.08, spectrum, measured, ... Default: the method's."
+        ),
     ] = None
-    epsilon: Annotated[
-        float | None, advanced(help="Temperature of the influence allocations. Default: the 0.8 rule.")
-    ] = None
-    outlier: Annotated[float, advanced(help="owl: a weight this many times the mean of its block is an outlier.")] = 5.0
-    spread: Annotated[float, advanced(help="owl: half of what the sparsities of blocks may differ by.")] = 0.08
     scope: Annotated[str, advanced(help="--sparsity counts the linear weights of the blocks, or the whole model.")] = (
         "blocks"
     )
     budget: Annotated[
-        str, advanced(help="--sparsity is a fraction of: parameters, bytes, flops per token, or latency measured here.")
+        str, advanced(help="parameters, bytes:context=4096,batch=8 (with a cache), flops:context=2048, or latency.")
     ] = "parameters"
-    context: Annotated[int, advanced(help="Tokens of a sequence, for flops, latency and --batch.")] = 2048
-    batch: Annotated[int, advanced(help="bytes: count the KV cache of this many sequences too.")] = 0
     rank_multiple: Annotated[int, advanced(help="Ranks are multiples of this.")] = 8
     exclude_blocks: Annotated[str, advanced(help="Blocks left dense, e.g. 0,-1.")] = ""
 
@@ -96,7 +91,8 @@ class MethodOptions:
         Raises:
             OptionError: an option that does not parse or is out of range.
         """
-        options = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("method", "settings")}
+        own = {field.name for field in fields(method_class(self.method))} - {"settings"}
+        options = {field.name: getattr(self, field.name) for field in fields(self) if field.name in own}
         if self.allocation is None:
             del options["allocation"]
             options |= {"allocation": "uniform"} if self.target == "stock" else {}
@@ -107,7 +103,6 @@ class MethodOptions:
             raise OptionError(
                 f"--exclude-blocks takes block numbers such as 0,-1; got {self.exclude_blocks!r}"
             ) from None
-        options |= {field: options.pop(flag) for field, flag in FLAGS.items()}
         return make_method(self.method, **options, **_parse_settings(self.method, self.settings or []))
 
 
@@ -177,9 +172,9 @@ def parse_modules(text: str | None):
 
 
 def _parse_settings(method: str, settings: list[str]) -> dict:
-    from ..methods import Method
+    from ..methods.base import NarrowingMethod
 
-    cls, shared = method_class(method), {f.name for f in fields(Method)}  # with flags of their own
+    cls, shared = method_class(method), {f.name for f in fields(NarrowingMethod)}  # with flags of their own
     defaults = {f.name: f.default for f in fields(cls)}
     parsed = {}
     for item in settings:
@@ -187,7 +182,7 @@ def _parse_settings(method: str, settings: list[str]) -> dict:
         if not equals:
             raise OptionError(f"--set takes KEY=VALUE, got {item!r}")
         if key in shared:
-            flag = FLAGS.get(key, key).replace("_", "-")
+            flag = key.replace("_", "-")
             raise OptionError(f"{key!r} is an option of every method: give it as --{flag}, not as --set {item}")
         if key in parsed:
             raise OptionError(f"--set gives {key!r} more than once; give it once")

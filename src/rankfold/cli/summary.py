@@ -117,7 +117,7 @@ def options_for_target(record: dict, target: str) -> str | None:
     """
     method = record["plan"]["method"]
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in method.items()}
-    uniform = {"allocation": "uniform", "protect": ()} if target == "stock" else {}
+    uniform = {"allocation": "uniform", "exclude_blocks": ()} if target == "stock" else {}
     try:
         make_method(options.pop("method"), **options | {"target": target} | uniform)
     except OptionError:
@@ -125,7 +125,7 @@ def options_for_target(record: dict, target: str) -> str | None:
     if "before" in record or HEADS & {*(method["modules"] or ())} or method["target"] == target:
         return None
     flags = [*(["--allocation uniform"] if uniform else []), f"--target {target}"]
-    return f"`{' '.join(flags)}`" + (" and without --exclude-blocks" if uniform and method["protect"] else "")
+    return f"`{' '.join(flags)}`" + (" and without --exclude-blocks" if uniform and method["exclude_blocks"] else "")
 
 
 def _cost(record: dict, target: str) -> str:

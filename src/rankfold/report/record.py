@@ -12,6 +12,7 @@ from .._utils.files import read_json
 from .._utils.hardware import cpu_facts
 from .._utils.schema import NUMBER, Each, Maybe, check_record
 from ..errors import CheckpointError
+from ..methods.upgrade import upgraded
 from ..version import __version__
 
 __all__ = [
@@ -87,6 +88,8 @@ def read_record(place: Path) -> dict:
     record = read_json(path)
     for one in records_of(record):
         _check(one, path)
+        for options, key in ((one, "options"), (one["plan"], "method")):
+            options |= {key: upgraded(options[key])} if isinstance(options.get(key), dict) else {}
     return record
 
 
