@@ -140,7 +140,7 @@ BAD = [
 COMPARE = "compare model -o x --text text.txt --methods"
 BAD += [
     (f"{COMPARE} modgpt --sparsities 0.3", "unknown method 'modgpt'; did you mean 'modegpt'"),
-    (f"{COMPARE} modegpt:selct=norm --sparsities 0.3", "unknown modegpt option 'selct'; did you mean 'select'"),
+    (f"{COMPARE} modegpt:selct=norm --sparsities 0.3", "unknown modegpt option 'selct'; did you mean 'selection'"),
     (
         f"{COMPARE} modegpt --sparsities 0.3,1.5",
         "--sparsities takes numbers in (0, 1) such as 0.1,0.3,0.5; got '0.3,1.5'",
