@@ -22,7 +22,7 @@ def main() -> None:
     args = parser.parse_args()
 
     source = rankfold.open_model(args.model, device="cpu")
-    tokens = rankfold.load_calibration(args.text, source, num_samples=args.samples, max_length=args.length)
+    tokens = rankfold.load_calibration(args.text, source, num_samples=args.num_samples, max_length=args.max_length)
     rankfold.compress(source, rankfold.Rankfold(sparsity=args.sparsity, target="vllm"), tokens, args.output)
 
     from vllm import LLM, SamplingParams  # after compressing: vLLM puts classes of its own into transformers

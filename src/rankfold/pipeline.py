@@ -235,7 +235,7 @@ def _documents(work: Work, the_plan: Plan, blocks: list[BlockResult], identity: 
     stock, auto = described(config) is None, auto_class(source.model.config, type(source.model).__name__).__name__
     reports = {str(index): block.reports for index, block in enumerate(blocks)}
     name, before = (run.output.name, run.earlier) if run else (source.name, None)
-    record = run_record(source, description | ({"before": before} if before else {}), name, the_plan, reports)
+    record = run_record(source, description | ({"before": before} if before else {}), the_plan, reports)
     return config, model_card(record, name, stock=stock, auto=auto), record
 
 

@@ -107,14 +107,15 @@ def test_both_parts_by_the_command_line(hub, tmp_path, monkeypatch, capsys):
     tiny_model("llava").save_pretrained(tmp_path / "llava")
     FAMILIES["llava"].processor().save_pretrained(tmp_path / "llava")
     monkeypatch.chdir(tmp_path)
-    line = f"compress llava -o small --parts language=0.3,vision=0.2 --calibration {NAME}:easy --num-samples 8 --device cpu"
-    monkeypatch.setattr(sys, "argv", ["rankfold", *line.split(), "--method", "modegpt", "--rank-multiple", "2"])
+    line = f"compress llava -o small --components language=0.3,vision=0.2 --calibration {NAME}:easy --num-samples 8"
+    rest = ["--device", "cpu", "--method", "modegpt", "--rank-multiple", "2"]
+    monkeypatch.setattr(sys, "argv", ["rankfold", *line.split(), *rest])
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 0, capsys.readouterr().err
     assert {call[:2] for call in hub} == {("someone/pairs", "easy")}
     card = (tmp_path / "small" / "README.md").read_text()
-    assert f"--calibration {NAME}:easy --num-samples 8" in card and str(tmp_path) not in card
+    assert card.count(f"of `{NAME}:easy`") == 2 and str(tmp_path) not in card
 
 
 def rows_of(monkeypatch, *rows: dict) -> None:
