@@ -104,7 +104,13 @@ def worker(args: argparse.Namespace, folder: str, mode: str) -> dict:
     source = open_model(Path(folder) / "model", device="cpu")
     method = make_method(args.method, sparsity=args.sparsity)
     ids = torch.randint(512, (args.samples, args.length), generator=torch.Generator().manual_seed(0))
-    output = compress(source, method, Tokens(ids, "random", "random", 0), Path(folder) / f"small-{mode}", mode=mode)
+    output = compress(
+        source,
+        method=method,
+        calibration=Tokens(ids, "random", "random", 0),
+        output=Path(folder) / f"small-{mode}",
+        mode=mode,
+    ).output
     peak = peak_memory_bytes()
     shards = [path.stat().st_size for path in output.glob("model-*.safetensors")]
     blocks = [sum(p.numel() for p in block.parameters()) for block in source.blocks]

@@ -67,7 +67,7 @@ def main() -> None:
 
 def measured(source, args, tokens: Tokens, windows: dict) -> dict:
     """What the run says, and what whole texts say."""
-    model = compress(source, make_method(args.method, sparsity=args.sparsity), tokens)
+    model = compress(source, method=make_method(args.method, sparsity=args.sparsity), calibration=tokens).model
     found = model.config.quantization_config.fields
     return {
         "held_out": found["held_out"],

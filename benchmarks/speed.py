@@ -60,7 +60,7 @@ def main() -> None:
 
 def make(source, method, folder: Path) -> Path:
     tokens = load_tokens("pydoc", source, samples=16, length=min(512, source.context_length))
-    return compress(source, method, tokens, folder)
+    return compress(source, method=method, calibration=tokens, output=folder).output
 
 
 def run(record, models: dict[str, nn.Module], dtype: str, args: argparse.Namespace) -> None:

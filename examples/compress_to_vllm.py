@@ -21,13 +21,21 @@ def main() -> None:
     parser.add_argument("--prompt", default="The capital of France is")
     args = parser.parse_args()
 
-    source = rankfold.open_model(args.model, device="cpu")
-    tokens = rankfold.load_tokens(args.text, source, samples=args.samples, length=args.length)
-    rankfold.compress(source, rankfold.Rankfold(sparsity=args.sparsity, target="vllm"), tokens, args.output)
+    result = rankfold.compress(
+        args.model,
+        args.sparsity,
+        target="vllm",
+        calibration=args.text,
+        num_samples=args.samples,
+        max_length=args.length,
+        output=args.output,
+        device="cpu",
+    )
+    context = result.model.config.max_position_embeddings
 
     from vllm import LLM, SamplingParams  # after compressing: vLLM puts classes of its own into transformers
 
-    engine = LLM(args.output, max_model_len=min(1024, source.context_length))
+    engine = LLM(args.output, max_model_len=min(1024, context))
     (answer,) = engine.generate([args.prompt], SamplingParams(temperature=0, max_tokens=32), use_tqdm=False)
     print(args.prompt + answer.outputs[0].text)
 

@@ -4,10 +4,8 @@
 
     import rankfold
 
-    source = rankfold.open_model("HuggingFaceTB/SmolLM2-135M")
-    tokens = rankfold.load_tokens("wikitext2", source)
-    model = rankfold.compress(source, rankfold.Rankfold(sparsity=0.3), tokens)
-    rankfold.save(model, "small", source.tokenizer)
+    result = rankfold.compress("HuggingFaceTB/SmolLM2-135M", 0.3, output="small")
+    result.model.generate(...)
 
 After ``import rankfold``, ``AutoModelForCausalLM.from_pretrained`` loads compressed checkpoints. The import itself takes a few
 milliseconds: PyTorch and transformers are imported with the first name that needs them.
@@ -24,10 +22,11 @@ if TYPE_CHECKING:
     from .api import (
         calibrate,
         compress,
-        compress_parts,
+        compress_components,
         evaluate_text,
         export,
         load,
+        load_calibration,
         load_examples,
         load_images,
         load_tokens,
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
         save,
     )
     from .calibration.store import MomentStore
+    from .compression.result import CompressionResult
     from .data.image_text import Examples
     from .data.images import Images
     from .data.tokens import Tokens
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from .report.plan import Plan
 
 __all__ = [
+    "CompressionResult",
     "DenseModel",
     "Examples",
     "Exported",
@@ -61,10 +62,11 @@ __all__ = [
     "__version__",
     "calibrate",
     "compress",
-    "compress_parts",
+    "compress_components",
     "evaluate_text",
     "export",
     "load",
+    "load_calibration",
     "load_examples",
     "load_images",
     "load_tokens",
@@ -77,6 +79,7 @@ __all__ = [
 ]
 
 _CLASSES = {
+    "CompressionResult": ".compression.result",
     "Examples": ".data.image_text",
     "Exported": ".exports",
     "Images": ".data.images",

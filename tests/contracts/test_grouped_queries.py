@@ -62,7 +62,7 @@ def falcon(change=None):
 def compressed(model, method):
     source = rankfold.open_model(model, device="cpu")
     source.autocast = None
-    return rankfold.compress(source, method, tokens())
+    return rankfold.compress(source, method=method, calibration=tokens()).model
 
 
 @torch.no_grad()

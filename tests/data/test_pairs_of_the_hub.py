@@ -91,7 +91,7 @@ def test_few_are_drawn_from_all_shards(hub, monkeypatch):
 
 
 def test_the_vision_part_takes_its_images(hub):
-    source = rankfold.open_model(tiny_model("llava"), device="cpu", part="vision")
+    source = rankfold.open_model(tiny_model("llava"), device="cpu", component="vision")
     processor = FAMILIES["llava"].processor().image_processor
     found = rankfold.load_images(NAME, source, samples=12, processor=processor)
     everything = torch.cat(

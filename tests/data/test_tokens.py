@@ -16,7 +16,7 @@ from rankfold.data.text import Text
 from rankfold.data.tokens import Tokens, check_vocabulary, encode, load_tokens, pack
 from rankfold.data.windows import shown
 from rankfold.errors import DataError, OptionError
-from rankfold.models.dense_model import open_model
+from rankfold.models.opening import open_model
 
 
 def characters(text: str, return_tensors: str, verbose: bool = True, add_special_tokens: bool = True):

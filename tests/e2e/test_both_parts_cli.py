@@ -82,9 +82,11 @@ def test_a_calibration_for_each(run, place):
     record = json.loads((place / "each" / "rankfold.json").read_text())
     assert [one["calibration"]["source"] for one in (record["before"], record)] == ["images", "text.txt"]
     assert "--calibration vision=images --calibration language=text.txt" in record["command"]
-    source = rankfold.open_model(place / "llava", device="cpu", part="vision")
+    source = rankfold.open_model(place / "llava", device="cpu", component="vision")
     method = rankfold.MoDeGPT(sparsity=0.2, multiple=2)
-    small = rankfold.compress(source, method, rankfold.load_images(place / "images", source, samples=12))
+    small = rankfold.compress(
+        source, method=method, calibration=rankfold.load_images(place / "images", source, samples=12)
+    ).model
     both = rankfold.load(place / "each", device="cpu").state_dict()
     for name, tensor in small.state_dict().items():
         assert "vision_tower" not in name or (both[name] == tensor).all(), name

@@ -30,9 +30,9 @@ def command(
     model = o.at_revision(model, revision)
     from .. import pipeline
     from .._utils.stopwatch import timed_run
-    from ..models.dense_model import open_model
+    from ..models.opening import open_model
 
-    source = open_model(model, dtype=dtype, device=device, part=part)
+    source = open_model(model, dtype=dtype, device=device, component=part)
     tokens = text.load(source)
     with timed_run() as stopwatch:
         store = pipeline.calibrate(source, tokens, output)

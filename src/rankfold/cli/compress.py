@@ -53,17 +53,16 @@ def command(
     from ..calibration.store import MomentStore
     from ..compression.duration import timed
     from ..compression.validate_spec import validated
-    from ..models.dense_model import open_model
-    from ..report.record import read_record
+    from ..models.opening import open_model
 
     for method in [chosen] if parts is None else chosen.values():
-        pipeline.check_mode(method, mode, moments is not None)
+        pipeline.check_mode(method, mode, stored=moments is not None)
     if output is not None and not dry_run:
         check_output(output)
     if parts is not None:
         return _both(model, chosen, text, None if dry_run else output, mode, dtype, device, json)
     store = MomentStore.open(moments) if moments else None
-    source = validated(open_model(model, dtype=dtype, device=device, part=part))
+    source = validated(open_model(model, dtype=dtype, device=device, component=part))
     chosen.supported_modules(source.architecture, source.meta_block(0))
     tokens = None if store else text.load(source)
 
@@ -78,8 +77,8 @@ def command(
         plan = with_time(plan)
         c.console().print(plan.table(), plan.summary())
 
-    folder = pipeline.compress(source, chosen, tokens, output, moments=store, mode=mode, on_plan=announce)
-    record = read_record(folder)
+    done = pipeline.compress(source, chosen, tokens, output, moments=store, mode=mode, on_plan=announce)
+    folder, record = done.output, done.record
     result = c.result_of(record)
     stock = exported_as_stock(folder, record)
     result |= {"stock": stock} if stock else {}
@@ -94,7 +93,7 @@ def command(
 
 def _both(model, methods, text, output: Path | None, mode: str, dtype: str, device: str, json: bool) -> None:
     """Each part with its own sparsity; without an output, the plans."""
-    from ..components import compress_parts
+    from ..components import compress_components
     from ..compression.duration import timed
 
     if output is None:
@@ -105,5 +104,5 @@ def _both(model, methods, text, output: Path | None, mode: str, dtype: str, devi
         c.console().print(plan.table(), plan.summary())
 
     # No name is kept of what is opened: it goes when its part is done.
-    compress_parts(opened_parts(model, methods, text, dtype, device), output, mode=mode, on_plan=announce)
+    compress_components(opened_parts(model, methods, text, dtype, device), output, mode=mode, on_plan=announce)
     show_parts(output, json)

@@ -60,10 +60,10 @@ def opened_parts(
     """Each part of a model, what is done to it, and what it is calibrated on."""
     from ..architectures import PARTS
     from ..compression.validate_spec import validated
-    from ..models.dense_model import open_model
+    from ..models.opening import open_model
 
     texts = text.of_parts([name for name in PARTS if name in methods])
-    sources = [validated(open_model(model, dtype=dtype, device=device, part=name)) for name in texts]
+    sources = [validated(open_model(model, dtype=dtype, device=device, component=name)) for name in texts]
     for source in sources:
         methods[source.part.name].supported_modules(source.architecture, source.meta_block(0))
     return [(source, methods[source.part.name], texts[source.part.name].load(source)) for source in sources]

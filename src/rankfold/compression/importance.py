@@ -12,9 +12,11 @@ from ..architectures import BlockView
 from ..calibration.backward import sweep, windows_for
 from ..calibration.gradients import gradient_observers, widest
 from ..calibration.moments import BlockMoments
+from ..calibration.providers import DenseMoments, HiddenStates, MomentProvider
+from ..calibration.runner import Stream
 from ..calibration.statistics import STATISTICS
 from ..calibration.store import MomentStore
-from ..checkpoint.run import Run
+from ..checkpoint.run import RunFolder
 from ..data.tokens import Tokens
 from ..errors import OptionError, UnsupportedModelError
 from ..methods import BLOCK, Method
@@ -31,7 +33,9 @@ __all__ = [
     "ON_TEXT",
     "available",
     "gradients_of",
+    "moment_provider",
     "needed",
+    "needs_text",
     "of_dense",
     "scores_of",
     "shared_of",
@@ -53,9 +57,22 @@ def statistics_of(source: DenseModel, method: Method) -> set[str]:
     return set().union(*(method.statistics(source.meta_block(i)) for i in range(len(source))))  # layers differ in kind
 
 
+def moment_provider(source: DenseModel, method: Method, stream: Stream, mode: str) -> MomentProvider:
+    """Return what measures the blocks of a compression, on a stream in front of the first one."""
+    if mode == "one-pass":
+        return DenseMoments(stream)
+    two = any(STATISTICS[name].two_streams for name in statistics_of(source, method))
+    return HiddenStates(stream, stream.copy() if two else None)
+
+
 def needed(source: DenseModel, method: Method) -> set[str]:
     """Statistics that planning and decomposing with this method read."""
     return statistics_of(source, method) | of_dense(source, method)
+
+
+def needs_text(method: Method) -> bool:
+    """Tell whether planning with this method reads text itself, which moments do not hold."""
+    return method.allocation in ON_TEXT
 
 
 def of_dense(source: DenseModel, method: Method) -> set[str]:
@@ -93,7 +110,7 @@ def scores_of(
     choices: Choices,
     moments: MomentStore | None = None,
     tokens: Tokens | None = None,
-    run: Run | None = None,
+    run: RunFolder | None = None,
     gradients: MomentStore | None = None,
 ):
     """What the allocation of a method goes by.
@@ -145,7 +162,7 @@ def _outliers(view: BlockView, energies: Tensor, factor: float) -> float:
 
 
 def gradients_of(
-    source: DenseModel, method: Method, tokens: Tokens | None, run: Run | None = None
+    source: DenseModel, method: Method, tokens: Tokens | None, run: RunFolder | None = None
 ) -> MomentStore | None:
     """Statistics of one backward pass through the dense model, where the method reads any; kept with the run while it lasts.
 
@@ -183,7 +200,7 @@ def _check_predicts(source: DenseModel, what: str) -> None:
 
 
 def _costs(
-    source: DenseModel, method: Method, choices: Choices, tokens: Tokens | None, run: Run | None, gradients
+    source: DenseModel, method: Method, choices: Choices, tokens: Tokens | None, run: RunFolder | None, gradients
 ) -> Costs:
     """What every rank would cost; kept with the run, so that going on finds the same ranks."""
     if tokens is None:

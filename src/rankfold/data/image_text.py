@@ -115,7 +115,7 @@ def load_examples(
     if not rows:
         raise DataError(f"{place} has no rows; give one with text and images")
     chosen, fitted = some_of(name, "examples", rows, samples, seed)
-    maker = source.processor if processor is None else processor
+    maker = source.processors.processor if processor is None else processor
     examples = tuple(_example(row, maker, source) for row in chosen)
     origin, draw = (hub.origin, hub.draw) if hub else (origin_of(place), Examples.draw)
     facts = {"field": None if field == "text" else field, "wanted": samples}

@@ -89,7 +89,7 @@ def load_images(
         raise OptionError(f"samples must be >= 1, got {samples}")
     found = _find(str(name), field, samples + _held_out_of(samples), seed)
     chosen, fitted = some_of(found.name, "images", found.readers, samples, seed, _held_out_of)
-    processor = source.image_processor if processor is None else processor
+    processor = source.processors.image_processor if processor is None else processor
     images = (_examples if source.part.packed else _pixels)(chosen, processor)
     held_out = images[fitted:] if fitted < len(images) else None
     patches = length_of(images[:fitted], source.part)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .._utils.progress import track
 from ..architectures import FIXED_ROTARY, AttentionView
-from ..checkpoint.run import as_written
+from ..checkpoint.blocks import as_written
 from ..compression.verify import Probe
 from ..errors import UnsupportedModelError
 from ..models.dense_model import DenseModel

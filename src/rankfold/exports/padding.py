@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..architectures import AttentionView, BlockView, Dense, ExpertsView, MLPView
-from ..checkpoint.run import as_written
+from ..checkpoint.blocks import as_written
 from ..errors import UnsupportedModelError
 from ..linalg.padding import pad_units, scatter_heads
 from .reading import Heads, read_heads, read_rising
