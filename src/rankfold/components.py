@@ -89,8 +89,8 @@ def _compress_in_turn(components: list[_Given], output: Path, mode: str, on_plan
         components.clear()
         with timed_run():
             source = _opened_again(place, last.source)
-            run = CompressionRun(source, last.method, last.tokens, None, mode, folder.identity)
-            return run(_with_source(on_plan, source), folder)
+            run = CompressionRun(source, *last[1:], None, folder.identity, folder)
+            return run.carry_out(_with_source(on_plan, source))
 
 
 def _in_order(components: Iterable[tuple[DenseModel, Method | str, Tokens]]) -> list[_Given]:

@@ -7,6 +7,7 @@
 Every step that knows a model family, a method or a file format lives elsewhere.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -127,53 +128,29 @@ def compress(
 ) -> CompressionResult:
     """Compress an open model; arguments as for :func:`rankfold.compress`, each in its final form."""
     mode = check_request(method, tokens, moments, mode, output)
-    run = CompressionRun(validated(source), method, tokens, moments, mode)
-    if output is None:
-        return run(on_plan)
-    folder = RunFolder(output, run.identity)
-    with folder.working():
-        return run(on_plan, folder)
+    calibration = tokens.describe() if tokens else moments.identity["tokens"]
+    identity = run_identity(validated(source), method, calibration, mode)
+    folder = RunFolder(output, identity) if output is not None else None
+    with folder.working() if folder else contextlib.nullcontext():
+        return CompressionRun(source, method, tokens, moments, identity, folder).carry_out(on_plan)
 
 
+@dataclasses.dataclass
 class CompressionRun:
-    """One compression of an open model: measure, plan, compress every block, finish.
+    """One compression of an open model: measure, plan, compress every block, finish."""
 
-    Args:
-        source: the dense model; it is not changed.
-        method: what is done to it.
-        tokens: calibration windows; ``None`` where there are moments.
-        moments: of the dense model.
-        mode: ``sequential`` or ``one-pass``.
-        identity: what the run is known by, where that is more than what is given here.
-    """
-
-    def __init__(
-        self,
-        source: DenseModel,
-        method: Method,
-        tokens: Tokens | None,
-        moments: MomentStore | None,
-        mode: str,
-        identity: dict | None = None,
-    ):
-        self.source, self.method, self.tokens, self.moments, self.mode = source, method, tokens, moments, mode
-        self.calibration = tokens.describe() if tokens else moments.identity["tokens"]
-        self.identity = identity or run_identity(source, method, self.calibration, mode)
-        self.folder: RunFolder | None = None
+    source: DenseModel
+    method: Method
+    tokens: Tokens | None
+    moments: MomentStore | None  # in place of tokens
+    identity: dict
+    folder: RunFolder | None = None  # held by this process, perhaps with blocks of an earlier run
 
     @one_run()
-    def __call__(
-        self, on_plan: Callable[[Plan], None] | None = None, folder: RunFolder | None = None
-    ) -> CompressionResult:
-        """Carry out all steps.
-
-        Args:
-            on_plan: called with the plan before any block is compressed.
-            folder: held by this process, perhaps with blocks of an earlier run; ``None``: the model stays in memory.
-        """
-        self.folder = folder
-        if folder and folder.complete:  # what an earlier process could not rename any more
-            return CompressionResult.of_folder(folder.publish(), device=str(self.source.device))
+    def carry_out(self, on_plan: Callable[[Plan], None] | None = None) -> CompressionResult:
+        """Take all steps; what is planned is shown before a block is compressed."""
+        if self.folder and self.folder.complete:  # what an earlier process could not rename any more
+            return CompressionResult.of_folder(self.folder.publish(), device=str(self.source.device))
         self.measure()
         self.plan()
         if on_plan:
@@ -191,12 +168,12 @@ class CompressionRun:
         check(self.choices, method)  # what cannot be reached is said at once
         self.gradients = gradients_of(source, method, self.tokens, self.folder)
         if moments is None and (first := of_dense(source, method)):
-            statistics = needed(source, method) if self.mode == "one-pass" else first
+            statistics = needed(source, method) if self.identity["mode"] == "one-pass" else first
             moments = calibrate(source, self.tokens, self.folder and self.folder.moments, statistics=statistics)
         self.shared = shared_of(source, method, moments)
         text = (self.tokens, self.folder, self.gradients) if method.allocation in ON_TEXT else ()
         self.scores = scores_of(source, method, self.choices, moments, *text)
-        if moments and self.mode == "one-pass":
+        if moments and self.identity["mode"] == "one-pass":
             moments.check(source, statistics_of(source, method))
             self.moments = moments
 
@@ -207,31 +184,25 @@ class CompressionRun:
         if for_stock is not None:
             allocated = allocated._replace(facts=allocated.facts | {"divergence_for_stock": for_stock})
         self.ranks = allocated.ranks
-        self.planned = build_plan(self.source, self.method, allocated, {}, self.calibration)
+        self.planned = build_plan(self.source, self.method, allocated, {}, self.identity["calibration"])
 
     def compress_blocks(self) -> None:
         """Compress one block after the other; a finished one of an earlier run is read back."""
         source, kept = self.source, kept_blocks(self.ranks, len(self.source))
-        self.context = RunContext(
-            source,
-            self.method,
-            self._provider(),
-            follow_held_out(source, self.tokens.held_out if self.tokens else self.moments.held_out, self.mode),
-            self.gradients,
-            self.shared,
-        )
+        held_out = follow_held_out(source, (self.tokens or self.moments).held_out, self.identity["mode"])
+        self.context = RunContext(source, self.method, self._provider(), held_out, self.gradients, self.shared)
         self.probes = follow_probe_texts(source)
         self.writer = FolderWriter(source, self.folder, kept) if self.folder else MemoryWriter(source, kept)
         self.blocks: list[BlockResult] = []
         read, basis = BlockReader(source), None
-        for index in track(range(len(source)), "compressing", note=self.context.held_out.so_far):
+        for index in track(range(len(source)), "compressing", note=held_out.so_far):
             block, basis = self._compress_block(read, index, basis)
             self.blocks.append(block)
 
     def _provider(self) -> MomentProvider:
         if self.moments:
             return StoredMoments(self.moments)
-        return moment_provider(self.source, self.method, _start(self.source, self.tokens), self.mode)
+        return moment_provider(self.source, self.method, _start(self.source, self.tokens), self.identity["mode"])
 
     def _compress_block(self, read: BlockReader, index: int, basis: Tensor | None) -> tuple[BlockResult, Tensor | None]:
         """Measure, decompose, replace and keep one block, or take it from an earlier run; then move on.

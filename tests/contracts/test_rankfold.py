@@ -275,7 +275,7 @@ def test_moments_and_one_pass_are_refused_with_what_to_do():
     source = opened("llama")
     store = rankfold.calibrate(source, tokens())
     for how in ({"moments": store}, {"calibration": tokens(), "mode": "one-pass"}):
-        with pytest.raises(OptionError, match="takes text and mode sequential.*--method modegpt"):
+        with pytest.raises(OptionError, match="takes text and mode sequential.*method='modegpt'"):
             rankfold.compress(source, method=method_for("llama"), **how)
     with pytest.raises(OptionError, match="compares predictions on text"):
         rankfold.compress(source, method=rankfold.MoDeGPT(allocation="measured", multiple=2), moments=store)
