@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from . import exports, pipeline
 from ._utils.arguments import typed
@@ -192,7 +193,7 @@ def calibrate(
 
 @typed
 def export(
-    model: str | Path | nn.Module | CompressionResult,
+    model: str | Path | PreTrainedModel | CompressionResult,
     output: str | Path,
     format: str = "stock",
     *,

@@ -1,5 +1,6 @@
 """Loading what :mod:`.run` wrote."""
 
+import copy
 import functools
 from pathlib import Path
 
@@ -122,13 +123,12 @@ def empty_model(config, attention: str | None = None, dtype=None) -> PreTrainedM
 def assemble(source, config, blocks: dict[str, Tensor]) -> PreTrainedModel:
     """A compressed model in memory: the source's outer tensors around the given block tensors."""
     model = empty_model(config, source.model.config._attn_implementation)
-    state = source.outer_state() | {
-        name: t.to("cpu", source.dtype) if t.is_floating_point() else t for name, t in blocks.items()
-    }
+    outer = {name: tensor.clone() for name, tensor in source.outer_state().items()}  # the caller may hold the source
+    state = outer | {name: t.to("cpu", source.dtype) if t.is_floating_point() else t for name, t in blocks.items()}
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     if hasattr(source.model, "generation_config"):  # encoders have none
-        model.generation_config = source.model.generation_config
+        model.generation_config = copy.deepcopy(source.model.generation_config)
     if described(config) is not None:
         attach(model, described(config))
     return model.to(source.device)

@@ -1,5 +1,6 @@
 """The run record: one JSON with everything a number depends on."""
 
+import json
 import os
 import platform
 import sys
@@ -139,7 +140,7 @@ def run_record(source, description: dict, folder: str, plan, reports: dict) -> d
     estimates = {"seconds": plan.seconds, "peak_memory_bytes": plan.peak_memory_bytes}
     measurements = {"peak_memory_bytes": peak_memory_bytes(), "estimated": estimates}
     planned = {key: value for key, value in plan.to_dict().items() if key not in {*estimates, "calibration"}}
-    return {
+    record = {
         **description,
         "command": reproduce_command({**description, "plan": planned}, folder),
         "versions": versions(),
@@ -147,3 +148,4 @@ def run_record(source, description: dict, folder: str, plan, reports: dict) -> d
         "blocks": reports,
         "run": measurements | environment(source.device),
     }
+    return json.loads(json.dumps(record))  # as it will be read
