@@ -14,7 +14,7 @@ from pathlib import Path
 
 import common
 import domains
-from rankfold import Tokens, compress, load_tokens, make_method
+from rankfold import CalibrationData, compress, load_calibration, make_method
 
 CALIBRATIONS = {
     "c4": ("c4",),
@@ -67,7 +67,7 @@ def main() -> None:
     common.say(f"wrote {common.shown(str(args.json))}")
 
 
-def drawn(calibration: str, source, args) -> Tokens:
+def drawn(calibration: str, source, args) -> CalibrationData:
     """Windows of one text or of several in equal shares."""
     documents = common.data_file(args.data, "calibration/c4_demo.jsonl").read_text(encoding="utf-8").splitlines()
     with tempfile.TemporaryDirectory() as folder:
@@ -75,7 +75,7 @@ def drawn(calibration: str, source, args) -> Tokens:
         part.write_text("\n".join(documents[: domains.DOCUMENTS]), encoding="utf-8")
         names = {"c4": str(part), "wikitext2": str(common.data_file(args.data, "text/wikitext2-valid.tokens"))}
         texts = [names.get(name, name) for name in CALIBRATIONS[calibration]]
-        return load_tokens(texts, source, samples=args.samples, length=args.length, seed=args.seed)
+        return load_calibration(texts, source, num_samples=args.samples, max_length=args.length, seed=args.seed)
 
 
 def table(record: dict) -> list[str]:

@@ -19,7 +19,7 @@ import torch
 import transformers
 from torch import nn
 
-from rankfold import DenseModel, Tokens, load_tokens, open_model, perplexity
+from rankfold import CalibrationData, DenseModel, load_calibration, open_model, perplexity
 from rankfold._utils.files import read_json, write_json
 from rankfold.data.text import read_text
 from rankfold.errors import NumericsError
@@ -235,8 +235,10 @@ def text_name(path: Path, form: str = "plain") -> str:
     return f"wikitext2:{path}" if form == "rows" else str(path)
 
 
-def calibration(source: DenseModel, path: Path, args: argparse.Namespace, form: str = "plain") -> Tokens:
-    return load_tokens(text_name(path, form), source, samples=args.samples, length=args.length, seed=args.seed)
+def calibration(source: DenseModel, path: Path, args: argparse.Namespace, form: str = "plain") -> CalibrationData:
+    return load_calibration(
+        text_name(path, form), source, num_samples=args.samples, max_length=args.length, seed=args.seed
+    )
 
 
 def windows(source: DenseModel, path: Path, length: int, form: str = "plain") -> torch.Tensor:
@@ -276,16 +278,22 @@ def describe_model(source: DenseModel) -> dict:
 
 
 def describe_tokens(ids: torch.Tensor, path: Path | str, seed: int | None = None) -> dict:
-    facts = Tokens(ids, shown(str(path)), "", seed or 0).describe()
+    facts = CalibrationData(ids, shown(str(path)), "", seed or 0).describe()
     leave = {"origin", "draw", "held_out"} | ({"seed"} if seed is None else set())
-    return {key: value for key, value in facts.items() if key not in leave}
+    return {key: value for key, value in as_recorded(facts).items() if key not in leave}
+
+
+def as_recorded(description: dict) -> dict:
+    """Return a description of calibration data with the keys of the files in results."""
+    names = {"num_samples": "samples", "max_length": "length"}
+    return {names.get(key, key): value for key, value in description.items()}
 
 
 def evaluation(source: DenseModel, windows, args: argparse.Namespace) -> Evaluation:
     return Evaluation(windows, source.autocast if args.evaluate_in == "autocast" else None)
 
 
-def protocol(source: DenseModel, on: Evaluation, tokens: Tokens, texts: list[Path | str]) -> dict:
+def protocol(source: DenseModel, on: Evaluation, tokens: CalibrationData, texts: list[Path | str]) -> dict:
     """The configuration of a table of perplexity.
 
     Args:

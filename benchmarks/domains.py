@@ -15,7 +15,7 @@ import torch
 
 import common
 from perplexity_table import ABLATIONS
-from rankfold import Tokens, compress, make_method, perplexity
+from rankfold import CalibrationData, compress, make_method, perplexity
 from rankfold.data.text import Text
 from rankfold.data.tokens import encode, pack
 
@@ -68,7 +68,7 @@ def main() -> None:
     common.say(f"wrote {common.shown(str(args.json))}")
 
 
-def read(source, args) -> tuple[Tokens, dict[str, torch.Tensor]]:
+def read(source, args) -> tuple[CalibrationData, dict[str, torch.Tensor]]:
     """Calibration windows, and evaluation windows by text."""
     c4 = common.data_file(args.data, "calibration/c4_demo.jsonl")
     documents = [json.loads(line)["text"] for line in c4.read_text(encoding="utf-8").splitlines()]
@@ -77,7 +77,9 @@ def read(source, args) -> tuple[Tokens, dict[str, torch.Tensor]]:
         ids_of(source, documents[:DOCUMENTS]), samples=args.samples + kept_out, length=args.length, seed=args.seed
     )
     held_out = drawn[args.samples :].contiguous()
-    tokens = Tokens(drawn[: args.samples].contiguous(), "c4_demo.jsonl", "first 200 documents", args.seed, held_out)
+    tokens = CalibrationData(
+        drawn[: args.samples].contiguous(), "c4_demo.jsonl", "first 200 documents", args.seed, held_out
+    )
     rest = ids_of(source, documents[DOCUMENTS:])
     texts = {"c4_demo.jsonl, rest": rest[: rest.numel() // args.length * args.length].view(-1, args.length)[::4]}
     for name in ("wikitext2-test.tokens", "tinystories_val_sample.txt"):

@@ -24,7 +24,7 @@ import common
 import latent_table
 import picture_model
 import pictures
-from rankfold import compress, load_examples, load_images, make_method, open_model
+from rankfold import compress, load_calibration, make_method, open_model
 from rankfold.errors import NumericsError, OptionError
 
 LATENT = tuple(latent_table.METHODS)[:8]  # the rows of the paper's table and what leads from one to the next
@@ -65,7 +65,9 @@ def main() -> None:
     source = opened(args.work / "model")
     source.model = source.whole_model()  # asked as it is, too
     source.weights = None
-    examples = {name: load_examples(args.work / f"{name}.jsonl", source, samples=n) for name, n in SAMPLES.items()}
+    examples = {
+        name: load_calibration(args.work / f"{name}.jsonl", source, num_samples=n) for name, n in SAMPLES.items()
+    }
     asked = test_questions()
     tests = batches_of(asked, AutoProcessor.from_pretrained(args.work / "model"))
     record = common.Record(args.json, protocol(source, examples, asked), DEFINITIONS, resume=True)
@@ -93,7 +95,7 @@ def protocol(source, examples: dict, asked: list) -> dict:
         "language": picture_model.READS,
         "training": picture_model.TRAINING,
         "calibration": {
-            name: {key: value for key, value in some.describe().items() if key not in leave}
+            name: {key: value for key, value in common.as_recorded(some.describe()).items() if key not in leave}
             for name, some in examples.items()
         },
         "questions": {kind: len(found) for kind, found in answers.items()},
@@ -133,7 +135,7 @@ def tower(work: Path, name: str, sparsity: float) -> Path:
     if not folder.exists():
         folder.parent.mkdir(exist_ok=True)
         source = opened(work / "model", "vision")
-        images = load_images(work / "pairs.jsonl", source, samples=SAMPLES["pairs"])
+        images = load_calibration(work / "pairs.jsonl", source, num_samples=SAMPLES["pairs"])
         compress(source, method=method(name, sparsity), calibration=images, output=folder)
     return folder
 

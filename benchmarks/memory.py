@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 import common
-from rankfold import Tokens, compress, make_method, open_model
+from rankfold import CalibrationData, compress, make_method, open_model
 from rankfold.allocation import tensor_bytes
 from rankfold.calibration.runner import measure, start
 from rankfold.report.record import peak_memory_bytes, process_status
@@ -107,7 +107,7 @@ def worker(args: argparse.Namespace, folder: str, mode: str) -> dict:
     output = compress(
         source,
         method=method,
-        calibration=Tokens(ids, "random", "random", 0),
+        calibration=CalibrationData(ids, "random", "random", 0),
         output=Path(folder) / f"small-{mode}",
         mode=mode,
     ).output

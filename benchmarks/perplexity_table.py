@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass, field
 
 import common
-from rankfold import Tokens, compress, make_method
+from rankfold import CalibrationData, compress, make_method
 from rankfold.evaluation.perplexity import DEFINITION
 
 DEFINITIONS = {
@@ -158,7 +158,7 @@ def halves(source, args):
     windows = common.windows(source, path, args.length)
     half = len(windows) // 2
     fit = half - max(1, min(8, half // 9))  # as many are kept out of the fit as `load_tokens` would keep
-    tokens = Tokens(
+    tokens = CalibrationData(
         windows[:fit].contiguous(),
         path.name,
         f"{path.name}, first half",
@@ -168,7 +168,7 @@ def halves(source, args):
     return tokens, windows[half:], [f"{path}, first half", f"{path}, second half"]
 
 
-def run(record, name: str, setting: Setting, sparsity: float, source, tokens: Tokens, on) -> None:
+def run(record, name: str, setting: Setting, sparsity: float, source, tokens: CalibrationData, on) -> None:
     own = {"modules": dict.fromkeys(setting.modules, sparsity)} if setting.modules else {"sparsity": sparsity}
     method = make_method(setting.method, **setting.options, **own)
     begin = time.perf_counter()

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 import common
-from rankfold import Tokens, compress, load_tokens, make_method, perplexity
+from rankfold import CalibrationData, compress, load_calibration, make_method, perplexity
 
 CALIBRATED = (
     "argparse ast bdb calendar cmd configparser csv dataclasses datetime difflib doctest enum fractions ftplib "
@@ -59,13 +59,15 @@ def main() -> None:
         for name in args.only:
             if name not in record:
                 shares = {str(fitted[text]): share for text, share in CALIBRATIONS[name].items()}
-                tokens = load_tokens(shares, source, samples=args.samples, length=args.length, seed=args.seed)
+                tokens = load_calibration(
+                    shares, source, num_samples=args.samples, max_length=args.length, seed=args.seed
+                )
                 record.add(name, **measured(source, args, tokens, windows))
                 common.say(f"{name}: {record.value['rows'][-1]['perplexity']}")
     common.say(f"wrote {common.shown(str(args.json))}")
 
 
-def measured(source, args, tokens: Tokens, windows: dict) -> dict:
+def measured(source, args, tokens: CalibrationData, windows: dict) -> dict:
     """What the run says, and what whole texts say."""
     model = compress(source, method=make_method(args.method, sparsity=args.sparsity), calibration=tokens).model
     found = model.config.quantization_config.fields

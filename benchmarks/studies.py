@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import common
 from perplexity_table import halves
-from rankfold import Tokens, compress, make_method
+from rankfold import CalibrationData, compress, make_method
 
 SPARSITY = 0.3
 DEFAULT, FORMS = "rankfold", "modegpt, the paper's module forms, our ridge"
@@ -119,7 +119,7 @@ def main() -> None:
             measure(record, name, run, source, tokens, on)
 
 
-def measure(record: common.Record, name: str, run: Run, source, tokens: Tokens, on) -> None:
+def measure(record: common.Record, name: str, run: Run, source, tokens: CalibrationData, on) -> None:
     method = make_method(run.method, **run.options)
     some = replace(tokens, ids=tokens.ids[: run.windows])
     begin, plans = time.perf_counter(), []

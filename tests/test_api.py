@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 
+import datasets
 import pytest
 import torch
 import transformers as t
@@ -51,6 +52,25 @@ def test_every_kind_of_model_gives_the_same_result(place, in_memory, tmp_path):
     assert results[-1].record == read_record(tmp_path / "out")
     assert first.record.keys() == results[-1].record.keys()
     assert first.record["held_out"] == results[-1].record["held_out"]
+
+
+@pytest.mark.parametrize("kind", ["model in memory", "folder", "id tensor", "list of texts", "dataset"])
+def test_the_first_guesses_of_a_user_work(kind, place, in_memory):
+    rows = [(place / "text.txt").read_text()[begin : begin + 800] for begin in range(0, 16000, 800)]
+    words = t.AutoTokenizer.from_pretrained(place / "model")
+    model, calibration, more = {
+        "model in memory": (in_memory, str(place / "text.txt"), {"tokenizer": words}),
+        "folder": (str(place / "model"), str(place / "text.txt"), {}),
+        "id tensor": (in_memory, IDS, {}),
+        "list of texts": (in_memory, rows, {"tokenizer": words}),
+        "dataset": (place / "model", datasets.Dataset.from_dict({"text": rows}), {}),
+    }[kind]
+    drawn = {} if kind == "id tensor" else {"num_samples": 8, "max_length": 32}
+    result = rankfold.compress(model, sparsity=0.3, calibration=calibration, multiple=2, **more, **drawn)
+    assert isinstance(result, rankfold.CompressionResult) and result.output is None
+    assert result.model.num_parameters() == result.plan.parameters_after < result.plan.parameters
+    assert result.record["method"] == "rankfold" and result.record["calibration"]["tokens"] > 0
+    assert torch.isfinite(result.model(some_ids()).logits).all()
 
 
 def test_the_model_that_is_given_is_not_changed(in_memory):
@@ -110,7 +130,9 @@ def test_a_finished_run_that_lacked_its_name_gives_the_same_plan(place, tmp_path
         rankfold.compress(place / "model", **given)
     result = rankfold.compress(place / "model", **given)
     assert len(plans) == 1, "nothing was planned again"
-    assert json.loads(json.dumps(dataclasses.asdict(result.plan))) == json.loads(json.dumps(dataclasses.asdict(plans[0])))
+    assert json.loads(json.dumps(dataclasses.asdict(result.plan))) == json.loads(
+        json.dumps(dataclasses.asdict(plans[0]))
+    )
 
 
 def test_moments_take_the_place_of_calibration(place, tmp_path):

@@ -107,7 +107,7 @@ def small(tmp_path_factory) -> Path:
     rankfold.compress(
         source,
         method=rankfold.MoDeGPT(sparsity=0.3, multiple=2),
-        calibration=rankfold.Tokens(ids, "random", "test", 0),
+        calibration=rankfold.CalibrationData(ids, "random", "test", 0),
         output=folder / "small",
     )
     return folder / "small"

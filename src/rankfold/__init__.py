@@ -27,9 +27,6 @@ if TYPE_CHECKING:
         export,
         load,
         load_calibration,
-        load_examples,
-        load_images,
-        load_tokens,
         make_method,
         open_model,
         perplexity,
@@ -38,27 +35,23 @@ if TYPE_CHECKING:
     )
     from .calibration.store import MomentStore
     from .compression.result import CompressionResult
-    from .data.image_text import Examples
-    from .data.images import Images
-    from .data.tokens import Tokens
+    from .data.calibration_data import CalibrationData
     from .exports import Exported
     from .methods import LatentLLM, MoDeGPT, Rankfold, method_names
     from .models.dense_model import DenseModel
     from .report.plan import Plan
 
 __all__ = [
+    "CalibrationData",
     "CompressionResult",
     "DenseModel",
-    "Examples",
     "Exported",
-    "Images",
     "LatentLLM",
     "MoDeGPT",
     "MomentStore",
     "Plan",
     "Rankfold",
     "RankfoldError",
-    "Tokens",
     "__version__",
     "calibrate",
     "compress",
@@ -67,9 +60,6 @@ __all__ = [
     "export",
     "load",
     "load_calibration",
-    "load_examples",
-    "load_images",
-    "load_tokens",
     "make_method",
     "method_names",
     "open_model",
@@ -79,17 +69,15 @@ __all__ = [
 ]
 
 _CLASSES = {
+    "CalibrationData": ".data.calibration_data",
     "CompressionResult": ".compression.result",
-    "Examples": ".data.image_text",
     "Exported": ".exports",
-    "Images": ".data.images",
     "LatentLLM": ".methods",
     "MoDeGPT": ".methods",
     "MomentStore": ".calibration.store",
     "Plan": ".report.plan",
     "Rankfold": ".methods",
     "DenseModel": ".models.dense_model",
-    "Tokens": ".data.tokens",
     "method_names": ".methods",
 }
 __getattr__, __dir__ = importing(

@@ -24,9 +24,8 @@ from .components import compress_components
 from .compression.importance import needs_text
 from .compression.result import CompressionResult
 from .compression.validate_spec import validated
-from .data.image_text import load_examples
-from .data.images import load_images
-from .data.tokens import Tokens, load_tokens
+from .data.calibration_data import CalibrationData
+from .data.load import load_calibration
 from .errors import OptionError, check_choice
 from .evaluation import perplexity as evaluation
 from .evaluation.text import evaluate_text
@@ -44,9 +43,6 @@ __all__ = [
     "export",
     "load",
     "load_calibration",
-    "load_examples",
-    "load_images",
-    "load_tokens",
     "make_method",
     "open_model",
     "perplexity",
@@ -100,7 +96,7 @@ def compress(
             B.2). ``one-pass``: all blocks are measured on the dense model.
         num_samples, max_length, seed: of the calibration set.
         on_plan: called with the plan before any block is compressed.
-        tokenizer, component, dtype, device, revision: of the model, see :func:`open_model`.
+        tokenizer, component, dtype, device, revision: of the model, see :func:`open_model`; a processor goes in as tokenizer.
         options: of a method that is given by name, such as ``modules=("mlp", "vo")``.
 
     Returns:
@@ -116,7 +112,7 @@ def compress(
         calibration = DEFAULT_TEXT
     pipeline.check_request(method, calibration, moments, mode, output)
     moments, source = _stored(moments), _opened(model, tokenizer, component, dtype, device, revision)
-    tokens = _loaded(calibration, source, num_samples, max_length, seed)
+    tokens = _loaded(calibration, source, tokenizer, num_samples, max_length, seed)
     return pipeline.compress(source, method, tokens, output, moments=moments, mode=mode, on_plan=on_plan)
 
 
@@ -151,7 +147,7 @@ def plan(
     moments, source = _stored(moments), _opened(model, tokenizer, component, dtype, device, revision)
     if calibration is None and moments is None and needs_text(method):
         calibration = DEFAULT_TEXT
-    tokens = _loaded(calibration, source, num_samples, max_length, seed)
+    tokens = _loaded(calibration, source, tokenizer, num_samples, max_length, seed)
     return pipeline.plan(source, method, tokens, moments=moments)
 
 
@@ -187,7 +183,7 @@ def calibrate(
         CheckpointError: ``output`` holds something else, or another process writes it.
     """
     source = _opened(model, tokenizer, component, dtype, device, revision)
-    tokens = _loaded(calibration, source, num_samples, max_length, seed)
+    tokens = _loaded(calibration, source, tokenizer, num_samples, max_length, seed)
     return pipeline.calibrate(source, tokens, output, statistics=statistics)
 
 
@@ -219,7 +215,7 @@ def export(
 @typed
 def perplexity(
     model: AnyModel | CompressionResult,
-    windows: Tensor | Tokens,
+    windows: Tensor | CalibrationData,
     *,
     autocast: torch.dtype | None = None,
     dtype: str = "auto",
@@ -249,25 +245,9 @@ def perplexity(
         model = model.whole_model()
     elif isinstance(model, CompressionResult):
         model = model.model
-    return evaluation.perplexity(model, windows.ids if isinstance(windows, Tokens) else windows, autocast=autocast)
-
-
-def load_calibration(
-    data,
-    model: DenseModel,
-    *,
-    tokenizer=None,
-    num_samples: int = 128,
-    max_length: int = 2048,
-    seed: int = 0,
-    text_column: str = "text",
-) -> Tokens:
-    """Load a calibration set."""
-    if isinstance(data, Tokens):
-        return data
-    if isinstance(data, Tensor):
-        return Tokens(data, "given", "token ids", seed)
-    return load_tokens(data, model, samples=num_samples, length=max_length, seed=seed, field=text_column)
+    return evaluation.perplexity(
+        model, windows.ids if isinstance(windows, CalibrationData) else windows, autocast=autocast
+    )
 
 
 def _configured(method: Method | str, sparsity: float | None, options: dict) -> Method:
@@ -304,17 +284,20 @@ def _opened(model: AnyModel, tokenizer, component, dtype, device, revision) -> D
         return validated(
             open_model(model, tokenizer=tokenizer, component=component, dtype=dtype, device=device, revision=revision)
         )
-    given = {"tokenizer": tokenizer, "component": component, "revision": revision}
+    given = {"component": component, "revision": revision}
     given |= {name: None if value == "auto" else value for name, value in {"dtype": dtype, "device": device}.items()}
     if wrong := [name for name, value in given.items() if value is not None]:
         raise OptionError(f"the model is open already, and {', '.join(wrong)} is for opening it; give it to open_model")
-    return model
+    return model if tokenizer is None else model.with_tokenizer(tokenizer)
 
 
-def _loaded(calibration, source: DenseModel, num_samples: int, max_length: int, seed: int) -> Tokens | None:
+def _loaded(
+    calibration, source: DenseModel, tokenizer, num_samples: int, max_length: int, seed: int
+) -> CalibrationData | None:
     """Load a calibration set, unless it is one, or there is none."""
-    if calibration is not None and not isinstance(calibration, Tokens):
-        return load_calibration(calibration, source, num_samples=num_samples, max_length=max_length, seed=seed)
+    if calibration is not None and not isinstance(calibration, CalibrationData):
+        options = {"num_samples": num_samples, "max_length": max_length, "seed": seed}
+        return load_calibration(calibration, source, tokenizer=tokenizer, **options)
     if (num_samples, max_length, seed) != (128, 2048, 0):
         what = "there is no calibration set" if calibration is None else "the calibration set is loaded already"
         raise OptionError(f"{what}, so num_samples, max_length and seed have no say; leave them out")
@@ -345,7 +328,4 @@ evaluate_text, make_method = map(typed, (evaluate_text, make_method))
 load, save = map(typed, (load_model, save_model))
 open_model = typed(open_model, tokenizer=Callable | None)
 # Calibration lies below the models, so its functions cannot name them.
-load_tokens = typed(load_tokens, source=DenseModel)
-load_images = typed(load_images, source=DenseModel, processor=Callable | None)
-load_examples = typed(load_examples, source=DenseModel, processor=Callable | None)
-load_calibration = typed(load_calibration)
+load_calibration = typed(load_calibration, model=DenseModel, tokenizer=Callable | None)

@@ -18,7 +18,8 @@ from .compression.budget import choices
 from .compression.plan import check
 from .compression.result import CompressionResult
 from .compression.validate_spec import validated
-from .data.tokens import Tokens, check_fits
+from .data.calibration_data import CalibrationData
+from .data.tokens import check_fits
 from .errors import OptionError
 from .methods import Method, as_method
 from .models.dense_model import DenseModel
@@ -35,11 +36,11 @@ class _Given(NamedTuple):
 
     source: DenseModel
     method: Method
-    tokens: Tokens
+    tokens: CalibrationData
 
 
 def compress_components(
-    components: Iterable[tuple[DenseModel, Method | str, Tokens]],
+    components: Iterable[tuple[DenseModel, Method | str, CalibrationData]],
     output: str | Path,
     *,
     mode: str = "sequential",
@@ -93,7 +94,7 @@ def _compress_in_turn(components: list[_Given], output: Path, mode: str, on_plan
             return run.carry_out(_with_source(on_plan, source))
 
 
-def _in_order(components: Iterable[tuple[DenseModel, Method | str, Tokens]]) -> list[_Given]:
+def _in_order(components: Iterable[tuple[DenseModel, Method | str, CalibrationData]]) -> list[_Given]:
     """Return them in the order in which they are compressed."""
     found = [_given(component) for component in components]
     names = [given.source.part.name for given in found]
@@ -112,13 +113,13 @@ def _in_order(components: Iterable[tuple[DenseModel, Method | str, Tokens]]) -> 
     return sorted(found, key=lambda given: PARTS.index(given.source.part.name))
 
 
-def _given(component: tuple[DenseModel, Method | str, Tokens]) -> _Given:
+def _given(component: tuple[DenseModel, Method | str, CalibrationData]) -> _Given:
     """Return one component as it was given.
 
     Raises:
         OptionError: it is none.
     """
-    kinds = (DenseModel, Method | str, Tokens)
+    kinds = (DenseModel, Method | str, CalibrationData)
     is_one = isinstance(component, tuple | list) and [*map(isinstance, component, kinds)] == [True] * 3
     if not is_one or len(component) != 3:
         raise OptionError(

@@ -45,7 +45,8 @@ from .compression.probe_texts import follow_probe_texts
 from .compression.replace import in_model_coordinates, passing, replace
 from .compression.result import CompressionResult
 from .compression.validate_spec import validated
-from .data.tokens import Tokens, check_fits, say_if_few
+from .data.calibration_data import CalibrationData
+from .data.tokens import check_fits, say_if_few
 from .errors import OptionError, option
 from .methods import BlockResult, Method
 from .methods.base import check_choice
@@ -63,7 +64,7 @@ __all__ = ["CompressionRun", "calibrate", "check_mode", "check_request", "compre
 
 @one_run()
 def calibrate(
-    source: DenseModel, tokens: Tokens, output: str | Path | None = None, *, statistics: set[str] | None = None
+    source: DenseModel, tokens: CalibrationData, output: str | Path | None = None, *, statistics: set[str] | None = None
 ) -> MomentStore:
     """Measure the second moments of every block in one pass; arguments as for :func:`rankfold.calibrate`."""
     for name in statistics or ():
@@ -78,7 +79,7 @@ def calibrate(
 
 
 def _measure_all(
-    source: DenseModel, tokens: Tokens, statistics: set[str], store: MomentStore, missing: set[int]
+    source: DenseModel, tokens: CalibrationData, statistics: set[str], store: MomentStore, missing: set[int]
 ) -> None:
     stream, read = _start(source, tokens), BlockReader(source)
     for index in track(range(max(missing) + 1), "calibrating"):
@@ -93,7 +94,7 @@ def _measure_all(
 
 @one_run()
 def plan(
-    source: DenseModel, method: Method, tokens: Tokens | None = None, *, moments: MomentStore | None = None
+    source: DenseModel, method: Method, tokens: CalibrationData | None = None, *, moments: MomentStore | None = None
 ) -> Plan:
     """Return what :func:`compress` would do; arguments as for :func:`rankfold.plan`."""
     check_mode(method, method.modes[0], stored=moments is not None)
@@ -119,7 +120,7 @@ def plan(
 def compress(
     source: DenseModel,
     method: Method,
-    tokens: Tokens | None = None,
+    tokens: CalibrationData | None = None,
     output: str | Path | None = None,
     *,
     moments: MomentStore | None = None,
@@ -141,7 +142,7 @@ class CompressionRun:
 
     source: DenseModel
     method: Method
-    tokens: Tokens | None
+    tokens: CalibrationData | None
     moments: MomentStore | None  # in place of tokens
     identity: dict
     folder: RunFolder | None = None  # held by this process, perhaps with blocks of an earlier run
@@ -281,7 +282,7 @@ def check_mode(method: Method, mode: str, *, stored: bool) -> str:
     return mode
 
 
-def _start(source: DenseModel, tokens: Tokens) -> Stream:
+def _start(source: DenseModel, tokens: CalibrationData) -> Stream:
     check_fits(tokens.ids, source)
     say_if_few(tokens.ids, source)
     return start(source, tokens.ids, autocast=source.autocast)

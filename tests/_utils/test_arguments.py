@@ -64,21 +64,16 @@ def good(tmp_path_factory):
         | measuring,
         "compress_components": {"components": [vision, vision], "output": place / "parts", "mode": "sequential"}
         | {"on_plan": None},
-        "evaluate_text": {"model": model, "text": place / "a.txt", "length": 16, "limit": 1, "field": "text"}
+        "evaluate_text": {"model": model, "text": place / "a.txt", "max_length": 16, "limit": 1, "text_column": "text"}
         | {"dtype": "auto", "device": "cpu"},
         "export": {"model": model, "output": place / "out", "format": "stock", "dtype": "auto", "tokenizer": None},
         "load": {"model": model, "dtype": "auto", "device": "cpu"},
-        "load_calibration": {"data": windows, "model": source, "tokenizer": None, "text_column": "text", **drawing},
-        "load_examples": {"path": place / "a.jsonl", "source": source, "samples": 1, "seed": 0, "field": "text"}
-        | {"processor": None},
-        "load_images": {"name": place, "source": source, "samples": 1, "seed": 0, "field": "image", "processor": None},
-        "load_tokens": {
-            "name": place / "a.txt",
-            "source": source,
-            "samples": 1,
-            "length": 16,
-            "seed": 0,
-            "field": "text",
+        "load_calibration": {
+            "data": place / "a.txt",
+            "model": source,
+            "tokenizer": None,
+            "text_column": "text",
+            **drawing,
         },
         "make_method": {"name": "modegpt", "sparsity": 0.3},
         "method_names": {},
@@ -133,13 +128,13 @@ def test_options_of_a_method_of_any_type_are_ours_to_refuse(cls, data):
 @pytest.fixture
 def given(good):
     """Arguments of one compression of an open model."""
-    return {"model": good["load_tokens"]["source"], "method": "modegpt", "calibration": tokens(4)}
+    return {"model": good["load_calibration"]["model"], "method": "modegpt", "calibration": tokens(4)}
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda given: rankfold.load_tokens("a.txt", "/path"), r"source must be an open model \(.*\), got '/path'"),
+        (lambda given: rankfold.load_calibration("a.txt", "/path"), r"model must be an open model \(.*\), got '/path'"),
         (
             lambda given: rankfold.compress(3),
             "model must be a str, a pathlib.Path, a PyTorch module or an open model .*, got '3'",
@@ -179,7 +174,10 @@ def given(good):
         (lambda given: rankfold.calibrate(given["model"], tokens(4), statistics={1}), "must be set of a str or None"),
         (lambda given: rankfold.compress_components([(1, 2)], "x"), "each of the components is an open model"),
         (lambda given: rankfold.compress_components([3], "x"), "components must be iterable of tuple of an open model"),
-        (lambda given: rankfold.load_tokens([3], given["model"]), "sequence of a str or a pathlib.Path"),
+        (
+            lambda given: rankfold.load_calibration([3], given["model"]),
+            "calibration data is the name .*; got list of int",
+        ),
         (
             lambda given: rankfold.perplexity(given["model"], tokens(4), dtype="float16"),
             "dtype and device are of a model that is loaded",
@@ -210,9 +208,9 @@ def test_a_method_may_be_named_or_given(given):
 
 
 def test_a_path_is_as_good_as_its_name(good):
-    source, path = good["load_tokens"]["source"], good["load_tokens"]["name"]
+    source, path = good["load_calibration"]["model"], good["load_calibration"]["data"]
     ways = [path, str(path), [path], {path: 2.0}]
-    first, *others = [rankfold.load_tokens(way, source, samples=2, length=16) for way in ways]
+    first, *others = [rankfold.load_calibration(way, source, num_samples=2, max_length=16) for way in ways]
     assert all(one.describe() == first.describe() and one.ids.equal(first.ids) for one in others)
     asked = {name: value for name, value in good["evaluate_text"].items() if name != "text"}
     one, other = (rankfold.evaluate_text(text=way, **asked) for way in (path, str(path)))

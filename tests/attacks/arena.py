@@ -154,13 +154,18 @@ class Arena:
     def _texts(self, place: Path, rng):
         field, command = rng.choice(FIELDS), rng.choice(["calibrate", "compress", "evaluate"])
         text = hostile_text(place, rng, field)
-        line = [command, *(text.name if word == "text.txt" else word for word in USUAL[command]), "--field", field]
+        line = [
+            command,
+            *(text.name if word == "text.txt" else word for word in USUAL[command]),
+            "--text-column",
+            field,
+        ]
         if command == "evaluate":
             at = line.index("--limit")
             del line[at : at + 2]  # the whole text
 
         def judge() -> str:
-            read = read_text(str(place / text.name), field=field).documents
+            read = read_text(str(place / text.name), column=field).documents
             return "done" if text.rows in (UNKNOWN, read) else "wrong"
 
         return line, text.what, judge

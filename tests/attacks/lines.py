@@ -64,8 +64,8 @@ SOURCES = [
     "vision=~nouser/x",
     "hub:x",
 ]
-SIZES = {"--samples": NUMBERS, "--length": NUMBERS, "--seed": NUMBERS}
-TEXT = {"--calibration": SOURCES, "--field": ["text", "x", ""], **SIZES}
+SIZES = {"--num-samples": NUMBERS, "--max-length": NUMBERS, "--seed": NUMBERS}
+TEXT = {"--calibration": SOURCES, "--text-column": ["text", "x", ""], **SIZES}
 ANY = {
     "--dtype": ["auto", "float32", "bfloat16", "float16", "int8", ""],
     "--device": ["cpu", "tpu", ""],
@@ -81,7 +81,13 @@ OPTIONS = {
     "plan": SHARED | TEXT | ANY | {"-o": NAMES},
     "calibrate": TEXT | ANY | {"-o": NAMES},
     "evaluate": ANY
-    | {"--text": NAMES, "--length": NUMBERS, "--limit": NUMBERS, "--field": ["text", "x"], "--batch-size": NUMBERS}
+    | {
+        "--text": NAMES,
+        "--max-length": NUMBERS,
+        "--limit": NUMBERS,
+        "--text-column": ["text", "x"],
+        "--batch-size": NUMBERS,
+    }
     | {"--tasks": ["piqa,piqa", ""], "--tasks-from": NAMES, "--num-fewshot": NUMBERS}
     | {"--against": NAMES, "--batch-sizes": ["0", "1,x", ""]},
     "generate": ANY | {"--max-new-tokens": FEW, "--temperature": NUMBERS, "--seed": NUMBERS},
@@ -96,12 +102,12 @@ OPTIONS = {
     "models": {"--json": [None], "--nonsense": [None]},
     "methods": {"--json": [None], "--nonsense": [None]},
 }
-FITTING = ["--calibration", "text.txt", "--samples", "4", "--length", "32"]
+FITTING = ["--calibration", "text.txt", "--num-samples", "4", "--max-length", "32"]
 USUAL = {
     "compress": ["model", "-o", "out", "--multiple", "2", "--device", "cpu", *FITTING],
     "plan": ["model", "--multiple", "2", "--device", "cpu", *FITTING],
     "calibrate": ["model", "-o", "out", "--device", "cpu", *FITTING],
-    "evaluate": ["small", "--text", "text.txt", "--length", "32", "--limit", "2", "--device", "cpu"],
+    "evaluate": ["small", "--text", "text.txt", "--max-length", "32", "--limit", "2", "--device", "cpu"],
     "generate": ["small", "hello", "--max-new-tokens", "2", "--device", "cpu"],
     "export": ["small", "-o", "out"],
     "inspect": ["small"],

@@ -64,11 +64,11 @@ def test_what_does_not_parse_says_what_is_allowed(options, message):
 @pytest.mark.parametrize(
     ("given", "texts"),
     [
-        (["a.txt", "self"], ["a.txt", "self"]),
+        (["a.txt", "self"], {"a.txt": 1, "self": 1}),
         (["a.txt=0.7", "wikitext2=.3"], {"a.txt": 0.7, "wikitext2": 0.3}),
         (["wikitext2:a=1=2", "b=1"], {"wikitext2:a=1": 2.0, "b": 1.0}),
         (["b=1=3", "wikitext2:b=1=1"], {"b=1": 3.0, "wikitext2:b=1": 1.0}),  # b=1 is a file
-        (["b=1", "wikitext2:b=1"], ["b=1", "wikitext2:b=1"]),
+        (["b=1", "wikitext2:b=1"], {"b=1": 1, "wikitext2:b=1": 1}),
     ],
 )
 def test_a_text_may_have_a_share_and_a_file_of_that_name_comes_first(given, texts, tmp_path, monkeypatch):
@@ -76,7 +76,7 @@ def test_a_text_may_have_a_share_and_a_file_of_that_name_comes_first(given, text
     if given[0] != "wikitext2:a=1=2":
         (tmp_path / "b=1").write_text("text")
     asked = {}
-    monkeypatch.setattr("rankfold.data.tokens.load_tokens", lambda names, source, **_: asked.update(names=names))
+    monkeypatch.setattr("rankfold.data.load.load_calibration", lambda names, model, **_: asked.update(names=names))
     reads_text = SimpleNamespace(part=SimpleNamespace(takes_images=False))
     CalibrationOptions(calibration=given).load(reads_text)
     assert asked["names"] == texts
@@ -93,8 +93,8 @@ def test_a_text_may_have_a_share_and_a_file_of_that_name_comes_first(given, text
 )  # fmt: skip
 def test_a_calibration_is_of_both_parts_or_of_each(given, language, vision):
     """And a column is one of the text."""
-    found = CalibrationOptions(calibration=given, field="body", seed=3).of_parts(["vision", "language"])
-    assert {name: ([*one.calibration], one.field, one.seed) for name, one in found.items()} == {
+    found = CalibrationOptions(calibration=given, text_column="body", seed=3).of_parts(["vision", "language"])
+    assert {name: ([*one.calibration], one.text_column, one.seed) for name, one in found.items()} == {
         "language": (*language, 3),
         "vision": (*vision, 3),
     }

@@ -38,7 +38,7 @@ def source(place):
 
 @pytest.fixture(scope="module")
 def tokens(place, source):
-    return rankfold.load_tokens(str(place / "text.txt"), source, samples=4, length=32)
+    return rankfold.load_calibration(str(place / "text.txt"), source, num_samples=4, max_length=32)
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +208,7 @@ def test_another_comparison_is_refused(place, source, tokens, measures, finished
     cells = cells_of(parse_forms("svd"), [0.4])
     with pytest.raises(CheckpointError, match=r"another model, text or setting; .*\(it differs in: measures\)"):
         compare(source, cells, tokens, made(place, source, length=16), finished[0])
-    other = rankfold.load_tokens(str(place / "text.txt"), source, samples=4, length=16)
+    other = rankfold.load_calibration(str(place / "text.txt"), source, num_samples=4, max_length=16)
     with pytest.raises(CheckpointError, match=r"\(it differs in: calibration\)"):
         compare(source, cells, other, measures, finished[0])
     with pytest.raises(CheckpointError, match="exists and is not a comparison"):

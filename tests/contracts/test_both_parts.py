@@ -38,8 +38,7 @@ def place(tmp_path_factory):
 def opened(place: Path, name: str, folder: str = "dense") -> tuple:
     """A part, and what its images or examples are."""
     source = rankfold.open_model(place / folder, device="cpu", component=name)
-    load = rankfold.load_examples if name == "language" else rankfold.load_images
-    return source, load(place / "pairs.jsonl", source, samples=12)
+    return source, rankfold.load_calibration(place / "pairs.jsonl", source, num_samples=12)
 
 
 def given(place: Path, vision=VISION, language=LANGUAGE) -> list[tuple]:

@@ -58,7 +58,9 @@ def folder(tmp_path_factory):
 def test_llava_keeps_the_other_part_and_sees_images(part, folder, tmp_path):
     source = rankfold.open_model(folder, device="cpu", component=part)
     pixels = torch.randn(24, 3, 28, 28, generator=torch.Generator().manual_seed(1))
-    samples = rankfold.Images(pixels[:16], "x", "x", 0, pixels[16:], patches=4) if part == "vision" else tokens()
+    samples = (
+        rankfold.CalibrationData(pixels[:16], "x", "x", 0, pixels[16:], patches=4) if part == "vision" else tokens()
+    )
     rankfold.compress(source, method=METHOD, calibration=samples, output=tmp_path / "small")
     before, after = (t.AutoModelForImageTextToText.from_pretrained(f).eval() for f in (folder, tmp_path / "small"))
     blocks = {"language": "model.language_model.layers.", "vision": "model.vision_tower.encoder.layers."}[part]
@@ -81,7 +83,7 @@ def test_llava_keeps_the_other_part_and_sees_images(part, folder, tmp_path):
 def test_both_parts_one_after_the_other(folder, tmp_path):
     """Each with its own method and sparsity; streamed from a folder, and in memory."""
     pixels = torch.randn(24, 3, 28, 28, generator=torch.Generator().manual_seed(1))
-    images = rankfold.Images(pixels[:16], "x", "x", 0, pixels[16:], patches=4)
+    images = rankfold.CalibrationData(pixels[:16], "x", "x", 0, pixels[16:], patches=4)
     first = rankfold.open_model(folder, device="cpu", component="vision")
     rankfold.compress(first, method=METHOD, calibration=images, output=tmp_path / "one")
     second = rankfold.open_model(tmp_path / "one", device="cpu", component="language")

@@ -11,7 +11,7 @@ from families import tiny_model as tiny_text_model
 from tiny_encoders import tiny_encoder
 from tiny_pairs import FAMILIES, picture, tiny_model, write_pairs
 
-COMMON = "--method modegpt --multiple 2 --samples 12 --device cpu"
+COMMON = "--method modegpt --multiple 2 --num-samples 12 --device cpu"
 PARTS = f"--parts language=0.4,vision=0.2 {COMMON}"
 
 
@@ -65,7 +65,7 @@ def test_the_card_says_both_and_its_command_makes_the_same(run, place):
     assert "12 x 4 patches of `pairs.jsonl`" in card and "12 image-text examples of" in card
     assert "import AutoModelForImageTextToText, AutoProcessor" in card
     (line,) = [line for line in card.splitlines() if line.startswith("rankfold compress")]
-    assert "--parts vision=0.2,language=0.4 --calibration pairs.jsonl --samples 12 --seed 0" in line
+    assert "--parts vision=0.2,language=0.4 --calibration pairs.jsonl --num-samples 12 --seed 0" in line
     code, _, err = run(f"{line.removeprefix('rankfold ').replace('-o small', '-o again')} --device cpu")
     assert code == 0, err
     assert same_weights(place / "small", place / "again")
@@ -74,7 +74,7 @@ def test_the_card_says_both_and_its_command_makes_the_same(run, place):
 def test_a_calibration_for_each(run, place):
     """Text and a folder of images; the command on the card names both."""
     code, out, err = run(
-        f"compress llava -o each {PARTS} --calibration vision=images/ --calibration language=text.txt --length 64 --json"
+        f"compress llava -o each {PARTS} --calibration vision=images/ --calibration language=text.txt --max-length 64 --json"
     )
     assert code == 0, err
     found = json.loads(out)["parts"]
@@ -85,7 +85,7 @@ def test_a_calibration_for_each(run, place):
     source = rankfold.open_model(place / "llava", device="cpu", component="vision")
     method = rankfold.MoDeGPT(sparsity=0.2, multiple=2)
     small = rankfold.compress(
-        source, method=method, calibration=rankfold.load_images(place / "images", source, samples=12)
+        source, method=method, calibration=rankfold.load_calibration(place / "images", source, num_samples=12)
     ).model
     both = rankfold.load(place / "each", device="cpu").state_dict()
     for name, tensor in small.state_dict().items():

@@ -13,7 +13,7 @@ import pytest
 from rankfold.cli import main
 from saved import save_text, save_tiny
 
-CALIBRATION = "--calibration text.txt --samples 4 --length 32 --multiple 2 --device cpu"
+CALIBRATION = "--calibration text.txt --num-samples 4 --max-length 32 --multiple 2 --device cpu"
 WITHOUT_TEXT = "--multiple 2 --device cpu"
 
 
@@ -54,7 +54,7 @@ BAD = [
     ("compress", "Missing argument 'model'; see `rankfold compress --help`"),
     ("compress model -o x --sparsty 0.3", "No such option: --sparsty"),
     ("compress model -o x --sparsity much", "Invalid value for '--sparsity'"),
-    ("compress model -o x --samples 4 --samples 8", "--samples is given 2 times; give it once"),
+    ("compress model -o x --num-samples 4 --num-samples 8", "--num-samples is given 2 times; give it once"),
     ("compress model -o x --sparsity nan", "--sparsity must be a finite number, got nan"),
     ("compress model -o x --epsilon nan", "--epsilon must be a finite number, got nan"),
     ("compress model -o x --epsilon inf", "--epsilon must be a finite number, got inf"),
@@ -105,24 +105,27 @@ BAD = [
     ("plan model --method wanda --multiple 4", "--multiple would be ignored, it goes with methods that make layers"),
     ("plan model --allocation uniform --spread 0.1", "--spread would be ignored, it goes with allocation owl"),
     (
-        "plan model --calibration text.txt --field body",
-        "--field body would be ignored, of text.txt; it is of files with rows",
+        "plan model --calibration text.txt --text-column body",
+        "--text-column body would be ignored, of text.txt; it is of files with rows",
     ),
     (
-        "plan model --calibration a.txt=1 --calibration ptb=2 --field body",
-        "--field body would be ignored, of a.txt=1 and",
+        "plan model --calibration a.txt=1 --calibration ptb=2 --text-column body",
+        "--text-column body would be ignored, of a.txt=1 and",
     ),
-    ("plan model --calibration rows.jsonl=0.5 --calibration text.txt --field body", "takes a share for every text or"),
-    (f"{COMPARED} --text text.txt --field body --calibration nowhere.jsonl", "no text at 'nowhere.jsonl'"),
+    (
+        "plan model --calibration rows.jsonl=0.5 --calibration text.txt --text-column body",
+        "takes a share for every text or",
+    ),
+    (f"{COMPARED} --text text.txt --text-column body --calibration nowhere.jsonl", "no text at 'nowhere.jsonl'"),
     ("plan model --calibration wikitxt2", "no text at 'wikitxt2': did you mean 'wikitext2'? expected"),
     (
-        "evaluate model --text text.txt --field body",
-        "--field body would be ignored, of text.txt; it is of files with rows",
+        "evaluate model --text text.txt --text-column body",
+        "--text-column body would be ignored, of text.txt; it is of files with rows",
     ),
     ("evaluate model --text text.txt --batch-sizes 1", "--batch-sizes would be ignored without --speed; give both or"),
     ("evaluate model --text text.txt --batch-size 1", "--batch-size would be ignored without --tasks; give both or"),
     ("evaluate model --speed --limit 1", "--limit would be ignored without --text or --tasks; give both or neither"),
-    ("evaluate model --speed --length 64", "--length would be ignored without --text; give both or neither"),
+    ("evaluate model --speed --max-length 64", "--max-length would be ignored without --text; give both or neither"),
     ("inspect no\nsuch", r"rankfold: no\nsuch has no rankfold.json"),
 ]
 COMPARE = "compare model -o x --text text.txt --methods"
@@ -150,7 +153,13 @@ BAD += [
 ]
 BAD += [
     (f"compress model -o x --moments m --{name} {value}", f"--{name} would be ignored; leave one of them out")
-    for name, value in {"calibration": "ptb", "samples": 8, "length": 8, "seed": 1, "field": "body"}.items()
+    for name, value in {
+        "calibration": "ptb",
+        "num_samples": 8,
+        "max_length": 8,
+        "seed": 1,
+        "text_column": "body",
+    }.items()
 ]
 
 
@@ -236,7 +245,9 @@ def test_an_interrupt_says_how_to_go_on(run, monkeypatch):
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_a_real_interrupt_says_how_to_go_on(place):
-    line = f"compress model -o interrupted --calibration pydoc --samples 4000 --length 128 {WITHOUT_TEXT}".split()
+    line = (
+        f"compress model -o interrupted --calibration pydoc --num-samples 4000 --max-length 128 {WITHOUT_TEXT}".split()
+    )
     process = subprocess.Popen(
         [sys.executable, "-m", "rankfold", *line],
         cwd=place,

@@ -31,7 +31,7 @@ def place(tmp_path_factory):
     return folder
 
 
-CALIBRATION = "--calibration images --samples 16 --device cpu"
+CALIBRATION = "--calibration images --num-samples 16 --device cpu"
 
 
 def test_a_vision_transformer_from_images_to_a_checkpoint(run, place):
@@ -103,7 +103,7 @@ def test_what_surrounds_a_sentence_encoder_stays_byte_for_byte(tmp_path):
         ),
         (
             "compress vit -o x --calibration images --calibration broken",
-            "--calibration takes one folder of images, got 2",
+            "one folder or file of images is taken and nothing beside it, got",
         ),
         ("compress vit -o x --calibration images --method obd", "vit predicts no next token; take another method"),
         ("compare vit -o x --methods svd --sparsities 0.3 --text text.txt", "vit is an encoder (vit)"),

@@ -7,7 +7,7 @@ import pytest
 from rankfold.data.probes import KINDS
 from saved import save_text, save_tiny
 
-CALIBRATION = "--calibration text.txt --samples 8 --length 64 --device cpu"
+CALIBRATION = "--calibration text.txt --num-samples 8 --max-length 64 --device cpu"
 # Random models, and texts that trained ones do not read.
 GUESSING = "no better than guessing"
 
@@ -53,14 +53,14 @@ def test_compare_has_a_column_for_every_kind(place, run):
 
 
 def test_evaluate_warns_of_guessing(run, caplog):
-    code, out, _ = run("evaluate model --text text.txt --length 64 --limit 2 --device cpu --json")
+    code, out, _ = run("evaluate model --text text.txt --max-length 64 --limit 2 --device cpu --json")
     assert code in (0, None) and GUESSING in json.loads(out)["warning"] and GUESSING in caplog.text
 
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le"])
 def test_a_text_in_another_encoding_is_refused(place, run, encoding):
     (place / "wide.txt").write_bytes("plain letters and no mark in front\n".encode(encoding) * 50)
-    code, _, err = run("evaluate model --text wide.txt --length 64 --device cpu")
+    code, _, err = run("evaluate model --text wide.txt --max-length 64 --device cpu")
     assert code == 2 and "wide.txt is UTF-16 or UTF-32 without a mark" in err and "convert it to UTF-8" in err
 
 

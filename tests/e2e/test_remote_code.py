@@ -9,7 +9,7 @@ import torch
 
 import rankfold
 from families import some_ids, tiny_model
-from rankfold.data.tokens import Tokens
+from rankfold.data.calibration_data import CalibrationData
 from tiny_encoders import batch_of, opened_encoder, samples_of
 
 WITHOUT = """
@@ -60,7 +60,7 @@ def test_without_rankfold(tmp_path, family, method, options):
     source.autocast = None
     options = {"sparsity": 0.3, "multiple": 2, **options}
     folder = tmp_path / "small"
-    tokens = Tokens(some_ids(16, 32), "random", "random", 0)
+    tokens = CalibrationData(some_ids(16, 32), "random", "random", 0)
     rankfold.compress(source, method=rankfold.make_method(method, **options), calibration=tokens, output=folder)
     ids = some_ids()
     torch.save(ids, tmp_path / "ids.pt")
@@ -112,7 +112,7 @@ def small_llama(folder):
     return rankfold.compress(
         source,
         method=method,
-        calibration=Tokens(some_ids(8, 32), "r", "r", 0),
+        calibration=CalibrationData(some_ids(8, 32), "r", "r", 0),
         output=folder / "small",
         mode="one-pass",
     ).output
@@ -141,7 +141,7 @@ def test_a_hostile_description_is_refused(tmp_path, change, message):
     source = rankfold.open_model(tiny_model("llama"), device="cpu")
     folder = tmp_path / "small"
     method = rankfold.MoDeGPT(modules={"mlp": 0.3}, multiple=2)
-    rankfold.compress(source, method=method, calibration=Tokens(some_ids(8, 32), "r", "r", 0), output=folder)
+    rankfold.compress(source, method=method, calibration=CalibrationData(some_ids(8, 32), "r", "r", 0), output=folder)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["modules"]["model.layers.0.mlp.up_proj"] |= change
     (folder / "config.json").write_text(json.dumps(config))
@@ -162,7 +162,7 @@ def test_a_hostile_description_of_a_block_is_refused(tmp_path, change, message):
     source = rankfold.open_model(tiny_model("llama"), device="cpu")
     folder = tmp_path / "small"
     method = rankfold.make_method("slicegpt", sparsity=0.2, multiple=2)
-    rankfold.compress(source, method=method, calibration=Tokens(some_ids(8, 32), "r", "r", 0), output=folder)
+    rankfold.compress(source, method=method, calibration=CalibrationData(some_ids(8, 32), "r", "r", 0), output=folder)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["modules"]["model.layers.1"] |= change
     (folder / "config.json").write_text(json.dumps(config))
@@ -174,7 +174,7 @@ def test_an_unknown_path_or_newer_format_is_refused(tmp_path):
     source = rankfold.open_model(tiny_model("llama"), device="cpu")
     folder = tmp_path / "small"
     method = rankfold.MoDeGPT(modules={"mlp": 0.3}, multiple=2)
-    rankfold.compress(source, method=method, calibration=Tokens(some_ids(8, 32), "r", "r", 0), output=folder)
+    rankfold.compress(source, method=method, calibration=CalibrationData(some_ids(8, 32), "r", "r", 0), output=folder)
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(text.replace("model.layers.0.mlp.up_proj", "model.layers.0.mlp.side_proj"))
     with pytest.raises(rankfold.RankfoldError, match="'model.layers.0.mlp.side_proj' that this model does not have"):

@@ -13,7 +13,7 @@ from rankfold.exports.kept import stock_parameters
 from rankfold.report.commands import options_for_target
 from saved import save_tiny
 
-TEXT = "--calibration pydoc --samples 4 --length 32 --multiple 2"
+TEXT = "--calibration pydoc --num-samples 4 --max-length 32 --multiple 2"
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_the_divergence_is_that_of_the_ranks_for_stock(place, run):
         run(f"compress model -o {name} --sparsity 0.3 {TEXT} {options}")
     source = rankfold.open_model(place / "model", device="cpu")
     method = rankfold.Rankfold(sparsity=0.3, multiple=2, modules=("mlp", "qk", "vo"))
-    windows = rankfold.load_tokens("pydoc", source, samples=4, length=32)
+    windows = rankfold.load_calibration("pydoc", source, num_samples=4, max_length=32)
     costs = scores_of(source, method, choices(source, method), tokens=windows)
     chosen = json.loads((place / "uniform" / "rankfold.json").read_text())["plan"]["modules"]
     expected = sum(costs[one["block"], one["module"]][one["rank"]] for one in chosen)

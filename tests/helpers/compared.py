@@ -5,7 +5,7 @@ LONG = "modegpt:select=leverage,select_qk=norm,gqa=paper,bias_refit=False"
 METHODS = ("rankfold", LONG, "svd-llm")
 SPARSITIES = (0.1, 0.3)
 TASKS = ("arc_easy", "piqa", "winogrande", "hellaswag")
-CALIBRATION = {"source": "wiki.txt", "samples": 32, "length": 1024, "seed": 0}
+CALIBRATION = {"source": "wiki.txt", "num_samples": 32, "max_length": 1024, "seed": 0}
 VERSIONS = {"rankfold": "0.1.0", "torch": "2.13.0"}
 
 

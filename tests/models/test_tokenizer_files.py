@@ -41,7 +41,7 @@ def files_of(folder) -> dict[str, bytes]:
 
 
 def compressed(source, output=None):
-    tokens = rankfold.Tokens(some_ids(4, 32), "random", "random", 0)
+    tokens = rankfold.CalibrationData(some_ids(4, 32), "random", "random", 0)
     return rankfold.compress(source, method=MoDeGPT(sparsity=0.3, multiple=2), calibration=tokens, output=output).output
 
 

@@ -340,7 +340,7 @@ COMMANDS = (
     "plan {}",
     "models {}",
     "compare {} --methods modegpt --sparsities 0.1 --text text.txt -o out --calibration text.txt",
-    "evaluate {} --text text.txt --length 32",
+    "evaluate {} --text text.txt --max-length 32",
     "evaluate {} --speed",
     "evaluate model --speed --against {}",
     "generate {} hello",

@@ -12,7 +12,7 @@ from rankfold.cli.options import MethodOptions
 from rankfold.methods import make_method
 from rankfold.report.commands import reproduce_command
 
-CALIBRATION = {"source": "a text.txt", "samples": 4, "length": 32, "seed": 1}
+CALIBRATION = {"source": "a text.txt", "num_samples": 4, "max_length": 32, "seed": 1}
 SETTINGS = [
     ("rankfold", {}, "--sparsity 0.3"),
     ("modegpt", {"modules": {"mlp": 0.2}, "sparsity": 0.5}, "--modules mlp=0.2"),
@@ -36,7 +36,7 @@ def test_what_is_given_is_taken_and_says_the_same(name, options, said):
     plan = json.loads(json.dumps({"method": method.describe(), "part": None}))
     record = {"base_model": "my model", "plan": plan, "calibration": CALIBRATION, "mode": "sequential", "dtype": "auto"}
     line = reproduce_command(record, "small")
-    assert said in line and line.endswith("--length 32 --seed 1 --mode sequential --dtype auto")
+    assert said in line and line.endswith("--max-length 32 --seed 1 --mode sequential --dtype auto")
     given = typer.main.get_command(app).commands["compress"].make_context("compress", shlex.split(line)[2:]).params
     again = MethodOptions(**{field.name: given[field.name] for field in fields(MethodOptions)}).parse()
     assert reproduce_command(record | {"plan": {"method": again.describe(), "part": None}}, "small") == line
@@ -44,5 +44,10 @@ def test_what_is_given_is_taken_and_says_the_same(name, options, said):
 
 def test_the_column_of_the_text_is_said():
     plan = {"method": make_method("modegpt").describe(), "part": None}
-    record = {"base_model": "m", "plan": plan, "calibration": CALIBRATION | {"field": "a body"}, "mode": "one-pass"}
-    assert "--seed 1 --field 'a body' --mode one-pass" in reproduce_command(record | {"dtype": "auto"}, "small")
+    record = {
+        "base_model": "m",
+        "plan": plan,
+        "calibration": CALIBRATION | {"text_column": "a body"},
+        "mode": "one-pass",
+    }
+    assert "--seed 1 --text-column 'a body' --mode one-pass" in reproduce_command(record | {"dtype": "auto"}, "small")

@@ -91,14 +91,14 @@ def test_every_row_and_its_reason_are_in_the_table(html):
 def test_the_page_says_how_to_repeat_it(html):
     command = compare_command(config()["identity"], config()["runs"][0], "report")
     assert f"--methods '{','.join(METHODS)}'" in command or f"--methods {','.join(METHODS)}" in command
-    assert "--sparsities 0.1,0.3 --calibration wiki.txt --samples 32 --length 1024 --seed 0" in command
-    windows = config()["identity"]["calibration"] | {"field": "body"}
-    assert "--seed 0 --field body" in compare_command(
+    assert "--sparsities 0.1,0.3 --calibration wiki.txt --num-samples 32 --max-length 1024 --seed 0" in command
+    windows = config()["identity"]["calibration"] | {"text_column": "body"}
+    assert "--seed 0 --text-column body" in compare_command(
         config()["identity"] | {"calibration": windows}, config()["runs"][0], "x"
     )
     measures = config()["identity"]["measures"]
-    measures["texts"][0]["field"] = "line"
-    assert "--seed 0 --field line" in compare_command(
+    measures["texts"][0]["text_column"] = "line"
+    assert "--seed 0 --text-column line" in compare_command(
         config()["identity"] | {"measures": measures}, config()["runs"][0], "x"
     )
     assert command.split(" -o ")[0] in html.text and f"--method {LONG} --sparsity 0.3" in html.text

@@ -12,7 +12,7 @@ __all__ = ["typed"]
 
 # What a type is called in a message, and where an object of it comes from.
 NAMES = {
-    "Examples": "examples (rankfold.load_examples)",
+    "CalibrationData": "calibration data (rankfold.load_calibration)",
     "Method": "a method (rankfold.make_method)",
     "Module": "a PyTorch module",
     "MomentStore": "moments (rankfold.calibrate)",
@@ -22,7 +22,6 @@ NAMES = {
     "DenseModel": "an open model (rankfold.open_model)",
     "CompressionResult": "a result (rankfold.compress)",
     "Tensor": "a tensor",
-    "Tokens": "tokens (rankfold.load_tokens)",
     "bool": "True or False",
     "float": "a number",
     "int": "a whole number",

@@ -238,7 +238,8 @@ def _leaves_out(source) -> bool:
 def targets_of(source, batch: Given) -> Tensor:
     """``(B, T)`` the tokens of a batch; :data:`IGNORED` where an image of an example stands, which no model predicts."""
     ids = ids_of(batch).to(source.device)
-    return ids.masked_fill(ids == source.image_token, IGNORED) if isinstance(batch, Example) else ids
+    has_images = isinstance(batch, Example) and source.image_token is not None
+    return ids.masked_fill(ids == source.image_token, IGNORED) if has_images else ids
 
 
 def predictions(

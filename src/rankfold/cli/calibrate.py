@@ -24,7 +24,7 @@ def command(
     """Measure a model once, to compress it many times in seconds.
 
     \b
-    rankfold calibrate ./my-model -o moments --calibration c4 --samples 64
+    rankfold calibrate ./my-model -o moments --calibration c4 --num-samples 64
     rankfold compress ./my-model -o small --method modegpt --moments moments --sparsity 0.2
     """
     model = o.at_revision(model, revision)

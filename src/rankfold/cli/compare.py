@@ -71,7 +71,7 @@ def command(
 
     source = open_model(model, dtype=dtype, device=device)
     check_writes(source.model.config, source.name)
-    measured = {"texts": Perplexities(source, Texts(text, text_length, limit, windows.field))}
+    measured = {"texts": Perplexities(source, Texts(text, text_length, limit, windows.text_column))}
     if tasks is not None:
         names = [name.strip() for name in tasks.split(",")]
         measured["tasks"] = Accuracies(source, Questions(names, tasks_from, limit))

@@ -29,9 +29,9 @@ def command(
         str | None, typer.Option(help="With --speed: another model, run in turn; ratios are over it.")
     ] = None,
     batch_sizes: Annotated[str, typer.Option(help="Of --speed.")] = "1,8,32",
-    length: Annotated[int, typer.Option(help="Window length of the texts.")] = 2048,
+    max_length: Annotated[int, typer.Option(help="Tokens per window of the texts.")] = 2048,
     limit: o.Limit = None,
-    field: o.Field = "text",
+    text_column: o.TextColumn = "text",
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
     revision: o.Revision = None,
@@ -54,7 +54,7 @@ def command(
     names = [name.strip() for name in (tasks or "").split(",")]
     result = evaluate(
         model,
-        texts=Texts(text, length, limit, field) if text else None,
+        texts=Texts(text, max_length, limit, text_column) if text else None,
         questions=Questions(names, tasks_from, limit, batch_size, num_fewshot) if tasks is not None else None,
         cost=Cost(against, _sizes(batch_sizes)) if speed else None,
         dtype=dtype,

@@ -18,7 +18,14 @@ __all__ = ["Command", "UsageError", "explain", "usage"]
 UsageError = typer.TyperException  # what the parser raises
 PLACES = ("model", "text", "calibration", "tasks_from", "against")  # arguments that may begin with ~
 ALONE = ("sparsity", "part", "moments")  # of one part
-MEASURED = ("calibration", "samples", "length", "seed", "field", "mode")  # settled when moments were measured
+MEASURED = (
+    "calibration",
+    "num_samples",
+    "max_length",
+    "seed",
+    "text_column",
+    "mode",
+)  # settled when moments were measured
 
 # Option -> those of which one must be given, or nothing reads it; where a command has them.
 BESIDE = {
@@ -27,9 +34,9 @@ BESIDE = {
     "batch_size": ("tasks",),
     "against": ("speed",),
     "batch_sizes": ("speed",),
-    "length": ("text",),
+    "max_length": ("text",),
     "limit": ("text", "tasks"),
-    "field": ("text",),
+    "text_column": ("text",),
     "seed": ("temperature",),
 }
 HAS_COLUMNS = re.compile(
@@ -55,8 +62,8 @@ class Command(TyperCommand):
             _check_beside_moments(names, ctx.params)
         for name in names:
             _check_beside(name, names, ctx.params)
-        if "field" in names:
-            _check_field(ctx.params)
+        if "text_column" in names:
+            _check_text_column(ctx.params)
         if "method" in ctx.params:
             _check_method(names, ctx.params)
         return rest
@@ -94,12 +101,13 @@ def _check_beside(name: str, given: set[str], values: dict) -> None:
         raise OptionError(f"--{name.replace('_', '-')} would be ignored without {flags}; give both or neither")
 
 
-def _check_field(values: dict) -> None:
+def _check_text_column(values: dict) -> None:
     """Refuse a column where nothing has columns to choose from."""
     names = [*(values.get("calibration") or ()), *(values.get("text") or ())]
     if names and not any(HAS_COLUMNS.search(name) for name in names):
         raise OptionError(
-            f"--field {values['field']} would be ignored, of {' and '.join(names)}; it is of files with rows, such as .jsonl"
+            f"--text-column {values['text_column']} would be ignored, of {' and '.join(names)}; it is of files with "
+            "rows, such as .jsonl"
         )
 
 

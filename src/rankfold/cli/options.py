@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Device",
     "Dtype",
-    "Field",
     "Json",
     "MethodOptions",
     "Model",
@@ -26,6 +25,7 @@ __all__ = [
     "Part",
     "Parts",
     "Revision",
+    "TextColumn",
     "Written",
     "at_revision",
     "expanded",
@@ -46,7 +46,7 @@ Written = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")]
-Field = Annotated[
+TextColumn = Annotated[
     str,
     typer.Option(help="Column with the text, of a file with rows; with images, for .parquet: image by default."),
 ]

@@ -29,7 +29,7 @@ def command(
 
     \b
     rankfold plan ./my-model --method modegpt --sparsity 0.3 --moments moments
-    rankfold plan ./my-model --sparsity 0.3 --calibration pydoc --samples 16 -o plan.json
+    rankfold plan ./my-model --sparsity 0.3 --calibration pydoc --num-samples 16 -o plan.json
     """
     model = o.at_revision(model, revision)
     chosen = what.parse() if parts is None else methods_of_parts(parts, what)

@@ -19,7 +19,7 @@ from ..checkpoint.load import load_model
 from ..compression.budget import choices
 from ..compression.importance import available, needed
 from ..compression.plan import check
-from ..data.tokens import Tokens
+from ..data.calibration_data import CalibrationData
 from ..errors import RankfoldError, option
 from ..evaluation.complexity import cache_bytes
 from ..models.dense_model import DenseModel
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 def compare(
     source: DenseModel,
     cells: Sequence[Cell],
-    tokens: Tokens,
+    tokens: CalibrationData,
     measures: Measures,
     output: str | Path,
     *,
@@ -113,7 +113,7 @@ def _impossible(source: DenseModel, cells: Sequence[Cell]) -> dict[str, Rankfold
     return found
 
 
-def _warn_of_common_text(tokens: Tokens, measures: Measures) -> None:
+def _warn_of_common_text(tokens: CalibrationData, measures: Measures) -> None:
     calibrated = {tokens.origin, *(part.origin for part in tokens.parts)}
     for text in measures.describe().get("texts", []):
         if text["origin"] in calibrated:
@@ -127,7 +127,9 @@ class _Work:
         cells: that are to be tried, done already or not: the statistics of shared moments depend on all of them.
     """
 
-    def __init__(self, source: DenseModel, tokens: Tokens, measures: Measures, folder: Folder, cells: Sequence[Cell]):
+    def __init__(
+        self, source: DenseModel, tokens: CalibrationData, measures: Measures, folder: Folder, cells: Sequence[Cell]
+    ):
         self.source, self.tokens, self.measures, self.folder = source, tokens, measures, folder
         takers = [cell for cell in cells if self._shares(cell)]
         self.statistics = set().union(*(needed(source, cell.method) for cell in takers))

@@ -15,6 +15,7 @@ from pathlib import Path
 from .._utils.files import check_name, check_output, read_json, sweep, write_json, writing
 from .._utils.locking import lock_of, locked
 from .._utils.schema import NUMBER, Each, Maybe, check_record
+from ..data.calibration_data import upgraded
 from ..errors import CheckpointError
 from ..report.record import PROBE_TEXTS
 from .grid import Cell
@@ -24,7 +25,12 @@ __all__ = ["DENSE", "Folder"]
 CONFIG, CELLS, DENSE = "compare.json", "cells", "dense"
 MOMENTS = "moments-"  # how their names begin
 FILE = {
-    "identity": {"base_model": str, "dtype": str, "calibration": {"samples": int, "length": int}, "measures": dict},
+    "identity": {
+        "base_model": str,
+        "dtype": str,
+        "calibration": {"num_samples": int, "max_length": int},
+        "measures": dict,
+    },
     "runs": [{"methods": [str], "sparsities": [NUMBER]}],
     "rows": [str],
 }
@@ -91,6 +97,8 @@ class Folder:
     def config(self) -> dict:
         """What is in ``compare.json``."""
         found = read_json(self.path / CONFIG)
+        if isinstance(found, dict) and "identity" in found:
+            found |= {"identity": upgraded(found["identity"])}
         check_record(found, FILE, self.path / CONFIG)
         return found
 

@@ -17,7 +17,7 @@ from ..calibration.runner import Stream
 from ..calibration.statistics import STATISTICS
 from ..calibration.store import MomentStore
 from ..checkpoint.run import RunFolder
-from ..data.tokens import Tokens
+from ..data.calibration_data import CalibrationData
 from ..errors import OptionError, UnsupportedModelError
 from ..methods import BLOCK, Method
 from ..models.dense_model import DenseModel
@@ -109,7 +109,7 @@ def scores_of(
     method: Method,
     choices: Choices,
     moments: MomentStore | None = None,
-    tokens: Tokens | None = None,
+    tokens: CalibrationData | None = None,
     run: RunFolder | None = None,
     gradients: MomentStore | None = None,
 ):
@@ -162,7 +162,7 @@ def _outliers(view: BlockView, energies: Tensor, factor: float) -> float:
 
 
 def gradients_of(
-    source: DenseModel, method: Method, tokens: Tokens | None, run: RunFolder | None = None
+    source: DenseModel, method: Method, tokens: CalibrationData | None, run: RunFolder | None = None
 ) -> MomentStore | None:
     """Statistics of one backward pass through the dense model, where the method reads any; kept with the run while it lasts.
 
@@ -200,7 +200,12 @@ def _check_predicts(source: DenseModel, what: str) -> None:
 
 
 def _costs(
-    source: DenseModel, method: Method, choices: Choices, tokens: Tokens | None, run: RunFolder | None, gradients
+    source: DenseModel,
+    method: Method,
+    choices: Choices,
+    tokens: CalibrationData | None,
+    run: RunFolder | None,
+    gradients,
 ) -> Costs:
     """What every rank would cost; kept with the run, so that going on finds the same ranks."""
     if tokens is None:

@@ -35,7 +35,7 @@ from ..calibration.runner import (
 )
 from ..calibration.store import MomentStore
 from ..data.batches import Batch, Data, again, first, length_of
-from ..data.tokens import Tokens
+from ..data.calibration_data import CalibrationData
 from ..errors import CheckpointError
 from ..methods import Curve, Method, Unit
 from ..models.block_reader import BlockReader
@@ -61,7 +61,7 @@ TOGETHER = 4  # modules tried whose streams go through a block as one batch
 def measure_costs(
     source: DenseModel,
     method: Method,
-    tokens: Tokens,
+    tokens: CalibrationData,
     units: list[Unit],
     averages: dict,
     gradients: MomentStore | None = None,

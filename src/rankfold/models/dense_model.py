@@ -103,6 +103,12 @@ class DenseModel:
         """The model's tokenizer; see :class:`~.processors.Processors`."""
         return self.processors.tokenizer
 
+    def with_tokenizer(self, tokenizer) -> "DenseModel":
+        """Return the same open model, read by another tokenizer, or by that of a processor."""
+        other = copy.copy(self)
+        other.processors = Processors(self.name, self.processors.files, tokenizer)
+        return other
+
     @time_spent("reading")
     def block(self, index: int) -> BlockView:
         """A private copy of block ``index`` with its weights on :attr:`device`, released with the last reference.

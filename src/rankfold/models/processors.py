@@ -12,11 +12,11 @@ class Processors:
     Args:
         name: of the model, for messages.
         files: where they lie; ``None`` where there are none.
-        tokenizer: in place of the one that lies there.
+        tokenizer: in place of the one that lies there, or a processor that has one.
     """
 
     def __init__(self, name: str, files: TokenizerFiles | None = None, tokenizer=None):
-        self.name, self.files, self._tokenizer = name, files, tokenizer
+        self.name, self.files, self._tokenizer = name, files, getattr(tokenizer, "tokenizer", tokenizer)
 
     @property
     def has_tokenizer(self) -> bool:
@@ -41,7 +41,7 @@ class Processors:
         Raises:
             CheckpointError: there is none beside the weights.
         """
-        return self._found("an image processor", "pass one, or pixels (rankfold.Images)").load_image_processor()
+        return self._found("an image processor", "pass one as tokenizer, or pixels").load_image_processor()
 
     @property
     def processor(self):
@@ -51,7 +51,7 @@ class Processors:
             CheckpointError: there is none beside the weights.
             OptionError: it needs a package that is not installed.
         """
-        return self._found("a processor", "pass one (rankfold.load_examples)").load_processor()
+        return self._found("a processor", "pass one as tokenizer").load_processor()
 
     def _found(self, what: str, advice: str) -> TokenizerFiles:
         if self.files is None:

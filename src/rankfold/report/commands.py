@@ -63,7 +63,7 @@ def reproduce_command(record: dict, folder: str) -> str:
     *before, last = given
     if not all(
         one.sparsity is not None
-        and (one.part == "language" or "field" not in one.draw)  # beside --parts it is the column of the text
+        and (one.part == "language" or "text-column" not in one.draw)  # beside --parts it is the column of the text
         and one.method == last.method
         and one.written == last.written
         and _drawn_alike(one.draw, last.draw)
@@ -128,7 +128,7 @@ def compare_command(identity: dict, run: dict, folder: str) -> str:
     """
     measures, windows = identity["measures"], identity["calibration"]
     first = measures["texts"][0]
-    windows = {"field": first["field"]} | windows if "field" in first else windows
+    windows = {"text_column": first["text_column"]} | windows if "text_column" in first else windows
     options = [f"--methods {shlex.quote(','.join(run['methods']))}"]
     options += [f"--sparsities {','.join(map(str, run['sparsities']))}", *_calibrated(_texts(windows), _draw(windows))]
     options += [f"--text {shlex.quote(text['text'])}" for text in measures["texts"]]
@@ -158,10 +158,10 @@ def _calibrated(texts: list[str], draw: dict[str, int | str]) -> list[str]:
 
 
 def _draw(calibration: dict) -> dict[str, int | str]:
-    column = {"field": calibration["field"]} if "field" in calibration else {}
-    length = {} if calibration.get("kind") else {"length": calibration["length"]}
+    column = {"text-column": calibration["text_column"]} if "text_column" in calibration else {}
+    length = {} if calibration.get("kind") else {"max-length": calibration["max_length"]}
     return {
-        "samples": calibration.get("samples_wanted", calibration["samples"]),
+        "num-samples": calibration.get("num_samples_wanted", calibration["num_samples"]),
         **length,
         "seed": calibration["seed"],
         **column,

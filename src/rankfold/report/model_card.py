@@ -129,8 +129,8 @@ def measured_on(calibration: dict) -> str:
     """How much of what was calibrated on."""
     kind = calibration.get("kind")
     if kind == EXAMPLES:
-        return f"{calibration['samples']} {kind} of {calibration['tokens']} tokens"
-    return f"{calibration['samples']} x {calibration['length']} {'patches' if kind == 'images' else 'tokens'}"
+        return f"{calibration['num_samples']} {kind} of {calibration['tokens']} tokens"
+    return f"{calibration['num_samples']} x {calibration['max_length']} {'patches' if kind == 'images' else 'tokens'}"
 
 
 def _outcomes(record: dict, of: str) -> str:

@@ -12,6 +12,7 @@ import torch
 from .._utils.files import read_json
 from .._utils.hardware import cpu_facts
 from .._utils.schema import NUMBER, Each, Maybe, check_record
+from ..data.calibration_data import upgraded
 from ..errors import CheckpointError
 from ..version import __version__
 from .commands import records_of, reproduce_command
@@ -36,7 +37,7 @@ RECORD = {
     "method": str,
     "mode": str,
     "base_model": str,
-    "calibration": {"source": str, "samples": int, "length": int, "tokens": int},
+    "calibration": {"source": str, "num_samples": int, "max_length": int, "tokens": int},
     "counts": {
         "sparsity": NUMBER,
         "counted_weights": int,
@@ -73,7 +74,7 @@ def read_record(folder: Path) -> dict:
     """
     if not (folder / NAME).exists():
         raise CheckpointError(f"{folder} has no {NAME}: not a checkpoint written by `rankfold compress`")
-    record = read_json(folder / NAME)
+    record = upgraded(read_json(folder / NAME))
     for one in records_of(record):
         _check(one, folder / NAME)
     return record
