@@ -176,7 +176,7 @@ def given(good):
         (lambda given: rankfold.compress_components([3], "x"), "components must be iterable of tuple of an open model"),
         (
             lambda given: rankfold.load_calibration([3], given["model"]),
-            "calibration data is the name .*; got list of int",
+            "the name of a text, .*; got list of int",
         ),
         (
             lambda given: rankfold.perplexity(given["model"], tokens(4), dtype="float16"),

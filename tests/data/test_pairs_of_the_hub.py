@@ -86,7 +86,7 @@ def test_a_data_set_gives_the_examples_that_a_file_of_its_rows_gives(hub, tmp_pa
 def test_few_are_drawn_from_all_shards(hub, monkeypatch):
     monkeypatch.setattr("rankfold.data.hub.BUFFER", 160)
     rows = image_text_rows(NAME, 0).rows
-    numbers = {int(next(rows)["question"].rstrip("?").split()[-1].split("it")[-1]) for _ in range(8)}
+    numbers = {int(next(rows)[1]["question"].rstrip("?").split()[-1].split("it")[-1]) for _ in range(8)}
     assert len({number * SHARDS // ROWS for number in numbers}) > 1 and numbers != set(range(8))
 
 

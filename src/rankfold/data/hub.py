@@ -1,7 +1,7 @@
 """Data sets on the hub, by alias."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +84,7 @@ def hub_rows(alias: str, use: str, shuffle: int | None = None) -> Iterator[str]:
 class StreamedRows:
     """Rows of a data set with images, as they are encoded or opened."""
 
-    rows: Iterator[dict[str, Any]]  # in a random order
+    rows: Iterable[tuple[int, Any]]  # with their numbers, in a random order
     origin: str  # data set and split
     draw: str  # how they are drawn, for the record
 
@@ -104,7 +104,7 @@ def image_text_rows(name: str, seed: int) -> StreamedRows:
     if path.count("/") != 1 or not all(path.split("/")):
         raise DataError(f"no data set at {name!r}: expected {HUB}OWNER/NAME, or {HUB}OWNER/NAME:CONFIG")
     buffer = BUFFER // 10  # some 100 MB of images
-    rows = _image_text_rows(path, config or None, seed, buffer)
+    rows = enumerate(_image_text_rows(path, config or None, seed, buffer))
     return StreamedRows(rows, f"{name.removeprefix(HUB)}:train", f"stream, buffer of {buffer} rows")
 
 

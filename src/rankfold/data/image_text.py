@@ -18,7 +18,7 @@ from .calibration_data import CalibrationData
 from .hub import HUB, StreamedRows
 from .images import encoded_images, image_paths, read_image
 from .mixing import DrawOptions, some_of
-from .text import json_row, json_rows, origin_of, text_of
+from .text import json_row, json_rows, origin_of, path_of, text_of
 from .tokens import check_fits
 
 __all__ = ["has_images", "samples_of_examples"]
@@ -61,7 +61,7 @@ def samples_of_examples(
         OptionError: Pillow or what the processor needs is not installed.
         CheckpointError: there is no processor beside the weights, or the hub cannot be reached.
     """
-    place, column, samples = Path(name).expanduser(), options.text_column, options.num_samples
+    place, column, samples = path_of(name), options.text_column, options.num_samples
     name = place.name if rows is None else name
     if model.image_token is None:
         raise DataError(
@@ -84,7 +84,7 @@ def has_images(path: str, source) -> bool:
     on the hub does."""
     if path.startswith(HUB):
         return True
-    file = Path(path).expanduser()
+    file = path_of(path)
     if file.suffix.lower() != ".jsonl" or not file.is_file():
         return False
     with file.open(encoding="utf-8-sig", errors="replace") as lines:
@@ -109,7 +109,7 @@ def _rows(path: Path, column: str) -> list[Row]:
 def _rows_of_hub(hub: StreamedRows, name: str, column: str, wanted: int) -> list[Row]:
     """The first ones of the stream, which is in a random order."""
     found = []
-    for number, row in enumerate(islice(hub.rows, wanted)):
+    for number, row in islice(hub.rows, wanted):
         where = f"{name}, row {number}"
         found.append(_row(row, where, column)._replace(images=encoded_images(row, where)))
     return found

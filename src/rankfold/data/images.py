@@ -5,7 +5,7 @@ Shape legend: S images, C channels, H x W pixels.
 
 import io
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -19,7 +19,7 @@ from .batches import Data, Example, length_of
 from .calibration_data import CalibrationData
 from .hub import StreamedRows
 from .mixing import DrawOptions, some_of
-from .text import json_rows, open_parquet, origin_of, use_column
+from .text import json_rows, open_parquet, origin_of, path_of, use_column
 
 __all__ = ["encoded_images", "held_out_images", "image_paths", "images_as_data", "read_image", "samples_of_images"]
 
@@ -88,7 +88,7 @@ def _find(name: str, rows: StreamedRows | None, column: str, wanted: int) -> _Fo
         if not readers:
             raise DataError(f"{name} holds no images in the column {column!r}; give one that does {use_column()}")
         return _Found(name, rows.origin, rows.draw, readers)
-    place = Path(name).expanduser()
+    place = path_of(name)
     readers = {".parquet": _of_parquet, ".jsonl": _of_jsonl}.get(place.suffix.lower(), _of_folder)(place, column)
     return _Found(place.name, origin_of(place), "images of the whole folder", readers)
 
@@ -132,9 +132,9 @@ def _of_jsonl(file: Path, column: str) -> Readers:
     return [(str(path), lambda path=path: path) for path in found]
 
 
-def _of_rows(rows: Iterator[dict], name: str, column: str) -> Iterator[tuple[str, Callable]]:
+def _of_rows(rows: Iterable[tuple[int, Any]], name: str, column: str) -> Iterator[tuple[str, Callable]]:
     """Every image of a data set."""
-    for number, row in enumerate(rows):
+    for number, row in rows:
         for data in encoded_images(row, f"{name}, row {number}", column):
             yield f"{name}, row {number}", lambda data=data: io.BytesIO(data)
 
@@ -145,8 +145,9 @@ def encoded_images(row: dict, where: str, column: str = "image") -> tuple[bytes,
     Raises:
         DataError: something else is there.
     """
-    if column not in row:
-        raise DataError(f"{where}: there is no column {column!r}; it has: {', '.join(row)} {use_column()}")
+    if not isinstance(row, dict) or column not in row:
+        names = f"it has: {', '.join(row)}" if isinstance(row, dict) else f"it is a {type(row).__name__}"
+        raise DataError(f"{where}: there is no column {column!r}; {names} {use_column()}")
     given = row[column]
     images = given if isinstance(given, list) else [] if given is None else [given]
     found = tuple(map(_encoded, images))

@@ -46,8 +46,8 @@ class Given(NamedTuple):
 
     name: str  # of its type
     first: Any
-    in_order: Iterable  # once only, where it is a stream
-    drawn: Iterable  # in random order, where the items can be read in any order
+    in_order: Iterable  # empty, where it is a stream
+    drawn: Iterable[tuple[int, Any]]  # with their numbers; in random order, where items can be read in any order
     draw: str  # how, for the record
     is_stream: bool
 
@@ -81,7 +81,8 @@ def samples_in_memory(data, model, options: DrawOptions, tokenizer=None) -> Cali
         return _pixels(given, model, options)
     if isinstance(first, Mapping) and not is_batch(first) and (takes_images or _has_image(first, model)):
         draw = samples_of_images if takes_images else samples_of_examples
-        return draw(given.name, StreamedRows(map(dict, given.drawn), "memory", given.draw), model, options, tokenizer)
+        rows = ((number, _as_row(item)) for number, item in given.drawn)
+        return draw(given.name, StreamedRows(rows, "memory", given.draw), model, options, tokenizer)
     if takes_images:
         raise OptionError(
             f"the {model.part.name} part of {model.name} takes images, got {given.name}; give a folder of them"
@@ -106,7 +107,7 @@ def _given(data, seed: int) -> Given:
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, type | str | bytes):
         if (isinstance(data, Tensor) and not data.dim()) or not len(data):
             raise DataError(f"the calibration data is an empty {name}; give at least one sample")
-        drawn = (data[i] for i in map(int, order_of(len(data), seed)))
+        drawn = ((i, data[i]) for i in map(int, order_of(len(data), seed)))
         return Given(name, data[0], data, drawn, "rows in random order", False)
     if not isinstance(data, Iterable) or isinstance(data, type | str | bytes | set | frozenset):
         raise OptionError(f"calibration data is {KINDS}; got {name}")
@@ -119,14 +120,14 @@ def _stream(name: str, rows: Iterable, draw: str) -> Given:
         first = next(items)
     except StopIteration:
         raise DataError(f"the calibration data is an empty {name}; give at least one sample") from None
-    items = itertools.chain([first], items)
-    return Given(name, first, items, items, draw, True)
+    return Given(name, first, (), enumerate(itertools.chain([first], items)), draw, True)
 
 
 def _wrapped(given: Given, column: str) -> Given:
     """Return items as rows with one column."""
-    in_order, drawn = (({column: item} for item in items) for items in (given.in_order, given.drawn))
-    return given._replace(first={column: given.first}, in_order=in_order, drawn=in_order if given.is_stream else drawn)
+    in_order = ({column: item} for item in given.in_order)
+    drawn = ((number, {column: item}) for number, item in given.drawn)
+    return given._replace(first={column: given.first}, in_order=in_order, drawn=drawn)
 
 
 def _has_image(row: Mapping, model) -> bool:
@@ -154,7 +155,7 @@ def _texts(given: Given, model, options: DrawOptions) -> CalibrationData:
         return item if isinstance(item, str) else document_of(_as_row(item), column, f"{given.name}, row {number}")
 
     def read(name: str, _: int) -> Text | Pieces:
-        drawn = (document(number, item) for number, item in enumerate(given.drawn))
+        drawn = (document(number, item) for number, item in given.drawn)
         if given.is_stream:
             return Pieces(drawn, "memory", given.draw)
         documents, characters = [], 0
@@ -190,7 +191,7 @@ def _sequences(given: Given, model, options: DrawOptions, read) -> CalibrationDa
         read: item and where it stands, for messages -> the sequences in it.
     """
     length = min(options.max_length, model.context_length)
-    found = (one for number, item in enumerate(given.drawn) for one in read(item, f"{given.name}, row {number}"))
+    found = (one for number, item in given.drawn for one in read(item, f"{given.name}, row {number}"))
     rows = list(itertools.islice((_cut(one, length) for one in found if _tokens(one) > 1), options.wanted))
     if not rows:
         raise DataError(f"the calibration data, a {given.name}, has no sequence of at least 2 tokens; give longer ones")
@@ -265,9 +266,9 @@ def _tensors(value, name: str, where: str) -> list[Tensor]:
         got = f"shape {list(value.shape)}" if hasattr(value, "shape") else type(value).__name__
         raise DataError(f"{where}: {name} must be whole numbers (T,) or (B, T), got {got}")
     for row in rows:
-        if len(row) and (row.is_floating_point() or row.is_complex() or (row.dtype is torch.bool and name != MASK)):
+        if name != MASK and len(row) and (row.is_floating_point() or row.is_complex() or row.dtype is torch.bool):
             raise DataError(f"{where}: {name} must be whole numbers, got {row.dtype}")
-    return [row.detach().cpu().long() for row in rows]
+    return [(row != 0 if name == MASK else row).detach().cpu().long() for row in rows]
 
 
 def _examples(item, where: str) -> Iterator[Example]:
@@ -288,9 +289,7 @@ def _examples(item, where: str) -> Iterator[Example]:
 def _pixels(given: Given, model, options: DrawOptions) -> CalibrationData:
     """Draw images that are pixels already."""
     wanted = options.num_samples + held_out_images(options.num_samples)
-    images = (
-        image for number, item in enumerate(given.drawn) for image in _images_of(item, f"{given.name}, row {number}")
-    )
+    images = (image for number, item in given.drawn for image in _images_of(item, f"{given.name}, row {number}"))
     found = list(itertools.islice(images, wanted))
     if len({image.shape for image in found}) > 1:
         raise DataError(

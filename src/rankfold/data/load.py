@@ -101,6 +101,10 @@ def _named(data) -> dict[str, float] | None:
     if isinstance(data, str | Path):
         return shares_of(data)
     if isinstance(data, Mapping):
+        if any(hasattr(value, "column_names") for value in data.values()):
+            raise OptionError(
+                f"the calibration data has several splits; choose one of its splits: {', '.join(map(str, data))}"
+            )
         return None if is_batch(data) else shares_of(data)
     if not isinstance(data, list | tuple) or not all(isinstance(one, str | Path) for one in data):
         return None

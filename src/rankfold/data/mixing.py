@@ -138,7 +138,8 @@ def shares_of(texts: str | Path | Iterable[str | Path] | Mapping[str | Path, flo
     given = dict(zip(names, texts.values() if isinstance(texts, Mapping) else [1] * len(names), strict=True))
     for name, share in given.items():
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < math.inf:
-            raise OptionError(f"the share of calibration text {name!r} must be a number above 0, got {share!r}")
+            got = " ".join(repr(share).split())[:60]
+            raise OptionError(f"the share of calibration text {name!r} must be a number above 0, got {got}")
     whole = sum(map(Fraction, given.values()))
     return {name: float(Fraction(share) / whole) for name, share in given.items()}
 

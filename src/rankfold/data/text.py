@@ -30,6 +30,7 @@ __all__ = [
     "named_column",
     "open_parquet",
     "origin_of",
+    "path_of",
     "raw_row",
     "read_text",
     "rows_of_group",
@@ -101,7 +102,7 @@ def text_source(name: str, use: str = "calibration") -> TextSource:
     if name in ALIASES:
         return TextSource("hub", f"{ALIASES[name].path}:{ALIASES[name].splits[use]}")
     raw = alias in ALIASES and local
-    path = Path(local if raw else name).expanduser()
+    path = path_of(local if raw else name)
     if not path.is_file():
         hint = suggestion(name, [*ALIASES, "pydoc", "self"])
         folder = " (it is a folder; give a file in it)" if path.is_dir() and name else ""
@@ -124,6 +125,14 @@ def named_column(names: Iterable[str], column: str) -> str | None:
     """The column that was read of any of these texts; ``None`` where it is the usual one, or none of them has columns."""
     kinds = [text_source(name).kind for name in names if name != "self"] if column != "text" else []
     return column if {*KINDS.values()} & {*kinds} else None
+
+
+def path_of(name: str) -> Path:
+    """Return the path that a name means; ``~`` of nobody is a folder of that name."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        return Path(name)
 
 
 def origin_of(path: Path) -> str:
