@@ -180,7 +180,8 @@ def gradients_of(
             "gradients are measured on text, which moments do not hold; give calibration text, or take a method or option that "
             "reads no gradients"
         )
-    some = replace(tokens, ids=tokens.ids[: windows_for(len(tokens.ids), tokens.length, widest(view, names))])
+    length = tokens.tokens // len(tokens.ids)
+    some = replace(tokens, ids=tokens.ids[: windows_for(len(tokens.ids), length, widest(view, names))])
     with MomentStore.filling(moments_identity(source, some, names), run.gradients if run else None) as store:
         missing = store.missing(len(source))
         if missing:
