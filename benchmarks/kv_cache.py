@@ -1,7 +1,7 @@
 """The key/value cache at sparsity 0.3, and what it costs to have it counted in the budget.
 
 Texts, windows and precision as in perplexity_table.py. A budget in parameters leaves the cache to chance: ranks go by what
-they cost, and queries, keys and values are dear. `--budget bytes --batch N` counts the cache of N sequences beside the weights.
+they cost, and queries, keys and values are dear. `--budget bytes:batch=N` counts the cache of N sequences beside the weights.
 
     python benchmarks/kv_cache.py
     python benchmarks/kv_cache.py --only "rankfold, the cache counted 0.3"
@@ -17,7 +17,7 @@ from rankfold.evaluation.complexity import cache_bytes
 
 BATCH, CONTEXT = 4, 2048  # sequences, and tokens of each
 ITEM = 2  # bytes of a number in bf16
-COUNTED = {"budget": "bytes", "batch": BATCH, "context": CONTEXT}
+COUNTED = {"budget": f"bytes:batch={BATCH},context={CONTEXT}"}
 NAME = "rankfold, the cache counted"
 SETTINGS = {  # method, options, sparsities
     "rankfold": ("rankfold", {}, (0.3, 0.5)),

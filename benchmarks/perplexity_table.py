@@ -51,9 +51,9 @@ ABLATIONS = {
     f"rankfold {key}={str(value).lower()}": {key: value}
     for key, value in (
         ("allocation", "uniform"),
-        ("feedback", False),
-        ("sensitivity", "gradient"),
-        ("removal", True),
+        ("residual_correction", False),
+        ("output_weighting", "fisher"),
+        ("allow_module_removal", True),
     )
 }
 DEFAULT = (
@@ -65,10 +65,10 @@ LLAMA = (
     Setting("modegpt", (0.3,)),
     Setting(common.MODULE_FORMS_NAME, (0.3,), options=common.MODULE_FORMS),
     Setting(common.PUBLISHED_NAME, (0.3,), options=common.PUBLISHED),
-    Setting("modegpt select=leverage", (0.3,), options={"select": "leverage"}),
-    Setting("modegpt select_qk=norm", (0.3,), options={"select_qk": "norm"}),
+    Setting("modegpt select=leverage", (0.3,), options={"selection": "leverage"}),
+    Setting("modegpt select_qk=norm", (0.3,), options={"selection_qk": "norm"}),
     Setting("modegpt gqa=paper", (0.3,), options={"gqa": "paper"}),
-    Setting("modegpt multiple=2", (0.3,), options={"multiple": 2}),
+    Setting("modegpt multiple=2", (0.3,), options={"rank_multiple": 2}),
     Setting("modegpt one-pass", (0.3,), mode="one-pass"),
     Setting("modegpt influence", (0.3,), options={"allocation": "influence"}),
     # What form suits which module: units or dimensions that go, or latents in between.
@@ -92,7 +92,7 @@ NORM_BEHIND = (Setting("rankfold norm_aware=false", (0.2, 0.3, 0.5), "rankfold",
 OPT = (
     *DEFAULT,
     Setting("modegpt", ALL),
-    Setting("modegpt select=leverage", ALL, options={"select": "leverage"}),
+    Setting("modegpt select=leverage", ALL, options={"selection": "leverage"}),
     Setting("modegpt qk=cr", ALL, options={"qk": "cr"}),
     Setting("modegpt bias_refit=false", ALL, options={"bias_refit": False}),
     Setting(common.MODULE_FORMS_NAME, ALL, options=common.MODULE_FORMS | {"qk": "cr", "bias_refit": False}),

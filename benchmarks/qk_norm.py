@@ -41,7 +41,7 @@ SHAPE = {  # queries wider than the stream, and grouped, as in Qwen3-0.6B
 FORMS = {"dense": ("mlp", "vo"), "reduced": ("mlp", "qk", "vo")}
 METHODS = {
     "rankfold": ("rankfold", {}),
-    "rankfold removal=true": ("rankfold", {"removal": True}),
+    "rankfold removal=true": ("rankfold", {"allow_module_removal": True}),
     "modegpt": ("modegpt", {}),
 }
 ALONE = (0.25, 0.5)
@@ -82,7 +82,7 @@ def main() -> None:
         if row in record:
             continue
         plans = []
-        how = make_method(method, sparsity=sparsity, modules=FORMS[form], multiple=2, **options)
+        how = make_method(method, sparsity=sparsity, modules=FORMS[form], rank_multiple=2, **options)
         model = compress(source, method=how, calibration=tokens, on_plan=plans.append).model
         facts = {"setting": name, "form": form, "sparsity": sparsity, "ranks": ranks(plans[0])}
         common.add_perplexity(record, row, model, on, parameters=parameters(model), **facts)
@@ -91,7 +91,7 @@ def main() -> None:
 def alone(record: common.Record, source, tokens: CalibrationData, sparsity: float, on) -> None:
     """One compression of queries and keys, with three things for their norms to divide by."""
     model = compress(
-        source, method=make_method("modegpt", modules={"qk": sparsity}, multiple=2), calibration=tokens
+        source, method=make_method("modegpt", modules={"qk": sparsity}, rank_multiple=2), calibration=tokens
     ).model
     facts = {"setting": "only queries and keys", "sparsity": sparsity, "parameters": parameters(model)}
     rows = {"known": lambda m: known(m, source.model), "of what is left": own_mean_squares, "predicted": lambda _: None}

@@ -83,7 +83,7 @@ def caches(results: Path) -> list[str]:
     counted = {DENSE: smol[DENSE], "rankfold 0.3": smol[f"{kv_cache.NAME} 0.3"]}
     found = {
         "SmolLM2, bf16": _named(smol),
-        f"SmolLM2, the cache in the budget (`--budget bytes --batch {kv_cache.BATCH}`)": counted,
+        f"SmolLM2, the cache in the budget (`--budget bytes:batch={kv_cache.BATCH}`)": counted,
         "opt-6m, bf16": _named(opt),
     }
     measured = {what: part for what, part in found.items() if any(f"{setting} 0.3" in part for setting in SETTINGS)}

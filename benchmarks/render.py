@@ -10,6 +10,7 @@ from pathlib import Path
 import ablation_table
 import calibration
 import common
+import decode
 import encoders
 import engines
 import images_and_text_table
@@ -299,6 +300,7 @@ PAGES = {
     "studies": ("studies_*.json", "Single choices, as the papers study them", studies_table.studies),
     "module_cost": ("module_cost_*.json", "What each kind of module holds, takes and loses", module_cost.table),
     "module_speed": ("module_speed_*.json", "Speed by module", module_speed.table),
+    "decode": ("decode*.json", "Decoding one token at a time", decode.table),
     "junction_speed": ("junction_speed_*.json", "Speed of latents, by junction", junction_speed.table),
     "tradeoff": ("tradeoff_*.json", "Perplexity against speed", tradeoff.table),
     "samples": ("samples_*.json", "What compressed models write", samples.table),

@@ -62,7 +62,10 @@ def temperatures(_: int) -> Iterator[Run]:
         method, options = METHODS[name]
         for allocation in ("influence", "influence-modules"):
             for epsilon in (0.02, 0.05, 0.1, 0.2, 0.5, 2.0, None):
-                chosen = options | {"sparsity": SPARSITY, "allocation": allocation, "epsilon": epsilon}
+                chosen = options | {
+                    "sparsity": SPARSITY,
+                    "allocation": allocation + (f":temperature={epsilon}" if epsilon else ""),
+                }
                 yield Run(
                     "epsilon",
                     f"{name}, {allocation}",

@@ -16,7 +16,7 @@ from rankfold.report.record import read_record
 from saved import save_text, save_tiny
 from tiny_pairs import tokenizer
 
-HOW = {"sparsity": 0.3, "method": "modegpt", "multiple": 2}
+HOW = {"sparsity": 0.3, "method": "modegpt", "rank_multiple": 2}
 IDS = some_ids(8, 32, seed=1)
 
 
@@ -66,7 +66,7 @@ def test_the_first_guesses_of_a_user_work(kind, place, in_memory):
         "dataset": (place / "model", datasets.Dataset.from_dict({"text": rows}), {}),
     }[kind]
     drawn = {} if kind == "id tensor" else {"num_samples": 8, "max_length": 32}
-    result = rankfold.compress(model, sparsity=0.3, calibration=calibration, multiple=2, **more, **drawn)
+    result = rankfold.compress(model, sparsity=0.3, calibration=calibration, rank_multiple=2, **more, **drawn)
     assert isinstance(result, rankfold.CompressionResult) and result.output is None
     assert result.model.num_parameters() == result.plan.parameters_after < result.plan.parameters
     assert result.record["method"] == "rankfold" and result.record["calibration"]["tokens"] > 0

@@ -21,7 +21,6 @@ from .calibration.store import MomentStore
 from .checkpoint.load import load_model
 from .checkpoint.saving import save_model
 from .components import compress_components
-from .compression.importance import needs_text
 from .compression.result import CompressionResult
 from .compression.validate_spec import validated
 from .data.calibration_data import CalibrationData
@@ -145,7 +144,7 @@ def plan(
     """
     method = _configured(method, sparsity, options)
     moments, source = _stored(moments), _opened(model, tokenizer, component, dtype, device, revision)
-    if calibration is None and moments is None and needs_text(method):
+    if calibration is None and moments is None and method.allocation.needs_text:
         calibration = DEFAULT_TEXT
     tokens = _loaded(calibration, source, tokenizer, num_samples, max_length, seed)
     return pipeline.plan(source, method, tokens, moments=moments)

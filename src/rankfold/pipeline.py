@@ -26,16 +26,15 @@ from .checkpoint.config import compressed_config
 from .checkpoint.load import described
 from .checkpoint.run import RunFolder
 from .compression.block import RunContext, decompose, run_stages
-from .compression.budget import choices
+from .compression.budget import rank_options
 from .compression.held_out import follow_held_out
 from .compression.importance import (
-    ON_TEXT,
     available,
     gradients_of,
+    measure_allocation,
     moment_provider,
     needed,
     of_dense,
-    scores_of,
     shared_of,
     statistics_of,
 )
@@ -47,9 +46,8 @@ from .compression.result import CompressionResult
 from .compression.validate_spec import validated
 from .data.calibration_data import CalibrationData
 from .data.tokens import check_fits, say_if_few
-from .errors import OptionError, option
+from .errors import OptionError, check_choice, option
 from .methods import BlockResult, Method
-from .methods.base import check_choice
 from .models.auto_classes import auto_class
 from .models.block_reader import BlockReader
 from .models.dense_model import DenseModel
@@ -99,10 +97,11 @@ def plan(
     """Return what :func:`compress` would do; arguments as for :func:`rankfold.plan`."""
     check_mode(method, method.modes[0], stored=moments is not None)
     validated(source)
-    gradients = gradients_of(source, method, tokens) if moments or method.allocation == "measured" else None
-    ranks = choices(source, method)
-    check(ranks, method)
-    allocated = allocate_ranks(ranks, method, scores_of(source, method, ranks, moments, tokens, gradients=gradients))
+    gradients = gradients_of(source, method, tokens) if moments or method.allocation.needs_text else None
+    options = rank_options(source, method)
+    check(options, method)
+    measured = measure_allocation(source, method, options, moments, tokens, gradients=gradients)
+    allocated = allocate_ranks(options, method, measured)
     reports = {}
     if moments is not None:
         moments.check(source, statistics_of(source, method))
@@ -165,23 +164,24 @@ class CompressionRun:
         The ranks of an influence allocation are known only after the last block, so its one pass keeps all moments.
         """
         source, method, moments = self.source, self.method, self.moments
-        self.choices = choices(source, method, self.folder and self.folder.times)
-        check(self.choices, method)  # what cannot be reached is said at once
+        self.options = rank_options(source, method, self.folder and self.folder.times)
+        check(self.options, method)  # what cannot be reached is said at once
         self.gradients = gradients_of(source, method, self.tokens, self.folder)
         if moments is None and (first := of_dense(source, method)):
             statistics = needed(source, method) if self.identity["mode"] == "one-pass" else first
             moments = calibrate(source, self.tokens, self.folder and self.folder.moments, statistics=statistics)
         self.shared = shared_of(source, method, moments)
-        text = (self.tokens, self.folder, self.gradients) if method.allocation in ON_TEXT else ()
-        self.scores = scores_of(source, method, self.choices, moments, *text)
+        self.measured = measure_allocation(
+            source, method, self.options, moments, self.tokens, self.folder, self.gradients
+        )
         if moments and self.identity["mode"] == "one-pass":
             moments.check(source, statistics_of(source, method))
             self.moments = moments
 
     def plan(self) -> None:
         """Turn scores into a rank for every module of every block."""
-        allocated = allocate_ranks(self.choices, self.method, self.scores)
-        for_stock = divergence_for_stock(self.source, self.method, self.scores)
+        allocated = allocate_ranks(self.options, self.method, self.measured)
+        for_stock = divergence_for_stock(self.source, self.method, self.measured)
         if for_stock is not None:
             allocated = allocated._replace(facts=allocated.facts | {"divergence_for_stock": for_stock})
         self.ranks = allocated.ranks
@@ -242,7 +242,7 @@ class CompressionRun:
             "rankfold_version": __version__,
             **self.identity,
             "counts": published_counts(the_plan),
-            "held_out": self.context.held_out.finish(the_plan.sparsity, protects=self.method.protects),
+            "held_out": self.context.held_out.finish(the_plan.sparsity, can_exclude=self.method.can_exclude_blocks),
             "probe_texts": self.probes.finish(the_plan.sparsity),
         }
         modules = {path: spec for block in self.blocks for path, spec in block.modules.items()}

@@ -50,12 +50,12 @@ def good(tmp_path_factory):
     (place / "a.txt").write_text("some text " * 100)
     source.model.save_pretrained(place / "model")
     tokenizer().save_pretrained(place / "model")
-    windows, method, model = tokens(4), rankfold.Rankfold(sparsity=0.3, multiple=1), place / "model"
+    windows, method, model = tokens(4), rankfold.Rankfold(sparsity=0.3, rank_multiple=1), place / "model"
     vision = (rankfold.open_model(model), method, windows)
     opening = {"tokenizer": None, "component": None, "dtype": "auto", "device": "cpu", "revision": None}
     drawing = {"num_samples": 1, "max_length": 16, "seed": 0}
     measuring = {"calibration": place / "a.txt", **drawing, **opening}
-    choosing = {"sparsity": 0.3, "method": "modegpt", "multiple": 1}
+    choosing = {"sparsity": 0.3, "method": "modegpt", "rank_multiple": 1}
     return {
         "calibrate": {"model": source.model, "output": None, "statistics": {"key"}}
         | {**measuring, "tokenizer": tokenizer()},
@@ -93,24 +93,24 @@ def test_every_public_function_is_here(good):
         assert named - {"revision"} <= set(arguments), name
 
 
-CASES = [
-    (name, argument, value)
-    for name in FUNCTIONS
-    for argument in inspect.signature(getattr(rankfold, name)).parameters
-    for value in VALUES
-    if not (argument == "on_plan" and callable(VALUES[value]))  # what the caller's own function raises is the caller's
-]
+CASES = [(name, argument) for name in FUNCTIONS for argument in inspect.signature(getattr(rankfold, name)).parameters]
 
 
-@pytest.mark.parametrize(("name", "argument", "value"), CASES)
-def test_a_wrong_type_is_refused_in_one_line_of_our_own(name, argument, value, good, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "argument"), CASES)
+def test_a_wrong_type_is_refused_in_one_line_of_our_own(name, argument, good, tmp_path, monkeypatch, subtests):
     """What is of the right type may work, or be refused for its value."""
-    monkeypatch.chdir(tmp_path)
-    argument = "context" if argument == "options" else argument
-    try:
-        getattr(rankfold, name)(**good[name] | {argument: VALUES[value]})
-    except rankfold.RankfoldError as error:
-        assert "\n" not in str(error) and "this is a bug" not in str(error)
+    option = "context" if argument == "options" else argument
+    for value in VALUES:
+        if argument == "on_plan" and callable(VALUES[value]):
+            continue  # what the caller's own function raises is the caller's
+        place = tmp_path / value
+        place.mkdir()
+        monkeypatch.chdir(place)
+        with subtests.test(value=value):
+            try:
+                getattr(rankfold, name)(**good[name] | {option: VALUES[value]})
+            except rankfold.RankfoldError as error:
+                assert "\n" not in str(error) and "this is a bug" not in str(error)
 
 
 @pytest.mark.parametrize("cls", [rankfold.Rankfold, rankfold.MoDeGPT, rankfold.LatentLLM])
@@ -199,10 +199,10 @@ def test_what_no_argument_is_called_is_refused_with_the_name_of_the_function():
 def test_a_method_may_be_named_or_given(given):
     named, made = (rankfold.plan(**given | {"method": method}) for method in ("modegpt", rankfold.MoDeGPT()))
     assert named.to_dict() == made.to_dict()
-    result = rankfold.compress(**given, sparsity=0.2, multiple=2)
+    result = rankfold.compress(**given, sparsity=0.2, rank_multiple=2)
     assert result.model.config.quantization_config.fields["method"] == "modegpt"
-    assert result.record["options"]["sparsity"] == 0.2 and result.record["options"]["multiple"] == 2
-    method = rankfold.MoDeGPT(sparsity=0.2, multiple=2)
+    assert result.record["options"]["sparsity"] == 0.2 and result.record["options"]["rank_multiple"] == 2
+    method = rankfold.MoDeGPT(sparsity=0.2, rank_multiple=2)
     same = rankfold.compress(**given | {"method": method}, sparsity=0.2).model.state_dict()
     assert all(torch.equal(tensor, same[name]) for name, tensor in result.model.state_dict().items())
 

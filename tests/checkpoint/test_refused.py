@@ -273,7 +273,7 @@ def compressed(tmp_path_factory):
     for name, (family, method, options) in made.items():
         source = rankfold.open_model(tiny_model(family), device="cpu")
         source.autocast = None
-        chosen = rankfold.make_method(method, sparsity=0.3, multiple=2, **options)
+        chosen = rankfold.make_method(method, sparsity=0.3, rank_multiple=2, **options)
         rankfold.compress(source, method=chosen, calibration=tokens(), output=folder / name)
     return folder
 
@@ -373,7 +373,7 @@ def test_a_rotary_table_of_another_size_is_refused(compressed, tmp_path):
 def test_a_head_of_its_own_in_a_tied_compressed_checkpoint_is_refused(tmp_path):
     source = rankfold.open_model(tiny_model("llama-mha-tied"), device="cpu")
     folder = rankfold.compress(
-        source, method=rankfold.MoDeGPT(sparsity=0.3, multiple=2), calibration=tokens(), output=tmp_path / "small"
+        source, method=rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2), calibration=tokens(), output=tmp_path / "small"
     ).output
     shard = sorted(folder.glob("*.safetensors"))[-1].name
     change(folder, lambda state: state | {"lm_head.weight": torch.ones(96, 32)}, shard)
@@ -417,7 +417,7 @@ INDICES = {
 def test_an_index_that_leads_outside_is_refused(compressed, tmp_path, kind, end):
     if end == "rows":
         source = rankfold.open_model(tiny_model("opt"), device="cpu")
-        chosen = rankfold.LatentLLM(sparsity=0.3, multiple=2, junction="block_identity_left")
+        chosen = rankfold.LatentLLM(sparsity=0.3, rank_multiple=2, junction="block_identity_left")
         folder = rankfold.compress(source, method=chosen, calibration=tokens(), output=tmp_path / "small").output
         shard = "model-00002-of-00004.safetensors"
     else:

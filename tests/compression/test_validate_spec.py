@@ -90,7 +90,7 @@ def test_a_family_that_nobody_wrote_down_is_compressed_and_loads_again(name, met
     assert source.architecture.derived
     folder = rankfold.compress(
         source,
-        method=rankfold.make_method(method, sparsity=0.2, multiple=2),
+        method=rankfold.make_method(method, sparsity=0.2, rank_multiple=2),
         calibration=tokens(),
         output=tmp_path / "small",
     ).output

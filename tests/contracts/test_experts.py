@@ -303,7 +303,7 @@ def default(request):
     return (
         request.param,
         source,
-        rankfold.compress(source, method=Rankfold(sparsity=0.3, multiple=2), calibration=text()).model,
+        rankfold.compress(source, method=Rankfold(sparsity=0.3, rank_multiple=2), calibration=text()).model,
     )
 
 
@@ -348,7 +348,7 @@ def test_the_stock_class_computes_the_same_with_all_experts_as_wide_as_the_wides
 
 def test_planned_equals_actual_and_so_do_active_parameters(default):
     _family, source, model = default
-    method = Rankfold(sparsity=0.3, multiple=2)
+    method = Rankfold(sparsity=0.3, rank_multiple=2)
     plan = rankfold.plan(source, method=method, calibration=text())
     assert plan.sparsity >= 0.3
     for net, total, active in (
@@ -367,7 +367,7 @@ def test_planned_equals_actual_and_so_do_active_parameters(default):
 
 def test_the_cache_is_what_the_plan_says(default):
     _, source, model = default
-    plan = rankfold.plan(source, method=Rankfold(sparsity=0.3, multiple=2), calibration=text())
+    plan = rankfold.plan(source, method=Rankfold(sparsity=0.3, rank_multiple=2), calibration=text())
     with torch.no_grad():
         for net, planned in ((source.model, plan.kv_bytes_per_token), (model, plan.kv_bytes_per_token_after)):
             layers = net(some_ids()).past_key_values.layers
@@ -387,7 +387,7 @@ def test_saved_and_loaded_logits_are_identical(default, tmp_path):
 def test_folder_and_memory_give_the_same_model(default, tmp_path):
     _, source, model = default
     folder = rankfold.compress(
-        source, method=Rankfold(sparsity=0.3, multiple=2), calibration=text(), output=tmp_path / "out"
+        source, method=Rankfold(sparsity=0.3, rank_multiple=2), calibration=text(), output=tmp_path / "out"
     ).output
     assert_same(rankfold.load(folder, device="cpu"), model)
 

@@ -55,7 +55,7 @@ def rows_of(dense: nn.Module, side: str, expert: int, x: Tensor) -> Tensor:
 
 @pytest.fixture(scope="module", params=sorted(CONFIGS))
 def run(request, tmp_path_factory):
-    method = LatentLLM(modules={"experts_up": 0.4, "experts_down": 0.4}, ridge=1e-9, multiple=1)
+    method = LatentLLM(modules={"experts_up": 0.4, "experts_down": 0.4}, ridge=1e-9, rank_multiple=1)
     folder = tmp_path_factory.mktemp("latent") / "small"
     rankfold.compress(
         opened(model_of(request.param)), method=method, calibration=text(), output=folder, mode="one-pass"
@@ -122,7 +122,11 @@ def default(request, tmp_path_factory):
     source, folder = opened(model_of(request.param)), tmp_path_factory.mktemp("latent") / "small"
     plans = []
     rankfold.compress(
-        source, method=LatentLLM(sparsity=0.25, multiple=1), calibration=text(), output=folder, on_plan=plans.append
+        source,
+        method=LatentLLM(sparsity=0.25, rank_multiple=1),
+        calibration=text(),
+        output=folder,
+        on_plan=plans.append,
     )
     return source, folder, rankfold.load(folder, device="cpu"), plans[0]
 
@@ -173,7 +177,7 @@ def test_at_full_rank_nothing_changes_and_one_side_alone_leaves_the_other(defaul
         logits(source.model),
     )
     small = rankfold.compress(
-        source, method=LatentLLM(modules={"experts_down": 0.3}, multiple=1), calibration=text()
+        source, method=LatentLLM(modules={"experts_down": 0.3}, rank_multiple=1), calibration=text()
     ).model
     index = blocks_with_experts(source.model)[0]
     ours, theirs = experts_of(small, index), experts_of(source.model, index)
@@ -202,7 +206,7 @@ def test_forms_that_read_what_is_not_measured_of_experts_leave_them_dense(method
 
 
 def test_a_stock_class_cannot_have_them(tmp_path):
-    method = LatentLLM(modules={"experts_up": 0.4}, multiple=1)
+    method = LatentLLM(modules={"experts_up": 0.4}, rank_multiple=1)
     folder = rankfold.compress(
         opened(model_of("mixtral")), method=method, calibration=text(4), output=tmp_path / "small"
     ).output

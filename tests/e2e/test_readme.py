@@ -20,7 +20,7 @@ def blocks(language: str) -> list[str]:
 def local(text: str) -> str:
     """The same code on a model and a text that are here."""
     text = text.replace("HuggingFaceTB/SmolLM2-135M", "model")
-    data = 'calibration="text.txt", num_samples=4, max_length=32, multiple=2'
+    data = 'calibration="text.txt", num_samples=4, max_length=32, rank_multiple=2'
     return text.replace('output="small")', f'output="small", {data})')
 
 
@@ -40,8 +40,8 @@ def test_the_commands_of_the_first_screen_run(tmp_path, monkeypatch, capsys):
     lines = [line.partition("#")[0] for b in blocks("bash") for line in b.splitlines() if line.startswith("rankfold")]
     assert len(lines) >= 3
     extra = {
-        "compress": "--calibration text.txt --samples 4 --length 32 --multiple 2",
-        "evaluate": "--limit 2 --length 32",
+        "compress": "--calibration text.txt --num-samples 4 --max-length 32 --rank-multiple 2",
+        "evaluate": "--limit 2 --max-length 32",
         "generate": "--max-new-tokens 3",
         "export": "",
     }

@@ -46,7 +46,7 @@ def test_what_is_in_the_file_is_computed(options, tmp_path):
     source.autocast = None
     assert_same(model, source.whole_model())
     small = rankfold.compress(
-        source, method=rankfold.MoDeGPT(sparsity=0, multiple=2), calibration=tokens(), output=tmp_path / "small"
+        source, method=rankfold.MoDeGPT(sparsity=0, rank_multiple=2), calibration=tokens(), output=tmp_path / "small"
     ).output
     assert_same(model, rankfold.load(small, device="cpu"))
 

@@ -68,7 +68,7 @@ class CalibrationOptions:
         from ..data.load import load_calibration
 
         return load_calibration(
-            _parse_texts(self.calibration),
+            parse_texts(self.calibration),
             model,
             num_samples=self.num_samples,
             max_length=self.max_length,
@@ -77,7 +77,7 @@ class CalibrationOptions:
         )
 
 
-def _parse_texts(texts: list[str]) -> dict[str, float]:
+def parse_texts(texts: list[str]) -> dict[str, float]:
     """Return the share of every text: equal ones, or as they are given as ``TEXT=SHARE``."""
     from ..data.mixing import check_distinct
 

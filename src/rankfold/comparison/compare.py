@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from .. import pipeline
 from .._utils.files import writing
@@ -16,7 +16,7 @@ from .._utils.progress import one_run, track
 from ..allocation import unique_parameters
 from ..calibration.store import MomentStore
 from ..checkpoint.load import load_model
-from ..compression.budget import choices
+from ..compression.budget import rank_options
 from ..compression.importance import available, needed
 from ..compression.plan import check
 from ..data.calibration_data import CalibrationData
@@ -106,8 +106,8 @@ def _impossible(source: DenseModel, cells: Sequence[Cell]) -> dict[str, Rankfold
     for cell in cells:
         try:
             cell.method.supported_modules(source.architecture, source.meta_block(0))
-            if cell.method.budget != "latency":  # which is measured, not told from shapes
-                check(choices(source, cell.method), cell.method)
+            if not cell.method.budget.is_timed:  # which is measured, not told from shapes
+                check(rank_options(source, cell.method), cell.method)
         except RankfoldError as error:
             found[cell.key] = error
     return found
@@ -148,7 +148,7 @@ class _Work:
             )
         return self._moments
 
-    def dense(self) -> nn.Module:
+    def dense(self) -> PreTrainedModel:
         """The dense model; it is gone again when nobody holds it."""
         model = self._dense()
         if model is None:
@@ -196,7 +196,7 @@ class _Work:
         }
         return row | self._measured(model)
 
-    def _measured(self, model: nn.Module) -> dict:
+    def _measured(self, model: PreTrainedModel) -> dict:
         begin = time.perf_counter()
         found = self.measures(model, self.dense)
         return {

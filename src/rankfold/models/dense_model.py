@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from .._utils.stopwatch import time_spent
 from ..architectures import Architecture, BlockView, Part, own_frequencies, part_of
@@ -41,7 +42,7 @@ class DenseModel:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: PreTrainedModel,
         name: str,
         device: torch.device,
         dtype: torch.dtype,

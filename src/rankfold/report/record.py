@@ -14,6 +14,7 @@ from .._utils.hardware import cpu_facts
 from .._utils.schema import NUMBER, Each, Maybe, check_record
 from ..data.calibration_data import upgraded
 from ..errors import CheckpointError
+from ..methods.upgrade import upgraded as upgraded_options
 from ..version import __version__
 from .commands import records_of, reproduce_command
 
@@ -77,6 +78,8 @@ def read_record(folder: Path) -> dict:
     record = upgraded(read_json(folder / NAME))
     for one in records_of(record):
         _check(one, folder / NAME)
+        for options, key in ((one, "options"), (one["plan"], "method")):
+            options |= {key: upgraded_options(options[key])} if isinstance(options.get(key), dict) else {}
     return record
 
 

@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..._utils.memory import release_memory
+from ..._utils.present import present
 from ...architectures import BlockView, Dense
 from ...calibration.experts import STATISTICS
 from ...calibration.statistics import SAMPLE_ROWS
 from ...errors import UnsupportedModelError
-from ..base import BlockResult, Method, Unit
+from ..base import BlockResult, NarrowingMethod, PrunableModule
 from ..work import Work, multiplying, passing, times
 from .attention import ATTENTION, decompose_attention
 from .experts import decompose_experts
@@ -21,7 +22,7 @@ __all__ = ["LatentLLM"]
 
 
 @dataclass(frozen=True)
-class LatentLLM(Method):
+class LatentLLM(NarrowingMethod):
     """Options of the latent methods beside those of every method. Modules: q, k, v, o, gate, up, down; and of experts
     experts_up (gate and up of each as one) and experts_down.
 
@@ -168,10 +169,10 @@ class LatentLLM(Method):
     def gradients(self, view: BlockView) -> set[str]:
         return fishers(self, view)
 
-    def units(self, view: BlockView) -> list[Unit]:
+    def prunable_modules(self, view: BlockView) -> list[PrunableModule]:
         modules = self.supported_modules(view.architecture, view)
         there = slots(self, view)
-        return [Unit(view.index, module, *there[module].ladder()) for module in modules]
+        return [PrunableModule(view.index, module, *there[module].ladder()) for module in modules]
 
     def parameter_change(self, view: BlockView, ranks: dict[str, int]) -> tuple[int, int]:
         lower = self._lower(view, ranks)
@@ -238,7 +239,7 @@ class LatentLLM(Method):
                 alternation = Work({("eigh", rows): 2.0}) + times(multiplying(rows, rows, width), 4)
                 found += times(alternation, self.alternations)
         if "ud" in joint and {"up", "down"} <= {slot.name for slot in lower}:
-            F = view.mlp.hidden
+            F = present(view.mlp).hidden
             found += times(times(multiplying(F, width, SAMPLE_ROWS * F), 4), self.rounds)
         return found
 

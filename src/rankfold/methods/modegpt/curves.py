@@ -1,18 +1,19 @@
 """What every rank of a module would cost, from the statistics of the dense block."""
 
+from ..._utils.present import present
 from ...architectures import BlockView
 from ...linalg.nystrom import error_curve
-from ..base import Curve, Unit
+from ..base import Curve, PrunableModule
 from .attention import compress_qk, compress_vo
 from .experts import expert_errors
 from .mlp import GRADIENT as MLP
 from .mlp import ORDER, UnitOrder, relative_ridge
-from .sensitivity import output_root, weighted
+from .output_weighting import output_root, weighted
 
 __all__ = ["squared_errors"]
 
 
-def squared_errors(method, view: BlockView, moments, unit: Unit, least: int, vo=compress_vo) -> Curve:
+def squared_errors(method, view: BlockView, moments, unit: PrunableModule, least: int, vo=compress_vo) -> Curve:
     """Compute the squared relative error of a module at the ranks of ``unit`` from ``least`` on.
 
     In the output metric where the moments hold a gradient: that is what the fit makes least.
@@ -25,12 +26,12 @@ def squared_errors(method, view: BlockView, moments, unit: Unit, least: int, vo=
     full = unit.ranks[-1]
     ranks = [rank for rank in unit.ranks if rank >= least]
     if unit.module == "mlp":
-        down, moment = view.mlp.down, moments["mlp_hidden"]
+        down, moment = present(view.mlp).down, moments["mlp_hidden"]
         C = moment.covariance() if method.bias_refit and down.bias is not None else moment.second_moment()
         W = weighted(output_root(moments, MLP), down.weight.to(C))
         curve = error_curve(W, C, least=ranks[0], ridge=relative_ridge(method, C, moment.count))
-        known = curve.removed is not None and method.select == "elimination"
-        found = {ORDER: UnitOrder(curve.removed)} if known else {}
+        known = curve.removed is not None and method.selection == "obs"
+        found = {ORDER: UnitOrder(present(curve.removed))} if known else {}
         return Curve({rank: curve.errors[full - rank].item() for rank in ranks}, found)
     attention = view.attention
     q, k, v = attention.qkv()

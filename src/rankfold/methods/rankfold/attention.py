@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from ..._utils.present import present
 from ...architectures import AttentionView, BlockView, Dense
 from ...calibration.moments import BlockMoments, Moment
 from ...linalg.output_refit import refit_across_heads
@@ -14,9 +15,9 @@ from ...linalg.paired_svd import paired_factors
 from ..base import BlockResult
 from ..modegpt.attention import GRADIENT, Part, compress_attention, map_heads, relative, values_move
 from ..modegpt.attention import compress_vo as values_alone
-from ..modegpt.sensitivity import output_root, predicted_loss, weighted
-from .missing import repair
-from .nothing import without_attention
+from ..modegpt.output_weighting import output_root, predicted_loss, weighted
+from .remove_module import without_attention
+from .residual_correction import repair
 
 __all__ = ["compress_vo", "decompose_attention", "refit_output", "values_of"]
 
@@ -63,7 +64,7 @@ def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dens
                 still = centre - v.bias.double().unflatten(0, (K, 1, -1)).expand(-1, groups, -1).flatten()
                 new_v = Dense(new_v.weight, None)
             kept = refit.W @ (down @ still.unflatten(0, (len(down), -1, 1))).flatten()
-            bias = (o.bias.double() + W @ centre - kept).to(o.bias.dtype)
+            bias = (present(o.bias).double() + W @ centre - kept).to(present(o.bias).dtype)
 
         def errors(C: Tensor) -> dict[str, float]:
             error = refit.error(W, C)
@@ -86,19 +87,19 @@ def _of_heads(C: Tensor, W: Tensor, attention: AttentionView) -> tuple[Tensor, T
     H, N, K = attention.heads, attention.head_dim, attention.kv_heads
     own = C.view(H, N, H, N).diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # (H, N, N)
     columns = W.unflatten(1, (H, N)).permute(1, 0, 2)  # (H, D, N)
-    return tuple(x.unflatten(0, (K, -1)).sum(1) for x in (own, columns.mT @ columns))
+    return own.unflatten(0, (K, -1)).sum(1), (columns.mT @ columns).unflatten(0, (K, -1)).sum(1)
 
 
 def refit_output(method, view: BlockView, moments, held_out, module: str) -> BlockResult:
     """Correct the output projection by what the stream lacks behind attention, as far as held-out windows confirm."""
     attention, others = view.attention, held_out()
     if others is None:  # nothing could confirm it
-        return BlockResult({}, {}, {module: {"feedback": 0.0}}, {})
+        return BlockResult({}, {}, {module: {"residual_correction": 0.0}}, {})
     o, names = attention.output, ("attention_output", "attention_feedback")
     centred = method.bias_refit and o.bias is not None
     new, report, _ = repair(o, moments, others, names, centred=centred)
     path = attention.output_path
     state = {f"{path}.weight": new.weight.to(o.weight.dtype)}
     if o.bias is not None:
-        state[f"{path}.bias"] = new.bias.to(o.bias.dtype)
+        state[f"{path}.bias"] = present(new.bias).to(o.bias.dtype)
     return BlockResult({}, state, {module: report}, {})

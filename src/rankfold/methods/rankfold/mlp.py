@@ -3,13 +3,14 @@
 Shape legend: F hidden width, R kept width, D model width.
 """
 
+from ..._utils.present import present
 from ...architectures import BlockView
 from ...linalg.nystrom import Nystrom
 from ..base import BlockResult
 from ..modegpt.experts import reduce_experts
 from ..modegpt.mlp import reduce_mlp
-from .missing import Repair, repair
-from .nothing import without_mlp
+from .remove_module import without_mlp
+from .residual_correction import Repair, repair
 
 __all__ = ["decompose_mlp"]
 
@@ -30,16 +31,16 @@ def _decompose_mlp(method, view: BlockView, moments, held_out, rank: int) -> Blo
     """Units go by what they cost the corrected projection, and the others take over their part of the correction too."""
     if rank == 0:
         return without_mlp(method, view, moments)
-    result, down = BlockResult({}, {}, {}, {}), view.mlp.down
-    if "mlp_feedback" not in moments or rank == view.mlp.hidden:
+    result, down = BlockResult({}, {}, {}, {}), present(view.mlp).down
+    if "mlp_feedback" not in moments or rank == present(view.mlp).hidden:
         reduce_mlp(method, view, down, moments, rank, result)
     elif (others := held_out()) is None:  # nothing could confirm a correction
         reduce_mlp(method, view, down, moments, rank, result)
-        result.reports["mlp"]["feedback"] = 0.0
+        result.reports["mlp"]["residual_correction"] = 0.0
     else:
         better = repair(down, moments, others, NAMES, centred=method.bias_refit and down.bias is not None)
         fit = reduce_mlp(method, view, better.dense, moments, rank, result)
-        result.reports["mlp"] |= better.report | {"missing_after": _missing(better, fit)}
+        result.reports["mlp"] |= better.report | {"missing_after": _missing(better, present(fit))}
     return result
 
 

@@ -30,7 +30,7 @@ def compressed(folder, method=None, **options):
     save_tiny(folder / "model", blocks=3, **options)
     source = rankfold.open_model(folder / "model", device="cpu")
     source.autocast = None
-    method = method or rankfold.MoDeGPT(sparsity=0.3, multiple=2)
+    method = method or rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2)
     return rankfold.compress(
         source, method=method, calibration=tokens(), output=folder / "small", mode="one-pass"
     ).output
@@ -75,7 +75,7 @@ def test_matrices_are_in_the_dtype_and_vectors_in_fp32(place, tmp_path):
 def uneven(tmp_path_factory):
     """A model whose middle block is dense."""
     folder = tmp_path_factory.mktemp("uneven")
-    small = compressed(folder, rankfold.MoDeGPT(sparsity=0.2, multiple=2, protect=(1,)))
+    small = compressed(folder, rankfold.MoDeGPT(sparsity=0.2, rank_multiple=2, exclude_blocks=(1,)))
     return small, rankfold.load(small, device="cpu")
 
 
@@ -135,7 +135,7 @@ def test_settings_are_those_of_the_exported_model(place, tmp_path):
 def test_heads_that_turn_by_the_same_pairs_are_narrow_and_their_frequencies_are_written(scaling, tmp_path):
     """llama.cpp turns pair i by theta^(-2 i / width) over the factor; the reference is the frequencies of the dense model."""
     options = {} if scaling is None else {"rope_parameters": scaling}
-    small = compressed(tmp_path, rankfold.MoDeGPT(sparsity=0.3, multiple=2, head_dim=6), **options)
+    small = compressed(tmp_path, rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2, head_dim=6), **options)
     result = rankfold.export(small, tmp_path / "x.gguf", "gguf-deci")
     assert result.exported == result.compressed < result.dense and result.difference < 1e-5
     found = settings(tmp_path / "x.gguf")
@@ -233,7 +233,7 @@ def test_what_llama_cpp_does_not_compute_is_refused(tmp_path):
 def test_families_without_the_fields_of_a_llama_are_refused(family, tmp_path):
     small = rankfold.compress(
         opened(family),
-        method=rankfold.MoDeGPT(sparsity=0.3, multiple=2),
+        method=rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2),
         calibration=tokens(),
         output=tmp_path / "small",
     ).output
@@ -285,7 +285,7 @@ def test_a_sliding_window_ends_the_context_and_is_read_back_within_it(tmp_path, 
     source = rankfold.open_model(tmp_path / "model", device="cpu")
     rankfold.compress(
         source,
-        method=rankfold.MoDeGPT(sparsity=0.3, multiple=2),
+        method=rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2),
         calibration=tokens(),
         output=tmp_path / "small",
         mode="one-pass",
