@@ -57,7 +57,9 @@ def main() -> None:
         for name in wanted:
             method, options = domains.SETTINGS[name]
             begin = time.perf_counter()
-            model = compress(source, make_method(method, sparsity=args.sparsity, **options), tokens)
+            model = compress(
+                source, method=make_method(method, sparsity=args.sparsity, **options), calibration=tokens
+            ).model
             facts = {"compress_seconds": time.perf_counter() - begin, "sha256": tokens.sha256}
             facts |= {"perplexity": domains.evaluated(model, texts, source)}
             record.add(f"{calibration}: {name}", calibration=calibration, setting=name, **facts)

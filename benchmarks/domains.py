@@ -59,7 +59,9 @@ def main() -> None:
     for name, (method, options) in SETTINGS.items():
         if name in wanted and name not in record:
             begin = time.perf_counter()
-            model = compress(source, make_method(method, sparsity=args.sparsity, **options), tokens)
+            model = compress(
+                source, method=make_method(method, sparsity=args.sparsity, **options), calibration=tokens
+            ).model
             seconds = time.perf_counter() - begin
             record.add(name, perplexity=evaluated(model, texts, source), compress_seconds=seconds)
             common.say(f"{name}: {record.value['rows'][-1]['perplexity']}")

@@ -58,7 +58,7 @@ def main() -> None:
             row = f"{setting} {sparsity}"
             if row in args.only and row not in record:
                 method, plans = make_method(name, sparsity=sparsity, **options), []
-                model = compress(source, method, tokens, on_plan=plans.append)
+                model = compress(source, method=method, calibration=tokens, on_plan=plans.append).model
                 kept = blocks_of(source) - (plans[0].parameters - plans[0].parameters_after)
                 facts = {"method": method.describe(), "budget": plans[0].budget}
                 assert plans[0].kv_bytes_per_token_after == cache_bytes(model), "the plan is wrong about the cache"

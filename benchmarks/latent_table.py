@@ -109,7 +109,7 @@ def run(record, row: str, name: str, sparsity: float, source, moments: MomentSto
     facts = {"setting": name, "sparsity": sparsity, "method": method.describe()}
     begin = time.perf_counter()
     try:
-        model = compress(source, method, moments=moments)
+        model = compress(source, method=method, moments=moments).model
     except (NumericsError, OptionError) as error:  # a method that cannot do it is a result of this table
         record.add(row, **facts, perplexity=None, nll=None, error=f"not compressed: {error}")
         return common.say(f"{row}: not compressed: {error}")

@@ -172,7 +172,7 @@ def run(record, name: str, setting: Setting, sparsity: float, source, tokens: Ca
     own = {"modules": dict.fromkeys(setting.modules, sparsity)} if setting.modules else {"sparsity": sparsity}
     method = make_method(setting.method, **setting.options, **own)
     begin = time.perf_counter()
-    model = compress(source, method, tokens, mode=setting.mode)
+    model = compress(source, method=method, calibration=tokens, mode=setting.mode).model
     seconds = time.perf_counter() - begin
     facts = {"setting": setting.name, "method": method.describe(), "mode": setting.mode, "compress_seconds": seconds}
     described = model.config.quantization_config.fields

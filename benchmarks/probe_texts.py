@@ -69,7 +69,7 @@ def main() -> None:
 
 def measured(source, args, tokens: CalibrationData, windows: dict) -> dict:
     """What the run says, and what whole texts say."""
-    model = compress(source, make_method(args.method, sparsity=args.sparsity), tokens)
+    model = compress(source, method=make_method(args.method, sparsity=args.sparsity), calibration=tokens).model
     found = model.config.quantization_config.fields
     return {
         "held_out": found["held_out"],

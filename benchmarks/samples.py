@@ -88,7 +88,7 @@ def model_of(name: str, source, args):
     path = text if text == "self" else common.data_file(args.data, text)
     tokens = common.calibration(source, path, args)
     method, begin = make_method(kind, **{"sparsity": SPARSITY} | options), time.perf_counter()
-    model = compress(source, method, tokens)
+    model = compress(source, method=method, calibration=tokens).model
     facts = {"method": method.describe(), "calibration": common.describe_tokens(tokens.ids, path, tokens.seed)}
     return model, facts | {"compress_seconds": time.perf_counter() - begin}
 

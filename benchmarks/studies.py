@@ -126,7 +126,7 @@ def measure(record: common.Record, name: str, run: Run, source, tokens: Calibrat
     method = make_method(run.method, **run.options)
     some = replace(tokens, ids=tokens.ids[: run.windows])
     begin, plans = time.perf_counter(), []
-    model = compress(source, method, some, on_plan=plans.append)
+    model = compress(source, method=method, calibration=some, on_plan=plans.append).model
     facts = {"study": run.study, "setting": run.setting, "value": run.value, "method": method.describe()}
     facts |= {"windows": len(some.ids), "compress_seconds": time.perf_counter() - begin, "largest": largest(plans[0])}
     facts |= {"share": sum(m.dense_weights for m in plans[0].modules) / plans[0].counted_weights}

@@ -52,7 +52,7 @@ class Setting:
         if not self.apart:
             return method
         dense, kept = {}, {}
-        for module in plan(source, method).modules:
+        for module in plan(source, method=method).modules:
             dense[module.module] = dense.get(module.module, 0) + module.dense_weights
             kept[module.module] = kept.get(module.module, 0) + module.weights
         return replace(method, head_dim=0, modules={name: 1 - kept[name] / dense[name] for name in dense})
@@ -98,7 +98,7 @@ def run(record, setting: Setting, sparsity: float, source, tokens, on) -> None:
     name, facts = f"{setting.name} {sparsity}", {"setting": setting.name, "sparsity": sparsity}
     try:
         method = setting.make(sparsity, source)
-        model = compress(source, method, tokens)
+        model = compress(source, method=method, calibration=tokens).model
     except OptionError as error:
         record.add(name, **facts, method=None, refused=str(error))
         common.say(f"{name}: {error}")

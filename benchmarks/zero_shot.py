@@ -71,7 +71,7 @@ def main() -> None:
             if setting in wanted and name not in record:
                 chosen = make_method(method, sparsity=sparsity, **options)
                 begin = time.perf_counter()
-                model = compress(source, chosen, tokens)
+                model = compress(source, method=chosen, calibration=tokens).model
                 facts = {"compress_seconds": time.perf_counter() - begin, "method": chosen.describe()}
                 measure.add(record, name, model, setting=setting, sparsity=sparsity, **facts)
     common.say(f"wrote {common.shown(str(args.json))}")

@@ -4,10 +4,8 @@
 
     import rankfold
 
-    source = rankfold.open_model("HuggingFaceTB/SmolLM2-135M")
-    data = rankfold.load_calibration("wikitext2", source)
-    model = rankfold.compress(source, rankfold.Rankfold(sparsity=0.3), data)
-    rankfold.save(model, "small", source.tokenizer)
+    result = rankfold.compress("HuggingFaceTB/SmolLM2-135M", 0.3, output="small")
+    result.model.generate(...)
 
 After ``import rankfold``, ``AutoModelForCausalLM.from_pretrained`` loads compressed checkpoints. The import itself takes a few
 milliseconds: PyTorch and transformers are imported with the first name that needs them.
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
     from .api import (
         calibrate,
         compress,
-        compress_parts,
+        compress_components,
         evaluate_text,
         export,
         load,
@@ -36,6 +34,7 @@ if TYPE_CHECKING:
         save,
     )
     from .calibration.store import MomentStore
+    from .compression.result import CompressionResult
     from .data.calibration_data import CalibrationData
     from .exports import Exported
     from .methods import LatentLLM, MoDeGPT, Rankfold, method_names
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CalibrationData",
+    "CompressionResult",
     "DenseModel",
     "Exported",
     "LatentLLM",
@@ -55,7 +55,7 @@ __all__ = [
     "__version__",
     "calibrate",
     "compress",
-    "compress_parts",
+    "compress_components",
     "evaluate_text",
     "export",
     "load",
@@ -70,6 +70,7 @@ __all__ = [
 
 _CLASSES = {
     "CalibrationData": ".data.calibration_data",
+    "CompressionResult": ".compression.result",
     "Exported": ".exports",
     "LatentLLM": ".methods",
     "MoDeGPT": ".methods",

@@ -41,7 +41,7 @@ def place(tmp_path_factory):
 def compress(place, method, name: str) -> None:
     source = rankfold.open_model(place / "dense", device="cpu")
     tokens = rankfold.load_calibration(place / "manual.txt", source, num_samples=32, max_length=64)
-    rankfold.compress(source, method, tokens, place / name)
+    rankfold.compress(source, method=method, calibration=tokens, output=place / name)
 
 
 def text_of(result) -> dict:

@@ -24,6 +24,7 @@ NAMES = {
     "Path": "a pathlib.Path",
     "PreTrainedModel": "a transformers model",
     "DenseModel": "an open model (rankfold.open_model)",
+    "CompressionResult": "a result (rankfold.compress)",
     "Tensor": "a tensor",
     "bool": "True or False",
     "float": "a number",
@@ -50,7 +51,11 @@ def typed(function: Callable[P, T], **hints: object) -> Callable[P, T]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        for name, value in signature.bind(*args, **kwargs).arguments.items():
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{function.__name__}(): {error}") from None
+        for name, value in bound.arguments.items():
             if name in wanted and not _is_of(value, wanted[name]):
                 raise OptionError(
                     f"{name} must be {_called(wanted[name])}, got {str(value)[:40]!r} of type {type(value).__name__}"

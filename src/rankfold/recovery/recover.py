@@ -30,10 +30,10 @@ from ..data.calibration_data import CalibrationData, shown
 from ..data.load import load_calibration
 from ..data.mixing import shares_of
 from ..errors import CheckpointError, OptionError, check_choice
-from ..models.dense_model import DenseModel, open_model, stored_dtype
+from ..models.dense_model import DenseModel
 from ..models.given import resolve_model
+from ..models.opening import open_model, stored_dtype
 from ..models.tokenizer import save_tokenizer
-from ..models.weights import Weights
 from ..models.whole import read_config
 from ..report.record import NAME, read_record
 from .judging import Judge, allowed, gains, nats, score
@@ -194,13 +194,13 @@ def _student(model, device: str) -> tuple[PreTrainedModel, dict, Path | None, to
     """Return a model to train in fp32, its record, its folder, and the dtype it is written in."""
     if isinstance(model, PreTrainedModel):
         return copy.deepcopy(model).float(), {}, None, model.dtype
-    folder = resolve_model(model)
+    folder, weights = resolve_model(model)
     record = read_record(folder) if (folder / NAME).exists() else {}
     return (
         load_model(folder, dtype="float32", device=device),
         record,
         folder,
-        stored_dtype(read_config(folder), Weights(folder)),
+        stored_dtype(read_config(folder), weights),
     )
 
 
