@@ -98,7 +98,7 @@ def test_a_record_repeats_what_only_python_can_say(run, place):
     ]
     images = rankfold.load_calibration(place / "images", sources[0], num_samples=8, seed=3)
     text = rankfold.load_calibration(place / "text.txt", sources[1], num_samples=4, max_length=32)
-    rankfold.compress_parts(zip(sources, methods, (images, text), strict=True), place / "differ")
+    rankfold.compress_components(zip(sources, methods, (images, text), strict=True), place / "differ")
     code, _, err = run("compress --config differ/rankfold.json -o alike --device cpu")
     assert code == 0, err
     assert same_weights(place / "differ", place / "alike")

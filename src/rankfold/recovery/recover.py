@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .._utils.arguments import typed
 from .._utils.files import check_output, read_json, write_json
 from .._utils.locking import lock_of, locked
 from ..checkpoint.load import load_model
@@ -74,6 +75,7 @@ class RecoveryResult:
     output: Path | None = None
 
 
+@typed
 def recover(
     model: str | Path | PreTrainedModel,
     teacher: str | Path | PreTrainedModel | DenseModel | None = None,
