@@ -149,11 +149,9 @@ def recover(
         held_out = {name: one.held_out for name, one in texts.items()}
         dense = source.whole_model()
         scores = {"dense": score(dense, Head(dense), held_out), "before": score(student, Head(student), held_out)}
-        settings = {
-            "gradient_checkpointing": gradient_checkpointing,
-            "report_to": report_to,
-            "keep": output is not None,
-        }
+        settings: dict = {"report_to": report_to, "keep": output is not None}
+        if gradient_checkpointing:
+            settings["gradient_checkpointing"] = True
         network, facts = _trained(student, dense, texts, options, work, minutes, settings)
         if not adapter and network is not student:
             network = student = network.merge_and_unload()
