@@ -117,6 +117,8 @@ class Exports:
 
     def __call__(self, model: nn.Module, dense) -> dict:
         found = {}
+        if not hasattr(model.config, "quantization_config"):
+            return found  # the dense model
         with tempfile.TemporaryDirectory() as place:
             save(model, Path(place, "small"))
             for form in self.forms:
