@@ -5,4 +5,15 @@ from .folder import Folder
 from .grid import Cell, Form, cells_of
 from .measures import Accuracies, Measures, Perplexities, Speed
 
-__all__ = ["Accuracies", "Cell", "CellRunner", "Folder", "Form", "Measures", "Perplexities", "Speed", "cells_of", "compare"]
+__all__ = [
+    "Accuracies",
+    "Cell",
+    "CellRunner",
+    "Folder",
+    "Form",
+    "Measures",
+    "Perplexities",
+    "Speed",
+    "cells_of",
+    "compare",
+]
