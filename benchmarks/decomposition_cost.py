@@ -21,7 +21,7 @@ from memory import reset_peak, resident
 from rankfold import DenseModel, make_method
 from rankfold.architectures import BlockView
 from rankfold.calibration.moments import Moment
-from rankfold.compression.budget import choices
+from rankfold.compression.budget import rank_options
 from rankfold.compression.plan import allocate_ranks
 from rankfold.report.record import peak_memory_bytes
 
@@ -77,7 +77,7 @@ def worker(args: argparse.Namespace, name: str, group: tuple[str, ...]) -> dict:
     """Decompose one group of modules, in this process alone."""
     method = make_method(name, sparsity=args.sparsity)
     source = one_block(args.scale)
-    ranks = {m: r for (_, m), r in allocate_ranks(choices(source, method), method).ranks.items() if m in group}
+    ranks = {m: r for (_, m), r in allocate_ranks(rank_options(source, method), method).ranks.items() if m in group}
     torch.manual_seed(args.seed)
     for parameter in source.blocks[0].parameters():
         parameter.normal_(std=parameter.shape[-1] ** -0.5)

@@ -96,7 +96,7 @@ def protocol(source, examples: dict, asked: list) -> dict:
         },
         "questions": {kind: len(found) for kind, found in answers.items()},
         "chance": {kind: max(map(found.count, found)) / len(found) for kind, found in answers.items()},
-        "multiple": MULTIPLE,
+        "rank_multiple": MULTIPLE,
     }
 
 
@@ -122,7 +122,7 @@ def add(record: common.Record, work: Path, tests: list, examples: dict, row: tup
 
 def method(name: str, sparsity: float):
     kind, options = of_name(METHODS[name])
-    return make_method(kind, sparsity=sparsity, multiple=MULTIPLE, **options)
+    return make_method(kind, sparsity=sparsity, rank_multiple=MULTIPLE, **options)
 
 
 def tower(work: Path, name: str, sparsity: float) -> Path:

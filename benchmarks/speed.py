@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--compressed", help="checkpoint of the compressed model; default: compress --model now")
     parser.add_argument("--method", default="rankfold")
     parser.add_argument("--sparsity", type=float, default=0.3)
-    parser.add_argument("--multiple", type=int, default=8)
+    parser.add_argument("--rank-multiple", type=int, default=8)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--shapes", nargs="+", default=["1x1024", "8x512"], help="of the blocks' prefill: BATCHxLENGTH")
     parser.add_argument("--batch", type=int, default=8, help="of the whole prefill and of decoding")
@@ -47,7 +47,7 @@ def main() -> None:
     config = {"model": common.describe_model(source), "repeats": args.repeats}
     config["compressed"] = Path(args.compressed).name if args.compressed else None
     if not args.compressed:
-        method = make_method(args.method, sparsity=args.sparsity, multiple=args.multiple)
+        method = make_method(args.method, sparsity=args.sparsity, rank_multiple=args.rank_multiple)
         config["method"] = method.describe()
     record = common.Record(args.json, config, DEFINITIONS)
     with tempfile.TemporaryDirectory(prefix="rankfold-") as folder:

@@ -41,7 +41,7 @@ LATENT = [f"{CONTRACTS}{name}.py" for name in ("latentllm_errors", "latentllm", 
 OF_LATENT = "errors or matter or methods or llama or opt"
 TRUTH = [f"{CONTRACTS}{name}.py" for name in ("modegpt_truth", "grouped_queries")]
 HELD_OUT, ENCODERS = "tests/compression/test_held_out.py", f"{CONTRACTS}encoders.py"
-DEFAULT, SENSITIVITY, WHOLE = (f"{CONTRACTS}{name}.py" for name in ("rankfold", "sensitivity", "whole_modules"))
+DEFAULT, SENSITIVITY, WHOLE = (f"{CONTRACTS}{name}.py" for name in ("rankfold", "output_weighting", "whole_modules"))
 EXPERTS, OF_EXPERTS = f"{CONTRACTS}experts.py", "mixtral or gpt_oss or tokens or kept_of_a_block"
 OF_NO_FAMILY = "not test_perplexities and not fitted_windows and not test_modegpt"
 # Files -> the tests that should protect them, and which of these (-k): all families would take hours.

@@ -24,8 +24,8 @@ calibration: {{text: text.txt, samples: 4, length: 32, seed: 0}}
 evaluation: {{text: other.txt, every: 2, first: 3}}
 sparsities: [0.3]
 settings:
-- name: [modegpt multiple=2, svd-llm]
-- {{name: modegpt multiple=2, setting: "{{module}} only", vary: {{module: {{mlp: {{modules: [mlp]}}}}}}}}
+- name: [modegpt rank_multiple=2, svd-llm]
+- {{name: modegpt rank_multiple=2, setting: "{{module}} only", vary: {{module: {{mlp: {{modules: [mlp]}}}}}}}}
 definitions: {{perplexity: }}
 """
 
@@ -115,11 +115,11 @@ def ran(place: Path, monkeypatch, *arguments: str) -> dict:
 
 def test_an_experiment_is_run_row_by_row_and_goes_on(place, monkeypatch):
     """Numbers are those of the same steps by hand; a second run adds only rows that were left out."""
-    first = ran(place, monkeypatch, "--only", "dense", "modegpt multiple=2")
-    assert [row["name"] for row in first["rows"]] == ["dense", "modegpt multiple=2 0.3"]
+    first = ran(place, monkeypatch, "--only", "dense", "modegpt rank_multiple=2")
+    assert [row["name"] for row in first["rows"]] == ["dense", "modegpt rank_multiple=2 0.3"]
     source = rankfold.open_model(place / "model", device="cpu")
     tokens = rankfold.load_tokens(str(place / "text.txt"), source, samples=4, length=32)
-    model = rankfold.compress(source, make_method("modegpt", sparsity=0.3, multiple=2), tokens)
+    model = rankfold.compress(source, make_method("modegpt", sparsity=0.3, rank_multiple=2), tokens)
     windows = importlib.import_module("common").windows(source, place / "other.txt", 32)[::2][:3]
     row = first["rows"][1]
     assert row["perplexity"] == rankfold.perplexity(model, windows)["perplexity"]
@@ -138,5 +138,5 @@ def test_rows_of_another_configuration_are_refused(place, monkeypatch):
 
 
 def test_a_row_that_does_not_exist_is_named(place, monkeypatch):
-    with pytest.raises(SystemExit, match="no row is called nothing; rows: modegpt multiple=2 0.3"):
+    with pytest.raises(SystemExit, match="no row is called nothing; rows: modegpt rank_multiple=2 0.3"):
         ran(place, monkeypatch, "--only", "nothing")

@@ -83,14 +83,27 @@ def test_the_first_line_of_an_error_is_short_and_never_empty():
 @pytest.mark.parametrize(
     ("caller", "expected"),
     [
-        ("python", ["protect=(0, -1)", "target='stock'", "multiple", "keep=True", "dtype='float32'"]),
-        ("command", ["--protect 0,-1", "--for stock", "--multiple", "--keep", "--dtype float32"]),
-        ("compare", ["METHOD:protect=0+-1", "METHOD:target=stock", "METHOD:multiple=...", "--keep", "--dtype float32"]),
+        ("python", ["exclude_blocks=(0, -1)", "target='stock'", "rank_multiple", "keep=True", "dtype='float32'"]),
+        ("command", ["--exclude-blocks 0,-1", "--for stock", "--rank-multiple", "--keep", "--dtype float32"]),
+        (
+            "compare",
+            [
+                "METHOD:exclude_blocks=0+-1",
+                "METHOD:target=stock",
+                "METHOD:rank_multiple=...",
+                "--keep",
+                "--dtype float32",
+            ],
+        ),
     ],
 )
 def test_options_are_named_as_the_caller_gives_them(caller, expected):
     with called_by(caller):
-        named = [method_option("protect", (0, -1)), method_option("target", "stock"), method_option("multiple")]
+        named = [
+            method_option("exclude_blocks", (0, -1)),
+            method_option("target", "stock"),
+            method_option("rank_multiple"),
+        ]
         assert [*named, option("keep", True), option("dtype", "float32")] == expected
     assert option("keep", True) == "keep=True"
 
@@ -98,10 +111,10 @@ def test_options_are_named_as_the_caller_gives_them(caller, expected):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("plan {} --sparsity 0.99 --calibration {} --device cpu", "lower --multiple"),
+        ("plan {} --sparsity 0.99 --calibration {} --device cpu", "lower --rank-multiple"),
         (
             "compare {} --methods modegpt --sparsities 0.99 --calibration {} --text {} --device cpu -o {}",
-            "lower METHOD:multiple=...",
+            "lower METHOD:rank_multiple=...",
         ),
     ],
 )

@@ -105,7 +105,10 @@ def small(tmp_path_factory) -> Path:
     source = rankfold.open_model(folder / "model", device="cpu")
     ids = torch.randint(0, 100, (8, 32), generator=torch.Generator().manual_seed(0))
     rankfold.compress(
-        source, rankfold.MoDeGPT(sparsity=0.3, multiple=2), rankfold.Tokens(ids, "random", "test", 0), folder / "small"
+        source,
+        rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2),
+        rankfold.Tokens(ids, "random", "test", 0),
+        folder / "small",
     )
     return folder / "small"
 

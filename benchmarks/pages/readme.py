@@ -83,7 +83,7 @@ def caches(results: Path) -> list[str]:
     counted = {DENSE: smol[DENSE], "rankfold 0.3": smol["rankfold, the cache counted 0.3"]}
     found = {
         "SmolLM2, bf16": _named(smol),
-        "SmolLM2, the cache in the budget (`--budget bytes --batch 4`)": counted,
+        "SmolLM2, the cache in the budget (`--budget bytes:batch=4`)": counted,
         "opt-6m, bf16": _named(opt),
     }
     measured = {what: part for what, part in found.items() if any(f"{setting} 0.3" in part for setting in SETTINGS)}

@@ -14,7 +14,7 @@ from ._utils.files import writing
 from ._utils.stopwatch import timed_run
 from .architectures import PARTS
 from .checkpoint.run import Run
-from .compression.budget import choices
+from .compression.budget import rank_options
 from .compression.plan import check
 from .compression.validate_spec import validated
 from .data.tokens import Tokens, check_fits
@@ -127,8 +127,8 @@ def _check(given: _Given, mode: str, output: str | Path) -> None:
     source, method, tokens = given
     checked(method, tokens, None, mode, output)
     check_fits(tokens.ids, validated(source))
-    if method.budget != "latency":  # which takes measuring
-        check(choices(source, method), method)
+    if not method.budget.is_timed:  # which takes measuring
+        check(rank_options(source, method), method)
 
 
 def _identity(parts: list[_Given], mode: str) -> dict:

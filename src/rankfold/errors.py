@@ -95,7 +95,7 @@ def option(name: str, value: object = None) -> str:
 
 
 def method_option(name: str, value: object = None) -> str:
-    """Return an option of a method as the caller gives it: ``protect=(3,)``, ``--protect 3`` or ``METHOD:protect=3``."""
+    """Return an option of a method as the caller gives it: ``ridge=1.0``, ``--ridge 1.0`` or ``METHOD:ridge=1.0``."""
     if _caller.get() == "compare":
         return f"METHOD:{name}={'...' if value is None else _written(value, '+')}"
     flag = {"target": "for"}.get(name, name) if _caller.get() == "command" else name

@@ -27,15 +27,14 @@ from .checkpoint.config import compressed_config
 from .checkpoint.load import described
 from .checkpoint.run import Run
 from .compression.block import Work, decompose, run_stages
-from .compression.budget import Choices, choices
+from .compression.budget import RankOptions, rank_options
 from .compression.held_out import HeldOut, NothingHeldOut
 from .compression.importance import (
-    ON_TEXT,
     available,
     gradients_of,
+    measure_allocation,
     needed,
     of_dense,
-    scores_of,
     shared_of,
     statistics_of,
 )
@@ -45,9 +44,8 @@ from .compression.probe_texts import follow_probe_texts
 from .compression.replace import in_model_coordinates, passing, replace
 from .compression.validate_spec import validated
 from .data.tokens import Tokens, check_fits, say_if_few
-from .errors import OptionError
+from .errors import OptionError, check_choice
 from .methods import BlockResult, Method, as_method
-from .methods.base import check_choice
 from .models.auto_classes import auto_class
 from .models.block_reader import BlockReader
 from .models.dense_model import DenseModel
@@ -119,10 +117,12 @@ def plan(
     method = as_method(method)
     check_mode(method, method.modes[0], moments is not None)
     validated(source)
-    gradients = gradients_of(source, method, tokens) if moments or method.allocation == "measured" else None
-    ranks = choices(source, method)
+    gradients = gradients_of(source, method, tokens) if moments or method.allocation.needs_text else None
+    ranks = rank_options(source, method)
     check(ranks, method)
-    allocated = allocate_ranks(ranks, method, scores_of(source, method, ranks, moments, tokens, gradients=gradients))
+    allocated = allocate_ranks(
+        ranks, method, measure_allocation(source, method, ranks, moments, tokens, gradients=gradients)
+    )
     reports = {}
     if moments is not None:
         moments.check(source, statistics_of(source, method))
@@ -188,7 +188,7 @@ def carry_out(
 ) -> nn.Module | Path:
     """Compress a model whose output is held; arguments as for :func:`compress`, and what the run is known by."""
     mode, calibration = identity["mode"], identity["calibration"]
-    ranks = choices(source, method, run.times if run else None)
+    ranks = rank_options(source, method, run.times if run else None)
     moments, gradients, shared, scores = _dense_passes(source, method, ranks, tokens, moments, mode, run)
     allocated = allocate_ranks(ranks, method, scores)
     for_stock = divergence_for_stock(source, method, scores)
@@ -214,7 +214,7 @@ def carry_out(
         block, basis = _compress_block(work, index, of_block(allocated.ranks, index), basis)
         blocks.append(block)
     outcome = {
-        "held_out": work.watch.finish(the_plan.sparsity, protects=method.protects),
+        "held_out": work.watch.finish(the_plan.sparsity, can_exclude=method.can_exclude_blocks),
         "probe_texts": work.probes.finish(the_plan.sparsity),
     }
     return work.into.finish(*_documents(work, the_plan, blocks, identity, outcome, run))
@@ -278,7 +278,7 @@ def check_mode(method: Method, mode: str, moments: bool) -> str:
     return mode
 
 
-def _dense_passes(source: DenseModel, method: Method, ranks: Choices, tokens, moments, mode: str, run: Run | None):
+def _dense_passes(source: DenseModel, method: Method, ranks: RankOptions, tokens, moments, mode: str, run: Run | None):
     """Moments of the dense model, where they are there already, statistics of a backward pass, what is of all blocks together,
     and influence scores or costs, each where method or allocation wants them.
 
@@ -291,8 +291,7 @@ def _dense_passes(source: DenseModel, method: Method, ranks: Choices, tokens, mo
         statistics = needed(source, method) if mode == "one-pass" else first
         moments = calibrate(source, tokens, run.moments if run else None, statistics=statistics)
     shared = shared_of(source, method, moments)
-    text = (tokens, run, gradients) if method.allocation in ON_TEXT else ()
-    scores = scores_of(source, method, ranks, moments, *text)
+    scores = measure_allocation(source, method, ranks, moments, tokens, run, gradients)
     if moments is None or mode == "sequential":
         return None, gradients, shared, scores
     moments.check(source, statistics_of(source, method))

@@ -50,7 +50,7 @@ def good(tmp_path_factory):
     (place / "a.txt").write_text("some text " * 100)
     source.model.save_pretrained(place / "model")
     tokenizer().save_pretrained(place / "model")
-    windows, method, model = tokens(4), rankfold.Rankfold(sparsity=0.3, multiple=1), place / "model"
+    windows, method, model = tokens(4), rankfold.Rankfold(sparsity=0.3, rank_multiple=1), place / "model"
     moments = rankfold.calibrate(source, windows)
     vision = (rankfold.open_model(model), method, windows)
     return {

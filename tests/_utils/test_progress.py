@@ -134,16 +134,16 @@ def place(tmp_path_factory):
 
 TEXT = "--calibration text.txt --samples 8 --length 64 --device cpu --json"
 COMMANDS = {
-    f"compress model -o small --sparsity 0.3 --multiple 2 {TEXT}": (
-        r"measuring effects: 4 of 4",
+    f"compress model -o small --sparsity 0.3 --rank-multiple 2 {TEXT}": (
+        r"measuring sensitivity: 4 of 4",
         r"compressing: 2 of 4, \d+ s so far, about \d+ s left, error of the stream on held-out windows \d\.\d{3}",
     ),
     f"calibrate model -o moments {TEXT}": (r"calibrating: 1 of 4, \d+ s so far, about \d+ s left",),
-    f"plan model --sparsity 0.3 --multiple 2 {TEXT}": (r"measuring effects: 3 of 4",),
+    f"plan model --sparsity 0.3 --rank-multiple 2 {TEXT}": (r"measuring sensitivity: 3 of 4",),
     "evaluate model --text text.txt --length 64 --device cpu --json": (
         r"evaluating: \d+ of \d+, .*perplexity \d+\.\d\d",
     ),
-    f"compare model -o grid --methods modegpt:multiple=2 --sparsities 0.2,0.3 --text text.txt --text-length 64 {TEXT}": (
+    f"compare model -o grid --methods modegpt:rank_multiple=2 --sparsities 0.2,0.3 --text text.txt --text-length 64 {TEXT}": (
         r"comparing: 1 of 2, .*; compressing: 4 of 4",
         r"comparing: 0 of 2, .*; calibrating: 2 of 4",
     ),

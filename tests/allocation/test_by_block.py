@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankfold.allocation import effective_rank, outlier_fraction
-from rankfold.allocation.by_block import outlier_sparsities, spectrum_sparsities
+from rankfold.allocation.owl import outlier_fraction, outlier_sparsities
+from rankfold.allocation.spectrum import effective_rank, spectrum_sparsities
 
 SIZES = torch.tensor([4.0, 1.0, 3.0, 2.0], dtype=torch.float64)
 

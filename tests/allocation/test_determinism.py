@@ -5,8 +5,8 @@ import sys
 
 CODE = """
 from rankfold.allocation import allocate
-from rankfold.methods import LatentLLM, Unit
-units = [Unit(b, m, (8, 16, 24, 32), (10, 20, 31, 40)) for b in range(5) for m in ("q", "k", "v", "o")]
+from rankfold.methods import LatentLLM, PrunableModule
+units = [PrunableModule(b, m, (8, 16, 24, 32), (10, 20, 31, 40)) for b in range(5) for m in ("q", "k", "v", "o")]
 print(sorted(allocate(units, LatentLLM(sparsity=0.37), 800)[0].items()))
 """
 

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankfold.allocation.influence import capped_sparsities, epsilon_for, softmax_sparsities
+from rankfold.allocation.influence import softmax_sparsities, temperature_for
+from rankfold.allocation.sparsities import capped_sparsities
 from rankfold.errors import OptionError
 
 F64 = torch.float64
@@ -78,7 +79,7 @@ def test_a_shift_of_all_scores_changes_nothing(seed, layers, shift):
 @given(SEEDS, st.integers(4, 12), st.floats(0.25, 0.7))
 def test_epsilon_rule_makes_the_largest_sparsity_080(seed, layers, average):
     s, w = draw(seed, layers)[0], torch.ones(layers, dtype=F64)
-    epsilon = epsilon_for(s, w, average)
+    epsilon = temperature_for(s, w, average)
     largest = softmax_sparsities(s, w, average, epsilon).max().item()
     coldest = 1e-3 * (s.max() - s.min()).item()
     assert largest == pytest.approx(0.8, abs=1e-6) or (largest < 0.8 and epsilon == pytest.approx(coldest))
@@ -86,14 +87,14 @@ def test_epsilon_rule_makes_the_largest_sparsity_080(seed, layers, average):
 
 def test_epsilon_rule_stops_where_scores_nearly_tie():
     s, w = torch.tensor([0.1, 0.1004, 0.5, 0.8], dtype=F64), torch.ones(4, dtype=F64)
-    epsilon = epsilon_for(s, w, 0.25)
+    epsilon = temperature_for(s, w, 0.25)
     assert epsilon == pytest.approx(0.0007)
     assert 0.5 < softmax_sparsities(s, w, 0.25, epsilon).max().item() < 0.8
 
 
 def test_epsilon_rule_takes_weights_and_another_largest():
     s, w = draw(3, 8)
-    epsilon = epsilon_for(s, w, 0.3, largest=0.5)
+    epsilon = temperature_for(s, w, 0.3, largest=0.5)
     assert softmax_sparsities(s, w, 0.3, epsilon).max().item() == pytest.approx(0.5, abs=1e-6)
 
 
@@ -102,7 +103,7 @@ def test_epsilon_rule_takes_weights_and_another_largest():
 )
 def test_epsilon_rule_is_uniform_where_it_cannot_say_anything(scores, average):
     s = torch.tensor(scores, dtype=F64)
-    epsilon = epsilon_for(s, torch.ones_like(s), average)
+    epsilon = temperature_for(s, torch.ones_like(s), average)
     assert math.isinf(epsilon)
     torch.testing.assert_close(softmax_sparsities(s, torch.ones_like(s), average, epsilon), torch.full_like(s, average))
 

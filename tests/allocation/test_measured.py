@@ -7,18 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankfold.allocation.measured import cheapest, largest_sparsity
+from rankfold.allocation.cheapest import cheapest, largest_sparsity
 from rankfold.allocation.ranks import allocate, averages
 from rankfold.errors import OptionError
-from rankfold.methods import MoDeGPT, Unit
+from rankfold.methods import MoDeGPT, PrunableModule
 
 
-def unit(block: int, module: str, full: int, per_rank: int, step: int = 8) -> Unit:
+def unit(block: int, module: str, full: int, per_rank: int, step: int = 8) -> PrunableModule:
     ranks = (*range(step, full, step), full)
-    return Unit(block, module, ranks, tuple(rank * per_rank for rank in ranks))
+    return PrunableModule(block, module, ranks, tuple(rank * per_rank for rank in ranks))
 
 
-def convex(u: Unit, draw: random.Random, power: float = 2.0) -> dict[int, float]:
+def convex(u: PrunableModule, draw: random.Random, power: float = 2.0) -> dict[int, float]:
     scale = draw.uniform(0.1, 10)
     return {rank: scale * (1 - rank / u.ranks[-1]) ** power for rank in u.ranks}
 
@@ -71,7 +71,10 @@ def test_curves_that_are_not_convex_are_taken_by_their_hull(seed, price):
 
 def test_what_a_coarse_step_removed_too_much_goes_back_to_the_dearest():
     """One module has no rank between all and half; two have many. The best of all choices, by hand and by trying them."""
-    units = [Unit(0, "mlp", (1, 2), (10, 20)), *(Unit(0, m, tuple(range(1, 11)), tuple(range(1, 11))) for m in "ab")]
+    units = [
+        PrunableModule(0, "mlp", (1, 2), (10, 20)),
+        *(PrunableModule(0, m, tuple(range(1, 11)), tuple(range(1, 11))) for m in "ab"),
+    ]
     slopes = {"a": 0.1, "b": 0.2}
     costs = {(0, m): {rank: slope * (10 - rank) for rank in range(4, 11)} for m, slope in slopes.items()}
     costs[0, "mlp"] = {2: 0.0, 1: 10.0}
@@ -130,7 +133,7 @@ def test_the_budget_and_the_protected_blocks_are_those_of_every_allocation():
     units = [unit(b, m, 64, 5) for b in range(3) for m in ("mlp", "qk", "vo")]
     costs = {(u.block, u.module): convex(u, draw) for u in units}
     counted = sum(u.dense for u in units)
-    method = MoDeGPT(sparsity=0.3, allocation="measured", protect=(1,))
+    method = MoDeGPT(sparsity=0.3, allocation="measured", exclude_blocks=(1,))
     ranks, facts = allocate(units, method, counted, costs)
     removed = sum(u.dense - u.size(ranks[u.block, u.module]) for u in units)
     assert 0.3 * counted <= removed < 0.3 * counted + 40 and all(ranks[1, m] == 64 for m in ("mlp", "qk", "vo"))

@@ -1,4 +1,4 @@
-"""Integer ranks: exact budgets, multiples, protected blocks, and messages that tell what can be reached."""
+"""Integer ranks: exact budgets, multiples, excluded blocks, and messages that tell what can be reached."""
 
 import itertools
 import math
@@ -8,19 +8,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rankfold.allocation import Influence, ModuleInfluence
 from rankfold.allocation.ranks import allocate, removable
 from rankfold.errors import OptionError
-from rankfold.methods import MoDeGPT, Unit
+from rankfold.methods import MoDeGPT, PrunableModule
 
 INFLUENCE = st.sampled_from(["uniform", "influence", "influence-modules"])
 
 
-def unit(block: int, module: str, full: int, per_rank: int, multiple: int = 8) -> Unit:
+def unit(block: int, module: str, full: int, per_rank: int, multiple: int = 8) -> PrunableModule:
     ranks = (*range(multiple, full, multiple), full)
-    return Unit(block, module, ranks, tuple(r * per_rank for r in ranks))
+    return PrunableModule(block, module, ranks, tuple(r * per_rank for r in ranks))
 
 
-def model(blocks: int = 4, *, multiple: int = 8, hidden: int = 96, head: int = 32, width: int = 32) -> list[Unit]:
+def model(
+    blocks: int = 4, *, multiple: int = 8, hidden: int = 96, head: int = 32, width: int = 32
+) -> list[PrunableModule]:
     """Units of a small Llama: 3 matrices in the MLP, 4 heads and 2 key/value heads."""
     return [
         u
@@ -147,7 +150,7 @@ def test_the_module_with_the_finest_steps_makes_up_for_the_others():
 def test_protected_blocks_and_weights_elsewhere_raise_the_sparsity_of_all_modules_alike():
     """0.2 of a model with as much outside of the blocks, one block of four protected: 0.2 * 2 / (3 / 4) of the others."""
     units = model(4, multiple=1, hidden=960)
-    ranks, _ = allocate(units, MoDeGPT(sparsity=0.2, protect=(0,)), 2 * dense(units))
+    ranks, _ = allocate(units, MoDeGPT(sparsity=0.2, exclude_blocks=(0,)), 2 * dense(units))
     shares = {ranks[b, m] / u.ranks[-1] for u in units[3:] for b, m in [(u.block, u.module)]}
     assert all(share == pytest.approx(1 - 0.2 * 2 * 4 / 3, abs=0.02) for share in shares)
 
@@ -200,19 +203,19 @@ def test_less_influential_blocks_are_sparser(blocks, sparsity, seed):
     assert facts["scores"] == {str(b): scores[b] for b in range(blocks)}
 
 
-def test_the_papers_rule_for_epsilon_leaves_a_fifth_of_the_least_influential_block():
+def test_the_papers_rule_for_the_temperature_leaves_a_fifth_of_the_least_influential_block():
     units = [unit(b, "mlp", 1000, 10, 1) for b in range(8)]
     scores = {b: (0.1 * b,) * 3 for b in range(8)}
     ranks, facts = allocate(units, MoDeGPT(sparsity=0.3, allocation="influence"), dense(units), scores)
-    assert abs(ranks[0, "mlp"] - 200) <= 1 and facts["epsilon"] > 0
-    ranks, facts = allocate(units, MoDeGPT(sparsity=0.3, allocation="influence", epsilon=1e6), dense(units), scores)
-    assert set(ranks.values()) <= {699, 700, 701} and facts["epsilon"] == 1e6
+    assert abs(ranks[0, "mlp"] - 200) <= 1 and facts["temperature"] > 0
+    ranks, facts = allocate(units, MoDeGPT(sparsity=0.3, allocation=Influence(temperature=1e6)), dense(units), scores)
+    assert set(ranks.values()) <= {699, 700, 701} and facts["temperature"] == 1e6
 
 
 def test_each_half_of_a_block_follows_its_own_influence():
     units = model(3, multiple=1)
     scores = {0: (0.5, 0.1, 0.9), 1: (0.5, 0.9, 0.1), 2: (0.5, 0.5, 0.5)}  # block, attention, mlp
-    method = MoDeGPT(sparsity=0.3, allocation="influence-modules", epsilon=1.0)
+    method = MoDeGPT(sparsity=0.3, allocation=ModuleInfluence(temperature=1.0))
     ranks, _ = allocate(units, method, dense(units), scores)
     assert ranks[0, "qk"] < ranks[2, "qk"] < ranks[1, "qk"]
     assert ranks[1, "mlp"] < ranks[2, "mlp"] < ranks[0, "mlp"]
@@ -223,7 +226,7 @@ def test_equation_42_weighs_the_halves_by_their_parameters():
     units = [
         u for b in range(2) for u in (unit(b, "mlp", 200, 20, 1), unit(b, "qk", 50, 20, 1), unit(b, "vo", 50, 20, 1))
     ]
-    method = MoDeGPT(sparsity=0.3, allocation="influence-modules", epsilon=0.5)
+    method = MoDeGPT(sparsity=0.3, allocation=ModuleInfluence(temperature=0.5))
     ranks, _ = allocate(units, method, dense(units), dict.fromkeys(range(2), (0.4, 0.4, 0.4)))
     kept_mlp, kept_qk = ranks[0, "mlp"] / 200, ranks[0, "qk"] / 50
     assert kept_mlp > kept_qk
@@ -231,11 +234,11 @@ def test_equation_42_weighs_the_halves_by_their_parameters():
     assert (1 - kept_mlp) / (1 - kept_qk) == pytest.approx(math.exp(-0.4 / 0.5), rel=0.05)
 
 
-@pytest.mark.parametrize("protect", [(0,), (-1,), (0, -1), (1, 3)])
-def test_protected_blocks_stay_dense_and_the_others_make_up_for_them(protect):
+@pytest.mark.parametrize("excluded", [(0,), (-1,), (0, -1), (1, 3)])
+def test_protected_blocks_stay_dense_and_the_others_make_up_for_them(excluded):
     units = model(4)
-    ranks, _ = allocate(units, MoDeGPT(sparsity=0.3, protect=protect), dense(units))
-    inside = {b % 4 for b in protect}
+    ranks, _ = allocate(units, MoDeGPT(sparsity=0.3, exclude_blocks=excluded), dense(units))
+    inside = {b % 4 for b in excluded}
     for u in units:
         assert (ranks[u.block, u.module] == u.ranks[-1]) or u.block not in inside
     assert removed(units, ranks) >= 0.3 * dense(units)
@@ -244,8 +247,8 @@ def test_protected_blocks_stay_dense_and_the_others_make_up_for_them(protect):
 @pytest.mark.parametrize("block", [4, -5, 99])
 def test_a_protected_block_that_is_not_there_is_refused(block):
     units = model(4)
-    with pytest.raises(OptionError, match=rf"protected block {block} is not in the model, which has blocks 0 to 3"):
-        allocate(units, MoDeGPT(sparsity=0.3, protect=(block,)), dense(units))
+    with pytest.raises(OptionError, match=rf"excluded block {block} is not in the model, which has blocks 0 to 3"):
+        allocate(units, MoDeGPT(sparsity=0.3, exclude_blocks=(block,)), dense(units))
 
 
 def test_counting_the_whole_model_takes_more_from_the_blocks():
@@ -267,10 +270,10 @@ def test_own_sparsities_are_met_module_by_module(own, allocation):
 
 
 def temperatures(facts) -> set[float]:
-    """All epsilons in a record, however deep."""
+    """All temperatures in a record, however deep."""
     if not isinstance(facts, dict):
         return set()
-    return {v for k, v in facts.items() if k == "epsilon"}.union(*(temperatures(v) for v in facts.values()))
+    return {v for k, v in facts.items() if k == "temperature"}.union(*(temperatures(v) for v in facts.values()))
 
 
 def test_own_sparsities_record_the_temperature_of_every_module():
@@ -292,7 +295,7 @@ class OneRank(MoDeGPT):
 @pytest.mark.parametrize("sparsity", [0.05, 0.3, 0.61, 0.8])
 def test_one_rank_is_the_largest_that_all_units_may_take_and_with_which_enough_goes(sparsity):
     units = [unit(b, "mlp", 96, 3 + b) for b in range(3)]
-    units[1] = Unit(1, "mlp", (16, 24, 96), (64, 96, 384))
+    units[1] = PrunableModule(1, "mlp", (16, 24, 96), (64, 96, 384))
     ranks, facts = allocate(units, OneRank(sparsity=sparsity), dense(units))
     (rank,) = set(ranks.values())
     enough = [r for r in (16, 24, 96) if sum(u.dense - u.size(r) for u in units) >= sparsity * dense(units)]
@@ -301,7 +304,7 @@ def test_one_rank_is_the_largest_that_all_units_may_take_and_with_which_enough_g
 
 
 def test_one_rank_that_not_all_units_may_take_does_not_count():
-    units = [Unit(0, "mlp", (8, 24, 96), (8, 24, 96)), Unit(1, "mlp", (16, 24, 96), (16, 24, 96))]
+    units = [PrunableModule(0, "mlp", (8, 24, 96), (8, 24, 96)), PrunableModule(1, "mlp", (16, 24, 96), (16, 24, 96))]
     with pytest.raises(OptionError, match=r"can lose at most 144 of the 154 .* sparsity 0\.7500"):
         allocate(units, OneRank(sparsity=0.8), dense(units))
 
@@ -309,7 +312,7 @@ def test_one_rank_that_not_all_units_may_take_does_not_count():
 @pytest.mark.parametrize("cost", [-300, 700])
 def test_fixed_ranks_are_taken_and_the_others_lose_the_rest(cost):
     inner = model()
-    fixed = [Unit(b, "stream", (24, 32), (1000 - cost, 1000), fixed=True) for b in range(4)]
+    fixed = [PrunableModule(b, "stream", (24, 32), (1000 - cost, 1000), fixed=True) for b in range(4)]
     units = [*fixed, *inner]
     ranks, facts = allocate(units, MoDeGPT(sparsity=0.3), dense(units))
     assert all(ranks[b, "stream"] == 24 for b in range(4)) and facts["nominal_sparsity"] == 0.25
@@ -334,7 +337,7 @@ def test_unreachable_sparsity_of_the_model_is_counted_on_the_model():
     units = model(2)
     reach = removable(units) / (3 * dense(units))
     with pytest.raises(OptionError, match=rf"sparsity 0\.5 cannot be reached.* sparsity {reach:.4f};"):
-        allocate(units, MoDeGPT(sparsity=0.5, of="model"), 3 * dense(units))
+        allocate(units, MoDeGPT(sparsity=0.5, scope="model"), 3 * dense(units))
 
 
 def test_unreachable_own_sparsity_names_the_module():
@@ -346,12 +349,12 @@ def test_what_can_be_reached_of_a_module_counts_its_protected_blocks():
     """Half of the blocks are protected; 11/12 of the others is 0.4583 of the module, though 0.9167 of the others."""
     units = model(2)
     with pytest.raises(OptionError, match=r"sparsity 0\.5 of module mlp cannot be reached.* sparsity 0\.4583; lower"):
-        allocate(units, MoDeGPT(modules={"mlp": 0.5}, protect=(0,)), dense(units))
+        allocate(units, MoDeGPT(modules={"mlp": 0.5}, exclude_blocks=(0,)), dense(units))
 
 
 def test_everything_protected_says_that_nothing_can_be_reached():
     with pytest.raises(OptionError, match=r"cannot be reached.* sparsity 0\.0000"):
-        allocate(model(2), MoDeGPT(sparsity=0.1, protect=(0, 1)), dense(model(2)))
+        allocate(model(2), MoDeGPT(sparsity=0.1, exclude_blocks=(0, 1)), dense(model(2)))
 
 
 def test_influence_without_scores_is_refused():

@@ -23,7 +23,7 @@ from .texts import FIELDS, UNKNOWN, hostile_text
 KINDS = ("command lines", "records", "moments", "checkpoints", "texts")
 SECONDS = 60  # a case that takes longer hangs
 CHECKPOINTS = ("model", "tied", "small", "latent")
-LATENT = ("--multiple", "2", "--option", "sparse=0.2", "--option", "bits=6")
+LATENT = ("--rank-multiple", "2", "--option", "sparse=0.2", "--option", "bits=6")
 
 
 class Outcome(NamedTuple):
@@ -65,7 +65,7 @@ class Arena:
         save_tiny(self.stock / "tied", blocks=2, tie_word_embeddings=True, attention_bias=True, mlp_bias=True)
         save_text(self.stock / "text.txt")
         self._call("calibrate", "model", "-o", "moments", *FITTING)
-        self._call("compress", "model", "-o", "small", "--multiple", "2", *FITTING)
+        self._call("compress", "model", "-o", "small", "--rank-multiple", "2", *FITTING)
         self._call("compress", "tied", "-o", "latent", "--method", "latentllm", *LATENT, *FITTING)
         self._call(*("true" if word == "out" else word for word in self.from_moments))
         self.numbers = {name: computed(self.stock / name) for name in CHECKPOINTS}
@@ -75,7 +75,7 @@ class Arena:
         assert code == 0, err
 
     from_moments = (
-        *("compress", "model", "-o", "out", "--method", "modegpt", "--moments", "moments", "--multiple", "2"),
+        *("compress", "model", "-o", "out", "--method", "modegpt", "--moments", "moments", "--rank-multiple", "2"),
         *("--device", "cpu"),
     )
 

@@ -21,7 +21,7 @@ NAMES = [
 NAMES += ["/dev/null", "/proc/self/mem", "."]
 MODULES = ["mlp", "qk,vo", "mlp,mlp", "mlp=0.2", "mlp=nan", "mlp=0.2,qk", ",", "=", "mlp=0.2=3", "x"]
 METHOD_OPTIONS = [
-    "select=leverage",
+    "selection=leverage",
     "ridge=1e-3",
     "ridge=nan",
     "ridge=",
@@ -33,15 +33,19 @@ METHOD_OPTIONS = [
 ]
 SHARED = {
     "--sparsity": NUMBERS,
-    "--of": ["blocks", "model", "all", ""],
+    "--scope": ["blocks", "model", "all", ""],
     "--modules": MODULES,
-    "--allocation": ["uniform", "influence", "influence-modules", "x"],
-    "--budget": ["parameters", "bytes", "flops", "latency", "x", ""],
-    "--context": NUMBERS,
-    "--batch": NUMBERS,
-    "--epsilon": NUMBERS,
-    "--multiple": NUMBERS,
-    "--protect": ["0", "-1", "0,-1", "9", "x", ",", "0,0", "9" * 30],
+    "--allocation": [
+        *("uniform", "influence-modules", "x", "owl:", "owl:spread", "owl:=1", "uniform:x=1"),
+        *(f"influence:temperature={number}" for number in NUMBERS),
+    ],
+    "--budget": [
+        *("parameters", "bytes", "latency", "x", "", ":", "bytes:batch=2,batch=2"),
+        *(f"flops:context={number}" for number in NUMBERS),
+        *(f"bytes:batch={number}" for number in NUMBERS),
+    ],
+    "--rank-multiple": NUMBERS,
+    "--exclude-blocks": ["0", "-1", "0,-1", "9", "x", ",", "0,0", "9" * 30],
     "--option": METHOD_OPTIONS,
     "--method": ["modegpt", "latentllm", "svd", "svdd", ""],
     "--moments": ["moments", "model", "text.txt", "nowhere", ""],
@@ -98,8 +102,8 @@ OPTIONS = {
 }
 FITTING = ["--calibration", "text.txt", "--samples", "4", "--length", "32"]
 USUAL = {
-    "compress": ["model", "-o", "out", "--multiple", "2", "--device", "cpu", *FITTING],
-    "plan": ["model", "--multiple", "2", "--device", "cpu", *FITTING],
+    "compress": ["model", "-o", "out", "--rank-multiple", "2", "--device", "cpu", *FITTING],
+    "plan": ["model", "--rank-multiple", "2", "--device", "cpu", *FITTING],
     "calibrate": ["model", "-o", "out", "--device", "cpu", *FITTING],
     "evaluate": ["small", "--text", "text.txt", "--length", "32", "--limit", "2", "--device", "cpu"],
     "generate": ["small", "hello", "--max-new-tokens", "2", "--device", "cpu"],

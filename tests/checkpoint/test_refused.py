@@ -273,7 +273,7 @@ def compressed(tmp_path_factory):
     for name, (family, method, options) in made.items():
         source = rankfold.open_model(tiny_model(family), device="cpu")
         source.autocast = None
-        chosen = rankfold.make_method(method, sparsity=0.3, multiple=2, **options)
+        chosen = rankfold.make_method(method, sparsity=0.3, rank_multiple=2, **options)
         rankfold.compress(source, chosen, tokens(), folder / name)
     return folder
 
@@ -372,7 +372,7 @@ def test_a_rotary_table_of_another_size_is_refused(compressed, tmp_path):
 
 def test_a_head_of_its_own_in_a_tied_compressed_checkpoint_is_refused(tmp_path):
     source = rankfold.open_model(tiny_model("llama-mha-tied"), device="cpu")
-    folder = rankfold.compress(source, rankfold.MoDeGPT(sparsity=0.3, multiple=2), tokens(), tmp_path / "small")
+    folder = rankfold.compress(source, rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2), tokens(), tmp_path / "small")
     shard = sorted(folder.glob("*.safetensors"))[-1].name
     change(folder, lambda state: state | {"lm_head.weight": torch.ones(96, 32)}, shard)
     path = folder / "model.safetensors.index.json"
@@ -415,7 +415,7 @@ INDICES = {
 def test_an_index_that_leads_outside_is_refused(compressed, tmp_path, kind, end):
     if end == "rows":
         source = rankfold.open_model(tiny_model("opt"), device="cpu")
-        chosen = rankfold.LatentLLM(sparsity=0.3, multiple=2, junction="block_identity_left")
+        chosen = rankfold.LatentLLM(sparsity=0.3, rank_multiple=2, junction="block_identity_left")
         folder = rankfold.compress(source, chosen, tokens(), tmp_path / "small")
         shard = "model-00002-of-00004.safetensors"
     else:

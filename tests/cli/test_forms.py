@@ -2,19 +2,18 @@
 
 import pytest
 
+from rankfold.allocation import OWL
 from rankfold.cli.forms import parse_forms, parse_sparsities
 from rankfold.comparison import Form, cells_of
 from rankfold.errors import OptionError
-from rankfold.methods import method_class, method_names
+from rankfold.methods import NarrowingMethod, method_class, method_names
 
 
 def test_names_and_options_come_apart_at_commas():
-    text = (
-        "rankfold,modegpt:select=leverage,select_qk=norm,gqa=paper,latentllm:joint=qk+vo,rounds=2,svd:mode=sequential"
-    )
+    text = "rankfold,modegpt:selection=leverage,selection_qk=norm,gqa=paper,latentllm:joint=qk+vo,rounds=2,svd:mode=sequential"
     assert parse_forms(text) == [
         Form("rankfold"),
-        Form("modegpt", {"select": "leverage", "select_qk": "norm", "gqa": "paper"}),
+        Form("modegpt", {"selection": "leverage", "selection_qk": "norm", "gqa": "paper"}),
         Form("latentllm", {"joint": "qk,vo", "rounds": 2}),
         Form("svd", {}, "sequential"),
     ]
@@ -22,18 +21,18 @@ def test_names_and_options_come_apart_at_commas():
 
 def test_options_of_every_method_are_taken_with_their_types():
     (form,) = parse_forms(
-        "modegpt:modules=mlp+qk,protect=0+-1,allocation=influence,epsilon=0.1,multiple=2,bias_refit=false,ridge=1e-3"
+        "modegpt:modules=mlp+qk,exclude_blocks=0+-1,allocation=owl:threshold=3+spread=0.1,rank_multiple=2,bias_refit=false,ridge=1e-3"
     )
     assert form.options == {
         "modules": ("mlp", "qk"),
-        "protect": (0, -1),
-        "allocation": "influence",
-        "epsilon": 0.1,
-        "multiple": 2,
+        "exclude_blocks": (0, -1),
+        "allocation": "owl:threshold=3,spread=0.1",
+        "rank_multiple": 2,
         "bias_refit": False,
         "ridge": 1e-3,
     }
-    assert form.at(0.3).method.protect == (0, -1)
+    assert form.at(0.3).method.exclude_blocks == (0, -1)
+    assert form.at(0.3).method.allocation == OWL(threshold=3.0, spread=0.1) and parse_forms(form.label) == [form]
 
 
 def test_modules_may_have_the_sparsity_of_their_row():
@@ -48,7 +47,9 @@ def test_every_method_is_taken_by_name_and_a_label_is_what_the_command_line_take
     (form,) = parse_forms(name)
     assert form.label == name and form.at(0.2).method.sparsity == 0.2
     cls = method_class(name)
-    options = ({"multiple": 4} if cls.narrows else {}) | ({"protect": (0, 1)} if cls.protects else {})
+    options = ({"rank_multiple": 4} if issubclass(cls, NarrowingMethod) else {}) | (
+        {"exclude_blocks": (0, 1)} if cls.can_exclude_blocks else {}
+    )
     (again,) = parse_forms(Form(name, options, form.at(0.2).mode).label)
     assert again.at(0.2).key == Form(name, options).at(0.2).key
 
@@ -62,8 +63,8 @@ def test_moments_are_shared_unless_the_method_or_its_options_need_text():
     "text, message",
     [
         ("modgpt", "unknown method 'modgpt'; did you mean 'modegpt'"),
-        ("modegpt:selec=leverage", "unknown modegpt option 'selec'; did you mean 'select'"),
-        ("modegpt:select=leverag", "unknown select 'leverag'; did you mean 'leverage'"),
+        ("modegpt:selec=leverage", "unknown modegpt option 'selec'; did you mean 'selection'"),
+        ("modegpt:selection=leverag", "unknown selection 'leverag'; did you mean 'leverage'"),
         ("modegpt:ridge=nan", "--methods 'ridge=nan': expected a finite number"),
         ("modegpt:ridge=1,ridge=2", "gives 'ridge' of modegpt more than once"),
         ("modegpt:sparsity=0.3", "given by --sparsities"),
@@ -72,7 +73,7 @@ def test_moments_are_shared_unless_the_method_or_its_options_need_text():
         ("modegpt,,svd", "--methods takes names such as"),
         ("", "--methods takes names such as"),
         ("ridge=1", "unknown method 'ridge=1'"),
-        ("modegpt,modegpt:select=elimination", "is the same as modegpt at 0.3; give it once"),
+        ("modegpt,modegpt:selection=obs", "is the same as modegpt at 0.3; give it once"),
         ("modegpt:modules=mlp=0.2", "gives its modules other sparsities than the 0.3 of its row"),
         ("modegpt:modules=mlp+mlp", "--modules names 'mlp' more than once"),
     ],

@@ -39,15 +39,15 @@ def test_commands_share_every_option_of_a_group():
 
 
 def test_options_become_a_method():
-    options = MethodOptions(sparsity=0.2, modules="mlp=0.4,vo=0.2", protect="0,-1", option=["ridge=0.5"])
-    assert options.parse() == Rankfold(sparsity=0.2, modules={"mlp": 0.4, "vo": 0.2}, protect=(0, -1), ridge=0.5)
+    options = MethodOptions(sparsity=0.2, modules="mlp=0.4,vo=0.2", exclude_blocks="0,-1", option=["ridge=0.5"])
+    assert options.parse() == Rankfold(sparsity=0.2, modules={"mlp": 0.4, "vo": 0.2}, exclude_blocks=(0, -1), ridge=0.5)
     assert MethodOptions(modules="mlp,qk").parse().modules == ("mlp", "qk")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"protect": "first"}, "--protect takes block numbers such as 0,-1; got 'first'"),
+        ({"exclude_blocks": "first"}, "--exclude-blocks takes block numbers such as 0,-1; got 'first'"),
         ({"modules": ","}, "--modules is empty; e.g. mlp,qk,vo"),
         ({"modules": "mlp=x"}, r"--modules takes mlp,qk,vo or mlp=0\.35"),
         ({"option": ["ridge"]}, "--option takes KEY=VALUE, got 'ridge'"),

@@ -18,7 +18,7 @@ from rankfold.evaluation.text import Texts
 from saved import save_text, save_tiny
 
 module = importlib.import_module("rankfold.comparison.compare")
-METHODS = "modegpt:multiple=2,latentllm,rankfold:multiple=2"
+METHODS = "modegpt:rank_multiple=2,latentllm,rankfold:rank_multiple=2"
 TIMES = ("compress_seconds", "measure_seconds", "environment")
 
 
@@ -79,7 +79,7 @@ def test_a_row_has_the_numbers_of_its_compression_run_alone(source, tokens, meas
     assert [row["label"] for row in rows] == ["dense", *(f.label for f in parse_forms(METHODS) for _ in range(2))]
     assert [row["measures"]["texts"][1]["text"] for row in rows] == ["text.txt"] * 7
     for row, (name, mode) in {2: ("modegpt", "one-pass"), 6: ("rankfold", "sequential")}.items():
-        method = rankfold.make_method(name, sparsity=0.4, multiple=2)
+        method = rankfold.make_method(name, sparsity=0.4, rank_multiple=2)
         model = rankfold.compress(source, method, tokens, mode=mode)
         alone = [perplexity(model, some)["perplexity"] for some in windows]
         assert [text["perplexity"] for text in rows[row]["measures"]["texts"]] == pytest.approx(alone, rel=1e-6)
@@ -132,7 +132,7 @@ def test_an_interrupted_grid_goes_on_where_it_was(source, tokens, measures, fini
 def test_a_model_that_was_compressed_but_not_measured_is_not_compressed_again(
     source, tokens, measures, tmp_path, monkeypatch
 ):
-    cells = cells_of(parse_forms("modegpt:multiple=2"), [0.2])
+    cells = cells_of(parse_forms("modegpt:rank_multiple=2"), [0.2])
     with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch:
         patch.setattr(module, "read_record", lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
         compare(source, cells, tokens, measures, tmp_path / "out")
@@ -141,7 +141,9 @@ def test_a_model_that_was_compressed_but_not_measured_is_not_compressed_again(
 
 
 def test_what_one_cell_cannot_do_is_a_row_and_the_others_go_on(source, tokens, measures, tmp_path):
-    cells = cells_of(parse_forms("modegpt:multiple=2,modegpt:multiple=2,protect=0+1,latentllm:joint=ud"), [0.2])
+    cells = cells_of(
+        parse_forms("modegpt:rank_multiple=2,modegpt:rank_multiple=2,exclude_blocks=0+1,latentllm:joint=ud"), [0.2]
+    )
     rows = compare(source, cells, tokens, measures, tmp_path / "out", keep=True)
     assert [row["status"] for row in rows] == ["done", "done", "failed", "failed"]
     assert "no module is left to compress" in rows[2]["error"] or "sparsity" in rows[2]["error"]
@@ -151,7 +153,7 @@ def test_what_one_cell_cannot_do_is_a_row_and_the_others_go_on(source, tokens, m
 
 
 def test_a_failure_in_the_middle_is_tried_again(source, tokens, measures, tmp_path, monkeypatch):
-    cells = cells_of(parse_forms("modegpt:multiple=2,latentllm"), [0.2])
+    cells = cells_of(parse_forms("modegpt:rank_multiple=2,latentllm"), [0.2])
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, "compress", lambda *args, **options: (_ for _ in ()).throw(MemoryError()))
         rows = compare(source, cells, tokens, measures, tmp_path / "out")
@@ -176,7 +178,7 @@ def test_a_folder_takes_further_cells_and_keeps_its_own(source, tokens, measures
 
 
 def test_what_an_earlier_command_kept_stays(source, tokens, measures, tmp_path, caplog):
-    one, two = cells_of(parse_forms("modegpt:multiple=2,latentllm"), [0.2])
+    one, two = cells_of(parse_forms("modegpt:rank_multiple=2,latentllm"), [0.2])
     place = tmp_path / "out"
     compare(source, [one], tokens, measures, place, keep=True)
     kept = {path.name for path in (place / "cells").iterdir() if path.is_dir()}
@@ -225,7 +227,7 @@ def test_a_damaged_row_is_named(source, tokens, measures, finished, tmp_path, da
 
 def test_speed_is_measured_beside_the_dense_model(place, source, tokens, tmp_path):
     speed = Speed(source.context_length, batch=1, repeats=1)
-    cells = cells_of(parse_forms("modegpt:multiple=2"), [0.4])
+    cells = cells_of(parse_forms("modegpt:rank_multiple=2"), [0.4])
     rows = compare(source, cells, tokens, made(place, source, speed=speed), tmp_path / "out")
     assert rows[0]["measures"]["speed"]["prefill_ratio"] == 1
     found = rows[1]["measures"]["speed"]

@@ -14,20 +14,21 @@ from safetensors import safe_open
 import rankfold
 from families import opened, tokens
 from rankfold import LatentLLM, MoDeGPT, Rankfold, make_method
+from rankfold.allocation import Bytes, FLOPs, Latency
 from rankfold.allocation.ranks import allocate
 from rankfold.compression import latency as timing
-from rankfold.compression.budget import choices
-from rankfold.compression.latency import Timetable
+from rankfold.compression.budget import rank_options
+from rankfold.compression.latency import ModuleLatency
 from rankfold.errors import CheckpointError, OptionError, UnsupportedModelError
 from rankfold.evaluation.complexity import cache_bytes, counted_macs, formula_macs, planned_macs
 from tiny_encoders import opened_encoder
 
-SMALL = {"multiple": 2, "sparsity": 0.25}
+SMALL = {"rank_multiple": 2, "sparsity": 0.25}
 METHODS = {
     "modegpt": MoDeGPT(**SMALL),
     "latentllm": LatentLLM(**SMALL),
     "bits": LatentLLM(**SMALL, bits=4, chunk=8, joint="none"),
-    "sparse": LatentLLM(sparsity=0.3, multiple=2, sparse=1.0),
+    "sparse": LatentLLM(sparsity=0.3, rank_multiple=2, sparse=1.0),
     "flap": make_method("flap", **SMALL),
     "influence": MoDeGPT(**SMALL, allocation="influence"),
     "measured": Rankfold(**SMALL),
@@ -40,8 +41,8 @@ def under(name: str, **options):
 
 def plan_of(source, method):
     """With scores where the allocation wants them."""
-    moments = rankfold.calibrate(source, tokens()) if method.allocation == "influence" else None
-    return rankfold.plan(source, method, tokens() if method.allocation == "measured" else None, moments=moments)
+    moments = rankfold.calibrate(source, tokens()) if method.allocation.statistic else None
+    return rankfold.plan(source, method, tokens() if method.allocation.needs_text else None, moments=moments)
 
 
 def bytes_on_disk(folder) -> int:
@@ -56,7 +57,7 @@ def bytes_on_disk(folder) -> int:
 @pytest.mark.parametrize("family", ["llama-bias", "opt"])
 @pytest.mark.parametrize("name", ["modegpt", "bits", "flap"])
 def test_bytes_are_those_on_disk(name, family, tmp_path):
-    source, method = opened(family), under(name, budget="bytes", of="model")
+    source, method = opened(family), under(name, budget="bytes", scope="model")
     plan = plan_of(source, method)
     dense = sum(p.numel() for p in source.model.parameters()) * 4
     folder = rankfold.compress(source, method, tokens(), tmp_path / "small", mode="one-pass")
@@ -76,7 +77,7 @@ def test_bytes_of_the_blocks_leave_out_what_surrounds_them():
 @pytest.mark.parametrize("name", ["modegpt", "latentllm", "bits", "flap", "shortgpt"])
 def test_bytes_with_a_batch_are_those_on_disk_and_in_a_full_cache(name, family, tmp_path):
     """The cache is filled, and counted tensor by tensor."""
-    counts = {"budget": "bytes", "of": "model", "context": 16, "batch": 3}
+    counts = {"budget": Bytes(context=16, batch=3), "scope": "model"}
     source, is_removal = opened(family), name == "shortgpt"
     method = make_method(name, sparsity=0.25, **counts) if is_removal else under(name, **counts)
     plan = rankfold.plan(source, method, tokens(), moments=rankfold.calibrate(source, tokens()) if is_removal else None)
@@ -94,8 +95,8 @@ def test_the_more_sequences_the_smaller_the_cache():
     """Of a budget that weighs the cache more, the cache takes a smaller part; exact ranks make it so for any costs."""
     source, sizes = opened("llama"), []
     for batch in (0, 2, 8, 64):
-        method = under("measured", budget="bytes", context=64, batch=batch)
-        found = choices(source, method)
+        method = under("measured", budget=Bytes(context=64, batch=batch))
+        found = rank_options(source, method)
         costs = {(u.block, u.module): {rank: (1 - rank / u.ranks[-1]) ** 2 for rank in u.ranks} for u in found.priced}
         ranks, _ = allocate(found.priced, method, found.counted, costs)
         sizes.append(sum(rank for (_, module), rank in ranks.items() if module in ("qk", "vo")))
@@ -103,18 +104,18 @@ def test_the_more_sequences_the_smaller_the_cache():
 
 
 def test_a_batch_goes_with_bytes_and_with_what_caches():
-    with pytest.raises(OptionError, match="in the budget bytes, got budget parameters"):
-        MoDeGPT(batch=8)
-    with pytest.raises(OptionError, match="batch must be >= 0, got -1"):
-        MoDeGPT(batch=-1, budget="bytes")
+    with pytest.raises(OptionError, match="unknown option of budget flops 'batch'; available: context"):
+        MoDeGPT(budget="flops:batch=8")
+    with pytest.raises(OptionError, match="batch of budget bytes must be >= 0, got -1"):
+        Bytes(batch=-1)
     with pytest.raises(UnsupportedModelError, match="bert is an encoder and caches nothing"):
-        rankfold.plan(opened_encoder("bert"), MoDeGPT(batch=8, budget="bytes"))
+        rankfold.plan(opened_encoder("bert"), MoDeGPT(budget="bytes:batch=8"))
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "phi3"])
 @pytest.mark.parametrize("name", ["modegpt", "latentllm", "flap", "influence", "measured"])
 def test_flops_are_those_of_a_forward(name, family):
-    source, method = opened(family), under(name, budget="flops", of="model", context=16)
+    source, method = opened(family), under(name, budget=FLOPs(context=16), scope="model")
     plan = plan_of(source, method)
     dense = formula_macs(source.model, 16)["total"]
     assert 16 * plan.budget["counted"] == dense == counted_macs(source.model, 16)
@@ -125,7 +126,7 @@ def test_flops_are_those_of_a_forward(name, family):
 
 def test_flops_of_the_blocks_leave_out_the_head_and_the_context_is_the_model_s_at_most():
     source = opened("llama")
-    blocks, whole = (plan_of(source, under("modegpt", budget="flops", of=of)).budget for of in ("blocks", "model"))
+    blocks, whole = (plan_of(source, under("modegpt", budget="flops", scope=of)).budget for of in ("blocks", "model"))
     assert whole["counted"] - blocks["counted"] == 32 * 96
     assert blocks["context"] == source.context_length == 64
 
@@ -140,15 +141,15 @@ def test_each_budget_is_met_and_not_by_much(name, budget):
 
 @pytest.fixture(scope="module", params=["parameters", "bytes", "flops", "latency"])
 def priced(request):
-    """Choices under a budget; times by a clock that adds up what was built."""
+    """Return the ranks under a budget; times by a clock that adds up what was built."""
     method = under("measured", budget=request.param)
-    return choices(opened("llama-bias"), method) if request.param != "latency" else timed_choices(method), method
+    return rank_options(opened("llama-bias"), method) if request.param != "latency" else timed_choices(method), method
 
 
 def timed_choices(method):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(timing, "_run", by_weight)
-        return choices(opened("llama-bias"), method)
+        return rank_options(opened("llama-bias"), method)
 
 
 def by_weight(module, *_) -> float:
@@ -181,7 +182,7 @@ def test_times_are_what_the_clock_says():
     blocks = [sum(p.numel() for p in b.parameters()) for b in opened("llama-bias").blocks]
     assert found.counted == round(sum(0.01 + n * 1e-5 for n in blocks) * 1e9)
     for unit, plain in zip(
-        found.priced, choices(opened("llama-bias"), under("modegpt", budget="bytes")).priced, strict=True
+        found.priced, rank_options(opened("llama-bias"), under("modegpt", budget="bytes")).priced, strict=True
     ):
         assert unit.ranks == plain.ranks
         for rank in unit.ranks[:-1]:
@@ -191,7 +192,7 @@ def test_times_are_what_the_clock_says():
 
 
 def test_savings_fall_and_are_interpolated():
-    table = Timetable((0,), "mlp", 100, {10: 8.0, 40: 5.0, 70: 6.0, 90: -1.0})  # 40 and 70 pool to 5.5
+    table = ModuleLatency((0,), "mlp", 100, {10: 8.0, 40: 5.0, 70: 6.0, 90: -1.0})  # 40 and 70 pool to 5.5
     own = 8.0 * 100 / 90
     wanted = {10: 8.0, 25: 6.75, 40: 5.5, 55: 5.5, 70: 5.5, 80: 2.25, 90: -1.0, 100: 0.0}
     assert {r: (own - table.nanoseconds(r) * 1e-9) for r in wanted} == pytest.approx(wanted, abs=1e-8)
@@ -205,7 +206,7 @@ def test_ranks_that_save_no_time_are_no_choice(monkeypatch):
         return 1.0 + (48 if width == 48 else max(width, 28) + 4) * 1e-3
 
     monkeypatch.setattr(timing, "_run", padded)
-    found = choices(opened("llama"), under("modegpt", budget="latency", modules=("mlp",)))
+    found = rank_options(opened("llama"), under("modegpt", budget="latency", modules=("mlp",)))
     assert all(min(u.ranks) >= 24 and set(u.ranks) <= {*range(24, 46, 2), 48} for u in found.priced)
     assert all(a < b for u in found.priced for a, b in itertools.pairwise(u.sizes))
 
@@ -213,20 +214,20 @@ def test_ranks_that_save_no_time_are_no_choice(monkeypatch):
 def test_a_run_that_goes_on_takes_the_times_it_has(tmp_path, monkeypatch):
     source, method = opened("llama"), under("measured", budget="latency")
     kept = tmp_path / "times.json"
-    first = choices(source, method, kept)
+    first = rank_options(source, method, kept)
     monkeypatch.setattr(timing, "_run", lambda *_: pytest.fail("measured again"))
-    again = choices(source, method, kept)
+    again = rank_options(source, method, kept)
     assert again == first and first.facts["threads"] == torch.get_num_threads() and first.facts["tables"]
     kept.write_text('{"tables": 3}')
     with pytest.raises(CheckpointError, match="times.json is damaged"):
-        choices(source, method, kept)
+        rank_options(source, method, kept)
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "qwen3", "phi3", "gemma2", "falcon-alibi"])
 def test_a_compressed_model_under_a_budget_in_time_loads(family, tmp_path, monkeypatch):
     monkeypatch.setattr(timing, "ROUNDS", 1)
     monkeypatch.setattr(timing, "LEAST_SECONDS", 0.0)
-    method = MoDeGPT(sparsity=0.1, multiple=2, budget="latency", context=16)
+    method = MoDeGPT(sparsity=0.1, rank_multiple=2, budget=Latency(context=16))
 
     def runs(module, inputs, kwargs, *_):
         module(*inputs, **kwargs)
@@ -249,17 +250,17 @@ def test_a_compressed_model_under_a_budget_in_time_loads(family, tmp_path, monke
             OptionError,
             "unknown budget 'watts'; available: parameters, bytes, flops, latency",
         ),
-        (lambda: MoDeGPT(context=0), OptionError, "context must be >= 1, got 0"),
-        (lambda: LatentLLM(budget="latency"), OptionError, "takes the budgets parameters, bytes, flops, got latency"),
+        (lambda: FLOPs(context=0), OptionError, "context of budget flops must be >= 1, got 0"),
+        (lambda: LatentLLM(budget="latency"), OptionError, "takes budget parameters or bytes or flops, got latency"),
         (
             lambda: make_method("flap", budget="latency"),
             OptionError,
-            "got latency; take one of these, or --method modegpt",
+            "got latency; take one of these, or another method",
         ),
-        (lambda: MoDeGPT(budget="latency", of="model"), OptionError, "is the time of the blocks, got of=model"),
+        (lambda: MoDeGPT(budget="latency", scope="model"), OptionError, "is the time of the blocks, got scope=model"),
         (lambda: LatentLLM(budget="flops", junction="lu"), OptionError, "junction=lu .* multiply more than they store"),
         (
-            lambda: rankfold.plan(opened("mixtral"), MoDeGPT(budget="flops", multiple=2)),
+            lambda: rankfold.plan(opened("mixtral"), MoDeGPT(budget="flops", rank_multiple=2)),
             UnsupportedModelError,
             "mixtral routes tokens to experts",
         ),

@@ -9,13 +9,13 @@ import rankfold
 from families import opened, tokens
 from rankfold.calibration import backward
 from rankfold.compression import duration, rates
-from rankfold.compression.budget import choices
+from rankfold.compression.budget import rank_options
 from rankfold.compression.duration import estimated_seconds, timed
-from rankfold.compression.importance import of_dense, scores_of
+from rankfold.compression.importance import measure_allocation, of_dense
 from rankfold.compression.kl_divergence import least_rank
 from rankfold.compression.plan import allocate_ranks, build_plan
 from rankfold.errors import OptionError
-from rankfold.linalg import feedback, nystrom
+from rankfold.linalg import nystrom, residual_correction
 from rankfold.methods import make_method, method_names
 from rankfold.methods.work import CORRECTION_RIDGES, Work, multiplying, of_trial, times
 
@@ -36,13 +36,13 @@ def planned(method):
     source, calibration = opened("llama"), tokens()
     wanted = of_dense(source, method)
     moments = rankfold.calibrate(source, calibration, statistics=wanted) if wanted else None
-    ranks = choices(source, method)
-    allocated = allocate_ranks(ranks, method, scores_of(source, method, ranks, moments, calibration))
+    ranks = rank_options(source, method)
+    allocated = allocate_ranks(ranks, method, measure_allocation(source, method, ranks, moments, calibration))
     return source, build_plan(source, method, allocated, {}, calibration.describe()), calibration.describe()
 
 
 def test_blocks_take_what_one_block_takes_for_all_blocks_and_tokens(plain_rates):
-    source, plan, calibration = planned(rankfold.MoDeGPT(sparsity=0.3, multiple=2))
+    source, plan, calibration = planned(rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2))
     assert estimated_seconds(plan, source, calibration, "sequential") == {
         "reading and writing": 3 * BLOCKS * 100,
         "blocks": BLOCKS * ((TOKENS + HELD_OUT) * 10 + HELD_OUT) + 2 * HELD_OUT * 0.5,
@@ -55,7 +55,7 @@ def test_blocks_take_what_one_block_takes_for_all_blocks_and_tokens(plain_rates)
 
 
 def test_a_measured_allocation_carries_every_trial_to_the_end(plain_rates):
-    source, plan, calibration = planned(rankfold.Rankfold(sparsity=0.3, multiple=2))
+    source, plan, calibration = planned(rankfold.Rankfold(sparsity=0.3, rank_multiple=2))
     found = estimated_seconds(plan, source, calibration, "sequential")["measured allocation"]
     compared, trials = 2 * 32, BLOCKS * 3
     passes = BLOCKS + trials + 3 * (1 + 2)  # of the dense stream; of each trial its own block, and those after it
@@ -64,7 +64,7 @@ def test_a_measured_allocation_carries_every_trial_to_the_end(plain_rates):
 
 def test_a_backward_pass_takes_its_windows(plain_rates, monkeypatch):
     monkeypatch.setattr(backward, "TOKENS", 4 * 32)
-    source, plan, calibration = planned(rankfold.MoDeGPT(sparsity=0.3, multiple=2, sensitivity="gradient"))
+    source, plan, calibration = planned(rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2, output_weighting="fisher"))
     found = estimated_seconds(plan, source, calibration, "one-pass")["gradients"]
     assert found == 4 * 32 * (backward.PASSES * BLOCKS + duration.HEAD_PASSES * 0.5)
 
@@ -76,7 +76,7 @@ def test_a_search_for_blocks_predicts_the_text_without_each(plain_rates):
 
 
 def test_the_time_of_an_unknown_mode_is_refused():
-    source, plan, calibration = planned(rankfold.MoDeGPT(sparsity=0.3, multiple=2))
+    source, plan, calibration = planned(rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2))
     with pytest.raises(OptionError, match="mode must be sequential or one-pass, got 'turbo'"):
         timed(plan, source, calibration, "turbo")
 
@@ -84,7 +84,7 @@ def test_the_time_of_an_unknown_mode_is_refused():
 @pytest.mark.parametrize("name", method_names())
 def test_every_method_has_an_estimate(name):
     """Of real rates; and none that decomposes anything has work for free."""
-    method = make_method(name, sparsity=SPARSITY.get(name, 0.4), **({} if name in SPARSITY else {"multiple": 2}))
+    method = make_method(name, sparsity=SPARSITY.get(name, 0.4), **({} if name in SPARSITY else {"rank_multiple": 2}))
     source, plan, calibration = planned(method)
     found = estimated_seconds(plan, source, calibration, method.modes[0])
     assert all(value >= 0 for value in found.values()) and found["blocks"] > 0
@@ -133,7 +133,7 @@ def counted(work: Work, *routines: str) -> dict:
 def test_what_a_method_declares_is_what_it_does(calls, cls):
     """Inverses and eliminations of a compression, at their sizes."""
     source, calibration = opened("llama"), tokens()
-    method = cls(sparsity=0.3, multiple=2, allocation="uniform")
+    method = cls(sparsity=0.3, rank_multiple=2, allocation="uniform")
     plan = rankfold.plan(source, method)
     calls.clear()
     rankfold.compress(source, method, calibration)
@@ -144,12 +144,12 @@ def test_what_a_method_declares_is_what_it_does(calls, cls):
 
 def test_a_curve_declares_what_it_does(calls):
     source, calibration = opened("llama"), tokens()
-    method = rankfold.Rankfold(sparsity=0.3, multiple=2)
+    method = rankfold.Rankfold(sparsity=0.3, rank_multiple=2)
     moments = rankfold.calibrate(
         source, calibration, statistics=method.alone(source.meta_block(0)).statistics(source.meta_block(0))
     )
     view = source.block(0)
-    (unit,) = (unit for unit in method.units(view) if unit.module == "mlp")
+    (unit,) = (unit for unit in method.prunable_modules(view) if unit.module == "mlp")
     calls.clear()
     least = least_rank(unit, 0.3)
     method.alone(view).curve(view, moments[0], unit, least)
@@ -158,7 +158,7 @@ def test_a_curve_declares_what_it_does(calls):
 
 
 def test_a_correction_tries_so_many_ridges():
-    assert len(feedback.RIDGES) == CORRECTION_RIDGES
+    assert len(residual_correction.RIDGES) == CORRECTION_RIDGES
 
 
 def test_work_adds_up():

@@ -27,7 +27,7 @@ def outcome_of(model) -> dict:
 
 
 def method_for(family: str, **options) -> MoDeGPT:
-    return MoDeGPT(sparsity=SPARSITY.get(family, 0.3), multiple=2, **options)
+    return MoDeGPT(sparsity=SPARSITY.get(family, 0.3), rank_multiple=2, **options)
 
 
 @pytest.fixture
@@ -96,7 +96,9 @@ def test_windows_in_several_batches_and_positions_in_several_parts_give_the_same
     assert ours["stream_errors"][:-1] == pytest.approx(drift_of(source.model, model, calibration.held_out), rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["modegpt", "modegpt select=leverage,select_qk=norm,gqa=paper,qk=cr,bias_refit=false"])
+@pytest.mark.parametrize(
+    "name", ["modegpt", "modegpt selection=leverage,selection_qk=norm,gqa=paper,qk=cr,bias_refit=false"]
+)
 @pytest.mark.parametrize("family", sorted(CONFIGS))
 def test_errors_on_the_fitted_windows_are_those_of_the_fit(family, name, watched):
     """The same numbers by the same words: only the windows differ between `relative_error` and `held_out_error`."""
@@ -152,7 +154,9 @@ def test_a_run_that_destroys_the_model_says_so_everywhere(monkeypatch, tmp_path,
         folder = rankfold.compress(source, method_for("llama"), calibration, tmp_path / "out")
     record = json.loads((folder / "rankfold.json").read_text())
     warning = record["held_out"]["warning"]
-    assert "THE MODEL IS DAMAGED" in warning and "breaks away at block 1" in warning and "(protect=(1,))" in warning
+    assert (
+        "THE MODEL IS DAMAGED" in warning and "breaks away at block 1" in warning and "(exclude_blocks=(1,))" in warning
+    )
     assert record["held_out"]["breaks_away_at"] == 1
     assert warning in caplog.text and warning in (folder / "README.md").read_text()
     assert outcome_of(rankfold.load(folder, device="cpu"))["warning"] == warning
@@ -204,7 +208,7 @@ def test_what_a_sparsity_explains_grows_with_it():
 def test_every_method_reports_held_out_errors(watched):
     for name in ("latentllm", "rootcov"):
         watched.clear()
-        rankfold.compress(opened("opt"), make_method(name, sparsity=0.3, multiple=2), tokens())
+        rankfold.compress(opened("opt"), make_method(name, sparsity=0.3, rank_multiple=2), tokens())
         for _, result in watched:
             lower = {m for m, r in result.reports.items() if r["rank"] < r["of"]}
             assert lower and all(result.reports[m]["held_out_error"] > 0 for m in lower)
@@ -215,7 +219,7 @@ def test_every_method_reports_held_out_errors(watched):
 def test_outputs_that_never_vary_have_no_errors_above_one(family, name, watched):
     """One token all the time: where a bias takes up the mean, nothing is left but the rounding of sums."""
     calibration = Tokens(torch.full((8, 32), 7), "one", "one", 0, held_out=torch.full((2, 32), 7))
-    rankfold.compress(opened(family), make_method(name, sparsity=0.3, multiple=2), calibration)
+    rankfold.compress(opened(family), make_method(name, sparsity=0.3, rank_multiple=2), calibration)
     for _, result in watched:
         for module, report in result.reports.items():
             errors = [report[key] for key in ("relative_error", "held_out_error") if report.get(key) is not None]

@@ -6,7 +6,7 @@ import rankfold
 from families import opened, tokens
 from rankfold.calibration import backward, runner
 from rankfold.compression import plan as planning
-from rankfold.compression.budget import choices
+from rankfold.compression.budget import rank_options
 
 
 def refuse(*_, **__):
@@ -17,7 +17,7 @@ def test_a_plan_does_not_run_the_model(monkeypatch):
     monkeypatch.setattr(runner, "_forward", refuse)
     source = opened("llama")
     monkeypatch.setattr(type(source.model), "forward", refuse)
-    plan = rankfold.plan(source, rankfold.MoDeGPT(sparsity=0.3, multiple=2))
+    plan = rankfold.plan(source, rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2))
     assert plan.seconds is None and plan.peak_memory_bytes > 0
 
 
@@ -26,11 +26,11 @@ def test_a_backward_pass_is_in_the_estimate_of_memory(monkeypatch):
     monkeypatch.setattr(backward, "TOKENS", 4 * 32)
     source, calibration = opened("llama"), tokens(16).describe()
     memory = []
-    for sensitivity in ("none", "gradient"):
-        method = rankfold.MoDeGPT(sparsity=0.3, multiple=2, sensitivity=sensitivity)
+    for weighting in ("none", "fisher"):
+        method = rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2, output_weighting=weighting)
         long = calibration | {"samples": 1, "length": 2**20, "tokens": 2**20, "held_out": 0}
         memory.append(
-            planning.build_plan(source, method, planning.allocate_ranks(choices(source, method), method), {}, long)
+            planning.build_plan(source, method, planning.allocate_ranks(rank_options(source, method), method), {}, long)
         )
     grown = memory[1].peak_memory_bytes - memory[0].peak_memory_bytes
     stream = 2**20 * 32 * 4  # bytes; of four of them, in front of 3 blocks and behind one, one is there anyway

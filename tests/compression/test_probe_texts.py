@@ -21,7 +21,7 @@ from rankfold.report.record import read_record
 from saved import save_text, save_tiny
 from tiny_encoders import opened_encoder
 
-METHOD = MoDeGPT(sparsity=0.3, multiple=2)
+METHOD = MoDeGPT(sparsity=0.3, rank_multiple=2)
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ strftime_now('%d') }}{{ m.content }}</s>{% endfor %}"
 
 

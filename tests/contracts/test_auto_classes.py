@@ -10,7 +10,7 @@ from rankfold.modules import CompressedAttention, RankfoldConfig
 from rankfold.modules.sparse import SparseCorrection
 from rankfold.modules.tensors import QuantizedTensor
 
-LATENT = {"sparsity": 0.3, "multiple": 2}
+LATENT = {"sparsity": 0.3, "rank_multiple": 2}
 FACTORS = {
     "joint": {"joint": "qk,vo"},
     "sparse": {"sparse": 0.2},
@@ -22,7 +22,7 @@ FACTORS = {
 
 
 def compressed(family: str, folder, method: str = "modegpt", **options):
-    options = options or {"sparsity": 0.3, "multiple": 2}
+    options = options or {"sparsity": 0.3, "rank_multiple": 2}
     rankfold.compress(opened(family), rankfold.make_method(method, **options), tokens(), folder, mode="one-pass")
     return folder
 
@@ -75,7 +75,7 @@ def test_from_config_with_factors(form, tmp_path):
 
 
 def test_from_config_with_the_same_rank_everywhere(tmp_path):
-    check_built(compressed("llama", tmp_path / "small", "svd", sparsity=0.5, multiple=2), tmp_path)
+    check_built(compressed("llama", tmp_path / "small", "svd", sparsity=0.5, rank_multiple=2), tmp_path)
 
 
 def test_a_dense_config_still_builds_a_dense_model():

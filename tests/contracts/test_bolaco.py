@@ -36,7 +36,7 @@ def run(family, tmp_path_factory):
 
 def method_for(family: str, **options):
     return make_method(
-        "bolaco", **{"sparsity": 0.1 if family in EXPERTS else 0.3, "multiple": 2, "ridge": 1e-12} | options
+        "bolaco", **{"sparsity": 0.1 if family in EXPERTS else 0.3, "rank_multiple": 2, "ridge": 1e-12} | options
     )
 
 
@@ -143,7 +143,7 @@ def test_windows_matter():
     source = opened("opt")
     errors = {}
     for name in ("bolaco", "svd-llm"):
-        method = make_method(name, modules={"o": 0.4, "down": 0.4}, multiple=2, ridge=1e-12)
+        method = make_method(name, modules={"o": 0.4, "down": 0.4}, rank_multiple=2, ridge=1e-12)
         moments = rankfold.calibrate(source, tokens(32))
         errors[name] = [m.relative_error for m in rankfold.plan(source, method, moments=moments).modules]
     assert all(a > b for a, b in zip(errors["bolaco"], errors["svd-llm"], strict=True))

@@ -19,8 +19,8 @@ from rankfold.report.commands import records_of
 from tiny_encoders import samples_of, tiny_encoder
 from tiny_pairs import FAMILIES, picture, tiny_model, write_pairs
 
-VISION, LANGUAGE = MoDeGPT(sparsity=0.2, multiple=2), MoDeGPT(sparsity=0.4, multiple=2)
-PROJECTOR = MoDeGPT(sparsity=0.5, multiple=2)
+VISION, LANGUAGE = MoDeGPT(sparsity=0.2, rank_multiple=2), MoDeGPT(sparsity=0.4, rank_multiple=2)
+PROJECTOR = MoDeGPT(sparsity=0.5, rank_multiple=2)
 TOWER, LAYERS = "model.vision_tower.encoder.layers.", "model.language_model.layers."
 BLOCKS = {"vision": 2, "language": 3}
 
@@ -174,7 +174,7 @@ def comparable(folder: Path) -> dict:
 def test_planned_is_actual_and_said_before_each_part(place):
     """With ranks by measured effect, which are those of the model that the tower was made smaller in."""
     plans = []
-    method = Rankfold(sparsity=0.3, multiple=2)
+    method = Rankfold(sparsity=0.3, rank_multiple=2)
     folder = rankfold.compress_parts(
         given(place, method, method), place / "planned", on_plan=lambda plan, source: plans.append((plan, source))
     )

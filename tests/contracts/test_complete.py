@@ -10,7 +10,7 @@ import rankfold
 from complete import assert_complete, surround
 from families import CONFIGS, Tokens, some_ids, tiny_model
 from rankfold import make_method
-from rankfold.methods import method_names
+from rankfold.methods import NarrowingMethod, method_names
 from saved import save_tiny
 from tiny_encoders import ENCODERS, samples_of, tiny_encoder
 
@@ -26,7 +26,7 @@ def llama(tmp_path_factory):
 def compressed(folder, method: str, output, tokens=TOKENS, part=None):
     source = rankfold.open_model(folder, device="cpu", part=part)
     kind = rankfold.methods.method_class(method)
-    options = {"multiple": 2} if kind.narrows else {}
+    options = {"rank_multiple": 2} if issubclass(kind, NarrowingMethod) else {}
     chosen = make_method(method, sparsity=SPARSITY.get(method, 0.3), **options)
     return rankfold.compress(source, chosen, tokens, output, mode=chosen.modes[-1])
 
@@ -78,7 +78,7 @@ def test_encoders(llama, family, tmp_path):
 
 def test_what_is_saved_out_of_memory(llama, tmp_path):
     source = rankfold.open_model(llama, device="cpu")
-    for number, method in enumerate((rankfold.MoDeGPT(sparsity=0.3, multiple=2), make_method("shortgpt"))):
+    for number, method in enumerate((rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2), make_method("shortgpt"))):
         rankfold.save(rankfold.compress(source, method, TOKENS), tmp_path / str(number), source.tokenizer)
         named = json.loads((tmp_path / str(number) / "tokenizer_config.json").read_text())
         assert "auto_map" not in named

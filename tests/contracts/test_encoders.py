@@ -11,8 +11,8 @@ import rankfold
 from families import some_ids
 from rankfold.calibration import runner
 from rankfold.calibration.runner import advance, outputs, start
-from rankfold.compression.budget import choices
-from rankfold.compression.kl_divergence import measure_costs
+from rankfold.compression.budget import rank_options
+from rankfold.compression.kl_divergence import measure_kl_sensitivity
 from rankfold.compression.plan import shares
 from rankfold.compression.replace import replace
 from rankfold.data.batches import again
@@ -33,7 +33,7 @@ METHODS += [(name, "vit-head") for name in ("svd-llm", "flap", "shortgpt", "wand
 def method_of(name: str):
     """What a block loses by blocks is a third of three, and by zeros a half."""
     sparsity = {"shortgpt": 0.3, "wanda": 0.5}.get(name, 0.3)
-    return rankfold.make_method(name, sparsity=sparsity, multiple=1 if name in ("shortgpt", "flap") else 2)
+    return rankfold.make_method(name, sparsity=sparsity, rank_multiple=1 if name in ("shortgpt", "flap") else 2)
 
 
 @pytest.fixture(scope="module", params=METHODS, ids="-".join)
@@ -122,7 +122,7 @@ def test_sparsity_zero_changes_nothing(family):
 
 def small_one(family: str):
     source = opened_encoder(family)
-    return source, rankfold.compress(source, rankfold.MoDeGPT(sparsity=0.3, multiple=2), samples_of(source))
+    return source, rankfold.compress(source, rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2), samples_of(source))
 
 
 @pytest.mark.parametrize("family", ["bert-head", "modernbert-head", "clip-vision", "siglip-text", "qwen2.5-vl"])
@@ -154,10 +154,10 @@ def test_what_comes_later_is_seen_too():
 
 def test_costs_are_squared_relative_changes_of_the_last_states():
     """Brute force: each module compressed alone, the whole model run."""
-    source, method = opened_encoder("bert"), rankfold.MoDeGPT(sparsity=0.3, multiple=2)
+    source, method = opened_encoder("bert"), rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2)
     text = samples_of(source)
-    units, averages = shares(choices(source, method), method)
-    costs = measure_costs(source, method, text, units, averages)
+    units, averages = shares(rank_options(source, method), method)
+    costs = measure_kl_sensitivity(source, method, text, units, averages)
     ids = text.held_out[:4, :128]
     dense = states(source.model, "bert", ids)
     for unit in units:
@@ -165,7 +165,7 @@ def test_costs_are_squared_relative_changes_of_the_last_states():
         rank = min(unit.ranks[:-1], key=lambda rank: (abs(unit.size(rank) - (1 - average) * unit.dense), rank))
         protected = tuple(b for b in range(3) if b != unit.block)
         share = (1 - unit.size(rank) / unit.dense) / 3  # of what the three blocks have
-        alone = rankfold.MoDeGPT(modules={unit.module: share - 1e-6}, multiple=2, protect=protected)
+        alone = rankfold.MoDeGPT(modules={unit.module: share - 1e-6}, rank_multiple=2, exclude_blocks=protected)
         model = rankfold.compress(source, alone, text, mode="one-pass")
         change = (states(model, "bert", ids) - dense).square().sum() / dense.square().sum()
         assert costs[unit.block, unit.module][rank] == pytest.approx(change.item(), rel=0.02)

@@ -300,7 +300,7 @@ def test_what_is_kept_of_a_block_are_its_tokens_and_their_routing():
 def default(request):
     """Family, source, and the model by the default method."""
     source = opened(model_of(request.param))
-    return request.param, source, rankfold.compress(source, Rankfold(sparsity=0.3, multiple=2), text())
+    return request.param, source, rankfold.compress(source, Rankfold(sparsity=0.3, rank_multiple=2), text())
 
 
 def test_sparsity_zero_leaves_the_logits_unchanged(default):
@@ -342,7 +342,7 @@ def test_the_stock_class_computes_the_same_with_all_experts_as_wide_as_the_wides
 
 def test_planned_equals_actual_and_so_do_active_parameters(default):
     _family, source, model = default
-    method = Rankfold(sparsity=0.3, multiple=2)
+    method = Rankfold(sparsity=0.3, rank_multiple=2)
     plan = rankfold.plan(source, method, tokens=text())
     assert plan.sparsity >= 0.3
     for net, total, active in (
@@ -361,7 +361,7 @@ def test_planned_equals_actual_and_so_do_active_parameters(default):
 
 def test_the_cache_is_what_the_plan_says(default):
     _, source, model = default
-    plan = rankfold.plan(source, Rankfold(sparsity=0.3, multiple=2), tokens=text())
+    plan = rankfold.plan(source, Rankfold(sparsity=0.3, rank_multiple=2), tokens=text())
     with torch.no_grad():
         for net, planned in ((source.model, plan.kv_bytes_per_token), (model, plan.kv_bytes_per_token_after)):
             layers = net(some_ids()).past_key_values.layers
@@ -380,7 +380,7 @@ def test_saved_and_loaded_logits_are_identical(default, tmp_path):
 
 def test_folder_and_memory_give_the_same_model(default, tmp_path):
     _, source, model = default
-    folder = rankfold.compress(source, Rankfold(sparsity=0.3, multiple=2), text(), tmp_path / "out")
+    folder = rankfold.compress(source, Rankfold(sparsity=0.3, rank_multiple=2), text(), tmp_path / "out")
     assert_same(rankfold.load(folder, device="cpu"), model)
 
 

@@ -17,7 +17,7 @@ AS_LARGE = {"bloom", "mpt"}  # whose classes say how wide everything is
 
 def compressed(family: str, folder, method: str = "modegpt", **options):
     share = 0.1 if family in EXPERTS else 0.3
-    chosen = rankfold.make_method(method, **{"sparsity": share, "multiple": 2} | options)
+    chosen = rankfold.make_method(method, **{"sparsity": share, "rank_multiple": 2} | options)
     return rankfold.compress(opened(family), chosen, tokens(), folder / "small", mode="one-pass")
 
 
@@ -99,7 +99,7 @@ def test_heads_that_turn_only_in_part_become_narrower_and_the_scale_goes_with_th
                 parameter.data.unflatten(0, (4, 8))[:, 4:] = 0
     source = rankfold.open_model(model, device="cpu")
     source.autocast = None
-    method = rankfold.MoDeGPT(modules={"qk": 0.5, "vo": 0.5}, multiple=2)
+    method = rankfold.MoDeGPT(modules={"qk": 0.5, "vo": 0.5}, rank_multiple=2)
     rankfold.compress(source, method, tokens(), tmp_path / "small", mode="one-pass")
     result = rankfold.export(tmp_path / "small", tmp_path / "stock")
     config = stock(tmp_path / "stock").config
@@ -150,7 +150,7 @@ def test_pairs_that_no_head_has_any_more_are_not_in_the_stock_model(tmp_path):
             layer.weight.data.unflatten(0, (-1, 8))[:, [1, 5]] = 0
     source = rankfold.open_model(model, device="cpu")
     source.autocast = None
-    method = rankfold.MoDeGPT(modules={"qk": 0.25, "vo": 0.5}, multiple=2)
+    method = rankfold.MoDeGPT(modules={"qk": 0.25, "vo": 0.5}, rank_multiple=2)
     rankfold.compress(source, method, tokens(), tmp_path / "small", mode="one-pass")
     rankfold.export(tmp_path / "small", tmp_path / "stock")
     found = stock(tmp_path / "stock")
@@ -208,14 +208,14 @@ def test_norms_over_dimensions_that_are_gone_are_refused(family, tmp_path):
 
 
 def test_what_is_a_stock_model_already_is_said(tmp_path):
-    small = compressed("llama", tmp_path, "shortgpt", multiple=8)
+    small = compressed("llama", tmp_path, "shortgpt", rank_multiple=8)
     with pytest.raises(OptionError, match="small is a stock model already"):
         rankfold.export(small, tmp_path / "stock")
 
 
 def test_the_dtype_is_as_stored_or_as_asked(tmp_path):
     source = rankfold.open_model(opened("llama").model.to(torch.bfloat16), device="cpu")
-    rankfold.compress(source, rankfold.MoDeGPT(multiple=2), tokens(), tmp_path / "small", mode="one-pass")
+    rankfold.compress(source, rankfold.MoDeGPT(rank_multiple=2), tokens(), tmp_path / "small", mode="one-pass")
     for dtype, written in (("auto", torch.bfloat16), ("float16", torch.float16)):
         rankfold.export(tmp_path / "small", tmp_path / dtype, dtype=dtype)
         model = stock(tmp_path / dtype)

@@ -30,7 +30,7 @@ def compressed(folder, method=None, **options):
     save_tiny(folder / "model", blocks=3, **options)
     source = rankfold.open_model(folder / "model", device="cpu")
     source.autocast = None
-    method = method or rankfold.MoDeGPT(sparsity=0.3, multiple=2)
+    method = method or rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2)
     return rankfold.compress(source, method, tokens(), folder / "small", mode="one-pass")
 
 
@@ -73,7 +73,7 @@ def test_matrices_are_in_the_dtype_and_vectors_in_fp32(place, tmp_path):
 def uneven(tmp_path_factory):
     """A model whose middle block is dense."""
     folder = tmp_path_factory.mktemp("uneven")
-    small = compressed(folder, rankfold.MoDeGPT(sparsity=0.2, multiple=2, protect=(1,)))
+    small = compressed(folder, rankfold.MoDeGPT(sparsity=0.2, rank_multiple=2, exclude_blocks=(1,)))
     return small, rankfold.load(small, device="cpu")
 
 
@@ -133,7 +133,7 @@ def test_settings_are_those_of_the_exported_model(place, tmp_path):
 def test_heads_that_turn_by_the_same_pairs_are_narrow_and_their_frequencies_are_written(scaling, tmp_path):
     """llama.cpp turns pair i by theta^(-2 i / width) over the factor; the reference is the frequencies of the dense model."""
     options = {} if scaling is None else {"rope_parameters": scaling}
-    small = compressed(tmp_path, rankfold.MoDeGPT(sparsity=0.3, multiple=2, head_dim=6), **options)
+    small = compressed(tmp_path, rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2, head_dim=6), **options)
     result = rankfold.export(small, tmp_path / "x.gguf", "gguf-deci")
     assert result.exported == result.compressed < result.dense and result.difference < 1e-5
     found = settings(tmp_path / "x.gguf")
@@ -229,7 +229,9 @@ def test_what_llama_cpp_does_not_compute_is_refused(tmp_path):
 
 @pytest.mark.parametrize("family", ["opt", "gpt2"])
 def test_families_without_the_fields_of_a_llama_are_refused(family, tmp_path):
-    small = rankfold.compress(opened(family), rankfold.MoDeGPT(sparsity=0.3, multiple=2), tokens(), tmp_path / "small")
+    small = rankfold.compress(
+        opened(family), rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2), tokens(), tmp_path / "small"
+    )
     for kind in ("deci", "gguf", "gguf-deci"):
         with pytest.raises(UnsupportedModelError, match=f"takes a model type out of llama, mistral, got {family}"):
             rankfold.export(small, tmp_path / "x", kind)
@@ -276,7 +278,9 @@ def test_a_sliding_window_ends_the_context_and_is_read_back_within_it(tmp_path, 
     shutil.copytree(tmp_path / "llama", tmp_path / "model", dirs_exist_ok=True)
     model.save_pretrained(tmp_path / "model")
     source = rankfold.open_model(tmp_path / "model", device="cpu")
-    rankfold.compress(source, rankfold.MoDeGPT(sparsity=0.3, multiple=2), tokens(), tmp_path / "small", mode="one-pass")
+    rankfold.compress(
+        source, rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2), tokens(), tmp_path / "small", mode="one-pass"
+    )
     assert rankfold.export(tmp_path / "small", tmp_path / "x.gguf", form).difference < 1e-3
     found = settings(tmp_path / "x.gguf")
     assert found[f"{found['general.architecture']}.context_length"] == (window or 128)

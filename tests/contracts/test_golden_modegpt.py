@@ -1,5 +1,5 @@
 """MoDeGPT (arXiv:2408.09632) as its paper prints it, computed on whole models: matrix roots, pseudo-inverses and singular
-vectors in fp64, no moments, nothing of rankfold. ``select=leverage select_qk=norm gqa=paper qk=cr`` must stay that.
+vectors in fp64, no moments, nothing of rankfold. ``selection=leverage selection_qk=norm gqa=paper qk=cr`` must stay that.
 
 The reference keeps the shapes of the dense model, with zeros in place of what goes, and so it is run like any other model.
 
@@ -18,8 +18,9 @@ import rankfold
 from activations import ATTENTION, DOWN, OUTPUT, blocks_of, look, member
 from families import some_ids, tiny_model, tokens
 from rankfold import MoDeGPT
+from rankfold.allocation import Influence
 
-PAPER = {"select": "leverage", "select_qk": "norm", "gqa": "paper", "qk": "cr", "bias_refit": False}
+PAPER = {"selection": "leverage", "selection_qk": "norm", "gqa": "paper", "qk": "cr", "bias_refit": False}
 RIDGE = 1e-6  # so small that damping the fit does not show
 GATE, UP = ("mlp.gate_proj",), ("mlp.up_proj", "fc1")
 FAMILIES = ["llama", "llama-mha-tied", "opt"]  # grouped queries, every head by itself, nothing that turns
@@ -176,7 +177,7 @@ def assert_same_function(small: nn.Module, expected: nn.Module) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_algorithms_1_to_3_as_printed(family, mode):
     sparsities = {"mlp": 0.25, "qk": 0.5, "vo": 0.25}
-    small, plan = compressed(family, mode, modules=sparsities, multiple=1)
+    small, plan = compressed(family, mode, modules=sparsities, rank_multiple=1)
     hidden = member(blocks_of(dense_model(family))[0], DOWN).in_features
     full = {"mlp": hidden, "qk": HEAD_DIM, "vo": HEAD_DIM}
     ranks = {module: math.ceil((1 - sparsity) * full[module]) for module, sparsity in sparsities.items()}
@@ -208,7 +209,9 @@ def equation_11(family: str, average: float, epsilon: float) -> list[float]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sparsities_of_layers_are_equation_11(family):
     epsilon = 0.3
-    small, plan = compressed(family, "one-pass", sparsity=0.3, allocation="influence", epsilon=epsilon, multiple=1)
+    small, plan = compressed(
+        family, "one-pass", sparsity=0.3, allocation=Influence(temperature=epsilon), rank_multiple=1
+    )
     expected = equation_11(family, 0.3, epsilon)
     assert max(expected) - min(expected) > 0.1
     ranks = [plan.ranks(index) for index in range(3)]

@@ -16,7 +16,7 @@ from rankfold import make_method
 from rankfold.comparison.grid import Form
 from rankfold.compression import importance as scores
 from rankfold.compression import plan as planning
-from rankfold.compression.budget import choices
+from rankfold.compression.budget import rank_options
 from rankfold.compression.plan import allocate_ranks, build_plan
 from rankfold.errors import OptionError
 
@@ -24,7 +24,7 @@ NAMES = ["obd", "llm-pruner", "kobd", "llm-surgeon", "fwsvd"]
 
 
 def method_for(name: str, **options):
-    return make_method(name, **{"sparsity": 0.3, "multiple": 2} | options)
+    return make_method(name, **{"sparsity": 0.3, "rank_multiple": 2} | options)
 
 
 def fisher(family: str) -> list[nn.Module]:
@@ -158,7 +158,7 @@ def test_moments_hold_no_gradients_and_say_so():
 def test_the_plan_says_how_much_goes_backwards(name):
     source, method = opened("llama"), method_for(name)
     calibration = tokens(40).describe() | {"length": 1024, "samples": 40, "tokens": 40 * 1024}
-    plan = build_plan(source, method, allocate_ranks(choices(source, method), method), {}, calibration)
+    plan = build_plan(source, method, allocate_ranks(rank_options(source, method), method), {}, calibration)
     console = Console(width=200, file=io.StringIO())
     console.print(plan.summary())
     assert plan.gradient_windows == (None if name == "magnitude" else 8)  # 8,192 tokens
@@ -171,7 +171,7 @@ def test_the_estimate_of_memory_holds_what_is_measured_in_a_block(monkeypatch):
     long = tokens(16).describe() | {"samples": 1, "length": 2**20, "tokens": 2**20, "held_out": 0}
     found = []
     for _ in range(2):
-        plan = build_plan(source, method, allocate_ranks(choices(source, method), method), {}, long)
+        plan = build_plan(source, method, allocate_ranks(rank_options(source, method), method), {}, long)
         found.append(plan.peak_memory_bytes)
         monkeypatch.setattr(planning, "numbers", lambda view, names: 0)
     weights = sum(p.numel() for p in source.blocks[0].parameters() if p.dim() == 2)
@@ -203,6 +203,6 @@ def test_forms_that_weighed_columns_do_not_fit_are_refused(options, message):
 
 def test_weighed_columns_make_all_forms_local():
     source = opened("opt")
-    model = rankfold.compress(source, make_method("latentllm", precondition="fisher", multiple=2), tokens())
+    model = rankfold.compress(source, make_method("latentllm", precondition="fisher", rank_multiple=2), tokens())
     assert model.config.quantization_config.fields["options"]["precondition"] == "fisher"
     assert make_method("latentllm", precondition="fisher").joint_forms(source.meta_block(0)) == set()

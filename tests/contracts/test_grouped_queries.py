@@ -81,7 +81,7 @@ def assert_changed(dense, small) -> None:
 @pytest.mark.parametrize("make", [llama, falcon])
 def test_the_mlp_is_compressed_the_same(make):
     grouped, expanded = make()
-    method = MoDeGPT(modules={"mlp": 0.3}, multiple=2)
+    method = MoDeGPT(modules={"mlp": 0.3}, rank_multiple=2)
     small = compressed(grouped, method)
     assert_same(small, compressed(expanded, method))
     assert_changed(grouped, small)
@@ -107,10 +107,10 @@ def with_narrow_values(block) -> None:
         head[WIDTH // 2 :] = torch.randn(4, 4, generator=generator, dtype=head.dtype) @ head[: WIDTH // 2]
 
 
-@pytest.mark.parametrize("select", SELECTIONS)
+@pytest.mark.parametrize("selection", SELECTIONS)
 def test_pairs_that_carry_nothing_cost_nothing(select):
     grouped, expanded = llama(with_silent_pairs)
-    method = MoDeGPT(modules={"qk": 0.5}, multiple=2, **select)
+    method = MoDeGPT(modules={"qk": 0.5}, rank_multiple=2, **select)
     assert_same(grouped, compressed(grouped, method), compressed(expanded, method), tolerance=1e-6)
 
 
@@ -120,7 +120,7 @@ def test_pairs_that_carry_nothing_cost_nothing(select):
 )
 def test_heads_of_lower_rank_lose_nothing(make, modules, gqa):
     grouped, expanded = make(with_narrow_values)
-    method = MoDeGPT(modules=dict.fromkeys(modules, 0.5), multiple=2, gqa=gqa)
+    method = MoDeGPT(modules=dict.fromkeys(modules, 0.5), rank_multiple=2, gqa=gqa)
     assert_same(grouped, compressed(grouped, method), compressed(expanded, method))
 
 
@@ -138,12 +138,12 @@ def with_equal_queries(block) -> None:
     columns[:, :, 1:] = columns[:, :, :1]
 
 
-@pytest.mark.parametrize("select", SELECTIONS)
+@pytest.mark.parametrize("selection", SELECTIONS)
 @pytest.mark.parametrize("module", ["qk", "vo"])
 @pytest.mark.parametrize("make", [llama, falcon])
 def test_queries_that_want_the_same_get_what_each_alone_would(make, module, select):
     grouped, expanded = make(with_equal_queries)
-    method = MoDeGPT(modules={module: 0.5}, multiple=2, **select)
+    method = MoDeGPT(modules={module: 0.5}, rank_multiple=2, **select)
     small = compressed(grouped, method)
     assert_same(small, compressed(expanded, method))
     assert_changed(grouped, small)
@@ -153,7 +153,7 @@ def error_of(model, module: str, **options) -> float:
     """Squared error of a module of the first block at half its width, summed over query heads."""
     source = rankfold.open_model(model, device="cpu")
     source.autocast = None
-    method = MoDeGPT(modules=(module,), multiple=2, **options)
+    method = MoDeGPT(modules=(module,), rank_multiple=2, **options)
     moments = rankfold.calibrate(source, tokens())
     return method.decompose(source.block(0), dict(moments[0]), {module: WIDTH // 2}).reports[module]["error"]
 

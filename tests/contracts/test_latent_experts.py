@@ -55,7 +55,7 @@ def rows_of(dense: nn.Module, side: str, expert: int, x: Tensor) -> Tensor:
 
 @pytest.fixture(scope="module", params=sorted(CONFIGS))
 def run(request, tmp_path_factory):
-    method = LatentLLM(modules={"experts_up": 0.4, "experts_down": 0.4}, ridge=1e-9, multiple=1)
+    method = LatentLLM(modules={"experts_up": 0.4, "experts_down": 0.4}, ridge=1e-9, rank_multiple=1)
     folder = tmp_path_factory.mktemp("latent") / "small"
     rankfold.compress(opened(model_of(request.param)), method, text(), folder, mode="one-pass")
     return (
@@ -119,7 +119,7 @@ def default(request, tmp_path_factory):
     """DenseModel, folder, and the model, all that the method takes made smaller."""
     source, folder = opened(model_of(request.param)), tmp_path_factory.mktemp("latent") / "small"
     plans = []
-    rankfold.compress(source, LatentLLM(sparsity=0.25, multiple=1), text(), folder, on_plan=plans.append)
+    rankfold.compress(source, LatentLLM(sparsity=0.25, rank_multiple=1), text(), folder, on_plan=plans.append)
     return source, folder, rankfold.load(folder, device="cpu"), plans[0]
 
 
@@ -165,7 +165,7 @@ def test_gradients_reach_the_factors(default):
 def test_at_full_rank_nothing_changes_and_one_side_alone_leaves_the_other(default):
     source, *_ = default
     torch.testing.assert_close(logits(rankfold.compress(source, LatentLLM(sparsity=0.0), text())), logits(source.model))
-    small = rankfold.compress(source, LatentLLM(modules={"experts_down": 0.3}, multiple=1), text())
+    small = rankfold.compress(source, LatentLLM(modules={"experts_down": 0.3}, rank_multiple=1), text())
     index = blocks_with_experts(source.model)[0]
     ours, theirs = experts_of(small, index), experts_of(source.model, index)
     for expert in range(E):
@@ -191,7 +191,7 @@ def test_forms_that_read_what_is_not_measured_of_experts_leave_them_dense(method
 
 
 def test_a_stock_class_cannot_have_them(tmp_path):
-    method = LatentLLM(modules={"experts_up": 0.4}, multiple=1)
+    method = LatentLLM(modules={"experts_up": 0.4}, rank_multiple=1)
     folder = rankfold.compress(opened(model_of("mixtral")), method, text(4), tmp_path / "small")
     with pytest.raises(UnsupportedModelError, match=r"experts is a LatentExperts, which no stock model has[^\n]*$"):
         rankfold.export(folder, tmp_path / "stock")

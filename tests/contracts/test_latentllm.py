@@ -22,7 +22,7 @@ JUNCTIONS = ["block_identity_right", "block_identity_left", "lu", "symmetric", "
 
 def method_for(family: str, **options) -> LatentLLM:
     sparsity = 0.1 if family in EXPERTS else 0.3
-    return LatentLLM(**{"sparsity": sparsity, "multiple": 1} | options)
+    return LatentLLM(**{"sparsity": sparsity, "rank_multiple": 1} | options)
 
 
 @torch.no_grad()
@@ -36,7 +36,7 @@ def full_rank_block(family: str, **options):
     method = method_for(family, ridge=1e-12, **options)
     view = source.block(0)
     moments = measure(view, start(source, tokens(32).ids, autocast=None), method.statistics(view), step=False)
-    ranks = {u.module: u.ranks[-1] for u in method.units(view)}
+    ranks = {u.module: u.ranks[-1] for u in method.prunable_modules(view)}
     attention = {m: r for m, r in ranks.items() if m in ATTENTION}
     result = decompose_attention(method, view, moments, attention)
     experts = {m: r for m, r in ranks.items() if m in OF_EXPERTS}
@@ -148,7 +148,7 @@ def test_root_covariance_has_the_smallest_measured_error_of_all_preconditioners(
     for kind in ("identity", "hessian", "l1", "l2", "covariance", "rootcov"):
         method = method_for("llama", precondition=kind, joint="none", ridge=1e-9)
         moments = measure(view, start(source, tokens(32).ids, autocast=None), method.statistics(view), step=False)
-        ranks = {u.module: u.ranks[len(u.ranks) // 2] for u in method.units(view)}
+        ranks = {u.module: u.ranks[len(u.ranks) // 2] for u in method.prunable_modules(view)}
         errors[kind] = {m: r["relative_error"] for m, r in method.decompose(view, moments, ranks).reports.items()}
     for kind, values in errors.items():
         for module, value in values.items():
@@ -158,7 +158,7 @@ def test_root_covariance_has_the_smallest_measured_error_of_all_preconditioners(
 @pytest.mark.parametrize("name", ["rootcov", "svd-llm", "asvd", "fwsvd", "svd"])
 def test_local_methods_run_and_are_local(name):
     source = opened("opt")
-    model = rankfold.compress(source, rankfold.make_method(name, sparsity=0.3, multiple=1), tokens(32))
+    model = rankfold.compress(source, rankfold.make_method(name, sparsity=0.3, rank_multiple=1), tokens(32))
     assert torch.isfinite(logits(model)).all()
     assert model.config.quantization_config.fields["method"] == name
 

@@ -34,7 +34,7 @@ def decomposed(family: str, moments=None, **options):
     names = method.statistics(view)
     windows = (tokens(32).ids, some_ids(8, seed=7))
     seen, other = (measure(view, start(source, ids, autocast=None), names, step=False) for ids in windows)
-    ranks = {u.module: u.ranks[len(u.ranks) // 2] for u in method.units(view)}
+    ranks = {u.module: u.ranks[len(u.ranks) // 2] for u in method.prunable_modules(view)}
     return view, method.decompose(view, seen, ranks), seen, other
 
 
@@ -59,7 +59,7 @@ def test_scores_of_dense_queries_with_latent_keys_have_an_error_too(form):
         measure(view, start(source, ids, autocast=None), method.statistics(view), step=False)
         for ids in (tokens(32).ids, some_ids(8, seed=7))
     )
-    full, keys = (next(u for u in method.units(view) if u.module == m) for m in ("q", "k"))
+    full, keys = (next(u for u in method.prunable_modules(view) if u.module == m) for m in ("q", "k"))
     result = method.decompose(view, seen, {"q": full.ranks[-1], "k": keys.ranks[len(keys.ranks) // 2]})
     reported, error = result.reports["k"]["relative_error"], result.errors["k"]
     assert reported > 1e-4 and error(seen) == pytest.approx(reported, rel=1e-6)

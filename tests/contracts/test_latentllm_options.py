@@ -262,7 +262,7 @@ def test_a_per_head_identity_changes_no_output_and_saves_its_numbers(family, joi
     source = opened(family)
     moments = rankfold.calibrate(source, tokens(32))
     plain, saving = (method_for(family, joint=joint, head_junction=on) for on in (False, True))
-    ranks = {u.module: u.ranks[len(u.ranks) // 2] for u in saving.units(source.block(0))}
+    ranks = {u.module: u.ranks[len(u.ranks) // 2] for u in saving.prunable_modules(source.block(0))}
     outputs, stored = [], []
     for method in (plain, saving):
         view, stream = source.block(0), start(source, some_ids(), autocast=None)

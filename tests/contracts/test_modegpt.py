@@ -24,7 +24,7 @@ def family(request):
 
 
 def method_for(family: str, **options) -> MoDeGPT:
-    return MoDeGPT(**{"sparsity": 0.3, "multiple": 2, "modules": named(family)} | options)
+    return MoDeGPT(**{"sparsity": 0.3, "rank_multiple": 2, "modules": named(family)} | options)
 
 
 def compressed(family: str, **options):
@@ -223,7 +223,7 @@ def test_the_cache_shrinks():
 def test_sliced_equals_zeroed():
     """Rotary pairs, kept scale, biases: dropping dimensions equals zeroing them in the dense model."""
     source = opened("qwen2")
-    method = MoDeGPT(modules={"qk": 0.5}, multiple=2)
+    method = MoDeGPT(modules={"qk": 0.5}, rank_multiple=2)
     model = rankfold.compress(source, method, tokens(), mode="one-pass")
     zeroed = tiny_model("qwen2")
     for index, block in enumerate(zeroed.model.layers):

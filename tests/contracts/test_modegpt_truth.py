@@ -74,7 +74,7 @@ def blocks(request, tmp_path_factory) -> list[Block]:
     options, mode = SETTINGS[setting]
     sparsities = {"mlp": 0.05 if family in ("bloom", "mpt") else 0.25, "qk": 0.5, "vo": 0.4}  # four times the units
     modules = {name: value for name, value in sparsities.items() if name != "mlp" or family not in EXPERTS}
-    method = MoDeGPT(modules=modules, multiple=2, ridge=RIDGE, **options)
+    method = MoDeGPT(modules=modules, rank_multiple=2, ridge=RIDGE, **options)
     model = tiny_model(family)
     dense = model if family in EXPERTS else model.double()  # grouped products of experts have no fp64
     source = rankfold.open_model(dense, device="cpu")
@@ -262,11 +262,11 @@ def naive_elimination(C: Tensor, W: Tensor, rank: int) -> Tensor:
 
 def test_the_units_that_stay_are_those_the_option_says(block):
     needs(block, "mlp")
-    assert block.report["mlp"]["select"] == block.method.select
+    assert block.report["mlp"]["selection"] == block.method.selection
     keep, a, W = kept_units(block), fitted_activations(block), projection(block.dense, DOWN)[0]
     rows = torch.cat([a, damping(a)])
     C = rows.T @ rows
-    if block.method.select == "leverage":
+    if block.method.selection == "leverage":
         scores = torch.linalg.solve(C, a.T @ a).diagonal()
         assert scores[keep].sum().item() == pytest.approx(scores.topk(len(keep)).values.sum().item(), rel=1e-6)
         return
@@ -327,7 +327,7 @@ def test_the_score_error_reported_is_that_of_a_selection(block):
         pytest.skip("nothing turns queries and keys here: another test looks at the fit")
     dense, small = scores_of(block, block.heads), scores_of(block, block.small_heads)
     (B, _, T, _), report = dense.shape, block.report["qk"]
-    assert (report["form"], report["select"]) == ("cr", block.method.select_qk)
+    assert (report["form"], report["selection"]) == ("cr", block.method.selection_qk)
     assert report["relative_error"] == pytest.approx(ratio(dense - small, dense), rel=CLOSE)
     error = unscaled(block, (dense - small).square().sum()) / (B * T**2)
     assert report["error"] == pytest.approx(error.item(), rel=2 * CLOSE)
@@ -439,7 +439,7 @@ def test_the_pairs_that_stay_are_those_the_option_says(block):
         scores, kept = norm_scores(q, k), set(keep[head].tolist())
         pairs = pairs_of(block, scores)
         assert all((a in kept) == (b in kept) for a, b in pairs[: rotary // 2]), "half a pair is gone"
-        if block.method.select_qk == "norm":
+        if block.method.selection_qk == "norm":
             best = sorted(pairs, key=lambda pair: -(scores[pair[0]] + scores[pair[1]]))[: len(kept) // 2]
             assert kept == set(itertools.chain(*best))
             continue

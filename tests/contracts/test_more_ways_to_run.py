@@ -40,7 +40,7 @@ def run(request, tmp_path_factory):
     name, family = request.param
     folder = tmp_path_factory.mktemp(family)
     tiny_model(family).save_pretrained(folder / "dense")
-    method = rankfold.make_method(name, sparsity=0.2, multiple=2)
+    method = rankfold.make_method(name, sparsity=0.2, rank_multiple=2)
     rankfold.compress(opened(family), method, tokens(), folder / "small", mode=method.modes[-1])
     return family, folder
 

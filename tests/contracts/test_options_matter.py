@@ -19,6 +19,7 @@ import rankfold
 from activations import ATTENTION, blocks_of, look, member
 from families import cached_numbers, opened, tokens
 from rankfold import LatentLLM, MoDeGPT, method_names
+from rankfold.allocation import ALLOCATIONS, BUDGETS, OWL, Bytes, FLOPs, Influence
 from rankfold.errors import NumericsError
 from rankfold.methods import method_class
 from rankfold.methods.baselines.block_removal import BlockRemoval
@@ -91,7 +92,7 @@ def outcome(folder, method, family: str) -> Outcome:
     source = opened(family)
     path = rankfold.compress(source, method, tokens(32), folder, mode="one-pass")
     record, model = json.loads((path / "rankfold.json").read_text()), rankfold.load(path, device="cpu")
-    moments = None if method.allocation == "uniform" else rankfold.calibrate(source, tokens(32))
+    moments = None if not method.allocation.statistic else rankfold.calibrate(source, tokens(32))
     module_of = next(function for base, function in MODULE_OF.items() if isinstance(method, base))
     return Outcome(source, model, record["blocks"], rankfold.plan(source, method, moments=moments), module_of)
 
@@ -221,7 +222,7 @@ def lose_by(scores: Tensor, gone: Tensor, outcome: Outcome) -> None:
     """Sparsities are proportional to ``exp(-score / epsilon)``, but for whole ranks and for what cannot go."""
     assert outcome.plan.removed_weights >= outcome.plan.method["sparsity"] * outcome.plan.counted_weights
     free = (gone > 0.05) & (gone < 0.85)
-    logarithms = gone[free].log() + scores[free] / outcome.plan.facts["epsilon"]
+    logarithms = gone[free].log() + scores[free] / outcome.plan.facts["temperature"]
     assert free.sum() > 1 and logarithms.max() - logarithms.min() < (0.2 if outcome.module_of is unit_of else 0.6)
     assert gone[scores.argmin()] == gone.max() > 0.3 + gone[scores.argmax()]
 
@@ -505,17 +506,19 @@ def common(cls, base: dict) -> list[Row]:
     else:
         own, one = {"up": 0.35, "o": 0.4}, ("gate", "up", "down")
     budget = base | {"sparsity": 0.2}
-    flops, in_bytes = budget | {"budget": "flops"}, budget | {"budget": "bytes"}
-    influential = base | {"allocation": "influence"}
-    owl = base | {"allocation": "owl", "outlier": 1.5, "spread": 0.01}
-    wide = owl | {"spread": 0.2}
-    coarse = base | {"sparsity": 0.25, "multiple": 8, "modules": one}
+    flops, in_bytes = budget | {"budget": FLOPs()}, budget | {"budget": Bytes()}
+    influential, warm = (base | {"allocation": Influence(temperature=t)} for t in (None, 1e4))
+    owl, wide = (base | {"allocation": OWL(threshold=1.5, spread=spread)} for spread in (0.01, 0.2))
+    fewer = base | {"allocation": OWL(threshold=2.5, spread=0.2)}
+    coarse = base | {"sparsity": 0.25, "rank_multiple": 8, "modules": one}
     return [
         Row("sparsity", budget, base | {"sparsity": 0.4}, every, each(more_is_removed, errors_rise(*every))),
-        Row("of", budget, budget | {"of": "model"}, every, the_model_is_what_counts, everywhere=False),
+        Row("scope", budget, budget | {"scope": "model"}, every, the_model_is_what_counts, everywhere=False),
         Row("budget", budget, budget | {"budget": "flops"}, every, products_count, everywhere=False),
-        Row("context", flops | {"context": 8}, flops, every, products_count, everywhere=False),
-        Row("batch", in_bytes, in_bytes | {"batch": 64}, every, the_cache_counts, everywhere=False),
+        Row("budget.context", flops | {"budget": FLOPs(context=8)}, flops, every, products_count, everywhere=False),
+        Row(
+            "budget.batch", in_bytes, in_bytes | {"budget": Bytes(batch=64)}, every, the_cache_counts, everywhere=False
+        ),
         Row("modules", budget, budget | {"modules": one}, every, only(*one)),
         Row("modules", budget, budget | {"modules": own}, every, own_sparsities(own), everywhere=False),
         Row("allocation", base, influential, every, blocks_lose_by_influence, everywhere=False),
@@ -527,41 +530,74 @@ def common(cls, base: dict) -> list[Row]:
             halves_lose_by_influence,
             everywhere=False,
         ),
-        Row("epsilon", influential, influential | {"epsilon": 1e4}, every, blocks_differ_less, everywhere=False),
-        Row("outlier", wide, wide | {"outlier": 2.5}, every, outliers_are_fewer, everywhere=False),
-        Row("spread", owl, wide, every, blocks_differ_more, everywhere=False),
-        Row("multiple", coarse, coarse | {"multiple": 2}, set(one), ranks_are_multiples, everywhere=False),
-        Row("protect", budget, budget | {"protect": (0,)}, every, dense_blocks(0), everywhere=False),
-        Row("protect", budget, budget | {"protect": (0, -1)}, every, dense_blocks(0, 2), everywhere=False),
+        Row(
+            "allocation.temperature",
+            influential,
+            warm,
+            every,
+            blocks_differ_less,
+            everywhere=False,
+        ),
+        Row(
+            "allocation.threshold",
+            wide,
+            fewer,
+            every,
+            outliers_are_fewer,
+            everywhere=False,
+        ),
+        Row("allocation.spread", owl, wide, every, blocks_differ_more, everywhere=False),
+        Row("rank_multiple", coarse, coarse | {"rank_multiple": 2}, set(one), ranks_are_multiples, everywhere=False),
+        Row("exclude_blocks", budget, budget | {"exclude_blocks": (0,)}, every, dense_blocks(0), everywhere=False),
+        Row(
+            "exclude_blocks", budget, budget | {"exclude_blocks": (0, -1)}, every, dense_blocks(0, 2), everywhere=False
+        ),
     ]
 
 
 def slicing(every: Collection[str], mlp: Collection[str]) -> list[Row]:
     """As :func:`common`; these Llamas have two key heads, and one of them is too coarse a step for what the MLP can show."""
     both, base = SMALL | {"sparsity": 0.3}, SMALL | {"modules": mlp}
-    budget, influential = base | {"sparsity": 0.2}, base | {"allocation": "influence"}
-    flops, in_bytes = budget | {"budget": "flops"}, both | {"budget": "bytes"}
-    owl = base | {"allocation": "owl", "outlier": 1.5, "spread": 0.01}
-    wide = owl | {"spread": 0.2}
-    coarse = base | {"sparsity": 0.25, "multiple": 8}
+    budget = base | {"sparsity": 0.2}
+    influential, warm = (base | {"allocation": Influence(temperature=t)} for t in (None, 1e4))
+    flops, in_bytes = budget | {"budget": FLOPs()}, both | {"budget": Bytes()}
+    owl, wide = (base | {"allocation": OWL(threshold=1.5, spread=spread)} for spread in (0.01, 0.2))
+    fewer = base | {"allocation": OWL(threshold=2.5, spread=0.2)}
+    coarse = base | {"sparsity": 0.25, "rank_multiple": 8}
     return [
         Row("sparsity", budget, base | {"sparsity": 0.4}, mlp, each(more_is_removed, errors_rise(*mlp))),
-        Row("of", budget, budget | {"of": "model"}, mlp, the_model_is_what_counts, everywhere=False),
+        Row("scope", budget, budget | {"scope": "model"}, mlp, the_model_is_what_counts, everywhere=False),
         Row("budget", budget, flops, mlp, products_count, everywhere=False),
-        Row("context", flops | {"context": 8}, flops, mlp, products_count, everywhere=False),
-        Row("batch", in_bytes, in_bytes | {"batch": 64}, every, the_cache_counts, everywhere=False),
+        Row("budget.context", flops | {"budget": FLOPs(context=8)}, flops, mlp, products_count, everywhere=False),
+        Row(
+            "budget.batch", in_bytes, in_bytes | {"budget": Bytes(batch=64)}, every, the_cache_counts, everywhere=False
+        ),
         Row("modules", both, both | {"modules": mlp}, every, only(*mlp)),
         Row("allocation", base, influential, mlp, blocks_lose_by_influence, everywhere=False),
-        Row("epsilon", influential, influential | {"epsilon": 1e4}, mlp, blocks_differ_less, everywhere=False),
-        Row("outlier", wide, wide | {"outlier": 2.5}, mlp, outliers_are_fewer, everywhere=False),
-        Row("spread", owl, wide, mlp, blocks_differ_more, everywhere=False),
-        Row("multiple", coarse, coarse | {"multiple": 2}, mlp, ranks_are_multiples, everywhere=False),
-        Row("protect", budget, budget | {"protect": (0,)}, mlp, dense_blocks(0), everywhere=False),
+        Row(
+            "allocation.temperature",
+            influential,
+            warm,
+            mlp,
+            blocks_differ_less,
+            everywhere=False,
+        ),
+        Row(
+            "allocation.threshold",
+            wide,
+            fewer,
+            mlp,
+            outliers_are_fewer,
+            everywhere=False,
+        ),
+        Row("allocation.spread", owl, wide, mlp, blocks_differ_more, everywhere=False),
+        Row("rank_multiple", coarse, coarse | {"rank_multiple": 2}, mlp, ranks_are_multiples, everywhere=False),
+        Row("exclude_blocks", budget, budget | {"exclude_blocks": (0,)}, mlp, dense_blocks(0), everywhere=False),
     ]
 
 
-SMALL = {"multiple": 2}
-LATENT = {"multiple": 1}
+SMALL = {"rank_multiple": 2}
+LATENT = {"rank_multiple": 1}
 LOCAL = {**LATENT, "joint": "none"}
 SPARSE = {**LOCAL, "sparse": 0.2}
 ALONE = {**LOCAL, "sparse": 1.0}
@@ -589,18 +625,20 @@ ROWS = {
             {"mlp"},
             errors_rise("mlp"),
         ),
-        Row("select", SMALL, SMALL | {"select": "leverage"}, {"mlp"}, errors_rise("mlp")),
+        Row("selection", SMALL, SMALL | {"selection": "leverage"}, {"mlp"}, errors_rise("mlp")),
         # What is least in the metric of the gradient is not least in that of the outputs.
         Row(
-            "sensitivity",
+            "output_weighting",
             SMALL,
-            SMALL | {"sensitivity": "gradient"},
+            SMALL | {"output_weighting": "fisher"},
             {"mlp", "vo"},
             each(errors_rise("vo"), errors_do_not_fall("mlp")),
             everywhere=False,
         ),
         Row("head_dim", SMALL, SMALL | {"head_dim": 4}, {"mlp", "qk", "vo"}, the_model_keeps_its_best_pairs),
-        Row("select_qk", SMALL, SMALL | {"select_qk": "norm"}, {"qk"}, errors_do_not_fall("qk"), everywhere=False),
+        Row(
+            "selection_qk", SMALL, SMALL | {"selection_qk": "norm"}, {"qk"}, errors_do_not_fall("qk"), everywhere=False
+        ),
     ],
     LatentLLM: [
         *common(LatentLLM, LOCAL),
@@ -699,7 +737,10 @@ ROWS = {
     Slicing: slicing(("mlp", "heads"), ("mlp",)),
 }
 # On the compressed stream: test_rankfold.py, test_whole_modules.py, test_slicegpt_modegpt.py.
-ELSEWHERE = {"rankfold": {"attention_aware", "feedback", "norm_aware", "removal"}, "slicegpt+modegpt": {"slicing"}}
+ELSEWHERE = {
+    "rankfold": {"attention_aware", "residual_correction", "norm_aware", "allow_module_removal"},
+    "slicegpt+modegpt": {"slicing"},
+}
 OTHERS = (BlockRemoval, SliceGPT, TwoOfFour)  # test_removal.py, test_slicegpt.py, test_semi_structured_methods.py
 CASES = [
     pytest.param(cls, row, id=f"{SPEAKS_FOR.get(cls, cls).name}-{row.option}-{i}")
@@ -726,7 +767,11 @@ def test_every_option_has_a_row(name):
     cls = method_class(name)
     rows = next(rows for base, rows in ROWS.items() if issubclass(cls, base))
     elsewhere = {"target"} | ELSEWHERE.get(name, set())  # target: tests/methods/test_targets.py
-    assert {field.name for field in fields(cls)} <= {row.option for row in rows} | elsewhere
+    known = {row.option for row in rows} | elsewhere
+    assert {field.name for field in fields(cls)} <= known
+    for taken, table in ((cls.allocations, ALLOCATIONS), (cls.budgets, BUDGETS)):
+        parts = [part for part in table.values() if issubclass(part, taken)]
+        assert {f"{part.kind}.{field.name}" for part in parts for field in fields(part)} <= known
 
 
 def test_a_stricter_condition_limit_refuses():

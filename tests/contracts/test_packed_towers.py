@@ -85,7 +85,7 @@ def both(tmp_path_factory):
     folder = tmp_path_factory.mktemp("both")
     tiny_encoder("qwen2.5-vl").save_pretrained(folder / "dense")
     parts = [rankfold.open_model(folder / "dense", device="cpu", part=part) for part in ("vision", "language")]
-    method = rankfold.MoDeGPT(sparsity=0.3, multiple=2)
+    method = rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2)
     text = rankfold.Tokens(some_ids(24, 24), "x", "x", 0, some_ids(4, 24, 1))
     rankfold.compress_parts([(parts[0], method, samples_of(parts[0])), (parts[1], method, text)], folder / "small")
     return folder
@@ -155,7 +155,7 @@ def test_what_a_tower_does_not_take_is_said():
 
 def test_moments_are_kept_and_used_again(tmp_path):
     source = opened_encoder("qwen2-vl")
-    images, method = samples_of(source), rankfold.MoDeGPT(sparsity=0.3, multiple=2)
+    images, method = samples_of(source), rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2)
     moments = rankfold.calibrate(source, images, tmp_path / "moments")
     kept = rankfold.compress(opened_encoder("qwen2-vl"), method, moments=moments, mode="one-pass")
     fresh = rankfold.compress(opened_encoder("qwen2-vl"), method, images, mode="one-pass")
@@ -181,7 +181,7 @@ def merged(model, image: Example) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "method", [rankfold.MoDeGPT(sparsity=0.3, multiple=2), rankfold.LatentLLM(sparsity=0.2, multiple=2)]
+    "method", [rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2), rankfold.LatentLLM(sparsity=0.2, rank_multiple=2)]
 )
 @pytest.mark.parametrize("family", TOWERS)
 def test_what_merges_patches_is_a_projector(family, method, tmp_path):

@@ -10,7 +10,7 @@ from rankfold import MoDeGPT
 from rankfold.errors import OptionError, UnsupportedModelError
 from tiny_encoders import opened_encoder, samples_of, tiny_encoder
 
-METHOD = MoDeGPT(sparsity=0.3, multiple=2)
+METHOD = MoDeGPT(sparsity=0.3, rank_multiple=2)
 
 
 def llava():
@@ -86,7 +86,7 @@ def test_both_parts_one_after_the_other(folder, tmp_path):
     rankfold.compress(first, METHOD, images, tmp_path / "one")
     second = rankfold.open_model(tmp_path / "one", device="cpu", part="language")
     assert second.streamed
-    latent = rankfold.LatentLLM(sparsity=0.2, multiple=2)
+    latent = rankfold.LatentLLM(sparsity=0.2, rank_multiple=2)
     rankfold.compress(second, latent, tokens(), tmp_path / "both")
     in_memory = rankfold.compress(
         rankfold.open_model(rankfold.load(tmp_path / "one", device="cpu"), device="cpu"), latent, tokens()
@@ -203,7 +203,7 @@ def test_a_position_of_several_kinds_is_turned_as_in_the_dense_model():
     seen["mm_token_type_ids"] = (ids == 90).long()
     source = rankfold.open_model(model, device="cpu")
     source.autocast = None
-    keeping = rankfold.compress(source, MoDeGPT(modules={"vo": 0.3}, multiple=2), tokens())
+    keeping = rankfold.compress(source, MoDeGPT(modules={"vo": 0.3}, rank_multiple=2), tokens())
     block, dense = keeping.model.language_model.layers[0], model.model.language_model.layers[0]
     found = {}
 

@@ -36,7 +36,7 @@ def sent(model, pixels) -> torch.Tensor:
     return seen[0].double()
 
 
-@pytest.mark.parametrize("method", [MoDeGPT(sparsity=0.4, multiple=2), Rankfold(sparsity=0.4, multiple=2)])
+@pytest.mark.parametrize("method", [MoDeGPT(sparsity=0.4, rank_multiple=2), Rankfold(sparsity=0.4, rank_multiple=2)])
 def test_units_go_and_the_error_is_the_one_that_is_said(method, tmp_path):
     tiny_model("llava").save_pretrained(tmp_path / "dense")
     source = rankfold.open_model(tmp_path / "dense", device="cpu", part="projector")
@@ -67,15 +67,15 @@ def test_in_memory_it_is_the_same_and_nothing_changes_without_sparsity():
     dense = tiny_model("llava")
     whole = rankfold.compress(opened(), MoDeGPT(sparsity=0.0), images())
     assert torch.equal(sent(whole, PIXELS), sent(dense, PIXELS))
-    small = rankfold.compress(opened(), Rankfold(sparsity=0.4, multiple=2), images())
-    again = rankfold.compress(opened(), Rankfold(sparsity=0.4, multiple=2), images())
+    small = rankfold.compress(opened(), Rankfold(sparsity=0.4, rank_multiple=2), images())
+    again = rankfold.compress(opened(), Rankfold(sparsity=0.4, rank_multiple=2), images())
     assert torch.equal(sent(small, PIXELS), sent(again, PIXELS))
 
 
 def test_latent_layers_take_it_too():
     errors = []
     for sparsity in (0.1, 0.5):
-        small = rankfold.compress(opened(), LatentLLM(sparsity=sparsity, multiple=1), images())
+        small = rankfold.compress(opened(), LatentLLM(sparsity=sparsity, rank_multiple=1), images())
         errors.append((sent(small, PIXELS) - sent(tiny_model("llava"), PIXELS)).norm().item())
         assert type(small.get_submodule(PLACE).linear_1).__name__ == "LatentLinear"
     assert 0 < errors[0] < errors[1]
@@ -83,14 +83,14 @@ def test_latent_layers_take_it_too():
 
 def test_it_never_goes_as_a_whole():
     source = opened()
-    (unit,) = Rankfold(sparsity=0.3, multiple=2, removal=True).units(source.block(0))
+    (unit,) = Rankfold(sparsity=0.3, rank_multiple=2, allow_module_removal=True).prunable_modules(source.block(0))
     assert unit.module == "mlp" and min(unit.ranks) > 0
 
 
 @pytest.mark.parametrize("family", ["llava_next"])
 def test_images_that_a_family_cuts_up_are_given_whole(family):
     source = opened(tiny_model(family))
-    small = rankfold.compress(source, MoDeGPT(sparsity=0.4, multiple=2), images_for(source))
+    small = rankfold.compress(source, MoDeGPT(sparsity=0.4, rank_multiple=2), images_for(source))
     assert (
         small.get_submodule(PLACE).linear_1.out_features < tiny_model(family).get_submodule(PLACE).linear_1.out_features
     )

@@ -14,8 +14,8 @@ import rankfold
 from activations import ATTENTION, DOWN, OUTPUT, blocks_of, member, spliced, weight_of
 from families import EXPERTS, KINDS, named, opened, some_ids, tiny_model, tokens
 from rankfold import Rankfold
-from rankfold.compression.budget import choices
-from rankfold.compression.kl_divergence import measure_costs
+from rankfold.compression.budget import rank_options
+from rankfold.compression.kl_divergence import measure_kl_sensitivity
 from rankfold.compression.plan import shares
 from rankfold.errors import OptionError
 
@@ -25,7 +25,7 @@ NORM_BEHIND = {"gemma2", "gemma3", "gemma3-images", "opt-post-norm", "olmo2", "e
 
 
 def method_for(family: str, **options) -> Rankfold:
-    return Rankfold(**{"sparsity": 0.3, "multiple": 2, "modules": named(family)} | options)
+    return Rankfold(**{"sparsity": 0.3, "rank_multiple": 2, "modules": named(family)} | options)
 
 
 def wide_tokens():
@@ -94,7 +94,7 @@ def test_what_is_still_missing_is_what_the_record_says(run, family):
         projections = {"vo": member(member(block, ATTENTION), OUTPUT), "mlp": member(block, DOWN)}
         for module in others:
             if family in NORM_BEHIND:
-                assert "feedback" not in report[module]
+                assert "residual_correction" not in report[module]
                 continue
             missing, received = others[module]
             projection = projections[module]
@@ -103,7 +103,7 @@ def test_what_is_still_missing_is_what_the_record_says(run, family):
                 left, missing = left - projection.bias.double(), missing - fitted[module][0].mean(0)
             ratio = (left.square().sum() / missing.square().sum()).item()
             assert ratio == pytest.approx(report[module]["missing_after"], rel=2e-3), module
-            corrected += report[module]["feedback"] > 0
+            corrected += report[module]["residual_correction"] > 0
     assert corrected or family in NORM_BEHIND
 
 
@@ -129,7 +129,7 @@ def rows_fitted(sent: Tensor, centred: bool) -> Tensor:
 def test_attention_aware_values_and_output_are_the_regression_on_what_attention_sends(name):
     """In the first block, whose input is the dense one: the installed output projection is the best one on the installed
     values, and these keep more of what is sent than values fitted to themselves do."""
-    shape = {"modules": {"vo": 0.5}, "multiple": 2, "feedback": False, "allocation": "uniform"}
+    shape = {"modules": {"vo": 0.5}, "rank_multiple": 2, "residual_correction": False, "allocation": "uniform"}
     losses = {}
     for aware in (True, False):
         source, text = opened(name), wide_tokens()
@@ -160,7 +160,7 @@ def test_where_a_norm_follows_every_token_counts_alike(name, module):
     }
     beyond = {}
     for aware in (True, False):
-        method = Rankfold(modules={module: 0.5}, multiple=2, allocation="uniform", norm_aware=aware)
+        method = Rankfold(modules={module: 0.5}, rank_multiple=2, allocation="uniform", norm_aware=aware)
         small, text = rankfold.compress(opened(name), method, wide_tokens()), wide_tokens()
         found = {}
         for which, model in (("dense", tiny_model(name)), ("small", small)):
@@ -176,21 +176,26 @@ def test_where_a_norm_follows_every_token_counts_alike(name, module):
 
 def test_without_feedback_no_module_is_corrected(tmp_path):
     folder = rankfold.compress(
-        opened("llama"), method_for("llama", feedback=False, allocation="uniform"), wide_tokens(), tmp_path / "plain"
+        opened("llama"),
+        method_for("llama", residual_correction=False, allocation="uniform"),
+        wide_tokens(),
+        tmp_path / "plain",
     )
     blocks = json.loads((folder / "rankfold.json").read_text())["blocks"]
-    assert all("feedback" not in report for block in blocks.values() for report in block.values())
+    assert all("residual_correction" not in report for block in blocks.values() for report in block.values())
 
 
 def test_without_held_out_windows_nothing_confirms_a_correction(tmp_path):
     text = replace(wide_tokens(), held_out=None)
     options = {"allocation": "uniform", "attention_aware": False}
     same = [
-        rankfold.compress(opened("llama"), method_for("llama", feedback=on, **options), text, tmp_path / str(on))
+        rankfold.compress(
+            opened("llama"), method_for("llama", residual_correction=on, **options), text, tmp_path / str(on)
+        )
         for on in (True, False)
     ]
     blocks = json.loads((same[0] / "rankfold.json").read_text())["blocks"]
-    assert all(block[module]["feedback"] == 0.0 for block in blocks.values() for module in ("vo", "mlp"))
+    assert all(block[module]["residual_correction"] == 0.0 for block in blocks.values() for module in ("vo", "mlp"))
     for path in same[0].glob("*.safetensors"):
         assert path.read_bytes() == (same[1] / path.name).read_bytes()
 
@@ -200,18 +205,21 @@ def test_costs_are_divergences_of_the_whole_model_with_one_module_compressed(nam
     """At the rank that was tried; every other block protected, every other module left out."""
     source, text = opened(name), wide_tokens()
     method = method_for(name)
-    costs = measure_costs(source, method, text, *shares(choices(source, method), method))
+    costs = measure_kl_sensitivity(source, method, text, *shares(rank_options(source, method), method))
     ids = text.held_out[:4]
     with torch.no_grad():
         dense = source.model(ids).logits.log_softmax(-1)
-    units, averages = shares(choices(source, method), method)
+    units, averages = shares(rank_options(source, method), method)
     for unit in units:
         key = unit.block, unit.module
         tried = min(unit.ranks[:-1], key=lambda rank: abs(rank / unit.ranks[-1] - (1 - averages[key])))
         others = tuple(block for block in range(3) if block != unit.block)
         share = {unit.module: (1 - tried / unit.ranks[-1]) / 3}  # of this module in all three blocks
-        options = {"feedback": False, "attention_aware": name == "gemma3"}  # what feedback follows is fitted without it
-        alone = Rankfold(modules=share, multiple=2, allocation="uniform", protect=others, **options)
+        options = {
+            "residual_correction": False,
+            "attention_aware": name == "gemma3",
+        }  # what feedback follows is fitted without it
+        alone = Rankfold(modules=share, rank_multiple=2, allocation="uniform", exclude_blocks=others, **options)
         assert rankfold.plan(source, alone).ranks(unit.block)[unit.module] == tried
         with torch.no_grad():
             small = rankfold.compress(source, alone, text)(ids).logits.log_softmax(-1)
@@ -229,7 +237,7 @@ def test_units_that_do_nothing_make_no_other_rank_free():
         model.model.layers[1].mlp.down_proj.weight[:, ::3] = 0
     source, text = rankfold.open_model(model, device="cpu"), wide_tokens()
     method = method_for("llama", sparsity=0.2)
-    costs = measure_costs(source, method, text, *shares(choices(source, method), method))[1, "mlp"]
+    costs = measure_kl_sensitivity(source, method, text, *shares(rank_options(source, method), method))[1, "mlp"]
     alive = max(costs) * 2 // 3
     assert min(costs) < alive - 2 and costs[alive] == pytest.approx(0, abs=1e-9)
     paid = [costs[rank] for rank in sorted(costs) if rank < alive]
@@ -255,7 +263,9 @@ def test_resumed_runs_find_the_same_ranks(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         rankfold.compress(source, method, tokens(), tmp_path / "killed")
     monkeypatch.setattr(pipeline, "run_stages", run_stages)
-    monkeypatch.setattr(scores, "measure_costs", lambda *a: calls.append(a) or effects.measure_costs(*a))
+    monkeypatch.setattr(
+        scores, "measure_kl_sensitivity", lambda *a: calls.append(a) or effects.measure_kl_sensitivity(*a)
+    )
     resumed = rankfold.compress(source, method, tokens(), tmp_path / "killed")
     assert not calls
     for path in whole.glob("*.safetensors"):
@@ -270,4 +280,4 @@ def test_moments_and_one_pass_are_refused_with_what_to_do():
         with pytest.raises(OptionError, match="takes text and mode sequential.*--method modegpt"):
             rankfold.compress(source, method_for("llama"), **how)
     with pytest.raises(OptionError, match="compares predictions on text"):
-        rankfold.compress(source, rankfold.MoDeGPT(allocation="measured", multiple=2), moments=store)
+        rankfold.compress(source, rankfold.MoDeGPT(allocation="measured", rank_multiple=2), moments=store)

@@ -126,7 +126,7 @@ def test_planned_equals_actual(run, family):
 def test_bytes_are_those_on_disk(name, of, tmp_path):
     """Norms go with their block; asked for in bytes they count."""
     source, plans = deep(), []
-    method = make_method(name, sparsity=0.4, budget="bytes", of=of)
+    method = make_method(name, sparsity=0.4, budget="bytes", scope=of)
     folder = rankfold.compress(source, method, tokens(), tmp_path / "small", on_plan=plans.append)
     index, found = json.loads((folder / "model.safetensors.index.json").read_text()), plans[0].budget
     dense = 4 * sum(p.numel() for p in source.model.parameters())
@@ -139,9 +139,7 @@ def test_bytes_are_those_on_disk(name, of, tmp_path):
 @pytest.mark.parametrize("budget", ["flops", "latency"])
 @pytest.mark.parametrize("name", NAMES)
 def test_other_budgets_are_refused(name, budget):
-    with pytest.raises(
-        OptionError, match=f"method {name} takes the budgets parameters, bytes, got {budget}; take one of"
-    ):
+    with pytest.raises(OptionError, match=f"method {name} takes budget parameters or bytes, got {budget}; take one of"):
         make_method(name, budget=budget)
 
 
@@ -223,7 +221,7 @@ def test_several_blocks_of_the_least_influence_go_and_protected_ones_stay():
     scores = influences(fresh(source), tokens().ids)
     order = sorted(range(6), key=lambda i: scores[i])
     for protect, expected in (((), order[:3]), ((order[0],), order[1:4])):
-        method = make_method("shortgpt", sparsity=0.45, protect=protect)
+        method = make_method("shortgpt", sparsity=0.45, exclude_blocks=protect)
         plans = []
         rankfold.compress(source, method, tokens(), on_plan=plans.append)
         assert removed(plans[0]) == sorted(expected)
@@ -267,7 +265,7 @@ def test_layer_types_go_with_their_blocks():
     config.layer_types = types
     source = rankfold.open_model(t.AutoModelForCausalLM.from_config(config), device="cpu")
     plans = []
-    model = rankfold.compress(source, make_method("shortgpt", protect=(1, 2)), tokens(), on_plan=plans.append)
+    model = rankfold.compress(source, make_method("shortgpt", exclude_blocks=(1, 2)), tokens(), on_plan=plans.append)
     assert removed(plans[0]) == [0] and model.config.layer_types == types[1:]
     assert source.model.config.layer_types == types and source.model.config.num_hidden_layers == 3
 
@@ -293,5 +291,5 @@ def test_one_block_stays(name):
 
 
 def test_other_allocations_are_refused():
-    with pytest.raises(OptionError, match="unknown allocation 'uniform'; .*available: least-influence"):
+    with pytest.raises(OptionError, match="method shortgpt takes allocation least-influence, got uniform"):
         make_method("shortgpt", allocation="uniform")

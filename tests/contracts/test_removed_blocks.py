@@ -120,7 +120,7 @@ def removal(source, gone=GONE):
     """The method that removes these blocks and protects all others."""
     sizes = [block_weights(block) for block in source.blocks]
     sparsity = sum(sizes[block] for block in gone) / sum(sizes) - 1e-6
-    return make_method("shortgpt", sparsity=sparsity, protect=tuple(set(range(len(sizes))) - set(gone)))
+    return make_method("shortgpt", sparsity=sparsity, exclude_blocks=tuple(set(range(len(sizes))) - set(gone)))
 
 
 @pytest.mark.parametrize("family", [*CONFIGS, *PATTERNS])

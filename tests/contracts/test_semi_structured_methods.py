@@ -206,8 +206,8 @@ def test_single_modules_have_their_own_sparsity():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"budget": "bytes"}, "method wanda takes the budgets parameters, got bytes"),
-        ({"allocation": "influence"}, "unknown allocation 'influence'; available: uniform"),
+        ({"budget": "bytes"}, "method wanda takes budget parameters, got bytes"),
+        ({"allocation": "influence"}, "method wanda takes allocation uniform, got influence"),
         ({"modules": {"mlp": 0.5}}, "unknown module 'mlp'; .*available: qkv, o, up, down"),
     ],
 )
@@ -222,8 +222,8 @@ def test_what_it_does_not_take_is_said(options, message):
         ({"sparsity": 0.3}, "method wanda keeps 2 of 4 weights, so its sparsity is 0.5, got 0.3; take 0.5"),
         ({"modules": {"o": 0.25}}, "its sparsity is 0.5, got 0.25"),
         ({"modules": ("down",)}, "such as --modules down=0.5"),
-        ({"protect": (0,)}, "takes a half of all linear weights of the blocks; leave out protect"),
-        ({"of": "model"}, "leave out protect and of=model"),
+        ({"exclude_blocks": (0,)}, "takes a half of all linear weights of the blocks; leave out exclude_blocks"),
+        ({"scope": "model"}, "leave out exclude_blocks and scope=model"),
     ],
 )
 def test_another_pattern_is_refused_before_anything_is_measured(options, message, monkeypatch):

@@ -10,11 +10,12 @@ from activations import ATTENTION, DOWN, UP, blocks_of, member, weight_of
 from families import EXPERTS, KINDS, opened, some_ids, tiny_model, tokens
 from interrupted import assert_ends_in_the_same_bytes
 from rankfold import make_method, method_names
+from rankfold.allocation import OWL, Spectrum
 from rankfold.errors import OptionError
 from rankfold.methods import method_class
 
 FACTOR = 2.0  # random weights have no outliers of five times the mean
-OWL = {"allocation": "owl", "outlier": FACTOR, "spread": 0.2}
+TAKEN = {"owl": OWL(threshold=FACTOR, spread=0.2), "spectrum": Spectrum()}
 FACTS = {"owl": "outliers", "spectrum": "effective_rank"}
 
 
@@ -24,8 +25,8 @@ def family(request):
 
 
 def method_for(family: str, allocation: str, **options):
-    own = OWL if allocation == "owl" else {"allocation": allocation}
-    return make_method("modegpt", **{"sparsity": 0.1 if family in EXPERTS else 0.3, "multiple": 2} | own | options)
+    own = {"allocation": TAKEN[allocation], "sparsity": 0.1 if family in EXPERTS else 0.3, "rank_multiple": 2}
+    return make_method("modegpt", **own | options)
 
 
 def linears(model) -> list[list[nn.Module]]:
@@ -89,12 +90,11 @@ def test_numbers_budget_and_counts(family, allocation):
 
 
 @pytest.mark.parametrize("allocation", FACTS)
-@pytest.mark.parametrize("name", [n for n in method_names() if "owl" in method_class(n).allocations])
+@pytest.mark.parametrize("name", [n for n in method_names() if issubclass(OWL, method_class(n).allocations)])
 def test_every_method_takes_them(name, allocation):
-    own = OWL if allocation == "owl" else {"allocation": allocation}
-    method = make_method(name, sparsity=0.3, multiple=2, **own)
+    method = make_method(name, sparsity=0.3, rank_multiple=2, allocation=TAKEN[allocation])
     model, plan = planned(opened("llama"), method)
-    assert plan.sparsity >= 0.3 and plan.method["allocation"] == allocation
+    assert plan.sparsity >= 0.3 and plan.method["allocation"] == str(TAKEN[allocation])
     assert sum(p.numel() for p in model.parameters()) == plan.parameters_after
 
 

@@ -14,7 +14,7 @@ from rankfold.errors import UnsupportedModelError
 @torch.no_grad()
 def test_sinks_matter_here_and_are_kept():
     source = opened("gpt_oss")
-    small = rankfold.compress(source, MoDeGPT(modules={"qk": 0.25, "vo": 0.25}, multiple=2), tokens())
+    small = rankfold.compress(source, MoDeGPT(modules={"qk": 0.25, "vo": 0.25}, rank_multiple=2), tokens())
     for block, dense in zip(small.model.layers, source.model.model.layers, strict=True):
         assert torch.equal(block.self_attn.sinks, dense.self_attn.sinks)
     before = small(some_ids()).logits
@@ -24,7 +24,10 @@ def test_sinks_matter_here_and_are_kept():
 
 @torch.no_grad()
 def test_what_is_left_of_an_attention_is_the_mean_of_what_it_sent_and_not_of_its_values():
-    source, method = opened("gpt_oss"), Rankfold(attention_aware=False, feedback=False, removal=True)
+    source, method = (
+        opened("gpt_oss"),
+        Rankfold(attention_aware=False, residual_correction=False, allow_module_removal=True),
+    )
     view = source.block(0)
     stage = method.stages(view, {"qk": 0, "vo": 0})[0]
     result = decompose(

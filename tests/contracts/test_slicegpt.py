@@ -14,6 +14,7 @@ from families import ALIKE, CONFIGS, EXPERTS, GQA, cached_numbers, some_ids, tin
 from interrupted import assert_ends_in_the_same_bytes
 from projected import PARALLEL, Projected, logits, opened, varied
 from rankfold import make_method
+from rankfold.allocation import Bytes, FLOPs
 from rankfold.architectures import BlockView
 from rankfold.errors import OptionError, UnsupportedModelError
 from rankfold.evaluation.complexity import counted_macs, formula_macs, planned_macs
@@ -31,7 +32,7 @@ KINDS = [family for family in TAKEN if family not in ALIKE - {"apertus", "nemotr
 
 
 def method(**options):
-    return make_method("slicegpt", **{"sparsity": 0.2, "multiple": 2} | options)
+    return make_method("slicegpt", **{"sparsity": 0.2, "rank_multiple": 2} | options)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -189,7 +190,7 @@ def test_multiply_accumulates_are_those_of_the_plan(run, family):
 @pytest.mark.parametrize("family_", ["llama-bias", "opt", "falcon-mqa"])
 def test_other_budgets_hold(family_, tmp_path):
     for budget in ("bytes", "flops"):
-        plans, chosen = [], method(budget=budget, of="model", context=16)
+        plans, chosen = [], method(budget={"bytes": Bytes(), "flops": FLOPs(context=16)}[budget], scope="model")
         rankfold.compress(opened(family_), chosen, tokens(), tmp_path / budget, on_plan=plans.append)
         assert plans[0].budget["removed"] >= 0.2 * plans[0].budget["counted"]
     size = json.loads((tmp_path / "bytes" / "model.safetensors.index.json").read_text())["metadata"]["total_size"]
@@ -202,11 +203,11 @@ def test_options_change_the_width():
     def plan(**options):
         return rankfold.plan(opened("llama"), method(**options))
 
-    usual, coarse, whole = plan(), plan(multiple=5), plan(of="model")
+    usual, coarse, whole = plan(), plan(rank_multiple=5), plan(scope="model")
     assert coarse.facts["rank"] % 5 == 0 and coarse.facts["rank"] + 5 > usual.facts["rank"]
     assert whole.counted_weights == whole.parameters and whole.facts["rank"] < usual.facts["rank"]
     assert plan(modules={"stream": 0.2}, sparsity=0.7).ranks(0) == plan(modules=("stream",)).ranks(0) == usual.ranks(0)
-    with pytest.raises(OptionError, match="unknown allocation 'influence'; .*available: uniform"):
+    with pytest.raises(OptionError, match="method slicegpt takes allocation uniform, got influence"):
         method(allocation="influence")
 
 
@@ -264,8 +265,8 @@ def test_stock_forms_refuse_a_stream_that_changes_its_width():
 
 
 def test_no_block_can_be_protected_and_moments_are_not_enough():
-    with pytest.raises(OptionError, match=r"none can be protected, got \(0,\); leave protect out"):
-        method(protect=(0,))
+    with pytest.raises(OptionError, match=r"none can be protected, got \(0,\); leave exclude_blocks out"):
+        method(exclude_blocks=(0,))
     source = opened("llama")
     with pytest.raises(OptionError, match="takes text and mode sequential, not moments"):
         rankfold.compress(source, method(), moments=rankfold.calibrate(source, tokens()))

@@ -40,7 +40,7 @@ def family(request):
 
 
 def method(**options):
-    return make_method("slicegpt+modegpt", **{"sparsity": 0.4, "multiple": 2, "slicing": 0.25} | options)
+    return make_method("slicegpt+modegpt", **{"sparsity": 0.4, "rank_multiple": 2, "slicing": 0.25} | options)
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +147,8 @@ def test_refusals():
     with pytest.raises(OptionError, match=r"slicing must be in \(0, 1\), got 1.0"):
         method(slicing=1.0)
     with pytest.raises(OptionError, match="narrows the stream that runs through all blocks"):
-        method(protect=(1,))
-    with pytest.raises(OptionError, match="takes the budgets parameters, got flops"):
+        method(exclude_blocks=(1,))
+    with pytest.raises(OptionError, match="takes budget parameters, got flops"):
         method(budget="flops")
     with pytest.raises(
         UnsupportedModelError, match="slicegpt\\+modegpt cannot take this gemma2: a norm or a factor stands behind"

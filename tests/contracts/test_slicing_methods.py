@@ -71,7 +71,7 @@ def modules_of(family: str) -> tuple[str, ...]:
 
 def method_for(family: str, name: str, **options):
     shares = dict.fromkeys(modules_of(family), 0.4)
-    return make_method(name, **{"modules": shares, "multiple": 2} | options)
+    return make_method(name, **{"modules": shares, "rank_multiple": 2} | options)
 
 
 @torch.no_grad()

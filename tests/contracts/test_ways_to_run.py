@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
     @functools.cache
     def made(family: str, method: str, options: tuple = ()):
         place = tmp_path_factory.mktemp(family) / "small"
-        made_by = rankfold.make_method(method, **{"sparsity": 0.3, "multiple": 2} | dict(options))
+        made_by = rankfold.make_method(method, **{"sparsity": 0.3, "rank_multiple": 2} | dict(options))
         rankfold.compress(opened(family), made_by, tokens(), place, mode=made_by.modes[-1])
         return place
 

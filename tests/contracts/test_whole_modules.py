@@ -12,12 +12,12 @@ import rankfold
 from activations import ATTENTION, DOWN, OUTPUT, blocks_of, member, weight_of
 from families import cached_numbers, named, opened, some_ids, tokens
 from rankfold import Rankfold
-from rankfold.allocation.measured import cheapest
+from rankfold.allocation.cheapest import cheapest
 from rankfold.compression import importance as scores
-from rankfold.compression.budget import choices
+from rankfold.compression.budget import rank_options
 from rankfold.compression.importance import shares
-from rankfold.compression.kl_divergence import measure_costs
-from rankfold.methods import Unit
+from rankfold.compression.kl_divergence import measure_kl_sensitivity
+from rankfold.methods import PrunableModule
 from rankfold.modules import build
 
 FAMILIES = [
@@ -44,10 +44,10 @@ def family(request):
 
 def method_for(family: str) -> Rankfold:
     """As sparse as the model is without the modules that are gone."""
-    method = Rankfold(multiple=2, modules=named(family), removal=True)
-    units = [unit for i in range(3) for unit in method.units(opened(family).block(i))]
+    method = Rankfold(rank_multiple=2, modules=named(family), allow_module_removal=True)
+    units = [unit for i in range(3) for unit in method.prunable_modules(opened(family).block(i))]
     lost = sum(unit.dense for unit in units if (unit.block, unit.module) in GONE)
-    return replace(method, sparsity=lost / choices(opened(family), method).weights)
+    return replace(method, sparsity=lost / rank_options(opened(family), method).weights)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def run(family, tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("whole") / "small"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scores, "measure_costs", costs)
+        patch.setattr(scores, "measure_kl_sensitivity", costs)
         rankfold.compress(source, method, tokens(), folder, on_plan=plans.append)
         model = rankfold.compress(source, method, tokens())
     return source, plans[0], folder, model
@@ -112,8 +112,8 @@ def test_generation_with_cache_equals_without(run):
 
 
 def test_costs_of_whole_modules_are_divergences_without_them():
-    source, method = opened("llama"), Rankfold(sparsity=0.5, multiple=2, removal=True)
-    costs = measure_costs(source, method, tokens(), *shares(choices(source, method), method))
+    source, method = opened("llama"), Rankfold(sparsity=0.5, rank_multiple=2, allow_module_removal=True)
+    costs = measure_kl_sensitivity(source, method, tokens(), *shares(rank_options(source, method), method))
     ids = tokens().held_out
     with torch.no_grad():
         dense = source.model(ids).logits.log_softmax(-1)
@@ -132,7 +132,7 @@ def test_ranks_that_go_together_are_the_cheapest_there_are(seed):
     """By trying them all."""
     draw = random.Random(seed)
     units = [
-        Unit(b, m, (0, 2, 4, 6), tuple(size * r for r in (0, 2, 4, 6)))
+        PrunableModule(b, m, (0, 2, 4, 6), tuple(size * r for r in (0, 2, 4, 6)))
         for b in (0, 1)
         for m, size in (("qk", 3), ("vo", 4))
     ]
@@ -154,16 +154,19 @@ def test_ranks_that_go_together_are_the_cheapest_there_are(seed):
     "options",
     [
         {},
-        {"removal": True, "allocation": "uniform"},
-        {"removal": True, "budget": "latency"},
-        {"removal": True, "modules": {"mlp": 0.3, "qk": 0.3, "vo": 0.3}},
+        {"allow_module_removal": True, "allocation": "uniform"},
+        {"allow_module_removal": True, "budget": "latency"},
+        {"allow_module_removal": True, "modules": {"mlp": 0.3, "qk": 0.3, "vo": 0.3}},
     ],
 )
 def test_where_something_of_every_module_stays(options):
     view = opened("llama").block(0)
-    assert {u.ranks[0] for u in Rankfold(multiple=2, removal=True).units(view)} == {0}
-    assert 0 not in {u.ranks[0] for u in Rankfold(multiple=2, **options).units(view)}
-    assert {u.module: u.ranks[0] for u in Rankfold(multiple=2, modules=("mlp", "vo"), removal=True).units(view)} == {
+    assert {u.ranks[0] for u in Rankfold(rank_multiple=2, allow_module_removal=True).prunable_modules(view)} == {0}
+    assert 0 not in {u.ranks[0] for u in Rankfold(rank_multiple=2, **options).prunable_modules(view)}
+    assert {
+        u.module: u.ranks[0]
+        for u in Rankfold(rank_multiple=2, modules=("mlp", "vo"), allow_module_removal=True).prunable_modules(view)
+    } == {
         "mlp": 0,
         "vo": 2,
     }

@@ -324,7 +324,7 @@ def test_models_and_files_that_cannot_be_used(tmp_path, monkeypatch):
 def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
     source = opened("llava")
     examples = examples_of("llava", source, tmp_path / "data")
-    method = rankfold.Rankfold(sparsity=0.3, multiple=2)
+    method = rankfold.Rankfold(sparsity=0.3, rank_multiple=2)
     assert_ends_in_the_same_bytes(
         lambda folder: rankfold.compress(source, method, examples, folder), tmp_path, monkeypatch
     )

@@ -108,7 +108,7 @@ def test_both_parts_by_the_command_line(hub, tmp_path, monkeypatch, capsys):
     FAMILIES["llava"].processor().save_pretrained(tmp_path / "llava")
     monkeypatch.chdir(tmp_path)
     line = f"compress llava -o small --parts language=0.3,vision=0.2 --calibration {NAME}:easy --samples 8 --device cpu"
-    monkeypatch.setattr(sys, "argv", ["rankfold", *line.split(), "--method", "modegpt", "--multiple", "2"])
+    monkeypatch.setattr(sys, "argv", ["rankfold", *line.split(), "--method", "modegpt", "--rank-multiple", "2"])
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 0, capsys.readouterr().err

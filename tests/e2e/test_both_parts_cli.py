@@ -11,7 +11,7 @@ from families import tiny_model as tiny_text_model
 from tiny_encoders import tiny_encoder
 from tiny_pairs import FAMILIES, picture, tiny_model, write_pairs
 
-COMMON = "--method modegpt --multiple 2 --samples 12 --device cpu"
+COMMON = "--method modegpt --rank-multiple 2 --samples 12 --device cpu"
 PARTS = f"--parts language=0.4,vision=0.2 {COMMON}"
 
 
@@ -83,7 +83,7 @@ def test_a_calibration_for_each(run, place):
     assert [one["calibration"]["source"] for one in (record["before"], record)] == ["images", "text.txt"]
     assert "--calibration vision=images --calibration language=text.txt" in record["command"]
     source = rankfold.open_model(place / "llava", device="cpu", part="vision")
-    method = rankfold.MoDeGPT(sparsity=0.2, multiple=2)
+    method = rankfold.MoDeGPT(sparsity=0.2, rank_multiple=2)
     small = rankfold.compress(source, method, rankfold.load_images(place / "images", source, samples=12))
     both = rankfold.load(place / "each", device="cpu").state_dict()
     for name, tensor in small.state_dict().items():
@@ -95,13 +95,13 @@ def test_what_one_command_cannot_say_is_two(place):
     from rankfold.report.commands import reproduce_command
 
     record = json.loads((place / "small" / "rankfold.json").read_text())
-    record["before"]["plan"]["method"]["protect"] = [0]
+    record["before"]["plan"]["method"]["exclude_blocks"] = [0]
     first, second = map(shlex.split, reproduce_command(record, "small").splitlines())
     assert first[2:5] == ["llava", "-o", "small-vision"] and second[2:5] == ["small-vision", "-o", "small"]
     for words, part, sparsity in ((first, "vision", "0.2"), (second, "language", "0.4")):
         assert words[words.index("--part") + 1] == part and words[words.index("--sparsity") + 1] == sparsity
-    assert "--protect" in first and "--protect" not in second
-    record["before"]["plan"]["method"]["protect"] = []
+    assert "--exclude-blocks" in first and "--exclude-blocks" not in second
+    record["before"]["plan"]["method"]["exclude_blocks"] = []
     record["before"]["calibration"]["seed"] = 1
     assert reproduce_command(record, "small").count("--part ") == 2
 

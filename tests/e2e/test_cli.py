@@ -40,7 +40,7 @@ def compressed(place, folder: str, method: str) -> dict:
     import os
     import subprocess
 
-    line = f"compress model -o {folder} {method}--sparsity 0.3 --multiple 2 {CALIBRATION} --json"
+    line = f"compress model -o {folder} {method}--sparsity 0.3 --rank-multiple 2 {CALIBRATION} --json"
     done = subprocess.run(
         [sys.executable, "-m", "rankfold", *line.split()], cwd=place, capture_output=True, text=True, env=os.environ
     )
@@ -84,7 +84,9 @@ def test_the_command_in_the_card_names_the_column_that_was_read(place, run):
         json.dumps({"text": "no", "body": part}) + "\n" for part in (place / "text.txt").read_text().split(".")
     )
     (place / "columns.jsonl").write_text(rows)
-    options = "--method modegpt --multiple 2 --samples 4 --length 32 --device cpu --calibration columns.jsonl --field"
+    options = (
+        "--method modegpt --rank-multiple 2 --samples 4 --length 32 --device cpu --calibration columns.jsonl --field"
+    )
     code, _, err = run(f"compress model -o of-column {options} body")
     assert code in (0, None), err
     made_again(place, run, "of-column")
@@ -166,34 +168,34 @@ def test_calibrate_once_then_plan_and_compress_many(place, run):
     code, _, err = run(f"calibrate model -o moments {CALIBRATION}")
     assert code in (0, None), err
     code, out, _ = run(
-        "plan model --method modegpt --moments moments --sparsity 0.2 --multiple 2 --device cpu --json -o plan.json"
+        "plan model --method modegpt --moments moments --sparsity 0.2 --rank-multiple 2 --device cpu --json -o plan.json"
     )
     plan = json.loads(out)
     assert plan == json.loads((place / "plan.json").read_text())
     assert all(m["relative_error"] is not None for m in plan["modules"])
     code, out, err = run(
-        "compress model -o from-moments --method modegpt --moments moments --sparsity 0.2 --multiple 2 --device cpu --json"
+        "compress model -o from-moments --method modegpt --moments moments --sparsity 0.2 --rank-multiple 2 --device cpu --json"
     )
     assert code in (0, None), err
     assert json.loads(out)["removed_weights"] == plan["removed_weights"]
     code, out, _ = run(
-        "compress model --method modegpt --moments moments --sparsity 0.2 --multiple 2 --device cpu --dry-run"
+        "compress model --method modegpt --moments moments --sparsity 0.2 --rank-multiple 2 --device cpu --dry-run"
     )
     assert code in (0, None) and "counted weights" in out
 
 
 @pytest.mark.parametrize("allocation", ["influence", "influence-modules"])
 def test_influence_in_sequential_mode(run, allocation, place):
-    code, _, err = run(f"compress model -o {allocation} --allocation {allocation} --multiple 2 {CALIBRATION}")
+    code, _, err = run(f"compress model -o {allocation} --allocation {allocation} --rank-multiple 2 {CALIBRATION}")
     assert code in (0, None), err
     record = json.loads((place / allocation / "rankfold.json").read_text())
     assert len(record["plan"]["facts"]["scores"]) == 4
 
 
-@pytest.mark.parametrize("wrong", ["--protect 9", "--sparsity 0.99"])
+@pytest.mark.parametrize("wrong", ["--exclude-blocks 9", "--sparsity 0.99"])
 def test_what_an_allocation_cannot_reach_is_said_before_it_measures(run, place, wrong, monkeypatch):
     monkeypatch.setattr("rankfold.pipeline.measure", None)
-    code, _, err = run(f"compress model -o early --allocation influence --multiple 2 {CALIBRATION} {wrong}")
+    code, _, err = run(f"compress model -o early --allocation influence --rank-multiple 2 {CALIBRATION} {wrong}")
     assert code == 2 and err.count("\n") == 1 and not (place / "early.partial").exists()
 
 
@@ -213,10 +215,10 @@ def texts_of(folder) -> list:
 
 
 def test_a_mix_of_texts_is_in_plan_record_and_card_and_can_be_repeated(run, place, other):
-    code, out, err = run(f"plan model --multiple 2 {MIX} --json")
+    code, out, err = run(f"plan model --rank-multiple 2 {MIX} --json")
     assert code in (0, None), err
     assert [t["share"] for t in json.loads(out)["calibration"]["texts"]] == [0.7, 0.3]
-    code, _, err = run(f"compress model -o mixed --multiple 2 {MIX}")
+    code, _, err = run(f"compress model -o mixed --rank-multiple 2 {MIX}")
     assert code in (0, None), err
     assert re.search(r"windows of text\.txt.*11 \+ 1 held out.*70\.0%", err)
     assert re.search(r"windows of other\.txt.*5 \+ 1 held out.*30\.0%", err)
@@ -233,7 +235,7 @@ def test_a_mix_of_short_texts_can_be_repeated(run, place, other):
     """Too short for all samples: the card's command must ask for as many again, or the texts give other windows."""
     (place / "few.txt").write_text((place / "text.txt").read_text()[:1200])
     (place / "some.txt").write_text((place / "text=0.5").read_text()[:3000])
-    line = "--calibration few.txt --calibration some.txt --samples 64 --length 64 --multiple 2 --device cpu"
+    line = "--calibration few.txt --calibration some.txt --samples 64 --length 64 --rank-multiple 2 --device cpu"
     code, _, err = run(f"compress model -o short-mix {line}")
     assert code in (0, None), err
     command = made_again(place, run, "short-mix")
@@ -251,12 +253,12 @@ def test_moments_of_a_mix_are_those_of_that_mix_alone(run, place, other):
     assert json.loads((place / "of-mix" / "moments.json").read_text())["tokens"]["texts"][0]["samples"] == 11
     code, _, err = run(f"calibrate model -o of-mix {MIX.replace('0.7', '0.8')}")
     assert code == 2 and "it differs in: tokens" in err
-    code, out, err = run("compress model --method modegpt --moments of-mix --multiple 2 --device cpu --dry-run")
+    code, out, err = run("compress model --method modegpt --moments of-mix --rank-multiple 2 --device cpu --dry-run")
     assert code in (0, None) and re.search(r"windows of text\.txt.*11 \+ 1 held out", out), err
 
 
 def test_evaluate_knows_every_text_of_a_mix(run, place, other, caplog):
-    code, _, err = run(f"compress model -o of-two --multiple 2 {MIX}")
+    code, _, err = run(f"compress model -o of-two --rank-multiple 2 {MIX}")
     assert code in (0, None), err
     for text, warned in (("text.txt", True), ("other.txt", True), ("pydoc", False)):
         caplog.clear()
@@ -274,7 +276,7 @@ def test_evaluate_knows_every_text_of_a_mix(run, place, other, caplog):
     ],
 )
 def test_a_file_may_have_an_equals_sign_in_its_name(run, place, other, given, sources):
-    line = f"plan model --calibration {given} --samples 4 --length 32 --multiple 2 --device cpu --json"
+    line = f"plan model --calibration {given} --samples 4 --length 32 --rank-multiple 2 --device cpu --json"
     code, out, err = run(line)
     assert code in (0, None), err
     calibration = json.loads(out)["calibration"]
@@ -282,13 +284,15 @@ def test_a_file_may_have_an_equals_sign_in_its_name(run, place, other, given, so
 
 
 def test_self_calibration_needs_no_data(run, place):
-    code, _, err = run("compress model -o self --calibration self --samples 3 --length 16 --multiple 2 --device cpu")
+    code, _, err = run(
+        "compress model -o self --calibration self --samples 3 --length 16 --rank-multiple 2 --device cpu"
+    )
     assert code in (0, None), err
     assert json.loads((place / "self" / "rankfold.json").read_text())["calibration"]["origin"] == "self"
 
 
 def test_latentllm_by_one_switch(run, place):
-    code, _, err = run(f"compress model -o latent --method latentllm --multiple 2 --option window=0 {CALIBRATION}")
+    code, _, err = run(f"compress model -o latent --method latentllm --rank-multiple 2 --option window=0 {CALIBRATION}")
     assert code in (0, None), err
     assert json.loads((place / "latent" / "rankfold.json").read_text())["options"]["window"] == 0
 
@@ -335,8 +339,11 @@ BAD = [
     ("compress model -o x --method modegpt --moments nowhere", "is not a moments folder"),
     ("compress model -o x --mode both --calibration text.txt", "mode must be sequential or one-pass"),
     ("compress model --dry-run --mode one-pass --calibration text.txt", "takes text and mode sequential, not moments"),
-    ("compress model -o x --multiple 64 --calibration text.txt --modules qk,vo --method modegpt", "cannot be reached"),
-    ("compress model -o x --protect 9 --calibration text.txt", "protected block 9 is not in the model"),
+    (
+        "compress model -o x --rank-multiple 64 --calibration text.txt --modules qk,vo --method modegpt",
+        "cannot be reached",
+    ),
+    ("compress model -o x --exclude-blocks 9 --calibration text.txt", "excluded block 9 is not in the model"),
     ("evaluate missing --text text.txt", "no model at 'missing'"),
     ("evaluate unsaid --text text.txt --length 32", "does not say what the model was calibrated on"),
     ("evaluate model --text text.txt --length 1", "a window of 1 tokens predicts none"),
@@ -430,7 +437,7 @@ def test_a_hub_id_is_downloaded_without_pickles(run, monkeypatch, place):
         return str(place / "model")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fake)
-    code, _, err = run(f"compress owner/name -o from-hub --multiple 2 {CALIBRATION}")
+    code, _, err = run(f"compress owner/name -o from-hub --rank-multiple 2 {CALIBRATION}")
     assert code in (0, None), err
     assert asked["name"] == "owner/name" and asked["revision"] is None
     assert not any(pattern in ("*", "*.bin", "*.py", "*.pt") for pattern in asked["patterns"])
@@ -467,9 +474,7 @@ def test_export_prints_counts(even, run):
 
 def test_compare_writes_a_report_and_says_what_failed(run, place):
     pytest.importorskip("matplotlib", reason="rankfold[report] is not installed")
-    line = (
-        f"compare model --methods modegpt:multiple=2,latentllm:joint=ud --sparsities 0.2,0.4 {CALIBRATION} -o compared "
-    )
+    line = f"compare model --methods modegpt:rank_multiple=2,latentllm:joint=ud --sparsities 0.2,0.4 {CALIBRATION} -o compared "
     line += "--text text.txt --text-length 32 --limit 2"
     code, out, err = run(line)
     assert code == 1 and err.count("cannot take the joint form") == 2 and "failed" in out and "Traceback" not in err, (

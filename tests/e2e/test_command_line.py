@@ -13,8 +13,8 @@ import pytest
 from rankfold.cli import main
 from saved import save_text, save_tiny
 
-CALIBRATION = "--calibration text.txt --samples 4 --length 32 --multiple 2 --device cpu"
-WITHOUT_TEXT = "--multiple 2 --device cpu"
+CALIBRATION = "--calibration text.txt --samples 4 --length 32 --rank-multiple 2 --device cpu"
+WITHOUT_TEXT = "--rank-multiple 2 --device cpu"
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +56,14 @@ BAD = [
     ("compress model -o x --sparsity much", "Invalid value for '--sparsity'"),
     ("compress model -o x --samples 4 --samples 8", "--samples is given 2 times; give it once"),
     ("compress model -o x --sparsity nan", "--sparsity must be a finite number, got nan"),
-    ("compress model -o x --epsilon nan", "--epsilon must be a finite number, got nan"),
-    ("compress model -o x --epsilon inf", "--epsilon must be a finite number, got inf"),
+    (
+        "compress model -o x --method modegpt --allocation influence:temperature=nan",
+        "temperature of allocation influence must be a finite number, got nan",
+    ),
+    (
+        "compress model -o x --allocation owl:spred=0.1",
+        "unknown option of allocation owl 'spred'; did you mean 'spread'? available: threshold, spread",
+    ),
     ("compress model -o x --seed 18446744073709551617", "--seed must fit into 64 bits, got 18446744073709551617"),
     ("compress model -o x --seed " + "9" * 400, "--seed must fit into 64 bits, got 9999"),
     ("compress ~nouser/x -o x", "MODEL: there is no user whose home is '~nouser'; write the path out"),
@@ -91,19 +97,22 @@ BAD = [
         "compress model -o x --sparsity 0.5 --modules mlp=0.2",
         "--sparsity would be ignored, it goes with modules that",
     ),
+    ("plan model --budget parameters:context=64", "unknown option of budget parameters 'context'"),
+    ("plan model --allocation uniform:temperature=0.1", "unknown option of allocation uniform 'temperature'"),
     (
-        "plan model --context 64",
-        "--context would be ignored, it goes with budget flops or latency, or a batch; leave it out",
+        "plan model --method modegpt --for stock --allocation influence:temperature=1",
+        "gives all MLPs one width, got allocation influence:temperature=1.0; take allocation uniform",
     ),
-    ("plan model --epsilon 0.1", "--epsilon would be ignored, it goes with allocation influence or influence-modules"),
+    ("plan model --allocation owl:spread=wide", "spread of allocation owl must be a number, got 'wide'"),
+    ("plan model --allocation owl:spread=0.1,spread=0.2", "allocation owl gives 'spread' more than once; give it once"),
     (
-        "plan model --method modegpt --for stock --epsilon 1",
-        "--epsilon would be ignored, it goes with allocation inf",
+        "plan model --method shortgpt --rank-multiple 4",
+        "--rank-multiple would be ignored, it goes with methods that make layers",
     ),
-    ("plan model --method modegpt --outlier 3", "--outlier would be ignored, it goes with allocation owl; leave it"),
-    ("plan model --method shortgpt --multiple 4", "--multiple would be ignored, it goes with methods that make layers"),
-    ("plan model --method wanda --multiple 4", "--multiple would be ignored, it goes with methods that make layers"),
-    ("plan model --allocation uniform --spread 0.1", "--spread would be ignored, it goes with allocation owl"),
+    (
+        "plan model --method wanda --rank-multiple 4",
+        "--rank-multiple would be ignored, it goes with methods that make layers",
+    ),
     (
         "plan model --calibration text.txt --field body",
         "--field body would be ignored, of text.txt; it is of files with rows",
@@ -134,8 +143,8 @@ BAD += [
         "--sparsities takes numbers in (0, 1) such as 0.1,0.3,0.5; got '0.3,1.5'",
     ),
     (
-        f"{COMPARE} modegpt:outlier=3 --sparsities 0.3",
-        "outlier of modegpt would be ignored, it goes with allocation owl",
+        f"{COMPARE} modegpt:allocation=owl:outlier=3 --sparsities 0.3",
+        "unknown option of allocation owl 'outlier'; available: threshold, spread",
     ),
     (f"{COMPARE} modegpt,modegpt --sparsities 0.3", "is the same as modegpt at 0.3; give it once"),
     (f"{COMPARE} modegpt --sparsities 0.3 --tasks-from x", "--tasks-from would be ignored without --tasks"),
@@ -143,7 +152,7 @@ BAD += [
     (f"{COMPARE} modegpt --sparsities 0.3 --text text.txt", "--text names 'text.txt' more than once; name it once"),
     (f"{COMPARE} modegpt --sparsities 0.3 --text nowhere.txt", "no text at 'nowhere.txt'"),
     (
-        f"{COMPARE} latentllm:joint=ud --sparsities 0.3 {CALIBRATION.replace('--multiple 2 ', '')}",
+        f"{COMPARE} latentllm:joint=ud --sparsities 0.3 {CALIBRATION.replace('--rank-multiple 2 ', '')}",
         "cannot take the joint form",
     ),
     ("compare model --methods svd --sparsities 0.3 --text text.txt", "Missing option '-o' / '--output'"),
@@ -169,7 +178,7 @@ def test_nothing_gives_the_help(run):
 
 
 def test_one_pass_goes_with_moments(run, place):
-    code, _, err = run(*f"calibrate model -o one-pass {CALIBRATION.replace('--multiple 2', '')}".split())
+    code, _, err = run(*f"calibrate model -o one-pass {CALIBRATION.replace('--rank-multiple 2', '')}".split())
     assert code == 0, err
     code, _, err = run(
         *f"compress model -o of-moments --method modegpt --moments one-pass --mode one-pass {WITHOUT_TEXT}".split()
@@ -178,7 +187,7 @@ def test_one_pass_goes_with_moments(run, place):
 
 
 def test_calibrating_again_repairs_what_is_damaged(run, place):
-    line = f"calibrate model -o repaired {CALIBRATION.replace('--multiple 2', '')}".split()
+    line = f"calibrate model -o repaired {CALIBRATION.replace('--rank-multiple 2', '')}".split()
     assert run(*line)[0] == 0
     whole = {path.name: path.read_bytes() for path in (place / "repaired").iterdir()}
     block = place / "repaired" / "block-00001.safetensors"

@@ -35,7 +35,7 @@ CALIBRATION = "--calibration images --samples 16 --device cpu"
 
 
 def test_a_vision_transformer_from_images_to_a_checkpoint(run, place):
-    code, out, err = run(f"compress vit -o small --sparsity 0.3 --multiple 2 {CALIBRATION}")
+    code, out, err = run(f"compress vit -o small --sparsity 0.3 --rank-multiple 2 {CALIBRATION}")
     assert code == 0, err
     assert "30." in out and "last states: cosine 0." in out and "on 2 held-out calibration samples" in out
     before, after = (json.loads((place / f / "preprocessor_config.json").read_text()) for f in ("vit", "small"))
@@ -55,12 +55,12 @@ def test_a_vision_transformer_from_images_to_a_checkpoint(run, place):
 
 
 def test_a_plan_and_moments(run, place):
-    code, out, err = run(f"plan vit --sparsity 0.3 --multiple 2 --method modegpt {CALIBRATION} --json")
+    code, out, err = run(f"plan vit --sparsity 0.3 --rank-multiple 2 --method modegpt {CALIBRATION} --json")
     assert code == 0, err
     assert json.loads(out)["kv_bytes_per_token"] == 0 and json.loads(out)["calibration"]["kind"] == "images"
     assert run(f"calibrate vit -o moments {CALIBRATION}")[0] == 0
     code, _, err = run(
-        "compress vit -o from --moments moments --method modegpt --sparsity 0.3 --multiple 2 --device cpu"
+        "compress vit -o from --moments moments --method modegpt --sparsity 0.3 --rank-multiple 2 --device cpu"
     )
     assert code == 0, err
 
@@ -78,7 +78,7 @@ def test_what_surrounds_a_sentence_encoder_stays_byte_for_byte(tmp_path):
         (tmp_path / "dense" / name).write_text(text)
     (tmp_path / "dense" / "1_Pooling" / "notes.txt").write_text("not taken")
     source = rankfold.open_model(tmp_path / "dense", device="cpu")
-    rankfold.compress(source, rankfold.MoDeGPT(sparsity=0.3, multiple=2), samples_of(source), tmp_path / "small")
+    rankfold.compress(source, rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2), samples_of(source), tmp_path / "small")
     assert {name: (tmp_path / "small" / name).read_text() for name in written} == written
     assert [path.name for path in (tmp_path / "small" / "1_Pooling").iterdir()] == ["config.json"]
 

@@ -52,7 +52,8 @@ BIASED = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
 
 
 @pytest.mark.parametrize(
-    "kind, shape", [("gguf", {}), ("gguf-deci", {"protect": (1,)}), ("gguf-deci", {"head_dim": 6, "allocation": "owl"})]
+    "kind, shape",
+    [("gguf", {}), ("gguf-deci", {"exclude_blocks": (1,)}), ("gguf-deci", {"head_dim": 6, "allocation": "owl"})],
 )
 @pytest.mark.parametrize("options, characters", [({}, False), (BIASED, False), ({}, True)])
 def test_llama_cpp_writes_the_same_tokens(kind, shape, options, characters, tmp_path):
@@ -60,7 +61,7 @@ def test_llama_cpp_writes_the_same_tokens(kind, shape, options, characters, tmp_
     if characters:
         save_tokenizer_over_characters(tmp_path / "model")
     source = rankfold.open_model(tmp_path / "model", device="cpu")
-    method = rankfold.MoDeGPT(sparsity=0.2, multiple=2, **shape)
+    method = rankfold.MoDeGPT(sparsity=0.2, rank_multiple=2, **shape)
     rankfold.compress(source, method, tokens(), tmp_path / "small", mode="one-pass")
     rankfold.export(tmp_path / "small", tmp_path / "x.gguf", kind, dtype="float32")
     ids, written = in_llama_cpp(tmp_path / "x.gguf", 24)

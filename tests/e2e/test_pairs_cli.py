@@ -29,7 +29,7 @@ CALIBRATION = "--calibration pairs.jsonl --samples 16 --device cpu"
 
 
 def test_from_examples_to_a_checkpoint_that_sees(run, place):
-    code, _, err = run(f"compress llava -o small --sparsity 0.3 --multiple 2 {CALIBRATION}")
+    code, _, err = run(f"compress llava -o small --sparsity 0.3 --rank-multiple 2 {CALIBRATION}")
     assert code == 0, err
     record = json.loads((place / "small" / "rankfold.json").read_text())
     facts, held_out = record["calibration"], record["held_out"]
@@ -52,7 +52,7 @@ def test_moments_once_then_compress(run, place):
     """What was held out comes back out of the folder, images and all."""
     code, _, err = run(f"calibrate llava -o moments {CALIBRATION}")
     assert code == 0, err
-    method = "--method modegpt --sparsity 0.3 --multiple 2"
+    method = "--method modegpt --sparsity 0.3 --rank-multiple 2"
     code, _, err = run(f"compress llava -o later --moments moments {method} --device cpu")
     assert code == 0, err
     code, _, err = run(f"compress llava -o at-once --mode one-pass {method} {CALIBRATION}")
@@ -64,7 +64,7 @@ def test_moments_once_then_compress(run, place):
 
 
 def test_a_plan(run, place):
-    code, out, err = run(f"plan llava --sparsity 0.3 --multiple 2 --method modegpt {CALIBRATION} --json")
+    code, out, err = run(f"plan llava --sparsity 0.3 --rank-multiple 2 --method modegpt {CALIBRATION} --json")
     assert code == 0, err
     facts = json.loads(out)["calibration"]
     assert facts["kind"] == "image-text examples" and facts["tokens"] // 16 == facts["length"]

@@ -27,7 +27,7 @@ def assert_a_line_for_every_kind(text: str) -> None:
 
 
 def test_summary_record_card_and_inspect_have_a_line_for_every_kind(place, run):
-    code, out, err = run(f"compress model -o small --method modegpt --multiple 2 --sparsity 0.3 {CALIBRATION}")
+    code, out, err = run(f"compress model -o small --method modegpt --rank-multiple 2 --sparsity 0.3 {CALIBRATION}")
     assert code in (0, None), err
     assert_a_line_for_every_kind(out)
     code, out, err = run("inspect small")
@@ -42,7 +42,7 @@ def test_summary_record_card_and_inspect_have_a_line_for_every_kind(place, run):
 
 def test_compare_has_a_column_for_every_kind(place, run):
     pytest.importorskip("matplotlib", reason="rankfold[report] is not installed")
-    line = f"compare model --methods modegpt:multiple=2 --sparsities 0.3 {CALIBRATION} -o compared --text text.txt"
+    line = f"compare model --methods modegpt:rank_multiple=2 --sparsities 0.3 {CALIBRATION} -o compared --text text.txt"
     code, out, err = run(f"{line} --text-length 32 --limit 2")
     assert code in (0, None), err
     header, _, dense, row = (place / "compared" / "table.md").read_text(encoding="utf-8").splitlines()
@@ -76,5 +76,5 @@ def test_more_that_goes_than_was_asked_for_has_a_reason(place, run, monkeypatch,
     assert f"{said}: {reason}" in out and f"{said}: {reason}" in err
     code, out, _ = run(f"inspect {method}")
     assert f"{said}: {reason}" in out
-    code, out, _ = run(f"compress model --dry-run --method modegpt --multiple 1 --sparsity 0.3 {CALIBRATION}")
+    code, out, _ = run(f"compress model --dry-run --method modegpt --rank-multiple 1 --sparsity 0.3 {CALIBRATION}")
     assert "was asked for" not in out

@@ -73,11 +73,11 @@ def subject(request, tmp_path_factory) -> Trained:
 
 
 def modegpt(sparsity=0.3, **options) -> MoDeGPT:
-    return MoDeGPT(sparsity, multiple=2, **options)
+    return MoDeGPT(sparsity, rank_multiple=2, **options)
 
 
 def modules(options: dict | None = None, **sparsities) -> MoDeGPT:
-    return MoDeGPT(modules=sparsities, multiple=2, **(options or {}))
+    return MoDeGPT(modules=sparsities, rank_multiple=2, **(options or {}))
 
 
 def test_the_model_has_learnt(subject):
@@ -90,8 +90,8 @@ def test_the_model_has_learnt(subject):
         (lambda: modegpt(**ELIMINATION), 1.08),
         (lambda: modegpt(**ONE_SHOT), 1.16),
         (lambda: modegpt(**PAPER), 1.25),
-        (lambda: LatentLLM(0.3, multiple=1), 1.025),
-        (lambda: make_method("rootcov", sparsity=0.3, multiple=1), 1.025),
+        (lambda: LatentLLM(0.3, rank_multiple=1), 1.025),
+        (lambda: make_method("rootcov", sparsity=0.3, rank_multiple=1), 1.025),
     ],
     ids=["elimination", "one-shot", "paper", "latentllm", "rootcov"],
 )
@@ -102,7 +102,7 @@ def test_a_third_less_costs_little(subject, make, bound):
 
 
 def default(sparsity: float, **options) -> Rankfold:
-    return Rankfold(sparsity, multiple=2, **options)
+    return Rankfold(sparsity, rank_multiple=2, **options)
 
 
 @pytest.mark.parametrize("sparsity", [0.3, 0.5])
@@ -114,7 +114,7 @@ def test_the_default_beats_the_method_whose_shapes_it_has(subject, sparsity):
             default(sparsity),
             modegpt(sparsity),
             default(sparsity, allocation="uniform"),
-            default(sparsity, allocation="uniform", feedback=False),
+            default(sparsity, allocation="uniform", residual_correction=False),
         )
     )
     assert best < 0.75 * plain
@@ -124,7 +124,7 @@ def test_the_default_beats_the_method_whose_shapes_it_has(subject, sparsity):
 
 @pytest.mark.parametrize("sparsity", [0.3, 0.5])
 def test_the_optimum_beats_what_does_not_look_at_activations(subject, sparsity):
-    best, blind = (make_method(name, sparsity=sparsity, multiple=1) for name in ("rootcov", "svd"))
+    best, blind = (make_method(name, sparsity=sparsity, rank_multiple=1) for name in ("rootcov", "svd"))
     assert subject.ratio(best) - 1 < 0.7 * (subject.ratio(blind) - 1)
 
 
@@ -156,7 +156,7 @@ def of_another_block(view, moments, dense):
         (lambda: modegpt(**ELIMINATION), 1.8),
         (lambda: modegpt(**ONE_SHOT), 1.8),
         (lambda: modegpt(**PAPER), 1.8),
-        (lambda: make_method("rootcov", sparsity=0.5, multiple=1), 1.3),
+        (lambda: make_method("rootcov", sparsity=0.5, rank_multiple=1), 1.3),
     ],
     ids=["elimination", "one-shot", "paper", "rootcov"],
 )

@@ -20,7 +20,7 @@ def blocks(language: str) -> list[str]:
 def local(text: str) -> str:
     """The same code on a model and a text that are here."""
     text = text.replace("HuggingFaceTB/SmolLM2-135M", "model").replace(
-        "rankfold.Rankfold(", "rankfold.Rankfold(multiple=2, "
+        "rankfold.Rankfold(", "rankfold.Rankfold(rank_multiple=2, "
     )
     return text.replace('load_tokens("wikitext2", source)', 'load_tokens("text.txt", source, samples=4, length=32)')
 
@@ -41,7 +41,7 @@ def test_the_commands_of_the_first_screen_run(tmp_path, monkeypatch, capsys):
     lines = [line.partition("#")[0] for b in blocks("bash") for line in b.splitlines() if line.startswith("rankfold")]
     assert len(lines) >= 3
     extra = {
-        "compress": "--calibration text.txt --samples 4 --length 32 --multiple 2",
+        "compress": "--calibration text.txt --samples 4 --length 32 --rank-multiple 2",
         "evaluate": "--limit 2 --length 32",
         "generate": "--max-new-tokens 3",
         "export": "",

@@ -58,7 +58,7 @@ assert type(dense) is type(model) and not hasattr(dense.config, "quantization_co
 def test_without_rankfold(tmp_path, family, method, options):
     source = rankfold.open_model(tiny_model(family), device="cpu")
     source.autocast = None
-    options = {"sparsity": 0.3, "multiple": 2, **options}
+    options = {"sparsity": 0.3, "rank_multiple": 2, **options}
     folder = tmp_path / "small"
     tokens = Tokens(some_ids(16, 32), "random", "random", 0)
     rankfold.compress(source, rankfold.make_method(method, **options), tokens, folder)
@@ -108,7 +108,7 @@ def test_without_rankfold_and_without_trust_what_is_printed_says_what_helps(tmp_
 
 def small_llama(folder):
     source = rankfold.open_model(tiny_model("llama"), device="cpu")
-    method = rankfold.MoDeGPT(sparsity=0.3, multiple=2)
+    method = rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2)
     return rankfold.compress(source, method, Tokens(some_ids(8, 32), "r", "r", 0), folder / "small", mode="one-pass")
 
 
@@ -134,7 +134,7 @@ def test_checkpoints_with_the_first_name_of_the_method_still_load(tmp_path):
 def test_a_hostile_description_is_refused(tmp_path, change, message):
     source = rankfold.open_model(tiny_model("llama"), device="cpu")
     folder = tmp_path / "small"
-    method = rankfold.MoDeGPT(modules={"mlp": 0.3}, multiple=2)
+    method = rankfold.MoDeGPT(modules={"mlp": 0.3}, rank_multiple=2)
     rankfold.compress(source, method, Tokens(some_ids(8, 32), "r", "r", 0), folder)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["modules"]["model.layers.0.mlp.up_proj"] |= change
@@ -155,7 +155,7 @@ def test_a_hostile_description_is_refused(tmp_path, change, message):
 def test_a_hostile_description_of_a_block_is_refused(tmp_path, change, message):
     source = rankfold.open_model(tiny_model("llama"), device="cpu")
     folder = tmp_path / "small"
-    method = rankfold.make_method("slicegpt", sparsity=0.2, multiple=2)
+    method = rankfold.make_method("slicegpt", sparsity=0.2, rank_multiple=2)
     rankfold.compress(source, method, Tokens(some_ids(8, 32), "r", "r", 0), folder)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["modules"]["model.layers.1"] |= change
@@ -167,7 +167,7 @@ def test_a_hostile_description_of_a_block_is_refused(tmp_path, change, message):
 def test_an_unknown_path_or_newer_format_is_refused(tmp_path):
     source = rankfold.open_model(tiny_model("llama"), device="cpu")
     folder = tmp_path / "small"
-    method = rankfold.MoDeGPT(modules={"mlp": 0.3}, multiple=2)
+    method = rankfold.MoDeGPT(modules={"mlp": 0.3}, rank_multiple=2)
     rankfold.compress(source, method, Tokens(some_ids(8, 32), "r", "r", 0), folder)
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(text.replace("model.layers.0.mlp.up_proj", "model.layers.0.mlp.side_proj"))
@@ -183,7 +183,7 @@ def test_encoders_load_by_their_auto_class(tmp_path):
     names = []
     for family in ("bert-head", "vit-head"):
         source = opened_encoder(family)
-        method = rankfold.MoDeGPT(sparsity=0.3, multiple=2)
+        method = rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2)
         rankfold.compress(source, method, samples_of(source), tmp_path / family)
         torch.save(batch_of(source), tmp_path / f"{family}.pt")
         names.append(str(tmp_path / family))

@@ -17,7 +17,7 @@ from rankfold import MoDeGPT
 from rankfold.errors import CheckpointError, NumericsError
 from saved import save_text, save_tiny
 
-OPTIONS = "--multiple 2 --calibration text.txt --samples 48 --length 128 --device cpu"
+OPTIONS = "--rank-multiple 2 --calibration text.txt --samples 48 --length 128 --device cpu"
 
 
 def command(folder, output: str, extra: str) -> list[str]:
@@ -80,12 +80,12 @@ def test_an_unfinished_run_of_another_configuration_is_refused(tmp_path, monkeyp
 
     monkeypatch.setattr(MoDeGPT, "decompose", fail_at_two)
     with pytest.raises(KeyboardInterrupt):
-        rankfold.compress(source, MoDeGPT(multiple=2), tokens, tmp_path / "out")
+        rankfold.compress(source, MoDeGPT(rank_multiple=2), tokens, tmp_path / "out")
     monkeypatch.setattr(MoDeGPT, "decompose", original)
     assert (tmp_path / "out.partial").exists() and not (tmp_path / "out").exists()
     with pytest.raises(CheckpointError, match="unfinished run of another configuration"):
-        rankfold.compress(source, MoDeGPT(sparsity=0.2, multiple=2), tokens, tmp_path / "out")
-    rankfold.compress(source, MoDeGPT(multiple=2), tokens, tmp_path / "out")
+        rankfold.compress(source, MoDeGPT(sparsity=0.2, rank_multiple=2), tokens, tmp_path / "out")
+    rankfold.compress(source, MoDeGPT(rank_multiple=2), tokens, tmp_path / "out")
     assert not (tmp_path / "out.partial").exists()
 
 
@@ -106,9 +106,9 @@ def test_a_full_disk_is_one_line_and_the_run_can_go_on(tmp_path, monkeypatch):
 
     monkeypatch.setattr(files, "save_file", full)
     with pytest.raises(CheckpointError, match="cannot write .*No space left on device; free space"):
-        rankfold.compress(source, MoDeGPT(multiple=2), tokens, tmp_path / "out")
+        rankfold.compress(source, MoDeGPT(rank_multiple=2), tokens, tmp_path / "out")
     assert not list(tmp_path.rglob("*.tmp"))
-    rankfold.compress(source, MoDeGPT(multiple=2), tokens, tmp_path / "out")
+    rankfold.compress(source, MoDeGPT(rank_multiple=2), tokens, tmp_path / "out")
     assert (tmp_path / "out" / "config.json").exists()
 
 
@@ -130,7 +130,7 @@ def test_a_failed_run_goes_on_and_is_no_obstacle_to_another(tmp_path, monkeypatc
     def fail(*args, **kwargs):
         raise error
 
-    one, other = MoDeGPT(multiple=2), MoDeGPT(sparsity=0.2, multiple=2)
+    one, other = MoDeGPT(rank_multiple=2), MoDeGPT(sparsity=0.2, rank_multiple=2)
     with monkeypatch.context() as patch:
         patch.setattr(MoDeGPT, "decompose", decompose)
         if at == "the end":
@@ -160,5 +160,5 @@ def test_a_run_that_failed_before_anything_was_done_leaves_nothing(tmp_path, mon
     tokens = rankfold.load_tokens(str(tmp_path / "text.txt"), source, samples=4, length=32)
     monkeypatch.setattr(MoDeGPT, "decompose", lambda *args: {}["a bug"])
     with pytest.raises(KeyError):
-        rankfold.compress(source, MoDeGPT(multiple=2), tokens, tmp_path / "out")
+        rankfold.compress(source, MoDeGPT(rank_multiple=2), tokens, tmp_path / "out")
     assert not (tmp_path / "out.partial").exists()

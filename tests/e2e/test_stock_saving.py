@@ -7,13 +7,13 @@ import pytest
 
 import rankfold
 from families import opened, tokens
-from rankfold.compression.budget import choices
-from rankfold.compression.importance import scores_of
+from rankfold.compression.budget import rank_options
+from rankfold.compression.importance import measure_allocation
 from rankfold.exports.kept import stock_parameters
 from rankfold.report.commands import options_for_target
 from saved import save_tiny
 
-TEXT = "--calibration pydoc --samples 4 --length 32 --multiple 2"
+TEXT = "--calibration pydoc --samples 4 --length 32 --rank-multiple 2"
 
 
 @pytest.fixture(scope="module")
@@ -26,12 +26,12 @@ def place(tmp_path_factory):
 @pytest.mark.parametrize(
     ("family", "method"),
     [
-        ("llama", rankfold.Rankfold(sparsity=0.3, multiple=2)),
-        ("llama", rankfold.MoDeGPT(sparsity=0.2, multiple=2, modules=("mlp", "vo"))),
-        ("llama", rankfold.MoDeGPT(sparsity=0.3, multiple=2, head_dim=6)),
-        ("opt", rankfold.MoDeGPT(sparsity=0.3, multiple=2)),
-        ("phi", rankfold.MoDeGPT(sparsity=0.3, multiple=2)),
-        ("mixtral", rankfold.MoDeGPT(sparsity=0.3, multiple=2)),
+        ("llama", rankfold.Rankfold(sparsity=0.3, rank_multiple=2)),
+        ("llama", rankfold.MoDeGPT(sparsity=0.2, rank_multiple=2, modules=("mlp", "vo"))),
+        ("llama", rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2, head_dim=6)),
+        ("opt", rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2)),
+        ("phi", rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2)),
+        ("mixtral", rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2)),
     ],
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
@@ -74,9 +74,9 @@ def test_the_divergence_is_that_of_the_ranks_for_stock(place, run):
     for name, options in (("kept", ""), ("uniform", "--allocation uniform --for stock")):
         run(f"compress model -o {name} --sparsity 0.3 {TEXT} {options}")
     source = rankfold.open_model(place / "model", device="cpu")
-    method = rankfold.Rankfold(sparsity=0.3, multiple=2, modules=("mlp", "qk", "vo"))
+    method = rankfold.Rankfold(sparsity=0.3, rank_multiple=2, modules=("mlp", "qk", "vo"))
     windows = rankfold.load_tokens("pydoc", source, samples=4, length=32)
-    costs = scores_of(source, method, choices(source, method), tokens=windows)
+    costs = measure_allocation(source, method, rank_options(source, method), tokens=windows)
     chosen = json.loads((place / "uniform" / "rankfold.json").read_text())["plan"]["modules"]
     expected = sum(costs[one["block"], one["module"]][one["rank"]] for one in chosen)
     facts = json.loads((place / "kept" / "rankfold.json").read_text())["plan"]["facts"]
@@ -88,7 +88,7 @@ def test_the_divergence_is_that_of_the_ranks_for_stock(place, run):
     ("options", "expected"),
     [
         ({}, "`--allocation uniform --for stock`"),
-        ({"protect": [0]}, "`--allocation uniform --for stock` and without --protect"),
+        ({"exclude_blocks": [0]}, "`--allocation uniform --for stock` and without --exclude-blocks"),
         ({"modules": ["mlp"]}, "`--allocation uniform --for stock`"),
         ({"modules": ["mlp", "qk"]}, None),
         ({"method": "latentllm"}, None),

@@ -27,7 +27,7 @@ def test_logits_of_a_stream_are_the_models_own(family):
 def test_every_precision_passes(family, dtype, tmp_path):
     tiny_model(family).save_pretrained(tmp_path / "model")
     source = rankfold.open_model(tmp_path / "model", dtype=dtype, device="cpu")
-    method = LatentLLM(sparsity=0.3, multiple=1) if family == "gpt2" else MoDeGPT(sparsity=0.3, multiple=2)
+    method = LatentLLM(sparsity=0.3, rank_multiple=1) if family == "gpt2" else MoDeGPT(sparsity=0.3, rank_multiple=2)
     folder = rankfold.compress(source, method, tokens(32), tmp_path / "small")
     assert torch.isfinite(rankfold.load(folder)(some_ids()).logits).all()
 
@@ -44,5 +44,5 @@ def test_a_checkpoint_that_computes_something_else_is_not_finished(tmp_path, mon
     monkeypatch.setattr(Run, "save_block", damage)
     source = rankfold.open_model(tiny_model("llama"), device="cpu")
     with pytest.raises(CheckpointError, match="computes other logits"):
-        rankfold.compress(source, MoDeGPT(sparsity=0.3, multiple=2), tokens(32), tmp_path / "small")
+        rankfold.compress(source, MoDeGPT(sparsity=0.3, rank_multiple=2), tokens(32), tmp_path / "small")
     assert not (tmp_path / "small").exists()

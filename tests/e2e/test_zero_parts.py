@@ -15,7 +15,7 @@ from saved import save_text, save_tiny
 
 METHODS = ["modegpt", "latentllm", "rootcov", "svd-llm", "fwsvd", "magnitude", "strided", "flap", "kobd", "llm-surgeon"]
 OPTIONS = ["sparse=0.3", "sparse=1", "joint=vo", "bits=4"]  # forms of the latent methods with errors of their own
-LINE = "-o out --protect 0 --sparsity 0.3 --multiple 2 --device cpu --calibration text.txt --samples 4 --length 64"
+LINE = "-o out --exclude-blocks 0 --sparsity 0.3 --rank-multiple 2 --device cpu --calibration text.txt --samples 4 --length 64"
 PARTS = {  # what of the last block is zero -> modules whose error is
     ("llama", r"mlp"): {"mlp", "gate", "up", "down"},
     ("llama", r"up_proj"): {"mlp", "up", "down"},

@@ -10,11 +10,11 @@ from rankfold.evaluation.complexity import cache_bytes, complexity, counted_macs
 
 T = 16
 METHODS = {
-    "modegpt": {"multiple": 2},
-    "latentllm": {"multiple": 2},
-    "rootcov": {"multiple": 2, "junction": "block_identity_left"},
-    "svd-llm": {"multiple": 2},
-    "flap": {"multiple": 2},
+    "modegpt": {"rank_multiple": 2},
+    "latentllm": {"rank_multiple": 2},
+    "rootcov": {"rank_multiple": 2, "junction": "block_identity_left"},
+    "svd-llm": {"rank_multiple": 2},
+    "flap": {"rank_multiple": 2},
     "shortgpt": {},
 }
 
@@ -70,14 +70,14 @@ def test_counter_equals_formula_equals_plan(family, method, sparsity):
 @pytest.mark.parametrize("share", [0.2, 1.0])
 @pytest.mark.parametrize("family", ["llama", "opt"])
 def test_a_sparse_value_is_one_multiplication(family, share):
-    source, plan, model = compressed(family, rankfold.LatentLLM(sparsity=0.3, sparse=share, multiple=2))
+    source, plan, model = compressed(family, rankfold.LatentLLM(sparsity=0.3, sparse=share, rank_multiple=2))
     formula = formula_macs(model, T)
     assert counted_macs(model, T) == formula["total"] == planned_macs(source, plan, T)["total"]
 
 
 @pytest.mark.parametrize("family", ["llama", "opt"])
 def test_lu_is_multiplied_in_full(family):
-    chosen = rankfold.LatentLLM(sparsity=0.3, junction="lu", multiple=2)
+    chosen = rankfold.LatentLLM(sparsity=0.3, junction="lu", rank_multiple=2)
     source, plan, model = compressed(family, chosen)
     assert counted_macs(model, T) == formula_macs(model, T)["total"]
     with pytest.raises(OptionError, match="do not follow from the weights stored"):

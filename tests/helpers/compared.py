@@ -1,7 +1,7 @@
 """Rows of a comparison as they are written, made up: names that break what does not escape them, long ones, many of them."""
 
 NASTY = '<script src="http://x.example/x.js">|$a_b$'
-LONG = "modegpt:select=leverage,select_qk=norm,gqa=paper,bias_refit=False"
+LONG = "modegpt:selection=leverage,selection_qk=norm,gqa=paper,bias_refit=False"
 METHODS = ("rankfold", LONG, "svd-llm")
 SPARSITIES = (0.1, 0.3)
 TASKS = ("arc_easy", "piqa", "winogrande", "hellaswag")

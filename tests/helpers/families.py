@@ -20,8 +20,8 @@ VISION = {"hidden_size": 16, "intermediate_size": 16, "image_size": 28, "patch_s
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 # MoDeGPT's selections: the default, and the paper's.
-ELIMINATION = {"select": "elimination", "select_qk": "elimination"}
-ONE_SHOT = {"select": "leverage", "select_qk": "norm"}
+ELIMINATION = {"selection": "obs", "selection_qk": "obs"}
+ONE_SHOT = {"selection": "leverage", "selection_qk": "norm"}
 
 CONFIGS = {
     "llama": lambda: t.LlamaConfig(**GQA),

@@ -32,7 +32,7 @@ def quiet(F: int, units: int, loudness: float):
 def test_theorem_1_is_the_papers_formula(F, kind):
     p = mlp(kind, F=F, D=F // 4, tokens=2 * F)
     rank, ridge = 2 * F // 3, 1e-4
-    out = nystrom(p.W, p.C, rank=rank, ridge=ridge, select="leverage")
+    out = nystrom(p.W, p.C, rank=rank, ridge=ridge, selection="leverage")
     C = p.C + ridge * p.C.diagonal().mean() * torch.eye(F, dtype=F64)
     k = out.keep
     residual = C - C[:, k] @ torch.linalg.solve(C[k][:, k], C[k])
@@ -44,7 +44,7 @@ def test_theorem_1_is_the_papers_formula(F, kind):
 def test_proposition_1_is_its_formula(F):
     ridge, rank = 1e-3, F - F // 16
     C, W = quiet(F, F // 16, 1e-3)
-    out = nystrom(W, C, rank=rank, ridge=ridge, select="leverage")
+    out = nystrom(W, C, rank=rank, ridge=ridge, selection="leverage")
     lam = ridge * C.diagonal().mean()
     scores = 1 - lam * torch.linalg.inv(C + lam * torch.eye(F, dtype=F64)).diagonal()
     dropped = torch.ones(F, dtype=torch.bool)

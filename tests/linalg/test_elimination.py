@@ -88,7 +88,7 @@ def test_a_massive_collinear_group_does_not_leave_together(seed):
     """Leverage scores take all of it and say the error is small where they are looked at one by one."""
     p = massive(seed=seed)
     ours = nystrom(p.W, p.C, rank=14, ridge=1e-8)
-    paper = nystrom(p.W, p.C, rank=14, ridge=1e-8, select="leverage")
+    paper = nystrom(p.W, p.C, rank=14, ridge=1e-8, selection="leverage")
     assert set(ours.keep.tolist()) & {0, 1, 2}
     assert not set(paper.keep.tolist()) & {0, 1, 2}
     assert relative(p, ours.keep) < 0.02 < 0.5 < relative(p, paper.keep)

@@ -41,7 +41,7 @@ CALLS = {
     "eliminate_units": lambda: eliminate_units(M.W, torch.linalg.inv(M.C), rank=7),
     "nystrom": lambda: nystrom(M.W, M.C, rank=7),
     "nystrom, output metric": lambda: nystrom(M.W, M.C, rank=7, output_root=torch.diag(M.W[:, 0])),
-    "nystrom, leverage": lambda: nystrom(M.W, M.C, rank=7, select="leverage"),
+    "nystrom, leverage": lambda: nystrom(M.W, M.C, rank=7, selection="leverage"),
     "low_rank": lambda: low_rank(P.W, ROOT, rank=4),
     "quantize": lambda: dequantize(quantize(P.W, bits=4, chunk=8)),
     "refine_factors": lambda: refine_factors(

@@ -37,17 +37,17 @@ def quiet_tail(seed: int, F: int, R: int, loudness: float) -> MLP:
 def test_epsilon_is_the_sum_of_the_dropped_scores_by_the_dense_formula(kind, ridge):
     p = mlp(kind)
     for rank in range(1, 12):  # the highest scores stay, so two ranks in a row tell the score of one unit
-        out = nystrom(p.W, p.C, rank=rank, ridge=ridge, select="leverage")
+        out = nystrom(p.W, p.C, rank=rank, ridge=ridge, selection="leverage")
         dropped = dense_scores(p.C, ridge).sum() - dense_scores(p.C, ridge)[out.keep].sum()
         assert out.bounds.epsilon == pytest.approx(dropped.item(), rel=1e-6, abs=1e-5)
 
 
-@pytest.mark.parametrize("select", SELECTIONS)
+@pytest.mark.parametrize("selection", SELECTIONS)
 @pytest.mark.parametrize("rank", [1, 5, 11])
 @pytest.mark.parametrize("kind", ["gaussian", "outlier", "wide", "tall"])
-def test_refit_is_least_squares_on_the_raw_activations(kind, rank, select):
+def test_refit_is_least_squares_on_the_raw_activations(kind, rank, selection):
     p = mlp(kind)
-    out = nystrom(p.W, p.C, rank=rank, ridge=1e-10, select=select)
+    out = nystrom(p.W, p.C, rank=rank, ridge=1e-10, selection=selection)
     reference = torch.linalg.lstsq(p.a[:, out.keep], p.a @ p.W.T).solution.T
     torch.testing.assert_close(out.W_down, reference, rtol=1e-4, atol=1e-4 * reference.abs().max().item())
 
@@ -62,12 +62,12 @@ def test_refit_reaches_the_least_squares_error(kind):
     assert raw_error(p, out) <= optimum * (1 + 1e-5) + 1e-7 * Y.square().sum().item() / len(Y)
 
 
-@pytest.mark.parametrize("select", SELECTIONS)
+@pytest.mark.parametrize("selection", SELECTIONS)
 @pytest.mark.parametrize("rank", [1, 4, 11])
 @pytest.mark.parametrize("kind", KINDS)
-def test_error_is_the_error_measured_on_the_raw_activations(kind, rank, select):
+def test_error_is_the_error_measured_on_the_raw_activations(kind, rank, selection):
     p = mlp(kind)
-    out = nystrom(p.W, p.C, rank=rank, select=select)
+    out = nystrom(p.W, p.C, rank=rank, selection=selection)
     power = (p.a @ p.W.T).square().sum().item() / len(p.a)
     assert out.error == pytest.approx(raw_error(p, out), rel=1e-6, abs=1e-12 * power)
     assert out.relative_error == pytest.approx((raw_error(p, out) / power) ** 0.5, rel=1e-5, abs=1e-6)
@@ -76,7 +76,7 @@ def test_error_is_the_error_measured_on_the_raw_activations(kind, rank, select):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_highest_scores_are_kept_in_order(kind):
     p = mlp(kind)
-    out, scores = nystrom(p.W, p.C, rank=5, select="leverage"), dense_scores(p.C, 1e-4)
+    out, scores = nystrom(p.W, p.C, rank=5, selection="leverage"), dense_scores(p.C, 1e-4)
     dropped = torch.ones(12, dtype=torch.bool)
     dropped[out.keep] = False
     assert scores[out.keep].min() >= scores[dropped].max()
@@ -134,9 +134,9 @@ def test_relabelling_the_units_relabels_the_result(seed, rank):
     st.sampled_from([1e-6, 1e-4, 1e-2]),
     st.sampled_from(SELECTIONS),
 )
-def test_theorem_1_bounds_the_measured_error(kind, seed, rank, ridge, select):
+def test_theorem_1_bounds_the_measured_error(kind, seed, rank, ridge, selection):
     p = mlp(kind, seed=seed)
-    out = nystrom(p.W, p.C, rank=rank, ridge=ridge, select=select)
+    out = nystrom(p.W, p.C, rank=rank, ridge=ridge, selection=selection)
     assert raw_error(p, out) <= out.bounds.theorem * (1 + 1e-9)
 
 
@@ -212,7 +212,7 @@ def test_bound_holds_where_the_spectrum_is_nearly_flat():
     energy[-1] = 0.99
     W = torch.zeros(1, 64, dtype=F64)
     W[0, -1] = 1
-    out = nystrom(W, torch.diag(energy), rank=63, ridge=1e-6, select="leverage")
+    out = nystrom(W, torch.diag(energy), rank=63, ridge=1e-6, selection="leverage")
     assert out.keep.tolist() == list(range(63))
     assert out.error <= out.bounds.theorem * (1 + 1e-9)
 
@@ -263,10 +263,10 @@ def test_covariance_and_mean_are_the_best_refit_with_a_bias():
     torch.testing.assert_close(torch.cat([out.W_down, shift[:, None]], 1), reference, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("select", SELECTIONS)
-def test_units_that_never_fire_cost_nothing(select):
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_units_that_never_fire_cost_nothing(selection):
     p = mlp("gaussian")
-    out = nystrom(p.W, 0 * p.C, rank=5, select=select)
+    out = nystrom(p.W, 0 * p.C, rank=5, selection=selection)
     assert out.keep.tolist() == list(range(5)) and torch.equal(out.W_down, p.W[:, :5])
     assert out.error == out.relative_error == 0.0
 
@@ -306,7 +306,7 @@ def test_scores_stay_in_range_where_the_moment_is_indefinite_within_the_ridge(be
     clean, broken = indefinite(beyond, 1e-4)
     W = mlp("low_rank").W
     for rank in range(1, 12):
-        a, b = (nystrom(W, C, rank=rank, ridge=1e-4, select="leverage").bounds.epsilon for C in (clean, broken))
+        a, b = (nystrom(W, C, rank=rank, ridge=1e-4, selection="leverage").bounds.epsilon for C in (clean, broken))
         assert 0 <= b < 12 - rank and b == pytest.approx(a, rel=1e-2, abs=1e-2 * (12 - rank))
 
 
@@ -320,7 +320,7 @@ def test_scores_stay_in_range_where_the_moment_is_indefinite_within_the_ridge(be
         (lambda p: nystrom(p.W, p.C, rank=3, ridge=0.0), "ridge must be > 0, got 0.0"),
         (lambda p: nystrom(p.W, p.C, rank=3, ridge=-1.0), "ridge must be > 0, got -1.0"),
         (lambda p: nystrom(p.W, -p.C, rank=3), r"must be positive, got -.*; the units never fire, or ridge is 0"),
-        (lambda p: nystrom(p.W, p.C, rank=3, select="norm"), "select must be one of elimination, leverage, got 'norm'"),
+        (lambda p: nystrom(p.W, p.C, rank=3, selection="norm"), "selection must be one of obs, leverage, got 'norm'"),
     ],
 )
 def test_errors_say_what_to_fix(call, message):

@@ -9,14 +9,14 @@ from rankfold.methods.latentllm.layout import slots
 
 
 def method_for(**options) -> rankfold.LatentLLM:
-    return rankfold.LatentLLM(**{"sparsity": 0.3, "multiple": 2} | options)
+    return rankfold.LatentLLM(**{"sparsity": 0.3, "rank_multiple": 2} | options)
 
 
 def test_what_rounding_changes_goes_into_no_bias_without_the_refit():
     source, method = opened("llama-bias"), method_for(bits=2, chunk=16, bias_refit=False)
     view = source.block(0)
     moments = rankfold.calibrate(source, tokens(32), statistics=method.statistics(view))[0]
-    ranks = {unit.module: unit.ranks[0] for unit in method.units(view)}
+    ranks = {unit.module: unit.ranks[0] for unit in method.prunable_modules(view)}
     state = method.decompose(view, moments, ranks).state
     for name, dense in zip("qkv", view.attention.qkv(), strict=True):
         torch.testing.assert_close(state[f"self_attn.{name}_proj.bias"], dense.bias)
@@ -44,7 +44,7 @@ def test_where_only_the_output_projection_loses_weights_the_others_stay_as_they_
     source, method = opened("llama"), method_for(joint="none", **options)
     view = source.block(0)
     moments = rankfold.calibrate(source, tokens(8), statistics=method.statistics(view))[0]
-    units = {unit.module: unit for unit in method.units(view)}
+    units = {unit.module: unit for unit in method.prunable_modules(view)}
     ranks = {name: unit.ranks[0] if name == "o" else unit.ranks[-1] for name, unit in units.items()}
     result = method.decompose(view, moments, ranks)
     for name, dense in zip("qkv", view.attention.qkv(), strict=True):

@@ -31,11 +31,11 @@ def run(model) -> int:
 @pytest.mark.parametrize(
     "method",
     [
-        rankfold.LatentLLM(sparsity=0.3, multiple=2, latent_cache=False),
-        rankfold.LatentLLM(sparsity=0.3, multiple=2, latent_cache=False, junction="symmetric"),
-        rankfold.LatentLLM(sparsity=0.3, multiple=2, latent_cache=False, junction="lu"),
-        rankfold.LatentLLM(sparsity=0.3, multiple=2, latent_cache=False, shared_qkv=True),
-        rankfold.LatentLLM(sparsity=0.3, sparse=0.1, multiple=2),
+        rankfold.LatentLLM(sparsity=0.3, rank_multiple=2, latent_cache=False),
+        rankfold.LatentLLM(sparsity=0.3, rank_multiple=2, latent_cache=False, junction="symmetric"),
+        rankfold.LatentLLM(sparsity=0.3, rank_multiple=2, latent_cache=False, junction="lu"),
+        rankfold.LatentLLM(sparsity=0.3, rank_multiple=2, latent_cache=False, shared_qkv=True),
+        rankfold.LatentLLM(sparsity=0.3, sparse=0.1, rank_multiple=2),
         rankfold.make_method("modegpt", sparsity=0.3),
     ],
     ids=["identity", "symmetric", "lu", "shared", "sparse", "modegpt"],

@@ -12,7 +12,7 @@ from rankfold.calibration.runner import measure, start
 
 
 def decomposed(source, ranks: dict[str, int]):
-    method, view = MoDeGPT(modules=tuple(ranks), multiple=2), source.block(0)
+    method, view = MoDeGPT(modules=tuple(ranks), rank_multiple=2), source.block(0)
     moments = measure(view, start(source, tokens().ids, autocast=None), method.statistics(view), step=False)
     return method.decompose(view, moments, ranks), moments
 

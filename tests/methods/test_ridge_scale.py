@@ -14,7 +14,7 @@ from rankfold._utils.files import read_json
 def test_the_scores_are_those_of_lambda_on_the_sum(family, bias_refit, rows, tmp_path):
     source, lam = opened(family), 3.0
     store = rankfold.calibrate(source, tokens(rows), statistics={"mlp_hidden"})
-    options = {"select": "leverage", "modules": ("mlp",), "bias_refit": bias_refit, "sparsity": 0.3}
+    options = {"selection": "leverage", "modules": ("mlp",), "bias_refit": bias_refit, "sparsity": 0.3}
     method = MoDeGPT(**options, ridge=lam, ridge_scale="absolute")
     folder = rankfold.compress(source, method, output=tmp_path / "small", moments=store)
     for index, report in read_json(folder / "rankfold.json")["blocks"].items():

@@ -8,7 +8,7 @@ import torch
 import rankfold
 from families import named, opened, tokens
 from rankfold import MoDeGPT, Rankfold
-from rankfold.compression.budget import choices
+from rankfold.compression.budget import rank_options
 from rankfold.linalg import nystrom
 
 RANKS = [{"mlp": 20}, {"qk": 4}, {"vo": 6}, {"mlp": 20, "qk": 4, "vo": 6}]
@@ -18,7 +18,9 @@ RANKS = [{"mlp": 20}, {"qk": 4}, {"vo": 6}, {"mlp": 20, "qk": 4, "vo": 6}]
 @pytest.mark.parametrize("family", ["llama-bias", "phi3", "gpt2", "opt", "olmo2"])
 def test_what_is_timed_has_the_shapes_of_what_is_written(family, ranks):
     source = opened(family)
-    method = MoDeGPT(multiple=2, bias_refit=False, modules=named(family))  # a refit takes the biases of values away
+    method = MoDeGPT(
+        rank_multiple=2, bias_refit=False, modules=named(family)
+    )  # a refit takes the biases of values away
     view, moments = source.block(0), rankfold.calibrate(source, tokens())[0]
     (stage,) = method.stages(view, ranks)
     written = stage.decompose(view, moments, lambda: None)
@@ -32,7 +34,7 @@ def test_what_is_timed_has_the_shapes_of_what_is_written(family, ranks):
 def test_what_is_timed_is_the_first_units_and_dimensions():
     """Rotary pairs stay whole: dimension p turns with p + N / 2, of which the compressed head keeps the first R / 2."""
     view = opened("llama-bias").block(1)
-    state = MoDeGPT(multiple=2).truncated(view, {"mlp": 20, "vo": 6}).state
+    state = MoDeGPT(rank_multiple=2).truncated(view, {"mlp": 20, "vo": 6}).state
     attention, mlp = view.module.self_attn, view.module.mlp
     heads = [attention.o_proj.weight[:, 8 * head : 8 * head + 6] for head in range(4)]
     assert torch.equal(state["self_attn.o_proj.weight"], torch.cat(heads, 1))
@@ -41,12 +43,14 @@ def test_what_is_timed_is_the_first_units_and_dimensions():
     assert torch.equal(state["mlp.gate_proj.bias"], mlp.gate_proj.bias[:20])
 
 
-@pytest.mark.parametrize("method", [MoDeGPT(multiple=2), Rankfold(multiple=2, feedback=False)], ids=lambda m: m.name)
+@pytest.mark.parametrize(
+    "method", [MoDeGPT(rank_multiple=2), Rankfold(rank_multiple=2, residual_correction=False)], ids=lambda m: m.name
+)
 @pytest.mark.parametrize("family", ["llama-bias", "opt", "qwen3"])
 def test_a_curve_says_the_errors_that_modules_then_have(family, method):
     source, method = opened(family), replace(method, modules=named(family))
     view = source.block(1)
-    units = [unit for unit in choices(source, method).units if unit.block == 1]
+    units = [unit for unit in rank_options(source, method).units if unit.block == 1]
     moments = rankfold.calibrate(source, tokens(), statistics=method.statistics(view))[1]
     assert {unit.module for unit in units} == {"qk", "vo", "mlp"}
     for unit in units:
@@ -61,12 +65,14 @@ def test_a_curve_says_the_errors_that_modules_then_have(family, method):
         assert curve[least] == pytest.approx(error**2, rel=0.02 if unit.module == "mlp" else 1e-6), unit.module
 
 
-@pytest.mark.parametrize("method", [MoDeGPT(multiple=2), Rankfold(multiple=2, feedback=False)], ids=lambda m: m.name)
+@pytest.mark.parametrize(
+    "method", [MoDeGPT(rank_multiple=2), Rankfold(rank_multiple=2, residual_correction=False)], ids=lambda m: m.name
+)
 @pytest.mark.parametrize("family", ["llama-bias", "opt"])
 def test_a_fit_after_a_curve_is_the_same_without_another_elimination(family, method, monkeypatch):
     source = opened(family)
     view = source.block(1)
-    (unit,) = [u for u in choices(source, method).units if (u.block, u.module) == (1, "mlp")]
+    (unit,) = [u for u in rank_options(source, method).units if (u.block, u.module) == (1, "mlp")]
     moments = rankfold.calibrate(source, tokens(), statistics=method.statistics(view))[1]
     ranks = unit.ranks[len(unit.ranks) // 2 : -1]
     alone = {rank: fitted(method, view, moments, rank) for rank in ranks}

@@ -54,7 +54,7 @@ def test_stock_has_one_width_and_its_export_has_no_number_more(tmp_path):
     made = export(folder, tmp_path / "stock")
     assert made.exported == made.compressed < made.dense
     config = t.AutoConfig.from_pretrained(tmp_path / "stock")
-    assert config.intermediate_size % method.multiple == 0 and config.intermediate_size < 192
+    assert config.intermediate_size % method.rank_multiple == 0 and config.intermediate_size < 192
 
 
 def test_llama_cpp_loses_nothing_as_deci(tmp_path):
@@ -119,7 +119,7 @@ def test_a_sparsity_out_of_reach_says_that_the_target_is_why():
 
 
 def test_multiple_and_target_hold_together():
-    plan = rankfold.plan(source(), make_method("modegpt", target="vllm", multiple=12, sparsity=0.3))
+    plan = rankfold.plan(source(), make_method("modegpt", target="vllm", rank_multiple=12, sparsity=0.3))
     found = ranks(plan)
     assert found["mlp"] <= {96} and found["qk"] | found["vo"] <= {48}
 
@@ -138,14 +138,22 @@ def test_multiple_and_target_hold_together():
         ("rankfold", {"target": "stock"}, "gives all MLPs one width, got allocation measured; take allocation uniform"),
         (
             "modegpt",
-            {"target": "stock", "protect": (0,)},
-            r"gives all MLPs one width, got protect \(0,\); leave it out",
+            {"target": "stock", "exclude_blocks": (0,)},
+            r"gives all MLPs one width, got exclude_blocks \(0,\); leave it out",
         ),
         ("modegpt", {"head_dim": 7}, "head_dim must be even and >= 0, got 7"),
         ("modegpt", {"head_dim": 8, "modules": ("mlp", "vo")}, "got modules mlp,vo; name qk and vo among them"),
         ("modegpt", {"head_dim": 8, "modules": {"qk": 0.2, "vo": 0.3}}, "got modules qk,vo; name qk and vo among them"),
-        ("modegpt", {"head_dim": 8, "protect": (0,)}, r"head_dim 8 is of all blocks, got protect \(0,\); drop one"),
-        ("modegpt", {"head_dim": 8, "select_qk": "norm"}, "by the error of the scores, got select_qk=norm; drop one"),
+        (
+            "modegpt",
+            {"head_dim": 8, "exclude_blocks": (0,)},
+            r"head_dim 8 is of all blocks, got exclude_blocks \(0,\); drop one",
+        ),
+        (
+            "modegpt",
+            {"head_dim": 8, "selection_qk": "norm"},
+            "by the error of the scores, got selection_qk=norm; drop one",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(name, options, message):

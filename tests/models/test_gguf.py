@@ -16,7 +16,7 @@ from rankfold.cli import main
 from rankfold.errors import CheckpointError
 from saved import save_gguf, save_text, save_tiny
 
-METHOD = rankfold.MoDeGPT(sparsity=0.3, multiple=2)
+METHOD = rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2)
 DTYPES = [("auto", torch.bfloat16), ("bfloat16", torch.bfloat16), ("float32", torch.float32)]
 
 
@@ -67,7 +67,7 @@ def test_dense_weights_are_the_dequantised_ones_rounded_to_what_is_written(place
 
 def test_nothing_is_removed_at_sparsity_0_but_digits(place, dense):
     source = rankfold.open_model(place / "tiny.gguf", device="cpu")
-    model = rankfold.compress(source, rankfold.MoDeGPT(sparsity=0, multiple=2), tokens()).float()
+    model = rankfold.compress(source, rankfold.MoDeGPT(sparsity=0, rank_multiple=2), tokens()).float()
     with torch.no_grad():
         got, expected = (m(some_ids(2, 32)).logits for m in (model, dense))
     assert (got - expected).norm() < 0.02 * expected.norm()
@@ -103,7 +103,7 @@ def test_a_run_goes_on_with_the_dtype_it_began_with(place, tmp_path, monkeypatch
 
 def test_the_plan_says_bytes_on_disk_before_and_after(place, monkeypatch, capsys, caplog):
     monkeypatch.chdir(place)
-    line = "compress tiny.gguf -o small --calibration text.txt --samples 4 --length 32 --multiple 2 --device cpu"
+    line = "compress tiny.gguf -o small --calibration text.txt --samples 4 --length 32 --rank-multiple 2 --device cpu"
     monkeypatch.setattr(sys, "argv", ["rankfold", *line.split()])
     with caplog.at_level(logging.INFO, "rankfold"), pytest.raises(SystemExit) as stop:
         main()

@@ -12,7 +12,7 @@ from families import GQA, KINDS, some_ids, tiny_model, tokens
 from rankfold import MoDeGPT, Tokens
 from rankfold.errors import DataError, OptionError, RankfoldError, UnsupportedModelError
 
-METHOD = MoDeGPT(sparsity=0.3, multiple=2)
+METHOD = MoDeGPT(sparsity=0.3, rank_multiple=2)
 
 
 class Doubled(nn.Linear):
@@ -180,7 +180,7 @@ def test_a_part_that_is_zero_is_compressed_without_error(part, method):
     for parameter in model.model.layers[1].get_submodule(part).parameters():
         parameter.data.zero_()
     source = rankfold.open_model(model, device="cpu")
-    small = rankfold.compress(source, rankfold.make_method(method, sparsity=0.3, multiple=2), tokens())
+    small = rankfold.compress(source, rankfold.make_method(method, sparsity=0.3, rank_multiple=2), tokens())
     assert torch.isfinite(small(some_ids()).logits).all()
 
 

@@ -14,7 +14,7 @@ from rankfold.models.block_reader import BlockReader
 from rankfold.models.dense_model import DenseModel
 from saved import save_tiny
 
-METHOD = MoDeGPT(sparsity=0.3, multiple=2)
+METHOD = MoDeGPT(sparsity=0.3, rank_multiple=2)
 
 
 @pytest.fixture

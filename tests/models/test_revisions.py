@@ -63,7 +63,7 @@ def test_the_revision_is_asked_of_the_hub_and_the_commit_kept(hub, wanted):
 
 def test_commands_take_it_either_way_and_record_and_card_keep_the_commit(hub, place, run):
     for folder, model in (("one", "owner/name@v1"), ("other", "owner/name --revision v1")):
-        code, _, err = run(f"compress {model} -o {folder} --multiple 2 {TEXT}")
+        code, _, err = run(f"compress {model} -o {folder} --rank-multiple 2 {TEXT}")
         assert code in (0, None), err
         record = json.loads((place / folder / "rankfold.json").read_text())
         assert record["base_model"] == "owner/name" and record["revision"] == COMMITS["v1"]
@@ -153,5 +153,5 @@ def test_only_a_snapshot_has_a_commit(tmp_path):
 def test_a_local_model_has_no_revision_in_its_record(snapshots, tmp_path):
     shutil.copytree(snapshots / COMMITS["main"], tmp_path / "model")
     source = rankfold.open_model(tmp_path / "model")
-    rankfold.compress(source, rankfold.MoDeGPT(multiple=2), tokens(), tmp_path / "small", mode="one-pass")
+    rankfold.compress(source, rankfold.MoDeGPT(rank_multiple=2), tokens(), tmp_path / "small", mode="one-pass")
     assert source.revision is None and "revision" not in json.loads((tmp_path / "small" / "rankfold.json").read_text())

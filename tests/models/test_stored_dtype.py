@@ -14,7 +14,7 @@ from rankfold.checkpoint.compressed import open_compressed
 from rankfold.errors import CheckpointError
 from saved import save_tiny
 
-METHOD = rankfold.MoDeGPT(sparsity=0.3, multiple=2)
+METHOD = rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 

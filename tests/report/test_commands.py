@@ -7,6 +7,7 @@ from dataclasses import fields
 import pytest
 import typer
 
+from rankfold.allocation import OWL, Bytes, Influence
 from rankfold.cli.app import app
 from rankfold.cli.options import MethodOptions
 from rankfold.methods import make_method
@@ -16,17 +17,17 @@ CALIBRATION = {"source": "a text.txt", "samples": 4, "length": 32, "seed": 1}
 SETTINGS = [
     ("rankfold", {}, "--sparsity 0.3"),
     ("modegpt", {"modules": {"mlp": 0.2}, "sparsity": 0.5}, "--modules mlp=0.2"),
+    ("modegpt", {"budget": "flops:context=64"}, "--budget flops:context=64"),
+    ("modegpt", {"budget": Bytes(context=64, batch=8)}, "--budget bytes:context=64,batch=8"),
+    ("modegpt", {"allocation": Influence(temperature=0.5)}, "--allocation influence:temperature=0.5"),
+    ("modegpt", {"exclude_blocks": (0, -1), "scope": "model"}, "--scope model --exclude-blocks 0,-1"),
+    ("sleb", {}, "--method sleb --sparsity 0.3 --calibration"),
+    ("modegpt", {"allocation": OWL(threshold=3, spread=0.1)}, "--allocation owl:threshold=3.0,spread=0.1"),
     (
-        "modegpt",
-        {"context": 64, "outlier": 3.0, "epsilon": 0.5, "allocation": "uniform"},
-        "--sparsity 0.3 --calibration",
+        "rankfold",
+        {"target": "stock", "allocation": "uniform", "exclude_blocks": (), "head_dim": 8},
+        "--option head_dim=8",
     ),
-    ("modegpt", {"context": 64, "budget": "flops"}, "--context 64"),
-    ("modegpt", {"context": 64, "batch": 8, "budget": "bytes"}, "--context 64 --batch 8"),
-    ("modegpt", {"epsilon": 0.5, "allocation": "influence"}, "--epsilon 0.5"),
-    ("sleb", {"multiple": 4}, "--method sleb --sparsity 0.3 --calibration"),
-    ("modegpt", {"outlier": 3.0, "spread": 0.1, "allocation": "owl"}, "--outlier 3.0 --spread 0.1"),
-    ("rankfold", {"target": "stock", "allocation": "uniform", "protect": (), "head_dim": 8}, "--option head_dim=8"),
 ]
 
 

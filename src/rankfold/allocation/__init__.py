@@ -1,28 +1,65 @@
-"""How many ranks each module keeps: counts, importance scores, exact integer allocation."""
+"""How many ranks each module keeps: budgets, allocations, exact counts.
 
-from .by_block import effective_rank, outlier_fraction
-from .counting import COUNTS, block_weights, tensor_bytes, unique_parameters
-from .influence import capped_sparsities, epsilon_for, softmax_sparsities
-from .measured import Cost, cheapest, largest_sparsity
-from .ranks import allocate, averages, budgets, check_reachable, removable, to_remove
+An allocation is one file here and one line in :data:`ALLOCATIONS` (docs/add-an-allocation.md); one of another package adds
+itself to that table.
+"""
+
+from .base import Allocation, DenseModelMeasures, RanksBySparsity, Share
+from .budget import BUDGETS, Budget, Bytes, FLOPs, Latency, Parameters
+from .by_cost import Greedy, LeastInfluence, Measured
+from .cheapest import largest_sparsity
+from .counting import block_weights, tensor_bytes, unique_parameters
+from .influence import Influence, ModuleInfluence
+from .named import from_text
+from .owl import OWL
+from .prunable import PrunableModule, RankCosts, Ranks
+from .ranks import allocate, averages, check_reachable, removable, shared_budgets, to_remove
+from .spectrum import Spectrum
+from .uniform import Uniform
 
 __all__ = [
-    "COUNTS",
-    "Cost",
+    "ALLOCATIONS",
+    "BUDGETS",
+    "OWL",
+    "Allocation",
+    "Budget",
+    "Bytes",
+    "DenseModelMeasures",
+    "FLOPs",
+    "Greedy",
+    "Influence",
+    "Latency",
+    "LeastInfluence",
+    "Measured",
+    "ModuleInfluence",
+    "Parameters",
+    "PrunableModule",
+    "RankCosts",
+    "Ranks",
+    "RanksBySparsity",
+    "Share",
+    "Spectrum",
+    "Uniform",
     "allocate",
     "averages",
     "block_weights",
-    "budgets",
-    "capped_sparsities",
-    "cheapest",
     "check_reachable",
-    "effective_rank",
-    "epsilon_for",
+    "from_text",
     "largest_sparsity",
-    "outlier_fraction",
     "removable",
-    "softmax_sparsities",
+    "shared_budgets",
     "tensor_bytes",
     "to_remove",
     "unique_parameters",
 ]
+
+ALLOCATIONS: dict[str, type[Allocation]] = {
+    "uniform": Uniform,
+    "influence": Influence,
+    "influence-modules": ModuleInfluence,
+    "owl": OWL,
+    "spectrum": Spectrum,
+    "measured": Measured,
+    "least-influence": LeastInfluence,
+    "greedy": Greedy,
+}

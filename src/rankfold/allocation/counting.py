@@ -5,15 +5,7 @@ All counts of a dense model can be made on the meta device.
 
 from torch import nn
 
-__all__ = ["COUNTS", "block_weights", "tensor_bytes", "unique_parameters"]
-
-# Budget -> what sizes count.
-COUNTS = {
-    "parameters": "weights",
-    "bytes": "bytes",
-    "flops": "multiply-accumulates per token",
-    "latency": "nanoseconds",
-}
+__all__ = ["block_weights", "tensor_bytes", "unique_parameters"]
 
 
 def block_weights(block: nn.Module) -> int:

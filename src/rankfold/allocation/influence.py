@@ -1,22 +1,92 @@
-"""From importance scores to real-valued sparsities: MoDeGPT Sec. 3.3 and App. B.11.
+"""Blocks that change the residual stream little lose most: MoDeGPT (arXiv:2408.09632) Eq. 11 and App. B.11.
 
-Shape legend: L things (blocks, or halves of blocks) that get a sparsity each.
+Shape legend: L modules that get a sparsity each.
 """
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..errors import OptionError
+from .base import DenseModelMeasures, RanksBySparsity
+from .prunable import PrunableModule
 
-__all__ = ["MAX_SPARSITY_RULE", "capped_sparsities", "epsilon_for", "softmax_sparsities"]
+__all__ = ["MAX_SPARSITY_RULE", "Influence", "ModuleInfluence", "softmax_sparsities", "temperature_for"]
 
+Influences = dict[int, tuple[float, ...]]  # block -> of the block, of its attention, of its MLP
+MLP_MODULES = ("mlp", "experts", "gate", "up", "down")  # the rest belong to the attention half of a block
 MAX_SPARSITY_RULE = 0.8  # App. B.2: choose epsilon so that the largest layer sparsity is around 80 %
 COLDEST = (
     1e-3  # temperature over the spread of the scores; a colder one would make much of differences that mean nothing
 )
 
 
-def softmax_sparsities(scores: Tensor, weights: Tensor, average: float, epsilon: float) -> Tensor:
+@dataclass(frozen=True)
+class Influence(RanksBySparsity):
+    """Give every block a sparsity that falls with its influence, one minus the cosine of its input and output (Eq. 11).
+
+    Attributes:
+        temperature: the paper's epsilon, > 0; large is uniform. ``None``: the paper's rule, largest sparsity 0.8.
+    """
+
+    name: ClassVar[str] = "influence"
+    statistic: ClassVar[str | None] = "influence"
+
+    temperature: float | None = None
+
+    def __post_init__(self):
+        if self.temperature is not None:
+            self.check("temperature", "> 0", lambda value: value > 0)
+
+    def measure(self, dense: DenseModelMeasures) -> Influences:
+        """Measure block -> influence of the block, of its attention, of its MLP."""
+        return {block: tuple(mean.tolist()) for block, mean in dense.means("influence").items()}
+
+    def sparsities(
+        self, modules: list[PrunableModule], weights: Tensor, average: float, measured: Influences | None
+    ) -> tuple[Tensor, dict[str, Any]]:
+        if measured is None:
+            raise OptionError(f"allocation {self.name!r} needs scores of the dense model, and there are none")
+        s = self._scores(modules, measured)
+        temperature = self.temperature or temperature_for(s, weights, average)
+        facts = {
+            "temperature": temperature if math.isfinite(temperature) else None,
+            "scores": {str(block): scores for block, scores in measured.items()},
+        }
+        return softmax_sparsities(s, weights, average, temperature), facts
+
+    def _scores(self, modules: list[PrunableModule], measured: Influences) -> Tensor:
+        return torch.tensor([measured[m.block][0] for m in modules], dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class ModuleInfluence(Influence):
+    """Give attention and MLP of every block sparsities of their own, each by its influence (Eq. 43)."""
+
+    name: ClassVar[str] = "influence-modules"
+
+    def _scores(self, modules: list[PrunableModule], measured: Influences) -> Tensor:
+        own = [measured[m.block][2 if m.module in MLP_MODULES else 1] for m in modules]
+        return torch.tensor(own, dtype=torch.float64) * _shares(modules)
+
+
+def _shares(modules: list[PrunableModule]) -> Tensor:
+    """Weight of a module's half of the block, with mean 3/2 over the two halves: the paper's w_mlp = 2, w_mha = 1 (Eq. 42)
+    where the MLP holds two thirds of the parameters, and the true shares elsewhere."""
+    halves: dict[tuple[int, bool], int] = {}
+    for m in modules:
+        key = (m.block, m.module in MLP_MODULES)
+        halves[key] = halves.get(key, 0) + m.dense
+    share = [
+        3 * halves[m.block, m.module in MLP_MODULES] / sum(halves.get((m.block, h), 0) for h in (0, 1)) for m in modules
+    ]
+    return torch.tensor(share, dtype=torch.float64)
+
+
+def softmax_sparsities(scores: Tensor, weights: Tensor, average: float, temperature: float) -> Tensor:
     r"""Sparsity ``phi`` of every layer, high where the score is low; MoDeGPT Eq. 11.
 
     Maximises :math:`\sum_i s_i (1 - \phi_i) + \varepsilon H(\phi)` under the average: :math:`\phi_i = c\, e^{-s_i /
@@ -27,13 +97,13 @@ def softmax_sparsities(scores: Tensor, weights: Tensor, average: float, epsilon:
         scores: ``(L,)`` importance, e.g. ``1 - cos(input, output)``.
         weights: ``(L,)`` parameters of each, any positive scale.
         average: wanted mean, in [0, 1).
-        epsilon: temperature, ``> 0``; large is uniform.
+        temperature: epsilon, ``> 0``; large is uniform.
     """
-    shape = (-(scores - scores.min()) / epsilon).exp()
+    shape = (-(scores - scores.min()) / temperature).exp()
     return shape * (average * weights.sum() / (shape * weights).sum())
 
 
-def epsilon_for(scores: Tensor, weights: Tensor, average: float, largest: float = MAX_SPARSITY_RULE) -> float:
+def temperature_for(scores: Tensor, weights: Tensor, average: float, largest: float = MAX_SPARSITY_RULE) -> float:
     """The temperature at which the largest sparsity is ``largest``: the paper's rule, by bisection.
 
     Returns ``inf`` (uniform) where all scores are equal or the average is already at ``largest``. Where the lowest scores
@@ -48,29 +118,3 @@ def epsilon_for(scores: Tensor, weights: Tensor, average: float, largest: float 
         top = softmax_sparsities(scores, weights, average, middle).max().item()
         low, high = (middle, high) if top > largest else (low, middle)
     return high
-
-
-def capped_sparsities(phi: Tensor, weights: Tensor, average: float, caps: Tensor) -> Tensor:
-    """Clip to ``caps`` and give what was cut to the others in proportion, so that the weighted mean stays ``average``.
-
-    Raises:
-        OptionError: even all caps together do not reach the average; the message says what can be reached.
-    """
-    total = average * weights.sum()
-    most = (caps * weights).sum()
-    if total > most * (1 + 1e-12):
-        raise OptionError(
-            f"an average sparsity of {average:.4f} cannot be reached with these modules and ranks; the most is "
-            f"{(most / weights.sum()).item():.4f}. Lower the sparsity, or compress more modules, or lower the multiple"
-        )
-    phi, free = phi.clone(), torch.ones_like(phi, dtype=torch.bool)
-    while True:
-        over = free & (phi >= caps)
-        if not over.any():
-            return phi.clamp_min(0)
-        phi[over] = caps[over]
-        free &= ~over
-        fixed, rest = (phi * weights)[~free].sum(), (phi * weights)[free].sum()
-        if not free.any():
-            return phi.clamp_min(0)
-        phi[free] = phi[free] * ((total - fixed) / rest) if rest > 0 else (total - fixed) / weights[free].sum()

@@ -21,8 +21,8 @@ def command(
     methods: Annotated[
         str,
         typer.Option(
-            help="Methods, e.g. rankfold,modegpt,svd-llm; with options: modegpt:select=leverage,gqa=paper (+ for a comma in a "
-            "value). Option mode: one-pass or sequential; default: one-pass, on shared moments, where the method can."
+            help="Methods, e.g. rankfold,modegpt,svd-llm; with options: modegpt:selection=leverage,gqa=paper (+ for a comma in "
+            "a value). Option mode: one-pass or sequential; default: one-pass, on shared moments, where the method can."
         ),
     ],
     sparsities: Annotated[str, typer.Option(help="Fractions of the weights to remove, e.g. 0.1,0.3,0.5.")],

@@ -1,4 +1,4 @@
-"""Methods with options in one argument: ``rankfold,modegpt:select=leverage,gqa=paper,svd``."""
+"""Methods with options in one argument: ``rankfold,modegpt:selection=leverage,gqa=paper,svd``."""
 
 import math
 from dataclasses import fields
@@ -47,7 +47,7 @@ def _form(name: str, listed: list[str]) -> "Form":
             mode = value
         else:
             options[key] = _value(name, key, value, item)
-    from ..methods.base import ignored_options
+    from ..methods.config import ignored_options
 
     for key, goes_with in ignored_options(make_method(name, **options).describe()).items():
         if key in options:
@@ -66,10 +66,8 @@ def _value(name: str, key: str, value: str, item: str):
         raise OptionError(f"unknown {name} option {key!r}; {hint}available: {', '.join([*known, 'mode'])}")
     if key == "modules":
         return parse_modules(value.replace("+", ","))
-    if key == "protect":
+    if key == "exclude_blocks":
         return tuple(like(0, block, item, "--methods") for block in value.split("+"))
-    if key == "epsilon":
-        return like(0.0, value, item, "--methods")
     value = like(known[key], value, item, "--methods")
     return value.replace("+", ",") if isinstance(value, str) else value
 

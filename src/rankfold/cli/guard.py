@@ -105,7 +105,7 @@ def _check_field(values: dict) -> None:
 
 def _check_method(given: set[str], values: dict) -> None:
     """Refuse options of a method that the others leave no use for."""
-    from ..methods.base import ignored_options
+    from ..methods.config import ignored_options
 
     method = MethodOptions(**{field.name: values[field.name] for field in fields(MethodOptions)}).parse()
     for name, goes_with in ignored_options(method.describe()).items():

@@ -75,22 +75,16 @@ class MethodOptions:
     method: Annotated[
         str, typer.Option("--method", help="rankfold, modegpt or latentllm; `rankfold methods` lists the others.")
     ] = "rankfold"
-    of: Annotated[
+    scope: Annotated[
         str, typer.Option(help="What --sparsity counts: the linear weights of the blocks, or the whole model.")
     ] = "blocks"
     budget: Annotated[
         str,
         typer.Option(
-            help="What --sparsity is a fraction of: parameters, bytes, flops (multiply-accumulates per token), or latency "
-            "(time of a forward, measured here)."
+            help="What --sparsity is a fraction of: parameters, bytes (bytes:context=4096,batch=8 counts a cache too), "
+            "flops:context=2048 (multiply-accumulates per token), or latency:context=2048 (measured here)."
         ),
     ] = "parameters"
-    context: Annotated[
-        int, typer.Option(help="Tokens of a sequence, for flops, latency and --batch; clamped to the model's.")
-    ] = 2048
-    batch: Annotated[
-        int, typer.Option(help="Of --budget bytes: count the KV cache of so many sequences of --context tokens too.")
-    ] = 0
     modules: Annotated[
         str | None,
         typer.Option(
@@ -100,20 +94,11 @@ class MethodOptions:
     allocation: Annotated[
         str | None,
         typer.Option(
-            help="uniform, influence, influence-modules, owl, spectrum or measured; methods that remove blocks have their own. "
-            "Default: the method's."
+            help="uniform, influence, influence-modules, owl (owl:threshold=5,spread=0.08), spectrum or measured. Default: the "
+            "method's."
         ),
     ] = None
-    epsilon: Annotated[
-        float | None, typer.Option(help="Temperature of the influence allocations. Default: the 0.8 rule.")
-    ] = None
-    outlier: Annotated[
-        float, typer.Option(help="Of --allocation owl: times the mean of its block that makes a weight an outlier (M).")
-    ] = 5.0
-    spread: Annotated[float, typer.Option(help="Of --allocation owl: half of what blocks may differ by (lambda).")] = (
-        0.08
-    )
-    multiple: Annotated[int, typer.Option(help="Ranks are multiples of this.")] = 8
+    rank_multiple: Annotated[int, typer.Option(help="Ranks are multiples of this.")] = 8
     target: Annotated[
         str,
         typer.Option(
@@ -122,7 +107,7 @@ class MethodOptions:
             "that need no padding there.",
         ),
     ] = "transformers"
-    protect: Annotated[str, typer.Option(help="Blocks left dense, e.g. 0,-1.")] = ""
+    exclude_blocks: Annotated[str, typer.Option(help="Blocks left dense, e.g. 0,-1.")] = ""
     option: Annotated[list[str] | None, typer.Option(help="Option of the method, KEY=VALUE; repeatable.")] = None
 
     def parse(self) -> "Method":
@@ -131,14 +116,17 @@ class MethodOptions:
         Raises:
             OptionError: an option that does not parse or is out of range.
         """
-        names = ("sparsity", "of", "budget", "context", "batch", "epsilon", "outlier", "spread", "multiple", "target")
-        shared = {name: getattr(self, name) for name in names} | {"modules": parse_modules(self.modules)}
+        names = ("sparsity", "scope", "budget", "rank_multiple", "target")
+        own = {f.name for f in fields(method_class(self.method))}
+        shared = {name: getattr(self, name) for name in names if name in own} | {"modules": parse_modules(self.modules)}
         allocation = "uniform" if self.allocation is None and self.target == "stock" else self.allocation
         shared |= {"allocation": allocation} if allocation is not None else {}
         try:
-            shared["protect"] = tuple(int(b) for b in self.protect.split(",") if b)
+            shared["exclude_blocks"] = tuple(int(b) for b in self.exclude_blocks.split(",") if b)
         except ValueError:
-            raise OptionError(f"--protect takes block numbers such as 0,-1; got {self.protect!r}") from None
+            raise OptionError(
+                f"--exclude-blocks takes block numbers such as 0,-1; got {self.exclude_blocks!r}"
+            ) from None
         return make_method(self.method, **shared, **_parse_options(self.method, self.option or []))
 
 
@@ -204,9 +192,9 @@ def parse_modules(text: str | None):
 
 
 def _parse_options(method: str, options: list[str]) -> dict:
-    from ..methods import Method
+    from ..methods.base import NarrowingMethod
 
-    cls, shared = method_class(method), {f.name for f in fields(Method)}  # with flags of their own
+    cls, shared = method_class(method), {f.name for f in fields(NarrowingMethod)}  # with flags of their own
     defaults = {f.name: f.default for f in fields(cls)}
     parsed = {}
     for item in options:
@@ -215,7 +203,9 @@ def _parse_options(method: str, options: list[str]) -> dict:
             raise OptionError(f"--option takes KEY=VALUE, got {item!r}")
         if key in shared:
             flag = "for" if key == "target" else key
-            raise OptionError(f"{key!r} is an option of every method: give it as --{flag}, not as --option {item}")
+            raise OptionError(
+                f"{key!r} is an option of every method: give it as --{flag.replace('_', '-')}, not as --option {item}"
+            )
         if key in parsed:
             raise OptionError(f"--option gives {key!r} more than once; give it once")
         parsed[key] = like(defaults.get(key), value, item)

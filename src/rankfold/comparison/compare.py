@@ -16,7 +16,7 @@ from .._utils.progress import one_run, track
 from ..allocation import unique_parameters
 from ..calibration.store import MomentStore
 from ..checkpoint.load import load_model
-from ..compression.budget import choices
+from ..compression.budget import rank_options
 from ..compression.importance import available, needed
 from ..compression.plan import check
 from ..data.tokens import Tokens
@@ -106,8 +106,8 @@ def _impossible(source: DenseModel, cells: Sequence[Cell]) -> dict[str, Rankfold
     for cell in cells:
         try:
             cell.method.supported_modules(source.architecture, source.meta_block(0))
-            if cell.method.budget != "latency":  # which is measured, not told from shapes
-                check(choices(source, cell.method), cell.method)
+            if not cell.method.budget.is_timed:  # which is measured, not told from shapes
+                check(rank_options(source, cell.method), cell.method)
         except RankfoldError as error:
             found[cell.key] = error
     return found

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..architectures import BlockView
-from ..compression.importance import ON_TEXT
 from ..errors import OptionError, check_choice
 from ..methods import Method, make_method, method_class
 from ..report.commands import option_text
@@ -38,7 +37,7 @@ class Form:
 
     @property
     def label(self) -> str:
-        """As on the command line: ``modegpt:select=leverage,gqa=paper``."""
+        """As on the command line: ``modegpt:selection=leverage,gqa=paper``."""
         given = dict(self.options) | ({"mode": self.mode} if self.mode else {})
         listed = ",".join(f"{key}={option_text(value, '+')}" for key, value in given.items())
         return f"{self.name}:{listed}" if listed else self.name
@@ -56,7 +55,7 @@ class Form:
                 "them without a sparsity"
             )
         # A measured allocation compares predictions on text and has no use for moments of the dense model.
-        best = "sequential" if method.allocation in ON_TEXT or "one-pass" not in method.modes else "one-pass"
+        best = "sequential" if method.allocation.needs_text or "one-pass" not in method.modes else "one-pass"
         return Cell(self.label, method, self.mode or (best if best in method.modes else method.modes[0]))
 
 
@@ -70,7 +69,7 @@ class Cell:
 
     def takes_moments(self, view: BlockView) -> bool:
         """Whether it can be computed from moments of the dense model that other cells use too; otherwise it takes text."""
-        return self.mode == "one-pass" and self.method.allocation not in ON_TEXT and not self.method.gradients(view)
+        return self.mode == "one-pass" and not self.method.allocation.needs_text and not self.method.gradients(view)
 
     @property
     def key(self) -> str:

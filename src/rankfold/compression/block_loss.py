@@ -14,7 +14,7 @@ import torch
 
 from .._utils.memory import release_memory
 from .._utils.progress import track
-from ..allocation import Cost
+from ..allocation import RankCosts
 from ..calibration.runner import Stream, advance, start
 from ..data.batches import Data
 from ..methods import BLOCK
@@ -22,16 +22,14 @@ from ..models.block_reader import BlockReader
 from ..models.dense_model import DenseModel
 from .held_out import nats_per_token
 
-__all__ = ["Order", "losses_without", "removal_order"]
+__all__ = ["Order", "greedy_block_removal", "losses_without"]
 
 log = logging.getLogger(__name__)
 
-Order = dict[
-    tuple[int, str], Cost
-]  # (block, "block") -> {0: it goes as number ..., 1: 0.0}; blocks that stay have no rank 0
+Order = RankCosts  # (block, "block") -> {0: it goes as number ..., 1: 0.0}; blocks that stay have no rank 0
 
 
-def removal_order(
+def greedy_block_removal(
     source: DenseModel, ids: Data, sizes: dict[int, int], remove: int, known: Order, keep: Callable[[Order], None]
 ) -> Order:
     """Which blocks go, and in which order.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from .._utils.hardware import now
 from .._utils.stopwatch import timed_run
-from ..allocation import averages
+from ..allocation import Measured, averages
 from ..architectures import BlockView
 from ..calibration.backward import PASSES
 from ..calibration.runner import Stream, advance, batch_tokens, measure, outputs, start
@@ -24,7 +24,7 @@ from ..calibration.supply import FromDense, FromStreams
 from ..data.batches import noise, tokens_in
 from ..data.probes import most_tokens
 from ..errors import OptionError
-from ..methods import BLOCK, Method, make_method
+from ..methods import BLOCK, MeasurableMethod, Method, make_method
 from ..methods.work import Work, of_trial
 from ..models.dense_model import DenseModel
 from ..report.plan import Plan
@@ -80,14 +80,14 @@ def estimated_seconds(the_plan: Plan, source: DenseModel, calibration: dict, mod
         "blocks": blocks * passed + 2 * held_out * rates.head,
         "linear algebra": seconds_for(_work(source, method, the_plan), source.device),
         "probe texts": 2 * most_tokens(source) * (blocks * rates.forward + rates.head),  # dense and compressed
-        "search": tokens * method.search(blocks, removed) * rates.forward,
+        "search": tokens * method.allocation.search_passes(blocks, removed) * rates.forward,
     }
     if seconds["search"]:  # every candidate predicts the text
         seconds["search"] += tokens * rates.head * sum(blocks - gone for gone in range(removed))
     if the_plan.gradient_windows:
         passed = PASSES * blocks * rates.forward + HEAD_PASSES * rates.head
         seconds["gradients"] = the_plan.gradient_windows * length * passed
-    if method.allocation == "measured":
+    if isinstance(method, MeasurableMethod) and isinstance(method.allocation, Measured):
         seconds["measured allocation"] = _allocation(source, method, the_plan, calibration, rates)
     return seconds
 
@@ -116,7 +116,7 @@ def _measured_rates(source: DenseModel, method: Method, the_plan: Plan, mode: st
     wanted = of_dense(source, method) if mode == "sequential" else set()
     dense = clock(lambda: measure(view, stream.copy(), wanted, step=True)) / tokens if wanted else 0.0
     alone = 0.0
-    if method.allocation == "measured":
+    if isinstance(method, MeasurableMethod) and isinstance(method.allocation, Measured):
         statistics = method.alone(view).statistics(view)
         alone = clock(lambda: measure(view, stream.copy(), statistics, step=True)) / tokens
     stages = clock(lambda: _through_stages(source, method, view, the_plan.ranks(index), stream, mode)) / tokens
@@ -146,10 +146,12 @@ def _through_stages(source: DenseModel, method: Method, view: BlockView, ranks, 
     supply.follow(view)
 
 
-def _allocation(source: DenseModel, method: Method, the_plan: Plan, calibration: dict, rates: _Rates) -> float:
-    """Seconds of :func:`rankfold.compression.kl_divergence.measure_costs`."""
+def _allocation(
+    source: DenseModel, method: MeasurableMethod, the_plan: Plan, calibration: dict, rates: _Rates
+) -> float:
+    """Seconds of :func:`rankfold.compression.kl_divergence.measure_kl_sensitivity`."""
     blocks, work, trials = len(source), Work(), 0
-    units = [unit for index in range(blocks) for unit in method.units(source.meta_block(index))]
+    units = [unit for index in range(blocks) for unit in method.prunable_modules(source.meta_block(index))]
     losing = averages(units, method, the_plan.counted_weights)
     units = [unit for unit in units if (unit.block, unit.module) in losing]
     for unit in units:

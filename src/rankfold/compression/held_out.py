@@ -86,11 +86,11 @@ class HeldOut:
         return f"error of the stream on held-out windows {self.drift[-1]:.3f}" if self.drift else ""
 
     @time_spent("forward")
-    def finish(self, sparsity: float, *, protects: bool = True) -> dict:
+    def finish(self, sparsity: float, *, can_exclude: bool = True) -> dict:
         """What came out, and a warning where the model is damaged; that is logged too.
 
         Args:
-            protects: whether the method can leave single blocks dense, which the warning then suggests.
+            can_exclude: whether the method can leave single blocks dense, which the warning then suggests.
         """
         facts = {"windows": len(self.ids), "length": length_of(self.ids, self.source.part)}
         found, damage = (self._perplexities if self.source.architecture.decoder else self._states)(sparsity)
@@ -98,7 +98,7 @@ class HeldOut:
         if damage:
             block = self._breaks_away()
             facts |= {"breaks_away_at": block}
-            advice = f"Protect it ({method_option('protect', (block,))}), lower" if protects else "Lower"
+            advice = f"Exclude it ({method_option('exclude_blocks', (block,))}), lower" if can_exclude else "Lower"
             facts["warning"] = (
                 f"THE MODEL IS DAMAGED: {damage}; the stream breaks away at block {block}. {advice} the sparsity, or calibrate "
                 f"on more {self._what}"
@@ -174,7 +174,7 @@ class NothingHeldOut:
     def so_far(self) -> str:
         return ""
 
-    def finish(self, sparsity: float, *, protects: bool = True) -> None:
+    def finish(self, sparsity: float, *, can_exclude: bool = True) -> None:
         log.warning("no calibration window was kept out of the fit, so nothing checks the result; evaluate it")
 
 

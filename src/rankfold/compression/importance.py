@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple, cast
 
 from torch import Tensor
 
 from .._utils.memory import release_memory
 from .._utils.progress import track
-from ..allocation import effective_rank, outlier_fraction
 from ..architectures import BlockView
 from ..calibration.backward import sweep, windows_for
 from ..calibration.gradients import gradient_observers, widest
@@ -17,35 +17,24 @@ from ..calibration.store import MomentStore
 from ..checkpoint.run import Run
 from ..data.tokens import Tokens
 from ..errors import OptionError, UnsupportedModelError
-from ..methods import BLOCK, Method
+from ..methods import BLOCK, MeasurableMethod, Method
 from ..models.dense_model import DenseModel
 from ..report.identity import moments_identity
 from .block import algebra
-from .block_loss import removal_order
-from .budget import Choices
-from .kl_divergence import Costs, measure_costs, read_costs, write_costs
+from .block_loss import greedy_block_removal
+from .budget import RankOptions
+from .kl_divergence import RankCosts, measure_kl_sensitivity, read_costs, write_costs
 from .plan import budget, shares
 
 __all__ = [
-    "ON_DENSE",
-    "ON_TEXT",
     "available",
     "gradients_of",
+    "measure_allocation",
     "needed",
     "of_dense",
-    "scores_of",
     "shared_of",
     "statistics_of",
 ]
-
-ON_TEXT = ("measured", "greedy")  # allocations that compare predictions, for which there must be text
-# Allocation -> the statistic of the dense model it goes by.
-ON_DENSE = {
-    "influence": "influence",
-    "influence-modules": "influence",
-    "least-influence": "influence",
-    "owl": "input_energy",
-}
 
 
 def statistics_of(source: DenseModel, method: Method) -> set[str]:
@@ -60,7 +49,8 @@ def needed(source: DenseModel, method: Method) -> set[str]:
 
 def of_dense(source: DenseModel, method: Method) -> set[str]:
     """Statistics of the whole dense model that must be known before a block is compressed."""
-    return _shared(source, method) | {s for a, s in ON_DENSE.items() if a == method.allocation}
+    statistic = method.allocation.statistic
+    return _shared(source, method) | ({statistic} if statistic else set())
 
 
 def _shared(source: DenseModel, method: Method) -> set[str]:
@@ -87,61 +77,84 @@ def available(source: DenseModel, statistics: set[str]) -> set[str]:
     return seen - (set() if any(view.relu for view in blocks) else {"mlp_samples"})
 
 
-def scores_of(
+def measure_allocation(
     source: DenseModel,
     method: Method,
-    choices: Choices,
+    options: RankOptions,
     moments: MomentStore | None = None,
     tokens: Tokens | None = None,
     run: Run | None = None,
     gradients: MomentStore | None = None,
 ):
-    """What the allocation of a method goes by.
+    """Return what the allocation of a method measures on the dense model (:meth:`rankfold.allocation.Allocation.measure`).
 
-    Returns:
-        ``None`` where it is uniform; costs where ranks are chosen by them (:mod:`.kl_divergence`, :mod:`.block_loss`, influence
-        of blocks that may go); block -> share of outliers or effective rank, where it goes by these; else block -> influence of
-        the block, of its attention, of its MLP.
+    Raises:
+        OptionError: there is no text, or there are no moments that hold what it reads.
     """
-    if method.allocation == "uniform":
-        return None
-    if method.allocation in ON_TEXT:
-        return _costs(source, method, choices, tokens, run, gradients)
-    if method.allocation == "spectrum":
-        return _of_blocks(
-            source, lambda view: effective_rank([W for p in view.readers.values() for W in view.weights(p)])
-        )
-    if moments is None or ON_DENSE[method.allocation] not in moments.identity["statistics"]:
-        raise OptionError(
-            f"allocation {method.allocation} goes by the statistic {ON_DENSE[method.allocation]!r} of the dense model, and "
-            "there are no moments that hold it; run `rankfold calibrate`, or give calibration text"
-        )
-    if method.allocation == "owl":
-        return _of_blocks(
-            source, lambda view: _outliers(view, moments[view.index]["input_energy"].mean, method.outlier)
-        )
-    influence = {i: tuple(moments[i]["influence"].mean.tolist()) for i in range(len(source))}
-    if method.allocation == "least-influence":
-        return {(i, BLOCK): {0: of_block, 1: 0.0} for i, (of_block, _, _) in influence.items()}
-    return influence
+    return method.allocation.measure(_Dense(source, method, options, moments, tokens, run, gradients))
 
 
-def _of_blocks(source: DenseModel, score: Callable[[BlockView], float]) -> dict[int, float]:
-    """Block -> what its weights are; one block is resident."""
-    found = {}
-    for index in track(range(len(source)), "looking at weights"):
-        with algebra(source.block(index)) as view:
-            found[index] = score(view)
-        release_memory()
-    return found
+class _Dense(NamedTuple):
+    """The dense model, and what is known about it; :class:`rankfold.allocation.DenseModelMeasures`."""
 
+    source: DenseModel
+    method: Method
+    options: RankOptions
+    moments: MomentStore | None
+    tokens: Tokens | None
+    run: Run | None
+    gradients: MomentStore | None
 
-def _outliers(view: BlockView, energies: Tensor, factor: float) -> float:
-    """Share of outliers; ``energies`` are of the inputs of all readers, one behind the other."""
-    weights = [view.weights(paths) for paths in view.readers.values()]
-    inputs = energies.to(view.device).split([some[0].shape[1] for some in weights])
-    pairs = [(W, x) for some, x in zip(weights, inputs, strict=True) for W in some]
-    return outlier_fraction(*zip(*pairs, strict=True), factor)
+    def means(self, statistic: str) -> dict[int, Tensor]:
+        if self.moments is None or statistic not in self.moments.identity["statistics"]:
+            raise OptionError(
+                f"allocation {self.method.allocation.name} goes by the statistic {statistic!r} of the dense model, and there "
+                "are no moments that hold it; run `rankfold calibrate`, or give calibration text"
+            )
+        return {index: self.moments[index][statistic].mean for index in range(len(self.source))}
+
+    def of_blocks(self, score: Callable[[BlockView], float]) -> dict[int, float]:
+        """Compute a number of every block; one block is resident."""
+        found = {}
+        for index in track(range(len(self.source)), "looking at weights"):
+            with algebra(self.source.block(index)) as view:
+                found[index] = score(view)
+            release_memory()
+        return found
+
+    def kl_sensitivity(self) -> RankCosts:
+        """Measure what every rank would cost; kept with the run, so that a resumed run finds the same ranks."""
+        tokens, known = self._text(), self._known()
+        if known:
+            return known
+        method = cast("MeasurableMethod", self.method)  # which all methods that take this allocation are
+        found = measure_kl_sensitivity(self.source, method, tokens, *shares(self.options, method), self.gradients)
+        self._keep(found)
+        return found
+
+    def greedy_block_removal(self) -> RankCosts:
+        """Search block by block; what is found is kept with the run whenever there is more."""
+        tokens = self._text()
+        _check_predicts(self.source, "losses without a block are those")
+        units, remove = budget(self.options, self.method)
+        sizes = {unit.block: unit.dense for unit in units if len(unit.ranks) > 1}
+        stay = {(unit.block, BLOCK): {1: 0.0} for unit in units if unit.block not in sizes}
+        return greedy_block_removal(self.source, tokens.ids, sizes, remove, self._known(), self._keep) | stay
+
+    def _text(self) -> Tokens:
+        if self.tokens is None:
+            raise OptionError(
+                f"a {self.method.allocation.name} allocation compares predictions on text, which moments do not hold; give "
+                "calibration text, or take another allocation or method"
+            )
+        return self.tokens
+
+    def _known(self) -> RankCosts:
+        return read_costs(self.run.costs) if self.run and self.run.costs.exists() else {}
+
+    def _keep(self, found: RankCosts) -> None:
+        if self.run:
+            write_costs(self.run.costs, found)
 
 
 def gradients_of(
@@ -180,28 +193,3 @@ def _check_predicts(source: DenseModel, what: str) -> None:
             f"{what} of the next-token loss, and {source.architecture.model_type} predicts no next token; take another method "
             "or allocation, one that reads no loss"
         )
-
-
-def _costs(
-    source: DenseModel, method: Method, choices: Choices, tokens: Tokens | None, run: Run | None, gradients
-) -> Costs:
-    """What every rank would cost; kept with the run, so that going on finds the same ranks."""
-    if tokens is None:
-        raise OptionError(
-            f"a {method.allocation} allocation compares predictions on text, which moments do not hold; give calibration text, "
-            "or take another allocation or method"
-        )
-    known = read_costs(run.costs) if run and run.costs.exists() else {}
-    if method.allocation == "greedy":
-        _check_predicts(source, "losses without a block are those")
-        units, remove = budget(choices, method)
-        sizes = {unit.block: unit.dense for unit in units if len(unit.ranks) > 1}
-        stay = {(unit.block, BLOCK): {1: 0.0} for unit in units if unit.block not in sizes}
-        keep = (lambda found: write_costs(run.costs, found)) if run else (lambda _: None)
-        return removal_order(source, tokens.ids, sizes, remove, known, keep) | stay
-    if known:
-        return known
-    found = measure_costs(source, method, tokens, *shares(choices, method), gradients)
-    if run:
-        write_costs(run.costs, found)
-    return found

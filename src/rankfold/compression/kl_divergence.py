@@ -8,6 +8,7 @@ short ones as there were trials so far go through it.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from .._utils.files import read_json, write_json
 from .._utils.memory import release_memory
 from .._utils.progress import track
 from .._utils.stopwatch import time_spent
-from ..allocation import Cost, largest_sparsity
+from ..allocation import RankCosts, largest_sparsity
 from ..architectures import BlockView
 from ..calibration.moments import wide
 from ..calibration.runner import (
@@ -37,15 +38,21 @@ from ..calibration.store import MomentStore
 from ..data.batches import Batch, Data, again, first, length_of
 from ..data.tokens import Tokens
 from ..errors import CheckpointError
-from ..methods import Curve, Method, Unit
+from ..methods import MeasurableMethod, PrunableModule
 from ..models.block_reader import BlockReader
 from ..models.dense_model import DenseModel
 from .block import algebra, decompose
 from .replace import replaced
 
-__all__ = ["Costs", "fit_tokens", "least_rank", "measure_costs", "read_costs", "tried_ranks", "write_costs"]
-
-Costs = dict[tuple[int, str], Cost]  # (block, module) -> rank -> nats per token
+__all__ = [
+    "RankCosts",
+    "fit_tokens",
+    "least_rank",
+    "measure_kl_sensitivity",
+    "read_costs",
+    "tried_ranks",
+    "write_costs",
+]
 
 FIT_TOKENS = 8192  # that curves are measured on
 PER_DIMENSION = 4  # as many more for wide MLPs as make a moment of full rank
@@ -57,31 +64,60 @@ MEASURABLE = 1e-3
 TOGETHER = 4  # modules tried whose streams go through a block as one batch
 
 
+@dataclass
+class Trial:
+    """One module of one block, compressed alone."""
+
+    module: PrunableModule
+    rank: int
+    divergence: float = 0.0  # of the predictions, nats per token
+
+
+@dataclass
+class Sensitivity:
+    """What is measured of one module: its error at every rank, and its effect at some."""
+
+    module: PrunableModule
+    curve: dict[int, float]  # rank -> squared relative error
+    trial: Trial  # on the curve
+    whole: Trial | None = None  # without the module, where it may be removed alone
+
+    def costs(self) -> dict[int, float]:
+        """Return rank -> nats per token: between ranks the effect grows like the squared error."""
+        known = self.curve[self.trial.rank]
+        found = {
+            rank: self.trial.divergence * error / known if known > 0 else 0.0 for rank, error in self.curve.items()
+        }
+        if self.module.ranks[0] == 0:  # what is removed with another module is counted there
+            found[0] = self.whole.divergence if self.whole else 0.0
+        return found
+
+
 @torch.no_grad()
-def measure_costs(
+def measure_kl_sensitivity(
     source: DenseModel,
-    method: Method,
+    method: MeasurableMethod,
     tokens: Tokens,
-    units: list[Unit],
+    units: list[PrunableModule],
     averages: dict,
     gradients: MomentStore | None = None,
-) -> Costs:
-    """Expected divergence of the predictions when a module has a rank and all others are dense.
+) -> RankCosts:
+    """Measure the expected divergence of the predictions when a module has a rank and all others are dense.
 
     Args:
         source: an open model.
         method: one that has curves (:meth:`rankfold.methods.Method.curve`).
-        tokens: calibration windows; predictions are compared on held-out ones where there are any.
+        tokens: calibration samples; predictions are compared on held-out ones where there are any.
         units: of all blocks.
         averages: ``(block, module)`` -> mean sparsity of the budget it belongs to; units without one stay dense.
         gradients: statistics of a backward pass, where the method reads any.
 
     Returns:
         ``(block, module)`` -> rank -> nats per token, mean ``KL(dense || with this module compressed)``; for an encoder the
-        squared relative change of the states behind its last norm.
+        squared relative change of the states after its last norm.
 
     Cost: for the curves one pass over 8k tokens or more, for the effects about half a forward of 512 tokens for every module,
-    and as much again for every one that may go as a whole.
+    and as much again for every one that may be removed as a whole.
     """
     units = [unit for unit in units if (unit.block, unit.module) in averages]
     if not units:
@@ -89,45 +125,50 @@ def measure_costs(
     fit = start(source, _some_to_fit(source, tokens.ids, units), autocast=source.autocast)
     ids = _some_to_compare(source, tokens.ids if tokens.held_out is None else tokens.held_out)
     dense, tried = start(source, ids, autocast=source.autocast), Stream([], [], source.autocast)
-    together = _side_by_side(source, ids)
-    read, curves, references, trials = BlockReader(source), {}, {}, []
-    for index in track(range(len(source)), "measuring effects"):
+    together, read, found = _side_by_side(source, ids), BlockReader(source), []
+    for index in track(range(len(source)), "measuring sensitivity"):
         view = read(index)
-        mine = [unit for unit in units if unit.block == index]
-        moments = measure(view, fit, method.alone(view).statistics(view), step=True) | (
-            gradients[index] if gradients else {}
-        )
-        for unit in mine:
-            key, average = (index, unit.module), averages[index, unit.module]
-            curves[key], found = _curve(method, view, moments, unit, average)
-            moments |= found
-            references[key] = _reference(unit, average, curves[key])
-        here = [(u.module, rank) for u in mine for rank in _to_try(method, u, references[index, u.module])]
-        sent = [_output(source, method, view, moments, _with(method, *trial), dense) for trial in here]
-        trials += [(index, *trial) for trial in here]
+        moments = measure(view, fit, method.alone(view).statistics(view), step=True)
+        moments |= gradients[index] if gradients else {}
+        here = []
+        for unit in (unit for unit in units if unit.block == index):
+            sensitivity, known = _sensitivity(method, view, moments, unit, averages[index, unit.module])
+            here.append(sensitivity)
+            moments |= known
+        sent = [_output(source, method, view, moments, trial, dense) for trial in _trials(here)]
+        found += here
         advance(view, dense)
         advance(view, tried)
         _append(tried, sent, dense, together)
         del view, moments
         release_memory()
-    effects = dict(zip(trials, _divergences(source, ids, dense, tried), strict=True))
-    found = {}
-    for unit in units:
-        key = unit.block, unit.module
-        found[key] = _scaled(curves[key], references[key], effects[*key, references[key]])
-        if unit.ranks[0] == 0:  # what goes with another module is counted there
-            found[key][0] = effects.get((*key, 0), 0.0)
-    return found
+    for trial, divergence in zip(_trials(found), _divergences(source, ids, dense, tried), strict=True):
+        trial.divergence = divergence
+    return {(one.module.block, one.module.module): one.costs() for one in found}
 
 
-def _to_try(method: Method, unit: Unit, reference: int) -> list[int]:
-    """A rank on the curve, and none at all where the whole module may go; modules that go together do so once."""
+def _sensitivity(method: MeasurableMethod, view: BlockView, moments, unit: PrunableModule, average: float):
+    """Return the curve of a module with the trials to run, and what decomposing it need not compute again."""
+    with algebra(view) as view:
+        curve, known = method.alone(view).curve(view, moments, unit, least_rank(unit, average))
+    reference, *whole = _to_try(method, unit, _reference(unit, average, curve))
+    return Sensitivity(unit, curve, Trial(unit, reference), Trial(unit, 0) if whole else None), known
+
+
+def _trials(sensitivities: list[Sensitivity]) -> list[Trial]:
+    """List the trials in the order in which they run."""
+    return [trial for one in sensitivities for trial in (one.trial, one.whole) if trial]
+
+
+def _to_try(method: MeasurableMethod, unit: PrunableModule, reference: int) -> list[int]:
+    """List a rank on the curve, and 0 where the whole module may be removed; modules removed together are tried once."""
     whole = unit.ranks[0] == 0 and unit.module not in method.together
     return [reference, *([0] if whole else [])]
 
 
-def _with(method: Method, module: str, rank: int) -> dict[str, int]:
-    """Ranks of a trial."""
+def _ranks(method: MeasurableMethod, trial: Trial) -> dict[str, int]:
+    """Return the ranks of a trial."""
+    module, rank = trial.module.module, trial.rank
     others = [other for other, this in method.together.items() if this == module and rank == 0]
     return {module: rank, **dict.fromkeys(others, 0)}
 
@@ -160,12 +201,12 @@ def _append(tried: Stream, more: list[list[Tensor]], dense: Stream, together: di
         tried.calls = [together[len(hidden)] for hidden in tried.hidden]
 
 
-def _some_to_fit(source: DenseModel, ids: Data, units: list[Unit]) -> Data:
+def _some_to_fit(source: DenseModel, ids: Data, units: list[PrunableModule]) -> Data:
     """The first windows, as many as curves need."""
     return first(ids, fit_tokens(units), source.part)
 
 
-def fit_tokens(units: list[Unit]) -> int:
+def fit_tokens(units: list[PrunableModule]) -> int:
     """Return the calibration tokens that the curves of these modules are measured on, where there are so many."""
     return max(FIT_TOKENS, PER_DIMENSION * max((unit.ranks[-1] for unit in units), default=0))
 
@@ -179,7 +220,7 @@ def _some_to_compare(source: DenseModel, ids: Data) -> Data:
     )
 
 
-def _reference(unit: Unit, average: float, curve: Cost | None = None) -> int:
+def _reference(unit: PrunableModule, average: float, curve: dict[int, float] | None = None) -> int:
     """The rank to try: where the module loses its share, and at least one step; where there is a curve, with an error on it
     that the predictions can show, as units that do nothing are none."""
     wanted = (1 - average) * unit.dense
@@ -190,13 +231,7 @@ def _reference(unit: Unit, average: float, curve: Cost | None = None) -> int:
     return min(smaller, key=lambda rank: (abs(unit.size(rank) - wanted), rank), default=unit.ranks[-1])
 
 
-def _curve(method: Method, view: BlockView, moments, unit: Unit, average: float) -> Curve:
-    """What the module would lose at every rank that this average may lead to."""
-    with algebra(view) as view:
-        return method.alone(view).curve(view, moments, unit, least_rank(unit, average))
-
-
-def least_rank(unit: Unit, average: float) -> int:
+def least_rank(unit: PrunableModule, average: float) -> int:
     """Return where the curve of a module ends."""
     allowed = (1 - largest_sparsity(average)) * unit.dense
     return min(
@@ -204,25 +239,20 @@ def least_rank(unit: Unit, average: float) -> int:
     )
 
 
-def tried_ranks(method: Method, unit: Unit, average: float) -> list[int]:
+def tried_ranks(method: MeasurableMethod, unit: PrunableModule, average: float) -> list[int]:
     """Return the ranks that are tried of a module, as far as that is known without its curve."""
     return _to_try(method, unit, _reference(unit, average))
 
 
 def _output(
-    source: DenseModel, method: Method, view: BlockView, moments, ranks: dict[str, int], dense: Stream
+    source: DenseModel, method: MeasurableMethod, view: BlockView, moments, trial: Trial, dense: Stream
 ) -> list[Tensor]:
-    """What the block makes of the dense stream when one of its modules is compressed; the block stays as it is."""
-    (stage,) = method.alone(view).stages(view, ranks)
+    """Run the dense stream through the block with one of its modules compressed; the block stays as it is."""
+    (stage,) = method.alone(view).stages(view, _ranks(method, trial))
     with replaced(view, decompose(stage, view, moments), source):
         alone = dense.copy()
         advance(view, alone)
     return alone.hidden
-
-
-def _scaled(curve: Cost, reference: int, effect: float) -> Cost:
-    """Between ranks the effect grows like the squared error; a module without error has no effect."""
-    return {rank: effect * error / curve[reference] if curve[reference] > 0 else 0.0 for rank, error in curve.items()}
 
 
 @time_spent("forward")
@@ -275,12 +305,12 @@ def _change(states: Tensor) -> Callable[[Tensor], Tensor]:
     return lambda others: energy(others.float() - states) / whole
 
 
-def write_costs(path: Path, costs: Costs) -> None:
+def write_costs(path: Path, costs: RankCosts) -> None:
     """Keep costs in a file."""
     write_json(path, {"costs": [[block, module, sorted(cost.items())] for (block, module), cost in costs.items()]})
 
 
-def read_costs(path: Path) -> Costs:
+def read_costs(path: Path) -> RankCosts:
     """Costs out of a file.
 
     Raises:

@@ -20,11 +20,11 @@ from ..architectures import BlockView
 from ..calibration.runner import start
 from ..data.batches import noise
 from ..errors import CheckpointError
-from ..methods import Method, Unit
+from ..methods import MeasurableMethod, PrunableModule
 from ..models.dense_model import DenseModel
 from .replace import replaced, swapped
 
-__all__ = ["Times", "Timetable", "likeness", "measure_times", "read_times", "write_times"]
+__all__ = ["LatencyTable", "ModuleLatency", "likeness", "measure_latency", "read_latency_table", "write_latency_table"]
 
 POINTS = 5  # ranks of a module that are timed, from the smallest to the one below full
 ROUNDS = 7  # that medians are taken over, after one that does not count
@@ -32,7 +32,7 @@ LEAST_SECONDS = 0.01  # a measurement takes; short blocks run several times
 
 
 @dataclass(frozen=True)
-class Timetable:
+class ModuleLatency:
     """One module of blocks that are alike."""
 
     blocks: tuple[int, ...]
@@ -64,10 +64,10 @@ class Timetable:
 
 
 @dataclass(frozen=True)
-class Times:
+class LatencyTable:
     """All tables, and what they were measured on."""
 
-    tables: tuple[Timetable, ...]
+    tables: tuple[ModuleLatency, ...]
     seconds: float  # of a forward through all dense blocks
     facts: dict
 
@@ -92,7 +92,9 @@ def likeness(view: BlockView) -> str:
 
 
 @torch.no_grad()
-def measure_times(source: DenseModel, method: Method, units: list[Unit], context: int) -> Times:
+def measure_latency(
+    source: DenseModel, method: MeasurableMethod, units: list[PrunableModule], context: int
+) -> LatencyTable:
     """Time every module at a few ranks, in the dtype that is written, with the threads there are.
 
     Args:
@@ -117,15 +119,15 @@ def measure_times(source: DenseModel, method: Method, units: list[Unit], context
         seconds += dense * len(blocks)
         for unit in mine:
             points = {rank: s for (module, rank), s in saved.items() if module == unit.module}
-            tables.append(Timetable(tuple(blocks), unit.module, unit.ranks[-1], points))
+            tables.append(ModuleLatency(tuple(blocks), unit.module, unit.ranks[-1], points))
         del view, variants
         release_memory()
     dtype = str(source.dtype).removeprefix("torch.")
     facts = {"context": context, "device": source.device.type, "threads": torch.get_num_threads(), "dtype": dtype}
-    return Times(tuple(tables), seconds, facts)
+    return LatencyTable(tuple(tables), seconds, facts)
 
 
-def _variants(source: DenseModel, method: Method, view: BlockView, units: list[Unit]) -> dict:
+def _variants(source: DenseModel, method: MeasurableMethod, view: BlockView, units: list[PrunableModule]) -> dict:
     """``(module, rank)`` -> path -> the smaller modules of the block, in the dtype that is written."""
     found = {}
     for unit in units:
@@ -186,25 +188,25 @@ def _falling(values: list[float]) -> list[float]:
     return [value for value, n in pools for _ in range(n)]
 
 
-def write_times(path: Path, times: Times) -> None:
+def write_latency_table(path: Path, times: LatencyTable) -> None:
     """Keep times in a file."""
     write_json(path, times.describe())
 
 
-def read_times(path: Path) -> Times:
-    """Times out of a file.
+def read_latency_table(path: Path) -> LatencyTable:
+    """Read a table out of a file.
 
     Raises:
-        CheckpointError: it is not what :func:`write_times` wrote.
+        CheckpointError: it is not what :func:`write_latency_table` wrote.
     """
     try:
         facts = read_json(path)
         tables = tuple(
-            Timetable(
+            ModuleLatency(
                 tuple(row["blocks"]), row["module"], int(row["full"]), {int(r): float(s) for r, s in row["saved"]}
             )
             for row in facts.pop("tables")
         )
-        return Times(tables, float(facts.pop("seconds")), facts)
+        return LatencyTable(tables, float(facts.pop("seconds")), facts)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged ({error}); remove {path.parent} and start again") from error

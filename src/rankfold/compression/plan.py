@@ -6,7 +6,18 @@ from typing import NamedTuple
 
 import torch
 
-from ..allocation import allocate, averages, budgets, check_reachable, tensor_bytes, to_remove, unique_parameters
+from ..allocation import (
+    Greedy,
+    Measured,
+    Uniform,
+    allocate,
+    averages,
+    check_reachable,
+    shared_budgets,
+    tensor_bytes,
+    to_remove,
+    unique_parameters,
+)
 from ..allocation.one_rank import common_ranks, freed
 from ..architectures import BlockView
 from ..calibration.backward import sweep_memory, windows_for
@@ -15,10 +26,10 @@ from ..calibration.gradients import numbers, widest
 from ..calibration.statistics import SAMPLE_ROWS, STATISTICS
 from ..data.probes import most_tokens
 from ..errors import OptionError, UnsupportedModelError
-from ..methods import BLOCK, Method, Unit
+from ..methods import BLOCK, Method, PrunableModule
 from ..models.dense_model import DenseModel
 from ..report.plan import ModulePlan, Plan
-from .budget import Choices, choices
+from .budget import RankOptions, rank_options
 
 __all__ = [
     "allocate_ranks",
@@ -39,18 +50,18 @@ class Allocated(NamedTuple):
 
     ranks: dict[tuple[int, str], int]  # (block, module) -> rank
     facts: dict  # of the allocation, for the record
-    choices: Choices  # what there was to choose from
+    options: RankOptions  # what there was to choose from
     budget: dict  # what it counts, how much there is of it, how much was to go and goes
 
 
-def allocate_ranks(choices: Choices, method: Method, scores=None) -> Allocated:
+def allocate_ranks(options: RankOptions, method: Method, measured=None) -> Allocated:
     """Ranks under the budget; see :func:`rankfold.allocation.allocate`."""
-    units, counted = choices.priced, choices.counted
-    ranks, facts = allocate(units, method, counted, scores)
+    units, counted = options.priced, options.counted
+    ranks, facts = allocate(units, method, counted, measured)
     removed = sum(u.dense - u.size(ranks[u.block, u.module]) for u in units)
     amounts = {"counted": counted, "asked": to_remove(units, method, counted), "removed": removed}
     amounts["excess"] = _excess(units, ranks, method, amounts)
-    return Allocated(ranks, facts, choices, {**choices.facts, **amounts})
+    return Allocated(ranks, facts, options, {**options.facts, **amounts})
 
 
 def divergence_for_stock(source: DenseModel, method: Method, costs) -> float | None:
@@ -62,18 +73,18 @@ def divergence_for_stock(source: DenseModel, method: Method, costs) -> float | N
     Returns:
         ``None`` where there are no such ranks, or one whose cost is not known.
     """
-    if method.allocation != "measured" or "stock" not in method.targets or method.budget == "latency":
+    if not isinstance(method.allocation, Measured) or "stock" not in method.targets or method.budget.is_timed:
         return None
     try:
-        stock = replace(method, target="stock", allocation="uniform", protect=())
-        ranks = allocate_ranks(choices(source, stock), stock).ranks
+        stock = replace(method, target="stock", allocation=Uniform(), exclude_blocks=())
+        ranks = allocate_ranks(rank_options(source, stock), stock).ranks
     except (OptionError, UnsupportedModelError):
         return None
     found = [costs.get(key, {}).get(rank) for key, rank in ranks.items()]
     return None if None in found else sum(found)
 
 
-def _excess(units: list[Unit], ranks: dict, method: Method, amounts: dict) -> str | None:
+def _excess(units: list[PrunableModule], ranks: dict, method: Method, amounts: dict) -> str | None:
     """Say why more goes than was asked for, where it is more than the rounding of ranks explains."""
     counted, asked, removed = (amounts[name] for name in ("counted", "asked", "removed"))
     if removed - asked <= ROUNDING * counted:
@@ -87,7 +98,7 @@ def _excess(units: list[Unit], ranks: dict, method: Method, amounts: dict) -> st
         width = ranks[free[0].block, free[0].module]
         less = freed(free, min(rank for rank in common_ranks(free) if rank > width))
         reason = f"all blocks have one width, and the next larger one removes {max(0, less) / counted:.1%}"
-    elif method.allocation == "measured":
+    elif method.allocation.may_exceed:
         reason = "what was measured to cost nothing goes too"
     else:
         levels = [(unit, unit.ranks.index(ranks[unit.block, unit.module])) for unit in smaller]
@@ -96,14 +107,14 @@ def _excess(units: list[Unit], ranks: dict, method: Method, amounts: dict) -> st
     return f"{asked / counted:.1%} was asked for and {removed / counted:.1%} goes: {reason}"
 
 
-def check(choices: Choices, method: Method) -> None:
+def check(options: RankOptions, method: Method) -> None:
     """Raise :class:`OptionError` where the sparsity cannot be reached, whatever is measured."""
-    check_reachable(choices.priced, method, choices.counted)
+    check_reachable(options.priced, method, options.counted)
 
 
-def budget(choices: Choices, method: Method) -> tuple[list[Unit], int]:
+def budget(options: RankOptions, method: Method) -> tuple[list[PrunableModule], int]:
     """Units that may lose something together, and how much must go, for methods with one kind of unit."""
-    (only,) = budgets(choices.priced, method, choices.counted)
+    (only,) = shared_budgets(options.priced, method, options.counted)
     return only.units, only.remove
 
 
@@ -112,9 +123,9 @@ def kept_blocks(ranks: dict[tuple[int, str], int], blocks: int) -> tuple[int, ..
     return tuple(block for block in range(blocks) if ranks.get((block, BLOCK)) != 0)
 
 
-def shares(choices: Choices, method: Method) -> tuple[list[Unit], dict]:
+def shares(options: RankOptions, method: Method) -> tuple[list[PrunableModule], dict]:
     """Units of all blocks, and the mean sparsity of the budget each belongs to."""
-    return choices.priced, averages(choices.priced, method, choices.counted)
+    return options.priced, averages(options.priced, method, options.counted)
 
 
 def of_block(ranks: dict[tuple[int, str], int], index: int) -> dict[str, int]:
@@ -143,7 +154,7 @@ def build_plan(
             dense_weights=u.dense,
             relative_error=reports.get((u.block, u.module), {}).get("relative_error"),
         )
-        for u in allocated.choices.units
+        for u in allocated.options.units
     )
     removed = sum(m.dense_weights - m.weights for m in modules)
     parameters = unique_parameters(source.model)
@@ -156,7 +167,7 @@ def build_plan(
         model=source.name,
         method=method.describe(),
         modules=modules,
-        counted_weights=allocated.choices.weights,
+        counted_weights=allocated.options.weights,
         removed_weights=removed,
         parameters=parameters,
         parameters_after=parameters + change,
@@ -244,7 +255,7 @@ def _peak_memory(source: DenseModel, method: Method, calibration: dict | None) -
     width = view.attention.output.weight.shape[0]
     # Two streams side by side are three: dense behind attention and behind the block, and compressed.
     streams = 3 if any(STATISTICS[name].two_streams for name in statistics) else 1
-    streams = len(source) + 1 if method.allocation == "greedy" else streams  # of one round of the search
+    streams = len(source) + 1 if isinstance(method.allocation, Greedy) else streams  # of one round of the search
     probed = most_tokens(source)
     stream = (streams * tokens + 3 * held_out + 2 * probed) * width * (2 if source.autocast else item)
     gradients = method.gradients(view)

@@ -18,7 +18,7 @@ from .psd import check_moment, spd_inverse
 
 __all__ = ["SELECTIONS", "ErrorCurve", "Nystrom", "NystromBounds", "error_curve", "nystrom"]
 
-SELECTIONS = ("elimination", "leverage")
+SELECTIONS = ("obs", "leverage")
 
 
 class NystromBounds(NamedTuple):
@@ -89,7 +89,7 @@ def nystrom(
     *,
     rank: int,
     ridge: float = 1e-4,
-    select: str = "elimination",
+    selection: str = "obs",
     output_root: Tensor | None = None,
     keep: Tensor | None = None,
 ) -> Nystrom:
@@ -112,7 +112,7 @@ def nystrom(
         C: ``(F, F)`` second moment of the INPUT OF THE DOWN PROJECTION (after activation and gate); any positive scale.
         rank: hidden units to keep, ``1 <= rank <= F``.
         ridge: ``lam = ridge * mean(diag(C))``, used for the choice and for the solve.
-        select: ``elimination``: one after another the unit whose loss costs least after refitting
+        selection: ``obs``: one after another the unit whose loss costs least after refitting
             (:func:`rankfold.linalg.elimination.eliminate_units`). ``leverage``: the largest ridge leverage scores, the paper's
             Algorithm 1; it does not see ``W_down``, and drops collinear units all together.
         output_root: ``(D, D)`` root ``R`` of an output metric: units go by what they add to :math:`\|R (W a - W' a_k)\|^2`. The
@@ -125,7 +125,7 @@ def nystrom(
         the first ones stay and the error is exactly 0.
 
     Raises:
-        ValueError: shapes disagree, ``rank`` or ``ridge`` is out of range, ``C`` is not finite, unknown ``select``.
+        ValueError: shapes disagree, ``rank`` or ``ridge`` is out of range, ``C`` is not finite, unknown ``selection``.
         torch.linalg.LinAlgError: a kept block is numerically singular even after damping.
 
     Cost: O(F^3 + D F^2) time, two (F, F) matrices of memory. Deterministic.
@@ -134,8 +134,8 @@ def nystrom(
     check_moment(C, F)
     if not 1 <= rank <= F:
         raise ValueError(f"rank must be in [1, {F}], got {rank}")
-    if select not in SELECTIONS:
-        raise ValueError(f"select must be one of {', '.join(SELECTIONS)}, got {select!r}")
+    if selection not in SELECTIONS:
+        raise ValueError(f"selection must be one of {', '.join(SELECTIONS)}, got {selection!r}")
     if not ridge > 0:
         raise ValueError(f"ridge must be > 0, got {ridge}")
     if rank == F or not C.diagonal().any():  # all stay, or none ever fires and any of them will do
@@ -146,7 +146,7 @@ def nystrom(
         return _fit(W_down, W, C, keep, ridge * C.diagonal().mean().item())[0]
     damped = _damp(C, ridge)
     scores, inverse_norm = _scores(damped), largest_eigenvalue(damped.inverse.mv, damped.inverse)
-    if select == "leverage":
+    if selection == "leverage":
         keep = scores.topk(rank).indices.sort().values
     else:
         # Eliminating acts on the columns of W alone, so that of R W is that of W in the metric.

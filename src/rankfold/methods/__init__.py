@@ -6,7 +6,7 @@ from .._utils.lazy import importing
 from .registry import METHODS, as_method, make_method, method_class, method_names, register_method
 
 if TYPE_CHECKING:
-    from .base import BlockResult, CompressionStep, Curve, Method, Unit
+    from .base import BlockResult, CompressionStep, Curve, MeasurableMethod, Method, NarrowingMethod, PrunableModule
     from .baselines.block_removal import BLOCK, SLEB, ShortGPT
     from .baselines.semi_structured import PrunerZero, SparseGPT, TwoOfFour, Wanda
     from .baselines.slicegpt import SliceGPT, SliceGPTMoDeGPT
@@ -36,8 +36,11 @@ __all__ = [
     "LLMSurgeon",
     "LatentLLM",
     "Magnitude",
+    "MeasurableMethod",
     "Method",
     "MoDeGPT",
+    "NarrowingMethod",
+    "PrunableModule",
     "PrunerZero",
     "Rankfold",
     "RootCov",
@@ -47,7 +50,6 @@ __all__ = [
     "SparseGPT",
     "Strided",
     "TwoOfFour",
-    "Unit",
     "Wanda",
     "as_method",
     "fitted",
@@ -58,7 +60,15 @@ __all__ = [
 ]
 
 _OTHERS = {
-    ".base": ("BlockResult", "Curve", "Method", "CompressionStep", "Unit"),
+    ".base": (
+        "BlockResult",
+        "Curve",
+        "MeasurableMethod",
+        "Method",
+        "NarrowingMethod",
+        "CompressionStep",
+        "PrunableModule",
+    ),
     ".baselines.block_removal": ("BLOCK",),
     ".baselines.semi_structured": ("TwoOfFour",),
     ".targets": ("TARGETS", "fitted"),

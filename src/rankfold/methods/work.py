@@ -27,7 +27,7 @@ ROUTINES = ("product", "cholesky", "inverse", "solve", "eigh", "svd", "eliminati
 COUNTED = 1024  # width of the matrices that products and passes are counted in, and how many calls are counted as one
 
 # How often the code does what it could do once. Change these with it.
-CORRECTION_RIDGES = 4  # ridges that `linalg.feedback.correct` tries
+CORRECTION_RIDGES = 4  # ridges that `linalg.residual_correction.correct` tries
 
 Work = Counter  # of (routine, size)
 

@@ -6,13 +6,13 @@ from dataclasses import fields
 from typing import NamedTuple
 
 from ..errors import OptionError
-from ..methods import Method, make_method, method_class
-from ..methods.base import ignored_options
+from ..methods import NarrowingMethod, make_method, method_class
+from ..methods.config import ignored_options
 
 __all__ = ["compare_command", "option_text", "options_for_target", "records_of", "reproduce_command"]
 
 HEADS = {"qk", "vo", "heads"}  # modules that such a target leaves dense
-SHARED_OPTIONS = {f.name for f in fields(Method)}  # those with a flag of their own
+SHARED_OPTIONS = {f.name for f in fields(NarrowingMethod)}  # those with a flag of their own
 
 
 def records_of(record: dict) -> list[dict]:
@@ -29,7 +29,7 @@ def options_for_target(record: dict, target: str) -> str | None:
     """
     method = record["plan"]["method"]
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in method.items()}
-    uniform = {"allocation": "uniform", "protect": ()} if target == "stock" else {}
+    uniform = {"allocation": "uniform", "exclude_blocks": ()} if target == "stock" else {}
     try:
         make_method(options.pop("method"), **options | {"target": target} | uniform)
     except OptionError:
@@ -37,7 +37,7 @@ def options_for_target(record: dict, target: str) -> str | None:
     if "before" in record or HEADS & {*(method["modules"] or ())} or method["target"] == target:
         return None
     flags = [*(["--allocation uniform"] if uniform else []), f"--for {target}"]
-    return f"`{' '.join(flags)}`" + (" and without --protect" if uniform and method["protect"] else "")
+    return f"`{' '.join(flags)}`" + (" and without --exclude-blocks" if uniform and method["exclude_blocks"] else "")
 
 
 class _Given(NamedTuple):
@@ -105,10 +105,10 @@ def _method(method: dict) -> list[str]:
     left_out = {"method", "sparsity", *ignored_options(method)}
     for key, value in method.items():
         value = tuple(value) if isinstance(value, list) else value  # as JSON has it
-        if value == defaults[key] or key in left_out:
+        if key in left_out or value == defaults[key]:
             continue
         text, flag = option_text(value, ","), "for" if key == "target" else key
-        options.append(f"--{flag} {text}" if key in SHARED_OPTIONS else f"--option {key}={text}")
+        options.append(f"--{flag.replace('_', '-')} {text}" if key in SHARED_OPTIONS else f"--option {key}={text}")
     return options
 
 
@@ -116,7 +116,7 @@ def option_text(value, comma: str) -> str:
     """The value of an option as the command line takes it; ``comma``: what stands between the items of a list."""
     if isinstance(value, dict):
         return comma.join(f"{k}={v}" for k, v in value.items())
-    return comma.join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return comma.join(map(str, value)) if isinstance(value, list | tuple) else str(value).replace(",", comma)
 
 
 def compare_command(identity: dict, run: dict, folder: str) -> str:

@@ -105,7 +105,7 @@ def _of(record: dict, records: list[dict]) -> str:
 def _counted(record: dict, of: str) -> str:
     """A row of the table."""
     plan = record["plan"]
-    what = "linear weights of the blocks" if plan["method"]["of"] == "blocks" else "whole model"
+    what = "linear weights of the blocks" if plan["method"]["scope"] == "blocks" else "whole model"
     gone = "set to zero, which stay in the file" if "zeros" in plan["facts"] else "removed"
     counted, after = plan["counted_weights"], plan["counted_weights"] - plan["removed_weights"]
     return f"| counted weights{of} ({what}) | {counted:,} | {after:,} | {plan['sparsity']:.2%} {gone} |\n"

@@ -37,7 +37,7 @@ class Plan:
     kv_bytes_per_token_after: int
     peak_memory_bytes: int  # estimate, beside the program and its libraries
     seconds: float | None  # estimate; None where no block was timed, see `rankfold.compression.duration.timed`
-    facts: dict = field(default_factory=dict)  # of the allocation: epsilon, scores; what stays as zeros
+    facts: dict = field(default_factory=dict)  # of the allocation: temperature, scores; what stays as zeros
     budget: dict = field(
         default_factory=dict
     )  # what the sparsity counts: how much there is, how much was to go and goes

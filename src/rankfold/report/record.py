@@ -12,6 +12,7 @@ from .._utils.files import read_json
 from .._utils.hardware import cpu_facts
 from .._utils.schema import NUMBER, Each, Maybe, check_record
 from ..errors import CheckpointError
+from ..methods.upgrade import upgraded
 from ..version import __version__
 from .commands import records_of, reproduce_command
 
@@ -75,6 +76,8 @@ def read_record(folder: Path) -> dict:
     record = read_json(folder / NAME)
     for one in records_of(record):
         _check(one, folder / NAME)
+        for options, key in ((one, "options"), (one["plan"], "method")):
+            options |= {key: upgraded(options[key])} if isinstance(options.get(key), dict) else {}
     return record
 
 

@@ -18,7 +18,7 @@ __all__ = ["pictures", "write_report", "write_rows"]
 
 RESULTS, TABLE, PLOTS, PAGE = "results.jsonl", "table.md", "plots", "report.html"
 MEANING = {
-    "removed": "fraction of the counted weights that is gone: linear weights of the blocks, unless the method says of=model",
+    "removed": "fraction of the counted weights that is gone: linear weights of the blocks, unless the method says scope=model",
     "M parameters, MiB": "of the whole model, embeddings included, as it is written; tied matrices once",
     "measured": "one-pass: on the dense model, with moments that all such rows share; sequential: every block on what the "
     "compressed blocks before it send, anew for this row",

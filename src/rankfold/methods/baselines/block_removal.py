@@ -1,12 +1,12 @@
 """Whole blocks that go: what is left is a stock model with fewer blocks."""
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import ClassVar
 
-from ...allocation import block_weights
+from ...allocation import Allocation, Budget, Bytes, Greedy, LeastInfluence, Parameters, block_weights
 from ...architectures import BlockView
 from ...calibration.moments import Moment
-from ..base import BlockResult, Method, Unit
+from ..base import BlockResult, Method, PrunableModule
 
 __all__ = ["BLOCK", "SLEB", "BlockRemoval", "ShortGPT"]
 
@@ -15,15 +15,13 @@ BLOCK = "block"  # the module whose rank is 1 where a block stays and 0 where it
 
 @dataclass(frozen=True)
 class BlockRemoval(Method):
-    """Remove blocks; which ones is a matter of the allocation. ``multiple``, ``epsilon`` and ``context`` have no meaning
-    here.
+    """Remove blocks; which ones is a matter of the allocation.
 
     At least one block stays.
     """
 
     all_modules: ClassVar[tuple[str, ...]] = (BLOCK,)
-    budgets: ClassVar[tuple[str, ...]] = ("parameters", "bytes")
-    narrows: ClassVar[bool] = False
+    budgets: ClassVar[tuple[type[Budget], ...]] = (Parameters, Bytes)
 
     def supported_modules(self, architecture, view: BlockView) -> tuple[str, ...]:
         return (BLOCK,)
@@ -31,8 +29,8 @@ class BlockRemoval(Method):
     def statistics(self, view: BlockView) -> set[str]:
         return {"change"}
 
-    def units(self, view: BlockView) -> list[Unit]:
-        return [Unit(view.index, BLOCK, (0, 1), (0, block_weights(view.module)))]
+    def prunable_modules(self, view: BlockView) -> list[PrunableModule]:
+        return [PrunableModule(view.index, BLOCK, (0, 1), (0, block_weights(view.module)))]
 
     def parameter_change(self, view: BlockView, ranks: dict[str, int]) -> tuple[int, int]:
         return (0 if ranks[BLOCK] else -sum(p.numel() for p in view.module.parameters())), 0
@@ -61,9 +59,9 @@ class ShortGPT(BlockRemoval):
     """
 
     name: ClassVar[str] = "shortgpt"
-    allocations: ClassVar[tuple[str, ...]] = ("least-influence",)
+    allocations: ClassVar[tuple[type[Allocation], ...]] = (LeastInfluence,)
 
-    allocation: Literal["least-influence"] = "least-influence"
+    allocation: Allocation = field(default=LeastInfluence())
 
 
 @dataclass(frozen=True)
@@ -75,11 +73,6 @@ class SLEB(BlockRemoval):
     """
 
     name: ClassVar[str] = "sleb"
-    allocations: ClassVar[tuple[str, ...]] = ("greedy",)
+    allocations: ClassVar[tuple[type[Allocation], ...]] = (Greedy,)
 
-    allocation: Literal["greedy"] = "greedy"
-
-    @classmethod
-    def search(cls, blocks: int, removed: int) -> float:
-        """Block forwards over the calibration windows until so many are removed."""
-        return sum((blocks - done) ** 2 / 2 for done in range(removed))
+    allocation: Allocation = field(default=Greedy())

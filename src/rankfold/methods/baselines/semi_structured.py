@@ -9,12 +9,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ...allocation import Allocation, Budget, Parameters, Uniform
 from ...architectures import BlockView, as_stored
 from ...calibration.moments import BlockMoments
 from ...errors import OptionError, UnsupportedModelError
 from ...linalg.lowrank import metric_error
 from ...linalg.semi_structured import GROUP, KEPT, activation_scores, gradient_scores, largest_of_four, surgeon
-from ..base import BlockResult, Method, Unit
+from ..base import BlockResult, Method, PrunableModule
 from ..work import Work, calling, multiplying, passing, times
 
 __all__ = ["PrunerZero", "SparseGPT", "TwoOfFour", "Wanda"]
@@ -31,15 +32,13 @@ class TwoOfFour(Method):
     """Set two of every four consecutive weights of an output to zero (2:4, for sparse tensor cores).
 
     Modules: ``qkv``, ``o``, ``up`` (with the gate) and ``down``; a rank is what stays of four, 2 or 4. The sparsity is 0.5 and
-    counts zeros: shapes, bytes and cache stay as they are. ``allocation``, ``multiple``, ``epsilon`` and ``context`` have
-    no meaning here.
+    counts zeros: shapes, bytes and cache stay as they are. ``allocation`` has no meaning here.
     """
 
     all_modules: ClassVar[tuple[str, ...]] = tuple(INPUTS)
-    allocations: ClassVar[tuple[str, ...]] = ("uniform",)
-    budgets: ClassVar[tuple[str, ...]] = ("parameters",)
+    allocations: ClassVar[tuple[type[Allocation], ...]] = (Uniform,)
+    budgets: ClassVar[tuple[type[Budget], ...]] = (Parameters,)
     leaves_zeros: ClassVar[bool] = True
-    narrows: ClassVar[bool] = False
 
     sparsity: float = SPARSITY
 
@@ -62,10 +61,10 @@ class TwoOfFour(Method):
                     f"method {self.name} keeps {KEPT} of {GROUP} weights, so its sparsity is {SPARSITY}, got {sparsity}; take "
                     f"{SPARSITY}, or a method that makes tensors smaller, such as --method rankfold"
                 )
-        if self.protect or self.of == "model" or (self.modules and not self.own_sparsities):
+        if self.exclude_blocks or self.scope == "model" or (self.modules and not self.own_sparsities):
             raise OptionError(
-                f"method {self.name} takes a half of all linear weights of the blocks; leave out protect and of=model, and "
-                f"give modules their own sparsity, such as --modules down={SPARSITY}"
+                f"method {self.name} takes a half of all linear weights of the blocks; leave out exclude_blocks and "
+                f"scope=model, and give modules their own sparsity, such as --modules down={SPARSITY}"
             )
 
     def supported_modules(self, architecture, view: BlockView) -> tuple[str, ...]:
@@ -90,11 +89,11 @@ class TwoOfFour(Method):
     def statistics(self, view: BlockView) -> set[str]:
         return {INPUTS[module] for module in self.supported_modules(view.architecture, view)}
 
-    def units(self, view: BlockView) -> list[Unit]:
+    def prunable_modules(self, view: BlockView) -> list[PrunableModule]:
         found = []
         for module in self.supported_modules(view.architecture, view):
             dense = sum(weight.numel() for weight in _weights(view, module))
-            found.append(Unit(view.index, module, (KEPT, GROUP), (dense * KEPT // GROUP, dense)))
+            found.append(PrunableModule(view.index, module, (KEPT, GROUP), (dense * KEPT // GROUP, dense)))
         return found
 
     def parameter_change(self, view: BlockView, ranks: dict[str, int]) -> tuple[int, int]:

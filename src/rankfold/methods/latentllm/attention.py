@@ -85,7 +85,7 @@ def _joint_qk(view: BlockView, given: Input, moments, ranks, layout: dict[str, S
         planned = {m: layout[m].numbers(r) for m, r in zip("qk", pair, strict=True)}
         facts = {m: {"planned_rank": ranks[m], "planned_weights": planned[m]} for m in "qk"}
         budget = sum(planned.values())
-        pair = choose_ranks(W_q, W_k, given.precond, budget=budget, multiple=method.multiple, **options)
+        pair = choose_ranks(W_q, W_k, given.precond, budget=budget, multiple=method.rank_multiple, **options)
         facts = {m: facts[m] | {"weights": layout[m].numbers(r)} for m, r in zip("qk", pair, strict=True)}
     fit = joint_qk(W_q, W_k, given.precond, ranks=pair, alternations=method.alternations, **options)
     factors = {

@@ -85,7 +85,7 @@ class Slot:
     def ladder(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Ranks to choose from and weights at each, ascending; the last one leaves the projection dense."""
         least = self.head_dim if self.head_identity else 1
-        steps = [r for r in range(self.method.multiple, self.full, self.method.multiple) if r >= least]
+        steps = [r for r in range(self.method.rank_multiple, self.full, self.method.rank_multiple) if r >= least]
         steps = [r for r in steps if self.numbers(r) < self.dense]
         sizes = (*map(self.numbers, steps), self.dense)
         return (*steps, self.full), tuple(self.copies * size for size in sizes)
@@ -131,7 +131,7 @@ class Slot:
 
 
 def dense_projections(method, view: BlockView) -> dict[str, Dense]:
-    """Unit -> projection, for all that this block has."""
+    """Module -> projection, for all that this block has."""
     projections = _of_attention(method, view) if view.attention.spec.qkv else {}
     if view.mlp:
         rising = view.mlp.rising()
@@ -170,7 +170,7 @@ def _stored(view: BlockView, module: str):
 
 
 def slots(method, view: BlockView) -> dict[str, Slot]:
-    """Unit -> slot, for all that this block has."""
+    """Module -> slot, for all that this block has."""
     heads = {"q": view.attention.heads, "k": view.attention.kv_heads, "v": view.attention.kv_heads}
     found, copies = dense_projections(method, view), {}
     if (experts := view.experts) and method.takes_experts:

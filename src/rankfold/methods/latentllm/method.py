@@ -8,7 +8,7 @@ from ...architectures import BlockView, Dense
 from ...calibration.experts import STATISTICS
 from ...calibration.statistics import SAMPLE_ROWS
 from ...errors import UnsupportedModelError
-from ..base import BlockResult, Method, Unit
+from ..base import BlockResult, NarrowingMethod, PrunableModule
 from ..work import Work, multiplying, passing, times
 from .attention import ATTENTION, decompose_attention
 from .experts import decompose_experts
@@ -21,7 +21,7 @@ __all__ = ["LatentLLM"]
 
 
 @dataclass(frozen=True)
-class LatentLLM(Method):
+class LatentLLM(NarrowingMethod):
     """Options of the latent methods beside those of every method. Modules: q, k, v, o, gate, up, down; and of experts
     experts_up (gate and up of each as one) and experts_down.
 
@@ -168,10 +168,10 @@ class LatentLLM(Method):
     def gradients(self, view: BlockView) -> set[str]:
         return fishers(self, view)
 
-    def units(self, view: BlockView) -> list[Unit]:
+    def prunable_modules(self, view: BlockView) -> list[PrunableModule]:
         modules = self.supported_modules(view.architecture, view)
         there = slots(self, view)
-        return [Unit(view.index, module, *there[module].ladder()) for module in modules]
+        return [PrunableModule(view.index, module, *there[module].ladder()) for module in modules]
 
     def parameter_change(self, view: BlockView, ranks: dict[str, int]) -> tuple[int, int]:
         lower = self._lower(view, ranks)

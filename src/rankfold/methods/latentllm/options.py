@@ -1,5 +1,6 @@
 """Which options of the latent methods are in range, and which exclude each other."""
 
+from ...allocation import FLOPs
 from ...errors import OptionError, check_choice
 from ...linalg.junction import JUNCTIONS
 from ...linalg.preconditioner import PRECONDITIONERS
@@ -21,7 +22,7 @@ def check_options(method) -> None:
         raise OptionError(
             f"attention_aware=true refits the joint value-output form; use joint=vo, got {method.joint!r}"
         )
-    if method.budget == "flops" and (method.junction == "lu" or method.head_junction):
+    if isinstance(method.budget, FLOPs) and (method.junction == "lu" or method.head_junction):
         raise OptionError(
             "budget flops counts the weights stored, and junction=lu and head_junction=true multiply more than they store; "
             "use another budget or junction"

@@ -18,7 +18,7 @@ from ...linalg.paired_svd import PairedSVD, paired_factors
 from ..base import BlockResult
 from ..result import put_attention
 from .norms import predict_norms
-from .sensitivity import output_root, weighted
+from .output_weighting import output_root, weighted
 
 GRADIENT = "o_gradient"
 # Cost of dropping dimensions of queries and keys in all blocks, where all drop the same.
@@ -76,7 +76,7 @@ def _selected_qk(method, attention: AttentionView, moments, dense: dict[str, Den
     parts = torch.stack([*_score_error(moments, keep), theorem.sum(), proposition.sum()]).tolist()
     pairs = moments["query_key"].count  # of a query and a key of one window, all of them: the mask is not used
     names = ("error", "theorem_2", "proposition_2")
-    report = {"form": "cr", "select": method.select_qk, "relative_error": relative(*parts[:2])}
+    report = {"form": "cr", "selection": method.selection_qk, "relative_error": relative(*parts[:2])}
     report |= {name: value / pairs for name, value in zip(names, (parts[0], *parts[2:]), strict=True)}
     projections = {"q": take_heads(dense["q"], _of_queries(keep, attention)), "k": take_heads(dense["k"], keep)}
 
@@ -107,7 +107,7 @@ def _with_norms(error: float, norms: tuple[float, float]) -> float:
 
 def _choose(method, attention: AttentionView, moments, rank: int) -> ColumnRow:
     sizes = {"rank": rank, "rotary_dim": attention.rotary_dim}
-    if method.select_qk == "norm":
+    if method.selection_qk == "norm":
         return column_row(
             _grouped(moments["query"].second_moment(), attention), moments["key"].second_moment(), **sizes
         )

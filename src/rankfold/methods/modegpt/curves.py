@@ -2,17 +2,17 @@
 
 from ...architectures import BlockView
 from ...linalg.nystrom import error_curve
-from ..base import Curve, Unit
+from ..base import Curve, PrunableModule
 from .attention import compress_qk, compress_vo
 from .experts import expert_errors
 from .mlp import GRADIENT as MLP
 from .mlp import ORDER, UnitOrder, relative_ridge
-from .sensitivity import output_root, weighted
+from .output_weighting import output_root, weighted
 
 __all__ = ["squared_errors"]
 
 
-def squared_errors(method, view: BlockView, moments, unit: Unit, least: int, vo=compress_vo) -> Curve:
+def squared_errors(method, view: BlockView, moments, unit: PrunableModule, least: int, vo=compress_vo) -> Curve:
     """Compute the squared relative error of a module at the ranks of ``unit`` from ``least`` on.
 
     In the output metric where the moments hold a gradient: that is what the fit makes least.
@@ -29,7 +29,7 @@ def squared_errors(method, view: BlockView, moments, unit: Unit, least: int, vo=
         C = moment.covariance() if method.bias_refit and down.bias is not None else moment.second_moment()
         W = weighted(output_root(moments, MLP), down.weight.to(C))
         curve = error_curve(W, C, least=ranks[0], ridge=relative_ridge(method, C, moment.count))
-        known = curve.removed is not None and method.select == "elimination"
+        known = curve.removed is not None and method.selection == "obs"
         found = {ORDER: UnitOrder(curve.removed)} if known else {}
         return Curve({rank: curve.errors[full - rank].item() for rank in ranks}, found)
     attention = view.attention

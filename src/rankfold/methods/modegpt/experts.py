@@ -13,7 +13,7 @@ from ...architectures import BlockView, Dense, ExpertsView
 from ...calibration.experts import ExpertMoment, RoutedTokens, energies
 from ...calibration.moments import BlockMoments
 from ...linalg.nystrom import error_curve, nystrom
-from ..base import BlockResult, Unit
+from ..base import BlockResult, PrunableModule
 from .attention import relative
 from .mlp import metric_of, refitted, relative_ridge
 
@@ -43,7 +43,7 @@ def reduce_experts(method, view: BlockView, moments: BlockMoments, rank: int, re
     result.errors["experts"] = lambda others: _error_on(RoutedTokens.of(experts, others), reduced)
     errors = [(one.error * one.seen.share, one.total * one.seen.share) for one in reduced]
     report |= {
-        "select": method.select,
+        "selection": method.selection,
         "relative_error": relative(*map(sum, zip(*errors, strict=True))),
         "relative_errors": [relative(one.error, one.total) for one in reduced],
         "tokens": [one.seen.tokens for one in reduced],
@@ -55,7 +55,7 @@ def _reduce(method, routed: RoutedTokens, expert: int, rank: int) -> Expert:
     down, seen = routed.experts.down(expert), routed.moment(expert)
     C, scale, centre = metric_of(method, down, seen.moment)
     ridge = relative_ridge(method, C, seen.moment.count / scale)
-    fit = nystrom(down.weight, C, rank=rank, ridge=ridge, select=method.select)
+    fit = nystrom(down.weight, C, rank=rank, ridge=ridge, selection=method.selection)
     new = refitted(down, fit, centre, down.weight.dtype)
     return Expert(fit.keep, new, centre, seen._replace(moment=None), fit.error / scale, _energy(down, C) / scale)
 
@@ -76,7 +76,7 @@ def _error_on(routed: RoutedTokens, reduced: list[Expert]) -> float:
     return relative(*found.tolist())
 
 
-def expert_errors(method, view: BlockView, moments: BlockMoments, unit: Unit, least: int) -> dict[int, float]:
+def expert_errors(method, view: BlockView, moments: BlockMoments, unit: PrunableModule, least: int) -> dict[int, float]:
     """Rank -> squared relative error of all experts together, for the ranks of ``unit`` from ``least`` on."""
     routed, full = RoutedTokens.of(view.experts, moments), unit.ranks[-1]
     ranks = [rank for rank in unit.ranks if rank >= least]

@@ -13,7 +13,7 @@ from ...calibration.experts import STATISTICS as EXPERT_STATISTICS
 from ...calibration.moments import BlockMoments, Moment
 from ...errors import OptionError, UnsupportedModelError, check_choice
 from ...linalg.column_row import relative_cost
-from ..base import BlockResult, Curve, Method, Unit
+from ..base import BlockResult, Curve, MeasurableMethod, PrunableModule
 from ..targets import TARGETS
 from ..work import Work, eliminating, inverting, multiplying, refitting, times
 from .attention import GRADIENT as ATTENTION_GRADIENT
@@ -31,14 +31,14 @@ EXPERT_STEP = 8  # grouped products of all experts want rows of whole 16 bytes
 
 
 @dataclass(frozen=True)
-class MoDeGPT(Method):
+class MoDeGPT(MeasurableMethod):
     """Options of MoDeGPT beside those of every method.
 
     Attributes:
-        select: which hidden units stay. ``elimination``: they go one after another, each time the one whose loss after
-            refitting the others is least. ``leverage``: the largest ridge leverage scores, the paper's Algorithm 1, which drops
-            collinear units all together (docs/papers.md).
-        select_qk: which query-key dimensions stay. ``elimination``: by the exact error of the scores with keys centred over
+        selection: which hidden units stay. ``obs`` (optimal brain surgeon): they go one after another, each time the one whose
+            loss after refitting the others is least. ``leverage``: the largest ridge leverage scores, the paper's Algorithm 1,
+            which drops collinear units all together (docs/papers.md).
+        selection_qk: which query-key dimensions stay. ``obs``: by the exact error of the scores with keys centred over
             the window, as softmax sees them. ``norm``: the largest norm scores, the paper's Algorithm 2.
         gqa: value-output under grouped queries: ``joint`` is the optimum over the group; ``paper`` ignores the output
             projections (App. B.1). The same where every query head has its own value head.
@@ -49,7 +49,7 @@ class MoDeGPT(Method):
         ridge: damping lambda of the MLP's moment, in the unit that ``ridge_scale`` names.
         ridge_scale: ``relative``: a fraction of the mean diagonal of the moment, the same for any number of tokens.
             ``absolute``: a number that is added to the sum over all calibration tokens; the paper takes 1 (App. B.2).
-        sensitivity: which errors at the output of a module count. ``none``: all alike. ``gradient``: by the second moment of
+        output_weighting: which errors at the output of a module count. ``none``: all alike. ``fisher``: by the second moment of
             the gradient of the loss there, from one backward pass over a few windows (docs/method.md). It decides which
             units and which dimensions of values stay; the weights fitted to these are best either way.
         head_dim: width of every head of the result, even. Queries and keys keep the same rotary pairs in the whole model, and
@@ -59,35 +59,34 @@ class MoDeGPT(Method):
 
     name: ClassVar[str] = "modegpt"
     all_modules: ClassVar[tuple[str, ...]] = ("mlp", "experts", "qk", "vo")
-    allocations: ClassVar[tuple[str, ...]] = (*Method.allocations, "measured")
-    budgets: ClassVar[tuple[str, ...]] = (*Method.budgets, "latency")
     targets: ClassVar[tuple[str, ...]] = tuple(TARGETS)
 
-    select: Literal["elimination", "leverage"] = "elimination"
-    select_qk: Literal["elimination", "norm"] = "elimination"
+    selection: Literal["obs", "leverage"] = "obs"
+    selection_qk: Literal["obs", "norm"] = "obs"
     gqa: Literal["joint", "paper"] = "joint"
     qk: Literal["svd", "cr"] = "svd"
     bias_refit: bool = True
     ridge: float = 1e-4
     ridge_scale: Literal["relative", "absolute"] = "relative"
-    sensitivity: Literal["none", "gradient"] = "none"
+    output_weighting: Literal["none", "fisher"] = "none"
     head_dim: int = 0
 
     def __post_init__(self):
         super().__post_init__()
         if not self.ridge > 0:
             raise OptionError(f"ridge must be > 0, got {self.ridge}; the default is 1e-4 of the moment's mean diagonal")
-        check_choice("select", self.select, ("elimination", "leverage"))
-        check_choice("select_qk", self.select_qk, ("elimination", "norm"))
+        check_choice("selection", self.selection, ("obs", "leverage"))
+        check_choice("selection_qk", self.selection_qk, ("obs", "norm"))
         check_choice("gqa", self.gqa, ("joint", "paper"))
         check_choice("qk", self.qk, ("svd", "cr"))
         check_choice("ridge_scale", self.ridge_scale, ("relative", "absolute"))
-        check_choice("sensitivity", self.sensitivity, ("none", "gradient"))
-        blind = {"select": "leverage", "gqa": "paper"}
+        check_choice("output_weighting", self.output_weighting, ("none", "fisher"))
+        blind = {"selection": "leverage", "gqa": "paper"}
         for key, value in blind.items():
-            if self.sensitivity != "none" and getattr(self, key) == value:
+            if self.output_weighting != "none" and getattr(self, key) == value:
                 raise OptionError(
-                    f"{key}={value} does not look at outputs, so sensitivity={self.sensitivity} has nothing to weigh; drop one"
+                    f"{key}={value} does not look at outputs, so output_weighting={self.output_weighting} has nothing to "
+                    "weigh; drop one"
                 )
         self._check_head_dim()
 
@@ -101,10 +100,12 @@ class MoDeGPT(Method):
                 f"head_dim {self.head_dim} is the width of queries, keys and values, got modules "
                 f"{','.join(self.modules)}; name qk and vo among them, without sparsities, or leave modules out"
             )
-        if self.protect:
-            raise OptionError(f"head_dim {self.head_dim} is of all blocks, got protect {self.protect}; drop one")
-        if self.select_qk == "norm":
-            raise OptionError("head_dim chooses pairs by the error of the scores, got select_qk=norm; drop one")
+        if self.exclude_blocks:
+            raise OptionError(
+                f"head_dim {self.head_dim} is of all blocks, got exclude_blocks {self.exclude_blocks}; drop one"
+            )
+        if self.selection_qk == "norm":
+            raise OptionError("head_dim chooses pairs by the error of the scores, got selection_qk=norm; drop one")
 
     def supported_modules(self, architecture, view: BlockView) -> tuple[str, ...]:
         reasons = {}
@@ -136,7 +137,7 @@ class MoDeGPT(Method):
 
     def gradients(self, view: BlockView) -> set[str]:
         names = {"mlp": MLP_GRADIENT, "vo": ATTENTION_GRADIENT}
-        wanted = self.supported_modules(view.architecture, view) if self.sensitivity == "gradient" else ()
+        wanted = self.supported_modules(view.architecture, view) if self.output_weighting == "fisher" else ()
         return {names[module] for module in wanted if module in names}
 
     def _statistics_of_modules(self, view: BlockView) -> dict[str, set[str]]:
@@ -155,24 +156,28 @@ class MoDeGPT(Method):
         costs = [relative_cost(moments["query_key"].second) for moments in blocks if "query_key" in moments]
         return {OF_MODEL: Moment(1.0, None, None, sum(costs))} if self.head_dim and costs else {}
 
-    def units(self, view: BlockView) -> list[Unit]:
+    def prunable_modules(self, view: BlockView) -> list[PrunableModule]:
         modules, attention = self.supported_modules(view.architecture, view), view.attention
         width = attention.output.weight.shape[0]
         projections = {"qk": attention.heads + attention.kv_heads, "vo": attention.heads + attention.kv_heads}
         units = []
         for module in modules:
             if module == "mlp":
-                step, full = self.multiple, view.mlp.hidden
+                step, full = self.rank_multiple, view.mlp.hidden
                 per_rank = width + sum(p.weight.numel() for p in view.mlp.rising().values()) // full
             elif module == "experts":
-                step, full = math.lcm(self.multiple, EXPERT_STEP), view.experts.hidden
+                step, full = math.lcm(self.rank_multiple, EXPERT_STEP), view.experts.hidden
                 per_rank = 3 * width * view.experts.count
             else:
                 full, per_rank = attention.head_dim, projections[module] * width
-                step = self.multiple * 2 if module == "qk" and self.multiple % 2 else self.multiple  # whole pairs
+                step = (
+                    self.rank_multiple * 2 if module == "qk" and self.rank_multiple % 2 else self.rank_multiple
+                )  # whole pairs
             chosen = self.head_dim if module in ("qk", "vo") else 0
             ranks = (chosen, full) if chosen else (*range(step, full, step), full)
-            units.append(Unit(view.index, module, ranks, tuple(r * per_rank for r in ranks), fixed=bool(chosen)))
+            units.append(
+                PrunableModule(view.index, module, ranks, tuple(r * per_rank for r in ranks), fixed=bool(chosen))
+            )
         if self.head_dim:
             self._check_heads(view, modules)
         return units
@@ -198,7 +203,7 @@ class MoDeGPT(Method):
         return result
 
     def parameter_change(self, view: BlockView, ranks: dict[str, int]) -> tuple[int, int]:
-        sizes = {u.module: u for u in self.units(view)}
+        sizes = {u.module: u for u in self.prunable_modules(view)}
         change = sum(sizes[m].size(rank) - sizes[m].dense for m, rank in ranks.items())
         if "mlp" in ranks:
             lost = view.mlp.hidden - ranks["mlp"]
@@ -228,7 +233,7 @@ class MoDeGPT(Method):
         attention, full = view.attention, view.attention.head_dim
         return attention.cached - attention.kv_heads * (2 * full - ranks.get("qk", full) - ranks.get("vo", full))
 
-    def curve(self, view: BlockView, moments, unit: Unit, least: int) -> Curve:
+    def curve(self, view: BlockView, moments, unit: PrunableModule, least: int) -> Curve:
         return squared_errors(self, view, moments, unit, least)
 
     def work(self, view: BlockView, ranks: dict[str, int]) -> Work:
@@ -242,7 +247,7 @@ class MoDeGPT(Method):
         return found
 
     def _work_of_units(self, full: int, width: int, rank: int) -> Work:
-        chosen = eliminating(full, width, rank) if self.select == "elimination" else Work()
+        chosen = eliminating(full, width, rank) if self.selection == "obs" else Work()
         return inverting(full) + chosen + refitting(full, width, rank)
 
     def _work_of_values(self, view: BlockView) -> Work:
@@ -251,7 +256,7 @@ class MoDeGPT(Method):
         N, K = attention.head_dim, attention.kv_heads
         return Work({("eigh", N): 2.0 * K, ("svd", N): float(K)}) + multiplying(4 * attention.heads * N, N, width)
 
-    def work_of_curve(self, view: BlockView, unit: Unit, least: int) -> Work:
+    def work_of_curve(self, view: BlockView, unit: PrunableModule, least: int) -> Work:
         width, full = view.attention.output.weight.shape[0], unit.ranks[-1]
         if unit.module in ("mlp", "experts"):
             one = inverting(full) + eliminating(full, width, least) + multiplying(width, full, full)

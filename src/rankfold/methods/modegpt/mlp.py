@@ -15,7 +15,7 @@ from ...linalg.nystrom import Nystrom, nystrom
 from ..base import BlockResult
 from ..result import put_projection
 from .attention import relative
-from .sensitivity import output_root, predicted_loss
+from .output_weighting import output_root, predicted_loss
 
 GRADIENT = "down_gradient"
 ORDER = "mlp_unit_order"  # beside the moments of a block whose curve is known
@@ -52,7 +52,7 @@ def reduce_mlp(method, view: BlockView, down: Dense, moments, rank: int, result:
         C,
         rank=rank,
         ridge=relative_ridge(method, C, moments["mlp_hidden"].count / scale),
-        select=method.select,
+        selection=method.selection,
         output_root=output_root(moments, GRADIENT),
         keep=moments[ORDER].keep(rank, full) if ORDER in moments else None,
     )
@@ -67,7 +67,7 @@ def reduce_mlp(method, view: BlockView, down: Dense, moments, rank: int, result:
     result.reports["mlp"] = predicted | {
         "rank": rank,
         "of": full,
-        "select": method.select,
+        "selection": method.selection,
         "relative_error": fit.relative_error,
         "error": fit.error / scale,
         "clamped": fit.clamped,

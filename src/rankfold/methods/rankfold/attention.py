@@ -14,9 +14,9 @@ from ...linalg.paired_svd import paired_factors
 from ..base import BlockResult
 from ..modegpt.attention import GRADIENT, Part, compress_attention, map_heads, relative, values_move
 from ..modegpt.attention import compress_vo as values_alone
-from ..modegpt.sensitivity import output_root, predicted_loss, weighted
-from .missing import repair
-from .nothing import without_attention
+from ..modegpt.output_weighting import output_root, predicted_loss, weighted
+from .remove_module import without_attention
+from .residual_correction import repair
 
 __all__ = ["compress_vo", "decompose_attention", "refit_output", "values_of"]
 
@@ -93,7 +93,7 @@ def refit_output(method, view: BlockView, moments, held_out, module: str) -> Blo
     """Correct the output projection by what the stream lacks behind attention, as far as held-out windows confirm."""
     attention, others = view.attention, held_out()
     if others is None:  # nothing could confirm it
-        return BlockResult({}, {}, {module: {"feedback": 0.0}}, {})
+        return BlockResult({}, {}, {module: {"residual_correction": 0.0}}, {})
     o, names = attention.output, ("attention_output", "attention_feedback")
     centred = method.bias_refit and o.bias is not None
     new, report, _ = repair(o, moments, others, names, centred=centred)

@@ -5,13 +5,14 @@ each measured on what the stages before it left, on two streams side by side: th
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import ClassVar, Literal
+from typing import ClassVar, Self
 
+from ...allocation import Allocation, Measured
 from ...architectures import BlockView
 from ...calibration.experts import STATISTICS as EXPERT_STATISTICS
-from ..base import BlockResult, CompressionStep, Curve, Unit
+from ..base import BlockResult, CompressionStep, Curve, PrunableModule
 from ..modegpt import MoDeGPT
 from ..modegpt.curves import squared_errors
 from ..work import Work, correcting, multiplying
@@ -26,17 +27,17 @@ class Rankfold(MoDeGPT):
     """Options beside those of MoDeGPT, whose ranks and shapes these are.
 
     Attributes:
-        attention_aware: where no feedback follows, fit values to what attention makes of them, the input of the output
-            projection, and refit the whole output projection across heads; ``False``, and before feedback: to the values
-            themselves, head by head (MoDeGPT Algorithm 3).
-        feedback: fit output and down projections to all that the stream lacks behind them, as far as held-out windows
-            confirm; ``False``: to their own dense outputs only. An output projection is refitted where queries and keys or
-            values lose dimensions, a down projection where units go.
+        attention_aware: where no residual correction follows, fit values to what attention makes of them, the input of the
+            output projection, and refit the whole output projection across heads; ``False``, and before a correction: to the
+            values themselves, head by head (MoDeGPT Algorithm 3).
+        residual_correction: fit output and down projections to all that the residual stream lacks after them, as far as
+            held-out samples confirm; ``False``: to their own dense outputs only. An output projection is refitted where queries
+            and keys or values lose dimensions, a down projection where units are removed.
         norm_aware: where a norm stands behind output and down projections (Gemma 2 and 3, OLMo 2, GLM 4), count errors as it
             does: relative to each token's output; ``False``: as they are, so that tokens with large outputs count most.
-        removal: a measured allocation may take a whole attention or MLP out, where that costs less than many smaller ones;
-            not with a budget in time or with sparsities of single modules. ``False``: something stays of each, because what a
-            module does on other texts than this one is lost with all of it (docs/method.md).
+        allow_module_removal: a measured allocation may remove a whole attention or MLP, where that costs less than many smaller
+            ones; not with a budget in time or with sparsities of single modules. ``False``: something remains of each, because
+            what a module does on other texts is lost with all of it (docs/method.md).
     """
 
     name: ClassVar[str] = "rankfold"
@@ -44,15 +45,20 @@ class Rankfold(MoDeGPT):
 
     together: ClassVar[Mapping[str, str]] = MappingProxyType({"qk": "vo"})
 
-    allocation: Literal["uniform", "influence", "influence-modules", "owl", "spectrum", "measured"] = "measured"
+    allocation: Allocation = field(default=Measured())
     attention_aware: bool = True
-    feedback: bool = True
+    residual_correction: bool = True
     norm_aware: bool = True
-    removal: bool = False
+    allow_module_removal: bool = False
 
-    def units(self, view: BlockView) -> list[Unit]:
-        found = super().units(view)
-        asked = self.removal and self.allocation == "measured" and self.budget != "latency" and not self.own_sparsities
+    def prunable_modules(self, view: BlockView) -> list[PrunableModule]:
+        found = super().prunable_modules(view)
+        asked = (
+            self.allow_module_removal
+            and isinstance(self.allocation, Measured)
+            and not self.budget.is_timed
+            and not self.own_sparsities
+        )
         if not asked or view.architecture.projects:  # nothing but a projector tells the language model of the image
             return found
         there = {unit.module for unit in found}
@@ -68,7 +74,7 @@ class Rankfold(MoDeGPT):
 
     def stages(self, view: BlockView, ranks: dict[str, int]) -> list[CompressionStep]:
         """Queries, keys and values; the output projection on what these became; MLP and experts on what attention became."""
-        full, feedback = view.attention.head_dim, self.follows(view)
+        full, corrected = view.attention.head_dim, self.follows(view)
         norms = {"norms_behind"} if self.norm_aware and view.architecture.norms_behind else set()
         found = []
         if ranks.keys() & {"qk", "vo"}:
@@ -77,12 +83,12 @@ class Rankfold(MoDeGPT):
             found.append(
                 CompressionStep(needed, lambda view, moments, _: decompose_attention(self, view, moments, ranks))
             )
-            if feedback and 0 < min(ranks.get("qk", full), ranks.get("vo", full)) < full:
+            if corrected and 0 < min(ranks.get("qk", full), ranks.get("vo", full)) < full:
                 found.append(CompressionStep({"attention_output", "attention_feedback"}, self._refit_output(ranks)))
         needed = set()
         if "mlp" in ranks:
             # Beside experts nothing says which of them a correction would belong to.
-            needed |= norms | ({"mlp_hidden", "mlp_feedback"} if feedback and view.experts is None else {"mlp_hidden"})
+            needed |= norms | ({"mlp_hidden", "mlp_feedback"} if corrected and view.experts is None else {"mlp_hidden"})
         if "experts" in ranks:
             needed |= EXPERT_STATISTICS
         if needed:
@@ -112,24 +118,24 @@ class Rankfold(MoDeGPT):
         if self.attends(view):
             return needed | {"vo": sent}
         # What is left of an attention that goes is the mean of what it sent.
-        return needed | {"vo": needed["vo"] | (sent if self.removal else set())}
+        return needed | {"vo": needed["vo"] | (sent if self.allow_module_removal else set())}
 
     def _refit_output(self, ranks: dict[str, int]):
         module = "vo" if "vo" in ranks else "qk"
         return lambda *args: refit_output(self, *args, module)
 
-    def alone(self, view: BlockView) -> "Rankfold":
-        return replace(self, feedback=False, attention_aware=self.attends(view))
+    def alone(self, view: BlockView) -> Self:
+        return replace(self, residual_correction=False, attention_aware=self.attends(view))
 
     def follows(self, view: BlockView) -> bool:
-        """Whether feedback can follow in this block."""
-        return self.feedback and view.adds
+        """Whether a residual correction can follow in this block."""
+        return self.residual_correction and view.adds
 
     def attends(self, view: BlockView) -> bool:
         """Whether values are fitted to what attention makes of them."""
         return self.attention_aware and not self.follows(view)
 
-    def curve(self, view: BlockView, moments, unit: Unit, least: int) -> Curve:
+    def curve(self, view: BlockView, moments, unit: PrunableModule, least: int) -> Curve:
         return squared_errors(self, view, moments, unit, least, values_of(self, view))
 
     def decompose(self, view: BlockView, moments, ranks: dict[str, int]) -> BlockResult:

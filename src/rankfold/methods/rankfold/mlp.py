@@ -8,8 +8,8 @@ from ...linalg.nystrom import Nystrom
 from ..base import BlockResult
 from ..modegpt.experts import reduce_experts
 from ..modegpt.mlp import reduce_mlp
-from .missing import Repair, repair
-from .nothing import without_mlp
+from .remove_module import without_mlp
+from .residual_correction import Repair, repair
 
 __all__ = ["decompose_mlp"]
 
@@ -35,7 +35,7 @@ def _decompose_mlp(method, view: BlockView, moments, held_out, rank: int) -> Blo
         reduce_mlp(method, view, down, moments, rank, result)
     elif (others := held_out()) is None:  # nothing could confirm a correction
         reduce_mlp(method, view, down, moments, rank, result)
-        result.reports["mlp"]["feedback"] = 0.0
+        result.reports["mlp"]["residual_correction"] = 0.0
     else:
         better = repair(down, moments, others, NAMES, centred=method.bias_refit and down.bias is not None)
         fit = reduce_mlp(method, view, better.dense, moments, rank, result)

@@ -4,12 +4,12 @@ Shape legend: D width of the dense stream, r of the sliced one.
 """
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from ....allocation import block_weights
+from ....allocation import Allocation, Budget, Influence, Parameters, Uniform, block_weights
 from ....architectures import BlockView
 from ....errors import OptionError
-from ...base import CompressionStep, Unit
+from ...base import CompressionStep, PrunableModule
 from ...modegpt import MoDeGPT
 from ...work import Work
 from .shapes import Shapes, width_of
@@ -26,17 +26,16 @@ class SliceGPTMoDeGPT(MoDeGPT):
 
     Attributes:
         slicing: fraction of the width of the stream that goes, in (0, 1), as the paper counts it; the width kept is rounded
-            down to ``multiple``. ``sparsity`` is of everything together.
+            down to ``rank_multiple``. ``sparsity`` is of everything together.
     """
 
     name: ClassVar[str] = "slicegpt+modegpt"
     targets: ClassVar[tuple[str, ...]] = ("transformers",)
     modes: ClassVar[tuple[str, ...]] = ("sequential",)
-    allocations: ClassVar[tuple[str, ...]] = ("uniform", "influence", "influence-modules")
-    budgets: ClassVar[tuple[str, ...]] = ("parameters",)
-    protects: ClassVar[bool] = False
+    allocations: ClassVar[tuple[type[Allocation], ...]] = (Uniform, Influence)
+    budgets: ClassVar[tuple[type[Budget], ...]] = (Parameters,)
+    can_exclude_blocks: ClassVar[bool] = False
 
-    allocation: Literal["uniform", "influence", "influence-modules"] = "uniform"
     slicing: float = 0.1
 
     def __post_init__(self):
@@ -51,21 +50,24 @@ class SliceGPTMoDeGPT(MoDeGPT):
     def statistics(self, view: BlockView) -> set[str]:
         return super().statistics(view) | stream_statistics(view)
 
-    def units(self, view: BlockView) -> list[Unit]:
+    def prunable_modules(self, view: BlockView) -> list[PrunableModule]:
         """Those of MoDeGPT in a stream of width r, and the stream, which has the rest of the block and all that slicing saves.
 
         Sliced little, it takes more than before: its shortcuts do.
         """
         rank, width = self._rank(view), width_of(view)
         inner = [
-            replace(unit, sizes=tuple(size // width * rank for size in unit.sizes)) for unit in super().units(view)
+            replace(unit, sizes=tuple(size // width * rank for size in unit.sizes))
+            for unit in super().prunable_modules(view)
         ]
         others = sum(unit.dense for unit in inner)
         sizes = tuple(size - others for size in (Shapes.of(view).weights(rank), block_weights(view.module)))
-        return [Unit(view.index, STREAM, (rank, width), sizes, fixed=True), *inner]
+        return [PrunableModule(view.index, STREAM, (rank, width), sizes, fixed=True), *inner]
 
     def _rank(self, view: BlockView) -> int:
-        return max(self.multiple, int((1 - self.slicing) * width_of(view)) // self.multiple * self.multiple)
+        return max(
+            self.rank_multiple, int((1 - self.slicing) * width_of(view)) // self.rank_multiple * self.rank_multiple
+        )
 
     def parameter_change(self, view: BlockView, ranks: dict[str, int]) -> tuple[int, int]:
         inner = {module: rank for module, rank in ranks.items() if module != STREAM}

@@ -10,11 +10,11 @@ heads stay tied, and pictures and positions may enter the stream as they do. Wha
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from ....allocation import block_weights
+from ....allocation import Allocation, Uniform, block_weights
 from ....architectures import BlockView
-from ...base import CompressionStep, Method, Unit
+from ...base import CompressionStep, NarrowingMethod, PrunableModule
 from ...work import Work
 from .shapes import Shapes, width_of
 from .slicing import STREAM, check_architecture, slicing_stages, slicing_work, stream_statistics
@@ -23,21 +23,19 @@ __all__ = ["SliceGPT"]
 
 
 @dataclass(frozen=True)
-class SliceGPT(Method):
+class SliceGPT(NarrowingMethod):
     """One width of the residual stream for all blocks, the largest with which the budget holds; shortcuts count.
 
-    ``protect``, ``epsilon`` and influence have no meaning here. The paper slices by a fraction of the width, which removes
-    less than that fraction of the weights; here ``sparsity`` is what goes, and the fraction sliced is in the record.
+    ``exclude_blocks`` and influence have no meaning here. The paper slices by a fraction of the width, which
+    removes less than that fraction of the weights; here ``sparsity`` is what goes, and the fraction sliced is in the record.
     """
 
     name: ClassVar[str] = "slicegpt"
     all_modules: ClassVar[tuple[str, ...]] = (STREAM,)
     modes: ClassVar[tuple[str, ...]] = ("sequential",)
-    allocations: ClassVar[tuple[str, ...]] = ("uniform",)
+    allocations: ClassVar[tuple[type[Allocation], ...]] = (Uniform,)
     one_rank: ClassVar[bool] = True
-    protects: ClassVar[bool] = False
-
-    allocation: Literal["uniform"] = "uniform"
+    can_exclude_blocks: ClassVar[bool] = False
 
     def supported_modules(self, architecture, view: BlockView) -> tuple[str, ...]:
         check_architecture(self, architecture, view)
@@ -46,12 +44,12 @@ class SliceGPT(Method):
     def statistics(self, view: BlockView) -> set[str]:
         return stream_statistics(view)
 
-    def units(self, view: BlockView) -> list[Unit]:
+    def prunable_modules(self, view: BlockView) -> list[PrunableModule]:
         self.supported_modules(view.architecture, view)
         width, dense, shapes = width_of(view), block_weights(view.module), Shapes.of(view)
-        sizes = {rank: shapes.weights(rank) for rank in range(self.multiple, width, self.multiple)}
+        sizes = {rank: shapes.weights(rank) for rank in range(self.rank_multiple, width, self.rank_multiple)}
         fewer = {rank: size for rank, size in sizes.items() if size < dense}
-        return [Unit(view.index, STREAM, (*fewer, width), (*fewer.values(), dense))]
+        return [PrunableModule(view.index, STREAM, (*fewer, width), (*fewer.values(), dense))]
 
     def parameter_change(self, view: BlockView, ranks: dict[str, int]) -> tuple[int, int]:
         rank = ranks[STREAM]

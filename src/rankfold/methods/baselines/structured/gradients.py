@@ -53,7 +53,7 @@ class LLMPruner(GradientSlicing):
     LLM-Pruner (arXiv:2305.11627), block-wise, element-wise importance of first order, sum over the group: what its published
     commands use. Its groups are the hidden units and heads here. Left out: the second-order term, channel-wise pruning of the
     stream, and the training of LoRA adapters that recovers what is lost. The paper leaves the first and last blocks dense:
-    ``protect`` does.
+    ``exclude_blocks`` does.
     """
 
     name: ClassVar[str] = "llm-pruner"

@@ -13,7 +13,7 @@ from ....architectures import BlockView, Dense
 from ....calibration.moments import BlockMoments, Moment
 from ....errors import UnsupportedModelError
 from ....linalg.slicing import channels_of, lost_energy
-from ...base import BlockResult, Method, Unit
+from ...base import BlockResult, NarrowingMethod, PrunableModule
 from ...work import Work, multiplying, passing, times
 from .units import Sliceable, sliceable
 
@@ -21,15 +21,14 @@ __all__ = ["Slicing"]
 
 
 @dataclass(frozen=True)
-class Slicing(Method):
+class Slicing(NarrowingMethod):
     """Drop hidden units of the MLP and whole heads; the weights of the others stay as they are.
 
     Modules: ``mlp``, whose rank is the number of hidden units, and ``heads``, whose rank is the number of key/value heads, each
-    with all its query heads. Heads go one at a time, whatever ``multiple`` is.
+    with all its query heads. Heads go one at a time, whatever ``rank_multiple`` is.
     """
 
     all_modules: ClassVar[tuple[str, ...]] = ("mlp", "heads")
-    budgets: ClassVar[tuple[str, ...]] = ("parameters", "bytes", "flops")
 
     def keep(self, units: Sliceable, moments: BlockMoments, rank: int) -> Tensor:
         """``(r,)`` ascending: the units that stay."""
@@ -71,13 +70,13 @@ class Slicing(Method):
         there = sliceable(view)
         return {there[module].statistic for module in self.supported_modules(view.architecture, view)}
 
-    def units(self, view: BlockView) -> list[Unit]:
+    def prunable_modules(self, view: BlockView) -> list[PrunableModule]:
         there, found = sliceable(view), []
         for module in self.supported_modules(view.architecture, view):
             units = there[module]
-            step = 1 if module == "heads" else self.multiple
+            step = 1 if module == "heads" else self.rank_multiple
             ranks = (*range(step, units.count, step), units.count)
-            found.append(Unit(view.index, module, ranks, tuple(r * units.per_unit for r in ranks)))
+            found.append(PrunableModule(view.index, module, ranks, tuple(r * units.per_unit for r in ranks)))
         return found
 
     def parameter_change(self, view: BlockView, ranks: dict[str, int]) -> tuple[int, int]:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from rankfold.linalg.feedback import KEEP, RIDGES, Regression, correct
 from rankfold.linalg.output_refit import refit_across_heads
+from rankfold.linalg.residual_correction import KEEP, RIDGES, Regression, correct
 
 F64 = torch.float64
 

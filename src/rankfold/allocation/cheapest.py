@@ -8,14 +8,13 @@ import torch
 
 from ..errors import OptionError, method_option
 from .knapsack import Group, cheapest_options
+from .prunable import PrunableModule, RankCosts, Ranks
 
-__all__ = ["Cost", "cheapest", "largest_sparsity"]
-
-Cost = dict[int, float]  # rank -> what it costs, for ranks down to some least one; 0 where the module stays dense
+__all__ = ["cheapest", "largest_sparsity"]
 
 
 def largest_sparsity(average: float) -> float:
-    """``1 - (1 - average)^3``: where the curves of cost end, and so the most that any one module may lose.
+    """Return ``1 - (1 - average)^3``: where the curves of cost end, and so the most that any one module may lose.
 
     Costs of modules do not add up when much is taken from one of them, and a curve is extrapolated from one measurement.
     """
@@ -23,18 +22,18 @@ def largest_sparsity(average: float) -> float:
 
 
 def cheapest(
-    units,
-    costs: dict[tuple[int, str], Cost],
+    units: list[PrunableModule],
+    costs: RankCosts,
     remove: int,
     what: str = "weights",
     together: Mapping[str, str] = MappingProxyType({}),
-) -> dict[tuple[int, str], int]:
-    """Ranks that remove at least ``remove`` at the least total cost, exactly; of equals those that remove most.
+) -> Ranks:
+    """Return the ranks that remove at least ``remove`` at the least total cost, exactly; of equals those that remove most.
 
     So a smaller budget never costs less, and never leaves more: what solves it is allowed under a larger one too.
 
     Args:
-        units: the :class:`~rankfold.methods.Unit` of all blocks.
+        units: of all blocks.
         costs: ``(block, module)`` -> cost of each rank; ranks without a cost are not taken.
         remove: in what the units' sizes count.
         what: that is, for messages.
@@ -43,7 +42,7 @@ def cheapest(
     Raises:
         OptionError: the ranks with a cost cannot remove so much.
     """
-    bound: dict[tuple[int, str], list] = {}
+    bound: dict[tuple[int, str], list[PrunableModule]] = {}
     for unit in units:
         bound.setdefault((unit.block, together.get(unit.module, unit.module)), []).append(unit)
     options = [_options(some, costs) for some in bound.values()]
@@ -53,21 +52,21 @@ def cheapest(
         most = sum(int(group.removed.max()) for group in groups)
         raise OptionError(
             f"the ranks whose cost was measured can lose {most:,} of the {remove:,} {what} that must go; lower the sparsity, "
-            f"compress more modules, lower {method_option('multiple')}, or use {method_option('allocation', 'uniform')}"
+            f"compress more modules, lower {method_option('rank_multiple')}, or use {method_option('allocation', 'uniform')}"
         )
-    found = {}
+    found: Ranks = {}
     for some, ranks, n in zip(bound.values(), options, choice, strict=True):
         found |= {(unit.block, unit.module): rank for unit, rank in zip(some, ranks[n], strict=True)}
     return found
 
 
-def _options(units: list, costs) -> list[tuple[int, ...]]:
+def _options(units: list[PrunableModule], costs: RankCosts) -> list[tuple[int, ...]]:
     """Ranks that these units may have together."""
     ranks = product(*([rank for rank in u.ranks if rank in costs[u.block, u.module]] for u in units))
     return [some for some in ranks if all(some) or not any(some)]
 
 
-def _group(units: list, options: list[tuple[int, ...]], costs) -> Group:
+def _group(units: list[PrunableModule], options: list[tuple[int, ...]], costs: RankCosts) -> Group:
     removed = [sum(u.dense - u.size(rank) for u, rank in zip(units, ranks, strict=True)) for ranks in options]
     cost = [sum(costs[u.block, u.module][rank] for u, rank in zip(units, ranks, strict=True)) for ranks in options]
     return Group(torch.tensor(removed, dtype=torch.int64), torch.tensor(cost, dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""What errors at the output of a module do to the loss: ``sensitivity=gradient``.
+"""What errors at the output of a module do to the loss: ``output_weighting=fisher``.
 
 Shape legend: D width of the output, N width of the input.
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...architectures import Dense
 from ...calibration.moments import BlockMoments, CrossMoment, Moment
-from ...linalg.feedback import Regression, correct
+from ...linalg.residual_correction import Regression, correct
 
 __all__ = ["Repair", "repair"]
 
@@ -42,8 +42,8 @@ def repair(
     correction = correct(dense.weight.double(), fit, others)
     bias = missing.mean - correction.W @ received.mean if centred else dense.bias
     report = {
-        "feedback": correction.strength,
-        "feedback_ridge": correction.ridge,
+        "residual_correction": correction.strength,
+        "residual_correction_ridge": correction.ridge,
         "missing_before": correction.before,
         "missing_after": correction.after,
     }

@@ -16,13 +16,13 @@ from gradients import stock_gradients
 from rankfold import MoDeGPT, Rankfold
 from rankfold.calibration import backward
 from rankfold.compression import importance as scores
-from rankfold.compression.budget import choices
-from rankfold.compression.kl_divergence import measure_costs
+from rankfold.compression.budget import rank_options
+from rankfold.compression.kl_divergence import measure_kl_sensitivity
 from rankfold.compression.plan import shares
 from rankfold.errors import OptionError
-from rankfold.methods.modegpt import sensitivity
+from rankfold.methods.modegpt import output_weighting
 
-GRADIENT = {"sensitivity": "gradient", "multiple": 2, "allocation": "uniform"}
+GRADIENT = {"output_weighting": "fisher", "rank_multiple": 2, "allocation": "uniform"}
 
 
 def metrics(family: str, index: int) -> dict[str, Tensor]:
@@ -44,7 +44,7 @@ def compressed(folder, family: str, cls=MoDeGPT, **options):
 
 
 def damped(G: Tensor) -> Tensor:
-    return G + sensitivity.RIDGE * G.diagonal().mean() * torch.eye(len(G), dtype=G.dtype)
+    return G + output_weighting.RIDGE * G.diagonal().mean() * torch.eye(len(G), dtype=G.dtype)
 
 
 def dropped_cost(W: Tensor, C: Tensor, G: Tensor, keep: list[int]) -> float:
@@ -98,7 +98,7 @@ def test_values_are_the_best_in_the_metric_of_the_loss(tmp_path):
 
 def test_values_fitted_to_what_attention_sends_are_the_best_in_the_metric_of_the_loss(tmp_path):
     """In the first block: what is kept of a value head are eigenvectors of ``B A``, the ones worth most."""
-    shape = {"modules": {"vo": 0.5}, "feedback": False}
+    shape = {"modules": {"vo": 0.5}, "residual_correction": False}
     small, record, dense = compressed(tmp_path / "small", "llama", Rankfold, **shape)
     attention, reduced = (member(blocks_of(m)[0], ATTENTION) for m in (dense, small))
     sent = []
@@ -143,7 +143,7 @@ def test_every_family_takes_it(family, tmp_path):
     small, record, _ = compressed(tmp_path / "small", family, Rankfold, sparsity=0.3, allocation="uniform")
     with torch.no_grad():
         assert small(some_ids()).logits.isfinite().all()
-    assert record["options"]["sensitivity"] == "gradient"
+    assert record["options"]["output_weighting"] == "fisher"
     # Of an attention only where nothing is fitted behind its values: feedback changes what they are worth.
     without = {"qk", "experts"} | ({"vo"} if opened(family).block(0).adds else set())
     for reports in record["blocks"].values():
@@ -152,11 +152,11 @@ def test_every_family_takes_it(family, tmp_path):
 
 def test_curves_and_effects_are_in_the_metric_too():
     """At the rank that was tried a module's cost is its effect; between ranks it follows the weighted errors."""
-    source, method = opened("llama"), Rankfold(sparsity=0.3, multiple=2, sensitivity="gradient")
+    source, method = opened("llama"), Rankfold(sparsity=0.3, rank_multiple=2, output_weighting="fisher")
     gradients = scores.gradients_of(source, method, tokens())
-    costs = measure_costs(source, method, tokens(), *shares(choices(source, method), method), gradients)
-    plain = Rankfold(sparsity=0.3, multiple=2)
-    others = measure_costs(source, plain, tokens(), *shares(choices(source, plain), plain))
+    costs = measure_kl_sensitivity(source, method, tokens(), *shares(rank_options(source, method), method), gradients)
+    plain = Rankfold(sparsity=0.3, rank_multiple=2)
+    others = measure_kl_sensitivity(source, plain, tokens(), *shares(rank_options(source, plain), plain))
     for (block, module), cost in costs.items():
         same = cost == others[block, module]
         assert same == (module == "qk"), (block, module)
@@ -169,7 +169,7 @@ def test_resumed_runs_find_the_same_gradients(when, tmp_path, monkeypatch):
     """They are kept with an unfinished run, and read again; what is missing is measured, the rest is not."""
     from rankfold import pipeline
 
-    source, method = opened("llama"), Rankfold(sparsity=0.3, multiple=2, sensitivity="gradient")
+    source, method = opened("llama"), Rankfold(sparsity=0.3, rank_multiple=2, output_weighting="fisher")
     whole = rankfold.compress(source, method, tokens(), tmp_path / "whole")
     run_stages, sweep, measured = pipeline.run_stages, backward.sweep, []
 
@@ -214,8 +214,8 @@ def test_moments_hold_no_gradients_and_say_so(tmp_path):
     with pytest.raises(OptionError, match="gradients are measured on text"):
         rankfold.compress(source, MoDeGPT(**GRADIENT), moments=store, output=tmp_path / "out")
     assert not list(tmp_path.iterdir())
-    with pytest.raises(OptionError, match="unknown latentllm option 'sensitivity'"):
-        rankfold.make_method("latentllm", sensitivity="gradient")
+    with pytest.raises(OptionError, match="unknown latentllm option 'output_weighting'"):
+        rankfold.make_method("latentllm", output_weighting="fisher")
 
 
 def test_a_plan_with_moments_and_text_is_what_compressing_reports(tmp_path):

@@ -1,0 +1,27 @@
+"""What an allocation chooses the ranks of."""
+
+from dataclasses import dataclass
+
+__all__ = ["PrunableModule", "RankCosts", "Ranks"]
+
+Ranks = dict[tuple[int, str], int]  # (block, module) -> rank
+# (block, module) -> rank -> what it costs, for ranks down to some least one; 0 where the module stays dense.
+RankCosts = dict[tuple[int, str], dict[int, float]]
+
+
+@dataclass(frozen=True)
+class PrunableModule:
+    """A module of a block, the ranks it may take, and what it then takes of the budget."""
+
+    block: int
+    module: str
+    ranks: tuple[int, ...]  # ascending; the last one leaves the module dense
+    sizes: tuple[int, ...]  # weights stored at each rank, ascending; or what else the budget counts
+    fixed: bool = False  # an option of the method has chosen the first rank; the budget chooses the others around it
+
+    @property
+    def dense(self) -> int:
+        return self.sizes[-1]
+
+    def size(self, rank: int) -> int:
+        return self.sizes[self.ranks.index(rank)]
