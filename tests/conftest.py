@@ -3,9 +3,19 @@ import sys
 import pytest
 import torch
 
+import tiers
 from rankfold.cli import main
 
 torch.set_num_threads(1)
+
+
+def pytest_ignore_collect(collection_path, config):
+    """To import the slow tests takes longer than to run the fast ones."""
+    return True if config.option.markexpr == "fast" and not tiers.has_fast(collection_path) else None
+
+
+def pytest_collection_modifyitems(items):
+    tiers.mark(items)
 
 
 @pytest.fixture

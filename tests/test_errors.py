@@ -1,6 +1,7 @@
 """The exception tree, and what the source raises."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -14,21 +15,26 @@ FILES = sorted(SRC.rglob("*.py"))
 # Pure functions know no RankfoldError (the pipeline names the block and converts); the self-contained modelling file
 # must not import one; the registry's ValueError and the abstract methods are for programmers.
 BUILTIN = {
-    "_lazy.py": {"AttributeError"},  # what Python asks of a module without the name
+    "_utils": {"AttributeError"},  # what Python asks of a module without the name
     "linalg": {"ValueError", "LinAlgError"},
     "modules": {"ValueError", "AttributeError", "NotImplementedError", "ImportError", "KeyError"},
     "methods": {"ValueError", "NotImplementedError"},
+    "cli": {"Exit", "BadParameter"},
 }
 
 
-def raised(tree: ast.AST):
-    """Name, constant parts of the message, and line of every ``raise Name(...)``."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-            target = node.exc.func
-            name = target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
-            parts = [c.value for a in node.exc.args for c in ast.walk(a) if isinstance(c, ast.Constant)]
-            yield name, [p for p in parts if isinstance(p, str)], node.lineno
+@functools.cache
+def raised() -> list[tuple[Path, int, str, list[str]]]:
+    """Return file, line, name and constant parts of the message of every ``raise Name(...)``."""
+    found = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                target = node.exc.func
+                name = target.attr if isinstance(target, ast.Attribute) else getattr(target, "id", "")
+                parts = [c.value for a in node.exc.args for c in ast.walk(a) if isinstance(c, ast.Constant)]
+                found.append((path, node.lineno, name, [p for p in parts if isinstance(p, str)]))
+    return found
 
 
 @pytest.mark.parametrize("name", [n for n in errors.__all__ if n[0].isupper() and n != "RankfoldError"])
@@ -46,22 +52,14 @@ def test_the_base_is_public():
     assert rankfold.RankfoldError is errors.RankfoldError and "RankfoldError" in rankfold.__all__
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
-def test_what_is_raised_on_purpose_is_ours(path):
-    package = path.relative_to(SRC).parts[0]
-    allowed = {n for n in errors.__all__ if n != "RankfoldError"} | BUILTIN.get(package, set())
-    private = {"_Stop", "_guard", "OptionError"}
-    found = [
-        (n, line) for n, _, line in raised(ast.parse(path.read_text(encoding="utf-8"))) if n not in allowed | private
-    ]
-    found = [(n, line) for n, line in found if not (package == "cli" and n in {"Exit", "BadParameter"})]
-    assert not found
+def test_what_is_raised_on_purpose_is_ours():
+    ours = {n for n in errors.__all__ if n != "RankfoldError"} | {"_Stop", "_guard", "OptionError"}
+    allowed = {path: ours | BUILTIN.get(path.relative_to(SRC).parts[0], set()) for path in FILES}
+    assert not [f"{path}:{line} raises {name}" for path, line, name, _ in raised() if name not in allowed[path]]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
-def test_messages_are_one_line(path):
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    assert not [(name, line) for name, parts, line in raised(tree) if any("\n" in p for p in parts)]
+def test_messages_are_one_line():
+    assert not [f"{path}:{line} {name}" for path, line, name, parts in raised() if any("\n" in p for p in parts)]
 
 
 def test_a_suggestion_is_what_is_close_or_nothing():

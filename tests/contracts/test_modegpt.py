@@ -1,5 +1,7 @@
 """What must hold for MoDeGPT on every family; a new family adds one line to `families.CONFIGS`."""
 
+import copy
+
 import pytest
 import torch
 import transformers as t
@@ -30,6 +32,12 @@ def method_for(family: str, **options) -> MoDeGPT:
 def compressed(family: str, **options):
     source = opened(family)
     return source, rankfold.compress(source, method_for(family, **options), tokens())
+
+
+@pytest.fixture(scope="module")
+def run(family):
+    """Dense model and the compressed one, which no test may change."""
+    return compressed(family)
 
 
 @torch.no_grad()
@@ -72,8 +80,8 @@ def test_replacing_attention_at_full_rank_leaves_the_logits_unchanged(family):
     torch.testing.assert_close(stream.hidden[0], reference.hidden[0], rtol=1e-5, atol=1e-5)
 
 
-def test_tensors_really_shrink_and_planned_equals_actual(family):
-    source, model = compressed(family)
+def test_tensors_really_shrink_and_planned_equals_actual(run, family):
+    source, model = run
     dense = sum(p.numel() for p in source.model.parameters())
     plan = rankfold.plan(source, method_for(family))
     assert sum(p.numel() for p in model.parameters()) == plan.parameters_after < dense
@@ -83,8 +91,8 @@ def test_tensors_really_shrink_and_planned_equals_actual(family):
             assert (parameter.abs().sum(1) > 0).all(), "a row is all zeros: masked, not removed"
 
 
-def test_saved_and_loaded_logits_are_identical(family, tmp_path):
-    _, model = compressed(family)
+def test_saved_and_loaded_logits_are_identical(run, tmp_path):
+    _, model = run
     rankfold.save(model, tmp_path / "small")
     again = rankfold.load(tmp_path / "small", device="cpu")
     assert torch.equal(logits(again), logits(model))
@@ -92,14 +100,14 @@ def test_saved_and_loaded_logits_are_identical(family, tmp_path):
     assert torch.equal(logits(rankfold.load(tmp_path / "twice", device="cpu")), logits(model))
 
 
-def test_folder_and_memory_give_the_same_model(family, tmp_path):
-    source, model = compressed(family)
+def test_folder_and_memory_give_the_same_model(run, family, tmp_path):
+    source, model = run
     folder = rankfold.compress(source, method_for(family), tokens(), tmp_path / "out")
     assert torch.equal(logits(rankfold.load(folder, device="cpu")), logits(model))
 
 
-def test_generation_with_cache_equals_without(family):
-    _, model = compressed(family)
+def test_generation_with_cache_equals_without(run):
+    _, model = run
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     ids = some_ids()
     cached = model.generate(ids, attention_mask=torch.ones_like(ids), use_cache=True, **options)
@@ -107,8 +115,8 @@ def test_generation_with_cache_equals_without(family):
     assert torch.equal(cached, plain)
 
 
-def test_padding_on_the_left_changes_nothing(family):
-    _, model = compressed(family)
+def test_padding_on_the_left_changes_nothing(run, family):
+    _, model = run
     if family in EXPERTS:
         pytest.skip("experts route pad tokens too; the dense model itself differs in the last digits")
     ids = some_ids(1, 12)
@@ -120,22 +128,22 @@ def test_padding_on_the_left_changes_nothing(family):
     assert torch.equal(alone[:, 12:], batched[:, 17:])
 
 
-def test_eager_and_sdpa_attention_agree(family):
-    source, model = compressed(family)
+def test_eager_and_sdpa_attention_agree(run, family):
+    source, model = run
     if not type(source.model)._supports_sdpa:
         pytest.skip("the family itself runs eager attention only")
     if family == "falcon-alibi":
         pytest.skip("transformers' own eager Falcon adds ALiBi twice")
-    sdpa = logits(model)
-    model.set_attn_implementation("eager")
-    torch.testing.assert_close(logits(model), sdpa, rtol=1e-4, atol=1e-5)
+    eager = copy.deepcopy(model)
+    eager.set_attn_implementation("eager")
+    torch.testing.assert_close(logits(eager), logits(model), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_runs(family, dtype, tmp_path):
-    _, model = compressed(family)
+def test_half_precision_runs(run, dtype):
+    _, model = run
     reference = logits(model)
-    low = model.to(dtype)
+    low = copy.deepcopy(model).to(dtype)
     assert torch.isfinite(logits(low)).all()
     assert (logits(low).float() - reference).abs().max() < 0.15 * reference.abs().max()
 
@@ -162,9 +170,8 @@ def test_influence_allocations_meet_the_budget(family, allocation):
     assert all(m.relative_error is not None for m in plan.modules)
 
 
-def test_same_seed_same_bits(family):
-    a, b = compressed(family)[1], compressed(family)[1]
-    assert torch.equal(logits(a), logits(b))
+def test_same_seed_same_bits(run, family):
+    assert torch.equal(logits(run[1]), logits(compressed(family)[1]))
 
 
 def test_compiled_forward_agrees():

@@ -116,9 +116,19 @@ def with_known_norms(block: Block) -> Block:
     )
 
 
-@pytest.fixture(params=range(3), ids=lambda index: f"block {index}")
-def block(request, blocks) -> Block:
-    return blocks[request.param]
+CHECKS = []
+
+
+def check(function):
+    """Hold it of every block of every case."""
+    CHECKS.append(function)
+    return function
+
+
+def test_what_is_installed_is_what_dense_code_gives(blocks, subtests):
+    for (index, block), holds in itertools.product(enumerate(blocks), CHECKS):
+        with subtests.test(block=index, check=holds.__name__):
+            holds(block)
 
 
 def needs(block: Block, module: str) -> None:
@@ -177,7 +187,8 @@ def damping(activations: Tensor) -> Tensor:
     return (n * RIDGE * activations.square().mean()).sqrt() * torch.eye(F, dtype=activations.dtype)
 
 
-def test_the_down_projection_is_the_ridge_fit_on_the_kept_units(block):
+@check
+def the_down_projection_is_the_ridge_fit_on_the_kept_units(block):
     needs(block, "mlp")
     keep, a, (W, b) = kept_units(block), fitted_activations(block), projection(block.dense, DOWN)
     dropped = [unit for unit in range(a.shape[1]) if unit not in set(keep.tolist())]
@@ -203,7 +214,8 @@ def mlp_errors(block: Block, there: Block) -> tuple[Tensor, Tensor]:
     return error, (there.hidden - (block.hidden.mean(0) if refitted(block) else 0)) @ W.T
 
 
-def test_the_mlp_error_reported_is_that_of_its_outputs(block):
+@check
+def the_mlp_error_reported_is_that_of_its_outputs(block):
     needs(block, "mlp")
     error, total = mlp_errors(block, block)
     if refitted(block):
@@ -213,13 +225,15 @@ def test_the_mlp_error_reported_is_that_of_its_outputs(block):
     assert block.report["mlp"]["error"] == pytest.approx(error.square().sum(1).mean().item(), rel=2 * CLOSE)
 
 
-def test_the_mlp_error_in_held_out_windows_is_that_of_its_outputs_there(block):
+@check
+def the_mlp_error_in_held_out_windows_is_that_of_its_outputs_there(block):
     needs(block, "mlp")
     errors = mlp_errors(block, block.held_out)
     assert block.report["mlp"]["held_out_error"] == pytest.approx(ratio(*errors), rel=CLOSE)
 
 
-def test_the_bounds_of_the_mlp_are_those_of_the_papers_formulas(block):
+@check
+def the_bounds_of_the_mlp_are_those_of_the_papers_formulas(block):
     """Spectral norms are estimated from above, each within 1 %."""
     needs(block, "mlp")
     keep, a, W, report = (
@@ -260,7 +274,8 @@ def naive_elimination(C: Tensor, W: Tensor, rank: int) -> Tensor:
     return kept
 
 
-def test_the_units_that_stay_are_those_the_option_says(block):
+@check
+def the_units_that_stay_are_those_the_option_says(block):
     needs(block, "mlp")
     assert block.report["mlp"]["selection"] == block.method.selection
     keep, a, W = kept_units(block), fitted_activations(block), projection(block.dense, DOWN)[0]
@@ -321,7 +336,8 @@ def unscaled(block: Block, squares: Tensor | float) -> Tensor | float:
     return squares * SCALE.get(block.family, block.heads.query.shape[-1])
 
 
-def test_the_score_error_reported_is_that_of_a_selection(block):
+@check
+def the_score_error_reported_is_that_of_a_selection(block):
     needs(block, "qk")
     if not selects(block):
         pytest.skip("nothing turns queries and keys here: another test looks at the fit")
@@ -333,7 +349,8 @@ def test_the_score_error_reported_is_that_of_a_selection(block):
     assert report["error"] == pytest.approx(error.item(), rel=2 * CLOSE)
 
 
-def test_the_norm_errors_reported_are_those_of_what_is_divided_by(block):
+@check
+def the_norm_errors_reported_are_those_of_what_is_divided_by(block):
     needs(block, "qk")
     if block.factors is None:
         pytest.skip(f"{block.family} does not normalise queries and keys")
@@ -343,7 +360,8 @@ def test_the_norm_errors_reported_are_those_of_what_is_divided_by(block):
     assert min(errors) > 0 and max(others) < 1, "not predicted at all"
 
 
-def test_the_score_error_in_held_out_windows_is_that_of_the_scores_there(block):
+@check
+def the_score_error_in_held_out_windows_is_that_of_the_scores_there(block):
     needs(block, "qk")
     there, rank = block.held_out, block.report["qk"]["rank"]
     if selects(block):
@@ -355,7 +373,8 @@ def test_the_score_error_in_held_out_windows_is_that_of_the_scores_there(block):
     assert block.report["qk"]["held_out_error"] == pytest.approx(expected, rel=CLOSE)
 
 
-def test_the_bounds_of_a_selection_are_those_of_the_papers_formulas(block):
+@check
+def the_bounds_of_a_selection_are_those_of_the_papers_formulas(block):
     needs(block, "qk")
     if not selects(block):
         pytest.skip("nothing is selected")
@@ -388,7 +407,8 @@ def score_errors(block: Block, rank: int) -> tuple[float, float, float]:
     return error, total, best
 
 
-def test_scores_without_rotary_embedding_are_the_best_of_their_rank(block):
+@check
+def scores_without_rotary_embedding_are_the_best_of_their_rank(block):
     needs(block, "qk")
     if selects(block):
         pytest.skip("a selection: another test looks at it")
@@ -428,7 +448,8 @@ def greedy_pairs(block: Block, q: Tensor, k: Tensor, pairs, drop: int) -> float:
     return cost
 
 
-def test_the_pairs_that_stay_are_those_the_option_says(block):
+@check
+def the_pairs_that_stay_are_those_the_option_says(block):
     needs(block, "qk")
     if not selects(block):
         pytest.skip("nothing is selected")
@@ -495,7 +516,8 @@ def value_output(block: Block) -> ValueOutput:
     return ValueOutput(*values, W_o, small_W_o, bias, small_bias, refit)
 
 
-def test_the_value_output_error_reported_is_that_of_the_heads(block):
+@check
+def the_value_output_error_reported_is_that_of_the_heads(block):
     vo, report = value_output(block), block.report["vo"]
     dense, small = vo.outputs(vo)
     assert report["relative_error"] == pytest.approx(ratio(dense - small, dense), rel=CLOSE)
@@ -503,12 +525,14 @@ def test_the_value_output_error_reported_is_that_of_the_heads(block):
     assert report["error"] == pytest.approx(error, rel=2 * CLOSE)
 
 
-def test_the_value_output_error_in_held_out_windows_is_that_of_the_heads_there(block):
+@check
+def the_value_output_error_in_held_out_windows_is_that_of_the_heads_there(block):
     dense, small = value_output(block).outputs(value_output(block.held_out))
     assert block.report["vo"]["held_out_error"] == pytest.approx(ratio(dense - small, dense), rel=CLOSE)
 
 
-def test_value_output_reaches_the_optimum_of_its_form(block):
+@check
+def value_output_reaches_the_optimum_of_its_form(block):
     vo = value_output(block)
     rank, K = vo.small_values.shape[-1], len(vo.values)
     dense, small = vo.outputs(vo)
@@ -524,7 +548,8 @@ def test_value_output_reaches_the_optimum_of_its_form(block):
     assert alone or joint < (1 - 10 * CLOSE) * paper, "the two forms do not differ here"
 
 
-def test_value_output_keeps_the_mean_output(block):
+@check
+def value_output_keeps_the_mean_output(block):
     """Attention averages values, whatever its weights: the mean value must be sent as it was."""
     vo = value_output(block)
     if not vo.refit:

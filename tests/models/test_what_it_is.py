@@ -363,13 +363,14 @@ def place(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("thing", THINGS)
-def test_every_function_says_what_it_is(place, thing, call, monkeypatch):
+def test_every_function_says_what_it_is(place, thing, monkeypatch, subtests):
     monkeypatch.chdir(place)
-    with pytest.raises(RankfoldError, match=THINGS[thing]) as caught:
-        CALLS[call](place / thing)
-    assert "\n" not in str(caught.value)
+    for name, call in CALLS.items():
+        with subtests.test(call=name):
+            with pytest.raises(RankfoldError, match=THINGS[thing]) as caught:
+                call(place / thing)
+            assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("prefix", ["student.", "a.b."])
@@ -472,11 +473,12 @@ def test_what_the_hub_cannot_say_is_said(tmp_path, monkeypatch):
         resolve_model("owner/name")
 
 
-@pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("thing", THINGS)
-def test_every_command_says_what_it_is(place, run, thing, command):
-    code, out, err = run(command.format(thing))
-    line = err.strip().splitlines()[-1]
-    assert code == 2 and not out, err
-    assert re.search(THINGS[thing], line), err
-    assert not (place / "out").exists()
+def test_every_command_says_what_it_is(place, run, thing, subtests):
+    for command in COMMANDS:
+        with subtests.test(command=command):
+            code, out, err = run(command.format(thing))
+            line = err.strip().splitlines()[-1]
+            assert code == 2 and not out, err
+            assert re.search(THINGS[thing], line), err
+            assert not (place / "out").exists()

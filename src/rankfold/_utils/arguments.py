@@ -5,10 +5,14 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any, ParamSpec, TypeVar
 
 from ..errors import OptionError
 
 __all__ = ["typed"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # What a type is called in a message, and where an object of it comes from.
 NAMES = {
@@ -29,7 +33,7 @@ NAMES = {
 }
 
 
-def typed(function: Callable, **hints) -> Callable:
+def typed(function: Callable[P, T], **hints: object) -> Callable[P, T]:
     """Wrap a public function: an argument that is not of its annotated type is refused in one line.
 
     Args:
@@ -46,7 +50,7 @@ def typed(function: Callable, **hints) -> Callable:
     wanted = typing.get_type_hints(annotated, function.__globals__) | hints
 
     @functools.wraps(function)
-    def call(*args, **kwargs):
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
         for name, value in signature.bind(*args, **kwargs).arguments.items():
             if name in wanted and not _is_of(value, wanted[name]):
                 raise OptionError(
@@ -57,7 +61,7 @@ def typed(function: Callable, **hints) -> Callable:
     return call
 
 
-def _is_of(value, hint) -> bool:
+def _is_of(value: object, hint: Any) -> bool:
     """Whether a value is of an annotated type. Items are looked at where that does not use them up."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint is typing.Any:
@@ -75,13 +79,13 @@ def _is_of(value, hint) -> bool:
     return not isinstance(value, Sequence | Set) or all(_is_of(item, inner[0]) for item in value)
 
 
-def _is_instance(value, hint: type) -> bool:
+def _is_instance(value: object, hint: type) -> bool:
     if isinstance(value, bool):
         return hint is bool
     return isinstance(value, (int, float) if hint is float else hint)
 
 
-def _called(hint) -> str:
+def _called(hint: Any) -> str:
     """Name a type in words."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):

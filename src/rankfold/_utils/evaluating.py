@@ -1,7 +1,7 @@
 """Run a model as it is used, and leave its modes as they were."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 
 from torch import nn
 
@@ -9,7 +9,7 @@ __all__ = ["evaluating"]
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Generator[None]:
     """Without dropout and the like; every module then has the mode back that its owner gave it."""
     modes = {module: module.training for module in model.modules()}
     model.eval()

@@ -3,8 +3,9 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -94,7 +95,7 @@ def sweep(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> Generator[None]:
     """One line for whatever stops a write, ours or a library's.
 
     Raises:
@@ -111,7 +112,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
+def _replacing(path: Path) -> Generator[Path]:
     """A temporary name to write to, which becomes ``path`` behind the block; after an error nothing of it is left."""
     temporary = path.with_name(path.name + TEMPORARY)
     with writing(path):
@@ -136,12 +137,12 @@ def write_bytes(path: Path, content: bytes) -> None:
         temporary.write_bytes(content)
 
 
-def write_json(path: Path, value) -> None:
+def write_json(path: Path, value: object) -> None:
     """Write JSON with a stable layout."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def read_json(path: Path) -> dict:
+def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:

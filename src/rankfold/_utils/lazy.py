@@ -2,11 +2,14 @@
 
 import importlib
 from collections.abc import Callable, Mapping
+from typing import Any
 
 __all__ = ["importing"]
 
 
-def importing(package: str, names: Mapping[str, str], namespace: dict) -> tuple[Callable, Callable]:
+def importing(
+    package: str, names: Mapping[str, str], namespace: dict[str, Any]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return ``__getattr__`` and ``__dir__`` of a package.
 
     Args:
@@ -15,7 +18,7 @@ def importing(package: str, names: Mapping[str, str], namespace: dict) -> tuple[
         namespace: the package's ``globals()``; a name is stored there when it has been imported.
     """
 
-    def getattr_(name: str):
+    def getattr_(name: str) -> Any:
         if name not in names:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module, _, other = names[name].partition(":")

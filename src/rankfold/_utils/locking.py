@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -21,7 +21,7 @@ def lock_of(output: Path) -> Path:
 
 
 @contextlib.contextmanager
-def locked(path: Path, what: Path) -> Iterator[None]:
+def locked(path: Path, what: Path) -> Generator[None]:
     """Hold the lock file ``path`` while ``what`` is written.
 
     The system drops the lock of a process that dies; the file that stays behind is taken over by the next one.

@@ -5,13 +5,14 @@ done and the last line is a minute old, so a log of an hour has at most sixty.
 """
 
 import contextlib
+import functools
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from typing import TypeVar
+from collections.abc import Callable, Generator, Iterable, Sequence, Sized
+from typing import Any, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 from tqdm import tqdm
 
@@ -72,7 +73,7 @@ class Steps:
         parts = [
             f"{self.label}: {self.done} of {self.total}" if self.total is not None else f"{self.label}: {self.done}",
             f"{_duration(self.seconds)} so far",
-            f"about {_duration(left)} left" if left is not None and self.done < self.total else "",
+            f"about {_duration(left)} left" if left is not None and self.done < (self.total or 0) else "",
             self.note,
         ]
         return ", ".join(filter(None, parts))
@@ -102,10 +103,9 @@ class _Log:
 
 
 _log: _Log | None = None  # of the run under way
-_bars: Progress | None = None  # a terminal has room for one display: what begins inside another gets a line in it
 
 
-def track(items: Iterable[T], label: str, total: int | None = None, **about) -> Iterator[T]:
+def track(items: Iterable[T], label: str, total: int | None = None, **about: Any) -> Generator[T]:
     """Iterate over ``items`` and show how far that is; ``total`` where they have no length, ``about``: see :class:`Steps`."""
     total = len(items) if total is None and isinstance(items, Sized) else total
     with count_steps(label, total, **about) as advance:
@@ -115,7 +115,7 @@ def track(items: Iterable[T], label: str, total: int | None = None, **about) -> 
 
 
 @contextlib.contextmanager
-def count_steps(label: str, total: int | None = None, **about) -> Iterator[Callable[[], None]]:
+def count_steps(label: str, total: int | None = None, **about: Any) -> Generator[Callable[[], None]]:
     """Show how far some work is; yield what is to be called when a step is done. Arguments as for :class:`Steps`."""
     steps = Steps(label, total, **about)
     with _shown(steps) if sys.stderr.isatty() else _logged(steps) as show:
@@ -128,23 +128,22 @@ def count_steps(label: str, total: int | None = None, **about) -> Iterator[Calla
 
 
 @contextlib.contextmanager
-def one_run() -> Iterator[None]:
+def one_run() -> Generator[_Log]:
     """Make all that happens inside one run, with a minute between two lines of its log."""
     global _log
     if _log is not None:
-        yield
+        yield _log
         return
     _log = _Log()
     try:
-        yield
+        yield _log
     finally:
         _log = None
 
 
 @contextlib.contextmanager
-def _logged(steps: Steps) -> Iterator[Callable[[], None]]:
-    with one_run():
-        log = _log
+def _logged(steps: Steps) -> Generator[Callable[[], None]]:
+    with one_run() as log:
         log.running.append(steps)
         try:
             yield log.say
@@ -155,33 +154,24 @@ def _logged(steps: Steps) -> Iterator[Callable[[], None]]:
 class _Left(ProgressColumn):
     """What is left, by our estimate: rich's goes by the last half minute, in which a large block does not end."""
 
-    def render(self, task) -> Text:
+    def render(self, task: Task) -> Text:
         left = task.fields["steps"].seconds_left
         return Text(f"{_duration(left)} left" if left is not None else "", style="progress.remaining")
 
 
 class _Note(ProgressColumn):
-    def render(self, task) -> Text:
+    def render(self, task: Task) -> Text:
         return Text(task.fields["steps"].note)
 
 
-@contextlib.contextmanager
-def _shown(steps: Steps) -> Iterator[Callable[[], None]]:
-    with _display() as bars:
-        task = bars.add_task(steps.label, total=steps.total, steps=steps)
-        try:
-            yield lambda: bars.advance(task)
-        finally:
-            bars.remove_task(task)
+@functools.cache
+def _terminal() -> Console:
+    """Return the console that all bars share: one that begins inside another is shown below it."""
+    return Console(stderr=True)
 
 
 @contextlib.contextmanager
-def _display() -> Iterator[Progress]:
-    """The display that is there, or a new one."""
-    global _bars
-    if _bars is not None:
-        yield _bars
-        return
+def _shown(steps: Steps) -> Generator[Callable[[], None]]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -190,23 +180,20 @@ def _display() -> Iterator[Progress]:
         _Left(),
         _Note(),
     )
-    with Progress(*columns, console=Console(file=sys.stderr)) as bars:
-        _bars = bars
-        try:
-            yield bars
-        finally:
-            _bars = None
+    with Progress(*columns, console=_terminal(), transient=True) as bars:
+        task = bars.add_task(steps.label, total=steps.total, steps=steps)
+        yield lambda: bars.advance(task)
 
 
 @contextlib.contextmanager
-def without_bars() -> Iterator[None]:
+def without_bars() -> Generator[None]:
     """Keep away the bars of other libraries: they would cover ours on a terminal, and fill a log.
 
     tqdm reads TQDM_DISABLE when it is imported, and who makes a bar may overrule it.
     """
     make = tqdm.__init__
 
-    def make_disabled(self, *args, **options) -> None:
+    def make_disabled(self: "tqdm[Any]", *args: Any, **options: Any) -> None:
         make(self, *args, **(options | {"disable": True}))
 
     tqdm.__init__ = make_disabled

@@ -2,29 +2,31 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 from ..errors import CheckpointError
 
 __all__ = ["NUMBER", "Each", "Maybe", "check_record"]
 
 NUMBER = int | float
+Kind = Any  # what check_record takes
 
 
 class Each:
     """An object with any keys and values of one kind."""
 
-    def __init__(self, kind):
+    def __init__(self, kind: Kind):
         self.kind = kind
 
 
 class Maybe:
     """null, or a value of a kind; so is the key, which may be missing."""
 
-    def __init__(self, kind):
+    def __init__(self, kind: Kind):
         self.kind = kind
 
 
-def check_record(value, kind, path: Path, where: str = "it") -> None:
+def check_record(value: Any, kind: Kind, path: Path, where: str = "it") -> None:
     """Raise :class:`CheckpointError` unless a record is as it was written.
 
     Args:
@@ -34,31 +36,31 @@ def check_record(value, kind, path: Path, where: str = "it") -> None:
     """
     if isinstance(kind, Maybe):
         return None if value is None else check_record(value, kind.kind, path, where)
-    wanted = list if isinstance(kind, list) else dict if isinstance(kind, dict | Each) else kind
+    wanted: Any = list if isinstance(kind, list) else dict if isinstance(kind, dict | Each) else kind
     endless = isinstance(value, float) and not math.isfinite(value)  # JSON has such numbers, 1e400 among them
     if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool) or endless:
         raise CheckpointError(
             f"{path} is damaged: {where} should be {_name(wanted)}, got {str(value)[:40]!r}; copy or make it again"
         )
-    for key, below in _below(value, kind, path, where):
-        check_record(value[key], below, path, str(key) if where == "it" else f"{where}.{key}")
+    for key, item, below in _below(value, kind, path, where):
+        check_record(item, below, path, str(key) if where == "it" else f"{where}.{key}")
 
 
-def _below(value, kind, path: Path, where: str):
-    """Keys to go on with and what is to be found there."""
+def _below(value: Any, kind: Kind, path: Path, where: str) -> list[tuple[Any, Any, Kind]]:
+    """Return the keys to go on with, what is there, and what should be."""
     if isinstance(kind, list):
-        return [(index, kind[0]) for index in range(len(value))]
+        return [(index, item, kind[0]) for index, item in enumerate(value)]
     if isinstance(kind, Each):
-        return [(key, kind.kind) for key in value]
+        return [(key, item, kind.kind) for key, item in value.items()]
     if not isinstance(kind, dict):
         return []
     missing = [key for key, below in kind.items() if key not in value and not isinstance(below, Maybe)]
     if missing:
         raise CheckpointError(f"{path} is damaged: {where} lacks {', '.join(missing)}; copy or make it again")
-    return [(key, below) for key, below in kind.items() if key in value]
+    return [(key, value[key], below) for key, below in kind.items() if key in value]
 
 
-def _name(kind) -> str:
+def _name(kind: Kind) -> str:
     names = {
         dict: "an object",
         list: "a list",

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextvars import ContextVar
 
 __all__ = ["OTHER", "PARTS", "PROBES", "Stopwatch", "seconds_so_far", "time_spent", "timed_run"]
@@ -11,7 +11,7 @@ PROBES = "probe_texts"
 PARTS = ("reading", "forward", "moments", "decomposition", "writing", PROBES)
 OTHER = "other"  # what none of these names covers
 
-_current: ContextVar["Stopwatch | None"] = ContextVar("stopwatch", default=None)  # threads beside the run have none
+_current: ContextVar["Stopwatch"] = ContextVar("stopwatch")  # threads beside the run have none
 
 
 class Stopwatch:
@@ -22,11 +22,11 @@ class Stopwatch:
 
     def __init__(self):
         self._begin = self._since = time.perf_counter()
-        self._parts = dict.fromkeys((*PARTS, OTHER), 0.0)
+        self._parts: dict[str, float] = dict.fromkeys((*PARTS, OTHER), 0.0)
         self._running = [OTHER]  # from the outermost to the innermost
 
     @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[None]:
+    def part(self, name: str) -> Generator[None]:
         """Count what runs inside to ``name``, but for the parts inside it."""
         self._charge()
         self._running.append(
@@ -50,7 +50,7 @@ class Stopwatch:
 
 
 @contextlib.contextmanager
-def timed_run() -> Iterator[Stopwatch]:
+def timed_run() -> Generator[Stopwatch]:
     """Time what runs inside; a context or a decorator."""
     stopwatch = Stopwatch()
     token = _current.set(stopwatch)
@@ -66,8 +66,8 @@ def seconds_so_far() -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def time_spent(name: str) -> Iterator[None]:
+def time_spent(name: str) -> Generator[None]:
     """Count what runs inside to one of :data:`PARTS`, where a run is timed; a context or a decorator."""
-    stopwatch = _current.get()
+    stopwatch = _current.get(None)
     with stopwatch.part(name) if stopwatch else contextlib.nullcontext():
         yield

@@ -4,6 +4,7 @@ Shape legend: D model width, H query heads, K key/value heads, N head dimension.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +24,15 @@ def own_frequencies(base: float, rotary_dim: int) -> Tensor:
     return base ** -(torch.arange(0, rotary_dim, 2).float() / rotary_dim)
 
 
-def _split_rows(count: int, layout: str, heads: int, kv_heads: int, device) -> tuple[Tensor, Tensor, Tensor]:
+def _split_rows(
+    count: int, layout: str, heads: int, kv_heads: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
     """Which of the ``count`` rows of a fused projection are q, k and v; see :class:`AttentionSpec` for the layouts."""
     rows = torch.arange(count, device=device)
     head_dim = count // (heads + 2 * kv_heads)
     if layout == "concat":
-        return rows.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim])
+        q, k, v = rows.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim])
+        return q, k, v
     grouped = rows.view(kv_heads, heads // kv_heads + 2, head_dim)
     return grouped[:, :-2].reshape(-1), grouped[:, -2].reshape(-1), grouped[:, -1].reshape(-1)
 
@@ -43,7 +47,7 @@ class AttentionView:
     kv_heads: int
     head_dim: int
     rotary_dim: int  # leading dimensions of a head that rotary embedding turns; 0 without
-    config: object
+    config: Any
     block: nn.Module
 
     @property
@@ -81,9 +85,9 @@ class AttentionView:
 
     def _reordered(self, q: Dense, k: Dense, order: Tensor) -> tuple[Dense, Dense]:
         heads = torch.arange(self.heads, device=order.device)[:, None] * self.head_dim
-        return tuple(x.rows((heads[:count] + order).flatten()) for x, count in ((q, self.heads), (k, self.kv_heads)))
+        return q.rows((heads[: self.heads] + order).flatten()), k.rows((heads[: self.kv_heads] + order).flatten())
 
-    def _order(self, device) -> Tensor | None:
+    def _order(self, device: torch.device) -> Tensor | None:
         """``(N,)`` dimensions of a head in the order that has the partners of rotary pairs half a rotation apart, which all
         that is computed here takes for granted: a score does not change when queries and keys are reordered alike.
         """
@@ -111,7 +115,8 @@ class AttentionView:
         if len(self.spec.qkv) == 3:
             return [q, k, v]
         weight = torch.cat([part.weight for part in (q, k, v)])
-        bias = None if q.bias is None else torch.cat([part.bias for part in (q, k, v)])
+        biases = [part.bias for part in (q, k, v) if part.bias is not None]
+        bias = torch.cat(biases) if biases else None
         return [Dense(weight, bias).rows(torch.cat(self._parts(weight, 0)).argsort())]
 
     def split_states(self, outputs: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,8 +131,11 @@ class AttentionView:
         """Queries ``(B, T, H, N)`` and keys ``(B, T, K, N)`` as they go into the rotation."""
         if not self.norms:
             return query, key
-        norms = (getattr(self.module, name) for name in self.norms)
-        return tuple(norm(self.flat_for_norm(x)).view_as(x) for norm, x in zip(norms, (query, key), strict=True))
+        q_norm, k_norm = (getattr(self.module, name) for name in self.norms)
+        return (
+            q_norm(self.flat_for_norm(query)).view_as(query),
+            k_norm(self.flat_for_norm(key)).view_as(key),
+        )
 
     def flat_for_norm(self, x: Tensor) -> Tensor:
         """``(B, T, H, N)`` as the norms see it: ``(B, T, 1, H N)`` where they are over all heads."""
@@ -138,9 +146,9 @@ class AttentionView:
         """The q/k-norms, where there are any whose mean square can be predicted."""
         if not self.norms or self.spec.norm_offset is None:
             return None
-        return tuple(
-            read_norm(getattr(self.module, name), offset=self.spec.norm_offset, centres=False) for name in self.norms
-        )
+        offset = self.spec.norm_offset
+        q_norm, k_norm = (read_norm(getattr(self.module, n), offset=offset, centres=False) for n in self.norms)
+        return q_norm, k_norm
 
     def angles(self, call: dict) -> tuple[Tensor, Tensor]:
         """Cosine and sine, ``(B or 1, T, rotary_dim / 2)`` each, one entry for every pair.

@@ -4,12 +4,16 @@ It is a guess until numbers confirm it on the model at hand (:mod:`rankfold.comp
 """
 
 import re
+from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
 from ..errors import UnsupportedModelError
 from .linear import read_linear
 from .spec import Architecture, AttentionSpec, MLPSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["derive"]
 
@@ -23,7 +27,7 @@ WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
 Layers = dict[str, nn.Module]
 
 
-def derive(model: nn.Module) -> Architecture:
+def derive(model: "PreTrainedModel") -> Architecture:
     """What the block of a model seems to be.
 
     Args:
@@ -55,7 +59,8 @@ def linear_layers(module: nn.Module) -> Layers:
 
 def shape(layer: nn.Module) -> tuple[int, int]:
     """``(out, in)``"""
-    return tuple(read_linear(layer).weight.shape)
+    out, wide = read_linear(layer).weight.shape
+    return out, wide
 
 
 def _because(config, why: str) -> str:
@@ -90,9 +95,9 @@ def _attention(block: nn.Module, config) -> tuple[str, nn.Module]:
 def _attention_spec(path: str, module: nn.Module, model: nn.Module, config) -> AttentionSpec:
     layers = linear_layers(module)
     plain = {name: AFFIX.sub("", AFFIX.sub("", name.lower())) for name in layers}
-    parts = [next((name for name in layers if plain[name] in names), None) for names in SEPARATE.values()]
+    parts = [name for names in SEPARATE.values() for name in [n for n in layers if plain[n] in names][:1]]
     fused = [name for name in layers if plain[name] in FUSED]
-    if all(parts):
+    if len(parts) == len(SEPARATE):
         qkv = tuple(parts)
     elif len(fused) == 1:
         qkv = (fused[0],)
@@ -129,13 +134,14 @@ def _attention_spec(path: str, module: nn.Module, model: nn.Module, config) -> A
     )
 
 
-def _norms(attention: nn.Module, query: nn.Module) -> tuple[tuple[str, str] | None, str]:
+def _norms(attention: nn.Module, query: nn.Module) -> tuple[tuple[str, str] | None, Literal["head", "all heads"]]:
     """Norms of queries and keys, and what they are over."""
     names = [name for name, m in attention.named_children() if "norm" in name.lower() and name.lower()[0] in "qk"]
     if len(names) != 2:
         return None, "head"
-    width = next((p.shape[-1] for p in getattr(attention, sorted(names)[1]).parameters()), None)
-    return tuple(sorted(names, reverse=True)), "all heads" if width == shape(query)[0] else "head"
+    k_norm, q_norm = sorted(names)
+    width = next((p.shape[-1] for p in attention.get_submodule(q_norm).parameters()), None)
+    return (q_norm, k_norm), "all heads" if width == shape(query)[0] else "head"
 
 
 def _mlp(layers: Layers, config) -> MLPSpec | None:

@@ -4,6 +4,7 @@ Shape legend: E experts, n tokens, D model width, F hidden width of an expert, R
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ class ExpertsView:
     """The experts of one block; all have one hidden width."""
 
     spec: ExpertsSpec
-    module: nn.Module  # called with tokens (n, D), the experts of each (n, k), and their weights in its output (n, k)
+    module: Any  # called with tokens (n, D), the experts of each (n, k), and their weights in its output (n, k)
     active: int  # k, experts that a token is sent to
 
     @property
@@ -76,11 +77,11 @@ class ExpertsView:
             weight = torch.stack([part.weight for part in parts])
             found[name] = weight.mT.contiguous() if self.spec.transposed else weight
             if self.biased:
-                found[f"{name}_bias"] = torch.stack([part.bias for part in parts])
+                found[f"{name}_bias"] = torch.stack([part.bias for part in parts if part.bias is not None])
         return found
 
 
-def read_experts(spec: ExpertsSpec, block: nn.Module, config) -> ExpertsView | None:
+def read_experts(spec: ExpertsSpec, block: nn.Module, config: Any) -> ExpertsView | None:
     """The experts of a block; ``None`` where it has none."""
     owner, _, name = spec.path.rpartition(".")
     experts = getattr(block.get_submodule(owner), name, None)

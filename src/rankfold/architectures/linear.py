@@ -1,6 +1,7 @@
 """One reading of a linear layer, whatever its family calls it and however it stores its weight."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -18,11 +19,10 @@ class Dense:
         return Dense(self.weight[index], None if self.bias is None else self.bias[index])
 
 
-def read_linear(module: nn.Module) -> Dense:
+def read_linear(module: Any) -> Dense:
     """``(out, in)`` view of a Linear, a subclass of it, or transformers' ``Conv1D`` (stored transposed); no copy."""
-    weight = module.weight.detach()
-    weight = weight if isinstance(module, nn.Linear) else weight.T
-    return Dense(weight, None if module.bias is None else module.bias.detach())
+    weight, bias = module.weight.detach(), module.bias
+    return Dense(weight if isinstance(module, nn.Linear) else weight.T, None if bias is None else bias.detach())
 
 
 def as_stored(module: nn.Module, weight: Tensor) -> Tensor:

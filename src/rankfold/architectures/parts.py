@@ -5,6 +5,7 @@ Shape legend: B samples of a batch, T tokens, C channels, H x W pixels.
 
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,9 @@ from ..errors import OptionError, UnsupportedModelError
 from .projector import PROJECTORS
 from .registry import architecture_of, check_config, family_of
 from .spec import Architecture
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["PARTS", "Part", "part_of"]
 
@@ -26,7 +30,7 @@ class Part:
     name: str  # one of PARTS
     architecture: Architecture  # with the path of the blocks in the model
     network: str  # path of the module that embeds a batch and runs the blocks; empty for the model itself
-    config: object  # of this part
+    config: Any  # of this part
     chosen: bool = False  # out of more than one
 
     @property
@@ -90,10 +94,11 @@ class Part:
     def _sizes(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Height and width of an image and of a patch."""
         both = (self.config.image_size, self.config.patch_size)
-        return tuple((size, size) if isinstance(size, int) else tuple(size) for size in both)
+        image, patch = ((size, size) if isinstance(size, int) else tuple(size) for size in both)
+        return image, patch
 
 
-def part_of(model: nn.Module, name: str | None = None) -> Part:
+def part_of(model: "PreTrainedModel", name: str | None = None) -> Part:
     """A part of a transformers model.
 
     Args:
@@ -116,9 +121,9 @@ def part_of(model: nn.Module, name: str | None = None) -> Part:
         )
     if decodes and name in (None, "language"):
         return Part("language", architecture_of(model), "", text, chosen=name is not None)
-    if name == "projector":
-        sees, owner = model.get_submodule(towers["vision"]), projector.blocks.rpartition(".")[0]
-        return Part(name, projector, owner, sees.config, chosen=True)
+    if name == "projector" and projector:
+        vision: Any = model.get_submodule(towers["vision"])
+        return Part(name, projector, projector.blocks.rpartition(".")[0], vision.config, chosen=True)
     return replace(_tower(model, name or names[0], towers), chosen=len(names) > 1)
 
 
@@ -128,14 +133,15 @@ def _projector(model: nn.Module) -> Architecture | None:
         for spec in PROJECTORS:
             if f".{path}".endswith(f".{spec.blocks}"):
                 there = {name for name, _ in module.named_modules()}
-                if {spec.mlp.up, spec.mlp.down} <= there:
+                if spec.mlp and {spec.mlp.up, spec.mlp.down} <= there:
                     return replace(spec, blocks=path)
     return None
 
 
 def _towers(model: nn.Module) -> dict[str, str]:
     """Paths of encoders of known families in a model, by what they take in."""
-    found = {}
+    found: dict[str, str] = {}
+    module: Any
     for path, module in model.named_modules():
         family = family_of(module.config) if hasattr(module, "main_input_name") else None
         inside = any(path.startswith(tower) for tower in found.values())
@@ -146,8 +152,9 @@ def _towers(model: nn.Module) -> dict[str, str]:
 
 def _tower(model: nn.Module, name: str, towers: dict[str, str]) -> Part:
     path = towers[name]
-    module = model.get_submodule(path)
+    module: Any = model.get_submodule(path)
     family = family_of(module.config)
+    assert family is not None  # or it would not be among the towers
     check_config(family, module.config)
     blocks = _path_of(module, family.blocks)
     # A class with a head has the encoder inside; what the head is for only its user knows.

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import reduce
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -38,6 +39,9 @@ from . import (
 from .derive import derive
 from .spec import Architecture
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 __all__ = ["architecture_of", "check_config", "family_of", "known_architectures"]
 
 _FAMILIES = (llama, qwen, gemma, phi, granite, olmo, cohere, glm, exaone, stablelm, ungated) + (
@@ -66,12 +70,12 @@ def known_architectures() -> tuple[Architecture, ...]:
     return tuple(_BY_TYPE[name] for name in sorted(_BY_TYPE))
 
 
-def family_of(config) -> Architecture | None:
+def family_of(config: Any) -> Architecture | None:
     """The family of a config; ``None`` where it is not known."""
     return _BY_TYPE.get(config.model_type)
 
 
-def architecture_of(model: nn.Module) -> Architecture:
+def architecture_of(model: "PreTrainedModel") -> Architecture:
     """The family of a transformers model that writes text; of one for images and text, the family of its language model.
 
     Of a type that is not known a spec that was read off its blocks, ``derived``: it may be wrong.
@@ -91,6 +95,7 @@ def architecture_of(model: nn.Module) -> Architecture:
 
 def _tower(model: nn.Module, config) -> str:
     """Path of the language model in one for images and text."""
+    module: Any
     for name, module in model.named_modules():
         if hasattr(module, "main_input_name") and module.config.model_type == config.model_type:
             return name
@@ -100,7 +105,7 @@ def _tower(model: nn.Module, config) -> str:
     )
 
 
-def check_config(family: Architecture, config) -> None:
+def check_config(family: Architecture, config: Any) -> None:
     """Raise :class:`UnsupportedModelError` where a model of a family has a trait that no spec can say."""
     for field, reason in family.unless:
         value = reduce(lambda part, name: getattr(part, name, None), field.split("."), config)

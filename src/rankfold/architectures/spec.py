@@ -4,22 +4,23 @@ Every trait is here because some step of the compression reads it, and the comme
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Generic, Literal, TypeVar
 
 __all__ = ["Architecture", "AttentionSpec", "ByConfig", "ExpertsSpec", "MLPSpec", "NormsSpec"]
 
+T = TypeVar("T", covariant=True)
 QKVLayout = Literal["split", "concat", "grouped"]
 
 
 @dataclass(frozen=True)
-class ByConfig:
+class ByConfig(Generic[T]):
     """A trait that a yes-or-no field of the config decides."""
 
     field: str
-    yes: str | bool | None
-    no: str | bool | None
+    yes: T
+    no: T
 
-    def of(self, config) -> str | bool | None:
+    def of(self, config: Any) -> T:
         """The trait of this model."""
         return self.yes if getattr(config, self.field) else self.no
 
@@ -47,7 +48,7 @@ class AttentionSpec:
     rotary_base: float | None = None
     # Attribute of the module that says whether this very layer rotates; None: all do. Queries and keys of a layer that does
     # not may be rotated freely.
-    rotates: str | ByConfig | None = None
+    rotates: str | ByConfig[str | None] | None = None
     # Norms between projection and rotation: dropping dimensions changes the mean square they divide by, which then has to be
     # predicted from those that are left.
     qk_norm: tuple[str, str] | None = None
@@ -131,10 +132,10 @@ class Architecture:
     experts: ExpertsSpec | None = None  # of the blocks that have them
     # The module whose input is the residual stream between attention and MLP; None in a parallel block, where both read
     # the block's input. The per-module influence score (MoDeGPT Eq. 42) needs that point.
-    middle: str | ByConfig | None = "post_attention_layernorm"
+    middle: str | ByConfig[str | None] | None = "post_attention_layernorm"
     # Whether attention and MLP add their outputs to the residual stream as they are, with no norm or factor behind them. Only
     # then can an output projection be fitted to what is missing from the stream.
-    adds: bool | ByConfig = True
+    adds: bool | ByConfig[bool] = True
     # The RMS norms that the outputs of attention and of the MLP go through before they are added; None: no such norms.
     norms_behind: tuple[str, str] | None = None
     norms: NormsSpec | None = None  # None: not said, and the stream of such a family cannot be sliced

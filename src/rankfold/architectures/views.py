@@ -5,6 +5,7 @@ Shape legend: D model width, F hidden width of the MLP.
 
 import copy
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ from .norms import Norm, read_norm
 from .spec import Architecture, ByConfig, MLPSpec
 
 __all__ = ["BlockView", "MLPView"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class BlockView:
     architecture: Architecture
     index: int
     module: nn.Module
-    config: object  # the text config
+    config: Any  # the text config
     inv_freq: Tensor | None = None  # (rotary_dim / 2,) angle per position of each rotary pair; None without
     # (D, r) orthonormal: coordinates that the block before writes in; None: the model's own.
     basis: Tensor | None = None
@@ -135,10 +138,15 @@ class BlockView:
     def norms(self) -> tuple[Norm, Norm]:
         """Whose outputs attention and MLP read; the same twice where they share one."""
         spec = self.architecture.norms
-        found = (
-            next(n for n in names if getattr(self.module, n, None) is not None) for names in (spec.attention, spec.mlp)
+        assert spec is not None  # asked of families whose stream can be sliced only
+        attention, mlp = (
+            next(module for n in names if (module := getattr(self.module, n, None)) is not None)
+            for names in (spec.attention, spec.mlp)
         )
-        return tuple(read_norm(getattr(self.module, n), offset=spec.offset, centres=spec.centres) for n in found)
+        return (
+            read_norm(attention, offset=spec.offset, centres=spec.centres),
+            read_norm(mlp, offset=spec.offset, centres=spec.centres),
+        )
 
     def norm_behind(self, layer: nn.Module) -> Norm | None:
         """What the output of one of its output projections goes through before it is added; ``None``: nothing."""
@@ -153,5 +161,5 @@ class BlockView:
         """Whether attention and MLP add their outputs to the residual stream as they are."""
         return self._trait(self.architecture.adds)
 
-    def _trait(self, trait):
-        return trait.of(self.config) if isinstance(trait, ByConfig) else trait
+    def _trait(self, trait: T | ByConfig[T]) -> T:
+        return cast(T, trait.of(self.config) if isinstance(trait, ByConfig) else trait)

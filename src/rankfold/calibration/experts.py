@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._utils.present import present
 from ..architectures import ExpertsView
 from .moments import BlockMoments, Moment, VectorMoment
 
@@ -38,7 +39,9 @@ class _Caught:
     """What the experts of a block are called with."""
 
     def __init__(self, experts: ExpertsView):
-        self.experts, self.caught, self.rows = experts, None, []
+        self.experts = experts
+        self.caught: tuple[Tensor, ...] = ()
+        self.rows: list[Tensor] = []
 
     def hooks(self):
         return [self.experts.module.register_forward_pre_hook(self._catch)]
@@ -55,7 +58,7 @@ class ExpertInputs(_Caught):
     """The tokens themselves, ``(n, D)``, as precise as the stream is kept."""
 
     def after(self, batch) -> None:
-        (tokens, *_), self.caught = self.caught, None
+        (tokens, *_), self.caught = self.caught, ()
         self.rows.append(tokens.detach().to(batch.hidden.dtype))
 
 
@@ -63,7 +66,7 @@ class RouterWeights(_Caught):
     """``(n, E)`` what each token's output of each expert is multiplied with; 0 where it is not sent there."""
 
     def after(self, batch) -> None:
-        (_, chosen, weights), self.caught = self.caught, None
+        (_, chosen, weights), self.caught = self.caught, ()
         spread = weights.new_zeros(len(chosen), self.experts.count, dtype=torch.float32)
         self.rows.append(spread.scatter_(1, chosen, weights.float()))
 
@@ -153,9 +156,9 @@ def _summed(parts: Iterator[tuple[Tensor, Tensor]], weights: Tensor) -> Moment:
     """Of weighted rows, some of which come at a time with their weights."""
     sums = total = None
     for rows, w in parts:
-        if sums is None:
+        if sums is None or total is None:
             sums = VectorMoment(rows.shape[1], rows.device)
             total = torch.zeros_like(sums.total)
         sums.add(rows)
         total += (w @ rows).to(total)
-    return Moment(weights.double().square().sum().item(), total, None, sums.finish().second)
+    return Moment(weights.double().square().sum().item(), total, None, present(sums).finish().second)

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from .._utils.present import present
 from ..architectures import BlockView, read_linear
 from .moments import Moment, VectorMoment, accumulator, cross
 
@@ -39,13 +40,15 @@ class BackwardObserver(Protocol):
 
     def finish(self) -> Moment:
         """What was measured."""
+        ...
 
 
 class OutputGradient:
     """Second moment ``E[g g^T]`` over tokens of the gradient ``g`` at the output of a layer, about zero."""
 
     def __init__(self, layer: nn.Module):
-        self.layer, self.sums = layer, None
+        self.layer = layer
+        self.sums: VectorMoment | None = None
 
     def add(self, x: Tensor, g: Tensor) -> None:
         if self.sums is None:
@@ -53,7 +56,7 @@ class OutputGradient:
         self.sums.add(g)
 
     def finish(self) -> Moment:
-        return self.sums.finish()
+        return present(self.sums).finish()
 
     @staticmethod
     def numbers(out: int, wide: int) -> int:
@@ -123,4 +126,5 @@ def _rows(names: set[str]) -> list[tuple[str, type]]:
 
 
 def _shape(view: BlockView, layer: str) -> tuple[int, int]:
-    return tuple(read_linear(view.layers[layer]).weight.shape)
+    out, wide = read_linear(view.layers[layer]).weight.shape
+    return out, wide

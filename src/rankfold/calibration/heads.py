@@ -7,8 +7,9 @@ from collections.abc import Callable
 from functools import cached_property
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from .._utils.present import present
 from ..architectures import AttentionView
 from ..linalg.mean_square import square_features
 from ..modules.kernels import of_one_length
@@ -35,7 +36,7 @@ class Heads:
         Norms over all heads are one head of all their dimensions.
         """
         x = heads_first(self.attention.flat_for_norm(self.projected[index]))
-        return square_features(x.transpose(0, 1).flatten(1, 2)[None], self.attention.head_norms[index].eps)
+        return square_features(x.transpose(0, 1).flatten(1, 2)[None], present(self.attention.head_norms)[index].eps)
 
     @cached_property
     def rotated(self) -> tuple[Tensor, Tensor]:
@@ -91,7 +92,8 @@ class Projections:
     """Catches what the q/k/v projections of the current batch return."""
 
     def __init__(self, attention: AttentionView):
-        self.attention, self.outputs = attention, []
+        self.attention = attention
+        self.outputs: list[Tensor] = []
         self._heads: list[Heads] | None = None
         self._hung = False
 
@@ -100,9 +102,9 @@ class Projections:
         if self._hung:
             return []
         self._hung = True
-        return [m.register_forward_hook(lambda _, __, out: self._catch(out)) for m in self.attention.qkv_modules]
+        return [m.register_forward_hook(self._catch) for m in self.attention.qkv_modules]
 
-    def _catch(self, output: Tensor) -> None:
+    def _catch(self, _: nn.Module, __: tuple[Tensor, ...], output: Tensor) -> None:
         if self._heads is not None:  # the batch before is over
             self.outputs, self._heads = [], None
         self.outputs.append(output)
@@ -143,7 +145,7 @@ class ProductObserver:
     """``sum over windows of (Q^T Q) o (K~^T K~)`` per head, ``K~`` the keys minus their mean over the window."""
 
     def __init__(self, projections: Projections):
-        self.projections, self.second, self.pairs = projections, 0.0, 0.0
+        self.projections, self.second, self.pairs = projections, torch.zeros(()), 0.0
 
     def hooks(self):
         return self.projections.hooks()

@@ -6,6 +6,8 @@ Shape legend: B windows of a batch, T tokens, V vocabulary, n predicted tokens o
 import logging
 import math
 from collections.abc import Sequence
+from functools import reduce
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -68,11 +70,11 @@ def compare_losses(dense: Sequence[Tensor], compressed: Sequence[Tensor]) -> Com
     gaps = [small.double() - large.double() for large, small in zip(dense, compressed, strict=True)]
     pieces = gaps if len(gaps) >= FEW else [piece for gap in gaps for piece in gap.split(PIECE)]
     tokens = sum(len(gap) for gap in gaps)
-    means = [torch.cat(list(losses)).double().mean().item() for losses in (dense, compressed)]
-    difference = (sum(piece.sum() for piece in pieces) / tokens).item()
-    count, spread = len(pieces), sum((piece - difference).sum().square() for piece in pieces)
+    large, small = (torch.cat(list(losses)).double().mean().item() for losses in (dense, compressed))
+    difference = (reduce(add, (piece.sum() for piece in pieces)) / tokens).item()
+    count, spread = len(pieces), reduce(add, ((piece - difference).sum().square() for piece in pieces))
     error = (count / (count - 1) * spread).sqrt().item() / tokens if count > 1 else None
-    return Comparison(*means, difference, error, tokens)
+    return Comparison(large, small, difference, error, tokens)
 
 
 def guesses(nats: float, vocabulary: int) -> bool:

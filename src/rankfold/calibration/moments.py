@@ -10,11 +10,13 @@ hardly any error to that of one (docs/results/moment_precision.md).
 import contextlib
 import functools
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._utils.hardware import multiplies_bf16_fast
+from .._utils.present import present
 from ..errors import NumericsError
 from ..linalg.psd import all_finite
 
@@ -40,15 +42,15 @@ class Moment:
 
     @property
     def mean(self) -> Tensor:
-        return self.total.double() / self.count
+        return present(self.total).double() / self.count
 
     @property
     def mean_absolute(self) -> Tensor:
-        return self.absolute.double() / self.count
+        return present(self.absolute).double() / self.count
 
     def second_moment(self) -> Tensor:
         """``E[x x^T]``, fp64; a copy."""
-        return self.second.to(torch.float64, copy=True).div_(self.count)
+        return present(self.second).to(torch.float64, copy=True).div_(self.count)
 
     def covariance(self) -> Tensor:
         """``E[x x^T] - mean mean^T``, fp64; not clamped, so eigenvalues may be negative in the last digits."""
@@ -69,7 +71,7 @@ class Moment:
     def within_windows(self) -> Tensor:
         """Mean over the windows of the covariance within each, fp64: the pooled covariance, divided by counts; not clamped."""
         # (S, N) means, each times the root of the window's length over the mean length: a longer one counts for more
-        means = self.windows.double() * (len(self.windows) / self.count)
+        means = present(self.windows).double() * (len(present(self.windows)) / self.count)
         return self.second_moment().sub_(means.mT @ means / len(means))
 
     def rounded(self) -> "Moment":
@@ -93,7 +95,7 @@ class CrossMoment:
         return self.total.double() / self.count
 
 
-BlockMoments = dict[str, Moment | CrossMoment]  # statistic -> moment; the names are in `statistics.STATISTICS`
+BlockMoments = dict[str, Any]  # statistic -> Moment, or CrossMoment of two streams; names: `statistics.STATISTICS`
 
 
 @contextlib.contextmanager
@@ -104,7 +106,7 @@ def _bf16_products():
     PyTorch offers this only as a process-wide setting on CPUs (on CUDA `torch.mm(out_dtype=)` does the same), hence the
     scope.
     """
-    backend = torch.backends.mkldnn.matmul
+    backend: Any = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]  made at run time
     before = backend.fp32_precision
     backend.fp32_precision = "bf16"
     try:
@@ -246,7 +248,8 @@ class CrossSums:
     """Accumulates a :class:`CrossMoment`."""
 
     def __init__(self):
-        self.count, self.total, self.second, self.energy = 0, 0.0, 0.0, 0.0
+        self.count = 0
+        self.total = self.second = self.energy = torch.zeros(())
         self._sums, self._rows = None, 0  # not yet in `second`, and of how many rows
 
     def add(self, x: Tensor, t: Tensor) -> None:
@@ -310,7 +313,8 @@ class HeadMoment:
     """Accumulates one :class:`Moment` per head."""
 
     def __init__(self):
-        self.count, self.total, self.second = 0, 0.0, 0.0
+        self.count = 0
+        self.total = self.second = torch.zeros(())
 
     def add(self, x: Tensor, grams: Tensor) -> None:
         """Add ``x`` ``(B, H, T, N)``, fp32, with its ``grams`` ``(B, H, N, N)``."""

@@ -7,15 +7,17 @@ in ``heads.py``, those of the residual stream in ``residual.py``, those of exper
 which is the table in ``statistics.py``.
 """
 
+import functools
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from .._utils.present import present
 from .._utils.stopwatch import time_spent
 from ..architectures import Norm, read_linear
-from .moments import Moment, Samples, VectorMoment, accumulator
+from .moments import CrossMoment, Moment, Samples, VectorMoment, accumulator
 
 __all__ = ["Batch", "DenseBatch", "EnergyObserver", "InputObserver", "Observer", "SamplesObserver"]
 
@@ -41,12 +43,14 @@ class Observer(Protocol):
 
     def hooks(self) -> Iterable:
         """Hang hooks on the block; returns their handles."""
+        ...
 
     def after(self, batch: Batch) -> None:
         """A batch has run."""
 
-    def finish(self) -> Moment:
+    def finish(self) -> Moment | CrossMoment:
         """What was measured."""
+        ...
 
 
 class InputObserver:
@@ -78,12 +82,12 @@ class InputObserver:
 
     def after(self, batch) -> None:
         if self.windows is not None:
-            x, self._entered = self._entered.view(*batch.hidden.shape[:2], -1), None
+            x, self._entered = present(self._entered).view(*batch.hidden.shape[:2], -1), None
             self.windows.append(x.sum(1, dtype=torch.float32).to(accumulator(x.device)))
             self.lengths += [x.shape[1]] * len(x)
 
     def finish(self) -> Moment:
-        moment = self.sums.finish()
+        moment = present(self.sums).finish()
         if self.windows is not None:
             moment.windows = torch.cat(self.windows)
             if len(set(self.lengths)) > 1:
@@ -102,10 +106,13 @@ class EnergyObserver:
     """Squares of what enters some layers, one layer's inputs behind the other's."""
 
     def __init__(self, modules: list[nn.Module]):
-        self.modules, self.totals, self.rows = modules, [0.0] * len(modules), 0
+        self.modules, self.totals, self.rows = modules, [torch.zeros(())] * len(modules), 0
 
     def hooks(self):
-        return [m.register_forward_pre_hook(lambda _, a, i=i: self._add(i, a[0])) for i, m in enumerate(self.modules)]
+        return [m.register_forward_pre_hook(functools.partial(self._catch, i)) for i, m in enumerate(self.modules)]
+
+    def _catch(self, layer: int, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+        self._add(layer, args[0])
 
     @time_spent("moments")
     def _add(self, layer: int, x: Tensor) -> None:

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from .._utils.present import present
 from ..architectures import BlockView
 from .moments import CrossMoment, CrossSums, Moment, VectorMoment
 
@@ -19,7 +20,8 @@ class Middle:
     projector, which has no attention."""
 
     def __init__(self, view: BlockView):
-        self.view, self._caught = view, None
+        self.view = view
+        self._caught: Tensor | None = None
 
     def hooks(self):
         if self.view.architecture.projects:
@@ -35,7 +37,7 @@ class Middle:
         """``(B, T, D)`` of the batch ``hidden`` that just ran."""
         if self.view.architecture.projects:
             return hidden
-        caught, self._caught = self._caught.view_as(hidden), None
+        caught, self._caught = present(self._caught).view_as(hidden), None
         return hidden + caught if self.view.middle is None else caught
 
 
@@ -64,8 +66,8 @@ class FeedbackObserver:
         if self.attention:
             target = batch.dense.middle.float() - batch.hidden.float()
         else:
-            target = batch.dense.output.float() - self.middle.take(batch.hidden).float()
-        self.sums.add(x, target)
+            target = batch.dense.output.float() - present(self.middle).take(batch.hidden).float()
+        self.sums.add(present(x), target)
 
     def finish(self) -> CrossMoment:
         return self.sums.finish()
@@ -79,7 +81,7 @@ class StreamObserver:
 
     def __init__(self, view: BlockView, place: Literal["input", "middle", "output"]):
         self.place, self.middle = place, Middle(view) if place == "middle" else None
-        self.centres = view.architecture.norms.centres
+        self.centres = present(view.architecture.norms).centres
         self.sums: VectorMoment | None = None
 
     def hooks(self):
@@ -87,7 +89,7 @@ class StreamObserver:
 
     def after(self, batch) -> None:
         x = {"input": batch.hidden, "output": batch.output}.get(self.place)
-        x = (self.middle.take(batch.hidden) if x is None else x).float()
+        x = (present(self.middle).take(batch.hidden) if x is None else x).float()
         if self.centres:
             x = x - x.mean(-1, keepdim=True)
         if self.sums is None:
@@ -95,7 +97,7 @@ class StreamObserver:
         self.sums.add(x * x.square().mean(-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny).rsqrt())
 
     def finish(self) -> Moment:
-        return self.sums.finish()
+        return present(self.sums).finish()
 
 
 class InfluenceObserver:

@@ -10,12 +10,13 @@ import inspect
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .._utils.evaluating import evaluating
+from .._utils.present import present
 from .._utils.stopwatch import time_spent
 from ..architectures import BlockView
 from ..data.batches import Batch as Given
@@ -171,7 +172,7 @@ def start(source, ids: Data, *, autocast: torch.dtype | None) -> Stream:
         for batch in batches(ids, batch_tokens(source), source.part):
             with contextlib.suppress(_Stop):
                 source.forward(batch.read() if isinstance(batch, Example) else batch)
-            first = recorders[0].hidden
+            first = present(recorders[0].hidden)
             stream.hidden.append(first.to(autocast or first.dtype))
             size = None if isinstance(batch, Example) else len(batch)
             if size is None or size not in of_size:
@@ -183,10 +184,10 @@ def start(source, ids: Data, *, autocast: torch.dtype | None) -> Stream:
 def _calls(recorders: list[_Recorder], dtype: torch.dtype) -> list[Call]:
     """What every block was called with. A block whose output the model adds to on the way to the next one is told by what
     enters that: recorders pass on what they receive."""
-    calls = [recorder.call for recorder in recorders]
-    for i, (before, behind) in enumerate(itertools.pairwise(recorders)):
-        if behind.hidden is not before.hidden and not torch.equal(behind.hidden, before.hidden):
-            calls[i] = calls[i]._replace(added=(behind.hidden - before.hidden).to(dtype))
+    calls, entered = [present(r.call) for r in recorders], [present(r.hidden) for r in recorders]
+    for i, (before, after) in enumerate(itertools.pairwise(entered)):
+        if after is not before and not torch.equal(after, before):
+            calls[i] = calls[i]._replace(added=(after - before).to(dtype))
     return calls
 
 
@@ -236,7 +237,8 @@ def _leaves_out(source) -> bool:
 
 def targets_of(source, batch: Given) -> Tensor:
     """``(B, T)`` the tokens of a batch; :data:`IGNORED` where an image of an example stands, which no model predicts."""
-    ids = ids_of(batch).to(source.device)
+    ids: Any = ids_of(batch)
+    ids = ids.to(source.device)
     return ids.masked_fill(ids == source.image_token, IGNORED) if isinstance(batch, Example) else ids
 
 
@@ -263,7 +265,7 @@ def predictions(
 def advance(view: BlockView, stream: Stream, module: nn.Module | None = None) -> None:
     """Replace the stream by the output of the block (of ``module`` where given)."""
     for i, _, output in _forward(view, stream, module or view.module):
-        stream.move(i, view.index, output)
+        stream.move(i, view.index, present(output))
 
 
 @torch.no_grad()
@@ -273,8 +275,8 @@ def advance_dense(view: BlockView, stream: Stream) -> list[DenseBatch]:
     middle, found = Middle(view), []
     with _watched([middle], None):
         for i, _, output in _forward(view, stream, view.module):
-            found.append(DenseBatch(middle.take(stream.hidden[i]).to(output.dtype), output))
-            stream.move(i, view.index, output)
+            found.append(DenseBatch(middle.take(stream.hidden[i]).to(present(output).dtype), present(output)))
+            stream.move(i, view.index, present(output))
     return found
 
 
@@ -304,7 +306,7 @@ def measure(
                 for observer in observers.values():
                     observer.after(batch)
             if step:
-                stream.move(i, view.index, output)
+                stream.move(i, view.index, present(output))
     with time_spent("moments"):
         moments = {name: observer.finish() for name, observer in observers.items()}
         check_finite(moments, view.path)
@@ -322,7 +324,7 @@ def _end(view: BlockView, statistics: set[str]) -> nn.Module | None:
 
 
 @contextlib.contextmanager
-def _watched(observers: Iterable[Observer], end: nn.Module | None):
+def _watched(observers: Iterable[Observer | Middle], end: nn.Module | None):
     """Hang the observers' hooks; with ``end`` every forward is left in front of that layer, after they have seen its input."""
     handles = [handle for observer in observers for handle in observer.hooks()]
     if end is not None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .._utils.files import check_name, read_json, sweep, sync_folder, write_json, write_tensors, writing
 from .._utils.locking import locked
+from .._utils.present import present
 from .._utils.schema import NUMBER, Maybe, check_record
 from .._utils.stopwatch import time_spent
 from ..data.batches import Data, add_tensors, as_data, as_tensors, digest_of
@@ -152,7 +153,7 @@ class MomentStore:
         return True
 
     def _path(self, index: int) -> Path:
-        return self.folder / f"block-{index:05d}.safetensors"
+        return present(self.folder) / f"block-{index:05d}.safetensors"
 
     @time_spent("writing")
     def __setitem__(self, index: int, moments: BlockMoments) -> None:

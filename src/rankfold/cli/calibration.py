@@ -67,7 +67,7 @@ class CalibrationOptions:
             return self._images(source)
         from ..data.image_text import has_images
 
-        texts = _parse_texts(self.calibration)
+        texts = parse_texts(self.calibration)
         if any(has_images(name, source) for name in texts):
             return self._examples(source)
         from ..data.tokens import load_tokens
@@ -84,7 +84,7 @@ class CalibrationOptions:
                 "them into one"
             )
         return load_examples(
-            *_parse_texts(self.calibration), source, samples=self.samples, seed=self.seed, field=self.field
+            *parse_texts(self.calibration), source, samples=self.samples, seed=self.seed, field=self.field
         )
 
     def _images(self, source):
@@ -98,7 +98,7 @@ class CalibrationOptions:
         return load_images(self.calibration[0], source, samples=self.samples, seed=self.seed, field=field)
 
 
-def _parse_texts(texts: list[str]) -> list[str] | dict[str, float]:
+def parse_texts(texts: list[str]) -> list[str] | dict[str, float]:
     """Names of texts, or name -> share where they are given as ``TEXT=SHARE``."""
     from ..data.mixing import check_distinct
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from .. import pipeline
 from .._utils.files import writing
@@ -146,7 +146,7 @@ class CellRunner:
             )
         return self._moments
 
-    def dense(self) -> nn.Module:
+    def dense(self) -> PreTrainedModel:
         """The dense model; it is gone again when nobody holds it."""
         model = self._dense()
         if model is None:
@@ -194,7 +194,7 @@ class CellRunner:
         }
         return row | self._measured(model)
 
-    def _measured(self, model: nn.Module) -> dict:
+    def _measured(self, model: PreTrainedModel) -> dict:
         begin = time.perf_counter()
         found = self.measures(model, self.dense)
         return {

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from ..data.text import Text, column_of
 from ..data.windows import shown
@@ -27,9 +27,11 @@ class Measure(Protocol):
 
     def describe(self) -> dict | list:
         """What the numbers depend on beside the model; JSON."""
+        ...
 
-    def __call__(self, model: nn.Module, dense: Callable[[], nn.Module]) -> dict | list:
+    def __call__(self, model: PreTrainedModel, dense: Callable[[], PreTrainedModel]) -> dict | list:
         """The numbers of ``model``; JSON. ``dense()`` gives the dense model, to measure beside it."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,12 @@ class Measures:
     """
 
     functions: Mapping[str, Measure]
-    load_dense: Callable[[], nn.Module]
+    load_dense: Callable[[], PreTrainedModel]
 
     def describe(self) -> dict:
         return {name: function.describe() for name, function in self.functions.items()}
 
-    def __call__(self, model: nn.Module, dense: Callable[[], nn.Module]) -> dict:
+    def __call__(self, model: PreTrainedModel, dense: Callable[[], PreTrainedModel]) -> dict:
         return {name: function(model, dense) for name, function in self.functions.items()}
 
 
@@ -83,7 +85,7 @@ class Perplexities:
             for label, text, windows in zip(self.labels, self.texts, self.windows, strict=True)
         ]
 
-    def __call__(self, model: nn.Module, dense) -> list[dict]:
+    def __call__(self, model: PreTrainedModel, dense) -> list[dict]:
         return [
             {"text": label, **timed_perplexity(model, windows, label)}
             for label, windows in zip(self.labels, self.windows, strict=True)
@@ -124,7 +126,7 @@ class Accuracies:
         folder, found = self.questions.folder, asdict(self.questions)
         return found if folder is None else found | {"folder": shown(folder), "sha256": self.questions.digest()}
 
-    def __call__(self, model: nn.Module, dense) -> dict[str, dict]:
+    def __call__(self, model: PreTrainedModel, dense) -> dict[str, dict]:
         return self.questions.measure(model, self.source.tokenizer)
 
 
@@ -140,12 +142,12 @@ class Speed:
     def __init__(self, context: int, *, batch: int = 8, repeats: int = 5):
         prompt, steps = lengths(context)
         self.options = {"batch": batch, "prompt": prompt, "steps": steps, "repeats": repeats}
-        self._dense: nn.Module | None = None  # kept between models: loading it takes longer than a round
+        self._dense: PreTrainedModel | None = None  # kept between models: loading it takes longer than a round
 
     def describe(self) -> dict:
         return self.options
 
-    def __call__(self, model: nn.Module, dense: Callable[[], nn.Module]) -> dict:
+    def __call__(self, model: PreTrainedModel, dense: Callable[[], PreTrainedModel]) -> dict:
         self._dense = self._dense or dense()
         models = {DENSE: self._dense} | ({} if model is self._dense else {COMPRESSED: model})
         found = speed(models, **self.options)

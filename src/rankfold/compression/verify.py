@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 from ..calibration.runner import advance, outputs, start
 from ..data.batches import again, noise
@@ -36,7 +36,7 @@ class Probe:
         """Go through a block."""
         advance(view, self.stream)
 
-    def check(self, folder: Path, model: nn.Module) -> float:
+    def check(self, folder: Path, model: PreTrainedModel) -> float:
         """Run the checkpoint in ``folder`` on the same window; one block is resident.
 
         Args:
@@ -66,7 +66,7 @@ class Probe:
             )
         return difference
 
-    def _reopen(self, folder: Path, model: nn.Module) -> DenseModel:
+    def _reopen(self, folder: Path, model: PreTrainedModel) -> DenseModel:
         source, weights = self.source, Weights(folder)
         fill_outer(model, source.architecture.blocks, weights, source.dtype, source.device)
         return DenseModel(model, folder.name, source.device, source.dtype, weights, part=source.part)

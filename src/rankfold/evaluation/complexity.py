@@ -7,10 +7,12 @@ multiply-accumulate (MAC) is two floating-point operations (FLOPs); norms, activ
 """
 
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..architectures import BlockView, architecture_of
@@ -29,7 +31,7 @@ DEFINITION = (
 )
 
 
-def complexity(model: nn.Module, tokens: int = 128) -> dict:
+def complexity(model: PreTrainedModel, tokens: int = 128) -> dict:
     """Cost of a loaded model, dense or compressed.
 
     Args:
@@ -57,7 +59,7 @@ def complexity(model: nn.Module, tokens: int = 128) -> dict:
 
 
 @torch.no_grad()
-def counted_macs(model: nn.Module, tokens: int) -> int:
+def counted_macs(model: PreTrainedModel, tokens: int) -> int:
     """MACs of one forward over ``tokens`` tokens, counted operation by operation by PyTorch.
 
     Attention runs by its formula meanwhile: the counter does not see inside fused kernels on every device, and these pad.
@@ -73,7 +75,7 @@ def counted_macs(model: nn.Module, tokens: int) -> int:
     return (counter.get_total_flops() - angles) // 2 + tokens * sparse
 
 
-def formula_macs(model: nn.Module, tokens: int) -> dict[str, int]:
+def formula_macs(model: PreTrainedModel, tokens: int) -> dict[str, int]:
     """MACs of one forward over ``tokens`` tokens from the shapes of the model's modules alone.
 
     Returns:
@@ -90,7 +92,7 @@ def formula_macs(model: nn.Module, tokens: int) -> dict[str, int]:
             f"{architecture.model_type} routes tokens to experts, so its MACs are not a matter of shapes; use counted_macs"
         )
     attention = 0
-    for index, block in enumerate(model.get_submodule(architecture.blocks)):
+    for index, block in enumerate(model.get_submodule(architecture.blocks).children()):
         module = block.get_submodule(architecture.attention.path)
         if isinstance(module, CompressedAttention):
             attention += module.heads * (module.qk_dim + module.vo_dim)
@@ -125,7 +127,7 @@ def planned_macs(source: DenseModel, plan: Plan, tokens: int) -> dict[str, int]:
 
 
 @torch.no_grad()
-def cache_bytes(model: nn.Module, tokens: int = 8) -> int:
+def cache_bytes(model: PreTrainedModel, tokens: int = 8) -> int:
     """Bytes by which the cache grows with every token."""
     ids = torch.zeros(1, tokens, dtype=torch.long, device=model.device)
     cache = model(ids, use_cache=True).past_key_values
@@ -154,8 +156,8 @@ def _nonzeros(module: nn.Module) -> int:
 
 
 @contextmanager
-def _eager(model: nn.Module):
-    before = model.config._attn_implementation
+def _eager(model: PreTrainedModel):
+    before: Any = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:
         yield

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from .._utils.memory import release_memory
 from ..errors import OptionError, UnsupportedModelError
@@ -50,7 +51,7 @@ class Cost:
                 f"--batch-sizes takes different numbers >= 1, e.g. 1,8,32; got {','.join(map(str, sizes))}"
             )
 
-    def measure(self, models: Mapping[str, nn.Module]) -> dict:
+    def measure(self, models: Mapping[str, PreTrainedModel]) -> dict:
         """Cost of loaded models; the first is what others are compared with.
 
         Returns:
@@ -77,7 +78,7 @@ class Cost:
         return {"models": facts, "batches": batches, "environment": environment(device), "memory_definition": MEMORY}
 
 
-def _facts(name: str, model: nn.Module, tokens: int) -> dict:
+def _facts(name: str, model: PreTrainedModel, tokens: int) -> dict:
     try:
         counted = complexity(model, tokens)
     except UnsupportedModelError as error:
@@ -96,7 +97,7 @@ def bytes_on_disk(model: str | Path) -> int:
     return path.stat().st_size if path.is_file() else Weights(path).bytes_on_disk
 
 
-def peak_memory(model: nn.Module, ids: Tensor, steps: int) -> int | None:
+def peak_memory(model: PreTrainedModel, ids: Tensor, steps: int) -> int | None:
     """What one prefill and decode needs at its peak, by the definition :data:`MEMORY`.
 
     Args:
@@ -109,7 +110,7 @@ def peak_memory(model: nn.Module, ids: Tensor, steps: int) -> int | None:
     return None if grown is None else sum(held.values()) + grown
 
 
-def _growth_of_process(model: nn.Module, ids: Tensor, steps: int) -> int | None:
+def _growth_of_process(model: PreTrainedModel, ids: Tensor, steps: int) -> int | None:
     release_memory()  # what was freed before and is still held would hide what is taken now
     before = process_status("VmRSS")
     try:
@@ -121,7 +122,7 @@ def _growth_of_process(model: nn.Module, ids: Tensor, steps: int) -> int | None:
     return None if peak is None or before is None else max(0, peak - before)
 
 
-def _growth_on(device: torch.device, model: nn.Module, ids: Tensor, steps: int) -> int | None:
+def _growth_on(device: torch.device, model: PreTrainedModel, ids: Tensor, steps: int) -> int | None:
     try:
         torch.accelerator.reset_peak_memory_stats(device)
         before = torch.accelerator.memory_allocated(device)

@@ -2,6 +2,7 @@
 
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from .._utils.progress import one_run
 from ..checkpoint.load import load_model, load_tokenizer
@@ -53,7 +54,7 @@ def evaluate(
     network = load_model(model, dtype=dtype, device=device)
     check_writes(network.config, str(model))
     tokenizer = load_tokenizer(model) if texts or questions else None
-    result = {"model": str(model), "versions": versions()}
+    result: dict[str, Any] = {"model": str(model), "versions": versions()}
     if texts:
         result["texts"] = texts.measure(str(model), network, tokenizer, read)
     if questions:

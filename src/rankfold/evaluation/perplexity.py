@@ -6,6 +6,7 @@ Shape legend: W windows, T window length, V vocabulary.
 import contextlib
 import math
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +58,8 @@ def perplexity(model: nn.Module, windows: Tensor, *, autocast: torch.dtype | Non
     if not hasattr(model, "config"):  # an adapter or a compiled model has it too
         raise OptionError(f"model must be a transformers model, got a {type(model).__name__}")
     check_ids("windows", windows)
-    device, length = model.device, windows.shape[1]
+    network: Any = model  # with a device, and logits among what it returns
+    device, length = network.device, windows.shape[1]
     context = torch.autocast(device.type, autocast) if autocast else contextlib.nullcontext()
     total, predicted = 0.0, 0
 
@@ -68,7 +70,7 @@ def perplexity(model: nn.Module, windows: Tensor, *, autocast: torch.dtype | Non
     for batch in track(batches, "evaluating", note=so_far):
         batch = batch.to(device)
         with context:
-            logits = model(batch, use_cache=False).logits[:, :-1]
+            logits = network(batch, use_cache=False).logits[:, :-1]
         losses = nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="none")
         if not torch.isfinite(losses).all():
             raise NumericsError(

@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from .._utils.hardware import now
 from .._utils.progress import track
@@ -26,7 +27,7 @@ PROMPT, STEPS = 256, 32
 
 
 def speed(
-    models: Mapping[str, nn.Module],
+    models: Mapping[str, PreTrainedModel],
     *,
     batch: int = 8,
     prompt: int = PROMPT,
@@ -75,7 +76,7 @@ def speed(
     }
 
 
-def _check(models: Mapping[str, nn.Module], batch: int, prompt: int, steps: int, repeats: int) -> None:
+def _check(models: Mapping[str, PreTrainedModel], batch: int, prompt: int, steps: int, repeats: int) -> None:
     if not models:
         raise OptionError("no models to measure; give at least one")
     for name, value in {"batch": batch, "prompt": prompt, "steps": steps, "repeats": repeats}.items():
@@ -95,14 +96,14 @@ def lengths(context: int) -> tuple[int, int]:
     return min(PROMPT, context - steps), steps
 
 
-def prompts(models: Mapping[str, nn.Module], batch: int, prompt: int, seed: int = 0) -> Tensor:
+def prompts(models: Mapping[str, PreTrainedModel], batch: int, prompt: int, seed: int = 0) -> Tensor:
     """``(B, T)`` random ids that all the models know."""
     vocabulary = min(m.config.get_text_config().vocab_size for m in models.values())
     return torch.randint(vocabulary, (batch, prompt), generator=torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()
-def run(model: nn.Module, ids: Tensor, steps: int) -> tuple[float, float]:
+def run(model: PreTrainedModel, ids: Tensor, steps: int) -> tuple[float, float]:
     """Seconds of the prefill and of the decode of one run over ``(B, T)`` ids."""
     device = model.device
     ids = ids.to(device)

@@ -12,9 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
+from .._utils.present import present
 from .._utils.progress import count_steps, without_bars
 from ..errors import CheckpointError, NumericsError, OptionError, first_line, suggestion
 from .local_tasks import LOCAL, local_definition, local_rows
@@ -57,7 +59,7 @@ class Questions:
                 raise OptionError(f"--{name.replace('_', '-')} must be >= {least}, got {value}")
         if self.folder is not None:
             for name in self.tasks:
-                local_rows(name, Path(self.folder).expanduser(), self.num_fewshot)
+                local_rows(name, Path(present(self.folder)).expanduser(), self.num_fewshot)
         names = [*_manager(tuple(self.tasks)).all_tasks, "scienceqa"]
         for name in self.tasks:
             if name not in names:
@@ -67,7 +69,7 @@ class Questions:
         """Of the local files that the questions, and examples, are read from: 32 hexadecimal digits."""
         found = hashlib.sha256()
         for name in self.tasks:
-            for file in local_rows(name, Path(self.folder).expanduser(), self.num_fewshot).values():
+            for file in local_rows(name, Path(present(self.folder)).expanduser(), self.num_fewshot).values():
                 found.update(hashlib.sha256(file.read_bytes()).digest())
         return found.hexdigest()[:32]
 
@@ -108,7 +110,7 @@ def evaluate_tasks(
         DataError, CheckpointError: rows that are missing or of another kind; the hub cannot be reached.
         NumericsError: a score is not a number.
     """
-    Questions(tasks, folder, limit, batch_size, num_fewshot).check()
+    Questions(tasks, None if folder is None else str(folder), limit, batch_size, num_fewshot).check()
     import lm_eval
 
     with tempfile.TemporaryDirectory(prefix="rankfold-") as scratch, _silenced():
@@ -116,7 +118,7 @@ def evaluate_tasks(
         for task in loaded["tasks"].values():
             _set_examples(task, num_fewshot)
         scorer = _scorer(network, tokenizer, batch_size, autocast, ", ".join(tasks))
-        result = lm_eval.evaluate(
+        result: Any = lm_eval.evaluate(
             scorer, loaded, limit=limit, bootstrap_iters=BOOTSTRAP, log_samples="scienceqa" in loaded["tasks"]
         )
         found = {name: _plain(name, result) for name in result["results"]}
@@ -125,7 +127,7 @@ def evaluate_tasks(
     return found
 
 
-def _load(tasks: Sequence[str], folder: Path | None, num_fewshot: int | None, scratch: Path) -> dict:
+def _load(tasks: Sequence[str], folder: Path | None, num_fewshot: int | None, scratch: Path) -> Any:
     """lm-eval's task objects, rows included."""
     manager = _manager(tuple(tasks))
     if folder is not None:
@@ -150,7 +152,7 @@ def _manager(tasks: tuple[str, ...]):
     if not set(tasks) <= set(LOCAL):
         return lm_eval.tasks.TaskManager()
     root = Path(lm_eval.tasks.__file__).parent
-    folders = sorted({root / LOCAL[name].folder for name in tasks if LOCAL[name].folder})
+    folders: list[str | Path] = sorted({root / LOCAL[name].folder for name in tasks if LOCAL[name].folder})
     return lm_eval.tasks.TaskManager(include_path=folders, include_defaults=False)
 
 
@@ -201,10 +203,12 @@ def _scorer(network, tokenizer, batch_size: int, autocast: torch.dtype | None, t
         def _counted(self, requests):
             """lm-eval tells a cache of every answer; ours counts them."""
             with count_steps(f"answering {tasks}", len(requests)) as advance:
-                self.set_cache_hook(SimpleNamespace(add_partial=lambda *_: advance()))
+                hook: Any = SimpleNamespace(add_partial=lambda *_: advance())
+                self.set_cache_hook(hook)
                 yield
 
-    return Scorer(
+    scorer: Any = Scorer  # which hides its arguments from type checkers
+    return scorer(
         pretrained=network,
         tokenizer=tokenizer,
         backend="causal",

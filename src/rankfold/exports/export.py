@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -130,8 +131,8 @@ def export(model: str | Path, output: str | Path, format: str = "stock", *, dtyp
 
 def _card(done: Exported, source: DenseModel) -> str:
     """README.md of an exported folder."""
-    described_as = source.model.config.quantization_config if described(source.model.config) else None
-    made = described_as.fields if described_as else {}
+    config: Any = source.model.config
+    made = config.quantization_config.fields if described(config) else {}
     return CARD.format(
         base=made.get("base_model", source.name),
         method=made.get("method", "no method"),
@@ -143,13 +144,13 @@ def _card(done: Exported, source: DenseModel) -> str:
     )
 
 
-def _counts(source: DenseModel, form: Form) -> list[int]:
+def _counts(source: DenseModel, form: Form) -> tuple[int, int, int]:
     """Parameters of the dense, the compressed and the padded model."""
     dense = Form(plain(source.model.config), source.architecture, {})
-    counts = [parameters(model) for model in (dense.empty(), source.model, form.empty())]
-    if counts[0] > counts[1] and counts[2] >= counts[0]:
+    whole, compressed, padded = (parameters(model) for model in (dense.empty(), source.model, form.empty()))
+    if whole > compressed and padded >= whole:
         raise UnsupportedModelError(
             f"padded to what {type(source.model).__name__} can have, {source.name} would be as large as the dense model; serve "
             "the folder as it is (docs/serve.md)"
         )
-    return counts
+    return whole, compressed, padded

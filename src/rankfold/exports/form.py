@@ -2,10 +2,13 @@
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from accelerate import init_empty_weights
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
+from .._utils.present import present
 from ..architectures import Architecture, AttentionView, BlockView
 from ..checkpoint.load import empty_model
 from ..models.dense_model import DenseModel
@@ -20,23 +23,23 @@ __all__ = ["Form", "parameters", "stock_form"]
 class Form:
     """A stock model: its config, and the layers that are narrower than the config says, for classes that can have them."""
 
-    config: object
+    config: Any
     architecture: Architecture
     layers: dict[str, dict]  # path -> description of a linear layer
     # (N,) where each place of a dense head is in a head of this model, N: nowhere. None: where it was.
     places: Tensor | None = None
 
-    def empty(self, dtype=None) -> nn.Module:
+    def empty(self, dtype=None) -> PreTrainedModel:
         """The model, parameters on the meta device."""
         model = empty_model(self.config, dtype=dtype)
         with init_empty_weights(include_buffers=False):
             install(model, self.layers)
         return model.eval()
 
-    def view(self, model: nn.Module, index: int) -> BlockView:
+    def view(self, model: PreTrainedModel, index: int) -> BlockView:
         """A block of :meth:`empty`."""
-        blocks = model.get_submodule(self.architecture.blocks)
-        return BlockView(self.architecture, index, blocks[index], self.config.get_text_config())
+        block = model.get_submodule(self.architecture.path_of(index))
+        return BlockView(self.architecture, index, block, self.config.get_text_config())
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ def stock_form(source: DenseModel) -> Form:
         setattr(text, field, True)
     if pairs is None:
         return dataclasses.replace(dense, config=config)
-    text.rope_parameters = turning_by(source.inv_freq(0).cpu()[pairs], text)
+    text.rope_parameters = turning_by(present(source.inv_freq(0)).cpu()[pairs], text)
     return dataclasses.replace(dense, config=config, places=places_of(pairs, full.head_dim))
 
 
@@ -88,7 +91,7 @@ def plain(config):
     return copy
 
 
-def parameters(model: nn.Module) -> int:
+def parameters(model: PreTrainedModel) -> int:
     """How many numbers a model has, tied ones counted once; an empty model has two tensors of them."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     return sum(p.numel() for name, p in model.named_parameters() if name not in tied)
@@ -150,4 +153,4 @@ def _set_heads(text, full: AttentionView, sizes: list[_Sizes], pairs: list[int] 
         full.head_dim,
     ):  # a config is left alone where nothing changes
         text.num_attention_heads, text.num_key_value_heads = heads, kv_heads
-        setattr(text, full.spec.width, width)
+        setattr(text, present(full.spec.width), width)

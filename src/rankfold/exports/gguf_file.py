@@ -3,15 +3,18 @@
 Shape legend: H heads, N width of a head.
 """
 
-import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
+from .._utils.present import present
 from .._utils.progress import track
 from ..architectures import FIXED_ROTARY, AttentionView
 from ..checkpoint.run import as_written
@@ -54,7 +57,7 @@ def check_family(source: DenseModel) -> None:
 
 def context_of(config) -> int:
     """Return the tokens of the longest window that a file computes alike; neither arch has a sliding window."""
-    return min(getattr(config, "sliding_window", None) or math.inf, config.max_position_embeddings)
+    return min(getattr(config, "sliding_window", None) or sys.maxsize, config.max_position_embeddings)
 
 
 def write_gguf(source: DenseModel, form: Form, file: Path, probe: Probe, *, quantised: bool = False) -> float:
@@ -92,9 +95,9 @@ def write_gguf(source: DenseModel, form: Form, file: Path, probe: Probe, *, quan
     return probe.compare(_read_whole(file, source) if arch == "llama" else _read(file, source, empty, attention, names))
 
 
-def _write_settings(writer: gguf.GGUFWriter, source: DenseModel, form: Form, empty: nn.Module, kind) -> None:
+def _write_settings(writer: gguf.GGUFWriter, source: DenseModel, form: Form, empty: PreTrainedModel, kind) -> None:
     config, views = form.config, [form.view(empty, index) for index in range(len(source))]
-    attention, widths = views[0].attention, [view.mlp.hidden for view in views]
+    attention, widths = views[0].attention, [present(view.mlp).hidden for view in views]
     writer.add_type("model")
     writer.add_name(f"{source.name}, compressed")  # transformers reads a file whose name is `mistral` in another way
     writer.add_block_count(len(source))
@@ -114,15 +117,15 @@ def _write_settings(writer: gguf.GGUFWriter, source: DenseModel, form: Form, emp
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
 
 
-def _frequency_factors(empty: nn.Module, form: Form) -> np.ndarray | None:
+def _frequency_factors(empty: PreTrainedModel, form: Form) -> np.ndarray | None:
     """``(N / 2,)`` what llama.cpp divides every rotary frequency by; ``None`` where they are plain."""
-    found = DenseModel(empty, "", torch.device("cpu"), torch.float32).inv_freq(0)
+    found = present(DenseModel(empty, "", torch.device("cpu"), torch.float32).inv_freq(0))
     plain = form.config.rope_parameters["rope_theta"] ** -(torch.arange(len(found)) / len(found))
     factors = plain / found
     return None if torch.allclose(factors, torch.ones_like(factors), rtol=1e-5) else factors.float().numpy()
 
 
-def _tensors(source: DenseModel, form: Form, empty: nn.Module, probe: Probe) -> Iterator[tuple[str, Tensor]]:
+def _tensors(source: DenseModel, form: Form, empty: PreTrainedModel, probe: Probe) -> Iterator[tuple[str, Tensor]]:
     """Every tensor by its name in transformers; the probe follows."""
     for name, tensor in source.outer_state().items():
         yield name, as_written(tensor, source.dtype)
@@ -151,11 +154,12 @@ def _kind_of(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> gguf.GGMLQu
 
 def _read_whole(file: Path, source: DenseModel) -> DenseModel:
     """The model in a file that transformers reads, settings included."""
-    return DenseModel(read_gguf(file, torch.float32).to(source.device), file.name, source.device, torch.float32)
+    model: Any = read_gguf(file, torch.float32)
+    return DenseModel(model.to(source.device), file.name, source.device, torch.float32)
 
 
 def _read(
-    file: Path, source: DenseModel, empty: nn.Module, attention: AttentionView, names: dict[str, str]
+    file: Path, source: DenseModel, empty: PreTrainedModel, attention: AttentionView, names: dict[str, str]
 ) -> DenseModel:
     """The tensors in a file, in the model they were written for; its settings are not read."""
     there = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}

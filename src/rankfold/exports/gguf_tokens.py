@@ -17,7 +17,7 @@ BYTE = re.compile("<0x[0-9A-F]{2}>")
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 # How text is cut before pairs of bytes are merged -> llama.cpp's name of it (src/llama-vocab.cpp).
-PRE_TOKENIZERS = {
+PRE_TOKENIZERS: dict[tuple[str, ...], str] = {
     ("gpt-2",): "gpt-2",
     ("digits", "gpt-2"): "smollm",
     (_LETTERS + r"\p{N}" + _REST,): "qwen2",

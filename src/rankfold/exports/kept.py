@@ -1,6 +1,7 @@
 """What an export keeps of the saving of a compression, said before anything is exported."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,7 +34,7 @@ def stock_parameters(folder: Path) -> int | None:
     Returns:
         ``None`` where it is a stock model already, is no decoder, or no stock model can express it.
     """
-    config = read_config(folder)
+    config: Any = read_config(folder)
     if described(config) is None:
         return None
     model, weights = empty_model(config), Weights(folder)

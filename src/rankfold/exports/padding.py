@@ -5,10 +5,13 @@ value width, F hidden units.
 """
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .._utils.present import present
 from ..architectures import AttentionView, BlockView, Dense, ExpertsView, MLPView
 from ..checkpoint.run import as_written
 from ..errors import UnsupportedModelError
@@ -35,7 +38,7 @@ def padded_state(
     layers = {} if attention.spec.beyond else _padded_attention(view, attention, moved)
     if stock.mlp:
         layers |= _padded_mlp(view, stock.mlp)
-    state = _padded_experts(view.experts, stock.experts) if stock.experts else {}
+    state = _padded_experts(present(view.experts), stock.experts) if stock.experts else {}
     for path, layer in layers.items():
         state |= _stored(f"{view.path}.{path}", path, layer, stock.module.get_submodule(path))
     for name, tensor in stock.module.state_dict().items():
@@ -58,9 +61,7 @@ def _padded_heads(heads: Heads, stock: AttentionView) -> list[Dense]:
     N, G = stock.head_dim, heads.heads // heads.kv_heads
     values = torch.arange(heads.values).repeat(heads.kv_heads, 1)
     folded = heads.scaling / stock.runtime()["scaling"]  # the stock model divides by the root of its own width
-    q = _scattered(
-        Dense(*(None if t is None else t * folded for t in (heads.q.weight, heads.q.bias))), heads.places, G, N
-    )
+    q = _scattered(_each(heads.q, lambda t: t * folded), heads.places, G, N)
     k, v = (_scattered(part, places, 1, N) for part, places in ((heads.k, heads.places), (heads.v, values)))
     o = _scattered(Dense(heads.o.weight.T, None), values, G, N).weight
     q, k, v = (
@@ -69,13 +70,18 @@ def _padded_heads(heads: Heads, stock: AttentionView) -> list[Dense]:
     return [q, k, v, Dense(pad_units(o, stock.heads * N).T, heads.o.bias)]
 
 
+def _each(layer: Dense, change: Callable[[Tensor], Tensor]) -> Dense:
+    """Change the weight, and the bias where there is one."""
+    return Dense(change(layer.weight), None if layer.bias is None else change(layer.bias))
+
+
 def _scattered(rows: Dense, places: Tensor, groups: int, width: int) -> Dense:
     places = places.repeat_interleave(groups, 0)
-    return Dense(*(None if t is None else scatter_heads(t, places, width) for t in (rows.weight, rows.bias)))
+    return _each(rows, lambda t: scatter_heads(t, places, width))
 
 
 def _more_rows(rows: Dense, count: int) -> Dense:
-    return Dense(*(None if t is None else pad_units(t, count) for t in (rows.weight, rows.bias)))
+    return _each(rows, lambda t: pad_units(t, count))
 
 
 def _fused(stock: AttentionView, qkv: list[Dense]) -> list[Dense]:
@@ -97,8 +103,8 @@ def _padded_experts(experts: ExpertsView, stock: ExpertsView) -> dict[str, Tenso
 
     def one(expert: int) -> tuple[Dense, Dense]:
         rising, down = experts.rising(expert), experts.down(expert)
-        wide = (None if t is None else _at(t, rows, 2 * stock.hidden) for t in (rising.weight, rising.bias))
-        return Dense(*wide), Dense(pad_units(down.weight, stock.hidden, 1), down.bias)
+        wide = _each(rising, lambda t: _at(t, rows, 2 * stock.hidden))
+        return wide, Dense(pad_units(down.weight, stock.hidden, 1), down.bias)
 
     tensors = stock.stacked([one(expert) for expert in range(experts.count)])
     return {f"{stock.spec.path}.{name}": tensor for name, tensor in tensors.items()}
@@ -110,13 +116,10 @@ def _at(t: Tensor, rows: Tensor, count: int) -> Tensor:
 
 
 def _more_units(layer: Dense, parts: int, count: int) -> Dense:
-    def pad(t: Tensor) -> Tensor:
-        return pad_units(t.unflatten(0, (parts, -1)), count, 1).flatten(0, 1)
-
-    return Dense(*(None if t is None else pad(t) for t in (layer.weight, layer.bias)))
+    return _each(layer, lambda t: pad_units(t.unflatten(0, (parts, -1)), count, 1).flatten(0, 1))
 
 
-def _stored(where: str, path: str, layer: Dense, module: nn.Module) -> dict[str, Tensor]:
+def _stored(where: str, path: str, layer: Dense, module: Any) -> dict[str, Tensor]:
     """Tensors of a layer as the class of ``module`` keeps them."""
     weight = layer.weight if isinstance(module, nn.Linear) else layer.weight.T
     if module.bias is None:

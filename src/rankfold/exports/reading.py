@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from .._utils.present import present
 from ..architectures import BlockView, Dense, read_linear
 from ..errors import UnsupportedModelError
 from ..linalg.padding import head_places
@@ -106,7 +107,7 @@ def read_rising(view: BlockView) -> tuple[dict[str, Dense], Dense]:
     Raises:
         UnsupportedModelError: they are something else than matrices.
     """
-    spec = view.mlp.spec
+    spec = present(view.mlp).spec
     paths = [path for path in (spec.gate, spec.up, spec.down) if path]
     *rising, down = (_read(f"{view.path}.{path}", view.module.get_submodule(path)) for path in paths)
     return dict(zip(paths[:-1], rising, strict=True)), down
@@ -114,13 +115,14 @@ def read_rising(view: BlockView) -> tuple[dict[str, Dense], Dense]:
 
 def check_experts(view: BlockView) -> None:
     """Raise :class:`UnsupportedModelError` where experts are made of something else than matrices."""
-    if isinstance(view.experts.module, LatentExperts):
-        _read(f"{view.path}.{view.experts.spec.path}", view.experts.module)
+    experts = present(view.experts)
+    if isinstance(experts.module, LatentExperts):
+        _read(f"{view.path}.{experts.spec.path}", experts.module)
 
 
 def _member(module: CompressedAttention, name: str) -> nn.Module:
     """A projection; queries, keys and values that share a latent have one module."""
-    return module.o_proj if name == "o_proj" else module.qkv_proj or getattr(module, name)
+    return getattr(module, name) if name == "o_proj" or module.qkv_proj is None else module.qkv_proj
 
 
 def _read(path: str, module: nn.Module) -> Dense:

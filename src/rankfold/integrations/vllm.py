@@ -5,8 +5,12 @@ compressed one, and puts its own layers and attention in place. What is left to 
 block a cache of its own width, and fill the indices, which are no parameters. It needs vLLM 0.32 or newer.
 """
 
+# pyright: reportMissingImports=false
+# vLLM is installed for itself: its dependencies exclude those of rankfold's other extras.
+
 import functools
 import re
+from typing import Any
 
 import torch
 from torch import nn
@@ -90,7 +94,8 @@ class CompressedForCausalLM(TransformersForCausalLM):
         if self.tp_group.world_size > 1 and isinstance(module, CompressedAttention):
             first = module.kv_heads * self.tp_group.rank_in_group
             parameter.data = parameter.data[: module.kv_heads]
-            parameter.weight_loader = lambda mine, loaded: mine.data.copy_(loaded[first : first + module.kv_heads])
+            loading: Any = parameter  # vLLM looks for it there
+            loading.weight_loader = lambda mine, loaded: mine.data.copy_(loaded[first : first + module.kv_heads])
         return parameter
 
     def recursive_replace(self) -> None:
@@ -208,7 +213,8 @@ def check_width(width: int, name: str) -> None:
 
 def register() -> None:
     """Called by vLLM in each of its processes."""
-    CompressedAttention.forward.__wrapped__ = CompressedAttention._mixed  # in whose source vLLM looks for attention
+    forward: Any = CompressedAttention.forward
+    forward.__wrapped__ = CompressedAttention._mixed  # in whose source vLLM looks for attention
     for name in METHOD_NAMES:
         register_quantization_config(name.lower())(_Nothing)  # so vLLM spells the names of all methods
     register_config_parser("hf")(_Parser)

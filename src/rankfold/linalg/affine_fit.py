@@ -23,15 +23,23 @@ class AffineFit(NamedTuple):
     A: Tensor  # (r, u)
     bias: Tensor  # (t,)
 
+    def to(self, dtype: torch.dtype) -> "AffineFit":
+        return AffineFit(self.B.to(dtype), self.A.to(dtype), self.bias.to(dtype))
+
 
 class Sums:
     """First and second moments of inputs ``U`` and targets ``T``, summed around the mean of the first chunk."""
 
     def __init__(self):
-        self.count, self.second = 0, None
+        self.count = 0
+
+    @property
+    def width(self) -> int:
+        """``u``"""
+        return len(self.second)
 
     def add(self, U: Tensor, T: Tensor) -> None:
-        if self.second is None:
+        if self.count == 0:
             self.about = U.mean(1), T.mean(1)
             self.total = [torch.zeros_like(mean) for mean in self.about]
             self.second, self.cross = U.new_zeros(len(U), len(U)), U.new_zeros(len(T), len(U))
@@ -45,16 +53,18 @@ class Sums:
             self.energy[i] += part.square().sum().item()
 
     def means(self) -> tuple[Tensor, Tensor]:
-        return tuple(about + total / self.count for about, total in zip(self.about, self.total, strict=True))
+        (about_u, about_t), (total_u, total_t) = self.about, self.total
+        return about_u + total_u / self.count, about_t + total_t / self.count
 
-    def variances(self) -> list[float]:
+    def variances(self) -> tuple[float, float]:
         """Of ``U`` and of ``T``, summed over rows, per token; 0 where nothing but rounding varies."""
-        found = []
-        for mean, total, energy in zip(self.means(), self.total, self.energy, strict=True):
-            value = (energy - total.square().sum().item() / self.count) / self.count
-            rounding = (10 * torch.finfo(total.dtype).eps) ** 2 * mean.square().sum().item()
-            found.append(value if value > rounding else 0.0)
-        return found
+        u, t = (self._variance(*of) for of in zip(self.means(), self.total, self.energy, strict=True))
+        return u, t
+
+    def _variance(self, mean: Tensor, total: Tensor, energy: float) -> float:
+        value = (energy - total.square().sum().item() / self.count) / self.count
+        rounding = (10 * torch.finfo(total.dtype).eps) ** 2 * mean.square().sum().item()
+        return value if value > rounding else 0.0
 
     def covariance(self) -> Tensor:
         offset = self.total[0] / self.count
@@ -62,7 +72,7 @@ class Sums:
 
     def cross_covariance(self) -> Tensor:
         """``(T, U)``."""
-        return (self.cross / self.count).addr_(*(total / self.count for total in self.total[::-1]), alpha=-1)
+        return (self.cross / self.count).addr_(self.total[1] / self.count, self.total[0] / self.count, alpha=-1)
 
 
 def damped_root(covariance: Tensor, damp: float) -> Preconditioner:

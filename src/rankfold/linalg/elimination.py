@@ -157,19 +157,19 @@ def _one_by_one(W: Tensor, P: Tensor, limit: Tensor, most: int) -> tuple[Tensor,
     """
     device, n = W.device, len(P)
     block = torch.cat([W.T @ W, P, limit.expand(1, n)]).cpu().numpy()  # one transfer from the device
-    G, P, limit = block[:n], block[n : 2 * n], block[-1, 0]
-    G_diagonal, P_diagonal = G.diagonal().copy(), P.diagonal().copy()
+    G, H, ceiling = block[:n], block[n : 2 * n], block[-1, 0]  # H: P
+    G_diagonal, P_diagonal = G.diagonal().copy(), H.diagonal().copy()
     steps = min(most, n)
     R, U = (torch.empty(steps, n, dtype=W.dtype, device="cpu").numpy() for _ in range(2))
-    pivots, chosen, costs = P_diagonal.copy(), [], []
+    pivots, chosen, costs = P_diagonal.copy(), list[int](), list[float]()
     with numpy.errstate(divide="ignore", invalid="ignore"):
         for k in range(steps):
             loss = G_diagonal / P_diagonal
             loss[chosen] = math.inf
             j = int(loss.argmin())
-            if chosen and loss[j] > limit:
+            if chosen and loss[j] > ceiling:
                 break
-            p = P[j] - (pivots[:k] * R[:k, j]) @ R[:k]
+            p = H[j] - (pivots[:k] * R[:k, j]) @ R[:k]
             g = G[j] - R[:k, j] @ U[:k] - U[:k, j] @ R[:k]
             r = R[k] = p / p[j]
             u = U[k] = g - g[j] / 2 * r

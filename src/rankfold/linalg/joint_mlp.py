@@ -11,6 +11,7 @@ by one with :func:`rankfold.linalg.lowrank.low_rank`.
 This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
 """
 
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -45,6 +46,9 @@ class JointMLP(NamedTuple):
     loss_history: list[float]  # L4 of the local solution, then after each round; non-increasing
     relative_error: float  # RMS error of the MLP output over its RMS, on X
     local_relative_error: float  # the same for the local solution the rounds start from
+
+
+Fits = tuple[AffineFit, AffineFit]  # of the up and of the down projection
 
 
 class _Loss(NamedTuple):
@@ -102,42 +106,40 @@ def joint_mlp(
     Cost of round t: O(l F (d + d_out + F) + F^3) and t replays of O(l F (d + d_out)); memory O(F^2 + F d), whatever ``l``.
     """
     _check(mlp, X, ranks, weights, rounds, ridge)
-    dense = MLP(*(None if part is None else part.to(X.device, torch.float64) for part in mlp))
+    dense = _in_fp64(mlp, X)
     inputs, hidden = _sums(dense, X)
     loss = _loss(inputs, hidden, weights, ridge)
     root = damped_root(inputs.covariance(), loss.damp_up)  # the inputs stay as they are: decomposed once
-    up = fit_affine(inputs, root, dense.W_up, loss.damp_up, ranks[0])
-    down = fit_affine(hidden, None, dense.W_down, loss.damp_down, ranks[1])
-    fits, history = [(up, down)], []
-    for last in [False] * rounds + [True]:
-        inputs, hidden, value = Sums(), Sums(), 0.0
-        for x in _chunks(X):
-            Z, A, Y = _replay(dense, loss, fits[:-1], x)
-            value += _broken_links(loss, x, Z, A, Y, *fits[-1])
-            if not last:
-                Z, A, _ = _step(loss, fits[-1], x, Z, Y)
-                inputs.add(x, Z)
-            hidden.add(run_affine(fits[-1][0], x).relu() if last else A, Y)
-        history.append(value / X.shape[1] + _shrinkage(loss, dense, *fits[-1]))
-        if not last:
-            up = fit_affine(inputs, root, dense.W_up, loss.damp_up, ranks[0])
-            fits.append((up, fit_affine(hidden, None, dense.W_down, loss.damp_down, ranks[1])))
+
+    def fit_up(inputs: Sums) -> AffineFit:
+        return fit_affine(inputs, root, dense.W_up, loss.damp_up, ranks[0])
+
+    def fit_down(hidden: Sums) -> AffineFit:
+        return fit_affine(hidden, None, dense.W_down, loss.damp_down, ranks[1])
+
+    history, fits = list[float](), [(fit_up(inputs), fit_down(hidden))]
+    for _ in range(rounds):
+        value, inputs, hidden = _pass(dense, loss, fits, X, _step)
+        history.append(value)
+        fits.append((fit_up(inputs), fit_down(hidden)))
+    value, _, hidden = _pass(dense, loss, fits, X, _forward)
+    history.append(value)
     up, down = fits[-1]
     if refit:
-        down = fit_affine(hidden, None, dense.W_down, loss.damp_down, ranks[1])
-    errors = [mlp_error(dense, _multiplied(*pair), X) for pair in ((up, down), fits[0])]
-    factors = (M.to(mlp.W_up.dtype) for M in (up.B, up.A, up.bias, down.B, down.A, down.bias))
-    return JointMLP(*factors, history, *errors)
+        down = fit_down(hidden)
+    error, local = (mlp_error(dense, _multiplied(*pair), X) for pair in ((up, down), fits[0]))
+    dtype = mlp.W_up.dtype
+    return JointMLP(*up.to(dtype), *down.to(dtype), history, error, local)
 
 
 @torch.no_grad()
 def mlp_error(mlp: MLP, other: MLP, X: Tensor) -> float:
     """RMS difference of the outputs of two MLPs over the RMS output of the first, on inputs ``X`` (d, l), in fp64."""
     gap = energy = 0.0
-    mlp, other = (MLP(*(None if M is None else M.to(X.device, torch.float64) for M in one)) for one in (mlp, other))
+    mlp, other = _in_fp64(mlp, X), _in_fp64(other, X)
     for x in _chunks(X):
-        Y = _replay(mlp, None, [], x)[2]
-        gap += (_replay(other, None, [], x)[2] - Y).square().sum().item()
+        Y = _dense(mlp, x)[2]
+        gap += (_dense(other, x)[2] - Y).square().sum().item()
         energy += Y.square().sum().item()
     return (gap / max(energy, torch.finfo(torch.float64).tiny)) ** 0.5
 
@@ -148,8 +150,7 @@ def varies(mlp: MLP, X: Tensor) -> bool:
 
     It does not where the MLP is always off: then its layers have nothing to make up for each other.
     """
-    dense = MLP(*(None if part is None else part.to(X.device, torch.float64) for part in mlp))
-    inputs, hidden = _sums(dense, X)
+    inputs, hidden = _sums(_in_fp64(mlp, X), X)
     return all(inputs.variances() + hidden.variances())
 
 
@@ -169,35 +170,67 @@ def _sums(mlp: MLP, X: Tensor) -> tuple[Sums, Sums]:
     """Of ``X`` and ``Z``, and of ``A`` and ``Y``, before the first round."""
     inputs, hidden = Sums(), Sums()
     for x in _chunks(X):
-        Z, A, Y = _replay(mlp, None, [], x)
+        Z, A, Y = _dense(mlp, x)
         inputs.add(x, Z)
         hidden.add(A, Y)
     return inputs, hidden
 
 
-def _chunks(X: Tensor):
+def _in_fp64(mlp: MLP, X: Tensor) -> MLP:
+    """Return the weights in fp64 on the device of ``X``."""
+    b_up, b_down = (None if b is None else b.to(X.device, torch.float64) for b in (mlp.b_up, mlp.b_down))
+    return MLP(mlp.W_up.to(X.device, torch.float64), b_up, mlp.W_down.to(X.device, torch.float64), b_down)
+
+
+def _chunks(X: Tensor) -> Iterator[Tensor]:
     return (x.double() for x in X.split(CHUNK, 1))
 
 
-def _replay(
-    mlp: MLP, loss: _Loss | None, fits: list[tuple[AffineFit, AffineFit]], X: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``Z``, ``A`` of these samples after the rounds that started from ``fits``, and the dense output ``Y``."""
+def _dense(mlp: MLP, X: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ``Z``, ``A`` and ``Y`` of the dense layers."""
     Z = mlp.W_up @ X + (0 if mlp.b_up is None else mlp.b_up[:, None])
     A = Z.relu()
-    Y = mlp.W_down @ A + (0 if mlp.b_down is None else mlp.b_down[:, None])
-    for pair in fits:
-        Z, A, Y = _step(loss, pair, X, Z, Y)
-    return Z, A, Y
+    return Z, A, mlp.W_down @ A + (0 if mlp.b_down is None else mlp.b_down[:, None])
 
 
-def _step(
-    loss: _Loss, fits: tuple[AffineFit, AffineFit], X: Tensor, Z: Tensor, Y: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _pass(
+    mlp: MLP,
+    loss: _Loss,
+    fits: list[Fits],
+    X: Tensor,
+    last: Callable[[_Loss, Fits, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
+) -> tuple[float, Sums, Sums]:
+    """Go through all samples once, replaying the rounds that started from each of ``fits`` but the last.
+
+    Args:
+        last: what ``Z`` and ``A`` become with the last of ``fits``.
+
+    Returns:
+        L4 of the last of ``fits``, before ``last``; sums of ``X`` and ``Z``, and of ``A`` and ``Y``, after it.
+    """
+    inputs, hidden, value = Sums(), Sums(), 0.0
+    for x in _chunks(X):
+        Z, A, Y = _dense(mlp, x)
+        for pair in fits[:-1]:
+            Z, A = _step(loss, pair, x, Z, Y)
+        value += _broken_links(loss, x, Z, A, Y, *fits[-1])
+        Z, A = last(loss, fits[-1], x, Z, Y)
+        inputs.add(x, Z)
+        hidden.add(A, Y)
+    return value / X.shape[1] + _shrinkage(loss, mlp, *fits[-1]), inputs, hidden
+
+
+def _step(loss: _Loss, fits: Fits, X: Tensor, Z: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
     """One round of the auxiliary variables: Eq. 228, then Eq. 229-230."""
     up, down = fits
     A = _activation(loss, Z, Y, down)
-    return relu_preactivation(run_affine(up, X), A, alpha=loss.alpha, beta=loss.beta), A, Y
+    return relu_preactivation(run_affine(up, X), A, alpha=loss.alpha, beta=loss.beta), A
+
+
+def _forward(loss: _Loss, fits: Fits, X: Tensor, Z: Tensor, Y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what the compressed up projection makes of ``X`` instead."""
+    Z = run_affine(fits[0], X)
+    return Z, Z.relu()
 
 
 def _activation(loss: _Loss, Z: Tensor, Y: Tensor, down: AffineFit) -> Tensor:
@@ -226,17 +259,20 @@ def _shrinkage(loss: _Loss, mlp: MLP, up: AffineFit, down: AffineFit) -> float:
 
 def _loss(inputs: Sums, hidden: Sums, weights: tuple[float, float, float], ridge: float) -> _Loss:
     """Weights over the variances of the dense ``Z``, ``A``, ``Y``, and the damping of both layers."""
-    x, z, a, y = found = (*inputs.variances(), *hidden.variances())
-    for name, value in zip("XZAY", found, strict=True):
+    (x, z), (a, y) = inputs.variances(), hidden.variances()
+    for name, value in zip("XZAY", (x, z, a, y), strict=True):
         if not value:
             raise ValueError(
                 f"{name} does not vary over the samples, so its error has no scale; use more calibration tokens"
             )
-    scale = [weight / variance for weight, variance in zip(weights, (z, a, y), strict=True)]
-    return _Loss(*scale, ridge * x / len(inputs.second), ridge * a / len(hidden.second))
+    alpha, beta, gamma = weights
+    damp_up, damp_down = ridge * x / inputs.width, ridge * a / hidden.width
+    return _Loss(alpha / z, beta / a, gamma / y, damp_up, damp_down)
 
 
-def _check(mlp: MLP, X: Tensor, ranks, weights, rounds: int, ridge: float) -> None:
+def _check(
+    mlp: MLP, X: Tensor, ranks: tuple[int, int], weights: tuple[float, float, float], rounds: int, ridge: float
+) -> None:
     (F, d), (d_out, hidden) = mlp.W_up.shape, mlp.W_down.shape
     if hidden != F or X.ndim != 2 or X.shape[0] != d:
         raise ValueError(

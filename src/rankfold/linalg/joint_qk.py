@@ -97,12 +97,12 @@ def joint_qk(
     B_q, B_k = L @ tucker.left.T, R @ tucker.right.T
     A_q, A_k = precond.undo(tucker.left), precond.undo(tucker.right)
     b_q = b_k = None
-    if affine is not None:
+    if affine is not None and l_mean is not None and r_mean is not None:
         mean = affine.mean.to(L)
         b_q = (l_mean * precond.scale - B_q @ (A_q @ mean)).to(W_q.dtype)
         b_k = (r_mean * precond.scale - B_k @ (A_k @ mean)).to(W_k.dtype)
-    weights = (factor.to(W_q.dtype) for factor in (A_q, A_k, B_q, B_k))
-    return JointQK(*weights, b_q, b_k, tucker.loss_history, tucker.loss_history[-1])
+    A_q, A_k, B_q, B_k = (factor.to(W_q.dtype) for factor in (A_q, A_k, B_q, B_k))
+    return JointQK(A_q, A_k, B_q, B_k, b_q, b_k, tucker.loss_history, tucker.loss_history[-1])
 
 
 @torch.no_grad()
@@ -158,7 +158,9 @@ def choose_ranks(
     return int(options[0][pick]), int(options[1][best[pick]])
 
 
-def _whiten(W_q: Tensor, W_k: Tensor, precond: Preconditioner, affine: Affine | None):
+def _whiten(
+    W_q: Tensor, W_k: Tensor, precond: Preconditioner, affine: Affine | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     L, R = precond.apply(W_q), precond.apply(W_k)
     if affine is None:
         return L, R, None, None
@@ -173,7 +175,7 @@ def _whiten(W_q: Tensor, W_k: Tensor, precond: Preconditioner, affine: Affine | 
     return L, R, l_mean, r_mean
 
 
-def _multiples(full: int, multiple: int, device) -> Tensor:
+def _multiples(full: int, multiple: int, device: torch.device) -> Tensor:
     steps = torch.arange(multiple, full + 1, multiple, device=device)
     return steps if len(steps) and steps[-1] == full else torch.cat([steps, torch.tensor([full], device=device)])
 

@@ -31,6 +31,7 @@ __all__ = [
     "stored_numbers",
 ]
 
+Parts = tuple[Tensor, Tensor, Tensor | None, Tensor | None, float]  # what is in a Junction besides its kind
 JUNCTIONS = ("left", "right", "symmetric", "block_identity_left", "block_identity_right", "lu")
 
 
@@ -162,7 +163,7 @@ def head_block_identity(
     return HeadJunction(torch.stack(orders), stored[..., : r_k - h], new_q, new_b_q, new_b_k, max(conditions))
 
 
-def _identity_in_A(B: Tensor, A: Tensor, kind: str, limit: float | None):
+def _identity_in_A(B: Tensor, A: Tensor, kind: str, limit: float | None) -> Parts:
     R, N = A.shape
     Q = torch.linalg.qr(A.T).Q.T
     order = split_pivots(pivot_columns(Q), N)
@@ -170,7 +171,7 @@ def _identity_in_A(B: Tensor, A: Tensor, kind: str, limit: float | None):
     return B @ A[:, order[:R]], rest, order, None, condition
 
 
-def _triangular(B: Tensor, A: Tensor):
+def _triangular(B: Tensor, A: Tensor) -> Parts:
     """``B[rows]`` unit lower trapezoid, entries at most 1; ``A[:, columns]`` upper trapezoid. Nothing is inverted."""
     Q, L = torch.linalg.qr(A.T)
     columns = split_pivots(pivot_columns(Q.T), A.shape[1])

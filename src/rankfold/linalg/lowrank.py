@@ -8,12 +8,14 @@ pre-conditioner ``P`` (preconditioner.py): the factors minimise ``||(W - B A) P|
 This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
 """
 
+from functools import reduce
+from operator import add
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rankfold.linalg.preconditioner import Preconditioner
+from rankfold.linalg.preconditioner import Preconditioner, RootCovariance
 from rankfold.linalg.psd import ROWS, all_finite, check_moment, quadratic
 
 __all__ = ["LowRank", "bias_update", "low_rank", "metric_error", "spread"]
@@ -74,7 +76,7 @@ def low_rank(W: Tensor, precond: Preconditioner, *, rank: int, C: Tensor | None 
 
 def _from_outputs(W: Tensor, precond: Preconditioner, rank: int, C: Tensor | None):
     """Factors, singular values, and what every left singular vector adds to the energy of the output in ``C``."""
-    if C is not None and C is getattr(precond, "C", None):
+    if C is not None and isinstance(precond, RootCovariance) and C is precond.C:
         measured = quadratic(W, C)
         S, U = _descending(precond.damped(measured, W))
     else:
@@ -170,7 +172,7 @@ def spread(energy: Tensor, mean: Tensor | None) -> Tensor:
 
 def _energy(W: Tensor, C: Tensor) -> Tensor:
     """``trace(W C W^T)``, a few rows at a time."""
-    return sum(((rows @ C) * rows).sum() for rows in W.split(ROWS)).clamp_min(0)
+    return reduce(add, (((rows @ C) * rows).sum() for rows in W.split(ROWS))).clamp_min(0)
 
 
 def fix_signs(U: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ class _Mixed:
 
     def add(self, M: Tensor | None, N: Tensor | None) -> None:
         """The means, one more input direction of weight 1."""
-        if M is not None:
+        if M is not None and N is not None:
             mean = _Mixed(M[..., None], N[..., None], None)
             for name in ("gap", "kept", "both", "crossed", "dense"):
                 setattr(self, name, getattr(self, name) + getattr(mean, name))

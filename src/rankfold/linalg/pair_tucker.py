@@ -9,6 +9,8 @@ L_i^T``, which may be summed over the heads of a group and rotated for RoPE. Lat
 This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
 """
 
+from functools import reduce
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -30,12 +32,15 @@ class PairTucker(NamedTuple):
     loss_history: list[float]
 
 
+Means = tuple[Tensor | None, Tensor | None]  # (H, h) and (K, h)
+
+
 def pair_tucker(
     L: Tensor,
     R: Tensor,
     *,
     ranks: tuple[int, int],
-    means: tuple[Tensor | None, Tensor | None] = (None, None),
+    means: Means = (None, None),
     rotations: Tensor | None = None,
     alternations: int = 8,
 ) -> PairTucker:
@@ -82,7 +87,9 @@ def check_heads(many: Tensor, few: Tensor, shared: str) -> None:
         raise ValueError(f"the query or {shared} heads have non-finite entries; check the checkpoint")
 
 
-def _residual(L: Tensor, R: Tensor, A_l: Tensor, A_r: Tensor, means, rotations, whole: Tensor) -> float:
+def _residual(
+    L: Tensor, R: Tensor, A_l: Tensor, A_r: Tensor, means: Means, rotations: Tensor | None, whole: Tensor
+) -> float:
     """Relative error as ``||(1-P) G||^2 + ||P G (1-P')||^2``: two positive terms, so nothing cancels near full rank."""
     kept_l, kept_r = L @ A_l.T, R @ A_r.T
     lost_l, lost_r = L - kept_l @ A_l, R - kept_r @ A_r
@@ -105,7 +112,7 @@ def across(S: Tensor, rotations: Tensor | None, to: Tensor, *, left: bool) -> Te
         S = S.unflatten(0, (heads, -1)).sum(1)
     if rotations is not None:
         theta = rotations.to(S) if left else rotations.to(S).mT
-        S = sum(turn @ S @ turn.T for turn in theta)
+        S = reduce(add, (turn @ S @ turn.T for turn in theta))
     return S.repeat_interleave(heads // S.shape[0], 0)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rankfold.linalg.psd import check_moment, damping, psd_root, quadratic
 
-__all__ = ["PRECONDITIONERS", "Preconditioner", "input_weights", "preconditioner"]
+__all__ = ["PRECONDITIONERS", "Preconditioner", "RootCovariance", "input_weights", "preconditioner"]
 
 PRECONDITIONERS = ("identity", "hessian", "l1", "l2", "covariance", "rootcov")
 
@@ -88,7 +88,7 @@ class _Spectral(Preconditioner):
         return ((K @ self.U) * self.inverse.square()) @ self.U.T
 
 
-class _RootCovariance(Preconditioner):
+class RootCovariance(Preconditioner):
     """``E E^T = (C + lam I) / scale^2``; ``E`` is a Cholesky factor, made when first asked for.
 
     Where a sum of activations is indefinite by more than the ridge, or too close to singular for triangular solves, ``E``
@@ -188,7 +188,7 @@ def preconditioner(
     ):  # the layer's input is always zero: every approximation is exact, so the weight decides
         kind = "identity"
     if kind == "rootcov":
-        return _RootCovariance(C, ridge)
+        return RootCovariance(C, ridge)
     if kind == "covariance":
         return _covariance(C, ridge)
     return _Diagonal(_diagonal(C, kind, ridge, alpha, mean_abs))

@@ -118,7 +118,8 @@ def refine_factors(
             best, hidden = now, tried
         else:  # a shorter move changes fewer codes
             lengths[side] /= 2
-    return QuantizedFactors(*best.codes, history, best.error)
+    B_codes, A_codes = best.codes
+    return QuantizedFactors(B_codes, A_codes, history, best.error)
 
 
 class _Rounded(NamedTuple):

@@ -6,6 +6,8 @@ This module imports torch only: no modules, no hooks, no device policy.
 """
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import add
 
 from torch import Tensor
 
@@ -21,7 +23,8 @@ def damage(weights: Sequence[Tensor], fisher: Sequence[Tensor]) -> Tensor:
         weights: of the units, each ``(n, ...)``.
         fisher: its diagonal, in the same shapes; of any scale.
     """
-    return sum((F.double() * w.double().square()).flatten(1).sum(1) for w, F in zip(weights, fisher, strict=True)) / 2
+    parts = ((F.double() * w.double().square()).flatten(1).sum(1) for w, F in zip(weights, fisher, strict=True))
+    return reduce(add, parts) / 2
 
 
 def taylor(weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
@@ -34,4 +37,5 @@ def taylor(weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
         weights: of the units, each ``(n, ...)``.
         gradients: of the loss of all text, in the same shapes; of any scale.
     """
-    return sum((g.double() * w.double()).abs().flatten(1).sum(1) for w, g in zip(weights, gradients, strict=True))
+    parts = ((g.double() * w.double()).abs().flatten(1).sum(1) for w, g in zip(weights, gradients, strict=True))
+    return reduce(add, parts)

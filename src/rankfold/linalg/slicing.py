@@ -4,6 +4,9 @@ Shape legend: n units, c channels each sends into the next projection (1 for a h
 of the output, r units kept.
 """
 
+from functools import reduce
+from operator import add
+
 import torch
 from torch import Tensor
 
@@ -16,7 +19,7 @@ def norm_scores(parts: list[Tensor]) -> Tensor:
     Args:
         parts: weights of the unit, each ``(n, ...)``.
     """
-    return sum(part.double().flatten(1).square().sum(1) for part in parts).sqrt()
+    return reduce(add, (part.double().flatten(1).square().sum(1) for part in parts)).sqrt()
 
 
 def fluctuation_scores(W: Tensor, variance: Tensor, units: int) -> Tensor:

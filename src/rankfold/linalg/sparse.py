@@ -180,11 +180,11 @@ def _unit_diagonal(G: Tensor) -> tuple[Tensor, Tensor]:
 
 def _shrink(problem: _Problem, start: Tensor, count: int, method: str, iterations: int) -> tuple[Tensor, list[float]]:
     """Gradient step, shrink, repeat; then least squares on the support of the best iterate."""
-    latent, best, history = start * problem.right, None, []
+    latent, best, history = start * problem.right, start, list[float]()
     for _ in range(iterations):
         X = hard_shrink(latent, count)
         error = problem.error(X / problem.right)
-        if best is None or error < min(history):
+        if not history or error < min(history):
             best = X
         history.append(error)
         base = latent if method == "ste" else X

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from .baselines.semi_structured import PrunerZero, SparseGPT, TwoOfFour, Wanda
     from .baselines.slicegpt import SliceGPT, SliceGPTMoDeGPT
     from .baselines.structured import FLAP, KOBD, OBD, LLMPruner, LLMSurgeon, Magnitude, Strided
-    from .latentllm import ASVD, FWSVD, SVD, SVDLLM, Bolaco, LatentLLM, RootCov
+    from .baselines.svd_family import ASVD, FWSVD, SVD, SVDLLM, Bolaco, RootCov
+    from .latentllm import LatentLLM
     from .modegpt import MoDeGPT
     from .rankfold import Rankfold
     from .targets import TARGETS, fitted

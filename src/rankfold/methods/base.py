@@ -8,7 +8,7 @@ Allocation, calibration, checkpoints and reports know nothing else about it.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from torch import Tensor
 
@@ -38,7 +38,8 @@ class BlockResult(NamedTuple):
     state: dict[str, Tensor]
     reports: dict[str, dict]  # module -> what was measured: relative_error, bounds, ...
     # Module -> relative error of its fit on any moments of the same statistics, such as those of windows kept out of the fit.
-    errors: Mapping[str, Callable[[BlockMoments], float]] = MappingProxyType({})
+    # The default is shared by all results, so it cannot be changed: who adds to it gives a dict.
+    errors: dict[str, Callable[[BlockMoments], float]] = MappingProxyType({})  # pyright: ignore[reportAssignmentType]
     # (D, r) orthonormal: the block writes the stream in these coordinates, and the next one, whose ``view.basis`` it is, reads
     # it in them. Kept with the run, not in the model. ``None``: in the model's own coordinates.
     basis: Tensor | None = None
@@ -49,7 +50,7 @@ class Curve(NamedTuple):
 
     errors: dict[int, float]  # rank -> squared relative error; 0 where the module stays dense
     # To be put beside the moments of the block, so that decomposing it does not find the same again.
-    found: BlockMoments = MappingProxyType({})
+    found: Mapping[str, Any] = MappingProxyType({})
 
 
 class CompressionStep(NamedTuple):

@@ -1,5 +1,6 @@
 """Putting projections into a :class:`~rankfold.methods.BlockResult`, whatever they have become."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -47,7 +48,7 @@ def put_projection(result: BlockResult, path: str, projection: Projection) -> No
 def put_attention(
     result: BlockResult,
     attention: AttentionView,
-    projections: dict[str, Projection],
+    projections: Mapping[str, Projection],
     qk_dim: int,
     vo_dim: int,
     pairs: Tensor | None = None,
@@ -65,8 +66,8 @@ def put_attention(
     """
     path = attention.spec.path
     if attention.spec.outside:
-        projections = dict(projections)
-        put_projection(result, attention.output_path, projections.pop("o"))
+        put_projection(result, attention.output_path, projections["o"])
+        projections = {name: projection for name, projection in projections.items() if name != "o"}
     sizes = {
         "qk_dim": qk_dim,
         "vo_dim": vo_dim,

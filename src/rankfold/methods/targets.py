@@ -7,6 +7,7 @@ engine keeps all that a compression has saved (docs/serve.md).
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from .._utils.present import present
 from ..architectures import BlockView
 from ..errors import OptionError
 
@@ -81,7 +82,7 @@ def _fitted(unit, view: BlockView, target: Target):
         step = max(step, target.wide)
 
     def allowed(rank: int) -> bool:
-        return rank == full or (rank % step == 0 and rank >= least if rank else target.empty)
+        return rank == full or (rank % present(step) == 0 and rank >= least if rank else target.empty)
 
     kept = [n for n, rank in enumerate(unit.ranks) if allowed(rank)]
     return replace(unit, ranks=tuple(unit.ranks[n] for n in kept), sizes=tuple(unit.sizes[n] for n in kept))

@@ -1,5 +1,7 @@
 """Which Auto class of transformers a checkpoint is loaded with."""
 
+from typing import Any
+
 import transformers
 from transformers import AutoModel, AutoModelForCausalLM
 
@@ -33,7 +35,7 @@ def auto_class(config, name: str | None = None):
     named = name or next(iter(config.architectures or ()), None)
     heads = HEADS if family else HEADS[:1]  # of an unknown family, a language model that sees images
     for auto in (*(getattr(transformers, f"AutoModelFor{head}") for head in heads), *([AutoModel] if family else [])):
-        found = auto._model_mapping.get(type(config), None)
+        found: Any = auto._model_mapping.get(type(config), None)
         if found is not None and (found.__name__ == named if named else auto is AutoModel):
             return auto
     raise UnsupportedModelError(

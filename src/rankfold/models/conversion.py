@@ -7,9 +7,11 @@ import copy
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
@@ -64,7 +66,7 @@ class Joined:
 Placed = Place | Joined
 
 
-def converted(places: dict[str, Placed], model: nn.Module) -> dict[str, Placed]:
+def converted(places: dict[str, Placed], model: PreTrainedModel) -> dict[str, Placed]:
     """Places by the names that transformers gives them when it loads this class; as they are where it does more than join.
 
     Args:
@@ -79,7 +81,7 @@ def converted(places: dict[str, Placed], model: nn.Module) -> dict[str, Placed]:
     if not all(len(c.target_patterns) == 1 and all(isinstance(op, JOINS) for op in c.operations) for c in converters):
         return places
     renamings = [change for change in changes if change not in converters]
-    found: dict[str, Placed | list] = {}
+    found: dict[str, Any] = {}  # a place, or the parts of one
     for name in sorted(places, key=_in_order):
         target, converter, pattern = _renamed(name, renamings, converters)
         if converter is None:
@@ -114,7 +116,7 @@ def _joined(name: str, found: list[tuple[Place, str, WeightConverter]]) -> Joine
 
 
 def _join(name: str, converter: WeightConverter, patterns: tuple[str, ...], tensors: list[Tensor]) -> Tensor:
-    fresh = copy.deepcopy(converter)  # it collects tensors until they are converted
+    fresh: Any = copy.deepcopy(converter)  # it collects tensors until they are converted
     for pattern, tensor in zip(patterns, tensors, strict=True):
         fresh.add_tensor(name, name, pattern, tensor)
     try:

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from accelerate import init_empty_weights
 from torch import nn
+from transformers import PreTrainedModel
 
 from .._utils.stopwatch import time_spent
 from ..architectures import Architecture, BlockView, Part, own_frequencies, part_of
@@ -53,7 +54,7 @@ class DenseModel:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: PreTrainedModel,
         name: str,
         device: torch.device,
         dtype: torch.dtype,

@@ -32,5 +32,5 @@ def _numbers(tensor: Tensor) -> str:
     content = xxhash.xxh3_128()
     for part in tensor.detach().flatten().split(CHUNK):
         part = part.cpu()
-        content.update((part.float() if part.is_floating_point() else part.to(torch.int64)).numpy())
+        content.update((part.float() if part.is_floating_point() else part.to(torch.int64)).numpy().data)
     return content.hexdigest()

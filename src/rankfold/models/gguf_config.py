@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from .._utils.present import present
 from ..errors import CheckpointError, UnsupportedModelError
 
 __all__ = ["FACTORS", "check_biases", "check_size", "gguf_config", "longrope"]
@@ -70,7 +71,7 @@ def check_size(config: PreTrainedConfig, numbers: int, file: Path) -> None:
 
 def _stretched(config, reader: gguf.GGUFReader, tensors: dict, file: Path) -> dict:
     """Rotary parameters where frequencies are not plain."""
-    arch = reader.get_field("general.architecture").contents()
+    arch = present(reader.get_field("general.architecture")).contents()
     if arch in READ_BY_TRANSFORMERS:
         return {}
     fields = {key: reader.get_field(f"{arch}.rope.scaling.{key}") for key in ("type", "factor")}

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from .._utils.present import present
 from ..errors import UnsupportedModelError
 from .listing import MERGE
 
@@ -45,7 +46,7 @@ WRAPPED = (
 def kind_of(tensor: Tensor) -> str:
     """Return the dtype of a tensor as safetensors names it, e.g. F32, F8_E4M3, I8; of bf16 BF16."""
     name = str(tensor.dtype).removeprefix("torch.")
-    letters, bits = re.match(r"([a-z]+)(\d*)", name).groups()
+    letters, bits = present(re.match(r"([a-z]+)(\d*)", name)).groups()
     return {"bfloat": "BF", "float": "F", "int": "I", "uint": "U"}.get(letters, letters) + bits
 
 

@@ -1,6 +1,6 @@
 """Tables that a model class computes from its config alone, before there is a weight: of positions, of masks."""
 
-from torch import nn
+from transformers import PreTrainedModel
 
 from ..errors import CheckpointError
 
@@ -9,7 +9,7 @@ __all__ = ["check_tables"]
 MOST_BYTES = 2**31  # GPT-Neo 2.7B, whose every block has a mask of all its positions, takes 134 MB
 
 
-def check_tables(model: nn.Module) -> None:
+def check_tables(model: PreTrainedModel) -> None:
     """Raise :class:`CheckpointError` where the tables of a model are larger than those of any model there is.
 
     GPT-J and GPT-Neo keep one in every block, as long as the config has positions.

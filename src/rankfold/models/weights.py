@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..errors import CheckpointError, NumericsError, first_line
 from ..linalg.psd import all_finite
@@ -32,7 +33,7 @@ class Weights:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.places: dict[str, Placed] = _places(folder)
+        self.places: dict[str, Placed] = {**_places(folder)}
 
     @property
     def bytes_on_disk(self) -> int:
@@ -47,7 +48,7 @@ class Weights:
         kinds = [place.kind for place in self.places.values() if place.file == first]
         return next((KINDS[kind] for kind in kinds if kind in KINDS), torch.float32)
 
-    def match(self, model: nn.Module, current: Callable[[str], str] = str) -> bool:
+    def match(self, model: PreTrainedModel, current: Callable[[str], str] = str) -> bool:
         """Match checkpoint names to those of a model, which may be empty; False where not all of a model's are there.
 
         Args:
@@ -92,7 +93,7 @@ class Weights:
                 "or download or copy the checkpoint again"
             )
 
-    def check_fits(self, model: nn.Module) -> None:
+    def check_fits(self, model: PreTrainedModel) -> None:
         """Compare with the model, which may be empty: what both have by shape, and that floats are floats; then the sizes.
 
         Raises:
@@ -120,7 +121,7 @@ class Weights:
                 "or copy the checkpoint again"
             )
 
-    def unused(self, model: nn.Module) -> list[str]:
+    def unused(self, model: PreTrainedModel) -> list[str]:
         """Names of tensors that the model has no place for, without those that transformers ignores in its family."""
         ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
         names = set(self.places) - set(model.state_dict())
@@ -234,19 +235,19 @@ def listed(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def missed(model: nn.Module, unused: list[str]) -> list[str]:
+def missed(model: PreTrainedModel, unused: list[str]) -> list[str]:
     """Of the tensors a model has no use for, weights of its own blocks: with a config without them it is another model."""
     lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     lists |= {name.removeprefix(f"{model.base_model_prefix}.") for name in lists}
     return [name for name in unused if (found := IN_LIST.match(name)) and found[1] in lists]
 
 
-def required_names(model: nn.Module) -> set[str]:
+def required_names(model: PreTrainedModel) -> set[str]:
     return set(model.state_dict()) - set(getattr(model, "all_tied_weights_keys", None) or {})
 
 
 def fill_outer(
-    model: nn.Module, blocks: str, weights: Weights, storage_dtype: torch.dtype, device: torch.device
+    model: PreTrainedModel, blocks: str, weights: Weights, storage_dtype: torch.dtype, device: torch.device
 ) -> None:
     """Load what is not in the list of blocks of this name, and tie the head."""
     prefix = f"{blocks}."

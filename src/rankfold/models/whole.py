@@ -2,11 +2,11 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from ..errors import CheckpointError, RankfoldError, UnsupportedModelError, first_line
 from .auto_classes import auto_class
@@ -32,16 +32,15 @@ log = logging.getLogger(__name__)
 REPORTED = {"output_loading_info": True, "ignore_mismatched_sizes": True, "trust_remote_code": False}
 
 
-def read_whole(folder: Path, config, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def read_whole(folder: Path, config, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """A dense model from a folder of safetensors and its config; on a CPU its numbers are held in fp32.
 
     Raises:
         CheckpointError: it cannot be read, or does not hold what its config describes.
     """
+    auto: Any = auto_class(config)
     try:
-        model, info = auto_class(config).from_pretrained(
-            folder, dtype=_held(dtype, device), use_safetensors=True, **REPORTED
-        )
+        model, info = auto.from_pretrained(folder, dtype=_held(dtype, device), use_safetensors=True, **REPORTED)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{folder} cannot be loaded ({first_line(error)})") from error
     check_loaded(info, model, folder)
@@ -49,7 +48,7 @@ def read_whole(folder: Path, config, dtype: torch.dtype, device: torch.device) -
     return model.to(device)
 
 
-def read_gguf(file: Path, dtype: torch.dtype | str) -> nn.Module:
+def read_gguf(file: Path, dtype: torch.dtype | str) -> PreTrainedModel:
     """A GGUF file, de-quantised by transformers; ``dtype``: what its numbers are held in.
 
     Raises:
@@ -59,9 +58,8 @@ def read_gguf(file: Path, dtype: torch.dtype | str) -> nn.Module:
     try:
         config, biases, numbers = gguf_config(file)
         check_size(config, numbers, file)
-        model, info = AutoModelForCausalLM.from_pretrained(
-            file.parent, gguf_file=file.name, config=config, dtype=dtype, **REPORTED
-        )
+        auto: Any = AutoModelForCausalLM
+        model, info = auto.from_pretrained(file.parent, gguf_file=file.name, config=config, dtype=dtype, **REPORTED)
     except RankfoldError:
         raise
     except Exception as error:  # a damaged file ends in whatever type the code that meets it raises
@@ -111,7 +109,7 @@ def read_generation_config(folder: Path) -> GenerationConfig | None:
         raise CheckpointError(f"{path} cannot be read ({first_line(error)}); correct or remove it") from error
 
 
-def check_loaded(info: dict, model: nn.Module, place: Path, *, only_described: bool = False) -> None:
+def check_loaded(info: dict, model: PreTrainedModel, place: Path, *, only_described: bool = False) -> None:
     """Whether everything a model needs was found, with the right shape: transformers fills in random numbers otherwise.
 
     Args:
@@ -135,7 +133,7 @@ def check_loaded(info: dict, model: nn.Module, place: Path, *, only_described: b
     check_unused(unused, model, place)
 
 
-def check_unused(unused: list[str], model: nn.Module, place: Path) -> None:
+def check_unused(unused: list[str], model: PreTrainedModel, place: Path) -> None:
     """One line in the log for tensors that the model has no place for.
 
     Raises:
@@ -155,7 +153,7 @@ def refuse_unfit(place: Path, problems: dict[str, list[str]]) -> None:
         )
 
 
-def untie_where_unequal(model: nn.Module, name: str) -> None:
+def untie_where_unequal(model: PreTrainedModel, name: str) -> None:
     """Correct the config where it ties the head to the embedding and both are there and differ: they stay two matrices.
 
     So does transformers; the dense model computes with both.
@@ -164,7 +162,7 @@ def untie_where_unequal(model: nn.Module, name: str) -> None:
         untie(model.config, name)
 
 
-def check_head(model: nn.Module, place: Path) -> None:
+def check_head(model: PreTrainedModel, place: Path) -> None:
     """Raise :class:`CheckpointError` where a compressed checkpoint has the head that its config ties to the embedding."""
     if _head_differs(model):
         raise CheckpointError(
@@ -172,7 +170,7 @@ def check_head(model: nn.Module, place: Path) -> None:
         )
 
 
-def _head_differs(model: nn.Module) -> bool:
+def _head_differs(model: PreTrainedModel) -> bool:
     head = model.get_output_embeddings()
     # The model's own config decides, as in transformers; that of its language model need not say.
     if head is None or not getattr(model.config, "tie_word_embeddings", False):

@@ -4,6 +4,8 @@ from dataclasses import asdict, dataclass, field
 
 from rich.table import Table
 
+from .._utils.present import present
+
 __all__ = ["ModulePlan", "Plan"]
 
 
@@ -144,9 +146,8 @@ class Plan:
     def _active_bytes(self) -> tuple[float, float]:
         """Experts and what surrounds them have one dtype, so that bytes go like parameters."""
         item = self.bytes / self.parameters
-        return self.active_parameters * item, self.bytes_after - (
-            self.parameters_after - self.active_parameters_after
-        ) * item
+        passive = self.parameters_after - present(self.active_parameters_after)
+        return present(self.active_parameters) * item, self.bytes_after - passive * item
 
     def _experts(self) -> list[tuple[str, str]]:
         """What there is to say about experts."""

@@ -1,5 +1,7 @@
 """Pictures of what happened to every block: how much it lost, the ranks, the errors. One set a method."""
 
+from typing import Any
+
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -49,7 +51,7 @@ def _look(index: int, count: int) -> dict:
 
 
 def _curve(axes: Axes, row: dict, blocks: list[int], values: list[float], looks: dict[float, dict]) -> None:
-    look = looks[row["sparsity"]] | ({"marker": None} if len(blocks) > COUNTED else {})
+    look: dict[str, Any] = looks[row["sparsity"]] | ({"marker": None} if len(blocks) > COUNTED else {})
     axes.plot(blocks, values, label=f"sparsity {row['sparsity']:g}", **look)
 
 

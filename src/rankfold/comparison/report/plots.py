@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -154,7 +154,7 @@ def _radar(tasks: list[str], sparsity: float, done: list[dict], styles: dict) ->
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def panel(title: str, height: float = HEIGHT, count: int = 1, **options):
+def panel(title: str, height: float = HEIGHT, count: int = 1, **options) -> tuple[Figure, Any]:
     """A figure with ``count`` panels under each other; the axes of the one, or a list."""
     figure = Figure(figsize=(WIDTH, height * count), layout="constrained")
     figure.suptitle("\n".join(map(shorten, title.split("\n"))), fontsize=9.5)
@@ -200,7 +200,7 @@ def shorten(text: str, length: int = 54) -> str:
 
 @contextmanager
 def _look(ink: str, paper: str) -> Iterator[None]:
-    options = {
+    options: dict[Any, Any] = {
         "font.size": 10,
         "axes.labelsize": 9.5,
         "lines.linewidth": 1.6,

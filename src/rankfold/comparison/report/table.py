@@ -81,9 +81,10 @@ def _table(header: list[str], lines: list[list[str]], style: box.Box) -> Table:
 def markdown(rows: list[dict]) -> str:
     """The table in Markdown; what is in the cells cannot end them."""
     escaped = [_escape(row) for row in rows]
-    console = Console(file=io.StringIO(), width=100_000, highlight=False, markup=False, emoji=False, color_system=None)
+    file = io.StringIO()
+    console = Console(file=file, width=100_000, highlight=False, markup=False, emoji=False, color_system=None)
     console.print(_table(*cells_of_table(escaped), box.MARKDOWN))
-    lines = [line.strip() for line in console.file.getvalue().splitlines()]
+    lines = [line.strip() for line in file.getvalue().splitlines()]
     return "\n".join(line for line in lines if line) + "\n"
 
 

@@ -4,9 +4,11 @@ Shape legend: H query heads, K key/value heads, N head dimension, D model width.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from ..._utils.present import present
 from ...architectures import BlockView, Dense
 from ...calibration.moments import BlockMoments
 from ...linalg.joint_qk import Affine, choose_ranks, joint_qk
@@ -73,13 +75,13 @@ def _joint_qk(view: BlockView, given: Input, moments, ranks, layout: dict[str, S
     """Algorithm 1: shared latents of queries and keys with the smallest error of the scores."""
     attention, method = view.attention, layout["q"].method
     (W_q, b_q), (W_k, b_k) = _heads(dense["q"], attention.heads), _heads(dense["k"], attention.kv_heads)
-    options, form = {}, "joint qk"
+    options, form = dict[str, Any](), "joint qk"
     if given.centred:
-        options["affine"] = Affine(given.mean, b_q, b_k if b_k is not None else torch.zeros_like(W_k[..., 0]))
+        options["affine"] = Affine(given.mean, present(b_q), b_k if b_k is not None else torch.zeros_like(W_k[..., 0]))
     if attention.rotary_dim and method.window:
-        options["rotations"] = rope_rotations(view.inv_freq.double(), attention.head_dim, window=method.window)
+        options["rotations"] = rope_rotations(present(view.inv_freq).double(), attention.head_dim, window=method.window)
         form += f", window {method.window}"
-    facts = {m: {} for m in "qk"}
+    facts: dict[str, dict[str, Any]] = {m: {} for m in "qk"}
     pair = (ranks["q"], ranks["k"])
     if method.qk_ranks == "spectra":
         planned = {m: layout[m].numbers(r) for m, r in zip("qk", pair, strict=True)}
@@ -92,9 +94,13 @@ def _joint_qk(view: BlockView, given: Input, moments, ranks, layout: dict[str, S
         "q": (fit.B_q.flatten(0, 1), fit.A_q, (fit.b_q if given.centred else b_q)),
         "k": (fit.B_k.flatten(0, 1), fit.A_k, (fit.b_k if given.centred else b_k)),
     }
-    factors = {m: (B, A, None if dense[m].bias is None else b.flatten()) for m, (B, A, b) in factors.items()}
+    factors = {m: (B, A, None if dense[m].bias is None else present(b).flatten()) for m, (B, A, b) in factors.items()}
     measure = ScoreError(dense["q"], dense["k"], attention.head_dim, given.centred, options.get("rotations"))
-    common = {"form": form, "loss_history": tuple(fit.loss_history), "clamped": given.precond.clamped or None}
+    common: dict[str, Any] = {
+        "form": form,
+        "loss_history": tuple(fit.loss_history),
+        "clamped": given.precond.clamped or None,
+    }
     error = measure({m: Dense(B @ A, b) for m, (B, A, b) in factors.items()}, moments)
     reports = {
         m: Report(rank=r, of=layout[m].full, relative_error=error, **common | facts[m])
@@ -168,7 +174,8 @@ def _in_heads(fit: Fit, T: torch.Tensor) -> Fit:
     def turned(rows: torch.Tensor) -> torch.Tensor:
         return torch.linalg.solve(T, rows.to(T).unflatten(0, (len(T), -1))).flatten(0, 1)
 
-    measure, target = fit.measure, fit.target
+    measure: Any = fit.measure
+    target = fit.target
     if not isinstance(measure, ScoreError):  # scores are the same in any coordinates that queries and keys share
         measure = InHeads(measure, measure.name, T)
     if target is not None:
@@ -203,7 +210,7 @@ def _joint_vo(view: BlockView, given: Input, moments, ranks, layout: dict[str, S
     if aware:
         measure = AttendedError(v, o, attention.head_dim, given.centred, aware.E, given.mean)
     error = measure({m: Dense(B @ A, b) for m, (B, A, b) in factors.items()}, moments)
-    common = {"form": form, "relative_error": error, "loss_history": tuple(fit.loss_history)}
+    common: dict[str, Any] = {"form": form, "relative_error": error, "loss_history": tuple(fit.loss_history)}
     common["clamped"] = given.precond.clamped or None
     fits = {m: Fit(*f, Report(rank=ranks[m], of=layout[m].full, **common), measure) for m, f in factors.items()}
     return _heads_as_targets(fits, given, W_v, W_o, moments, aware) if method.bits else fits

@@ -4,12 +4,13 @@ Shape legend: E experts, n tokens, D model width, F hidden width of an expert.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..._utils.memory import release_memory
+from ..._utils.present import present
 from ...architectures import BlockView, Dense, ExpertsView
 from ...calibration.experts import ExpertMoment, RoutedTokens, energies
 from ...calibration.moments import BlockMoments
@@ -38,7 +39,7 @@ def decompose_experts(method, view: BlockView, moments: BlockMoments, ranks: dic
 
     One expert at a time, so that there is one moment at a time.
     """
-    experts, layout, result = view.experts, slots(method, view), BlockResult({}, {}, {}, {})
+    experts, layout, result = present(view.experts), slots(method, view), BlockResult({}, {}, {}, {})
     routed = RoutedTokens.of(experts, moments)
     sides = {
         module: [_latent(method, layout[module], routed, expert, rank) for expert in range(experts.count)]
@@ -63,7 +64,8 @@ def _latent(method, slot: Slot, routed: RoutedTokens, expert: int, rank: int) ->
     fits = {slot.name: local(slot, dense, given, rank)}
     latents, reports, _ = store_all({slot.name: slot}, fits, {slot.name: dense}, moments)
     W, centre = dense.weight.double(), given.mean if given.centred else None
-    C = seen.moment.second_moment() if centre is None else seen.moment.covariance()
+    moment = present(seen.moment)
+    C = moment.second_moment() if centre is None else moment.covariance()
     energy = ((W @ C) * W).sum().item()
     release_memory()
     return Side(latents[slot.name], reports[slot.name].to_dict(), seen._replace(moment=None), energy, centre)
@@ -85,7 +87,7 @@ def _report(found: list[Side]) -> dict:
 def _put(result: BlockResult, experts: ExpertsView, sides: dict[str, list[Side]]) -> None:
     """Replace the experts by ones with layers of their own."""
     path = experts.spec.path
-    spec = {"kind": "latent_experts", "experts": experts.count}
+    spec: dict[str, Any] = {"kind": "latent_experts", "experts": experts.count}
     for module, name in zip(EXPERTS, ("rising", "falling"), strict=True):
         for expert in range(experts.count):
             made = sides[module][expert].latent if module in sides else _of(experts, module, expert)

@@ -3,7 +3,7 @@
 Shape legend: O outputs, N inputs, R latent width.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,7 +84,9 @@ def local(slot: Slot, dense: Dense, given: Input, rank: int) -> Fit:
     return fit._replace(mean=given.mean if given.centred else None, target=target)
 
 
-def _factors(slot: Slot, W: Tensor, given: Input, rank: int, count: int):
+def _factors(
+    slot: Slot, W: Tensor, given: Input, rank: int, count: int
+) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
     """``B``, ``A``, ``D`` and the facts that the form adds to the report."""
     method = slot.method
     if slot.split:  # a low rank of its own for every head (App. D)

@@ -4,6 +4,7 @@ The plan counts with it and the decomposition stores by it, so that what is plan
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from ...architectures import BlockView, Dense
 from ...errors import UnsupportedModelError
 from ...linalg.junction import stored_numbers
 from ...modules import build
+
+if TYPE_CHECKING:
+    from .method import LatentLLM
 
 __all__ = ["EXPERTS", "FISHER", "PLAIN", "QKV", "Slot", "column_weights", "dense_projections", "fishers", "slots"]
 
@@ -25,7 +29,7 @@ QKV = "qkv"  # the unit that takes the place of q, k and v where they share a la
 class Slot:
     """One projection that may become latent, and the options that decide how it is stored."""
 
-    method: object  # LatentLLM
+    method: "LatentLLM"
     name: str
     out: int
     wide: int
@@ -172,13 +176,14 @@ def _stored(view: BlockView, module: str):
 def slots(method, view: BlockView) -> dict[str, Slot]:
     """Module -> slot, for all that this block has."""
     heads = {"q": view.attention.heads, "k": view.attention.kv_heads, "v": view.attention.kv_heads}
-    found, copies = dense_projections(method, view), {}
+    found, copies = dense_projections(method, view), dict[str, int]()
     if (experts := view.experts) and method.takes_experts:
         found |= zip(EXPERTS, (experts.rising(0), experts.down(0)), strict=True)
-        copies = dict.fromkeys(EXPERTS, experts.count)
+        copies.update(dict.fromkeys(EXPERTS, experts.count))
     return {
-        name: Slot(method, name, *dense.weight.shape, *_biases(method, dense), heads.get(name, 1), copies.get(name, 1))
+        name: Slot(method, name, out, wide, *_biases(method, dense), heads.get(name, 1), copies.get(name, 1))
         for name, dense in found.items()
+        for out, wide in [dense.weight.shape]
     }
 
 
@@ -190,9 +195,9 @@ def _biases(method, dense: Dense) -> tuple[bool, bool]:
 
 def _stack(view: BlockView, *parts: Dense) -> Dense:
     """``[W_q; W_k; W_v]`` (Eq. 50)."""
-    biases = [p.bias for p in parts]
-    if any(b is None for b in biases) and any(b is not None for b in biases):
+    biases = [p.bias for p in parts if p.bias is not None]
+    if biases and len(biases) < len(parts):
         raise UnsupportedModelError(
             f"{view.architecture.model_type} has biases on some of q, k and v only; shared_qkv=true takes all or none"
         )
-    return Dense(torch.cat([p.weight for p in parts]), None if biases[0] is None else torch.cat(biases))
+    return Dense(torch.cat([p.weight for p in parts]), torch.cat(biases) if biases else None)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..._utils.memory import release_memory
+from ..._utils.present import present
 from ...architectures import BlockView, Dense
 from ...calibration.experts import STATISTICS
 from ...calibration.statistics import SAMPLE_ROWS
@@ -238,7 +239,7 @@ class LatentLLM(NarrowingMethod):
                 alternation = Work({("eigh", rows): 2.0}) + times(multiplying(rows, rows, width), 4)
                 found += times(alternation, self.alternations)
         if "ud" in joint and {"up", "down"} <= {slot.name for slot in lower}:
-            F = view.mlp.hidden
+            F = present(view.mlp).hidden
             found += times(times(multiplying(F, width, SAMPLE_ROWS * F), 4), self.rounds)
         return found
 

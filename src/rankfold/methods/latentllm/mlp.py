@@ -1,10 +1,12 @@
 """The MLP through latents: local, or up and down together for ReLU."""
 
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from ..._utils.memory import release_memory
+from ..._utils.present import present
 from ...architectures import BlockView, Dense
 from ...calibration.moments import BlockMoments
 from ...linalg.joint_mlp import joint_mlp, mlp_error, varies
@@ -21,7 +23,7 @@ HELD_OUT = 8  # one of so many rows is not fitted
 
 def decompose_mlp(method, view: BlockView, moments: BlockMoments, ranks: dict[str, int]) -> BlockResult:
     """The projections of the MLP listed in ``ranks``, latent: fit, junction, store."""
-    dense, layout, spec = dense_projections(method, view), slots(method, view), view.mlp.spec
+    dense, layout, spec = dense_projections(method, view), slots(method, view), present(view.mlp).spec
     weights = column_weights(method, view, moments)
     result = BlockResult({}, {}, {}, {})
     paths = {"up": spec.up, "gate": spec.gate, "down": spec.down}
@@ -31,7 +33,7 @@ def decompose_mlp(method, view: BlockView, moments: BlockMoments, ranks: dict[st
             fits = _joint(method, moments, fits, layout, dense)
         latents, reports, errors = store_all(layout, fits, dense, moments)
         for module in modules:
-            put_projection(result, paths[module], latents[module])
+            put_projection(result, present(paths[module]), latents[module])
             result.reports[module] = reports[module].to_dict()
         result.errors.update(errors)
         del fits
@@ -74,11 +76,11 @@ def _joint(method, moments, local: dict[str, Fit], layout: dict[str, Slot], dens
     if not varies(exact, X[:, :known]):
         form = "local (the MLP's output does not vary)"
         return {m: f._replace(report=replace(f.report, form=form)) for m, f in local.items()}
-    ranks = tuple(local[m].report.rank for m in ("up", "down"))
+    ranks = local["up"].report.rank, local["down"].report.rank
     found = joint_mlp(exact, X[:, :known], ranks=ranks, rounds=method.rounds, ridge=method.ridge)
     factors = {"up": (found.B_up, found.A_up, found.b_up), "down": (found.B_down, found.A_down, found.b_down)}
     measure = MLPError(dense["up"], dense["down"])
-    common = {"form": "joint up-down", "training_error": found.relative_error, "relative_error": 0.0}
+    common: dict[str, Any] = {"form": "joint up-down", "training_error": found.relative_error, "relative_error": 0.0}
     joint = {}
     for m, (B, A, bias) in factors.items():
         report = Report(rank=local[m].report.rank, of=layout[m].full, loss_history=tuple(found.loss_history), **common)

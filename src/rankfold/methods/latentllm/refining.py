@@ -3,9 +3,12 @@
 Shape legend: G groups of outputs (heads that have factors of their own, or 1), O outputs, N inputs, R latent width.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from ..._utils.present import present
 from ...linalg.quantization import Quantized, quantize
 from ...linalg.quantized_factors import StoredFactor, refine_factors
 from .factor import Fit
@@ -19,7 +22,7 @@ SCALES = torch.bfloat16
 
 def rounded_codes(slot: Slot, numbers: dict[str, Tensor]) -> dict[str, Quantized | None]:
     """Codes of each factor by itself; ``None`` for one that stores no number."""
-    form = {"bits": slot.method.bits, "chunk": slot.method.chunk, "scale_dtype": SCALES}
+    form: dict[str, Any] = {"bits": slot.method.bits, "chunk": slot.method.chunk, "scale_dtype": SCALES}
     return {name: quantize(x, **form) if x.numel() else None for name, x in numbers.items()}
 
 
@@ -34,7 +37,7 @@ def refined_codes(
     (A_name, A), (B_name, B) = numbers.items()
     rank = fit.report.rank
     A, B = _stored_A(slot, A, rank), _stored_B(slot, B, rank)
-    W, C, M = fit.target
+    W, C, M = present(fit.target)
     groups = len(B.free)
     if M is not None and groups == 1:
         M = torch.block_diag(*M)[None]
@@ -48,7 +51,7 @@ def refined_codes(
     latents = None
     if slot.head_identity:  # the identity comes last: free entries are on the left
         latents = indices["B.order"].roll(-slot.head_dim, -1)
-    form = {"bits": slot.method.bits, "chunk": slot.method.chunk, "scale_dtype": SCALES}
+    form: dict[str, Any] = {"bits": slot.method.bits, "chunk": slot.method.chunk, "scale_dtype": SCALES}
     found = refine_factors(W.unflatten(0, (groups, -1)), B, A, C, M=M, latents=latents, **form)
     return {A_name: found.A, B_name: found.B}
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..._utils.present import present
 from ...architectures import Dense
 from ...calibration.moments import BlockMoments
 from ...linalg.junction import apply_junction
@@ -68,7 +69,7 @@ def _heads_in_junction(slot: Slot, fit: Fit) -> Parts:
     numbers = {"A": torch.cat([h.A for h in heads]), "B": torch.stack([h.B for h in heads])}
     indices = {}
     if method.junction == "block_identity_left":
-        indices["rows"] = torch.cat([h.rows + i * slot.head_dim for i, h in enumerate(heads)])
+        indices["rows"] = torch.cat([present(h.rows) + i * slot.head_dim for i, h in enumerate(heads)])
     return Parts(numbers, indices, max(h.condition for h in heads))
 
 
@@ -81,7 +82,7 @@ def store(
         numbers = {f"{name}.weight": x for name, x in parts.numbers.items()}
     else:
         numbers = _tensors_of(codes, slot.method.bits)
-    sparse = _rows_of(fit.D, spec["nonzeros"]) if "nonzeros" in spec else {}
+    sparse = _rows_of(present(fit.D), spec["nonzeros"]) if "nonzeros" in spec else {}
     bias = {} if fit.bias is None else {"bias": fit.bias}
     latent = _as_built(spec, parts.indices | numbers | sparse | bias, dtype)
     return latent if codes is None or fit.mean is None else _with_the_mean_of_rounding(fit, latent)
@@ -176,5 +177,5 @@ def _tensors_of(codes: dict[str, Quantized | None], bits: int) -> dict[str, Tens
 def _with_the_mean_of_rounding(fit: Fit, latent: Latent) -> Latent:
     """Its bias takes the mean of what rounding changed."""
     bias, lost = latent.tensors["bias"], product(fit).weight - as_dense(latent).weight
-    moved = (bias.double() + lost @ fit.mean).to(bias.dtype)
+    moved = (bias.double() + lost @ present(fit.mean)).to(bias.dtype)
     return Latent(latent.spec, latent.tensors | {"bias": moved})

@@ -6,11 +6,12 @@ D model width. All heads are decomposed together, and numbers leave the device o
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..._utils.present import present
 from ...architectures import AttentionView, BlockView, Dense
 from ...calibration.moments import BlockMoments
 from ...linalg.column_row import ColumnRow, column_row, column_row_bounds, eliminate_pairs
@@ -56,7 +57,7 @@ class Part(NamedTuple):
 
     projections: dict[str, Dense]  # the new ones
     report: dict
-    error: object  # BlockMoments -> relative error
+    error: Callable[[BlockMoments], float]  # relative
     pairs: Tensor | None = None  # (K, R / 2) kept rotary pairs
     norms: dict[str, Tensor] | None = None  # of queries and keys, where they are normalised
 
@@ -76,7 +77,7 @@ def _selected_qk(method, attention: AttentionView, moments, dense: dict[str, Den
     parts = torch.stack([*_score_error(moments, keep), theorem.sum(), proposition.sum()]).tolist()
     pairs = moments["query_key"].count  # of a query and a key of one window, all of them: the mask is not used
     names = ("error", "theorem_2", "proposition_2")
-    report = {"form": "cr", "selection": method.selection_qk, "relative_error": relative(*parts[:2])}
+    report: dict[str, Any] = {"form": "cr", "selection": method.selection_qk, "relative_error": relative(*parts[:2])}
     report |= {name: value / pairs for name, value in zip(names, (parts[0], *parts[2:]), strict=True)}
     projections = {"q": take_heads(dense["q"], _of_queries(keep, attention)), "k": take_heads(dense["k"], keep)}
 
@@ -185,7 +186,9 @@ def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dens
         new_v, bias = map_heads(v, fit.down), o.bias
         if centre is not None:
             kept = fit.up @ (fit.down @ (centre - _bias_of(v, K, centre)).unsqueeze(-1))
-            bias = (o.bias.double() + torch.einsum("dkgn,kn->d", W_o, centre - kept.squeeze(-1))).to(o.bias.dtype)
+            bias = (present(o.bias).double() + torch.einsum("dkgn,kn->d", W_o, centre - kept.squeeze(-1))).to(
+                present(o.bias).dtype
+            )
             new_v = Dense(new_v.weight, None)
         optimum = best.singular_values[..., rank:].square().sum()
         error, total, optimum = torch.stack([*_pair_error(A, B, fit), optimum]).tolist()

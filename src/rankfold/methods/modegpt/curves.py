@@ -1,5 +1,6 @@
 """What every rank of a module would cost, from the statistics of the dense block."""
 
+from ..._utils.present import present
 from ...architectures import BlockView
 from ...linalg.nystrom import error_curve
 from ..base import Curve, PrunableModule
@@ -25,12 +26,12 @@ def squared_errors(method, view: BlockView, moments, unit: PrunableModule, least
     full = unit.ranks[-1]
     ranks = [rank for rank in unit.ranks if rank >= least]
     if unit.module == "mlp":
-        down, moment = view.mlp.down, moments["mlp_hidden"]
+        down, moment = present(view.mlp).down, moments["mlp_hidden"]
         C = moment.covariance() if method.bias_refit and down.bias is not None else moment.second_moment()
         W = weighted(output_root(moments, MLP), down.weight.to(C))
         curve = error_curve(W, C, least=ranks[0], ridge=relative_ridge(method, C, moment.count))
         known = curve.removed is not None and method.selection == "obs"
-        found = {ORDER: UnitOrder(curve.removed)} if known else {}
+        found = {ORDER: UnitOrder(present(curve.removed))} if known else {}
         return Curve({rank: curve.errors[full - rank].item() for rank in ranks}, found)
     attention = view.attention
     q, k, v = attention.qkv()

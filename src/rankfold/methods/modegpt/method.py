@@ -6,8 +6,11 @@ Nothing is added to the model: every matrix keeps its place and loses rows or co
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from typing import ClassVar, Literal
 
+from ..._utils.present import present
 from ...architectures import BlockView
 from ...calibration.experts import STATISTICS as EXPERT_STATISTICS
 from ...calibration.moments import BlockMoments, Moment
@@ -98,7 +101,7 @@ class MoDeGPT(MeasurableMethod):
         if self.own_sparsities or (self.modules is not None and not {"qk", "vo"} <= set(self.modules)):
             raise OptionError(
                 f"head_dim {self.head_dim} is the width of queries, keys and values, got modules "
-                f"{','.join(self.modules)}; name qk and vo among them, without sparsities, or leave modules out"
+                f"{','.join(self.modules or ())}; name qk and vo among them, without sparsities, or leave modules out"
             )
         if self.exclude_blocks:
             raise OptionError(
@@ -154,7 +157,7 @@ class MoDeGPT(MeasurableMethod):
 
     def sum_up(self, blocks: Iterable[BlockMoments]) -> BlockMoments:
         costs = [relative_cost(moments["query_key"].second) for moments in blocks if "query_key" in moments]
-        return {OF_MODEL: Moment(1.0, None, None, sum(costs))} if self.head_dim and costs else {}
+        return {OF_MODEL: Moment(1.0, None, None, reduce(add, costs))} if self.head_dim and costs else {}
 
     def prunable_modules(self, view: BlockView) -> list[PrunableModule]:
         modules, attention = self.supported_modules(view.architecture, view), view.attention
@@ -163,11 +166,11 @@ class MoDeGPT(MeasurableMethod):
         units = []
         for module in modules:
             if module == "mlp":
-                step, full = self.rank_multiple, view.mlp.hidden
-                per_rank = width + sum(p.weight.numel() for p in view.mlp.rising().values()) // full
+                step, full = self.rank_multiple, present(view.mlp).hidden
+                per_rank = width + sum(p.weight.numel() for p in present(view.mlp).rising().values()) // full
             elif module == "experts":
-                step, full = math.lcm(self.rank_multiple, EXPERT_STEP), view.experts.hidden
-                per_rank = 3 * width * view.experts.count
+                step, full = math.lcm(self.rank_multiple, EXPERT_STEP), present(view.experts).hidden
+                per_rank = 3 * width * present(view.experts).count
             else:
                 full, per_rank = attention.head_dim, projections[module] * width
                 step = (
@@ -206,11 +209,11 @@ class MoDeGPT(MeasurableMethod):
         sizes = {u.module: u for u in self.prunable_modules(view)}
         change = sum(sizes[m].size(rank) - sizes[m].dense for m, rank in ranks.items())
         if "mlp" in ranks:
-            lost = view.mlp.hidden - ranks["mlp"]
-            biases = sum(p.bias.numel() for p in view.mlp.rising().values() if p.bias is not None)
-            change -= lost * biases // view.mlp.hidden
-        if "experts" in ranks and view.experts.biased:
-            change -= 2 * view.experts.count * (view.experts.hidden - ranks["experts"])
+            lost = present(view.mlp).hidden - ranks["mlp"]
+            biases = sum(p.bias.numel() for p in present(view.mlp).rising().values() if p.bias is not None)
+            change -= lost * biases // present(view.mlp).hidden
+        if "experts" in ranks and present(view.experts).biased:
+            change -= 2 * present(view.experts).count * (present(view.experts).hidden - ranks["experts"])
         biases, indices = self._attention_extras(view, ranks) if ranks.keys() & {"qk", "vo"} else (0, 0)
         return change - biases, indices
 
@@ -241,7 +244,7 @@ class MoDeGPT(MeasurableMethod):
         if 0 < ranks.get("mlp", 0) < (full := view.mlp.hidden if view.mlp else 0):
             found += self._work_of_units(full, width, ranks["mlp"])
         if 0 < ranks.get("experts", 0) < (full := view.experts.hidden if view.experts else 0):
-            found += times(self._work_of_units(full, width, ranks["experts"]), view.experts.count)
+            found += times(self._work_of_units(full, width, ranks["experts"]), present(view.experts).count)
         if 0 < ranks.get("vo", 0) < view.attention.head_dim:
             found += self._work_of_values(view)
         return found
@@ -260,13 +263,13 @@ class MoDeGPT(MeasurableMethod):
         width, full = view.attention.output.weight.shape[0], unit.ranks[-1]
         if unit.module in ("mlp", "experts"):
             one = inverting(full) + eliminating(full, width, least) + multiplying(width, full, full)
-            return one if unit.module == "mlp" else times(one, view.experts.count)
+            return one if unit.module == "mlp" else times(one, present(view.experts).count)
         return self._work_of_values(view) if unit.module == "vo" else Work()
 
     def decompose(self, view: BlockView, moments, ranks: dict[str, int]) -> BlockResult:
         result = BlockResult({}, {}, {}, {})
         if "mlp" in ranks:
-            reduce_mlp(self, view, view.mlp.down, moments, ranks["mlp"], result)
+            reduce_mlp(self, view, present(view.mlp).down, moments, ranks["mlp"], result)
         if "experts" in ranks:
             reduce_experts(self, view, moments, ranks["experts"], result)
         if ranks.keys() & {"qk", "vo"}:

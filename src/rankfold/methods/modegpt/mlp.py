@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..._utils.present import present
 from ...architectures import BlockView, Dense
 from ...calibration.moments import Moment
 from ...linalg.elimination import others
@@ -42,7 +43,7 @@ def reduce_mlp(method, view: BlockView, down: Dense, moments, rank: int, result:
         The fit; ``None`` where all units stay.
     """
     mlp = view.mlp
-    full = mlp.hidden
+    full = present(mlp).hidden
     if rank == full:
         result.reports["mlp"] = {"rank": full, "of": full, "relative_error": 0.0}
         return None
@@ -60,9 +61,9 @@ def reduce_mlp(method, view: BlockView, down: Dense, moments, rank: int, result:
     if GRADIENT in moments:
         predicted["predicted_loss"] = predicted_loss(moments[GRADIENT], gap_of(down.weight, fit), C) / scale
     del C
-    for path, projection in mlp.rising().items():
-        put_projection(result, path, projection.rows(mlp.rows_of(fit.keep)))
-    put_projection(result, mlp.spec.down, refitted(down, fit, centre, mlp.down.weight.dtype))
+    for path, projection in present(mlp).rising().items():
+        put_projection(result, path, projection.rows(present(mlp).rows_of(fit.keep)))
+    put_projection(result, present(mlp).spec.down, refitted(down, fit, centre, present(mlp).down.weight.dtype))
     result.errors["mlp"] = lambda other: output_error(down.weight, fit, centre, other["mlp_hidden"])
     result.reports["mlp"] = predicted | {
         "rank": rank,
@@ -91,7 +92,7 @@ def metric_of(method, down: Dense, moment: Moment) -> tuple[Tensor, float, Tenso
     """
     if method.bias_refit and down.bias is not None:
         return moment.covariance(), 1.0, moment.mean
-    return moment.second.double(), moment.count, None
+    return present(moment.second).double(), moment.count, None
 
 
 def relative_ridge(method, C: Tensor, samples: float) -> float:
@@ -105,7 +106,7 @@ def refitted(down: Dense, fit: Nystrom, centre: Tensor | None, dtype: torch.dtyp
     """The projection on the units that stay; its bias has what the others send at their mean ``centre``."""
     bias = down.bias
     if centre is not None:
-        bias = bias.double() + down.weight.double() @ centre - fit.W_down.double() @ centre[fit.keep]
+        bias = present(bias).double() + down.weight.double() @ centre - fit.W_down.double() @ centre[fit.keep]
     return Dense(fit.W_down.to(dtype), None if bias is None else bias.to(dtype))
 
 
@@ -116,7 +117,9 @@ def output_error(W: Tensor, fit: Nystrom, centre: Tensor | None, moment: Moment)
         W: ``(D, F)`` dense down projection.
         centre: ``(F,)`` mean of the fit, where the bias took it.
     """
-    C = (moment.second.double() if centre is None else moment.about(centre)).float()  # an error needs no more digits
+    C = (
+        present(moment.second).double() if centre is None else moment.about(centre)
+    ).float()  # an error needs no more digits
     gap = gap_of(W, fit)
     error, total = (((M @ C) * M).double().sum() for M in (gap, W.float()))
     error, total = torch.stack([error, total]).tolist()

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..._utils.present import present
 from ...architectures import AttentionView
 from ...linalg.mean_square import fit_mean_square
 
@@ -31,14 +32,15 @@ def predict_norms(attention: AttentionView, moments, kept: tuple[Tensor, Tensor]
         kept: ``(H, R)`` dimensions of every query head, and of every key head.
     """
     tensors, errors = {}, []
-    for name, statistic, norm, keep in zip(NAMES, SQUARES, attention.head_norms, kept, strict=True):
+    for name, statistic, norm, keep in zip(NAMES, SQUARES, present(attention.head_norms), kept, strict=True):
         N, heads = attention.head_dim, len(keep)
         among = keep if attention.spec.norm_over == "head" else _of_all_heads(keep, N)
         fit = fit_mean_square(moments[statistic].second_moment(), among, eps=norm.eps)
         constant = (fit.constant / heads * len(among)).expand(heads)  # summed over what the norm is over
         tensors |= _tensors(name, _scales(norm.scale, keep, N), fit.squares.view(heads, -1), constant)
         errors.append(fit.error.mean().sqrt().item())
-    return Norms({key: t.to(attention.output.weight.dtype) for key, t in tensors.items()}, tuple(errors))
+    query, key = errors
+    return Norms({name: t.to(attention.output.weight.dtype) for name, t in tensors.items()}, (query, key))
 
 
 def first_norms(attention: AttentionView, rank: int) -> dict[str, Tensor]:
@@ -46,14 +48,15 @@ def first_norms(attention: AttentionView, rank: int) -> dict[str, Tensor]:
     weight = attention.output.weight
     found = {}
     for name, heads in zip(NAMES, (attention.heads, attention.kv_heads), strict=True):
-        found |= _tensors(name, *(weight.new_ones(heads, rank) for _ in range(2)), weight.new_ones(heads))
+        ones = weight.new_ones(heads, rank)
+        found |= _tensors(name, ones, ones.clone(), weight.new_ones(heads))
     return found
 
 
 def norm_parameters(attention: AttentionView, rank: int) -> int:
     """Change in the numbers of both norms where ``rank`` dimensions of every head are kept."""
     heads = attention.heads + attention.kv_heads
-    before = sum(0 if norm.scale is None else norm.scale.numel() for norm in attention.head_norms)
+    before = sum(0 if norm.scale is None else norm.scale.numel() for norm in present(attention.head_norms))
     return heads * (2 * rank + 1) - before
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from ..._utils.present import present
 from ...architectures import AttentionView, BlockView, Dense
 from ...calibration.moments import BlockMoments, Moment
 from ...linalg.output_refit import refit_across_heads
@@ -63,7 +64,7 @@ def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dens
                 still = centre - v.bias.double().unflatten(0, (K, 1, -1)).expand(-1, groups, -1).flatten()
                 new_v = Dense(new_v.weight, None)
             kept = refit.W @ (down @ still.unflatten(0, (len(down), -1, 1))).flatten()
-            bias = (o.bias.double() + W @ centre - kept).to(o.bias.dtype)
+            bias = (present(o.bias).double() + W @ centre - kept).to(present(o.bias).dtype)
 
         def errors(C: Tensor) -> dict[str, float]:
             error = refit.error(W, C)
@@ -86,7 +87,7 @@ def _of_heads(C: Tensor, W: Tensor, attention: AttentionView) -> tuple[Tensor, T
     H, N, K = attention.heads, attention.head_dim, attention.kv_heads
     own = C.view(H, N, H, N).diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # (H, N, N)
     columns = W.unflatten(1, (H, N)).permute(1, 0, 2)  # (H, D, N)
-    return tuple(x.unflatten(0, (K, -1)).sum(1) for x in (own, columns.mT @ columns))
+    return own.unflatten(0, (K, -1)).sum(1), (columns.mT @ columns).unflatten(0, (K, -1)).sum(1)
 
 
 def refit_output(method, view: BlockView, moments, held_out, module: str) -> BlockResult:
@@ -100,5 +101,5 @@ def refit_output(method, view: BlockView, moments, held_out, module: str) -> Blo
     path = attention.output_path
     state = {f"{path}.weight": new.weight.to(o.weight.dtype)}
     if o.bias is not None:
-        state[f"{path}.bias"] = new.bias.to(o.bias.dtype)
+        state[f"{path}.bias"] = present(new.bias).to(o.bias.dtype)
     return BlockResult({}, state, {module: report}, {})

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import ClassVar, Self
 
+from ..._utils.present import present
 from ...allocation import Allocation, Measured
 from ...architectures import BlockView
 from ...calibration.experts import STATISTICS as EXPERT_STATISTICS
@@ -92,15 +93,15 @@ class Rankfold(MoDeGPT):
         if "experts" in ranks:
             needed |= EXPERT_STATISTICS
         if needed:
-            found.append(CompressionStep(needed, lambda *args: decompose_mlp(self, *args, ranks)))
+            found.append(CompressionStep(needed, lambda block, near, far: decompose_mlp(self, block, near, far, ranks)))
         return found
 
     def work(self, view: BlockView, ranks: dict[str, int]) -> Work:
         found, attention = super().work(view, ranks), view.attention
         width, sent, full = attention.output.weight.shape[0], attention.heads * attention.head_dim, attention.head_dim
         if self.follows(view):
-            if "mlp" in ranks and view.experts is None and 0 < ranks["mlp"] < view.mlp.hidden:
-                found += correcting(view.mlp.hidden, width)
+            if "mlp" in ranks and view.experts is None and 0 < ranks["mlp"] < present(view.mlp).hidden:
+                found += correcting(present(view.mlp).hidden, width)
             if 0 < min(ranks.get("qk", full), ranks.get("vo", full)) < full:
                 found += correcting(sent, width)
         return found
@@ -122,7 +123,7 @@ class Rankfold(MoDeGPT):
 
     def _refit_output(self, ranks: dict[str, int]):
         module = "vo" if "vo" in ranks else "qk"
-        return lambda *args: refit_output(self, *args, module)
+        return lambda block, near, far: refit_output(self, block, near, far, module)
 
     def alone(self, view: BlockView) -> Self:
         return replace(self, residual_correction=False, attention_aware=self.attends(view))

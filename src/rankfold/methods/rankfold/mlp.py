@@ -3,6 +3,7 @@
 Shape legend: F hidden width, R kept width, D model width.
 """
 
+from ..._utils.present import present
 from ...architectures import BlockView
 from ...linalg.nystrom import Nystrom
 from ..base import BlockResult
@@ -30,8 +31,8 @@ def _decompose_mlp(method, view: BlockView, moments, held_out, rank: int) -> Blo
     """Units go by what they cost the corrected projection, and the others take over their part of the correction too."""
     if rank == 0:
         return without_mlp(method, view, moments)
-    result, down = BlockResult({}, {}, {}, {}), view.mlp.down
-    if "mlp_feedback" not in moments or rank == view.mlp.hidden:
+    result, down = BlockResult({}, {}, {}, {}), present(view.mlp).down
+    if "mlp_feedback" not in moments or rank == present(view.mlp).hidden:
         reduce_mlp(method, view, down, moments, rank, result)
     elif (others := held_out()) is None:  # nothing could confirm a correction
         reduce_mlp(method, view, down, moments, rank, result)
@@ -39,7 +40,7 @@ def _decompose_mlp(method, view: BlockView, moments, held_out, rank: int) -> Blo
     else:
         better = repair(down, moments, others, NAMES, centred=method.bias_refit and down.bias is not None)
         fit = reduce_mlp(method, view, better.dense, moments, rank, result)
-        result.reports["mlp"] |= better.report | {"missing_after": _missing(better, fit)}
+        result.reports["mlp"] |= better.report | {"missing_after": _missing(better, present(fit))}
     return result
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..._utils.present import present
 from ...architectures import Dense
 from ...calibration.moments import BlockMoments, CrossMoment, Moment
 from ...linalg.residual_correction import Regression, correct
@@ -38,7 +39,7 @@ def repair(
     """
     received, missing = (moments[name] for name in names)
     about = (received.mean, missing.mean) if centred else None
-    fit, others = (regression(*(these[name] for name in names), about) for these in (moments, held_out))
+    fit, others = (regression(these[names[0]], these[names[1]], about) for these in (moments, held_out))
     correction = correct(dense.weight.double(), fit, others)
     bias = missing.mean - correction.W @ received.mean if centred else dense.bias
     report = {
@@ -55,7 +56,7 @@ def regression(received: Moment, missing: CrossMoment, about: tuple[Tensor, Tens
     bias takes them."""
     if about is None:
         scale = received.count / missing.count
-        return Regression(received.second.double(), missing.second.double() * scale, missing.energy * scale)
+        return Regression(present(received.second).double(), missing.second.double() * scale, missing.energy * scale)
     cross, energy = missing.second.double() / missing.count, missing.energy / missing.count
     h, t = about
     mean = missing.mean

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...._utils.present import present
 from ....architectures import BlockView
 from ...base import BlockResult
 from ...result import put_attention, put_projection
@@ -38,7 +39,7 @@ def put_block(converted: Converted, view: BlockView, bases: Bases, *, enters: bo
     result, parallel = BlockResult({}, {}, {}, {}), view.middle is None
     inside = bases.behind if parallel else bases.inside
     parts = {name: converted.reader(name, bases.before) for name in "qkv"} | {"o": converted.writer("o", inside)}
-    mlp, down = view.mlp.spec, view.mlp.spec.down
+    mlp, down = present(view.mlp).spec, present(view.mlp).spec.down
     result.modules[""] = _describe(converted, view, bases, enters=enters, leaves=leaves)
     widths = converted.qk_dim, converted.vo_dim
     put_attention(result, converted.attention, parts, *widths, converted.pairs, norms=converted.head_norms)
@@ -52,7 +53,7 @@ def put_block(converted: Converted, view: BlockView, bases: Bases, *, enters: bo
     if enters:
         shortcuts["enter"] = converted.entry(bases.before)
     if leaves:
-        shortcuts["leave"] = bases.behind
+        shortcuts["leave"] = present(bases.behind)
     dtype = parts["o"].weight.dtype
     result.state.update({f"{name}.weight": matrix.to(dtype).contiguous() for name, matrix in shortcuts.items()})
     return result
@@ -61,14 +62,15 @@ def put_block(converted: Converted, view: BlockView, bases: Bases, *, enters: bo
 def _shortcut(source: Tensor | None, target: Tensor | None, like: Tensor | None = None) -> Tensor:
     """From coordinates to coordinates, ``(out, in)``; ``None`` are the model's own."""
     if source is None and target is None:
+        like = present(like)
         return torch.eye(len(like), dtype=like.dtype, device=like.device)
-    if target is None:
-        return source
-    return target.T if source is None else target.T @ source
+    if source is None:
+        return present(target).T
+    return source if target is None else target.T @ source
 
 
 def _describe(converted: Converted, view: BlockView, bases: Bases, *, enters: bool, leaves: bool) -> dict:
-    spec, width, parallel = view.mlp.spec, len(bases.before), view.middle is None
+    spec, width, parallel = present(view.mlp).spec, len(bases.before), view.middle is None
 
     def wide(basis: Tensor | None) -> int:
         return width if basis is None else basis.shape[1]

@@ -3,6 +3,9 @@
 Shape legend: D width of the dense stream, r of the sliced one.
 """
 
+from typing import Any
+
+from ...._utils.present import present
 from ....architectures import Architecture, BlockView
 from ....errors import UnsupportedModelError
 from ....linalg.principal import principal_directions, projection_error
@@ -74,7 +77,7 @@ class Slicing:
     def __init__(self, view: BlockView, rank: int):
         self.attention, self.rank, self.first = view.attention, rank, view.basis is None
         self.last = view.index == view.config.num_hidden_layers - 1
-        self.report = {"rank": rank, "of": width_of(view)}
+        self.report: dict[str, Any] = {"rank": rank, "of": width_of(view)}
         self.converted: Converted | None = None  # of the block with its norms, which only the first stage sees
         self.bases: Bases | None = None
 
@@ -88,7 +91,7 @@ class Slicing:
         """Slice the stream between attention and MLP."""
         self._begin(view)
         found = principal_directions(moments["stream_middle"].second_moment(), self.rank)
-        self.bases = Bases(self.bases.before, found.directions)
+        self.bases = Bases(present(self.bases).before, found.directions)
         return self._put(view, "middle_error", found.relative_error)
 
     def finish(self, view: BlockView, moments, _) -> BlockResult:
@@ -96,19 +99,19 @@ class Slicing:
         self._begin(view)
         found = principal_directions(moments["stream_output"].second_moment(), self.rank)
         Q = found.directions
-        bases = Bases(self.bases.before, self.bases.inside, Q)
-        result = put_block(self.converted, view, bases, enters=self.first, leaves=self.last)
+        bases = Bases(present(self.bases).before, present(self.bases).inside, Q)
+        result = put_block(present(self.converted), view, bases, enters=self.first, leaves=self.last)
         result.reports[STREAM] = {**self.report, "relative_error": found.relative_error}
         result.errors[STREAM] = lambda other: projection_error(other["stream_output"].second_moment(), Q)
         return result if self.last else result._replace(basis=Q)
 
     def _begin(self, view: BlockView) -> None:
         if self.converted is None:
-            self.converted, self.bases = Converted.of(view, self.attention), Bases(view.basis.to(view.device))
+            self.converted, self.bases = Converted.of(view, self.attention), Bases(present(view.basis).to(view.device))
 
     def _put(self, view: BlockView, key: str, error: float) -> BlockResult:
         """The block so far, its input and output in the model's own coordinates, to be measured."""
-        result = put_block(self.converted, view, self.bases, enters=True, leaves=False)
+        result = put_block(present(self.converted), view, present(self.bases), enters=True, leaves=False)
         self.report[key] = error
         result.reports[STREAM] = {**self.report, "relative_error": error}
         return result

@@ -1,0 +1,13 @@
+"""Values that may be missing elsewhere, and are there here."""
+
+from typing import TypeVar
+
+__all__ = ["present"]
+
+T = TypeVar("T")
+
+
+def present(value: T | None) -> T:
+    """Return ``value``, which is not None where this is called."""
+    assert value is not None
+    return value

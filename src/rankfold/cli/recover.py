@@ -1,0 +1,104 @@
+"""`rankfold recover`"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from . import common as c
+from . import options as o
+from .calibration import parse_texts
+
+UNCHANGED = 3  # exit code where the model is what went in
+
+
+def command(
+    model: o.Model,
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write; an unfinished run goes on.")],
+    teacher: Annotated[
+        str | None, typer.Option(help="The dense model. Default: the one on the hub that it was compressed from.")
+    ] = None,
+    calibration: Annotated[
+        list[str], typer.Option(help="Texts to train on, as for compress; also TEXT=SHARE. Repeatable.")
+    ] = ("wikitext2", "c4"),
+    tune: Annotated[
+        Literal["all", "lora", "lora-mlp", "norms"],
+        typer.Option(help="all weights but embeddings, adapters on all or on MLP layers, or norms."),
+    ] = "all",
+    loss: Annotated[
+        Literal["kl", "next-token", "both"],
+        typer.Option(help="Divergence from the dense model's predictions, cross entropy of the text, or both."),
+    ] = "kl",
+    tokens: Annotated[int, typer.Option(help="Tokens to train on.")] = 1_000_000,
+    minutes: Annotated[
+        float | None, typer.Option(help="Train on what takes about this long, at most --tokens.")
+    ] = None,
+    rank: Annotated[int, typer.Option(help="Of adapters.")] = 16,
+    lr: Annotated[
+        float | None, typer.Option(help="Largest learning rate. Default: 1e-4; adapters 5e-4, norms 1e-3.")
+    ] = None,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 4096,
+    max_length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 512,
+    tolerance: Annotated[float, typer.Option(help="How much the perplexity of a text may rise, as a fraction.")] = 0.02,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Write a PEFT adapter for the compressed model; do not merge it.")
+    ] = False,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Less memory, one more forward.")
+    ] = False,
+    report_to: Annotated[str, typer.Option(help="Of transformers' Trainer, e.g. tensorboard or wandb.")] = "none",
+    seed: Annotated[int, typer.Option(help="Order of the sequences.")] = 0,
+    device: o.Device = "auto",
+    json: o.Json = False,
+) -> None:
+    """Train a compressed model for a few minutes to predict what the dense one predicts. It never comes out worse.
+
+    Held-out text is scored before, during and after, and the best state is kept. Where no text gains, or one loses more than
+    the tolerance, the model that went in is written, and the exit code is 3.
+
+    \b
+    rankfold recover small -o better --minutes 15
+    rankfold recover small -o better --teacher dense --calibration wikitext2 --calibration c4 --tune lora
+    """
+    from ..recovery.recover import recover
+
+    done = recover(
+        model,
+        teacher,
+        calibration=parse_texts(calibration),
+        output=output,
+        tune=tune,
+        loss=loss,
+        tokens=tokens,
+        minutes=minutes,
+        rank=rank,
+        lr=lr,
+        batch_tokens=batch_tokens,
+        max_length=max_length,
+        tolerance=tolerance,
+        adapter=adapter,
+        gradient_checkpointing=gradient_checkpointing,
+        report_to=report_to,
+        seed=seed,
+        device=device,
+    )
+    facts = done.record["recovery"]
+    result = {"output": str(done.output), "recovered": done.recovered, **{k: facts[k] for k in SHOWN}}
+
+    def show(out) -> None:
+        out.print(f"{done.output}: {'recovered' if done.recovered else 'what went in, nothing was recovered'}")
+        for text, found in facts["held_out"].items():
+            out.print(
+                f"{text}: perplexity {found['perplexity_before']:.2f} -> {found['perplexity']:.2f} (dense "
+                f"{found['perplexity_dense']:.2f}) on {found['sequences']} held-out sequences"
+            )
+        out.print(
+            f"{facts['tokens_seen']:,} tokens, {facts['tuned_parameters']:,} parameters tuned, {facts['seconds']:.0f} s"
+        )
+
+    c.emit(result, json, show)
+    if not done.recovered:
+        raise typer.Exit(UNCHANGED)
+
+
+SHOWN = ("held_out", "tokens_seen", "tuned_parameters", "best_step", "seconds")

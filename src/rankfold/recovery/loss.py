@@ -1,0 +1,116 @@
+"""Losses of a compressed model against the dense one, over chunks of positions, so that no whole vocabulary is ever held.
+
+Shape legend: B sequences, T tokens, n positions of a chunk, D hidden width, V vocabulary.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+__all__ = ["LOSSES", "Head", "Loss", "hidden_states", "kl_divergence", "training_loss"]
+
+Loss = Literal["kl", "next-token", "both"]
+LOSSES: tuple[Loss, ...] = ("kl", "next-token", "both")
+POSITIONS = 128  # of every sequence whose logits are held at once
+
+
+class _Sent(BaseModelOutputWithPast):
+    """Hidden states and nothing else, whatever else a family's decoder returns."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class Head:
+    """A model's logits of its last hidden states, with scales and caps of its own.
+
+    The model's forward runs with its decoder replaced by the states that are given.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.model, self.decoder = model, model.get_decoder()
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the ``(B, n, V)`` logits of ``(B, n, D)`` hidden states."""
+        ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+        self.decoder.forward = lambda *_, **__: _Sent(last_hidden_state=hidden)
+        try:
+            return self.model(input_ids=ids, use_cache=False).logits
+        finally:
+            del self.decoder.forward
+
+
+def hidden_states(model: nn.Module, decoder: nn.Module, ids: Tensor) -> Tensor:
+    """Return the ``(B, T, D)`` states that the head of a model reads.
+
+    Args:
+        model: what is called: the model itself, or a wrapper of it (adapters, data parallelism).
+        decoder: the model's own decoder, wherever it is in the wrapper.
+        ids: ``(B, T)`` token ids.
+    """
+    found = []
+    hook = decoder.register_forward_hook(lambda _, __, output: found.append(output.last_hidden_state))
+    try:
+        model(input_ids=ids, use_cache=False, logits_to_keep=1)
+    finally:
+        hook.remove()
+    return found[0]
+
+
+def kl_divergence(dense: Tensor, compressed: Tensor) -> Tensor:
+    """Return ``sum_v p_v (log p_v - log q_v)`` in nats at every position, ``p`` of the dense and ``q`` of the compressed model.
+
+    Args:
+        dense, compressed: ``(..., V)`` logits.
+    """
+    log_p, log_q = dense.float().log_softmax(-1), compressed.float().log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def training_loss(
+    student: Head,
+    compressed: Tensor,
+    ids: Tensor,
+    *,
+    loss: Loss,
+    teacher: Head | None = None,
+    dense: Tensor | None = None,
+) -> Tensor:
+    """Return the mean loss in nats per predicted token.
+
+    Logits of a chunk of positions are computed, and computed again in the backward pass, so that memory does not grow with
+    sequences times vocabulary.
+
+    Args:
+        student: head of the compressed model.
+        compressed: ``(B, T, D)`` its hidden states.
+        ids: ``(B, T)`` the tokens; the last position of a sequence predicts none.
+        loss: ``kl``: divergence from the dense model's predictions. ``next-token``: cross entropy of the text. ``both``: their
+            sum.
+        teacher, dense: head and hidden states of the dense model; not needed for ``next-token``.
+    """
+
+    def chunk(begin: int, hidden: Tensor) -> Tensor:
+        logits, end, found = student(hidden), begin + hidden.shape[1], []
+        if loss != "kl":
+            found.append(
+                nn.functional.cross_entropy(
+                    logits.flatten(0, 1).float(), ids[:, begin + 1 : end + 1].flatten(), reduction="sum"
+                )
+            )
+        if loss != "next-token":
+            with torch.no_grad():
+                wanted = teacher(dense[:, begin:end])
+            found.append(kl_divergence(wanted, logits).sum())
+        return torch.stack(found).sum()
+
+    predicted = compressed[:, :-1]
+    parts = [
+        checkpoint(chunk, begin, hidden, use_reentrant=False)
+        for begin, hidden in zip(range(0, predicted.shape[1], POSITIONS), predicted.split(POSITIONS, 1), strict=True)
+    ]
+    return torch.stack(parts).sum() / predicted[..., 0].numel()

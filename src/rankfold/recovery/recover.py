@@ -1,0 +1,325 @@
+"""Give a compressed model back some of what it lost, by a few minutes of distillation (MoDeGPT App. B.6, B.7).
+
+compressed model --- tuned weights ---> Trainer: KL to the dense model's predictions ---> best state on held-out text
+                                                                                                 |
+                                          an ordinary checkpoint <--- merged, as stored <--------+  (or what went in)
+"""
+
+import contextlib
+import copy
+import functools
+import itertools
+import json
+import logging
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .._utils.files import check_output, read_json, write_json
+from .._utils.locking import lock_of, locked
+from ..checkpoint.load import load_model
+from ..checkpoint.saving import creating
+from ..data.mixing import shares_of
+from ..data.tokens import Tokens as CalibrationData
+from ..data.tokens import load_tokens
+from ..data.windows import shown
+from ..errors import CheckpointError, OptionError, check_choice
+from ..models.dense_model import DenseModel, open_model, stored_dtype
+from ..models.given import resolve_model
+from ..models.tokenizer import save_tokenizer
+from ..models.weights import Weights
+from ..models.whole import read_config
+from ..report.record import NAME, read_record
+from .judging import Judge, allowed, gains, nats, score
+from .loss import LOSSES, Head, Loss
+from .training import Distiller, KeepZeros, MarkWhole, Progress, Sequences, arguments, last_checkpoint
+from .tuning import LEARNING_RATES, Tune, check_trainable, mask_of_zeros, prepared, without_dropout
+
+__all__ = ["RecoveryResult", "recover"]
+
+log = logging.getLogger(__name__)
+
+IDENTITY, STEPS, RECOVERY = "recovery.json", "steps.json", "recovery"
+SCORES = 10  # times that held-out text is scored during a run
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a run does; equal options, models and texts give equal weights."""
+
+    tune: Tune
+    loss: Loss
+    tokens: int
+    rank: int
+    lr: float
+    batch_tokens: int
+    length: int
+    tolerance: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class RecoveryResult:
+    """What came out of a recovery."""
+
+    model: nn.Module  # the recovered model, or what went in
+    record: dict  # what was trained on what, and perplexities before and after
+    recovered: bool  # False: no text gained, or one lost more than the tolerance, so the model is what went in
+    output: Path | None = None
+
+
+def recover(
+    model: str | Path | PreTrainedModel,
+    teacher: str | Path | PreTrainedModel | DenseModel | None = None,
+    *,
+    calibration: str | Path | Sequence[str | Path] | Mapping[str, float] = ("wikitext2", "c4"),
+    output: str | Path | None = None,
+    tune: Tune = "all",
+    loss: Loss = "kl",
+    tokens: int = 1_000_000,
+    minutes: float | None = None,
+    rank: int = 16,
+    lr: float | None = None,
+    batch_tokens: int = 4096,
+    max_length: int = 512,
+    tolerance: float = 0.02,
+    adapter: bool = False,
+    gradient_checkpointing: bool = False,
+    report_to: str = "none",
+    seed: int = 0,
+    device: str = "auto",
+) -> RecoveryResult:
+    """Train a compressed model for a few minutes to predict what the dense one predicts.
+
+    Held-out sequences of every text are scored before, during and after. The best state is kept, and where no text gains or
+    one loses more than the tolerance, what went in is given back.
+
+    Args:
+        model: folder or hub id of what ``compress`` wrote, or the model in memory, which is not changed.
+        teacher: the dense model; by default the one on the hub that the record of the checkpoint names.
+        calibration: texts to train on, as for :func:`rankfold.compress`; shares as numbers.
+        output: folder to write, resumable while it is unfinished; ``None``: in memory.
+        tune: ``all``: all weights but embeddings and head. ``lora``: adapters on all linear layers. ``lora-mlp``: on those of
+            the MLPs. ``norms``: norms only.
+        loss: ``kl``: divergence from the dense model's predictions. ``next-token``: cross entropy of the text. ``both``.
+        tokens: to train on; texts that hold fewer are read several times.
+        minutes: train on as many tokens, at most ``tokens``, as take about this long here.
+        rank: of adapters, ``>= 1``.
+        lr: largest learning rate of AdamW; 1e-4 for ``all``, 5e-4 for adapters, 1e-3 for norms. It rises over 5 % of the
+            steps and falls along a cosine.
+        batch_tokens: tokens of a step.
+        max_length: tokens of a sequence.
+        tolerance: how much the perplexity of a text may rise, as a fraction.
+        adapter: write a PEFT adapter for the compressed model instead of merging it.
+        gradient_checkpointing: compute activations again in the backward pass, for less memory.
+        report_to: of Trainer, e.g. ``tensorboard``.
+
+    Raises:
+        OptionError: an option out of range, or of another ``tune``; a teacher with another vocabulary.
+        UnsupportedModelError: factors are quantised, or the model predicts no next token.
+        CheckpointError: the folder holds the unfinished run of other options.
+    """
+    check_choice("tune", tune, sorted(LEARNING_RATES))
+    check_choice("loss", loss, LOSSES)
+    lr = LEARNING_RATES[tune] if lr is None else lr
+    options = Options(tune, loss, tokens, rank, lr, batch_tokens, max_length, tolerance, seed)
+    _check(options, minutes, adapter, output)
+    student, record, folder, written = _student(model, device)
+    check_trainable(student, tune)
+    source = open_model(teacher or _teacher_of(record), device=device)
+    if source.config.vocab_size != (known := student.config.get_text_config().vocab_size):
+        raise OptionError(
+            f"the teacher has {source.config.vocab_size:,} tokens and the model {known:,}; give the dense model that it was "
+            "compressed from"
+        )
+    texts = _texts(calibration, source, options)
+    identity = {
+        **asdict(options),
+        "teacher": source.fingerprint,
+        "texts": {name: one.describe() for name, one in texts.items()},
+    }
+    begin = time.monotonic()
+    with _working(Path(output) if output else None, identity) as work:
+        held_out = {name: one.held_out for name, one in texts.items()}
+        dense = source.whole_model()
+        scores = {"dense": score(dense, Head(dense), held_out), "before": score(student, Head(student), held_out)}
+        settings = {
+            "gradient_checkpointing": gradient_checkpointing,
+            "report_to": report_to,
+            "keep": output is not None,
+        }
+        network, facts = _trained(student, dense, texts, options, work, minutes, settings)
+        if not adapter and network is not student:
+            network = student = network.merge_and_unload()
+        _round(student, written)
+        scores["after"] = score(network, Head(student), held_out)
+        recovered = facts["best_step"] > 0 and allowed(nats(scores["before"]), nats(scores["after"]), tolerance)
+        facts |= {**identity, "teacher_name": source.name, "recovered": recovered, "held_out": gains(*scores.values())}
+        record |= {RECOVERY: facts | {"seconds": time.monotonic() - begin}}
+        if not recovered:
+            log.warning(
+                "NOTHING WAS RECOVERED: no held-out text gains, or one loses more than %.0f %%, so the model is what went in; "
+                "train on other text, more tokens, or with a smaller lr",
+                100 * tolerance,
+            )
+            network = student = _student(model, device)[0]
+            adapter = False
+        for parameter in student.parameters():
+            parameter.data = parameter.data.to(written) if parameter.is_floating_point() else parameter.data
+        student.config.dtype = written
+        if output is not None:
+            _write(
+                Path(output), network, record, None if adapter else source.tokenizer, folder if not recovered else None
+            )
+    return RecoveryResult(network.eval(), record, recovered, Path(output) if output else None)
+
+
+def _check(options: Options, minutes: float | None, adapter: bool, output) -> None:
+    for name in ("tokens", "rank", "batch_tokens", "length"):
+        if getattr(options, name) < 1:
+            raise OptionError(f"{name} must be at least 1, got {getattr(options, name)}")
+    if options.lr <= 0 or options.tolerance < 0 or (minutes is not None and minutes <= 0):
+        raise OptionError("lr and minutes must be more than 0, and tolerance at least 0")
+    if adapter and (not options.tune.startswith("lora") or output is None):
+        raise OptionError("adapter=True writes the adapters of tune='lora' or 'lora-mlp' to output; give both")
+
+
+def _student(model, device: str) -> tuple[PreTrainedModel, dict, Path | None, torch.dtype]:
+    """Return a model to train in fp32, its record, its folder, and the dtype it is written in."""
+    if isinstance(model, PreTrainedModel):
+        return copy.deepcopy(model).float(), {}, None, model.dtype
+    folder = resolve_model(model)
+    record = read_record(folder) if (folder / NAME).exists() else {}
+    return (
+        load_model(folder, dtype="float32", device=device),
+        record,
+        folder,
+        stored_dtype(read_config(folder), Weights(folder)),
+    )
+
+
+def _teacher_of(record: dict) -> str:
+    if record.get("base_model", "").count("/") != 1:  # the name of a folder, which may be anywhere
+        raise OptionError(
+            f"the dense model {record['base_model']!r} was a local one; give its path as teacher"
+            if "base_model" in record
+            else "the model has no record of what it was compressed from; give the dense model as teacher"
+        )
+    return f"{record['base_model']}@{record['revision']}" if "revision" in record else record["base_model"]
+
+
+def _texts(calibration, source: DenseModel, options: Options) -> dict[str, CalibrationData]:
+    """Return name -> sequences to train on and held-out ones, of every text its share."""
+    shares = shares_of(calibration)
+    found = {}
+    for text, share in shares.items():
+        name, samples = shown(text), max(1, round(options.tokens / options.length * share / sum(shares.values())))
+        if name in found:
+            raise OptionError(f"two texts are called {name!r}; rename one")
+        found[name] = load_tokens(text, source, samples=samples, length=options.length, seed=options.seed)
+        if found[name].held_out is None:
+            raise OptionError(
+                f"text {name!r} has a single sequence, so none can be held out; give more text or a smaller max_length"
+            )
+    return found
+
+
+@contextlib.contextmanager
+def _working(output: Path | None, identity: dict) -> Iterator[Path]:
+    """Hold the folder of an unfinished run, which a killed one leaves to the next.
+
+    Raises:
+        CheckpointError: the output exists, or the folder is of a run with other options.
+    """
+    if output is None:
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder)
+        return
+    check_output(output)
+    folder = output.with_name(f"{output.name}.partial")
+    with locked(lock_of(folder), folder):
+        if (folder / IDENTITY).exists() and read_json(folder / IDENTITY) != json.loads(json.dumps(identity)):
+            raise CheckpointError(f"{folder} holds an unfinished recovery with other options; give those, or delete it")
+        if folder.exists() and not (folder / IDENTITY).exists():
+            raise CheckpointError(f"{folder} exists and is no unfinished recovery; choose another output")
+        folder.mkdir(exist_ok=True)
+        write_json(folder / IDENTITY, identity)
+        yield folder
+        shutil.rmtree(folder)
+
+
+def _trained(student, dense, texts, options: Options, work: Path, minutes: float | None, settings: dict):
+    """Return the network with its best weights, adapters around it, and what happened."""
+    masks = mask_of_zeros(student)
+    network = prepared(without_dropout(student), options.tune, options.rank)
+    ids = torch.cat([one.ids for one in texts.values()])
+    batch = max(1, options.batch_tokens // ids.shape[1])
+    judge = Judge(network, student, {name: one.held_out for name, one in texts.items()}, work, options.tolerance)
+    callbacks = [judge, Progress(judge.note), MarkWhole(), *([KeepZeros(network, masks)] if masks else [])]
+    steps = max(1, round(options.tokens / (batch * ids.shape[1])))
+    make = functools.partial(
+        Distiller,
+        network,
+        train_dataset=Sequences(ids),
+        callbacks=callbacks,
+        base=student,
+        teacher=dense,
+        loss=options.loss,
+    )
+    common = {"learning_rate": options.lr, "seed": options.seed, "device": student.device, **settings}
+    args = functools.partial(arguments, work, batch=batch, length=ids.shape[1], **common)
+    if minutes is not None:
+        steps = min(steps, _steps_in(minutes, work, make(args(steps=1, every=1)), judge))
+    judge.every = max(1, steps // SCORES)
+    trainer = make(args(steps=steps, every=judge.every))
+    trainer.train(resume_from_checkpoint=last_checkpoint(work))
+    judge.restore_best()
+    return network, {
+        "steps": trainer.state.global_step,
+        "tokens_seen": trainer.state.global_step * batch * ids.shape[1],
+        "tuned_parameters": sum(p.numel() for p in network.parameters() if p.requires_grad),
+        "best_step": judge.best["step"],
+        "history": judge.history,
+    }
+
+
+def _steps_in(minutes: float, work: Path, trial: Distiller, judge: Judge) -> int:
+    """Return how many steps take about so many minutes; written down, so that a killed run goes on with as many."""
+    if not (work / STEPS).exists():
+        begin = time.monotonic()
+        score(judge.model, judge.head, judge.texts)
+        scoring, begin = time.monotonic() - begin, time.monotonic()
+        batches = trial.args.gradient_accumulation_steps
+        for batch in itertools.islice(trial.get_train_dataloader(), batches):
+            trial.compute_loss(judge.model, batch).backward()
+        judge.model.zero_grad()
+        step = time.monotonic() - begin
+        write_json(work / STEPS, {"steps": max(1, int((60 * minutes - (SCORES + 3) * scoring) / step))})
+    return read_json(work / STEPS)["steps"]
+
+
+def _round(model: nn.Module, dtype: torch.dtype) -> None:
+    """Round weights to what will be written of them."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype).to(parameter.dtype)
+
+
+def _write(output: Path, network: nn.Module, record: dict, tokenizer, unchanged: Path | None) -> None:
+    """Write the checkpoint, or the adapter where the network still has one; an unchanged model is copied."""
+    with creating(output) as unfinished:
+        if unchanged is not None:
+            shutil.copytree(unchanged, unfinished)
+        else:
+            unfinished.mkdir()
+            network.save_pretrained(unfinished)
+            if tokenizer is not None:
+                save_tokenizer(tokenizer, unfinished)
+        write_json(unfinished / NAME, record)

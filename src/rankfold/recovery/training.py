@@ -1,0 +1,149 @@
+"""Train a compressed model to predict what the dense one predicts, by transformers' Trainer.
+
+Shape legend: N sequences, T tokens.
+"""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+from .._utils.progress import track
+from ..models.devices import autocast_dtype
+from .loss import Head, Loss, hidden_states, training_loss
+
+__all__ = ["Distiller", "KeepZeros", "MarkWhole", "Progress", "Sequences", "arguments", "last_checkpoint"]
+
+log = logging.getLogger(__name__)
+
+DONE = "rankfold.done"  # in a checkpoint of Trainer that is whole
+WARM_UP = 0.05  # fraction of all steps
+AT_ONCE = 2048  # tokens of a forward and backward pass
+
+
+class Sequences(Dataset):
+    """Token ids as Trainer takes them.
+
+    Args:
+        ids: ``(N, T)``.
+    """
+
+    def __init__(self, ids: Tensor):
+        self.ids = ids
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.ids[index]}
+
+
+class Distiller(Trainer):
+    """Trainer whose loss compares with the dense model, some positions at a time."""
+
+    def __init__(self, *args, base: PreTrainedModel, teacher: PreTrainedModel | None, loss: Loss, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.student, self.loss = Head(base), loss
+        self.teacher = Head(teacher) if teacher is not None else None
+        self.remove_callback(PrinterCallback)
+        self.model_accepts_loss_kwargs = False  # so that accumulated steps are averaged here
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """Return the loss of one batch; see :func:`.loss.training_loss`."""
+        ids, dense = inputs["input_ids"], None
+        if self.teacher is not None and self.loss != "next-token":
+            with torch.no_grad():
+                dense = hidden_states(self.teacher.model, self.teacher.decoder, ids)
+        compressed = hidden_states(model, self.student.decoder, ids)
+        return training_loss(self.student, compressed, ids, loss=self.loss, teacher=self.teacher, dense=dense)
+
+    def training_step(self, *args, **kwargs) -> Tensor:
+        """Take a step; training ends where the loss is not finite."""
+        found = super().training_step(*args, **kwargs)
+        if not found.isfinite():
+            log.warning("the loss is not finite, so training stops; the best state before it is kept")
+            self.control.should_training_stop = True
+        return found
+
+
+class KeepZeros(TrainerCallback):
+    """Set weights that were zero on purpose to zero again after every step.
+
+    Args:
+        masks: name of a parameter -> where it is not zero.
+    """
+
+    def __init__(self, model: nn.Module, masks: dict[str, Tensor]):
+        parameters = dict(model.named_parameters())
+        self.masked = [(parameters[name], mask) for name, mask in masks.items()]
+
+    @torch.no_grad()
+    def on_optimizer_step(self, args, state, control, **kwargs) -> None:
+        for parameter, mask in self.masked:
+            parameter.mul_(mask.to(parameter.device))
+
+
+class Progress(TrainerCallback):
+    """Show how far training is, as other commands do; the note is the last score."""
+
+    def __init__(self, note: Callable[[], str]):
+        self.note, self.steps = note, iter(())
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self.steps = iter(track(range(state.global_step, state.max_steps), "recovering", note=self.note))
+        next(self.steps, None)
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        next(self.steps, None)
+
+
+class MarkWhole(TrainerCallback):
+    """Mark a checkpoint once everything in it is written, so that a killed run goes on from a whole one."""
+
+    def on_save(self, args, state, control, **kwargs) -> None:
+        (Path(args.output_dir) / f"checkpoint-{state.global_step}" / DONE).touch()
+
+
+def last_checkpoint(folder: Path) -> str | None:
+    """Return the newest whole checkpoint in a folder of Trainer; ``None`` where there is none."""
+    whole = {int(mark.parent.name.rpartition("-")[2]): mark.parent for mark in folder.glob(f"checkpoint-*/{DONE}")}
+    return str(whole[max(whole)]) if whole else None
+
+
+def arguments(
+    folder: Path, *, steps: int, batch: int, length: int, every: int, device: torch.device, keep: bool, **others
+) -> TrainingArguments:
+    """Return the settings of a run.
+
+    Args:
+        folder: of the unfinished run.
+        steps: of the optimiser.
+        batch: sequences of a step.
+        length: tokens of a sequence.
+        every: steps between two checkpoints.
+        keep: whether checkpoints are written at all.
+        others: of TrainingArguments.
+    """
+    at_once = next(n for n in range(min(batch, max(1, AT_ONCE // length)), 0, -1) if batch % n == 0)
+    return TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=at_once,
+        gradient_accumulation_steps=batch // at_once,
+        lr_scheduler_type="cosine",
+        warmup_steps=max(1, round(WARM_UP * steps)),
+        weight_decay=0.0,
+        bf16=device.type == "cuda" or autocast_dtype(device) is not None,
+        use_cpu=device.type == "cpu",
+        save_strategy="steps" if keep else "no",
+        save_steps=every,
+        save_total_limit=2,
+        logging_steps=every,
+        remove_unused_columns=False,
+        disable_tqdm=True,
+        **others,
+    )

@@ -1,0 +1,92 @@
+"""What of a compressed model is trained: adapters or its own weights, with its ranks and zeros as they are."""
+
+from typing import Literal
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..architectures import architecture_of
+from ..errors import OptionError, UnsupportedModelError
+from ..modules.tensors import QuantizedTensor
+
+__all__ = ["LEARNING_RATES", "Tune", "check_trainable", "mask_of_zeros", "prepared", "without_dropout"]
+
+Tune = Literal["lora", "lora-mlp", "all", "norms"]
+LEARNING_RATES: dict[Tune, float] = {"lora": 5e-4, "lora-mlp": 5e-4, "all": 1e-4, "norms": 1e-3}
+ZEROS = 0.25  # a weight with a larger fraction of zeros has them on purpose
+
+
+def check_trainable(model: PreTrainedModel, tune: Tune) -> None:
+    """Raise where a model cannot be trained as it is stored.
+
+    Raises:
+        UnsupportedModelError: it has factors in integers, or predicts no next token.
+        OptionError: adapters would fill its zeros.
+    """
+    if any(isinstance(module, QuantizedTensor) for module in model.modules()):
+        raise UnsupportedModelError(
+            "the model has quantised factors, which cannot be trained; compress it without bits"
+        )
+    if model.get_output_embeddings() is None:
+        raise UnsupportedModelError(f"{type(model).__name__} predicts no next token, so there is nothing to recover")
+    if tune.startswith("lora") and mask_of_zeros(model):
+        raise OptionError(f"tune={tune!r} would fill the zeros of a semi-structured model; give tune='all'")
+
+
+def mask_of_zeros(model: nn.Module) -> dict[str, Tensor]:
+    """Return name -> where a weight is not zero, of every matrix that has zeros on purpose."""
+    masks = {name: weight != 0 for name, weight in model.named_parameters() if weight.dim() == 2}
+    return {name: mask for name, mask in masks.items() if mask.float().mean() < 1 - ZEROS}
+
+
+def prepared(model: PreTrainedModel, tune: Tune, rank: int) -> nn.Module:
+    """Return the model with nothing but what is tuned requiring a gradient; PEFT's adapters are around it.
+
+    Args:
+        tune: ``lora``: adapters on all linear layers of the blocks; ``lora-mlp``: on those of the MLPs; ``all``: all weights
+            but embeddings and head; ``norms``: scales and shifts of norms.
+        rank: of adapters.
+    """
+    model.requires_grad_(False)
+    if tune.startswith("lora"):
+        try:
+            from peft import LoraConfig, get_peft_model
+        except ImportError as error:
+            raise OptionError(
+                f"tune={tune!r} needs peft, which is not installed; pip install 'rankfold[recover]', or give tune='all'"
+            ) from error
+        targets = _linear_layers(model, mlp_only=tune == "lora-mlp")
+        return get_peft_model(
+            model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, task_type="CAUSAL_LM")
+        )
+    tied = {id(p) for p in model.get_output_embeddings().parameters()}
+    for module in model.modules():
+        if isinstance(module, nn.Embedding) or (tune == "norms" and "norm" not in type(module).__name__.lower()):
+            continue
+        for parameter in module.parameters(recurse=False):
+            parameter.requires_grad_(parameter.is_floating_point() and id(parameter) not in tied)
+    return model
+
+
+def _linear_layers(model: PreTrainedModel, *, mlp_only: bool) -> list[str]:
+    head, attention = model.get_output_embeddings(), f".{architecture_of(model).attention.path}." if mlp_only else None
+    found = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and module.weight.numel()
+        and module is not head
+        and not (attention and attention in name)
+    ]
+    if not found:
+        raise UnsupportedModelError("the model has no linear layer to put adapters on; give tune='all'")
+    return found
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """Return the model with dropout of probability 0: a few minutes of distillation have nothing to overfit."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ((name == "p" and isinstance(module, nn.Dropout)) or "dropout" in name):
+                setattr(module, name, 0.0)
+    return model

@@ -1,0 +1,102 @@
+"""Which tests are fast, and which only the whole matrix of families, methods and options has.
+
+``pytest -m fast``: files named here, whole. ``pytest -m "not matrix"``: these, and of all other files those cases that span the
+others; ``pytest -m matrix``: the rest.
+"""
+
+import heapq
+import random
+from collections import Counter, defaultdict
+from itertools import combinations, product
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).resolve().parents[1]
+# Pure mathematics, allocation, options, records, and a tiny model from the command line to a loaded checkpoint; ...
+FAST = (
+    *("allocation", "architectures", "cli", "linalg", "methods/test_ranges.py", "modules/test_descriptions.py"),
+    *("modules/test_triangles.py", "report/test_commands.py", "test_errors.py", "test_tiers.py", "e2e/test_tiny.py"),
+)
+# ... but for these, which alone take as long as the others together.
+SLOW = ("allocation/test_determinism.py", "linalg/test_bounds.py", "linalg/test_joint_mlp.py")
+FEW = 6  # a function with no more cases keeps them all
+# Families that every function runs on: gated, grouped, rotary, without biases; and the opposite of all four.
+PILLARS = ("llama", "opt")
+
+
+def mark(items: list[pytest.Item]) -> None:
+    """Mark tests as ``fast`` and as ``matrix``."""
+    files = defaultdict(list)
+    for item in items:
+        if is_in(item.path, FAST) and not is_in(item.path, SLOW):
+            item.add_marker("fast")
+        else:
+            files[item.path].append(item)
+    for cases in files.values():
+        spanning = span(cases)
+        for item in cases:
+            if item not in spanning:
+                item.add_marker("matrix")
+
+
+def is_in(path: Path, places: tuple[str, ...]) -> bool:
+    """Return whether a file or folder is one of these places or below one."""
+    return any(path.is_relative_to(TESTS / place) for place in places)
+
+
+def has_fast(path: Path) -> bool:
+    """Return whether a file or folder has fast tests in it."""
+    return (is_in(path, FAST) and not is_in(path, SLOW)) or any((TESTS / place).is_relative_to(path) for place in FAST)
+
+
+def span(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Choose cases of one file that span the others.
+
+    Every value of every argument is in one, every function meets every value of a short argument, every pair of values of
+    two long ones is in one (families and methods), and the pillars are with every function and every value of a short one.
+    Functions with a few cases keep them all.
+    """
+    values = {item: values_of(item) for item in items}
+    lengths = Counter(axis for axis, _ in set().union(*values.values()))
+    functions = defaultdict(list)
+    for item in items:
+        functions[item.originalname].append(item)
+    wanted = {item: demands(item.originalname, values[item], lengths) for item in items}
+    chosen = {item for cases in functions.values() if len(cases) <= FEW for item in cases}
+    covered = set().union(*(wanted[item] for item in chosen))
+    mixed = random.Random(0).sample(items, len(items))  # so that each family meets another function
+    queue = [(-len(wanted[item] - covered), place) for place, item in enumerate(mixed) if item not in chosen]
+    heapq.heapify(queue)
+    while queue:  # greedy: the case that adds most; what a case adds only falls, so most need no second look
+        adds, place = heapq.heappop(queue)
+        now = len(wanted[mixed[place]] - covered)
+        if now and now == -adds:
+            chosen.add(mixed[place])
+            covered |= wanted[mixed[place]]
+        elif now:
+            heapq.heappush(queue, (-now, place))
+    return chosen
+
+
+def demands(function: str, values: set[tuple[str, str]], lengths: dict[str, int]) -> set:
+    """Return what a case is an example of."""
+    short = {(axis, value) for axis, value in values if lengths[axis] <= FEW}
+    pillars = {(axis, value) for axis, value in values - short if value in PILLARS}
+    return {
+        function,
+        *values,
+        *product([function], short | pillars),
+        *product([function], pillars, short),
+        *combinations(sorted(values - short), 2),
+    }
+
+
+def values_of(item: pytest.Item) -> set[tuple[str, str]]:
+    """Return the arguments of a case with their values; of tuples each part."""
+    call = getattr(item, "callspec", None)
+    found = set()
+    for name, value in call.params.items() if call else ():
+        for place, part in enumerate(value if isinstance(value, tuple) else (value,)):
+            found.add((f"{name}.{place}", part if isinstance(part, str) else repr(part)))
+    return found

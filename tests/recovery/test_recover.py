@@ -1,0 +1,235 @@
+"""Recovery from end to end, on a model that was trained for a few seconds."""
+
+import json
+import math
+from pydoc_data.topics import topics
+
+import pytest
+import torch
+
+import rankfold
+from rankfold.recovery import recover as module
+from rankfold.recovery.judging import allowed
+from rankfold.recovery.recover import recover
+from saved import save_tiny
+
+OPTIONS = {"tokens": 16384, "max_length": 64, "batch_tokens": 1024, "device": "cpu", "lr": 1e-3}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Return a folder with a trained model, two texts and what compressing the model gave."""
+    place = tmp_path_factory.mktemp("recover")
+    (place / "manual.txt").write_text("\n\n".join(topics.values())[:200_000], encoding="utf-8")
+    (place / "noise.txt").write_text(" ".join(f"{(7919 * i) % 10007:x}" for i in range(40_000)), encoding="utf-8")
+    save_tiny(place / "dense")
+    model = rankfold.load(place / "dense", device="cpu").train()
+    source = rankfold.open_model(place / "dense", device="cpu")
+    ids = rankfold.load_tokens(place / "manual.txt", source, samples=512, length=64).ids
+    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for batch in ids.split(16) * 3:
+        model(input_ids=batch, labels=batch).loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    for file in (place / "dense").glob("*.safetensors"):
+        file.unlink()
+    model.save_pretrained(place / "dense")
+    compress(place, rankfold.MoDeGPT(sparsity=0.65, rank_multiple=1), "small")
+    return place
+
+
+def compress(place, method, name: str) -> None:
+    source = rankfold.open_model(place / "dense", device="cpu")
+    tokens = rankfold.load_tokens(place / "manual.txt", source, samples=32, length=64)
+    rankfold.compress(source, method, tokens, place / name)
+
+
+def text_of(result) -> dict:
+    (facts,) = result.record["recovery"]["held_out"].values()
+    return facts
+
+
+@pytest.mark.parametrize("tune", ["all", "lora", "lora-mlp", "norms"])
+def test_it_gains_and_what_is_written_is_what_was_scored(place, tmp_path, tune):
+    before = rankfold.load(place / "small", device="cpu")
+    result = recover(
+        place / "small",
+        place / "dense",
+        calibration=place / "manual.txt",
+        output=tmp_path / "out",
+        tune=tune,
+        **OPTIONS,
+    )
+    facts = text_of(result)
+    assert result.recovered
+    assert facts["perplexity_dense"] < facts["perplexity"] < facts["perplexity_before"]
+    assert tune == "norms" or facts["ratio"] < 0.97
+    written = rankfold.load(tmp_path / "out", device="cpu")
+    assert sum(p.numel() for p in written.parameters()) == sum(p.numel() for p in before.parameters())
+    assert {name: p.shape for name, p in written.state_dict().items()} == {
+        name: p.shape for name, p in before.state_dict().items()
+    }
+    source = rankfold.open_model(place / "dense", device="cpu")
+    held_out = rankfold.load_tokens(place / "manual.txt", source, samples=256, length=64).held_out
+    assert rankfold.perplexity(written, held_out)["perplexity"] == pytest.approx(facts["perplexity"], rel=1e-4)
+    assert rankfold.perplexity(before, held_out)["perplexity"] == pytest.approx(facts["perplexity_before"], rel=1e-4)
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_the_model_in_memory_is_not_changed(place):
+    model = rankfold.load(place / "small", device="cpu")
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    result = recover(model, place / "dense", calibration=place / "manual.txt", **OPTIONS)
+    assert result.recovered and result.model is not model
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert any(not torch.equal(p, before[name]) for name, p in result.model.named_parameters())
+
+
+def test_embeddings_and_head_stay(place):
+    before = rankfold.load(place / "small", device="cpu")
+    after = recover(place / "small", place / "dense", calibration=place / "manual.txt", **OPTIONS).model
+    assert torch.equal(before.get_input_embeddings().weight, after.get_input_embeddings().weight)
+    assert torch.equal(before.get_output_embeddings().weight, after.get_output_embeddings().weight)
+
+
+def test_what_hurts_gives_back_what_went_in(place, tmp_path, caplog):
+    hurt = {**OPTIONS, "lr": 30.0, "tokens": 4096}
+    result = recover(
+        place / "small", place / "dense", calibration=place / "manual.txt", output=tmp_path / "out", **hurt
+    )
+    assert not result.recovered
+    assert "NOTHING WAS RECOVERED" in caplog.text
+    before, after = (rankfold.load(folder, device="cpu").state_dict() for folder in (place / "small", tmp_path / "out"))
+    assert all(torch.equal(after[name], p) for name, p in before.items())
+
+
+@pytest.mark.parametrize(
+    ("after", "expected"),
+    [
+        ({"a": 2.9, "b": 2.0}, True),
+        ({"a": 2.9, "b": 2.0 + math.log(1.019)}, True),
+        ({"a": 2.9, "b": 2.0 + math.log(1.021)}, False),
+        ({"a": 3.0, "b": 2.0}, False),
+        ({"a": 2.9, "b": math.nan}, False),
+    ],
+)
+def test_never_worse(after, expected):
+    assert allowed({"a": 3.0, "b": 2.0}, after, 0.02) is expected
+
+
+def test_zeros_of_a_semi_structured_model_stay(place, tmp_path):
+    compress(place, rankfold.make_method("wanda"), "wanda")
+    with pytest.raises(rankfold.RankfoldError, match="would fill the zeros .* tune='all'"):
+        recover(place / "wanda", place / "dense", calibration=place / "manual.txt", tune="lora", **OPTIONS)
+    result = recover(place / "wanda", place / "dense", calibration=place / "manual.txt", tune="all", **OPTIONS)
+    assert result.recovered
+    before = dict(rankfold.load(place / "wanda", device="cpu").named_parameters())
+    for name, p in result.model.named_parameters():
+        if "proj" in name:
+            assert torch.equal(p == 0, before[name] == 0), name
+
+
+def test_latents_keep_their_structure(place):
+    compress(place, rankfold.LatentLLM(sparsity=0.3), "latent")
+    result = recover(place / "latent", place / "dense", calibration=place / "manual.txt", **OPTIONS)
+    before = rankfold.load(place / "latent", device="cpu")
+    assert result.recovered
+    assert {n: b.shape for n, b in result.model.state_dict().items()} == {
+        n: b.shape for n, b in before.state_dict().items()
+    }
+    for name, buffer in result.model.named_buffers():  # orders, pairs
+        assert torch.equal(buffer, dict(before.named_buffers())[name]), name
+
+
+def test_quantised_factors_are_refused(place):
+    compress(place, rankfold.LatentLLM(sparsity=0.3, bits=4), "bits")
+    with pytest.raises(
+        rankfold.RankfoldError, match="quantised factors, which cannot be trained; compress it without bits"
+    ):
+        recover(place / "bits", place / "dense", calibration=place / "manual.txt", **OPTIONS)
+
+
+def test_an_adapter_computes_what_the_merged_model_computes(place, tmp_path):
+    from peft import PeftModel
+
+    options = {**OPTIONS, "tune": "lora", "calibration": place / "manual.txt"}
+    recover(place / "small", place / "dense", output=tmp_path / "adapter", adapter=True, **options)
+    merged = recover(place / "small", place / "dense", **options).model
+    adapted = PeftModel.from_pretrained(rankfold.load(place / "small", device="cpu"), tmp_path / "adapter").eval()
+    ids = torch.arange(40)[None]
+    torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_killed_run_ends_in_the_same_weights(place, tmp_path, monkeypatch):
+    whole = recover(
+        place / "small", place / "dense", calibration=place / "manual.txt", output=tmp_path / "whole", **OPTIONS
+    )
+
+    class Killed(BaseException):
+        """Nothing catches it."""
+
+    step = module.Distiller.training_step
+    for stop in (3, 7, 5):  # steps of a process until it is killed
+        calls = iter(range(stop))
+
+        def killed(self, *args, calls=calls, **kwargs):
+            if next(calls, None) is None:
+                raise Killed
+            return step(self, *args, **kwargs)
+
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(module.Distiller, "training_step", killed)
+            recover(
+                place / "small", place / "dense", calibration=place / "manual.txt", output=tmp_path / "again", **OPTIONS
+            )
+        assert not (tmp_path / "again").exists()
+    resumed = recover(
+        place / "small", place / "dense", calibration=place / "manual.txt", output=tmp_path / "again", **OPTIONS
+    )
+    assert resumed.record["recovery"]["history"] == whole.record["recovery"]["history"]
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
+        tmp_path / "whole" / "model.safetensors"
+    ).read_bytes()
+
+
+def test_an_unfinished_run_of_other_options_is_refused(place, tmp_path):
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "recovery.json").write_text(json.dumps({"tune": "all"}))
+    with pytest.raises(rankfold.RankfoldError, match="unfinished recovery with other options"):
+        recover(place / "small", place / "dense", calibration=place / "manual.txt", output=tmp_path / "out", **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokens": 0}, "tokens must be at least 1, got 0"),
+        ({"minutes": 0}, "minutes must be more than 0"),
+        ({"adapter": True}, "adapter=True writes the adapters of tune='lora'"),
+        ({"loss": "mse"}, "unknown loss 'mse'; available: kl, next-token, both"),
+        ({"tune": "head"}, "unknown tune 'head'; available: all, lora, lora-mlp, norms"),
+    ],
+)
+def test_options_out_of_range_are_refused(place, options, message):
+    with pytest.raises(rankfold.RankfoldError, match=message):
+        recover(place / "small", place / "dense", calibration=place / "manual.txt", **{**OPTIONS, **options})
+
+
+def test_a_teacher_with_another_vocabulary_is_refused(place, tmp_path):
+    save_tiny(tmp_path / "other")
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    other = rankfold.load(tmp_path / "other", device="cpu")
+    other.resize_token_embeddings(config["vocab_size"] + 8)
+    with pytest.raises(rankfold.RankfoldError, match="the teacher has 408 tokens and the model 400"):
+        recover(place / "small", other, calibration=place / "manual.txt", **OPTIONS)
+
+
+def test_minutes_bound_the_tokens(place):
+    result = recover(place / "small", place / "dense", calibration=place / "manual.txt", minutes=0.02, **OPTIONS)
+    assert result.record["recovery"]["tokens_seen"] < OPTIONS["tokens"]
+
+
+def test_a_local_dense_model_has_to_be_named(place):
+    with pytest.raises(
+        rankfold.RankfoldError, match="the dense model 'dense' was a local one; give its path as teacher"
+    ):
+        recover(place / "small", calibration=place / "manual.txt", **OPTIONS)

@@ -1,0 +1,50 @@
+"""The cases that stand for a whole matrix: what they cover, decided here anew."""
+
+from dataclasses import dataclass
+from itertools import product
+from types import SimpleNamespace
+
+from tiers import PILLARS, span
+
+FAMILIES = [*PILLARS, *(f"family-{i}" for i in range(10))]
+METHODS = [f"method-{i}" for i in range(8)]
+MODES = ["sequential", "one-pass"]
+
+
+@dataclass(eq=False)
+class Case:
+    """What of a pytest item counts."""
+
+    originalname: str
+    family: str
+    method: str
+    mode: str
+
+    @property
+    def callspec(self):
+        return SimpleNamespace(params={"case": (self.family, self.method), "mode": self.mode})
+
+
+def test_every_family_meets_every_method_and_every_function_every_mode_on_the_pillars():
+    cases = [Case(*values) for values in product(("test_a", "test_b", "test_c"), FAMILIES, METHODS, MODES)]
+    spanning = span(cases)
+    assert {(c.family, c.method) for c in spanning} == set(product(FAMILIES, METHODS))
+    on_pillars = {(c.originalname, c.family, c.mode) for c in spanning if c.family in PILLARS}
+    assert on_pillars == set(product(("test_a", "test_b", "test_c"), PILLARS, MODES))
+    elsewhere = [c.originalname for c in spanning if c.family not in PILLARS]
+    assert min(map(elsewhere.count, ("test_a", "test_b", "test_c"))) > len(elsewhere) / 5, "one stands for the others"
+    assert len(spanning) <= 1.1 * len(FAMILIES) * len(METHODS) < len(cases) / 5
+
+
+def test_functions_with_a_few_cases_keep_them_all():
+    few = [Case("test_few", family, "method-0", "sequential") for family in FAMILIES[:6]]
+    many = [Case("test_many", family, "method-0", "sequential") for family in FAMILIES]
+    assert set(few) <= span(few + many)
+
+
+def test_a_case_without_arguments_stays():
+    class Alone:
+        originalname = "test_alone"
+
+    alone = Alone()
+    assert span([alone]) == {alone}
