@@ -37,6 +37,7 @@ PAGES = {
     "moment_precision": ("moment_precision*", "Precision of the moments", costs.moment_precision),
     "cholesky": ("cholesky*", "Cholesky and memory pages", costs.cholesky),
     "speed": ("speed*", "Speed, dense against compressed", costs.speed),
+    "decode": ("decode*", "Decoding one token at a time", costs.decode),
     "memory": ("memory*", "Peak memory of compressing a streamed model", costs.memory),
     "kv_cache": ("kv_cache_*", "The key/value cache", models.kv_cache),
     "complexity": ("complexity*", "Parameters, MACs and cache against sparsity", costs.complexity),

@@ -113,6 +113,19 @@ def junction_speed(record: dict) -> list[str]:
     return lines
 
 
+def decode(record: dict) -> list[str]:
+    """Return shapes by what was measured."""
+    kinds = ("dense", "compressed", "matrix products, compressed")
+    rows = [
+        [row["shape"], str(row["batch"]), *(settled(row["found"][kind]) for kind in kinds)] for row in record["rows"]
+    ]
+    how = record["config"]
+    under = "torch.compile, a static cache" if how["compile"] else "eager, the cache that grows"
+    head = ["", "batch", "dense", "compressed", "matrix products alone"]
+    what = f"{how['dtype']}; {how['rounds']} rounds after {how['prompt']} tokens; {under}."
+    return [what, "", *table(head, rows, tight=True)]
+
+
 def memory(record: dict) -> list[str]:
     names = ("peak", "baseline", "stream", "shard", "block", "moments", "model")
     rows = [

@@ -214,7 +214,7 @@ def check_width(width: int, name: str) -> None:
 def register() -> None:
     """Called by vLLM in each of its processes."""
     forward: Any = CompressedAttention.forward
-    forward.__wrapped__ = CompressedAttention._mixed  # in whose source vLLM looks for attention
+    forward.__wrapped__ = CompressedAttention._attend  # in whose source vLLM looks for attention
     for name in METHOD_NAMES:
         register_quantization_config(name.lower())(_Nothing)  # so vLLM spells the names of all methods
     register_config_parser("hf")(_Parser)

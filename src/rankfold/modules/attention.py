@@ -9,7 +9,17 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .descriptions import check_attention
-from .kernels import add_alibi, add_bias, angles_at, eager_attention, masked, of_one_length, shares, turn, within
+from .kernels import (
+    add_alibi,
+    add_bias,
+    angles_at,
+    attend_one,
+    eager_attention,
+    of_one_length,
+    rotary_table,
+    turn,
+    within,
+)
 from .latent import LatentRows
 from .layers import build_layer
 from .norms import PredictedNorm
@@ -54,7 +64,6 @@ class CompressedAttention(nn.Module):
             self.k_proj, self.v_proj = LatentRows(self.qkv_proj, q, q + k), LatentRows(self.qkv_proj, q + k, q + k + v)
         # Which side caches its latent instead of heads: keys only where nothing rotates or normalises them afterwards.
         self.latent_keys, self.latent_values = "k" in spec.get("latent_cache", ()), "v" in spec.get("latent_cache", ())
-        self.one_latent = self.qkv_proj is not None and self.latent_keys  # cached once, as keys; values are empty
         self.q_norm = self.k_norm = None  # adopted from the dense module by `build` where the family has them
         self.sinks = nn.Parameter(torch.empty(self.heads)) if spec.get("sinks") else None
         over = spec.get("norm_over", "head")
@@ -89,104 +98,35 @@ class CompressedAttention(nn.Module):
             output = nn.functional.dropout(output, self.output_dropout)
         return output
 
-    def _mixed(
-        self,
-        hidden_states,
-        past,  # not `cache`: transformers passes one of pages by this name, for the attention function
-        *,
-        position_embeddings=None,
-        attention_mask=None,
-        alibi=None,
-        position_bias=None,
-        **kwargs,
-    ):
+    def _mixed(self, hidden_states, past, *, position_embeddings=None, **kwargs):
         """Values as attention mixes them, (B, T, H V), and its weights."""
-        B, T, _ = hidden_states.shape
         if not self.vo_dim:
             return self._nothing(hidden_states, past), None
         query, key, value = self._project(hidden_states)
-        query = self._normalised(query, self.q_norm).transpose(1, 2)  # (B, H, T, R)
-        key = key[:, None] if self.latent_keys else self._keys(key)  # (B, 1, T, latent) or (B, K, T, R)
-        if self.rotary_base is not None:
-            position_embeddings = angles_at(kwargs["position_ids"], self.rotary_base, self.rotary_dim)
-        if self.rotary_dim:
-            query, key = self._rotate(query, key, *position_embeddings)
-        value = value[:, None] if self.latent_values else self._values(value)
-
-        if past is not None:
-            key, value = self._cached(past, key, value)
-        if self.one_latent:
-            value = key
-        decodes = past is not None and T == 1
-        latent = decodes and (self.latent_keys or self.latent_values)
-        latent = latent and (attention_mask is None or torch.is_tensor(attention_mask))  # flex attention's mask is none
-        # Flash attention's mask says which tokens are there, (B, S).
-        if latent and attention_mask is not None and attention_mask.dim() == 2:
-            attention_mask = attention_mask[:, None, None, -key.shape[2] :].bool()
-        if self.adds_alibi and alibi is not None:
-            attention_mask = add_alibi(alibi, attention_mask, B, self.heads, query.dtype)
-        if position_bias is not None:
-            attention_mask = add_bias(position_bias, attention_mask, key.shape[2], query.dtype)
-        if self.window:
-            attention_mask = within(self.window, attention_mask, T, key.shape[2], query.device)
-
-        if latent:
-            output, weights = self._attend_latent(query, key, value, attention_mask)
-        else:
-            key = self._keys(self.k_proj.up(key[:, 0])) if self.latent_keys else key
-            value = self._values(self.v_proj.up(value[:, 0])) if self.latent_values else value
-            if "cache" in kwargs:
-                query, key, value = self._as_dense(query, key, value)
-            elif not decodes:  # one token at a time there is no T x S matrix to avoid, and padding would copy the cache
-                query, key, value = self._evened(query, key, value)
-            # vLLM looks for this call by these names, and puts its own attention in its place.
-            attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
-            output, weights = attention(
-                self,
-                query,
-                key,
-                value,
-                attention_mask,
-                scaling=self.scaling,
-                dropout=self.attention_dropout if self.training else 0.0,
-                **self._attending(),
-                **kwargs,
-            )
-            output = output.reshape(B, T, self.heads, -1)[..., : self.vo_dim]
-        return output.reshape(B, T, self.heads * self.vo_dim), weights
-
-    def _cached(self, past, key, value):
-        """Keys and values of all tokens. A static cache has as many heads of values as of keys, so there heads that stand
-        beside a latent are one."""
-        if self.latent_keys == self.latent_values or not getattr(past, "is_compileable", False):
-            return past.update(key, value, self.layer_idx)
-        key, value = (x.transpose(1, 2).flatten(2)[:, None] for x in (key, value))
-        key, value = past.update(key, value, self.layer_idx)
-        if self.latent_keys:
-            return key, self._values(value[:, 0])
-        return key[:, 0].unflatten(-1, (self.kv_heads, -1)).transpose(1, 2), value
+        query, key = self._turned(query, self._keys(key), position_embeddings, kwargs)
+        key, value = key.transpose(1, 2), self._values(value).transpose(1, 2)
+        if past is None:
+            return self._attend(query, key, value, **kwargs)
+        return self._attend_cached(query, *past.update(key, value, self.layer_idx), **kwargs)
 
     def _nothing(self, hidden_states, past):
-        """Of no heads. The cache learns how many tokens there were: some models ask the first layer."""
+        """Return values of no heads. The cache counts the tokens: some models ask the first layer for their number."""
         nothing = hidden_states[..., :0]
         if past is not None:
             past.update(nothing[:, None], nothing[:, None], self.layer_idx)
         return nothing
 
     def _project(self, x):
-        """Queries; keys and values or, where those are cached, their latents; all (B, T, width)."""
-        if self.qkv_proj is None:
-            key = self.k_proj.down(x) if self.latent_keys else self.k_proj(x)
-            value = self.v_proj.down(x) if self.latent_values else self.v_proj(x)
-            return self.q_proj(x), key, value
-        if not self.latent_values:
+        """Project to queries, keys and values, (B, T, width) each."""
+        if self.qkv_proj is not None:
             return self.qkv_proj(x).split(self.widths, -1)
-        z = self.qkv_proj.down(x)
-        query, key, _ = self.qkv_proj.up(z).split(self.widths, -1)
-        return (query, z, z[..., :0]) if self.one_latent else (query, key, z)
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
     def _keys(self, x):
-        return self._normalised(x, self.k_norm).transpose(1, 2)  # (B, K, T, R)
+        return self._normalised(x, self.k_norm)  # (B, T, K, R)
+
+    def _values(self, x):
+        return x.view(*x.shape[:2], self.kv_heads, self.vo_dim)  # (B, T, K, V)
 
     def _normalised(self, x, norm):
         """(B, T, heads, R)"""
@@ -195,53 +135,76 @@ class CompressedAttention(nn.Module):
         x = x.view(*x.shape[:2], -1, self.qk_dim)
         return x if norm is None or self.norms_all_heads else norm(x)
 
-    def _values(self, x):
-        return x.view(*x.shape[:2], self.kv_heads, self.vo_dim).transpose(1, 2)  # (B, K, T, V)
-
-    def _attend_latent(self, query, key, value, mask):
-        """One new token against a cache of latents, which are never expanded (the absorbed form of latent attention).
-
-        Scores: ``q^T B_k c = (B_k^T q)^T c``; a key bias adds the same number to all scores of a query and drops out of
-        the softmax (not beside a sink, which is no token's; keys of families with sinks rotate and are not cached so).
-        Outputs: attention is averaged over latents first, then expanded (LatentLLM Eq. 18).
-        """
-        B, H, G = query.shape[0], self.heads, self.num_key_value_groups
-        if self.latent_keys:
-            up = self.k_proj.up_matrix(query).view(self.kv_heads, self.qk_dim, -1)
-            up = up.repeat_interleave(G, 0)  # (H, R, latent)
-            scores = torch.einsum("bhr,hrl->bhl", query[:, :, 0], up) @ key[:, 0].transpose(-1, -2)  # (B, H, S)
-        else:
-            grouped = query.view(B, self.kv_heads, G, self.qk_dim)
-            scores = (grouped @ key.transpose(-1, -2)).view(B, H, -1)
-        weights = shares(masked(scores[:, :, None] * self.scaling, mask, self.softcap), self.sinks)[:, :, 0]
-        weights = weights.to(query.dtype)
-        if self.latent_values:
-            mixed = weights @ value[:, 0]  # (B, H, latent)
-            up = self.v_proj.up_matrix(query).view(self.kv_heads, self.vo_dim, -1).repeat_interleave(G, 0)
-            output = torch.einsum("bhl,hvl->bhv", mixed, up)
-            if (bias := self.v_proj.shift()) is not None:
-                bias = bias.view(self.kv_heads, self.vo_dim).repeat_interleave(G, 0)
-                output = output + (bias if self.sinks is None else weights.sum(-1, keepdim=True) * bias)
-        else:
-            output = (weights.view(B, self.kv_heads, G, -1) @ value).view(B, H, self.vo_dim)
-        return output[:, None], weights[:, :, None]
+    def _turned(self, query, key, tables, kwargs):
+        """Normalise queries (B, T, H R), and turn them and keys (B, T, K, R) where the family does; (B, H, T, R) and keys."""
+        query = self._normalised(query, self.q_norm)
+        if self.rotary_base is not None:
+            tables = angles_at(kwargs["position_ids"], self.rotary_base, self.rotary_dim)
+        if self.rotary_dim:
+            query, key = self._rotate(query, key, *tables)
+        return query.transpose(1, 2), key
 
     def _rotate(self, query, key, cos, sin):
-        """Rotary embedding, Hugging Face's half layout: dimension p turns together with dimension p + P."""
-        half = self.rotary_dim // 2
-        once = slice(None, None, 2) if self.interleaved_table else slice(half)
-        cos, sin = cos[..., once], sin[..., once]  # (B, T, half); the stored tables say all angles twice
+        """Rotary embedding, Hugging Face's half layout: dimension p turns together with dimension p + P.
+
+        The queries of a group turn as their key, so one product turns both.
+        """
+        table = rotary_table(cos, sin, self.rotary_dim // 2, self.interleaved_table)  # (B, T, 2, pairs + 1)
         if self.rotary_pairs is None:  # all pairs in place, then the dimensions that never turn
-            cos, sin = cos[:, None], sin[:, None]
-            return turn(query, cos, sin, half), turn(key, cos, sin, half)
-        still = (*cos.shape[:-1], 1)
-        index = self.rotary_pairs.long()
-        cos = torch.cat([cos, cos.new_ones(still)], -1)[:, :, index].transpose(1, 2)  # (B, K, T, P)
-        sin = torch.cat([sin, sin.new_zeros(still)], -1)[:, :, index].transpose(1, 2)
-        half = self.qk_dim // 2
-        groups = query.unflatten(1, (self.kv_heads, -1))  # the queries of a group turn as their key
-        query = turn(groups, cos[:, :, None], sin[:, :, None], half).flatten(1, 2)
-        return query, turn(key, cos, sin, half)
+            cos, sin = table[:, :, :, None, None, :-1].unbind(2)
+        else:
+            table = table.index_select(-1, self.rotary_pairs.flatten())
+            cos, sin = table.unflatten(-1, (self.kv_heads, 1, -1)).unbind(2)  # (B, T, K, 1, P)
+        both = torch.cat([query.unflatten(2, (self.kv_heads, -1)), key[..., None, :]], -2)  # (B, T, K, G + 1, R)
+        both = turn(both, cos, sin)
+        return both[..., :-1, :].flatten(2, 3), both[..., -1, :]
+
+    def _attend_cached(self, query, key, value, **kwargs):
+        """Attend to all tokens of a cache.
+
+        One new token on a CPU takes two products: that is faster than the kernel for many queries, which also wants keys and
+        values of one width.
+        """
+        stock = self.config._attn_implementation != "sdpa" or query.device.type != "cpu" or "cache" in kwargs
+        if query.shape[2] > 1 or stock or self.training:
+            return self._attend(query, key, value, **kwargs)
+        mask = self._masked(query, key.shape[2], **kwargs)
+        mixed, _ = attend_one(query, key, value, mask, self.scaling, self.softcap, self.sinks)
+        return mixed.reshape(len(mixed), 1, -1), None
+
+    def _attend(self, query, key, value, *, attention_mask=None, alibi=None, position_bias=None, **kwargs):
+        """Attend by the function that transformers is set to."""
+        mask = self._masked(query, key.shape[2], attention_mask, alibi, position_bias)
+        if "cache" in kwargs:  # of pages, for the attention function; what one layer caches is named otherwise
+            query, key, value = self._as_dense(query, key, value)
+        elif query.shape[2] > 1 or key.shape[2] == 1:  # one token at a time, padding would copy the cache
+            query, key, value = self._evened(query, key, value)
+        # vLLM looks for this call by these names, and puts its own attention in its place.
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention)
+        output, weights = attention(
+            self,
+            query,
+            key,
+            value,
+            mask,
+            scaling=self.scaling,
+            dropout=self.attention_dropout if self.training else 0.0,
+            **self._attending(),
+            **kwargs,
+        )
+        output = output.reshape(len(query), query.shape[2], self.heads, -1)
+        return output[..., : self.vo_dim].flatten(2), weights
+
+    def _masked(self, query, length, attention_mask=None, alibi=None, position_bias=None, **_):
+        """Return the mask together with what the family adds to scores: ALiBi, a bias by position, or a window."""
+        mask = attention_mask
+        if self.adds_alibi and alibi is not None:
+            mask = add_alibi(alibi, mask, len(query), self.heads, query.dtype)
+        if position_bias is not None:
+            mask = add_bias(position_bias, mask, length, query.dtype)
+        if self.window:
+            mask = within(self.window, mask, query.shape[2], length, query.device)
+        return mask
 
     def _evened(self, query, key, value):
         """Fused kernels want one width for keys and values; zeros change neither the scores nor the kept outputs."""

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from .attention import CompressedAttention, PackedAttention
 from .descriptions import check_description
 from .experts import LatentExperts, narrow_experts
+from .latent_attention import LatentAttention
 from .layers import LAYERS, build_layer
 from .shortcuts import ShortcutBlock
 
@@ -43,7 +44,8 @@ def build(spec: dict, dense: nn.Module | None = None, config=None) -> nn.Module:
 def _attention(spec: dict, dense: nn.Module, config) -> nn.Module:
     names = getattr(dense, "names", None) or tuple(inspect.signature(type(dense).forward).parameters)[2:]
     index = getattr(dense, "layer_idx", getattr(dense, "layer_id", None))  # GPT-Neo's name for it; an encoder has none
-    module = ATTENTIONS[spec["kind"]](spec, config, index, names)
+    kind = LatentAttention if spec.get("latent_cache") and spec["kind"] == "attention" else ATTENTIONS[spec["kind"]]
+    module = kind(spec, config, index, names)
     for name, theirs in spec.get("adopt", {}).items():
         if name not in ("q_norm", "k_norm"):
             raise ValueError(f"cannot adopt {name!r} into a compressed attention; allowed: q_norm, k_norm")

@@ -16,6 +16,7 @@ PARTS = (
     "kernels",
     "norms",
     "attention",
+    "latent_attention",
     "shortcuts",
     "experts",
     "building",

@@ -1,6 +1,6 @@
 """What surrounds the product of queries and keys: rotation, masks, and attention by its formula.
 
-Shape legend: B batch, T new tokens, S cached tokens, H query heads, V kept value width.
+Shape legend: B batch, T new tokens, S cached tokens, H query heads, R kept query-key width, V kept value width.
 """
 
 import torch
@@ -10,18 +10,40 @@ __all__ = [
     "add_alibi",
     "add_bias",
     "angles_at",
+    "attend_one",
     "eager_attention",
     "masked",
     "of_one_length",
+    "rotary_table",
     "shares",
     "turn",
     "within",
 ]
 
 
-def turn(x, cos, sin, half):
+def rotary_table(cos, sin, half, interleaved):
+    """Cosine and sine of every rotary pair, and of one that does not turn, (B or 1, T, 2, half + 1).
+
+    It stays with the tensor of a model's cosines, so that only the first layer of a forward makes it.
+    """
+    kept = None if torch.compiler.is_compiling() else getattr(cos, "rankfold_table", None)
+    if kept is not None and kept.shape[-1] == half + 1:
+        return kept
+    once = slice(None, None, 2) if interleaved else slice(half)
+    turns = cos[..., once], sin[..., once]  # the model's tables say all angles twice
+    still = cos.new_ones(*cos.shape[:-1], 1)
+    table = torch.cat([turns[0], still, turns[1], torch.zeros_like(still)], -1).unflatten(-1, (2, half + 1))
+    if not torch.compiler.is_compiling():
+        cos.rankfold_table = table
+    return table
+
+
+def turn(x, cos, sin):
+    """Turn pairs of dimensions, as many as there are angles; what stands behind them stays."""
+    half = cos.shape[-1]
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1).to(x.dtype)  # some tables are fp32 always
+    turned = [a * cos - b * sin, b * cos + a * sin]
+    return torch.cat([*turned, rest] if rest.shape[-1] else turned, dim=-1).to(x.dtype)  # some tables are fp32 always
 
 
 def add_alibi(alibi, mask, batch, heads, dtype):
@@ -88,3 +110,14 @@ def eager_attention(module, query, key, value, mask, scaling, dropout=0.0, softc
     weights = shares(scores, s_aux).to(query.dtype)
     weights = nn.functional.dropout(weights, dropout, module.training)
     return (weights @ value).transpose(1, 2), weights
+
+
+def attend_one(query, key, value, mask, scaling, softcap=None, sinks=None):
+    """Attention of one token: queries (B, H, 1, R) to keys (B, heads, S, R) and values (B, other heads, S, V), whose numbers of
+    heads divide H; the output (B, H, V) and the weights (B, H, S)."""
+    B, H = query.shape[:2]
+    grouped = query.reshape(B * key.shape[1], -1, query.shape[-1])
+    scores = torch.baddbmm(query.new_empty(()), grouped, key.flatten(0, 1).transpose(1, 2), beta=0, alpha=scaling)
+    weights = shares(masked(scores.view(B, H, 1, -1), mask, softcap), sinks).to(value.dtype)
+    grouped = weights.view(B * value.shape[1], -1, value.shape[2])
+    return torch.bmm(grouped, value.flatten(0, 1)).view(B, H, -1), weights[:, :, 0]

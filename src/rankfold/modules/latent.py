@@ -10,6 +10,11 @@ from .tensors import check_permutation
 __all__ = ["LatentLinear", "LatentRows", "SplitHeadLinear"]
 
 
+def put_back(y, rows):
+    """Put entry ``j`` of the last dimension into place ``rows[j]``."""
+    return y.index_copy(-1, rows.long(), y)
+
+
 class LatentLinear(nn.Module):
     """``y = B (A x) + b`` through a latent of width ``rank``; the junction decides what of ``A`` and ``B`` is stored.
 
@@ -94,28 +99,26 @@ class LatentLinear(nn.Module):
         return self.bias
 
     def _down(self, x):
-        if self.form == "block_identity_right":
-            x = x[..., self.columns.long()]
-            return x[..., : self.rank] + self.A(x[..., self.rank :])
-        if self.form == "triangles":
-            x = x[..., self.columns.long()]
-            return multiply_upper(self.T(), x[..., : self.rank]) + self.A(x[..., self.rank :])
+        if self.form in ("plain", "block_identity_left"):
+            return self.A(x)
+        x = x.index_select(-1, self.columns)
         if self.form == "lu":
-            return nn.functional.linear(x[..., self.columns.long()], self._upper())
-        return self.A(x)
+            return nn.functional.linear(x, self._upper())
+        fixed, rest = x[..., : self.rank], x[..., self.rank :]
+        return (multiply_upper(self.T(), fixed) if self.form == "triangles" else fixed) + self.A(rest)
 
     def _up(self, z):
         y = self._expanded(z)
         return y if self.bias is None else y + self.bias.to(y.dtype)  # under autocast biases stay fp32
 
     def _expanded(self, z):
-        if self.form == "block_identity_left":
-            return torch.cat([z, self.B(z)], -1)[..., torch.argsort(self.rows.long())]
-        if self.form == "triangles":
-            return torch.cat([multiply_lower(self.T(), z), self.B(z)], -1)[..., torch.argsort(self.rows.long())]
+        if self.form in ("plain", "block_identity_right"):
+            return self.B(z)
         if self.form == "lu":
-            return nn.functional.linear(z, self._lower())[..., torch.argsort(self.rows.long())]
-        return self.B(z)
+            return put_back(nn.functional.linear(z, self._lower()), self.rows)
+        return put_back(
+            torch.cat([multiply_lower(self.T(), z) if self.form == "triangles" else z, self.B(z)], -1), self.rows
+        )
 
     def up_matrix(self, like):
         """Dense ``(out, rank)`` of what :meth:`up` does before the bias; see :func:`~.factors.matrix_of` about ``like``."""
@@ -164,7 +167,7 @@ class SplitHeadLinear(nn.Module):
         z = self.A(x).unflatten(-1, (self.heads, self.rank))
         y = torch.einsum("...hr,hor->...ho", z, self.B())  # (..., heads, h or h - rank)
         if self.form == "block_identity_left":
-            y = torch.cat([z, y], -1).flatten(-2)[..., torch.argsort(self.rows.long())]
+            y = put_back(torch.cat([z, y], -1).flatten(-2), self.rows)
         else:
             y = y.flatten(-2)
         return y if self.bias is None else y + self.bias.to(y.dtype)
