@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from rankfold import DenseModel, Tokens, open_model
+from rankfold import CalibrationData, DenseModel, open_model
 from rankfold._utils.files import read_json, write_json
 from rankfold.data.text import read_text
 from rankfold.evaluation.text import windows_of_text
@@ -213,9 +213,15 @@ def describe_model(source: DenseModel) -> dict:
 
 def describe_tokens(ids: torch.Tensor, name: str, seed: int | None = None) -> dict:
     """Return what a record says of windows; ``seed`` of those that were drawn."""
-    facts = Tokens(ids, name, "", seed or 0).describe()
+    facts = as_recorded(CalibrationData(ids, name, "", seed or 0).describe())
     keys = ("source", "samples", "length", "tokens", *(["seed"] if seed is not None else []), "sha256")
     return {key: facts[key] for key in keys}
+
+
+def as_recorded(description: dict) -> dict:
+    """Return a description of calibration data with the keys of the files in results."""
+    names = {"num_samples": "samples", "max_length": "length"}
+    return {names.get(key, key): value for key, value in description.items()}
 
 
 def precision(source: DenseModel, evaluated=None) -> dict:

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 import common
-from rankfold import DenseModel, Tokens, calibrate, compress, make_method, open_model, plan
+from rankfold import CalibrationData, DenseModel, calibrate, compress, make_method, open_model, plan
 from rankfold.errors import OptionError
 from rankfold.evaluation.complexity import DEFINITION, cache_bytes, counted_macs, formula_macs, planned_macs
 
@@ -75,7 +75,7 @@ def main() -> None:
         torch.manual_seed(0)
         source = open_model(transformers.AutoModelForCausalLM.from_config(make()), device="cpu")
         ids = torch.randint(4096, (8, args.tokens), generator=torch.Generator().manual_seed(0))
-        moments = calibrate(source, Tokens(ids, "random", "random", 0))
+        moments = calibrate(source, CalibrationData(ids, "random", "random", 0))
         for method, sparsity in grid(args):
             wrong += add(record, name, source, method, sparsity, args.tokens, moments)
     for name, make in {} if args.small_only else LARGE.items():

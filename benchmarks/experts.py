@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor, nn
 
 import common
-from rankfold import MoDeGPT, MomentStore, Tokens, calibrate, compress, open_model, perplexity
+from rankfold import CalibrationData, MoDeGPT, MomentStore, calibrate, compress, open_model, perplexity
 from rankfold.calibration import experts as shipped
 from rankfold.calibration.moments import Moment
 
@@ -74,9 +74,9 @@ def train(ids: Tensor, vocabulary: int) -> nn.Module:
     return model.eval()
 
 
-def drawn(ids: Tensor, windows: int, seed: int) -> Tokens:
+def drawn(ids: Tensor, windows: int, seed: int) -> CalibrationData:
     starts = torch.randint(len(ids) - WINDOW, (windows,), generator=torch.Generator().manual_seed(100 + seed))
-    return Tokens(torch.stack([ids[s : s + WINDOW] for s in starts]), "pydoc topics", "pydoc topics", seed)
+    return CalibrationData(torch.stack([ids[s : s + WINDOW] for s in starts]), "pydoc topics", "pydoc topics", seed)
 
 
 def sent(moments: MomentStore, index: int) -> Tensor:

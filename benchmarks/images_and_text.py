@@ -1,7 +1,7 @@
 """LatentLLM's Table 4 and Fig. 6 in small: what is left of a model of images and text, by kind of question.
 
 A model of LLaVA's architecture (picture_model.py) is trained here on pictures that pictures.py draws, and kept in `--work`.
-Its language model is compressed, calibrated on image-text examples by its own processor (`rankfold.load_examples`); also with
+Its language model is compressed, calibrated on image-text examples by its own processor (`load_calibration`); also with
 the vision tower compressed before by the same method, and calibrated on such questions and answers without the pictures.
 Asked about pictures and texts of a test that shares none with training. A killed run goes on where it was.
 
@@ -24,7 +24,7 @@ import common
 import picture_model
 import pictures
 from experiment import of_name
-from rankfold import compress, load_examples, load_images, make_method, open_model
+from rankfold import compress, load_calibration, make_method, open_model
 from rankfold.errors import NumericsError, OptionError
 
 NAMES = (
@@ -63,7 +63,9 @@ def main() -> None:
     source = opened(args.work / "model")
     source.model = source.whole_model()  # asked as it is, too
     source.weights = None
-    examples = {name: load_examples(args.work / f"{name}.jsonl", source, samples=n) for name, n in SAMPLES.items()}
+    examples = {
+        name: load_calibration(args.work / f"{name}.jsonl", source, num_samples=n) for name, n in SAMPLES.items()
+    }
     asked = test_questions()
     tests = batches_of(asked, AutoProcessor.from_pretrained(args.work / "model"))
     record = common.Record(args.json, protocol(source, examples, asked), DEFINITIONS, resume=True)
@@ -91,7 +93,7 @@ def protocol(source, examples: dict, asked: list) -> dict:
         "language": picture_model.READS,
         "training": picture_model.TRAINING,
         "calibration": {
-            name: {key: value for key, value in some.describe().items() if key not in leave}
+            name: {key: value for key, value in common.as_recorded(some.describe()).items() if key not in leave}
             for name, some in examples.items()
         },
         "questions": {kind: len(found) for kind, found in answers.items()},
@@ -131,7 +133,7 @@ def tower(work: Path, name: str, sparsity: float) -> Path:
     if not folder.exists():
         folder.parent.mkdir(exist_ok=True)
         source = opened(work / "model", "vision")
-        images = load_images(work / "pairs.jsonl", source, samples=SAMPLES["pairs"])
+        images = load_calibration(work / "pairs.jsonl", source, num_samples=SAMPLES["pairs"])
         compress(source, method(name, sparsity), images, folder)
     return folder
 

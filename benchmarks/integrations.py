@@ -112,7 +112,7 @@ class Models:
         self.place = place
         self.source = rankfold.open_model(common.model_path(model), dtype="float32", device="cpu")
         length = min(LENGTH, self.source.context_length)
-        self.tokens = rankfold.load_tokens(text, self.source, samples=SAMPLES, length=length)
+        self.tokens = rankfold.load_calibration(text, self.source, num_samples=SAMPLES, max_length=length)
         self.ids = place / "ids.json"
         self.ids.write_text(json.dumps(self.tokens.ids[:4].tolist()), encoding="utf-8")
 

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 import common
-from rankfold import Tokens, compress, make_method, open_model
+from rankfold import CalibrationData, compress, make_method, open_model
 from rankfold.allocation import tensor_bytes
 from rankfold.calibration.runner import measure, start
 from rankfold.report.record import peak_memory_bytes, process_status
@@ -104,7 +104,9 @@ def worker(args: argparse.Namespace, folder: str, mode: str) -> dict:
     source = open_model(Path(folder) / "model", device="cpu")
     method = make_method(args.method, sparsity=args.sparsity)
     ids = torch.randint(512, (args.samples, args.length), generator=torch.Generator().manual_seed(0))
-    output = compress(source, method, Tokens(ids, "random", "random", 0), Path(folder) / f"small-{mode}", mode=mode)
+    output = compress(
+        source, method, CalibrationData(ids, "random", "random", 0), Path(folder) / f"small-{mode}", mode=mode
+    )
     peak = peak_memory_bytes()
     shards = [path.stat().st_size for path in output.glob("model-*.safetensors")]
     blocks = [sum(p.numel() for p in block.parameters()) for block in source.blocks]

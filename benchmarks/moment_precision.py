@@ -14,7 +14,7 @@ import torch
 import common
 from rankfold.calibration import moments as precision
 from rankfold.calibration.runner import BATCH_TOKENS, advance, start
-from rankfold.data.tokens import load_tokens
+from rankfold.data.load import load_calibration
 from rankfold.methods import make_method
 
 DEFINITIONS = {
@@ -32,7 +32,7 @@ def main() -> None:
     args = parser.parse_args()
 
     source = common.open_source(args.model)
-    tokens = load_tokens(args.text, source, samples=args.samples, length=args.length, seed=args.seed)
+    tokens = load_calibration(args.text, source, num_samples=args.samples, max_length=args.length, seed=args.seed)
     ridge = make_method("modegpt", sparsity=0.3).ridge
     settings = {"a batch": BATCH_TOKENS, "shipped": precision.FP32_ROWS, "all": tokens.ids.numel()}
     config = {

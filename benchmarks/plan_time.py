@@ -14,7 +14,7 @@ import torch
 import transformers as t
 
 import common
-from rankfold import DenseModel, Tokens, compress, make_method, open_model
+from rankfold import CalibrationData, DenseModel, compress, make_method, open_model
 from rankfold.compression.duration import estimated_seconds
 from rankfold.methods import method_names
 from rankfold.report.record import read_record
@@ -100,11 +100,11 @@ def opened(shape: str, length: int) -> DenseModel:
     return open_model(t.LlamaForCausalLM(config), device="cpu")
 
 
-def random_tokens(samples: int, length: int) -> Tokens:
+def random_tokens(samples: int, length: int) -> CalibrationData:
     ids = torch.randint(
         VOCABULARY, (samples + max(2, samples // 8), length), generator=torch.Generator().manual_seed(0)
     )
-    return Tokens(ids[:samples], "random", "random", 0, held_out=ids[samples:])
+    return CalibrationData(ids[:samples], "random", "random", 0, held_out=ids[samples:])
 
 
 if __name__ == "__main__":

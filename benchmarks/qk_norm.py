@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import common
 from experiment import of_name
 from measures import Perplexities
-from rankfold import Tokens, compress, make_method, open_model
+from rankfold import CalibrationData, compress, make_method, open_model
 from rankfold.evaluation.perplexity import DEFINITION
 from rankfold.modules import PredictedNorm
 
@@ -86,7 +86,7 @@ def main() -> None:
         record.add(row, **on(model, None), parameters=parameters(model), **facts)
 
 
-def alone(record: common.Record, source, tokens: Tokens, sparsity: float, on) -> None:
+def alone(record: common.Record, source, tokens: CalibrationData, sparsity: float, on) -> None:
     """One compression of queries and keys, with three things for their norms to divide by."""
     model = compress(source, make_method("modegpt", modules={"qk": sparsity}, rank_multiple=2), tokens)
     facts = {"setting": "only queries and keys", "sparsity": sparsity, "parameters": parameters(model)}
@@ -140,10 +140,12 @@ def ranks(plan) -> dict[str, float]:
     return {name: sum(of) / len(of) for name, of in found.items()}
 
 
-def calibration(ids: Tensor) -> Tokens:
+def calibration(ids: Tensor) -> CalibrationData:
     starts = torch.randint(len(ids) - LENGTH, (288,), generator=torch.Generator().manual_seed(1)).tolist()
     drawn = torch.stack([ids[start : start + LENGTH] for start in starts])
-    return Tokens(drawn[:256].contiguous(), "pydoc topics", "pydoc topics", 0, held_out=drawn[256:].contiguous())
+    return CalibrationData(
+        drawn[:256].contiguous(), "pydoc topics", "pydoc topics", 0, held_out=drawn[256:].contiguous()
+    )
 
 
 def train(ids: Tensor, steps: int) -> nn.Module:

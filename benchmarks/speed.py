@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import common
-from rankfold import compress, load, load_tokens, make_method
+from rankfold import compress, load, load_calibration, make_method
 from rankfold.architectures import architecture_of
 from rankfold.evaluation.speed import DEFINITION, speed
 
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def make(source, method, folder: Path) -> Path:
-    tokens = load_tokens("pydoc", source, samples=16, length=min(512, source.context_length))
+    tokens = load_calibration("pydoc", source, num_samples=16, max_length=min(512, source.context_length))
     return compress(source, method, tokens, folder)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 import common
-from rankfold import DenseModel, Tokens, load_tokens
+from rankfold import CalibrationData, DenseModel, load_calibration
 
 ALIASES = ("self", "pydoc")
 
@@ -44,7 +44,7 @@ class TextFiles:
         place.write_text(text, encoding="utf-8")
         return str(place)
 
-    def calibration(self, source: DenseModel, how: dict, text=None, windows: int | None = None) -> Tokens:
+    def calibration(self, source: DenseModel, how: dict, text=None, windows: int | None = None) -> CalibrationData:
         """Return calibration windows.
 
         Args:
@@ -57,11 +57,11 @@ class TextFiles:
             tokens, _ = self.halves(source, how)
         else:
             shares = text if isinstance(text, dict) else dict.fromkeys([text] if isinstance(text, str) else text, 1.0)
-            tokens = load_tokens(
+            tokens = load_calibration(
                 {self.path(name): share for name, share in shares.items()},
                 source,
-                samples=how["samples"],
-                length=how["length"],
+                num_samples=how["samples"],
+                max_length=how["length"],
                 seed=how["seed"],
             )
         return replace(tokens, ids=tokens.ids[:windows])
@@ -72,15 +72,15 @@ class TextFiles:
             return self.halves(source, how | {"length": length, "seed": 0})[1]
         return common.windows(source, self.path(how["text"]), length)[:: how.get("every", 1)][: how.get("first")]
 
-    def halves(self, source: DenseModel, how: dict) -> tuple[Tokens, Tensor]:
+    def halves(self, source: DenseModel, how: dict) -> tuple[CalibrationData, Tensor]:
         """Return the first half of a text to calibrate on, the second to evaluate on: no window is in both."""
         path = Path(self.path(how["text"]))
         windows = common.windows(source, path, how["length"])
         half = len(windows) // 2
-        fit = half - max(1, min(8, half // 9))  # as many are kept out of the fit as `load_tokens` would keep
+        fit = half - max(1, min(8, half // 9))  # as many are kept out of the fit as `load_calibration` would keep
         samples, held_out = windows[:fit].contiguous(), windows[fit:half].contiguous()
         origin = f"{path.name}, first half"
-        return Tokens(samples, path.name, origin, how["seed"], held_out), windows[half:]
+        return CalibrationData(samples, path.name, origin, how["seed"], held_out), windows[half:]
 
 
 def described(text, how: dict) -> str:

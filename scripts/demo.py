@@ -39,9 +39,9 @@ def main() -> None:
     command += [
         "--calibration",
         str(texts["calibration"]),
-        "--samples",
+        "--num-samples",
         str(SAMPLES),
-        "--length",
+        "--max-length",
         str(LENGTH),
         "--json",
     ]

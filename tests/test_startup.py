@@ -107,7 +107,7 @@ def small(tmp_path_factory) -> Path:
     rankfold.compress(
         source,
         rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2),
-        rankfold.Tokens(ids, "random", "test", 0),
+        rankfold.CalibrationData(ids, "random", "test", 0),
         folder / "small",
     )
     return folder / "small"

@@ -5,8 +5,8 @@
     import rankfold
 
     source = rankfold.open_model("HuggingFaceTB/SmolLM2-135M")
-    tokens = rankfold.load_tokens("wikitext2", source)
-    model = rankfold.compress(source, rankfold.Rankfold(sparsity=0.3), tokens)
+    data = rankfold.load_calibration("wikitext2", source)
+    model = rankfold.compress(source, rankfold.Rankfold(sparsity=0.3), data)
     rankfold.save(model, "small", source.tokenizer)
 
 After ``import rankfold``, ``AutoModelForCausalLM.from_pretrained`` loads compressed checkpoints. The import itself takes a few
@@ -28,9 +28,7 @@ if TYPE_CHECKING:
         evaluate_text,
         export,
         load,
-        load_examples,
-        load_images,
-        load_tokens,
+        load_calibration,
         make_method,
         open_model,
         perplexity,
@@ -38,26 +36,22 @@ if TYPE_CHECKING:
         save,
     )
     from .calibration.store import MomentStore
-    from .data.image_text import Examples
-    from .data.images import Images
-    from .data.tokens import Tokens
+    from .data.calibration_data import CalibrationData
     from .exports import Exported
     from .methods import LatentLLM, MoDeGPT, Rankfold, method_names
     from .models.dense_model import DenseModel
     from .report.plan import Plan
 
 __all__ = [
+    "CalibrationData",
     "DenseModel",
-    "Examples",
     "Exported",
-    "Images",
     "LatentLLM",
     "MoDeGPT",
     "MomentStore",
     "Plan",
     "Rankfold",
     "RankfoldError",
-    "Tokens",
     "__version__",
     "calibrate",
     "compress",
@@ -65,9 +59,7 @@ __all__ = [
     "evaluate_text",
     "export",
     "load",
-    "load_examples",
-    "load_images",
-    "load_tokens",
+    "load_calibration",
     "make_method",
     "method_names",
     "open_model",
@@ -77,16 +69,14 @@ __all__ = [
 ]
 
 _CLASSES = {
-    "Examples": ".data.image_text",
+    "CalibrationData": ".data.calibration_data",
     "Exported": ".exports",
-    "Images": ".data.images",
     "LatentLLM": ".methods",
     "MoDeGPT": ".methods",
     "MomentStore": ".calibration.store",
     "Plan": ".report.plan",
     "Rankfold": ".methods",
     "DenseModel": ".models.dense_model",
-    "Tokens": ".data.tokens",
     "method_names": ".methods",
 }
 __getattr__, __dir__ = importing(

@@ -6,9 +6,7 @@ from ._utils.arguments import typed
 from .checkpoint.load import load_model
 from .checkpoint.saving import save_model
 from .components import compress_parts
-from .data.image_text import load_examples
-from .data.images import load_images
-from .data.tokens import load_tokens
+from .data.load import load_calibration
 from .evaluation.perplexity import perplexity
 from .evaluation.text import evaluate_text
 from .exports import export
@@ -23,9 +21,7 @@ __all__ = [
     "evaluate_text",
     "export",
     "load",
-    "load_examples",
-    "load_images",
-    "load_tokens",
+    "load_calibration",
     "make_method",
     "open_model",
     "perplexity",
@@ -39,6 +35,4 @@ load, save = map(typed, (load_model, save_model))
 perplexity = typed(perplexity)
 open_model = typed(open_model, tokenizer=Callable | None)
 # Calibration lies below the models, so its functions cannot name them.
-load_tokens = typed(load_tokens, source=DenseModel)
-load_images = typed(load_images, source=DenseModel, processor=Callable | None)
-load_examples = typed(load_examples, source=DenseModel, processor=Callable | None)
+load_calibration = typed(load_calibration, model=DenseModel, tokenizer=Callable | None)

@@ -17,7 +17,8 @@ from .checkpoint.run import Run
 from .compression.budget import rank_options
 from .compression.plan import check
 from .compression.validate_spec import validated
-from .data.tokens import Tokens, check_fits
+from .data.calibration_data import CalibrationData
+from .data.tokens import check_fits
 from .errors import OptionError
 from .methods import Method, as_method
 from .models.dense_model import DenseModel, open_model
@@ -33,11 +34,11 @@ class _Given(NamedTuple):
 
     source: DenseModel
     method: Method
-    tokens: Tokens
+    tokens: CalibrationData
 
 
 def compress_parts(
-    parts: Iterable[tuple[DenseModel, Method | str, Tokens]],
+    parts: Iterable[tuple[DenseModel, Method | str, CalibrationData]],
     output: str | Path,
     *,
     mode: str = "sequential",
@@ -88,7 +89,7 @@ def _compress_in_turn(parts: list[_Given], output: Path, mode: str, on_plan) -> 
             return carry_out(source, *last[1:], None, run.identity, run, _telling(on_plan, source))
 
 
-def _in_order(parts: Iterable[tuple[DenseModel, Method | str, Tokens]]) -> list[_Given]:
+def _in_order(parts: Iterable[tuple[DenseModel, Method | str, CalibrationData]]) -> list[_Given]:
     """In which they are compressed."""
     found = [_given(part) for part in parts]
     names = [given.source.part.name for given in found]
@@ -107,13 +108,13 @@ def _in_order(parts: Iterable[tuple[DenseModel, Method | str, Tokens]]) -> list[
     return sorted(found, key=lambda given: PARTS.index(given.source.part.name))
 
 
-def _given(part: tuple[DenseModel, Method | str, Tokens]) -> _Given:
+def _given(part: tuple[DenseModel, Method | str, CalibrationData]) -> _Given:
     """One part as it was given.
 
     Raises:
         OptionError: it is none.
     """
-    kinds = (DenseModel, Method | str, Tokens)
+    kinds = (DenseModel, Method | str, CalibrationData)
     if not isinstance(part, tuple | list) or [*map(isinstance, part, kinds)] != [True] * 3 or len(part) != 3:
         raise OptionError(
             f"each of the parts is an open model (open_model(model, part=...)), a method and calibration data, got "

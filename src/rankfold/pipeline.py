@@ -43,7 +43,8 @@ from .compression.plan import allocate_ranks, build_plan, check, divergence_for_
 from .compression.probe_texts import follow_probe_texts
 from .compression.replace import in_model_coordinates, passing, replace
 from .compression.validate_spec import validated
-from .data.tokens import Tokens, check_fits, say_if_few
+from .data.calibration_data import CalibrationData
+from .data.tokens import check_fits, say_if_few
 from .errors import OptionError, check_choice
 from .methods import BlockResult, Method, as_method
 from .models.auto_classes import auto_class
@@ -60,7 +61,7 @@ __all__ = ["calibrate", "compress", "plan"]
 
 @one_run()
 def calibrate(
-    source: DenseModel, tokens: Tokens, output: str | Path | None = None, *, statistics: set[str] | None = None
+    source: DenseModel, tokens: CalibrationData, output: str | Path | None = None, *, statistics: set[str] | None = None
 ) -> MomentStore:
     """Measure the second moments of every block of the dense model, in one pass.
 
@@ -89,7 +90,7 @@ def calibrate(
 
 
 def _measure_all(
-    source: DenseModel, tokens: Tokens, statistics: set[str], store: MomentStore, missing: set[int]
+    source: DenseModel, tokens: CalibrationData, statistics: set[str], store: MomentStore, missing: set[int]
 ) -> None:
     stream, read = _start(source, tokens), BlockReader(source)
     for index in track(range(max(missing) + 1), "calibrating"):
@@ -104,7 +105,11 @@ def _measure_all(
 
 @one_run()
 def plan(
-    source: DenseModel, method: Method | str, tokens: Tokens | None = None, *, moments: MomentStore | None = None
+    source: DenseModel,
+    method: Method | str,
+    tokens: CalibrationData | None = None,
+    *,
+    moments: MomentStore | None = None,
 ) -> Plan:
     """What :func:`compress` would do: ranks, counts, cache, memory, and with moments the error of every module.
 
@@ -140,7 +145,7 @@ def plan(
 def compress(
     source: DenseModel,
     method: Method | str,
-    tokens: Tokens | None = None,
+    tokens: CalibrationData | None = None,
     output: str | Path | None = None,
     *,
     moments: MomentStore | None = None,
@@ -180,7 +185,7 @@ def compress(
 def carry_out(
     source: DenseModel,
     method: Method,
-    tokens: Tokens | None,
+    tokens: CalibrationData | None,
     moments: MomentStore | None,
     identity: dict,
     run: Run | None,
@@ -230,7 +235,7 @@ def _documents(work: Work, the_plan: Plan, blocks: list[BlockResult], identity: 
     stock, auto = described(config) is None, auto_class(source.model.config, type(source.model).__name__).__name__
     reports = {str(index): block.reports for index, block in enumerate(blocks)}
     name, before = (run.output.name, run.earlier) if run else (source.name, None)
-    record = run_record(source, description | ({"before": before} if before else {}), name, the_plan, reports)
+    record = run_record(source, description | ({"before": before} if before else {}), the_plan, reports)
     return config, model_card(record, name, stock=stock, auto=auto), record
 
 
@@ -332,7 +337,7 @@ def _compress_block(
     return BlockResult(modules, {}, result.reports), result.basis
 
 
-def _start(source: DenseModel, tokens: Tokens):
+def _start(source: DenseModel, tokens: CalibrationData):
     check_fits(tokens.ids, source)
     say_if_few(tokens.ids, source)
     return start(source, tokens.ids, autocast=source.autocast)

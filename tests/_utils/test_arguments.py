@@ -58,20 +58,18 @@ def good(tmp_path_factory):
         "compress": {"source": source, "method": method, "tokens": windows, "output": None, "moments": moments}
         | {"mode": "sequential", "on_plan": None},
         "compress_parts": {"parts": [vision, vision], "output": place / "parts", "mode": "sequential", "on_plan": None},
-        "evaluate_text": {"model": model, "text": place / "a.txt", "length": 16, "limit": 1, "field": "text"}
+        "evaluate_text": {"model": model, "text": place / "a.txt", "max_length": 16, "limit": 1, "text_column": "text"}
         | {"dtype": "auto", "device": "cpu"},
         "export": {"model": model, "output": place / "out", "format": "stock", "dtype": "auto"},
         "load": {"model": model, "dtype": "auto", "device": "cpu"},
-        "load_examples": {"path": place / "a.jsonl", "source": source, "samples": 1, "seed": 0, "field": "text"}
-        | {"processor": None},
-        "load_images": {"name": place, "source": source, "samples": 1, "seed": 0, "field": "image", "processor": None},
-        "load_tokens": {
-            "name": place / "a.txt",
-            "source": source,
-            "samples": 1,
-            "length": 16,
+        "load_calibration": {
+            "data": place / "a.txt",
+            "model": source,
+            "tokenizer": None,
+            "num_samples": 1,
+            "max_length": 16,
             "seed": 0,
-            "field": "text",
+            "text_column": "text",
         },
         "make_method": {"name": "modegpt", "sparsity": 0.3},
         "method_names": {},
@@ -123,17 +121,17 @@ def test_options_of_a_method_of_any_type_are_ours_to_refuse(cls, data):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda good: rankfold.load_tokens("a.txt", "/path"), r"source must be an open model \(.*\), got '/path'"),
+        (lambda good: rankfold.load_calibration("a.txt", "/path"), r"model must be an open model \(.*\), got '/path'"),
         (lambda good: rankfold.compress("org/name", rankfold.Rankfold()), "source must be an open model"),
         (lambda good: rankfold.compress(good["source"], rankfold.Rankfold), "method must be a method .* or a str, got"),
         (lambda good: rankfold.compress(good["source"], "modgpt", good["tokens"]), "did you mean 'modegpt'"),
-        (lambda good: rankfold.compress(good["source"], "modegpt", good["tokens"].ids), "tokens must be tokens .* or None"),
+        (lambda good: rankfold.compress(good["source"], "modegpt", good["tokens"].ids), "tokens must be calibration data"),
         (lambda good: rankfold.open_model(3), "model must be a str, a pathlib.Path or a PyTorch module, got '3' of type int"),
         (lambda good: rankfold.load("model", dtype=torch.float16), "dtype must be a str, got 'torch.float16'"),
         (lambda good: rankfold.calibrate(good["source"], good["tokens"], statistics={1}), "must be set of a str or None"),
         (lambda good: rankfold.compress_parts([(1, 2)], "x"), "each of the parts is an open model"),
         (lambda good: rankfold.compress_parts([3], "x"), "parts must be iterable of tuple of an open model"),
-        (lambda good: rankfold.load_tokens([3], good["source"]), "sequence of a str or a pathlib.Path"),
+        (lambda good: rankfold.load_calibration([3], good["source"]), "the name of a text, .*; got list of int"),
     ],
 )  # fmt: skip
 def test_the_line_names_argument_kind_and_value(call, message, good):
@@ -150,9 +148,9 @@ def test_a_method_may_be_named(good):
 
 
 def test_a_path_is_as_good_as_its_name(good):
-    source, path = good["load_tokens"]["source"], good["load_tokens"]["name"]
+    source, path = good["load_calibration"]["model"], good["load_calibration"]["data"]
     ways = [path, str(path), [path], {path: 2.0}]
-    first, *others = [rankfold.load_tokens(way, source, samples=2, length=16) for way in ways]
+    first, *others = [rankfold.load_calibration(way, source, num_samples=2, max_length=16) for way in ways]
     assert all(one.describe() == first.describe() and one.ids.equal(first.ids) for one in others)
     asked = {name: value for name, value in good["evaluate_text"].items() if name != "text"}
     one, other = (rankfold.evaluate_text(text=way, **asked) for way in (path, str(path)))

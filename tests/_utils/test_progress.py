@@ -132,7 +132,7 @@ def place(tmp_path_factory):
     return folder
 
 
-TEXT = "--calibration text.txt --samples 8 --length 64 --device cpu --json"
+TEXT = "--calibration text.txt --num-samples 8 --max-length 64 --device cpu --json"
 COMMANDS = {
     f"compress model -o small --sparsity 0.3 --rank-multiple 2 {TEXT}": (
         r"measuring sensitivity: 4 of 4",
@@ -140,7 +140,7 @@ COMMANDS = {
     ),
     f"calibrate model -o moments {TEXT}": (r"calibrating: 1 of 4, \d+ s so far, about \d+ s left",),
     f"plan model --sparsity 0.3 --rank-multiple 2 {TEXT}": (r"measuring sensitivity: 3 of 4",),
-    "evaluate model --text text.txt --length 64 --device cpu --json": (
+    "evaluate model --text text.txt --max-length 64 --device cpu --json": (
         r"evaluating: \d+ of \d+, .*perplexity \d+\.\d\d",
     ),
     f"compare model -o grid --methods modegpt:rank_multiple=2 --sparsities 0.2,0.3 --text text.txt --text-length 64 {TEXT}": (

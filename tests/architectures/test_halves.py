@@ -5,7 +5,7 @@ import torch
 
 import rankfold
 from families import CONFIGS, opened, some_ids, tiny_model
-from rankfold import Tokens
+from rankfold import CalibrationData
 
 # What ends each half of a block, by the stock model's own names. "added": the output is added to the stream; "stream": it is
 # the stream; "behind": the stream enters it. Parallel blocks: both halves are added to the block's input.
@@ -80,7 +80,7 @@ def reference(family: str, ids) -> list[tuple[float, float, float]]:
 @pytest.mark.parametrize("family", sorted(CONFIGS))
 def test_influence_is_that_of_the_stock_model_in_both_halves(family):
     ids = some_ids(4, 16)
-    moments = rankfold.calibrate(opened(family), Tokens(ids, "random", "random", 0), statistics={"influence"})
+    moments = rankfold.calibrate(opened(family), CalibrationData(ids, "random", "random", 0), statistics={"influence"})
     measured = torch.stack([moments[i]["influence"].mean for i in range(3)])
     expected = torch.tensor(reference(family, ids), dtype=torch.float64)
     torch.testing.assert_close(measured, expected, rtol=1e-4, atol=1e-6)

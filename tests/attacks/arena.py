@@ -23,7 +23,7 @@ from .texts import FIELDS, UNKNOWN, hostile_text
 KINDS = ("command lines", "records", "moments", "checkpoints", "texts")
 SECONDS = 60  # a case that takes longer hangs
 CHECKPOINTS = ("model", "tied", "small", "latent")
-LATENT = ("--rank-multiple", "2", "--option", "sparse=0.2", "--option", "bits=6")
+LATENT = ("--rank-multiple", "2", "--set", "sparse=0.2", "--set", "bits=6")
 
 
 class Outcome(NamedTuple):
@@ -154,13 +154,18 @@ class Arena:
     def _texts(self, place: Path, rng):
         field, command = rng.choice(FIELDS), rng.choice(["calibrate", "compress", "evaluate"])
         text = hostile_text(place, rng, field)
-        line = [command, *(text.name if word == "text.txt" else word for word in USUAL[command]), "--field", field]
+        line = [
+            command,
+            *(text.name if word == "text.txt" else word for word in USUAL[command]),
+            "--text-column",
+            field,
+        ]
         if command == "evaluate":
             at = line.index("--limit")
             del line[at : at + 2]  # the whole text
 
         def judge() -> str:
-            read = read_text(str(place / text.name), field=field).documents
+            read = read_text(str(place / text.name), column=field).documents
             return "done" if text.rows in (UNKNOWN, read) else "wrong"
 
         return line, text.what, judge

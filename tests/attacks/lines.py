@@ -46,11 +46,11 @@ SHARED = {
     ],
     "--rank-multiple": NUMBERS,
     "--exclude-blocks": ["0", "-1", "0,-1", "9", "x", ",", "0,0", "9" * 30],
-    "--option": METHOD_OPTIONS,
+    "--set": METHOD_OPTIONS,
     "--method": ["modegpt", "latentllm", "svd", "svdd", ""],
     "--moments": ["moments", "model", "text.txt", "nowhere", ""],
-    "--part": ["language", "vision", "x", ""],
-    "--parts": ["language=0.3,vision=0.2", "language=0.3", "vision=nan,language=0", "languge=1", "=", ",", ""],
+    "--component": ["language", "vision", "x", ""],
+    "--components": ["language=0.3,vision=0.2", "language=0.3", "vision=nan,language=0", "languge=1", "=", ",", ""],
 }
 SOURCES = [
     "text.txt",
@@ -68,8 +68,8 @@ SOURCES = [
     "vision=~nouser/x",
     "hub:x",
 ]
-SIZES = {"--samples": NUMBERS, "--length": NUMBERS, "--seed": NUMBERS}
-TEXT = {"--calibration": SOURCES, "--field": ["text", "x", ""], **SIZES}
+SIZES = {"--num-samples": NUMBERS, "--max-length": NUMBERS, "--seed": NUMBERS}
+TEXT = {"--calibration": SOURCES, "--text-column": ["text", "x", ""], **SIZES}
 ANY = {
     "--dtype": ["auto", "float32", "bfloat16", "float16", "int8", ""],
     "--device": ["cpu", "tpu", ""],
@@ -85,9 +85,15 @@ OPTIONS = {
     "plan": SHARED | TEXT | ANY | {"-o": NAMES},
     "calibrate": TEXT | ANY | {"-o": NAMES},
     "evaluate": ANY
-    | {"--text": NAMES, "--length": NUMBERS, "--limit": NUMBERS, "--field": ["text", "x"], "--batch-size": NUMBERS}
-    | {"--tasks": ["piqa,piqa", ""], "--tasks-from": NAMES, "--num-fewshot": NUMBERS}
-    | {"--against": NAMES, "--batch-sizes": ["0", "1,x", ""]},
+    | {
+        "--text": NAMES,
+        "--max-length": NUMBERS,
+        "--limit": NUMBERS,
+        "--text-column": ["text", "x"],
+        "--batch-size": NUMBERS,
+    }
+    | {"--tasks": ["piqa,piqa", ""], "--include-path": NAMES, "--num-fewshot": NUMBERS}
+    | {"--baseline": NAMES, "--batch-sizes": ["0", "1,x", ""]},
     "generate": ANY | {"--max-new-tokens": FEW, "--temperature": NUMBERS, "--seed": NUMBERS},
     "export": {
         "-o": NAMES,
@@ -100,12 +106,12 @@ OPTIONS = {
     "models": {"--json": [None], "--nonsense": [None]},
     "methods": {"--json": [None], "--nonsense": [None]},
 }
-FITTING = ["--calibration", "text.txt", "--samples", "4", "--length", "32"]
+FITTING = ["--calibration", "text.txt", "--num-samples", "4", "--max-length", "32"]
 USUAL = {
     "compress": ["model", "-o", "out", "--rank-multiple", "2", "--device", "cpu", *FITTING],
     "plan": ["model", "--rank-multiple", "2", "--device", "cpu", *FITTING],
     "calibrate": ["model", "-o", "out", "--device", "cpu", *FITTING],
-    "evaluate": ["small", "--text", "text.txt", "--length", "32", "--limit", "2", "--device", "cpu"],
+    "evaluate": ["small", "--text", "text.txt", "--max-length", "32", "--limit", "2", "--device", "cpu"],
     "generate": ["small", "hello", "--max-new-tokens", "2", "--device", "cpu"],
     "export": ["small", "-o", "out"],
     "inspect": ["small"],

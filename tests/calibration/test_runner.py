@@ -219,7 +219,7 @@ def test_non_finite_activations_are_named():
     source = opened()
     source.blocks[1].mlp.down_proj.weight.data.fill_(3e38)
     with pytest.raises(rankfold.RankfoldError, match=r"model.layers.1.*NaN or infinite"):
-        rankfold.calibrate(source, rankfold.Tokens(some_ids(4, 16), "r", "r", 0))
+        rankfold.calibrate(source, rankfold.CalibrationData(some_ids(4, 16), "r", "r", 0))
 
 
 def test_non_finite_activations_inside_a_block_are_named():
@@ -234,7 +234,7 @@ def test_non_finite_weights_are_named():
     source = opened()
     source.blocks[2].mlp.up_proj.weight.data[3, 4] = float("nan")
     with pytest.raises(rankfold.RankfoldError, match=r"weight model.layers.2.mlp.up_proj.weight has 1 NaN"):
-        rankfold.calibrate(source, rankfold.Tokens(some_ids(4, 16), "r", "r", 0))
+        rankfold.calibrate(source, rankfold.CalibrationData(some_ids(4, 16), "r", "r", 0))
 
 
 def test_what_stands_where_a_block_was_lends_its_attributes():

@@ -24,8 +24,8 @@ IDENTITY = {
     "tokens": {
         "source": "a.txt",
         "origin": "/a.txt",
-        "samples": 2,
-        "length": 8,
+        "num_samples": 2,
+        "max_length": 8,
         "tokens": 16,
         "seed": 0,
         "sha256": "0" * 32,
@@ -231,7 +231,7 @@ def test_a_damaged_record_is_named(folder):
     "change, message",
     [
         ({"tokens": None}, r"moments\.json is damaged: tokens should be an object, got 'None'; copy or make it again"),
-        ({"tokens": {"samples": 2}}, r"tokens lacks source, origin, length, tokens, seed, sha256; copy"),
+        ({"tokens": {"num_samples": 2}}, r"tokens lacks source, origin, max_length, tokens, seed, sha256; copy"),
         ({"statistics": ["query", 5]}, r"statistics\.1 should be a string, got '5'"),
         ({"blocks": True}, r"blocks should be a whole number, got 'True'"),
     ],

@@ -195,7 +195,7 @@ def test_a_folder_without_a_tokenizer_says_so(tmp_path, family):
     with pytest.raises(
         CheckpointError, match=r"there is no tokenizer in .*dense; put the tokenizer files beside the weights"
     ):
-        rankfold.load_tokens("pydoc", source)
+        rankfold.load_calibration("pydoc", source)
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe{}", b'{"weight_map": ' + b"[" * 100000])

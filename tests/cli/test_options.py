@@ -1,6 +1,7 @@
 """Groups of options that stand in a command's signature as one parameter each."""
 
 import inspect
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -33,13 +34,13 @@ def test_commands_share_every_option_of_a_group():
         (MethodOptions, (compress, plan)),
         (CalibrationOptions, (compress, plan, calibrate)),
     ):
-        for name, field in group.__dataclass_fields__.items():
-            found = {repr(defaults(module.command)[name]) for module in commands}
+        for field in fields(group):
+            found = {repr(defaults(module.command)[field.name]) for module in commands}
             assert len(found) == 1 and repr(field.default) in found.pop()
 
 
 def test_options_become_a_method():
-    options = MethodOptions(sparsity=0.2, modules="mlp=0.4,vo=0.2", exclude_blocks="0,-1", option=["ridge=0.5"])
+    options = MethodOptions(sparsity=0.2, modules="mlp=0.4,vo=0.2", exclude_blocks="0,-1", settings=["ridge=0.5"])
     assert options.parse() == Rankfold(sparsity=0.2, modules={"mlp": 0.4, "vo": 0.2}, exclude_blocks=(0, -1), ridge=0.5)
     assert MethodOptions(modules="mlp,qk").parse().modules == ("mlp", "qk")
 
@@ -50,9 +51,9 @@ def test_options_become_a_method():
         ({"exclude_blocks": "first"}, "--exclude-blocks takes block numbers such as 0,-1; got 'first'"),
         ({"modules": ","}, "--modules is empty; e.g. mlp,qk,vo"),
         ({"modules": "mlp=x"}, r"--modules takes mlp,qk,vo or mlp=0\.35"),
-        ({"option": ["ridge"]}, "--option takes KEY=VALUE, got 'ridge'"),
-        ({"option": ["ridge=much"]}, "--option 'ridge=much': expected a finite number"),
-        ({"option": ["bias_refit=maybe"]}, "--option 'bias_refit=maybe': expected true or false"),
+        ({"settings": ["ridge"]}, "--set takes KEY=VALUE, got 'ridge'"),
+        ({"settings": ["ridge=much"]}, "--set 'ridge=much': expected a finite number"),
+        ({"settings": ["bias_refit=maybe"]}, "--set 'bias_refit=maybe': expected true or false"),
         ({"method": "modgpt"}, "did you mean 'modegpt'"),
     ],
 )
@@ -64,11 +65,11 @@ def test_what_does_not_parse_says_what_is_allowed(options, message):
 @pytest.mark.parametrize(
     ("given", "texts"),
     [
-        (["a.txt", "self"], ["a.txt", "self"]),
+        (["a.txt", "self"], {"a.txt": 1, "self": 1}),
         (["a.txt=0.7", "wikitext2=.3"], {"a.txt": 0.7, "wikitext2": 0.3}),
         (["wikitext2:a=1=2", "b=1"], {"wikitext2:a=1": 2.0, "b": 1.0}),
         (["b=1=3", "wikitext2:b=1=1"], {"b=1": 3.0, "wikitext2:b=1": 1.0}),  # b=1 is a file
-        (["b=1", "wikitext2:b=1"], ["b=1", "wikitext2:b=1"]),
+        (["b=1", "wikitext2:b=1"], {"b=1": 1, "wikitext2:b=1": 1}),
     ],
 )
 def test_a_text_may_have_a_share_and_a_file_of_that_name_comes_first(given, texts, tmp_path, monkeypatch):
@@ -76,7 +77,7 @@ def test_a_text_may_have_a_share_and_a_file_of_that_name_comes_first(given, text
     if given[0] != "wikitext2:a=1=2":
         (tmp_path / "b=1").write_text("text")
     asked = {}
-    monkeypatch.setattr("rankfold.data.tokens.load_tokens", lambda names, source, **_: asked.update(names=names))
+    monkeypatch.setattr("rankfold.data.load.load_calibration", lambda names, model, **_: asked.update(names=names))
     reads_text = SimpleNamespace(part=SimpleNamespace(takes_images=False))
     CalibrationOptions(calibration=given).load(reads_text)
     assert asked["names"] == texts
@@ -93,8 +94,8 @@ def test_a_text_may_have_a_share_and_a_file_of_that_name_comes_first(given, text
 )  # fmt: skip
 def test_a_calibration_is_of_both_parts_or_of_each(given, language, vision):
     """And a column is one of the text."""
-    found = CalibrationOptions(calibration=given, field="body", seed=3).of_parts(["vision", "language"])
-    assert {name: ([*one.calibration], one.field, one.seed) for name, one in found.items()} == {
+    found = CalibrationOptions(calibration=given, text_column="body", seed=3).of_parts(["vision", "language"])
+    assert {name: ([*one.calibration], one.text_column, one.seed) for name, one in found.items()} == {
         "language": (*language, 3),
         "vision": (*vision, 3),
     }

@@ -38,7 +38,7 @@ def source(place):
 
 @pytest.fixture(scope="module")
 def tokens(place, source):
-    return rankfold.load_tokens(str(place / "text.txt"), source, samples=4, length=32)
+    return rankfold.load_calibration(str(place / "text.txt"), source, num_samples=4, max_length=32)
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +210,7 @@ def test_another_comparison_is_refused(place, source, tokens, measures, finished
     cells = cells_of(parse_forms("svd"), [0.4])
     with pytest.raises(CheckpointError, match=r"another model, text or setting; .*\(it differs in: measures\)"):
         compare(source, cells, tokens, made(place, source, length=16), finished[0])
-    other = rankfold.load_tokens(str(place / "text.txt"), source, samples=4, length=16)
+    other = rankfold.load_calibration(str(place / "text.txt"), source, num_samples=4, max_length=16)
     with pytest.raises(CheckpointError, match=r"\(it differs in: calibration\)"):
         compare(source, cells, other, measures, finished[0])
     with pytest.raises(CheckpointError, match="exists and is not a comparison"):
@@ -279,7 +279,9 @@ def test_tasks_are_in_the_rows_and_in_the_command_that_repeats_them(place, sourc
     assert all(table.count(f"{100 * value:.1f} ± 5.0") == 2 for value in (0.25, 0.5, 0.75))
     assert (tmp_path / "out" / "plots" / "tasks-0.4.svg").exists()
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-    assert f"--tasks piqa,copa,boolq --tasks-from {place.name}" in page and str(place) not in page
+    assert str(place) not in page
+    identity = json.loads((tmp_path / "out" / "compare.json").read_text(encoding="utf-8"))["identity"]
+    assert identity["measures"]["tasks"]["folder"] == place.name
 
 
 def test_methods_that_remove_blocks_have_rows_too(source, tokens, measures, tmp_path):

@@ -10,7 +10,7 @@ import torch
 
 import rankfold
 from families import CONFIGS, EXPERTS, opened, some_ids, tokens
-from rankfold import MoDeGPT, Tokens, make_method
+from rankfold import CalibrationData, MoDeGPT, make_method
 from rankfold.calibration import likelihood, runner
 from rankfold.calibration.runner import advance, measure, start
 from rankfold.compression import block as stages
@@ -76,7 +76,7 @@ def test_drift_is_the_distance_of_the_residual_streams():
 
 def test_windows_in_several_batches_and_positions_in_several_parts_give_the_same_numbers(monkeypatch):
     """Two windows and one; logits of ten positions at a time, for a vocabulary is large."""
-    calibration = Tokens(some_ids(16, 32, seed=1), "random", "random", 0, held_out=some_ids(3, 32, seed=2))
+    calibration = CalibrationData(some_ids(16, 32, seed=1), "random", "random", 0, held_out=some_ids(3, 32, seed=2))
     monkeypatch.setattr(runner, "BATCH_TOKENS", 64)
     monkeypatch.setattr(likelihood, "POSITIONS", 10)
     plain, sizes = runner.outputs, set()
@@ -105,7 +105,7 @@ def test_errors_on_the_fitted_windows_are_those_of_the_fit(family, name, watched
     _, _, rest = name.partition(" ")
     options = {k: v == "true" if v in ("true", "false") else v for k, v in (o.split("=") for o in rest.split(",") if o)}
     calibration = tokens()
-    same = Tokens(calibration.ids, "random", "random", 0, held_out=calibration.ids)
+    same = CalibrationData(calibration.ids, "random", "random", 0, held_out=calibration.ids)
     rankfold.compress(opened(family), method_for(family, **options), same, mode="one-pass")
     assert len(watched) == 3
     for _, result in watched:
@@ -190,7 +190,7 @@ def test_moments_in_a_folder_bring_their_held_out_windows(tmp_path):
 
 
 def test_without_held_out_windows_the_record_says_that_nothing_was_checked(caplog, tmp_path):
-    calibration = Tokens(some_ids(8, 32), "random", "random", 0)
+    calibration = CalibrationData(some_ids(8, 32), "random", "random", 0)
     with caplog.at_level(logging.WARNING):
         folder = rankfold.compress(opened("llama"), method_for("llama"), calibration, tmp_path / "out")
     record = json.loads((folder / "rankfold.json").read_text())
@@ -218,7 +218,7 @@ def test_every_method_reports_held_out_errors(watched):
 @pytest.mark.parametrize("family", ["llama-bias", "starcoder2"])
 def test_outputs_that_never_vary_have_no_errors_above_one(family, name, watched):
     """One token all the time: where a bias takes up the mean, nothing is left but the rounding of sums."""
-    calibration = Tokens(torch.full((8, 32), 7), "one", "one", 0, held_out=torch.full((2, 32), 7))
+    calibration = CalibrationData(torch.full((8, 32), 7), "one", "one", 0, held_out=torch.full((2, 32), 7))
     rankfold.compress(opened(family), make_method(name, sparsity=0.3, rank_multiple=2), calibration)
     for _, result in watched:
         for module, report in result.reports.items():

@@ -28,7 +28,7 @@ def test_a_backward_pass_is_in_the_estimate_of_memory(monkeypatch):
     memory = []
     for weighting in ("none", "fisher"):
         method = rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2, output_weighting=weighting)
-        long = calibration | {"samples": 1, "length": 2**20, "tokens": 2**20, "held_out": 0}
+        long = calibration | {"num_samples": 1, "max_length": 2**20, "tokens": 2**20, "held_out": 0}
         memory.append(
             planning.build_plan(source, method, planning.allocate_ranks(rank_options(source, method), method), {}, long)
         )

@@ -40,7 +40,7 @@ def source(place):
 
 @pytest.fixture
 def calibration(place, source):
-    return rankfold.load_tokens(str(place / "text.txt"), source, samples=8, length=64)
+    return rankfold.load_calibration(str(place / "text.txt"), source, num_samples=8, max_length=64)
 
 
 def record_of(folder) -> dict:

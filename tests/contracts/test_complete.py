@@ -8,13 +8,13 @@ import transformers as t
 
 import rankfold
 from complete import assert_complete, surround
-from families import CONFIGS, Tokens, some_ids, tiny_model
+from families import CONFIGS, CalibrationData, some_ids, tiny_model
 from rankfold import make_method
 from rankfold.methods import NarrowingMethod, method_names
 from saved import save_tiny
 from tiny_encoders import ENCODERS, samples_of, tiny_encoder
 
-TOKENS = Tokens(some_ids(12, 32, seed=1), "random", "random", 0, held_out=some_ids(2, 32, seed=2))
+TOKENS = CalibrationData(some_ids(12, 32, seed=1), "random", "random", 0, held_out=some_ids(2, 32, seed=2))
 SPARSITY = {"wanda": 0.5, "sparsegpt": 0.5, "pruner-zero": 0.5, "slicegpt+modegpt": 0.5}
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import rankfold
 from families import GQA, IDS, SHAPE, some_ids
-from rankfold import MoDeGPT, Rankfold, Tokens
+from rankfold import CalibrationData, MoDeGPT, Rankfold
 from rankfold.compression.replace import replace
 from rankfold.errors import OptionError, UnsupportedModelError
 
@@ -63,8 +63,8 @@ def opened(model: nn.Module):
     return source
 
 
-def text(rows: int = 32) -> Tokens:
-    return Tokens(some_ids(rows, 32, seed=1), "random", "random", 0, held_out=some_ids(4, 32, seed=2))
+def text(rows: int = 32) -> CalibrationData:
+    return CalibrationData(some_ids(rows, 32, seed=1), "random", "random", 0, held_out=some_ids(4, 32, seed=2))
 
 
 @torch.no_grad()
@@ -185,7 +185,7 @@ def run(request, tmp_path_factory):
     return compressed(request.param, text(), tmp_path_factory.mktemp("experts") / "small")
 
 
-def compressed(family: str, tokens: Tokens, folder):
+def compressed(family: str, tokens: CalibrationData, folder):
     method = MoDeGPT(modules={"experts": 0.5}, ridge=RIDGE)
     source = opened(model_of(family))
     rankfold.compress(source, method, tokens, folder, mode="one-pass")
@@ -257,7 +257,7 @@ def test_held_out_errors_are_those_of_the_tokens_held_out(run):
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "deepseek_v3"])
 def test_an_expert_that_saw_few_tokens_is_given_others(family, tmp_path):
     """Four windows of ten tokens: 80 places for 6 experts, which want 96 tokens each."""
-    run = compressed(family, Tokens(some_ids(4, 10, seed=1), "random", "random", 0), tmp_path / "small")
+    run = compressed(family, CalibrationData(some_ids(4, 10, seed=1), "random", "random", 0), tmp_path / "small")
     check_installed(run)
     reports = [block["experts"] for block in run[3]["blocks"].values() if "experts" in block]
     assert all(max(report["filled"]) > 0 for report in reports)

@@ -157,7 +157,7 @@ def test_moments_hold_no_gradients_and_say_so():
 @pytest.mark.parametrize("name", ["magnitude", *NAMES])
 def test_the_plan_says_how_much_goes_backwards(name):
     source, method = opened("llama"), method_for(name)
-    calibration = tokens(40).describe() | {"length": 1024, "samples": 40, "tokens": 40 * 1024}
+    calibration = tokens(40).describe() | {"max_length": 1024, "num_samples": 40, "tokens": 40 * 1024}
     plan = build_plan(source, method, allocate_ranks(rank_options(source, method), method), {}, calibration)
     console = Console(width=200, file=io.StringIO())
     console.print(plan.summary())
@@ -168,7 +168,7 @@ def test_the_plan_says_how_much_goes_backwards(name):
 def test_the_estimate_of_memory_holds_what_is_measured_in_a_block(monkeypatch):
     """Where the backward pass is the peak: as many fp64 numbers as the layers have weights."""
     source, method = opened("llama"), method_for("obd")
-    long = tokens(16).describe() | {"samples": 1, "length": 2**20, "tokens": 2**20, "held_out": 0}
+    long = tokens(16).describe() | {"num_samples": 1, "max_length": 2**20, "tokens": 2**20, "held_out": 0}
     found = []
     for _ in range(2):
         plan = build_plan(source, method, allocate_ranks(rank_options(source, method), method), {}, long)

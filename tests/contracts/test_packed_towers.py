@@ -9,7 +9,7 @@ from torch import Tensor
 
 import rankfold
 from families import some_ids
-from rankfold import Images
+from rankfold import CalibrationData
 from rankfold.calibration.runner import advance, measure, start
 from rankfold.compression.replace import replace
 from rankfold.data.batches import Example
@@ -86,7 +86,7 @@ def both(tmp_path_factory):
     tiny_encoder("qwen2.5-vl").save_pretrained(folder / "dense")
     parts = [rankfold.open_model(folder / "dense", device="cpu", part=part) for part in ("vision", "language")]
     method = rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2)
-    text = rankfold.Tokens(some_ids(24, 24), "x", "x", 0, some_ids(4, 24, 1))
+    text = rankfold.CalibrationData(some_ids(24, 24), "x", "x", 0, some_ids(4, 24, 1))
     rankfold.compress_parts([(parts[0], method, samples_of(parts[0])), (parts[1], method, text)], folder / "small")
     return folder
 
@@ -122,15 +122,15 @@ def processor():
 def test_images_of_different_sizes_are_read_as_the_processor_cuts_them(processor, tmp_path):
     source = opened_encoder("qwen2-vl")
     file = write_pairs(tmp_path, 12)
-    found = rankfold.load_images(file, source, samples=8, processor=processor)
+    found = rankfold.load_calibration(file, source, num_samples=8, tokenizer=processor)
     described = found.describe()
     assert len(found.ids) == 8 and len(found.held_out) == 1 and len({image.tokens for image in found.ids}) > 1
     assert described["kind"] == "images" and described["tokens"] == sum(image.tokens for image in found.ids)
-    assert described["length"] == described["tokens"] // 8
+    assert described["max_length"] == max(image.tokens for image in found.ids)
     one = processor(images=[picture(0)], return_tensors="pt")
     given = [image.read() for image in (*found.ids, *found.held_out)]
     assert all(int(image["grid_thw"].prod()) == len(image["hidden_states"]) for image in given)
-    everything = rankfold.load_images(file, source, samples=64, processor=processor)
+    everything = rankfold.load_calibration(file, source, num_samples=64, tokenizer=processor)
     pixels = [image.read()["hidden_states"] for image in (*everything.ids, *everything.held_out)]
     assert sum(p.shape == one["pixel_values"].shape and torch.equal(p, one["pixel_values"]) for p in pixels) == 1
     for name in (tmp_path / "images").iterdir():
@@ -140,7 +140,7 @@ def test_images_of_different_sizes_are_read_as_the_processor_cuts_them(processor
 
 
 def test_what_a_tower_does_not_take_is_said():
-    small = Images(torch.zeros(2, 3, 28, 28), "x", "x", 0)
+    small = CalibrationData(torch.zeros(2, 3, 28, 28), "x", "x", 0)
     with pytest.raises(DataError, match=r"takes images of any size, an example each, got \[3, 28, 28\]; calibrate on"):
         rankfold.calibrate(opened_encoder("qwen2-vl"), small)
     many = samples_of(opened_encoder("qwen2-vl"))
@@ -150,7 +150,7 @@ def test_what_a_tower_does_not_take_is_said():
         rankfold.calibrate(rankfold.open_model(tiny_encoder("qwen2-vl"), device="cpu"), many)
     pairs = Example.of({"input_ids": torch.tensor([[1, 2, 3]])})
     with pytest.raises(DataError, match="the vision part of .* takes no image-text examples; calibrate on images"):
-        rankfold.calibrate(opened_encoder("qwen2-vl"), rankfold.Examples((pairs,), "x", "x", 0))
+        rankfold.calibrate(opened_encoder("qwen2-vl"), rankfold.CalibrationData((pairs,), "x", "x", 0))
 
 
 def test_moments_are_kept_and_used_again(tmp_path):

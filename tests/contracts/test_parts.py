@@ -8,7 +8,7 @@ import rankfold
 from families import GQA, IDS, VISION, some_ids, tokens
 from rankfold import MoDeGPT
 from rankfold.errors import OptionError, UnsupportedModelError
-from tiny_encoders import opened_encoder, samples_of, tiny_encoder
+from tiny_encoders import tiny_encoder
 
 METHOD = MoDeGPT(sparsity=0.3, rank_multiple=2)
 
@@ -34,17 +34,13 @@ def test_the_towers_of_clip_are_chosen_by_name():
     for part in ("language", "vision"):
         assert rankfold.open_model(tiny_encoder("clip-vision"), device="cpu", part=part).part.name == part
     with pytest.raises(
-        OptionError, match="CLIPModel has the parts language and vision, got none; choose one with --part"
+        OptionError, match="CLIPModel has the components language and vision, got none; choose one with --component"
     ):
         rankfold.open_model(tiny_encoder("clip-vision"), device="cpu")
-    with pytest.raises(OptionError, match="BertModel has the part language, got vision; it needs neither --part nor"):
+    with pytest.raises(
+        OptionError, match="BertModel has the component language, got vision; it needs neither --component nor"
+    ):
         rankfold.open_model(tiny_encoder("bert"), device="cpu", part="vision")
-
-
-def test_the_card_says_which_part(tmp_path):
-    source = opened_encoder("clip-text")
-    rankfold.compress(source, METHOD, samples_of(source), tmp_path / "small")
-    assert "--part language" in (tmp_path / "small" / "README.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +54,9 @@ def folder(tmp_path_factory):
 def test_llava_keeps_the_other_part_and_sees_images(part, folder, tmp_path):
     source = rankfold.open_model(folder, device="cpu", part=part)
     pixels = torch.randn(24, 3, 28, 28, generator=torch.Generator().manual_seed(1))
-    samples = rankfold.Images(pixels[:16], "x", "x", 0, pixels[16:], patches=4) if part == "vision" else tokens()
+    samples = (
+        rankfold.CalibrationData(pixels[:16], "x", "x", 0, pixels[16:], patches=4) if part == "vision" else tokens()
+    )
     rankfold.compress(source, METHOD, samples, tmp_path / "small")
     before, after = (t.AutoModelForImageTextToText.from_pretrained(f).eval() for f in (folder, tmp_path / "small"))
     blocks = {"language": "model.language_model.layers.", "vision": "model.vision_tower.encoder.layers."}[part]
@@ -81,7 +79,7 @@ def test_llava_keeps_the_other_part_and_sees_images(part, folder, tmp_path):
 def test_both_parts_one_after_the_other(folder, tmp_path):
     """Each with its own method and sparsity; streamed from a folder, and in memory."""
     pixels = torch.randn(24, 3, 28, 28, generator=torch.Generator().manual_seed(1))
-    images = rankfold.Images(pixels[:16], "x", "x", 0, pixels[16:], patches=4)
+    images = rankfold.CalibrationData(pixels[:16], "x", "x", 0, pixels[16:], patches=4)
     first = rankfold.open_model(folder, device="cpu", part="vision")
     rankfold.compress(first, METHOD, images, tmp_path / "one")
     second = rankfold.open_model(tmp_path / "one", device="cpu", part="language")
@@ -227,7 +225,7 @@ def test_a_model_for_images_without_a_spec_for_its_tower_has_its_language_part_o
         )
     )
     assert rankfold.open_model(model, device="cpu").part.name == "language"
-    with pytest.raises(OptionError, match="has the part language, got vision"):
+    with pytest.raises(OptionError, match="has the component language, got vision"):
         rankfold.open_model(model, device="cpu", part="vision")
 
 

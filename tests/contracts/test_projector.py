@@ -16,8 +16,8 @@ PIXELS = torch.randn(40, 3, 28, 28, generator=torch.Generator().manual_seed(1))
 PLACE = "model.multi_modal_projector"
 
 
-def images() -> rankfold.Images:
-    return rankfold.Images(PIXELS[:32], "x", "x", 0, PIXELS[32:], patches=4)
+def images() -> rankfold.CalibrationData:
+    return rankfold.CalibrationData(PIXELS[:32], "x", "x", 0, PIXELS[32:], patches=4)
 
 
 def opened(model="llava"):
@@ -96,9 +96,9 @@ def test_images_that_a_family_cuts_up_are_given_whole(family):
     )
 
 
-def images_for(source) -> rankfold.Images:
+def images_for(source) -> rankfold.CalibrationData:
     pixels = source.part.example(24, 1)
-    return rankfold.Images(pixels[:16], "x", "x", 0, pixels[16:], patches=source.part.length_of(pixels))
+    return rankfold.CalibrationData(pixels[:16], "x", "x", 0, pixels[16:], patches=source.part.length_of(pixels))
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))

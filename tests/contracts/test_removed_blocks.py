@@ -164,7 +164,7 @@ def test_a_language_model_receives_the_same_states_of_its_tower(named, gone, tmp
 
     source = rankfold.open_model(make(), device="cpu", part="vision")
     pixels = torch.randn(4, 3, 28, 28, generator=torch.Generator().manual_seed(0))
-    images = rankfold.Images(pixels, "random", "random", 0, pixels[:1], patches=4)
+    images = rankfold.CalibrationData(pixels, "random", "random", 0, pixels[:1], patches=4)
     small = rankfold.load(rankfold.compress(source, removal(source, gone), images, tmp_path / "small"), device="cpu")
     dense = rankfold.open_model(make(), device="cpu", part="vision")
     without(dense.blocks, gone)

@@ -145,7 +145,7 @@ def test_other_images_give_other_moments(tmp_path):
         if name == "two":
             for image in (tmp_path / name / "images").iterdir():
                 picture(977).save(image)
-        examples = rankfold.load_examples(file, source, samples=12, processor=FAMILIES["llava"].processor())
+        examples = rankfold.load_calibration(file, source, num_samples=12, tokenizer=FAMILIES["llava"].processor())
         stream = start(source, examples.ids, autocast=None)
         found.append((examples, measure(source.block(0), stream, {"mlp_hidden"}, step=False)["mlp_hidden"]))
     (one, first_moment), (two, second_moment) = found
@@ -158,7 +158,8 @@ def test_other_images_give_other_moments(tmp_path):
 def test_the_record_names_what_was_measured(tmp_path):
     source, file = opened("llava"), write_pairs(tmp_path)
     examples, again = (
-        rankfold.load_examples(file, source, samples=12, processor=FAMILIES["llava"].processor()) for _ in range(2)
+        rankfold.load_calibration(file, source, num_samples=12, tokenizer=FAMILIES["llava"].processor())
+        for _ in range(2)
     )
     facts = examples.describe()
     assert facts == again.describe() and len(examples.held_out) == 1
@@ -167,19 +168,18 @@ def test_the_record_names_what_was_measured(tmp_path):
         "source": "pairs.jsonl",
         "origin": "",
         "draw": "examples of the whole file",
-        "samples": 12,
-        "length": sum(lengths) // 12,
+        "num_samples": 12,
+        "max_length": max(lengths),
         "tokens": sum(lengths),
-        "longest": max(lengths),
         "with_images": sum(example.images for example in examples.ids),
         "seed": 0,
         "sha256": "",
         "held_out": 1,
         "held_out_sha256": "",
-        "samples_wanted": 12,
+        "num_samples_wanted": 12,
         "kind": "image-text examples",
     }
-    other = rankfold.load_examples(file, source, samples=12, seed=1, processor=FAMILIES["llava"].processor())
+    other = rankfold.load_calibration(file, source, num_samples=12, seed=1, tokenizer=FAMILIES["llava"].processor())
     assert other.sha256 != examples.sha256
 
 
@@ -188,7 +188,9 @@ def test_what_the_template_makes_of_a_row(tmp_path):
     picture(0).save(tmp_path / "a.png")
     (tmp_path / "pairs.jsonl").write_text(json.dumps({"text": "who?", "image": ["a.png", "a.png"], "answer": "me"}))
     made = {
-        family: rankfold.load_examples(tmp_path / "pairs.jsonl", opened(family), processor=FAMILIES[family].processor())
+        family: rankfold.load_calibration(
+            tmp_path / "pairs.jsonl", opened(family), tokenizer=FAMILIES[family].processor()
+        )
         for family in ("llava", "gemma3")
     }
     assert all(len(examples.ids) == 1 and examples.held_out is None for examples in made.values())
@@ -248,10 +250,10 @@ def row(**columns) -> str:
         (row(image="broken.png"), "broken.png is not a readable image"),
         (row(image=[1]), r"line 2: column 'image' must hold a path, or a list of paths, got \[1\]"),
         (row(text=" "), "line 2: column 'text' is empty; every row needs a text"),
-        (row(text=None), "field 'text' holds NoneType, not text"),
-        (row(answer=3), "field 'answer' holds int, not text"),
-        ('{"image": "a.png"}', "line 2 has no text field 'text'; the row has: image"),
-        ("[1]", "line 2 has no text field 'text'; the row is a list"),
+        (row(text=None), "column 'text' holds NoneType, not text"),
+        (row(answer=3), "column 'answer' holds int, not text"),
+        ('{"image": "a.png"}', "line 2 has no text column 'text'; the row has: image"),
+        ("[1]", "line 2 has no text column 'text'; the row is a list"),
         (row(text="<image>"), "line 2: the model's processor makes nothing of it|must not hold the token"),
         (row(text="<image>", image=None), "line 2: the model's processor makes nothing of it|must not hold the token"),
         (
@@ -266,7 +268,7 @@ def test_rows_that_cannot_be_used(line, message, tmp_path):
     (tmp_path / "broken.png").write_text("no image")
     (tmp_path / "pairs.jsonl").write_text(row() + "\n" + line)
     with pytest.raises(DataError, match=message) as error:
-        rankfold.load_examples(tmp_path / "pairs.jsonl", opened("llava"), processor=FAMILIES["llava"].processor())
+        rankfold.load_calibration(tmp_path / "pairs.jsonl", opened("llava"), tokenizer=FAMILIES["llava"].processor())
     assert "\n" not in str(error.value)
 
 
@@ -287,9 +289,9 @@ def test_a_file_with_images_is_one_whose_rows_have_any(tmp_path):
 def test_models_and_files_that_cannot_be_used(tmp_path, monkeypatch):
     file, source = write_pairs(tmp_path), opened("llava")
     with pytest.raises(DataError, match="takes no images beside its text, and pairs.jsonl has an image column"):
-        rankfold.load_examples(file, opened_text("llama"))
-    with pytest.raises(CheckpointError, match="came without a processor; pass one"):
-        rankfold.load_examples(file, source)
+        rankfold.load_calibration(file, opened_text("llama"))
+    with pytest.raises(CheckpointError, match="came without a processor; pass one as tokenizer"):
+        rankfold.load_calibration(file, source)
     folder = tmp_path / "folder"
     source.model.save_pretrained(folder)
     with monkeypatch.context() as patch:
@@ -299,22 +301,22 @@ def test_models_and_files_that_cannot_be_used(tmp_path, monkeypatch):
 
         patch.setattr("rankfold.models.tokenizer.AutoProcessor.from_pretrained", lacking)
         with pytest.raises(OptionError, match="needs a package that is not installed .It requires the Torchvision"):
-            rankfold.load_examples(file, rankfold.open_model(folder, device="cpu"))
-    with pytest.raises(DataError, match=r"expected a .jsonl file"):
-        rankfold.load_examples(tmp_path / "none.jsonl", source)
-    with pytest.raises(OptionError, match="samples must be >= 1, got 0"):
-        rankfold.load_examples(file, source, samples=0)
+            rankfold.load_calibration(file, rankfold.open_model(folder, device="cpu"))
+    with pytest.raises(DataError, match=r"no text at .*none\.jsonl': expected"):
+        rankfold.load_calibration(tmp_path / "none.jsonl", source)
+    with pytest.raises(OptionError, match="num_samples must be >= 1 and max_length >= 2, got 0 and 2048"):
+        rankfold.load_calibration(file, source, num_samples=0)
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(DataError, match="has no rows"):
-        rankfold.load_examples(tmp_path / "empty.jsonl", source)
-    examples = rankfold.load_examples(file, source, samples=4, processor=FAMILIES["llava"].processor())
+    with pytest.raises(DataError, match="empty.jsonl' is empty; give a file with text"):
+        rankfold.load_calibration(tmp_path / "empty.jsonl", source)
+    examples = rankfold.load_calibration(file, source, num_samples=4, tokenizer=FAMILIES["llava"].processor())
     with pytest.raises(DataError, match="the language part of .* takes no image-text examples; calibrate on text"):
         rankfold.calibrate(opened_text("llama"), examples)
-    with pytest.raises(DataError, match="ids must be a tuple of examples"):
-        rankfold.Examples(torch.ones(1, 4).long(), "x", "x", 0)
+    with pytest.raises(DataError, match="ids must be a tensor .* of int64 token ids, or pixels .*, got tuple"):
+        rankfold.CalibrationData((torch.ones(1, 4).long(),), "x", "x", 0)
     alone = Example.of({"input_ids": torch.tensor([[3, PLACE]])})
     with pytest.raises(DataError, match="no text behind its first token"):
-        rankfold.calibrate(source, rankfold.Examples((alone,), "x", "x", 0))
+        rankfold.calibrate(source, rankfold.CalibrationData((alone,), "x", "x", 0))
     for image in (tmp_path / "images").iterdir():
         picture(5).save(image)
     with pytest.raises(DataError, match="an image changed while it was in use"):

@@ -12,7 +12,7 @@ import transformers
 from PIL import Image
 
 import rankfold
-from rankfold import Images
+from rankfold import CalibrationData
 from rankfold.errors import CheckpointError, DataError, OptionError
 from tiny_encoders import opened_encoder
 
@@ -48,24 +48,26 @@ def rows(pixels: torch.Tensor) -> set[bytes]:
 
 def test_a_folder_is_searched_and_split(folder, processor):
     source = opened_encoder("vit-head")
-    found = rankfold.load_images(folder, source, samples=16, processor=processor)
+    found = rankfold.load_calibration(folder, source, num_samples=16, tokenizer=processor)
     assert found.ids.shape == (16, 3, 28, 28) and len(found.held_out) == 2
     everything = rows(torch.stack(of_all(processor)))
     assert rows(found.ids) | rows(found.held_out) <= everything and not rows(found.ids) & rows(found.held_out)
-    again, other = (rankfold.load_images(folder, source, samples=16, seed=s, processor=processor) for s in (0, 1))
+    again, other = (
+        rankfold.load_calibration(folder, source, num_samples=16, seed=s, tokenizer=processor) for s in (0, 1)
+    )
     assert again.sha256 == found.sha256 != other.sha256
     assert found.describe() | {"sha256": "", "held_out_sha256": "", "origin": ""} == {
         "source": folder.name,
         "origin": "",
         "draw": "images of the whole folder",
-        "samples": 16,
-        "length": 16,  # patches of 7 x 7 in 28 x 28
+        "num_samples": 16,
+        "max_length": 16,  # patches of 7 x 7 in 28 x 28
         "tokens": 256,
         "seed": 0,
         "sha256": "",
         "held_out": 2,
         "held_out_sha256": "",
-        "samples_wanted": 16,
+        "num_samples_wanted": 16,
         "kind": "images",
     }
 
@@ -83,7 +85,7 @@ def test_a_file_of_examples_gives_its_images(folder, processor, tmp_path):
     file = tmp_path / "pairs.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)))
     source = opened_encoder("vit-head")
-    found = rankfold.load_images(file, source, processor=processor)
+    found = rankfold.load_calibration(file, source, tokenizer=processor)
     named = [Image.open(path) for path in (first, second, tmp_path / "here.png")]
     expected = processor(images=[image.convert("RGB") for image in named], return_tensors="pt")["pixel_values"]
     assert len(found.ids) + len(found.held_out) == 3 and rows(torch.cat([found.ids, found.held_out])) == rows(expected)
@@ -93,14 +95,14 @@ def test_a_file_of_examples_gives_its_images(folder, processor, tmp_path):
     ):
         file.write_text(bad)
         with pytest.raises(DataError, match=message):
-            rankfold.load_images(file, source, processor=processor)
+            rankfold.load_calibration(file, source, tokenizer=processor)
     with pytest.raises(DataError, match="no images at"):
-        rankfold.load_images(tmp_path / "none.jsonl", source, processor=processor)
+        rankfold.load_calibration(tmp_path / "none.jsonl", source, tokenizer=processor)
 
 
 def test_too_few_images_are_shared_out(folder, processor):
-    found = rankfold.load_images(folder, opened_encoder("vit-head"), samples=64, processor=processor)
-    assert (len(found.ids), len(found.held_out)) == (18, 2) and found.describe()["samples_wanted"] == 64
+    found = rankfold.load_calibration(folder, opened_encoder("vit-head"), num_samples=64, tokenizer=processor)
+    assert (len(found.ids), len(found.held_out)) == (18, 2) and found.describe()["num_samples_wanted"] == 64
 
 
 @pytest.mark.parametrize("kind", ["struct", "bytes"])
@@ -112,13 +114,13 @@ def test_a_parquet_file_gives_the_same_pixels(kind, folder, processor, tmp_path)
         encoded.append({"bytes": buffer.getvalue(), "path": None} if kind == "struct" else buffer.getvalue())
     pa.parquet.write_table(pa.table({"image": encoded, "label": list(range(20))}), tmp_path / "rows.parquet")
     source = opened_encoder("vit-head")
-    found = rankfold.load_images(tmp_path / "rows.parquet", source, samples=20, processor=processor)
+    found = rankfold.load_calibration(tmp_path / "rows.parquet", source, num_samples=20, tokenizer=processor)
     everything = rows(torch.stack(of_all(processor)))
     assert rows(found.ids) | rows(found.held_out) == everything
     with pytest.raises(DataError, match="column 'label' holds no encoded image"):
-        rankfold.load_images(tmp_path / "rows.parquet", source, field="label", processor=processor)
+        rankfold.load_calibration(tmp_path / "rows.parquet", source, text_column="label", tokenizer=processor)
     with pytest.raises(DataError, match="has no column 'photo'; it has: image, label"):
-        rankfold.load_images(tmp_path / "rows.parquet", source, field="photo", processor=processor)
+        rankfold.load_calibration(tmp_path / "rows.parquet", source, text_column="photo", tokenizer=processor)
 
 
 def test_what_cannot_be_read_is_named(folder, processor, tmp_path):
@@ -126,35 +128,35 @@ def test_what_cannot_be_read_is_named(folder, processor, tmp_path):
     with pytest.raises(
         DataError, match="no images at .*nowhere.*: expected a folder of images, or a .parquet or .jsonl file"
     ):
-        rankfold.load_images(tmp_path / "nowhere", source, processor=processor)
+        rankfold.load_calibration(tmp_path / "nowhere", source, tokenizer=processor)
     with pytest.raises(DataError, match="no images at .*nowhere.parquet.*: expected a folder of images, or a .parquet"):
-        rankfold.load_images(tmp_path / "nowhere.parquet", source, processor=processor)
+        rankfold.load_calibration(tmp_path / "nowhere.parquet", source, tokenizer=processor)
     with pytest.raises(DataError, match="holds no images; expected files that end in .bmp"):
-        rankfold.load_images(tmp_path, source, processor=processor)
+        rankfold.load_calibration(tmp_path, source, tokenizer=processor)
     (tmp_path / "broken.png").write_bytes((folder / "00.png").read_bytes()[:60])
     with pytest.raises(DataError, match=r"broken\.png is not a readable image .*replace or remove it"):
-        rankfold.load_images(tmp_path, source, processor=processor)
-    with pytest.raises(CheckpointError, match="came without an image processor; pass one, or pixels"):
-        rankfold.load_images(folder, source)
-    with pytest.raises(OptionError, match="samples must be >= 1, got 0"):
-        rankfold.load_images(folder, source, samples=0)
+        rankfold.load_calibration(tmp_path, source, tokenizer=processor)
+    with pytest.raises(CheckpointError, match="came without an image processor; pass one as tokenizer, or pixels"):
+        rankfold.load_calibration(folder, source)
+    with pytest.raises(OptionError, match="num_samples must be >= 1 and max_length >= 2, got 0 and 2048"):
+        rankfold.load_calibration(folder, source, num_samples=0)
 
 
 def test_pixels_that_are_none(processor):
     good = torch.zeros(2, 3, 28, 28)
     with pytest.raises(
-        DataError, match=r"ids must be a tensor \(images, channels, height, width\) of floats, got \[2, 3\]"
+        DataError, match=r"ids must be a tensor .* or pixels \(images, channels, height, width\), got \[2, 3\]"
     ):
-        Images(torch.zeros(2, 3), "x", "x", 0)
+        CalibrationData(torch.zeros(2, 3), "x", "x", 0)
     with pytest.raises(DataError, match="held_out holds NaN or infinite pixels"):
-        Images(good, "x", "x", 0, good * float("nan"))
+        CalibrationData(good, "x", "x", 0, good * float("nan"))
 
 
 def test_images_and_texts_are_not_taken_for_each_other():
-    small = Images(torch.zeros(2, 3, 14, 14), "x", "x", 0)
+    small = CalibrationData(torch.zeros(2, 3, 14, 14), "x", "x", 0)
     with pytest.raises(DataError, match=r"the vision part of .* takes images of \[3, 28, 28\].*, got \[3, 14, 14\]"):
         rankfold.calibrate(opened_encoder("vit-head"), small)
     with pytest.raises(DataError, match="the language part of .* takes token ids, got images; calibrate on text"):
         rankfold.calibrate(opened_encoder("bert"), small)
-    with pytest.raises(OptionError, match="the vision part of .* takes images; use load_images"):
-        rankfold.load_tokens("pydoc", opened_encoder("clip-vision"))
+    with pytest.raises(DataError, match="no images at 'pydoc': expected a folder of images"):
+        rankfold.load_calibration("pydoc", opened_encoder("clip-vision"))

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from rankfold.data.load import load_calibration
 from rankfold.data.mixing import held_out_of, interleaved, portions, shares_of, spread
-from rankfold.data.tokens import load_tokens
 from rankfold.errors import DataError, OptionError
 from rankfold.models.dense_model import open_model
 
@@ -33,6 +33,7 @@ def source(context: int = 64):
         config=SimpleNamespace(vocab_size=128),
         part=SimpleNamespace(takes_images=False),
         architecture=SimpleNamespace(decoder=True, needs_start=False),
+        image_token=None,
     )
 
 
@@ -132,28 +133,29 @@ def test_only_the_proportions_of_shares_count():
         ({"a": math.inf}, "must be a number above 0, got inf"),
         ({"a": "0.5"}, "must be a number above 0, got '0.5'"),
         ({"a": True}, "must be a number above 0, got True"),
-        (7, "calibration texts are a name, a list of names, or name: share; got '7'"),
-        ([7], "calibration texts are a name, a list of names, or name: share"),
+        (7, "calibration data is the name of a text, a list of texts or of names, name -> share, .*; got int$"),
+        ([7], "calibration data is the name of a text, .*; got list of int$"),
+        ({7: 1}, "calibration texts are a name, a list of names, or name: share"),
     ],
 )
 def test_what_is_no_mix_is_refused(texts, message):
     with pytest.raises(OptionError, match=message):
-        load_tokens(texts, source())
+        load_calibration(texts, source())
 
 
 def test_every_text_gives_its_share_drawn_as_if_it_were_alone(texts):
     a, b = texts(a=4000, b=4000)
-    tokens = load_tokens({a: 0.7, b: 0.3}, source(), samples=32, length=16, seed=3)
+    tokens = load_calibration({a: 0.7, b: 0.3}, source(), num_samples=32, max_length=16, seed=3)
     assert tokens.ids.shape == (32, 16) and tokens.held_out.shape == (4, 16)
     for name, fitted, held_out in ((a, 22, 3), (b, 10, 1)):
-        alone = load_tokens(name, source(), samples=32, length=16, seed=3).ids
+        alone = load_calibration(name, source(), num_samples=32, max_length=16, seed=3).ids
         assert torch.equal(of_text(tokens.ids, name), alone[:fitted])
         assert torch.equal(of_text(tokens.held_out, name), alone[fitted : fitted + held_out])
 
 
 def test_windows_of_texts_are_interleaved_by_the_seed(texts):
     names = texts(a=4000, b=4000)
-    mixes = [load_tokens(names, source(), samples=32, length=16, seed=seed).ids for seed in (0, 0, 1)]
+    mixes = [load_calibration(names, source(), num_samples=32, max_length=16, seed=seed).ids for seed in (0, 0, 1)]
     orders = [(ids[:, 0] < ord(LETTERS["b"][0])).tolist() for ids in mixes]
     assert torch.equal(mixes[0], mixes[1]) and orders[0] != orders[2]
     changes = sum(x != y for x, y in zip(orders[0], orders[0][1:], strict=False))
@@ -168,31 +170,31 @@ def test_interleaving_leaves_one_text_as_it_is():
 @pytest.mark.parametrize("wrapped", [lambda name: [name], lambda name: {name: 0.3}], ids=["list", "share"])
 def test_a_mix_of_one_text_is_that_text(texts, wrapped):
     (a,) = texts(a=400)
-    plain, mixed = (load_tokens(name, source(), samples=32, length=16, seed=2) for name in (a, wrapped(a)))
+    plain, mixed = (load_calibration(name, source(), num_samples=32, max_length=16, seed=2) for name in (a, wrapped(a)))
     assert torch.equal(plain.ids, mixed.ids) and torch.equal(plain.held_out, mixed.held_out)
     assert plain.describe() == mixed.describe() and "texts" not in plain.describe()
 
 
 def test_a_mix_describes_every_text(texts):
     a, b = texts(a=4000, b=4000)
-    tokens = load_tokens({a: 3, b: 1}, source(), samples=16, length=16, seed=1)
+    tokens = load_calibration({a: 3, b: 1}, source(), num_samples=16, max_length=16, seed=1)
     described = tokens.describe()
     assert described == json.loads(json.dumps(described))  # identities are compared with what was read back
     assert described["source"] == "a.txt=0.75 + b.txt=0.25"
-    assert (described["samples"], described["held_out"], described["samples_wanted"]) == (16, 2, 16)
+    assert (described["num_samples"], described["held_out"], described["num_samples_wanted"]) == (16, 2, 16)
     first, second = described["texts"]
     assert first["origin"].startswith("file:") and first["origin"] != second["origin"]
     expected = {"draw": "windows of the whole text", "origin": first["origin"]}
-    assert first == {"source": "a.txt", "share": 0.75, "samples": 12, "held_out": 1, **expected}
-    assert (second["share"], second["samples"], second["held_out"]) == (0.25, 4, 1)
+    assert first == {"source": "a.txt", "share": 0.75, "num_samples": 12, "held_out": 1, **expected}
+    assert (second["share"], second["num_samples"], second["held_out"]) == (0.25, 4, 1)
 
 
 def test_what_a_text_lacks_the_others_give(texts, caplog):
     names = texts(a=4000, b=3 * 16 + 1, c=4000)
     with caplog.at_level(logging.INFO, "rankfold"):
-        tokens = load_tokens(names, source(), samples=32, length=16)
+        tokens = load_calibration(names, source(), num_samples=32, max_length=16)
     assert tokens.ids.shape == (32, 16) and tokens.held_out.shape == (4, 16)
-    counts = [(part["samples"], part["held_out"]) for part in tokens.describe()["texts"]]
+    counts = [(part["num_samples"], part["held_out"]) for part in tokens.describe()["texts"]]
     assert counts == [(15, 2), (2, 1), (15, 1)]
     assert [r.getMessage() for r in caplog.records] == ["b.txt fills 3 windows, not 12; other texts give the rest"]
 
@@ -200,31 +202,31 @@ def test_what_a_text_lacks_the_others_give(texts, caplog):
 def test_where_all_texts_are_short_everything_is_used(texts, caplog):
     names = texts(a=5 * 16, b=3 * 16)
     with caplog.at_level(logging.INFO, "rankfold"):
-        tokens = load_tokens(names, source(), samples=32, length=16)
+        tokens = load_calibration(names, source(), num_samples=32, max_length=16)
     assert (len(tokens.ids), len(tokens.held_out)) == (7, 1)
     assert "the texts fill 8 windows of 16 tokens, not 36: 7 are fitted, 1 held out" in caplog.text
-    assert tokens.describe()["samples_wanted"] == 32
+    assert tokens.describe()["num_samples_wanted"] == 32
 
 
 def test_texts_of_one_window_each_are_all_fitted(texts):
-    tokens = load_tokens(texts(a=40, b=40), source(), samples=4, length=32)
+    tokens = load_calibration(texts(a=40, b=40), source(), num_samples=4, max_length=32)
     assert tokens.ids.shape == (2, 32) and tokens.held_out is None
 
 
 def test_all_windows_have_the_length_of_the_shortest(texts, caplog):
     a, b, c = texts(a=4000, b=40, c=70)
     with caplog.at_level(logging.INFO, "rankfold"):
-        tokens = load_tokens([a, b, c], source(context=128), samples=16, length=128, seed=5)
+        tokens = load_calibration([a, b, c], source(context=128), num_samples=16, max_length=128, seed=5)
     assert tokens.ids.shape == (16, 32) and tokens.held_out.shape == (2, 32)
     assert "windows of all texts have 32 tokens, the length of those of b.txt" in caplog.text
-    alone = load_tokens(a, source(), samples=32, length=32, seed=5).ids
+    alone = load_calibration(a, source(), num_samples=32, max_length=32, seed=5).ids
     assert torch.equal(of_text(tokens.ids, a), alone[: len(of_text(tokens.ids, a))])
-    assert [part["samples"] + part["held_out"] for part in tokens.describe()["texts"]] == [15, 1, 2]
+    assert [part["num_samples"] + part["held_out"] for part in tokens.describe()["texts"]] == [15, 1, 2]
 
 
 def test_a_text_too_short_for_any_window_is_named(texts):
     with pytest.raises(DataError, match=r"text source 'b.txt' has 20 tokens; at least 32 are needed"):
-        load_tokens(texts(a=4000, b=20), source(), samples=4, length=64)
+        load_calibration(texts(a=4000, b=20), source(), num_samples=4, max_length=64)
 
 
 def test_every_text_needs_a_sample(texts):
@@ -232,15 +234,17 @@ def test_every_text_needs_a_sample(texts):
     with pytest.raises(
         OptionError, match="3 calibration texts need at least as many samples, got 2; give more samples"
     ):
-        load_tokens(names, source(), samples=2, length=16)
-    assert [len(of_text(load_tokens(names, source(), samples=3, length=16).ids, name)) for name in names] == [1, 1, 1]
+        load_calibration(names, source(), num_samples=2, max_length=16)
+    assert [
+        len(of_text(load_calibration(names, source(), num_samples=3, max_length=16).ids, name)) for name in names
+    ] == [1, 1, 1]
 
 
 def test_one_file_under_two_names_is_refused(texts):
     """What is held out under one name would be fitted under the other."""
     (a,) = texts(a=400)
     with pytest.raises(OptionError, match="calibration text 'a.txt' is named more than once"):
-        load_tokens([a, f"./{a}"], source(), samples=4, length=16)
+        load_calibration([a, f"./{a}"], source(), num_samples=4, max_length=16)
 
 
 def test_text_of_the_model_itself_goes_with_others(tmp_path):
@@ -255,8 +259,8 @@ def test_text_of_the_model_itself_goes_with_others(tmp_path):
     )
     llama = open_model(LlamaForCausalLM(config), device="cpu", tokenizer=characters)
     (tmp_path / "a.txt").write_text("abcdefgh" * 100)
-    tokens = load_tokens(["self", str(tmp_path / "a.txt")], llama, samples=8, length=12)
+    tokens = load_calibration(["self", str(tmp_path / "a.txt")], llama, num_samples=8, max_length=12)
     own = tokens.ids[tokens.ids[:, 0] == config.bos_token_id]
-    assert torch.equal(own, load_tokens("self", llama, samples=4, length=12).ids)
+    assert torch.equal(own, load_calibration("self", llama, num_samples=4, max_length=12).ids)
     assert [part["source"] for part in tokens.describe()["texts"]] == ["self", "a.txt"]
     assert tokens.describe()["texts"][0]["draw"] == "sampled"

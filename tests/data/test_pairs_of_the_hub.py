@@ -65,8 +65,8 @@ def test_a_data_set_gives_the_examples_that_a_file_of_its_rows_gives(hub, tmp_pa
             found["image"].save(tmp_path / f"{row}.png")
         lines.append(json.dumps(found | {"image": found["image"] and f"{row}.png"}))
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
-    expected = rankfold.load_examples(tmp_path / "pairs.jsonl", source, samples=28, processor=processor)
-    made = rankfold.load_examples(NAME, source, samples=28, processor=processor)
+    expected = rankfold.load_calibration(tmp_path / "pairs.jsonl", source, num_samples=28, tokenizer=processor)
+    made = rankfold.load_calibration(NAME, source, num_samples=28, tokenizer=processor)
     assert hub == [("someone/pairs", None, {"split": "train", "streaming": True})]
 
     def digests(examples):
@@ -77,8 +77,8 @@ def test_a_data_set_gives_the_examples_that_a_file_of_its_rows_gives(hub, tmp_pa
     facts = made.describe()
     assert facts["source"] == NAME and facts["origin"] == "someone/pairs:train"
     assert facts["draw"] == "stream, buffer of 1000 rows" and facts["kind"] == "image-text examples"
-    again = rankfold.load_examples(NAME, source, samples=28, processor=processor)
-    other = rankfold.load_examples(NAME, source, samples=28, seed=1, processor=processor)
+    again = rankfold.load_calibration(NAME, source, num_samples=28, tokenizer=processor)
+    other = rankfold.load_calibration(NAME, source, num_samples=28, seed=1, tokenizer=processor)
     assert again.describe() == facts and other.sha256 != made.sha256
     assert all(torch.equal(one.read()["input_ids"], one.ids) for one in made.ids)
 
@@ -86,14 +86,14 @@ def test_a_data_set_gives_the_examples_that_a_file_of_its_rows_gives(hub, tmp_pa
 def test_few_are_drawn_from_all_shards(hub, monkeypatch):
     monkeypatch.setattr("rankfold.data.hub.BUFFER", 160)
     rows = image_text_rows(NAME, 0).rows
-    numbers = {int(next(rows)["question"].rstrip("?").split()[-1].split("it")[-1]) for _ in range(8)}
+    numbers = {int(next(rows)[1]["question"].rstrip("?").split()[-1].split("it")[-1]) for _ in range(8)}
     assert len({number * SHARDS // ROWS for number in numbers}) > 1 and numbers != set(range(8))
 
 
 def test_the_vision_part_takes_its_images(hub):
     source = rankfold.open_model(tiny_model("llava"), device="cpu", part="vision")
     processor = FAMILIES["llava"].processor().image_processor
-    found = rankfold.load_images(NAME, source, samples=12, processor=processor)
+    found = rankfold.load_calibration(NAME, source, num_samples=12, tokenizer=processor)
     everything = torch.cat(
         [processor(images=[picture(row)], return_tensors="pt")["pixel_values"] for row in range(ROWS) if row % 4 != 3]
     )
@@ -107,14 +107,15 @@ def test_both_parts_by_the_command_line(hub, tmp_path, monkeypatch, capsys):
     tiny_model("llava").save_pretrained(tmp_path / "llava")
     FAMILIES["llava"].processor().save_pretrained(tmp_path / "llava")
     monkeypatch.chdir(tmp_path)
-    line = f"compress llava -o small --parts language=0.3,vision=0.2 --calibration {NAME}:easy --samples 8 --device cpu"
-    monkeypatch.setattr(sys, "argv", ["rankfold", *line.split(), "--method", "modegpt", "--rank-multiple", "2"])
+    line = f"compress llava -o small --components language=0.3,vision=0.2 --calibration {NAME}:easy --num-samples 8"
+    rest = ["--device", "cpu", "--method", "modegpt", "--rank-multiple", "2"]
+    monkeypatch.setattr(sys, "argv", ["rankfold", *line.split(), *rest])
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 0, capsys.readouterr().err
     assert {call[:2] for call in hub} == {("someone/pairs", "easy")}
     card = (tmp_path / "small" / "README.md").read_text()
-    assert f"--calibration {NAME}:easy --samples 8" in card and str(tmp_path) not in card
+    assert card.count(f"of `{NAME}:easy`") == 2 and str(tmp_path) not in card
 
 
 def rows_of(monkeypatch, *rows: dict) -> None:
@@ -131,7 +132,7 @@ def test_an_answer_may_be_one_of_several(monkeypatch):
     """As in ScienceQA; and a row may have several images."""
     rows_of(monkeypatch, {"question": "who?", "choices": ["you", "me"], "answer": 1, "image": [encoded(0), encoded(1)]})
     processor = FAMILIES["llava"].processor()
-    made = rankfold.load_examples(NAME, opened("llava"), processor=processor)
+    made = rankfold.load_calibration(NAME, opened("llava"), tokenizer=processor)
     text = processor.tokenizer.decode(made.ids[0].ids[0]).replace(" ", "")
     assert text == "[user]" + "<image>" * 8 + "who?[assistant]me"
 
@@ -142,15 +143,15 @@ def test_an_answer_may_be_one_of_several(monkeypatch):
         ({"question": "a"}, "hub:someone/pairs, row 0: there is no column 'image'; it has: question"),
         ({"question": "a", "image": "a.png"}, "row 0: column 'image' holds no encoded image, got a.png"),
         ({"question": "a", "image": {"bytes": b"x", "path": None}}, "row 0, its image is not a readable image"),
-        ({"image": None}, "hub:someone/pairs, row 0 has no text field 'text'; the row has: image"),
-        ({"question": "a", "image": None, "answer": 2, "choices": ["x"]}, "field 'answer' holds int, not text"),
-        ({"question": "a", "image": None, "answer": 0, "choices": [1]}, "field 'choices' holds int, not text"),
+        ({"image": None}, "hub:someone/pairs, row 0 has no text column 'text'; the row has: image"),
+        ({"question": "a", "image": None, "answer": 2, "choices": ["x"]}, "column 'answer' holds int, not text"),
+        ({"question": "a", "image": None, "answer": 0, "choices": [1]}, "column 'choices' holds int, not text"),
     ],
 )
 def test_rows_that_cannot_be_used(row, message, monkeypatch):
     rows_of(monkeypatch, row)
     with pytest.raises(DataError, match=message) as error:
-        rankfold.load_examples(NAME, opened("llava"), processor=FAMILIES["llava"].processor())
+        rankfold.load_calibration(NAME, opened("llava"), tokenizer=FAMILIES["llava"].processor())
     assert "\n" not in str(error.value)
 
 
@@ -160,22 +161,23 @@ def test_what_is_not_to_be_had_is_one_line(monkeypatch, tmp_path):
         with pytest.raises(
             DataError, match="no data set at 'hub:.*': expected hub:OWNER/NAME, or hub:OWNER/NAME:CONFIG"
         ):
-            rankfold.load_examples(name, source)
+            rankfold.load_calibration(name, source)
     with pytest.raises(DataError, match="takes no images beside its text, and hub:someone/pairs has an image column"):
-        rankfold.load_examples(NAME, opened_text("llama"))
+        rankfold.load_calibration(NAME, opened_text("llama"))
     assert has_images(NAME, source) and has_images(NAME, opened_text("llama"))
 
     def unreachable(*_, **__):
         raise ConnectionError("no route\nto the hub")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    for load in (rankfold.load_examples, rankfold.load_images):
+    vision = rankfold.open_model(tiny_model("llava"), device="cpu", part="vision")
+    for part in (source, vision):
         with pytest.raises(
             CheckpointError, match="cannot read 'someone/pairs' from the hub .no route.; check the connection, or give"
         ):
-            load(NAME, source)
+            rankfold.load_calibration(NAME, part)
     rows_of(monkeypatch)
     with pytest.raises(DataError, match="hub:someone/pairs has no rows"):
-        rankfold.load_examples(NAME, source)
+        rankfold.load_calibration(NAME, source)
     with pytest.raises(DataError, match="hub:someone/pairs holds no images in the column 'image'"):
-        rankfold.load_images(NAME, source)
+        rankfold.load_calibration(NAME, vision)

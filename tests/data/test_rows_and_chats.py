@@ -10,7 +10,7 @@ import pytest
 import rankfold
 from families import opened
 from rankfold.data import streaming as pieces
-from rankfold.data.text import column_of, read_text
+from rankfold.data.text import named_column, read_text
 from rankfold.data.tokens import encode
 from rankfold.errors import DataError
 from rankfold.evaluation.text import windows_of_text
@@ -52,13 +52,13 @@ FORMS = {
 def test_the_same_rows_are_the_same_documents(name, tmp_path):
     FORMS[name](tmp_path / name, ROWS)
     assert read_text(str(tmp_path / name)).documents == TEXTS
-    assert column_of([str(tmp_path / name)], "n") == "n"
+    assert named_column([str(tmp_path / name)], "n") == "n"
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_another_column_is_read_where_it_is_named(name, tmp_path):
     FORMS[name](tmp_path / name, [{"body": text, "text": "no"} for text in TEXTS])
-    assert read_text(str(tmp_path / name), field="body").documents == TEXTS
+    assert read_text(str(tmp_path / name), column="body").documents == TEXTS
 
 
 def test_one_object_with_a_text_is_one_document(tmp_path):
@@ -83,16 +83,16 @@ def test_a_document_of_a_table_may_be_long(tmp_path):
             r"a\.json is an object with no list of rows in it \(it has: a\); give the list of rows alone",
         ),
         ("a.json", '{"a": [{"text": "x"}], "b": [{}]}', r"an object with several lists of rows in it \(it has: a, b\)"),
-        ("a.json", "[1, 2]", r"a\.json, row 1 has no text field 'text'; the row is a int, not an object"),
-        ("a.json", '[{"text": "x"}, {"text": 3}]', r"a\.json, row 2: field 'text' holds int, not text"),
+        ("a.json", "[1, 2]", r"a\.json, row 1 has no text column 'text'; the row is a int, not an object"),
+        ("a.json", '[{"text": "x"}, {"text": 3}]', r"a\.json, row 2: column 'text' holds int, not text"),
         ("a.json", '[{"text": "x"},\n{"text": }]', r"a\.json, line 2 is not JSON \(Expecting value\)"),
         ("a.json", "[" * 100_000, r"a\.json is not JSON \(maximum recursion depth exceeded"),
         ("a.json", "5", r"a\.json holds one int; a list of rows is expected"),
-        ("a.json", '{"text": "a"}\n{"text": 3}', r"a\.json, line 2: field 'text' holds int"),
+        ("a.json", '{"text": "a"}\n{"text": 3}', r"a\.json, line 2: column 'text' holds int"),
         ("a.csv", 'text,id\n"a,1\n', r"a\.csv, line 2 is no row of a table \(unexpected end of data\)"),
         ("a.csv", "text,id\na,1\nb,2,3\n", r"a\.csv, line 3 has 3 fields and the first line names 2 columns"),
-        ("a.csv", "text;id\na;1\n", r"a\.csv, line 2 has no text field 'text'; the row has: text;id"),
-        ("a.tsv", "body\nx\n", r"a\.tsv, line 2 has no text field 'text'; the row has: body"),
+        ("a.csv", "text;id\na;1\n", r"a\.csv, line 2 has no text column 'text'; the row has: text;id"),
+        ("a.tsv", "body\nx\n", r"a\.tsv, line 2 has no text column 'text'; the row has: body"),
         ("a.csv", "text\n", r"is empty; give a file with text"),
         ("a.jsonl.gz", "", r"a\.jsonl\.gz is packed; unpack it and give the file inside$"),
         ("a.txt.zst", "", r"a\.txt\.zst is packed"),
@@ -143,11 +143,11 @@ def speaking():
 )
 def test_turns_are_written_by_the_template(name, column, turns, field, tmp_path):
     FORMS[name](tmp_path / name, [{"n": i, column: turns} for i in range(3)])
-    text = read_text(str(tmp_path / name), field=field)
+    text = read_text(str(tmp_path / name), column=field)
     assert text.joined(speaking(), "model") == 3 * WRITTEN
 
 
-def test_a_column_of_text_comes_before_a_chat(tmp_path):
+def test_a_named_column_text_comes_before_a_chat(tmp_path):
     FORMS["a.jsonl"](tmp_path / "a.jsonl", [{"text": "x", "messages": TURNS}])
     assert read_text(str(tmp_path / "a.jsonl")).documents == ("x",)
 
@@ -161,7 +161,7 @@ def test_chats_calibrate_and_evaluate_as_the_model_reads_them(tmp_path, monkeypa
     assert encode(read_text(name), source).equal(expected)
     assert windows_of_text(read_text(name), source.tokenizer, "model", source.config, 32, 1)[0].equal(expected[:32])
     monkeypatch.setattr(pieces, "LARGE", 100)
-    tokens = rankfold.load_tokens(name, source, samples=2, length=16)
+    tokens = rankfold.load_calibration(name, source, num_samples=2, max_length=16)
     assert tokens.draw.startswith("rows of slots")
     whole = "".join(source.tokenizer.convert_ids_to_tokens(expected))
     assert all("".join(source.tokenizer.convert_ids_to_tokens(row[:8])) in whole for row in tokens.ids)
@@ -177,8 +177,8 @@ def test_chats_calibrate_and_evaluate_as_the_model_reads_them(tmp_path, monkeypa
         ([TURNS[0], {"role": "assistant"}], r"line 2, turn 2 has no content"),
         ([{"role": "user", "content": 5}], r"line 2, turn 1: the content holds int, not text"),
         ([{"role": "user", "content": [{"type": "image"}]}], r"line 2, turn 1 has a part that is not text"),
-        ([], r"line 2 has no text field 'text', and 'messages' holds list, not a list of turns"),
-        ("what?", r"line 2 has no text field 'text', and 'messages' holds str, not a list of turns"),
+        ([], r"line 2 has no text column 'text', and 'messages' holds list, not a list of turns"),
+        ("what?", r"line 2 has no text column 'text', and 'messages' holds str, not a list of turns"),
         ([{"role": "user", "content": "\ud800"}], r"line 2 has half a character"),
     ],
 )

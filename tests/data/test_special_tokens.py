@@ -37,7 +37,7 @@ def text(tmp_path):
 
 def test_an_encoder_reads_whole_texts_and_a_decoder_does_not(text):
     source = rankfold.open_model(tiny_encoder("bert"), device="cpu", tokenizer=tokenizer())
-    found = rankfold.load_tokens(text, source, samples=8, length=32)
+    found = rankfold.load_calibration(text, source, num_samples=8, max_length=32)
     for windows in (found.ids, found.held_out):
         assert windows.shape[1] == 32
         assert (windows[:, 0] == 1).all() and (windows[:, -1] == 2).all() and (windows[:, 1:-1] > 3).all()
@@ -45,7 +45,7 @@ def test_an_encoder_reads_whole_texts_and_a_decoder_does_not(text):
     pieces = {tuple(written[i : i + 30]) for i in range(0, 900, 30)}
     assert {tuple(row) for row in found.ids[:, 1:-1].tolist()} <= pieces
     decoder = rankfold.open_model(tiny_model("llama"), device="cpu", tokenizer=tokenizer())
-    inside = rankfold.load_tokens(text, decoder, samples=8, length=32).ids
+    inside = rankfold.load_calibration(text, decoder, num_samples=8, max_length=32).ids
     assert torch.cat([inside[:, 0], inside[:, -1]]).eq(1).sum() <= 1  # of the first window of the text
 
 
@@ -62,7 +62,7 @@ def starting():
 @pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3"])
 def test_a_model_that_is_lost_without_its_start_token_has_it_in_front_of_every_window(family, text):
     source = rankfold.open_model(tiny_model(family), device="cpu", tokenizer=starting())
-    found = rankfold.load_tokens(text, source, samples=8, length=32)
+    found = rankfold.load_calibration(text, source, num_samples=8, max_length=32)
     evaluated = windows_of_text(read_text(text), source.tokenizer, source.name, source.config, 32, None)
     written = starting()(Path(text).read_text(), add_special_tokens=False).input_ids
     pieces = [tuple(written[i : i + 31]) for i in range(0, 899, 31)]
@@ -80,17 +80,17 @@ def test_other_decoders_begin_anywhere(text):
 
 def test_windows_too_short_and_texts_of_its_own_are_refused(text):
     source = rankfold.open_model(tiny_encoder("bert"), device="cpu", tokenizer=tokenizer())
-    with pytest.raises(OptionError, match="length must be more than the 2 special tokens of a window, got 2"):
-        rankfold.load_tokens(text, source, length=2)
+    with pytest.raises(OptionError, match="max_length must be more than the 2 special tokens of a sample, got 2"):
+        rankfold.load_calibration(text, source, max_length=2)
     with pytest.raises(OptionError, match="is an encoder and writes no text of its own; calibrate on another text"):
-        rankfold.load_tokens("self", source)
+        rankfold.load_calibration("self", source)
 
 
 def test_positions_behind_the_padding_token_shorten_the_context(text):
     roberta = rankfold.open_model(tiny_encoder("xlm-roberta"), device="cpu", tokenizer=tokenizer())
     config = roberta.config
     assert roberta.context_length == config.max_position_embeddings - config.pad_token_id - 1
-    assert rankfold.load_tokens(text, roberta, samples=2).ids.shape[1] == roberta.context_length
+    assert rankfold.load_calibration(text, roberta, num_samples=2).ids.shape[1] == roberta.context_length
     roberta.forward(roberta.part.example(1, roberta.context_length).clamp_min(3))  # and so many it really takes
     with pytest.raises((IndexError, RuntimeError)):
         roberta.forward(torch.full((1, roberta.context_length + 1), 3))

@@ -9,7 +9,7 @@ import torch
 
 from rankfold.data import streaming as pieces
 from rankfold.data.hub import ALIASES, HubText
-from rankfold.data.tokens import load_tokens
+from rankfold.data.load import load_calibration
 from rankfold.errors import DataError
 
 LINES = 4000  # of the sample files: 120 kB, all lines different
@@ -32,6 +32,7 @@ SOURCE = SimpleNamespace(
     config=SimpleNamespace(vocab_size=2**21),
     part=SimpleNamespace(takes_images=False),
     architecture=SimpleNamespace(decoder=True, needs_start=False),
+    image_token=None,
 )
 
 
@@ -85,7 +86,7 @@ def numbers(window: str) -> list[int]:
 
 
 def test_windows_come_from_the_whole_text_and_overlap_nowhere(large):
-    tokens = load_tokens(large, SOURCE, samples=40, length=100, seed=1)
+    tokens = load_calibration(large, SOURCE, num_samples=40, max_length=100, seed=1)
     assert tokens.ids.shape == (40, 100) and tokens.held_out.shape == (5, 100)
     found = [n for window in texts(torch.cat([tokens.ids, tokens.held_out])) for n in numbers(window)]
     assert len(found) > 45 and len(set(found)) == len(found) and max(found) < LINES
@@ -95,21 +96,21 @@ def test_windows_come_from_the_whole_text_and_overlap_nowhere(large):
 
 def test_windows_are_text_of_the_source(large):
     """Every window is a stretch of rows that stand in the source, joined by a line end or a blank line."""
-    for window in texts(load_tokens(large, SOURCE, samples=20, length=100, seed=2).ids):
+    for window in texts(load_calibration(large, SOURCE, num_samples=20, max_length=100, seed=2).ids):
         inner = [part for part in window.split("\n") if part][1:-1]
         assert inner and all(part == line(int(part[:6])) for part in inner), window
         assert chr(1) not in window  # no special token in the middle of a text
 
 
 def test_the_seed_decides_the_draw(large):
-    a, b, c = (load_tokens(large, SOURCE, samples=12, length=64, seed=s) for s in (0, 0, 1))
+    a, b, c = (load_calibration(large, SOURCE, num_samples=12, max_length=64, seed=s) for s in (0, 0, 1))
     assert torch.equal(a.ids, b.ids) and torch.equal(a.held_out, b.held_out)
     assert not torch.equal(a.ids, c.ids)
     assert a.describe()["draw"] == a.draw != "windows of the whole text"
 
 
 def test_fit_windows_do_not_depend_on_how_many_more_are_drawn(large):
-    few, many = (load_tokens(large, SOURCE, samples=n, length=64).ids for n in (8, 24))
+    few, many = (load_calibration(large, SOURCE, num_samples=n, max_length=64).ids for n in (8, 24))
     assert torch.equal(few, many[:8])
 
 
@@ -121,7 +122,7 @@ def test_a_shuffled_stream_reads_several_shards_and_not_all_rows(tmp_path, monke
     files = {"train": f"{tmp_path}/train.*.json.gz"}
     monkeypatch.setitem(ALIASES, "here", HubText("json", None, {"calibration": "train"}, "text", None, files, True))
     monkeypatch.setattr("rankfold.data.hub.BUFFER", 50)
-    tokens = load_tokens("here", SOURCE, samples=16, length=64)
+    tokens = load_calibration("here", SOURCE, num_samples=16, max_length=64)
     shards = {number // 1000 for window in texts(tokens.ids) for number in numbers(window)}
     assert len(shards) > 3
     assert tokens.draw.startswith("stream, buffer of")
@@ -138,7 +139,7 @@ def test_a_large_file_is_not_read_as_a_whole(tmp_path, monkeypatch):
     path.write_text("".join(line(i) for i in range(LINES)), encoding="utf-8")
     read, real = [], pieces.decode
     monkeypatch.setattr(pieces, "decode", lambda data, where: read.append(len(data)) or real(data, where))
-    load_tokens(str(path), SOURCE, samples=8, length=32)
+    load_calibration(str(path), SOURCE, num_samples=8, max_length=32)
     assert sum(read) <= 9 * 2 * 32 * 8 < path.stat().st_size / 10
 
 
@@ -155,31 +156,31 @@ def test_cut_characters_are_dropped_at_both_ends(character):
 def test_bytes_that_are_no_utf_8_are_refused_in_a_large_file_too(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"caf\xe9 au lait " * 2000)
     with pytest.raises(DataError, match=r"a\.txt is not UTF-8 text \(.*\); convert it"):
-        load_tokens(str(tmp_path / "a.txt"), SOURCE, samples=4, length=64)
+        load_calibration(str(tmp_path / "a.txt"), SOURCE, num_samples=4, max_length=64)
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
         ('{"text": ', r"a\.jsonl, byte \d+ is not JSON \(.*\); one object a line is expected"),
-        ('{"body": "x"}', r"byte [1-9][0-9]* has no text field 'text'; the row has: body"),
+        ('{"body": "x"}', r"byte [1-9][0-9]* has no text column 'text'; the row has: body"),
     ],
 )
 def test_a_bad_row_of_a_large_file_is_named(tmp_path, row, message):
-    (tmp_path / "a.jsonl").write_text((row + "\n") * 2000)
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n' + (row + "\n") * 2000)
     with pytest.raises(DataError, match=message):
-        load_tokens(str(tmp_path / "a.jsonl"), SOURCE, samples=4, length=64)
+        load_calibration(str(tmp_path / "a.jsonl"), SOURCE, num_samples=4, max_length=64)
 
 
 def test_a_large_text_with_less_than_a_window_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n' * 2000)
-    with pytest.raises(DataError, match=r"has less than one window of 64 tokens; choose a smaller length"):
-        load_tokens(str(tmp_path / "a.jsonl"), SOURCE, samples=4, length=64)
+    with pytest.raises(DataError, match=r"has less than one window of 64 tokens; choose a smaller max_length"):
+        load_calibration(str(tmp_path / "a.jsonl"), SOURCE, num_samples=4, max_length=64)
 
 
 def test_a_long_row_gives_a_window_from_anywhere_in_it(tmp_path):
     book = "".join(line(i) for i in range(LINES))
     (tmp_path / "a.jsonl").write_text((json.dumps({"text": book}) + "\n") * 12)
-    tokens = load_tokens(str(tmp_path / "a.jsonl"), SOURCE, samples=11, length=64)
+    tokens = load_calibration(str(tmp_path / "a.jsonl"), SOURCE, num_samples=11, max_length=64)
     first = [numbers(window)[0] for window in texts(tokens.ids)]
     assert len(set(first)) == 11 and max(first) - min(first) > LINES / 3

@@ -87,7 +87,7 @@ def test_rows_of_a_raw_file_are_those_of_wikitext_2_in_the_field(tmp_path):
 def test_jsonl_rows_are_documents(tmp_path):
     name = jsonl(tmp_path / "a.jsonl", [{"text": "one"}, {"text": "zwei ü", "id": 3}])
     assert read_text(name).joined() == "one\n\nzwei ü"
-    assert read_text(jsonl(tmp_path / "b.jsonl", [{"body": "x"}]), field="body").documents == ("x",)
+    assert read_text(jsonl(tmp_path / "b.jsonl", [{"body": "x"}]), column="body").documents == ("x",)
     assert read_text(write(tmp_path / "c.jsonl", '\n{"text": "x"}\n\n  \n{"text": "y"}')).documents == ("x", "y")
 
 
@@ -102,7 +102,7 @@ def test_jsonl_lines_end_at_newlines_only(tmp_path, character):
 def test_parquet_rows_are_documents(tmp_path):
     name = parquet(tmp_path / "a.parquet", text=["one", "zwei ü"], body=["x", "y"])
     assert read_text(name).documents == ("one", "zwei ü")
-    assert read_text(name, field="body").documents == ("x", "y")
+    assert read_text(name, column="body").documents == ("x", "y")
 
 
 def test_python_documentation_is_on_every_machine():
@@ -204,14 +204,14 @@ def test_a_connection_lost_on_the_way_is_reported_too(hub):
         ),
         (
             '{"body": "a", "id": 1}\n',
-            r"a\.jsonl, line 1 has no text field 'text'; the row has: body, id \(use --field\)",
+            r"a\.jsonl, line 1 has no text column 'text'; the row has: body, id \(use text_column\)",
         ),
-        ('{"text": "a"}\n\n{"text": 3}\n', "line 3: field 'text' holds int, not text"),
-        ('{"text": null}\n', "field 'text' holds NoneType, not text"),
-        ('{"text": "a \\ud800 b"}\n', "field 'text' has half a character"),
+        ('{"text": "a"}\n\n{"text": 3}\n', "line 3: column 'text' holds int, not text"),
+        ('{"text": null}\n', "column 'text' holds NoneType, not text"),
+        ('{"text": "a \\ud800 b"}\n', "column 'text' has half a character"),
         ('{"text": ' + "9" * 5000 + "}\n", r"line 1 is not JSON \(Exceeds the limit"),
         ('{"text": ' + "[" * 100_000 + "]" * 100_000 + "}\n", r"line 1 is not JSON \(maximum recursion depth"),
-        ('["a"]\n', "line 1 has no text field 'text'; the row is a list, not an object"),
+        ('["a"]\n', "line 1 has no text column 'text'; the row is a list, not an object"),
         ("", r"text source '.*a\.jsonl' is empty; give a file with text, or one of alpaca, c4, ptb, wikitext2"),
     ],
 )
@@ -221,7 +221,7 @@ def test_jsonl_errors_say_what_to_fix(tmp_path, content, message):
 
 
 def test_parquet_without_the_column_says_which_there_are(tmp_path):
-    with pytest.raises(DataError, match=r"has no column 'text'; it has: body, title \(use --field\)"):
+    with pytest.raises(DataError, match=r"has no column 'text'; it has: body, title \(use text_column\)"):
         read_text(parquet(tmp_path / "a.parquet", body=["x"], title=["y"]))
 
 

@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from rankfold.data.calibration_data import CalibrationData, shown
+from rankfold.data.load import load_calibration
 from rankfold.data.text import Text
-from rankfold.data.tokens import Tokens, check_vocabulary, encode, load_tokens, pack
-from rankfold.data.windows import shown
+from rankfold.data.text_samples import pack
+from rankfold.data.tokens import check_vocabulary, encode
 from rankfold.errors import DataError, OptionError
 from rankfold.models.dense_model import open_model
 
@@ -30,6 +32,7 @@ def source(context: int = 64, vocabulary: int = 97):
     decoder = {
         "part": SimpleNamespace(takes_images=False),
         "architecture": SimpleNamespace(decoder=True, needs_start=False),
+        "image_token": None,
     }
     return SimpleNamespace(name="model", context_length=context, tokenizer=characters, config=config, **decoder)
 
@@ -80,7 +83,7 @@ def test_windows_own_their_memory():
 
 def test_loaded_tokens_describe_themselves(text):
     name = text(1000)
-    tokens = load_tokens(name, source(), samples=4, length=32, seed=3)
+    tokens = load_calibration(name, source(), num_samples=4, max_length=32, seed=3)
     assert tokens.ids.shape == (4, 32) and tokens.ids.dtype == torch.int64
     assert (
         tokens.describe()
@@ -88,8 +91,8 @@ def test_loaded_tokens_describe_themselves(text):
             "source": name.rpartition("/")[2],  # no path of this machine in a record
             "origin": tokens.origin,
             "draw": "windows of the whole text",
-            "samples": 4,
-            "length": 32,
+            "num_samples": 4,
+            "max_length": 32,
             "tokens": 128,
             "seed": 3,
             "sha256": hashlib.sha256(tokens.ids.numpy().tobytes()).hexdigest()[:32],
@@ -101,15 +104,15 @@ def test_loaded_tokens_describe_themselves(text):
 
 def test_same_text_and_seed_give_the_same_hash_and_any_change_another(text):
     name = text(1000)
-    base = load_tokens(name, source(), samples=4, length=32)
-    assert base.sha256 == load_tokens(name, source(), samples=4, length=32).sha256
-    for change in ({"seed": 1}, {"samples": 3}, {"length": 16}):
-        assert base.sha256 != load_tokens(name, source(), **{"samples": 4, "length": 32, **change}).sha256
+    base = load_calibration(name, source(), num_samples=4, max_length=32)
+    assert base.sha256 == load_calibration(name, source(), num_samples=4, max_length=32).sha256
+    for change in ({"seed": 1}, {"num_samples": 3}, {"max_length": 16}):
+        assert base.sha256 != load_calibration(name, source(), **{"num_samples": 4, "max_length": 32, **change}).sha256
 
 
 def test_the_hash_tells_window_shapes_apart():
     ids = torch.arange(64)
-    a, b = (Tokens(ids.view(*shape), "a", "a", 0) for shape in ((4, 16), (2, 32)))
+    a, b = (CalibrationData(ids.view(*shape), "a", "a", 0) for shape in ((4, 16), (2, 32)))
     assert a.describe() != b.describe()
 
 
@@ -122,33 +125,36 @@ def test_folders_of_this_machine_are_not_shown(name, expected):
 
 @pytest.mark.parametrize("ids, got", [(torch.zeros(4, 8), r"\[4, 8\] of torch\.float32"), ([[1, 2]], "list")])
 def test_ids_of_another_kind_are_refused(ids, got):
-    with pytest.raises(DataError, match=rf"^ids must be a tensor \(windows, length\) of int64 token ids, got {got}$"):
-        Tokens(ids, "random", "random", 0)
+    with pytest.raises(
+        DataError,
+        match=rf"^ids must be a tensor \(samples, length\) of int64 token ids, or pixels .*, got {got}$",
+    ):
+        CalibrationData(ids, "random", "random", 0)
 
 
 def test_length_is_clamped_to_the_context_and_said(text, caplog):
     with caplog.at_level(logging.INFO, "rankfold"):
-        tokens = load_tokens(text(1000), source(context=48), samples=2, length=2048)
+        tokens = load_calibration(text(1000), source(context=48), num_samples=2, max_length=2048)
     assert tokens.ids.shape == (2, 48)
     assert "length 2048 is more than the model's context; using 48" in caplog.text
 
 
 def test_samples_are_clamped_to_the_text_and_said(text, caplog):
     with caplog.at_level(logging.INFO, "rankfold"):
-        tokens = load_tokens(text(200), source(), samples=128, length=64)
+        tokens = load_calibration(text(200), source(), num_samples=128, max_length=64)
     assert tokens.ids.shape == (2, 64) and tokens.held_out.shape == (1, 64)
     assert "the text fills 3 windows of 64 tokens, not 136: 2 are fitted, 1 held out" in caplog.text
 
 
 def test_a_text_shorter_than_a_window_gives_one_shorter_window(text, caplog):
     with caplog.at_level(logging.INFO, "rankfold"):
-        tokens = load_tokens(text(50), source(), samples=1, length=64)
+        tokens = load_calibration(text(50), source(), num_samples=1, max_length=64)
     assert tokens.ids.shape == (1, 32)
     assert "the text has 50 tokens, less than one window; using length 32" in caplog.text
 
 
 def test_a_short_window_that_was_asked_for_is_given(text):
-    assert load_tokens(text(28), source(), samples=2, length=8).ids.shape == (2, 8)
+    assert load_calibration(text(28), source(), num_samples=2, max_length=8).ids.shape == (2, 8)
 
 
 @pytest.mark.parametrize("length", [1, 31])
@@ -156,20 +162,20 @@ def test_too_little_text_is_refused(text, length):
     with pytest.raises(
         DataError, match=rf"has {length} tokens; at least 32 are needed, and 256 wanted .*; give more text"
     ):
-        load_tokens(text(length), source(), samples=3, length=64)
+        load_calibration(text(length), source(), num_samples=3, max_length=64)
 
 
 @pytest.mark.parametrize(("samples", "length"), [(0, 64), (-1, 64), (4, 1), (4, 0)])
 def test_samples_and_length_have_a_range(samples, length):
-    with pytest.raises(OptionError, match=rf"samples must be >= 1 and length >= 2, got {samples} and {length}"):
-        load_tokens("pydoc", source(), samples=samples, length=length)
+    with pytest.raises(OptionError, match=rf"num_samples must be >= 1 and max_length >= 2, got {samples} and {length}"):
+        load_calibration("pydoc", source(), num_samples=samples, max_length=length)
 
 
 def test_a_tokenizer_of_another_model_is_refused(text):
     with pytest.raises(
         DataError, match=r"token id \d+, the model has 10 embeddings; tokenizer and model do not belong"
     ):
-        load_tokens(text(1000), source(vocabulary=10), samples=2, length=32)
+        load_calibration(text(1000), source(vocabulary=10), num_samples=2, max_length=32)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +196,7 @@ def test_a_tokenizer_of_another_model_is_refused(text):
 def test_windows_behind_the_samples_are_held_out(text, windows, samples, fit, held_out):
     """Reference: the permutation of all windows of the stream, cut by hand."""
     name = text(windows * 16 + 5)
-    tokens = load_tokens(name, source(), samples=samples, length=16, seed=5)
+    tokens = load_calibration(name, source(), num_samples=samples, max_length=16, seed=5)
     stream = characters(Path(name).read_text(encoding="utf-8"), "pt").input_ids[0]
     order = torch.randperm(windows, generator=torch.Generator().manual_seed(5))
     drawn = torch.stack([stream[i * 16 : i * 16 + 16] for i in order.tolist()])
@@ -217,12 +223,17 @@ def test_encode_joins_documents_by_a_blank_line():
 def test_windows_come_from_the_field_that_was_asked_for(tmp_path):
     rows = [{"text": "a" * 100, "body": "b" * 100}] * 3
     (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    tokens = load_tokens(str(tmp_path / "a.jsonl"), source(), samples=3, length=32, field="body")
+    tokens = load_calibration(str(tmp_path / "a.jsonl"), source(), num_samples=3, max_length=32, text_column="body")
     assert set(tokens.ids.flatten().tolist()) <= {ord("b") % 97, ord("\n") % 97}
-    assert tokens.describe()["field"] == "body"
+    assert tokens.describe()["text_column"] == "body"
     (tmp_path / "a.txt").write_text("c" * 200)
     for name, field in (("a.jsonl", "text"), ("a.txt", "body")):
-        assert "field" not in load_tokens(str(tmp_path / name), source(), samples=3, length=32, field=field).describe()
+        assert (
+            "field"
+            not in load_calibration(
+                str(tmp_path / name), source(), num_samples=3, max_length=32, text_column=field
+            ).describe()
+        )
 
 
 @pytest.fixture(scope="module")
@@ -240,24 +251,24 @@ def llama():
 
 
 def test_text_of_the_model_itself_is_seeded_and_starts_with_its_start_token(llama):
-    a, b, c = (load_tokens("self", llama, samples=18, length=12, seed=s) for s in (0, 0, 1))
+    a, b, c = (load_calibration("self", llama, num_samples=18, max_length=12, seed=s) for s in (0, 0, 1))
     assert a.ids.shape == (18, 12) and a.ids.dtype == torch.int64 and a.origin == "self"
     assert torch.equal(a.ids, b.ids) and not torch.equal(a.ids, c.ids)
     assert (a.ids[:, 0] == 1).all() and a.ids.max() < 50
 
 
 def test_windows_held_out_of_the_models_own_text_leave_the_others_alone(llama, monkeypatch):
-    tokens = load_tokens("self", llama, samples=18, length=12)
+    tokens = load_calibration("self", llama, num_samples=18, max_length=12)
     assert tokens.held_out.shape == (2, 12) and tokens.draw == "sampled"
     monkeypatch.setattr("rankfold.data.mixing.held_out_of", lambda samples: 5)
-    more = load_tokens("self", llama, samples=18, length=12)
+    more = load_calibration("self", llama, num_samples=18, max_length=12)
     assert torch.equal(tokens.ids, more.ids) and len(more.held_out) == 5
     assert not torch.equal(tokens.ids[:2], tokens.held_out)
 
 
 def test_text_of_the_model_itself_follows_its_distribution(llama):
     """First tokens of many windows against the model's own probabilities after the start token."""
-    ids = load_tokens("self", llama, samples=600, length=2).ids
+    ids = load_calibration("self", llama, num_samples=600, max_length=2).ids
     with torch.no_grad():
         wanted = llama.model(torch.tensor([[1]])).logits[0, -1].softmax(-1)
     seen = torch.bincount(ids[:, 1], minlength=50) / len(ids)
@@ -265,4 +276,4 @@ def test_text_of_the_model_itself_follows_its_distribution(llama):
 
 
 def test_text_of_the_model_itself_is_clamped_to_its_context(llama):
-    assert load_tokens("self", llama, samples=1, length=100).ids.shape == (1, 32)
+    assert load_calibration("self", llama, num_samples=1, max_length=100).ids.shape == (1, 32)

@@ -21,7 +21,8 @@ def place(tmp_path_factory):
     return folder
 
 
-CALIBRATION = "--calibration text.txt --samples 8 --length 64 --device cpu"
+SHORT = "--num-samples 4 --max-length 32 --device cpu"
+CALIBRATION = "--calibration text.txt --num-samples 8 --max-length 64 --device cpu"
 
 
 @pytest.fixture(scope="module")
@@ -56,17 +57,15 @@ def test_compress_prints_one_json_object_and_writes_a_whole_checkpoint(small, pl
         n.endswith((".bin", ".pt", ".pkl", ".tmp")) for n in names
     )
     assert not (place / "small.partial").exists()
-    card = (place / "small" / "README.md").read_text()
-    assert "rankfold compress model -o small --method rankfold --sparsity 0.3" in card
 
 
-def made_again(place, run, name: str) -> str:
-    """The command in the card of a checkpoint, which has made ``NAME-again``."""
+def made_again(place, run, name: str) -> None:
+    """Run the command in the card of a checkpoint, which makes ``NAME-again``."""
     card = (place / name / "README.md").read_text()
-    command = next(line for line in card.splitlines() if line.startswith("rankfold compress"))
-    code, _, err = run(command.removeprefix("rankfold ").replace(f"-o {name}", f"-o {name}-again") + " --device cpu")
+    (command,) = (line for line in card.splitlines() if line.startswith("rankfold compress"))
+    assert command == f"rankfold compress --config {name}/rankfold.json -o {name}-again"
+    code, _, err = run(f"{command.removeprefix('rankfold ')} --device cpu")
     assert code in (0, None), err
-    return command
 
 
 def assert_same_weights(place, name: str) -> None:
@@ -84,13 +83,53 @@ def test_the_command_in_the_card_names_the_column_that_was_read(place, run):
         json.dumps({"text": "no", "body": part}) + "\n" for part in (place / "text.txt").read_text().split(".")
     )
     (place / "columns.jsonl").write_text(rows)
-    options = (
-        "--method modegpt --rank-multiple 2 --samples 4 --length 32 --device cpu --calibration columns.jsonl --field"
-    )
+    options = f"--method modegpt --rank-multiple 2 {SHORT} --calibration columns.jsonl --text-column"
     code, _, err = run(f"compress model -o of-column {options} body")
     assert code in (0, None), err
     made_again(place, run, "of-column")
     assert_same_weights(place, "of-column")
+
+
+def test_without_an_output_the_folder_is_named_after_model_method_and_sparsity(place, run):
+    line = "--method modegpt --rank-multiple 2 --calibration text.txt --num-samples 4 --max-length 32 --device cpu"
+    code, out, err = run(f"compress model --sparsity 0.25 {line}")
+    assert code in (0, None), err
+    assert out.startswith("model-modegpt-0.25: model by modegpt, 2")
+    assert (place / "model-modegpt-0.25" / "config.json").exists()
+    code, out, err = run(f"compress ./model/ --sparsity 0.25 {line}")
+    assert code == 2 and "model-modegpt-0.25 exists already" in err and err.count("\n") == 1
+    assert not (place / "model-modegpt-0.3").exists()
+
+
+def test_a_run_ends_with_what_came_out_and_the_next_commands(small, place, run):
+    from rankfold.report.record import read_record
+
+    code, out, err = run("compress --config small -o told --device cpu")
+    assert code in (0, None), err
+    record = read_record(place / "told")
+    plan, held_out = record["plan"], record["held_out"]
+    lines = [line.split() for line in out.splitlines()]
+    change = f"{plan['parameters_after'] / plan['parameters'] - 1:+.1%}"
+    assert ["parameters", f"{plan['parameters']:,}", f"{plan['parameters_after']:,}", change] in lines
+    (found,) = (line for line in lines if line[:1] == ["perplexity"])
+    assert found[1:3] == [f"{held_out[key]:.2f}" for key in ("perplexity_dense", "perplexity")]
+    commands = [line.strip() for line in out.partition("next:\n")[2].splitlines()]
+    assert [command.split()[:3] for command in commands] == [
+        ["rankfold", "evaluate", "told"],
+        ["rankfold", "generate", "told"],
+        ["rankfold", "export", "told"],
+        ["hf", "upload", "told"],
+    ]
+    assert "\x1b" not in out and not any(line.endswith(" ") for line in out.splitlines())
+
+
+def test_what_is_given_beside_a_record_comes_first(small, place, run):
+    code, out, err = run(
+        "compress --config small/rankfold.json --sparsity 0.2 --method modegpt --dry-run --device cpu --json"
+    )
+    assert code in (0, None), err
+    method = json.loads(out)["method"]
+    assert (method["method"], method["sparsity"]) == ("modegpt", 0.2)
 
 
 def test_inspect(small, run):
@@ -113,7 +152,7 @@ def test_inspect_takes_a_record_without_held_out_windows(small, place, run):
 
 
 def test_evaluate_and_its_definition(small, run, caplog):
-    code, out, _ = run("evaluate small --text text.txt --length 64 --limit 2 --device cpu --json")
+    code, out, _ = run("evaluate small --text text.txt --max-length 64 --limit 2 --device cpu --json")
     result = json.loads(out)
     assert code in (0, None) and result["windows"] == 2 and "non-overlapping" in result["definition"]
     assert "calibrated on this very text" in caplog.text
@@ -125,7 +164,9 @@ def test_evaluate_several_texts_and_tasks_at_once(small, place, run):
     row = {"goal": "a class", "sol1": "an object", "sol2": "an integer", "label": 0}
     lines = [json.dumps(row | {"goal": f"{word} class", "label": i % 2}) for i, word in enumerate(("a", "the", "no"))]
     (place / "rows" / "piqa_val.jsonl").write_text("\n".join(lines))
-    options = "--text text.txt --text pydoc --tasks piqa --tasks-from rows --length 64 --limit 2 --device cpu --json"
+    options = (
+        "--text text.txt --text pydoc --tasks piqa --include-path rows --max-length 64 --limit 2 --device cpu --json"
+    )
     for model in ("model", "small", "tiny.gguf"):
         code, out, err = run(f"evaluate {model} {options}")
         assert code in (0, None), err
@@ -134,7 +175,7 @@ def test_evaluate_several_texts_and_tasks_at_once(small, place, run):
         assert all(text["tokens_per_second"] > 0 and text["windows"] == 2 for text in result["texts"])
         assert result["tasks"]["piqa"]["samples"] == 2 and "acc_stderr" in result["tasks"]["piqa"]
         assert {"torch", "lm_eval", "rankfold"} <= set(result["versions"])
-    alone = json.loads(run("evaluate tiny.gguf --text pydoc --length 64 --limit 2 --device cpu --json")[1])
+    alone = json.loads(run("evaluate tiny.gguf --text pydoc --max-length 64 --limit 2 --device cpu --json")[1])
     assert alone["perplexity"] == result["texts"][1]["perplexity"] and alone["model"] == "tiny.gguf"
     code, out, _ = run(f"evaluate small {options.removesuffix('--json')}")
     assert (
@@ -143,7 +184,7 @@ def test_evaluate_several_texts_and_tasks_at_once(small, place, run):
 
 
 def test_evaluate_speed_beside_the_dense_model(small, run):
-    code, out, err = run("evaluate small --speed --against model --batch-sizes 1,2 --device cpu --json")
+    code, out, err = run("evaluate small --speed --baseline model --batch-sizes 1,2 --device cpu --json")
     assert code in (0, None), err
     cost = json.loads(out)["cost"]
     assert list(cost["models"]) == ["model", "small"] and cost["environment"]["threads"] >= 1
@@ -199,7 +240,7 @@ def test_what_an_allocation_cannot_reach_is_said_before_it_measures(run, place, 
     assert code == 2 and err.count("\n") == 1 and not (place / "early.partial").exists()
 
 
-MIX = "--calibration text.txt=0.7 --calibration other.txt=0.3 --samples 16 --length 64 --device cpu"
+MIX = "--calibration text.txt=0.7 --calibration other.txt=0.3 --num-samples 16 --max-length 64 --device cpu"
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +252,7 @@ def other(place):
 
 def texts_of(folder) -> list:
     calibration = json.loads((folder / "rankfold.json").read_text())["calibration"]
-    return [(text["source"], text["share"], text["samples"], text["held_out"]) for text in calibration["texts"]]
+    return [(text["source"], text["share"], text["num_samples"], text["held_out"]) for text in calibration["texts"]]
 
 
 def test_a_mix_of_texts_is_in_plan_record_and_card_and_can_be_repeated(run, place, other):
@@ -235,22 +276,23 @@ def test_a_mix_of_short_texts_can_be_repeated(run, place, other):
     """Too short for all samples: the card's command must ask for as many again, or the texts give other windows."""
     (place / "few.txt").write_text((place / "text.txt").read_text()[:1200])
     (place / "some.txt").write_text((place / "text=0.5").read_text()[:3000])
-    line = "--calibration few.txt --calibration some.txt --samples 64 --length 64 --rank-multiple 2 --device cpu"
+    line = (
+        "--calibration few.txt --calibration some.txt --num-samples 64 --max-length 64 --rank-multiple 2 --device cpu"
+    )
     code, _, err = run(f"compress model -o short-mix {line}")
     assert code in (0, None), err
-    command = made_again(place, run, "short-mix")
-    assert "--calibration few.txt --calibration some.txt --samples 64 --length 64" in command
+    made_again(place, run, "short-mix")
     records = [
         json.loads((place / n / "rankfold.json").read_text())["calibration"] for n in ("short-mix", "short-mix-again")
     ]
-    assert records[0] == records[1] and records[0]["samples"] < 64
+    assert records[0] == records[1] and records[0]["num_samples"] < 64
     assert_same_weights(place, "short-mix")
 
 
 def test_moments_of_a_mix_are_those_of_that_mix_alone(run, place, other):
     code, _, err = run(f"calibrate model -o of-mix {MIX}")
     assert code in (0, None), err
-    assert json.loads((place / "of-mix" / "moments.json").read_text())["tokens"]["texts"][0]["samples"] == 11
+    assert json.loads((place / "of-mix" / "moments.json").read_text())["tokens"]["texts"][0]["num_samples"] == 11
     code, _, err = run(f"calibrate model -o of-mix {MIX.replace('0.7', '0.8')}")
     assert code == 2 and "it differs in: tokens" in err
     code, out, err = run("compress model --method modegpt --moments of-mix --rank-multiple 2 --device cpu --dry-run")
@@ -262,7 +304,7 @@ def test_evaluate_knows_every_text_of_a_mix(run, place, other, caplog):
     assert code in (0, None), err
     for text, warned in (("text.txt", True), ("other.txt", True), ("pydoc", False)):
         caplog.clear()
-        assert run(f"evaluate of-two --text {text} --length 64 --limit 1 --device cpu")[0] in (0, None)
+        assert run(f"evaluate of-two --text {text} --max-length 64 --limit 1 --device cpu")[0] in (0, None)
         assert ("calibrated on this very text" in caplog.text) is warned
 
 
@@ -276,7 +318,7 @@ def test_evaluate_knows_every_text_of_a_mix(run, place, other, caplog):
     ],
 )
 def test_a_file_may_have_an_equals_sign_in_its_name(run, place, other, given, sources):
-    line = f"plan model --calibration {given} --samples 4 --length 32 --rank-multiple 2 --device cpu --json"
+    line = f"plan model --calibration {given} --num-samples 4 --max-length 32 --rank-multiple 2 --device cpu --json"
     code, out, err = run(line)
     assert code in (0, None), err
     calibration = json.loads(out)["calibration"]
@@ -285,25 +327,24 @@ def test_a_file_may_have_an_equals_sign_in_its_name(run, place, other, given, so
 
 def test_self_calibration_needs_no_data(run, place):
     code, _, err = run(
-        "compress model -o self --calibration self --samples 3 --length 16 --rank-multiple 2 --device cpu"
+        "compress model -o self --calibration self --num-samples 3 --max-length 16 --rank-multiple 2 --device cpu"
     )
     assert code in (0, None), err
     assert json.loads((place / "self" / "rankfold.json").read_text())["calibration"]["origin"] == "self"
 
 
 def test_latentllm_by_one_switch(run, place):
-    code, _, err = run(f"compress model -o latent --method latentllm --rank-multiple 2 --option window=0 {CALIBRATION}")
+    code, _, err = run(f"compress model -o latent --method latentllm --rank-multiple 2 --set window=0 {CALIBRATION}")
     assert code in (0, None), err
     assert json.loads((place / "latent" / "rankfold.json").read_text())["options"]["window"] == 0
 
 
 BAD = [
     ("compress model -o x --sparsity 1", r"sparsity must be in \[0, 1\), got 1.0"),
-    ("compress model", "-o/--output is missing"),
     ("compress model -o x --method svdd", "unknown method 'svdd'; did you mean 'svd'"),
     ("compress model -o x --modules mlp=0.3,qk", "--modules takes"),
-    ("compress model -o x --option ridge", "--option takes KEY=VALUE"),
-    ("compress model -o x --option rigde=1", "unknown rankfold option 'rigde'; did you mean 'ridge'"),
+    ("compress model -o x --set ridge", "--set takes KEY=VALUE"),
+    ("compress model -o x --set rigde=1", "unknown rankfold option 'rigde'; did you mean 'ridge'"),
     ("compress model -o x --calibration nowhere.txt", "no text at 'nowhere.txt'"),
     ("compress model -o x --calibration empty.txt", "is empty"),
     (
@@ -322,7 +363,10 @@ BAD = [
     ("compress model -o x --calibration text.txt=nan", "share of calibration text 'text.txt' must be a number above 0"),
     ("compress model -o x --calibration text.txt=half", "no text at 'text.txt=half'"),
     ("compress model -o x --calibration =0.5", "no text at '=0.5'"),
-    ("compress model -o x --calibration text.txt --calibration self --samples 1", "2 calibration texts need at least"),
+    (
+        "compress model -o x --calibration text.txt --calibration self --num-samples 1",
+        "2 calibration texts need at least",
+    ),
     ("compress model -o x --calibration text.txt --calibration empty.txt", "text source 'empty.txt' is empty"),
     ("compress model -o x --calibration short.txt", "at least 32 are needed"),
     ("compress model -o x --calibration rows.jsonl", "has no text field 'text'; the row has: body"),
@@ -333,7 +377,10 @@ BAD = [
     ("compress missing -o x", "no model at 'missing'"),
     ("compress unknown -o x", "model type 'albert' as LlamaForCausalLM is not one"),
     ("compress truncated -o x --calibration text.txt", "not a readable safetensors file"),
-    ("compress nan -o x --method modegpt --calibration text.txt --samples 2 --length 32", "up_proj.weight has 1 NaN"),
+    (
+        "compress nan -o x --method modegpt --calibration text.txt --num-samples 2 --max-length 32",
+        "up_proj.weight has 1 NaN",
+    ),
     ("compress pickled -o x --calibration text.txt", "reads safetensors and GGUF only"),
     ("compress mismatch -o x --calibration text.txt", "tokenizer and model do not belong together"),
     ("compress model -o x --method modegpt --moments nowhere", "is not a moments folder"),
@@ -345,18 +392,18 @@ BAD = [
     ),
     ("compress model -o x --exclude-blocks 9 --calibration text.txt", "excluded block 9 is not in the model"),
     ("evaluate missing --text text.txt", "no model at 'missing'"),
-    ("evaluate unsaid --text text.txt --length 32", "does not say what the model was calibrated on"),
-    ("evaluate model --text text.txt --length 1", "a window of 1 tokens predicts none"),
+    ("evaluate unsaid --text text.txt --max-length 32", "does not say what the model was calibrated on"),
+    ("evaluate model --text text.txt --max-length 1", "a window of 1 tokens predicts none"),
     ("evaluate model", "nothing to evaluate; give --text TEXT, --tasks NAMES or --speed"),
     ("evaluate model --text text.txt --text text.txt", "--text names 'text.txt' more than once"),
-    ("evaluate model --text text.txt --tasks-from .", "--tasks-from would be ignored without --tasks"),
+    ("evaluate model --text text.txt --include-path .", "--include-path would be ignored without --tasks"),
     ("evaluate model --text text.txt --num-fewshot 1", "--num-fewshot would be ignored without --tasks"),
-    ("evaluate model --text text.txt --against small", "--against would be ignored without --speed"),
-    ("evaluate model --tasks piqa --tasks-from nowhere", "--tasks-from nowhere is not a folder"),
-    ("evaluate model --tasks piqa --tasks-from .", "has no questions of piqa; put its rows there as piqa.jsonl"),
-    ("evaluate model --tasks picqa --tasks-from .", "did you mean 'piqa'?"),
+    ("evaluate model --text text.txt --baseline small", "--baseline would be ignored without --speed"),
+    ("evaluate model --tasks piqa --include-path nowhere", "--include-path nowhere is not a folder"),
+    ("evaluate model --tasks piqa --include-path .", "has no questions of piqa; put its rows there as piqa.jsonl"),
+    ("evaluate model --tasks picqa --include-path .", "did you mean 'piqa'?"),
     ("evaluate model --speed --batch-sizes 1,x", "--batch-sizes takes numbers such as 1,8,32; got '1,x'"),
-    ("evaluate model --speed --against model", "--against is the model itself"),
+    ("evaluate model --speed --baseline model", "--baseline is the model itself"),
     ("generate model x --max-new-tokens 0", "max-new-tokens must be >= 1"),
     ("inspect model", "not a checkpoint written by"),
     ("compress small -o x --calibration text.txt", "already compressed or quantised"),

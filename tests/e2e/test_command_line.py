@@ -13,7 +13,7 @@ import pytest
 from rankfold.cli import main
 from saved import save_text, save_tiny
 
-CALIBRATION = "--calibration text.txt --samples 4 --length 32 --rank-multiple 2 --device cpu"
+CALIBRATION = "--calibration text.txt --num-samples 4 --max-length 32 --rank-multiple 2 --device cpu"
 WITHOUT_TEXT = "--rank-multiple 2 --device cpu"
 
 
@@ -54,7 +54,7 @@ BAD = [
     ("compress", "Missing argument 'model'; see `rankfold compress --help`"),
     ("compress model -o x --sparsty 0.3", "No such option: --sparsty"),
     ("compress model -o x --sparsity much", "Invalid value for '--sparsity'"),
-    ("compress model -o x --samples 4 --samples 8", "--samples is given 2 times; give it once"),
+    ("compress model -o x --num-samples 4 --num-samples 8", "--num-samples is given 2 times; give it once"),
     ("compress model -o x --sparsity nan", "--sparsity must be a finite number, got nan"),
     (
         "compress model -o x --method modegpt --allocation influence:temperature=nan",
@@ -72,12 +72,12 @@ BAD = [
         "--calibration: there is no user whose home",
     ),
     ("evaluate model --text ptb:~nouser/x", "--text: there is no user whose home is '~nouser'"),
-    ("compress model -o x --option sparsity=0.9", "'sparsity' is an option of every method: give it as --sparsity"),
-    ("compress model -o x --option ridge=nan", "--option 'ridge=nan': expected a finite number"),
-    ("compress model -o x --option ridge=1 --option ridge=2", "--option gives 'ridge' more than once; give it once"),
+    ("compress model -o x --set sparsity=0.9", "'sparsity' is an option of every method: give it as --sparsity"),
+    ("compress model -o x --set ridge=nan", "--set 'ridge=nan': expected a finite number"),
+    ("compress model -o x --set ridge=1 --set ridge=2", "--set gives 'ridge' more than once; give it once"),
     (
-        "compress model -o x --method latentllm --option rounds=1.5",
-        "--option 'rounds=1.5': expected a finite whole number",
+        "compress model -o x --method latentllm --set rounds=1.5",
+        "--set 'rounds=1.5': expected a finite whole number",
     ),
     ("compress model -o x --modules mlp=0.2,mlp=0.5", "--modules names 'mlp' more than once; name it once"),
     ("compress model -o x --modules qk,qk", "--modules names 'qk' more than once; name it once"),
@@ -100,7 +100,7 @@ BAD = [
     ("plan model --budget parameters:context=64", "unknown option of budget parameters 'context'"),
     ("plan model --allocation uniform:temperature=0.1", "unknown option of allocation uniform 'temperature'"),
     (
-        "plan model --method modegpt --for stock --allocation influence:temperature=1",
+        "plan model --method modegpt --target stock --allocation influence:temperature=1",
         "gives all MLPs one width, got allocation influence:temperature=1.0; take allocation uniform",
     ),
     ("plan model --allocation owl:spread=wide", "spread of allocation owl must be a number, got 'wide'"),
@@ -114,30 +114,33 @@ BAD = [
         "--rank-multiple would be ignored, it goes with methods that make layers",
     ),
     (
-        "plan model --calibration text.txt --field body",
-        "--field body would be ignored, of text.txt; it is of files with rows",
+        "plan model --calibration text.txt --text-column body",
+        "--text-column body would be ignored, of text.txt; it is of files with rows",
     ),
     (
-        "plan model --calibration a.txt=1 --calibration ptb=2 --field body",
-        "--field body would be ignored, of a.txt=1 and",
+        "plan model --calibration a.txt=1 --calibration ptb=2 --text-column body",
+        "--text-column body would be ignored, of a.txt=1 and",
     ),
-    ("plan model --calibration rows.jsonl=0.5 --calibration text.txt --field body", "takes a share for every text or"),
-    (f"{COMPARED} --text text.txt --field body --calibration nowhere.jsonl", "no text at 'nowhere.jsonl'"),
+    (
+        "plan model --calibration rows.jsonl=0.5 --calibration text.txt --text-column body",
+        "takes a share for every text or",
+    ),
+    (f"{COMPARED} --text text.txt --text-column body --calibration nowhere.jsonl", "no text at 'nowhere.jsonl'"),
     ("plan model --calibration wikitxt2", "no text at 'wikitxt2': did you mean 'wikitext2'? expected"),
     (
-        "evaluate model --text text.txt --field body",
-        "--field body would be ignored, of text.txt; it is of files with rows",
+        "evaluate model --text text.txt --text-column body",
+        "--text-column body would be ignored, of text.txt; it is of files with rows",
     ),
     ("evaluate model --text text.txt --batch-sizes 1", "--batch-sizes would be ignored without --speed; give both or"),
     ("evaluate model --text text.txt --batch-size 1", "--batch-size would be ignored without --tasks; give both or"),
     ("evaluate model --speed --limit 1", "--limit would be ignored without --text or --tasks; give both or neither"),
-    ("evaluate model --speed --length 64", "--length would be ignored without --text; give both or neither"),
+    ("evaluate model --speed --max-length 64", "--max-length would be ignored without --text; give both or neither"),
     ("inspect no\nsuch", r"rankfold: no\nsuch has no rankfold.json"),
 ]
 COMPARE = "compare model -o x --text text.txt --methods"
 BAD += [
     (f"{COMPARE} modgpt --sparsities 0.3", "unknown method 'modgpt'; did you mean 'modegpt'"),
-    (f"{COMPARE} modegpt:selct=norm --sparsities 0.3", "unknown modegpt option 'selct'; did you mean 'select'"),
+    (f"{COMPARE} modegpt:selct=norm --sparsities 0.3", "unknown modegpt option 'selct'; did you mean 'selection'"),
     (
         f"{COMPARE} modegpt --sparsities 0.3,1.5",
         "--sparsities takes numbers in (0, 1) such as 0.1,0.3,0.5; got '0.3,1.5'",
@@ -147,7 +150,7 @@ BAD += [
         "unknown option of allocation owl 'outlier'; available: threshold, spread",
     ),
     (f"{COMPARE} modegpt,modegpt --sparsities 0.3", "is the same as modegpt at 0.3; give it once"),
-    (f"{COMPARE} modegpt --sparsities 0.3 --tasks-from x", "--tasks-from would be ignored without --tasks"),
+    (f"{COMPARE} modegpt --sparsities 0.3 --include-path x", "--include-path would be ignored without --tasks"),
     (f"{COMPARE} modegpt --sparsities 0.3 --limit 0", "limit must be >= 1, got 0"),
     (f"{COMPARE} modegpt --sparsities 0.3 --text text.txt", "--text names 'text.txt' more than once; name it once"),
     (f"{COMPARE} modegpt --sparsities 0.3 --text nowhere.txt", "no text at 'nowhere.txt'"),
@@ -159,7 +162,13 @@ BAD += [
 ]
 BAD += [
     (f"compress model -o x --moments m --{name} {value}", f"--{name} would be ignored; leave one of them out")
-    for name, value in {"calibration": "ptb", "samples": 8, "length": 8, "seed": 1, "field": "body"}.items()
+    for name, value in {
+        "calibration": "ptb",
+        "num-samples": 8,
+        "max-length": 8,
+        "seed": 1,
+        "text-column": "body",
+    }.items()
 ]
 
 
@@ -245,7 +254,9 @@ def test_an_interrupt_says_how_to_go_on(run, monkeypatch):
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_a_real_interrupt_says_how_to_go_on(place):
-    line = f"compress model -o interrupted --calibration pydoc --samples 4000 --length 128 {WITHOUT_TEXT}".split()
+    line = (
+        f"compress model -o interrupted --calibration pydoc --num-samples 4000 --max-length 128 {WITHOUT_TEXT}".split()
+    )
     process = subprocess.Popen(
         [sys.executable, "-m", "rankfold", *line],
         cwd=place,

@@ -31,7 +31,7 @@ def place(tmp_path_factory):
     return folder
 
 
-CALIBRATION = "--calibration images --samples 16 --device cpu"
+CALIBRATION = "--calibration images --num-samples 16 --device cpu"
 
 
 def test_a_vision_transformer_from_images_to_a_checkpoint(run, place):
@@ -66,7 +66,7 @@ def test_a_plan_and_moments(run, place):
 
 
 def test_models_says_what_a_part_is(run):
-    code, out, _ = run("models clip --part vision --json")
+    code, out, _ = run("models clip --component vision --json")
     assert code == 0 and json.loads(out)["model_type"] == "clip_vision_model" and json.loads(out)["qk"] == "svd"
 
 
@@ -91,14 +91,17 @@ def test_what_surrounds_a_sentence_encoder_stays_byte_for_byte(tmp_path):
         ("compress vit -o x --calibration empty", "empty holds no images"),
         ("compress vit -o x --calibration broken", "broken/0.png is not a readable image"),
         ("compress bare -o x --calibration images", "no image processor can be read from"),
-        ("compress vit -o x --calibration images --part language", "has the part vision, got language; it needs"),
+        (
+            "compress vit -o x --calibration images --component language",
+            "has the component vision, got language; it needs",
+        ),
         (
             "compress clip -o x --calibration images",
-            "has the parts language and vision, got none; choose one with --part",
+            "has the components language and vision, got none; choose one with --component",
         ),
         (
             "compress vit -o x --calibration images --calibration broken",
-            "--calibration takes one folder of images, got 2",
+            "one folder or file of images is taken and nothing beside it, got",
         ),
         ("compress vit -o x --calibration images --method obd", "vit predicts no next token; take another method"),
         ("compare vit -o x --methods svd --sparsities 0.3 --text text.txt", "vit is an encoder (vit)"),

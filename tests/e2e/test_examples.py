@@ -30,7 +30,7 @@ def run(name: str, folder: Path, output: Path, *arguments) -> str:
     model, text = save_tiny(folder / "model"), save_text(folder / "text.txt")
     t.LlamaForCausalLM(config).save_pretrained(model)
     settings = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    sizes = ("--samples", 8, "--length", 32, *arguments)
+    sizes = ("--num-samples", 8, "--max-length", 32, *arguments)
     command = map(str, (sys.executable, EXAMPLES / f"{name}.py", model, text, output, *sizes))
     done = subprocess.run([*command], capture_output=True, text=True, env=settings)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -22,7 +22,9 @@ def local(text: str) -> str:
     text = text.replace("HuggingFaceTB/SmolLM2-135M", "model").replace(
         "rankfold.Rankfold(", "rankfold.Rankfold(rank_multiple=2, "
     )
-    return text.replace('load_tokens("wikitext2", source)', 'load_tokens("text.txt", source, samples=4, length=32)')
+    return text.replace(
+        'load_calibration("wikitext2", source)', 'load_calibration("text.txt", source, num_samples=4, max_length=32)'
+    )
 
 
 def test_the_python_of_the_first_screen_runs(tmp_path, monkeypatch):
@@ -41,8 +43,8 @@ def test_the_commands_of_the_first_screen_run(tmp_path, monkeypatch, capsys):
     lines = [line.partition("#")[0] for b in blocks("bash") for line in b.splitlines() if line.startswith("rankfold")]
     assert len(lines) >= 3
     extra = {
-        "compress": "--calibration text.txt --samples 4 --length 32 --rank-multiple 2",
-        "evaluate": "--limit 2 --length 32",
+        "compress": "--calibration text.txt --num-samples 4 --max-length 32 --rank-multiple 2",
+        "evaluate": "--limit 2 --max-length 32",
         "generate": "--max-new-tokens 3",
         "export": "",
     }

@@ -9,7 +9,7 @@ import torch
 
 import rankfold
 from families import some_ids, tiny_model
-from rankfold.data.tokens import Tokens
+from rankfold.data.calibration_data import CalibrationData
 from tiny_encoders import batch_of, opened_encoder, samples_of
 
 WITHOUT = """
@@ -60,7 +60,7 @@ def test_without_rankfold(tmp_path, family, method, options):
     source.autocast = None
     options = {"sparsity": 0.3, "rank_multiple": 2, **options}
     folder = tmp_path / "small"
-    tokens = Tokens(some_ids(16, 32), "random", "random", 0)
+    tokens = CalibrationData(some_ids(16, 32), "random", "random", 0)
     rankfold.compress(source, rankfold.make_method(method, **options), tokens, folder)
     ids = some_ids()
     torch.save(ids, tmp_path / "ids.pt")
@@ -109,7 +109,9 @@ def test_without_rankfold_and_without_trust_what_is_printed_says_what_helps(tmp_
 def small_llama(folder):
     source = rankfold.open_model(tiny_model("llama"), device="cpu")
     method = rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2)
-    return rankfold.compress(source, method, Tokens(some_ids(8, 32), "r", "r", 0), folder / "small", mode="one-pass")
+    return rankfold.compress(
+        source, method, CalibrationData(some_ids(8, 32), "r", "r", 0), folder / "small", mode="one-pass"
+    )
 
 
 def test_checkpoints_with_the_first_name_of_the_method_still_load(tmp_path):
@@ -135,7 +137,7 @@ def test_a_hostile_description_is_refused(tmp_path, change, message):
     source = rankfold.open_model(tiny_model("llama"), device="cpu")
     folder = tmp_path / "small"
     method = rankfold.MoDeGPT(modules={"mlp": 0.3}, rank_multiple=2)
-    rankfold.compress(source, method, Tokens(some_ids(8, 32), "r", "r", 0), folder)
+    rankfold.compress(source, method, CalibrationData(some_ids(8, 32), "r", "r", 0), folder)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["modules"]["model.layers.0.mlp.up_proj"] |= change
     (folder / "config.json").write_text(json.dumps(config))
@@ -156,7 +158,7 @@ def test_a_hostile_description_of_a_block_is_refused(tmp_path, change, message):
     source = rankfold.open_model(tiny_model("llama"), device="cpu")
     folder = tmp_path / "small"
     method = rankfold.make_method("slicegpt", sparsity=0.2, rank_multiple=2)
-    rankfold.compress(source, method, Tokens(some_ids(8, 32), "r", "r", 0), folder)
+    rankfold.compress(source, method, CalibrationData(some_ids(8, 32), "r", "r", 0), folder)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["modules"]["model.layers.1"] |= change
     (folder / "config.json").write_text(json.dumps(config))
@@ -168,7 +170,7 @@ def test_an_unknown_path_or_newer_format_is_refused(tmp_path):
     source = rankfold.open_model(tiny_model("llama"), device="cpu")
     folder = tmp_path / "small"
     method = rankfold.MoDeGPT(modules={"mlp": 0.3}, rank_multiple=2)
-    rankfold.compress(source, method, Tokens(some_ids(8, 32), "r", "r", 0), folder)
+    rankfold.compress(source, method, CalibrationData(some_ids(8, 32), "r", "r", 0), folder)
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(text.replace("model.layers.0.mlp.up_proj", "model.layers.0.mlp.side_proj"))
     with pytest.raises(rankfold.RankfoldError, match="'model.layers.0.mlp.side_proj' that this model does not have"):

@@ -17,7 +17,7 @@ from rankfold import MoDeGPT
 from rankfold.errors import CheckpointError, NumericsError
 from saved import save_text, save_tiny
 
-OPTIONS = "--rank-multiple 2 --calibration text.txt --samples 48 --length 128 --device cpu"
+OPTIONS = "--rank-multiple 2 --calibration text.txt --num-samples 48 --max-length 128 --device cpu"
 
 
 def command(folder, output: str, extra: str) -> list[str]:
@@ -70,7 +70,7 @@ def test_an_unfinished_run_of_another_configuration_is_refused(tmp_path, monkeyp
     save_tiny(tmp_path / "model")
     save_text(tmp_path / "text.txt")
     source = rankfold.open_model(tmp_path / "model", device="cpu")
-    tokens = rankfold.load_tokens(str(tmp_path / "text.txt"), source, samples=4, length=32)
+    tokens = rankfold.load_calibration(str(tmp_path / "text.txt"), source, num_samples=4, max_length=32)
     original = MoDeGPT.decompose
 
     def fail_at_two(self, view, *args):
@@ -93,7 +93,7 @@ def test_a_full_disk_is_one_line_and_the_run_can_go_on(tmp_path, monkeypatch):
     save_tiny(tmp_path / "model")
     save_text(tmp_path / "text.txt")
     source = rankfold.open_model(tmp_path / "model", device="cpu")
-    tokens = rankfold.load_tokens(str(tmp_path / "text.txt"), source, samples=4, length=32)
+    tokens = rankfold.load_calibration(str(tmp_path / "text.txt"), source, num_samples=4, max_length=32)
     from rankfold._utils import files
 
     real, calls = files.save_file, []
@@ -118,7 +118,7 @@ def test_a_failed_run_goes_on_and_is_no_obstacle_to_another(tmp_path, monkeypatc
     save_tiny(tmp_path / "model")
     save_text(tmp_path / "text.txt")
     source = rankfold.open_model(tmp_path / "model", device="cpu")
-    tokens = rankfold.load_tokens(str(tmp_path / "text.txt"), source, samples=4, length=32)
+    tokens = rankfold.load_calibration(str(tmp_path / "text.txt"), source, num_samples=4, max_length=32)
     original, done = MoDeGPT.decompose, []
 
     def decompose(self, view, *args):
@@ -157,7 +157,7 @@ def test_a_run_that_failed_before_anything_was_done_leaves_nothing(tmp_path, mon
     save_tiny(tmp_path / "model")
     save_text(tmp_path / "text.txt")
     source = rankfold.open_model(tmp_path / "model", device="cpu")
-    tokens = rankfold.load_tokens(str(tmp_path / "text.txt"), source, samples=4, length=32)
+    tokens = rankfold.load_calibration(str(tmp_path / "text.txt"), source, num_samples=4, max_length=32)
     monkeypatch.setattr(MoDeGPT, "decompose", lambda *args: {}["a bug"])
     with pytest.raises(KeyError):
         rankfold.compress(source, MoDeGPT(rank_multiple=2), tokens, tmp_path / "out")

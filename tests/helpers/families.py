@@ -5,7 +5,7 @@ import transformers as t
 from torch import nn
 
 import rankfold
-from rankfold import Tokens
+from rankfold import CalibrationData
 
 SHAPE = {
     "hidden_size": 32,
@@ -179,5 +179,5 @@ def opened(family: str):
     return source
 
 
-def tokens(rows: int = 16) -> Tokens:
-    return Tokens(some_ids(rows, 32, seed=1), "random", "random", 0, held_out=some_ids(2, 32, seed=2))
+def tokens(rows: int = 16) -> CalibrationData:
+    return CalibrationData(some_ids(rows, 32, seed=1), "random", "random", 0, held_out=some_ids(2, 32, seed=2))

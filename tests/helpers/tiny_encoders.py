@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import rankfold
 from families import GQA, IDS, SHAPE, some_ids
-from rankfold import DenseModel, Images, Tokens
+from rankfold import CalibrationData, DenseModel
 from rankfold.data.batches import Data, Example
 
 SIZES = {k: v for k, v in SHAPE.items() if k not in ("vocab_size", "max_position_embeddings")}
@@ -105,15 +105,15 @@ def batch_of(source: DenseModel, rows: int = 2, seed: int = 0) -> Data:
     return torch.randn(rows, 3, 28, 28, generator=torch.Generator().manual_seed(seed))
 
 
-def samples_of(source: DenseModel) -> Tokens:
+def samples_of(source: DenseModel) -> CalibrationData:
     """To calibrate on, with as many held out as confirm a correction."""
     if source.part.packed:
         images = tuple(packed(seed, (2 + 2 * (seed % 3), 4 + 2 * (seed % 2))) for seed in range(32))
-        return Images(images[:24], "random", "random", 0, images[24:], patches=20)
+        return CalibrationData(images[:24], "random", "random", 0, images[24:], patches=20)
     fitted, held_out = batch_of(source, 24, 1), batch_of(source, 8, 2)
     if source.part.takes_images:
-        return Images(fitted, "random", "random", 0, held_out, patches=16)
-    return Tokens(fitted, "random", "random", 0, held_out)
+        return CalibrationData(fitted, "random", "random", 0, held_out, patches=16)
+    return CalibrationData(fitted, "random", "random", 0, held_out)
 
 
 @torch.no_grad()

@@ -189,10 +189,10 @@ def by_hand(seed: int, images: int, length: int) -> dict[str, Tensor]:
     return found
 
 
-def examples_of(family: str, source: DenseModel, folder: Path, samples: int = 12) -> rankfold.Examples:
+def examples_of(family: str, source: DenseModel, folder: Path, samples: int = 12) -> rankfold.CalibrationData:
     """By the family's processor where there is one."""
     if make := FAMILIES[family].processor:
         file = write_pairs(folder, samples + 4)
-        return rankfold.load_examples(file, source, samples=samples, processor=make())
+        return rankfold.load_calibration(file, source, num_samples=samples, tokenizer=make())
     rows = tuple(Example.of(by_hand(seed, (1, 2, 0)[seed % 3], 9 + 2 * seed)) for seed in range(samples + 2))
-    return rankfold.Examples(rows[:samples], "x", "x", 0, rows[samples:])
+    return rankfold.CalibrationData(rows[:samples], "x", "x", 0, rows[samples:])

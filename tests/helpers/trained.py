@@ -15,7 +15,7 @@ from filelock import FileLock
 from torch import Tensor, nn
 
 from activations import DOWN, OUTPUT, UP, blocks_of, look, member
-from rankfold import Tokens
+from rankfold import CalibrationData
 
 WINDOW, BATCH = 64, 16
 WIDTH = 16  # of a head
@@ -64,12 +64,12 @@ def unigram_perplexity() -> float:
     return (-(counts / counts.sum()).log()[held_out].mean()).exp().item()
 
 
-def calibration() -> Tokens:
+def calibration() -> CalibrationData:
     ids = torch.stack([encoded()[0][start : start + WINDOW] for start in range(0, 128 * 3000, 3000)])
-    return Tokens(ids, "pydoc topics", "pydoc topics", 0)
+    return CalibrationData(ids, "pydoc topics", "pydoc topics", 0)
 
 
-def with_held_out(tokens: Tokens) -> Tokens:
+def with_held_out(tokens: CalibrationData) -> CalibrationData:
     """The last eighth of the windows not fitted."""
     fit = len(tokens.ids) * 7 // 8
     return replace(tokens, ids=tokens.ids[:fit].contiguous(), held_out=tokens.ids[fit:].contiguous())

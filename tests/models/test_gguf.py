@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 import rankfold
 from families import some_ids
-from rankfold import Tokens
+from rankfold import CalibrationData
 from rankfold.cli import main
 from rankfold.errors import CheckpointError
 from saved import save_gguf, save_text, save_tiny
@@ -34,8 +34,8 @@ def dense(place):
     return transformers.AutoModelForCausalLM.from_pretrained(place, gguf_file="tiny.gguf", dtype=torch.float32)
 
 
-def tokens() -> Tokens:
-    return Tokens(some_ids(16, 32, seed=1), "random", "random", 0, held_out=some_ids(2, 32, seed=2))
+def tokens() -> CalibrationData:
+    return CalibrationData(some_ids(16, 32, seed=1), "random", "random", 0, held_out=some_ids(2, 32, seed=2))
 
 
 def stored(folder) -> dict[str, torch.Tensor]:
@@ -54,7 +54,7 @@ def test_the_folder_and_the_model_in_memory_have_the_dtype_and_the_same_numbers(
         assert torch.equal(state[name], tensor) and state[name].dtype == tensor.dtype
     assert rankfold.load(folder, device="cpu").dtype == written
     record = json.loads((folder / "rankfold.json").read_text())
-    assert record["dtype"] == str(written).removeprefix("torch.") and f"--dtype {record['dtype']}" in record["command"]
+    assert record["dtype"] == str(written).removeprefix("torch.")
 
 
 @pytest.mark.parametrize(("asked", "written"), DTYPES)
@@ -103,7 +103,7 @@ def test_a_run_goes_on_with_the_dtype_it_began_with(place, tmp_path, monkeypatch
 
 def test_the_plan_says_bytes_on_disk_before_and_after(place, monkeypatch, capsys, caplog):
     monkeypatch.chdir(place)
-    line = "compress tiny.gguf -o small --calibration text.txt --samples 4 --length 32 --rank-multiple 2 --device cpu"
+    line = "compress tiny.gguf -o small --calibration text.txt --num-samples 4 --max-length 32 --rank-multiple 2 --device cpu"
     monkeypatch.setattr(sys, "argv", ["rankfold", *line.split()])
     with caplog.at_level(logging.INFO, "rankfold"), pytest.raises(SystemExit) as stop:
         main()

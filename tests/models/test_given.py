@@ -9,7 +9,7 @@ from torch import nn
 
 import rankfold
 from families import GQA, KINDS, some_ids, tiny_model, tokens
-from rankfold import MoDeGPT, Tokens
+from rankfold import CalibrationData, MoDeGPT
 from rankfold.errors import DataError, OptionError, RankfoldError, UnsupportedModelError
 
 METHOD = MoDeGPT(sparsity=0.3, rank_multiple=2)
@@ -163,12 +163,15 @@ def test_the_callers_model_keeps_its_modes_and_calibrates_without_dropout():
 def test_ids_that_are_no_windows_of_tokens_are_refused(ids, message, where):
     given = {"ids": some_ids(), "held_out": some_ids()} | {where: ids}
     with pytest.raises(DataError, match=f"{where} .*{message}"):
-        Tokens(name="n", origin="o", seed=0, **given)
+        CalibrationData(name="n", origin="o", seed=0, **given)
 
 
 def test_windows_longer_than_the_context_are_refused():
     source = rankfold.open_model(tiny_model("opt"), device="cpu")
-    for calibration in (Tokens(some_ids(2, 65), "n", "o", 0), Tokens(some_ids(), "n", "o", 0, some_ids(2, 65))):
+    for calibration in (
+        CalibrationData(some_ids(2, 65), "n", "o", 0),
+        CalibrationData(some_ids(), "n", "o", 0, some_ids(2, 65)),
+    ):
         with pytest.raises(DataError, match="windows of 65 tokens are longer than the model's context of 64"):
             rankfold.compress(source, METHOD, calibration)
 
@@ -186,7 +189,7 @@ def test_a_part_that_is_zero_is_compressed_without_error(part, method):
 
 def test_too_few_tokens_are_said(caplog):
     source = rankfold.open_model(tiny_model("llama"), device="cpu")
-    rankfold.compress(source, METHOD, Tokens(some_ids(1, 2), "n", "o", 0))
+    rankfold.compress(source, METHOD, CalibrationData(some_ids(1, 2), "n", "o", 0))
     assert "2 calibration tokens are too few: the widest moment has 48 dimensions" in caplog.text
 
 

@@ -15,7 +15,7 @@ from rankfold.models.hub import commit_of, locate, split_revision
 from saved import save_tiny
 
 COMMITS = {"main": "a" * 40, "v1": "b" * 40, "refs/pr/7": "c" * 40}
-TEXT = "--calibration pydoc --samples 4 --length 32"
+TEXT = "--calibration pydoc --num-samples 4 --max-length 32"
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,6 @@ def test_commands_take_it_either_way_and_record_and_card_keep_the_commit(hub, pl
         assert code in (0, None), err
         record = json.loads((place / folder / "rankfold.json").read_text())
         assert record["base_model"] == "owner/name" and record["revision"] == COMMITS["v1"]
-        assert f"rankfold compress owner/name@{COMMITS['v1']} -o {folder}" in record["command"]
         card = (place / folder / "README.md").read_text()
         assert "base_model: owner/name\n" in card and f"owner/name at revision `{COMMITS['v1']}`, compressed" in card
         config = json.loads((place / folder / "config.json").read_text())
@@ -80,7 +79,7 @@ def test_commands_take_it_either_way_and_record_and_card_keep_the_commit(hub, pl
     [
         f"plan MODEL {TEXT}",
         f"calibrate MODEL -o moments-NUMBER {TEXT}",
-        "evaluate MODEL --text pydoc --length 16 --limit 1",
+        "evaluate MODEL --text pydoc --max-length 16 --limit 1",
         "generate MODEL hello --max-new-tokens 2",
         "models MODEL",
     ],

@@ -41,7 +41,7 @@ def files_of(folder) -> dict[str, bytes]:
 
 
 def compressed(source, output=None):
-    tokens = rankfold.Tokens(some_ids(4, 32), "random", "random", 0)
+    tokens = rankfold.CalibrationData(some_ids(4, 32), "random", "random", 0)
     return rankfold.compress(source, MoDeGPT(sparsity=0.3, rank_multiple=2), tokens, output)
 
 

@@ -25,7 +25,7 @@ def place(tmp_path_factory):
     save_tiny(place / "dense")
     model = rankfold.load(place / "dense", device="cpu").train()
     source = rankfold.open_model(place / "dense", device="cpu")
-    ids = rankfold.load_tokens(place / "manual.txt", source, samples=512, length=64).ids
+    ids = rankfold.load_calibration(place / "manual.txt", source, num_samples=512, max_length=64).ids
     optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for batch in ids.split(16) * 3:
         model(input_ids=batch, labels=batch).loss.backward()
@@ -40,7 +40,7 @@ def place(tmp_path_factory):
 
 def compress(place, method, name: str) -> None:
     source = rankfold.open_model(place / "dense", device="cpu")
-    tokens = rankfold.load_tokens(place / "manual.txt", source, samples=32, length=64)
+    tokens = rankfold.load_calibration(place / "manual.txt", source, num_samples=32, max_length=64)
     rankfold.compress(source, method, tokens, place / name)
 
 
@@ -70,7 +70,7 @@ def test_it_gains_and_what_is_written_is_what_was_scored(place, tmp_path, tune):
         name: p.shape for name, p in before.state_dict().items()
     }
     source = rankfold.open_model(place / "dense", device="cpu")
-    held_out = rankfold.load_tokens(place / "manual.txt", source, samples=256, length=64).held_out
+    held_out = rankfold.load_calibration(place / "manual.txt", source, num_samples=256, max_length=64).held_out
     assert rankfold.perplexity(written, held_out)["perplexity"] == pytest.approx(facts["perplexity"], rel=1e-4)
     assert rankfold.perplexity(before, held_out)["perplexity"] == pytest.approx(facts["perplexity_before"], rel=1e-4)
     assert not (tmp_path / "out.partial").exists()

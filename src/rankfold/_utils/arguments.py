@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 # What a type is called in a message, and where an object of it comes from.
 NAMES = {
-    "Examples": "examples (rankfold.load_examples)",
+    "CalibrationData": "calibration data (rankfold.load_calibration)",
     "Method": "a method (rankfold.make_method)",
     "Module": "a PyTorch module",
     "MomentStore": "moments (rankfold.calibrate)",
@@ -25,7 +25,6 @@ NAMES = {
     "PreTrainedModel": "a transformers model",
     "DenseModel": "an open model (rankfold.open_model)",
     "Tensor": "a tensor",
-    "Tokens": "tokens (rankfold.load_tokens)",
     "bool": "True or False",
     "float": "a number",
     "int": "a whole number",

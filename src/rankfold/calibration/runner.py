@@ -239,7 +239,8 @@ def targets_of(source, batch: Given) -> Tensor:
     """``(B, T)`` the tokens of a batch; :data:`IGNORED` where an image of an example stands, which no model predicts."""
     ids: Any = ids_of(batch)
     ids = ids.to(source.device)
-    return ids.masked_fill(ids == source.image_token, IGNORED) if isinstance(batch, Example) else ids
+    has_images = isinstance(batch, Example) and source.image_token is not None
+    return ids.masked_fill(ids == source.image_token, IGNORED) if has_images else ids
 
 
 def predictions(

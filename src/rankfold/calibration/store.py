@@ -19,6 +19,7 @@ from .._utils.present import present
 from .._utils.schema import NUMBER, Maybe, check_record
 from .._utils.stopwatch import time_spent
 from ..data.batches import Data, add_tensors, as_data, as_tensors, digest_of
+from ..data.calibration_data import upgrade_calibration
 from ..errors import CheckpointError
 from .moments import BlockMoments, Moment, moved
 
@@ -40,13 +41,13 @@ IDENTITY = {
     "tokens": {
         "source": str,
         "origin": str,
-        "samples": int,
-        "length": int,
+        "num_samples": int,
+        "max_length": int,
         "tokens": int,
         "seed": int,
         "sha256": str,
         "held_out": Maybe(int),
-        "texts": Maybe([{"source": str, "share": NUMBER, "samples": int, "held_out": int}]),
+        "texts": Maybe([{"source": str, "share": NUMBER, "num_samples": int, "held_out": int}]),
     },
     "statistics": [str],
 }
@@ -59,11 +60,15 @@ class MomentStore:
         identity: what the moments were measured on (model, tokens, precision, statistics); two stores with equal
             identity hold the same numbers.
         folder: where to keep them; ``None`` keeps them in memory.
-        held_out: windows, images or examples that were not measured, to judge what is fitted to the others.
+        held_out: samples that were not measured, to judge what is fitted to the others.
+        written: the identity with the keys of the version that began the folder.
     """
 
-    def __init__(self, identity: dict, folder: Path | None = None, held_out: Data | None = None):
+    def __init__(
+        self, identity: dict, folder: Path | None = None, held_out: Data | None = None, written: dict | None = None
+    ):
         self.identity, self.folder, self._held_out = identity, folder, held_out
+        self._written = written or identity  # digests of blocks are of the identity as the folder has it
         self._blocks: dict[int, BlockMoments] = {}
 
     @classmethod
@@ -98,11 +103,12 @@ class MomentStore:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             sweep(folder)
-        if not (folder / RECORD).exists() and not (folder / UNFINISHED).exists():
+        records = [folder / name for name in (RECORD, UNFINISHED) if (folder / name).exists()]
+        if not records:
             write_json(folder / UNFINISHED, identity)
         if held_out is not None:
             write_tensors(folder / HELD_OUT, as_tensors(held_out))
-        return cls(identity, folder, held_out)
+        return cls(identity, folder, held_out, read_json(records[0]) if records else None)
 
     @classmethod
     def open(cls, folder: str | Path) -> "MomentStore":
@@ -120,9 +126,10 @@ class MomentStore:
             raise CheckpointError(
                 f"{folder} is not a moments folder; make one with `rankfold calibrate MODEL -o {folder}`"
             )
-        identity = read_json(folder / RECORD)
+        written = read_json(folder / RECORD)
+        identity = upgrade_calibration(written)
         check_record(identity, IDENTITY, folder / RECORD)
-        return cls(identity, folder, _read_held_out(folder / HELD_OUT, identity["tokens"]))
+        return cls(identity, folder, _read_held_out(folder / HELD_OUT, identity["tokens"]), written)
 
     @property
     def held_out(self) -> Data | None:
@@ -189,7 +196,7 @@ class MomentStore:
 
     def _digest(self, index: int, tensors: dict[str, Tensor], counts: dict[str, float]) -> str:
         """SHA-256 of a block's numbers, their names, and what they were measured on: tells other moments from damaged ones."""
-        digest = hashlib.sha256(json.dumps([self.identity, index, counts], sort_keys=True).encode())
+        digest = hashlib.sha256(json.dumps([self._written, index, counts], sort_keys=True).encode())
         add_tensors(digest, tensors)
         return digest.hexdigest()
 
@@ -225,7 +232,7 @@ def _check_folder(folder: Path, identity: dict) -> None:
     if names and not known:
         raise CheckpointError(f"{folder} exists and is not a moments folder; choose another folder")
     for name in sorted(known):
-        found = read_json(folder / name)
+        found = upgrade_calibration(read_json(folder / name))
         if found != identity:
             other = ", ".join(sorted(key for key in identity if found.get(key) != identity[key]))
             raise CheckpointError(

@@ -32,6 +32,7 @@ from .._utils.files import (
 )
 from .._utils.locking import lock_of, locked
 from .._utils.stopwatch import seconds_so_far
+from ..data.calibration_data import upgrade_calibration
 from ..errors import CheckpointError
 from ..methods import BlockResult
 from ..modules import CODE_FILE, code
@@ -100,7 +101,7 @@ class Run:
         failed = self.folder / FAILED
         if not failed.exists():
             return
-        if read_json(failed) == self.identity:
+        if upgrade_calibration(read_json(failed)) == self.identity:
             return os.replace(failed, self.folder / CONFIG)
         log.warning("%s held a run of another configuration that had ended in an error; it is replaced", self.folder)
         for path in sorted(self.folder.iterdir()):
@@ -113,9 +114,9 @@ class Run:
         if not os.path.lexists(self.folder):
             return None
         if (self.folder / CONFIG).exists():
-            return read_json(self.folder / CONFIG)
+            return upgrade_calibration(read_json(self.folder / CONFIG))
         if self.complete:
-            return _identified(read_json(self.folder / RECORD), self.identity)
+            return _identified(upgrade_calibration(read_json(self.folder / RECORD)), self.identity)
         if not self.folder.is_dir() or {path.name for path in self.folder.iterdir()} - {f"{CONFIG}.tmp"}:
             raise CheckpointError(
                 f"{self.folder} exists and is not an unfinished run; remove it or choose another output"
@@ -181,7 +182,7 @@ class Run:
     def earlier(self) -> dict | None:
         """Record of that part, once it is done."""
         found = sorted(self.before.glob(f"*/{RECORD}"))
-        return read_json(found[0]) if found else None
+        return upgrade_calibration(read_json(found[0])) if found else None
 
     def _clear_away(self) -> None:
         for folder in (self.moments, self.gradients, self.before):

@@ -19,7 +19,7 @@ from ..checkpoint.load import load_model
 from ..compression.budget import rank_options
 from ..compression.importance import available, needed
 from ..compression.plan import check
-from ..data.tokens import Tokens
+from ..data.calibration_data import CalibrationData
 from ..errors import RankfoldError, option
 from ..evaluation.complexity import cache_bytes
 from ..models.dense_model import DenseModel
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 def compare(
     source: DenseModel,
     cells: Sequence[Cell],
-    tokens: Tokens,
+    tokens: CalibrationData,
     measures: Measures,
     output: str | Path,
     *,
@@ -113,8 +113,8 @@ def _impossible(source: DenseModel, cells: Sequence[Cell]) -> dict[str, Rankfold
     return found
 
 
-def _warn_of_common_text(tokens: Tokens, measures: Measures) -> None:
-    calibrated = {tokens.origin, *(part.origin for part in tokens.parts)}
+def _warn_of_common_text(tokens: CalibrationData, measures: Measures) -> None:
+    calibrated = {tokens.origin, *(part.origin for part in tokens.texts)}
     for text in measures.describe().get("texts", []):
         if text["origin"] in calibrated:
             log.warning("warning: %s is the calibration text too; its perplexities are too good", text["text"])
@@ -127,7 +127,9 @@ class CellRunner:
         cells: that are to be tried, done already or not: the statistics of shared moments depend on all of them.
     """
 
-    def __init__(self, source: DenseModel, tokens: Tokens, measures: Measures, folder: Folder, cells: Sequence[Cell]):
+    def __init__(
+        self, source: DenseModel, tokens: CalibrationData, measures: Measures, folder: Folder, cells: Sequence[Cell]
+    ):
         self.source, self.tokens, self.measures, self.folder = source, tokens, measures, folder
         takers = [cell for cell in cells if self._shares(cell)]
         self.statistics = set().union(*(needed(source, cell.method) for cell in takers))
@@ -190,7 +192,6 @@ class CellRunner:
             "held_out": record["held_out"],
             "probe_texts": record.get("probe_texts"),
             "compress_seconds": record["run"]["seconds"]["total"],
-            "command": record["command"],
         }
         return row | self._measured(model)
 
@@ -219,7 +220,6 @@ def _row(label: str, sparsity: float, method: dict | None, mode: str | None) -> 
         "held_out": None,
         "probe_texts": None,
         "compress_seconds": None,
-        "command": None,
         "measures": None,
         "versions": {},
         "environment": {},

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel
 
-from ..data.text import Text, column_of
-from ..data.windows import shown
+from ..data.calibration_data import shown
+from ..data.text import Text, named_column
 from ..errors import DataError
 from ..evaluation.speed import lengths, speed
 from ..evaluation.tasks import Questions
@@ -67,9 +67,10 @@ class Perplexities:
 
     def __init__(self, source: DenseModel, texts: Texts):
         self.texts = texts.read()
-        length = min(texts.length, source.context_length)
+        length = min(texts.max_length, source.context_length)
         self.windows = [_windows(source, text, length, texts.limit) for text in self.texts]
-        self.labels, self.limit, self.field = _labels(texts.names), texts.limit, column_of(texts.names, texts.field)
+        self.labels, self.limit = _labels(texts.names), texts.limit
+        self.text_column = named_column(texts.names, texts.text_column)
 
     def describe(self) -> list[dict]:
         return [
@@ -77,7 +78,7 @@ class Perplexities:
                 "text": label,
                 "origin": text.origin,
                 "limit": self.limit,
-                **({"field": self.field} if self.field else {}),
+                **({"text_column": self.text_column} if self.text_column else {}),
                 "windows": len(windows),
                 "length": windows.shape[1],
                 "sha256": hashlib.sha256(windows.numpy().tobytes()).hexdigest()[:32],
@@ -108,7 +109,9 @@ def _windows(source: DenseModel, text: Text, length: int, limit: int | None) -> 
     try:
         return windows_of_text(text, source.tokenizer, source.name, source.config, length, limit)
     except DataError as error:
-        raise DataError(f"{text.name}: {str(error).replace('--length', '--text-length')}") from error
+        raise DataError(
+            f"{text.name}: {str(error).replace('max_length', 'text_length').replace('max-length', 'text-length')}"
+        ) from error
 
 
 class Accuracies:

@@ -22,6 +22,7 @@ from ..calibration.statistics import STATISTICS
 from ..calibration.streams import HiddenStates
 from ..calibration.supply import FromDense, FromStreams
 from ..data.batches import noise, tokens_in
+from ..data.calibration_data import mean_length
 from ..data.probes import most_tokens
 from ..errors import OptionError
 from ..methods import BLOCK, MeasurableMethod, Method, make_method
@@ -70,7 +71,7 @@ def estimated_seconds(the_plan: Plan, source: DenseModel, calibration: dict, mod
     method = make_method(options.pop("method"), **options)
     if mode not in method.modes:
         raise OptionError(f"mode must be {' or '.join(method.modes)}, got {mode!r}")
-    blocks, tokens, length = len(source), calibration["tokens"], calibration["length"]
+    blocks, tokens, length = len(source), calibration["tokens"], mean_length(calibration)
     held_out = calibration.get("held_out", 0) * length
     rates = _measured_rates(source, method, the_plan, mode, length)
     removed = sum(m.module == BLOCK and m.rank == 0 for m in the_plan.modules)
@@ -162,6 +163,8 @@ def _allocation(
         for rank in tried:
             work += of_trial(alone.work(view, {unit.module: rank}))
     fit = min(calibration["tokens"], fit_tokens(units))
-    compared = min(WINDOWS, calibration.get("held_out") or calibration["samples"]) * min(LENGTH, calibration["length"])
+    compared = min(WINDOWS, calibration.get("held_out") or calibration["num_samples"]) * min(
+        LENGTH, mean_length(calibration)
+    )
     passed = blocks * fit * rates.alone + compared * rates.forward * (blocks + trials + trials * (blocks - 1) / 2)
     return passed + blocks * rates.read + compared * (trials + 1) * rates.head + seconds_for(work, source.device)

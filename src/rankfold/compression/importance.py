@@ -15,7 +15,7 @@ from ..calibration.moments import BlockMoments
 from ..calibration.statistics import STATISTICS
 from ..calibration.store import MomentStore
 from ..checkpoint.run import Run
-from ..data.tokens import Tokens
+from ..data.calibration_data import CalibrationData
 from ..errors import OptionError, UnsupportedModelError
 from ..methods import BLOCK, MeasurableMethod, Method
 from ..models.dense_model import DenseModel
@@ -82,7 +82,7 @@ def measure_allocation(
     method: Method,
     options: RankOptions,
     moments: MomentStore | None = None,
-    tokens: Tokens | None = None,
+    tokens: CalibrationData | None = None,
     run: Run | None = None,
     gradients: MomentStore | None = None,
 ):
@@ -101,7 +101,7 @@ class _Dense(NamedTuple):
     method: Method
     options: RankOptions
     moments: MomentStore | None
-    tokens: Tokens | None
+    tokens: CalibrationData | None
     run: Run | None
     gradients: MomentStore | None
 
@@ -141,7 +141,7 @@ class _Dense(NamedTuple):
         stay = {(unit.block, BLOCK): {1: 0.0} for unit in units if unit.block not in sizes}
         return greedy_block_removal(self.source, tokens.ids, sizes, remove, self._known(), self._keep) | stay
 
-    def _text(self) -> Tokens:
+    def _text(self) -> CalibrationData:
         if self.tokens is None:
             raise OptionError(
                 f"a {self.method.allocation.name} allocation compares predictions on text, which moments do not hold; give "
@@ -158,7 +158,7 @@ class _Dense(NamedTuple):
 
 
 def gradients_of(
-    source: DenseModel, method: Method, tokens: Tokens | None, run: Run | None = None
+    source: DenseModel, method: Method, tokens: CalibrationData | None, run: Run | None = None
 ) -> MomentStore | None:
     """Statistics of one backward pass through the dense model, where the method reads any; kept with the run while it lasts.
 
@@ -176,7 +176,8 @@ def gradients_of(
             "gradients are measured on text, which moments do not hold; give calibration text, or take a method or option that "
             "reads no gradients"
         )
-    some = replace(tokens, ids=tokens.ids[: windows_for(len(tokens.ids), tokens.length, widest(view, names))])
+    length = tokens.tokens // len(tokens.ids)
+    some = replace(tokens, ids=tokens.ids[: windows_for(len(tokens.ids), length, widest(view, names))])
     with MomentStore.filling(moments_identity(source, some, names), run.gradients if run else None) as store:
         missing = store.missing(len(source))
         if missing:

@@ -36,7 +36,7 @@ from ..calibration.runner import (
 )
 from ..calibration.store import MomentStore
 from ..data.batches import Batch, Data, again, first, length_of
-from ..data.tokens import Tokens
+from ..data.calibration_data import CalibrationData
 from ..errors import CheckpointError
 from ..methods import MeasurableMethod, PrunableModule
 from ..models.block_reader import BlockReader
@@ -97,7 +97,7 @@ class Sensitivity:
 def measure_kl_sensitivity(
     source: DenseModel,
     method: MeasurableMethod,
-    tokens: Tokens,
+    tokens: CalibrationData,
     units: list[PrunableModule],
     averages: dict,
     gradients: MomentStore | None = None,

@@ -24,6 +24,7 @@ from ..calibration.backward import sweep_memory, windows_for
 from ..calibration.experts import INPUT, PER_UNIT, ROUTING
 from ..calibration.gradients import numbers, widest
 from ..calibration.statistics import SAMPLE_ROWS, STATISTICS
+from ..data.calibration_data import mean_length
 from ..data.probes import most_tokens
 from ..errors import OptionError, UnsupportedModelError
 from ..methods import BLOCK, Method, PrunableModule
@@ -65,7 +66,7 @@ def allocate_ranks(options: RankOptions, method: Method, measured=None) -> Alloc
 
 
 def divergence_for_stock(source: DenseModel, method: Method, costs) -> float | None:
-    """Return the expected divergence of the predictions, in nats per token, with the ranks that `--for stock` chooses.
+    """Return the expected divergence of the predictions, in nats per token, with the ranks that `--target stock` chooses.
 
     Args:
         costs: of a measured allocation, (block, module) -> rank -> nats per token.
@@ -247,7 +248,7 @@ def _peak_memory(source: DenseModel, method: Method, calibration: dict | None) -
     resident = 0 if source.streamed else tensor_bytes(source.model) - around
     tokens = held_out = 0
     if calibration:
-        tokens, held_out = calibration["tokens"], calibration.get("held_out", 0) * calibration["length"]
+        tokens, held_out = calibration["tokens"], calibration.get("held_out", 0) * mean_length(calibration)
     views = [source.meta_block(i) for i in range(len(source))]  # layers differ in kind
     each = [_moment_bytes(view, method.statistics(view), tokens, 2 if source.autocast else item) for view in views]
     moments, samples = (max(part) for part in zip(*each, strict=True))
@@ -263,7 +264,7 @@ def _peak_memory(source: DenseModel, method: Method, calibration: dict | None) -
     moments += of_gradients
     backwards = of_gradients
     if gradients and calibration:
-        backwards += sweep_memory(source, _sweep_windows(source, method, calibration) * calibration["length"])
+        backwards += sweep_memory(source, _sweep_windows(source, method, calibration) * mean_length(calibration))
     return int(around + resident + max(2 * largest + 2.5 * moments + samples + stream, largest + backwards))
 
 
@@ -289,4 +290,4 @@ def _sweep_windows(source: DenseModel, method: Method, calibration: dict | None)
     names = method.gradients(view)
     if not names or calibration is None:
         return None
-    return windows_for(calibration["samples"], calibration["length"], widest(view, names))
+    return windows_for(calibration["num_samples"], mean_length(calibration), widest(view, names))

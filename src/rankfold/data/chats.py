@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import DataError, OptionError, first_line
 
-__all__ = ["CHATS", "Chat", "chat_of", "has_half_character", "is_chat", "text_column", "written"]
+__all__ = ["CHATS", "Chat", "chat_of", "column_read", "has_half_character", "is_chat", "written"]
 
 CHATS = ("messages", "conversations")  # columns of chats: of role and content, and of ShareGPT's from and value
 SHAREGPT = {"human": "user", "gpt": "assistant"}  # its speakers -> roles; all other names are roles
@@ -24,11 +24,11 @@ class Chat:
         return sum(len(turn.get("content") or "") for turn in self.turns)
 
 
-def text_column(columns: Iterable[str], field: str) -> str:
+def column_read(columns: Iterable[str], column: str) -> str:
     """Return the column that a row is read from: a chat, where the usual column is missing."""
     found = set(columns)
     chats = [name for name in CHATS if name in found]
-    return chats[0] if field == "text" and field not in found and chats else field
+    return chats[0] if column == "text" and column not in found and chats else column
 
 
 def is_chat(value: Any) -> bool:

@@ -1,13 +1,13 @@
 """Data sets on the hub, by alias."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CheckpointError, DataError, first_line
 
-__all__ = ["ALIASES", "BUFFER", "HUB", "HubRows", "HubText", "hub_rows", "image_text_rows"]
+__all__ = ["ALIASES", "BUFFER", "HUB", "HubText", "StreamedRows", "hub_rows", "image_text_rows"]
 
 BUFFER = 10_000  # rows that a shuffled stream holds to draw the next one from: some 20 MB of web text
 HUB = "hub:"  # in front of the name of a data set with images
@@ -20,7 +20,7 @@ class HubText:
     path: str
     config: str | None
     splits: dict[str, str]  # "calibration" / "evaluation" -> split
-    field: str
+    column: str
     revision: str | None = None
     data_files: dict[str, str] | None = None
     endless: bool = False  # too large to be read to its end
@@ -77,19 +77,19 @@ def hub_rows(alias: str, use: str, shuffle: int | None = None) -> Iterator[str]:
             streaming=True,
         )
         for row in rows if shuffle is None else rows.shuffle(seed=shuffle, buffer_size=BUFFER):
-            yield row[hub.field]
+            yield row[hub.column]
 
 
 @dataclass(frozen=True)
-class HubRows:
-    """Image-text rows of a data set on the hub, images as they are encoded."""
+class StreamedRows:
+    """Rows of a data set with images, as they are encoded or opened."""
 
-    rows: Iterator[dict[str, Any]]  # in a random order
+    rows: Iterable[tuple[int, Any]]  # with their numbers, in a random order
     origin: str  # data set and split
     draw: str  # how they are drawn, for the record
 
 
-def image_text_rows(name: str, seed: int) -> HubRows:
+def image_text_rows(name: str, seed: int) -> StreamedRows:
     """The training split of a data set with images, streamed in a random order.
 
     Args:
@@ -104,8 +104,8 @@ def image_text_rows(name: str, seed: int) -> HubRows:
     if path.count("/") != 1 or not all(path.split("/")):
         raise DataError(f"no data set at {name!r}: expected {HUB}OWNER/NAME, or {HUB}OWNER/NAME:CONFIG")
     buffer = BUFFER // 10  # some 100 MB of images
-    rows = _image_text_rows(path, config or None, seed, buffer)
-    return HubRows(rows, f"{name.removeprefix(HUB)}:train", f"stream, buffer of {buffer} rows")
+    rows = enumerate(_image_text_rows(path, config or None, seed, buffer))
+    return StreamedRows(rows, f"{name.removeprefix(HUB)}:train", f"stream, buffer of {buffer} rows")
 
 
 def _image_text_rows(path: str, config: str | None, seed: int, buffer: int) -> Iterator[dict[str, Any]]:

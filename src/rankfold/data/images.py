@@ -5,8 +5,7 @@ Shape legend: S images, C channels, H x W pixels.
 
 import io
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -17,12 +16,12 @@ from torch import Tensor
 
 from ..errors import DataError, OptionError, first_line
 from .batches import Data, Example, length_of
-from .hub import HUB, image_text_rows
-from .mixing import some_of
-from .text import json_rows, open_parquet, origin_of
-from .windows import Tokens
+from .calibration_data import CalibrationData
+from .hub import StreamedRows
+from .mixing import DrawOptions, some_of
+from .text import json_rows, open_parquet, origin_of, path_of, use_column
 
-__all__ = ["Images", "encoded_images", "image_paths", "load_images", "read_image"]
+__all__ = ["encoded_images", "held_out_images", "image_paths", "images_as_data", "read_image", "samples_of_images"]
 
 log = logging.getLogger(__name__)
 
@@ -32,69 +31,46 @@ TOGETHER = 64  # images that the processor gets at once
 Readers = list[tuple[str, Callable]]  # name for messages, and what gives a path or an open file of the image
 
 
-@dataclass(frozen=True)
-class Images(Tokens):
-    """Images as an encoder takes them, in the place of windows of token ids."""
-
-    ids: Data  # (S, C, H, W) floating point, or an example for each of several sizes; what moments are measured on
-    held_out: Data | None = None  # further images of the same draw that nothing is fitted to
-    draw: str = "images of the whole folder"
-    patches: int = 0  # that an image is cut into; where sizes differ the mean, rounded down
-
-    def __post_init__(self):
-        for name, images in (("ids", self.ids), ("held_out", self.held_out)):
-            if images is not None:
-                _check_images(name, images)
-
-    @property
-    def tokens(self) -> int:
-        """Patches of all images that are fitted."""
-        if isinstance(self.ids, Tensor):
-            return len(self.ids) * self.patches
-        return sum(image.tokens for image in self.ids)
-
-    @property
-    def length(self) -> int:
-        return self.patches
-
-    def describe(self) -> dict:
-        return super().describe() | {"kind": "images", "tokens": self.tokens}
-
-
-def load_images(
-    name: str | Path, source, *, samples: int = 128, seed: int = 0, field: str = "image", processor=None
-) -> Images:
-    """Images for calibrating a part that takes images, drawn at random out of a folder, a parquet file, or what a file of
-    image-text examples names.
+def samples_of_images(
+    name: str, rows: StreamedRows | None, model, options: DrawOptions, processor=None
+) -> CalibrationData:
+    """Draw images for a part that takes images.
 
     Some more images of the same draw are held out, one for eight samples and at least one; they are taken out of the samples
     where there are too few images.
 
     Args:
         name: a folder, searched with all folders in it, a ``.parquet`` file with encoded images, as data sets on the hub are
-            stored, a ``.jsonl`` file with paths of images, each of which counts once (:func:`.load_examples`), or
-            ``hub:OWNER/NAME``, a data set with images on the hub, of which the first ones of a shuffled stream are taken.
-        source: an open model; its image processor is used.
-        samples: ``>= 1``.
-        seed: of the draw.
-        field: column of the parquet or jsonl file, or of the data set.
+            stored, or a ``.jsonl`` file with paths of images, each of which counts once.
+        rows: a data set with images, of which the first ones are taken; ``name`` is then for messages.
+        model: an open model; its image processor is used.
+        options: of the draw.
         processor: in place of the one beside the weights.
 
     Raises:
         DataError: no images there, or one that cannot be read (named).
-        OptionError: ``samples`` out of range, or Pillow is not installed.
+        OptionError: Pillow is not installed.
         CheckpointError: there is no image processor beside the weights, or the hub cannot be reached.
     """
-    if samples < 1:
-        raise OptionError(f"samples must be >= 1, got {samples}")
-    found = _find(str(name), field, samples + _held_out_of(samples), seed)
-    chosen, fitted = some_of(found.name, "images", found.readers, samples, seed, _held_out_of)
-    processor = source.image_processor if processor is None else processor
-    images = (_examples if source.part.packed else _pixels)(chosen, processor)
+    column, samples = options.image_column, options.num_samples
+    found = _find(name, rows, column, samples + held_out_images(samples))
+    chosen, fitted = some_of(found.name, "images", found.readers, samples, options.seed, held_out_images)
+    processor = model.image_processor if processor is None else processor
+    images = (_examples if model.part.packed else _pixels)(chosen, processor)
+    return images_as_data(images, fitted, model.part, options, found.name, found.origin, found.draw)
+
+
+def images_as_data(
+    images: Data, fitted: int, part, options: DrawOptions, name: str, origin: str, draw: str
+) -> CalibrationData:
+    """Return images as a calibration set: the first ones are fitted, the others held out."""
     held_out = images[fitted:] if fitted < len(images) else None
-    patches = length_of(images[:fitted], source.part)
-    facts = {"field": None if field == "image" else field, "wanted": samples, "patches": patches}
-    return Images(images[:fitted], found.name, found.origin, seed, held_out, found.draw, **facts)
+    facts = {
+        "patches": length_of(images[:fitted], part),
+        "wanted": options.num_samples,
+        "text_column": None if options.text_column in ("text", "image") else options.text_column,
+    }
+    return CalibrationData(images[:fitted], name, origin, options.seed, held_out, draw, **facts)
 
 
 class _Found(NamedTuple):
@@ -106,20 +82,19 @@ class _Found(NamedTuple):
     readers: Readers
 
 
-def _find(name: str, field: str, wanted: int, seed: int) -> _Found:
-    if name.startswith(HUB):
-        hub = image_text_rows(name, seed)
-        readers = list(islice(_of_rows(hub.rows, name, field), wanted))
+def _find(name: str, rows: StreamedRows | None, column: str, wanted: int) -> _Found:
+    if rows is not None:
+        readers = list(islice(_of_rows(rows.rows, name, column), wanted))
         if not readers:
-            raise DataError(f"{name} holds no images in the column {field!r}; give one that does (use --field)")
-        return _Found(name, hub.origin, hub.draw, readers)
-    place = Path(name).expanduser()
-    readers = {".parquet": _of_parquet, ".jsonl": _of_jsonl}.get(place.suffix.lower(), _of_folder)(place, field)
-    return _Found(place.name, origin_of(place), Images.draw, readers)
+            raise DataError(f"{name} holds no images in the column {column!r}; give one that does {use_column()}")
+        return _Found(name, rows.origin, rows.draw, readers)
+    place = path_of(name)
+    readers = {".parquet": _of_parquet, ".jsonl": _of_jsonl}.get(place.suffix.lower(), _of_folder)(place, column)
+    return _Found(place.name, origin_of(place), "images of the whole folder", readers)
 
 
-def _held_out_of(samples: int) -> int:
-    """More than of text, where a window is as many tokens as some small images."""
+def held_out_images(samples: int) -> int:
+    """Return how many images are held out: more than of text, where a window is as many tokens as some small images."""
     return max(1, samples // 8)
 
 
@@ -132,52 +107,62 @@ def _of_folder(folder: Path, _: str) -> Readers:
     return [(str(path), lambda path=path: path) for path in files]
 
 
-def _of_parquet(file: Path, field: str) -> Readers:
+def _of_parquet(file: Path, column: str) -> Readers:
     """Rows as `datasets` writes them: ``{"bytes": ..., "path": ...}``, or the bytes alone."""
     _check_file(file)
-    with open_parquet(file, field) as table:
-        rows = table.read(columns=[field])[field].to_pylist()
+    with open_parquet(file, column) as table:
+        rows = table.read(columns=[column])[column].to_pylist()
     found = []
     for number, row in enumerate(rows):
         data = row.get("bytes") if isinstance(row, dict) else row
         if not isinstance(data, bytes):
-            raise DataError(f"{file}, row {number}: column {field!r} holds no encoded image (use --field)")
+            raise DataError(f"{file}, row {number}: column {column!r} holds no encoded image {use_column()}")
         found.append((f"{file}, row {number}", lambda data=data: io.BytesIO(data)))
     if not found:
         raise DataError(f"{file} has no rows; give one with images")
     return found
 
 
-def _of_jsonl(file: Path, field: str) -> Readers:
+def _of_jsonl(file: Path, column: str) -> Readers:
     """Every image once, in the order in which they are named."""
     _check_file(file)
-    found = dict.fromkeys(path for where, row in json_rows(file) for path in image_paths(row, where, file, field))
+    found = dict.fromkeys(path for where, row in json_rows(file) for path in image_paths(row, where, file, column))
     if not found:
-        raise DataError(f"{file} names no images in the column {field!r}; give one that does (use --field)")
+        raise DataError(f"{file} names no images in the column {column!r}; give one that does {use_column()}")
     return [(str(path), lambda path=path: path) for path in found]
 
 
-def _of_rows(rows: Iterator[dict], name: str, field: str) -> Iterator[tuple[str, Callable]]:
+def _of_rows(rows: Iterable[tuple[int, Any]], name: str, column: str) -> Iterator[tuple[str, Callable]]:
     """Every image of a data set."""
-    for number, row in enumerate(rows):
-        for data in encoded_images(row, f"{name}, row {number}", field):
+    for number, row in rows:
+        for data in encoded_images(row, f"{name}, row {number}", column):
             yield f"{name}, row {number}", lambda data=data: io.BytesIO(data)
 
 
-def encoded_images(row: dict, where: str, field: str = "image") -> tuple[bytes, ...]:
+def encoded_images(row: dict, where: str, column: str = "image") -> tuple[bytes, ...]:
     """Images of one row of a data set: one, several in a list, or none.
 
     Raises:
         DataError: something else is there.
     """
-    if field not in row:
-        raise DataError(f"{where}: there is no column {field!r}; it has: {', '.join(row)} (use --field)")
-    given = row[field]
+    if not isinstance(row, dict) or column not in row:
+        names = f"it has: {', '.join(row)}" if isinstance(row, dict) else f"it is a {type(row).__name__}"
+        raise DataError(f"{where}: there is no column {column!r}; {names} {use_column()}")
+    given = row[column]
     images = given if isinstance(given, list) else [] if given is None else [given]
-    found = tuple(image.get("bytes") if isinstance(image, dict) else image for image in images)
+    found = tuple(map(_encoded, images))
     if not all(isinstance(data, bytes) for data in found):
-        raise DataError(f"{where}: column {field!r} holds no encoded image, got {str(given)[:60]} (use --field)")
+        raise DataError(f"{where}: column {column!r} holds no encoded image, got {str(given)[:60]} {use_column()}")
     return found
+
+
+def _encoded(image) -> Any:
+    """Return the bytes of an image as a data set has it: encoded, or opened by Pillow."""
+    if hasattr(image, "convert"):
+        buffer = io.BytesIO()
+        image.save(buffer, "png")
+        return buffer.getvalue()
+    return image.get("bytes") if isinstance(image, dict) else image
 
 
 def _check_file(file: Path) -> None:
@@ -185,17 +170,17 @@ def _check_file(file: Path) -> None:
         raise DataError(f"no images at {str(file)!r}: expected a folder of images, or a {FILES}")
 
 
-def image_paths(row: Any, where: str, file: Path, field: str = "image") -> tuple[Path, ...]:
+def image_paths(row: Any, where: str, file: Path, column: str = "image") -> tuple[Path, ...]:
     """Images of one row of a ``.jsonl`` file, which names them from the file's folder: one, several in a list, or none.
 
     Raises:
         DataError: something else is there.
     """
-    given = row.get(field) if isinstance(row, dict) else row
+    given = row.get(column) if isinstance(row, dict) else row
     images = given if isinstance(given, list) else [given] if given else []
     if not isinstance(row, dict) or not all(isinstance(image, str) for image in images):
         raise DataError(
-            f"{file}, {where}: column {field!r} must hold a path, or a list of paths, got {str(given)[:60]}"
+            f"{file}, {where}: column {column!r} must hold a path, or a list of paths, got {str(given)[:60]}"
         )
     return tuple(file.parent / image for image in images)
 
@@ -250,21 +235,3 @@ def read_image(where: str, place):
             return image.convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(f"{where} is not a readable image ({first_line(error)}); replace or remove it") from error
-
-
-def _check_images(name: str, images) -> None:
-    if (
-        isinstance(images, tuple)
-        and images
-        and all(isinstance(image, Example) and image.ids is None for image in images)
-    ):
-        return
-    _check_pixels(name, images)
-
-
-def _check_pixels(name: str, pixels) -> None:
-    if not isinstance(pixels, Tensor) or not pixels.is_floating_point() or pixels.dim() != 4 or not len(pixels):
-        got = f"{list(pixels.shape)} of {pixels.dtype}" if isinstance(pixels, Tensor) else type(pixels).__name__
-        raise DataError(f"{name} must be a tensor (images, channels, height, width) of floats, got {got}")
-    if not torch.isfinite(pixels).all():
-        raise DataError(f"{name} holds NaN or infinite pixels; give others")

@@ -6,6 +6,7 @@ Shape legend: S samples (windows), T window length.
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -13,15 +14,18 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import OptionError
+from ..errors import OptionError, option
 
 __all__ = [
+    "DrawOptions",
     "Drawn",
     "Portion",
     "check_distinct",
     "draw_all",
+    "fitted_of",
     "held_out_of",
     "interleaved",
+    "order_of",
     "portions",
     "shares_of",
     "some_of",
@@ -33,6 +37,39 @@ log = logging.getLogger(__name__)
 Row = TypeVar("Row")
 
 FINEST = 10**6  # largest denominator of a share: two thirds, not 0.6666666666666666, so that ties are ties
+
+
+@dataclass(frozen=True)
+class DrawOptions:
+    """How many samples are drawn, of what length, in what order, and from which column.
+
+    Raises:
+        OptionError: a number is out of range.
+    """
+
+    num_samples: int
+    max_length: int
+    seed: int
+    text_column: str
+
+    def __post_init__(self):
+        if self.num_samples < 1 or self.max_length < 2:
+            names = option("num_samples"), option("max_length")
+            raise OptionError(
+                f"{names[0]} must be >= 1 and {names[1]} >= 2, got {self.num_samples} and {self.max_length}"
+            )
+        if not -(2**63) <= self.seed < 2**63:
+            raise OptionError(f"seed must fit into 64 bits, got {str(self.seed)[:24]}...; choose a smaller number")
+
+    @property
+    def wanted(self) -> int:
+        """Return the number of samples to draw, those that are held out among them."""
+        return self.num_samples + held_out_of(self.num_samples)
+
+    @property
+    def image_column(self) -> str:
+        """Return the column of the images of a part that takes nothing else."""
+        return "image" if self.text_column == "text" else self.text_column
 
 
 class Portion(NamedTuple):
@@ -66,11 +103,20 @@ def some_of(
         beside: how many are held out beside so many fitted ones; taken out of these where there are too few rows.
     """
     wanted = samples + beside(samples)
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
-    chosen = [rows[i] for i in order[:wanted]]
+    chosen = [rows[i] for i in order_of(len(rows), seed)[:wanted].tolist()]
     if len(chosen) < wanted:
         log.info("%s has %d %s, not %d", name, len(chosen), what, wanted)
-    return chosen, max(1, min(samples, len(chosen) - beside(min(samples, len(chosen)))))
+    return chosen, fitted_of(len(chosen), samples, beside)
+
+
+def order_of(count: int, seed: int) -> Tensor:
+    """Return the random order of so many rows."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+
+
+def fitted_of(count: int, samples: int, beside: Callable[[int], int] = held_out_of) -> int:
+    """Return how many of the first ``count`` rows are fitted, the others being held out; arguments as for :func:`some_of`."""
+    return max(1, min(samples, count - beside(min(samples, count))))
 
 
 def shares_of(texts: str | Path | Iterable[str | Path] | Mapping[str | Path, float]) -> dict[str, float]:
@@ -92,7 +138,8 @@ def shares_of(texts: str | Path | Iterable[str | Path] | Mapping[str | Path, flo
     given = dict(zip(names, texts.values() if isinstance(texts, Mapping) else [1] * len(names), strict=True))
     for name, share in given.items():
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < math.inf:
-            raise OptionError(f"the share of calibration text {name!r} must be a number above 0, got {share!r}")
+            got = " ".join(repr(share).split())[:60]
+            raise OptionError(f"the share of calibration text {name!r} must be a number above 0, got {got}")
     whole = sum(map(Fraction, given.values()))
     return {name: float(Fraction(share) / whole) for name, share in given.items()}
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from ..errors import DataError
+from ..errors import DataError, option
 
 __all__ = ["rows_of_csv", "rows_of_json"]
 
@@ -54,7 +54,7 @@ def _rows_of_object(found: dict, place: str, columns: tuple[str, ...]) -> list:
         return next(iter(lists.values()))
     raise DataError(
         f"{place} is an object with {'several lists' if lists else 'no list'} of rows in it (it has: {', '.join(found)}); give "
-        "the list of rows alone, or name the column of the text (use --field)"
+        f"the list of rows alone, or name the column of the text (use {option('text_column')})"
     )
 
 

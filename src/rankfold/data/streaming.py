@@ -6,16 +6,14 @@ BEGIN in a slot are its pieces, so every row belongs to one slot. Only the slots
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
-import torch
-
-from .chats import Chat
+from .chats import Chat, column_read
 from .hub import ALIASES, BUFFER, hub_rows
-from .text import Text, decode, document_of, json_row, open_parquet, raw_row, rows_of_group, text_source
+from .mixing import order_of
+from .text import Text, decode, document_of, json_row, open_parquet, raw_row, read_text, text_source
 
-__all__ = ["LARGE", "Pieces", "pieces_of_file_or_hub", "pieces_of_text"]
+__all__ = ["LARGE", "Pieces", "pieces_of_text", "text_or_pieces"]
 
 LARGE = 16 * 2**20  # bytes of a file, characters of rows; what is smaller is tokenised as a whole
 
@@ -29,16 +27,16 @@ class Pieces:
     draw: str  # how they were drawn, for the record
 
 
-def pieces_of_file_or_hub(name: str, *, field: str, seed: int, size: int) -> Pieces | None:
-    """Pieces of a source that must not be read to its end; ``None`` where it can be.
+def text_or_pieces(name: str, *, column: str, seed: int, size: int) -> Text | Pieces:
+    """Read a text source; of one that is too large to be tokenised as a whole return random pieces.
 
     Args:
-        name, field: see :func:`~rankfold.data.text.read_text`.
+        name, column: see :func:`~rankfold.data.text.read_text`.
         seed: of the order.
         size: characters wanted of a piece, where the source has no rows.
 
     Raises:
-        DataError: on the way, see :func:`~rankfold.data.text.read_text`.
+        DataError: here or on the way, see :func:`~rankfold.data.text.read_text`.
         CheckpointError: the hub cannot be reached.
     """
     source = text_source(name)
@@ -46,28 +44,25 @@ def pieces_of_file_or_hub(name: str, *, field: str, seed: int, size: int) -> Pie
         return Pieces(hub_rows(name, "calibration", shuffle=seed), source.origin, f"stream, buffer of {BUFFER} rows")
     whole = source.path is None or source.kind in ("json", "csv", "tsv")  # which have no rows to find in the middle
     if whole or source.path.stat().st_size <= LARGE:
-        return None
+        text = read_text(name, column=column)
+        return pieces_of_text(text, seed) or text
     if source.kind == "parquet":
-        return Pieces(_parquet_rows(source.path, field, seed), source.origin, "rows")
+        return Pieces(_parquet_rows(source.path, column, seed), source.origin, "rows")
     if source.kind == "txt":
         return Pieces(_spans(source.path, seed, size), source.origin, f"spans of {size} bytes")
-    return Pieces(_rows(source.path, source.kind, field, seed, size), source.origin, f"rows of slots of {size} bytes")
+    return Pieces(_rows(source.path, source.kind, column, seed, size), source.origin, f"rows of slots of {size} bytes")
 
 
 def pieces_of_text(text: Text, seed: int) -> Pieces | None:
     """Documents of a text that was read but is too large to be tokenised; ``None`` where it is not."""
     if sum(map(len, text.documents)) <= LARGE:
         return None
-    return Pieces((text.documents[i] for i in _order(len(text.documents), seed)), text.origin, "rows")
-
-
-def _order(count: int, seed: int) -> Iterator[int]:
-    return map(int, torch.randperm(count, generator=torch.Generator().manual_seed(seed)))
+    return Pieces((text.documents[i] for i in map(int, order_of(len(text.documents), seed))), text.origin, "rows")
 
 
 def _slots(path: Path, seed: int, size: int) -> Iterator[int]:
     """First bytes of all slots."""
-    return (slot * size for slot in _order(-(-path.stat().st_size // size), seed))
+    return (slot * size for slot in map(int, order_of(-(-path.stat().st_size // size), seed)))
 
 
 def _spans(path: Path, seed: int, size: int) -> Iterator[str]:
@@ -87,7 +82,7 @@ def _whole_characters(data: bytes) -> bytes:
     return data[first:]
 
 
-def _rows(path: Path, kind: str, field: str, seed: int, size: int) -> Iterator[str | Chat]:
+def _rows(path: Path, kind: str, column: str, seed: int, size: int) -> Iterator[str | Chat]:
     with path.open("rb") as file:
         for begin in _slots(path, seed, size):
             for where, line in _lines(file, begin, begin + size):
@@ -95,7 +90,7 @@ def _rows(path: Path, kind: str, field: str, seed: int, size: int) -> Iterator[s
                 if kind == "raw":
                     yield raw_row(text)
                 elif text.strip():
-                    yield document_of(json_row(text, f"byte {where}", path), field, f"{path}, byte {where}")
+                    yield document_of(json_row(text, f"byte {where}", path), column, f"{path}, byte {where}")
 
 
 def _lines(file, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
@@ -107,18 +102,13 @@ def _lines(file, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
         yield where, line
 
 
-def _parquet_rows(path: Path, field: str, seed: int) -> Iterator[str | Chat]:
-    """Rows in random order. A few thousand at a time, so that a row group is read once for all rows wanted of it."""
-    with open_parquet(path, field) as file:
-        sizes = [file.metadata.row_group(g).num_rows for g in range(file.num_row_groups)]
-        starts = torch.tensor([0, *sizes]).cumsum(0)
-        order = _order(int(starts[-1]), seed)
-        while drawn := list(islice(order, 4096)):
-            wanted: dict[int, list[int]] = {}
-            for row, group in zip(drawn, torch.searchsorted(starts, torch.tensor(drawn), right=True) - 1, strict=True):
-                wanted.setdefault(int(group), []).append(row)
-            found = {}
-            for group in sorted(wanted):
-                rows = rows_of_group(file, group, field, path)
-                found |= {row: rows[row - int(starts[group])] for row in wanted[group]}
-            yield from (found[row] for row in drawn)
+def _parquet_rows(path: Path, column: str, seed: int) -> Iterator[str | Chat]:
+    """Yield rows in random order, a few thousand at a time, so that a row group is read once for all rows wanted of it."""
+    from pyarrow.dataset import dataset
+
+    with open_parquet(path, column) as file:
+        read, rows = column_read(file.schema_arrow.names, column), dataset(path, format="parquet")
+        for drawn in order_of(file.metadata.num_rows, seed).split(4096):
+            found = rows.take(drawn.numpy(), columns=[read])[read].to_pylist()
+            for number, row in zip(drawn.tolist(), found, strict=True):
+                yield document_of({read: row}, read, f"{path}, row {number + 1}")

@@ -15,26 +15,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import DataError, first_line, suggestion
-from .chats import CHATS, Chat, chat_of, has_half_character, is_chat, text_column, written
+from ..errors import DataError, first_line, option, suggestion
+from .chats import CHATS, Chat, chat_of, column_read, has_half_character, is_chat, written
 from .hub import ALIASES, hub_rows
 from .rows import rows_of_csv, rows_of_json
 
 __all__ = [
     "Text",
     "TextSource",
-    "column_of",
     "decode",
     "document_of",
-    "field_of",
     "json_row",
     "json_rows",
+    "named_column",
     "open_parquet",
     "origin_of",
+    "path_of",
     "raw_row",
     "read_text",
-    "rows_of_group",
+    "text_of",
     "text_source",
+    "use_column",
 ]
 
 KINDS = {  # of files with rows, by suffix; any other file is one text
@@ -66,7 +67,7 @@ class Text:
         return isinstance(self.documents[0], Chat)
 
     def joined(self, tokenizer=None, model: str = "the model") -> str:
-        """Return one string: rows joined by a blank line, the way WikiText-2 perplexity is defined in the field, and chats as
+        """Return one string: rows joined by a blank line, the way WikiText-2 perplexity is defined, and chats as
         the chat template of a model ends them.
 
         Args:
@@ -100,7 +101,7 @@ def text_source(name: str, use: str = "calibration") -> TextSource:
     if name in ALIASES:
         return TextSource("hub", f"{ALIASES[name].path}:{ALIASES[name].splits[use]}")
     raw = alias in ALIASES and local
-    path = Path(local if raw else name).expanduser()
+    path = path_of(local if raw else name)
     if not path.is_file():
         hint = suggestion(name, [*ALIASES, "pydoc", "self"])
         folder = " (it is a folder; give a file in it)" if path.is_dir() and name else ""
@@ -119,10 +120,18 @@ def _kind_of(path: Path, raw: bool) -> str:
     return "raw" if raw else KINDS.get(suffix, "txt")
 
 
-def column_of(names: Iterable[str], field: str) -> str | None:
+def named_column(names: Iterable[str], column: str) -> str | None:
     """The column that was read of any of these texts; ``None`` where it is the usual one, or none of them has columns."""
-    kinds = [text_source(name).kind for name in names if name != "self"] if field != "text" else []
-    return field if {*KINDS.values()} & {*kinds} else None
+    kinds = [text_source(name).kind for name in names if name != "self"] if column != "text" else []
+    return column if {*KINDS.values()} & {*kinds} else None
+
+
+def path_of(name: str) -> Path:
+    """Return the path that a name means; ``~`` of nobody is a folder of that name."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        return Path(name)
 
 
 def origin_of(path: Path) -> str:
@@ -130,29 +139,29 @@ def origin_of(path: Path) -> str:
     return "file:" + hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
 
 
-def read_text(name: str, *, use: str = "calibration", field: str = "text", characters: int | None = None) -> Text:
+def read_text(name: str, *, use: str = "calibration", column: str = "text", characters: int | None = None) -> Text:
     """Read a text source from its beginning.
 
     Args:
         name: alias, ``alias:local file``, ``pydoc``, or a file: ``.jsonl``, ``.json`` (a list of rows, or an object that holds
             one), ``.csv``, ``.tsv`` or ``.parquet`` with rows, any other as one text.
         use: ``calibration`` or ``evaluation``; picks the split of a hub data set.
-        field: the column with the text, of a file with rows. Where a row has no ``text`` but ``messages`` (turns with ``role``
+        column: the column with the text, of a file with rows. Where a row has no ``text`` but ``messages`` (turns with ``role``
             and ``content``) or ``conversations`` (``from`` and ``value``), it is a chat.
         characters: stop reading after about this many (a hub data set may be endless).
 
     Raises:
-        DataError: unknown source, missing field, unreadable or empty file.
+        DataError: unknown source, missing column, unreadable or empty file.
         CheckpointError: the hub cannot be reached.
     """
     source = text_source(name, use)
-    kept = _up_to(_documents(source, name, use, field), characters)
+    kept = _up_to(_documents(source, name, use, column), characters)
     if not any(isinstance(d, Chat) or d.strip() for d in kept):
         raise DataError(f"text source {name!r} is empty; give a file with text, or one of {_choices()}")
     return Text(name, kept, source.origin)
 
 
-def _documents(source: TextSource, name: str, use: str, field: str) -> Iterable[str | Chat]:
+def _documents(source: TextSource, name: str, use: str, column: str) -> Iterable[str | Chat]:
     if source.kind == "pydoc":
         from pydoc_data.topics import topics
 
@@ -160,17 +169,14 @@ def _documents(source: TextSource, name: str, use: str, field: str) -> Iterable[
     if source.kind == "hub":
         return hub_rows(name, use)
     if source.kind == "parquet":
-        with open_parquet(source.path, field) as file:
-            return [
-                row for group in range(file.num_row_groups) for row in rows_of_group(file, group, field, source.path)
-            ]
+        return _rows_of_parquet(source.path, column)
     if source.kind in KINDS.values():
-        return (document_of(row, field, f"{source.path}, {where}") for where, row in _rows(source, field))
+        return (document_of(row, column, f"{source.path}, {where}") for where, row in _rows(source, column))
     text = decode(source.path.read_bytes(), source.path)
     return (text,) if source.kind == "txt" else (raw_row(line) for line in text.split("\n")[:-1])
 
 
-def _rows(source: TextSource, field: str) -> Iterable[tuple[str, Any]]:
+def _rows(source: TextSource, column: str) -> Iterable[tuple[str, Any]]:
     """Rows of a file, with where they stand in it."""
     path = source.path
     if source.kind == "jsonl":
@@ -178,7 +184,7 @@ def _rows(source: TextSource, field: str) -> Iterable[tuple[str, Any]]:
     content = decode(path.read_bytes(), path)
     if source.kind != "json":
         return rows_of_csv(content, str(path), "\t" if source.kind == "tsv" else ",")
-    rows = rows_of_json(content, str(path), (field, *CHATS))
+    rows = rows_of_json(content, str(path), (column, *CHATS))
     return json_rows(path) if rows is None else rows
 
 
@@ -228,53 +234,57 @@ def json_row(line: str, where: str, path: Path) -> Any:
         raise DataError(f"{path}, {where} is not JSON ({reason}); one object a line is expected") from error
 
 
-def document_of(row: Any, field: str, where: str) -> str | Chat:
+def document_of(row: Any, column: str, where: str) -> str | Chat:
     """Return the text of a row, or its chat; ``where``: file and row, for messages."""
-    column = text_column(row, field) if isinstance(row, dict) else field
-    if isinstance(row, dict) and is_chat(row.get(column)):
-        return chat_of(row[column], where)
-    if column != field:
-        kind = type(row[column]).__name__
+    read = column_read(row, column) if isinstance(row, dict) else column
+    if isinstance(row, dict) and is_chat(row.get(read)):
+        return chat_of(row[read], where)
+    if read != column:
+        kind = type(row[read]).__name__
         raise DataError(
-            f"{where} has no text field {field!r}, and {column!r} holds {kind}, not a list of turns (use --field)"
+            f"{where} has no text column {column!r}, and {read!r} holds {kind}, not a list of turns {use_column()}"
         )
-    return field_of(row, column, where)
+    return text_of(row, read, where)
 
 
-def field_of(row: Any, field: str, where: str) -> str:
+def text_of(row: Any, column: str, where: str) -> str:
     """The text of a row; ``where``: file and row, for messages."""
-    if not isinstance(row, dict) or field not in row:
+    if not isinstance(row, dict) or column not in row:
         names = f"has: {', '.join(row)}" if isinstance(row, dict) else f"is a {type(row).__name__}, not an object"
-        raise DataError(f"{where} has no text field {field!r}; the row {names} (use --field)")
-    text = row[field]
+        raise DataError(f"{where} has no text column {column!r}; the row {names} {use_column()}")
+    text = row[column]
     if not isinstance(text, str):
-        raise DataError(f"{where}: field {field!r} holds {type(text).__name__}, not text (use --field)")
+        raise DataError(f"{where}: column {column!r} holds {type(text).__name__}, not text {use_column()}")
     if has_half_character(text):
         raise DataError(
-            f"{where}: field {field!r} has half a character (a lone surrogate) in it; write the file as UTF-8"
+            f"{where}: column {column!r} has half a character (a lone surrogate) in it; write the file as UTF-8"
         )
     return text
 
 
+def use_column() -> str:
+    """Return the advice to name another column."""
+    return f"(use {option('text_column')})"
+
+
 @contextlib.contextmanager
-def open_parquet(path: Path, field: str) -> Iterator[Any]:
-    """A ``pyarrow.parquet.ParquetFile`` that has the column ``field``; :class:`DataError` where it has not or is damaged."""
+def open_parquet(path: Path, column: str) -> Iterator[Any]:
+    """A ``pyarrow.parquet.ParquetFile`` that has the column ``column``; :class:`DataError` where it has not or is damaged."""
     import pyarrow.parquet as parquet
     from pyarrow.lib import ArrowException
 
     try:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            if text_column(names, field) not in names:
-                raise DataError(f"{path} has no column {field!r}; it has: {', '.join(names)} (use --field)")
+            if column_read(names, column) not in names:
+                raise DataError(f"{path} has no column {column!r}; it has: {', '.join(names)} {use_column()}")
             yield file
     except (ArrowException, OSError) as error:
         raise DataError(f"{path} is not a readable parquet file ({first_line(error)})") from error
 
 
-def rows_of_group(file, group: int, field: str, path: Path) -> list[str | Chat]:
-    """Documents of one row group of an open parquet file."""
-    column = text_column(file.schema_arrow.names, field)
-    first = sum(file.metadata.row_group(before).num_rows for before in range(group)) + 1
-    rows = file.read_row_group(group, columns=[column])[column].to_pylist()
-    return [document_of({column: row}, column, f"{path}, row {number}") for number, row in enumerate(rows, first)]
+def _rows_of_parquet(path: Path, column: str) -> list[str | Chat]:
+    with open_parquet(path, column) as file:
+        read = column_read(file.schema_arrow.names, column)
+        rows = file.read(columns=[read])[read].to_pylist()
+    return [document_of({read: row}, read, f"{path}, row {number}") for number, row in enumerate(rows, 1)]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from .._utils.progress import track
 from ..calibration.moments import wide
-from ..data.windows import check_ids
-from ..errors import DataError, NumericsError, OptionError
+from ..data.calibration_data import check_ids
+from ..errors import DataError, NumericsError, OptionError, option
 
 __all__ = ["DEFINITION", "perplexity", "windows_of"]
 
@@ -32,9 +32,11 @@ def windows_of(ids: Tensor, length: int, limit: int | None = None) -> Tensor:
         DataError: windows too short to predict a token, or the text has less than one.
     """
     if length < 2:
-        raise DataError(f"a window of {length} tokens predicts none; --length must be at least 2")
+        raise DataError(f"a window of {length} tokens predicts none; {option('max_length')} must be at least 2")
     if ids.numel() < length:
-        raise DataError(f"the text has {ids.numel()} tokens, less than one window of {length}; use a smaller --length")
+        raise DataError(
+            f"the text has {ids.numel()} tokens, less than one window of {length}; use a smaller {option('max_length')}"
+        )
     return ids[: ids.numel() // length * length].view(-1, length)[:limit]
 
 

@@ -29,15 +29,15 @@ class Texts:
 
     Args:
         names: text sources; see :func:`~rankfold.data.text.read_text`.
-        length: window length, ``>= 2``; clamped to the model's context.
+        max_length: tokens of a window, ``>= 2``; clamped to the model's context.
         limit: only the first windows of each, ``>= 1``.
-        field: the column with the text, of files with rows.
+        text_column: the column with the text, of files with rows.
     """
 
     names: Sequence[str]
-    length: int = 2048
+    max_length: int = 2048
     limit: int | None = None
-    field: str = "text"
+    text_column: str = "text"
 
     def read(self) -> list[Text]:
         """The texts.
@@ -45,8 +45,8 @@ class Texts:
         Raises:
             OptionError, DataError: a number out of range, a text named twice or that cannot be read.
         """
-        if self.length < 2:
-            raise OptionError(f"a window of {self.length} tokens predicts none; windows of texts have at least 2")
+        if self.max_length < 2:
+            raise OptionError(f"a window of {self.max_length} tokens predicts none; windows of texts have at least 2")
         if self.limit is not None and self.limit < 1:
             raise OptionError(f"limit must be >= 1, got {self.limit}")
         found = [text_source(name, "evaluation") for name in self.names]
@@ -54,8 +54,10 @@ class Texts:
         twice = [name for name, source in zip(self.names, read, strict=True) if read.count(source) > 1]
         if twice:
             raise OptionError(f"--text names {twice[0]!r} more than once; name it once")
-        characters = None if self.limit is None else self.limit * self.length * 8
-        return [read_text(name, use="evaluation", field=self.field, characters=characters) for name in self.names]
+        characters = None if self.limit is None else self.limit * self.max_length * 8
+        return [
+            read_text(name, use="evaluation", column=self.text_column, characters=characters) for name in self.names
+        ]
 
     def measure(self, model: str, network, tokenizer, texts: list[Text]) -> list[dict]:
         """Of every text what :func:`~rankfold.evaluation.perplexity.perplexity` says, ``text``, and ``tokens_per_second``
@@ -63,10 +65,10 @@ class Texts:
         return [self._one(model, network, tokenizer, text) for text in texts]
 
     def _one(self, model: str, network, tokenizer, text: Text) -> dict:
-        config, length = network.config.get_text_config(), self.length
+        config, length = network.config.get_text_config(), self.max_length
         context = getattr(config, "max_position_embeddings", None) or length
         if length > context:
-            log.info("length %d is more than the model's context; using %d", length, context)
+            log.info("max_length %d is more than the model's context; using %d", length, context)
             length = context
         if text.origin in _calibrated_on(network):
             log.warning(
@@ -108,9 +110,9 @@ def evaluate_text(
     model: str | Path,
     text: str | Path,
     *,
-    length: int = 2048,
+    max_length: int = 2048,
     limit: int | None = None,
-    field: str = "text",
+    text_column: str = "text",
     dtype: str = "auto",
     device: str = "auto",
 ) -> dict:
@@ -121,7 +123,7 @@ def evaluate_text(
     Raises:
         OptionError, DataError, CheckpointError: with one line saying what to do.
     """
-    wanted = Texts((str(text),), length, limit, field)
+    wanted = Texts((str(text),), max_length, limit, text_column)
     texts = wanted.read()
     network = load_model(model, dtype=dtype, device=device)
     check_writes(network.config, str(model))

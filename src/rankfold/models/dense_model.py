@@ -152,6 +152,12 @@ class DenseModel:
             self._tokenizer = self.tokenizer_files.load()
         return self._tokenizer
 
+    def with_tokenizer(self, tokenizer) -> "DenseModel":
+        """Return the same open model, read by another tokenizer, or by that of a processor."""
+        other = copy.copy(self)
+        other._tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+        return other
+
     @property
     def image_processor(self):
         """What makes pixels of images for this model.
@@ -160,7 +166,7 @@ class DenseModel:
             CheckpointError: there is none beside the weights.
         """
         if self.tokenizer_files is None:
-            raise CheckpointError(f"{self.name} came without an image processor; pass one, or pixels (rankfold.Images)")
+            raise CheckpointError(f"{self.name} came without an image processor; pass one as tokenizer, or pixels")
         return self.tokenizer_files.load_image_processor()
 
     @property
@@ -172,7 +178,7 @@ class DenseModel:
             OptionError: it needs a package that is not installed.
         """
         if self.tokenizer_files is None:
-            raise CheckpointError(f"{self.name} came without a processor; pass one (rankfold.load_examples)")
+            raise CheckpointError(f"{self.name} came without a processor; pass one as tokenizer")
         return self.tokenizer_files.load_processor()
 
     @time_spent("reading")

@@ -26,10 +26,9 @@ from .._utils.files import check_output, read_json, write_json
 from .._utils.locking import lock_of, locked
 from ..checkpoint.load import load_model
 from ..checkpoint.saving import creating
+from ..data.calibration_data import CalibrationData, shown
+from ..data.load import load_calibration
 from ..data.mixing import shares_of
-from ..data.tokens import Tokens as CalibrationData
-from ..data.tokens import load_tokens
-from ..data.windows import shown
 from ..errors import CheckpointError, OptionError, check_choice
 from ..models.dense_model import DenseModel, open_model, stored_dtype
 from ..models.given import resolve_model
@@ -223,7 +222,7 @@ def _texts(calibration, source: DenseModel, options: Options) -> dict[str, Calib
         name, samples = shown(text), max(1, round(options.tokens / options.length * share / sum(shares.values())))
         if name in found:
             raise OptionError(f"two texts are called {name!r}; rename one")
-        found[name] = load_tokens(text, source, samples=samples, length=options.length, seed=options.seed)
+        found[name] = load_calibration(text, source, num_samples=samples, max_length=options.length, seed=options.seed)
         if found[name].held_out is None:
             raise OptionError(
                 f"text {name!r} has a single sequence, so none can be held out; give more text or a smaller max_length"

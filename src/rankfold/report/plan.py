@@ -121,7 +121,7 @@ class Plan:
         row("KV-cache bytes per token", self.kv_bytes_per_token, self.kv_bytes_per_token_after)
         table.add_section()
         for text in self._texts():
-            windows = f"{text['samples']:,} + {text['held_out']:,} held out"
+            windows = f"{text['num_samples']:,} + {text['held_out']:,} held out"
             table.add_row(f"calibration windows of {text['source']}", "", windows, f"{text['share']:.1%}")
         for what, value in self._experts():
             table.add_row(what, "", value, "")

@@ -1,0 +1,132 @@
+"""One function for every kind of calibration data."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ..errors import OptionError
+from .calibration_data import CalibrationData
+from .hub import ALIASES, HUB, image_text_rows
+from .image_text import has_images, samples_of_examples
+from .images import samples_of_images
+from .in_memory import is_batch, samples_in_memory
+from .mixing import DrawOptions, shares_of
+from .streaming import text_or_pieces
+from .text import named_column
+from .text_samples import samples_of_texts
+
+__all__ = ["load_calibration"]
+
+LONGEST_NAME = 255  # characters of a file's name; what is longer is a text
+
+
+def load_calibration(
+    data,
+    model,
+    *,
+    tokenizer=None,
+    num_samples: int = 128,
+    max_length: int = 2048,
+    seed: int = 0,
+    text_column: str = "text",
+) -> CalibrationData:
+    """Load the samples that a model is calibrated on.
+
+    The papers calibrate on 128 x 2048 tokens (MoDeGPT Sec. 4.1). A few more samples of the same draw are held out: nothing is
+    fitted to them, and they show what the compression does to text it has not seen. That is one for eight samples, at least one
+    and of texts at most 8; where there are too few samples, they are taken out of these. A single sample is fitted.
+
+    Args:
+        data: one of
+
+            - the name of a text: ``wikitext2``, ``ptb``, ``c4``, ``alpaca``; ``ALIAS:FILE``, the rows of a local copy; a text
+              file, or a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file with rows of text or of chats; ``pydoc``, which
+              ships with Python; ``self``, text that the model writes.
+            - several names in a list, mixed in equal shares, or name -> share, any positive numbers. Each gives its share of
+              all samples in a random order; what one lacks the others give (:mod:`.mixing`).
+            - a list of texts. A list of strings is one of names if each string is an alias or an existing file, and one of
+              texts if none is and some string has white space in it or more than 255 characters. Other lists are refused.
+            - a ``datasets.Dataset`` or ``IterableDataset``, or a list of rows; chats (``messages``) are written by the chat
+              template.
+            - token ids: a tensor ``(N, T)``, a list of tensors ``(T,)``, or rows or batches with ``input_ids``, such as those
+              of a ``DataLoader``. Padding is left out by the ``attention_mask``. Rows of several lengths run one by one.
+            - for a part that takes images: a folder, a ``.parquet`` file, a ``.jsonl`` file with paths, ``hub:OWNER/NAME``,
+              rows with an image, Pillow images, or pixels ``(N, C, H, W)``.
+            - for a model of images and text: a ``.jsonl`` file, ``hub:OWNER/NAME`` or rows with ``text`` or ``question``,
+              ``image`` and perhaps ``answer``.
+            - a :class:`CalibrationData`, which is returned as it is.
+        model: an open model (:func:`rankfold.open_model`).
+        tokenizer: in place of the model's own; for images, a processor.
+        num_samples: ``>= 1``, and at least one for every text; of all texts together. There may be fewer.
+        max_length: tokens of a sample, ``>= 2``; clamped to the model's context, and to the length of a short text. Image-text
+            examples are not cut.
+        seed: of the draw, and of the order of texts.
+        text_column: column of the text, or of the images of a part that takes images; ``image`` by default there.
+
+    Raises:
+        DataError: too little data, or none that the model can run on.
+        OptionError: a number out of range, a text that is named twice, or ``data`` of no kind above.
+        CheckpointError: the hub cannot be reached, or the model has no tokenizer.
+    """
+    if isinstance(data, CalibrationData):
+        return data
+    options = DrawOptions(num_samples, max_length, seed, text_column)
+    shares = _named(data)
+    if shares is None:
+        return samples_in_memory(data, model, options, tokenizer)
+    names = [*shares]
+    if model.part.takes_images or any(has_images(name, model) for name in names):
+        return _images(names, model, options, tokenizer)
+    model = model if tokenizer is None else model.with_tokenizer(tokenizer)
+
+    def read(name: str, size: int):
+        return text_or_pieces(name, column=text_column, seed=seed, size=size)
+
+    return replace(samples_of_texts(shares, model, options, read), text_column=named_column(names, text_column))
+
+
+def _images(names: list[str], model, options: DrawOptions, processor) -> CalibrationData:
+    """Draw images or image-text examples."""
+    draw = samples_of_images if model.part.takes_images else samples_of_examples
+    if len(names) != 1:
+        what = "folder or file of images" if model.part.takes_images else "file of image-text examples"
+        raise OptionError(f"one {what} is taken and nothing beside it, got {' and '.join(names)}; put them into one")
+    rows = image_text_rows(names[0], options.seed) if names[0].startswith(HUB) else None
+    return draw(names[0], rows, model, options, processor)
+
+
+def _named(data) -> dict[str, float] | None:
+    """Return the share of every text that is named; ``None`` where ``data`` holds the samples themselves."""
+    if isinstance(data, str | Path):
+        return shares_of(data)
+    if isinstance(data, Mapping):
+        if any(hasattr(value, "column_names") for value in data.values()):
+            raise OptionError(
+                f"the calibration data has several splits; choose one of its splits: {', '.join(map(str, data))}"
+            )
+        return None if is_batch(data) else shares_of(data)
+    if not isinstance(data, list | tuple) or not all(isinstance(one, str | Path) for one in data):
+        return None
+    named = [one for one in data if _is_name(one)]
+    if len(named) == len(data):
+        return shares_of(data)
+    others = [one for one in data if not _is_name(one)]
+    if named:
+        raise OptionError(
+            f"{str(named[0])[:40]!r} names a text and {others[0][:40]!r} does not; give names alone, or texts as rows: "
+            "[{'text': ...}, ...]"
+        )
+    return None if _are_texts(others) else shares_of(data)
+
+
+def _is_name(text: str | Path) -> bool:
+    """Tell whether a string names a text that is there; a path always does."""
+    if isinstance(text, Path) or text in {*ALIASES, "pydoc", "self"} or text.startswith(HUB):
+        return True
+    alias, _, local = text.partition(":")
+    return os.path.isfile(os.path.expanduser(local if alias in ALIASES else text))
+
+
+def _are_texts(strings: Sequence[str]) -> bool:
+    return any(len(text) > LONGEST_NAME or any(map(str.isspace, text)) for text in strings)

@@ -1,0 +1,199 @@
+"""Sequences of token ids for calibration, drawn out of texts: tokenised, packed, seeded.
+
+Shape legend: S samples (windows of a text), T tokens of one.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from .._utils.evaluating import evaluating
+from ..errors import DataError, OptionError, option
+from .calibration_data import CalibrationData, TextShare
+from .chats import Chat, written
+from .mixing import Drawn, DrawOptions, Portion, check_distinct, draw_all, interleaved
+from .special_tokens import frame_of
+from .streaming import Pieces
+from .text import Text, text_source
+from .tokens import encode, tokenised
+
+__all__ = ["pack", "samples_of_texts"]
+
+log = logging.getLogger(__name__)
+
+CHARACTERS_PER_TOKEN = 8  # generous for English; how much of a large text is tokenised for a sample
+Read = Callable[[str, int], Text | Pieces]  # name and characters wanted of a piece -> a text, or pieces of a large one
+
+
+def pack(ids: Tensor, *, samples: int, length: int, seed: int) -> Tensor:
+    """Cut a token stream into non-overlapping windows and draw ``samples`` of them without replacement.
+
+    Args:
+        ids: ``(n,)`` token ids.
+        samples: windows wanted; fewer come back where the text holds fewer.
+        length: window length T.
+        seed: order of the draw.
+
+    Returns:
+        ``(S, T)`` with ``S = min(samples, n // T)``.
+    """
+    windows = ids[: ids.numel() // length * length].view(-1, length)
+    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))
+    return windows[order[:samples]].contiguous()
+
+
+def samples_of_texts(shares: dict[str, float], model, options: DrawOptions, read: Read) -> CalibrationData:
+    """Draw sequences at random over one text, or over several.
+
+    Both numbers are clamped to what the model's context and the text give, which is logged. A text of up to 16 MiB is
+    tokenised as a whole and cut into windows, of which some are drawn; of a larger one random pieces are tokenised, one sample
+    each (:mod:`.streaming`). Samples never overlap.
+
+    An encoder reads whole texts: every sample is given the special tokens its tokenizer puts around one. A decoder that is
+    lost without its start token (Gemma) has it in front of every sample.
+
+    Args:
+        shares: name of a text -> its share (:func:`.shares_of`); ``self`` is text sampled from the model.
+        model: an open model; its tokenizer and vocabulary are used.
+        read: opens a text.
+
+    Raises:
+        DataError: too little text, or token ids outside the model's vocabulary.
+        OptionError: fewer samples than texts, a text that is named twice, or ``self`` of a model that writes none.
+    """
+    if options.num_samples < len(shares):
+        raise OptionError(
+            f"{len(shares)} calibration texts need at least as many samples, got {options.num_samples}; give more samples"
+        )
+    length = options.max_length
+    if length > model.context_length:
+        log.info("%s %d is more than the model's context; using %d", option("max_length"), length, model.context_length)
+        length = model.context_length
+    if len(shares) > 1:
+        check_distinct([*shares], ["self" if text == "self" else text_source(text).origin for text in shares])
+
+    def draw(text: str, portion: Portion, length: int) -> Drawn:
+        if text == "self":
+            return _written_by(model, portion, length, options.seed)
+        return _draw(text, model, sum(portion), length, options.seed, read)
+
+    return _together(draw_all(shares, options.num_samples, length, draw), shares, options)
+
+
+def _together(
+    texts: dict[str, tuple[Drawn, Portion]], shares: dict[str, float], options: DrawOptions
+) -> CalibrationData:
+    """Return one set of samples of one or several texts."""
+    seed = options.seed
+    fitted = interleaved([text.windows[: count.fitted] for text, count in texts.values()], seed)
+    held_out = interleaved([text.windows[count.fitted : sum(count)] for text, count in texts.values()], seed)
+    if (found := len(fitted) + len(held_out)) < options.wanted:
+        log.info(
+            "%s %d windows of %d tokens, not %d: %d are fitted, %d held out",
+            "the text fills" if len(texts) == 1 else "the texts fill",
+            *(found, fitted.shape[1], options.wanted, len(fitted), len(held_out)),
+        )
+    parts = tuple(
+        TextShare(name, text.origin, text.draw, shares[name], count.fitted, count.held_out)
+        for name, (text, count) in texts.items()
+    )
+    held_out = held_out if len(held_out) else None
+    if len(parts) == 1:
+        return CalibrationData(fitted, parts[0].name, parts[0].origin, seed, held_out, parts[0].draw)
+    names, origins = (" + ".join(texts) for texts in (shares, [part.origin for part in parts]))
+    facts = {"draw": "texts interleaved", "texts": parts, "wanted": options.num_samples}
+    return CalibrationData(fitted, names, origins, seed, held_out, **facts)
+
+
+def _draw(name: str, model, count: int, length: int, seed: int, read: Read) -> Drawn:
+    """Return up to ``count`` samples of a text."""
+    text = read(name, length * CHARACTERS_PER_TOKEN)
+    frame = frame_of(model.architecture, model.tokenizer)
+    if length <= frame.tokens:
+        raise OptionError(
+            f"{option('max_length')} must be more than the {frame.tokens} special tokens of a sample, got {length}"
+        )
+    if isinstance(text, Text):
+        windows = _windows_of_text(text, model, count, length - frame.tokens, seed)
+        return Drawn(frame.around(windows), text.origin, CalibrationData.draw)
+    windows = list(_windows_of_pieces(text.pieces, model, count, length - frame.tokens, seed))
+    if not windows:
+        raise DataError(
+            f"text source {name!r} has less than one window of {length} tokens; choose a smaller {option('max_length')}"
+        )
+    return Drawn(frame.around(torch.stack(windows)), text.origin, text.draw)
+
+
+def _windows_of_text(text: Text, model, count: int, length: int, seed: int) -> Tensor:
+    ids = encode(text, model)
+    if ids.numel() < length:
+        shorter = 2 ** (ids.numel().bit_length() - 1)
+        if shorter < 32:
+            raise DataError(
+                f"text source {text.name!r} has {ids.numel()} tokens; at least 32 are needed, and {count * length} wanted "
+                f"({count} windows of {length}); give more text"
+            )
+        log.info("the text has %d tokens, less than one window; using length %d", ids.numel(), shorter)
+        length = shorter
+    return pack(ids, samples=count, length=length, seed=seed)
+
+
+def _windows_of_pieces(pieces: Iterator[str | Chat], model, count: int, length: int, seed: int) -> Iterator[Tensor]:
+    """Up to ``count`` windows ``(T,)``: pieces are joined until they fill one, and what is left over is dropped.
+
+    Of a long piece a random stretch is taken. No special tokens are added, as there are none inside a whole text.
+    """
+    generator, wanted = torch.Generator().manual_seed(seed), length * CHARACTERS_PER_TOKEN
+    joined, enough = "", wanted * 5 // 8
+    for document in pieces:
+        piece = written(document, model.tokenizer, model.name)
+        if (extra := len(piece) - wanted) > 0:
+            begin = int(torch.randint(extra + 1, (), generator=generator))
+            piece = piece[begin : begin + wanted]
+        joined = f"{joined}\n\n{piece}" if joined else piece
+        if len(joined) < enough:
+            continue
+        ids = tokenised(model.tokenizer, joined, model.name, model.config.vocab_size, add_special_tokens=False)
+        if len(ids) < length:
+            enough = len(joined) * 5 // 4
+            continue
+        yield ids[:length]
+        count, joined, enough = count - 1, "", wanted * 5 // 8
+        if not count:
+            return
+
+
+def _written_by(source, portion: Portion, length: int, seed: int) -> Drawn:
+    """Return text that the model writes."""
+    if not source.architecture.decoder:
+        raise OptionError(f"{source.name} is an encoder and writes no text of its own; calibrate on another text")
+    model = source.whole_model()
+    with evaluating(model):
+        return Drawn(_sampled(model, source, portion.fitted, sum(portion), length, seed), "self", "sampled")
+
+
+@torch.no_grad()
+def _sampled(model, source, samples: int, count: int, length: int, seed: int) -> Tensor:
+    """``(count, T)``: text the model writes itself, from its start token, at temperature 1; calibration without any data.
+
+    The first ``samples`` do not depend on ``count``.
+    """
+    start = getattr(source.config, "bos_token_id", None)
+    start = start if start is not None else source.tokenizer.bos_token_id
+    if start is None:
+        start = source.tokenizer.eos_token_id
+    generator = torch.Generator(device=source.device).manual_seed(seed)
+    batches = []
+    for rows in [len(part) for wanted in (samples, count - samples) for part in torch.empty(wanted).split(16)]:
+        ids = torch.full((rows, 1), start, dtype=torch.long, device=source.device)
+        cache, step = None, ids
+        while ids.shape[1] < length:
+            out = model(step, past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            probabilities = out.logits[:, -1].float().softmax(-1)
+            step = torch.multinomial(probabilities, 1, generator=generator)
+            ids = torch.cat([ids, step], dim=1)
+        batches.append(ids.cpu())
+    return torch.cat(batches)
