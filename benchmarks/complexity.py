@@ -99,7 +99,7 @@ def add(record, name: str, source, method: str, sparsity: float, tokens: int, mo
     facts = {"model": name, "method": method, "sparsity": sparsity}
     chosen = make_method(method, sparsity=sparsity)
     try:
-        planned = plan(source, chosen)
+        planned = plan(source, method=chosen)
     except OptionError as error:  # a sparsity out of reach is a result
         record.add(row, **facts, error=str(error))
         common.say(f"{row}: {error}")
@@ -117,7 +117,7 @@ def add(record, name: str, source, method: str, sparsity: float, tokens: int, mo
     }
     equal = True
     if moments is not None:
-        model = compress(source, chosen, moments=moments)
+        model = compress(source, method=chosen, moments=moments).model
         measured = {
             "counted_macs": counted_macs(model, tokens),
             "counted_parameters": sum(p.numel() for p in model.parameters()),

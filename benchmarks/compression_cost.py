@@ -103,7 +103,7 @@ def forward(source, tokens: CalibrationData) -> float:
 def whole(source, method, tokens: CalibrationData, mode: str) -> float:
     with tempfile.TemporaryDirectory(prefix="rankfold-") as folder:
         begin = time.perf_counter()
-        compress(source, method, tokens, Path(folder) / "small", mode=mode)
+        compress(source, method=method, calibration=tokens, output=Path(folder) / "small", mode=mode)
         return time.perf_counter() - begin
 
 

@@ -71,7 +71,7 @@ def add(record: common.Record, source: DenseModel, samples, measure, name: str, 
     if row in record:
         return
     begin = time.perf_counter()
-    model = compress(source, make_method(name, sparsity=sparsity), samples)
+    model = compress(source, method=make_method(name, sparsity=sparsity), calibration=samples).model
     seconds = time.perf_counter() - begin
     found = measure(model)
     parameters = sum(p.numel() for p in model.parameters())

@@ -76,7 +76,7 @@ class Row:
 def widened(method, source):
     """Return the method with the widths that its ``head_dim`` gives, every key head with rotary pairs of its own."""
     dense, kept = {}, {}
-    for module in plan(source, method).modules:
+    for module in plan(source, method=method).modules:
         dense[module.module] = dense.get(module.module, 0) + module.dense_weights
         kept[module.module] = kept.get(module.module, 0) + module.weights
     own = {name: 1 - kept[name] / dense[name] for name in dense}

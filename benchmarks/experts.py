@@ -106,7 +106,7 @@ def compressed(source, moments: MomentStore, arm: tuple) -> nn.Module:
 
     shipped.PER_UNIT, shipped.RoutedTokens._moment = fill, measured if looks else blind
     try:
-        return compress(source, MoDeGPT(modules={"experts": SPARSITY}), moments=store)
+        return compress(source, method=MoDeGPT(modules={"experts": SPARSITY}), moments=store).model
     finally:
         shipped.PER_UNIT, shipped.RoutedTokens._moment = usual, measured
 

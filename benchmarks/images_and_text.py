@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def opened(model: Path, part: str = "language"):
-    source = open_model(model, device="cpu", part=part)
+    source = open_model(model, device="cpu", component=part)
     source.autocast = None
     return source
 
@@ -113,7 +113,7 @@ def add(record: common.Record, work: Path, tests: list, examples: dict, row: tup
     try:
         source = opened(tower(work, name, sparsity) if with_tower else work / "model")
         begin = time.perf_counter()
-        model = compress(source, method(name, sparsity), examples[calibration])
+        model = compress(source, method=method(name, sparsity), calibration=examples[calibration]).model
         facts["compress_seconds"] = time.perf_counter() - begin
     except (NumericsError, OptionError) as error:  # a method that cannot do it is a result of this table
         record.add(label, **facts, error=f"not compressed: {error}")
@@ -134,7 +134,7 @@ def tower(work: Path, name: str, sparsity: float) -> Path:
         folder.parent.mkdir(exist_ok=True)
         source = opened(work / "model", "vision")
         images = load_calibration(work / "pairs.jsonl", source, num_samples=SAMPLES["pairs"])
-        compress(source, method(name, sparsity), images, folder)
+        compress(source, method=method(name, sparsity), calibration=images, output=folder)
     return folder
 
 

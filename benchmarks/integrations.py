@@ -122,7 +122,7 @@ class Models:
         if not small.exists():
             options = {"head_dim": subject.head_dim} if subject.head_dim else {}
             method = rankfold.make_method(subject.method, sparsity=SPARSITY, target=subject.target, **options)
-            rankfold.compress(self.source, method, self.tokens, small)
+            rankfold.compress(self.source, method=method, calibration=self.tokens, output=small)
         if not subject.form:
             return small, small
         exported = small.with_name(f"{small.name}-{subject.form}")

@@ -105,8 +105,12 @@ def worker(args: argparse.Namespace, folder: str, mode: str) -> dict:
     method = make_method(args.method, sparsity=args.sparsity)
     ids = torch.randint(512, (args.samples, args.length), generator=torch.Generator().manual_seed(0))
     output = compress(
-        source, method, CalibrationData(ids, "random", "random", 0), Path(folder) / f"small-{mode}", mode=mode
-    )
+        source,
+        method=method,
+        calibration=CalibrationData(ids, "random", "random", 0),
+        output=Path(folder) / f"small-{mode}",
+        mode=mode,
+    ).output
     peak = peak_memory_bytes()
     shards = [path.stat().st_size for path in output.glob("model-*.safetensors")]
     blocks = [sum(p.numel() for p in block.parameters()) for block in source.blocks]

@@ -100,7 +100,9 @@ def worker(source, tokens, name: str, module: str) -> dict:
     before = resident()
     with tempfile.TemporaryDirectory(prefix="rankfold-") as folder:
         begin = time.perf_counter()
-        small = compress(source, method, tokens, Path(folder) / "small", on_plan=watch.start)
+        small = compress(
+            source, method=method, calibration=tokens, output=Path(folder) / "small", on_plan=watch.start
+        ).output
         seconds = time.perf_counter() - begin
         record = read_record(small)
     watch.note_peak()

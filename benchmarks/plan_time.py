@@ -74,7 +74,9 @@ def measure(shape: str, name: str, samples: int, length: int) -> dict:
 
     folder = Path(tempfile.mkdtemp())
     try:
-        compress(source, method, tokens, folder / "small", mode=method.modes[0], on_plan=estimate)
+        compress(
+            source, method=method, calibration=tokens, output=folder / "small", mode=method.modes[0], on_plan=estimate
+        )
         needed = read_record(folder / "small")["run"]["seconds"]
     finally:
         shutil.rmtree(folder)

@@ -81,14 +81,16 @@ def main() -> None:
             continue
         plans, (method, options) = [], of_name(name)
         how = make_method(method, sparsity=sparsity, modules=FORMS[form], rank_multiple=2, **options)
-        model = compress(source, how, tokens, on_plan=plans.append)
+        model = compress(source, method=how, calibration=tokens, on_plan=plans.append).model
         facts = {"setting": name, "form": form, "sparsity": sparsity, "ranks": ranks(plans[0])}
         record.add(row, **on(model, None), parameters=parameters(model), **facts)
 
 
 def alone(record: common.Record, source, tokens: CalibrationData, sparsity: float, on) -> None:
     """One compression of queries and keys, with three things for their norms to divide by."""
-    model = compress(source, make_method("modegpt", modules={"qk": sparsity}, rank_multiple=2), tokens)
+    model = compress(
+        source, method=make_method("modegpt", modules={"qk": sparsity}, rank_multiple=2), calibration=tokens
+    ).model
     facts = {"setting": "only queries and keys", "sparsity": sparsity, "parameters": parameters(model)}
     rows = {"known": lambda m: known(m, source.model), "of what is left": own_mean_squares, "predicted": lambda _: None}
     for form, change in rows.items():

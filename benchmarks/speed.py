@@ -60,7 +60,7 @@ def main() -> None:
 
 def make(source, method, folder: Path) -> Path:
     tokens = load_calibration("pydoc", source, num_samples=16, max_length=min(512, source.context_length))
-    return compress(source, method, tokens, folder)
+    return compress(source, method=method, calibration=tokens, output=folder).output
 
 
 def run(record, models: dict[str, nn.Module], dtype: str, args: argparse.Namespace) -> None:

@@ -22,8 +22,8 @@ def main() -> None:
     parser.add_argument("text", help="a .txt file: to calibrate on, and to train on")
     parser.add_argument("output", type=Path, help="the .gguf file to write")
     parser.add_argument("--sparsity", type=float, default=0.3)
-    parser.add_argument("--num-samples", type=int, default=32, help="windows of the text")
-    parser.add_argument("--max-length", type=int, default=512, help="tokens of each")
+    parser.add_argument("--samples", type=int, default=32, help="windows of the text")
+    parser.add_argument("--length", type=int, default=512, help="tokens of each")
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--lr", type=float, default=2e-4)
     args = parser.parse_args()
@@ -31,7 +31,7 @@ def main() -> None:
     # Compress. The target chooses ranks that llama.cpp takes as they are, so that the file is as small as planned.
     source = rankfold.open_model(args.model, dtype="float32", device="cpu")
     tokens = rankfold.load_calibration(args.text, source, num_samples=args.num_samples, max_length=args.max_length)
-    model = rankfold.compress(source, rankfold.Rankfold(sparsity=args.sparsity, target="llama.cpp"), tokens)
+    model = rankfold.compress(source, args.sparsity, target="llama.cpp", calibration=tokens).model
 
     # LoRA on every linear layer of the compressed model.
     torch.manual_seed(0)

@@ -119,7 +119,9 @@ def test_an_experiment_is_run_row_by_row_and_goes_on(place, monkeypatch):
     assert [row["name"] for row in first["rows"]] == ["dense", "modegpt rank_multiple=2 0.3"]
     source = rankfold.open_model(place / "model", device="cpu")
     tokens = rankfold.load_calibration(str(place / "text.txt"), source, num_samples=4, max_length=32)
-    model = rankfold.compress(source, make_method("modegpt", sparsity=0.3, rank_multiple=2), tokens)
+    model = rankfold.compress(
+        source, method=make_method("modegpt", sparsity=0.3, rank_multiple=2), calibration=tokens
+    ).model
     windows = importlib.import_module("common").windows(source, place / "other.txt", 32)[::2][:3]
     row = first["rows"][1]
     assert row["perplexity"] == rankfold.perplexity(model, windows)["perplexity"]

@@ -106,9 +106,9 @@ def small(tmp_path_factory) -> Path:
     ids = torch.randint(0, 100, (8, 32), generator=torch.Generator().manual_seed(0))
     rankfold.compress(
         source,
-        rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2),
-        rankfold.CalibrationData(ids, "random", "test", 0),
-        folder / "small",
+        method=rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2),
+        calibration=rankfold.CalibrationData(ids, "random", "test", 0),
+        output=folder / "small",
     )
     return folder / "small"
 

@@ -4,10 +4,8 @@
 
     import rankfold
 
-    source = rankfold.open_model("HuggingFaceTB/SmolLM2-135M")
-    data = rankfold.load_calibration("wikitext2", source)
-    model = rankfold.compress(source, rankfold.Rankfold(sparsity=0.3), data)
-    rankfold.save(model, "small", source.tokenizer)
+    result = rankfold.compress("HuggingFaceTB/SmolLM2-135M", 0.3, output="small")
+    result.model.generate(...)
 
 After ``import rankfold``, ``AutoModelForCausalLM.from_pretrained`` loads compressed checkpoints. The import itself takes a few
 milliseconds: PyTorch and transformers are imported with the first name that needs them.
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
     from .api import (
         calibrate,
         compress,
-        compress_parts,
+        compress_components,
         evaluate_text,
         export,
         load,
@@ -36,14 +34,17 @@ if TYPE_CHECKING:
         save,
     )
     from .calibration.store import MomentStore
+    from .compression.result import CompressionResult
     from .data.calibration_data import CalibrationData
     from .exports import Exported
     from .methods import LatentLLM, MoDeGPT, Rankfold, method_names
     from .models.dense_model import DenseModel
+    from .recovery.recover import RecoveryResult, recover
     from .report.plan import Plan
 
 __all__ = [
     "CalibrationData",
+    "CompressionResult",
     "DenseModel",
     "Exported",
     "LatentLLM",
@@ -52,10 +53,11 @@ __all__ = [
     "Plan",
     "Rankfold",
     "RankfoldError",
+    "RecoveryResult",
     "__version__",
     "calibrate",
     "compress",
-    "compress_parts",
+    "compress_components",
     "evaluate_text",
     "export",
     "load",
@@ -65,17 +67,21 @@ __all__ = [
     "open_model",
     "perplexity",
     "plan",
+    "recover",
     "save",
 ]
 
 _CLASSES = {
     "CalibrationData": ".data.calibration_data",
+    "CompressionResult": ".compression.result",
     "Exported": ".exports",
     "LatentLLM": ".methods",
     "MoDeGPT": ".methods",
     "MomentStore": ".calibration.store",
     "Plan": ".report.plan",
     "Rankfold": ".methods",
+    "RecoveryResult": ".recovery.recover",
+    "recover": ".recovery.recover",
     "DenseModel": ".models.dense_model",
     "method_names": ".methods",
 }

@@ -1,23 +1,43 @@
-"""The public functions: an argument of a wrong type is refused in one line before anything runs."""
+"""The public functions: an argument of a wrong type is refused in one line before anything runs.
 
-from collections.abc import Callable
+Each opens what it is given, and hands it to the pipeline.
+"""
 
+import contextlib
+import dataclasses
+import inspect
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from . import exports, pipeline
 from ._utils.arguments import typed
+from .calibration.store import MomentStore
 from .checkpoint.load import load_model
 from .checkpoint.saving import save_model
-from .components import compress_parts
+from .components import compress_components
+from .compression.result import CompressionResult
+from .compression.validate_spec import validated
+from .data.calibration_data import CalibrationData
 from .data.load import load_calibration
-from .evaluation.perplexity import perplexity
+from .errors import OptionError, check_choice
+from .evaluation import perplexity as evaluation
 from .evaluation.text import evaluate_text
-from .exports import export
-from .methods import make_method
-from .models.dense_model import DenseModel, open_model
-from .pipeline import calibrate, compress, plan
+from .exports import Exported
+from .methods import Method, make_method, method_class
+from .models.dense_model import DenseModel
+from .models.opening import open_model
+from .report.plan import Plan
 
 __all__ = [
     "calibrate",
     "compress",
-    "compress_parts",
+    "compress_components",
     "evaluate_text",
     "export",
     "load",
@@ -29,10 +49,282 @@ __all__ = [
     "save",
 ]
 
-calibrate, compress, compress_parts, plan = map(typed, (calibrate, compress, compress_parts, plan))
-evaluate_text, export, make_method = map(typed, (evaluate_text, export, make_method))
+DEFAULT_TEXT = "wikitext2"
+AnyModel = str | Path | nn.Module | DenseModel
+
+
+@typed
+def compress(
+    model: AnyModel,
+    sparsity: float | None = None,
+    *,
+    method: Method | str = "rankfold",
+    calibration: Any = None,
+    output: str | Path | None = None,
+    moments: MomentStore | str | Path | None = None,
+    mode: str = "sequential",
+    num_samples: int = 128,
+    max_length: int = 2048,
+    seed: int = 0,
+    on_plan: Callable[[Plan], None] | None = None,
+    tokenizer: Callable | None = None,
+    component: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    revision: str | None = None,
+    **options,
+) -> CompressionResult:
+    """Compress a model.
+
+    ::
+
+        result = rankfold.compress("HuggingFaceTB/SmolLM2-135M", 0.3, output="small")
+        result = rankfold.compress(model, 0.3, calibration=["some text", "more"], tokenizer=tokenizer)
+        result.model.generate(...)
+
+    Args:
+        model: hub id, folder, ``.gguf`` file, a transformers model in memory, or what :func:`open_model` returned. It is not
+            changed.
+        sparsity: fraction of the weights to remove; by default that of the method, 0.3 for most.
+        method: name of a method, or a configured one such as ``rankfold.MoDeGPT(sparsity=0.3, modules=("mlp",))``.
+        calibration: what the model is measured on, see :func:`load_calibration`; by default WikiText-2.
+        output: folder to write, block by block. The same call goes on where a killed one was. ``None``: in memory only.
+        moments: of the dense model, from :func:`calibrate` or the folder it wrote; in place of ``calibration``. Implies
+            ``mode="one-pass"``.
+        mode: ``sequential``: every block is measured on what the compressed blocks before it produce (MoDeGPT App.
+            B.2). ``one-pass``: all blocks are measured on the dense model.
+        num_samples, max_length, seed: of the calibration set.
+        on_plan: called with the plan before any block is compressed.
+        tokenizer, component, dtype, device, revision: of the model, see :func:`open_model`; a processor goes in as tokenizer.
+        options: of a method that is given by name, such as ``modules=("mlp", "vo")``.
+
+    Returns:
+        The compressed model (``.model``), the plan, the record, and the folder written.
+
+    Raises:
+        OptionError, UnsupportedModelError, NumericsError, CheckpointError, DataError: with one line saying what to do.
+    """
+    method = _configured(method, sparsity, options)
+    if isinstance(calibration, MomentStore) and moments is None:
+        calibration, moments = None, calibration
+    if calibration is None and moments is None:
+        calibration = DEFAULT_TEXT
+    pipeline.check_request(method, calibration, moments, mode, output)
+    moments, source = _stored(moments), _opened(model, tokenizer, component, dtype, device, revision)
+    tokens = _loaded(calibration, source, tokenizer, num_samples, max_length, seed)
+    return pipeline.compress(source, method, tokens, output, moments=moments, mode=mode, on_plan=on_plan)
+
+
+@typed
+def plan(
+    model: AnyModel,
+    sparsity: float | None = None,
+    *,
+    method: Method | str = "rankfold",
+    calibration: Any = None,
+    moments: MomentStore | str | Path | None = None,
+    num_samples: int = 128,
+    max_length: int = 2048,
+    seed: int = 0,
+    tokenizer: Callable | None = None,
+    component: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    revision: str | None = None,
+    **options,
+) -> Plan:
+    """Return what :func:`compress` would do: ranks, counts, cache, memory, and with moments the error of every module.
+
+    Args:
+        calibration: as for :func:`compress`. Without it and without moments, WikiText-2 where the allocation compares
+            predictions; else shapes are enough.
+        moments: of the dense model, for predicted errors and for allocations that go by them.
+
+    All other arguments are those of :func:`compress`.
+    """
+    method = _configured(method, sparsity, options)
+    moments, source = _stored(moments), _opened(model, tokenizer, component, dtype, device, revision)
+    if calibration is None and moments is None and method.allocation.needs_text:
+        calibration = DEFAULT_TEXT
+    tokens = _loaded(calibration, source, tokenizer, num_samples, max_length, seed)
+    return pipeline.plan(source, method, tokens, moments=moments)
+
+
+@typed
+def calibrate(
+    model: AnyModel,
+    calibration: Any = DEFAULT_TEXT,
+    output: str | Path | None = None,
+    *,
+    statistics: set[str] | None = None,
+    num_samples: int = 128,
+    max_length: int = 2048,
+    seed: int = 0,
+    tokenizer: Callable | None = None,
+    component: str | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+    revision: str | None = None,
+) -> MomentStore:
+    """Measure the second moments of every block of a dense model once, to compress it many times.
+
+    Args:
+        output: folder to keep the moments in; ``None``: in memory. What an earlier call left there is read and checked, and
+            only what is missing or damaged is measured.
+        statistics: names out of :data:`rankfold.calibration.statistics.STATISTICS`; all by default, so that any method can be
+            computed from them.
+
+    All other arguments are those of :func:`compress`.
+
+    Raises:
+        OptionError: there is no statistic of a name, or none that one pass of the dense model can measure.
+        NumericsError: a weight or activation is NaN or infinite.
+        CheckpointError: ``output`` holds something else, or another process writes it.
+    """
+    source = _opened(model, tokenizer, component, dtype, device, revision)
+    tokens = _loaded(calibration, source, tokenizer, num_samples, max_length, seed)
+    return pipeline.calibrate(source, tokens, output, statistics=statistics)
+
+
+@typed
+def export(
+    model: str | Path | PreTrainedModel | CompressionResult,
+    output: str | Path,
+    format: str = "stock",
+    *,
+    dtype: str = "auto",
+    tokenizer: Callable | None = None,
+) -> Exported:
+    """Write a compressed model in another form, padded with zeros as little as that form allows.
+
+    Args:
+        model: hub id, folder, the model in memory, or what :func:`compress` returned.
+        output: folder or file to write; must not exist.
+        format: one of :data:`rankfold.exports.FORMATS`.
+        dtype: what is written in: ``auto`` (as stored), ``float32``, ``bfloat16`` or ``float16``; GGUF files also ``q8_0``.
+        tokenizer: of a model in memory.
+
+    Raises:
+        OptionError, UnsupportedModelError, CheckpointError: see :func:`rankfold.exports.export`.
+    """
+    with _in_folder(model, tokenizer) as folder:
+        return exports.export(folder, output, format, dtype=dtype)
+
+
+@typed
+def perplexity(
+    model: AnyModel | CompressionResult,
+    windows: Tensor | CalibrationData,
+    *,
+    autocast: torch.dtype | None = None,
+    dtype: str = "auto",
+    device: str = "auto",
+) -> dict:
+    """Compute the perplexity of a model, dense or compressed, on token windows.
+
+    Args:
+        model: hub id, folder, ``.gguf`` file, a model in memory, an open model, or what :func:`compress` returned.
+        windows: ``(W, T)`` token ids, or a calibration set of text, of which all windows are used.
+        autocast: run the forward under autocast in this dtype.
+        dtype, device: of a model that is not in memory, see :func:`load`.
+
+    Returns:
+        ``{"perplexity", "nll", "windows", "length", "tokens", "definition"}``; ``nll`` in nats per predicted token.
+
+    Raises:
+        DataError: the windows are none, or too short to predict a token.
+        NumericsError: a window has no finite loss.
+        OptionError: the model is none of transformers.
+    """
+    if isinstance(model, str | Path):
+        model = load_model(model, dtype=dtype, device=device)
+    elif dtype != "auto" or device != "auto":
+        raise OptionError("dtype and device are of a model that is loaded, and this one is in memory; leave them out")
+    elif isinstance(model, DenseModel):
+        model = model.whole_model()
+    elif isinstance(model, CompressionResult):
+        model = model.model
+    return evaluation.perplexity(
+        model, windows.ids if isinstance(windows, CalibrationData) else windows, autocast=autocast
+    )
+
+
+def _configured(method: Method | str, sparsity: float | None, options: dict) -> Method:
+    """Return a method, made by its name or as it was given.
+
+    Raises:
+        OptionError: an option that the method does not have, or beside a method that has options of its own.
+    """
+    asked = options if sparsity is None else options | {"sparsity": sparsity}
+    if isinstance(method, str):
+        known = [
+            *(field.name for field in dataclasses.fields(method_class(method))),
+            *inspect.signature(plan).parameters,
+        ]
+        for name in options:
+            check_choice(f"argument, or option of {method},", name, known)
+        return make_method(method, **asked)
+    for name, value in asked.items():
+        own = getattr(method, name, None)
+        if own != value:
+            raise OptionError(
+                f"{name}={value!r} beside a method that has {name}={own!r}; give it to {type(method).__name__}(...) alone"
+            )
+    return method
+
+
+def _stored(moments: MomentStore | str | Path | None) -> MomentStore | None:
+    return MomentStore.open(moments) if isinstance(moments, str | Path) else moments
+
+
+def _opened(model: AnyModel, tokenizer, component, dtype, device, revision) -> DenseModel:
+    """Open a model, unless it is open."""
+    if not isinstance(model, DenseModel):
+        return validated(
+            open_model(model, tokenizer=tokenizer, component=component, dtype=dtype, device=device, revision=revision)
+        )
+    given = {"component": component, "revision": revision}
+    given |= {name: None if value == "auto" else value for name, value in {"dtype": dtype, "device": device}.items()}
+    if wrong := [name for name, value in given.items() if value is not None]:
+        raise OptionError(f"the model is open already, and {', '.join(wrong)} is for opening it; give it to open_model")
+    return model if tokenizer is None else model.with_tokenizer(tokenizer)
+
+
+def _loaded(
+    calibration, source: DenseModel, tokenizer, num_samples: int, max_length: int, seed: int
+) -> CalibrationData | None:
+    """Load a calibration set, unless it is one, or there is none."""
+    if calibration is not None and not isinstance(calibration, CalibrationData):
+        options = {"num_samples": num_samples, "max_length": max_length, "seed": seed}
+        return load_calibration(calibration, source, tokenizer=tokenizer, **options)
+    if (num_samples, max_length, seed) != (128, 2048, 0):
+        what = "there is no calibration set" if calibration is None else "the calibration set is loaded already"
+        raise OptionError(f"{what}, so num_samples, max_length and seed have no say; leave them out")
+    return calibration
+
+
+@contextlib.contextmanager
+def _in_folder(model, tokenizer) -> Iterator[str | Path]:
+    """Write a model that is in memory only to a folder for a while."""
+    result = model if isinstance(model, CompressionResult) else None
+    if isinstance(model, str | Path) or (result and result.output):
+        if tokenizer is not None:
+            raise OptionError(
+                "tokenizer is of a model in memory, and this one lies in a folder with its own; leave it out"
+            )
+        yield result.output if result else model
+        return
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place, "model")
+        result.save_pretrained(folder) if result and tokenizer is None else save_model(
+            result.model if result else model, folder, tokenizer
+        )
+        yield folder
+
+
+compress_components = typed(compress_components)
+evaluate_text, make_method = map(typed, (evaluate_text, make_method))
 load, save = map(typed, (load_model, save_model))
-perplexity = typed(perplexity)
 open_model = typed(open_model, tokenizer=Callable | None)
 # Calibration lies below the models, so its functions cannot name them.
 load_calibration = typed(load_calibration, model=DenseModel, tokenizer=Callable | None)

@@ -1,8 +1,8 @@
-"""Parts of a model in one run: what sees first, so that what writes is fitted to what the smaller tower sends.
+"""Components of a model in one run: each is fitted to what the smaller one before it sends.
 
     dense model --- vision ---> OUT.partial/before/vision --- language ---> OUT.partial ---> OUT
 
-Each part goes through the pipeline as it would alone; the parts before the last one are a run of this kind themselves. The run
+Each component goes through the pipeline as it would alone; those before the last one are a run of this kind themselves. The run
 is known by what all were given, so that the same call goes on wherever an earlier one was killed.
 """
 
@@ -13,138 +13,145 @@ from typing import NamedTuple
 from ._utils.files import writing
 from ._utils.stopwatch import timed_run
 from .architectures import PARTS
-from .checkpoint.run import Run
+from .checkpoint.run import RunFolder
 from .compression.budget import rank_options
 from .compression.plan import check
+from .compression.result import CompressionResult
 from .compression.validate_spec import validated
 from .data.calibration_data import CalibrationData
 from .data.tokens import check_fits
 from .errors import OptionError
 from .methods import Method, as_method
-from .models.dense_model import DenseModel, open_model
-from .pipeline import carry_out, checked, compress
+from .models.dense_model import DenseModel
+from .models.opening import open_model
+from .pipeline import CompressionRun, check_request, compress
 from .report.identity import dtype_name, run_identity
 from .report.plan import Plan
 
-__all__ = ["compress_parts"]
+__all__ = ["compress_components"]
 
 
 class _Given(NamedTuple):
-    """One part, what to do to it, and what it is measured on."""
+    """One component, what to do to it, and what it is measured on."""
 
     source: DenseModel
     method: Method
     tokens: CalibrationData
 
 
-def compress_parts(
-    parts: Iterable[tuple[DenseModel, Method | str, CalibrationData]],
+def compress_components(
+    components: Iterable[tuple[DenseModel, Method | str, CalibrationData]],
     output: str | Path,
     *,
     mode: str = "sequential",
     on_plan: Callable[[Plan, DenseModel], None] | None = None,
-) -> Path:
-    """Compress several parts of a model, each in its own way.
+) -> CompressionResult:
+    """Compress several components of a model, each in its own way.
 
     Args:
-        parts: of each part the open model (``open_model(model, part="vision")``, ``part="language"``), what to do, and what to
-            calibrate on. They are compressed in the order in which an image goes through them, whatever their order here.
+        components: of each the open model (``open_model(model, component="vision")``, ``component="language"``), what to do,
+            and what to calibrate on. They are compressed in the order in which an image goes through them, whatever their order
+            here.
         output: folder to write (resumable).
         mode: of all, see :func:`rankfold.compress`.
-        on_plan: called with the plan of a part, and the model it is about, before any block of that part is compressed.
+        on_plan: called with the plan of a component, and the model it is about, before any block of it is compressed.
 
     Returns:
-        The folder written. Its record is that of the last part, with that of the part before it under ``before``.
+        As :func:`rankfold.compress`; plan and record are those of the last component, with the record of the one before it
+        under ``before``.
 
     Raises:
-        OptionError: not different parts of one model.
+        OptionError: not different components of one model.
         OptionError, UnsupportedModelError, NumericsError, CheckpointError, DataError: as :func:`rankfold.compress`; what can be
-            said of a part beforehand is said before another one is compressed.
+            said of a component beforehand is said before another one is compressed.
     """
-    in_turn = _in_order(parts)
-    del parts
+    in_turn = _in_order(components)
+    del components
     for given in in_turn:
         _check(given, mode, output)
     del given
     return _compress_in_turn(in_turn, Path(output), mode, on_plan)
 
 
-def _compress_in_turn(parts: list[_Given], output: Path, mode: str, on_plan) -> Path:
-    """Takes each part out of the list when it is done: its source may hold all of the model."""
-    if len(parts) == 1:
-        source = parts[0].source
-        return compress(*parts.pop(), output, mode=mode, on_plan=_telling(on_plan, source))
-    run = Run(output, _identity(parts, mode))
-    with run.working():
-        if run.complete:  # what an earlier process could not rename any more
-            return run.publish()
-        last, place = parts.pop(), run.before / parts[-1].source.part.name
+def _compress_in_turn(components: list[_Given], output: Path, mode: str, on_plan) -> CompressionResult:
+    """Takes each component out of the list when it is done: its source may hold all of the model."""
+    if len(components) == 1:
+        source = components[0].source
+        return compress(*components.pop(), output, mode=mode, on_plan=_with_source(on_plan, source))
+    folder = RunFolder(output, _identity(components, mode))
+    with folder.working():
+        if folder.complete:  # what an earlier process could not rename any more
+            return CompressionResult.of_folder(folder.publish(), device=str(components[-1].source.device))
+        last, place = components.pop(), folder.before / components[-1].source.part.name
         if not place.exists():
-            with writing(run.before):
-                run.before.mkdir(exist_ok=True)
-            _compress_in_turn(parts, place, mode, on_plan)
-        parts.clear()
+            with writing(folder.before):
+                folder.before.mkdir(exist_ok=True)
+            _compress_in_turn(components, place, mode, on_plan)
+        components.clear()
         with timed_run():
             source = _opened_again(place, last.source)
-            return carry_out(source, *last[1:], None, run.identity, run, _telling(on_plan, source))
+            run = CompressionRun(source, *last[1:], None, folder.identity, folder)
+            return run.carry_out(_with_source(on_plan, source))
 
 
-def _in_order(parts: Iterable[tuple[DenseModel, Method | str, CalibrationData]]) -> list[_Given]:
-    """In which they are compressed."""
-    found = [_given(part) for part in parts]
+def _in_order(components: Iterable[tuple[DenseModel, Method | str, CalibrationData]]) -> list[_Given]:
+    """Return them in the order in which they are compressed."""
+    found = [_given(component) for component in components]
     names = [given.source.part.name for given in found]
     if len(names) < 2 or len(set(names)) < len(names):
         raise OptionError(
-            f"compress_parts takes two or more of the parts {', '.join(PARTS)} of a model, got "
-            f"{' and '.join(names) or 'none'}; open each with open_model(model, part=...)"
+            f"compress_components takes two or more of the components {', '.join(PARTS)} of a model, got "
+            f"{' and '.join(names) or 'none'}; open each with open_model(model, component=...)"
         )
     one = found[0].source
     for other in (given.source for given in found[1:]):
         if (one.name, one.dtype, one.model.config.to_dict()) != (other.name, other.dtype, other.model.config.to_dict()):
             raise OptionError(
-                f"compress_parts takes parts of one model in one dtype, got {one.name} in {dtype_name(one)} and {other.name} "
-                f"in {dtype_name(other)}; open the same model for each"
+                f"compress_components takes components of one model in one dtype, got {one.name} in {dtype_name(one)} and "
+                f"{other.name} in {dtype_name(other)}; open the same model for each"
             )
     return sorted(found, key=lambda given: PARTS.index(given.source.part.name))
 
 
-def _given(part: tuple[DenseModel, Method | str, CalibrationData]) -> _Given:
-    """One part as it was given.
+def _given(component: tuple[DenseModel, Method | str, CalibrationData]) -> _Given:
+    """Return one component as it was given.
 
     Raises:
         OptionError: it is none.
     """
     kinds = (DenseModel, Method | str, CalibrationData)
-    if not isinstance(part, tuple | list) or [*map(isinstance, part, kinds)] != [True] * 3 or len(part) != 3:
+    is_one = isinstance(component, tuple | list) and [*map(isinstance, component, kinds)] == [True] * 3
+    if not is_one or len(component) != 3:
         raise OptionError(
-            f"each of the parts is an open model (open_model(model, part=...)), a method and calibration data, got "
-            f"{str(part)[:60]!r}"
+            "each of the components is an open model (open_model(model, component=...)), a method and calibration data, got "
+            f"{str(component)[:60]!r}"
         )
-    return _Given(part[0], as_method(part[1]), part[2])
+    return _Given(component[0], as_method(component[1]), component[2])
 
 
 def _check(given: _Given, mode: str, output: str | Path) -> None:
-    """Whatever would stop the second part only after the first is done."""
+    """Whatever would stop the second component only after the first is done."""
     source, method, tokens = given
-    checked(method, tokens, None, mode, output)
+    check_request(method, tokens, None, mode, output)
     check_fits(tokens.ids, validated(source))
     if not method.budget.is_timed:  # which takes measuring
         check(rank_options(source, method), method)
 
 
-def _identity(parts: list[_Given], mode: str) -> dict:
-    """Of the last part, with that of the one before it in it, and so on."""
-    *before, last = parts
+def _identity(components: list[_Given], mode: str) -> dict:
+    """Of the last component, with that of the one before it in it, and so on."""
+    *before, last = components
     mine = run_identity(last.source, last.method, last.tokens.describe(), mode)
     return mine | ({"before": _identity(before, mode)} if before else {})
 
 
-def _telling(on_plan: Callable[[Plan, DenseModel], None] | None, source: DenseModel) -> Callable[[Plan], None] | None:
+def _with_source(on_plan: Callable[[Plan, DenseModel], None] | None, source: DenseModel) -> Callable | None:
     return on_plan and (lambda plan: on_plan(plan, source))
 
 
 def _opened_again(place: Path, asked: DenseModel) -> DenseModel:
-    """The part asked for, in the model whose other part is compressed."""
-    source = open_model(place, dtype=dtype_name(asked), device=str(asked.device), part=asked.part.name)
+    """The component asked for, in the model whose other component is compressed."""
+    source = open_model(place, dtype=dtype_name(asked), device=str(asked.device), component=asked.part.name)
     source.name, source.revision, source.autocast = asked.name, asked.revision, asked.autocast
+    source.processors.name = asked.name
     return source

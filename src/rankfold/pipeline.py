@@ -12,27 +12,27 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ._utils.files import check_output
 from ._utils.memory import release_memory
 from ._utils.progress import one_run, track
 from ._utils.stopwatch import timed_run
-from .calibration.runner import advance, measure, start
-from .calibration.statistics import STATISTICS, STORED
+from .calibration.providers import MomentProvider, StoredMoments
+from .calibration.runner import Stream, advance, measure, start
+from .calibration.statistics import STORED
 from .calibration.store import MomentStore
-from .calibration.streams import HiddenStates
-from .calibration.supply import FromDense, FromStore, FromStreams
 from .checkpoint.config import compressed_config
 from .checkpoint.load import described
-from .checkpoint.run import Run
-from .compression.block import Work, decompose, run_stages
-from .compression.budget import RankOptions, rank_options
-from .compression.held_out import HeldOut, NothingHeldOut
+from .checkpoint.run import RunFolder
+from .compression.block import RunContext, decompose, run_stages
+from .compression.budget import rank_options
+from .compression.held_out import follow_held_out
 from .compression.importance import (
     available,
     gradients_of,
     measure_allocation,
+    moment_provider,
     needed,
     of_dense,
     shared_of,
@@ -42,11 +42,12 @@ from .compression.output import FolderWriter, MemoryWriter
 from .compression.plan import allocate_ranks, build_plan, check, divergence_for_stock, kept_blocks, of_block
 from .compression.probe_texts import follow_probe_texts
 from .compression.replace import in_model_coordinates, passing, replace
+from .compression.result import CompressionResult
 from .compression.validate_spec import validated
 from .data.calibration_data import CalibrationData
 from .data.tokens import check_fits, say_if_few
-from .errors import OptionError, check_choice
-from .methods import BlockResult, Method, as_method
+from .errors import OptionError, check_choice, option
+from .methods import BlockResult, Method
 from .models.auto_classes import auto_class
 from .models.block_reader import BlockReader
 from .models.dense_model import DenseModel
@@ -56,28 +57,14 @@ from .report.plan import Plan
 from .report.record import run_record
 from .version import __version__
 
-__all__ = ["calibrate", "compress", "plan"]
+__all__ = ["CompressionRun", "calibrate", "check_mode", "check_request", "compress", "plan"]
 
 
 @one_run()
 def calibrate(
     source: DenseModel, tokens: CalibrationData, output: str | Path | None = None, *, statistics: set[str] | None = None
 ) -> MomentStore:
-    """Measure the second moments of every block of the dense model, in one pass.
-
-    Args:
-        source: an open model.
-        tokens: calibration windows.
-        output: folder to keep the moments in; ``None``: in memory. What an earlier call left there is read and checked, and
-            only what is missing or damaged is measured.
-        statistics: names out of :data:`rankfold.calibration.statistics.STATISTICS`; all by default, so that any method can be
-            computed from them.
-
-    Raises:
-        OptionError: there is no statistic of a name, or none that one pass of the dense model can measure.
-        NumericsError: a weight or activation is NaN or infinite.
-        CheckpointError: ``output`` holds something else, or another process writes it.
-    """
+    """Measure the second moments of every block in one pass; arguments as for :func:`rankfold.calibrate`."""
     for name in statistics or ():
         check_choice("statistic", name, sorted(STORED))
     statistics = available(validated(source), statistics or set(STORED))
@@ -105,29 +92,16 @@ def _measure_all(
 
 @one_run()
 def plan(
-    source: DenseModel,
-    method: Method | str,
-    tokens: CalibrationData | None = None,
-    *,
-    moments: MomentStore | None = None,
+    source: DenseModel, method: Method, tokens: CalibrationData | None = None, *, moments: MomentStore | None = None
 ) -> Plan:
-    """What :func:`compress` would do: ranks, counts, cache, memory, and with moments the error of every module.
-
-    Args:
-        source: an open model.
-        method: what to do: a method, or the name of one, with its defaults.
-        tokens: calibration windows; needed by the measured allocation.
-        moments: of the dense model; needed by the influence allocations and for predicted errors.
-    """
-    method = as_method(method)
-    check_mode(method, method.modes[0], moments is not None)
+    """Return what :func:`compress` would do; arguments as for :func:`rankfold.plan`."""
+    check_mode(method, method.modes[0], stored=moments is not None)
     validated(source)
     gradients = gradients_of(source, method, tokens) if moments or method.allocation.needs_text else None
-    ranks = rank_options(source, method)
-    check(ranks, method)
-    allocated = allocate_ranks(
-        ranks, method, measure_allocation(source, method, ranks, moments, tokens, gradients=gradients)
-    )
+    options = rank_options(source, method)
+    check(options, method)
+    measured = measure_allocation(source, method, options, moments, tokens, gradients=gradients)
+    allocated = allocate_ranks(options, method, measured)
     reports = {}
     if moments is not None:
         moments.check(source, statistics_of(source, method))
@@ -144,200 +118,171 @@ def plan(
 @timed_run()
 def compress(
     source: DenseModel,
-    method: Method | str,
+    method: Method,
     tokens: CalibrationData | None = None,
     output: str | Path | None = None,
     *,
     moments: MomentStore | None = None,
     mode: str = "sequential",
     on_plan: Callable[[Plan], None] | None = None,
-) -> nn.Module | Path:
-    """Compress a model.
-
-    Args:
-        source: an open model; it is not changed.
-        method: what to do, e.g. ``MoDeGPT(sparsity=0.3)``, or the name of a method, with its defaults.
-        tokens: calibration windows; not needed with ``moments``.
-        output: folder to write, block by block (resumable); ``None`` returns the model in memory.
-        moments: of the dense model, from :func:`calibrate`; implies ``mode="one-pass"``.
-        mode: ``sequential``: every block is measured on what the compressed blocks before it produce (MoDeGPT App.
-            B.2). ``one-pass``: all blocks are measured on the dense model.
-        on_plan: called with the plan before any block is compressed.
-
-    Returns:
-        The folder written, or the compressed model.
-
-    Raises:
-        OptionError, UnsupportedModelError, NumericsError, CheckpointError: with one line saying what to do.
-    """
-    method = as_method(method)
-    mode = checked(method, tokens, moments, mode, output)
-    validated(source)
-    identity = run_identity(source, method, tokens.describe() if tokens else moments.identity["tokens"], mode)
-    run = Run(output, identity) if output is not None else None
-    with run.working() if run else contextlib.nullcontext():
-        if run and run.complete:  # what an earlier process could not rename any more
-            return run.publish()
-        return carry_out(source, method, tokens, moments, identity, run, on_plan)
+) -> CompressionResult:
+    """Compress an open model; arguments as for :func:`rankfold.compress`, each in its final form."""
+    mode = check_request(method, tokens, moments, mode, output)
+    calibration = tokens.describe() if tokens else moments.identity["tokens"]
+    identity = run_identity(validated(source), method, calibration, mode)
+    folder = RunFolder(output, identity) if output is not None else None
+    with folder.working() if folder else contextlib.nullcontext():
+        return CompressionRun(source, method, tokens, moments, identity, folder).carry_out(on_plan)
 
 
-@one_run()
-def carry_out(
-    source: DenseModel,
-    method: Method,
-    tokens: CalibrationData | None,
-    moments: MomentStore | None,
-    identity: dict,
-    run: Run | None,
-    on_plan: Callable[[Plan], None] | None,
-) -> nn.Module | Path:
-    """Compress a model whose output is held; arguments as for :func:`compress`, and what the run is known by."""
-    mode, calibration = identity["mode"], identity["calibration"]
-    ranks = rank_options(source, method, run.times if run else None)
-    moments, gradients, shared, scores = _dense_passes(source, method, ranks, tokens, moments, mode, run)
-    allocated = allocate_ranks(ranks, method, scores)
-    for_stock = divergence_for_stock(source, method, scores)
-    if for_stock is not None:
-        allocated = allocated._replace(facts=allocated.facts | {"divergence_for_stock": for_stock})
-    the_plan = build_plan(source, method, allocated, {}, calibration)
-    if on_plan:
-        on_plan(the_plan)
-    kept = kept_blocks(allocated.ranks, len(source))
-    work = Work(
-        source,
-        method,
-        BlockReader(source),
-        _supply(source, method, tokens, moments, mode),
-        _watch(source, tokens.held_out if tokens else moments.held_out, mode),
-        follow_probe_texts(source),
-        FolderWriter(source, run, kept) if run else MemoryWriter(source, kept),
-        gradients,
-        shared,
-    )
-    blocks, basis = [], None
-    for index in track(range(len(source)), "compressing", note=work.watch.so_far):
-        block, basis = _compress_block(work, index, of_block(allocated.ranks, index), basis)
-        blocks.append(block)
-    outcome = {
-        "held_out": work.watch.finish(the_plan.sparsity, can_exclude=method.can_exclude_blocks),
-        "probe_texts": work.probes.finish(the_plan.sparsity),
-    }
-    return work.into.finish(*_documents(work, the_plan, blocks, identity, outcome, run))
+@dataclasses.dataclass
+class CompressionRun:
+    """One compression of an open model: measure, plan, compress every block, finish."""
+
+    source: DenseModel
+    method: Method
+    tokens: CalibrationData | None
+    moments: MomentStore | None  # in place of tokens
+    identity: dict
+    folder: RunFolder | None = None  # held by this process, perhaps with blocks of an earlier run
+
+    @one_run()
+    def carry_out(self, on_plan: Callable[[Plan], None] | None = None) -> CompressionResult:
+        """Take all steps; what is planned is shown before a block is compressed."""
+        if self.folder and self.folder.complete:  # what an earlier process could not rename any more
+            return CompressionResult.of_folder(self.folder.publish(), device=str(self.source.device))
+        self.measure()
+        self.plan()
+        if on_plan:
+            on_plan(self.planned)
+        self.compress_blocks()
+        return self.finish()
+
+    def measure(self) -> None:
+        """Measure on the dense model what the allocation and the method go by: gradients, moments, scores.
+
+        The ranks of an influence allocation are known only after the last block, so its one pass keeps all moments.
+        """
+        source, method, moments = self.source, self.method, self.moments
+        self.options = rank_options(source, method, self.folder and self.folder.times)
+        check(self.options, method)  # what cannot be reached is said at once
+        self.gradients = gradients_of(source, method, self.tokens, self.folder)
+        if moments is None and (first := of_dense(source, method)):
+            statistics = needed(source, method) if self.identity["mode"] == "one-pass" else first
+            moments = calibrate(source, self.tokens, self.folder and self.folder.moments, statistics=statistics)
+        self.shared = shared_of(source, method, moments)
+        self.measured = measure_allocation(
+            source, method, self.options, moments, self.tokens, self.folder, self.gradients
+        )
+        if moments and self.identity["mode"] == "one-pass":
+            moments.check(source, statistics_of(source, method))
+            self.moments = moments
+
+    def plan(self) -> None:
+        """Turn scores into a rank for every module of every block."""
+        allocated = allocate_ranks(self.options, self.method, self.measured)
+        for_stock = divergence_for_stock(self.source, self.method, self.measured)
+        if for_stock is not None:
+            allocated = allocated._replace(facts=allocated.facts | {"divergence_for_stock": for_stock})
+        self.ranks = allocated.ranks
+        self.planned = build_plan(self.source, self.method, allocated, {}, self.identity["calibration"])
+
+    def compress_blocks(self) -> None:
+        """Compress one block after the other; a finished one of an earlier run is read back."""
+        source, kept = self.source, kept_blocks(self.ranks, len(self.source))
+        held_out = follow_held_out(source, (self.tokens or self.moments).held_out, self.identity["mode"])
+        self.context = RunContext(source, self.method, self._provider(), held_out, self.gradients, self.shared)
+        self.probes = follow_probe_texts(source)
+        self.writer = FolderWriter(source, self.folder, kept) if self.folder else MemoryWriter(source, kept)
+        self.blocks: list[BlockResult] = []
+        read, basis = BlockReader(source), None
+        for index in track(range(len(source)), "compressing", note=held_out.so_far):
+            block, basis = self._compress_block(read, index, basis)
+            self.blocks.append(block)
+
+    def _provider(self) -> MomentProvider:
+        if self.moments:
+            return StoredMoments(self.moments)
+        return moment_provider(self.source, self.method, _start(self.source, self.tokens), self.identity["mode"])
+
+    def _compress_block(self, read: BlockReader, index: int, basis: Tensor | None) -> tuple[BlockResult, Tensor | None]:
+        """Measure, decompose, replace and keep one block, or take it from an earlier run; then move on.
+
+        Args:
+            basis: the coordinates in which the block before writes the stream.
+
+        Returns:
+            Descriptions by full path and what was measured, without tensors; and the coordinates in which this block writes the
+            stream.
+        """
+        context, writer = self.context, self.writer
+        view = dataclasses.replace(read(index), basis=basis)
+        release_memory()
+        is_done, is_kept = index in writer, index in writer.kept
+        for follower in (context.provider, context.held_out, self.probes):
+            follower.enter(view, skip=is_done)
+        if is_done:
+            result = writer.load(view)
+            view = replace(view, result, self.source)
+        else:
+            view, result = run_stages(context, view, of_block(self.ranks, index))
+            writer.keep(view, result)
+        view = in_model_coordinates(view, result.basis) if is_kept else passing(view)
+        release_memory()
+        for follower in (writer, context.provider, context.held_out, self.probes):
+            follower.follow(view)
+        release_memory()
+        modules = {writer.module_path(index, name): spec for name, spec in result.modules.items()} if is_kept else {}
+        return BlockResult(modules, {}, result.reports), result.basis
+
+    def finish(self) -> CompressionResult:
+        """Say what came out, and put the model together; a folder is read back before it gets its name."""
+        source, the_plan, folder = self.source, self.planned, self.folder
+        description = {
+            "rankfold_version": __version__,
+            **self.identity,
+            "counts": published_counts(the_plan),
+            "held_out": self.context.held_out.finish(the_plan.sparsity, can_exclude=self.method.can_exclude_blocks),
+            "probe_texts": self.probes.finish(the_plan.sparsity),
+        }
+        modules = {path: spec for block in self.blocks for path, spec in block.modules.items()}
+        config = compressed_config(source, description, modules, self.writer.kept)
+        reports = {str(index): block.reports for index, block in enumerate(self.blocks)}
+        name, before = (folder.output.name, folder.earlier) if folder else (source.name, None)
+        record = run_record(source, description | ({"before": before} if before else {}), the_plan, reports)
+        auto = auto_class(source.model.config, type(source.model).__name__).__name__
+        card = model_card(record, name, stock=described(config) is None, auto=auto)
+        return self.writer.finish(config, card, record, the_plan)
 
 
-def _documents(work: Work, the_plan: Plan, blocks: list[BlockResult], identity: dict, outcome, run):
-    """Config, model card and run record of the result."""
-    source = work.source
-    modules = {path: spec for block in blocks for path, spec in block.modules.items()}
-    counts = published_counts(the_plan)
-    description = {"rankfold_version": __version__, **identity, "counts": counts, **outcome}
-    config = compressed_config(source, description, modules, work.into.kept)
-    stock, auto = described(config) is None, auto_class(source.model.config, type(source.model).__name__).__name__
-    reports = {str(index): block.reports for index, block in enumerate(blocks)}
-    name, before = (run.output.name, run.earlier) if run else (source.name, None)
-    record = run_record(source, description | ({"before": before} if before else {}), the_plan, reports)
-    return config, model_card(record, name, stock=stock, auto=auto), record
-
-
-def _supply(source: DenseModel, method: Method, tokens, moments, mode: str) -> FromStore | FromDense | FromStreams:
-    if moments is not None:
-        return FromStore(moments)
-    if mode == "one-pass":
-        return FromDense(_start(source, tokens))
-    two = any(STATISTICS[name].two_streams for name in statistics_of(source, method))
-    stream = _start(source, tokens)
-    return FromStreams(HiddenStates(stream, stream.copy() if two else None))
-
-
-def _watch(source: DenseModel, held_out, mode: str) -> HeldOut | NothingHeldOut:
-    if held_out is None:
-        return NothingHeldOut()
-    check_fits(held_out, source)
-    return HeldOut(source, held_out, sequential=mode == "sequential")
-
-
-def checked(method: Method, tokens, moments, mode: str, output) -> str:
-    """The mode, once everything that can be checked without the model is."""
-    mode = check_mode(method, mode, moments is not None)
+def check_request(method: Method, tokens, moments, mode: str, output) -> str:
+    """Return the mode, once everything that can be checked without the model is."""
+    mode = check_mode(method, mode, stored=moments is not None)
     if (tokens is None) == (moments is None):
-        raise OptionError("give either calibration tokens or moments, not both and not neither")
+        raise OptionError("give either calibration data or moments, not both and not neither")
     if output is not None:
         check_output(Path(output))
     return mode
 
 
-def check_mode(method: Method, mode: str, moments: bool) -> str:
-    """The mode a method runs in, with moments of the dense model or without.
+def check_mode(method: Method, mode: str, *, stored: bool) -> str:
+    """Return the mode a method runs in, with stored moments of the dense model or without.
 
     Raises:
         OptionError: there is no such mode, or not with this method.
     """
     if mode not in ("sequential", "one-pass"):
         raise OptionError(f"mode must be sequential or one-pass, got {mode!r}")
-    mode = "one-pass" if moments else mode
+    mode = "one-pass" if stored else mode
     if mode not in method.modes:
         raise OptionError(
             f"method {method.name} measures every block on what the compressed ones before it send, so it takes text and mode "
-            f"{method.modes[0]}, not moments or mode {mode}; or use --method modegpt"
+            f"{method.modes[0]}, not moments or mode {mode}; or use {option('method', 'modegpt')}"
         )
     return mode
 
 
-def _dense_passes(source: DenseModel, method: Method, ranks: RankOptions, tokens, moments, mode: str, run: Run | None):
-    """Moments of the dense model, where they are there already, statistics of a backward pass, what is of all blocks together,
-    and influence scores or costs, each where method or allocation wants them.
-
-    Ranks of an influence allocation are known only behind the last block: its one pass keeps all moments on the way.
-    """
-    check(ranks, method)  # what cannot be reached is said at once
-    gradients = gradients_of(source, method, tokens, run)
-    first = of_dense(source, method)
-    if moments is None and first:
-        statistics = needed(source, method) if mode == "one-pass" else first
-        moments = calibrate(source, tokens, run.moments if run else None, statistics=statistics)
-    shared = shared_of(source, method, moments)
-    scores = measure_allocation(source, method, ranks, moments, tokens, run, gradients)
-    if moments is None or mode == "sequential":
-        return None, gradients, shared, scores
-    moments.check(source, statistics_of(source, method))
-    return moments, gradients, shared, scores
-
-
-def _compress_block(
-    work: Work, index: int, ranks: dict[str, int], basis: Tensor | None
-) -> tuple[BlockResult, Tensor | None]:
-    """Measure, decompose, replace and keep one block, or take it from an earlier run; then move on.
-
-    Args:
-        basis: the coordinates in which the block before writes the stream.
-
-    Returns:
-        Descriptions by full path and what was measured; the tensors went to where blocks go. And the coordinates in which this
-        block writes the stream.
-    """
-    source, _, read, supply, watch, probes, into, *_ = work
-    view = dataclasses.replace(read(index), basis=basis)
-    release_memory()
-    done = index in into
-    for follower in (supply, watch, probes):
-        follower.enter(view, skip=done)
-    if done:
-        result = into.load(view)
-        view = replace(view, result, source)
-    else:
-        view, result = run_stages(work, view, ranks)
-        into.keep(view, result)
-    stays = index in into.kept
-    view = in_model_coordinates(view, result.basis) if stays else passing(view)
-    release_memory()
-    for follower in (into, supply, watch, probes):
-        follower.follow(view)
-    release_memory()
-    modules = {f"{into.path(index)}.{path}".rstrip("."): spec for path, spec in result.modules.items()} if stays else {}
-    return BlockResult(modules, {}, result.reports), result.basis
-
-
-def _start(source: DenseModel, tokens: CalibrationData):
+def _start(source: DenseModel, tokens: CalibrationData) -> Stream:
     check_fits(tokens.ids, source)
     say_if_few(tokens.ids, source)
     return start(source, tokens.ids, autocast=source.autocast)

@@ -62,7 +62,7 @@ def test_without_a_run_nothing_is_counted():
 def test_a_record_tells_where_the_time_went(tmp_path, mode):
     begin = time.perf_counter()
     method = rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2)
-    rankfold.compress(opened("llama"), method, tokens(16), tmp_path / "small", mode=mode)
+    rankfold.compress(opened("llama"), method=method, calibration=tokens(16), output=tmp_path / "small", mode=mode)
     took, seconds = time.perf_counter() - begin, read_record(tmp_path / "small")["run"]["seconds"]
     total = seconds.pop("total")
     assert set(seconds) == {*PARTS, OTHER}
@@ -97,6 +97,11 @@ def test_each_kind_of_work_is_counted_to_its_part(clock, tmp_path, monkeypatch):
 
             patch.setattr(owner, name, late)
             folder = tmp_path / part
-            rankfold.compress(opened("llama"), rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2), tokens(16), folder)
+            rankfold.compress(
+                opened("llama"),
+                method=rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2),
+                calibration=tokens(16),
+                output=folder,
+            )
         seconds = read_record(folder)["run"]["seconds"]
         assert slept and {name for name, value in seconds.items() if value} == {"total", part}, (part, seconds)

@@ -35,7 +35,7 @@ def test_it_is_taken_as_an_object_and_as_text(added, name):
     moments = rankfold.calibrate(source, tokens())
     for given in (added["Rising"](slope=0.4), "rising:slope=0.4"):
         method = rankfold.make_method(name, sparsity=0.3, rank_multiple=2, allocation=given)
-        plans.append(rankfold.plan(source, method, moments=moments))
+        plans.append(rankfold.plan(source, method=method, moments=moments))
     assert plans[0] == plans[1] and plans[0].method["allocation"] == "rising:slope=0.4"
     assert plans[0].facts.keys() == {"allocation", "energies"} and plans[0].sparsity >= 0.3
     first, *_, last = lost(plans[0])
@@ -46,7 +46,7 @@ def test_a_slope_of_nothing_leaves_the_energies(added):
     source = opened("llama")
     moments = rankfold.calibrate(source, tokens())
     method = rankfold.make_method("modegpt", sparsity=0.3, rank_multiple=2, allocation="rising:slope=0")
-    plan = rankfold.plan(source, method, moments=moments)
+    plan = rankfold.plan(source, method=method, moments=moments)
     energies, blocks = list(plan.facts["energies"].values()), lost(plan)
     assert blocks[energies.index(max(energies))] <= min(blocks) + 0.05
 

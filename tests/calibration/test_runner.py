@@ -255,4 +255,8 @@ def test_a_model_whose_numbers_are_too_large_for_fp16_is_said_to_compute_nan(nam
     with pytest.raises(
         NumericsError, match="computes NaN on the calibration windows: its numbers are too large for float16"
     ):
-        rankfold.compress(source, rankfold.make_method(name, sparsity=0.3), replace(tokens(), held_out=some_ids(2, 32)))
+        rankfold.compress(
+            source,
+            method=rankfold.make_method(name, sparsity=0.3),
+            calibration=replace(tokens(), held_out=some_ids(2, 32)),
+        )

@@ -231,7 +231,7 @@ def test_a_head_that_differs_from_the_embedding_it_should_be_tied_to_is_kept(tmp
     assert "the head differs from the embedding it should be tied to; both are kept, untied" in caplog.text
     assert source.streamed
     source.autocast = None
-    rankfold.compress(source, rankfold.MoDeGPT(sparsity=0.0), tokens(), tmp_path / "small")
+    rankfold.compress(source, method=rankfold.MoDeGPT(sparsity=0.0), calibration=tokens(), output=tmp_path / "small")
     ids = some_ids()
     with torch.no_grad():
         expected = t.AutoModelForCausalLM.from_pretrained(folder)(ids).logits
@@ -274,7 +274,7 @@ def compressed(tmp_path_factory):
         source = rankfold.open_model(tiny_model(family), device="cpu")
         source.autocast = None
         chosen = rankfold.make_method(method, sparsity=0.3, rank_multiple=2, **options)
-        rankfold.compress(source, chosen, tokens(), folder / name)
+        rankfold.compress(source, method=chosen, calibration=tokens(), output=folder / name)
     return folder
 
 
@@ -372,7 +372,9 @@ def test_a_rotary_table_of_another_size_is_refused(compressed, tmp_path):
 
 def test_a_head_of_its_own_in_a_tied_compressed_checkpoint_is_refused(tmp_path):
     source = rankfold.open_model(tiny_model("llama-mha-tied"), device="cpu")
-    folder = rankfold.compress(source, rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2), tokens(), tmp_path / "small")
+    folder = rankfold.compress(
+        source, method=rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2), calibration=tokens(), output=tmp_path / "small"
+    ).output
     shard = sorted(folder.glob("*.safetensors"))[-1].name
     change(folder, lambda state: state | {"lm_head.weight": torch.ones(96, 32)}, shard)
     path = folder / "model.safetensors.index.json"
@@ -416,7 +418,7 @@ def test_an_index_that_leads_outside_is_refused(compressed, tmp_path, kind, end)
     if end == "rows":
         source = rankfold.open_model(tiny_model("opt"), device="cpu")
         chosen = rankfold.LatentLLM(sparsity=0.3, rank_multiple=2, junction="block_identity_left")
-        folder = rankfold.compress(source, chosen, tokens(), tmp_path / "small")
+        folder = rankfold.compress(source, method=chosen, calibration=tokens(), output=tmp_path / "small").output
         shard = "model-00002-of-00004.safetensors"
     else:
         folder, shard = copied(compressed, kind, tmp_path / "small")

@@ -80,7 +80,7 @@ def test_a_row_has_the_numbers_of_its_compression_run_alone(source, tokens, meas
     assert [row["measures"]["texts"][1]["text"] for row in rows] == ["text.txt"] * 7
     for row, (name, mode) in {2: ("modegpt", "one-pass"), 6: ("rankfold", "sequential")}.items():
         method = rankfold.make_method(name, sparsity=0.4, rank_multiple=2)
-        model = rankfold.compress(source, method, tokens, mode=mode)
+        model = rankfold.compress(source, method=method, calibration=tokens, mode=mode).model
         alone = [perplexity(model, some)["perplexity"] for some in windows]
         assert [text["perplexity"] for text in rows[row]["measures"]["texts"]] == pytest.approx(alone, rel=1e-6)
         assert rows[row]["counts"]["parameters"] == sum(p.numel() for p in model.parameters())

@@ -42,7 +42,9 @@ def under(name: str, **options):
 def plan_of(source, method):
     """With scores where the allocation wants them."""
     moments = rankfold.calibrate(source, tokens()) if method.allocation.statistic else None
-    return rankfold.plan(source, method, tokens() if method.allocation.needs_text else None, moments=moments)
+    return rankfold.plan(
+        source, method=method, calibration=tokens() if method.allocation.needs_text else None, moments=moments
+    )
 
 
 def bytes_on_disk(folder) -> int:
@@ -60,7 +62,9 @@ def test_bytes_are_those_on_disk(name, family, tmp_path):
     source, method = opened(family), under(name, budget="bytes", scope="model")
     plan = plan_of(source, method)
     dense = sum(p.numel() for p in source.model.parameters()) * 4
-    folder = rankfold.compress(source, method, tokens(), tmp_path / "small", mode="one-pass")
+    folder = rankfold.compress(
+        source, method=method, calibration=tokens(), output=tmp_path / "small", mode="one-pass"
+    ).output
     removed = dense - bytes_on_disk(folder)
     assert plan.budget["counted"] == dense and plan.budget["removed"] == removed == plan.bytes - plan.bytes_after
     assert removed >= plan.budget["asked"] >= 0.25 * dense > removed - 0.03 * dense
@@ -80,8 +84,15 @@ def test_bytes_with_a_batch_are_those_on_disk_and_in_a_full_cache(name, family, 
     counts = {"budget": Bytes(context=16, batch=3), "scope": "model"}
     source, is_removal = opened(family), name == "shortgpt"
     method = make_method(name, sparsity=0.25, **counts) if is_removal else under(name, **counts)
-    plan = rankfold.plan(source, method, tokens(), moments=rankfold.calibrate(source, tokens()) if is_removal else None)
-    folder = rankfold.compress(source, method, tokens(), tmp_path / "small", mode=method.modes[0])
+    plan = rankfold.plan(
+        source,
+        method=method,
+        calibration=tokens(),
+        moments=rankfold.calibrate(source, tokens()) if is_removal else None,
+    )
+    folder = rankfold.compress(
+        source, method=method, calibration=tokens(), output=tmp_path / "small", mode=method.modes[0]
+    ).output
     model = rankfold.load(folder, device="cpu")
     dense = sum(p.numel() for p in source.model.parameters()) * 4 + 3 * 16 * cache_bytes(source.model)
     removed = dense - bytes_on_disk(folder) - 3 * 16 * cache_bytes(model)
@@ -109,7 +120,7 @@ def test_a_batch_goes_with_bytes_and_with_what_caches():
     with pytest.raises(OptionError, match="batch of budget bytes must be >= 0, got -1"):
         Bytes(batch=-1)
     with pytest.raises(UnsupportedModelError, match="bert is an encoder and caches nothing"):
-        rankfold.plan(opened_encoder("bert"), MoDeGPT(budget="bytes:batch=8"))
+        rankfold.plan(opened_encoder("bert"), method=MoDeGPT(budget="bytes:batch=8"))
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "phi3"])
@@ -234,7 +245,7 @@ def test_a_compressed_model_under_a_budget_in_time_loads(family, tmp_path, monke
         return by_weight(module)
 
     monkeypatch.setattr(timing, "_run", runs)
-    folder = rankfold.compress(opened(family), method, tokens(), tmp_path / "small")
+    folder = rankfold.compress(opened(family), method=method, calibration=tokens(), output=tmp_path / "small").output
     assert not list(folder.glob("times.json"))
     budget = json.loads((folder / "rankfold.json").read_text())["plan"]["budget"]
     assert budget["counts"] == "nanoseconds" and budget["removed"] >= budget["asked"] > 0
@@ -260,12 +271,12 @@ def test_a_compressed_model_under_a_budget_in_time_loads(family, tmp_path, monke
         (lambda: MoDeGPT(budget="latency", scope="model"), OptionError, "is the time of the blocks, got scope=model"),
         (lambda: LatentLLM(budget="flops", junction="lu"), OptionError, "junction=lu .* multiply more than they store"),
         (
-            lambda: rankfold.plan(opened("mixtral"), MoDeGPT(budget="flops", rank_multiple=2)),
+            lambda: rankfold.plan(opened("mixtral"), method=MoDeGPT(budget="flops", rank_multiple=2)),
             UnsupportedModelError,
             "mixtral routes tokens to experts",
         ),
         (
-            lambda: rankfold.plan(opened("llama"), MoDeGPT(budget="flops", sparsity=0.97)),
+            lambda: rankfold.plan(opened("llama"), method=MoDeGPT(budget="flops", sparsity=0.97)),
             OptionError,
             "multiply-accumulates per token that must go",
         ),

@@ -134,9 +134,9 @@ def test_what_a_method_declares_is_what_it_does(calls, cls):
     """Inverses and eliminations of a compression, at their sizes."""
     source, calibration = opened("llama"), tokens()
     method = cls(sparsity=0.3, rank_multiple=2, allocation="uniform")
-    plan = rankfold.plan(source, method)
+    plan = rankfold.plan(source, method=method)
     calls.clear()
-    rankfold.compress(source, method, calibration)
+    rankfold.compress(source, method=method, calibration=calibration)
     declared = sum((method.work(source.meta_block(i), plan.ranks(i)) for i in range(BLOCKS)), Work())
     done = {key: value for key, value in calls.items() if key[0] in ("inverse", "elimination")}
     assert done == counted(declared, "inverse", "elimination") and done

@@ -49,7 +49,7 @@ def watched(monkeypatch):
 @pytest.mark.parametrize("family", sorted(CONFIGS))
 def test_perplexities_are_those_of_the_whole_models(family, mode):
     source, calibration = opened(family), tokens()
-    model = rankfold.compress(source, method_for(family), calibration, mode=mode)
+    model = rankfold.compress(source, method=method_for(family), calibration=calibration, mode=mode).model
     ours = outcome_of(model)
     dense, small = (rankfold.perplexity(m, calibration.held_out)["perplexity"] for m in (source.model, model))
     assert ours["perplexity_dense"] == pytest.approx(dense, rel=1e-4)
@@ -68,7 +68,7 @@ def drift_of(dense, small, ids) -> list[float]:
 
 def test_drift_is_the_distance_of_the_residual_streams():
     source, calibration = opened("llama"), tokens()
-    model = rankfold.compress(source, method_for("llama"), calibration)
+    model = rankfold.compress(source, method=method_for("llama"), calibration=calibration).model
     ours = outcome_of(model)["stream_errors"]
     assert len(ours) == 3
     assert ours[:-1] == pytest.approx(drift_of(source.model, model, calibration.held_out), rel=1e-4)
@@ -88,7 +88,7 @@ def test_windows_in_several_batches_and_positions_in_several_parts_give_the_same
 
     monkeypatch.setattr(runner, "outputs", noting)
     source = opened("llama")
-    model = rankfold.compress(source, method_for("llama"), calibration)
+    model = rankfold.compress(source, method=method_for("llama"), calibration=calibration).model
     assert sizes == {(2, 10), (2, 1), (1, 10), (1, 1)}
     ours = outcome_of(model)
     dense, small = (rankfold.perplexity(m, calibration.held_out)["perplexity"] for m in (source.model, model))
@@ -106,7 +106,7 @@ def test_errors_on_the_fitted_windows_are_those_of_the_fit(family, name, watched
     options = {k: v == "true" if v in ("true", "false") else v for k, v in (o.split("=") for o in rest.split(",") if o)}
     calibration = tokens()
     same = CalibrationData(calibration.ids, "random", "random", 0, held_out=calibration.ids)
-    rankfold.compress(opened(family), method_for(family, **options), same, mode="one-pass")
+    rankfold.compress(opened(family), method=method_for(family, **options), calibration=same, mode="one-pass")
     assert len(watched) == 3
     for _, result in watched:
         assert result.errors.keys() == {m for m, r in result.reports.items() if r["rank"] < r["of"]}
@@ -119,7 +119,7 @@ def test_errors_on_the_fitted_windows_are_those_of_the_fit(family, name, watched
 def test_errors_are_measured_on_the_stream_that_was_fitted(mode, watched):
     """Sequential: what the compressed blocks send; one pass: the dense stream. Only windows that were held out."""
     source, calibration = opened("llama-bias"), tokens()
-    model = rankfold.compress(source, method_for("llama-bias"), calibration, mode=mode)
+    model = rankfold.compress(source, method=method_for("llama-bias"), calibration=calibration, mode=mode).model
     stream = start(source, calibration.held_out, autocast=None)
     for index, result in watched:
         view = source.block(index)
@@ -151,7 +151,9 @@ def test_a_run_that_destroys_the_model_says_so_everywhere(monkeypatch, tmp_path,
     # Random models cannot get worse than guessing, so what counts as explained is set low.
     monkeypatch.setattr("rankfold.compression.held_out.explained_ratio", lambda sparsity: 0.5)
     with caplog.at_level(logging.WARNING):
-        folder = rankfold.compress(source, method_for("llama"), calibration, tmp_path / "out")
+        folder = rankfold.compress(
+            source, method=method_for("llama"), calibration=calibration, output=tmp_path / "out"
+        ).output
     record = json.loads((folder / "rankfold.json").read_text())
     warning = record["held_out"]["warning"]
     assert (
@@ -174,7 +176,9 @@ def test_the_stream_breaks_away_where_it_drifts_most_at_once(drift, block, monke
 
 def test_a_sound_run_warns_of_nothing(caplog, tmp_path):
     with caplog.at_level(logging.WARNING):
-        folder = rankfold.compress(opened("llama"), method_for("llama"), tokens(), tmp_path / "out")
+        folder = rankfold.compress(
+            opened("llama"), method=method_for("llama"), calibration=tokens(), output=tmp_path / "out"
+        ).output
     record = json.loads((folder / "rankfold.json").read_text())
     assert record["held_out"]["warning"] is None and "DAMAGED" not in caplog.text + (folder / "README.md").read_text()
 
@@ -184,15 +188,17 @@ def test_moments_in_a_folder_bring_their_held_out_windows(tmp_path):
     rankfold.calibrate(source, calibration, tmp_path / "moments")
     stored = rankfold.MomentStore.open(tmp_path / "moments")
     assert torch.equal(stored.held_out, calibration.held_out)
-    a = rankfold.compress(source, method_for("qwen2"), moments=stored)
-    b = rankfold.compress(source, method_for("qwen2"), calibration, mode="one-pass")
+    a = rankfold.compress(source, method=method_for("qwen2"), moments=stored).model
+    b = rankfold.compress(source, method=method_for("qwen2"), calibration=calibration, mode="one-pass").model
     assert outcome_of(a) == outcome_of(b)
 
 
 def test_without_held_out_windows_the_record_says_that_nothing_was_checked(caplog, tmp_path):
     calibration = CalibrationData(some_ids(8, 32), "random", "random", 0)
     with caplog.at_level(logging.WARNING):
-        folder = rankfold.compress(opened("llama"), method_for("llama"), calibration, tmp_path / "out")
+        folder = rankfold.compress(
+            opened("llama"), method=method_for("llama"), calibration=calibration, output=tmp_path / "out"
+        ).output
     record = json.loads((folder / "rankfold.json").read_text())
     assert record["held_out"] is None and "nothing checks the result" in caplog.text
     assert all("held_out_error" not in r for block in record["blocks"].values() for r in block.values())
@@ -208,7 +214,7 @@ def test_what_a_sparsity_explains_grows_with_it():
 def test_every_method_reports_held_out_errors(watched):
     for name in ("latentllm", "rootcov"):
         watched.clear()
-        rankfold.compress(opened("opt"), make_method(name, sparsity=0.3, rank_multiple=2), tokens())
+        rankfold.compress(opened("opt"), method=make_method(name, sparsity=0.3, rank_multiple=2), calibration=tokens())
         for _, result in watched:
             lower = {m for m, r in result.reports.items() if r["rank"] < r["of"]}
             assert lower and all(result.reports[m]["held_out_error"] > 0 for m in lower)
@@ -219,7 +225,7 @@ def test_every_method_reports_held_out_errors(watched):
 def test_outputs_that_never_vary_have_no_errors_above_one(family, name, watched):
     """One token all the time: where a bias takes up the mean, nothing is left but the rounding of sums."""
     calibration = CalibrationData(torch.full((8, 32), 7), "one", "one", 0, held_out=torch.full((2, 32), 7))
-    rankfold.compress(opened(family), make_method(name, sparsity=0.3, rank_multiple=2), calibration)
+    rankfold.compress(opened(family), method=make_method(name, sparsity=0.3, rank_multiple=2), calibration=calibration)
     for _, result in watched:
         for module, report in result.reports.items():
             errors = [report[key] for key in ("relative_error", "held_out_error") if report.get(key) is not None]

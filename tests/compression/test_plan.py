@@ -17,7 +17,7 @@ def test_a_plan_does_not_run_the_model(monkeypatch):
     monkeypatch.setattr(runner, "_forward", refuse)
     source = opened("llama")
     monkeypatch.setattr(type(source.model), "forward", refuse)
-    plan = rankfold.plan(source, rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2))
+    plan = rankfold.plan(source, method=rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2))
     assert plan.seconds is None and plan.peak_memory_bytes > 0
 
 

@@ -131,8 +131,8 @@ def nats(model, found) -> dict[str, float]:
 @pytest.mark.parametrize("way", ["sequential", "one-pass", "moments"])
 def test_likelihoods_are_those_of_the_whole_models(way, source, calibration, tmp_path):
     moments = rankfold.calibrate(source, calibration, tmp_path / "moments") if way == "moments" else None
-    given = {"moments": moments} if moments else {"tokens": calibration, "mode": way}
-    folder = rankfold.compress(source, METHOD, output=tmp_path / "out", **given)
+    given = {"moments": moments} if moments else {"calibration": calibration, "mode": way}
+    folder = rankfold.compress(source, method=METHOD, output=tmp_path / "out", **given).output
     found = record_of(folder)["probe_texts"]
     loaded = load_probes(source)
     dense = nats(source.whole_model().float(), loaded)
@@ -164,7 +164,7 @@ def with_losses(monkeypatch, lost: dict[str, float], dense: float = 1.0) -> None
 def test_a_kind_that_is_damaged_is_named_everywhere_with_what_to_do(source, calibration, tmp_path, monkeypatch, caplog):
     with_losses(monkeypatch, {"source code": 1.7, "web text": 0.5})
     with caplog.at_level(logging.WARNING):
-        folder = rankfold.compress(source, METHOD, calibration, tmp_path / "out")
+        folder = rankfold.compress(source, method=METHOD, calibration=calibration, output=tmp_path / "out").output
     record = record_of(folder)
     warning = record["probe_texts"]["warning"]
     assert re.search(
@@ -178,26 +178,26 @@ def test_a_kind_that_is_damaged_is_named_everywhere_with_what_to_do(source, cali
 
 def test_where_all_kinds_are_damaged_other_text_is_no_help(source, calibration, tmp_path, monkeypatch):
     with_losses(monkeypatch, dict.fromkeys(KINDS, 1.7))
-    folder = rankfold.compress(source, METHOD, calibration, tmp_path / "out")
+    folder = rankfold.compress(source, method=METHOD, calibration=calibration, output=tmp_path / "out").output
     assert record_of(folder)["probe_texts"]["warning"].endswith("lower the sparsity")
 
 
 def test_what_the_dense_model_guesses_cannot_be_lost(source, calibration, tmp_path, monkeypatch):
     with_losses(monkeypatch, {"source code": 1.7}, dense=math.log(400))
-    folder = rankfold.compress(source, METHOD, calibration, tmp_path / "out")
+    folder = rankfold.compress(source, method=METHOD, calibration=calibration, output=tmp_path / "out").output
     found = record_of(folder)["probe_texts"]
     assert found["warning"] is None and not any(facts["is_known"] for facts in found["kinds"].values())
 
 
 def test_a_model_without_a_tokenizer_has_no_probe_texts_and_the_record_says_why(tmp_path):
-    folder = rankfold.compress(opened("llama"), METHOD, tokens(), tmp_path / "out")
+    folder = rankfold.compress(opened("llama"), method=METHOD, calibration=tokens(), output=tmp_path / "out").output
     assert "without a tokenizer" in record_of(folder)["probe_texts"]["skipped"]
 
 
 def test_a_tokenizer_of_another_model_is_named(place, tmp_path):
     tokenizer = rankfold.open_model(place / "model", device="cpu").tokenizer
     source = rankfold.open_model(opened("llama").model, tokenizer=tokenizer, device="cpu")
-    folder = rankfold.compress(source, METHOD, tokens(), tmp_path / "out")
+    folder = rankfold.compress(source, method=METHOD, calibration=tokens(), output=tmp_path / "out").output
     assert "the model has 96 embeddings" in record_of(folder)["probe_texts"]["skipped"]
 
 
@@ -207,14 +207,16 @@ def test_of_encoders_nothing_is_said():
 
 def test_an_interrupted_run_measures_the_same(source, calibration, tmp_path, monkeypatch):
     assert_ends_in_the_same_bytes(
-        lambda folder: rankfold.compress(source, METHOD, calibration, folder), tmp_path, monkeypatch
+        lambda folder: rankfold.compress(source, method=METHOD, calibration=calibration, output=folder).output,
+        tmp_path,
+        monkeypatch,
     )
     whole, parts = (record_of(tmp_path / name)["probe_texts"] for name in ("whole", "parts"))
     assert whole == parts and "kinds" in whole
 
 
 def test_records_of_before_have_no_probe_texts(source, calibration, tmp_path):
-    folder = rankfold.compress(source, METHOD, calibration, tmp_path / "out")
+    folder = rankfold.compress(source, method=METHOD, calibration=calibration, output=tmp_path / "out").output
     record = record_of(folder)
     assert "probe texts" in model_card(record, "out")
     del record["probe_texts"], record["held_out"]["standard_error"], record["held_out"]["dense_warning"]

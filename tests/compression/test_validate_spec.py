@@ -89,8 +89,11 @@ def test_a_family_that_nobody_wrote_down_is_compressed_and_loads_again(name, met
     source = rankfold.open_model(tmp_path / "dense", device="cpu", dtype="float32")
     assert source.architecture.derived
     folder = rankfold.compress(
-        source, rankfold.make_method(method, sparsity=0.2, rank_multiple=2), tokens(), tmp_path / "small"
-    )
+        source,
+        method=rankfold.make_method(method, sparsity=0.2, rank_multiple=2),
+        calibration=tokens(),
+        output=tmp_path / "small",
+    ).output
     small, ids = rankfold.load(folder, device="cpu"), some_ids()
     with torch.no_grad():
         dense, less = model(ids).logits, small(ids).logits

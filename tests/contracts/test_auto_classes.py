@@ -23,7 +23,13 @@ FACTORS = {
 
 def compressed(family: str, folder, method: str = "modegpt", **options):
     options = options or {"sparsity": 0.3, "rank_multiple": 2}
-    rankfold.compress(opened(family), rankfold.make_method(method, **options), tokens(), folder, mode="one-pass")
+    rankfold.compress(
+        opened(family),
+        method=rankfold.make_method(method, **options),
+        calibration=tokens(),
+        output=folder,
+        mode="one-pass",
+    )
     return folder
 
 

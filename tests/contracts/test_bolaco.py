@@ -30,8 +30,15 @@ def run(family, tmp_path_factory):
     """DenseModel, plan, folder, the model in memory."""
     source, plans = opened(family), []
     folder = tmp_path_factory.mktemp("bolaco") / "small"
-    rankfold.compress(source, method_for(family), tokens(32), folder, mode="one-pass", on_plan=plans.append)
-    return source, plans[0], folder, rankfold.compress(source, method_for(family), tokens(32), mode="one-pass")
+    rankfold.compress(
+        source, method=method_for(family), calibration=tokens(32), output=folder, mode="one-pass", on_plan=plans.append
+    )
+    return (
+        source,
+        plans[0],
+        folder,
+        rankfold.compress(source, method=method_for(family), calibration=tokens(32), mode="one-pass").model,
+    )
 
 
 def method_for(family: str, **options):
@@ -112,7 +119,7 @@ def test_planned_equals_actual(run, family):
 def test_values_stay_dense_unless_they_are_named(run, family):
     assert {m.module for m in run[1].modules}.isdisjoint({"v"})
     source = opened(family)
-    assert "v" in {m.module for m in rankfold.plan(source, method_for(family, modules={"v": 0.3})).modules}
+    assert "v" in {m.module for m in rankfold.plan(source, method=method_for(family, modules={"v": 0.3})).modules}
 
 
 def test_folder_and_memory_and_saving_twice_give_the_same_model(run, tmp_path):
@@ -130,12 +137,15 @@ def test_generation_with_cache_equals_without(run):
 
 def test_all_layers_that_lose_rank_get_a_bias_and_the_plan_counts_it():
     source = opened("llama")
-    model, plain = (rankfold.compress(source, method_for("llama", bias_refit=b), tokens()) for b in (True, False))
+    model, plain = (
+        rankfold.compress(source, method=method_for("llama", bias_refit=b), calibration=tokens()).model
+        for b in (True, False)
+    )
     layers = [m for m in model.modules() if isinstance(m, LatentLinear)]
     assert layers and all(m.bias is not None for m in layers)
     numbers = [sum(p.numel() for p in m.parameters()) for m in (model, plain)]
     assert numbers[0] - numbers[1] == sum(m.bias.numel() for m in layers)
-    assert numbers[1] == rankfold.plan(source, method_for("llama", bias_refit=False)).parameters_after
+    assert numbers[1] == rankfold.plan(source, method=method_for("llama", bias_refit=False)).parameters_after
 
 
 def test_windows_matter():
@@ -145,7 +155,7 @@ def test_windows_matter():
     for name in ("bolaco", "svd-llm"):
         method = make_method(name, modules={"o": 0.4, "down": 0.4}, rank_multiple=2, ridge=1e-12)
         moments = rankfold.calibrate(source, tokens(32))
-        errors[name] = [m.relative_error for m in rankfold.plan(source, method, moments=moments).modules]
+        errors[name] = [m.relative_error for m in rankfold.plan(source, method=method, moments=moments).modules]
     assert all(a > b for a, b in zip(errors["bolaco"], errors["svd-llm"], strict=True))
 
 
@@ -153,7 +163,9 @@ def test_windows_matter():
 def test_other_budgets_hold(budget, tmp_path):
     source, plans = opened("llama"), []
     method = method_for("llama", budget=budget)
-    folder = rankfold.compress(source, method, tokens(), tmp_path / "small", on_plan=plans.append)
+    folder = rankfold.compress(
+        source, method=method, calibration=tokens(), output=tmp_path / "small", on_plan=plans.append
+    ).output
     found, index = plans[0].budget, json.loads((folder / "model.safetensors.index.json").read_text())
     assert found["removed"] >= found["asked"] >= 0.3 * found["counted"] * (1 - 1e-9)
     if budget == "bytes":
@@ -164,20 +176,26 @@ def test_other_budgets_hold(budget, tmp_path):
 
 def test_interrupted_runs_end_in_the_same_bytes(tmp_path, monkeypatch):
     assert_ends_in_the_same_bytes(
-        lambda folder: rankfold.compress(opened("llama"), method_for("llama"), tokens(), folder), tmp_path, monkeypatch
+        lambda folder: (
+            rankfold.compress(opened("llama"), method=method_for("llama"), calibration=tokens(), output=folder).output
+        ),
+        tmp_path,
+        monkeypatch,
     )
 
 
 def test_from_saved_moments_the_same_comes_out(tmp_path):
     source, method = opened("opt"), method_for("opt")
     rankfold.calibrate(source, tokens(), tmp_path / "moments")
-    a = rankfold.compress(source, method, moments=rankfold.MomentStore.open(tmp_path / "moments"))
-    assert torch.equal(logits(a), logits(rankfold.compress(source, method, tokens(), mode="one-pass")))
+    a = rankfold.compress(source, method=method, moments=rankfold.MomentStore.open(tmp_path / "moments")).model
+    assert torch.equal(
+        logits(a), logits(rankfold.compress(source, method=method, calibration=tokens(), mode="one-pass").model)
+    )
 
 
 def test_a_module_that_is_not_there_is_refused():
     with pytest.raises(UnsupportedModelError, match="opt has no module 'gate' that can be compressed"):
-        rankfold.plan(opened("opt"), make_method("bolaco", sparsity=0.3, modules=("gate",)))
+        rankfold.plan(opened("opt"), method=make_method("bolaco", sparsity=0.3, modules=("gate",)))
 
 
 @pytest.mark.parametrize("options", [{"sparse": 0.2}, {"joint": "qk"}])

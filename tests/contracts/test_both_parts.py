@@ -13,7 +13,7 @@ import transformers as t
 import rankfold
 from kills import read_state
 from rankfold import MoDeGPT, Rankfold
-from rankfold.checkpoint.run import Run
+from rankfold.checkpoint.run import RunFolder
 from rankfold.errors import CheckpointError, DataError, OptionError
 from rankfold.report.record import records_of
 from tiny_encoders import samples_of, tiny_encoder
@@ -37,7 +37,7 @@ def place(tmp_path_factory):
 
 def opened(place: Path, name: str, folder: str = "dense") -> tuple:
     """A part, and what its images or examples are."""
-    source = rankfold.open_model(place / folder, device="cpu", part=name)
+    source = rankfold.open_model(place / folder, device="cpu", component=name)
     return source, rankfold.load_calibration(place / "pairs.jsonl", source, num_samples=12)
 
 
@@ -53,15 +53,15 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def both(place):
-    return rankfold.compress_parts(given(place), place / "at-once")
+    return rankfold.compress_components(given(place), place / "at-once").output
 
 
 def test_it_is_what_two_runs_make(place, both):
     """The second one sees by the tower that the first one left, and carries it over byte for byte."""
     source, images = opened(place, "vision")
-    rankfold.compress(source, VISION, images, place / "seen")
+    rankfold.compress(source, method=VISION, calibration=images, output=place / "seen")
     source, examples = opened(place, "language", "seen")
-    rankfold.compress(source, LANGUAGE, examples, place / "by-hand")
+    rankfold.compress(source, method=LANGUAGE, calibration=examples, output=place / "by-hand")
     dense, seen, expected, got = (weights(place / name) for name in ("dense", "seen", "by-hand", "at-once"))
     assert got.keys() == expected.keys() and all(torch.equal(got[name], tensor) for name, tensor in expected.items())
     tower = [name for name in got if name.startswith(TOWER)]
@@ -75,7 +75,7 @@ def test_it_is_what_two_runs_make(place, both):
         LAYERS,
     }
     source, examples = opened(place, "language")
-    rankfold.compress(source, LANGUAGE, examples, place / "unseen")
+    rankfold.compress(source, method=LANGUAGE, calibration=examples, output=place / "unseen")
     assert any(not torch.equal(got[name], tensor) for name, tensor in weights(place / "unseen").items() if name in got)
 
 
@@ -124,7 +124,7 @@ def killed(*args, **kwargs):
     raise Killed
 
 
-def killed_outside(run, clear=Run._clear_away):
+def killed_outside(run, clear=RunFolder._clear_away):
     """When the whole run begins to clear away, not the one of the first part."""
     return killed() if run.before.exists() else clear(run)
 
@@ -147,15 +147,15 @@ def test_a_run_goes_on_where_it_was(place, both, at, monkeypatch):
         if at == "language":
             patch.setattr("rankfold.components.open_model", killed)
         if at == "the end":
-            patch.setattr(Run, "_clear_away", killed_outside)
+            patch.setattr(RunFolder, "_clear_away", killed_outside)
         with pytest.raises(Killed):
-            rankfold.compress_parts(given(place), output)
+            rankfold.compress_components(given(place), output)
     assert not output.exists() and (output.parent / f"{output.name}.partial").is_dir()
     at = "never"
     monkeypatch.setattr(rankfold.pipeline, "run_stages", stop)
     with pytest.raises(CheckpointError, match="is an unfinished run of another configuration"):
-        rankfold.compress_parts(given(place, vision=replace(VISION, sparsity=0.3)), output)
-    rankfold.compress_parts(given(place), output)
+        rankfold.compress_components(given(place, vision=replace(VISION, sparsity=0.3)), output)
+    rankfold.compress_components(given(place), output)
     assert sorted(done) == sorted(f"{part} {index}" for part, count in BLOCKS.items() for index in range(count))
     assert comparable(output) == comparable(both)
 
@@ -174,9 +174,9 @@ def test_planned_is_actual_and_said_before_each_part(place):
     """With ranks by measured effect, which are those of the model that the tower was made smaller in."""
     plans = []
     method = Rankfold(sparsity=0.3, rank_multiple=2)
-    folder = rankfold.compress_parts(
+    folder = rankfold.compress_components(
         given(place, method, method), place / "planned", on_plan=lambda plan, source: plans.append((plan, source))
-    )
+    ).output
     assert [plan.part for plan, _ in plans] == [source.part.name for _, source in plans] == ["vision", "language"]
     (vision, _), (language, _) = plans
     small = rankfold.load(folder, device="cpu")
@@ -198,7 +198,7 @@ def test_the_first_part_is_let_go_before_the_second(place):
         while parts:
             yield parts.pop()
 
-    rankfold.compress_parts(passed_on(), place / "let-go", on_plan=note)
+    rankfold.compress_components(passed_on(), place / "let-go", on_plan=note)
     assert seen == [("vision", False), ("language", True)]
 
 
@@ -207,9 +207,9 @@ def test_towers_of_an_encoder(tmp_path):
     tiny_encoder("clip-vision").save_pretrained(tmp_path / "clip")
     parts = []
     for name in ("language", "vision"):
-        source = rankfold.open_model(tmp_path / "clip", device="cpu", part=name)
+        source = rankfold.open_model(tmp_path / "clip", device="cpu", component=name)
         parts.append((source, {"language": LANGUAGE, "vision": VISION}[name], samples_of(source)))
-    folder = rankfold.compress_parts(parts, tmp_path / "small")
+    folder = rankfold.compress_components(parts, tmp_path / "small").output
     modules = t.AutoConfig.from_pretrained(folder).quantization_config["modules"]
     assert {name.split(".")[0] for name in modules} == {"text_model", "vision_model"}
     assert t.AutoModel.from_pretrained(folder).num_parameters() < tiny_encoder("clip-vision").num_parameters()
@@ -219,10 +219,11 @@ def test_three_parts_are_what_three_runs_make(place):
     """Each sees by what the ones before it left; the record has one in the other."""
     source, images = opened(place, "projector")
     in_turn = [*given(place), (source, PROJECTOR, images)]
-    at_once = rankfold.compress_parts(in_turn, place / "three")
+    at_once = rankfold.compress_components(in_turn, place / "three").output
     dense = "dense"
     for name, method in (("vision", VISION), ("projector", PROJECTOR), ("language", LANGUAGE)):
-        rankfold.compress(*(part := opened(place, name, dense))[:1], method, part[1], place / f"to-{name}")
+        source, calibration = opened(place, name, dense)
+        rankfold.compress(source, method=method, calibration=calibration, output=place / f"to-{name}")
         dense = f"to-{name}"
     expected, got = weights(place / "to-language"), weights(at_once)
     assert got.keys() == expected.keys() and all(torch.equal(got[name], tensor) for name, tensor in expected.items())
@@ -237,16 +238,16 @@ def test_what_is_not_two_parts_of_a_model_is_refused(place, tmp_path):
         OptionError,
         match="takes two or more of the parts vision, projector, language of a model, got language; open each",
     ):
-        rankfold.compress_parts([language], tmp_path / "x")
+        rankfold.compress_components([language], tmp_path / "x")
     with pytest.raises(OptionError, match="got vision and vision"):
-        rankfold.compress_parts([vision, vision], tmp_path / "x")
-    other = rankfold.open_model(place / "dense", dtype="bfloat16", device="cpu", part="vision")
+        rankfold.compress_components([vision, vision], tmp_path / "x")
+    other = rankfold.open_model(place / "dense", dtype="bfloat16", device="cpu", component="vision")
     with pytest.raises(
         OptionError, match="parts of one model in one dtype, got dense in .* and dense in .*; open the same"
     ):
-        rankfold.compress_parts([language, (other, *vision[1:])], tmp_path / "x")
+        rankfold.compress_components([language, (other, *vision[1:])], tmp_path / "x")
     with pytest.raises(OptionError, match="an open model .*, a method and calibration data"):
-        rankfold.compress_parts([(*language[:2], None), vision], tmp_path / "x")
+        rankfold.compress_components([(*language[:2], None), vision], tmp_path / "x")
     assert not list(tmp_path.iterdir())
 
 
@@ -259,5 +260,5 @@ def test_what_stops_the_language_part_is_said_before_the_vision_part_is_compress
         ((source, replace(method, modules=("vo",), sparsity=0.9), examples), OptionError, "sparsity"),
     ):
         with pytest.raises(error, match=said):
-            rankfold.compress_parts([wrong, vision], tmp_path / "x")
+            rankfold.compress_components([wrong, vision], tmp_path / "x")
     assert not list(tmp_path.iterdir())

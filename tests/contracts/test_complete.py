@@ -24,11 +24,11 @@ def llama(tmp_path_factory):
 
 
 def compressed(folder, method: str, output, tokens=TOKENS, part=None):
-    source = rankfold.open_model(folder, device="cpu", part=part)
+    source = rankfold.open_model(folder, device="cpu", component=part)
     kind = rankfold.methods.method_class(method)
     options = {"rank_multiple": 2} if issubclass(kind, NarrowingMethod) else {}
     chosen = make_method(method, sparsity=SPARSITY.get(method, 0.3), **options)
-    return rankfold.compress(source, chosen, tokens, output, mode=chosen.modes[-1])
+    return rankfold.compress(source, method=chosen, calibration=tokens, output=output, mode=chosen.modes[-1]).output
 
 
 @pytest.mark.parametrize("method", method_names())
@@ -71,7 +71,7 @@ def test_exports(llama, family, tmp_path):
 @pytest.mark.parametrize("family", ["bert-head", "clip-text", "qwen3-vl", "vit-head"])
 def test_encoders(llama, family, tmp_path):
     place, part = with_tokenizer(tiny_encoder(family), llama, tmp_path / "dense"), ENCODERS[family].part
-    source = rankfold.open_model(place, device="cpu", part=part)
+    source = rankfold.open_model(place, device="cpu", component=part)
     for method in ("modegpt", "shortgpt"):
         assert_complete(compressed(place, method, tmp_path / method, samples_of(source), part), place)
 
@@ -79,7 +79,9 @@ def test_encoders(llama, family, tmp_path):
 def test_what_is_saved_out_of_memory(llama, tmp_path):
     source = rankfold.open_model(llama, device="cpu")
     for number, method in enumerate((rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2), make_method("shortgpt"))):
-        rankfold.save(rankfold.compress(source, method, TOKENS), tmp_path / str(number), source.tokenizer)
+        rankfold.save(
+            rankfold.compress(source, method=method, calibration=TOKENS).model, tmp_path / str(number), source.tokenizer
+        )
         named = json.loads((tmp_path / str(number) / "tokenizer_config.json").read_text())
         assert "auto_map" not in named
         found = json.loads((tmp_path / str(number) / "config.json").read_text()).get("auto_map", {})
@@ -89,7 +91,7 @@ def test_what_is_saved_out_of_memory(llama, tmp_path):
 def test_a_tokenizer_that_is_given_has_no_files_of_another(llama, tmp_path):
     other = t.AutoTokenizer.from_pretrained(llama)
     source = rankfold.open_model(llama, device="cpu", tokenizer=other)
-    rankfold.compress(source, make_method("shortgpt"), TOKENS, tmp_path / "small")
+    rankfold.compress(source, method=make_method("shortgpt"), calibration=TOKENS, output=tmp_path / "small")
     assert not (tmp_path / "small" / "tokenizer.model").exists() and (tmp_path / "small" / "modules.json").exists()
 
 
@@ -100,5 +102,7 @@ def test_what_lies_beside_a_gguf_file_is_not_its_own(llama, tmp_path):
     for name in others:
         shutil.copyfile(llama / name, tmp_path / name)
     source = rankfold.open_model(tmp_path / "model.gguf", device="cpu")
-    again = rankfold.compress(source, make_method("shortgpt"), TOKENS, tmp_path / "again")
+    again = rankfold.compress(
+        source, method=make_method("shortgpt"), calibration=TOKENS, output=tmp_path / "again"
+    ).output
     assert not any((again / name).exists() for name in others)

@@ -41,8 +41,14 @@ def run(request, tmp_path_factory):
     """Method, family, source, the model in memory, and the folder written."""
     name, family = request.param
     source, folder = opened_encoder(family), tmp_path_factory.mktemp("encoders") / "small"
-    rankfold.compress(source, method_of(name), samples_of(source), folder)
-    return name, family, source, rankfold.compress(source, method_of(name), samples_of(source)), folder
+    rankfold.compress(source, method=method_of(name), calibration=samples_of(source), output=folder)
+    return (
+        name,
+        family,
+        source,
+        rankfold.compress(source, method=method_of(name), calibration=samples_of(source)).model,
+        folder,
+    )
 
 
 def test_the_folder_loads_by_its_auto_class_with_its_head(run):
@@ -116,13 +122,15 @@ def test_replacing_attention_at_full_rank_changes_nothing(family):
 
 def test_sparsity_zero_changes_nothing(family):
     source = opened_encoder(family)
-    model = rankfold.compress(source, rankfold.MoDeGPT(sparsity=0.0), samples_of(source))
+    model = rankfold.compress(source, method=rankfold.MoDeGPT(sparsity=0.0), calibration=samples_of(source)).model
     torch.testing.assert_close(states(model, family, batch_of(source)), states(source.model, family, batch_of(source)))
 
 
 def small_one(family: str):
     source = opened_encoder(family)
-    return source, rankfold.compress(source, rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2), samples_of(source))
+    return source, rankfold.compress(
+        source, method=rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2), calibration=samples_of(source)
+    ).model
 
 
 @pytest.mark.parametrize("family", ["bert-head", "modernbert-head", "clip-vision", "siglip-text", "qwen2.5-vl"])
@@ -166,7 +174,7 @@ def test_costs_are_squared_relative_changes_of_the_last_states():
         protected = tuple(b for b in range(3) if b != unit.block)
         share = (1 - unit.size(rank) / unit.dense) / 3  # of what the three blocks have
         alone = rankfold.MoDeGPT(modules={unit.module: share - 1e-6}, rank_multiple=2, exclude_blocks=protected)
-        model = rankfold.compress(source, alone, text, mode="one-pass")
+        model = rankfold.compress(source, method=alone, calibration=text, mode="one-pass").model
         change = (states(model, "bert", ids) - dense).square().sum() / dense.square().sum()
         assert costs[unit.block, unit.module][rank] == pytest.approx(change.item(), rel=0.02)
 
@@ -175,7 +183,7 @@ def test_states_of_several_batches_are_told_about_one_mean(monkeypatch):
     monkeypatch.setattr(runner, "BATCH_TOKENS", 72)  # three windows
     source = opened_encoder("bert")
     text = samples_of(source)
-    model = rankfold.compress(source, method_of("modegpt"), text)
+    model = rankfold.compress(source, method=method_of("modegpt"), calibration=text).model
     found = model.config.quantization_config.fields["held_out"]
     dense, small = (states(m, "bert", text.held_out).flatten(0, 1).double() for m in (tiny_encoder("bert"), model))
     error = ((dense - small).square().sum() / (dense - dense.mean(0)).square().sum()).sqrt().item()
@@ -186,7 +194,7 @@ def test_states_of_several_batches_are_told_about_one_mean(monkeypatch):
 def test_a_loss_that_there_is_not_is_refused(name):
     source = opened_encoder("bert")
     with pytest.raises(UnsupportedModelError, match="of the next-token loss, and bert predicts no next token; take"):
-        rankfold.compress(source, rankfold.make_method(name, sparsity=0.3), samples_of(source))
+        rankfold.compress(source, method=rankfold.make_method(name, sparsity=0.3), calibration=samples_of(source))
 
 
 def test_blocks_are_read_one_by_one(tmp_path):

@@ -188,7 +188,7 @@ def run(request, tmp_path_factory):
 def compressed(family: str, tokens: CalibrationData, folder):
     method = MoDeGPT(modules={"experts": 0.5}, ridge=RIDGE)
     source = opened(model_of(family))
-    rankfold.compress(source, method, tokens, folder, mode="one-pass")
+    rankfold.compress(source, method=method, calibration=tokens, output=folder, mode="one-pass")
     record = json.loads((folder / "rankfold.json").read_text())
     return family, model_of(family), rankfold.load(folder, device="cpu"), record, tokens
 
@@ -300,12 +300,18 @@ def test_what_is_kept_of_a_block_are_its_tokens_and_their_routing():
 def default(request):
     """Family, source, and the model by the default method."""
     source = opened(model_of(request.param))
-    return request.param, source, rankfold.compress(source, Rankfold(sparsity=0.3, rank_multiple=2), text())
+    return (
+        request.param,
+        source,
+        rankfold.compress(source, method=Rankfold(sparsity=0.3, rank_multiple=2), calibration=text()).model,
+    )
 
 
 def test_sparsity_zero_leaves_the_logits_unchanged(default):
     _family, source, _ = default
-    torch.testing.assert_close(logits(rankfold.compress(source, MoDeGPT(sparsity=0.0), text())), logits(source.model))
+    torch.testing.assert_close(
+        logits(rankfold.compress(source, method=MoDeGPT(sparsity=0.0), calibration=text()).model), logits(source.model)
+    )
 
 
 def test_narrower_experts_compute_what_experts_with_silent_units_compute(run):
@@ -343,7 +349,7 @@ def test_the_stock_class_computes_the_same_with_all_experts_as_wide_as_the_wides
 def test_planned_equals_actual_and_so_do_active_parameters(default):
     _family, source, model = default
     method = Rankfold(sparsity=0.3, rank_multiple=2)
-    plan = rankfold.plan(source, method, tokens=text())
+    plan = rankfold.plan(source, method=method, calibration=text())
     assert plan.sparsity >= 0.3
     for net, total, active in (
         (source.model, plan.parameters, plan.active_parameters),
@@ -361,7 +367,7 @@ def test_planned_equals_actual_and_so_do_active_parameters(default):
 
 def test_the_cache_is_what_the_plan_says(default):
     _, source, model = default
-    plan = rankfold.plan(source, Rankfold(sparsity=0.3, rank_multiple=2), tokens=text())
+    plan = rankfold.plan(source, method=Rankfold(sparsity=0.3, rank_multiple=2), calibration=text())
     with torch.no_grad():
         for net, planned in ((source.model, plan.kv_bytes_per_token), (model, plan.kv_bytes_per_token_after)):
             layers = net(some_ids()).past_key_values.layers
@@ -380,7 +386,9 @@ def test_saved_and_loaded_logits_are_identical(default, tmp_path):
 
 def test_folder_and_memory_give_the_same_model(default, tmp_path):
     _, source, model = default
-    folder = rankfold.compress(source, Rankfold(sparsity=0.3, rank_multiple=2), text(), tmp_path / "out")
+    folder = rankfold.compress(
+        source, method=Rankfold(sparsity=0.3, rank_multiple=2), calibration=text(), output=tmp_path / "out"
+    ).output
     assert_same(rankfold.load(folder, device="cpu"), model)
 
 
@@ -398,13 +406,15 @@ def test_moments_from_a_folder_are_those_in_memory(default, tmp_path):
     _, source, _ = default
     method = MoDeGPT(sparsity=0.3)
     rankfold.calibrate(source, text(), tmp_path / "moments")
-    from_folder = rankfold.compress(source, method, moments=rankfold.MomentStore.open(tmp_path / "moments"))
-    assert_same(from_folder, rankfold.compress(source, method, text(), mode="one-pass"))
+    from_folder = rankfold.compress(
+        source, method=method, moments=rankfold.MomentStore.open(tmp_path / "moments")
+    ).model
+    assert_same(from_folder, rankfold.compress(source, method=method, calibration=text(), mode="one-pass").model)
 
 
 def test_a_plan_with_moments_says_how_many_tokens_each_expert_saw(default):
     _family, source, _ = default
-    plan = rankfold.plan(source, MoDeGPT(sparsity=0.3), moments=rankfold.calibrate(source, text()))
+    plan = rankfold.plan(source, method=MoDeGPT(sparsity=0.3), moments=rankfold.calibrate(source, text()))
     for index in blocks_with_experts(source.model):
         routed = look(source.model, text().ids, index)
         assert plan.experts["tokens"][str(index)] == [len(routed.of(expert)[0]) for expert in range(E)]
@@ -413,7 +423,7 @@ def test_a_plan_with_moments_says_how_many_tokens_each_expert_saw(default):
 
 @pytest.mark.parametrize("family", sorted(SHARED))
 def test_shared_experts_and_plain_blocks_are_reduced_as_mlps(family):
-    model = rankfold.compress(opened(model_of(family)), MoDeGPT(modules={"mlp": 0.5}), text())
+    model = rankfold.compress(opened(model_of(family)), method=MoDeGPT(modules={"mlp": 0.5}), calibration=text()).model
     dense = model_of(family)
     for index in range(3):
         path = "mlp" if (family, index) in PLAIN else SHARED[family]
@@ -425,7 +435,7 @@ def test_shared_experts_and_plain_blocks_are_reduced_as_mlps(family):
 
 def test_bytes_can_be_the_budget():
     method = MoDeGPT(sparsity=0.3, budget="bytes", modules=("experts",))
-    model = rankfold.compress(opened(model_of("gpt_oss")), method, text(8))
+    model = rankfold.compress(opened(model_of("gpt_oss")), method=method, calibration=text(8)).model
     bytes_of = [4 * sum(p.numel() for p in m.model.layers.parameters()) for m in (model, model_of("gpt_oss"))]
     assert bytes_of[0] <= 0.7 * bytes_of[1]
 
@@ -457,14 +467,16 @@ def test_what_is_timed_has_the_shapes_of_what_is_planned(family):
 )
 def test_modules_that_are_not_there_are_refused(family, modules, message):
     with pytest.raises(UnsupportedModelError, match=message):
-        rankfold.compress(opened(model_of(family)), MoDeGPT(modules=modules), text(4))
+        rankfold.compress(opened(model_of(family)), method=MoDeGPT(modules=modules), calibration=text(4))
 
 
 @pytest.mark.parametrize("method", ["slicegpt"])
 @pytest.mark.parametrize("family", sorted(ATTENTION_STAYS))
 def test_other_methods_refuse_such_attention_in_one_line(family, method):
     with pytest.raises(UnsupportedModelError, match=f"{method} cannot take this {family}.*--method rankfold") as error:
-        rankfold.compress(opened(model_of(family)), rankfold.make_method(method, sparsity=0.1), text(4))
+        rankfold.compress(
+            opened(model_of(family)), method=rankfold.make_method(method, sparsity=0.1), calibration=text(4)
+        )
     assert "\n" not in str(error.value)
 
 
@@ -478,4 +490,4 @@ def test_a_model_without_experts_says_so():
     with pytest.raises(
         UnsupportedModelError, match="cannot take module 'experts': it has none; use --modules mlp,qk,vo"
     ):
-        rankfold.compress(source, MoDeGPT(modules=("experts",)), text(4))
+        rankfold.compress(source, method=MoDeGPT(modules=("experts",)), calibration=text(4))

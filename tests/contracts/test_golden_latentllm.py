@@ -127,7 +127,7 @@ def test_local_and_joint_forms_as_printed(family, mode):
     source = rankfold.open_model(copy.deepcopy(dense), device="cpu")
     source.autocast = None
     method = LatentLLM(sparsity=0.3, rank_multiple=1, ridge=RIDGE, joint="qk", alternations=TWICE, window=WINDOW)
-    small = rankfold.compress(source, method, tokens(), mode=mode)
+    small = rankfold.compress(source, method=method, calibration=tokens(), mode=mode).model
     model = copy.deepcopy(dense)
     for index, block in enumerate(blocks_of(small)):
         latents = projections(block)

@@ -135,7 +135,7 @@ def compressed(family: str, mode: str, **options):
     source = rankfold.open_model(dense_model(family), device="cpu")
     source.autocast = None
     method, plans = MoDeGPT(**PAPER, ridge=RIDGE, **options), []
-    small = rankfold.compress(source, method, tokens(), mode=mode, on_plan=plans.append)
+    small = rankfold.compress(source, method=method, calibration=tokens(), mode=mode, on_plan=plans.append).model
     return small, plans[0]
 
 

@@ -58,7 +58,10 @@ def test_fwsvd_is_the_svd_of_the_weight_with_its_columns_weighed(family):
     column would do."""
     names = ("q", "v", "o", *(("gate",) if family == "llama" else ()), "up", "down")
     source, method = opened(family), method_for("fwsvd", modules=dict.fromkeys(names, 0.4))
-    model, plan = rankfold.compress(source, method, tokens(), mode="one-pass"), rankfold.plan(source, method)
+    model, plan = (
+        rankfold.compress(source, method=method, calibration=tokens(), mode="one-pass").model,
+        rankfold.plan(source, method=method),
+    )
     for index, importance in enumerate(fisher(family)):
         block, dense = blocks_of(model)[index], projections(blocks_of(tiny_model(family))[index])
         attention = member(block, ATTENTION)
@@ -81,7 +84,10 @@ def test_fwsvd_is_the_svd_of_the_weight_with_its_columns_weighed(family):
 @pytest.mark.parametrize("family", ["phi3", "falcon-gqa", "mixtral", "qwen3"])
 def test_fwsvd_does_what_was_planned(family):
     source, method = opened(family), method_for("fwsvd", sparsity=0.1)
-    model, plan = rankfold.compress(source, method, tokens()), rankfold.plan(source, method)
+    model, plan = (
+        rankfold.compress(source, method=method, calibration=tokens()).model,
+        rankfold.plan(source, method=method),
+    )
     assert sum(p.numel() for p in model.parameters()) == plan.parameters_after < plan.parameters
     assert plan.sparsity >= 0.1
 
@@ -103,8 +109,8 @@ def test_fused_and_separate_projections_are_weighed_alike():
         source = rankfold.open_model(model, device="cpu")
         source.autocast = None
         small = rankfold.compress(
-            source, method_for("fwsvd", modules=dict.fromkeys("qkv", 0.4)), tokens(), mode="one-pass"
-        )
+            source, method=method_for("fwsvd", modules=dict.fromkeys("qkv", 0.4)), calibration=tokens(), mode="one-pass"
+        ).model
         found.append([blocks_of(small)[1].self_attn.get_submodule(f"{name}_proj") for name in "qkv"])
     for a, b in zip(*found, strict=True):
         x = torch.eye(32)
@@ -115,7 +121,7 @@ def test_fused_and_separate_projections_are_weighed_alike():
 def test_resumed_runs_find_the_same_gradients(name, tmp_path, monkeypatch):
     """Killed in the sweep: what it measured is read again, the rest is measured, and the bytes are those of a whole run."""
     source, method, sweep, ends = opened("llama"), method_for(name), scores.sweep, []
-    whole = rankfold.compress(source, method, tokens(), tmp_path / "whole")
+    whole = rankfold.compress(source, method=method, calibration=tokens(), output=tmp_path / "whole").output
 
     def dies(*args):
         for index, moments in sweep(*args):
@@ -129,7 +135,7 @@ def test_resumed_runs_find_the_same_gradients(name, tmp_path, monkeypatch):
 
     monkeypatch.setattr(scores, "sweep", dies)
     with pytest.raises(KeyboardInterrupt):
-        rankfold.compress(source, method, tokens(), tmp_path / "killed")
+        rankfold.compress(source, method=method, calibration=tokens(), output=tmp_path / "killed")
     kept = sorted(path.name for path in (tmp_path / "killed.partial" / "gradients").glob("block-*"))
     assert kept == ["block-00001.safetensors", "block-00002.safetensors"]
     before = [(tmp_path / "killed.partial" / "gradients" / name).stat().st_mtime_ns for name in kept]
@@ -137,7 +143,7 @@ def test_resumed_runs_find_the_same_gradients(name, tmp_path, monkeypatch):
     monkeypatch.setattr(
         scores.MomentStore, "finish", lambda store: before.extend((store.folder / n).stat().st_mtime_ns for n in kept)
     )
-    resumed = rankfold.compress(source, method, tokens(), tmp_path / "killed")
+    resumed = rankfold.compress(source, method=method, calibration=tokens(), output=tmp_path / "killed").output
     assert ends == [[2, 1, 0]] and before[:2] == before[2:4]
     for path in whole.glob("*.safetensors"):
         assert path.read_bytes() == (resumed / path.name).read_bytes()
@@ -151,7 +157,7 @@ def test_moments_hold_no_gradients_and_say_so():
         with pytest.raises(
             OptionError, match="gradients are measured on text, which moments do not hold; give .* reads no gradients"
         ):
-            rankfold.compress(source, method_for(name), moments=store)
+            rankfold.compress(source, method=method_for(name), moments=store)
 
 
 @pytest.mark.parametrize("name", ["magnitude", *NAMES])
@@ -203,6 +209,8 @@ def test_forms_that_weighed_columns_do_not_fit_are_refused(options, message):
 
 def test_weighed_columns_make_all_forms_local():
     source = opened("opt")
-    model = rankfold.compress(source, make_method("latentllm", precondition="fisher", rank_multiple=2), tokens())
+    model = rankfold.compress(
+        source, method=make_method("latentllm", precondition="fisher", rank_multiple=2), calibration=tokens()
+    ).model
     assert model.config.quantization_config.fields["options"]["precondition"] == "fisher"
     assert make_method("latentllm", precondition="fisher").joint_forms(source.meta_block(0)) == set()

@@ -62,7 +62,7 @@ def falcon(change=None):
 def compressed(model, method):
     source = rankfold.open_model(model, device="cpu")
     source.autocast = None
-    return rankfold.compress(source, method, tokens())
+    return rankfold.compress(source, method=method, calibration=tokens()).model
 
 
 @torch.no_grad()
@@ -107,7 +107,7 @@ def with_narrow_values(block) -> None:
         head[WIDTH // 2 :] = torch.randn(4, 4, generator=generator, dtype=head.dtype) @ head[: WIDTH // 2]
 
 
-@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize("select", SELECTIONS)
 def test_pairs_that_carry_nothing_cost_nothing(select):
     grouped, expanded = llama(with_silent_pairs)
     method = MoDeGPT(modules={"qk": 0.5}, rank_multiple=2, **select)
@@ -138,7 +138,7 @@ def with_equal_queries(block) -> None:
     columns[:, :, 1:] = columns[:, :, :1]
 
 
-@pytest.mark.parametrize("selection", SELECTIONS)
+@pytest.mark.parametrize("select", SELECTIONS)
 @pytest.mark.parametrize("module", ["qk", "vo"])
 @pytest.mark.parametrize("make", [llama, falcon])
 def test_queries_that_want_the_same_get_what_each_alone_would(make, module, select):

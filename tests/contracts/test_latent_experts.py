@@ -57,7 +57,9 @@ def rows_of(dense: nn.Module, side: str, expert: int, x: Tensor) -> Tensor:
 def run(request, tmp_path_factory):
     method = LatentLLM(modules={"experts_up": 0.4, "experts_down": 0.4}, ridge=1e-9, rank_multiple=1)
     folder = tmp_path_factory.mktemp("latent") / "small"
-    rankfold.compress(opened(model_of(request.param)), method, text(), folder, mode="one-pass")
+    rankfold.compress(
+        opened(model_of(request.param)), method=method, calibration=text(), output=folder, mode="one-pass"
+    )
     return (
         model_of(request.param),
         rankfold.load(folder, device="cpu"),
@@ -119,7 +121,13 @@ def default(request, tmp_path_factory):
     """DenseModel, folder, and the model, all that the method takes made smaller."""
     source, folder = opened(model_of(request.param)), tmp_path_factory.mktemp("latent") / "small"
     plans = []
-    rankfold.compress(source, LatentLLM(sparsity=0.25, rank_multiple=1), text(), folder, on_plan=plans.append)
+    rankfold.compress(
+        source,
+        method=LatentLLM(sparsity=0.25, rank_multiple=1),
+        calibration=text(),
+        output=folder,
+        on_plan=plans.append,
+    )
     return source, folder, rankfold.load(folder, device="cpu"), plans[0]
 
 
@@ -164,8 +172,13 @@ def test_gradients_reach_the_factors(default):
 
 def test_at_full_rank_nothing_changes_and_one_side_alone_leaves_the_other(default):
     source, *_ = default
-    torch.testing.assert_close(logits(rankfold.compress(source, LatentLLM(sparsity=0.0), text())), logits(source.model))
-    small = rankfold.compress(source, LatentLLM(modules={"experts_down": 0.3}, rank_multiple=1), text())
+    torch.testing.assert_close(
+        logits(rankfold.compress(source, method=LatentLLM(sparsity=0.0), calibration=text()).model),
+        logits(source.model),
+    )
+    small = rankfold.compress(
+        source, method=LatentLLM(modules={"experts_down": 0.3}, rank_multiple=1), calibration=text()
+    ).model
     index = blocks_with_experts(source.model)[0]
     ours, theirs = experts_of(small, index), experts_of(source.model, index)
     for expert in range(E):
@@ -184,15 +197,19 @@ def test_forms_that_read_what_is_not_measured_of_experts_leave_them_dense(method
         with pytest.raises(
             UnsupportedModelError, match=r"mixtral has no module 'experts_up' that can be compressed; it has:"
         ):
-            rankfold.compress(source, rankfold.make_method(method, sparsity=0.1, modules=("experts_up",)), text(4))
+            rankfold.compress(
+                source, method=rankfold.make_method(method, sparsity=0.1, modules=("experts_up",)), calibration=text(4)
+            )
         return
-    small = rankfold.compress(source, rankfold.make_method(method, sparsity=0.05), text(4))
+    small = rankfold.compress(source, method=rankfold.make_method(method, sparsity=0.05), calibration=text(4)).model
     assert type(experts_of(small, 0)) is type(experts_of(source.model, 0))
 
 
 def test_a_stock_class_cannot_have_them(tmp_path):
     method = LatentLLM(modules={"experts_up": 0.4}, rank_multiple=1)
-    folder = rankfold.compress(opened(model_of("mixtral")), method, text(4), tmp_path / "small")
+    folder = rankfold.compress(
+        opened(model_of("mixtral")), method=method, calibration=text(4), output=tmp_path / "small"
+    ).output
     with pytest.raises(UnsupportedModelError, match=r"experts is a LatentExperts, which no stock model has[^\n]*$"):
         rankfold.export(folder, tmp_path / "stock")
     assert F == 24 and not (tmp_path / "stock").exists()

@@ -75,8 +75,8 @@ def test_full_rank_joint_value_output(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_round_trip_counts_cache_and_generation(family, tmp_path):
     source, method = opened(family), method_for(family)
-    model = rankfold.compress(source, method, tokens(32))
-    plan = rankfold.plan(source, method)
+    model = rankfold.compress(source, method=method, calibration=tokens(32)).model
+    plan = rankfold.plan(source, method=method)
     assert sum(p.numel() for p in model.parameters()) == plan.parameters_after
     assert plan.sparsity >= method.sparsity
 
@@ -100,13 +100,13 @@ def test_round_trip_counts_cache_and_generation(family, tmp_path):
 @pytest.mark.parametrize("junction", JUNCTIONS)
 def test_planned_counts_are_the_stored_ones_for_every_junction(family, junction):
     source, method = opened(family), method_for(family, junction=junction, joint="none")
-    model = rankfold.compress(source, method, tokens(32))
-    assert sum(p.numel() for p in model.parameters()) == rankfold.plan(source, method).parameters_after
+    model = rankfold.compress(source, method=method, calibration=tokens(32)).model
+    assert sum(p.numel() for p in model.parameters()) == rankfold.plan(source, method=method).parameters_after
 
 
 @pytest.mark.parametrize("family", ["opt", "bloom", "llama", "gpt_neox"])
 def test_padding_on_the_left_changes_nothing(family):
-    model = rankfold.compress(opened(family), method_for(family), tokens(32))
+    model = rankfold.compress(opened(family), method=method_for(family), calibration=tokens(32)).model
     ids = some_ids(1, 12)
     padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), ids], 1)
     mask = torch.cat([torch.zeros(1, 5, dtype=torch.long), torch.ones_like(ids)], 1)
@@ -117,7 +117,7 @@ def test_padding_on_the_left_changes_nothing(family):
 
 def test_latents_are_cached_without_rotary_embedding_and_only_values_with_it():
     for family, expected in (("opt", (True, True)), ("llama-mha-tied", (False, True)), ("qwen3", (False, True))):
-        model = rankfold.compress(opened(family), method_for(family), tokens(32))
+        model = rankfold.compress(opened(family), method=method_for(family), calibration=tokens(32)).model
         attention = next(m for m in model.modules() if isinstance(m, CompressedAttention))
         assert (attention.latent_keys, attention.latent_values) == expected, family
 
@@ -158,7 +158,9 @@ def test_root_covariance_has_the_smallest_measured_error_of_all_preconditioners(
 @pytest.mark.parametrize("name", ["rootcov", "svd-llm", "asvd", "fwsvd", "svd"])
 def test_local_methods_run_and_are_local(name):
     source = opened("opt")
-    model = rankfold.compress(source, rankfold.make_method(name, sparsity=0.3, rank_multiple=1), tokens(32))
+    model = rankfold.compress(
+        source, method=rankfold.make_method(name, sparsity=0.3, rank_multiple=1), calibration=tokens(32)
+    ).model
     assert torch.isfinite(logits(model)).all()
     assert model.config.quantization_config.fields["method"] == name
 
@@ -182,7 +184,7 @@ def test_local_methods_run_and_are_local(name):
 )
 def test_what_cannot_be_done_is_said(family, options, error, message):
     with pytest.raises(error, match=message):
-        rankfold.compress(opened(family), method_for(family, **options), tokens(32))
+        rankfold.compress(opened(family), method=method_for(family, **options), calibration=tokens(32))
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ JUNCTIONS = ["block_identity_right", "block_identity_left", "lu", "symmetric"]
 
 def compressed(family: str, **options):
     source, method = opened(family), method_for(family, **options)
-    return rankfold.compress(source, method, tokens(32)), rankfold.plan(source, method)
+    return rankfold.compress(source, method=method, calibration=tokens(32)).model, rankfold.plan(source, method=method)
 
 
 def numbers(model) -> int:
@@ -103,12 +103,12 @@ def test_counts_bytes_round_trips_cache_and_generation(family, option, tmp_path)
 def test_written_block_by_block_in_bf16(option, tmp_path):
     source = rankfold.open_model(tiny_model("opt").to(torch.bfloat16), device="cpu")
     method = method_for("opt", **(OPTIONS | OPTIONS_FREE)[option])
-    rankfold.compress(source, method, tokens(32), tmp_path / "small")
-    plan = rankfold.plan(source, method)
+    rankfold.compress(source, method=method, calibration=tokens(32), output=tmp_path / "small")
+    plan = rankfold.plan(source, method=method)
     assert bytes_of(tmp_path / "small") == plan.bytes_after
     model = rankfold.load(tmp_path / "small", device="cpu")
     assert model.dtype == torch.bfloat16 and torch.isfinite(logits(model)).all()
-    rankfold.save(rankfold.compress(source, method, tokens(32)), tmp_path / "memory")
+    rankfold.save(rankfold.compress(source, method=method, calibration=tokens(32)).model, tmp_path / "memory")
     assert torch.equal(logits(rankfold.load(tmp_path / "memory", device="cpu")), logits(model))
     wide = logits(rankfold.load(tmp_path / "small", dtype="float32", device="cpu"))
     assert (logits(model).float() - wide).norm() < 0.03 * wide.norm()
@@ -142,7 +142,7 @@ def reports(family: str, **options):
     """Moments of block 0, its view, and the reports of a method at the planned ranks."""
     source, method = opened(family), method_for(family, **options)
     moments = rankfold.calibrate(source, tokens(32))
-    ranks = rankfold.plan(source, method).ranks(0)
+    ranks = rankfold.plan(source, method=method).ranks(0)
     result = method.decompose(source.block(0), moments[0], ranks)
     return source.block(0), moments[0], method, ranks, result
 
@@ -217,7 +217,7 @@ def test_factors_of_every_junction_and_form_are_refined(family, form, junction, 
         assert "takes the junctions" in str(error)
         return
     source, moments = measured(family)
-    ranks, made = rankfold.plan(source, method).ranks(0), {}
+    ranks, made = rankfold.plan(source, method=method).ranks(0), {}
 
     def refine(slot, fit, numbers, indices):
         made[slot.name] = refined_codes(slot, fit, numbers, indices)
@@ -279,8 +279,8 @@ def test_a_per_head_identity_changes_no_output_and_saves_its_numbers(family, joi
 @pytest.mark.parametrize("junction", ["block_identity_right", "lu"])
 def test_ranks_by_spectra_stay_within_the_plan(family, junction, tmp_path):
     source, method = opened(family), method_for(family, qk_ranks="spectra", junction=junction, sparsity=0.4)
-    folder = rankfold.compress(source, method, tokens(32), tmp_path / "small")
-    plan = rankfold.plan(source, method)
+    folder = rankfold.compress(source, method=method, calibration=tokens(32), output=tmp_path / "small").output
+    plan = rankfold.plan(source, method=method)
     record, model = json.loads((folder / "rankfold.json").read_text()), rankfold.load(folder, device="cpu")
     less = 0
     for block in record["blocks"].values():

@@ -47,6 +47,6 @@ def test_corrected_outliers_beat_low_rank_alone():
     errors = {}
     for share in (0.0, 0.1):
         method = method_for("llama", sparse=share, joint="none", sparsity=0.4)
-        result = method.decompose(source.block(0), moments[0], rankfold.plan(source, method).ranks(0))
+        result = method.decompose(source.block(0), moments[0], rankfold.plan(source, method=method).ranks(0))
         errors[share] = {m: r["relative_error"] for m, r in result.reports.items()}
     assert all(errors[0.1][m] < errors[0.0][m] for m in errors[0.0])

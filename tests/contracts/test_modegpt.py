@@ -31,7 +31,7 @@ def method_for(family: str, **options) -> MoDeGPT:
 
 def compressed(family: str, **options):
     source = opened(family)
-    return source, rankfold.compress(source, method_for(family, **options), tokens())
+    return source, rankfold.compress(source, method=method_for(family, **options), calibration=tokens()).model
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def test_replacing_attention_at_full_rank_leaves_the_logits_unchanged(family):
 def test_tensors_really_shrink_and_planned_equals_actual(run, family):
     source, model = run
     dense = sum(p.numel() for p in source.model.parameters())
-    plan = rankfold.plan(source, method_for(family))
+    plan = rankfold.plan(source, method=method_for(family))
     assert sum(p.numel() for p in model.parameters()) == plan.parameters_after < dense
     assert plan.sparsity >= method_for(family).sparsity
     for parameter in model.parameters():
@@ -102,7 +102,7 @@ def test_saved_and_loaded_logits_are_identical(run, tmp_path):
 
 def test_folder_and_memory_give_the_same_model(run, family, tmp_path):
     source, model = run
-    folder = rankfold.compress(source, method_for(family), tokens(), tmp_path / "out")
+    folder = rankfold.compress(source, method=method_for(family), calibration=tokens(), output=tmp_path / "out").output
     assert torch.equal(logits(rankfold.load(folder, device="cpu")), logits(model))
 
 
@@ -152,9 +152,9 @@ def test_one_pass_from_saved_moments_equals_one_pass_at_once(family, tmp_path):
     source = opened(family)
     method = method_for(family)
     moments = rankfold.calibrate(source, tokens(), tmp_path / "moments")
-    a = rankfold.compress(source, method, moments=rankfold.MomentStore.open(tmp_path / "moments"))
-    b = rankfold.compress(source, method, moments=moments)
-    c = rankfold.compress(source, method, tokens(), mode="one-pass")
+    a = rankfold.compress(source, method=method, moments=rankfold.MomentStore.open(tmp_path / "moments")).model
+    b = rankfold.compress(source, method=method, moments=moments).model
+    c = rankfold.compress(source, method=method, calibration=tokens(), mode="one-pass").model
     assert torch.equal(logits(a), logits(b)) and torch.equal(logits(a), logits(c))
 
 
@@ -162,7 +162,7 @@ def test_one_pass_from_saved_moments_equals_one_pass_at_once(family, tmp_path):
 def test_influence_allocations_meet_the_budget(family, allocation):
     source = opened(family)
     method = method_for(family, allocation=allocation)
-    plan = rankfold.plan(source, method, moments=rankfold.calibrate(source, tokens()))
+    plan = rankfold.plan(source, method=method, moments=rankfold.calibrate(source, tokens()))
     step = max(m.dense_weights // m.of * 2 for m in plan.modules)
     assert (
         method.sparsity * plan.counted_weights <= plan.removed_weights < method.sparsity * plan.counted_weights + step
@@ -212,11 +212,11 @@ def test_normalised_queries_and_keys_are_taken_where_they_are_named_only(family)
 
 def test_norms_that_subtract_a_mean_keep_the_pair_dense_and_say_so():
     source = rankfold.open_model(t.AutoModelForCausalLM.from_config(t.PhiConfig(**SHAPE, qk_layernorm=True)))
-    model = rankfold.compress(source, method_for("phi"), tokens())
+    model = rankfold.compress(source, method=method_for("phi"), calibration=tokens()).model
     attention = next(m for m in model.modules() if isinstance(m, CompressedAttention))
     assert attention.qk_dim == 8 and attention.q_norm is not None
     with pytest.raises(UnsupportedModelError, match="cannot take module 'qk'.*norm"):
-        rankfold.compress(source, method_for("phi", modules=("qk",)), tokens())
+        rankfold.compress(source, method=method_for("phi", modules=("qk",)), calibration=tokens())
 
 
 def test_the_cache_shrinks():
@@ -231,7 +231,7 @@ def test_sliced_equals_zeroed():
     """Rotary pairs, kept scale, biases: dropping dimensions equals zeroing them in the dense model."""
     source = opened("qwen2")
     method = MoDeGPT(modules={"qk": 0.5}, rank_multiple=2)
-    model = rankfold.compress(source, method, tokens(), mode="one-pass")
+    model = rankfold.compress(source, method=method, calibration=tokens(), mode="one-pass").model
     zeroed = tiny_model("qwen2")
     for index, block in enumerate(zeroed.model.layers):
         attention, small = block.self_attn, model.model.layers[index].self_attn

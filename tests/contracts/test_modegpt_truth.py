@@ -79,7 +79,9 @@ def blocks(request, tmp_path_factory) -> list[Block]:
     dense = model if family in EXPERTS else model.double()  # grouped products of experts have no fp64
     source = rankfold.open_model(dense, device="cpu")
     source.autocast = None
-    folder = rankfold.compress(source, method, tokens(), tmp_path_factory.mktemp("truth") / "small", mode=mode)
+    folder = rankfold.compress(
+        source, method=method, calibration=tokens(), output=tmp_path_factory.mktemp("truth") / "small", mode=mode
+    ).output
     record = json.loads((folder / "rankfold.json").read_text())
     models = dense, rankfold.load(folder, device="cpu")
     return [seen_block(family, method, *models, index, mode, record["blocks"][str(index)]) for index in range(3)]

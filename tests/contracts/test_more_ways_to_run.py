@@ -41,7 +41,9 @@ def run(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(family)
     tiny_model(family).save_pretrained(folder / "dense")
     method = rankfold.make_method(name, sparsity=0.2, rank_multiple=2)
-    rankfold.compress(opened(family), method, tokens(), folder / "small", mode=method.modes[-1])
+    rankfold.compress(
+        opened(family), method=method, calibration=tokens(), output=folder / "small", mode=method.modes[-1]
+    )
     return family, folder
 
 

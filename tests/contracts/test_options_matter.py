@@ -90,11 +90,11 @@ MODULE_OF = {MoDeGPT: pair_of, LatentLLM: unit_of, Slicing: half_of}
 
 def outcome(folder, method, family: str) -> Outcome:
     source = opened(family)
-    path = rankfold.compress(source, method, tokens(32), folder, mode="one-pass")
+    path = rankfold.compress(source, method=method, calibration=tokens(32), output=folder, mode="one-pass").output
     record, model = json.loads((path / "rankfold.json").read_text()), rankfold.load(path, device="cpu")
     moments = None if not method.allocation.statistic else rankfold.calibrate(source, tokens(32))
     module_of = next(function for base, function in MODULE_OF.items() if isinstance(method, base))
-    return Outcome(source, model, record["blocks"], rankfold.plan(source, method, moments=moments), module_of)
+    return Outcome(source, model, record["blocks"], rankfold.plan(source, method=method, moments=moments), module_of)
 
 
 def changed(a: dict, b: dict) -> set:
@@ -384,7 +384,7 @@ def tends_to_the_identity(a: Outcome, b: Outcome) -> None:
     """``E|x|`` to the power of nearly zero is one for every input."""
     source = b.source
     plain = LatentLLM(**LOCAL, precondition="identity")
-    ranks, moments = rankfold.plan(source, plain).ranks(0), rankfold.calibrate(source, tokens(32))[0]
+    ranks, moments = rankfold.plan(source, method=plain).ranks(0), rankfold.calibrate(source, tokens(32))[0]
     reports = plain.decompose(source.block(0), dict(moments), ranks).reports
     expected = torch.tensor([report["relative_error"] for report in reports.values()])
     before, after = (torch.stack([o.errors(module)[0] for module in reports]) for o in (a, b))
@@ -776,12 +776,17 @@ def test_every_option_has_a_row(name):
 
 def test_a_stricter_condition_limit_refuses():
     with pytest.raises(NumericsError, match="condition number"):
-        rankfold.compress(opened("llama"), LatentLLM(**LATENT, condition_limit=1.0), tokens(32), mode="one-pass")
+        rankfold.compress(
+            opened("llama"), method=LatentLLM(**LATENT, condition_limit=1.0), calibration=tokens(32), mode="one-pass"
+        )
 
 
 @pytest.mark.parametrize("method", [MoDeGPT(**SMALL), LatentLLM(**LATENT)], ids=["modegpt", "latentllm"])
 def test_the_mode_changes_every_block_but_the_first(method):
-    models = [rankfold.compress(opened("llama"), method, tokens(32), mode=mode) for mode in ("sequential", "one-pass")]
+    models = [
+        rankfold.compress(opened("llama"), method=method, calibration=tokens(32), mode=mode).model
+        for mode in ("sequential", "one-pass")
+    ]
     first, second = (Outcome(None, model, {}, None, unit_of) for model in models)
     before, after = first.tensors(), second.tensors()
     touched = {

@@ -39,7 +39,7 @@ def compressed(folder, family: str, cls=MoDeGPT, **options):
     """The model, its record, and the dense one."""
     method = cls(**GRADIENT | options)
     how = {"mode": "one-pass"} if cls is MoDeGPT else {}
-    path = rankfold.compress(opened(family), method, tokens(32), folder, **how)
+    path = rankfold.compress(opened(family), method=method, calibration=tokens(32), output=folder, **how).output
     return rankfold.load(path, device="cpu"), json.loads((path / "rankfold.json").read_text()), tiny_model(family)
 
 
@@ -170,7 +170,7 @@ def test_resumed_runs_find_the_same_gradients(when, tmp_path, monkeypatch):
     from rankfold import pipeline
 
     source, method = opened("llama"), Rankfold(sparsity=0.3, rank_multiple=2, output_weighting="fisher")
-    whole = rankfold.compress(source, method, tokens(), tmp_path / "whole")
+    whole = rankfold.compress(source, method=method, calibration=tokens(), output=tmp_path / "whole").output
     run_stages, sweep, measured = pipeline.run_stages, backward.sweep, []
 
     def dies_in_the_sweep(*args):
@@ -192,11 +192,11 @@ def test_resumed_runs_find_the_same_gradients(when, tmp_path, monkeypatch):
     }[when]
     monkeypatch.setattr(*name, dies)
     with pytest.raises(KeyboardInterrupt):
-        rankfold.compress(source, method, tokens(), tmp_path / "killed")
+        rankfold.compress(source, method=method, calibration=tokens(), output=tmp_path / "killed")
     monkeypatch.setattr(pipeline, "run_stages", run_stages)
     monkeypatch.setattr(scores, "sweep", counted)
     assert (tmp_path / "killed.partial" / "gradients").is_dir()
-    resumed = rankfold.compress(source, method, tokens(), tmp_path / "killed")
+    resumed = rankfold.compress(source, method=method, calibration=tokens(), output=tmp_path / "killed").output
     assert measured == ([0] if when == "in the sweep" else [])
     for path in whole.glob("*.safetensors"):
         assert path.read_bytes() == (resumed / path.name).read_bytes()
@@ -210,9 +210,9 @@ def test_moments_hold_no_gradients_and_say_so(tmp_path):
         with pytest.raises(
             OptionError, match="gradients are measured on text, which moments do not hold; give calibration"
         ):
-            act(source, MoDeGPT(**GRADIENT), moments=store)
+            act(source, method=MoDeGPT(**GRADIENT), moments=store)
     with pytest.raises(OptionError, match="gradients are measured on text"):
-        rankfold.compress(source, MoDeGPT(**GRADIENT), moments=store, output=tmp_path / "out")
+        rankfold.compress(source, method=MoDeGPT(**GRADIENT), moments=store, output=tmp_path / "out")
     assert not list(tmp_path.iterdir())
     with pytest.raises(OptionError, match="unknown latentllm option 'output_weighting'"):
         rankfold.make_method("latentllm", output_weighting="fisher")
@@ -220,7 +220,7 @@ def test_moments_hold_no_gradients_and_say_so(tmp_path):
 
 def test_a_plan_with_moments_and_text_is_what_compressing_reports(tmp_path):
     source, method = opened("llama"), MoDeGPT(**GRADIENT)
-    plan = rankfold.plan(source, method, tokens(32), moments=rankfold.calibrate(source, tokens(32)))
+    plan = rankfold.plan(source, method=method, calibration=tokens(32), moments=rankfold.calibrate(source, tokens(32)))
     _, record, _ = compressed(tmp_path / "small", "llama")
     for module in plan.modules:
         assert record["blocks"][str(module.block)][module.module]["relative_error"] == pytest.approx(

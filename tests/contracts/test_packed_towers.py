@@ -84,10 +84,10 @@ def both(tmp_path_factory):
     """A folder with the tower compressed, and with the language model too."""
     folder = tmp_path_factory.mktemp("both")
     tiny_encoder("qwen2.5-vl").save_pretrained(folder / "dense")
-    parts = [rankfold.open_model(folder / "dense", device="cpu", part=part) for part in ("vision", "language")]
+    parts = [rankfold.open_model(folder / "dense", device="cpu", component=part) for part in ("vision", "language")]
     method = rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2)
     text = rankfold.CalibrationData(some_ids(24, 24), "x", "x", 0, some_ids(4, 24, 1))
-    rankfold.compress_parts([(parts[0], method, samples_of(parts[0])), (parts[1], method, text)], folder / "small")
+    rankfold.compress_components([(parts[0], method, samples_of(parts[0])), (parts[1], method, text)], folder / "small")
     return folder
 
 
@@ -157,14 +157,14 @@ def test_moments_are_kept_and_used_again(tmp_path):
     source = opened_encoder("qwen2-vl")
     images, method = samples_of(source), rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2)
     moments = rankfold.calibrate(source, images, tmp_path / "moments")
-    kept = rankfold.compress(opened_encoder("qwen2-vl"), method, moments=moments, mode="one-pass")
-    fresh = rankfold.compress(opened_encoder("qwen2-vl"), method, images, mode="one-pass")
+    kept = rankfold.compress(opened_encoder("qwen2-vl"), method=method, moments=moments, mode="one-pass").model
+    fresh = rankfold.compress(opened_encoder("qwen2-vl"), method=method, calibration=images, mode="one-pass").model
     torch.testing.assert_close(states(kept, "qwen2-vl", images.held_out), states(fresh, "qwen2-vl", images.held_out))
 
 
 @pytest.mark.parametrize("part", ["language", "vision"])
 def test_rotary_frequencies_are_those_of_the_part(part):
-    source = rankfold.open_model(tiny_encoder("qwen2-vl"), device="cpu", part=part)
+    source = rankfold.open_model(tiny_encoder("qwen2-vl"), device="cpu", component=part)
     model = source.model.model
     owner = model.visual.rotary_pos_emb if part == "vision" else model.language_model.rotary_emb
     assert source.inv_freq(0) is owner.inv_freq
@@ -186,11 +186,11 @@ def merged(model, image: Example) -> Tensor:
 @pytest.mark.parametrize("family", TOWERS)
 def test_what_merges_patches_is_a_projector(family, method, tmp_path):
     tiny_encoder(family).save_pretrained(tmp_path / "dense")
-    source = rankfold.open_model(tmp_path / "dense", device="cpu", part="projector")
+    source = rankfold.open_model(tmp_path / "dense", device="cpu", component="projector")
     source.autocast = None
     assert source.architecture.blocks == "model.visual.merger" and len(source) == 1
     images = samples_of(source)
-    folder = rankfold.compress(source, method, images, tmp_path / "small")
+    folder = rankfold.compress(source, method=method, calibration=images, output=tmp_path / "small").output
     dense, small = (rankfold.load(f, device="cpu") for f in (tmp_path / "dense", folder))
     for name, tensor in small.state_dict().items():
         if not name.startswith("model.visual.merger."):

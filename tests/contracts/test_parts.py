@@ -32,7 +32,7 @@ PIXELS = torch.randn(1, 3, 28, 28, generator=torch.Generator().manual_seed(0))
 
 def test_the_towers_of_clip_are_chosen_by_name():
     for part in ("language", "vision"):
-        assert rankfold.open_model(tiny_encoder("clip-vision"), device="cpu", part=part).part.name == part
+        assert rankfold.open_model(tiny_encoder("clip-vision"), device="cpu", component=part).part.name == part
     with pytest.raises(
         OptionError, match="CLIPModel has the components language and vision, got none; choose one with --component"
     ):
@@ -40,7 +40,7 @@ def test_the_towers_of_clip_are_chosen_by_name():
     with pytest.raises(
         OptionError, match="BertModel has the component language, got vision; it needs neither --component nor"
     ):
-        rankfold.open_model(tiny_encoder("bert"), device="cpu", part="vision")
+        rankfold.open_model(tiny_encoder("bert"), device="cpu", component="vision")
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +52,12 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("part", ["language", "vision"])
 def test_llava_keeps_the_other_part_and_sees_images(part, folder, tmp_path):
-    source = rankfold.open_model(folder, device="cpu", part=part)
+    source = rankfold.open_model(folder, device="cpu", component=part)
     pixels = torch.randn(24, 3, 28, 28, generator=torch.Generator().manual_seed(1))
     samples = (
         rankfold.CalibrationData(pixels[:16], "x", "x", 0, pixels[16:], patches=4) if part == "vision" else tokens()
     )
-    rankfold.compress(source, METHOD, samples, tmp_path / "small")
+    rankfold.compress(source, method=METHOD, calibration=samples, output=tmp_path / "small")
     before, after = (t.AutoModelForImageTextToText.from_pretrained(f).eval() for f in (folder, tmp_path / "small"))
     blocks = {"language": "model.language_model.layers.", "vision": "model.vision_tower.encoder.layers."}[part]
     assert source.architecture.blocks == blocks.rstrip(".")
@@ -80,15 +80,17 @@ def test_both_parts_one_after_the_other(folder, tmp_path):
     """Each with its own method and sparsity; streamed from a folder, and in memory."""
     pixels = torch.randn(24, 3, 28, 28, generator=torch.Generator().manual_seed(1))
     images = rankfold.CalibrationData(pixels[:16], "x", "x", 0, pixels[16:], patches=4)
-    first = rankfold.open_model(folder, device="cpu", part="vision")
-    rankfold.compress(first, METHOD, images, tmp_path / "one")
-    second = rankfold.open_model(tmp_path / "one", device="cpu", part="language")
+    first = rankfold.open_model(folder, device="cpu", component="vision")
+    rankfold.compress(first, method=METHOD, calibration=images, output=tmp_path / "one")
+    second = rankfold.open_model(tmp_path / "one", device="cpu", component="language")
     assert second.streamed
     latent = rankfold.LatentLLM(sparsity=0.2, rank_multiple=2)
-    rankfold.compress(second, latent, tokens(), tmp_path / "both")
+    rankfold.compress(second, method=latent, calibration=tokens(), output=tmp_path / "both")
     in_memory = rankfold.compress(
-        rankfold.open_model(rankfold.load(tmp_path / "one", device="cpu"), device="cpu"), latent, tokens()
-    )
+        rankfold.open_model(rankfold.load(tmp_path / "one", device="cpu"), device="cpu"),
+        method=latent,
+        calibration=tokens(),
+    ).model
     one, both = (t.AutoModelForImageTextToText.from_pretrained(tmp_path / f).eval() for f in ("one", "both"))
     towers = [m.model.vision_tower.state_dict() for m in (one, both)]
     assert towers[0].keys() == towers[1].keys() and all(torch.equal(x, towers[1][n]) for n, x in towers[0].items())
@@ -99,7 +101,7 @@ def test_both_parts_one_after_the_other(folder, tmp_path):
     assert torch.equal(seen[1], seen[2]) and not torch.allclose(seen[0], seen[1])
     for part, place in (("vision", "one"), ("language", "both")):
         with pytest.raises(UnsupportedModelError, match=r"already compressed or quantised \(rankfold\)"):
-            rankfold.open_model(tmp_path / place, device="cpu", part=part)
+            rankfold.open_model(tmp_path / place, device="cpu", component=part)
 
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28, "patch_size": 7}
@@ -177,9 +179,9 @@ def test_parts_of_models_that_see(family, tmp_path):
     assert source.architecture.blocks == language
     ids = some_ids()
     with torch.no_grad():
-        unchanged = rankfold.compress(source, MoDeGPT(sparsity=0.0), tokens())
+        unchanged = rankfold.compress(source, method=MoDeGPT(sparsity=0.0), calibration=tokens()).model
         torch.testing.assert_close(unchanged(ids).logits, model(ids).logits)
-        small = rankfold.compress(source, METHOD, tokens())
+        small = rankfold.compress(source, method=METHOD, calibration=tokens()).model
         rankfold.save(small, tmp_path / "small")
         again = t.AutoModelForImageTextToText.from_pretrained(tmp_path / "small").eval()
         assert type(again) is cls and torch.equal(again(ids).logits, small(ids).logits)
@@ -187,7 +189,7 @@ def test_parts_of_models_that_see(family, tmp_path):
     mask = torch.ones_like(ids)
     cached, plain = (again.generate(ids, attention_mask=mask, use_cache=use, **options) for use in (True, False))
     assert torch.equal(cached, plain)
-    assert rankfold.open_model(model, device="cpu", part="vision").architecture.blocks == vision
+    assert rankfold.open_model(model, device="cpu", component="vision").architecture.blocks == vision
 
 
 def test_a_position_of_several_kinds_is_turned_as_in_the_dense_model():
@@ -201,7 +203,9 @@ def test_a_position_of_several_kinds_is_turned_as_in_the_dense_model():
     seen["mm_token_type_ids"] = (ids == 90).long()
     source = rankfold.open_model(model, device="cpu")
     source.autocast = None
-    keeping = rankfold.compress(source, MoDeGPT(modules={"vo": 0.3}, rank_multiple=2), tokens())
+    keeping = rankfold.compress(
+        source, method=MoDeGPT(modules={"vo": 0.3}, rank_multiple=2), calibration=tokens()
+    ).model
     block, dense = keeping.model.language_model.layers[0], model.model.language_model.layers[0]
     found = {}
 
@@ -226,7 +230,7 @@ def test_a_model_for_images_without_a_spec_for_its_tower_has_its_language_part_o
     )
     assert rankfold.open_model(model, device="cpu").part.name == "language"
     with pytest.raises(OptionError, match="has the component language, got vision"):
-        rankfold.open_model(model, device="cpu", part="vision")
+        rankfold.open_model(model, device="cpu", component="vision")
 
 
 def test_a_tower_that_cannot_be_taken_leaves_the_language_part_alone():
@@ -239,7 +243,7 @@ def test_a_tower_that_cannot_be_taken_leaves_the_language_part_alone():
     with pytest.raises(
         UnsupportedModelError, match="this dinov2 has use_swiglu_ffn=True: its gated MLP has other names"
     ):
-        rankfold.open_model(model, device="cpu", part="vision")
+        rankfold.open_model(model, device="cpu", component="vision")
 
 
 def test_a_decoding_bert_is_refused():

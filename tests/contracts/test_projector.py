@@ -21,7 +21,9 @@ def images() -> rankfold.CalibrationData:
 
 
 def opened(model="llava"):
-    source = rankfold.open_model(tiny_model(model) if isinstance(model, str) else model, device="cpu", part="projector")
+    source = rankfold.open_model(
+        tiny_model(model) if isinstance(model, str) else model, device="cpu", component="projector"
+    )
     source.autocast = None
     return source
 
@@ -39,10 +41,10 @@ def sent(model, pixels) -> torch.Tensor:
 @pytest.mark.parametrize("method", [MoDeGPT(sparsity=0.4, rank_multiple=2), Rankfold(sparsity=0.4, rank_multiple=2)])
 def test_units_go_and_the_error_is_the_one_that_is_said(method, tmp_path):
     tiny_model("llava").save_pretrained(tmp_path / "dense")
-    source = rankfold.open_model(tmp_path / "dense", device="cpu", part="projector")
+    source = rankfold.open_model(tmp_path / "dense", device="cpu", component="projector")
     source.autocast = None
     assert source.streamed and len(source) == 1 and source.architecture.blocks == PLACE
-    folder = rankfold.compress(source, method, images(), tmp_path / "small")
+    folder = rankfold.compress(source, method=method, calibration=images(), output=tmp_path / "small").output
     dense, small = (t.AutoModelForImageTextToText.from_pretrained(f).eval() for f in (tmp_path / "dense", folder))
     state, same = small.state_dict(), 0
     for name, tensor in dense.state_dict().items():
@@ -65,17 +67,19 @@ def test_units_go_and_the_error_is_the_one_that_is_said(method, tmp_path):
 
 def test_in_memory_it_is_the_same_and_nothing_changes_without_sparsity():
     dense = tiny_model("llava")
-    whole = rankfold.compress(opened(), MoDeGPT(sparsity=0.0), images())
+    whole = rankfold.compress(opened(), method=MoDeGPT(sparsity=0.0), calibration=images()).model
     assert torch.equal(sent(whole, PIXELS), sent(dense, PIXELS))
-    small = rankfold.compress(opened(), Rankfold(sparsity=0.4, rank_multiple=2), images())
-    again = rankfold.compress(opened(), Rankfold(sparsity=0.4, rank_multiple=2), images())
+    small = rankfold.compress(opened(), method=Rankfold(sparsity=0.4, rank_multiple=2), calibration=images()).model
+    again = rankfold.compress(opened(), method=Rankfold(sparsity=0.4, rank_multiple=2), calibration=images()).model
     assert torch.equal(sent(small, PIXELS), sent(again, PIXELS))
 
 
 def test_latent_layers_take_it_too():
     errors = []
     for sparsity in (0.1, 0.5):
-        small = rankfold.compress(opened(), LatentLLM(sparsity=sparsity, rank_multiple=1), images())
+        small = rankfold.compress(
+            opened(), method=LatentLLM(sparsity=sparsity, rank_multiple=1), calibration=images()
+        ).model
         errors.append((sent(small, PIXELS) - sent(tiny_model("llava"), PIXELS)).norm().item())
         assert type(small.get_submodule(PLACE).linear_1).__name__ == "LatentLinear"
     assert 0 < errors[0] < errors[1]
@@ -90,7 +94,9 @@ def test_it_never_goes_as_a_whole():
 @pytest.mark.parametrize("family", ["llava_next"])
 def test_images_that_a_family_cuts_up_are_given_whole(family):
     source = opened(tiny_model(family))
-    small = rankfold.compress(source, MoDeGPT(sparsity=0.4, rank_multiple=2), images_for(source))
+    small = rankfold.compress(
+        source, method=MoDeGPT(sparsity=0.4, rank_multiple=2), calibration=images_for(source)
+    ).model
     assert (
         small.get_submodule(PLACE).linear_1.out_features < tiny_model(family).get_submodule(PLACE).linear_1.out_features
     )
@@ -112,7 +118,7 @@ def test_where_it_is_no_mlp_one_line_says_which_parts_there_are(family):
 @pytest.mark.parametrize("method", ["slicegpt", "kobd", "shortgpt"])
 def test_what_cannot_take_it_says_so(method):
     with pytest.raises((OptionError, UnsupportedModelError), match=r"^[^\n]*$"):
-        rankfold.compress(opened(), rankfold.make_method(method, sparsity=0.3), images())
+        rankfold.compress(opened(), method=rankfold.make_method(method, sparsity=0.3), calibration=images())
 
 
 def test_an_encoder_has_none():

@@ -43,7 +43,7 @@ def run(family, tmp_path_factory):
     """Dense model, compressed one read back from its folder, and its record."""
     source = opened(family)
     folder = tmp_path_factory.mktemp("rankfold") / "small"
-    rankfold.compress(source, method_for(family, allocation="uniform"), wide_tokens(), folder)
+    rankfold.compress(source, method=method_for(family, allocation="uniform"), calibration=wide_tokens(), output=folder)
     return tiny_model(family), rankfold.load(folder, device="cpu"), json.loads((folder / "rankfold.json").read_text())
 
 
@@ -116,7 +116,7 @@ def test_planned_equals_actual_and_the_budget_holds(run, family):
 
 def test_sparsity_zero_leaves_the_logits_unchanged(family):
     source = opened(family)
-    model = rankfold.compress(source, method_for(family, sparsity=0.0), tokens())
+    model = rankfold.compress(source, method=method_for(family, sparsity=0.0), calibration=tokens()).model
     with torch.no_grad():
         torch.testing.assert_close(model(some_ids()).logits, source.model(some_ids()).logits)
 
@@ -133,7 +133,7 @@ def test_attention_aware_values_and_output_are_the_regression_on_what_attention_
     losses = {}
     for aware in (True, False):
         source, text = opened(name), wide_tokens()
-        small = rankfold.compress(source, Rankfold(**shape, attention_aware=aware), text)
+        small = rankfold.compress(source, method=Rankfold(**shape, attention_aware=aware), calibration=text).model
         dense = tiny_model(name)
         sent, reduced = (streams(model, text.ids, 0)["sent"] for model in (dense, small))
         projections = [member(member(blocks_of(m)[0], ATTENTION), OUTPUT) for m in (dense, small)]
@@ -161,7 +161,7 @@ def test_where_a_norm_follows_every_token_counts_alike(name, module):
     beyond = {}
     for aware in (True, False):
         method = Rankfold(modules={module: 0.5}, rank_multiple=2, allocation="uniform", norm_aware=aware)
-        small, text = rankfold.compress(opened(name), method, wide_tokens()), wide_tokens()
+        small, text = rankfold.compress(opened(name), method=method, calibration=wide_tokens()).model, wide_tokens()
         found = {}
         for which, model in (("dense", tiny_model(name)), ("small", small)):
             rows = streams(model, text.ids, 0)["hidden" if module == "mlp" else "sent"]
@@ -177,10 +177,10 @@ def test_where_a_norm_follows_every_token_counts_alike(name, module):
 def test_without_feedback_no_module_is_corrected(tmp_path):
     folder = rankfold.compress(
         opened("llama"),
-        method_for("llama", residual_correction=False, allocation="uniform"),
-        wide_tokens(),
-        tmp_path / "plain",
-    )
+        method=method_for("llama", residual_correction=False, allocation="uniform"),
+        calibration=wide_tokens(),
+        output=tmp_path / "plain",
+    ).output
     blocks = json.loads((folder / "rankfold.json").read_text())["blocks"]
     assert all("residual_correction" not in report for block in blocks.values() for report in block.values())
 
@@ -190,8 +190,11 @@ def test_without_held_out_windows_nothing_confirms_a_correction(tmp_path):
     options = {"allocation": "uniform", "attention_aware": False}
     same = [
         rankfold.compress(
-            opened("llama"), method_for("llama", residual_correction=on, **options), text, tmp_path / str(on)
-        )
+            opened("llama"),
+            method=method_for("llama", residual_correction=on, **options),
+            calibration=text,
+            output=tmp_path / str(on),
+        ).output
         for on in (True, False)
     ]
     blocks = json.loads((same[0] / "rankfold.json").read_text())["blocks"]
@@ -220,9 +223,9 @@ def test_costs_are_divergences_of_the_whole_model_with_one_module_compressed(nam
             "attention_aware": name == "gemma3",
         }  # what feedback follows is fitted without it
         alone = Rankfold(modules=share, rank_multiple=2, allocation="uniform", exclude_blocks=others, **options)
-        assert rankfold.plan(source, alone).ranks(unit.block)[unit.module] == tried
+        assert rankfold.plan(source, method=alone).ranks(unit.block)[unit.module] == tried
         with torch.no_grad():
-            small = rankfold.compress(source, alone, text)(ids).logits.log_softmax(-1)
+            small = rankfold.compress(source, method=alone, calibration=text).model(ids).logits.log_softmax(-1)
         divergence = (dense.exp() * (dense - small)).sum(-1).mean().item()
         assert costs[key][tried] == pytest.approx(divergence, rel=2e-3, abs=1e-7), key
         assert costs[key][unit.ranks[-1]] == 0.0
@@ -251,7 +254,7 @@ def test_resumed_runs_find_the_same_ranks(tmp_path, monkeypatch):
     from rankfold.compression import kl_divergence as effects
 
     source, method = opened("llama"), method_for("llama")
-    whole = rankfold.compress(source, method, tokens(), tmp_path / "whole")
+    whole = rankfold.compress(source, method=method, calibration=tokens(), output=tmp_path / "whole").output
     run_stages, calls = pipeline.run_stages, []
 
     def dies(work, view, *rest):
@@ -261,12 +264,12 @@ def test_resumed_runs_find_the_same_ranks(tmp_path, monkeypatch):
 
     monkeypatch.setattr(pipeline, "run_stages", dies)
     with pytest.raises(KeyboardInterrupt):
-        rankfold.compress(source, method, tokens(), tmp_path / "killed")
+        rankfold.compress(source, method=method, calibration=tokens(), output=tmp_path / "killed")
     monkeypatch.setattr(pipeline, "run_stages", run_stages)
     monkeypatch.setattr(
         scores, "measure_kl_sensitivity", lambda *a: calls.append(a) or effects.measure_kl_sensitivity(*a)
     )
-    resumed = rankfold.compress(source, method, tokens(), tmp_path / "killed")
+    resumed = rankfold.compress(source, method=method, calibration=tokens(), output=tmp_path / "killed").output
     assert not calls
     for path in whole.glob("*.safetensors"):
         assert path.read_bytes() == (resumed / path.name).read_bytes()
@@ -276,8 +279,8 @@ def test_resumed_runs_find_the_same_ranks(tmp_path, monkeypatch):
 def test_moments_and_one_pass_are_refused_with_what_to_do():
     source = opened("llama")
     store = rankfold.calibrate(source, tokens())
-    for how in ({"moments": store}, {"tokens": tokens(), "mode": "one-pass"}):
-        with pytest.raises(OptionError, match="takes text and mode sequential.*--method modegpt"):
-            rankfold.compress(source, method_for("llama"), **how)
+    for how in ({"moments": store}, {"calibration": tokens(), "mode": "one-pass"}):
+        with pytest.raises(OptionError, match="takes text and mode sequential.*method='modegpt'"):
+            rankfold.compress(source, method=method_for("llama"), **how)
     with pytest.raises(OptionError, match="compares predictions on text"):
-        rankfold.compress(source, rankfold.MoDeGPT(allocation="measured", rank_multiple=2), moments=store)
+        rankfold.compress(source, method=rankfold.MoDeGPT(allocation="measured", rank_multiple=2), moments=store)

@@ -29,8 +29,8 @@ def run(family, tmp_path_factory):
     """DenseModel, plan, folder and the model in memory, one of three blocks removed."""
     source, method = opened(family), make_method("shortgpt", sparsity=0.3)
     folder, plans = tmp_path_factory.mktemp("removal") / "small", []
-    rankfold.compress(source, method, tokens(), folder, on_plan=plans.append)
-    return source, plans[0], folder, rankfold.compress(source, method, tokens())
+    rankfold.compress(source, method=method, calibration=tokens(), output=folder, on_plan=plans.append)
+    return source, plans[0], folder, rankfold.compress(source, method=method, calibration=tokens()).model
 
 
 def bypassed(model: nn.Module, gone) -> nn.Module:
@@ -127,7 +127,9 @@ def test_bytes_are_those_on_disk(name, of, tmp_path):
     """Norms go with their block; asked for in bytes they count."""
     source, plans = deep(), []
     method = make_method(name, sparsity=0.4, budget="bytes", scope=of)
-    folder = rankfold.compress(source, method, tokens(), tmp_path / "small", on_plan=plans.append)
+    folder = rankfold.compress(
+        source, method=method, calibration=tokens(), output=tmp_path / "small", on_plan=plans.append
+    ).output
     index, found = json.loads((folder / "model.safetensors.index.json").read_text()), plans[0].budget
     dense = 4 * sum(p.numel() for p in source.model.parameters())
     assert found["counted"] == (dense if of == "model" else 4 * sum(p.numel() for p in source.blocks.parameters()))
@@ -210,7 +212,7 @@ def test_sleb_removes_one_after_another_what_is_missed_least():
     for _ in range(3):
         losses = {i: loss(bypassed(fresh(source), [*gone, i]), tokens().ids) for i in range(6) if i not in gone}
         gone.append(min(losses, key=losses.get))
-    plan = rankfold.plan(source, make_method("sleb", sparsity=0.5), tokens=tokens())
+    plan = rankfold.plan(source, method=make_method("sleb", sparsity=0.5), calibration=tokens())
     assert plan.facts["removed_as_number"] == {f"{block}.block": gone.index(block) + 1.0 for block in sorted(gone)}
     at_once = {i: loss(bypassed(fresh(source), [i]), tokens().ids) for i in range(6)}
     assert sorted(gone) != sorted(sorted(at_once, key=at_once.get)[:3]), "greedy would not show"
@@ -223,14 +225,14 @@ def test_several_blocks_of_the_least_influence_go_and_protected_ones_stay():
     for protect, expected in (((), order[:3]), ((order[0],), order[1:4])):
         method = make_method("shortgpt", sparsity=0.45, exclude_blocks=protect)
         plans = []
-        rankfold.compress(source, method, tokens(), on_plan=plans.append)
+        rankfold.compress(source, method=method, calibration=tokens(), on_plan=plans.append)
         assert removed(plans[0]) == sorted(expected)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_interrupted_runs_end_in_the_same_bytes(name, tmp_path, monkeypatch):
     method = make_method(name, sparsity=0.5)
-    rankfold.compress(deep(), method, tokens(), tmp_path / "whole")
+    rankfold.compress(deep(), method=method, calibration=tokens(), output=tmp_path / "whole")
     save, search, rounds = rankfold.pipeline.run_stages, rankfold.compression.block_loss.losses_without, []
 
     def stop(work, view, ranks):
@@ -247,12 +249,12 @@ def test_interrupted_runs_end_in_the_same_bytes(name, tmp_path, monkeypatch):
     monkeypatch.setattr(rankfold.compression.block_loss, "losses_without", counted)
     if name == "sleb":
         with pytest.raises(KeyboardInterrupt):
-            rankfold.compress(deep(), method, tokens(), tmp_path / "parts")
+            rankfold.compress(deep(), method=method, calibration=tokens(), output=tmp_path / "parts")
     monkeypatch.setattr(rankfold.pipeline, "run_stages", stop)
     with pytest.raises(KeyboardInterrupt):
-        rankfold.compress(deep(), method, tokens(), tmp_path / "parts")
+        rankfold.compress(deep(), method=method, calibration=tokens(), output=tmp_path / "parts")
     monkeypatch.setattr(rankfold.pipeline, "run_stages", save)
-    rankfold.compress(deep(), method, tokens(), tmp_path / "parts")
+    rankfold.compress(deep(), method=method, calibration=tokens(), output=tmp_path / "parts")
     assert len(rounds) == (4 if name == "sleb" else 0), "what was found was looked for again"
     names = {path.name for path in (tmp_path / "whole").iterdir()}
     assert names == {path.name for path in (tmp_path / "parts").iterdir()}
@@ -265,7 +267,9 @@ def test_layer_types_go_with_their_blocks():
     config.layer_types = types
     source = rankfold.open_model(t.AutoModelForCausalLM.from_config(config), device="cpu")
     plans = []
-    model = rankfold.compress(source, make_method("shortgpt", exclude_blocks=(1, 2)), tokens(), on_plan=plans.append)
+    model = rankfold.compress(
+        source, method=make_method("shortgpt", exclude_blocks=(1, 2)), calibration=tokens(), on_plan=plans.append
+    ).model
     assert removed(plans[0]) == [0] and model.config.layer_types == types[1:]
     assert source.model.config.layer_types == types and source.model.config.num_hidden_layers == 3
 
@@ -273,7 +277,10 @@ def test_layer_types_go_with_their_blocks():
 def test_from_moments_the_same_blocks_go():
     source, method = deep(), make_method("shortgpt", sparsity=0.3)
     moments = rankfold.calibrate(source, tokens())
-    a, b = rankfold.compress(source, method, moments=moments), rankfold.compress(source, method, tokens())
+    a, b = (
+        rankfold.compress(source, method=method, moments=moments).model,
+        rankfold.compress(source, method=method, calibration=tokens()).model,
+    )
     assert torch.equal(logits(a), logits(b))
 
 
@@ -281,13 +288,13 @@ def test_a_greedy_search_needs_text():
     source = deep(2)
     moments = rankfold.calibrate(source, tokens())
     with pytest.raises(OptionError, match="a greedy allocation compares predictions on text"):
-        rankfold.compress(source, make_method("sleb"), moments=moments)
+        rankfold.compress(source, method=make_method("sleb"), moments=moments)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_block_stays(name):
     with pytest.raises(OptionError, match=r"sparsity 0.99 cannot be reached: .* can lose at most .* sparsity 0.5000"):
-        rankfold.compress(deep(2), make_method(name, sparsity=0.99), tokens())
+        rankfold.compress(deep(2), method=make_method(name, sparsity=0.99), calibration=tokens())
 
 
 def test_other_allocations_are_refused():

@@ -127,7 +127,7 @@ def removal(source, gone=GONE):
 def test_what_is_left_computes_what_the_dense_model_does_without_the_blocks(family, tmp_path):
     model, ids = made(family), some_ids()
     source = rankfold.open_model(model, device="cpu")
-    folder = rankfold.compress(source, removal(source), tokens(), tmp_path / "small")
+    folder = rankfold.compress(source, method=removal(source), calibration=tokens(), output=tmp_path / "small").output
     stock = t.AutoModelForCausalLM.from_pretrained(folder)
     dense = made(family)
     without(blocks_of(dense), GONE)
@@ -145,9 +145,11 @@ def test_what_is_left_computes_what_the_dense_model_does_without_the_blocks(fami
 @pytest.mark.parametrize("family", ENCODERS)
 def test_what_is_left_of_an_encoder_computes_what_the_dense_one_does_without_the_blocks(family, tmp_path):
     part = ENCODERS[family].part
-    source = rankfold.open_model(made_encoder(family), device="cpu", part=part)
-    folder = rankfold.compress(source, removal(source), samples_of(source), tmp_path / "small")
-    dense = rankfold.open_model(made_encoder(family), device="cpu", part=part)
+    source = rankfold.open_model(made_encoder(family), device="cpu", component=part)
+    folder = rankfold.compress(
+        source, method=removal(source), calibration=samples_of(source), output=tmp_path / "small"
+    ).output
+    dense = rankfold.open_model(made_encoder(family), device="cpu", component=part)
     without(dense.blocks, GONE)
     small, batch = rankfold.load(folder, device="cpu"), batch_of(source)
     torch.testing.assert_close(states(small, family, batch), states(dense.model, family, batch), rtol=1e-5, atol=1e-5)
@@ -162,11 +164,14 @@ def test_a_language_model_receives_the_same_states_of_its_tower(named, gone, tmp
         config.vision_config.num_hidden_layers, config.vision_feature_layer = BLOCKS, named
         return filled(lambda: t.LlavaForConditionalGeneration(config))
 
-    source = rankfold.open_model(make(), device="cpu", part="vision")
+    source = rankfold.open_model(make(), device="cpu", component="vision")
     pixels = torch.randn(4, 3, 28, 28, generator=torch.Generator().manual_seed(0))
     images = rankfold.CalibrationData(pixels, "random", "random", 0, pixels[:1], patches=4)
-    small = rankfold.load(rankfold.compress(source, removal(source, gone), images, tmp_path / "small"), device="cpu")
-    dense = rankfold.open_model(make(), device="cpu", part="vision")
+    small = rankfold.load(
+        rankfold.compress(source, method=removal(source, gone), calibration=images, output=tmp_path / "small").output,
+        device="cpu",
+    )
+    dense = rankfold.open_model(make(), device="cpu", component="vision")
     without(dense.blocks, gone)
     with torch.no_grad():
         found, expected = (m.get_image_features(pixels).pooler_output for m in (small, dense.model))
@@ -180,10 +185,14 @@ def test_blocks_that_images_are_added_behind_stay(method):
     config.text_config.num_hidden_layers = BLOCKS
     config.vision_config.depth, config.vision_config.deepstack_visual_indexes = 2, [0, 1]
     source = rankfold.open_model(filled(lambda: t.Qwen3VLForConditionalGeneration(config)), device="cpu")
-    plan = rankfold.plan(source, make_method(method, sparsity=0.6), tokens(), moments=moments_for(method, source))
+    plan = rankfold.plan(
+        source, method=make_method(method, sparsity=0.6), calibration=tokens(), moments=moments_for(method, source)
+    )
     assert [m.block for m in plan.modules if m.rank == 0] == [2, 3, 4]
     with pytest.raises(OptionError, match="can lose at most"):
-        rankfold.plan(source, make_method(method, sparsity=0.7), tokens(), moments=moments_for(method, source))
+        rankfold.plan(
+            source, method=make_method(method, sparsity=0.7), calibration=tokens(), moments=moments_for(method, source)
+        )
 
 
 def moments_for(method: str, source):
@@ -194,7 +203,7 @@ def test_the_first_block_of_modernbert_stays():
     """It has no norm in front, and one that took its place would lose its own."""
     source = rankfold.open_model(made_encoder("modernbert-head"), device="cpu")
     method = make_method("shortgpt", sparsity=0.8)
-    plan = rankfold.plan(source, method, moments=rankfold.calibrate(source, samples_of(source)))
+    plan = rankfold.plan(source, method=method, moments=rankfold.calibrate(source, samples_of(source)))
     assert [m.block for m in plan.modules if m.rank == 1] == [0]
 
 
@@ -206,5 +215,7 @@ def test_blocks_that_depend_on_their_number_are_refused_before_the_run(tmp_path)
         UnsupportedModelError,
         match="block 1 of this gpt2 depends on its number: without block 0 it has another attn.scaling, which its config",
     ):
-        rankfold.compress(source, make_method("shortgpt"), tokens(), tmp_path / "out", on_plan=seen.append)
+        rankfold.compress(
+            source, method=make_method("shortgpt"), calibration=tokens(), output=tmp_path / "out", on_plan=seen.append
+        )
     assert not seen and not list(tmp_path.iterdir())

@@ -36,8 +36,13 @@ def run(family, name, tmp_path_factory):
     """DenseModel, plan, folder, the model in memory."""
     source, method, plans = opened(family), method_for(family, name), []
     folder = tmp_path_factory.mktemp(name) / "masked"
-    rankfold.compress(source, method, tokens(), folder, mode="one-pass", on_plan=plans.append)
-    return source, plans[0], folder, rankfold.compress(source, method, tokens(), mode="one-pass")
+    rankfold.compress(source, method=method, calibration=tokens(), output=folder, mode="one-pass", on_plan=plans.append)
+    return (
+        source,
+        plans[0],
+        folder,
+        rankfold.compress(source, method=method, calibration=tokens(), mode="one-pass").model,
+    )
 
 
 def method_for(family: str, name: str):
@@ -167,7 +172,8 @@ def test_sparsity_zero_leaves_the_logits_unchanged(family):
     source = opened(family)
     shares = {"modules": {"qkv": 0.0}} if family in EXPERTS else {"sparsity": 0.0}
     assert torch.equal(
-        logits(rankfold.compress(source, make_method("wanda", **shares), tokens())), logits(source.model)
+        logits(rankfold.compress(source, method=make_method("wanda", **shares), calibration=tokens()).model),
+        logits(source.model),
     )
 
 
@@ -175,7 +181,8 @@ def test_sparsity_zero_leaves_the_logits_unchanged(family):
 def test_sequential_measures_what_masked_blocks_send(name):
     """Block 1 is fitted to what block 0 sends once it is masked, block 0 to the same in both modes."""
     models = [
-        rankfold.compress(opened("llama"), make_method(name), tokens(), mode=m) for m in ("sequential", "one-pass")
+        rankfold.compress(opened("llama"), method=make_method(name), calibration=tokens(), mode=m).model
+        for m in ("sequential", "one-pass")
     ]
     layers = linears(models[0], "llama")
     seen = inputs(models[0], "llama", tokens().ids)
@@ -192,13 +199,19 @@ def test_sequential_measures_what_masked_blocks_send(name):
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_interrupted_runs_end_in_the_same_bytes(family, name, tmp_path, monkeypatch):
     assert_ends_in_the_same_bytes(
-        lambda folder: rankfold.compress(opened(family), make_method(name), tokens(), folder), tmp_path, monkeypatch
+        lambda folder: (
+            rankfold.compress(opened(family), method=make_method(name), calibration=tokens(), output=folder).output
+        ),
+        tmp_path,
+        monkeypatch,
     )
 
 
 def test_single_modules_have_their_own_sparsity():
     source = opened("llama")
-    model = rankfold.compress(source, make_method("wanda", modules={"down": 0.5, "o": 0.0}), tokens())
+    model = rankfold.compress(
+        source, method=make_method("wanda", modules={"down": 0.5, "o": 0.0}), calibration=tokens()
+    ).model
     for (_, path), layer in linears(model, "llama").items():
         assert bool((layer.weight == 0).any()) == path.endswith("down_proj")
 
@@ -228,15 +241,18 @@ def test_what_it_does_not_take_is_said(options, message):
 )
 def test_another_pattern_is_refused_before_anything_is_measured(options, message, monkeypatch):
     monkeypatch.setattr(rankfold.pipeline, "measure", None)
-    for work in (rankfold.plan, lambda *args: rankfold.compress(*args, tokens())):
+    for work in (rankfold.plan, rankfold.compress):
         with pytest.raises(OptionError, match=message):
-            work(opened("llama"), make_method("wanda", **options))
+            work(opened("llama"), method=make_method("wanda", **options), calibration=tokens())
 
 
 def test_the_ridge_is_positive_and_counts():
     with pytest.raises(OptionError, match="ridge must be > 0, got 0.0; the default is 0.01"):
         make_method("sparsegpt", ridge=0.0)
-    a, b = (rankfold.compress(opened("opt"), make_method("sparsegpt", ridge=r), tokens()) for r in (0.01, 10.0))
+    a, b = (
+        rankfold.compress(opened("opt"), method=make_method("sparsegpt", ridge=r), calibration=tokens()).model
+        for r in (0.01, 10.0)
+    )
     assert not torch.equal(logits(a), logits(b))
 
 
@@ -244,7 +260,7 @@ def test_experts_stay():
     with pytest.raises(
         UnsupportedModelError, match="mixtral has no linear layers that are module .* use --modules qkv=0.5,o=0.5"
     ):
-        rankfold.compress(opened("mixtral"), make_method("wanda"), tokens())
+        rankfold.compress(opened("mixtral"), method=make_method("wanda"), calibration=tokens())
 
 
 def test_widths_must_be_multiples_of_four():
@@ -252,11 +268,11 @@ def test_widths_must_be_multiples_of_four():
     config.intermediate_size = 46
     source = rankfold.open_model(t.LlamaForCausalLM(config), device="cpu")
     with pytest.raises(UnsupportedModelError, match="llama has 46 inputs in module 'down', no multiple of 4"):
-        rankfold.compress(source, make_method("wanda"), tokens())
+        rankfold.compress(source, method=make_method("wanda"), calibration=tokens())
 
 
 def test_gradients_take_text():
     source = opened("llama")
     moments = rankfold.calibrate(source, tokens())
     with pytest.raises(OptionError, match=r"gradients are measured on text, .* reads no gradients"):
-        rankfold.compress(source, make_method("pruner-zero"), moments=moments)
+        rankfold.compress(source, method=make_method("pruner-zero"), moments=moments)

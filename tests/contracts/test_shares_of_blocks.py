@@ -72,7 +72,7 @@ def effective_ranks(model) -> dict[str, float]:
 
 def planned(source, method):
     plans = []
-    model = rankfold.compress(source, method, tokens(), on_plan=plans.append)
+    model = rankfold.compress(source, method=method, calibration=tokens(), on_plan=plans.append).model
     return model, plans[0]
 
 
@@ -134,9 +134,9 @@ def test_all_ways_to_one_pass_give_the_same(allocation, tmp_path):
     source, method = opened("llama"), method_for("llama", allocation)
     moments = rankfold.calibrate(source, tokens(), tmp_path / "moments")
     models = [
-        rankfold.compress(source, method, moments=rankfold.MomentStore.open(tmp_path / "moments")),
-        rankfold.compress(source, method, moments=moments),
-        rankfold.compress(source, method, tokens(), mode="one-pass"),
+        rankfold.compress(source, method=method, moments=rankfold.MomentStore.open(tmp_path / "moments")).model,
+        rankfold.compress(source, method=method, moments=moments).model,
+        rankfold.compress(source, method=method, calibration=tokens(), mode="one-pass").model,
     ]
     first, second, third = (model(some_ids()).logits for model in models)
     assert torch.equal(first, second) and torch.equal(first, third)
@@ -146,7 +146,9 @@ def test_all_ways_to_one_pass_give_the_same(allocation, tmp_path):
 def test_interrupted_runs_end_in_the_same_bytes(allocation, tmp_path, monkeypatch):
     method = method_for("llama", allocation)
     assert_ends_in_the_same_bytes(
-        lambda folder: rankfold.compress(opened("llama"), method, tokens(), folder), tmp_path, monkeypatch
+        lambda folder: rankfold.compress(opened("llama"), method=method, calibration=tokens(), output=folder).output,
+        tmp_path,
+        monkeypatch,
     )
 
 
@@ -156,7 +158,7 @@ def test_moments_without_the_squares_are_refused():
     with pytest.raises(
         OptionError, match="allocation owl goes by the statistic 'input_energy' .* run `rankfold calibrate`"
     ):
-        rankfold.compress(source, method_for("llama", "owl"), moments=moments)
+        rankfold.compress(source, method=method_for("llama", "owl"), moments=moments)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,9 @@ from rankfold.errors import UnsupportedModelError
 @torch.no_grad()
 def test_sinks_matter_here_and_are_kept():
     source = opened("gpt_oss")
-    small = rankfold.compress(source, MoDeGPT(modules={"qk": 0.25, "vo": 0.25}, rank_multiple=2), tokens())
+    small = rankfold.compress(
+        source, method=MoDeGPT(modules={"qk": 0.25, "vo": 0.25}, rank_multiple=2), calibration=tokens()
+    ).model
     for block, dense in zip(small.model.layers, source.model.model.layers, strict=True):
         assert torch.equal(block.self_attn.sinks, dense.self_attn.sinks)
     before = small(some_ids()).logits
@@ -45,4 +47,4 @@ def test_a_bias_that_a_sink_takes_some_of_cannot_move_into_another():
     with pytest.raises(
         UnsupportedModelError, match=r"attention_aware=true: its values have a bias, and its sinks take.*$"
     ):
-        rankfold.compress(opened("gpt_oss"), method, tokens())
+        rankfold.compress(opened("gpt_oss"), method=method, calibration=tokens())

@@ -44,8 +44,8 @@ def family(request):
 def run(family, tmp_path_factory):
     """Plan, folder and the model in memory."""
     plans, folder = [], tmp_path_factory.mktemp("slicegpt") / "small"
-    rankfold.compress(opened(family), method(), tokens(), folder, on_plan=plans.append)
-    return plans[0], folder, rankfold.compress(opened(family), method(), tokens())
+    rankfold.compress(opened(family), method=method(), calibration=tokens(), output=folder, on_plan=plans.append)
+    return plans[0], folder, rankfold.compress(opened(family), method=method(), calibration=tokens()).model
 
 
 @torch.no_grad()
@@ -104,9 +104,9 @@ def test_the_width_is_the_largest_with_which_the_budget_holds_and_less_goes_than
     rank = plan.facts["rank"]
     assert plan.facts["nominal_sparsity"] == 1 - rank / 32 > plan.sparsity
     assert {m.rank for m in plan.modules} == {rank}
-    wider = rankfold.plan(opened(family), method(sparsity=plan.sparsity - 1e-4))
+    wider = rankfold.plan(opened(family), method=method(sparsity=plan.sparsity - 1e-4))
     assert wider.facts["rank"] == rank
-    assert rankfold.plan(opened(family), method(sparsity=plan.sparsity + 1e-4)).facts["rank"] == rank - 2
+    assert rankfold.plan(opened(family), method=method(sparsity=plan.sparsity + 1e-4)).facts["rank"] == rank - 2
     for block in blocks_of(model):
         assert block.shortcut.weight.shape == (rank, rank)
 
@@ -140,14 +140,19 @@ def test_half_precision_runs(run, family):
 def test_a_model_in_half_precision_is_compressed_in_it(dtype, tmp_path):
     """As on a GPU: the blocks compute in what they are stored in, also while the checkpoint is checked."""
     folder = rankfold.compress(
-        rankfold.open_model(tiny_model("llama").to(dtype)), method(), tokens(), tmp_path / "small"
-    )
+        rankfold.open_model(tiny_model("llama").to(dtype)),
+        method=method(),
+        calibration=tokens(),
+        output=tmp_path / "small",
+    ).output
     assert rankfold.load(folder, device="cpu").dtype == dtype
 
 
 def test_sparsity_zero_leaves_the_logits_unchanged(family):
     source = opened(family)
-    assert torch.equal(logits(rankfold.compress(source, method(sparsity=0.0), tokens())), logits(source.model))
+    assert torch.equal(
+        logits(rankfold.compress(source, method=method(sparsity=0.0), calibration=tokens()).model), logits(source.model)
+    )
 
 
 def test_gradients_flow_and_checkpointing_gives_the_same_ones(run):
@@ -167,7 +172,7 @@ def test_gradients_flow_and_checkpointing_gives_the_same_ones(run):
 
 @pytest.mark.parametrize("family_", ["llama", "opt", "phi3"])
 def test_compiled_forward_agrees(family_):
-    model = rankfold.compress(opened(family_), method(), tokens())
+    model = rankfold.compress(opened(family_), method=method(), calibration=tokens()).model
     expected = logits(model)
     torch.testing.assert_close(logits(torch.compile(model, backend="eager", fullgraph=True)), expected)
 
@@ -175,7 +180,9 @@ def test_compiled_forward_agrees(family_):
 @pytest.mark.parametrize("family_", ["llama", "gpt_neox"])
 def test_interrupted_runs_end_in_the_same_bytes(family_, tmp_path, monkeypatch):
     assert_ends_in_the_same_bytes(
-        lambda folder: rankfold.compress(opened(family_), method(), tokens(), folder), tmp_path, monkeypatch
+        lambda folder: rankfold.compress(opened(family_), method=method(), calibration=tokens(), output=folder).output,
+        tmp_path,
+        monkeypatch,
     )
 
 
@@ -191,7 +198,9 @@ def test_multiply_accumulates_are_those_of_the_plan(run, family):
 def test_other_budgets_hold(family_, tmp_path):
     for budget in ("bytes", "flops"):
         plans, chosen = [], method(budget={"bytes": Bytes(), "flops": FLOPs(context=16)}[budget], scope="model")
-        rankfold.compress(opened(family_), chosen, tokens(), tmp_path / budget, on_plan=plans.append)
+        rankfold.compress(
+            opened(family_), method=chosen, calibration=tokens(), output=tmp_path / budget, on_plan=plans.append
+        )
         assert plans[0].budget["removed"] >= 0.2 * plans[0].budget["counted"]
     size = json.loads((tmp_path / "bytes" / "model.safetensors.index.json").read_text())["metadata"]["total_size"]
     assert size <= 0.8 * 4 * sum(p.numel() for p in varied(family_).parameters())
@@ -201,7 +210,7 @@ def test_other_budgets_hold(family_, tmp_path):
 
 def test_options_change_the_width():
     def plan(**options):
-        return rankfold.plan(opened("llama"), method(**options))
+        return rankfold.plan(opened("llama"), method=method(**options))
 
     usual, coarse, whole = plan(), plan(rank_multiple=5), plan(scope="model")
     assert coarse.facts["rank"] % 5 == 0 and coarse.facts["rank"] + 5 > usual.facts["rank"]
@@ -214,13 +223,13 @@ def test_options_change_the_width():
 @pytest.mark.parametrize("family_", sorted(EXPERTS))
 def test_experts_are_refused(family_):
     with pytest.raises(UnsupportedModelError, match="slicegpt cannot take this .*: its MLP is a mixture of experts"):
-        rankfold.plan(rankfold.open_model(tiny_model(family_)), method())
+        rankfold.plan(rankfold.open_model(tiny_model(family_)), method=method())
 
 
 @pytest.mark.parametrize("family_", sorted(BEHIND))
 def test_norms_behind_the_halves_are_refused(family_):
     with pytest.raises(UnsupportedModelError, match="slicegpt cannot take this .*: a norm or a factor stands behind"):
-        rankfold.plan(rankfold.open_model(tiny_model(family_)), method())
+        rankfold.plan(rankfold.open_model(tiny_model(family_)), method=method())
 
 
 def test_bloom_with_a_normalised_residual_is_refused():
@@ -230,7 +239,7 @@ def test_bloom_with_a_normalised_residual_is_refused():
     with pytest.raises(
         UnsupportedModelError, match="slicegpt cannot take this bloom: a norm or a factor stands behind"
     ):
-        rankfold.plan(rankfold.open_model(t.BloomForCausalLM(config)), method())
+        rankfold.plan(rankfold.open_model(t.BloomForCausalLM(config)), method=method())
 
 
 def test_a_spec_that_says_nothing_of_its_norms_is_refused():
@@ -239,7 +248,7 @@ def test_a_spec_that_says_nothing_of_its_norms_is_refused():
     with pytest.raises(
         UnsupportedModelError, match="cannot take this ministral: its spec does not say how its norms work"
     ):
-        rankfold.plan(source, method())
+        rankfold.plan(source, method=method())
 
 
 def test_norms_of_the_heads_stay():
@@ -248,7 +257,7 @@ def test_norms_of_the_heads_stay():
     source = rankfold.open_model(t.PhiForCausalLM(config), device="cpu")
     source.autocast = None
     plans = []
-    model = rankfold.compress(source, method(sparsity=0.1), tokens(), on_plan=plans.append)
+    model = rankfold.compress(source, method=method(sparsity=0.1), calibration=tokens(), on_plan=plans.append).model
     assert sum(p.numel() for p in model.parameters()) == plans[0].parameters_after
     norm = blocks_of(model)[0].self_attn.q_norm
     assert torch.equal(norm.weight, source.blocks[0].self_attn.q_layernorm.weight)
@@ -256,7 +265,7 @@ def test_norms_of_the_heads_stay():
 
 def test_stock_forms_refuse_a_stream_that_changes_its_width():
     source = opened("llama")
-    model = rankfold.compress(source, method(), tokens())
+    model = rankfold.compress(source, method=method(), calibration=tokens()).model
     view = BlockView(source.architecture, 1, blocks_of(model)[1], model.config)
     with pytest.raises(
         UnsupportedModelError, match=r"model.layers.1 changes the width of its stream, which no stock block"
@@ -269,16 +278,16 @@ def test_no_block_can_be_protected_and_moments_are_not_enough():
         method(exclude_blocks=(0,))
     source = opened("llama")
     with pytest.raises(OptionError, match="takes text and mode sequential, not moments"):
-        rankfold.compress(source, method(), moments=rankfold.calibrate(source, tokens()))
+        rankfold.compress(source, method=method(), moments=rankfold.calibrate(source, tokens()))
 
 
 def test_a_warning_suggests_nothing_that_is_refused(monkeypatch):
     monkeypatch.setattr("rankfold.compression.held_out.explained_ratio", lambda sparsity: 1e-3)
-    small = rankfold.compress(opened("llama"), method(), tokens())
+    small = rankfold.compress(opened("llama"), method=method(), calibration=tokens()).model
     warning = small.config.quantization_config.fields["held_out"]["warning"]
     assert re.search(r"breaks away at block \d\. Lower the sparsity, or calibrate on more text", warning)
 
 
 def test_what_cannot_be_reached_is_said():
     with pytest.raises(OptionError, match=r"sparsity 0.97 cannot be reached: .* sparsity 0\.9[0-6]"):
-        rankfold.compress(opened("llama"), method(sparsity=0.97), tokens())
+        rankfold.compress(opened("llama"), method=method(sparsity=0.97), calibration=tokens())

@@ -55,8 +55,8 @@ def run(family, tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MoDeGPT, "decompose", noted)
-        model = rankfold.compress(opened(family), method(), tokens())
-    rankfold.compress(opened(family), method(), tokens(), folder, on_plan=plans.append)
+        model = rankfold.compress(opened(family), method=method(), calibration=tokens()).model
+    rankfold.compress(opened(family), method=method(), calibration=tokens(), output=folder, on_plan=plans.append)
     return plans[0], folder, model, parts
 
 
@@ -108,14 +108,16 @@ def test_the_record_has_every_module_and_its_error(run, family):
 
 def test_sparsity_zero_leaves_the_logits_unchanged():
     source = opened("llama")
-    assert torch.equal(logits(rankfold.compress(source, method(sparsity=0.0), tokens())), logits(source.model))
+    assert torch.equal(
+        logits(rankfold.compress(source, method=method(sparsity=0.0), calibration=tokens()).model), logits(source.model)
+    )
 
 
 def test_every_module_can_have_its_own_sparsity():
     """Slice-MLP-MHA of the paper's Table 22, where the latter are of what slicing leaves."""
     source, plans = opened("llama"), []
     chosen = method(modules={"mlp": 0.5, "qk": 0.25, "vo": 0.25})
-    model = rankfold.compress(source, chosen, tokens(), on_plan=plans.append)
+    model = rankfold.compress(source, method=chosen, calibration=tokens(), on_plan=plans.append).model
     assert [plans[0].ranks(0)[module] for module in ("stream", "mlp", "qk", "vo")] == [24, 24, 6, 6]
     assert sum(p.numel() for p in model.parameters()) == plans[0].parameters_after
     attention = next(m for m in model.modules() if isinstance(m, CompressedAttention))
@@ -124,21 +126,25 @@ def test_every_module_can_have_its_own_sparsity():
 
 def test_attention_that_modegpt_leaves_alone_is_sliced_and_counted():
     source, plans = opened("opt"), []
-    model = rankfold.compress(source, method(modules=("mlp",), sparsity=0.3), tokens(), on_plan=plans.append)
+    model = rankfold.compress(
+        source, method=method(modules=("mlp",), sparsity=0.3), calibration=tokens(), on_plan=plans.append
+    ).model
     assert sum(p.numel() for p in model.parameters()) == plans[0].parameters_after
     assert plans[0].sparsity >= 0.3 and plans[0].ranks(1).keys() == {"stream", "mlp"}
 
 
 def test_influence_allocations_go_around_the_slicing():
     source, plans = opened("llama"), []
-    model = rankfold.compress(source, method(allocation="influence"), tokens(), on_plan=plans.append)
+    model = rankfold.compress(
+        source, method=method(allocation="influence"), calibration=tokens(), on_plan=plans.append
+    ).model
     assert sum(p.numel() for p in model.parameters()) == plans[0].parameters_after and plans[0].sparsity >= 0.4
     assert {plans[0].ranks(index)["stream"] for index in range(3)} == {24}
     assert len({plans[0].ranks(index)["mlp"] for index in range(3)}) > 1
 
 
 def test_little_slicing_costs_more_than_it_saves_and_the_rest_makes_up_for_it():
-    plan = rankfold.plan(opened("llama"), method(slicing=0.1))
+    plan = rankfold.plan(opened("llama"), method=method(slicing=0.1))
     stream = next(m for m in plan.modules if m.module == "stream")
     assert stream.rank == 28 and stream.weights > stream.dense_weights and plan.sparsity >= 0.4
 
@@ -153,6 +159,6 @@ def test_refusals():
     with pytest.raises(
         UnsupportedModelError, match="slicegpt\\+modegpt cannot take this gemma2: a norm or a factor stands behind"
     ):
-        rankfold.plan(opened("gemma2"), method())
+        rankfold.plan(opened("gemma2"), method=method())
     with pytest.raises(OptionError, match=r"sparsity 0.99 cannot be reached: .* sparsity 0\.6896"):
-        rankfold.plan(opened("llama"), method(sparsity=0.99))
+        rankfold.plan(opened("llama"), method=method(sparsity=0.99))

@@ -60,8 +60,8 @@ def run(case, tmp_path_factory):
     family, name = case
     source, method = opened(family), method_for(family, name)
     folder = tmp_path_factory.mktemp(name) / "small"
-    rankfold.compress(source, method, tokens(), folder, mode="one-pass")
-    return source, method, folder, rankfold.compress(source, method, tokens(), mode="one-pass")
+    rankfold.compress(source, method=method, calibration=tokens(), output=folder, mode="one-pass")
+    return source, method, folder, rankfold.compress(source, method=method, calibration=tokens(), mode="one-pass").model
 
 
 def modules_of(family: str) -> tuple[str, ...]:
@@ -274,13 +274,13 @@ def reference(family: str, name: str, source, plan) -> nn.Module:
 
 def test_the_dense_model_with_dropped_units_silenced_computes_the_same(run, case):
     source, method, _, model = run
-    expected = logits(reference(*case, source, rankfold.plan(source, method)))
+    expected = logits(reference(*case, source, rankfold.plan(source, method=method)))
     torch.testing.assert_close(logits(model), expected, rtol=2e-4, atol=5e-5)
 
 
 def test_planned_equals_actual(run):
     source, method, folder, model = run
-    plan = rankfold.plan(source, method)
+    plan = rankfold.plan(source, method=method)
     assert sum(p.numel() for p in model.parameters()) == plan.parameters_after < plan.parameters
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == plan.bytes_after
@@ -296,7 +296,7 @@ def test_folder_and_memory_and_saving_twice_give_the_same_model(run, tmp_path):
 def test_errors_are_of_what_dropped_units_send(run, case):
     source, method, folder, _ = run
     family, name = case
-    record, plan = json.loads((folder / "rankfold.json").read_text()), rankfold.plan(source, method)
+    record, plan = json.loads((folder / "rankfold.json").read_text()), rankfold.plan(source, method=method)
     dense, text = tiny_model(family), tokens()
     for module in modules_of(family):
         projection, report = projections(dense, 0)[module], record["blocks"]["0"][module]
@@ -318,14 +318,19 @@ def test_generation_with_cache_equals_without(run):
 
 def test_sparsity_zero_leaves_the_logits_unchanged(family):
     source = opened(family)
-    model = rankfold.compress(source, method_for(family, "flap", modules=modules_of(family), sparsity=0.0), tokens())
+    model = rankfold.compress(
+        source, method=method_for(family, "flap", modules=modules_of(family), sparsity=0.0), calibration=tokens()
+    ).model
     assert torch.equal(logits(model), logits(source.model))
 
 
 def test_sequential_meets_the_budget_of_the_whole(family):
     source, sparsity = opened(family), 0.05 if family in EXPERTS else 0.2
     method = method_for(family, "flap", modules=None, sparsity=sparsity)
-    model, plan = rankfold.compress(source, method, tokens()), rankfold.plan(source, method)
+    model, plan = (
+        rankfold.compress(source, method=method, calibration=tokens()).model,
+        rankfold.plan(source, method=method),
+    )
     assert plan.sparsity >= sparsity
     assert sum(p.numel() for p in model.parameters()) == plan.parameters_after
 
@@ -333,22 +338,25 @@ def test_sequential_meets_the_budget_of_the_whole(family):
 @pytest.mark.parametrize("family", sorted(ALIBI))
 def test_alibi_keeps_its_heads(family):
     with pytest.raises(UnsupportedModelError, match="cannot take module 'heads': ALiBi .* it can take mlp"):
-        rankfold.compress(opened(family), make_method("magnitude", modules=("heads",)), tokens())
+        rankfold.compress(opened(family), method=make_method("magnitude", modules=("heads",)), calibration=tokens())
 
 
 def test_the_only_key_head_stays():
     with pytest.raises(UnsupportedModelError, match="cannot take module 'heads': all its query heads .* take mlp"):
-        rankfold.compress(opened("gemma"), make_method("flap", modules=("heads",)), tokens())
+        rankfold.compress(opened("gemma"), method=make_method("flap", modules=("heads",)), calibration=tokens())
 
 
 def test_experts_stay():
     with pytest.raises(UnsupportedModelError, match="cannot take module 'mlp': .*mixture of experts.* take heads"):
-        rankfold.compress(opened("mixtral"), make_method("strided", modules=("mlp",)), tokens())
+        rankfold.compress(opened("mixtral"), method=make_method("strided", modules=("mlp",)), calibration=tokens())
 
 
 def test_flap_adds_a_bias_where_there_is_none_and_counts_it():
     source = opened("llama")
-    model, plain = (rankfold.compress(source, method_for("llama", n), tokens()) for n in ("flap", "magnitude"))
+    model, plain = (
+        rankfold.compress(source, method=method_for("llama", n), calibration=tokens()).model
+        for n in ("flap", "magnitude")
+    )
     attention = next(m for m in model.modules() if isinstance(m, CompressedAttention))
     assert attention.o_proj.bias is not None and blocks_of(model)[0].mlp.down_proj.bias is not None
     numbers = [sum(p.numel() for p in m.parameters()) for m in (model, plain)]

@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
     def made(family: str, method: str, options: tuple = ()):
         place = tmp_path_factory.mktemp(family) / "small"
         made_by = rankfold.make_method(method, **{"sparsity": 0.3, "rank_multiple": 2} | dict(options))
-        rankfold.compress(opened(family), made_by, tokens(), place, mode=made_by.modes[-1])
+        rankfold.compress(opened(family), method=made_by, calibration=tokens(), output=place, mode=made_by.modes[-1])
         return place
 
     return lambda family, method, **options: made(family, method, tuple(options.items()))

@@ -62,8 +62,8 @@ def run(family, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole") / "small"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scores, "measure_kl_sensitivity", costs)
-        rankfold.compress(source, method, tokens(), folder, on_plan=plans.append)
-        model = rankfold.compress(source, method, tokens())
+        rankfold.compress(source, method=method, calibration=tokens(), output=folder, on_plan=plans.append)
+        model = rankfold.compress(source, method=method, calibration=tokens()).model
     return source, plans[0], folder, model
 
 

@@ -328,7 +328,9 @@ def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
     examples = examples_of("llava", source, tmp_path / "data")
     method = rankfold.Rankfold(sparsity=0.3, rank_multiple=2)
     assert_ends_in_the_same_bytes(
-        lambda folder: rankfold.compress(source, method, examples, folder), tmp_path, monkeypatch
+        lambda folder: rankfold.compress(source, method=method, calibration=examples, output=folder).output,
+        tmp_path,
+        monkeypatch,
     )
 
 
@@ -337,7 +339,9 @@ def test_other_ways_of_measuring_take_examples(name, options, tmp_path):
     """Gradients, blocks left out in turn, and a stream in other coordinates."""
     source = opened("llava")
     examples = examples_of("llava", source, tmp_path)
-    small = rankfold.compress(source, rankfold.make_method(name, **{"sparsity": 0.2} | options), examples)
+    small = rankfold.compress(
+        source, method=rankfold.make_method(name, **{"sparsity": 0.2} | options), calibration=examples
+    ).model
     losses = [
         torch.cat([text_losses(model, example) for example in examples.held_out]).mean().item()
         for model in (small, source.model)

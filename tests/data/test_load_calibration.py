@@ -125,7 +125,7 @@ def test_padding_is_not_measured(side, model):
 def test_sequences_of_several_lengths_compress_and_resume(allocation, model, tmp_path):
     data = load([ROWS[i, : 8 + i] for i in range(12)], model, num_samples=8)
     method = rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2, allocation=allocation)
-    folder = rankfold.compress(model, method, data, tmp_path / "small")
+    folder = rankfold.compress(model, method=method, calibration=data, output=tmp_path / "small").output
     record = rankfold.load(folder, device="cpu").hf_quantizer.quantization_config.fields["calibration"]
     assert record == data.describe() and record["kind"] == "sequences"
     moments = rankfold.calibrate(model, data, tmp_path / "moments")

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from rankfold.data.load import load_calibration
 from rankfold.data.mixing import held_out_of, interleaved, portions, shares_of, spread
 from rankfold.errors import DataError, OptionError
-from rankfold.models.dense_model import open_model
+from rankfold.models.opening import open_model
 
 LETTERS = {"a": "abcdefgh", "b": "ijklmnop", "c": "qrstuvwx"}
 

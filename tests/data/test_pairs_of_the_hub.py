@@ -91,7 +91,7 @@ def test_few_are_drawn_from_all_shards(hub, monkeypatch):
 
 
 def test_the_vision_part_takes_its_images(hub):
-    source = rankfold.open_model(tiny_model("llava"), device="cpu", part="vision")
+    source = rankfold.open_model(tiny_model("llava"), device="cpu", component="vision")
     processor = FAMILIES["llava"].processor().image_processor
     found = rankfold.load_calibration(NAME, source, num_samples=12, tokenizer=processor)
     everything = torch.cat(
@@ -170,7 +170,7 @@ def test_what_is_not_to_be_had_is_one_line(monkeypatch, tmp_path):
         raise ConnectionError("no route\nto the hub")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    vision = rankfold.open_model(tiny_model("llava"), device="cpu", part="vision")
+    vision = rankfold.open_model(tiny_model("llava"), device="cpu", component="vision")
     for part in (source, vision):
         with pytest.raises(
             CheckpointError, match="cannot read 'someone/pairs' from the hub .no route.; check the connection, or give"

@@ -156,7 +156,7 @@ def test_chats_calibrate_and_evaluate_as_the_model_reads_them(tmp_path, monkeypa
     """The same ids in both, none of them between two chats, whole or in pieces."""
     FORMS["a.jsonl"](tmp_path / "a.jsonl", [{"messages": TURNS}] * 40)
     name, source = str(tmp_path / "a.jsonl"), opened("llama")
-    source._tokenizer = speaking()
+    source.processors._tokenizer = speaking()
     expected = source.tokenizer(40 * WRITTEN, add_special_tokens=False, return_tensors="pt").input_ids[0]
     assert encode(read_text(name), source).equal(expected)
     assert windows_of_text(read_text(name), source.tokenizer, "model", source.config, 32, 1)[0].equal(expected[:32])

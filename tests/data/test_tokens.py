@@ -18,7 +18,7 @@ from rankfold.data.text import Text
 from rankfold.data.text_samples import pack
 from rankfold.data.tokens import check_vocabulary, encode
 from rankfold.errors import DataError, OptionError
-from rankfold.models.dense_model import open_model
+from rankfold.models.opening import open_model
 
 
 def characters(text: str, return_tensors: str, verbose: bool = True, add_special_tokens: bool = True):

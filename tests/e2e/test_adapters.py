@@ -15,7 +15,9 @@ SETTINGS = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_tok
 
 def compressed(family: str, **options):
     options = {"sparsity": 0.5, "rank_multiple": 2} | options
-    return rankfold.compress(opened(family), rankfold.LatentLLM(**options), tokens(), mode="one-pass")
+    return rankfold.compress(
+        opened(family), method=rankfold.LatentLLM(**options), calibration=tokens(), mode="one-pass"
+    ).model
 
 
 def factors(model) -> dict[str, nn.Module]:

@@ -79,9 +79,11 @@ def test_a_calibration_for_each(run, place):
     assert found["vision"]["held_out"]["cosine"] and found["language"]["held_out"]["perplexity"]
     record = json.loads((place / "each" / "rankfold.json").read_text())
     assert [one["calibration"]["source"] for one in (record["before"], record)] == ["images", "text.txt"]
-    source = rankfold.open_model(place / "llava", device="cpu", part="vision")
+    source = rankfold.open_model(place / "llava", device="cpu", component="vision")
     method = rankfold.MoDeGPT(sparsity=0.2, rank_multiple=2)
-    small = rankfold.compress(source, method, rankfold.load_calibration(place / "images", source, num_samples=12))
+    small = rankfold.compress(
+        source, method=method, calibration=rankfold.load_calibration(place / "images", source, num_samples=12)
+    ).model
     both = rankfold.load(place / "each", device="cpu").state_dict()
     for name, tensor in small.state_dict().items():
         assert "vision_tower" not in name or (both[name] == tensor).all(), name
@@ -89,14 +91,14 @@ def test_a_calibration_for_each(run, place):
 
 def test_a_record_repeats_what_only_python_can_say(run, place):
     """Methods that differ in more than their sparsity, and draws of their own."""
-    sources = [rankfold.open_model(place / "llava", device="cpu", part=name) for name in ("vision", "language")]
+    sources = [rankfold.open_model(place / "llava", device="cpu", component=name) for name in ("vision", "language")]
     methods = [
         rankfold.MoDeGPT(sparsity=0.2, rank_multiple=2, exclude_blocks=(0,)),
         rankfold.MoDeGPT(sparsity=0.4, rank_multiple=4),
     ]
     images = rankfold.load_calibration(place / "images", sources[0], num_samples=8, seed=3)
     text = rankfold.load_calibration(place / "text.txt", sources[1], num_samples=4, max_length=32)
-    rankfold.compress_parts(zip(sources, methods, (images, text), strict=True), place / "differ")
+    rankfold.compress_components(zip(sources, methods, (images, text), strict=True), place / "differ")
     code, _, err = run("compress --config differ/rankfold.json -o alike --device cpu")
     assert code == 0, err
     assert same_weights(place / "differ", place / "alike")

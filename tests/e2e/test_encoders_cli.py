@@ -78,7 +78,12 @@ def test_what_surrounds_a_sentence_encoder_stays_byte_for_byte(tmp_path):
         (tmp_path / "dense" / name).write_text(text)
     (tmp_path / "dense" / "1_Pooling" / "notes.txt").write_text("not taken")
     source = rankfold.open_model(tmp_path / "dense", device="cpu")
-    rankfold.compress(source, rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2), samples_of(source), tmp_path / "small")
+    rankfold.compress(
+        source,
+        method=rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2),
+        calibration=samples_of(source),
+        output=tmp_path / "small",
+    )
     assert {name: (tmp_path / "small" / name).read_text() for name in written} == written
     assert [path.name for path in (tmp_path / "small" / "1_Pooling").iterdir()] == ["config.json"]
 

@@ -51,7 +51,7 @@ def changed(moments, source, change):
 
 
 def ratio(source, dense: float, moments) -> float:
-    return perplexity(rankfold.compress(source, METHOD, moments=moments)) / dense
+    return perplexity(rankfold.compress(source, method=METHOD, moments=moments).model) / dense
 
 
 def test_the_mixture_has_learnt_something_and_leaves_some_experts_to_few_tokens(source, dense, moments):
@@ -82,5 +82,5 @@ def test_the_routers_weights_count(source, dense, moments):
 
 
 def test_the_default_method_costs_little(source, dense):
-    model = rankfold.compress(source, Rankfold(sparsity=0.3), with_held_out(calibration()))
+    model = rankfold.compress(source, method=Rankfold(sparsity=0.3), calibration=with_held_out(calibration())).model
     assert perplexity(model) / dense < 1.02

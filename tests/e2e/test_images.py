@@ -23,7 +23,9 @@ def dense(tmp_path_factory):
 
 def test_the_language_model_shrinks_and_images_are_still_seen(dense, tmp_path):
     method = MoDeGPT(sparsity=0.3, rank_multiple=2)
-    rankfold.compress(rankfold.open_model(dense, device="cpu"), method, tokens(), tmp_path / "small")
+    rankfold.compress(
+        rankfold.open_model(dense, device="cpu"), method=method, calibration=tokens(), output=tmp_path / "small"
+    )
     assert (tmp_path / "small" / "preprocessor_config.json").read_text() == '{"do_resize": true}'
     before, after = (t.AutoModelForImageTextToText.from_pretrained(f).eval() for f in (dense, tmp_path / "small"))
     assert after.model.language_model.layers[0].mlp.down_proj.weight.shape[1] < GQA["intermediate_size"]

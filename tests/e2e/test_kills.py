@@ -71,7 +71,11 @@ def check_all_kills(tmp_path, monkeypatch, work, every: int = 1) -> None:
 def test_a_compression_killed_anywhere_ends_in_the_same_bytes(tmp_path, monkeypatch, source, kind):
     cls, options, how = RUNS[kind]
     method = cls(**{"sparsity": 0.3, "rank_multiple": 2} | options)
-    check_all_kills(tmp_path, monkeypatch, lambda out: rankfold.compress(source, method, tokens(4), out, **how))
+    check_all_kills(
+        tmp_path,
+        monkeypatch,
+        lambda out: rankfold.compress(source, method=method, calibration=tokens(4), output=out, **how).output,
+    )
 
 
 def test_two_parts_killed_anywhere_end_in_the_same_bytes(tmp_path, monkeypatch):
@@ -80,10 +84,12 @@ def test_two_parts_killed_anywhere_end_in_the_same_bytes(tmp_path, monkeypatch):
     tiny_encoder("clip-vision").save_pretrained(tmp_path / "model")
     parts, method = [], MoDeGPT(sparsity=0.3, rank_multiple=2)
     for part in ("vision", "language"):
-        source = rankfold.open_model(tmp_path / "model", device="cpu", part=part)
+        source = rankfold.open_model(tmp_path / "model", device="cpu", component=part)
         parts.append((source, method, samples_of(source)))
     (tmp_path / "runs").mkdir()
-    check_all_kills(tmp_path / "runs", monkeypatch, lambda out: rankfold.compress_parts(parts, out), every=7)
+    check_all_kills(
+        tmp_path / "runs", monkeypatch, lambda out: rankfold.compress_components(parts, out).output, every=7
+    )
 
 
 def test_a_calibration_killed_anywhere_ends_in_the_same_bytes(tmp_path, monkeypatch, source):
@@ -91,14 +97,14 @@ def test_a_calibration_killed_anywhere_ends_in_the_same_bytes(tmp_path, monkeypa
 
 
 def test_a_save_killed_anywhere_ends_in_the_same_bytes(tmp_path, monkeypatch, source):
-    model = rankfold.compress(source, MoDeGPT(sparsity=0.3, rank_multiple=2), tokens(4))
+    model = rankfold.compress(source, method=MoDeGPT(sparsity=0.3, rank_multiple=2), calibration=tokens(4)).model
     check_all_kills(tmp_path, monkeypatch, lambda out: rankfold.save(model, out, source.tokenizer))
 
 
 def test_a_link_to_nothing_is_in_the_way(tmp_path, source):
     (tmp_path / "out").symlink_to(tmp_path / "nothing")
     with pytest.raises(CheckpointError, match="out exists already; choose another folder or remove it"):
-        rankfold.compress(source, MoDeGPT(rank_multiple=2), tokens(4), tmp_path / "out")
+        rankfold.compress(source, method=MoDeGPT(rank_multiple=2), calibration=tokens(4), output=tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -116,12 +122,12 @@ def test_an_output_that_appears_meanwhile_costs_nothing(tmp_path, monkeypatch, s
     with pytest.raises(
         CheckpointError, match=r"out appeared while the run was under way; the finished .*partial: rename"
     ):
-        rankfold.compress(source, MoDeGPT(rank_multiple=2), tokens(4), out)
+        rankfold.compress(source, method=MoDeGPT(rank_multiple=2), calibration=tokens(4), output=out)
     out.rmdir() if kind == "folder" else out.unlink()
     monkeypatch.setattr(MoDeGPT, "decompose", None)
     with pytest.raises(CheckpointError, match="is an unfinished run of another configuration"):
-        rankfold.compress(source, MoDeGPT(rank_multiple=4), tokens(4), out)
-    rankfold.compress(source, MoDeGPT(rank_multiple=2), tokens(4), out)
+        rankfold.compress(source, method=MoDeGPT(rank_multiple=4), calibration=tokens(4), output=out)
+    rankfold.compress(source, method=MoDeGPT(rank_multiple=2), calibration=tokens(4), output=out)
     assert [path.name for path in tmp_path.iterdir()] == ["out"] and rankfold.load(out)
 
 
@@ -134,13 +140,15 @@ def test_two_runs_do_not_write_one_output(tmp_path, monkeypatch, source):
             with pytest.raises(
                 CheckpointError, match=rf"out is being written by process {os.getpid()} on .*; wait until"
             ):
-                rankfold.compress(source, MoDeGPT(rank_multiple=2), tokens(4), tmp_path / "out")
+                rankfold.compress(
+                    source, method=MoDeGPT(rank_multiple=2), calibration=tokens(4), output=tmp_path / "out"
+                )
             with pytest.raises(CheckpointError, match="out is being written by process"):
                 rankfold.save(source.model, tmp_path / "out")
         return decompose(self, *args)
 
     monkeypatch.setattr(MoDeGPT, "decompose", again)
-    rankfold.compress(source, MoDeGPT(rank_multiple=2), tokens(4), tmp_path / "out")
+    rankfold.compress(source, method=MoDeGPT(rank_multiple=2), calibration=tokens(4), output=tmp_path / "out")
     assert asked and [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -150,7 +158,7 @@ def test_a_lock_that_says_nothing_yet_is_still_a_lock(tmp_path, source):
     with locked(lock_of(tmp_path / "out"), tmp_path / "out"):
         lock_of(tmp_path / "out").write_text("")
         with pytest.raises(CheckpointError, match="out is being written by another process; wait until it is done"):
-            rankfold.compress(source, MoDeGPT(rank_multiple=2), tokens(4), tmp_path / "out")
+            rankfold.compress(source, method=MoDeGPT(rank_multiple=2), calibration=tokens(4), output=tmp_path / "out")
 
 
 FULL = OSError(28, "No space left on device")
@@ -161,7 +169,7 @@ FULL = OSError(28, "No space left on device")
 )
 def test_a_disk_that_is_full_while_the_tokenizer_is_written_is_one_line(tmp_path, monkeypatch, source, error):
     method = MoDeGPT(sparsity=0.3, rank_multiple=2)
-    model = rankfold.compress(source, method, tokens(4))
+    model = rankfold.compress(source, method=method, calibration=tokens(4)).model
 
     def full(*args, **kwargs):
         raise error
@@ -171,25 +179,25 @@ def test_a_disk_that_is_full_while_the_tokenizer_is_written_is_one_line(tmp_path
         with pytest.raises(
             CheckpointError, match=r"cannot write .*: No space left on device.*; free space or choose another"
         ):
-            rankfold.compress(source, method, tokens(4), tmp_path / "out")
+            rankfold.compress(source, method=method, calibration=tokens(4), output=tmp_path / "out")
         with pytest.raises(
             CheckpointError, match=r"cannot write .*: No space left on device.*; free space or choose another"
         ):
             rankfold.save(model, tmp_path / "saved", source.tokenizer)
     assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
-    rankfold.compress(source, method, tokens(4), tmp_path / "out")
+    rankfold.compress(source, method=method, calibration=tokens(4), output=tmp_path / "out")
     assert rankfold.load(tmp_path / "out")
 
 
 def test_an_error_of_the_program_is_not_taken_for_a_full_disk(tmp_path, monkeypatch, source):
     monkeypatch.setattr(source.tokenizer, "save_pretrained", lambda folder: {}["bug"])
     with pytest.raises(KeyError, match="bug"):
-        rankfold.compress(source, MoDeGPT(rank_multiple=2), tokens(4), tmp_path / "out")
+        rankfold.compress(source, method=MoDeGPT(rank_multiple=2), calibration=tokens(4), output=tmp_path / "out")
 
 
 def test_what_is_not_a_run_is_left_alone(tmp_path, source):
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "thesis.txt").write_text("mine")
     with pytest.raises(CheckpointError, match=r"out\.partial exists and is not an unfinished run; remove it or choose"):
-        rankfold.compress(source, MoDeGPT(rank_multiple=2), tokens(4), tmp_path / "out")
+        rankfold.compress(source, method=MoDeGPT(rank_multiple=2), calibration=tokens(4), output=tmp_path / "out")
     assert read_state(tmp_path) == {"out.partial": None, "out.partial/thesis.txt": b"mine"}

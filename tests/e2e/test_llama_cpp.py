@@ -62,7 +62,7 @@ def test_llama_cpp_writes_the_same_tokens(kind, shape, options, characters, tmp_
         save_tokenizer_over_characters(tmp_path / "model")
     source = rankfold.open_model(tmp_path / "model", device="cpu")
     method = rankfold.MoDeGPT(sparsity=0.2, rank_multiple=2, **shape)
-    rankfold.compress(source, method, tokens(), tmp_path / "small", mode="one-pass")
+    rankfold.compress(source, method=method, calibration=tokens(), output=tmp_path / "small", mode="one-pass")
     rankfold.export(tmp_path / "small", tmp_path / "x.gguf", kind, dtype="float32")
     ids, written = in_llama_cpp(tmp_path / "x.gguf", 24)
     tokenizer, model = load_tokenizer(tmp_path / "small"), rankfold.load(tmp_path / "small", device="cpu")

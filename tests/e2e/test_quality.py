@@ -14,7 +14,7 @@ import torch
 import rankfold
 from families import ELIMINATION, ONE_SHOT
 from rankfold import LatentLLM, MoDeGPT, Rankfold, make_method
-from rankfold.calibration.supply import FromStreams
+from rankfold.calibration.providers import HiddenStates
 from trained import (
     MODELS,
     calibration,
@@ -57,7 +57,7 @@ class Trained:
         return self._ratios[key]
 
     def measured(self, method, plant=None, mode: str = "sequential", text=None) -> float:
-        model = rankfold.compress(self.source(plant), method, text or calibration(), mode=mode)
+        model = rankfold.compress(self.source(plant), method=method, calibration=text or calibration(), mode=mode).model
         return perplexity(model) / self.perplexity
 
     @functools.cached_property
@@ -163,9 +163,9 @@ def of_another_block(view, moments, dense):
 def test_wrong_moments_cost_much(subject, make, times, wrong, monkeypatch):
     method = make()
     right, dense = subject.ratio(method), subject.moments
-    take = FromStreams.take
+    measure = HiddenStates.measure
     monkeypatch.setattr(
-        FromStreams, "take", lambda self, view, statistics: wrong(view, take(self, view, statistics), dense)
+        HiddenStates, "measure", lambda self, view, statistics: wrong(view, measure(self, view, statistics), dense)
     )
     assert subject.measured(method) - 1 > times * (right - 1)
 

@@ -19,12 +19,9 @@ def blocks(language: str) -> list[str]:
 
 def local(text: str) -> str:
     """The same code on a model and a text that are here."""
-    text = text.replace("HuggingFaceTB/SmolLM2-135M", "model").replace(
-        "rankfold.Rankfold(", "rankfold.Rankfold(rank_multiple=2, "
-    )
-    return text.replace(
-        'load_calibration("wikitext2", source)', 'load_calibration("text.txt", source, num_samples=4, max_length=32)'
-    )
+    text = text.replace("HuggingFaceTB/SmolLM2-135M", "model")
+    data = 'calibration="text.txt", num_samples=4, max_length=32, rank_multiple=2'
+    return text.replace('output="small")', f'output="small", {data})')
 
 
 def test_the_python_of_the_first_screen_runs(tmp_path, monkeypatch):

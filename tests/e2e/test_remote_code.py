@@ -61,7 +61,7 @@ def test_without_rankfold(tmp_path, family, method, options):
     options = {"sparsity": 0.3, "rank_multiple": 2, **options}
     folder = tmp_path / "small"
     tokens = CalibrationData(some_ids(16, 32), "random", "random", 0)
-    rankfold.compress(source, rankfold.make_method(method, **options), tokens, folder)
+    rankfold.compress(source, method=rankfold.make_method(method, **options), calibration=tokens, output=folder)
     ids = some_ids()
     torch.save(ids, tmp_path / "ids.pt")
     arguments = [str(folder), str(tmp_path / "ids.pt"), str(tmp_path / "logits.pt"), str(tmp_path / "again")]
@@ -110,8 +110,12 @@ def small_llama(folder):
     source = rankfold.open_model(tiny_model("llama"), device="cpu")
     method = rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2)
     return rankfold.compress(
-        source, method, CalibrationData(some_ids(8, 32), "r", "r", 0), folder / "small", mode="one-pass"
-    )
+        source,
+        method=method,
+        calibration=CalibrationData(some_ids(8, 32), "r", "r", 0),
+        output=folder / "small",
+        mode="one-pass",
+    ).output
 
 
 def test_checkpoints_with_the_first_name_of_the_method_still_load(tmp_path):
@@ -137,7 +141,7 @@ def test_a_hostile_description_is_refused(tmp_path, change, message):
     source = rankfold.open_model(tiny_model("llama"), device="cpu")
     folder = tmp_path / "small"
     method = rankfold.MoDeGPT(modules={"mlp": 0.3}, rank_multiple=2)
-    rankfold.compress(source, method, CalibrationData(some_ids(8, 32), "r", "r", 0), folder)
+    rankfold.compress(source, method=method, calibration=CalibrationData(some_ids(8, 32), "r", "r", 0), output=folder)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["modules"]["model.layers.0.mlp.up_proj"] |= change
     (folder / "config.json").write_text(json.dumps(config))
@@ -158,7 +162,7 @@ def test_a_hostile_description_of_a_block_is_refused(tmp_path, change, message):
     source = rankfold.open_model(tiny_model("llama"), device="cpu")
     folder = tmp_path / "small"
     method = rankfold.make_method("slicegpt", sparsity=0.2, rank_multiple=2)
-    rankfold.compress(source, method, CalibrationData(some_ids(8, 32), "r", "r", 0), folder)
+    rankfold.compress(source, method=method, calibration=CalibrationData(some_ids(8, 32), "r", "r", 0), output=folder)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["modules"]["model.layers.1"] |= change
     (folder / "config.json").write_text(json.dumps(config))
@@ -170,7 +174,7 @@ def test_an_unknown_path_or_newer_format_is_refused(tmp_path):
     source = rankfold.open_model(tiny_model("llama"), device="cpu")
     folder = tmp_path / "small"
     method = rankfold.MoDeGPT(modules={"mlp": 0.3}, rank_multiple=2)
-    rankfold.compress(source, method, CalibrationData(some_ids(8, 32), "r", "r", 0), folder)
+    rankfold.compress(source, method=method, calibration=CalibrationData(some_ids(8, 32), "r", "r", 0), output=folder)
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(text.replace("model.layers.0.mlp.up_proj", "model.layers.0.mlp.side_proj"))
     with pytest.raises(rankfold.RankfoldError, match="'model.layers.0.mlp.side_proj' that this model does not have"):
@@ -186,7 +190,7 @@ def test_encoders_load_by_their_auto_class(tmp_path):
     for family in ("bert-head", "vit-head"):
         source = opened_encoder(family)
         method = rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2)
-        rankfold.compress(source, method, samples_of(source), tmp_path / family)
+        rankfold.compress(source, method=method, calibration=samples_of(source), output=tmp_path / family)
         torch.save(batch_of(source), tmp_path / f"{family}.pt")
         names.append(str(tmp_path / family))
     loading = """

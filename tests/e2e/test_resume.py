@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 import rankfold
+from kills import read_state
 from rankfold import MoDeGPT
 from rankfold.errors import CheckpointError, NumericsError
 from saved import save_text, save_tiny
@@ -80,12 +80,14 @@ def test_an_unfinished_run_of_another_configuration_is_refused(tmp_path, monkeyp
 
     monkeypatch.setattr(MoDeGPT, "decompose", fail_at_two)
     with pytest.raises(KeyboardInterrupt):
-        rankfold.compress(source, MoDeGPT(rank_multiple=2), tokens, tmp_path / "out")
+        rankfold.compress(source, method=MoDeGPT(rank_multiple=2), calibration=tokens, output=tmp_path / "out")
     monkeypatch.setattr(MoDeGPT, "decompose", original)
     assert (tmp_path / "out.partial").exists() and not (tmp_path / "out").exists()
     with pytest.raises(CheckpointError, match="unfinished run of another configuration"):
-        rankfold.compress(source, MoDeGPT(sparsity=0.2, rank_multiple=2), tokens, tmp_path / "out")
-    rankfold.compress(source, MoDeGPT(rank_multiple=2), tokens, tmp_path / "out")
+        rankfold.compress(
+            source, method=MoDeGPT(sparsity=0.2, rank_multiple=2), calibration=tokens, output=tmp_path / "out"
+        )
+    rankfold.compress(source, method=MoDeGPT(rank_multiple=2), calibration=tokens, output=tmp_path / "out")
     assert not (tmp_path / "out.partial").exists()
 
 
@@ -106,15 +108,16 @@ def test_a_full_disk_is_one_line_and_the_run_can_go_on(tmp_path, monkeypatch):
 
     monkeypatch.setattr(files, "save_file", full)
     with pytest.raises(CheckpointError, match="cannot write .*No space left on device; free space"):
-        rankfold.compress(source, MoDeGPT(rank_multiple=2), tokens, tmp_path / "out")
+        rankfold.compress(source, method=MoDeGPT(rank_multiple=2), calibration=tokens, output=tmp_path / "out")
     assert not list(tmp_path.rglob("*.tmp"))
-    rankfold.compress(source, MoDeGPT(rank_multiple=2), tokens, tmp_path / "out")
+    rankfold.compress(source, method=MoDeGPT(rank_multiple=2), calibration=tokens, output=tmp_path / "out")
     assert (tmp_path / "out" / "config.json").exists()
 
 
 @pytest.mark.parametrize("error", [NumericsError("block 2"), MemoryError(), KeyError("a bug")], ids=repr)
 @pytest.mark.parametrize("at", ["block 2", "the end"])
-def test_a_failed_run_goes_on_and_is_no_obstacle_to_another(tmp_path, monkeypatch, at, error, caplog):
+def test_a_failed_run_goes_on_and_is_never_replaced(tmp_path, monkeypatch, at, error):
+    """As after a kill: the same configuration goes on, and another one is told where the run is and what to do."""
     save_tiny(tmp_path / "model")
     save_text(tmp_path / "text.txt")
     source = rankfold.open_model(tmp_path / "model", device="cpu")
@@ -137,20 +140,22 @@ def test_a_failed_run_goes_on_and_is_no_obstacle_to_another(tmp_path, monkeypatc
             patch.setattr("rankfold.checkpoint.run.write_around", fail)
         for _ in range(2):
             with pytest.raises(type(error)):
-                rankfold.compress(source, one, tokens, tmp_path / "out")
+                rankfold.compress(source, method=one, calibration=tokens, output=tmp_path / "out")
         assert len(done) == len(set(done)), "what was done was done again"
         assert not (tmp_path / "out").exists()
-        shutil.copytree(tmp_path / "out.partial", tmp_path / "same.partial")
-    rankfold.compress(source, one, tokens, tmp_path / "same")
-    rankfold.compress(source, other, tokens, tmp_path / "out")
-    assert "held a run of another configuration that had ended in an error; it is replaced" in caplog.text
-    assert {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")} == {
-        *("model", "text.txt", "same", "out"),
-    }
-    for name, method in (("same", one), ("out", other)):
-        weights = rankfold.load(tmp_path / name, device="cpu").state_dict()
-        whole = rankfold.compress(source, method, tokens).state_dict()
-        assert weights.keys() == whole.keys() and all(torch.equal(weights[key], whole[key]) for key in whole)
+    before = read_state(tmp_path / "out.partial")
+    with pytest.raises(
+        CheckpointError,
+        match=r"out\.partial is an unfinished run of another configuration \(its options\.sparsity is 0\.3, not 0\.2\); repeat "
+        "that one to go on with it, remove the folder to start anew, or choose another output$",
+    ):
+        rankfold.compress(source, method=other, calibration=tokens, output=tmp_path / "out")
+    assert read_state(tmp_path / "out.partial") == before
+    rankfold.compress(source, method=one, calibration=tokens, output=tmp_path / "out")
+    assert {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")} == {"model", "text.txt", "out"}
+    weights = rankfold.load(tmp_path / "out", device="cpu").state_dict()
+    whole = rankfold.compress(source, method=one, calibration=tokens).model.state_dict()
+    assert weights.keys() == whole.keys() and all(torch.equal(weights[key], whole[key]) for key in whole)
 
 
 def test_a_run_that_failed_before_anything_was_done_leaves_nothing(tmp_path, monkeypatch):
@@ -160,5 +165,5 @@ def test_a_run_that_failed_before_anything_was_done_leaves_nothing(tmp_path, mon
     tokens = rankfold.load_calibration(str(tmp_path / "text.txt"), source, num_samples=4, max_length=32)
     monkeypatch.setattr(MoDeGPT, "decompose", lambda *args: {}["a bug"])
     with pytest.raises(KeyError):
-        rankfold.compress(source, MoDeGPT(rank_multiple=2), tokens, tmp_path / "out")
+        rankfold.compress(source, method=MoDeGPT(rank_multiple=2), calibration=tokens, output=tmp_path / "out")
     assert not (tmp_path / "out.partial").exists()

@@ -36,15 +36,20 @@ def place(tmp_path_factory):
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
 def test_the_count_without_weights_is_that_of_the_export(family, method, tmp_path):
-    small = rankfold.compress(opened(family), method, tokens(), tmp_path / "small")
+    small = rankfold.compress(opened(family), method=method, calibration=tokens(), output=tmp_path / "small").output
     assert stock_parameters(small) == rankfold.export(small, tmp_path / "stock").exported
 
 
 def test_what_no_stock_model_expresses_has_no_count(tmp_path):
-    latent = rankfold.compress(opened("llama"), "latentllm", tokens(), tmp_path / "latent")
+    latent = rankfold.compress(
+        opened("llama"), method="latentllm", calibration=tokens(), output=tmp_path / "latent"
+    ).output
     shorter = rankfold.compress(
-        opened("llama"), rankfold.make_method("shortgpt", sparsity=0.3), tokens(), tmp_path / "stock"
-    )
+        opened("llama"),
+        method=rankfold.make_method("shortgpt", sparsity=0.3),
+        calibration=tokens(),
+        output=tmp_path / "stock",
+    ).output
     assert stock_parameters(latent) is None and stock_parameters(shorter) is None
 
 

@@ -6,7 +6,7 @@ import torch
 import rankfold
 from families import KINDS, some_ids, tiny_model, tokens
 from rankfold import LatentLLM, MoDeGPT
-from rankfold.checkpoint.run import Run
+from rankfold.checkpoint.blocks import BlockFiles
 from rankfold.compression.verify import Probe
 from rankfold.errors import CheckpointError
 
@@ -28,21 +28,23 @@ def test_every_precision_passes(family, dtype, tmp_path):
     tiny_model(family).save_pretrained(tmp_path / "model")
     source = rankfold.open_model(tmp_path / "model", dtype=dtype, device="cpu")
     method = LatentLLM(sparsity=0.3, rank_multiple=1) if family == "gpt2" else MoDeGPT(sparsity=0.3, rank_multiple=2)
-    folder = rankfold.compress(source, method, tokens(32), tmp_path / "small")
+    folder = rankfold.compress(source, method=method, calibration=tokens(32), output=tmp_path / "small").output
     assert torch.isfinite(rankfold.load(folder)(some_ids()).logits).all()
 
 
 def test_a_checkpoint_that_computes_something_else_is_not_finished(tmp_path, monkeypatch):
     """Names and shapes agree; one matrix is another."""
-    keep = Run.save_block
+    keep = BlockFiles.save_block
 
     def damage(self, index, place, prefix, module, dtype, result):
         state = {name: tensor.clone() for name, tensor in module.state_dict().items()}
         keep(self, index, place, prefix, module, dtype, result)
         module.load_state_dict(state | {"mlp.down_proj.weight": state["mlp.down_proj.weight"].flip(0)})
 
-    monkeypatch.setattr(Run, "save_block", damage)
+    monkeypatch.setattr(BlockFiles, "save_block", damage)
     source = rankfold.open_model(tiny_model("llama"), device="cpu")
     with pytest.raises(CheckpointError, match="computes other logits"):
-        rankfold.compress(source, MoDeGPT(sparsity=0.3, rank_multiple=2), tokens(32), tmp_path / "small")
+        rankfold.compress(
+            source, method=MoDeGPT(sparsity=0.3, rank_multiple=2), calibration=tokens(32), output=tmp_path / "small"
+        )
     assert not (tmp_path / "small").exists()

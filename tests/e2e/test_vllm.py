@@ -53,8 +53,11 @@ def llama(folder: Path, kv_heads: int) -> Path:
 
 def compressed(dense: Path, folder: Path, name: str) -> Path:
     return rankfold.compress(
-        rankfold.open_model(str(dense), device="cpu"), make_method(name, **METHODS[name]), tokens(32), folder
-    )
+        rankfold.open_model(str(dense), device="cpu"),
+        method=make_method(name, **METHODS[name]),
+        calibration=tokens(32),
+        output=folder,
+    ).output
 
 
 def greedy(folder: Path, prompt: list[int]) -> list[int]:
@@ -81,7 +84,9 @@ def in_engine(folder: Path, out: Path, *more: str) -> dict:
 @pytest.mark.parametrize("form, target, more", [("stock", "stock", ()), ("deci", "llama.cpp", ("trust",))])
 def test_vllms_own_classes_run_exports_of_narrow_heads_and_cache_no_more(dense, tmp_path, form, target, more):
     method = make_method("modegpt", sparsity=0.35, target=target, head_dim=48)
-    small = rankfold.compress(rankfold.open_model(str(dense), device="cpu"), method, tokens(32), tmp_path / "small")
+    small = rankfold.compress(
+        rankfold.open_model(str(dense), device="cpu"), method=method, calibration=tokens(32), output=tmp_path / "small"
+    ).output
     found = in_engine(rankfold.export(small, tmp_path / form, form).output, tmp_path / "out.json", *more)
     assert found["tokens"] == [greedy(small, prompt) for prompt in PROMPTS]
     assert found["cache_bytes_per_token"] == [2 * 4 * 48] * 3
@@ -100,7 +105,7 @@ def test_the_engine_says_what_transformers_says_in_batches_of_unequal_lengths(de
 def test_a_width_that_its_kernels_lack_is_named_in_one_line(dense, tmp_path):
     source = rankfold.open_model(str(dense), device="cpu")
     method = make_method("modegpt", modules={"qk": 0.375, "vo": 0.375})
-    folder = rankfold.compress(source, method, tokens(32), tmp_path / "small")
+    folder = rankfold.compress(source, method=method, calibration=tokens(32), output=tmp_path / "small").output
     script = Path(__file__).with_name("vllm_engine.py")
     command = [sys.executable, str(script), str(folder), str(tmp_path / "out.json"), json.dumps(PROMPTS), str(NEW)]
     done = subprocess.run(command, capture_output=True, text=True)

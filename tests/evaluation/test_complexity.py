@@ -24,7 +24,11 @@ def compressed(family: str, method: rankfold.methods.Method):
     source = rankfold.open_model(tiny_model(family))
     ids = torch.randint(3, 96, (8, 24), generator=torch.Generator().manual_seed(0))
     moments = rankfold.calibrate(source, rankfold.CalibrationData(ids, "random", "random", 0))
-    return source, rankfold.plan(source, method, moments=moments), rankfold.compress(source, method, moments=moments)
+    return (
+        source,
+        rankfold.plan(source, method=method, moments=moments),
+        rankfold.compress(source, method=method, moments=moments).model,
+    )
 
 
 def test_dense_llama_by_hand():

@@ -18,7 +18,9 @@ AS_LARGE = {"bloom", "mpt"}  # whose classes say how wide everything is
 def compressed(family: str, folder, method: str = "modegpt", **options):
     share = 0.1 if family in EXPERTS else 0.3
     chosen = rankfold.make_method(method, **{"sparsity": share, "rank_multiple": 2} | options)
-    return rankfold.compress(opened(family), chosen, tokens(), folder / "small", mode="one-pass")
+    return rankfold.compress(
+        opened(family), method=chosen, calibration=tokens(), output=folder / "small", mode="one-pass"
+    ).output
 
 
 @torch.no_grad()
@@ -100,7 +102,7 @@ def test_heads_that_turn_only_in_part_become_narrower_and_the_scale_goes_with_th
     source = rankfold.open_model(model, device="cpu")
     source.autocast = None
     method = rankfold.MoDeGPT(modules={"qk": 0.5, "vo": 0.5}, rank_multiple=2)
-    rankfold.compress(source, method, tokens(), tmp_path / "small", mode="one-pass")
+    rankfold.compress(source, method=method, calibration=tokens(), output=tmp_path / "small", mode="one-pass")
     result = rankfold.export(tmp_path / "small", tmp_path / "stock")
     config = stock(tmp_path / "stock").config
     assert config.head_dim == 4 and config.rope_parameters["partial_rotary_factor"] == 1
@@ -151,7 +153,7 @@ def test_pairs_that_no_head_has_any_more_are_not_in_the_stock_model(tmp_path):
     source = rankfold.open_model(model, device="cpu")
     source.autocast = None
     method = rankfold.MoDeGPT(modules={"qk": 0.25, "vo": 0.5}, rank_multiple=2)
-    rankfold.compress(source, method, tokens(), tmp_path / "small", mode="one-pass")
+    rankfold.compress(source, method=method, calibration=tokens(), output=tmp_path / "small", mode="one-pass")
     rankfold.export(tmp_path / "small", tmp_path / "stock")
     found = stock(tmp_path / "stock")
     assert found.config.head_dim == 6
@@ -215,7 +217,13 @@ def test_what_is_a_stock_model_already_is_said(tmp_path):
 
 def test_the_dtype_is_as_stored_or_as_asked(tmp_path):
     source = rankfold.open_model(opened("llama").model.to(torch.bfloat16), device="cpu")
-    rankfold.compress(source, rankfold.MoDeGPT(rank_multiple=2), tokens(), tmp_path / "small", mode="one-pass")
+    rankfold.compress(
+        source,
+        method=rankfold.MoDeGPT(rank_multiple=2),
+        calibration=tokens(),
+        output=tmp_path / "small",
+        mode="one-pass",
+    )
     for dtype, written in (("auto", torch.bfloat16), ("float16", torch.float16)):
         rankfold.export(tmp_path / "small", tmp_path / dtype, dtype=dtype)
         model = stock(tmp_path / dtype)

@@ -31,7 +31,9 @@ def compressed(folder, method=None, **options):
     source = rankfold.open_model(folder / "model", device="cpu")
     source.autocast = None
     method = method or rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2)
-    return rankfold.compress(source, method, tokens(), folder / "small", mode="one-pass")
+    return rankfold.compress(
+        source, method=method, calibration=tokens(), output=folder / "small", mode="one-pass"
+    ).output
 
 
 @pytest.fixture(scope="module")
@@ -230,8 +232,11 @@ def test_what_llama_cpp_does_not_compute_is_refused(tmp_path):
 @pytest.mark.parametrize("family", ["opt", "gpt2"])
 def test_families_without_the_fields_of_a_llama_are_refused(family, tmp_path):
     small = rankfold.compress(
-        opened(family), rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2), tokens(), tmp_path / "small"
-    )
+        opened(family),
+        method=rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2),
+        calibration=tokens(),
+        output=tmp_path / "small",
+    ).output
     for kind in ("deci", "gguf", "gguf-deci"):
         with pytest.raises(UnsupportedModelError, match=f"takes a model type out of llama, mistral, got {family}"):
             rankfold.export(small, tmp_path / "x", kind)
@@ -279,7 +284,11 @@ def test_a_sliding_window_ends_the_context_and_is_read_back_within_it(tmp_path, 
     model.save_pretrained(tmp_path / "model")
     source = rankfold.open_model(tmp_path / "model", device="cpu")
     rankfold.compress(
-        source, rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2), tokens(), tmp_path / "small", mode="one-pass"
+        source,
+        method=rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2),
+        calibration=tokens(),
+        output=tmp_path / "small",
+        mode="one-pass",
     )
     assert rankfold.export(tmp_path / "small", tmp_path / "x.gguf", form).difference < 1e-3
     found = settings(tmp_path / "x.gguf")

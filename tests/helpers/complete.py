@@ -11,7 +11,7 @@ from safetensors import safe_open
 import rankfold
 
 FILE = re.compile(r"[\w.-]+\.(json|jinja|txt|model|safetensors|bin|py|gguf|tiktoken)")
-STALE = ("*.tmp", "block-*", "basis-*", "run.json", "failed.json")  # of a run, not of its result
+STALE = ("*.tmp", "block-*", "basis-*", "run.json")  # of a run, not of its result
 # What goes beside weights and names code or files, as hubs have them; none of this code is there.
 WRITTEN = {
     "config.json": {"auto_map": {"AutoConfig": "configuration_x.X", "AutoModelForCausalLM": "modeling_x.X"}},

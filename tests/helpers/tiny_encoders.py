@@ -84,7 +84,7 @@ def tiny_encoder(family: str) -> nn.Module:
 
 def opened_encoder(family: str) -> DenseModel:
     """Open, its blocks run in fp32."""
-    source = rankfold.open_model(tiny_encoder(family), device="cpu", part=ENCODERS[family].part)
+    source = rankfold.open_model(tiny_encoder(family), device="cpu", component=ENCODERS[family].part)
     source.autocast = None
     return source
 

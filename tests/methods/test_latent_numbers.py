@@ -34,7 +34,7 @@ def test_the_sparse_part_is_its_share_of_all_numbers(share):
 def test_keys_whose_rank_comes_from_spectra_are_planned_with_the_cache_of_their_heads(family):
     source = opened(family)
     by_plan, by_spectra = (
-        rankfold.plan(source, method_for(sparsity=0.6, qk_ranks=ranks)) for ranks in ("plan", "spectra")
+        rankfold.plan(source, method=method_for(sparsity=0.6, qk_ranks=ranks)) for ranks in ("plan", "spectra")
     )
     assert by_plan.kv_bytes_per_token_after < by_spectra.kv_bytes_per_token_after
 

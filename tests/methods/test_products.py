@@ -43,6 +43,9 @@ def run(model) -> int:
 def test_the_products_a_plan_adds_are_those_a_token_gains(method, monkeypatch):
     monkeypatch.setattr(factors, "TRIANGLE", 1024)  # one product for each triangle
     source = opened("llama")
-    dense, plan = run(source.whole_model()), rankfold.plan(source, method)
-    assert run(rankfold.compress(opened("llama"), method, tokens(16))) - dense == plan.added_products
+    dense, plan = run(source.whole_model()), rankfold.plan(source, method=method)
+    assert (
+        run(rankfold.compress(opened("llama"), method=method, calibration=tokens(16)).model) - dense
+        == plan.added_products
+    )
     assert (plan.summary().caption is not None) == (plan.added_products > 0)

@@ -71,5 +71,7 @@ def test_every_method_reports_numbers_where_a_module_of_the_first_block_sends_no
     options |= {"allocation": "uniform"} if name == "rankfold" else {}
     windows = replace(tokens(), held_out=some_ids(2, 32, seed=2))
     method, folder = rankfold.make_method(name, **options), tmp_path / "small"
-    rankfold.compress(changed("llama", 0.0, path), method, windows, folder)  # a record with NaN cannot be written
+    rankfold.compress(
+        changed("llama", 0.0, path), method=method, calibration=windows, output=folder
+    )  # a record with NaN cannot be written
     read_json(folder / "rankfold.json")

@@ -16,7 +16,7 @@ def test_the_scores_are_those_of_lambda_on_the_sum(family, bias_refit, rows, tmp
     store = rankfold.calibrate(source, tokens(rows), statistics={"mlp_hidden"})
     options = {"selection": "leverage", "modules": ("mlp",), "bias_refit": bias_refit, "sparsity": 0.3}
     method = MoDeGPT(**options, ridge=lam, ridge_scale="absolute")
-    folder = rankfold.compress(source, method, output=tmp_path / "small", moments=store)
+    folder = rankfold.compress(source, method=method, output=tmp_path / "small", moments=store).output
     for index, report in read_json(folder / "rankfold.json")["blocks"].items():
         moment = store[int(index)]["mlp_hidden"]
         C = moment.covariance() * moment.count if bias_refit else moment.second.double()

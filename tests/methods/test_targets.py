@@ -33,7 +33,7 @@ def ranks(plan) -> dict[str, set[int]]:
     "name, sparsity", [("modegpt", 0.2), ("modegpt", 0.3), ("modegpt", 0.45), ("latentllm", 0.2), ("latentllm", 0.3)]
 )
 def test_vllm_has_head_sizes_of_its_kernels(name, sparsity):
-    plan = rankfold.plan(source(), make_method(name, target="vllm", sparsity=sparsity))
+    plan = rankfold.plan(source(), method=make_method(name, target="vllm", sparsity=sparsity))
     assert plan.sparsity >= sparsity
     found = ranks(plan)
     assert found.pop("qk", set()) | found.pop("vo", set()) <= {32, 48}
@@ -42,7 +42,7 @@ def test_vllm_has_head_sizes_of_its_kernels(name, sparsity):
 
 @pytest.mark.parametrize("sizes, step", [({}, 32), ({"hidden": 256, "units": 1536}, 256), ({"units": 1536}, 32)])
 def test_llama_cpp_has_dense_heads_and_whole_blocks_of_quantised_numbers(sizes, step):
-    plan = rankfold.plan(source(**sizes), make_method("modegpt", target="llama.cpp", sparsity=0.3))
+    plan = rankfold.plan(source(**sizes), method=make_method("modegpt", target="llama.cpp", sparsity=0.3))
     found = ranks(plan)
     assert found.keys() == {"mlp"} and found["mlp"] and all(rank % step == 0 for rank in found["mlp"])
     assert plan.sparsity >= 0.3
@@ -50,7 +50,7 @@ def test_llama_cpp_has_dense_heads_and_whole_blocks_of_quantised_numbers(sizes, 
 
 def test_stock_has_one_width_and_its_export_has_no_number_more(tmp_path):
     method = Rankfold(target="stock", sparsity=0.3, allocation="uniform")
-    folder = rankfold.compress(source(), method, tokens(32), tmp_path / "small")
+    folder = rankfold.compress(source(), method=method, calibration=tokens(32), output=tmp_path / "small").output
     made = export(folder, tmp_path / "stock")
     assert made.exported == made.compressed < made.dense
     config = t.AutoConfig.from_pretrained(tmp_path / "stock")
@@ -59,7 +59,7 @@ def test_stock_has_one_width_and_its_export_has_no_number_more(tmp_path):
 
 def test_llama_cpp_loses_nothing_as_deci(tmp_path):
     method = make_method("modegpt", target="llama.cpp", sparsity=0.3)
-    folder = rankfold.compress(source(), method, tokens(32), tmp_path / "small")
+    folder = rankfold.compress(source(), method=method, calibration=tokens(32), output=tmp_path / "small").output
     made = export(folder, tmp_path / "deci", format="deci")
     assert made.exported == made.compressed < made.dense
 
@@ -67,7 +67,7 @@ def test_llama_cpp_loses_nothing_as_deci(tmp_path):
 @pytest.mark.parametrize("name", ["rankfold", "modegpt"])
 def test_heads_of_one_width_and_the_same_pairs_lose_nothing_in_a_stock_model(name, tmp_path):
     method = make_method(name, target="stock", sparsity=0.4, allocation="uniform", head_dim=24)
-    folder = rankfold.compress(source(), method, tokens(32), tmp_path / "small")
+    folder = rankfold.compress(source(), method=method, calibration=tokens(32), output=tmp_path / "small").output
     made = export(folder, tmp_path / "stock")
     assert made.exported == made.compressed < made.dense and made.difference < 1e-5
     model = t.AutoModelForCausalLM.from_pretrained(tmp_path / "stock")
@@ -80,14 +80,16 @@ def test_heads_of_one_width_and_the_same_pairs_lose_nothing_in_a_stock_model(nam
 
 def test_every_mlp_has_its_own_width_around_them_for_llama_cpp(tmp_path):
     method = make_method("rankfold", target="llama.cpp", sparsity=0.4, head_dim=24)
-    folder = rankfold.compress(source(), method, tokens(32), tmp_path / "small")
+    folder = rankfold.compress(source(), method=method, calibration=tokens(32), output=tmp_path / "small").output
     made = export(folder, tmp_path / "deci", format="deci")
     assert made.exported == made.compressed < made.dense
 
 
 def test_the_width_of_heads_is_the_same_whatever_the_rest_must_give():
     """It takes its share first; what is asked beyond that goes elsewhere, and nothing where nothing is asked."""
-    found = {s: ranks(rankfold.plan(source(), make_method("modegpt", head_dim=24, sparsity=s))) for s in (0, 0.2, 0.6)}
+    found = {
+        s: ranks(rankfold.plan(source(), method=make_method("modegpt", head_dim=24, sparsity=s))) for s in (0, 0.2, 0.6)
+    }
     assert found[0] == {"mlp": set(), "qk": set(), "vo": set()}
     assert found[0.2]["qk"] == found[0.2]["vo"] == found[0.6]["qk"] == found[0.6]["vo"] == {24}
     assert found[0.2]["mlp"] == set() and max(found[0.6]["mlp"]) < 192
@@ -98,28 +100,30 @@ def test_pairs_of_the_model_are_those_of_saved_moments_too(tmp_path):
     method = make_method("modegpt", head_dim=24, sparsity=0.4)
     moments = rankfold.calibrate(source(), tokens(32), tmp_path / "moments")
     both = (
-        rankfold.compress(source(), method, moments=moments),
-        rankfold.compress(source(), method, tokens(32), mode="one-pass"),
+        rankfold.compress(source(), method=method, moments=moments).model,
+        rankfold.compress(source(), method=method, calibration=tokens(32), mode="one-pass").model,
     )
     states = [model.state_dict() for model in both]
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
-    predicted = rankfold.plan(source(), method, moments=moments).modules
+    predicted = rankfold.plan(source(), method=method, moments=moments).modules
     assert all(m.relative_error > 0 for m in predicted if m.rank < m.of)
 
 
 def test_moments_without_what_all_blocks_choose_by_are_refused(tmp_path):
     moments = rankfold.calibrate(source(), tokens(32), statistics={"query", "key", "value", "mlp_hidden"})
     with pytest.raises(CheckpointError, match="lack query_key; calibrate again"):
-        rankfold.compress(source(), make_method("modegpt", head_dim=24), moments=moments)
+        rankfold.compress(source(), method=make_method("modegpt", head_dim=24), moments=moments)
 
 
 def test_a_sparsity_out_of_reach_says_that_the_target_is_why():
     with pytest.raises(OptionError, match="compress more modules, or leave out target='llama.cpp'"):
-        rankfold.compress(source(), make_method("modegpt", target="llama.cpp", sparsity=0.7), tokens(32))
+        rankfold.compress(
+            source(), method=make_method("modegpt", target="llama.cpp", sparsity=0.7), calibration=tokens(32)
+        )
 
 
 def test_multiple_and_target_hold_together():
-    plan = rankfold.plan(source(), make_method("modegpt", target="vllm", rank_multiple=12, sparsity=0.3))
+    plan = rankfold.plan(source(), method=make_method("modegpt", target="vllm", rank_multiple=12, sparsity=0.3))
     found = ranks(plan)
     assert found["mlp"] <= {96} and found["qk"] | found["vo"] <= {48}
 
@@ -179,7 +183,7 @@ def test_what_cannot_be_is_refused(name, options, message):
 )
 def test_a_width_of_heads_that_cannot_be_is_refused(family, options, error, message):
     with pytest.raises(error, match=message):
-        rankfold.plan(opened(family), make_method("modegpt", **options))
+        rankfold.plan(opened(family), method=make_method("modegpt", **options))
 
 
 @pytest.mark.parametrize("modules", [("qk", "mlp"), {"mlp": 0.3, "vo": 0.2}])
@@ -187,4 +191,4 @@ def test_heads_asked_for_by_name_are_refused_where_the_target_has_dense_ones(mod
     with pytest.raises(
         OptionError, match=r"heads as many and as wide as the dense ones, got module '(qk|vo)'; leave it out"
     ):
-        rankfold.plan(opened("llama"), make_method("modegpt", target="llama.cpp", modules=modules))
+        rankfold.plan(opened("llama"), method=make_method("modegpt", target="llama.cpp", modules=modules))

@@ -60,7 +60,7 @@ def test_streamed_gives_what_is_given_in_memory(family, tmp_path):
     model = saved(tmp_path / "dense", family)
     method = MoDeGPT(modules={"experts": 0.5})
     folders = [
-        rankfold.compress(opened(what), method, tokens(8), tmp_path / name)
+        rankfold.compress(opened(what), method=method, calibration=tokens(8), output=tmp_path / name).output
         for what, name in ((tmp_path / "dense", "streamed"), (model, "resident"))
     ]
     states = [rankfold.load(folder, device="cpu").state_dict() for folder in folders]

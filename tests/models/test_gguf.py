@@ -46,8 +46,8 @@ def stored(folder) -> dict[str, torch.Tensor]:
 def test_the_folder_and_the_model_in_memory_have_the_dtype_and_the_same_numbers(place, tmp_path, asked, written):
     source = rankfold.open_model(place / "tiny.gguf", dtype=asked, device="cpu")
     assert (source.dtype, source.compute_dtype) == (written, torch.float32)
-    folder = rankfold.compress(source, METHOD, tokens(), tmp_path / "out")
-    model = rankfold.compress(source, METHOD, tokens())
+    folder = rankfold.compress(source, method=METHOD, calibration=tokens(), output=tmp_path / "out").output
+    model = rankfold.compress(source, method=METHOD, calibration=tokens()).model
     state, on_disk = model.state_dict(), stored(folder)
     assert {tensor.dtype for tensor in on_disk.values() if tensor.is_floating_point()} == {written}
     for name, tensor in on_disk.items():
@@ -67,7 +67,9 @@ def test_dense_weights_are_the_dequantised_ones_rounded_to_what_is_written(place
 
 def test_nothing_is_removed_at_sparsity_0_but_digits(place, dense):
     source = rankfold.open_model(place / "tiny.gguf", device="cpu")
-    model = rankfold.compress(source, rankfold.MoDeGPT(sparsity=0, rank_multiple=2), tokens()).float()
+    model = rankfold.compress(
+        source, method=rankfold.MoDeGPT(sparsity=0, rank_multiple=2), calibration=tokens()
+    ).model.float()
     with torch.no_grad():
         got, expected = (m(some_ids(2, 32)).logits for m in (model, dense))
     assert (got - expected).norm() < 0.02 * expected.norm()
@@ -81,7 +83,7 @@ def test_the_fingerprint_is_that_of_the_file_whatever_is_written(place):
     assert moments[0].identity == moments[1].identity
     assert moments[0].identity | {"dtype": "float32"} == moments[2].identity
     with pytest.raises(CheckpointError, match="were measured on weights in float32, not bfloat16; use that dtype"):
-        rankfold.compress(sources[0], METHOD, moments=moments[2])
+        rankfold.compress(sources[0], method=METHOD, moments=moments[2])
 
 
 def test_a_run_goes_on_with_the_dtype_it_began_with(place, tmp_path, monkeypatch):
@@ -92,12 +94,12 @@ def test_a_run_goes_on_with_the_dtype_it_began_with(place, tmp_path, monkeypatch
         rankfold.open_model(place / "tiny.gguf", dtype=d, device="cpu") for d in ("auto", "bf16", "fp32")
     )
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("rankfold.checkpoint.run.Run.finish", stop)
-        rankfold.compress(first, METHOD, tokens(), tmp_path / "out")
+        patch.setattr("rankfold.checkpoint.run.RunFolder.write_rest", stop)
+        rankfold.compress(first, method=METHOD, calibration=tokens(), output=tmp_path / "out")
     with pytest.raises(CheckpointError, match="is an unfinished run of another configuration"):
-        rankfold.compress(other, METHOD, tokens(), tmp_path / "out")
-    whole = rankfold.compress(first, METHOD, tokens(), tmp_path / "whole")
-    resumed = rankfold.compress(again, METHOD, tokens(), tmp_path / "out")
+        rankfold.compress(other, method=METHOD, calibration=tokens(), output=tmp_path / "out")
+    whole = rankfold.compress(first, method=METHOD, calibration=tokens(), output=tmp_path / "whole").output
+    resumed = rankfold.compress(again, method=METHOD, calibration=tokens(), output=tmp_path / "out").output
     assert all(torch.equal(tensor, stored(resumed)[name]) for name, tensor in stored(whole).items())
 
 
@@ -120,6 +122,6 @@ def test_the_plan_says_bytes_on_disk_before_and_after(place, monkeypatch, capsys
 def test_bytes_on_disk_of_a_folder_and_of_a_model_in_memory(place):
     folder = rankfold.open_model(place / "model", device="cpu")
     assert folder.bytes_on_disk == (place / "model" / "model.safetensors").stat().st_size
-    plan = rankfold.plan(folder, METHOD)
+    plan = rankfold.plan(folder, method=METHOD)
     assert plan.source_bytes == folder.bytes_on_disk and plan.bytes <= plan.source_bytes < plan.bytes + 10_000
-    assert rankfold.plan(rankfold.open_model(folder.whole_model(), device="cpu"), METHOD).source_bytes is None
+    assert rankfold.plan(rankfold.open_model(folder.whole_model(), device="cpu"), method=METHOD).source_bytes is None

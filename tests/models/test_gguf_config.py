@@ -45,7 +45,9 @@ def test_what_is_in_the_file_is_computed(options, tmp_path):
     source = rankfold.open_model(file, dtype="float32", device="cpu")
     source.autocast = None
     assert_same(model, source.whole_model())
-    small = rankfold.compress(source, rankfold.MoDeGPT(sparsity=0, rank_multiple=2), tokens(), tmp_path / "small")
+    small = rankfold.compress(
+        source, method=rankfold.MoDeGPT(sparsity=0, rank_multiple=2), calibration=tokens(), output=tmp_path / "small"
+    ).output
     assert_same(model, rankfold.load(small, device="cpu"))
 
 

@@ -23,7 +23,9 @@ class Doubled(nn.Linear):
 
 
 def compressed():
-    return rankfold.compress(rankfold.open_model(tiny_model("llama"), device="cpu"), METHOD, tokens())
+    return rankfold.compress(
+        rankfold.open_model(tiny_model("llama"), device="cpu"), method=METHOD, calibration=tokens()
+    ).model
 
 
 def on_meta():
@@ -142,7 +144,7 @@ def test_the_callers_model_keeps_its_modes_and_calibrates_without_dropout():
     results = []
     for _ in range(2):
         source = rankfold.open_model(plain, device="cpu")
-        results.append(rankfold.compress(source, METHOD, tokens()).state_dict())
+        results.append(rankfold.compress(source, method=METHOD, calibration=tokens()).model.state_dict())
         rankfold.calibrate(source, tokens())
         assert [module.training for module in plain.modules()] == modes
     assert all(torch.equal(a, b) for a, b in zip(results[0].values(), results[1].values(), strict=True))
@@ -173,7 +175,7 @@ def test_windows_longer_than_the_context_are_refused():
         CalibrationData(some_ids(), "n", "o", 0, some_ids(2, 65)),
     ):
         with pytest.raises(DataError, match="windows of 65 tokens are longer than the model's context of 64"):
-            rankfold.compress(source, METHOD, calibration)
+            rankfold.compress(source, method=METHOD, calibration=calibration)
 
 
 @pytest.mark.parametrize("part", ["mlp.up_proj", "mlp.down_proj", "mlp", "self_attn.v_proj", "self_attn", ""])
@@ -183,13 +185,15 @@ def test_a_part_that_is_zero_is_compressed_without_error(part, method):
     for parameter in model.model.layers[1].get_submodule(part).parameters():
         parameter.data.zero_()
     source = rankfold.open_model(model, device="cpu")
-    small = rankfold.compress(source, rankfold.make_method(method, sparsity=0.3, rank_multiple=2), tokens())
+    small = rankfold.compress(
+        source, method=rankfold.make_method(method, sparsity=0.3, rank_multiple=2), calibration=tokens()
+    ).model
     assert torch.isfinite(small(some_ids()).logits).all()
 
 
 def test_too_few_tokens_are_said(caplog):
     source = rankfold.open_model(tiny_model("llama"), device="cpu")
-    rankfold.compress(source, METHOD, CalibrationData(some_ids(1, 2), "n", "o", 0))
+    rankfold.compress(source, method=METHOD, calibration=CalibrationData(some_ids(1, 2), "n", "o", 0))
     assert "2 calibration tokens are too few: the widest moment has 48 dimensions" in caplog.text
 
 
@@ -221,4 +225,4 @@ def test_moments_of_a_model_that_differs_in_the_middle_are_refused():
     moments = rankfold.calibrate(rankfold.open_model(model, device="cpu"), tokens())
     model.model.layers[1].mlp.up_proj.weight.data[0, 0] += 1
     with pytest.raises(RankfoldError, match="measured on another model"):
-        rankfold.compress(rankfold.open_model(model, device="cpu"), METHOD, moments=moments)
+        rankfold.compress(rankfold.open_model(model, device="cpu"), method=METHOD, moments=moments)

@@ -8,7 +8,7 @@ import torch
 import rankfold
 from families import opened, tokens
 from rankfold import MoDeGPT
-from rankfold.checkpoint.run import Run
+from rankfold.checkpoint.blocks import BlockFiles
 from rankfold.errors import CheckpointError, NumericsError
 from rankfold.models.block_reader import BlockReader
 from rankfold.models.dense_model import DenseModel
@@ -30,9 +30,13 @@ def bytes_of(folder) -> dict[str, bytes]:
 @pytest.mark.parametrize("mode", ["sequential", "one-pass"])
 def test_overlapping_ends_in_the_same_bytes(source, mode, tmp_path):
     calibration = tokens()
-    plain = rankfold.compress(source, METHOD, calibration, tmp_path / "plain", mode=mode)
+    plain = rankfold.compress(
+        source, method=METHOD, calibration=calibration, output=tmp_path / "plain", mode=mode
+    ).output
     source.overlaps = True
-    overlapped = rankfold.compress(source, METHOD, calibration, tmp_path / "overlapped", mode=mode)
+    overlapped = rankfold.compress(
+        source, method=METHOD, calibration=calibration, output=tmp_path / "overlapped", mode=mode
+    ).output
     assert bytes_of(plain) == bytes_of(overlapped)
 
 
@@ -64,7 +68,7 @@ def test_the_next_block_is_read_while_this_one_is_held(source, monkeypatch):
 
 def test_errors_of_reading_and_writing_come_out(source, monkeypatch, tmp_path):
     source.overlaps = True
-    save = Run.save_block
+    save = BlockFiles.save_block
 
     def full(self, index, *rest):
         if index == 1:
@@ -72,13 +76,13 @@ def test_errors_of_reading_and_writing_come_out(source, monkeypatch, tmp_path):
         save(self, index, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "save_block", full)
+        patch.setattr(BlockFiles, "save_block", full)
         with pytest.raises(CheckpointError, match="no space"):
-            rankfold.compress(source, METHOD, tokens(), tmp_path / "out")
+            rankfold.compress(source, method=METHOD, calibration=tokens(), output=tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    rankfold.compress(source, METHOD, tokens(), tmp_path / "out")  # goes on
+    rankfold.compress(source, method=METHOD, calibration=tokens(), output=tmp_path / "out")  # goes on
     broken = opened("llama")
     broken.overlaps = True
     broken.blocks[1].mlp.up_proj.weight.data[0, 0] = float("nan")
     with pytest.raises(NumericsError, match=r"model.layers.1.mlp.up_proj.weight has 1 NaN"):
-        rankfold.compress(broken, METHOD, tokens())
+        rankfold.compress(broken, method=METHOD, calibration=tokens())

@@ -152,5 +152,11 @@ def test_only_a_snapshot_has_a_commit(tmp_path):
 def test_a_local_model_has_no_revision_in_its_record(snapshots, tmp_path):
     shutil.copytree(snapshots / COMMITS["main"], tmp_path / "model")
     source = rankfold.open_model(tmp_path / "model")
-    rankfold.compress(source, rankfold.MoDeGPT(rank_multiple=2), tokens(), tmp_path / "small", mode="one-pass")
+    rankfold.compress(
+        source,
+        method=rankfold.MoDeGPT(rank_multiple=2),
+        calibration=tokens(),
+        output=tmp_path / "small",
+        mode="one-pass",
+    )
     assert source.revision is None and "revision" not in json.loads((tmp_path / "small" / "rankfold.json").read_text())

@@ -67,7 +67,7 @@ def test_auto_is_what_transformers_takes(tmp_path, case, sharded):
     assert source.dtype == expected
     assert open_compressed(folder).dtype == expected
     assert rankfold.load(folder, device="cpu").dtype == expected
-    small = rankfold.compress(source, METHOD, tokens(), tmp_path / "small")
+    small = rankfold.compress(source, method=METHOD, calibration=tokens(), output=tmp_path / "small").output
     written = [x for file in small.glob("*.safetensors") for x in load_file(file).values() if x.is_floating_point()]
     assert {x.dtype for x in written} == {expected}
     assert json.loads((small / "config.json").read_text())["dtype"] == str(expected).removeprefix("torch.")
@@ -77,7 +77,9 @@ def test_auto_is_what_transformers_takes(tmp_path, case, sharded):
 def test_an_export_has_the_dtype_of_a_compressed_checkpoint_that_does_not_name_it(tmp_path, dtype):
     folder = save_tiny(tmp_path / "dense")
     rewrite(folder, lambda name: dtype)
-    small = rankfold.compress(rankfold.open_model(folder, device="cpu"), METHOD, tokens(), tmp_path / "small")
+    small = rankfold.compress(
+        rankfold.open_model(folder, device="cpu"), method=METHOD, calibration=tokens(), output=tmp_path / "small"
+    ).output
     config = json.loads((small / "config.json").read_text())
     del config["dtype"]
     (small / "config.json").write_text(json.dumps(config))

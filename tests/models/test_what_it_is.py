@@ -458,7 +458,7 @@ def test_a_repository_of_the_hub_is_what_its_files_are(tmp_path, monkeypatch, li
 def test_a_whole_snapshot_is_not_asked_about(place, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *a, **k: str(place / "model"))
     monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda *a, **k: pytest.fail("asked"))
-    assert resolve_model("owner/name") == place / "model"
+    assert resolve_model("owner/name").path == place / "model"
 
 
 def test_what_the_hub_cannot_say_is_said(tmp_path, monkeypatch):

@@ -34,7 +34,10 @@ class Hub:
 
 @pytest.mark.parametrize("way", ["push_to_hub", "save_pretrained"])
 def test_what_is_pushed_has_the_code_beside_the_weights(way, tmp_path, monkeypatch):
-    model, hub = rankfold.compress(opened("llama"), MoDeGPT(rank_multiple=2), tokens()), Hub(monkeypatch)
+    model, hub = (
+        rankfold.compress(opened("llama"), method=MoDeGPT(rank_multiple=2), calibration=tokens()).model,
+        Hub(monkeypatch),
+    )
     options = {"commit_message": "smaller", "private": True, "token": "t"}
     if way == "push_to_hub":
         model.push_to_hub("me/small", **options)
@@ -48,6 +51,9 @@ def test_what_is_pushed_has_the_code_beside_the_weights(way, tmp_path, monkeypat
 
 
 def test_without_a_name_the_folder_names_the_repository(tmp_path, monkeypatch):
-    model, hub = rankfold.compress(opened("llama"), MoDeGPT(rank_multiple=2), tokens()), Hub(monkeypatch)
+    model, hub = (
+        rankfold.compress(opened("llama"), method=MoDeGPT(rank_multiple=2), calibration=tokens()).model,
+        Hub(monkeypatch),
+    )
     model.save_pretrained(tmp_path / "small", push_to_hub=True)
     assert [(repository, CODE_FILE in files) for repository, _, files in hub.uploads] == [("small", True)]

@@ -24,6 +24,7 @@ NAMES = {
     "Path": "a pathlib.Path",
     "PreTrainedModel": "a transformers model",
     "DenseModel": "an open model (rankfold.open_model)",
+    "CompressionResult": "a result (rankfold.compress)",
     "Tensor": "a tensor",
     "bool": "True or False",
     "float": "a number",
@@ -50,7 +51,11 @@ def typed(function: Callable[P, T], **hints: object) -> Callable[P, T]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        for name, value in signature.bind(*args, **kwargs).arguments.items():
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{function.__name__}(): {error}") from None
+        for name, value in bound.arguments.items():
             if name in wanted and not _is_of(value, wanted[name]):
                 raise OptionError(
                     f"{name} must be {_called(wanted[name])}, got {str(value)[:40]!r} of type {type(value).__name__}"
@@ -65,6 +70,8 @@ def _is_of(value: object, hint: Any) -> bool:
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint is typing.Any:
         return True
+    if origin is typing.Literal:
+        return value in inner
     if origin in (typing.Union, types.UnionType):
         return any(_is_of(value, one) for one in inner)
     if origin is None:
@@ -92,6 +99,8 @@ def _called(hint: Any) -> str:
         return f"{', '.join(most)} or {last}"
     if origin is Callable:
         return "a function"
+    if origin is typing.Literal:
+        return f"one of {', '.join(map(repr, inner))}"
     if origin is not None:
         joint = " to " if issubclass(origin, Mapping) else ", "
         return f"{origin.__name__.lower()} of {joint.join(_called(one) for one in inner)}"

@@ -22,6 +22,7 @@ from ..architectures import BlockView
 from ..data.batches import Batch as Given
 from ..data.batches import Data, Example, batches, ids_of
 from ..errors import NumericsError
+from .forward import forward
 from .moments import BlockMoments, check_finite
 from .observers import Batch, DenseBatch, Observer
 from .residual import Middle
@@ -171,7 +172,7 @@ def start(source, ids: Data, *, autocast: torch.dtype | None) -> Stream:
     with _recording(source, stop=True) as recorders:
         for batch in batches(ids, batch_tokens(source), source.part):
             with contextlib.suppress(_Stop):
-                source.forward(batch.read() if isinstance(batch, Example) else batch)
+                forward(source, batch.read() if isinstance(batch, Example) else batch)
             first = present(recorders[0].hidden)
             stream.hidden.append(first.to(autocast or first.dtype))
             size = None if isinstance(batch, Example) else len(batch)
@@ -211,7 +212,7 @@ def outputs(source, ids: Given, stream: Stream, hidden: Tensor | None = None, *,
         return hidden
     with torch.set_grad_enabled(hidden.requires_grad), _recording(source, stop=False) as recorders, stream.context():
         recorders[-1].instead = hidden.to(source.model.dtype)
-        found = source.forward(ids_of(ids), **some)  # images are in the stream
+        found = forward(source, ids_of(ids), **some)  # images are in the stream
     found = found.logits if source.architecture.decoder else _batched(found.last_hidden_state)
     if torch.aminmax(
         found.detach()

@@ -6,13 +6,14 @@ import torch
 
 from ..errors import CheckpointError
 from ..models.auto_classes import check_writes
-from ..models.dense_model import DenseModel, stored_dtype
+from ..models.dense_model import DenseModel
 from ..models.devices import resolve_dtype
 from ..models.given import resolve_model
+from ..models.opening import stored_dtype
+from ..models.processors import Processors
 from ..models.tokenizer import TokenizerFiles
-from ..models.weights import Weights
 from ..models.whole import read_config
-from .load import load_model
+from .load import load_files
 
 __all__ = ["open_compressed"]
 
@@ -30,12 +31,16 @@ def open_compressed(model: str | Path, *, dtype: str = "auto") -> DenseModel:
         CheckpointError: it cannot be read, or does not hold what its config describes.
         UnsupportedModelError: its family is unknown, or an encoder.
     """
-    path = resolve_model(model)
-    if not path.is_dir():
+    path, weights = files = resolve_model(model)
+    if weights is None:
         raise CheckpointError(f"{model} is not a folder; give one that `rankfold compress` wrote")
-    written = resolve_dtype(dtype)
-    loaded = load_model(path, dtype="float32", device="cpu")
+    written = resolve_dtype(dtype) or stored_dtype(read_config(path), weights)
+    loaded = load_files(files, torch.float32, path.name)
     check_writes(loaded.config, path.name)
-    if written is None:
-        written = stored_dtype(read_config(path), Weights(path))
-    return DenseModel(loaded, path.name, torch.device("cpu"), written, None, TokenizerFiles.beside(path))
+    return DenseModel(
+        loaded,
+        path.name,
+        torch.device("cpu"),
+        written,
+        processors=Processors(path.name, TokenizerFiles.beside(path)),
+    )

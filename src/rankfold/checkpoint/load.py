@@ -1,5 +1,6 @@
 """Loading what :mod:`.run` wrote."""
 
+import copy
 import functools
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from transformers import PreTrainedModel
 from ..errors import CheckpointError, RankfoldError, UnsupportedModelError, first_line
 from ..models.auto_classes import auto_class
 from ..models.devices import resolve_device, resolve_dtype
-from ..models.given import resolve_model
+from ..models.given import ModelFiles, resolve_model
 from ..models.tables import check_tables
 from ..models.tokenizer import TokenizerFiles
 from ..models.weights import Weights, check_finite
@@ -26,7 +27,7 @@ from ..models.whole import (
 )
 from ..modules import FORMATS, METHOD_NAMES, RankfoldConfig, attach, current_name, install_described
 
-__all__ = ["assemble", "described", "empty_model", "load_model", "load_tokenizer"]
+__all__ = ["assemble", "described", "empty_model", "load_files", "load_model", "load_tokenizer"]
 
 
 def load_model(
@@ -45,15 +46,19 @@ def load_model(
         CheckpointError: it cannot be read, or does not hold what its config describes.
         NumericsError: a weight is NaN or infinite (named).
     """
-    path, where, wanted = resolve_model(model, revision), resolve_device(device), resolve_dtype(dtype) or "auto"
-    loaded = read_gguf(path, wanted) if path.is_file() else _read_folder(path, wanted, str(model))
+    files, where, wanted = resolve_model(model, revision), resolve_device(device), resolve_dtype(dtype)
+    return load_files(files, wanted, str(model)).to(where)
+
+
+def load_files(files: ModelFiles, dtype: torch.dtype | None, name: str) -> PreTrainedModel:
+    """Load what :func:`rankfold.models.given.resolve_model` found, on the CPU; ``name``: what was asked for."""
+    wanted = dtype or "auto"
+    loaded = _read_folder(*files, wanted, name) if files.weights else read_gguf(files.path, wanted)
     check_finite(loaded.state_dict())
-    return loaded.to(where).eval()
+    return loaded.eval()
 
 
-def _read_folder(folder: Path, dtype: torch.dtype | str, name: str) -> PreTrainedModel:
-    """A folder's model; ``name``: what was asked for."""
-    weights = Weights(folder)  # an index that leads elsewhere, and what is no plain file, are refused unread
+def _read_folder(folder: Path, weights: Weights, dtype: torch.dtype | str, name: str) -> PreTrainedModel:
     read_generation_config(folder)
     config = read_config(folder)
     try:
@@ -118,13 +123,12 @@ def empty_model(config, attention: str | None = None, dtype=None) -> PreTrainedM
 def assemble(source, config, blocks: dict[str, Tensor]) -> PreTrainedModel:
     """A compressed model in memory: the source's outer tensors around the given block tensors."""
     model = empty_model(config, source.model.config._attn_implementation)
-    state = source.outer_state() | {
-        name: t.to("cpu", source.dtype) if t.is_floating_point() else t for name, t in blocks.items()
-    }
+    outer = {name: tensor.clone() for name, tensor in source.outer_state().items()}  # the caller may hold the source
+    state = outer | {name: t.to("cpu", source.dtype) if t.is_floating_point() else t for name, t in blocks.items()}
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     if hasattr(source.model, "generation_config"):  # encoders have none
-        model.generation_config = source.model.generation_config
+        model.generation_config = copy.deepcopy(source.model.generation_config)
     if described(config) is not None:
         attach(model, described(config))
     return model.to(source.device)
@@ -136,4 +140,4 @@ def load_tokenizer(model: str | Path):
     Raises:
         CheckpointError: there is none.
     """
-    return TokenizerFiles.beside(resolve_model(model)).load()
+    return TokenizerFiles.beside(resolve_model(model).path).load()

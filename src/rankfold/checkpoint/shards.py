@@ -69,9 +69,9 @@ def write_around(folder: Path, source, config) -> None:
     config.save_pretrained(folder)
     if getattr(source.model, "generation_config", None) is not None:
         source.model.generation_config.save_pretrained(folder)
-    if source.has_tokenizer:
+    if source.processors.has_tokenizer:
         save_tokenizer(source.tokenizer, folder)
-    files = source.tokenizer_files
+    files = source.processors.files
     for name in files.around if files else []:
         if not (folder / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -29,9 +29,9 @@ def command(
     model = o.at_revision(model, revision)
     from .. import pipeline
     from .._utils.stopwatch import timed_run
-    from ..models.dense_model import open_model
+    from ..models.opening import open_model
 
-    source = open_model(model, dtype=dtype, device=device, part=component)
+    source = open_model(model, dtype=dtype, device=device, component=component)
     tokens = text.load(source)
     with timed_run() as stopwatch:
         store = pipeline.calibrate(source, tokens, output)

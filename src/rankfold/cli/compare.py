@@ -75,7 +75,7 @@ def command(
     from ..evaluation.tasks import Questions
     from ..evaluation.text import Texts
     from ..models.auto_classes import check_writes
-    from ..models.dense_model import open_model
+    from ..models.opening import open_model
     from ..report.identity import dtype_name
 
     source = open_model(model, dtype=dtype, device=device)

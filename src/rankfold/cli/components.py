@@ -76,12 +76,12 @@ def opened_components(
     """Return each component of a model, what is done to it, and what it is calibrated on."""
     from ..architectures import PARTS
     from ..compression.validate_spec import validated
-    from ..models.dense_model import open_model
+    from ..models.opening import open_model
 
     names = [name for name in PARTS if name in methods]
     recorded = {one.get("component") for one in config or () if "calibration" in one}
     texts = {name: _of(name, text, config) for name in names} if recorded >= {*names} else text.of_parts(names)
-    sources = [validated(open_model(model, dtype=dtype, device=device, part=name)) for name in texts]
+    sources = [validated(open_model(model, dtype=dtype, device=device, component=name)) for name in texts]
     for source in sources:
         methods[source.part.name].supported_modules(source.architecture, source.meta_block(0))
     return [(source, methods[source.part.name], texts[source.part.name].load(source)) for source in sources]

@@ -54,11 +54,10 @@ def command(
     from ..calibration.store import MomentStore
     from ..compression.duration import timed
     from ..compression.validate_spec import validated
-    from ..models.dense_model import open_model
-    from ..report.record import read_record
+    from ..models.opening import open_model
 
     for method in [chosen] if components is None else chosen.values():
-        pipeline.check_mode(method, mode, moments is not None)
+        pipeline.check_mode(method, mode, stored=moments is not None)
     if output is None:
         output = Path(_name(model, [chosen] if components is None else [*chosen.values()]))
     if not dry_run:
@@ -67,7 +66,7 @@ def command(
         opened = partial(opened_components, model, chosen, text, config, dtype, device)
         return plan_components(opened(), None, json, mode) if dry_run else _several(opened, output, mode, json)
     store = MomentStore.open(moments) if moments else None
-    source = validated(open_model(model, dtype=dtype, device=device, part=component))
+    source = validated(open_model(model, dtype=dtype, device=device, component=component))
     chosen.supported_modules(source.architecture, source.meta_block(0))
     tokens = None if store else text.load(source)
 
@@ -82,8 +81,8 @@ def command(
         plan = with_time(plan)
         c.console().print(plan.table(), plan.summary())
 
-    folder = pipeline.compress(source, chosen, tokens, output, moments=store, mode=mode, on_plan=announce)
-    record = read_record(folder)
+    done = pipeline.compress(source, chosen, tokens, output, moments=store, mode=mode, on_plan=announce)
+    folder, record = done.output, done.record
     stock = summary.exported_as_stock(folder, record)
 
     def finish(out) -> None:
@@ -97,7 +96,7 @@ def command(
 
 def _several(opened: Callable[[], list[tuple]], output: Path, mode: str, json: bool) -> None:
     """Compress each component with its own sparsity. No name is kept of what is opened: it goes when its turn is over."""
-    from ..components import compress_parts
+    from ..components import compress_components
     from ..compression.duration import timed
     from ..report.record import read_record, records_of
 
@@ -105,7 +104,7 @@ def _several(opened: Callable[[], list[tuple]], output: Path, mode: str, json: b
         plan = timed(plan, source, plan.calibration, mode)
         c.console().print(plan.table(), plan.summary())
 
-    compress_parts(opened(), output, mode=mode, on_plan=announce)
+    compress_components(opened(), output, mode=mode, on_plan=announce)
     records = {record["plan"]["part"]: record for record in records_of(read_record(output))}
 
     def finish(out) -> None:

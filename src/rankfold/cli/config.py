@@ -118,9 +118,13 @@ def _of_comparison(identity: dict) -> Settings:
 
 
 def _of_base(facts: dict) -> Settings:
-    """Name the dense model, one from the hub with the commit it was read at, and the precision written."""
-    revision = f"@{facts['revision']}" if "revision" in facts else ""
-    return {"model": f"{facts['base_model']}{revision}", "dtype": facts["dtype"]}
+    """Name the dense model, one from the hub with the commit it was read at, and the precision written.
+
+    Of a local model the record has the name without the folder it lay in, so MODEL has to be given where it is not here.
+    """
+    name = f"{facts['base_model']}@{facts['revision']}" if "revision" in facts else facts["base_model"]
+    is_known = name.count("/") == 1 or Path(name).exists()
+    return {**({"model": name} if is_known else {}), "dtype": facts["dtype"]}
 
 
 def _of_calibration(calibration: dict) -> Settings:

@@ -48,9 +48,9 @@ def command(
 
 def _one(model: str, part: str | None, json: bool) -> None:
     from ..compression.validate_spec import validate_spec
-    from ..models.dense_model import open_model
+    from ..models.opening import open_model
 
-    source = open_model(model, part=part)
+    source = open_model(model, component=part)
     proof = validate_spec(source) if source.architecture.derived else None
     spec = proof.spec if proof else source.architecture
     numbers = {"logits": proof.logits, "attention": proof.attention, "units": proof.units} if proof else None

@@ -46,9 +46,9 @@ def command(
     from .. import pipeline
     from ..calibration.store import MomentStore
     from ..compression.duration import timed
-    from ..models.dense_model import open_model
+    from ..models.opening import open_model
 
-    source, tokens = open_model(model, dtype=dtype, device=device, part=component), None
+    source, tokens = open_model(model, dtype=dtype, device=device, component=component), None
     store = MomentStore.open(moments) if moments else None
     if store is None:
         tokens = text.load(source)

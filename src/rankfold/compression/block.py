@@ -12,47 +12,45 @@ from .._utils.memory import release_memory
 from .._utils.stopwatch import time_spent
 from ..architectures import BlockView
 from ..calibration.moments import BlockMoments, moved
+from ..calibration.providers import MomentProvider
 from ..calibration.store import MomentStore
-from ..calibration.supply import FromDense, FromStore, FromStreams
 from ..errors import NumericsError
 from ..methods import BlockResult, CompressionStep, Method
-from ..models.block_reader import BlockReader
 from ..models.dense_model import DenseModel
 from .held_out import HeldOut, NothingHeldOut
-from .output import FolderWriter, MemoryWriter
-from .probe_texts import NoProbeTexts, ProbeTexts
 from .replace import replace
 
-__all__ = ["Work", "algebra", "decompose", "run_stages"]
+__all__ = ["RunContext", "algebra", "decompose", "run_stages"]
 
 
-class Work(NamedTuple):
-    """What every block of a compression meets."""
+class RunContext(NamedTuple):
+    """What the steps of every block need."""
 
     source: DenseModel
     method: Method
-    read: BlockReader
-    supply: FromStore | FromDense | FromStreams  # where its moments come from
-    watch: HeldOut | NothingHeldOut  # what looks at the result on text that was not fitted
-    probes: ProbeTexts | NoProbeTexts  # and on other kinds of text
-    into: MemoryWriter | FolderWriter  # where it goes
+    provider: MomentProvider
+    held_out: HeldOut | NothingHeldOut  # windows that nothing is fitted to
     gradients: MomentStore | None = None  # of the dense model, where the method reads any
     shared: BlockMoments = MappingProxyType({})  # of all blocks of the dense model together, likewise
 
 
-def run_stages(work: Work, view: BlockView, ranks: dict[str, int]) -> tuple[BlockView, BlockResult]:
+def run_stages(context: RunContext, view: BlockView, ranks: dict[str, int]) -> tuple[BlockView, BlockResult]:
     """Compress a block; the modules in it are the smaller ones then."""
     whole = BlockResult({}, {}, {})
-    for stage in work.method.stages(view, ranks):
-        view, whole = run_stage(work, view, stage, whole)
+    for stage in context.method.stages(view, ranks):
+        view, whole = _run_stage(context, view, stage, whole)
     return view, whole
 
 
-def run_stage(work: Work, view: BlockView, stage: CompressionStep, whole: BlockResult) -> tuple[BlockView, BlockResult]:
+def _run_stage(
+    context: RunContext, view: BlockView, stage: CompressionStep, whole: BlockResult
+) -> tuple[BlockView, BlockResult]:
     """Measure the block as it is, decompose, replace; what came of it is added to ``whole``."""
-    beside = dict(work.shared) | (work.gradients[view.index] if work.gradients else {})
-    moments = work.supply.take(view, stage.statistics) | beside
-    held_out = functools.cache(lambda: work.watch.measure(view, stage.statistics))  # late, because moments are large
+    more = dict(context.shared) | (context.gradients[view.index] if context.gradients else {})
+    moments = context.provider.measure(view, stage.statistics) | more
+    held_out = functools.cache(
+        lambda: context.held_out.measure(view, stage.statistics)
+    )  # late, because moments are large
     release_memory()
     result = decompose(stage, view, moments, held_out)
     del moments
@@ -60,7 +58,7 @@ def run_stage(work: Work, view: BlockView, stage: CompressionStep, whole: BlockR
         with time_spent("decomposition"):
             for module, error in result.errors.items():
                 result.reports[module]["held_out_error"] = error(held_out())
-    view = replace(view, result, work.source)
+    view = replace(view, result, context.source)
     whole.modules.update(result.modules)
     whole.state.update(result.state)
     for module, report in result.reports.items():

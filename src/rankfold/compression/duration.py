@@ -18,9 +18,6 @@ from ..allocation import Measured, averages
 from ..architectures import BlockView
 from ..calibration.backward import PASSES
 from ..calibration.runner import Stream, advance, batch_tokens, measure, outputs, start
-from ..calibration.statistics import STATISTICS
-from ..calibration.streams import HiddenStates
-from ..calibration.supply import FromDense, FromStreams
 from ..data.batches import noise, tokens_in
 from ..data.calibration_data import mean_length
 from ..data.probes import most_tokens
@@ -30,7 +27,7 @@ from ..methods.work import Work, of_trial
 from ..models.dense_model import DenseModel
 from ..report.plan import Plan
 from .held_out import nats_per_token
-from .importance import of_dense, statistics_of
+from .importance import moment_provider, of_dense
 from .kl_divergence import LENGTH, WINDOWS, fit_tokens, least_rank, tried_ranks
 from .rates import seconds_for
 
@@ -136,15 +133,11 @@ def _seconds(source: DenseModel, run) -> float:
 
 def _through_stages(source: DenseModel, method: Method, view: BlockView, ranks, stream: Stream, mode: str) -> None:
     """What a compression does to a block, in place of whose smaller modules the dense ones run."""
-    if mode == "one-pass":
-        supply = FromDense(stream.copy())
-    else:
-        two = any(STATISTICS[name].two_streams for name in statistics_of(source, method))
-        supply = FromStreams(HiddenStates(stream.copy(), stream.copy() if two else None))
-    supply.enter(view, skip=False)
+    provider = moment_provider(source, method, stream.copy(), mode)
+    provider.enter(view)
     for stage in method.stages(view, ranks):
-        supply.take(view, stage.statistics)
-    supply.follow(view)
+        provider.measure(view, stage.statistics)
+    provider.follow(view)
 
 
 def _allocation(

@@ -18,14 +18,14 @@ from .._utils.stopwatch import time_spent
 from ..architectures import BlockView
 from ..calibration.likelihood import Comparison, compare_losses, perplexity_of, token_losses, warn_of_guessing
 from ..calibration.moments import BlockMoments, wide
+from ..calibration.providers import DenseMoments, HiddenStates
 from ..calibration.runner import Stream, advance, outputs, start
-from ..calibration.streams import HiddenStates
-from ..calibration.supply import FromDense, FromStreams
 from ..data.batches import Data, again, length_of
+from ..data.tokens import check_fits
 from ..errors import method_option
 from ..models.dense_model import DenseModel
 
-__all__ = ["HeldOut", "NothingHeldOut", "explained_ratio", "is_damaged", "nats_per_token"]
+__all__ = ["HeldOut", "NothingHeldOut", "explained_ratio", "follow_held_out", "is_damaged", "nats_per_token"]
 
 log = logging.getLogger(__name__)
 
@@ -63,20 +63,20 @@ class HeldOut:
         self.source, self.ids, self.sequential = source, ids, sequential
         self.dense = start(source, ids, autocast=source.autocast)
         self.small = self.dense.copy()
-        self.supply = FromStreams(HiddenStates(self.small, self.dense)) if sequential else FromDense(self.dense)
+        self.provider = HiddenStates(self.small, self.dense) if sequential else DenseMoments(self.dense)
         self.drift: list[float] = []  # of the compressed from the dense stream, behind every block
 
     def enter(self, view: BlockView, *, skip: bool) -> None:
         """Go through the dense block; ``skip``: nobody will measure it."""
-        self.supply.enter(view, skip=skip)
+        self.provider.enter(view, skip=skip)
 
     def measure(self, view: BlockView, statistics: set[str]) -> BlockMoments:
         """Moments of the block as it is now, on the held-out windows."""
-        return self.supply.take(view, statistics)
+        return self.provider.measure(view, statistics)
 
     def follow(self, view: BlockView) -> None:
         """Go through the compressed block in its place."""
-        self.supply.follow(view)
+        self.provider.follow(view)
         if not self.sequential:
             advance(view, self.small)
         self.drift.append(_drift(self.dense.hidden, self.small.hidden))
@@ -176,6 +176,14 @@ class NothingHeldOut:
 
     def finish(self, sparsity: float, *, can_exclude: bool = True) -> None:
         log.warning("no calibration window was kept out of the fit, so nothing checks the result; evaluate it")
+
+
+def follow_held_out(source: DenseModel, ids: Data | None, mode: str) -> HeldOut | NothingHeldOut:
+    """Start the held-out windows of a calibration set; a small one has none."""
+    if ids is None:
+        return NothingHeldOut()
+    check_fits(ids, source)
+    return HeldOut(source, ids, sequential=mode == "sequential")
 
 
 @time_spent("forward")

@@ -12,9 +12,11 @@ from ..architectures import BlockView
 from ..calibration.backward import sweep, windows_for
 from ..calibration.gradients import gradient_observers, widest
 from ..calibration.moments import BlockMoments
+from ..calibration.providers import DenseMoments, HiddenStates, MomentProvider
+from ..calibration.runner import Stream
 from ..calibration.statistics import STATISTICS
 from ..calibration.store import MomentStore
-from ..checkpoint.run import Run
+from ..checkpoint.run import RunFolder
 from ..data.calibration_data import CalibrationData
 from ..errors import OptionError, UnsupportedModelError
 from ..methods import BLOCK, MeasurableMethod, Method
@@ -30,6 +32,7 @@ __all__ = [
     "available",
     "gradients_of",
     "measure_allocation",
+    "moment_provider",
     "needed",
     "of_dense",
     "shared_of",
@@ -40,6 +43,14 @@ __all__ = [
 def statistics_of(source: DenseModel, method: Method) -> set[str]:
     """Statistics that decomposing with this method reads."""
     return set().union(*(method.statistics(source.meta_block(i)) for i in range(len(source))))  # layers differ in kind
+
+
+def moment_provider(source: DenseModel, method: Method, stream: Stream, mode: str) -> MomentProvider:
+    """Return what measures the blocks of a compression, on a stream in front of the first one."""
+    if mode == "one-pass":
+        return DenseMoments(stream)
+    two = any(STATISTICS[name].two_streams for name in statistics_of(source, method))
+    return HiddenStates(stream, stream.copy() if two else None)
 
 
 def needed(source: DenseModel, method: Method) -> set[str]:
@@ -83,7 +94,7 @@ def measure_allocation(
     options: RankOptions,
     moments: MomentStore | None = None,
     tokens: CalibrationData | None = None,
-    run: Run | None = None,
+    run: RunFolder | None = None,
     gradients: MomentStore | None = None,
 ):
     """Return what the allocation of a method measures on the dense model (:meth:`rankfold.allocation.Allocation.measure`).
@@ -102,7 +113,7 @@ class _Dense(NamedTuple):
     options: RankOptions
     moments: MomentStore | None
     tokens: CalibrationData | None
-    run: Run | None
+    run: RunFolder | None
     gradients: MomentStore | None
 
     def means(self, statistic: str) -> dict[int, Tensor]:
@@ -158,7 +169,7 @@ class _Dense(NamedTuple):
 
 
 def gradients_of(
-    source: DenseModel, method: Method, tokens: CalibrationData | None, run: Run | None = None
+    source: DenseModel, method: Method, tokens: CalibrationData | None, run: RunFolder | None = None
 ) -> MomentStore | None:
     """Statistics of one backward pass through the dense model, where the method reads any; kept with the run while it lasts.
 

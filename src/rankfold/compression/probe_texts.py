@@ -98,7 +98,7 @@ def follow_probe_texts(source: DenseModel) -> ProbeTexts | NoProbeTexts:
     """Start the probe texts of a model; encoders have none, and a model may have no tokenizer that reads them."""
     if not source.architecture.decoder:
         return NoProbeTexts(None)
-    if not source.has_tokenizer:
+    if not source.processors.has_tokenizer:
         return NoProbeTexts("the model came without a tokenizer")
     try:
         probes = load_probes(source)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..architectures import BlockView
-from ..checkpoint.run import as_written
+from ..checkpoint.blocks import as_written
 from ..errors import NumericsError
 from ..methods import BlockResult
 from ..models.dense_model import DenseModel

@@ -72,7 +72,7 @@ def samples_of_examples(
     if not found:
         raise DataError(f"{name} has no rows; give one with text and images")
     chosen, fitted = some_of(name, "examples", found, samples, options.seed)
-    maker = model.processor if processor is None else processor
+    maker = model.processors.processor if processor is None else processor
     examples = tuple(_example(row, maker, model) for row in chosen)
     origin, draw = (origin_of(place), "examples of the whole file") if rows is None else (rows.origin, rows.draw)
     facts = {"text_column": None if column == "text" else column, "wanted": samples}

@@ -55,7 +55,7 @@ def samples_of_images(
     column, samples = options.image_column, options.num_samples
     found = _find(name, rows, column, samples + held_out_images(samples))
     chosen, fitted = some_of(found.name, "images", found.readers, samples, options.seed, held_out_images)
-    processor = model.image_processor if processor is None else processor
+    processor = model.processors.image_processor if processor is None else processor
     images = (_examples if model.part.packed else _pixels)(chosen, processor)
     return images_as_data(images, fitted, model.part, options, found.name, found.origin, found.draw)
 

@@ -53,7 +53,7 @@ def passages_of(kind: str) -> tuple:
 
 def most_tokens(source) -> int:
     """Return how many tokens the passages have at most, padding included; 0 where the model reads none."""
-    if not (source.architecture.decoder and source.has_tokenizer):
+    if not (source.architecture.decoder and source.processors.has_tokenizer):
         return 0
     return LENGTH * sum(len(passages_of(kind)) for kind in KINDS)
 

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 from .._utils.memory import release_memory
 from ..errors import OptionError, UnsupportedModelError
 from ..models.given import resolve_model
-from ..models.weights import Weights
 from ..report.record import environment, process_status
 from .complexity import cache_bytes, complexity
 from .speed import PROMPT, STEPS, lengths, prompts, run, speed
@@ -93,8 +92,8 @@ def bytes_on_disk(model: str | Path) -> int:
     Raises:
         CheckpointError: there are none.
     """
-    path = resolve_model(model)
-    return path.stat().st_size if path.is_file() else Weights(path).bytes_on_disk
+    path, weights = resolve_model(model)
+    return weights.bytes_on_disk if weights else path.stat().st_size
 
 
 def peak_memory(model: PreTrainedModel, ids: Tensor, steps: int) -> int | None:

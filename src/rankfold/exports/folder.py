@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from .._utils.progress import track
-from ..checkpoint.run import as_written
+from ..checkpoint.blocks import as_written
 from ..checkpoint.shards import Shards, write_around
 from ..compression.verify import Probe
 from ..models.dense_model import DenseModel

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from .._utils.present import present
 from .._utils.progress import track
 from ..architectures import FIXED_ROTARY, AttentionView
-from ..checkpoint.run import as_written
+from ..checkpoint.blocks import as_written
 from ..compression.verify import Probe
 from ..errors import UnsupportedModelError
 from ..models.dense_model import DenseModel

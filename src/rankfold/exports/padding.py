@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .._utils.present import present
 from ..architectures import AttentionView, BlockView, Dense, ExpertsView, MLPView
-from ..checkpoint.run import as_written
+from ..checkpoint.blocks import as_written
 from ..errors import UnsupportedModelError
 from ..linalg.padding import pad_units, scatter_heads
 from .reading import Heads, read_heads, read_rising

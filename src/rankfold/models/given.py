@@ -1,6 +1,7 @@
 """What the caller gave as a model: a hub id, a folder, a file or a model in memory; decided here for all commands."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from .listing import MERGED, Listing, check_listing
 from .signs import SAVED, check_filled, check_names, check_numbers, kind_of
 from .weights import Weights
 
-__all__ = ["check_given", "check_quantised", "check_tied", "resolve_model"]
+__all__ = ["ModelFiles", "check_given", "check_quantised", "check_tied", "resolve_model"]
 
 DEQUANTISES = {
     "fp8": "FineGrainedFP8Config",
@@ -26,8 +27,15 @@ DEQUANTISES = {
 KNOWN = ("torch", "transformers")  # whose linear layers compute what their weight says
 
 
-def resolve_model(model: str | Path, revision: str | None = None) -> Path:
-    """Return the folder or ``.gguf`` file of a model, dense or compressed, that transformers reads.
+class ModelFiles(NamedTuple):
+    """Where a model lies."""
+
+    path: Path  # a folder, or a ``.gguf`` file
+    weights: Weights | None  # of a folder: the headers of its shards have been read
+
+
+def resolve_model(model: str | Path, revision: str | None = None) -> ModelFiles:
+    """Find a model, dense or compressed, that transformers reads.
 
     Args:
         model: hub id, folder or file.
@@ -46,7 +54,7 @@ def resolve_model(model: str | Path, revision: str | None = None) -> Path:
         _check_repository(str(model), revision)
     if not path.is_dir():
         check_file(path)
-        return path
+        return ModelFiles(path, None)
     check_folder(path)
     config, weights = raw_config(path), Weights(path)
     if "quantization" in config:
@@ -56,7 +64,7 @@ def resolve_model(model: str | Path, revision: str | None = None) -> Path:
     if not config.get("quantization_config"):
         check_numbers({name: place.kind for name, place in weights.places.items()}, str(path))
         check_filled({name: place.shape for name, place in weights.places.items()}, str(path))
-    return path
+    return ModelFiles(path, weights)
 
 
 def _check_repository(name: str, revision: str | None) -> None:

@@ -1,5 +1,6 @@
 """The run record: one JSON with everything a number depends on."""
 
+import json
 import os
 import platform
 import sys
@@ -13,7 +14,7 @@ from .._utils.hardware import cpu_facts
 from .._utils.schema import NUMBER, Each, Maybe, check_record
 from ..data.calibration_data import upgrade_calibration
 from ..errors import CheckpointError
-from ..methods.upgrade import upgraded
+from ..methods.upgrade import upgraded as upgraded_options
 from ..version import __version__
 
 __all__ = [
@@ -90,7 +91,7 @@ def read_record(place: Path) -> dict:
     for one in records_of(record):
         _check(one, path)
         for options, key in ((one, "options"), (one["plan"], "method")):
-            options |= {key: upgraded(options[key])} if isinstance(options.get(key), dict) else {}
+            options |= {key: upgraded_options(options[key])} if isinstance(options.get(key), dict) else {}
     return record
 
 
@@ -159,10 +160,11 @@ def run_record(source, description: dict, plan, reports: dict) -> dict:
     estimates = {"seconds": plan.seconds, "peak_memory_bytes": plan.peak_memory_bytes}
     measurements = {"peak_memory_bytes": peak_memory_bytes(), "estimated": estimates}
     planned = {key: value for key, value in plan.to_dict().items() if key not in {*estimates, "calibration"}}
-    return {
+    record = {
         **description,
         "versions": versions(),
         "plan": planned,
         "blocks": reports,
         "run": measurements | environment(source.device),
     }
+    return json.loads(json.dumps(record))  # as it will be read

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from families import opened, some_ids
+from rankfold.calibration.providers import DenseMoments, HiddenStates
 from rankfold.calibration.runner import advance, measure, start
-from rankfold.calibration.streams import HiddenStates
-from rankfold.calibration.supply import FromDense, FromStreams
 
 STATISTICS = {"mlp_hidden"}
 
@@ -28,19 +27,19 @@ def halved(source):
 def supplied(source, *, sequential: bool):
     """What gives the moments, and its stream."""
     stream = moved(source)
-    return (FromStreams(HiddenStates(stream)) if sequential else FromDense(stream)), stream
+    return (HiddenStates(stream) if sequential else DenseMoments(stream)), stream
 
 
 @pytest.mark.parametrize("taken", [True, False], ids=["measured", "of an earlier run"])
 @pytest.mark.parametrize("sequential", [True, False])
 def test_the_stream_goes_through_compressed_blocks_or_through_dense_ones(sequential, taken):
     source = opened("llama")
-    (supply, stream), dense = supplied(source, sequential=sequential), moved(source, source.block(0))
-    supply.enter(source.block(0), skip=not taken)
+    (provider, stream), dense = supplied(source, sequential=sequential), moved(source, source.block(0))
+    provider.enter(source.block(0), skip=not taken)
     if taken:
-        supply.take(source.block(0), STATISTICS)
+        provider.measure(source.block(0), STATISTICS)
     view = halved(source)
-    supply.follow(view)
+    provider.follow(view)
     expected = moved(source, view) if sequential else dense
     torch.testing.assert_close(stream.hidden, expected.hidden)
     assert not torch.allclose(moved(source, view).hidden[0], dense.hidden[0])
@@ -50,9 +49,9 @@ def test_the_stream_goes_through_compressed_blocks_or_through_dense_ones(sequent
 def test_one_pass_gives_moments_as_a_store_would(sequential):
     source = opened("llama")
     plain = measure(source.block(0), moved(source), STATISTICS, step=False)["mlp_hidden"]
-    supply, _ = supplied(source, sequential=sequential)
-    supply.enter(source.block(0), skip=False)
-    ours = supply.take(source.block(0), STATISTICS)["mlp_hidden"]
+    provider, _ = supplied(source, sequential=sequential)
+    provider.enter(source.block(0), skip=False)
+    ours = provider.measure(source.block(0), STATISTICS)["mlp_hidden"]
     expected = plain if sequential else plain.rounded()
     assert torch.equal(ours.second, expected.second) and ours.second.dtype == expected.second.dtype
     assert plain.second.dtype != plain.rounded().second.dtype

@@ -1,0 +1,35 @@
+"""One batch through the network of an open model."""
+
+import inspect
+from collections.abc import Mapping
+
+from torch import Tensor
+
+__all__ = ["forward"]
+
+
+def forward(source, batch: Tensor | Mapping[str, Tensor], **options):
+    """Return what the network of a model makes of a batch.
+
+    Args:
+        source: an open model.
+        batch: ``(B, T)`` token ids, or ``(B, C, H, W)`` pixels as its image processor gives them; or all inputs by name, as
+            the processor of a model of images and text gives them, or as a tower for images of any size takes them.
+        options: of the network's own forward.
+    """
+    part = source.part
+    options |= {"use_cache": False} if part.architecture.decoder else {}
+    given = {part.input_name: batch} if isinstance(batch, Tensor) else batch
+    given = {name: tensor.to(source.device) for name, tensor in given.items()}
+    if part.architecture.projects and not part.packed:  # Qwen-VL's tower has its projector inside
+        return _project(source.network, **given)
+    return source.network(**given, **options)
+
+
+def _project(network, pixel_values: Tensor):
+    """Send images through the tower before a projector. Some ask for the sizes of images that were cut into several; these were
+    not."""
+    see = network.get_image_features
+    sizes = inspect.signature(see).parameters.get("image_sizes")
+    is_wanted = sizes is not None and sizes.default is inspect.Parameter.empty
+    return see(pixel_values, **({"image_sizes": [tuple(x.shape[1:]) for x in pixel_values]} if is_wanted else {}))

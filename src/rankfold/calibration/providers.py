@@ -1,0 +1,76 @@
+"""Where the moments of the next block come from while blocks are compressed one after the other.
+
+For every block: ``enter`` it while it is dense, ``measure`` it once for every step, ``follow`` it when it is compressed.
+"""
+
+from ..architectures import BlockView
+from .moments import BlockMoments
+from .observers import DenseBatch
+from .runner import Stream, advance, advance_dense, measure
+from .store import MomentStore
+
+__all__ = ["DenseMoments", "HiddenStates", "MomentProvider", "StoredMoments"]
+
+
+class MomentProvider:
+    """What the pipeline calls; nothing happens between the measurements by default."""
+
+    def enter(self, view: BlockView, *, skip: bool = False) -> None:
+        """Go through a dense block; ``skip``: nobody needs its moments."""
+
+    def measure(self, view: BlockView, statistics: set[str]) -> BlockMoments:
+        """Return the moments of the block as it is now."""
+        raise NotImplementedError
+
+    def follow(self, view: BlockView) -> None:
+        """Go through a compressed block."""
+
+
+class StoredMoments(MomentProvider):
+    """Moments of the dense model that are there already."""
+
+    def __init__(self, moments: MomentStore):
+        self.moments = moments
+
+    def measure(self, view: BlockView, statistics: set[str]) -> BlockMoments:
+        return dict(self.moments[view.index])
+
+
+class DenseMoments(MomentProvider):
+    """Moments measured in one pass of the dense model; a store would give the same."""
+
+    def __init__(self, stream: Stream):
+        self.stream = stream
+
+    def enter(self, view: BlockView, *, skip: bool = False) -> None:
+        if skip:
+            advance(view, self.stream)
+
+    def measure(self, view: BlockView, statistics: set[str]) -> BlockMoments:
+        moments = measure(view, self.stream, statistics, step=True)
+        return {name: moment.rounded() for name, moment in moments.items()}
+
+
+class HiddenStates(MomentProvider):
+    """Moments measured on the hidden states that the compressed blocks produce and, where a statistic compares the two, beside
+    those of the dense blocks.
+
+    Args:
+        compressed: the stream that goes through compressed blocks.
+        dense: another one of the same windows, which goes through dense blocks; ``None`` where nothing compares the two.
+    """
+
+    def __init__(self, compressed: Stream, dense: Stream | None = None):
+        self.compressed, self.dense = compressed, dense
+        self._dense_batches: list[DenseBatch] | None = None
+
+    def enter(self, view: BlockView, *, skip: bool = False) -> None:
+        if self.dense is not None:
+            self._dense_batches = advance_dense(view, self.dense)
+
+    def measure(self, view: BlockView, statistics: set[str]) -> BlockMoments:
+        return measure(view, self.compressed, statistics, step=False, dense=self._dense_batches)
+
+    def follow(self, view: BlockView) -> None:
+        self._dense_batches = None
+        advance(view, self.compressed)

@@ -1,0 +1,106 @@
+"""The finished blocks of a run: one safetensors shard and one report each."""
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from .._utils.files import read_json, write_json, write_tensors
+from ..errors import CheckpointError
+from ..methods import BlockResult
+from .load import empty_model
+from .shards import Shards
+
+__all__ = ["BlockFiles", "as_written"]
+
+
+class BlockFiles:
+    """Blocks of a result in a folder.
+
+    Args:
+        folder: where they lie, and will be loaded from.
+        blocks: how many the result has.
+    """
+
+    def __init__(self, folder: Path, blocks: int):
+        self.folder, self.shards = folder, Shards(folder, blocks)
+
+    def __contains__(self, index: int) -> bool:
+        return self._report(index).exists()  # written after the shard
+
+    def _basis(self, index: int) -> Path:
+        return self.folder / f"basis-{index:05d}.safetensors"
+
+    def _report(self, index: int) -> Path:
+        return self.folder / f"block-{index:05d}.json"
+
+    def save_block(
+        self, index: int, place: int, prefix: str, module: nn.Module, dtype: torch.dtype, result: BlockResult
+    ) -> None:
+        """Make one finished block durable.
+
+        Args:
+            index: in the dense model.  place, prefix: number and path in the result.
+        """
+        state = {f"{prefix}.{name}": as_written(tensor, dtype) for name, tensor in module.state_dict().items()}
+        self.shards.write(place, state)
+        if result.basis is not None:
+            write_tensors(self._basis(index), {"basis": result.basis}, {"format": "pt"})
+        self.save_report(index, result)
+
+    def save_report(self, index: int, result: BlockResult) -> None:
+        """Note that a block is done; all there is of one that is removed."""
+        changed = [name for name in result.state if not name.startswith(_inside(result))]  # in modules that are kept
+        write_json(self._report(index), {"modules": result.modules, "changed": changed, "reports": result.reports})
+
+    def load_block(self, index: int, place: int, prefix: str) -> BlockResult:
+        """Read a finished block; arguments as for :meth:`save_block`."""
+        found, changed = self._load_report(index)
+        state = self._load(self.shards.path(place))
+        state = {name.removeprefix(prefix + "."): tensor for name, tensor in state.items()}
+        basis = self._load(self._basis(index))["basis"] if self._basis(index).exists() else None
+        kept = {name: tensor for name, tensor in state.items() if name.startswith(_inside(found)) or name in changed}
+        return found._replace(state=kept, basis=basis)
+
+    def _load(self, file: Path) -> dict[str, Tensor]:
+        try:
+            return load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file} is damaged ({error}); remove {self.folder} and start again") from error
+
+    def load_report(self, index: int) -> BlockResult:
+        """Read a finished block without its tensors."""
+        return self._load_report(index)[0]
+
+    def _load_report(self, index: int) -> tuple[BlockResult, set[str]]:
+        """And the tensors that changed in modules that are kept."""
+        facts = read_json(self._report(index))
+        return BlockResult(facts["modules"], {}, facts["reports"]), set(facts["changed"])
+
+    def write_rest(self, source) -> None:
+        """Write the tensors outside the blocks, and the index of all."""
+        outer = {name: as_written(tensor, source.dtype) for name, tensor in source.outer_state().items()}
+        self.shards.write(self.shards.blocks, outer)
+        self.shards.write_index()
+
+    def check(self, config, source) -> nn.Module:
+        """Return the empty model that the config describes, once names and shapes on the disk are its own.
+
+        Raises:
+            CheckpointError: they are not.
+        """
+        model = empty_model(config, source.model.config._attn_implementation, source.compute_dtype)
+        self.shards.check(model)
+        return model
+
+
+def as_written(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor as it is written: floats in the model's dtype, indices as they are."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _inside(result: BlockResult) -> tuple[str, ...]:
+    """What the names of a block's tensors begin with that belong to modules of ours."""
+    return tuple(f"{path}." if path else "" for path in result.modules)

@@ -1,0 +1,73 @@
+"""What a compression came to."""
+
+import dataclasses
+import functools
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from ..checkpoint.load import load_model
+from ..checkpoint.saving import save_model
+from ..models.processors import Processors
+from ..report.plan import ModulePlan, Plan
+from ..report.record import read_record
+
+__all__ = ["CompressionResult"]
+
+
+class CompressionResult:
+    """A compressed model, what was planned, and what happened.
+
+    Attributes:
+        plan: ranks, sizes and counts.
+        record: everything the numbers depend on and what was measured; ``rankfold.json`` of a folder.
+        output: the folder that was written; ``None`` where the model is in memory only.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        record: dict,
+        output: Path | None = None,
+        model: PreTrainedModel | None = None,
+        *,
+        processors: Processors | None = None,
+        device: str = "auto",
+    ):
+        self.plan, self.record, self.output = plan, record, output
+        self._model, self._processors, self._device = model, processors, device
+
+    @classmethod
+    def of_folder(cls, output: Path, *, device: str = "auto") -> "CompressionResult":
+        """Describe a folder that a compression has written."""
+        record = read_record(output)
+        planned = record["plan"] | record["run"]["estimated"] | {"calibration": record["calibration"]}
+        known = {field.name for field in dataclasses.fields(Plan)}
+        modules = tuple(ModulePlan(**module) for module in planned["modules"])
+        plan = Plan(**{key: value for key, value in planned.items() if key in known} | {"modules": modules})
+        return cls(plan, record, output, device=device)
+
+    @functools.cached_property
+    def model(self) -> PreTrainedModel:
+        """The compressed model in memory; of a folder it is loaded at the first use."""
+        return self._model if self.output is None else load_model(self.output, device=self._device)
+
+    def save_pretrained(self, folder: str | Path) -> Path:
+        """Write the model, with its tokenizer where it has one, so that it loads anywhere.
+
+        Raises:
+            CheckpointError: the folder exists or cannot be written.
+        """
+        found = self._processors
+        return save_model(self.model, folder, found.tokenizer if found and found.has_tokenizer else None)
+
+    def __repr__(self) -> str:
+        plan, held_out = self.plan, self.record["held_out"] or {}
+        facts = [
+            f"{plan.method['method']}, sparsity {plan.sparsity:.2f}",
+            f"{plan.parameters:,} -> {plan.parameters_after:,} parameters",
+        ]
+        if "perplexity" in held_out:
+            facts.append(f"held-out perplexity {held_out['perplexity_dense']:.2f} -> {held_out['perplexity']:.2f}")
+        facts.append("in memory" if self.output is None else f"in {str(self.output)!r}")
+        return f"CompressionResult({'; '.join(facts)})"

@@ -1,0 +1,149 @@
+"""Opening a dense model: from the hub, a folder, a GGUF file, or in memory."""
+
+import logging
+from pathlib import Path
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+
+from ..architectures import part_of
+from ..errors import CheckpointError, OptionError, RankfoldError, first_line
+from .auto_classes import auto_class
+from .dense_model import DenseModel
+from .devices import DTYPES, resolve_device, resolve_dtype
+from .given import ModelFiles, check_given, check_quantised, check_tied, resolve_model
+from .hub import commit_of, split_revision
+from .processors import Processors
+from .tables import check_tables
+from .tokenizer import TokenizerFiles
+from .weights import Weights, fill_outer
+from .whole import check_unused, read_config, read_generation_config, read_gguf, read_whole, untie
+
+__all__ = ["open_model", "stored_dtype"]
+
+log = logging.getLogger(__name__)
+
+
+def open_model(
+    model: "str | Path | nn.Module",
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    tokenizer=None,
+    component: str | None = None,
+    revision: str | None = None,
+) -> DenseModel:
+    """Open a model for compression.
+
+    Args:
+        model: hub id (``owner/name``, or ``owner/name@revision``), local folder, local ``.gguf`` file, or a transformers model
+            already in memory, which is not changed.
+        dtype: ``float32``, ``bfloat16`` or ``float16``: what the result is written in; ``auto`` is as the checkpoint stores
+            it, and ``bfloat16`` for a ``.gguf`` file, whose few bits fp32 would only make longer.
+        device: ``cpu``, ``cuda`` or ``mps``; ``auto`` is that of a model in memory, or else the fastest there is.
+        tokenizer: overrides the one beside the weights.
+        component: ``language``, ``vision`` or ``projector`` of a model that has several; by default the one that writes text,
+            or else the only one.
+        revision: of a hub id: branch, tag or commit.
+
+    Raises:
+        CheckpointError, UnsupportedModelError, OptionError: with one line saying what to do.
+    """
+    wanted = resolve_dtype(dtype)
+    if isinstance(model, nn.Module):
+        return _open_given(model, wanted, device, tokenizer, component, revision)
+    where, found = resolve_device(device), resolve_model(model, revision)
+    path, is_here = found.path, Path(str(model)).expanduser().exists()
+    name = path.name if is_here else split_revision(str(model))[0]  # no local paths in results
+    read = _read_folder if found.weights else _read_gguf
+    network, storage_dtype, weights, size, stack = read(found, where, wanted, component)
+    processors = Processors(name, TokenizerFiles.beside(path), tokenizer)
+    source = DenseModel(network, name, where, storage_dtype, weights, processors, size, stack, commit_of(path))
+    if not len(source):
+        raise CheckpointError(f"{name} has no blocks by its config; correct num_hidden_layers in config.json")
+    return source
+
+
+def _open_given(model: nn.Module, dtype: torch.dtype | None, device: str, tokenizer, component, revision) -> DenseModel:
+    """As :func:`open_model`, for a model that the caller holds."""
+    part = check_given(model, component)
+    check_tied(model)
+    if revision is not None:
+        raise OptionError(f"a revision is of a hub id, and the model is in memory, got {revision!r}; leave it out")
+    where = model.device if device == "auto" else resolve_device(device)
+    if where.type != model.device.type:
+        raise OptionError(
+            f"the model in memory is on {model.device}, got device {device!r}; move it (model.to({device!r})), or leave device "
+            "out"
+        )
+    place, commit = getattr(model, "name_or_path", ""), getattr(model.config, "_commit_hash", None)
+    name = place or type(model).__name__
+    processors = Processors(name, TokenizerFiles(Path(place), revision=commit) if place else None, tokenizer)
+    return DenseModel(model, name, where, dtype or model.dtype, None, processors, part=part, revision=commit)
+
+
+def _read_gguf(found: ModelFiles, device: torch.device, dtype: torch.dtype | None, component: str | None):
+    """As :func:`_read_folder`. All numbers are held in fp32, so that the fingerprint does not depend on the dtype written."""
+    file, written = found.path, dtype or torch.bfloat16
+    log.info("%s is de-quantised; its weights are written in %s", file.name, str(written).removeprefix("torch."))
+    model = read_gguf(file, torch.float32).to(device)
+    return model, written, None, file.stat().st_size, part_of(model, component)
+
+
+def _read_folder(found: ModelFiles, device: torch.device, dtype: torch.dtype | None, component: str | None):
+    """The model around its blocks, the dtype weights are written in, where blocks are read from, bytes on disk, and the part
+    that is taken."""
+    folder, weights = found
+    config, size = read_config(folder), weights.bytes_on_disk
+    check_quantised(config, str(folder))
+    weights.check_config(config)
+    storage_dtype = dtype or stored_dtype(config, weights)
+    with torch.device("meta"):  # before anything is as large as the config says
+        outline = _empty(config, storage_dtype)
+    check_quantised(config, str(folder), part_of(outline, component).architecture.blocks)
+    named_alike = weights.match(outline)
+    weights.check_fits(outline)
+    check_tables(outline)
+    model = _empty(config, torch.float32 if device.type == "cpu" else storage_dtype)
+    stack = part_of(model, component)
+    if named_alike:
+        if any(weights.differ(*pair) for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items()):
+            untie(config, str(folder))
+            model = _empty(config, model.dtype)
+        check_unused(weights.unused(model), model, folder)
+        fill_outer(model, stack.architecture.blocks, weights, storage_dtype, device)
+    else:
+        log.info(
+            "the checkpoint names its weights differently from the model: reading it as a whole, not block by block"
+        )
+        model, weights = read_whole(folder, config, storage_dtype, device), None
+    if generation := read_generation_config(folder):
+        model.generation_config = generation
+    return model, storage_dtype, weights, size, stack
+
+
+def stored_dtype(config, weights: Weights) -> torch.dtype:
+    """Return the dtype in which transformers' ``dtype="auto"`` holds a checkpoint: its config's, or else its tensors'.
+
+    Raises:
+        CheckpointError: it is not one of the dtypes that can be written.
+    """
+    stored = config.dtype or weights.dtype
+    if stored not in DTYPES.values():
+        named = f"{weights.folder / 'config.json'} names" if config.dtype else f"the tensors in {weights.folder} have"
+        raise CheckpointError(
+            f"{named} the dtype {str(stored).removeprefix('torch.')}, which is not one of {', '.join(DTYPES)}; choose one of "
+            "these with --dtype"
+        )
+    return stored
+
+
+def _empty(config, dtype: torch.dtype):
+    try:
+        with init_empty_weights(include_buffers=False):
+            return auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
+    except RankfoldError:
+        raise
+    except Exception as error:  # settings that no model can be built from end in whatever type meets them first
+        raise CheckpointError(f"config.json describes no model that can be built ({first_line(error)})") from error
