@@ -16,14 +16,15 @@ import time
 from pathlib import Path
 
 import common
-from perplexity_table import ABLATIONS
+from experiment import of_name
 from rankfold import CalibrationData, Rankfold, compress, make_method
 from rankfold.calibration.runner import advance, start
 from rankfold.data.load import load_calibration
 
 TARGETS = {"one-pass": 2.0, "sequential": 3.5}
 MORE = 3.0  # times one-pass that the default may cost on top of it
-DEFAULTS = {"default": {}, **ABLATIONS}
+STEPS = ("allocation=uniform", "feedback=false", "sensitivity=gradient", "removal=true")
+DEFAULTS = {"default": {}} | {f"rankfold {step}": of_name(f"rankfold {step}")[1] for step in STEPS}
 KINDS = ("forward", "one-pass", "sequential", *DEFAULTS)
 DEFINITIONS = {
     "forward_seconds": "embedding and all blocks over the calibration tokens, block by block; median over rounds",

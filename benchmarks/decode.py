@@ -18,8 +18,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, StaticCache
 
 import common
+from module_speed import summary
+from pages.costs import settled
 from rankfold.modules import METHOD_NAME
-from settled_speed import cell, summary
 
 DEFINITIONS = {
     "decode": "B tokens over the time of one greedy step with a cache that holds the prompt; medians over rounds",
@@ -55,7 +56,7 @@ def main() -> None:
         for batch in args.batch:
             found = measure(models, batch, args.prompt, args.rounds, args.compile)
             record.add(f"{name}, batch {batch}", shape=name, batch=batch, found=found)
-            common.say(f"{name}, batch {batch}: " + ", ".join(f"{kind} {cell(row)}" for kind, row in found.items()))
+            common.say(f"{name}, batch {batch}: " + ", ".join(f"{kind} {settled(row)}" for kind, row in found.items()))
     common.say(f"wrote {common.shown(str(args.json))}")
 
 
@@ -140,18 +141,6 @@ def products(model: nn.Module, batch: int):
             nn.functional.linear(inputs[matrix.in_features], matrix.weight)
 
     return step
-
-
-def table(record: dict) -> list[str]:
-    """Shapes by what was measured."""
-    head = ["", "batch", "dense", "compressed", "matrix products alone"]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    for row in record["rows"]:
-        cells = [cell(row["found"][kind]) for kind in ("dense", "compressed", "matrix products, compressed")]
-        lines.append("| " + " | ".join([row["shape"], str(row["batch"]), *cells]) + " |")
-    options = record["config"]
-    under = "torch.compile, a static cache" if options["compile"] else "eager, the cache that grows"
-    return [f"{options['dtype']}; {options['rounds']} rounds after {options['prompt']} tokens; {under}.", "", *lines]
 
 
 if __name__ == "__main__":

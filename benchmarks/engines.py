@@ -168,34 +168,5 @@ def throughput(python: Path, folder: Path) -> dict[str, float]:
         return {"throughput": json.loads(out.read_text(encoding="utf-8"))["tokens_per_second"]}
 
 
-def table(record: dict) -> list[str]:
-    """Rows of docs/results/engines.md."""
-    from render import grid
-
-    speeds = ("prefill", "decode", "throughput")
-
-    def shown(row: dict, what: str) -> str:
-        if what not in row:
-            return ""
-        if f"{what} ratio" not in row:
-            return f"{row[what]:,.0f}"
-        low, high = row[f"{what} ratio quartiles"]
-        return f"{row[what]:,.0f} (× {row[f'{what} ratio']:.2f}, {low:.2f}–{high:.2f})"
-
-    rows = [
-        [
-            r["engine"],
-            r["version"],
-            r["dtype"],
-            r["model"],
-            str(r["rounds"]),
-            f"{r['bytes'] / 1e6:.0f} MB",
-            *(shown(r, s) for s in speeds),
-        ]
-        for r in record["rows"]
-    ]
-    return grid(["engine", "version", "weights", "model", "rounds", "size", *speeds], rows)
-
-
 if __name__ == "__main__":
     main()

@@ -21,19 +21,17 @@ from torch import nn
 from transformers import AutoProcessor
 
 import common
-import latent_table
 import picture_model
 import pictures
+from experiment import of_name
 from rankfold import compress, load_calibration, make_method, open_model
 from rankfold.errors import NumericsError, OptionError
 
-LATENT = tuple(latent_table.METHODS)[:8]  # the rows of the paper's table and what leads from one to the next
-METHODS = {
-    **{name: latent_table.METHODS[name] for name in LATENT},
-    common.MODULE_FORMS_NAME: ("modegpt", common.MODULE_FORMS),
-    "modegpt": ("modegpt", {}),
-    "rankfold": ("rankfold", {}),
-}
+NAMES = (
+    *("identity", "hessian", "l1", "l2", "covariance", "rootcov", "rootcov + block identity", "latentllm (joint)"),
+    *("modegpt, the paper's module forms, uniform ranks, our ridge", "modegpt", "rankfold"),
+)
+METHODS = {name: name for name in NAMES} | {"rootcov": "svd-llm"}  # the paper's rows store plain factors
 CASES = {  # name -> whether the tower is compressed too, and the examples the language model is calibrated on
     "language": (False, "pairs"),
     "language and vision": (True, "pairs"),
@@ -56,7 +54,7 @@ DEFINITIONS = {
 def main() -> None:
     parser = common.arguments(__doc__, "images_and_text")
     parser.add_argument("--work", type=Path, default=Path("images_and_text.work"), help="folder for model and pictures")
-    parser.add_argument("--only", nargs="+", choices=METHODS, default=tuple(METHODS))
+    parser.add_argument("--only", nargs="+", choices=METHODS, default=NAMES)
     parser.add_argument("--case", nargs="+", choices=CASES, default=tuple(CASES))
     parser.add_argument("--sparsity", type=float, nargs="+", default=[0.3, 0.5, 0.1, 0.4, 0.2])
     args = parser.parse_args()
@@ -125,7 +123,7 @@ def add(record: common.Record, work: Path, tests: list, examples: dict, row: tup
 
 
 def method(name: str, sparsity: float):
-    kind, options = METHODS[name]
+    kind, options = of_name(METHODS[name])
     return make_method(kind, sparsity=sparsity, rank_multiple=MULTIPLE, **options)
 
 

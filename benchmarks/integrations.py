@@ -175,29 +175,5 @@ def measured(python: Path, program: str, subject: Subject, models: Models) -> di
         return json.loads(out.read_text(encoding="utf-8")) | {"seconds": time.perf_counter() - begin}
 
 
-def table(record: dict) -> list[str]:
-    """Rows of docs/results/integrations.md."""
-    from render import grid
-
-    rows = record["rows"]
-    tests = [[r["program"], r["version"], r["tests"]] for r in rows if "tests" in r]
-    found = [[r["program"], r["on"], *map(_shown, _facts(r))] for r in rows if "on" in r]
-    return [*grid(["program", "version", "tests"], tests), "", *grid(["program", "on", "what was measured"], found)]
-
-
-def _facts(row: dict) -> list[dict]:
-    return [{key: value for key, value in row.items() if key in DEFINITIONS and key != "on"}]
-
-
-def _shown(facts: dict) -> str:
-    return "; ".join(f"{key} {_value(value)}" for key, value in facts.items())
-
-
-def _value(value) -> str:
-    if isinstance(value, list):
-        return " to ".join(map(_value, value))
-    return f"{value:.2g}" if isinstance(value, float) else str(value)
-
-
 if __name__ == "__main__":
     main()

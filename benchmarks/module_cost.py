@@ -2,7 +2,7 @@
 
 Every run is a whole compression of one kind of module in a process of its own, by 30 % of that module's weights: all its
 decompositions are timed, and the most memory that one of them took beyond what was resident before it is kept. The last run of
-a method compresses all of them. What that does to perplexity (Tables 7 and 29) is a study of `studies.py`, `alone`.
+a method compresses all of them. Its effect on perplexity (Tables 7 and 29) is the study `alone` of studies_opt-6m.yaml.
 
     python benchmarks/module_cost.py
     python benchmarks/module_cost.py --model $RANKFOLD_MODELS/opt-6m --text opt-6m-val.txt --length 256 \\
@@ -20,16 +20,21 @@ from dataclasses import fields
 from pathlib import Path
 
 import common
+from experiment import of_name
 from memory import reset_peak, resident
-from perplexity_table import halves
 from rankfold import compress, make_method
 from rankfold.methods import Method
 from rankfold.report.record import peak_memory_bytes, read_record
-from studies import ALONE, METHODS
+from texts import TextFiles, described
 
 SPARSITY = 0.3
-PARTS = ALONE | {"mlp": ("gate", *ALONE["mlp"])}  # what latentllm calls the matrices of a module
-ALL, MIB = "all", 2**20
+METHODS = ("rankfold", "modegpt", "modegpt, the paper's module forms, our ridge", "latentllm")
+PARTS = {
+    "mlp": ("gate", "up", "down"),
+    "qk": ("q", "k"),
+    "vo": ("v", "o"),
+}  # matrices of a module, as latentllm names them
+ALL = "all"
 DEFINITIONS = {
     "share": "weights of these modules over the linear weights of the blocks; removed: what of these went",
     "decompose_seconds": "of all decompositions, weights and moments in memory; without measuring, forwards, writing",
@@ -45,16 +50,17 @@ DEFINITIONS = {
 
 def main() -> None:
     parser = common.arguments(__doc__, "module_cost_smollm2")
-    common.add_source(parser)
+    common.add_model(parser)
+    common.add_precision(parser)
     common.add_data(parser)
     common.add_windows(parser)
     parser.add_argument(
         "--text", help="one text in the data's text/ folder, half for each; default: WikiText-2 validation"
     )
-    parser.add_argument("--only", nargs="+", choices=METHODS, default=[*METHODS], metavar="METHOD")
+    parser.add_argument("--only", nargs="+", choices=METHODS, default=METHODS, metavar="METHOD")
     parser.add_argument("--worker", nargs=2, metavar=("METHOD", "MODULE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    source = common.open_source(args.model, autocast=args.autocast)
+    source = common.open_source(args.model, args.precision)
     tokens, text = calibration(source, args)
     if args.worker:
         print(json.dumps(worker(source, tokens, *args.worker)))
@@ -80,16 +86,15 @@ def main() -> None:
 
 def calibration(source, args):
     """Calibration windows, and what text they are of."""
-    if args.text:
-        tokens, _, texts = halves(source, args)
-        return tokens, texts[0]
-    path = common.data_file(args.data, "text/wikitext2-valid.tokens")
-    return common.calibration(source, path, args), path
+    files = TextFiles(args.data, Path(), {})
+    how = {"text": "text/wikitext2-valid.tokens", "samples": args.samples, "length": args.length, "seed": args.seed}
+    how |= {"text": f"text/{args.text}", "half": "first"} if args.text else {}
+    return files.calibration(source, how), described(how["text"], how)
 
 
 def worker(source, tokens, name: str, module: str) -> dict:
     """Compress one kind of module, in this process alone, and say what it took."""
-    kind, options = METHODS[name]
+    kind, options = of_name(name)
     watch = Watch()
     method = watched(make_method(kind, **options, **own_sparsity(source, kind, module)), watch)
     before = resident()
@@ -187,38 +192,6 @@ def errors(record: dict) -> dict:
         values = [report[key] for report in reports if report.get(key) is not None]
         found[key] = statistics.mean(values) if values else None
     return found
-
-
-def table(record: dict) -> list[str]:
-    """Methods' modules by what they hold, take and lose."""
-    config, rows = record["config"], record["rows"]
-    text = config["calibration"]
-    head = ["", "", "share of weights", "removed", "decompositions, s", "their peak, MiB", "whole run, s"]
-    head += ["its peak, MiB (of the model)", "error, calibration", "error, held out"]
-    lines = [
-        f"Sparsity {config['sparsity']} of the weights of one kind of module, or of all; {text['samples']} x {text['length']} "
-        f"tokens of `{text['source']}`. The model is {rows[0]['model_bytes'] / MIB:,.0f} MiB.",
-        "",
-        f"| {' | '.join(head)} |",
-        "|---" * len(head) + "|",
-    ]
-    return lines + [f"| {' | '.join(cells(row))} |" for row in rows]
-
-
-def cells(row: dict) -> list[str]:
-    """One line of the table."""
-    peak = row["compress_peak_bytes"]
-    return [
-        row["setting"],
-        row["module"],
-        f"{row['share']:.1%}",
-        f"{row['removed']:.1%}",
-        f"{row['decompose_seconds']:.1f}",
-        f"{row['decompose_peak_bytes'] / MIB:,.0f}",
-        f"{row['compress_seconds']:.1f}",
-        f"{peak / MIB:,.0f} (+{peak / row['model_bytes']:.0%})",
-        *("" if row.get(key) is None else f"{row[key]:.4f}" for key in ("relative_error", "held_out_error")),
-    ]
 
 
 if __name__ == "__main__":

@@ -1,84 +1,138 @@
-"""What compressing one kind of module alone buys in tokens per second, prefill and decode: MoDeGPT's Table 30.
+"""Tokens per second of several compressed models beside the dense one, prefill and decode, in as many rounds as it takes.
 
-Every module loses a share of its own weights; the last row compresses all three. At one sparsity all of them and the dense
-model run in turning order, in as many rounds as it takes (see settled_speed.py). Speed depends on shapes, not on values, so the
-models are calibrated on little text.
+``modules``: one kind of module compressed alone, by a share of its own weights (MoDeGPT's Table 30).
+``junctions``: LatentLLM in three junctions.
 
-    python benchmarks/module_speed.py                                   # about 8 minutes of two cores
-    python benchmarks/module_speed.py --sparsity 0.2 0.3 0.4 0.5 --dtypes float32 bfloat16
+Every round runs all models once, in turning order, and a ratio is formed within a round. Rounds end when the middle half of the
+ratios of every model lies on one side of 1, or at the most there may be; then a ratio is no difference. Speed depends on
+shapes, not on values, so the models are calibrated on little text. Run it on a quiet machine.
+
+    python benchmarks/module_speed.py modules --sparsity 0.2 0.3 0.4 0.5 --dtypes float32 bfloat16
+    python benchmarks/module_speed.py junctions --batch 1
 """
 
+import statistics
 import tempfile
 from pathlib import Path
 
 import common
-import settled_speed
+from pages.costs import settled
 from rankfold import load, make_method
-from settled_speed import KINDS, cell
+from rankfold.evaluation.speed import prompts, run
 from speed import make
-from studies_table import table as crossed
 
-METHOD = "modegpt"
+KINDS = ("prefill", "decode")
 MODULES = {"mlp": ("mlp",), "qk": ("qk",), "vo": ("vo",), "all": ("mlp", "qk", "vo")}
-DEFINITIONS = {"sparsity": "share of its own weights that a module loses, in every block"} | settled_speed.DEFINITIONS
+JUNCTIONS = {"block identity (default)": "block_identity_right", "symmetric": "symmetric", "lu": "lu"}
+SPARSITY = {
+    "modules": "share of its own weights that a module loses, in every block",
+    "junctions": "fraction of the linear weights of the blocks",
+}
+DEFINITIONS = {
+    "prefill, decode": "prefill: B x T prompt tokens over the time of one forward that fills the cache and computes the last "
+    "logits; decode: B x S tokens over the time of S greedy steps with that cache; medians over rounds, one round before "
+    "them is not counted",
+    "ratio": "compressed over dense within a round; median over rounds, in brackets its quartiles",
+    "no difference measured": "the quartiles of the ratio lie on both sides of 1 after the most rounds there may be",
+}
 
 
 def main() -> None:
-    parser = common.arguments(__doc__, "module_speed_smollm2")
+    parser = common.arguments(__doc__)
+    parser.add_argument("what", choices=SPARSITY)
+    parser.add_argument(
+        "--json", type=Path, metavar="OUT", help="record; default: results/module_speed_smollm2.json or junction_…"
+    )
     common.add_model(parser)
     parser.add_argument("--sparsity", type=float, nargs="+", default=[0.3])
     parser.add_argument("--dtypes", nargs="+", default=["float32"])
-    settled_speed.add_arguments(parser)
+    for name, default in {"batch": 4, "prompt": 128, "steps": 16}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--least", type=int, default=7, help="rounds, whatever they show; at least 4, for quartiles")
+    parser.add_argument("--most", type=int, default=40, help="rounds, where the quartiles do not settle")
     args = parser.parse_args()
-    source = common.open_source(args.model)
-    options = settled_speed.options_of(args)
-    config = {"model": common.describe_model(source), "method": METHOD, "speed": options}
-    record = common.Record(args.json, config, DEFINITIONS, resume=True)
+    if not 4 <= args.least <= args.most or (args.what == "junctions" and len(args.sparsity) > 1):
+        parser.error("--least is at least 4 and at most --most; junctions are measured at one sparsity")
+    source, path = common.open_source(args.model), args.json or common.RESULTS / f"{args.what[:-1]}_speed_smollm2.json"
+    record = common.Record(path, config(args, source), {"sparsity": SPARSITY[args.what]} | DEFINITIONS, resume=True)
     for sparsity in args.sparsity:
-        wanted = [dtype for dtype in args.dtypes if f"{dtype} {sparsity}" not in record]
-        if wanted:
-            measure(record, source, sparsity, wanted, args, options)
-    common.say(f"wrote {common.shown(str(args.json))}")
+        measure(record, source, sparsity, args)
+    common.say(f"wrote {common.shown(str(path))}")
 
 
-def measure(record, source, sparsity: float, dtypes: list[str], args, options: dict) -> None:
-    """The rows of one sparsity."""
-    methods = {name: make_method(METHOD, modules=dict.fromkeys(modules, sparsity)) for name, modules in MODULES.items()}
+def config(args, source) -> dict:
+    rounds = {"least": args.least, "most": args.most}
+    if args.what == "junctions":
+        facts = {"method": "latentllm", "sparsity": args.sparsity[0], "speed": rounds}
+    else:
+        facts = {"method": "modegpt", "speed": shapes(args) | rounds}
+    return {"model": common.describe_model(source)} | facts
+
+
+def shapes(args) -> dict:
+    return {name: getattr(args, name) for name in ("batch", "prompt", "steps")}
+
+
+def methods(what: str, sparsity: float) -> dict:
+    """Return name of a row -> method."""
+    if what == "modules":
+        return {name: make_method("modegpt", modules=dict.fromkeys(some, sparsity)) for name, some in MODULES.items()}
+    return {name: make_method("latentllm", sparsity=sparsity, junction=one) for name, one in JUNCTIONS.items()}
+
+
+def measure(record: common.Record, source, sparsity: float, args) -> None:
+    """Add the rows of one sparsity."""
+    at, facts = f"{args.batch} x {args.prompt} + {args.steps}", shapes(args)
+    if args.what == "modules":
+        at, facts = sparsity, {"sparsity": sparsity}
+    wanted = [dtype for dtype in args.dtypes if f"{dtype} {at}" not in record]
     with tempfile.TemporaryDirectory(prefix="rankfold-") as folder:
-        small = {name: make(source, method, Path(folder) / name) for name, method in methods.items()}
-        for dtype in dtypes:
+        chosen = methods(args.what, sparsity).items() if wanted else ()
+        small = {name: make(source, method, Path(folder, str(n))) for n, (name, method) in enumerate(chosen)}
+        for dtype in wanted:
             models = {"dense": load(common.model_path(args.model), dtype=dtype)}
             models |= {name: load(path, dtype=dtype) for name, path in small.items()}
-            found = settled_speed.measure(models, **options)
-            record.add(f"{dtype} {sparsity}", dtype=dtype, sparsity=sparsity, **found)
-            ratios = ", ".join(f"{name} {cell(found['models'][name]['prefill'])}" for name in small)
-            common.say(f"{dtype} {sparsity}: prefill {ratios}")
+            found = in_rounds(models, **shapes(args), least=args.least, most=args.most)
+            record.add(f"{dtype} {at}", dtype=dtype, **facts, **found)
+            for kind in KINDS:
+                common.say(f"{kind}: " + ", ".join(f"{name} {settled(found['models'][name][kind])}" for name in small))
 
 
-def table(record: dict) -> list[str]:
-    """For every precision, prefill and decode: modules by sparsity."""
-    options, lines = record["config"]["speed"], []
-    lines += [
-        f"`{record['config']['method']}`; {options['batch']} x {options['prompt']} tokens of prefill, then {options['steps']} "
-        f"steps; {rounds_of(record)} rounds. Tokens per second, over the dense model's, and the quartiles of that.",
-        "",
-    ]
-    for dtype in dict.fromkeys(row["dtype"] for row in record["rows"]):
-        for kind in KINDS:
-            rows = [row for row in record["rows"] if row["dtype"] == dtype]
-            cells = {
-                (name, f"{row['sparsity']:.0%}"): cell(row["models"][name][kind])
-                for row in rows
-                for name in row["models"]
-            }
-            lines += [f"### {kind}, {dtype}", "", *crossed(cells), ""]
-    return lines
+def in_rounds(models: dict, *, batch: int, prompt: int, steps: int, least: int, most: int) -> dict:
+    """Return ``{"rounds", "models": {name: {kind: summary}}}``; the first model is the one the others are compared with."""
+    ids = prompts(models, batch, prompt)
+    names, tokens = list(models), dict(zip(KINDS, (batch * prompt, batch * steps), strict=True))
+    speeds = {name: {kind: [] for kind in KINDS} for name in names}
+    for turn in range(most + 1):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            seconds = run(models[name], ids, steps)
+            if turn:  # the first round warms up caches and kernels
+                for kind, taken in zip(KINDS, seconds, strict=True):
+                    speeds[name][kind].append(tokens[kind] / taken)
+        if turn >= least and all(apart(found[kind]) for found in summaries(speeds).values() for kind in KINDS):
+            break
+    common.say(f"{turn} rounds")
+    dense = {kind: {"tokens_per_second": statistics.median(speeds[names[0]][kind])} for kind in KINDS}
+    return {"rounds": turn, "models": {names[0]: dense} | summaries(speeds)}
 
 
-def rounds_of(record: dict) -> str:
-    """From the fewest to the most that a row took."""
-    rounds = sorted({row["rounds"] for row in record["rows"]})
-    return f"{rounds[0]} to {rounds[-1]}" if len(rounds) > 1 else str(rounds[0])
+def summaries(speeds: dict) -> dict:
+    """Return the summaries of all models but the first."""
+    first, *others = speeds
+    return {name: {kind: summary(speeds[name][kind], speeds[first][kind]) for kind in KINDS} for name in others}
+
+
+def summary(mine: list[float], reference: list[float]) -> dict:
+    ratios = [a / b for a, b in zip(mine, reference, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return {"tokens_per_second": statistics.median(mine), "ratio": middle, "quartiles": [low, high]}
+
+
+def apart(found: dict) -> bool:
+    """Return whether the middle half of the ratios is on one side of 1."""
+    low, high = found["quartiles"]
+    return low > 1 or high < 1
 
 
 if __name__ == "__main__":

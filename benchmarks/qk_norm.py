@@ -19,6 +19,8 @@ import transformers as t
 from torch import Tensor, nn
 
 import common
+from experiment import of_name
+from measures import Perplexities
 from rankfold import CalibrationData, compress, make_method, open_model
 from rankfold.evaluation.perplexity import DEFINITION
 from rankfold.modules import PredictedNorm
@@ -39,11 +41,7 @@ SHAPE = {  # queries wider than the stream, and grouped, as in Qwen3-0.6B
     "tie_word_embeddings": True,
 }
 FORMS = {"dense": ("mlp", "vo"), "reduced": ("mlp", "qk", "vo")}
-METHODS = {
-    "rankfold": ("rankfold", {}),
-    "rankfold removal=true": ("rankfold", {"allow_module_removal": True}),
-    "modegpt": ("modegpt", {}),
-}
+METHODS = ("rankfold", "rankfold removal=true", "modegpt")
 ALONE = (0.25, 0.5)
 SPARSITIES = (0.2, 0.3, 0.5)
 DEFINITIONS = {
@@ -65,27 +63,27 @@ def main() -> None:
     source = open_model(t.AutoModelForCausalLM.from_pretrained(args.model), device="cpu")
     source.autocast = None
     tokens = calibration(ids)
-    on = common.Evaluation(test[: 256 * LENGTH].view(-1, LENGTH), None)
+    on = Perplexities({"": test[: 256 * LENGTH].view(-1, LENGTH)}, {"": "its last tenth"}, None)
     config = {
         "model": {"name": "qwen3 of letters", "fingerprint": source.fingerprint, "steps": args.steps, **SHAPE},
         "calibration": common.describe_tokens(tokens.ids, tokens.name, 0),
-        "evaluation": common.describe_tokens(on.windows, "its last tenth"),
+        **on.describe(),
     }
     record = common.Record(args.json, config, DEFINITIONS, resume=True)
     if "dense" not in record:
-        common.add_perplexity(record, "dense", source.model, on, parameters=parameters(source.model))
+        record.add("dense", **on(source.model, None), parameters=parameters(source.model))
     for sparsity in ALONE:
         if f"only queries and keys, predicted, {sparsity:.0%}" not in record:  # the last of three
             alone(record, source, tokens, sparsity, on)
-    for sparsity, (name, (method, options)), form in itertools.product(SPARSITIES, METHODS.items(), FORMS):
+    for sparsity, name, form in itertools.product(SPARSITIES, METHODS, FORMS):
         row = f"{name}, queries and keys {form}, {sparsity:.0%}"
         if row in record:
             continue
-        plans = []
+        plans, (method, options) = [], of_name(name)
         how = make_method(method, sparsity=sparsity, modules=FORMS[form], rank_multiple=2, **options)
         model = compress(source, method=how, calibration=tokens, on_plan=plans.append).model
         facts = {"setting": name, "form": form, "sparsity": sparsity, "ranks": ranks(plans[0])}
-        common.add_perplexity(record, row, model, on, parameters=parameters(model), **facts)
+        record.add(row, **on(model, None), parameters=parameters(model), **facts)
 
 
 def alone(record: common.Record, source, tokens: CalibrationData, sparsity: float, on) -> None:
@@ -98,7 +96,7 @@ def alone(record: common.Record, source, tokens: CalibrationData, sparsity: floa
     for form, change in rows.items():
         small = copy.deepcopy(model)
         change(small)
-        common.add_perplexity(record, f"only queries and keys, {form}, {sparsity:.0%}", small, on, form=form, **facts)
+        record.add(f"only queries and keys, {form}, {sparsity:.0%}", **on(small, None), form=form, **facts)
 
 
 def own_mean_squares(model: nn.Module) -> None:

@@ -1,7 +1,19 @@
 """Methods beside each other: a grid of methods and sparsities, all calibrated and measured alike."""
 
-from .compare import compare
+from .compare import CellRunner, compare
+from .folder import Folder
 from .grid import Cell, Form, cells_of
 from .measures import Accuracies, Measures, Perplexities, Speed
 
-__all__ = ["Accuracies", "Cell", "Form", "Measures", "Perplexities", "Speed", "cells_of", "compare"]
+__all__ = [
+    "Accuracies",
+    "Cell",
+    "CellRunner",
+    "Folder",
+    "Form",
+    "Measures",
+    "Perplexities",
+    "Speed",
+    "cells_of",
+    "compare",
+]

@@ -30,7 +30,7 @@ from .grid import Cell
 from .measures import Measures
 from .report.page import write_report, write_rows
 
-__all__ = ["compare"]
+__all__ = ["CellRunner", "compare"]
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def compare(
                 "%d rows are done, and their models were not kept: give %s with another folder",
                 *(len(lost), option("keep", True)),
             )
-        work = _Work(source, tokens, measures, folder, [cell for cell in cells if cell.key not in impossible])
+        work = CellRunner(source, tokens, measures, folder, [cell for cell in cells if cell.key not in impossible])
         if not folder.done(DENSE):
             folder.keep(DENSE, work.dense_row())
             on_row(folder.row(DENSE))
@@ -120,8 +120,8 @@ def _warn_of_common_text(tokens: CalibrationData, measures: Measures) -> None:
             log.warning("warning: %s is the calibration text too; its perplexities are too good", text["text"])
 
 
-class _Work:
-    """What all rows of one call share.
+class CellRunner:
+    """Compress a model by one cell after another and measure each result; the cells share the dense model and its moments.
 
     Args:
         cells: that are to be tried, done already or not: the statistics of shared moments depend on all of them.

@@ -1,17 +1,17 @@
-"""The first table of the README, out of the records; `render.py` writes it."""
+"""The first table of the README, out of the records."""
 
 import re
 from pathlib import Path
 
-import common
-import kv_cache
 from rankfold._utils.files import read_json, write_text
 from rankfold.errors import CheckpointError
+
+from .perplexity import FORMS
 
 HEAD = "| sparsity 0.3, 2 CPU cores | dense | `rankfold` | `modegpt` | module forms | as published | `latentllm` |"
 TABLE = re.compile(rf"^{re.escape(HEAD)}\n(\|.*\n)+", re.M)
 DENSE = "dense"
-SETTINGS = ("rankfold", "modegpt", common.MODULE_FORMS_NAME, common.PUBLISHED_NAME, "latentllm (joint)")  # columns
+SETTINGS = ("rankfold", "modegpt", FORMS, "MoDeGPT as published", "latentllm (joint)")  # columns
 # Record -> what its file is: the name of a model hides that the weights have few bits and that the model was tuned for chat.
 MODELS = {
     "perplexity_smollm2": "SmolLM2-135M-Instruct (Q4_1)",
@@ -80,10 +80,10 @@ def accuracy(row: dict) -> str:
 def caches(results: Path) -> list[str]:
     """Rows of the cache; one that no setting was measured for is left out."""
     smol, opt = (rows(results, name) for name in ("kv_cache_smollm2", "kv_cache_opt-6m"))
-    counted = {DENSE: smol[DENSE], "rankfold 0.3": smol[f"{kv_cache.NAME} 0.3"]}
+    counted = {DENSE: smol[DENSE], "rankfold 0.3": smol["rankfold, the cache counted 0.3"]}
     found = {
         "SmolLM2, bf16": _named(smol),
-        f"SmolLM2, the cache in the budget (`--budget bytes:batch={kv_cache.BATCH}`)": counted,
+        "SmolLM2, the cache in the budget (`--budget bytes:batch=4`)": counted,
         "opt-6m, bf16": _named(opt),
     }
     measured = {what: part for what, part in found.items() if any(f"{setting} 0.3" in part for setting in SETTINGS)}

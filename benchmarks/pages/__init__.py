@@ -1,0 +1,1 @@
+"""Pages of docs/results: functions of a record that return lines of Markdown."""

@@ -1,0 +1,278 @@
+"""Pages of what compressing costs and of how fast results are; and of what other programs and the tests make of them."""
+
+import statistics
+import tomllib
+from pathlib import Path
+
+from .tables import crossed, table, windows
+
+GIB, MIB = 2**30, 2**20
+REASONS = Path(__file__).resolve().parents[2] / "scripts" / "survivors.toml"
+
+
+def compression_cost(record: dict) -> list[str]:
+    rows = []
+    for row in record["rows"]:
+        for kind, ratio in row["ratios"].items():
+            low, high = ratio["range"]
+            seconds = [f"{row[f'{what}_seconds']:.1f}" for what in ("forward", kind)]
+            target = (
+                f"{ratio['target'] or '(1 + 3) x one-pass'} {'met' if ratio['met'] else '**missed**'}"
+                if "met" in ratio
+                else ""
+            )
+            rows.append([row["name"], kind, *seconds, f"{ratio['ratio']:.2f} [{low:.2f}, {high:.2f}]", target])
+    method, tokens = record["config"]["method"], record["config"]["tokens"]
+    what = f"`{method['method']}`, sparsity {method['sparsity']}, {windows(tokens)}."
+    return [what, "", *table(["precision", "mode", "forward, s", "compression, s", "ratio", "target"], rows)]
+
+
+def moment_precision(record: dict) -> list[str]:
+    settings, found = record["config"]["fp32_rows"], record["rows"]
+    rows = [
+        [f"`{r['name']}`", f"{r['largest']:,.0f}", f"{r['smallest_eigenvalue']:,.1f}"]
+        + [f"{r['errors'][name]:.3f}" for name in settings]
+        for r in found
+    ]
+    medians = [f"{statistics.median(r['errors'][name] for r in found):.3f}" for name in settings]
+    head = [
+        "block",
+        "largest activation",
+        "smallest eigenvalue",
+        *(f"{name}: {n:,} rows" for name, n in settings.items()),
+    ]
+    return table(head, [*rows, ["median", "", "", *medians]])
+
+
+def cholesky(record: dict) -> list[str]:
+    rows = [
+        [r["name"], f"{r['seconds'] * 1e3:.1f}", f"{r['padded_seconds'] * 1e3:.1f}", f"{r['ratio']:.2f}"]
+        for r in record["rows"]
+    ]
+    return table(["N", "ms", "ms, a few rows larger", "ratio"], rows)
+
+
+def speed(record: dict) -> list[str]:
+    rows = []
+    for row in record["rows"]:
+        dense, small = row["models"]["dense"], row["models"]["compressed"]
+        low, high = small["range"]
+        speeds = [f"{dense['tokens_per_second']:,.0f}", f"{small['tokens_per_second']:,.0f} [{low:,.0f}, {high:,.0f}]"]
+        rows.append([row["kind"], f"{row['batch']} x {row['length']}", row["dtype"], *speeds, f"{small['ratio']:.2f}"])
+    config = record["config"]
+    method = config.get("method", {})
+    what = f"`{method['method']}`, sparsity {method['sparsity']}" if method else f"`{config['compressed']}`"
+    head = ["", "batch x tokens", "dtype", "dense, tokens/s", "compressed, tokens/s", "ratio"]
+    return [f"{what}, {config['repeats']} rounds.", "", *table(head, rows)]
+
+
+def settled(found: dict) -> str:
+    """Return speed, ratio, its quartiles, and whether they lie on one side of 1."""
+    speed = f"{found['tokens_per_second']:,.0f}"
+    if "ratio" not in found:
+        return f"{speed} × 1"
+    low, high = found["quartiles"]
+    note = "" if low > 1 or high < 1 else ", no difference measured"
+    return f"{speed} × {found['ratio']:.2f} [{low:.2f}, {high:.2f}]{note}"
+
+
+ABOUT = "rounds. Tokens per second, over the dense model's, and the quartiles of that."
+
+
+def _rounds(record: dict) -> str:
+    """Return from the fewest to the most that a row took."""
+    rounds = sorted({row["rounds"] for row in record["rows"]})
+    return f"{rounds[0]} to {rounds[-1]}" if len(rounds) > 1 else str(rounds[0])
+
+
+def module_speed(record: dict) -> list[str]:
+    """Return modules by sparsity, for every precision, prefill and decode."""
+    config, rows = record["config"], record["rows"]
+    how = config["speed"]
+    what = f"`{config['method']}`; {how['batch']} x {how['prompt']} tokens of prefill, then {how['steps']} steps"
+    lines = [f"{what}; {_rounds(record)} {ABOUT}", ""]
+    for dtype in dict.fromkeys(row["dtype"] for row in rows):
+        for kind in ("prefill", "decode"):
+            mine = [(row, *item) for row in rows if row["dtype"] == dtype for item in row["models"].items()]
+            cells = {(name, f"{row['sparsity']:.0%}"): settled(found[kind]) for row, name, found in mine}
+            lines += [f"### {kind}, {dtype}", "", *crossed(cells), ""]
+    return lines
+
+
+def junction_speed(record: dict) -> list[str]:
+    """Return models by prefill and decode, for every precision and batch."""
+    lines = [f"`latentllm`, sparsity {record['config']['sparsity']}; {_rounds(record)} {ABOUT}", ""]
+    for row in record["rows"]:
+        shape = f"{row['batch']} x {row['prompt']} tokens of prefill, {row['batch']} x {row['steps']} of decode"
+        cells = {
+            (name, kind): settled(found[kind])
+            for name, found in row["models"].items()
+            for kind in ("prefill", "decode")
+        }
+        lines += [f"### {row['dtype']}, {shape}", "", *crossed(cells), ""]
+    return lines
+
+
+def decode(record: dict) -> list[str]:
+    """Return shapes by what was measured."""
+    kinds = ("dense", "compressed", "matrix products, compressed")
+    rows = [
+        [row["shape"], str(row["batch"]), *(settled(row["found"][kind]) for kind in kinds)] for row in record["rows"]
+    ]
+    how = record["config"]
+    under = "torch.compile, a static cache" if how["compile"] else "eager, the cache that grows"
+    head = ["", "batch", "dense", "compressed", "matrix products alone"]
+    what = f"{how['dtype']}; {how['rounds']} rounds after {how['prompt']} tokens; {under}."
+    return [what, "", *table(head, rows, tight=True)]
+
+
+def memory(record: dict) -> list[str]:
+    names = ("peak", "baseline", "stream", "shard", "block", "moments", "model")
+    rows = [
+        [row["name"], *(f"{row[f'{name}_bytes'] / MIB:,.0f}" for name in names), f"{row['ratio']:.2f}"]
+        + ["met" if row["met"] else "**missed**"]
+        for row in record["rows"]
+    ]
+    c = record["config"]
+    what = f"Random Llama, {c['blocks']} blocks, d = {c['width']}, F = {c['hidden']}; {windows(c)}."
+    return [what, "", *table(["MiB", *names, "ratio", "target 3"], rows)]
+
+
+def complexity(record: dict) -> list[str]:
+    rows, tokens = record["rows"], record["config"]["tokens"]
+    counted = [r for r in rows if r.get("kind") == "counted"]
+    agree = f"{sum(r['equal'] for r in counted)} of {len(counted)} compressed models of a few blocks"
+    lines = [f"Counter, formula and plan agree exactly on {agree}.", ""]
+    head = ["sparsity", f"GFLOPs, {tokens} tokens", f"GMACs, {tokens} tokens", "M parameters", "KV bytes per token"]
+
+    def cells(r: dict) -> list[str]:
+        if "error" in r:
+            return [r["error"], "", "", ""]
+        operations = [f"{r[f'{kind}_per_token'] * tokens / 1e9:,.2f}" for kind in ("flops", "macs")]
+        return [*operations, f"{r['parameters'] / 1e6:,.2f}", f"{r['kv_bytes_per_token']:,}"]
+
+    for model, method in dict.fromkeys((r["model"], r["method"]) for r in rows):
+        mine = [r for r in rows if (r["model"], r["method"]) == (model, method)]
+        body = [[f"{r['sparsity']:.0%}", *cells(r)] for r in mine]
+        lines += [f"### {model}, `{method}`, {mine[0].get('kind', 'planned')}", "", *table(head, body), ""]
+    return lines
+
+
+GROUPS = {"modegpt": 3, "latentllm": 6}  # groups of modules of a block
+
+
+def decomposition_cost(record: dict) -> list[str]:
+    found, rows = record["rows"], []
+    for r in found:
+        facts = [r.get("error", ""), "", "", ""]
+        if "error" not in r:
+            ranks = ", ".join(f"{m} {rank}" for m, rank in r["ranks"].items())
+            facts = [
+                ranks,
+                f"{r['seconds']:.1f}",
+                *(f"{r[f'{what}_bytes'] / GIB:.2f}" for what in ("peak", "resident")),
+            ]
+        rows.append([f"`{r['method']}`", " + ".join(r["modules"]), *facts])
+    for method in dict.fromkeys(r["method"] for r in found):
+        mine = [r for r in found if r["method"] == method and "error" not in r]
+        if len(mine) == GROUPS[method]:
+            most = max(r["peak_bytes"] + r["resident_bytes"] for r in mine) / GIB
+            seconds = sum(r["seconds"] for r in mine)
+            rows.append([f"`{method}`", "whole block", "", f"{seconds:.1f}", "", f"{most:.2f} with the peak"])
+    c = record["config"]
+    what = f"One block, d = {c['width']}, F = {c['hidden']}, {c['heads']} heads, sparsity {c['sparsity']}."
+    return [what, "", *table(["method", "module", "rank", "seconds", "peak, GiB", "resident before, GiB"], rows)]
+
+
+def module_cost(record: dict) -> list[str]:
+    """Return methods' modules by what they hold, take and lose."""
+    config, rows = record["config"], record["rows"]
+    text, size = config["calibration"], rows[0]["model_bytes"] / MIB
+    what = f"Sparsity {config['sparsity']} of the weights of one kind of module, or of all; {windows(text)} of"
+    head = ["", "", "share of weights", "removed", "decompositions, s", "their peak, MiB", "whole run, s"]
+    head += ["its peak, MiB (of the model)", "error, calibration", "error, held out"]
+
+    def cells(row: dict) -> list[str]:
+        peak = row["compress_peak_bytes"]
+        errors = [row.get(key) for key in ("relative_error", "held_out_error")]
+        return [
+            *(row["setting"], row["module"], f"{row['share']:.1%}", f"{row['removed']:.1%}"),
+            *(f"{row['decompose_seconds']:.1f}", f"{row['decompose_peak_bytes'] / MIB:,.0f}"),
+            *(f"{row['compress_seconds']:.1f}", f"{peak / MIB:,.0f} (+{peak / row['model_bytes']:.0%})"),
+            *("" if error is None else f"{error:.4f}" for error in errors),
+        ]
+
+    return [f"{what} `{text['source']}`. The model is {size:,.0f} MiB.", "", *table(head, map(cells, rows))]
+
+
+def integrations(record: dict) -> list[str]:
+    def shown(value) -> str:
+        if isinstance(value, list):
+            return " to ".join(map(shown, value))
+        return f"{value:.2g}" if isinstance(value, float) else str(value)
+
+    def facts(row: dict) -> str:
+        mine = {key: value for key, value in row.items() if key in record["definitions"] and key != "on"}
+        return "; ".join(f"{key} {shown(value)}" for key, value in mine.items())
+
+    tests = [[r["program"], r["version"], r["tests"]] for r in record["rows"] if "tests" in r]
+    found = [[r["program"], r["on"], facts(r)] for r in record["rows"] if "on" in r]
+    return [*table(["program", "version", "tests"], tests), "", *table(["program", "on", "what was measured"], found)]
+
+
+def engines(record: dict) -> list[str]:
+    speeds = ("prefill", "decode", "throughput")
+
+    def shown(row: dict, what: str) -> str:
+        if f"{what} ratio" not in row:
+            return f"{row[what]:,.0f}" if what in row else ""
+        low, high = row[f"{what} ratio quartiles"]
+        return f"{row[what]:,.0f} (× {row[f'{what} ratio']:.2f}, {low:.2f}–{high:.2f})"
+
+    names = ("engine", "version", "dtype", "model", "rounds")
+    rows = [
+        [*(str(r[name]) for name in names), f"{r['bytes'] / 1e6:.0f} MB", *(shown(r, s) for s in speeds)]
+        for r in record["rows"]
+    ]
+    return table(["engine", "version", "weights", "model", "rounds", "size", *speeds], rows)
+
+
+def mutants(record: dict) -> list[str]:
+    """Return a line a file, then every survivor, with why it may stay where somebody looked into it."""
+    rows = sorted(record["rows"], key=lambda row: row["name"])
+    reasons = tomllib.loads(REASONS.read_text(encoding="utf-8"))
+    why = {row["name"]: [_reason(row["name"], mutant, reasons) for mutant in row["survived"]] for row in rows}
+    names = ("mutants", "tried", "killed")
+    counts = [
+        [*(row[name] for name in names), len(row["timed_out"]), len(row["survived"]), sum(map(bool, why[row["name"]]))]
+        for row in rows
+    ]
+
+    def line(name: str, count: list[int]) -> list[str]:
+        _, tried, killed, endless, *_ = count
+        return [name, *map(str, count), f"{(killed + endless) / tried:.0%}"]
+
+    body = [line(f"`{row['name']}`", count) for row, count in zip(rows, counts, strict=True)]
+    body.append(line("all", [sum(column) for column in zip(*counts, strict=True)]))
+    lines = table(["file", *names, "timed out", "survived", "explained", "score"], body)
+    lines[1] = "| " + " | ".join(["---"] * 8) + " |"
+    lines.append("")
+    for row in rows:
+        lines += [f"### {row['name']}", ""] if row["survived"] else []
+        for mutant, text in zip(row["survived"], why[row["name"]], strict=True):
+            lines.append(f"- `{mutant['function']}`: {_code(mutant['old'])} → {_code(mutant['new'])}")
+            lines += [f"  {text}"] if text else []
+        lines += [""] if row["survived"] else []
+    return [*lines, "Reasons are those of `scripts/survivors.toml`."]
+
+
+def _code(text: str) -> str:
+    return f"`` {text} ``" if "`" in text else f"`{text}`"
+
+
+def _reason(file: str, mutant: dict, reasons: dict) -> str:
+    """Return why a survivor may stay; empty where nobody said."""
+    for entry in reasons.get(file, []):
+        if all(entry[key] == mutant[key] for key in ("function", "old", "new")):
+            return entry["why"]
+    return ""

@@ -1,0 +1,192 @@
+"""Run experiments: compress a model by every setting of a YAML file, measure all results alike, keep one row of each.
+
+Rows are kept as soon as they are done, and a killed run continues with the same command. Rows that failed are tried again.
+
+    python benchmarks/run.py perplexity_smollm2
+    python benchmarks/run.py grid_opt-6m --only rankfold slicegpt --sparsity 0.3
+    python benchmarks/run.py my.yaml --set calibration.samples=4 evaluation.first=2 --json out.json
+"""
+
+import argparse
+import itertools
+import os
+import tempfile
+from pathlib import Path
+
+import common
+from experiment import DENSE, Row, read, rows
+from measures import MEASURES, Perplexities
+from rankfold.checkpoint.load import load_model
+from rankfold.comparison import CellRunner, Folder, Measures
+from rankfold.errors import OptionError
+from rankfold.report.identity import dtype_name
+from texts import TextFiles, described
+
+
+def main() -> None:
+    parser = common.arguments(__doc__)
+    parser.add_argument("experiments", nargs="+", metavar="EXPERIMENT", help="name in experiments/, or a YAML file")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="record; default: results/EXPERIMENT.json")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="settings, studies, calibrations, rows, or `dense`")
+    parser.add_argument("--sparsity", type=float, nargs="+", help="only rows of these")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="e.g. calibration.seed=1 model=DIR")
+    common.add_precision(parser)
+    common.add_data(parser)
+    args = parser.parse_args()
+    if args.json and len(args.experiments) > 1:
+        parser.error("--json takes one experiment; leave it out, or run the experiments one by one")
+    for name in args.experiments:
+        run(name, args)
+
+
+def run(name: str, args: argparse.Namespace) -> None:
+    """Add the rows that the record of one experiment lacks."""
+    experiment, path = read(name, args.set), args.json or common.RESULTS / f"{Path(name).stem}.json"
+    wanted = chosen(list(rows(experiment)), args.only, args.sparsity)
+    source = common.open_source(os.path.expandvars(experiment["model"]), args.precision)
+    with tempfile.TemporaryDirectory(prefix="rankfold-") as place:
+        work = Experiment(
+            experiment, source, TextFiles(args.data, Path(place), experiment.get("texts", {})), Path(place)
+        )
+        record = common.Record(path, work.config(), experiment["definitions"], resume=True)
+        record.value["benchmark"] = experiment["page"]
+        wanted = [row for row in wanted if not record.done(row.name)]
+        if not record.done(DENSE) and (not args.only or DENSE in args.only):
+            work.dense(record)
+        for (calibration, windows), some in itertools.groupby(wanted, key=lambda row: (row.calibration, row.windows)):
+            work.add(record, list(some), calibration, windows)
+    common.say(f"wrote {common.shown(str(path))}")
+
+
+def chosen(found: list[Row], only: list[str] | None, sparsities: list[float] | None) -> list[Row]:
+    """Return the rows that ``--only`` and ``--sparsity`` name: by their own name, or by every kind of label that is named."""
+    labels = [{"name": row.name} | {k: v for k, v in row.labels.items() if k != "sparsity"} for row in found]
+    given = set(only or ())
+    named = {key: given & {one[key] for one in labels if key in one} for key in ("setting", "study", "calibration")}
+    unknown = given - {value for one in labels for value in one.values()} - {DENSE}
+    if unknown:
+        raise SystemExit(f"no row is called {', '.join(sorted(unknown))}; rows: {', '.join(row.name for row in found)}")
+
+    def matches(one: dict) -> bool:
+        by_label = any(named.values()) and all(one.get(key) in names for key, names in named.items() if names)
+        return only is None or one["name"] in given or by_label
+
+    pairs = zip(found, labels, strict=True)
+    return [row for row, one in pairs if matches(one) and (not sparsities or row.labels["sparsity"] in sparsities)]
+
+
+class Experiment:
+    """Everything that the rows of one experiment share."""
+
+    def __init__(self, experiment: dict, source, files: TextFiles, place: Path):
+        self.experiment, self.source, self.files, self.place = experiment, source, files, place
+        self.how = experiment["calibration"]
+        self.functions = {
+            name: MEASURES[name](source, files, how) for name, how in experiment.get("measure", {}).items()
+        }
+        if evaluation := experiment.get("evaluation"):
+            every = {key: value for key, value in evaluation.items() if not isinstance(value, dict)}
+            texts = (
+                {"": every} if "text" in every else {n: how | every for n, how in evaluation.items() if n not in every}
+            )
+            length = self.how["length"]
+            windows = {name: files.evaluation(source, how, length).contiguous() for name, how in texts.items()}
+            names = {name: name or described(how["text"], how) for name, how in texts.items()}
+            autocast = None if experiment.get("evaluate_in") == "float32" else source.autocast
+            self.functions = {"perplexity": Perplexities(windows, names, autocast)} | self.functions
+        dtype = dtype_name(source)
+        path = common.model_path(os.path.expandvars(experiment["model"]))
+        self.measures = Measures(self.functions, lambda: load_model(path, dtype=dtype, device="cpu"))
+
+    def config(self) -> dict:
+        """Return whatever would make two rows incomparable if it differed."""
+        if not self.how.get("text"):  # every row has its own
+            calibration = {key: self.how[key] for key in ("samples", "length", "seed")}
+        else:
+            tokens = self.files.calibration(self.source, self.how)
+            calibration = common.describe_tokens(tokens.ids, described(self.how["text"], self.how), tokens.seed)
+        evaluated = self.functions.get("perplexity")
+        facts = {
+            "model": common.describe_model(self.source),
+            "precision": common.precision(self.source, evaluated),
+            "calibration": calibration,
+        }
+        for function in self.functions.values():
+            facts |= function.describe()
+        return facts | self.experiment.get("protocol", {})
+
+    def dense(self, record: common.Record) -> None:
+        """Add the row of the dense model."""
+        keep(record, DENSE, {"setting": DENSE, "sparsity": 0.0}, self.runner([]).dense_row())
+
+    def runner(self, cells: list, calibration: str | None = None, windows: int | None = None) -> CellRunner:
+        """Return what compresses and measures rows that share calibration windows."""
+        text = self.experiment.get("calibrations", {}).get(calibration)
+        tokens = self.files.calibration(self.source, self.how, text, windows) if cells else None
+        folder = Folder(self.place / f"rows-{calibration}-{windows}", {})
+        (folder.path / "cells").mkdir(parents=True, exist_ok=True)
+        return CellRunner(self.source, tokens, self.measures, folder, cells)
+
+    def add(self, record: common.Record, wanted: list[Row], calibration: str | None, windows: int | None) -> None:
+        """Add rows that share their calibration windows."""
+        cells = []
+        for row in wanted:
+            try:
+                cells.append((row, row.cell(self.source)))
+            except OptionError as error:  # a method that does not exist at these ranks is a result
+                keep(
+                    record,
+                    row.name,
+                    row.labels,
+                    {"status": "failed", "error": str(error), "method": None, "mode": row.mode},
+                )
+        runner = self.runner([cell for _, cell in cells], calibration, windows)
+        for row, cell in cells:
+            found = runner.run(cell)
+            runner.folder.clear(set(), [cell])
+            labels = row.labels | ({"windows": len(runner.tokens.ids)} if "study" in row.labels else {})
+            keep(record, row.name, labels | {"sha256": runner.tokens.sha256}, found)
+
+
+def keep(record: common.Record, name: str, labels: dict, row: dict) -> None:
+    """Add what :class:`rankfold.comparison.CellRunner` found as a row of the record."""
+    record.drop(name)
+    facts = labels | {"mode": row["mode"], "method": row["method"]}
+    if row["status"] == "failed":
+        record.add(name, **facts, error=row["error"])
+        return common.say(f"{name}: {row['error']}")
+    measured = {key: value for found in row["measures"].values() for key, value in found.items()}
+    facts |= counts(row) | measured | {"evaluate_seconds": row["measure_seconds"]}
+    record.add(name, **facts)
+    common.say(f"{name}: {measured.get('perplexity') or measured.get('mean') or 'done'}")
+
+
+def counts(row: dict) -> dict:
+    """Return what a run record says of every row."""
+    found, held_out = row["counts"], row["held_out"]
+    facts = {
+        "removed": found["sparsity"],
+        "parameters": found["parameters"],
+        "bytes": found["bytes"],
+        "zeros": "zeros" in found,
+        "compress_seconds": row["compress_seconds"],
+    }
+    if held_out:
+        facts |= {"held_out_ratio": held_out["ratio"], "damaged": bool(held_out["warning"]), "held_out": held_out}
+    if row["modules"]:
+        facts |= {"probe_texts": row["probe_texts"]} | shares(row["modules"], found["counted_weights"])
+    return facts
+
+
+def shares(modules: list[dict], counted: int) -> dict:
+    """Return the share of the modules that are compressed, and the sparsity of the block that loses most."""
+    lost, there = {}, {}
+    for module in modules:
+        block = module["block"]
+        lost[block] = lost.get(block, 0) + module["dense_weights"] - module["weights"]
+        there[block] = there.get(block, 0) + module["dense_weights"]
+    return {"share": sum(there.values()) / counted, "largest": max(lost[block] / there[block] for block in there)}
+
+
+if __name__ == "__main__":
+    main()
