@@ -29,9 +29,7 @@ TURNS = [{"role": "user", "content": "what is it?"}, {"role": "assistant", "cont
 
 @pytest.fixture(scope="module")
 def model():
-    source = opened("llama")
-    source._tokenizer = tokenizer()
-    return source
+    return opened("llama").with_tokenizer(tokenizer())
 
 
 def load(data, model, **options):
