@@ -114,7 +114,7 @@ def _impossible(source: DenseModel, cells: Sequence[Cell]) -> dict[str, Rankfold
 
 
 def _warn_of_common_text(tokens: CalibrationData, measures: Measures) -> None:
-    calibrated = {tokens.origin, *(part.origin for part in tokens.parts)}
+    calibrated = {tokens.origin, *(part.origin for part in tokens.texts)}
     for text in measures.describe().get("texts", []):
         if text["origin"] in calibrated:
             log.warning("warning: %s is the calibration text too; its perplexities are too good", text["text"])
