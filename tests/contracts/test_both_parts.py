@@ -238,7 +238,7 @@ def test_what_is_not_two_parts_of_a_model_is_refused(place, tmp_path):
     language, vision = given(place)
     with pytest.raises(
         OptionError,
-        match="takes two or more of the parts vision, projector, language of a model, got language; open each",
+        match="takes two or more of the components vision, projector, language of a model, got language; open each",
     ):
         rankfold.compress_components([language], tmp_path / "x")
     with pytest.raises(OptionError, match="got vision and vision"):
