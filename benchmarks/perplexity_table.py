@@ -157,7 +157,7 @@ def halves(source, args):
     path = common.data_file(args.data, f"text/{args.text}")
     windows = common.windows(source, path, args.length)
     half = len(windows) // 2
-    fit = half - max(1, min(8, half // 9))  # as many are kept out of the fit as `load_tokens` would keep
+    fit = half - max(1, min(8, half // 9))  # as many are kept out of the fit as `load_calibration` would keep
     tokens = CalibrationData(
         windows[:fit].contiguous(),
         path.name,

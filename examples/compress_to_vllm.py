@@ -26,8 +26,8 @@ def main() -> None:
         args.sparsity,
         target="vllm",
         calibration=args.text,
-        num_samples=args.samples,
-        max_length=args.length,
+        num_samples=args.num_samples,
+        max_length=args.max_length,
         output=args.output,
         device="cpu",
     )

@@ -30,7 +30,7 @@ def main() -> None:
 
     # Compress. The target chooses ranks that llama.cpp takes as they are, so that the file is as small as planned.
     source = rankfold.open_model(args.model, dtype="float32", device="cpu")
-    tokens = rankfold.load_calibration(args.text, source, num_samples=args.samples, max_length=args.length)
+    tokens = rankfold.load_calibration(args.text, source, num_samples=args.num_samples, max_length=args.max_length)
     model = rankfold.compress(source, args.sparsity, target="llama.cpp", calibration=tokens).model
 
     # LoRA on every linear layer of the compressed model.

@@ -7,7 +7,7 @@ from rankfold.cli.models import rows_of_models
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 HEAD = """# Models
 
-A model has one part or several; `--part` chooses one. The family of a part is the `model_type` of its config. LLaVA,
+A model has one part or several; `--component` chooses one. The family of a part is the `model_type` of its config. LLaVA,
 LLaVA-NeXT, Idefics 3 and SmolVLM take a language model of any family; the one that transformers makes by default is shown.
 
 - **mlp**: hidden units are removed, of every expert where there are experts.

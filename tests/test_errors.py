@@ -82,7 +82,7 @@ def test_the_first_line_of_an_error_is_short_and_never_empty():
     ("caller", "expected"),
     [
         ("python", ["exclude_blocks=(0, -1)", "target='stock'", "rank_multiple", "keep=True", "dtype='float32'"]),
-        ("command", ["--exclude-blocks 0,-1", "--for stock", "--rank-multiple", "--keep", "--dtype float32"]),
+        ("command", ["--exclude-blocks 0,-1", "--target stock", "--rank-multiple", "--keep", "--dtype float32"]),
         (
             "compare",
             [

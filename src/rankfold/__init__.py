@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from .exports import Exported
     from .methods import LatentLLM, MoDeGPT, Rankfold, method_names
     from .models.dense_model import DenseModel
+    from .recovery.recover import RecoveryResult, recover
     from .report.plan import Plan
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "Plan",
     "Rankfold",
     "RankfoldError",
+    "RecoveryResult",
     "__version__",
     "calibrate",
     "compress",
@@ -65,6 +67,7 @@ __all__ = [
     "open_model",
     "perplexity",
     "plan",
+    "recover",
     "save",
 ]
 
@@ -77,6 +80,8 @@ _CLASSES = {
     "MomentStore": ".calibration.store",
     "Plan": ".report.plan",
     "Rankfold": ".methods",
+    "RecoveryResult": ".recovery.recover",
+    "recover": ".recovery.recover",
     "DenseModel": ".models.dense_model",
     "method_names": ".methods",
 }

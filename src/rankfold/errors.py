@@ -22,6 +22,7 @@ __all__ = [
     "method_option",
     "option",
     "suggestion",
+    "written",
 ]
 
 
@@ -91,16 +92,18 @@ def option(name: str, value: object = None) -> str:
     if _caller.get() == "python":
         return name if value is None else f"{name}={value!r}"
     flag = f"--{name.replace('_', '-')}"
-    return flag if value in (None, True) else f"{flag} {_written(value)}"
+    return flag if value in (None, True) else f"{flag} {written(value)}"
 
 
 def method_option(name: str, value: object = None) -> str:
     """Return an option of a method as the caller gives it: ``ridge=1.0``, ``--ridge 1.0`` or ``METHOD:ridge=1.0``."""
     if _caller.get() == "compare":
-        return f"METHOD:{name}={'...' if value is None else _written(value, '+')}"
-    flag = {"target": "for"}.get(name, name) if _caller.get() == "command" else name
-    return option(flag, value)
+        return f"METHOD:{name}={'...' if value is None else written(value, '+')}"
+    return option(name, value)
 
 
-def _written(value: object, comma: str = ",") -> str:
-    return comma.join(map(str, value)) if isinstance(value, tuple) else str(value)
+def written(value: object, comma: str = ",") -> str:
+    """Return the value of an option as the command line takes it; ``comma`` stands between the items of a list."""
+    if isinstance(value, dict):
+        return comma.join(f"{key}={item}" for key, item in value.items())
+    return comma.join(map(str, value)) if isinstance(value, list | tuple) else str(value).replace(",", comma)

@@ -249,7 +249,7 @@ class CompressionRun:
         config = compressed_config(source, description, modules, self.writer.kept)
         reports = {str(index): block.reports for index, block in enumerate(self.blocks)}
         name, before = (folder.output.name, folder.earlier) if folder else (source.name, None)
-        record = run_record(source, description | ({"before": before} if before else {}), name, the_plan, reports)
+        record = run_record(source, description | ({"before": before} if before else {}), the_plan, reports)
         auto = auto_class(source.model.config, type(source.model).__name__).__name__
         card = model_card(record, name, stock=described(config) is None, auto=auto)
         return self.writer.finish(config, card, record, the_plan)

@@ -23,7 +23,7 @@ from .texts import FIELDS, UNKNOWN, hostile_text
 KINDS = ("command lines", "records", "moments", "checkpoints", "texts")
 SECONDS = 60  # a case that takes longer hangs
 CHECKPOINTS = ("model", "tied", "small", "latent")
-LATENT = ("--rank-multiple", "2", "--option", "sparse=0.2", "--option", "bits=6")
+LATENT = ("--rank-multiple", "2", "--set", "sparse=0.2", "--set", "bits=6")
 
 
 class Outcome(NamedTuple):

@@ -46,11 +46,11 @@ SHARED = {
     ],
     "--rank-multiple": NUMBERS,
     "--exclude-blocks": ["0", "-1", "0,-1", "9", "x", ",", "0,0", "9" * 30],
-    "--option": METHOD_OPTIONS,
+    "--set": METHOD_OPTIONS,
     "--method": ["modegpt", "latentllm", "svd", "svdd", ""],
     "--moments": ["moments", "model", "text.txt", "nowhere", ""],
-    "--part": ["language", "vision", "x", ""],
-    "--parts": ["language=0.3,vision=0.2", "language=0.3", "vision=nan,language=0", "languge=1", "=", ",", ""],
+    "--component": ["language", "vision", "x", ""],
+    "--components": ["language=0.3,vision=0.2", "language=0.3", "vision=nan,language=0", "languge=1", "=", ",", ""],
 }
 SOURCES = [
     "text.txt",
@@ -92,8 +92,8 @@ OPTIONS = {
         "--text-column": ["text", "x"],
         "--batch-size": NUMBERS,
     }
-    | {"--tasks": ["piqa,piqa", ""], "--tasks-from": NAMES, "--num-fewshot": NUMBERS}
-    | {"--against": NAMES, "--batch-sizes": ["0", "1,x", ""]},
+    | {"--tasks": ["piqa,piqa", ""], "--include-path": NAMES, "--num-fewshot": NUMBERS}
+    | {"--baseline": NAMES, "--batch-sizes": ["0", "1,x", ""]},
     "generate": ANY | {"--max-new-tokens": FEW, "--temperature": NUMBERS, "--seed": NUMBERS},
     "export": {
         "-o": NAMES,

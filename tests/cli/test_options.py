@@ -1,6 +1,7 @@
 """Groups of options that stand in a command's signature as one parameter each."""
 
 import inspect
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -33,13 +34,13 @@ def test_commands_share_every_option_of_a_group():
         (MethodOptions, (compress, plan)),
         (CalibrationOptions, (compress, plan, calibrate)),
     ):
-        for name, field in group.__dataclass_fields__.items():
-            found = {repr(defaults(module.command)[name]) for module in commands}
+        for field in fields(group):
+            found = {repr(defaults(module.command)[field.name]) for module in commands}
             assert len(found) == 1 and repr(field.default) in found.pop()
 
 
 def test_options_become_a_method():
-    options = MethodOptions(sparsity=0.2, modules="mlp=0.4,vo=0.2", exclude_blocks="0,-1", option=["ridge=0.5"])
+    options = MethodOptions(sparsity=0.2, modules="mlp=0.4,vo=0.2", exclude_blocks="0,-1", settings=["ridge=0.5"])
     assert options.parse() == Rankfold(sparsity=0.2, modules={"mlp": 0.4, "vo": 0.2}, exclude_blocks=(0, -1), ridge=0.5)
     assert MethodOptions(modules="mlp,qk").parse().modules == ("mlp", "qk")
 
@@ -50,9 +51,9 @@ def test_options_become_a_method():
         ({"exclude_blocks": "first"}, "--exclude-blocks takes block numbers such as 0,-1; got 'first'"),
         ({"modules": ","}, "--modules is empty; e.g. mlp,qk,vo"),
         ({"modules": "mlp=x"}, r"--modules takes mlp,qk,vo or mlp=0\.35"),
-        ({"option": ["ridge"]}, "--option takes KEY=VALUE, got 'ridge'"),
-        ({"option": ["ridge=much"]}, "--option 'ridge=much': expected a finite number"),
-        ({"option": ["bias_refit=maybe"]}, "--option 'bias_refit=maybe': expected true or false"),
+        ({"settings": ["ridge"]}, "--set takes KEY=VALUE, got 'ridge'"),
+        ({"settings": ["ridge=much"]}, "--set 'ridge=much': expected a finite number"),
+        ({"settings": ["bias_refit=maybe"]}, "--set 'bias_refit=maybe': expected true or false"),
         ({"method": "modgpt"}, "did you mean 'modegpt'"),
     ],
 )

@@ -279,7 +279,9 @@ def test_tasks_are_in_the_rows_and_in_the_command_that_repeats_them(place, sourc
     assert all(table.count(f"{100 * value:.1f} ± 5.0") == 2 for value in (0.25, 0.5, 0.75))
     assert (tmp_path / "out" / "plots" / "tasks-0.4.svg").exists()
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-    assert f"--tasks piqa,copa,boolq --tasks-from {place.name}" in page and str(place) not in page
+    assert str(place) not in page
+    identity = json.loads((tmp_path / "out" / "compare.json").read_text(encoding="utf-8"))["identity"]
+    assert identity["measures"]["tasks"]["folder"] == place.name
 
 
 def test_methods_that_remove_blocks_have_rows_too(source, tokens, measures, tmp_path):

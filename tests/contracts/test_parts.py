@@ -8,7 +8,7 @@ import rankfold
 from families import GQA, IDS, VISION, some_ids, tokens
 from rankfold import MoDeGPT
 from rankfold.errors import OptionError, UnsupportedModelError
-from tiny_encoders import opened_encoder, samples_of, tiny_encoder
+from tiny_encoders import tiny_encoder
 
 METHOD = MoDeGPT(sparsity=0.3, rank_multiple=2)
 
@@ -34,17 +34,13 @@ def test_the_towers_of_clip_are_chosen_by_name():
     for part in ("language", "vision"):
         assert rankfold.open_model(tiny_encoder("clip-vision"), device="cpu", component=part).part.name == part
     with pytest.raises(
-        OptionError, match="CLIPModel has the parts language and vision, got none; choose one with --part"
+        OptionError, match="CLIPModel has the components language and vision, got none; choose one with --component"
     ):
         rankfold.open_model(tiny_encoder("clip-vision"), device="cpu")
-    with pytest.raises(OptionError, match="BertModel has the part language, got vision; it needs neither --part nor"):
+    with pytest.raises(
+        OptionError, match="BertModel has the component language, got vision; it needs neither --component nor"
+    ):
         rankfold.open_model(tiny_encoder("bert"), device="cpu", component="vision")
-
-
-def test_the_card_says_which_part(tmp_path):
-    source = opened_encoder("clip-text")
-    rankfold.compress(source, method=METHOD, calibration=samples_of(source), output=tmp_path / "small")
-    assert "--part language" in (tmp_path / "small" / "README.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +229,7 @@ def test_a_model_for_images_without_a_spec_for_its_tower_has_its_language_part_o
         )
     )
     assert rankfold.open_model(model, device="cpu").part.name == "language"
-    with pytest.raises(OptionError, match="has the part language, got vision"):
+    with pytest.raises(OptionError, match="has the component language, got vision"):
         rankfold.open_model(model, device="cpu", component="vision")
 
 

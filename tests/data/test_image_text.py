@@ -290,7 +290,7 @@ def test_models_and_files_that_cannot_be_used(tmp_path, monkeypatch):
     file, source = write_pairs(tmp_path), opened("llava")
     with pytest.raises(DataError, match="takes no images beside its text, and pairs.jsonl has an image column"):
         rankfold.load_calibration(file, opened_text("llama"))
-    with pytest.raises(CheckpointError, match="came without a processor; pass one"):
+    with pytest.raises(CheckpointError, match="came without a processor; pass one as tokenizer"):
         rankfold.load_calibration(file, source)
     folder = tmp_path / "folder"
     source.model.save_pretrained(folder)
@@ -302,18 +302,18 @@ def test_models_and_files_that_cannot_be_used(tmp_path, monkeypatch):
         patch.setattr("rankfold.models.tokenizer.AutoProcessor.from_pretrained", lacking)
         with pytest.raises(OptionError, match="needs a package that is not installed .It requires the Torchvision"):
             rankfold.load_calibration(file, rankfold.open_model(folder, device="cpu"))
-    with pytest.raises(DataError, match=r"expected a .jsonl file"):
+    with pytest.raises(DataError, match=r"no text at .*none\.jsonl': expected"):
         rankfold.load_calibration(tmp_path / "none.jsonl", source)
-    with pytest.raises(OptionError, match="samples must be >= 1, got 0"):
+    with pytest.raises(OptionError, match="num_samples must be >= 1 and max_length >= 2, got 0 and 2048"):
         rankfold.load_calibration(file, source, num_samples=0)
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(DataError, match="has no rows"):
+    with pytest.raises(DataError, match="empty.jsonl' is empty; give a file with text"):
         rankfold.load_calibration(tmp_path / "empty.jsonl", source)
     examples = rankfold.load_calibration(file, source, num_samples=4, tokenizer=FAMILIES["llava"].processor())
     with pytest.raises(DataError, match="the language part of .* takes no image-text examples; calibrate on text"):
         rankfold.calibrate(opened_text("llama"), examples)
-    with pytest.raises(DataError, match="ids must be a tuple of examples"):
-        rankfold.CalibrationData(torch.ones(1, 4).long(), "x", "x", 0)
+    with pytest.raises(DataError, match="ids must be a tensor .* of int64 token ids, or pixels .*, got tuple"):
+        rankfold.CalibrationData((torch.ones(1, 4).long(),), "x", "x", 0)
     alone = Example.of({"input_ids": torch.tensor([[3, PLACE]])})
     with pytest.raises(DataError, match="no text behind its first token"):
         rankfold.calibrate(source, rankfold.CalibrationData((alone,), "x", "x", 0))

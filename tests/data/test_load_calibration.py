@@ -16,7 +16,7 @@ import rankfold
 from families import opened, some_ids
 from rankfold.data import streaming
 from rankfold.data.batches import Example
-from rankfold.data.calibration_data import upgraded
+from rankfold.data.calibration_data import upgrade_calibration
 from rankfold.errors import DataError, OptionError, RankfoldError
 from tiny_encoders import opened_encoder
 from tiny_pairs import FAMILIES, picture, tokenizer
@@ -333,13 +333,19 @@ def test_descriptions_of_earlier_versions_are_read():
         "num_samples_wanted": 8,
     }
     new |= {"texts": [{key: value for key, value in text.items() if key != "samples"} | {"num_samples": 3}]}
-    assert upgraded({"calibration": old, "mode": "x"}) == {"calibration": new, "mode": "x"}
-    assert upgraded({"tokens": old, "before": {"calibration": old}}) == {"tokens": new, "before": {"calibration": new}}
-    assert upgraded({"calibration": new}) == {"calibration": new}
+    assert upgrade_calibration({"calibration": old, "mode": "x"}) == {"calibration": new, "mode": "x"}
+    assert upgrade_calibration({"tokens": old, "before": {"calibration": old}}) == {
+        "tokens": new,
+        "before": {"calibration": new},
+    }
+    assert upgrade_calibration({"calibration": new}) == {"calibration": new}
     longest = {"length": 5, "longest": 9, "kind": "image-text examples"}
-    assert upgraded({"calibration": longest})["calibration"] == {"max_length": 9, "kind": "image-text examples"}
+    assert upgrade_calibration({"calibration": longest})["calibration"] == {
+        "max_length": 9,
+        "kind": "image-text examples",
+    }
     for damaged in (None, [], {"calibration": 3}, {"calibration": {"texts": 3}}, {"calibration": {"texts": [3]}}):
-        assert upgraded(damaged) == damaged
+        assert upgrade_calibration(damaged) == damaged
 
 
 def test_moments_of_an_earlier_version_are_read_and_continued(model, tmp_path):

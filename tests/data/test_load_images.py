@@ -138,7 +138,7 @@ def test_what_cannot_be_read_is_named(folder, processor, tmp_path):
         rankfold.load_calibration(tmp_path, source, tokenizer=processor)
     with pytest.raises(CheckpointError, match="came without an image processor; pass one as tokenizer, or pixels"):
         rankfold.load_calibration(folder, source)
-    with pytest.raises(OptionError, match="samples must be >= 1, got 0"):
+    with pytest.raises(OptionError, match="num_samples must be >= 1 and max_length >= 2, got 0 and 2048"):
         rankfold.load_calibration(folder, source, num_samples=0)
 
 

@@ -107,14 +107,15 @@ def test_both_parts_by_the_command_line(hub, tmp_path, monkeypatch, capsys):
     tiny_model("llava").save_pretrained(tmp_path / "llava")
     FAMILIES["llava"].processor().save_pretrained(tmp_path / "llava")
     monkeypatch.chdir(tmp_path)
-    line = f"compress llava -o small --parts language=0.3,vision=0.2 --calibration {NAME}:easy --num-samples 8 --device cpu"
-    monkeypatch.setattr(sys, "argv", ["rankfold", *line.split(), "--method", "modegpt", "--rank-multiple", "2"])
+    line = f"compress llava -o small --components language=0.3,vision=0.2 --calibration {NAME}:easy --num-samples 8"
+    rest = ["--device", "cpu", "--method", "modegpt", "--rank-multiple", "2"]
+    monkeypatch.setattr(sys, "argv", ["rankfold", *line.split(), *rest])
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 0, capsys.readouterr().err
     assert {call[:2] for call in hub} == {("someone/pairs", "easy")}
     card = (tmp_path / "small" / "README.md").read_text()
-    assert f"--calibration {NAME}:easy --num-samples 8" in card and str(tmp_path) not in card
+    assert card.count(f"of `{NAME}:easy`") == 2 and str(tmp_path) not in card
 
 
 def rows_of(monkeypatch, *rows: dict) -> None:
@@ -169,13 +170,14 @@ def test_what_is_not_to_be_had_is_one_line(monkeypatch, tmp_path):
         raise ConnectionError("no route\nto the hub")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    for load in (rankfold.load_calibration, rankfold.load_calibration):
+    vision = rankfold.open_model(tiny_model("llava"), device="cpu", component="vision")
+    for part in (source, vision):
         with pytest.raises(
             CheckpointError, match="cannot read 'someone/pairs' from the hub .no route.; check the connection, or give"
         ):
-            load(NAME, source)
+            rankfold.load_calibration(NAME, part)
     rows_of(monkeypatch)
     with pytest.raises(DataError, match="hub:someone/pairs has no rows"):
         rankfold.load_calibration(NAME, source)
     with pytest.raises(DataError, match="hub:someone/pairs holds no images in the column 'image'"):
-        rankfold.load_calibration(NAME, source)
+        rankfold.load_calibration(NAME, vision)

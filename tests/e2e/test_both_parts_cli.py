@@ -1,7 +1,6 @@
-"""`--parts` on the command line, in this process: both parts of a model of images and text at once."""
+"""`--components` on the command line, in this process: both parts of a model of images and text at once."""
 
 import json
-import shlex
 
 import pytest
 import transformers as t
@@ -12,7 +11,7 @@ from tiny_encoders import tiny_encoder
 from tiny_pairs import FAMILIES, picture, tiny_model, write_pairs
 
 COMMON = "--method modegpt --rank-multiple 2 --num-samples 12 --device cpu"
-PARTS = f"--parts language=0.4,vision=0.2 {COMMON}"
+PARTS = f"--components language=0.4,vision=0.2 {COMMON}"
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +35,8 @@ def same_weights(one, other) -> bool:
 def test_from_one_file_to_a_checkpoint_that_sees(run, place):
     code, out, err = run(f"compress llava -o small {PARTS} --calibration pairs.jsonl")
     assert code == 0, err
-    assert "small, vision: 20." in out and "small, language: 40." in out
-    assert "last states: cosine" in out and "perplexity" in out
+    assert "small, vision: llava by modegpt, 20." in out and "small, language: llava by modegpt, 40." in out
+    assert "cosine of the last states" in out and "perplexity" in out
     assert err.index("llava, vision: modegpt, sparsity 0.2") < err.index("llava, language: modegpt, sparsity 0.4")
     assert sorted(path.name for path in place.iterdir() if "small" in path.name) == ["small"]
     assert not (place / "small" / "before").exists()
@@ -65,10 +64,9 @@ def test_the_card_says_both_and_its_command_makes_the_same(run, place):
     assert "12 x 4 patches of `pairs.jsonl`" in card and "12 image-text examples of" in card
     assert "import AutoModelForImageTextToText, AutoProcessor" in card
     (line,) = [line for line in card.splitlines() if line.startswith("rankfold compress")]
-    assert "--parts vision=0.2,language=0.4 --calibration pairs.jsonl --num-samples 12 --seed 0" in line
-    code, _, err = run(f"{line.removeprefix('rankfold ').replace('-o small', '-o again')} --device cpu")
+    code, _, err = run(f"{line.removeprefix('rankfold ')} --device cpu")
     assert code == 0, err
-    assert same_weights(place / "small", place / "again")
+    assert same_weights(place / "small", place / "small-again")
 
 
 def test_a_calibration_for_each(run, place):
@@ -77,11 +75,10 @@ def test_a_calibration_for_each(run, place):
         f"compress llava -o each {PARTS} --calibration vision=images/ --calibration language=text.txt --max-length 64 --json"
     )
     assert code == 0, err
-    found = json.loads(out)["parts"]
+    found = json.loads(out)["components"]
     assert found["vision"]["held_out"]["cosine"] and found["language"]["held_out"]["perplexity"]
     record = json.loads((place / "each" / "rankfold.json").read_text())
     assert [one["calibration"]["source"] for one in (record["before"], record)] == ["images", "text.txt"]
-    assert "--calibration vision=images --calibration language=text.txt" in record["command"]
     source = rankfold.open_model(place / "llava", device="cpu", component="vision")
     method = rankfold.MoDeGPT(sparsity=0.2, rank_multiple=2)
     small = rankfold.compress(
@@ -92,28 +89,30 @@ def test_a_calibration_for_each(run, place):
         assert "vision_tower" not in name or (both[name] == tensor).all(), name
 
 
-def test_what_one_command_cannot_say_is_two(place):
-    """Methods that differ in more than their sparsity, or draws, come from Python; the card then has a command for each."""
-    from rankfold.report.commands import reproduce_command
-
-    record = json.loads((place / "small" / "rankfold.json").read_text())
-    record["before"]["plan"]["method"]["exclude_blocks"] = [0]
-    first, second = map(shlex.split, reproduce_command(record, "small").splitlines())
-    assert first[2:5] == ["llava", "-o", "small-vision"] and second[2:5] == ["small-vision", "-o", "small"]
-    for words, part, sparsity in ((first, "vision", "0.2"), (second, "language", "0.4")):
-        assert words[words.index("--part") + 1] == part and words[words.index("--sparsity") + 1] == sparsity
-    assert "--exclude-blocks" in first and "--exclude-blocks" not in second
-    record["before"]["plan"]["method"]["exclude_blocks"] = []
-    record["before"]["calibration"]["seed"] = 1
-    assert reproduce_command(record, "small").count("--part ") == 2
+def test_a_record_repeats_what_only_python_can_say(run, place):
+    """Methods that differ in more than their sparsity, and draws of their own."""
+    sources = [rankfold.open_model(place / "llava", device="cpu", component=name) for name in ("vision", "language")]
+    methods = [
+        rankfold.MoDeGPT(sparsity=0.2, rank_multiple=2, exclude_blocks=(0,)),
+        rankfold.MoDeGPT(sparsity=0.4, rank_multiple=4),
+    ]
+    images = rankfold.load_calibration(place / "images", sources[0], num_samples=8, seed=3)
+    text = rankfold.load_calibration(place / "text.txt", sources[1], num_samples=4, max_length=32)
+    rankfold.compress_components(zip(sources, methods, (images, text), strict=True), place / "differ")
+    code, _, err = run("compress --config differ/rankfold.json -o alike --device cpu")
+    assert code == 0, err
+    assert same_weights(place / "differ", place / "alike")
 
 
 def test_both_plans(run, place):
     line = f"llava {PARTS} --calibration pairs.jsonl"
     code, out, err = run(f"plan {line} --json -o plan.json")
     assert code == 0, err
-    plans = json.loads(out)["parts"]
-    assert json.loads((place / "plan.json").read_text()) == {"parts": plans} and list(plans) == ["vision", "language"]
+    plans = json.loads(out)["components"]
+    assert json.loads((place / "plan.json").read_text()) == {"components": plans} and list(plans) == [
+        "vision",
+        "language",
+    ]
     for part, asked in (("vision", 0.2), ("language", 0.4)):
         assert plans[part]["part"] == part and asked <= plans[part]["sparsity"] < asked + 0.08
         assert plans[part]["seconds"] is not None and plans[part]["modules"][0]["relative_error"] is not None
@@ -124,7 +123,7 @@ def test_both_plans(run, place):
 @pytest.mark.parametrize(
     "line, said",
     [
-        ("llava --part vision", "each with its own sparsity, --part is of one; leave one of them out"),
+        ("llava --component vision", "each with its own sparsity, --component is of one; leave one of them out"),
         ("llava --sparsity 0.3", "each with its own sparsity, --sparsity is of one; leave one of them out"),
         ("llava --moments m", "each with its own sparsity, --moments is of one; leave one of them out"),
         ("llava --modules mlp=0.2,vo=0.1", "--modules mlp=0.2,vo=0.1 would take its place; name the modules only"),
@@ -138,8 +137,11 @@ def test_both_plans(run, place):
         ("llava --calibration vision=~nouser/x --calibration language=text.txt", "there is no user whose home is"),
         ("llava --calibration vision=images --calibration language=nowhere.txt", "no text at 'nowhere.txt'"),
         ("llava --calibration vision=nowhere --calibration language=text.txt", "no images at 'nowhere'"),
-        ("llama", "LlamaForCausalLM has the part language, got vision; it needs neither --part nor --parts"),
-        ("vit", "has the part vision, got language; it needs neither --part nor --parts"),
+        (
+            "llama",
+            "LlamaForCausalLM has the component language, got vision; it needs neither --component nor --components",
+        ),
+        ("vit", "has the component vision, got language; it needs neither --component nor --components"),
     ],
 )
 def test_what_does_not_go_with_it_is_one_line(run, place, line, said):
@@ -151,12 +153,12 @@ def test_what_does_not_go_with_it_is_one_line(run, place, line, said):
 
 
 def test_a_projector_is_a_part_too(run, place):
-    line = f"llava --parts projector=0.3,language=0.3,vision=0.2 {COMMON} --calibration pairs.jsonl"
+    line = f"llava --components projector=0.3,language=0.3,vision=0.2 {COMMON} --calibration pairs.jsonl"
     code, _, err = run(f"compress {line} -o three")
     assert code == 0, err
     assert err.index("llava, vision:") < err.index("llava, projector:") < err.index("llava, language:")
     card = (place / "three" / "README.md").read_text()
-    assert "--parts vision=0.2,projector=0.3,language=0.3" in card
+    assert "of projector (linear weights" in card
     code, out, _ = run("inspect three")
     assert code == 0 and out.count("counted weights removed") == 3 and "llava, projector, compressed" in out
 
@@ -166,20 +168,23 @@ def test_a_projector_is_a_part_too(run, place):
     [
         (
             "languge=0.3,vision=0.2",
-            "unknown part 'languge'; did you mean 'language'? available: vision, projector, language",
+            "unknown component 'languge'; did you mean 'language'? available: vision, projector, language",
         ),
         (
             "language=0.3",
-            "--parts takes two parts or more, e.g. language=0.3,vision=0.2; got 'language=0.3'; for one of them give",
+            "--components takes two components or more, e.g. language=0.3,vision=0.2; got 'language=0.3'; for one of them give",
         ),
-        ("language=0.3,language=0.2", "--parts names 'language' more than once; name it once"),
-        ("language,vision", "--parts takes a sparsity for each, e.g. language=0.3,vision=0.2; got 'language,vision'"),
-        ("language=0.3,vision=much", "--parts takes a sparsity for each"),
+        ("language=0.3,language=0.2", "--components names 'language' more than once; name it once"),
+        (
+            "language,vision",
+            "--components takes a sparsity for each, e.g. language=0.3,vision=0.2; got 'language,vision'",
+        ),
+        ("language=0.3,vision=much", "--components takes a sparsity for each"),
         ("language=0.3,vision=1.5", "sparsity must be in [0, 1), got 1.5"),
         ("language=0.3,vision=nan", "sparsity must be a finite number, got nan"),
-        (",", "--parts takes two parts or more"),
+        (",", "--components takes two components or more"),
     ],
 )
 def test_parts_that_do_not_parse_are_one_line(run, parts, said):
-    code, _, err = run(f"compress llava -o never --parts {parts} --calibration pairs.jsonl")
+    code, _, err = run(f"compress llava -o never --components {parts} --calibration pairs.jsonl")
     assert code == 2 and said in err and err.count("\n") == 1, err

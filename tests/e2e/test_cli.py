@@ -21,6 +21,7 @@ def place(tmp_path_factory):
     return folder
 
 
+SHORT = "--num-samples 4 --max-length 32 --device cpu"
 CALIBRATION = "--calibration text.txt --num-samples 8 --max-length 64 --device cpu"
 
 
@@ -56,17 +57,15 @@ def test_compress_prints_one_json_object_and_writes_a_whole_checkpoint(small, pl
         n.endswith((".bin", ".pt", ".pkl", ".tmp")) for n in names
     )
     assert not (place / "small.partial").exists()
-    card = (place / "small" / "README.md").read_text()
-    assert "rankfold compress model -o small --method rankfold --sparsity 0.3" in card
 
 
-def made_again(place, run, name: str) -> str:
-    """The command in the card of a checkpoint, which has made ``NAME-again``."""
+def made_again(place, run, name: str) -> None:
+    """Run the command in the card of a checkpoint, which makes ``NAME-again``."""
     card = (place / name / "README.md").read_text()
-    command = next(line for line in card.splitlines() if line.startswith("rankfold compress"))
-    code, _, err = run(command.removeprefix("rankfold ").replace(f"-o {name}", f"-o {name}-again") + " --device cpu")
+    (command,) = (line for line in card.splitlines() if line.startswith("rankfold compress"))
+    assert command == f"rankfold compress --config {name}/rankfold.json -o {name}-again"
+    code, _, err = run(f"{command.removeprefix('rankfold ')} --device cpu")
     assert code in (0, None), err
-    return command
 
 
 def assert_same_weights(place, name: str) -> None:
@@ -84,11 +83,53 @@ def test_the_command_in_the_card_names_the_column_that_was_read(place, run):
         json.dumps({"text": "no", "body": part}) + "\n" for part in (place / "text.txt").read_text().split(".")
     )
     (place / "columns.jsonl").write_text(rows)
-    options = "--method modegpt --rank-multiple 2 --num-samples 4 --max-length 32 --device cpu --text-column body"
-    code, _, err = run(f"compress model -o of-column {options} --calibration columns.jsonl")
+    options = f"--method modegpt --rank-multiple 2 {SHORT} --calibration columns.jsonl --text-column"
+    code, _, err = run(f"compress model -o of-column {options} body")
     assert code in (0, None), err
     made_again(place, run, "of-column")
     assert_same_weights(place, "of-column")
+
+
+def test_without_an_output_the_folder_is_named_after_model_method_and_sparsity(place, run):
+    line = "--method modegpt --rank-multiple 2 --calibration text.txt --num-samples 4 --max-length 32 --device cpu"
+    code, out, err = run(f"compress model --sparsity 0.25 {line}")
+    assert code in (0, None), err
+    assert out.startswith("model-modegpt-0.25: model by modegpt, 2")
+    assert (place / "model-modegpt-0.25" / "config.json").exists()
+    code, out, err = run(f"compress ./model/ --sparsity 0.25 {line}")
+    assert code == 2 and "model-modegpt-0.25 exists already" in err and err.count("\n") == 1
+    assert not (place / "model-modegpt-0.3").exists()
+
+
+def test_a_run_ends_with_what_came_out_and_the_next_commands(small, place, run):
+    from rankfold.report.record import read_record
+
+    code, out, err = run("compress --config small -o told --device cpu")
+    assert code in (0, None), err
+    record = read_record(place / "told")
+    plan, held_out = record["plan"], record["held_out"]
+    lines = [line.split() for line in out.splitlines()]
+    change = f"{plan['parameters_after'] / plan['parameters'] - 1:+.1%}"
+    assert ["parameters", f"{plan['parameters']:,}", f"{plan['parameters_after']:,}", change] in lines
+    (found,) = (line for line in lines if line[:1] == ["perplexity"])
+    assert found[1:3] == [f"{held_out[key]:.2f}" for key in ("perplexity_dense", "perplexity")]
+    commands = [line.strip() for line in out.partition("next:\n")[2].splitlines()]
+    assert [command.split()[:3] for command in commands] == [
+        ["rankfold", "evaluate", "told"],
+        ["rankfold", "generate", "told"],
+        ["rankfold", "export", "told"],
+        ["hf", "upload", "told"],
+    ]
+    assert "\x1b" not in out and not any(line.endswith(" ") for line in out.splitlines())
+
+
+def test_what_is_given_beside_a_record_comes_first(small, place, run):
+    code, out, err = run(
+        "compress --config small/rankfold.json --sparsity 0.2 --method modegpt --dry-run --device cpu --json"
+    )
+    assert code in (0, None), err
+    method = json.loads(out)["method"]
+    assert (method["method"], method["sparsity"]) == ("modegpt", 0.2)
 
 
 def test_inspect(small, run):
@@ -124,7 +165,7 @@ def test_evaluate_several_texts_and_tasks_at_once(small, place, run):
     lines = [json.dumps(row | {"goal": f"{word} class", "label": i % 2}) for i, word in enumerate(("a", "the", "no"))]
     (place / "rows" / "piqa_val.jsonl").write_text("\n".join(lines))
     options = (
-        "--text text.txt --text pydoc --tasks piqa --tasks-from rows --max-length 64 --limit 2 --device cpu --json"
+        "--text text.txt --text pydoc --tasks piqa --include-path rows --max-length 64 --limit 2 --device cpu --json"
     )
     for model in ("model", "small", "tiny.gguf"):
         code, out, err = run(f"evaluate {model} {options}")
@@ -143,7 +184,7 @@ def test_evaluate_several_texts_and_tasks_at_once(small, place, run):
 
 
 def test_evaluate_speed_beside_the_dense_model(small, run):
-    code, out, err = run("evaluate small --speed --against model --batch-sizes 1,2 --device cpu --json")
+    code, out, err = run("evaluate small --speed --baseline model --batch-sizes 1,2 --device cpu --json")
     assert code in (0, None), err
     cost = json.loads(out)["cost"]
     assert list(cost["models"]) == ["model", "small"] and cost["environment"]["threads"] >= 1
@@ -240,8 +281,7 @@ def test_a_mix_of_short_texts_can_be_repeated(run, place, other):
     )
     code, _, err = run(f"compress model -o short-mix {line}")
     assert code in (0, None), err
-    command = made_again(place, run, "short-mix")
-    assert "--calibration few.txt --calibration some.txt --num-samples 64 --max-length 64" in command
+    made_again(place, run, "short-mix")
     records = [
         json.loads((place / n / "rankfold.json").read_text())["calibration"] for n in ("short-mix", "short-mix-again")
     ]
@@ -294,18 +334,17 @@ def test_self_calibration_needs_no_data(run, place):
 
 
 def test_latentllm_by_one_switch(run, place):
-    code, _, err = run(f"compress model -o latent --method latentllm --rank-multiple 2 --option window=0 {CALIBRATION}")
+    code, _, err = run(f"compress model -o latent --method latentllm --rank-multiple 2 --set window=0 {CALIBRATION}")
     assert code in (0, None), err
     assert json.loads((place / "latent" / "rankfold.json").read_text())["options"]["window"] == 0
 
 
 BAD = [
     ("compress model -o x --sparsity 1", r"sparsity must be in \[0, 1\), got 1.0"),
-    ("compress model", "-o/--output is missing"),
     ("compress model -o x --method svdd", "unknown method 'svdd'; did you mean 'svd'"),
     ("compress model -o x --modules mlp=0.3,qk", "--modules takes"),
-    ("compress model -o x --option ridge", "--option takes KEY=VALUE"),
-    ("compress model -o x --option rigde=1", "unknown rankfold option 'rigde'; did you mean 'ridge'"),
+    ("compress model -o x --set ridge", "--set takes KEY=VALUE"),
+    ("compress model -o x --set rigde=1", "unknown rankfold option 'rigde'; did you mean 'ridge'"),
     ("compress model -o x --calibration nowhere.txt", "no text at 'nowhere.txt'"),
     ("compress model -o x --calibration empty.txt", "is empty"),
     (
@@ -357,14 +396,14 @@ BAD = [
     ("evaluate model --text text.txt --max-length 1", "a window of 1 tokens predicts none"),
     ("evaluate model", "nothing to evaluate; give --text TEXT, --tasks NAMES or --speed"),
     ("evaluate model --text text.txt --text text.txt", "--text names 'text.txt' more than once"),
-    ("evaluate model --text text.txt --tasks-from .", "--tasks-from would be ignored without --tasks"),
+    ("evaluate model --text text.txt --include-path .", "--include-path would be ignored without --tasks"),
     ("evaluate model --text text.txt --num-fewshot 1", "--num-fewshot would be ignored without --tasks"),
-    ("evaluate model --text text.txt --against small", "--against would be ignored without --speed"),
-    ("evaluate model --tasks piqa --tasks-from nowhere", "--tasks-from nowhere is not a folder"),
-    ("evaluate model --tasks piqa --tasks-from .", "has no questions of piqa; put its rows there as piqa.jsonl"),
-    ("evaluate model --tasks picqa --tasks-from .", "did you mean 'piqa'?"),
+    ("evaluate model --text text.txt --baseline small", "--baseline would be ignored without --speed"),
+    ("evaluate model --tasks piqa --include-path nowhere", "--include-path nowhere is not a folder"),
+    ("evaluate model --tasks piqa --include-path .", "has no questions of piqa; put its rows there as piqa.jsonl"),
+    ("evaluate model --tasks picqa --include-path .", "did you mean 'piqa'?"),
     ("evaluate model --speed --batch-sizes 1,x", "--batch-sizes takes numbers such as 1,8,32; got '1,x'"),
-    ("evaluate model --speed --against model", "--against is the model itself"),
+    ("evaluate model --speed --baseline model", "--baseline is the model itself"),
     ("generate model x --max-new-tokens 0", "max-new-tokens must be >= 1"),
     ("inspect model", "not a checkpoint written by"),
     ("compress small -o x --calibration text.txt", "already compressed or quantised"),

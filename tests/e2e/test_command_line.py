@@ -72,12 +72,12 @@ BAD = [
         "--calibration: there is no user whose home",
     ),
     ("evaluate model --text ptb:~nouser/x", "--text: there is no user whose home is '~nouser'"),
-    ("compress model -o x --option sparsity=0.9", "'sparsity' is an option of every method: give it as --sparsity"),
-    ("compress model -o x --option ridge=nan", "--option 'ridge=nan': expected a finite number"),
-    ("compress model -o x --option ridge=1 --option ridge=2", "--option gives 'ridge' more than once; give it once"),
+    ("compress model -o x --set sparsity=0.9", "'sparsity' is an option of every method: give it as --sparsity"),
+    ("compress model -o x --set ridge=nan", "--set 'ridge=nan': expected a finite number"),
+    ("compress model -o x --set ridge=1 --set ridge=2", "--set gives 'ridge' more than once; give it once"),
     (
-        "compress model -o x --method latentllm --option rounds=1.5",
-        "--option 'rounds=1.5': expected a finite whole number",
+        "compress model -o x --method latentllm --set rounds=1.5",
+        "--set 'rounds=1.5': expected a finite whole number",
     ),
     ("compress model -o x --modules mlp=0.2,mlp=0.5", "--modules names 'mlp' more than once; name it once"),
     ("compress model -o x --modules qk,qk", "--modules names 'qk' more than once; name it once"),
@@ -100,7 +100,7 @@ BAD = [
     ("plan model --budget parameters:context=64", "unknown option of budget parameters 'context'"),
     ("plan model --allocation uniform:temperature=0.1", "unknown option of allocation uniform 'temperature'"),
     (
-        "plan model --method modegpt --for stock --allocation influence:temperature=1",
+        "plan model --method modegpt --target stock --allocation influence:temperature=1",
         "gives all MLPs one width, got allocation influence:temperature=1.0; take allocation uniform",
     ),
     ("plan model --allocation owl:spread=wide", "spread of allocation owl must be a number, got 'wide'"),
@@ -140,7 +140,7 @@ BAD = [
 COMPARE = "compare model -o x --text text.txt --methods"
 BAD += [
     (f"{COMPARE} modgpt --sparsities 0.3", "unknown method 'modgpt'; did you mean 'modegpt'"),
-    (f"{COMPARE} modegpt:selct=norm --sparsities 0.3", "unknown modegpt option 'selct'; did you mean 'select'"),
+    (f"{COMPARE} modegpt:selct=norm --sparsities 0.3", "unknown modegpt option 'selct'; did you mean 'selection'"),
     (
         f"{COMPARE} modegpt --sparsities 0.3,1.5",
         "--sparsities takes numbers in (0, 1) such as 0.1,0.3,0.5; got '0.3,1.5'",
@@ -150,7 +150,7 @@ BAD += [
         "unknown option of allocation owl 'outlier'; available: threshold, spread",
     ),
     (f"{COMPARE} modegpt,modegpt --sparsities 0.3", "is the same as modegpt at 0.3; give it once"),
-    (f"{COMPARE} modegpt --sparsities 0.3 --tasks-from x", "--tasks-from would be ignored without --tasks"),
+    (f"{COMPARE} modegpt --sparsities 0.3 --include-path x", "--include-path would be ignored without --tasks"),
     (f"{COMPARE} modegpt --sparsities 0.3 --limit 0", "limit must be >= 1, got 0"),
     (f"{COMPARE} modegpt --sparsities 0.3 --text text.txt", "--text names 'text.txt' more than once; name it once"),
     (f"{COMPARE} modegpt --sparsities 0.3 --text nowhere.txt", "no text at 'nowhere.txt'"),
@@ -164,10 +164,10 @@ BAD += [
     (f"compress model -o x --moments m --{name} {value}", f"--{name} would be ignored; leave one of them out")
     for name, value in {
         "calibration": "ptb",
-        "num_samples": 8,
-        "max_length": 8,
+        "num-samples": 8,
+        "max-length": 8,
         "seed": 1,
-        "text_column": "body",
+        "text-column": "body",
     }.items()
 ]
 

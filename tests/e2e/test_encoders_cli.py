@@ -66,7 +66,7 @@ def test_a_plan_and_moments(run, place):
 
 
 def test_models_says_what_a_part_is(run):
-    code, out, _ = run("models clip --part vision --json")
+    code, out, _ = run("models clip --component vision --json")
     assert code == 0 and json.loads(out)["model_type"] == "clip_vision_model" and json.loads(out)["qk"] == "svd"
 
 
@@ -96,10 +96,13 @@ def test_what_surrounds_a_sentence_encoder_stays_byte_for_byte(tmp_path):
         ("compress vit -o x --calibration empty", "empty holds no images"),
         ("compress vit -o x --calibration broken", "broken/0.png is not a readable image"),
         ("compress bare -o x --calibration images", "no image processor can be read from"),
-        ("compress vit -o x --calibration images --part language", "has the part vision, got language; it needs"),
+        (
+            "compress vit -o x --calibration images --component language",
+            "has the component vision, got language; it needs",
+        ),
         (
             "compress clip -o x --calibration images",
-            "has the parts language and vision, got none; choose one with --part",
+            "has the components language and vision, got none; choose one with --component",
         ),
         (
             "compress vit -o x --calibration images --calibration broken",

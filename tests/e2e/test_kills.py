@@ -12,7 +12,7 @@ from kills import State, kill_everywhere, read_state, write_state
 from rankfold import MoDeGPT, Rankfold
 from rankfold.errors import CheckpointError
 from rankfold.methods import SparseGPT
-from rankfold.report.commands import records_of
+from rankfold.report.record import records_of
 from saved import save_tiny
 from tiny_encoders import samples_of, tiny_encoder
 

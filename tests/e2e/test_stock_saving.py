@@ -7,10 +7,10 @@ import pytest
 
 import rankfold
 from families import opened, tokens
+from rankfold.cli.summary import options_for_target
 from rankfold.compression.budget import rank_options
 from rankfold.compression.importance import measure_allocation
 from rankfold.exports.kept import stock_parameters
-from rankfold.report.commands import options_for_target
 from saved import save_tiny
 
 TEXT = "--calibration pydoc --num-samples 4 --max-length 32 --rank-multiple 2"
@@ -56,10 +56,10 @@ def test_what_no_stock_model_expresses_has_no_count(tmp_path):
 def test_both_commands_say_what_is_left_and_the_options_keep_all(place, run):
     code, out, err = run(f"compress model -o small --sparsity 0.3 {TEXT}")
     assert code in (0, None), err
-    line = out.splitlines()[-1]
+    (line,) = (line for line in out.splitlines() if line.startswith("exported with"))
     assert re.fullmatch(
         r"exported with --format stock it has [\d,]+ parameters: \d+% of the saving is left; compress with `--allocation "
-        r"uniform --for stock` to keep all of it, at an expected divergence from the dense model of \d\.\d{4} nats a token "
+        r"uniform --target stock` to keep all of it, at an expected divergence from the dense model of \d\.\d{4} nats a token "
         r"in place of "
         r"\d\.\d{4}",
         line,
@@ -76,7 +76,7 @@ def test_both_commands_say_what_is_left_and_the_options_keep_all(place, run):
 
 def test_the_divergence_is_that_of_the_ranks_for_stock(place, run):
     """Of the costs that were measured, and of those ranks that the other command chooses."""
-    for name, options in (("kept", ""), ("uniform", "--allocation uniform --for stock")):
+    for name, options in (("kept", ""), ("uniform", "--allocation uniform --target stock")):
         run(f"compress model -o {name} --sparsity 0.3 {TEXT} {options}")
     source = rankfold.open_model(place / "model", device="cpu")
     method = rankfold.Rankfold(sparsity=0.3, rank_multiple=2, modules=("mlp", "qk", "vo"))
@@ -92,9 +92,9 @@ def test_the_divergence_is_that_of_the_ranks_for_stock(place, run):
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, "`--allocation uniform --for stock`"),
-        ({"exclude_blocks": [0]}, "`--allocation uniform --for stock` and without --exclude-blocks"),
-        ({"modules": ["mlp"]}, "`--allocation uniform --for stock`"),
+        ({}, "`--allocation uniform --target stock`"),
+        ({"exclude_blocks": [0]}, "`--allocation uniform --target stock` and without --exclude-blocks"),
+        ({"modules": ["mlp"]}, "`--allocation uniform --target stock`"),
         ({"modules": ["mlp", "qk"]}, None),
         ({"method": "latentllm"}, None),
     ],

@@ -15,10 +15,8 @@ from saved import save_text, save_tiny
 
 METHODS = ["modegpt", "latentllm", "rootcov", "svd-llm", "fwsvd", "magnitude", "strided", "flap", "kobd", "llm-surgeon"]
 OPTIONS = ["sparse=0.3", "sparse=1", "joint=vo", "bits=4"]  # forms of the latent methods with errors of their own
-LINE = (
-    "-o out --exclude-blocks 0 --sparsity 0.3 --rank-multiple 2 --device cpu --calibration text.txt --num-samples 4 "
-    "--max-length 64"
-)
+TEXT = "--calibration text.txt --num-samples 4 --max-length 64"
+LINE = f"-o out --exclude-blocks 0 --sparsity 0.3 --rank-multiple 2 --device cpu {TEXT}"
 PARTS = {  # what of the last block is zero -> modules whose error is
     ("llama", r"mlp"): {"mlp", "gate", "up", "down"},
     ("llama", r"up_proj"): {"mlp", "up", "down"},
@@ -84,7 +82,7 @@ def test_whatever_the_form(place, family, zero, option):
         if re.search(zero, name):
             parameter.zero_()
 
-    record, dense, logits = compress(place, family, change, "latentllm", "--option", option)
+    record, dense, logits = compress(place, family, change, "latentllm", "--set", option)
     assert {part["relative_error"] for part in record.values()} == {0.0}
     torch.testing.assert_close(logits, dense)
 
@@ -104,6 +102,6 @@ def test_a_block_that_always_says_the_same_has_an_error_of_rounding(place, optio
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(0))
 
-    record, dense, logits = compress(place, "opt", change, "latentllm", "--option", option)
+    record, dense, logits = compress(place, "opt", change, "latentllm", "--set", option)
     assert max(part["relative_error"] for part in record.values()) < 1e-2
     torch.testing.assert_close(logits, dense, rtol=1e-3, atol=1e-3)

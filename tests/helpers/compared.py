@@ -24,7 +24,7 @@ def config() -> dict:
 
 def rows() -> list[dict]:
     """The dense model, every method at every sparsity, and two that failed."""
-    made = [_row("dense", 0.0, 0) | {"method": None, "mode": None, "modules": [], "held_out": None, "command": None}]
+    made = [_row("dense", 0.0, 0) | {"method": None, "mode": None, "modules": [], "held_out": None}]
     made[0]["compress_seconds"] = None
     made += [_row(label, s, i + 1) for i, label in enumerate(METHODS) for s in SPARSITIES]
     made[-1]["held_out"] = {"warning": "perplexity is 40 times that of the dense model: damaged in block 3"}
@@ -52,7 +52,6 @@ def _row(label: str, sparsity: float, index: int) -> dict:
         "modules": [_module(block, name, sparsity, index) for block in range(12) for name in modules],
         "held_out": {"warning": None},
         "compress_seconds": 12.5,
-        "command": f"rankfold compress model --method {label} --sparsity {sparsity}",
         "measures": {
             "texts": [
                 {"text": text["text"], "perplexity": value, "definition": "exp of the mean loss"}
@@ -85,4 +84,4 @@ def _module(block: int, name: str, sparsity: float, index: int) -> dict:
 def _failed(sparsity: float) -> dict:
     row = _row(f"zzz {NASTY}", sparsity, 1)
     row |= {"status": "failed", "error": f"cannot take module {NASTY}", "measures": None, "counts": None, "modules": []}
-    return row | {"held_out": None, "compress_seconds": None, "command": None, "versions": {}, "environment": {}}
+    return row | {"held_out": None, "compress_seconds": None, "versions": {}, "environment": {}}

@@ -54,7 +54,7 @@ def test_the_folder_and_the_model_in_memory_have_the_dtype_and_the_same_numbers(
         assert torch.equal(state[name], tensor) and state[name].dtype == tensor.dtype
     assert rankfold.load(folder, device="cpu").dtype == written
     record = json.loads((folder / "rankfold.json").read_text())
-    assert record["dtype"] == str(written).removeprefix("torch.") and f"--dtype {record['dtype']}" in record["command"]
+    assert record["dtype"] == str(written).removeprefix("torch.")
 
 
 @pytest.mark.parametrize(("asked", "written"), DTYPES)

@@ -342,7 +342,7 @@ COMMANDS = (
     "compare {} --methods modegpt --sparsities 0.1 --text text.txt -o out --calibration text.txt",
     "evaluate {} --text text.txt --max-length 32",
     "evaluate {} --speed",
-    "evaluate model --speed --against {}",
+    "evaluate model --speed --baseline {}",
     "generate {} hello",
     "export {} -o out",
     "inspect {}",

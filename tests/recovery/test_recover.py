@@ -205,8 +205,8 @@ def test_an_unfinished_run_of_other_options_is_refused(place, tmp_path):
         ({"tokens": 0}, "tokens must be at least 1, got 0"),
         ({"minutes": 0}, "minutes must be more than 0"),
         ({"adapter": True}, "adapter=True writes the adapters of tune='lora'"),
-        ({"loss": "mse"}, "unknown loss 'mse'; available: kl, next-token, both"),
-        ({"tune": "head"}, "unknown tune 'head'; available: all, lora, lora-mlp, norms"),
+        ({"loss": "mse"}, "loss must be one of 'kl', 'next-token', 'both', got 'mse'"),
+        ({"tune": "head"}, "tune must be one of 'lora', 'lora-mlp', 'all', 'norms', got 'head'"),
     ],
 )
 def test_options_out_of_range_are_refused(place, options, message):

@@ -12,11 +12,10 @@ pytest.importorskip("matplotlib", reason="rankfold[report] is not installed")
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
-from compared import LONG, METHODS, NASTY, SPARSITIES, TASKS, config, rows
+from compared import METHODS, NASTY, SPARSITIES, TASKS, config, rows
 from rankfold.comparison.report.page import page, pictures, write_report
 from rankfold.comparison.report.plots import Picture, drawn, tick
 from rankfold.comparison.report.table import cells_of_table, markdown
-from rankfold.report.commands import compare_command
 
 
 class Tags(HTMLParser):
@@ -88,20 +87,9 @@ def test_every_row_and_its_reason_are_in_the_table(html):
     )
 
 
-def test_the_page_says_how_to_repeat_it(html):
-    command = compare_command(config()["identity"], config()["runs"][0], "report")
-    assert f"--methods '{','.join(METHODS)}'" in command or f"--methods {','.join(METHODS)}" in command
-    assert "--sparsities 0.1,0.3 --calibration wiki.txt --num-samples 32 --max-length 1024 --seed 0" in command
-    windows = config()["identity"]["calibration"] | {"text_column": "body"}
-    assert "--seed 0 --text-column body" in compare_command(
-        config()["identity"] | {"calibration": windows}, config()["runs"][0], "x"
-    )
-    measures = config()["identity"]["measures"]
-    measures["texts"][0]["text_column"] = "line"
-    assert "--seed 0 --text-column line" in compare_command(
-        config()["identity"] | {"measures": measures}, config()["runs"][0], "x"
-    )
-    assert command.split(" -o ")[0] in html.text and f"--method {LONG} --sparsity 0.3" in html.text
+def test_the_page_says_how_to_repeat_it(html, folder):
+    place = folder.resolve().name
+    assert f"rankfold compare --config {place}/compare.json -o {place}-again" in html.text
 
 
 def test_records_are_lines_and_the_markdown_has_as_many_cells_in_every_row(folder):

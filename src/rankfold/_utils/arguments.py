@@ -70,6 +70,8 @@ def _is_of(value: object, hint: Any) -> bool:
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint is typing.Any:
         return True
+    if origin is typing.Literal:
+        return value in inner
     if origin in (typing.Union, types.UnionType):
         return any(_is_of(value, one) for one in inner)
     if origin is None:
@@ -97,6 +99,8 @@ def _called(hint: Any) -> str:
         return f"{', '.join(most)} or {last}"
     if origin is Callable:
         return "a function"
+    if origin is typing.Literal:
+        return f"one of {', '.join(map(repr, inner))}"
     if origin is not None:
         joint = " to " if issubclass(origin, Mapping) else ", "
         return f"{origin.__name__.lower()} of {joint.join(_called(one) for one in inner)}"

@@ -115,10 +115,9 @@ def part_of(model: "PreTrainedModel", name: str | None = None) -> Part:
     projector = _projector(model) if decodes and "vision" in towers else None
     names = [*(["language"] if decodes else []), *(["projector"] if projector else []), *towers]
     if name not in names if name else len(names) > 1 and not decodes:
-        advice = "choose one with --part" if len(names) > 1 else "it needs neither --part nor --parts"
-        raise OptionError(
-            f"{type(model).__name__} has the part{'s' * (len(names) > 1)} {' and '.join(names)}, got {name or 'none'}; {advice}"
-        )
+        advice = "choose one with --component" if len(names) > 1 else "it needs neither --component nor --components"
+        has = f"has the component{'s' * (len(names) > 1)} {' and '.join(names)}"
+        raise OptionError(f"{type(model).__name__} {has}, got {name or 'none'}; {advice}")
     if decodes and name in (None, "language"):
         return Part("language", architecture_of(model), "", text, chosen=name is not None)
     if name == "projector" and projector:

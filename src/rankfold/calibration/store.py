@@ -19,7 +19,7 @@ from .._utils.present import present
 from .._utils.schema import NUMBER, Maybe, check_record
 from .._utils.stopwatch import time_spent
 from ..data.batches import Data, add_tensors, as_data, as_tensors, digest_of
-from ..data.calibration_data import upgraded
+from ..data.calibration_data import upgrade_calibration
 from ..errors import CheckpointError
 from .moments import BlockMoments, Moment, moved
 
@@ -127,7 +127,7 @@ class MomentStore:
                 f"{folder} is not a moments folder; make one with `rankfold calibrate MODEL -o {folder}`"
             )
         written = read_json(folder / RECORD)
-        identity = upgraded(written)
+        identity = upgrade_calibration(written)
         check_record(identity, IDENTITY, folder / RECORD)
         return cls(identity, folder, _read_held_out(folder / HELD_OUT, identity["tokens"]), written)
 
@@ -232,7 +232,7 @@ def _check_folder(folder: Path, identity: dict) -> None:
     if names and not known:
         raise CheckpointError(f"{folder} exists and is not a moments folder; choose another folder")
     for name in sorted(known):
-        found = upgraded(read_json(folder / name))
+        found = upgrade_calibration(read_json(folder / name))
         if found != identity:
             other = ", ".join(sorted(key for key in identity if found.get(key) != identity[key]))
             raise CheckpointError(

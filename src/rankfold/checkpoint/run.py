@@ -15,7 +15,7 @@ from pathlib import Path
 from .._utils.files import check_output, read_json, sweep, sync_files, sync_folder, write_json, write_text, writing
 from .._utils.locking import lock_of, locked
 from .._utils.stopwatch import seconds_so_far
-from ..data.calibration_data import upgraded
+from ..data.calibration_data import upgrade_calibration
 from ..errors import CheckpointError
 from ..modules import CODE_FILE, code
 from .load import described
@@ -83,9 +83,9 @@ class RunFolder:
         if not os.path.lexists(self.path):
             return None
         if (self.path / CONFIG).exists():
-            return upgraded(read_json(self.path / CONFIG))
+            return upgrade_calibration(read_json(self.path / CONFIG))
         if self.complete:
-            return _identified(upgraded(read_json(self.path / RECORD)), self.identity)
+            return _identified(upgrade_calibration(read_json(self.path / RECORD)), self.identity)
         if not self.path.is_dir() or {path.name for path in self.path.iterdir()} - {f"{CONFIG}.tmp"}:
             raise CheckpointError(
                 f"{self.path} exists and is not an unfinished run; remove it or choose another output"
@@ -101,7 +101,7 @@ class RunFolder:
     def earlier(self) -> dict | None:
         """Record of the component that was compressed first, once it is done."""
         found = sorted(self.before.glob(f"*/{RECORD}"))
-        return upgraded(read_json(found[0])) if found else None
+        return upgrade_calibration(read_json(found[0])) if found else None
 
     def _remove_if_empty(self) -> None:
         """Remove a run that ended in an error where nothing in it is worth keeping."""

@@ -15,7 +15,7 @@ app = typer.Typer(
     help="Shrink any Hugging Face language model in minutes, without training, and load the result anywhere.",
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
 for module in (compress, calibrate, plan, evaluate, compare, export, generate, inspect, models, methods, recover):
     app.command(name=module.__name__.rpartition(".")[2], cls=Command)(module.command)

@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from . import common as c
 from . import options as o
 from .calibration import CalibrationOptions
@@ -13,12 +11,13 @@ from .calibration import CalibrationOptions
 @o.expanded
 def command(
     model: o.Model,
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the moments.")],
-    text: CalibrationOptions,
-    dtype: o.Written = "auto",
-    device: o.Device = "auto",
-    part: o.Part = None,
+    *,
+    component: o.Component = None,
     revision: o.Revision = None,
+    device: o.Device = "auto",
+    text: CalibrationOptions,
+    output: Annotated[Path, o.of_output("-o", "--output", help="Folder for the moments.")],
+    dtype: o.Written = "auto",
     json: o.Json = False,
 ) -> None:
     """Measure a model once, to compress it many times in seconds.
@@ -32,7 +31,7 @@ def command(
     from .._utils.stopwatch import timed_run
     from ..models.opening import open_model
 
-    source = open_model(model, dtype=dtype, device=device, component=part)
+    source = open_model(model, dtype=dtype, device=device, component=component)
     tokens = text.load(source)
     with timed_run() as stopwatch:
         store = pipeline.calibrate(source, tokens, output)

@@ -2,13 +2,12 @@
 
 import contextlib
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
 from ..data.hub import HUB
 from ..errors import DataError, OptionError
-from .options import TextColumn
 
 __all__ = ["CalibrationOptions"]
 
@@ -17,26 +16,24 @@ __all__ = ["CalibrationOptions"]
 class CalibrationOptions:
     """What text, or which images, a model is measured on."""
 
+    panel: ClassVar = "Calibration"
+
     calibration: Annotated[
         list[str],
         typer.Option(
-            help="wikitext2, ptb, c4, alpaca (from the hub, or ALIAS:FILE for a local copy of the rows), a text file, a "
-            ".jsonl/.json/.csv/.parquet file with rows of text or of chats (messages), pydoc (ships with Python), or self "
-            "(text the model writes). Repeatable: texts are mixed in equal parts, or by TEXT=SHARE, e.g. a.txt=0.7 (a file of"
-            " that very name is taken as the file). For a part that takes images: a folder of images, or a .parquet file. For"
-            " a model of images and text, either part: a .jsonl file with the columns text or question, image (a path from "
-            "there, or several) and perhaps answer, or hub:OWNER/NAME, a data set with such columns. With --parts: one of "
-            "these for all, or PART=TEXT for each, e.g. language=wikitext2 and vision=images/."
+            metavar="TEXT",
+            help="wikitext2, ptb, c4, alpaca, pydoc, self (the model writes), a file of text or rows, images. Repeatable; "
+            "shares: a.txt=0.7.",
         ),
     ] = ("wikitext2",)
-    num_samples: Annotated[
-        int, typer.Option(help="Calibration samples of all texts together, or images, or examples.")
-    ] = 128
+    num_samples: Annotated[int, typer.Option(help="Samples of all texts together, or images, or examples.")] = 128
     max_length: Annotated[
-        int, typer.Option(help="Tokens per sample; clamped to the model's context. Examples are not cut.")
+        int, typer.Option(help="Tokens per sample, at most the model's context. Examples are not cut.")
     ] = 2048
     seed: Annotated[int, typer.Option(help="Order in which samples are drawn.")] = 0
-    text_column: TextColumn = "text"
+    text_column: Annotated[str, typer.Option(help="Column of the text, or of the images, in a file with rows.")] = (
+        "text"
+    )
 
     def of_parts(self, names: list[str]) -> dict[str, "CalibrationOptions"]:
         """What each of these parts of a model is measured on.
@@ -56,8 +53,9 @@ class CalibrationOptions:
         if len(self.calibration) == 1 and not any(texts.values()) and (only.endswith(".jsonl") or only.startswith(HUB)):
             return {name: replace(self, text_column=self._text_column_of(name)) for name in names}
         raise OptionError(
-            "with --parts, --calibration takes one .jsonl file of image-text examples (or hub:OWNER/NAME), or PART=... for "
-            f"each, e.g. --calibration language=wikitext2 --calibration vision=images/; got {' and '.join(self.calibration)}"
+            "with --components, --calibration takes one .jsonl file of image-text examples (or hub:OWNER/NAME), or PART=... "
+            f"for each, e.g. --calibration language=wikitext2 --calibration vision=images/; got "
+            f"{' and '.join(self.calibration)}"
         )
 
     def _text_column_of(self, part: str) -> str:

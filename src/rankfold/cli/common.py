@@ -55,21 +55,6 @@ def result_of(record: dict) -> dict:
     return {**record["counts"], **spent, "excess": excess_of(record), **found}
 
 
-def show_result(what: str, result: dict, out: Console) -> None:
-    """Lines on what was compressed."""
-    out.print(
-        f"{what}: {result['sparsity']:.2%} of the counted weights {gone(result)}, {result['parameters']:,} parameters",
-        soft_wrap=True,
-    )
-    if result["excess"]:
-        out.print(result["excess"])
-    if result["held_out"]:
-        out.print(outcome(result["held_out"]), soft_wrap=True)
-    for line in kinds_of_text(result["probe_texts"]):
-        out.print(line, soft_wrap=True)
-    out.print(where_time_went(result["seconds"], result["seconds_by_part"]), soft_wrap=True)
-
-
 def where_time_went(total: float, parts: dict[str, float]) -> str:
     """One line on the seconds of a run."""
     digits = 1 if total < 100 else 0
@@ -85,13 +70,15 @@ def outcome(held_out: dict) -> str:
     return f"{_perplexities(held_out)} on {held_out['windows']} held-out calibration windows"
 
 
+def skipped(probe_texts: dict | None) -> list[str]:
+    """Return a line that says why there are no probe texts, if so."""
+    reason = (probe_texts or {}).get("skipped")
+    return [f"probe texts: not measured ({reason})"] if reason else []
+
+
 def kinds_of_text(probe_texts: dict | None) -> list[str]:
-    """One line for every kind of probe text, or one that says why there is none; older records have none of either."""
-    if not probe_texts:
-        return []
-    if reason := probe_texts.get("skipped"):
-        return [f"probe texts: not measured ({reason})"]
-    return [
+    """Return one line for every kind of probe text, or one that says why there is none; older records have none of either."""
+    return skipped(probe_texts) or [
         f"{kind}: {_perplexities(facts)} on {facts['passages']} probe texts{remark_on(facts)}"
         for kind, facts in kinds_in(probe_texts).items()
     ]

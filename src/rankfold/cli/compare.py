@@ -10,6 +10,7 @@ from ..errors import OptionError
 from . import common as c
 from . import options as o
 from .calibration import CalibrationOptions
+from .config import Comparison
 
 EXTRA = ("matplotlib", "jinja2")
 
@@ -18,46 +19,54 @@ EXTRA = ("matplotlib", "jinja2")
 def command(
     model: o.Model,
     *,
+    config: Comparison = None,
+    revision: o.Revision = None,
+    device: o.Device = "auto",
     methods: Annotated[
         str,
-        typer.Option(
-            help="Methods, e.g. rankfold,modegpt,svd-llm; with options: modegpt:selection=leverage,gqa=paper (+ for a comma in "
-            "a value). Option mode: one-pass or sequential; default: one-pass, on shared moments, where the method can."
+        o.of_method(
+            help="rankfold,modegpt,svd-llm; with options: modegpt:selection=leverage,gqa=paper (+: comma in a value)."
         ),
     ],
-    sparsities: Annotated[str, typer.Option(help="Fractions of the weights to remove, e.g. 0.1,0.3,0.5.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder of the comparison.")],
-    text: Annotated[
-        list[str], typer.Option(help="Text to compute perplexity on; sources as for --calibration. Repeatable.")
-    ],
+    sparsities: Annotated[str, o.of_method(help="Fractions of the weights to remove, e.g. 0.1,0.3,0.5.")],
     windows: CalibrationOptions,
-    text_length: Annotated[int, typer.Option(help="Tokens per window of the texts.")] = 2048,
-    tasks: Annotated[str | None, typer.Option(help="Tasks of lm-eval, e.g. arc_easy,piqa,winogrande.")] = None,
-    tasks_from: o.TasksFrom = None,
+    text: Annotated[
+        list[str],
+        o.of_measurements(
+            metavar="TEXT", help="Text to compute perplexity on, named as for --calibration. Repeatable."
+        ),
+    ],
+    text_length: Annotated[int, o.of_measurements(help="Tokens per window of the texts.")] = 2048,
+    tasks: Annotated[str | None, o.of_measurements(help="Tasks of lm-eval, e.g. arc_easy,piqa,winogrande.")] = None,
+    include_path: o.IncludePath = None,
     limit: o.Limit = None,
     speed: Annotated[
-        bool, typer.Option("--speed", help="Measure tokens per second, in turns with the dense model.")
+        bool, o.of_measurements("--speed", help="Tokens per second, in turn with the dense model.")
     ] = False,
-    keep: Annotated[bool, typer.Option("--keep", help="Keep the compressed models and the moments.")] = False,
+    output: Annotated[Path, o.of_output("-o", "--output", help="Folder of the comparison.")],
+    keep: Annotated[bool, o.of_output("--keep", help="Keep the compressed models and the moments.")] = False,
     dtype: o.Written = "auto",
-    device: o.Device = "auto",
-    revision: o.Revision = None,
     json: o.Json = False,
 ) -> None:
-    """Run methods at several sparsities and write one report: table, plots, a page to read in a browser.
+    """Run methods at several sparsities and report on them.
+
+    The report is a table, plots, and a page to read in a browser.
 
     \b
     rankfold compare ./my-model --methods rankfold,modegpt,latentllm --sparsities 0.1,0.3 --text wikitext2 -o report
     rankfold compare ./my-model --methods modegpt,modegpt:mode=sequential --sparsities 0.3 --text a.txt --speed -o report
 
-    Rows that are done are kept: the same command continues where it was, and further methods, sparsities can be added to
-    the folder. A row that cannot be done says why; the exit code is 1 then.
+    The same command continues where it was; further methods and sparsities can be added to the folder. A row that cannot be
+    done says why; the exit code is 1 then. docs/compare.md has more, such as the option mode of a method.
     """
     model = o.at_revision(model, revision)
     from ..comparison import cells_of
     from .forms import parse_forms, parse_sparsities
 
-    cells = cells_of(parse_forms(methods), parse_sparsities(sparsities))
+    cells = {}
+    for run in config or [{}]:
+        forms, fractions = run.get("methods", methods), run.get("sparsities", sparsities)
+        cells |= {cell.key: cell for cell in cells_of(parse_forms(forms), parse_sparsities(fractions))}
     missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
     if missing:
         raise OptionError(f"the report needs {' and '.join(missing)}; pip install 'rankfold[report]'")
@@ -74,11 +83,13 @@ def command(
     measured = {"texts": Perplexities(source, Texts(text, text_length, limit, windows.text_column))}
     if tasks is not None:
         names = [name.strip() for name in tasks.split(",")]
-        measured["tasks"] = Accuracies(source, Questions(names, tasks_from, limit))
+        measured["tasks"] = Accuracies(source, Questions(names, include_path, limit))
     if speed:
         measured["speed"] = Speed(source.context_length)
     measures = Measures(measured, lambda: load_model(model, dtype=dtype_name(source), device=str(source.device)))
-    rows = compare(source, cells, windows.load(source), measures, output, keep=keep, on_row=lambda row: _say(row))
+    rows = compare(
+        source, [*cells.values()], windows.load(source), measures, output, keep=keep, on_row=lambda row: _say(row)
+    )
     failed = [row for row in rows if row["status"] == "failed"]
     c.emit({"output": str(output), "failed": len(failed), "rows": rows}, json, lambda out: _show(output, rows, out))
     if failed:

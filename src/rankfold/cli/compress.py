@@ -1,53 +1,54 @@
 """`rankfold compress`"""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from ..errors import OptionError
 from . import common as c
 from . import options as o
+from . import summary
 from .calibration import CalibrationOptions
-from .parts import methods_of_parts, opened_parts, show_parts
-from .plan import plan_parts, predicted, show
-from .saving import exported_as_stock, show_kept
+from .components import methods_of_components, opened_components
+from .config import Run
+from .plan import plan_components, predicted, show
 
 
 @o.expanded
 def command(
     model: o.Model,
     *,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Folder to write; must not exist.")] = None,
+    config: Run = None,
+    component: o.Component = None,
+    components: o.Components = None,
+    revision: o.Revision = None,
+    device: o.Device = "auto",
     what: o.MethodOptions,
     text: CalibrationOptions,
-    mode: Annotated[
-        str, typer.Option(help="sequential, or one-pass (all blocks measured on the dense model).")
-    ] = "sequential",
     moments: o.Moments = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
+    mode: Annotated[
+        str, o.advanced(help="sequential, or one-pass: all blocks measured on the dense model.")
+    ] = "sequential",
+    output: Annotated[
+        Path | None,
+        o.of_output("-o", "--output", help="Folder to write; must not exist. Default: NAME-METHOD-SPARSITY."),
+    ] = None,
+    dry_run: Annotated[bool, o.of_output("--dry-run", help="Print the plan and stop.")] = False,
     dtype: o.Written = "auto",
-    device: o.Device = "auto",
-    part: o.Part = None,
-    parts: o.Parts = None,
-    revision: o.Revision = None,
     json: o.Json = False,
 ) -> None:
-    """Compress a model and write a checkpoint that transformers loads.
+    """Compress a model into a checkpoint that transformers loads.
 
     \b
-    rankfold compress HuggingFaceTB/SmolLM2-135M -o small --sparsity 0.3
-    rankfold compress ./my-model -o small --calibration my-text.txt --modules mlp=0.4,vo=0.2
-    rankfold compress ./my-model -o small --method modegpt --moments moments/ --sparsity 0.2
+    rankfold compress HuggingFaceTB/SmolLM2-135M --sparsity 0.3
+    rankfold compress ./my-model -o small --calibration my-text.txt
     rankfold compress ./my-model --sparsity 0.5 --dry-run
-    rankfold compress ./sees-images -o small --parts language=0.3,vision=0.2 --calibration pairs.jsonl
+    rankfold compress --config small/rankfold.json -o other --sparsity 0.2
 
-    A run that was interrupted continues when the same command is given again.
+    The same command continues a run that was interrupted.
     """
     model = o.at_revision(model, revision)
-    chosen = what.parse() if parts is None else methods_of_parts(parts, what)
-    if output is None and not dry_run:
-        raise OptionError("-o/--output is missing: where to write the compressed model (or use --dry-run)")
+    chosen = what.parse() if components is None else methods_of_components(components, what, config)
     from .. import pipeline
     from .._utils.files import check_output
     from ..calibration.store import MomentStore
@@ -55,14 +56,17 @@ def command(
     from ..compression.validate_spec import validated
     from ..models.opening import open_model
 
-    for method in [chosen] if parts is None else chosen.values():
+    for method in [chosen] if components is None else chosen.values():
         pipeline.check_mode(method, mode, stored=moments is not None)
-    if output is not None and not dry_run:
+    if output is None:
+        output = Path(_name(model, [chosen] if components is None else [*chosen.values()]))
+    if not dry_run:
         check_output(output)
-    if parts is not None:
-        return _both(model, chosen, text, None if dry_run else output, mode, dtype, device, json)
+    if components is not None:
+        opened = partial(opened_components, model, chosen, text, config, dtype, device)
+        return plan_components(opened(), None, json, mode) if dry_run else _several(opened, output, mode, json)
     store = MomentStore.open(moments) if moments else None
-    source = validated(open_model(model, dtype=dtype, device=device, component=part))
+    source = validated(open_model(model, dtype=dtype, device=device, component=component))
     chosen.supported_modules(source.architecture, source.meta_block(0))
     tokens = None if store else text.load(source)
 
@@ -79,30 +83,42 @@ def command(
 
     done = pipeline.compress(source, chosen, tokens, output, moments=store, mode=mode, on_plan=announce)
     folder, record = done.output, done.record
-    result = c.result_of(record)
-    stock = exported_as_stock(folder, record)
-    result |= {"stock": stock} if stock else {}
+    stock = summary.exported_as_stock(folder, record)
 
     def finish(out) -> None:
-        c.show_result(str(folder), result, out)
+        summary.show_result(str(folder), record, out)
         if stock:
-            show_kept(stock["saving_kept"], stock["parameters"], "stock", folder, out)
+            summary.show_kept(stock["saving_kept"], stock["parameters"], "stock", folder, out)
+        summary.show_next(folder, record, out, has_stock=stock is not None)
 
-    c.emit({"output": str(folder), **result}, json, finish)
+    c.emit({"output": str(folder), **c.result_of(record), **({"stock": stock} if stock else {})}, json, finish)
 
 
-def _both(model, methods, text, output: Path | None, mode: str, dtype: str, device: str, json: bool) -> None:
-    """Each part with its own sparsity; without an output, the plans."""
+def _several(opened: Callable[[], list[tuple]], output: Path, mode: str, json: bool) -> None:
+    """Compress each component with its own sparsity. No name is kept of what is opened: it goes when its turn is over."""
     from ..components import compress_components
     from ..compression.duration import timed
-
-    if output is None:
-        return plan_parts(opened_parts(model, methods, text, dtype, device), None, json, mode)
+    from ..report.record import read_record, records_of
 
     def announce(plan, source) -> None:
         plan = timed(plan, source, plan.calibration, mode)
         c.console().print(plan.table(), plan.summary())
 
-    # No name is kept of what is opened: it goes when its part is done.
-    compress_components(opened_parts(model, methods, text, dtype, device), output, mode=mode, on_plan=announce)
-    show_parts(output, json)
+    compress_components(opened(), output, mode=mode, on_plan=announce)
+    records = {record["plan"]["part"]: record for record in records_of(read_record(output))}
+
+    def finish(out) -> None:
+        for name, record in records.items():
+            summary.show_result(f"{output}, {name}", record, out)
+        summary.show_next(output, record, out, has_stock=False)
+
+    results = {name: c.result_of(record) for name, record in records.items()}
+    c.emit({"output": str(output), "components": results}, json, finish)
+
+
+def _name(model: str, methods: list) -> str:
+    """Return the default output: the names of model and method, and every sparsity."""
+    place = Path(model).expanduser()
+    name = place.resolve().name.removesuffix(".gguf") if place.exists() else place.name.partition("@")[0]
+    sparsities = [value for method in methods for value in (method.own_sparsities or {"": method.sparsity}).values()]
+    return "-".join([name, methods[0].name, *(f"{value:g}" for value in sparsities)])

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.table import Table
 
 from ..errors import OptionError
@@ -13,37 +12,41 @@ from . import options as o
 
 def command(
     model: o.Model,
-    text: Annotated[
-        list[str] | None, typer.Option(help="Text to compute perplexity on; sources as for --calibration. Repeatable.")
-    ] = None,
-    tasks: Annotated[
-        str | None, typer.Option(help="Tasks of lm-eval, e.g. arc_easy,piqa,winogrande; and scienceqa.")
-    ] = None,
-    tasks_from: o.TasksFrom = None,
-    num_fewshot: Annotated[
-        int | None, typer.Option(help="Examples before each question. Default: the task's, mostly 0.")
-    ] = None,
-    batch_size: Annotated[int, typer.Option(help="Of the tasks' forwards.")] = 8,
-    speed: Annotated[bool, typer.Option("--speed", help="Tokens per second, memory, bytes, operations.")] = False,
-    against: Annotated[
-        str | None, typer.Option(help="With --speed: another model, run in turn; ratios are over it.")
-    ] = None,
-    batch_sizes: Annotated[str, typer.Option(help="Of --speed.")] = "1,8,32",
-    max_length: Annotated[int, typer.Option(help="Tokens per window of the texts.")] = 2048,
-    limit: o.Limit = None,
-    text_column: o.TextColumn = "text",
+    *,
+    revision: o.Revision = None,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
-    revision: o.Revision = None,
+    text: Annotated[
+        list[str] | None,
+        o.of_measurements(
+            metavar="TEXT", help="Text to compute perplexity on, named as for --calibration. Repeatable."
+        ),
+    ] = None,
+    max_length: Annotated[int, o.of_measurements(help="Tokens per window.")] = 2048,
+    text_column: Annotated[str, o.of_measurements(help="Column of the text in a file with rows.")] = "text",
+    tasks: Annotated[
+        str | None, o.of_measurements(help="Tasks of lm-eval, e.g. arc_easy,piqa,winogrande; and scienceqa.")
+    ] = None,
+    include_path: o.IncludePath = None,
+    num_fewshot: Annotated[
+        int | None, o.of_measurements(help="Examples before each question. Default: the task's, mostly 0.")
+    ] = None,
+    batch_size: Annotated[int, o.of_measurements(help="Questions in one forward.")] = 8,
+    limit: o.Limit = None,
+    speed: Annotated[bool, o.of_measurements("--speed", help="Tokens per second, memory, bytes, operations.")] = False,
+    baseline: Annotated[str | None, o.of_measurements(help="Another model, run in turn; ratios are over it.")] = None,
+    batch_sizes: Annotated[str, o.of_measurements(help="Sequences at a time.")] = "1,8,32",
     json: o.Json = False,
 ) -> None:
-    """Perplexity as the field computes it for WikiText-2, accuracy by lm-eval, speed. For dense and compressed models.
+    """Measure perplexity, accuracy on tasks, and speed.
+
+    Of dense and compressed models; perplexity as for WikiText-2 in the papers, accuracy by lm-eval.
 
     \b
     rankfold evaluate small --text wikitext2
     rankfold evaluate small --text wikitext2:wiki.test.raw --text my-text.txt --limit 16 --json
-    rankfold evaluate small --tasks arc_easy,piqa --tasks-from rows
-    rankfold evaluate small --speed --against dense
+    rankfold evaluate small --tasks arc_easy,piqa --include-path rows
+    rankfold evaluate small --speed --baseline dense
     """
     model = o.at_revision(model, revision)
     from ..evaluation.cost import Cost
@@ -55,8 +58,8 @@ def command(
     result = evaluate(
         model,
         texts=Texts(text, max_length, limit, text_column) if text else None,
-        questions=Questions(names, tasks_from, limit, batch_size, num_fewshot) if tasks is not None else None,
-        cost=Cost(against, _sizes(batch_sizes)) if speed else None,
+        questions=Questions(names, include_path, limit, batch_size, num_fewshot) if tasks is not None else None,
+        cost=Cost(baseline, _sizes(batch_sizes)) if speed else None,
         dtype=dtype,
         device=device,
     )

@@ -7,22 +7,22 @@ import typer
 
 from . import common as c
 from . import options as o
-from .saving import show_kept
+from .summary import show_kept
 
 
 def command(
     checkpoint: Annotated[str, typer.Argument(help="Folder that `rankfold compress` wrote, or its hub id.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder or file to write; must not exist.")],
+    output: Annotated[Path, o.of_output("-o", "--output", help="Folder or file to write; must not exist.")],
     format: Annotated[
-        str, typer.Option(help="stock, deci, gguf or gguf-deci; docs/serve.md says what reads which.")
+        str, o.of_output(help="stock, deci, gguf or gguf-deci; docs/serve.md says what reads which.")
     ] = "stock",
     dtype: Annotated[
-        str, typer.Option(help="auto (as stored), float32, bfloat16 or float16; GGUF files also q8_0.")
+        str, o.of_output(help="auto (as stored), float32, bfloat16 or float16; GGUF files also q8_0.")
     ] = "auto",
     revision: o.Revision = None,
     json: o.Json = False,
 ) -> None:
-    """Write a compressed checkpoint in a form that needs no code of rankfold.
+    """Write a checkpoint for programs without rankfold.
 
     \b
     rankfold export small -o stock

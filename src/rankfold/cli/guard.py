@@ -10,104 +10,129 @@ import typer
 from typer.core import TyperCommand
 
 from ..errors import OptionError
-from .options import MethodOptions
+from .config import remaining
+from .options import PANELS, MethodOptions
 from .quiet import quiet_libraries
 
 __all__ = ["Command", "UsageError", "explain", "usage"]
 
 UsageError = typer.TyperException  # what the parser raises
-PLACES = ("model", "text", "calibration", "tasks_from", "against")  # arguments that may begin with ~
-ALONE = ("sparsity", "part", "moments")  # of one part
-MEASURED = (
-    "calibration",
-    "num_samples",
-    "max_length",
-    "seed",
-    "text_column",
-    "mode",
-)  # settled when moments were measured
 
+PLACES = ("model", "text", "calibration", "include_path", "baseline")  # arguments that may be paths
+HOME = re.compile("(?:^|[:=])(~[^/=]+)")  # of another user: ~name/x, ALIAS:~name/x, COMPONENT=~name/x
 # Option -> those of which one must be given, or nothing reads it; where a command has them.
 BESIDE = {
-    "tasks_from": ("tasks",),
+    "include_path": ("tasks",),
     "num_fewshot": ("tasks",),
     "batch_size": ("tasks",),
-    "against": ("speed",),
+    "baseline": ("speed",),
     "batch_sizes": ("speed",),
     "max_length": ("text",),
     "limit": ("text", "tasks"),
     "text_column": ("text",),
     "seed": ("temperature",),
 }
+# Option -> those that it leaves no use for, and why.
+INSTEAD = {
+    "components": (
+        ("sparsity", "component", "moments"),
+        "--components compresses several components, each with its own sparsity, --{} is of one; leave one of them out",
+    ),
+    "moments": (
+        ("calibration", "num_samples", "max_length", "seed", "text_column", "mode"),
+        "--moments is one pass over text that is measured already, --{} would be ignored; leave one of them out",
+    ),
+}
+WIDEST = 30  # names of options that stand on the line of their help
 HAS_COLUMNS = re.compile(
     r"\.(jsonl|ndjson|json|csv|tsv|parquet)(=[^=/]*)?$|^(\w+=)?hub:", re.IGNORECASE
 )  # among names of texts and images
 
 
 class Command(TyperCommand):
-    """A command whose arguments are checked before it runs."""
+    """A command whose arguments are checked before it runs, and whose help page has a section for every panel."""
 
     def parse_args(self, ctx, args: list[str]) -> list[str]:
         rest = super().parse_args(ctx, list(args))
-        given = self.make_parser(ctx).parse_args(args=list(args))[2]
-        for parameter, times in Counter(given).items():
+        order, values = self.make_parser(ctx).parse_args(args=list(args))[2], ctx.params
+        for parameter, times in Counter(order).items():
             if times > 1 and not getattr(parameter, "multiple", False):
-                raise OptionError(f"{_label(parameter)} is given {times} times; give it once")
-        for parameter in self.params:
-            _check_value(_label(parameter), parameter.name, ctx.params.get(parameter.name))
-        names = {parameter.name for parameter in given}
-        if ctx.params.get("parts") is not None:
-            _check_beside_parts(names)
-        if ctx.params.get("moments") is not None:
-            _check_beside_moments(names, ctx.params)
-        for name in names:
-            _check_beside(name, names, ctx.params)
-        if "text_column" in names:
-            _check_text_column(ctx.params)
-        if "method" in ctx.params:
-            _check_method(names, ctx.params)
+                raise OptionError(f"{_flag(parameter.name)} is given {times} times; give it once")
+        given = {parameter.name for parameter in order}
+        if values.get("config"):
+            values["config"] = [remaining(ctx, settings, given) for settings in values["config"]]
+            if len(values["config"]) == 1:
+                values |= values["config"][0]
+        for name, value in values.items():
+            _check_number(name, value)
+            if name in PLACES:
+                _check_homes(name, value if isinstance(value, list | tuple) else [value])
+        for name, (others, reason) in INSTEAD.items():
+            ignored = [other for other in others if values.get(name) is not None and other in given]
+            if ignored and (ignored[0], values[ignored[0]]) != ("mode", "one-pass"):
+                raise OptionError(reason.format(ignored[0].replace("_", "-")))
+        recorded = {name for name, value in (ctx.default_map or {}).items() if value}
+        for name in given:
+            _check_beside(name, given | recorded, values)
+        if "text_column" in given:
+            _check_column(values)
+        if "method" in values:
+            _check_method(given, values)
         return rest
 
     def invoke(self, ctx):
         with quiet_libraries():
             return super().invoke(ctx)
 
+    def format_options(self, ctx, formatter) -> None:
+        panels = {name: [] for name in (*PANELS, None)}
+        for parameter in self.get_params(ctx):
+            panels[parameter.rich_help_panel].append(parameter.get_help_record(ctx))
+        others = panels.pop(None)  # --help
+        [*_, last] = [name for name in panels if panels[name]] or ["Options"]
+        panels.setdefault(last, []).extend(others)
+        width = max(len(name) for rows in panels.values() for name, _ in rows if len(name) <= WIDEST)
+        for panel, rows in panels.items():
+            if rows:
+                with formatter.section(panel):
+                    formatter.write_dl([(f"{name:<{width}}", text) for name, text in rows])
 
-def _label(parameter) -> str:
-    names = [name for name in parameter.opts if name.startswith("--")]
-    return names[0] if names else parameter.name.upper()
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
-def _check_value(label: str, name: str, value) -> None:
+def _check_number(name: str, value) -> None:
     if isinstance(value, float) and not math.isfinite(value):
-        raise OptionError(f"{label} must be a finite number, got {value}")
+        raise OptionError(f"{_flag(name)} must be a finite number, got {value}")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise OptionError(f"{label} must fit into 64 bits, got {str(value)[:24]}...; choose a smaller number")
-    if name in PLACES and isinstance(value, list | tuple):
-        for one in value:
-            _check_value(label, name, one)
-    if name in PLACES and isinstance(value, str):
-        place = value.rpartition(":")[2]  # ALIAS:FILE
-        place = place.removeprefix("language=").removeprefix("vision=")  # PART=FILE
-        if place.startswith("~") and os.path.expanduser(place) == place:
-            raise OptionError(f"{label}: there is no user whose home is {place.split('/')[0]!r}; write the path out")
+        raise OptionError(f"{_flag(name)} must fit into 64 bits, got {str(value)[:24]}...; choose a smaller number")
 
 
-def _check_beside(name: str, given: set[str], values: dict) -> None:
-    """Refuse what nothing would read."""
+def _check_homes(name: str, places) -> None:
+    for place in places:
+        home = HOME.search(str(place))
+        if home and os.path.expanduser(home[1]) == home[1]:
+            label = "MODEL" if name == "model" else _flag(name)
+            raise OptionError(f"{label}: there is no user whose home is {home[1]!r}; write the path out")
+
+
+def _check_beside(name: str, chosen: set[str], values: dict) -> None:
+    """Refuse an option that nothing would read beside those chosen."""
     needed = [other for other in BESIDE.get(name, ()) if other in values]
-    if needed and not given & set(needed):
-        flags = " or ".join(f"--{other}" for other in needed)
-        raise OptionError(f"--{name.replace('_', '-')} would be ignored without {flags}; give both or neither")
+    if needed and not chosen & set(needed):
+        raise OptionError(
+            f"{_flag(name)} would be ignored without {' or '.join(map(_flag, needed))}; give both or neither"
+        )
 
 
-def _check_text_column(values: dict) -> None:
+def _check_column(values: dict) -> None:
     """Refuse a column where nothing has columns to choose from."""
     names = [*(values.get("calibration") or ()), *(values.get("text") or ())]
     if names and not any(HAS_COLUMNS.search(name) for name in names):
         raise OptionError(
-            f"--text-column {values['text_column']} would be ignored, of {' and '.join(names)}; it is of files with "
-            "rows, such as .jsonl"
+            f"--text-column {values['text_column']} would be ignored, of {' and '.join(names)}; it is of files with rows, such "
+            "as .jsonl"
         )
 
 
@@ -118,36 +143,18 @@ def _check_method(given: set[str], values: dict) -> None:
     method = MethodOptions(**{field.name: values[field.name] for field in fields(MethodOptions)}).parse()
     for name, goes_with in ignored_options(method.describe()).items():
         if name in given:
-            raise OptionError(f"--{name} would be ignored, it goes with {goes_with}; leave it out")
-
-
-def _check_beside_moments(given: set[str], values: dict) -> None:
-    """What was measured cannot be measured otherwise."""
-    ignored = [name for name in MEASURED if name in given and (name, values[name]) != ("mode", "one-pass")]
-    if ignored:
-        raise OptionError(
-            f"--moments is one pass over text that is measured already, --{ignored[0]} would be ignored; leave one of them out"
-        )
-
-
-def _check_beside_parts(given: set[str]) -> None:
-    """What each part has for itself."""
-    ignored = [name for name in ALONE if name in given]
-    if ignored:
-        raise OptionError(
-            f"--parts compresses several parts, each with its own sparsity, --{ignored[0]} is of one; leave one of them out"
-        )
+            raise OptionError(f"{_flag(name)} would be ignored, it goes with {goes_with}; leave it out")
 
 
 def usage(error) -> str:
-    """The parser's complaint, and where to read on."""
+    """Return the parser's complaint, and where to read on."""
     context = getattr(error, "ctx", None)
     message = error.format_message().strip().rstrip(".")
     return f"{message}; see `{context.command_path if context else 'rankfold'} --help`"
 
 
 def explain(error: BaseException) -> str | None:
-    """One line for an error of the machine; ``None`` where it is one of the program."""
+    """Return one line for an error of the machine; ``None`` where it is one of the program."""
     if isinstance(error, OSError):
         what = "a file" if error.filename is None else repr(error.filename)
         return f"cannot use {what}: {error.strerror or error}; check the name, its permissions and the disk"

@@ -14,13 +14,12 @@ def command(
     folder: Annotated[Path, typer.Argument(help="Folder written by `rankfold compress`.")],
     json: o.Json = False,
 ) -> None:
-    """Show what a compressed checkpoint is: method, ranks, errors measured, sizes.
+    """Show method, ranks, errors and sizes of a checkpoint.
 
     \b
     rankfold inspect small
     """
-    from ..report.commands import records_of
-    from ..report.record import NAME, read_record
+    from ..report.record import NAME, read_record, records_of
 
     if folder.exists() and not (folder / NAME).exists():
         from ..models.given import resolve_model

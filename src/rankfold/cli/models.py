@@ -18,11 +18,11 @@ def command(
     model: Annotated[
         str | None, typer.Argument(help="Folder, hub id or .gguf file: what this model is to rankfold.")
     ] = None,
-    part: o.Part = None,
+    component: o.Component = None,
     revision: o.Revision = None,
     json: o.Json = False,
 ) -> None:
-    """List the models, their parts, and what of each can be compressed; or look at one model.
+    """List the models and what can be compressed, or look at one.
 
     Of a model whose family is not listed the spec is read off its blocks and checked on its weights; what is printed can be
     put into a file of rankfold as it is.
@@ -34,7 +34,7 @@ def command(
     if model is None and revision is not None:
         raise OptionError(f"--revision {revision} would be ignored without a model; name one, or leave it out")
     if model is not None:
-        return _one(o.at_revision(model, revision), part, json)
+        return _one(o.at_revision(model, revision), component, json)
     rows = rows_of_models()
 
     def table(out) -> None:

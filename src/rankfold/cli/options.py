@@ -4,8 +4,9 @@ import functools
 import inspect
 import math
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, get_type_hints
+from typing import TYPE_CHECKING, Annotated, ClassVar, get_type_hints
 
 import typer
 
@@ -15,119 +16,94 @@ from ..methods import make_method, method_class
 if TYPE_CHECKING:
     from ..methods import Method
 
-__all__ = [
-    "Device",
-    "Dtype",
-    "Json",
-    "MethodOptions",
-    "Model",
-    "Moments",
-    "Part",
-    "Parts",
-    "Revision",
-    "TextColumn",
-    "Written",
-    "at_revision",
-    "expanded",
-    "like",
-]
+# One for each panel of the help pages, in the order in which they are shown.
+PANELS = ("Model", "Method", "Calibration", "Training", "Measurements", "Output", "Advanced")
+of_model, of_method, of_calibration, of_training, of_measurements, of_output, advanced = (
+    partial(typer.Option, rich_help_panel=panel) for panel in PANELS
+)
 
 Model = Annotated[
-    str, typer.Argument(help="Hub id (owner/name or owner/name@revision), local folder, or local .gguf file.")
-]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id, as owner/name@revision has it.")]
-Dtype = Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")]
-Written = Annotated[
     str,
-    typer.Option(
-        "--dtype",
-        help="What the result is written in: auto (as stored; .gguf: bfloat16), float32, bfloat16 or float16.",
+    typer.Argument(
+        help="Hub id (owner/name or owner/name@revision), local folder, or .gguf file.", rich_help_panel="Model"
     ),
 ]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")]
-TextColumn = Annotated[
-    str,
-    typer.Option(help="Column with the text, of a file with rows; with images, for .parquet: image by default."),
+Revision = Annotated[str | None, of_model(help="Branch, tag or commit of a hub id, as in owner/name@revision.")]
+Device = Annotated[str, of_model(help="auto, cpu, cuda or mps.")]
+Dtype = Annotated[str, of_model(help="auto (as stored), float32, bfloat16 or float16.")]
+Written = Annotated[str, of_output("--dtype", help="auto (as stored; .gguf: bfloat16), float32, bfloat16 or float16.")]
+Component = Annotated[
+    str | None, of_model(help="language, vision or projector. Default: the one that writes text, or the only one.")
 ]
-Part = Annotated[
+Components = Annotated[
+    str | None, of_model(help="Several in one run, each with its sparsity: language=0.3,vision=0.2.")
+]
+Json = Annotated[bool, of_output("--json", help="Print the result as one JSON object on stdout.")]
+IncludePath = Annotated[
     str | None,
-    typer.Option(
-        help="Of a model with several parts: language, vision or projector. Default: the one that writes text, or the only one."
-    ),
+    of_measurements(help="Folder with the tasks' rows as NAME.jsonl or NAME_*.jsonl, instead of the hub."),
 ]
-Parts = Annotated[
-    str | None,
-    typer.Option(help="Both parts of a model in one run, each with its own sparsity, e.g. language=0.3,vision=0.2."),
+Limit = Annotated[
+    int | None, of_measurements(help="Only the first N windows of a text, the first N questions of a task.")
 ]
-TasksFrom = Annotated[
-    str | None, typer.Option(help="Folder with the tasks' rows as NAME.jsonl or NAME_*.jsonl, instead of the hub.")
+Moments = Annotated[
+    Path | None, of_calibration(help="Folder written by `rankfold calibrate`, in place of a calibration.")
 ]
-Limit = Annotated[int | None, typer.Option(help="Only the first N windows of a text, the first N questions of a task.")]
-Moments = Annotated[Path | None, typer.Option(help="Folder written by `rankfold calibrate`; no calibration then.")]
 
 
 @dataclass(frozen=True)
 class MethodOptions:
     """What is done to a model."""
 
+    panel: ClassVar = "Method"
+
     sparsity: Annotated[float, typer.Option(help="Fraction of the weights to remove, in [0, 1).")] = 0.3
     method: Annotated[
-        str, typer.Option("--method", help="rankfold, modegpt or latentllm; `rankfold methods` lists the others.")
+        str, typer.Option(help="rankfold, modegpt or latentllm; `rankfold methods` lists the others.")
     ] = "rankfold"
-    scope: Annotated[
-        str, typer.Option(help="What --sparsity counts: the linear weights of the blocks, or the whole model.")
-    ] = "blocks"
-    budget: Annotated[
-        str,
-        typer.Option(
-            help="What --sparsity is a fraction of: parameters, bytes (bytes:context=4096,batch=8 counts a cache too), "
-            "flops:context=2048 (multiply-accumulates per token), or latency:context=2048 (measured here)."
-        ),
-    ] = "parameters"
     modules: Annotated[
-        str | None,
-        typer.Option(
-            help="Modules to compress, e.g. mlp,qk,vo; or with own sparsities: mlp=0.35,vo=0.2. Default: all."
-        ),
+        str | None, typer.Option(help="mlp,qk,vo, or each with its sparsity: mlp=0.35,vo=0.2. Default: all.")
+    ] = None
+    target: Annotated[
+        str, typer.Option(help="Choose ranks that run unpadded in transformers, vllm, llama.cpp or stock (any engine).")
+    ] = "transformers"
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Option of the method. Repeatable.")
     ] = None
     allocation: Annotated[
         str | None,
-        typer.Option(
-            help="uniform, influence, influence-modules, owl (owl:threshold=5,spread=0.08), spectrum or measured. Default: the "
-            "method's."
+        advanced(
+            help="uniform, influence, owl:threshold=5,spread=0.08, spectrum, measured, ... Default: the method's."
         ),
     ] = None
-    rank_multiple: Annotated[int, typer.Option(help="Ranks are multiples of this.")] = 8
-    target: Annotated[
-        str,
-        typer.Option(
-            "--for",
-            help="What is to run the result: transformers, vllm, llama.cpp, or stock (exported, any engine). Ranks are those "
-            "that need no padding there.",
-        ),
-    ] = "transformers"
-    exclude_blocks: Annotated[str, typer.Option(help="Blocks left dense, e.g. 0,-1.")] = ""
-    option: Annotated[list[str] | None, typer.Option(help="Option of the method, KEY=VALUE; repeatable.")] = None
+    scope: Annotated[str, advanced(help="--sparsity counts the linear weights of the blocks, or the whole model.")] = (
+        "blocks"
+    )
+    budget: Annotated[
+        str, advanced(help="parameters, bytes:context=4096,batch=8 (with a cache), flops:context=2048, or latency.")
+    ] = "parameters"
+    rank_multiple: Annotated[int, advanced(help="Ranks are multiples of this.")] = 8
+    exclude_blocks: Annotated[str, advanced(help="Blocks left dense, e.g. 0,-1.")] = ""
 
     def parse(self) -> "Method":
-        """The method the options describe.
+        """Return the method that the options describe.
 
         Raises:
             OptionError: an option that does not parse or is out of range.
         """
-        names = ("sparsity", "scope", "budget", "rank_multiple", "target")
-        own = {f.name for f in fields(method_class(self.method))}
-        shared = {name: getattr(self, name) for name in names if name in own} | {"modules": parse_modules(self.modules)}
-        allocation = "uniform" if self.allocation is None and self.target == "stock" else self.allocation
-        shared |= {"allocation": allocation} if allocation is not None else {}
+        own = {field.name for field in fields(method_class(self.method))} - {"settings"}
+        options = {field.name: getattr(self, field.name) for field in fields(self) if field.name in own}
+        if self.allocation is None:
+            del options["allocation"]
+            options |= {"allocation": "uniform"} if self.target == "stock" else {}
+        options["modules"] = parse_modules(self.modules)
         try:
-            shared["exclude_blocks"] = tuple(int(b) for b in self.exclude_blocks.split(",") if b)
+            options["exclude_blocks"] = tuple(int(b) for b in self.exclude_blocks.split(",") if b)
         except ValueError:
             raise OptionError(
                 f"--exclude-blocks takes block numbers such as 0,-1; got {self.exclude_blocks!r}"
             ) from None
-        return make_method(self.method, **shared, **_parse_options(self.method, self.option or []))
+        return make_method(self.method, **options, **_parse_settings(self.method, self.settings or []))
 
 
 def at_revision(model: str, revision: str | None) -> str:
@@ -164,7 +140,11 @@ def expanded(command):
 
 
 def _options(group: type) -> list[inspect.Parameter]:
+    """Return the options of a group, in its panel where they name none."""
     kind, hints = inspect.Parameter.KEYWORD_ONLY, get_type_hints(group, include_extras=True)
+    for field in fields(group):
+        info = hints[field.name].__metadata__[0]
+        info.rich_help_panel = info.rich_help_panel or group.panel
     return [inspect.Parameter(f.name, kind, default=f.default, annotation=hints[f.name]) for f in fields(group)]
 
 
@@ -191,28 +171,26 @@ def parse_modules(text: str | None):
         raise OptionError(f"--modules takes mlp,qk,vo or mlp=0.35,vo=0.2 (all with a sparsity); got {text!r}") from None
 
 
-def _parse_options(method: str, options: list[str]) -> dict:
+def _parse_settings(method: str, settings: list[str]) -> dict:
     from ..methods.base import NarrowingMethod
 
     cls, shared = method_class(method), {f.name for f in fields(NarrowingMethod)}  # with flags of their own
     defaults = {f.name: f.default for f in fields(cls)}
     parsed = {}
-    for item in options:
+    for item in settings:
         key, equals, value = item.partition("=")
         if not equals:
-            raise OptionError(f"--option takes KEY=VALUE, got {item!r}")
+            raise OptionError(f"--set takes KEY=VALUE, got {item!r}")
         if key in shared:
-            flag = "for" if key == "target" else key
-            raise OptionError(
-                f"{key!r} is an option of every method: give it as --{flag.replace('_', '-')}, not as --option {item}"
-            )
+            flag = key.replace("_", "-")
+            raise OptionError(f"{key!r} is an option of every method: give it as --{flag}, not as --set {item}")
         if key in parsed:
-            raise OptionError(f"--option gives {key!r} more than once; give it once")
+            raise OptionError(f"--set gives {key!r} more than once; give it once")
         parsed[key] = like(defaults.get(key), value, item)
     return parsed
 
 
-def like(default, value: str, item: str, flag: str = "--option"):
+def like(default, value: str, item: str, flag: str = "--set"):
     """``value`` as the type of the option's default; ``item`` of ``flag`` is what was given."""
     if isinstance(default, bool):
         if value.lower() not in ("true", "false"):

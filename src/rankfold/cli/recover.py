@@ -14,40 +14,43 @@ UNCHANGED = 3  # exit code where the model is what went in
 
 def command(
     model: o.Model,
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder to write; an unfinished run goes on.")],
+    output: Annotated[Path, o.of_output("-o", "--output", help="Folder to write; an unfinished run goes on.")],
     teacher: Annotated[
-        str | None, typer.Option(help="The dense model. Default: the one on the hub that it was compressed from.")
+        str | None, o.of_model(help="The dense model. Default: the one on the hub that it was compressed from.")
     ] = None,
     calibration: Annotated[
-        list[str], typer.Option(help="Texts to train on, as for compress; also TEXT=SHARE. Repeatable.")
+        list[str],
+        o.of_calibration(metavar="TEXT", help="Texts to train on, as for compress; also TEXT=SHARE. Repeatable."),
     ] = ("wikitext2", "c4"),
     tune: Annotated[
         Literal["all", "lora", "lora-mlp", "norms"],
-        typer.Option(help="all weights but embeddings, adapters on all or on MLP layers, or norms."),
+        o.of_training(help="all weights but embeddings, adapters on all or on MLP layers, or norms."),
     ] = "all",
     loss: Annotated[
         Literal["kl", "next-token", "both"],
-        typer.Option(help="Divergence from the dense model's predictions, cross entropy of the text, or both."),
+        o.of_training(help="Divergence from the dense model's predictions, cross entropy of the text, or both."),
     ] = "kl",
-    tokens: Annotated[int, typer.Option(help="Tokens to train on.")] = 1_000_000,
+    tokens: Annotated[int, o.of_training(help="Tokens to train on.")] = 1_000_000,
     minutes: Annotated[
-        float | None, typer.Option(help="Train on what takes about this long, at most --tokens.")
+        float | None, o.of_training(help="Train on what takes about this long, at most --tokens.")
     ] = None,
-    rank: Annotated[int, typer.Option(help="Of adapters.")] = 16,
+    rank: Annotated[int, o.of_training(help="Of adapters.")] = 16,
     lr: Annotated[
-        float | None, typer.Option(help="Largest learning rate. Default: 1e-4; adapters 5e-4, norms 1e-3.")
+        float | None, o.of_training(help="Largest learning rate. Default: 1e-4; adapters 5e-4, norms 1e-3.")
     ] = None,
-    batch_tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 4096,
-    max_length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 512,
-    tolerance: Annotated[float, typer.Option(help="How much the perplexity of a text may rise, as a fraction.")] = 0.02,
+    batch_tokens: Annotated[int, o.of_training(help="Tokens of a step.")] = 4096,
+    max_length: Annotated[int, o.of_calibration(help="Tokens of a sequence.")] = 512,
+    tolerance: Annotated[
+        float, o.of_training(help="How much the perplexity of a text may rise, as a fraction.")
+    ] = 0.02,
     adapter: Annotated[
-        bool, typer.Option("--adapter", help="Write a PEFT adapter for the compressed model; do not merge it.")
+        bool, o.of_output("--adapter", help="Write a PEFT adapter for the compressed model; do not merge it.")
     ] = False,
     gradient_checkpointing: Annotated[
-        bool, typer.Option("--gradient-checkpointing", help="Less memory, one more forward.")
+        bool, o.of_training("--gradient-checkpointing", help="Less memory, one more forward.")
     ] = False,
-    report_to: Annotated[str, typer.Option(help="Of transformers' Trainer, e.g. tensorboard or wandb.")] = "none",
-    seed: Annotated[int, typer.Option(help="Order of the sequences.")] = 0,
+    report_to: Annotated[str, o.of_training(help="Of transformers' Trainer, e.g. tensorboard or wandb.")] = "none",
+    seed: Annotated[int, o.of_calibration(help="Order of the sequences.")] = 0,
     device: o.Device = "auto",
     json: o.Json = False,
 ) -> None:

@@ -192,7 +192,6 @@ class _Work:
             "held_out": record["held_out"],
             "probe_texts": record.get("probe_texts"),
             "compress_seconds": record["run"]["seconds"]["total"],
-            "command": record["command"],
         }
         return row | self._measured(model)
 
@@ -221,7 +220,6 @@ def _row(label: str, sparsity: float, method: dict | None, mode: str | None) -> 
         "held_out": None,
         "probe_texts": None,
         "compress_seconds": None,
-        "command": None,
         "measures": None,
         "versions": {},
         "environment": {},

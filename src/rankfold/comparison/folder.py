@@ -15,12 +15,12 @@ from pathlib import Path
 from .._utils.files import check_name, check_output, read_json, sweep, write_json, writing
 from .._utils.locking import lock_of, locked
 from .._utils.schema import NUMBER, Each, Maybe, check_record
-from ..data.calibration_data import upgraded
+from ..data.calibration_data import upgrade_calibration
 from ..errors import CheckpointError
 from ..report.record import PROBE_TEXTS
 from .grid import Cell
 
-__all__ = ["DENSE", "Folder"]
+__all__ = ["DENSE", "Folder", "read_config"]
 
 CONFIG, CELLS, DENSE = "compare.json", "cells", "dense"
 MOMENTS = "moments-"  # how their names begin
@@ -95,12 +95,8 @@ class Folder:
         return found
 
     def config(self) -> dict:
-        """What is in ``compare.json``."""
-        found = read_json(self.path / CONFIG)
-        if isinstance(found, dict) and "identity" in found:
-            found |= {"identity": upgraded(found["identity"])}
-        check_record(found, FILE, self.path / CONFIG)
-        return found
+        """Return what is in ``compare.json``."""
+        return read_config(self.path / CONFIG)
 
     def rows(self) -> list[dict]:
         """Every row there is, in the order they were asked for; the dense model first.
@@ -158,6 +154,19 @@ class Folder:
 
     def _row(self, key: str) -> Path:
         return self.path / CELLS / f"{key}.json"
+
+
+def read_config(path: Path) -> dict:
+    """Return what is in ``compare.json``.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    found = read_json(path)
+    if isinstance(found, dict) and "identity" in found:
+        found |= {"identity": upgrade_calibration(found["identity"])}
+    check_record(found, FILE, path)
+    return found
 
 
 def _extended(found: dict, cells: Sequence[Cell]) -> dict:

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..architectures import BlockView
-from ..errors import OptionError, check_choice
+from ..errors import OptionError, check_choice, written
 from ..methods import Method, make_method, method_class
-from ..report.commands import option_text
 
 __all__ = ["Cell", "Form", "cells_of"]
 
@@ -39,7 +38,7 @@ class Form:
     def label(self) -> str:
         """As on the command line: ``modegpt:selection=leverage,gqa=paper``."""
         given = dict(self.options) | ({"mode": self.mode} if self.mode else {})
-        listed = ",".join(f"{key}={option_text(value, '+')}" for key, value in given.items())
+        listed = ",".join(f"{key}={written(value, '+')}" for key, value in given.items())
         return f"{self.name}:{listed}" if listed else self.name
 
     def at(self, sparsity: float) -> "Cell":

@@ -14,7 +14,7 @@ from ..errors import DataError
 from .batches import Data, Example, digest_of
 from .hub import HUB
 
-__all__ = ["CalibrationData", "TextShare", "check_ids", "mean_length", "shown", "upgraded"]
+__all__ = ["CalibrationData", "TextShare", "check_ids", "mean_length", "shown", "upgrade_calibration"]
 
 EARLIER_KEYS = {  # of a description in a record -> the key of today
     "samples": "num_samples",
@@ -126,7 +126,7 @@ def mean_length(description: Mapping) -> int:
     return description["tokens"] // description["num_samples"]
 
 
-def upgraded(record):
+def upgrade_calibration(record):
     """Return a record with the keys of today in its descriptions of calibration data.
 
     Args:
@@ -139,7 +139,7 @@ def upgraded(record):
     if isinstance(measures, dict) and isinstance(measures.get("texts"), list):
         texts = [_renamed(text, {"field": "text_column"}) for text in measures["texts"]]
         described["measures"] = measures | {"texts": texts}
-    return record | described | ({"before": upgraded(record["before"])} if "before" in record else {})
+    return record | described | ({"before": upgrade_calibration(record["before"])} if "before" in record else {})
 
 
 def _upgraded(description):

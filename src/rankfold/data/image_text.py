@@ -70,7 +70,7 @@ def samples_of_examples(
         )
     found = _rows(place, column) if rows is None else _rows_of_hub(rows, name, column, options.wanted)
     if not found:
-        raise DataError(f"{place if rows is None else name} has no rows; give one with text and images")
+        raise DataError(f"{name} has no rows; give one with text and images")
     chosen, fitted = some_of(name, "examples", found, samples, options.seed)
     maker = model.processors.processor if processor is None else processor
     examples = tuple(_example(row, maker, model) for row in chosen)
@@ -98,8 +98,6 @@ def has_images(path: str, source) -> bool:
 
 
 def _rows(path: Path, column: str) -> list[Row]:
-    if not path.is_file():
-        raise DataError(f"no image-text examples at {str(path)!r}: expected a .jsonl file")
     return [
         _row(row, f"{path}, {where}", column)._replace(images=image_paths(row, where, path))
         for where, row in json_rows(path)

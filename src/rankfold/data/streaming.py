@@ -6,15 +6,12 @@ BEGIN in a slot are its pieces, so every row belongs to one slot. Only the slots
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
-import torch
-
-from .chats import Chat
+from .chats import Chat, column_read
 from .hub import ALIASES, BUFFER, hub_rows
 from .mixing import order_of
-from .text import Text, decode, document_of, json_row, open_parquet, raw_row, read_text, rows_of_group, text_source
+from .text import Text, decode, document_of, json_row, open_parquet, raw_row, read_text, text_source
 
 __all__ = ["LARGE", "Pieces", "pieces_of_text", "text_or_pieces"]
 
@@ -106,17 +103,12 @@ def _lines(file, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _parquet_rows(path: Path, column: str, seed: int) -> Iterator[str | Chat]:
-    """Rows in random order. A few thousand at a time, so that a row group is read once for all rows wanted of it."""
+    """Yield rows in random order, a few thousand at a time, so that a row group is read once for all rows wanted of it."""
+    from pyarrow.dataset import dataset
+
     with open_parquet(path, column) as file:
-        sizes = [file.metadata.row_group(g).num_rows for g in range(file.num_row_groups)]
-        starts = torch.tensor([0, *sizes]).cumsum(0)
-        order = map(int, order_of(int(starts[-1]), seed))
-        while drawn := list(islice(order, 4096)):
-            wanted: dict[int, list[int]] = {}
-            for row, group in zip(drawn, torch.searchsorted(starts, torch.tensor(drawn), right=True) - 1, strict=True):
-                wanted.setdefault(int(group), []).append(row)
-            found = {}
-            for group in sorted(wanted):
-                rows = rows_of_group(file, group, column, path)
-                found |= {row: rows[row - int(starts[group])] for row in wanted[group]}
-            yield from (found[row] for row in drawn)
+        read, rows = column_read(file.schema_arrow.names, column), dataset(path, format="parquet")
+        for drawn in order_of(file.metadata.num_rows, seed).split(4096):
+            found = rows.take(drawn.numpy(), columns=[read])[read].to_pylist()
+            for number, row in zip(drawn.tolist(), found, strict=True):
+                yield document_of({read: row}, read, f"{path}, row {number + 1}")

@@ -33,7 +33,6 @@ __all__ = [
     "path_of",
     "raw_row",
     "read_text",
-    "rows_of_group",
     "text_of",
     "text_source",
     "use_column",
@@ -170,10 +169,7 @@ def _documents(source: TextSource, name: str, use: str, column: str) -> Iterable
     if source.kind == "hub":
         return hub_rows(name, use)
     if source.kind == "parquet":
-        with open_parquet(source.path, column) as file:
-            return [
-                row for group in range(file.num_row_groups) for row in rows_of_group(file, group, column, source.path)
-            ]
+        return _rows_of_parquet(source.path, column)
     if source.kind in KINDS.values():
         return (document_of(row, column, f"{source.path}, {where}") for where, row in _rows(source, column))
     text = decode(source.path.read_bytes(), source.path)
@@ -287,9 +283,8 @@ def open_parquet(path: Path, column: str) -> Iterator[Any]:
         raise DataError(f"{path} is not a readable parquet file ({first_line(error)})") from error
 
 
-def rows_of_group(file, group: int, column: str, path: Path) -> list[str | Chat]:
-    """Documents of one row group of an open parquet file."""
-    read = column_read(file.schema_arrow.names, column)
-    first = sum(file.metadata.row_group(before).num_rows for before in range(group)) + 1
-    rows = file.read_row_group(group, columns=[read])[read].to_pylist()
-    return [document_of({read: row}, read, f"{path}, row {number}") for number, row in enumerate(rows, first)]
+def _rows_of_parquet(path: Path, column: str) -> list[str | Chat]:
+    with open_parquet(path, column) as file:
+        read = column_read(file.schema_arrow.names, column)
+        rows = file.read(columns=[read])[read].to_pylist()
+    return [document_of({read: row}, read, f"{path}, row {number}") for number, row in enumerate(rows, 1)]

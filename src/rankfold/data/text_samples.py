@@ -109,12 +109,12 @@ def _together(
 
 def _draw(name: str, model, count: int, length: int, seed: int, read: Read) -> Drawn:
     """Return up to ``count`` samples of a text."""
+    text = read(name, length * CHARACTERS_PER_TOKEN)
     frame = frame_of(model.architecture, model.tokenizer)
     if length <= frame.tokens:
         raise OptionError(
             f"{option('max_length')} must be more than the {frame.tokens} special tokens of a sample, got {length}"
         )
-    text = read(name, length * CHARACTERS_PER_TOKEN)
     if isinstance(text, Text):
         windows = _windows_of_text(text, model, count, length - frame.tokens, seed)
         return Drawn(frame.around(windows), text.origin, CalibrationData.draw)

@@ -43,7 +43,7 @@ class Cost:
     def check(self, model: str) -> None:
         """Raise :class:`OptionError` for what cannot be measured."""
         if self.against == model:
-            raise OptionError(f"--against is the model itself, {model}; give another one, e.g. the dense one")
+            raise OptionError(f"--baseline is the model itself, {model}; give another one, e.g. the dense one")
         sizes = list(self.batch_sizes)
         if not sizes or min(sizes) < 1 or len(set(sizes)) < len(sizes):
             raise OptionError(

@@ -149,7 +149,7 @@ def local_definition(name: str, files: dict[str, Path], index, scratch: Path) ->
 
 def _files(form: Form, folder: Path) -> list[Path]:
     if not folder.is_dir():
-        raise DataError(f"--tasks-from {folder} is not a folder; give one that holds {form.prefix}.jsonl")
+        raise DataError(f"--include-path {folder} is not a folder; give one that holds {form.prefix}.jsonl")
     return [p for p in sorted(folder.glob("*.jsonl")) if p.stem == form.prefix or p.stem.startswith(form.prefix + "_")]
 
 

@@ -140,7 +140,7 @@ def _load(tasks: Sequence[str], folder: Path | None, num_fewshot: int | None, sc
     except Exception as error:  # of the hub, of the network, of the data set library, of a task's own code
         raise CheckpointError(
             f"the questions of {', '.join(tasks)} cannot be read: {first_line(error)}; without the hub, put their rows "
-            "into a folder and give --tasks-from FOLDER"
+            "into a folder and give --include-path FOLDER"
         ) from error
 
 

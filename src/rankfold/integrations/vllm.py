@@ -199,7 +199,7 @@ def check_shares(name: str, what: str, of_all: int, count: int) -> None:
     if of_all % count:
         raise UnsupportedModelError(
             f"{name} has {of_all} {what}, which cannot be shared by tensor_parallel_size {count}; take a divisor, or compress "
-            "with --for vllm, which has units in multiples of 32"
+            "with --target vllm, which has units in multiples of 32"
         )
 
 
@@ -207,7 +207,7 @@ def check_width(width: int, name: str) -> None:
     """Raise :class:`UnsupportedModelError` where vLLM's kernels on the CPU have no such head size."""
     if width < 1 or (current_platform.is_cpu() and (width < 32 or width % 16)):
         raise UnsupportedModelError(
-            f"{name} has heads {width} wide, and vLLM on the CPU runs multiples of 16 from 32 on; compress with --for vllm"
+            f"{name} has heads {width} wide, and vLLM on the CPU runs multiples of 16 from 32 on; compress with --target vllm"
         )
 
 

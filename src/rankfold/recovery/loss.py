@@ -11,10 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-__all__ = ["LOSSES", "Head", "Loss", "hidden_states", "kl_divergence", "training_loss"]
+__all__ = ["Head", "Loss", "hidden_states", "kl_divergence", "training_loss"]
 
 Loss = Literal["kl", "next-token", "both"]
-LOSSES: tuple[Loss, ...] = ("kl", "next-token", "both")
 POSITIONS = 128  # of every sequence whose logits are held at once
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .._utils.arguments import typed
 from .._utils.files import check_output, read_json, write_json
 from .._utils.locking import lock_of, locked
 from ..checkpoint.load import load_model
@@ -29,7 +30,7 @@ from ..checkpoint.saving import creating
 from ..data.calibration_data import CalibrationData, shown
 from ..data.load import load_calibration
 from ..data.mixing import shares_of
-from ..errors import CheckpointError, OptionError, check_choice
+from ..errors import CheckpointError, OptionError
 from ..models.dense_model import DenseModel
 from ..models.given import resolve_model
 from ..models.opening import open_model, stored_dtype
@@ -37,7 +38,7 @@ from ..models.tokenizer import save_tokenizer
 from ..models.whole import read_config
 from ..report.record import NAME, read_record
 from .judging import Judge, allowed, gains, nats, score
-from .loss import LOSSES, Head, Loss
+from .loss import Head, Loss
 from .training import Distiller, KeepZeros, MarkWhole, Progress, Sequences, arguments, last_checkpoint
 from .tuning import LEARNING_RATES, Tune, check_trainable, mask_of_zeros, prepared, without_dropout
 
@@ -74,6 +75,7 @@ class RecoveryResult:
     output: Path | None = None
 
 
+@typed
 def recover(
     model: str | Path | PreTrainedModel,
     teacher: str | Path | PreTrainedModel | DenseModel | None = None,
@@ -125,8 +127,6 @@ def recover(
         UnsupportedModelError: factors are quantised, or the model predicts no next token.
         CheckpointError: the folder holds the unfinished run of other options.
     """
-    check_choice("tune", tune, sorted(LEARNING_RATES))
-    check_choice("loss", loss, LOSSES)
     lr = LEARNING_RATES[tune] if lr is None else lr
     options = Options(tune, loss, tokens, rank, lr, batch_tokens, max_length, tolerance, seed)
     _check(options, minutes, adapter, output)

@@ -1,9 +1,10 @@
 """The model card written beside the weights."""
 
 import json
+import shlex
 
-from .commands import records_of
 from .outcomes import kinds_in, ratio_text, remark_on, warnings_of
+from .record import records_of
 
 __all__ = ["measured_on", "model_card"]
 
@@ -38,7 +39,7 @@ model = {auto}.from_pretrained("{folder}")
 ## How it was made
 
 ```
-{command}
+rankfold compress --config {config} -o {again}
 ```
 
 {made} `rankfold.json` holds, for every module, its rank, the reconstruction
@@ -84,7 +85,8 @@ def model_card(record: dict, folder: str, *, stock: bool = False, auto: str = "A
         kv_after=done["kv_bytes_per_token_after"],
         warnings="".join(_warning(one, f"{one['plan']['part']}: " if len(records) > 1 else "") for one in records),
         outcomes="".join(_outcomes(one, _of(one, records)) for one in records),
-        command=record["command"],
+        config=shlex.quote(f"{folder}/rankfold.json"),
+        again=shlex.quote(f"{folder}-again"),
         made="\n\n".join(_made(one, _of(one, records)) for one in records),
     )
 

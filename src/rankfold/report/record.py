@@ -12,13 +12,21 @@ import torch
 from .._utils.files import read_json
 from .._utils.hardware import cpu_facts
 from .._utils.schema import NUMBER, Each, Maybe, check_record
-from ..data.calibration_data import upgraded
+from ..data.calibration_data import upgrade_calibration
 from ..errors import CheckpointError
 from ..methods.upgrade import upgraded as upgraded_options
 from ..version import __version__
-from .commands import records_of, reproduce_command
 
-__all__ = ["PROBE_TEXTS", "environment", "peak_memory_bytes", "process_status", "read_record", "run_record", "versions"]
+__all__ = [
+    "PROBE_TEXTS",
+    "environment",
+    "peak_memory_bytes",
+    "process_status",
+    "read_record",
+    "records_of",
+    "run_record",
+    "versions",
+]
 
 NAME = "rankfold.json"
 # What a record says of every kind of probe text, or why there is none; older ones say nothing.
@@ -67,20 +75,29 @@ RECORD = {
 STATES = {"windows": int, "state_error": NUMBER, "cosine": NUMBER, "warning": Maybe(str)}
 
 
-def read_record(folder: Path) -> dict:
-    """``rankfold.json`` of a compressed checkpoint.
+def read_record(place: Path) -> dict:
+    """Return the record of a compressed checkpoint.
+
+    Args:
+        place: the checkpoint, or its ``rankfold.json``.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    if not (folder / NAME).exists():
-        raise CheckpointError(f"{folder} has no {NAME}: not a checkpoint written by `rankfold compress`")
-    record = upgraded(read_json(folder / NAME))
+    path = place if place.is_file() else place / NAME
+    if not path.exists():
+        raise CheckpointError(f"{place} has no {NAME}: not a checkpoint written by `rankfold compress`")
+    record = upgrade_calibration(read_json(path))
     for one in records_of(record):
-        _check(one, folder / NAME)
+        _check(one, path)
         for options, key in ((one, "options"), (one["plan"], "method")):
             options |= {key: upgraded_options(options[key])} if isinstance(options.get(key), dict) else {}
     return record
+
+
+def records_of(record: dict) -> list[dict]:
+    """Return the records of the components that were compressed in one run, in their order; of any other run the record."""
+    return [*records_of(record["before"]), record] if "before" in record else [record]
 
 
 def _check(record, path: Path) -> None:
@@ -132,21 +149,19 @@ def _cpu_name() -> str:
     return cpu_facts().get("model name") or platform.processor() or platform.machine()
 
 
-def run_record(source, description: dict, folder: str, plan, reports: dict) -> dict:
+def run_record(source, description: dict, plan, reports: dict) -> dict:
     """``rankfold.json``: everything but ``run`` is equal between two runs of the same configuration. Seconds are added when the
     file is written.
 
     Args:
         description: what was done, counts and what was found on held-out windows; ``before``, the record of the part that was
             compressed before this one, where one was.
-        folder: that it lies in.
     """
     estimates = {"seconds": plan.seconds, "peak_memory_bytes": plan.peak_memory_bytes}
     measurements = {"peak_memory_bytes": peak_memory_bytes(), "estimated": estimates}
     planned = {key: value for key, value in plan.to_dict().items() if key not in {*estimates, "calibration"}}
     record = {
         **description,
-        "command": reproduce_command({**description, "plan": planned}, folder),
         "versions": versions(),
         "plan": planned,
         "blocks": reports,

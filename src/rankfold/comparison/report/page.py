@@ -3,13 +3,13 @@
 import base64
 import json
 import re
+import shlex
 from pathlib import Path
 
 import jinja2
 import markupsafe
 
 from ..._utils.files import write_text
-from ...report.commands import compare_command
 from .layers import layer_pictures
 from .plots import INKS, Drawn, Picture, drawn, result_pictures, write_pictures
 from .table import cells_of_table, markdown
@@ -61,7 +61,7 @@ def page(config: dict, rows: list[dict], found: list[Drawn], name: str) -> str:
     done = [row for row in rows if row["status"] == "done"]
     return environment.get_template("page.html.j2").render(
         identity=config["identity"],
-        commands=[compare_command(config["identity"], run, name) for run in config["runs"]],
+        command=f"rankfold compare --config {shlex.quote(f'{name}/compare.json')} -o {shlex.quote(f'{name}-again')}",
         header=header,
         lines=list(zip(rows, lines, strict=True)),
         done=done,

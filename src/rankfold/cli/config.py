@@ -1,0 +1,140 @@
+"""`--config FILE`: repeat what a record holds. Options given on the command line override it."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .._utils.schema import Maybe, check_record
+from ..errors import written
+from .options import MethodOptions, of_model
+
+__all__ = ["Comparison", "Run", "remaining"]
+
+# What a record must hold to be repeated, beside what the tables show.
+NEEDED = {"dtype": str, "revision": Maybe(str), "calibration": {"seed": int}, "plan": {"method": {"method": str}}}
+Settings = dict[str, object]  # name of a parameter -> its value as text, as on the command line
+
+
+def _into_defaults(context: typer.Context, found: list[Settings]) -> list[Settings]:
+    alone = len(found) == 1
+    context.default_map = {name: value for name, value in found[0].items() if alone or name != "component"}
+    return found
+
+
+def _read_run(context: typer.Context, path: Path | None) -> list[Settings] | None:
+    """Return the settings of every component that a run compressed."""
+    if path is None or context.resilient_parsing:
+        return None
+    from ..report.record import read_record, records_of
+
+    records = records_of(read_record(path))
+    for record in records:
+        check_record(record, NEEDED, path)
+    found = [_of_run(record) for record in records]
+    if len(found) > 1:
+        found[0]["components"] = ",".join(f"{one['component']}={one['sparsity']}" for one in found)
+    return _into_defaults(context, found)
+
+
+def _read_comparison(context: typer.Context, path: Path | None) -> list[Settings] | None:
+    """Return the settings of every command that filled the folder of a comparison."""
+    if path is None or context.resilient_parsing:
+        return None
+    from ..comparison.folder import read_config
+
+    config = read_config(path)
+    shared = _of_comparison(config["identity"])
+    runs = [{key: ",".join(map(str, run[key])) for key in ("methods", "sparsities")} for run in config["runs"]]
+    return _into_defaults(context, [shared | run for run in runs])
+
+
+Run = Annotated[
+    Path | None,
+    of_model(
+        callback=_read_run, is_eager=True, help="rankfold.json of a run to repeat; options given here override it."
+    ),
+]
+Comparison = Annotated[
+    Path | None,
+    of_model(
+        callback=_read_comparison,
+        is_eager=True,
+        help="compare.json of a comparison to repeat; options given here override it.",
+    ),
+]
+
+
+def remaining(context: typer.Context, settings: Settings, given: set[str]) -> dict:
+    """Return what a record decides beside the options given, with the types of the parameters.
+
+    A method other than the record's takes none of its options.
+    """
+    values = context.params
+    left = {
+        parameter.name: parameter.process_value(context, settings[parameter.name])
+        for parameter in context.command.params
+        if parameter.name in settings and parameter.name not in given
+    }
+    if "settings" not in values:
+        return left
+    if "method" in given and values["method"] != settings["method"]:
+        return left | {name: values[name] if name in given else None for name in ("settings", "allocation")}
+    mine = values["settings"] if "settings" in given else []
+    keys = {item.partition("=")[0] for item in mine}
+    kept = [item for item in settings["settings"] if item.partition("=")[0] not in keys]
+    return left | {"settings": [*kept, *mine]}
+
+
+def _of_run(record: dict) -> Settings:
+    flags = {field.name for field in fields(MethodOptions)}
+    method = {key: written(value) for key, value in record["plan"]["method"].items() if value is not None}
+    return {
+        **_of_base(record),
+        **_of_calibration(record["calibration"]),
+        **{key: value for key, value in method.items() if key in flags},
+        "settings": [f"{key}={value}" for key, value in method.items() if key not in flags],
+        "mode": record["mode"],
+        **({"component": record["plan"]["part"]} if record["plan"].get("part") else {}),
+    }
+
+
+def _of_comparison(identity: dict) -> Settings:
+    measures = identity["measures"]
+    first, tasks = measures["texts"][0], measures.get("tasks")
+    values = {
+        "text_column": first.get("text_column"),
+        **_of_base(identity),
+        **_of_calibration(identity["calibration"]),
+        "text": [text["text"] for text in measures["texts"]],
+        "text_length": first["length"],
+        "limit": first["limit"],
+        "tasks": tasks and ",".join(tasks["tasks"]),
+        "include_path": tasks and tasks["folder"],
+        "speed": "speed" in measures,
+    }
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _of_base(facts: dict) -> Settings:
+    """Name the dense model, one from the hub with the commit it was read at, and the precision written.
+
+    Of a local model the record has the name without the folder it lay in, so MODEL has to be given where it is not here.
+    """
+    name = f"{facts['base_model']}@{facts['revision']}" if "revision" in facts else facts["base_model"]
+    is_known = name.count("/") == 1 or Path(name).exists()
+    return {**({"model": name} if is_known else {}), "dtype": facts["dtype"]}
+
+
+def _of_calibration(calibration: dict) -> Settings:
+    texts = calibration.get("texts", [calibration])
+    is_even = len({text.get("share") for text in texts}) == 1
+    values = {
+        "calibration": [text["source"] if is_even else f"{text['source']}={text['share']}" for text in texts],
+        "num_samples": calibration.get("num_samples_wanted", calibration["num_samples"]),
+        "max_length": None if calibration.get("kind") else calibration["max_length"],  # other kinds are not cut
+        "seed": calibration["seed"],
+        "text_column": calibration.get("text_column"),
+    }
+    return {key: value for key, value in values.items() if value is not None}
