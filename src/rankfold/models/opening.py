@@ -93,8 +93,8 @@ def _read_gguf(file: Path, device: torch.device, dtype: torch.dtype | None, comp
     """As :func:`_read_folder`. All numbers are held in fp32, so that the fingerprint does not depend on the dtype written."""
     written = dtype or torch.bfloat16
     log.info("%s is de-quantised; its weights are written in %s", file.name, str(written).removeprefix("torch."))
-    model: nn.Module = read_gguf(file, torch.float32)
-    model.to(device)
+    model = read_gguf(file, torch.float32)
+    nn.Module.to(model, device)  # whose types a decorator of transformers hides
     return model, written, None, file.stat().st_size, part_of(model, component)
 
 
