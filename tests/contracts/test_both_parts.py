@@ -236,14 +236,14 @@ def test_what_is_not_two_parts_of_a_model_is_refused(place, tmp_path):
     language, vision = given(place)
     with pytest.raises(
         OptionError,
-        match="takes two or more of the parts vision, projector, language of a model, got language; open each",
+        match="takes two or more of the components vision, projector, language of a model, got language; open each",
     ):
         rankfold.compress_components([language], tmp_path / "x")
     with pytest.raises(OptionError, match="got vision and vision"):
         rankfold.compress_components([vision, vision], tmp_path / "x")
     other = rankfold.open_model(place / "dense", dtype="bfloat16", device="cpu", component="vision")
     with pytest.raises(
-        OptionError, match="parts of one model in one dtype, got dense in .* and dense in .*; open the same"
+        OptionError, match="components of one model in one dtype, got dense in .* and dense in .*; open the same"
     ):
         rankfold.compress_components([language, (other, *vision[1:])], tmp_path / "x")
     with pytest.raises(OptionError, match="an open model .*, a method and calibration data"):

@@ -2,17 +2,19 @@
 
 import logging
 from pathlib import Path
+from typing import cast
 
 import torch
 from accelerate import init_empty_weights
 from torch import nn
+from transformers import PreTrainedModel
 
 from ..architectures import part_of
 from ..errors import CheckpointError, OptionError, RankfoldError, first_line
 from .auto_classes import auto_class
 from .dense_model import DenseModel
 from .devices import DTYPES, resolve_device, resolve_dtype
-from .given import ModelFiles, check_given, check_quantised, check_tied, resolve_model
+from .given import check_given, check_quantised, check_tied, resolve_model
 from .hub import commit_of, split_revision
 from .processors import Processors
 from .tables import check_tables
@@ -56,8 +58,11 @@ def open_model(
     where, found = resolve_device(device), resolve_model(model, revision)
     path, is_here = found.path, Path(str(model)).expanduser().exists()
     name = path.name if is_here else split_revision(str(model))[0]  # no local paths in results
-    read = _read_folder if found.weights else _read_gguf
-    network, storage_dtype, weights, size, stack = read(found, where, wanted, component)
+    if found.weights is None:
+        read = _read_gguf(path, where, wanted, component)
+    else:
+        read = _read_folder(path, found.weights, where, wanted, component)
+    network, storage_dtype, weights, size, stack = read
     processors = Processors(name, TokenizerFiles.beside(path), tokenizer)
     source = DenseModel(network, name, where, storage_dtype, weights, processors, size, stack, commit_of(path))
     if not len(source):
@@ -68,6 +73,7 @@ def open_model(
 def _open_given(model: nn.Module, dtype: torch.dtype | None, device: str, tokenizer, component, revision) -> DenseModel:
     """As :func:`open_model`, for a model that the caller holds."""
     part = check_given(model, component)
+    model = cast("PreTrainedModel", model)  # nothing else passes
     check_tied(model)
     if revision is not None:
         raise OptionError(f"a revision is of a hub id, and the model is in memory, got {revision!r}; leave it out")
@@ -83,18 +89,20 @@ def _open_given(model: nn.Module, dtype: torch.dtype | None, device: str, tokeni
     return DenseModel(model, name, where, dtype or model.dtype, None, processors, part=part, revision=commit)
 
 
-def _read_gguf(found: ModelFiles, device: torch.device, dtype: torch.dtype | None, component: str | None):
+def _read_gguf(file: Path, device: torch.device, dtype: torch.dtype | None, component: str | None):
     """As :func:`_read_folder`. All numbers are held in fp32, so that the fingerprint does not depend on the dtype written."""
-    file, written = found.path, dtype or torch.bfloat16
+    written = dtype or torch.bfloat16
     log.info("%s is de-quantised; its weights are written in %s", file.name, str(written).removeprefix("torch."))
-    model = read_gguf(file, torch.float32).to(device)
+    model = read_gguf(file, torch.float32)
+    nn.Module.to(model, device)  # whose types a decorator of transformers hides
     return model, written, None, file.stat().st_size, part_of(model, component)
 
 
-def _read_folder(found: ModelFiles, device: torch.device, dtype: torch.dtype | None, component: str | None):
+def _read_folder(
+    folder: Path, weights: Weights, device: torch.device, dtype: torch.dtype | None, component: str | None
+):
     """The model around its blocks, the dtype weights are written in, where blocks are read from, bytes on disk, and the part
     that is taken."""
-    folder, weights = found
     config, size = read_config(folder), weights.bytes_on_disk
     check_quantised(config, str(folder))
     weights.check_config(config)
@@ -117,10 +125,10 @@ def _read_folder(found: ModelFiles, device: torch.device, dtype: torch.dtype | N
         log.info(
             "the checkpoint names its weights differently from the model: reading it as a whole, not block by block"
         )
-        model, weights = read_whole(folder, config, storage_dtype, device), None
+        model = read_whole(folder, config, storage_dtype, device)
     if generation := read_generation_config(folder):
         model.generation_config = generation
-    return model, storage_dtype, weights, size, stack
+    return model, storage_dtype, weights if named_alike else None, size, stack
 
 
 def stored_dtype(config, weights: Weights) -> torch.dtype:

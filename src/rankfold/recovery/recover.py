@@ -132,7 +132,8 @@ def recover(
     _check(options, minutes, adapter, output)
     student, record, folder, written = _student(model, device)
     check_trainable(student, tune)
-    source = open_model(teacher or _teacher_of(record), device=device)
+    teacher = teacher or _teacher_of(record)
+    source = teacher if isinstance(teacher, DenseModel) else open_model(teacher, device=device)
     if source.config.vocab_size != (known := student.config.get_text_config().vocab_size):
         raise OptionError(
             f"the teacher has {source.config.vocab_size:,} tokens and the model {known:,}; give the dense model that it was "
@@ -198,7 +199,7 @@ def _student(model, device: str) -> tuple[PreTrainedModel, dict, Path | None, to
         load_model(folder, dtype="float32", device=device),
         record,
         folder,
-        stored_dtype(read_config(folder), weights),
+        stored_dtype(read_config(folder), weights) if weights else torch.float32,
     )
 
 
