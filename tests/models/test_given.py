@@ -153,9 +153,9 @@ def test_the_callers_model_keeps_its_modes_and_calibrates_without_dropout():
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        (torch.zeros(0, 8, dtype=torch.long), r"at least one window of at least 2 tokens, got \[0, 8\]"),
-        (torch.zeros(4, 1, dtype=torch.long), r"at least one window of at least 2 tokens, got \[4, 1\]"),
-        (torch.zeros(4, 8), r"int64 token ids, got \[4, 8\] of torch.float32"),
+        (torch.zeros(0, 8, dtype=torch.long), r"at least one sample of at least 2 tokens, got \[0, 8\]"),
+        (torch.zeros(4, 1, dtype=torch.long), r"at least one sample of at least 2 tokens, got \[4, 1\]"),
+        (torch.zeros(4, 8), r"int64 token ids, .*got \[4, 8\] of torch.float32"),
         (torch.zeros(8, dtype=torch.long), r"got \[8\] of torch.int64"),
         ([[1, 2]], "got list"),
         (torch.full((2, 8), -100), "negative token id -100; padding is no text"),

@@ -44,7 +44,7 @@ def compressed(source, output=None):
     tokens = rankfold.CalibrationData(some_ids(4, 32), "random", "random", 0)
     return rankfold.compress(
         source, method=MoDeGPT(sparsity=0.3, rank_multiple=2), calibration=tokens, output=output
-    ).output
+    ).model
 
 
 def test_files_stay_as_they_are_in_a_result_an_export_and_what_is_saved(dense, tmp_path):
