@@ -32,7 +32,7 @@ METHODS_WITH_OPTIONS = [
 def record_of(method, **facts) -> dict:
     plan = {"method": method.describe(), "part": None, "kv_bytes_per_token": 0}
     given = {
-        "base_model": "my model",
+        "base_model": "owner/my model",
         "calibration": CALIBRATION,
         "mode": "sequential",
         "dtype": "float32",
@@ -59,7 +59,7 @@ def test_a_record_gives_its_method_and_its_calibration(tmp_path, name, options, 
     params = parsed(tmp_path, record_of(method), command=command)
     assert group(MethodOptions, params).parse() == method
     assert group(CalibrationOptions, params) == CalibrationOptions(["a text.txt"], 4, 32, 1)
-    assert (params["model"], params["dtype"], params["component"]) == ("my model", "float32", None)
+    assert (params["model"], params["dtype"], params["component"]) == ("owner/my model", "float32", None)
     assert params.get("mode", "sequential") == "sequential"
 
 
@@ -71,7 +71,7 @@ def test_everything_that_is_not_as_by_default_is_repeated(tmp_path):
     params = parsed(tmp_path, record)
     calibration = CalibrationOptions(["a.txt=0.7", "b=1.txt=0.3"], 9, 32, 1, "a body")
     assert group(CalibrationOptions, params) == calibration
-    assert (params["model"], params["mode"], params["component"]) == ("my model@abc", "one-pass", "language")
+    assert (params["model"], params["mode"], params["component"]) == ("owner/my model@abc", "one-pass", "language")
     images = parsed(tmp_path, record_of(make_method("modegpt"), calibration=CALIBRATION | {"kind": "images"}))
     assert images["max_length"] == CalibrationOptions().max_length
 

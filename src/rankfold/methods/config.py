@@ -138,7 +138,7 @@ class MethodConfig:
         """All options, for the run record."""
         options = {f.name: getattr(self, f.name) for f in fields(self)}
         options |= {"allocation": str(self.allocation), "budget": str(self.budget)}
-        options["modules"] = dict(self.modules) if self.own_sparsities else options["modules"]
+        options["modules"] = dict(self.modules) if isinstance(self.modules, Mapping) else options["modules"]
         return {"method": self.name, **options}
 
 

@@ -42,11 +42,11 @@ def upgraded(options: Mapping) -> dict:
     if options.get("method") in METHODS:  # some have fewer options today
         known = {"method", *(field.name for field in fields(method_class(options["method"])))}
         renamed = {key: value for key, value in renamed.items() if key in known}
-    found = {
-        key: VALUES.get((key, value), value) if isinstance(value, str) else value for key, value in renamed.items()
+    found: dict = {
+        key: VALUES.get((str(key), value), value) if isinstance(value, str) else value for key, value in renamed.items()
     }
     for kind in ("allocation", "budget"):
-        parts = {new: options.get(old) for new, old in PARTS.get(found.get(kind), {}).items()}
+        parts = {new: options.get(old) for new, old in PARTS.get(str(found.get(kind)), {}).items()}
         given = ",".join(f"{key}={value}" for key, value in parts.items() if value is not None)
         found |= {kind: f"{found[kind]}:{given}"} if given else {}
     return found

@@ -26,15 +26,15 @@ def rotary_table(cos, sin, half, interleaved):
 
     It stays with the tensor of a model's cosines, so that only the first layer of a forward makes it.
     """
-    kept = None if torch.compiler.is_compiling() else getattr(cos, "rankfold_table", None)
-    if kept is not None and kept.shape[-1] == half + 1:
-        return kept
+    layout, table = (None, None) if torch.compiler.is_compiling() else getattr(cos, "rankfold_table", (None, None))
+    if layout == (half, interleaved):
+        return table
     once = slice(None, None, 2) if interleaved else slice(half)
     turns = cos[..., once], sin[..., once]  # the model's tables say all angles twice
     still = cos.new_ones(*cos.shape[:-1], 1)
     table = torch.cat([turns[0], still, turns[1], torch.zeros_like(still)], -1).unflatten(-1, (2, half + 1))
     if not torch.compiler.is_compiling():
-        cos.rankfold_table = table
+        cos.rankfold_table = (half, interleaved), table
     return table
 
 

@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from .._utils.present import present
+
 __all__ = ["Head", "Loss", "hidden_states", "kl_divergence", "training_loss"]
 
 Loss = Literal["kl", "next-token", "both"]
@@ -103,7 +105,7 @@ def training_loss(
             )
         if loss != "next-token":
             with torch.no_grad():
-                wanted = teacher(dense[:, begin:end])
+                wanted = present(teacher)(present(dense)[:, begin:end])
             found.append(kl_divergence(wanted, logits).sum())
         return torch.stack(found).sum()
 

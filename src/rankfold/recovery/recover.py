@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -147,8 +148,8 @@ def recover(
     }
     begin = time.monotonic()
     with _working(Path(output) if output else None, identity) as work:
-        held_out = {name: one.held_out for name, one in texts.items()}
-        dense = source.whole_model()
+        held_out: dict[str, Any] = {name: one.held_out for name, one in texts.items()}
+        dense: Any = source.whole_model()
         scores = {"dense": score(dense, Head(dense), held_out), "before": score(student, Head(student), held_out)}
         settings: dict = {"report_to": report_to, "keep": output is not None}
         if gradient_checkpointing:
@@ -253,10 +254,13 @@ def _working(output: Path | None, identity: dict) -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-def _trained(student, dense, texts, options: Options, work: Path, minutes: float | None, settings: dict):
+def _trained(
+    student, dense, texts, options: Options, work: Path, minutes: float | None, settings: dict
+) -> tuple[Any, dict[str, Any]]:
     """Return the network with its best weights, adapters around it, and what happened."""
     masks = mask_of_zeros(student)
-    network = prepared(without_dropout(student), options.tune, options.rank)
+    without_dropout(student)
+    network = prepared(student, options.tune, options.rank)
     ids = torch.cat([one.ids for one in texts.values()])
     batch = max(1, options.batch_tokens // ids.shape[1])
     judge = Judge(network, student, {name: one.held_out for name, one in texts.items()}, work, options.tolerance)
@@ -310,7 +314,7 @@ def _round(model: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype).to(parameter.dtype)
 
 
-def _write(output: Path, network: nn.Module, record: dict, tokenizer, unchanged: Path | None) -> None:
+def _write(output: Path, network: Any, record: dict, tokenizer, unchanged: Path | None) -> None:
     """Write the checkpoint, or the adapter where the network still has one; an unchanged model is copied."""
     with creating(output) as unfinished:
         if unchanged is not None:

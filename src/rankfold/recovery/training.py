@@ -47,7 +47,8 @@ class Distiller(Trainer):
 
     def __init__(self, *args, base: PreTrainedModel, teacher: PreTrainedModel | None, loss: Loss, **kwargs):
         super().__init__(*args, **kwargs)
-        self.student, self.loss = Head(base), loss
+        self.student = Head(base)
+        self.loss: Loss = loss
         self.teacher = Head(teacher) if teacher is not None else None
         self.remove_callback(PrinterCallback)
         self.model_accepts_loss_kwargs = False  # so that accumulated steps are averaged here
@@ -105,7 +106,7 @@ class MarkWhole(TrainerCallback):
     """Mark a checkpoint once everything in it is written, so that a killed run goes on from a whole one."""
 
     def on_save(self, args, state, control, **kwargs) -> None:
-        (Path(args.output_dir) / f"checkpoint-{state.global_step}" / DONE).touch()
+        (Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / DONE).touch()
 
 
 def last_checkpoint(folder: Path) -> str | None:

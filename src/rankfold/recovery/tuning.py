@@ -5,6 +5,7 @@ from typing import Literal
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .._utils.present import present
 from ..architectures import architecture_of
 from ..errors import OptionError, UnsupportedModelError
 from ..modules.tensors import QuantizedTensor
@@ -59,7 +60,7 @@ def prepared(model: PreTrainedModel, tune: Tune, rank: int) -> nn.Module:
         return get_peft_model(
             model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, task_type="CAUSAL_LM")
         )
-    tied = {id(p) for p in model.get_output_embeddings().parameters()}
+    tied = {id(p) for p in present(model.get_output_embeddings()).parameters()}
     for module in model.modules():
         if isinstance(module, nn.Embedding) or (tune == "norms" and "norm" not in type(module).__name__.lower()):
             continue
@@ -83,10 +84,9 @@ def _linear_layers(model: PreTrainedModel, *, mlp_only: bool) -> list[str]:
     return found
 
 
-def without_dropout(model: nn.Module) -> nn.Module:
-    """Return the model with dropout of probability 0: a few minutes of distillation have nothing to overfit."""
+def without_dropout(model: nn.Module) -> None:
+    """Set dropout to probability 0: a few minutes of distillation have nothing to overfit."""
     for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, float) and ((name == "p" and isinstance(module, nn.Dropout)) or "dropout" in name):
                 setattr(module, name, 0.0)
-    return model
