@@ -81,6 +81,10 @@ def good(tmp_path_factory):
         "perplexity": {"model": source.model, "windows": windows.ids, "autocast": None, "dtype": "auto"}
         | {"device": "auto"},
         "plan": {"model": model, "moments": None} | choosing | measuring,
+        "recover": {"model": source.model, "teacher": model, "calibration": place / "a.txt", "output": None}
+        | {"tune": "norms", "loss": "kl", "tokens": 64, "minutes": None, "rank": 1, "lr": None, "batch_tokens": 32}
+        | {"max_length": 16, "tolerance": 0.02, "adapter": False, "gradient_checkpointing": False}
+        | {"report_to": "none", "seed": 0, "device": "cpu"},
         "save": {"model": source.model, "folder": place / "saved", "tokenizer": None},
     }
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.integrations import get_available_reporting_integrations
 
 from .._utils.arguments import typed
 from .._utils.files import check_output, read_json, write_json
@@ -130,7 +131,7 @@ def recover(
     """
     lr = LEARNING_RATES[tune] if lr is None else lr
     options = Options(tune, loss, tokens, rank, lr, batch_tokens, max_length, tolerance, seed)
-    _check(options, minutes, adapter, output)
+    _check(options, minutes, adapter, output, report_to)
     student, record, folder, written = _student(model, device)
     check_trainable(student, tune)
     teacher = teacher or _teacher_of(record)
@@ -180,12 +181,16 @@ def recover(
     return RecoveryResult(network.eval(), record, recovered, Path(output) if output else None)
 
 
-def _check(options: Options, minutes: float | None, adapter: bool, output) -> None:
+def _check(options: Options, minutes: float | None, adapter: bool, output, report_to: str) -> None:
     for name in ("tokens", "rank", "batch_tokens", "length"):
         if getattr(options, name) < 1:
             raise OptionError(f"{name} must be at least 1, got {getattr(options, name)}")
-    if options.lr <= 0 or options.tolerance < 0 or (minutes is not None and minutes <= 0):
+    if not (options.lr > 0 and options.tolerance >= 0 and (minutes is None or minutes > 0)):  # a NaN neither
         raise OptionError("lr and minutes must be more than 0, and tolerance at least 0")
+    if not 0 <= options.seed < 2**32:
+        raise OptionError(f"seed must be at least 0 and fit into 32 bits, got {str(options.seed)[:24]}")
+    if report_to not in (known := ["none", "all", *get_available_reporting_integrations()]):
+        raise OptionError(f"report_to must be one of {', '.join(known)}, got {report_to!r}; install what is to be used")
     if adapter and (not options.tune.startswith("lora") or output is None):
         raise OptionError("adapter=True writes the adapters of tune='lora' or 'lora-mlp' to output; give both")
 
