@@ -83,7 +83,7 @@ def test_each_kind_of_work_is_counted_to_its_part(clock, tmp_path, monkeypatch):
         "forward": (runner, "_batched"),
         "moments": (observers.VectorMoment, "add"),
         "decomposition": (stages, "moved"),
-        "writing": (destination.Run, "save_block"),
+        "writing": (destination.BlockFiles, "save_block"),
     }
     for part, (owner, name) in slow.items():
         with monkeypatch.context() as patch:
