@@ -153,7 +153,7 @@ def test_a_damaged_record_is_one_line(tmp_path, record, said):
 
 def test_a_comparison_gives_its_rows_and_its_measures(tmp_path):
     facts = config()
-    facts["identity"] |= {"revision": "abc", "calibration": CALIBRATION | {"field": "body"}}
+    facts["identity"] |= {"base_model": "owner/name", "revision": "abc", "calibration": CALIBRATION | {"field": "body"}}
     facts["identity"]["measures"] |= {"tasks": {"tasks": ["piqa", "copa"], "folder": "rows"}}
     facts["runs"].append({"methods": ["svd"], "sparsities": [0.5]})
     params = parsed(tmp_path, facts, "-o", "again", command="compare")

@@ -224,7 +224,7 @@ def test_a_teacher_with_another_vocabulary_is_refused(place, tmp_path):
 
 
 def test_minutes_bound_the_tokens(place):
-    result = recover(place / "small", place / "dense", calibration=place / "manual.txt", minutes=0.02, **OPTIONS)
+    result = recover(place / "small", place / "dense", calibration=place / "manual.txt", minutes=0.001, **OPTIONS)
     assert result.record["recovery"]["tokens_seen"] < OPTIONS["tokens"]
 
 
