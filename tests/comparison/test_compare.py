@@ -174,7 +174,9 @@ def test_a_folder_takes_further_cells_and_keeps_its_own(source, tokens, measures
     assert [row["label"] for row in rows] == ["dense", "svd"]
     lines = (tmp_path / "out" / "results.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["label"] for line in lines] == [*(row["label"] for row in finished[1]), "svd"]
-    assert (tmp_path / "out" / "report.html").read_text(encoding="utf-8").count("rankfold compare model") == 2
+    assert (tmp_path / "out" / "report.html").read_text(encoding="utf-8").count(
+        "rankfold compare --config out/compare.json"
+    ) == 1
 
 
 def test_what_an_earlier_command_kept_stays(source, tokens, measures, tmp_path, caplog):
@@ -239,7 +241,7 @@ def test_speed_is_measured_beside_the_dense_model(place, source, tokens, tmp_pat
 
 def test_texts_that_are_too_short_or_named_twice_are_said_before_anything_runs(place, source):
     (place / "short.txt").write_text("few words")
-    with pytest.raises(DataError, match=r"short.txt: the text has \d+ tokens.*smaller --text-length"):
+    with pytest.raises(DataError, match=r"short.txt: the text has \d+ tokens.*smaller max_length"):
         Perplexities(source, Texts([str(place / "short.txt")], 64))
     for other in (place / "text.txt", f"{place}/./text.txt"):
         with pytest.raises(OptionError, match="more than once"):

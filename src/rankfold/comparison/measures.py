@@ -109,9 +109,7 @@ def _windows(source: DenseModel, text: Text, length: int, limit: int | None) -> 
     try:
         return windows_of_text(text, source.tokenizer, source.name, source.config, length, limit)
     except DataError as error:
-        raise DataError(
-            f"{text.name}: {str(error).replace('max_length', 'text_length').replace('max-length', 'text-length')}"
-        ) from error
+        raise DataError(f"{text.name}: {str(error).replace('--max-length', '--text-length')}") from error
 
 
 class Accuracies:
