@@ -210,7 +210,8 @@ def test_norms_over_dimensions_that_are_gone_are_refused(family, tmp_path):
 
 
 def test_what_is_a_stock_model_already_is_said(tmp_path):
-    small = compressed("llama", tmp_path, "shortgpt", rank_multiple=8)
+    method = rankfold.make_method("shortgpt", sparsity=0.3)
+    small = rankfold.compress(opened("llama"), method=method, calibration=tokens(), output=tmp_path / "small").output
     with pytest.raises(OptionError, match="small is a stock model already"):
         rankfold.export(small, tmp_path / "stock")
 
