@@ -33,7 +33,7 @@ METHODS += [(name, "vit-head") for name in ("svd-llm", "flap", "shortgpt", "wand
 def method_of(name: str):
     """What a block loses by blocks is a third of three, and by zeros a half."""
     sparsity = {"shortgpt": 0.3, "wanda": 0.5}.get(name, 0.3)
-    steps = {} if name == "shortgpt" else {"rank_multiple": 1 if name == "flap" else 2}
+    steps = {} if name in ("shortgpt", "wanda") else {"rank_multiple": 1 if name == "flap" else 2}
     return rankfold.make_method(name, sparsity=sparsity, **steps)
 
 
