@@ -16,8 +16,8 @@ def main() -> None:
     parser.add_argument("text", help="a .txt file to calibrate on")
     parser.add_argument("output", help="the folder to write")
     parser.add_argument("--sparsity", type=float, default=0.3)
-    parser.add_argument("--samples", type=int, default=32, help="windows of the text")
-    parser.add_argument("--length", type=int, default=512, help="tokens of each")
+    parser.add_argument("--num-samples", type=int, default=32, help="samples of the text")
+    parser.add_argument("--max-length", type=int, default=512, help="tokens of each")
     parser.add_argument("--prompt", default="The capital of France is")
     args = parser.parse_args()
 

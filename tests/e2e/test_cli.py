@@ -369,7 +369,7 @@ BAD = [
     ),
     ("compress model -o x --calibration text.txt --calibration empty.txt", "text source 'empty.txt' is empty"),
     ("compress model -o x --calibration short.txt", "at least 32 are needed"),
-    ("compress model -o x --calibration rows.jsonl", "has no text field 'text'; the row has: body"),
+    ("compress model -o x --calibration rows.jsonl", "has no text column 'text'; the row has: body"),
     ("compress model -o x --dtype int8 --calibration text.txt", "dtype must be auto"),
     ("compress model -o x --device tpu --calibration text.txt", "device must be auto"),
     ("compress model -o existing --calibration text.txt", "existing exists already"),
