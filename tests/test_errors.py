@@ -15,8 +15,8 @@ FILES = sorted(SRC.rglob("*.py"))
 # Pure functions know no RankfoldError (the pipeline names the block and converts); the self-contained modelling file
 # must not import one; the registry's ValueError and the abstract methods are for programmers.
 BUILTIN = {
-    "_utils": {"TypeError"},  # an argument that a public function does not have, as Python says it
-    "_utils": {"AttributeError"},  # what Python asks of a module without the name
+    # What Python asks of a module without the name; an argument that a public function does not have, as Python says it.
+    "_utils": {"AttributeError", "TypeError"},
     "linalg": {"ValueError", "LinAlgError"},
     "modules": {"ValueError", "AttributeError", "NotImplementedError", "ImportError", "KeyError"},
     "methods": {"ValueError", "NotImplementedError"},
