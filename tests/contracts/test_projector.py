@@ -111,7 +111,7 @@ def images_for(source) -> rankfold.CalibrationData:
 def test_where_it_is_no_mlp_one_line_says_which_parts_there_are(family):
     if family.startswith(("llava", "qwen")):
         pytest.skip("it is one")
-    with pytest.raises(OptionError, match=r"has the parts? .*, got projector; [^\n]*$"):
+    with pytest.raises(OptionError, match=r"has the components? .*, got projector; [^\n]*$"):
         opened(tiny_model(family))
 
 

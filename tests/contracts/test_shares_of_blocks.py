@@ -164,9 +164,15 @@ def test_moments_without_the_squares_are_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"outlier": 0.0}, "outlier must be > 0, got 0.0; OWL takes 3 to 10"),
-        ({"spread": -0.1}, r"spread must be in \[0, 1\), got -0.1; OWL takes 0.02 to 0.2"),
-        ({"spread": float("nan")}, "spread must be a finite number, got nan"),
+        (
+            {"allocation": "owl:threshold=0"},
+            "threshold of allocation owl must be > 0, got 0.0; the paper takes 3 to 10",
+        ),
+        (
+            {"allocation": "owl:spread=-0.1"},
+            r"spread of allocation owl must be in \[0, 1\), got -0.1; the paper takes 0.02 to 0.2",
+        ),
+        ({"allocation": "owl:spread=nan"}, "spread of allocation owl must be a finite number, got nan"),
         ({"allocation": "owls"}, "unknown allocation 'owls'; did you mean 'owl'"),
     ],
 )
