@@ -67,22 +67,25 @@ class Judge(TrainerCallback):
 
     Args:
         model: with what is tuned.
+        base: the transformers model in it.
         texts: name -> ``(N, T)`` held-out token ids.
+        before: of :func:`nats`, before training.
         folder: of the unfinished run.
         tolerance: see :func:`allowed`.
     """
 
     def __init__(
-        self, model: nn.Module, base: PreTrainedModel, texts: dict[str, Tensor], folder: Path, tolerance: float
+        self,
+        model: nn.Module,
+        base: PreTrainedModel,
+        texts: dict[str, Tensor],
+        before: dict[str, float],
+        folder: Path,
+        tolerance: float,
     ):
-        self.model, self.head, self.texts = model, Head(base), texts
+        self.model, self.head, self.texts, self.before = model, Head(base), texts, before
         self.folder, self.every, self.tolerance = folder, 1, tolerance
         self.history: list[dict] = read_json(folder / HISTORY)["scores"] if (folder / HISTORY).exists() else []
-
-    @property
-    def before(self) -> dict[str, float]:
-        """Text -> nats per token before training."""
-        return self.history[0]["nats"]
 
     @property
     def best(self) -> dict:
@@ -98,16 +101,17 @@ class Judge(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         self.history = [one for one in self.history if one["step"] <= state.global_step]  # later ones come again
         if not self.history:
-            self._score(0)
+            self._keep(0, self.before)
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if state.global_step % self.every == 0 or state.global_step == state.max_steps:
-            control.should_training_stop |= not self._score(state.global_step)
+            control.should_training_stop |= not self._keep(
+                state.global_step, nats(score(self.model, self.head, self.texts))
+            )
             control.should_save = True
 
-    def _score(self, step: int) -> bool:
-        """Return whether every loss is a number."""
-        found = nats(score(self.model, self.head, self.texts))
+    def _keep(self, step: int, found: dict[str, float]) -> bool:
+        """Add a score, and keep the weights where it is the best; return whether every loss is a number."""
         if not all(map(math.isfinite, found.values())):
             log.warning("step %d: a loss is not finite, so training stops; the best state before it is kept", step)
             return False

@@ -41,7 +41,7 @@ from ..models.whole import read_config
 from ..report.record import NAME, read_record
 from .judging import Judge, allowed, gains, nats, score
 from .loss import Head, Loss
-from .training import Distiller, KeepZeros, MarkWhole, Progress, Sequences, arguments, last_checkpoint
+from .training import Distiller, KeepZeros, MarkWhole, Progress, arguments, last_checkpoint
 from .tuning import LEARNING_RATES, Tune, check_trainable, mask_of_zeros, prepared, without_dropout
 
 __all__ = ["RecoveryResult", "recover"]
@@ -151,17 +151,21 @@ def recover(
     with _working(Path(output) if output else None, identity) as work:
         held_out: dict[str, Any] = {name: one.held_out for name, one in texts.items()}
         dense: Any = source.whole_model()
-        scores = {"dense": score(dense, Head(dense), held_out), "before": score(student, Head(student), held_out)}
+        of_dense, scored = score(dense, Head(dense), held_out), time.monotonic()
+        before = score(student, Head(student), held_out)
+        scoring = time.monotonic() - scored  # seconds
+        seconds = None if minutes is None else 60 * minutes - (SCORES + 2) * scoring
         settings: dict = {"report_to": report_to, "keep": output is not None}
         if gradient_checkpointing:
             settings["gradient_checkpointing"] = True
-        network, facts = _trained(student, dense, texts, options, work, minutes, settings)
+        network, facts = _trained(student, dense, texts, nats(before), options, work, seconds, settings)
         if not adapter and network is not student:
             network = student = network.merge_and_unload()
         _round(student, written)
-        scores["after"] = score(network, Head(student), held_out)
-        recovered = facts["best_step"] > 0 and allowed(nats(scores["before"]), nats(scores["after"]), tolerance)
-        facts |= {**identity, "teacher_name": source.name, "recovered": recovered, "held_out": gains(*scores.values())}
+        after = score(network, Head(student), held_out)
+        recovered = facts["best_step"] > 0 and allowed(nats(before), nats(after), tolerance)
+        facts |= {**identity, "teacher_name": source.name, "recovered": recovered}
+        facts |= {"held_out": gains(of_dense, before, after)}
         record |= {RECOVERY: facts | {"seconds": time.monotonic() - begin}}
         if not recovered:
             log.warning(
@@ -260,21 +264,27 @@ def _working(output: Path | None, identity: dict) -> Iterator[Path]:
 
 
 def _trained(
-    student, dense, texts, options: Options, work: Path, minutes: float | None, settings: dict
+    student, dense, texts, before: dict[str, float], options: Options, work: Path, seconds: float | None, settings: dict
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the network with its best weights, adapters around it, and what happened."""
+    """Return the network with its best weights, adapters around it, and what happened.
+
+    Args:
+        before: text -> nats per token of the student.
+        seconds: to train for; ``None``: as many tokens as the options say.
+    """
     masks = mask_of_zeros(student)
     without_dropout(student)
     network = prepared(student, options.tune, options.rank)
     ids = torch.cat([one.ids for one in texts.values()])
     batch = max(1, options.batch_tokens // ids.shape[1])
-    judge = Judge(network, student, {name: one.held_out for name, one in texts.items()}, work, options.tolerance)
+    held_out = {name: one.held_out for name, one in texts.items()}
+    judge = Judge(network, student, held_out, before, work, options.tolerance)
     callbacks = [judge, Progress(judge.note), MarkWhole(), *([KeepZeros(network, masks)] if masks else [])]
     steps = max(1, round(options.tokens / (batch * ids.shape[1])))
     make = functools.partial(
         Distiller,
         network,
-        train_dataset=Sequences(ids),
+        train_dataset=[{"input_ids": sequence} for sequence in ids],
         callbacks=callbacks,
         base=student,
         teacher=dense,
@@ -282,8 +292,8 @@ def _trained(
     )
     common = {"learning_rate": options.lr, "seed": options.seed, "device": student.device, **settings}
     args = functools.partial(arguments, work, batch=batch, length=ids.shape[1], **common)
-    if minutes is not None:
-        steps = min(steps, _steps_in(minutes, work, make(args(steps=1, every=1)), judge))
+    if seconds is not None:
+        steps = min(steps, _steps_in(seconds, work, network, make(args(steps=1, every=1))))
     judge.every = max(1, steps // SCORES)
     trainer = make(args(steps=steps, every=judge.every))
     trainer.train(resume_from_checkpoint=last_checkpoint(work))
@@ -297,18 +307,14 @@ def _trained(
     }
 
 
-def _steps_in(minutes: float, work: Path, trial: Distiller, judge: Judge) -> int:
-    """Return how many steps take about so many minutes; written down, so that a killed run goes on with as many."""
+def _steps_in(seconds: float, work: Path, network: nn.Module, trial: Distiller) -> int:
+    """Return how many steps take about so many seconds; written down, so that a killed run goes on with as many."""
     if not (work / STEPS).exists():
-        begin = time.monotonic()
-        score(judge.model, judge.head, judge.texts)
-        scoring, begin = time.monotonic() - begin, time.monotonic()
-        batches = trial.args.gradient_accumulation_steps
+        begin, batches = time.monotonic(), trial.args.gradient_accumulation_steps
         for batch in itertools.islice(trial.get_train_dataloader(), batches):
-            trial.compute_loss(judge.model, batch).backward()
-        judge.model.zero_grad()
-        step = time.monotonic() - begin
-        write_json(work / STEPS, {"steps": max(1, int((60 * minutes - (SCORES + 3) * scoring) / step))})
+            trial.compute_loss(network, batch).backward()
+        network.zero_grad()
+        write_json(work / STEPS, {"steps": max(1, int(seconds / (time.monotonic() - begin)))})
     return read_json(work / STEPS)["steps"]
 
 

@@ -9,37 +9,19 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from .._utils.progress import track
 from ..models.devices import autocast_dtype
 from .loss import Head, Loss, hidden_states, training_loss
 
-__all__ = ["Distiller", "KeepZeros", "MarkWhole", "Progress", "Sequences", "arguments", "last_checkpoint"]
+__all__ = ["Distiller", "KeepZeros", "MarkWhole", "Progress", "arguments", "last_checkpoint"]
 
 log = logging.getLogger(__name__)
 
 DONE = "rankfold.done"  # in a checkpoint of Trainer that is whole
 WARM_UP = 0.05  # fraction of all steps
 AT_ONCE = 2048  # tokens of a forward and backward pass
-
-
-class Sequences(Dataset):
-    """Token ids as Trainer takes them.
-
-    Args:
-        ids: ``(N, T)``.
-    """
-
-    def __init__(self, ids: Tensor):
-        self.ids = ids
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self.ids[index]}
 
 
 class Distiller(Trainer):
