@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ..errors import OptionError
 from ..methods import make_method
+from ..report.outcomes import kinds_in, ratio_text, remark_on
 from . import common as c
 
 __all__ = ["exported_as_stock", "options_for_target", "show_kept", "show_next", "show_result"]
@@ -51,13 +52,13 @@ def _likelihoods(result: dict):
         yield "cosine of the last states", "1", f"{held_out['cosine']:.4f}", found
     elif held_out:
         yield _likelihood("perplexity", held_out, f"{held_out['windows']} held-out calibration samples")
-    for kind, facts in c.kinds_in(result["probe_texts"]).items():
-        yield _likelihood(f"  {kind}", facts, f"{facts['passages']} probe texts{c.remark_on(facts)}")
+    for kind, facts in kinds_in(result["probe_texts"]).items():
+        yield _likelihood(f"  {kind}", facts, f"{facts['passages']} probe texts{remark_on(facts)}")
 
 
 def _likelihood(name: str, facts: dict, where: str) -> tuple[str, ...]:
     dense, small = facts["perplexity_dense"], facts["perplexity"]
-    return name, f"{dense:.2f}", f"{small:.2f}", f"x {c.ratio_text(facts)} on {where}"
+    return name, f"{dense:.2f}", f"{small:.2f}", f"x {ratio_text(facts)} on {where}"
 
 
 def show_next(folder: Path, record: dict, out, *, has_stock: bool) -> None:
