@@ -8,6 +8,7 @@ import sys
 import pytest
 from tqdm import tqdm
 
+from clocks import set_by_hand
 from rankfold._utils import progress
 from rankfold._utils.progress import Steps, count_steps, one_run, track, without_bars
 from saved import save_text, save_tiny
@@ -22,14 +23,7 @@ main()
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that is set by hand."""
-    now = [1000.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-
-    def wait(seconds: float) -> None:
-        now[0] += seconds
-
-    return wait
+    return set_by_hand(monkeypatch, progress, "monotonic")
 
 
 def test_a_log_gets_a_line_a_minute_with_what_is_done_left_and_known(clock, capsys):

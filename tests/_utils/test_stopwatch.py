@@ -5,6 +5,7 @@ import time
 import pytest
 
 import rankfold
+from clocks import set_by_hand
 from families import opened, tokens
 from rankfold._utils import stopwatch
 from rankfold._utils.stopwatch import OTHER, PARTS, PROBES, time_spent, timed_run
@@ -13,14 +14,7 @@ from rankfold.report.record import read_record
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that is set by hand."""
-    now = [0.0]
-    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: now[0])
-
-    def wait(seconds: float) -> None:
-        now[0] += seconds
-
-    return wait
+    return set_by_hand(monkeypatch, stopwatch, "perf_counter")
 
 
 def test_a_second_counts_to_the_innermost_part(clock):
