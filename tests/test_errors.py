@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import re
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,10 @@ BUILTIN = {
     "methods": {"ValueError", "NotImplementedError"},
     "cli": {"Exit", "BadParameter"},
 }
+
+
+# Outside of rankfold.cli, command lines as such: of rankfold, in a card and a page, and of other programs.
+COMMAND_LINES = ("rankfold comp", "zero_to_fp32", "llama-gguf-split", "--include '", "--local-dir")
 
 
 @functools.cache
@@ -63,6 +68,20 @@ def test_messages_are_one_line():
     assert not [f"{path}:{line} {name}" for path, line, name, parts in raised() if any("\n" in p for p in parts)]
 
 
+def test_only_the_command_line_writes_flags():
+    """A message from elsewhere reaches Python's callers too: ``option`` names what they can give."""
+    written = []
+    for path in FILES:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        docs = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
+        for node in ast.walk(tree) if path.relative_to(SRC).parts[0] != "cli" else ():
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+                is_flag = re.search(r"(?<![\w-])--[a-z]", node.value)
+                if is_flag and not any(line in node.value for line in COMMAND_LINES):
+                    written.append(f"{path.relative_to(SRC)}:{node.lineno} {node.value!r}")
+    assert not written
+
+
 def test_a_suggestion_is_what_is_close_or_nothing():
     assert errors.suggestion("modgpt", ("latentllm", "modegpt")) == "did you mean 'modegpt'? "
     assert errors.suggestion("zzz", ("latentllm", "modegpt")) == ""
@@ -82,8 +101,14 @@ def test_the_first_line_of_an_error_is_short_and_never_empty():
 @pytest.mark.parametrize(
     ("caller", "expected"),
     [
-        ("python", ["exclude_blocks=(0, -1)", "target='stock'", "rank_multiple", "keep=True", "dtype='float32'"]),
-        ("command", ["--exclude-blocks 0,-1", "--target stock", "--rank-multiple", "--keep", "--dtype float32"]),
+        (
+            "python",
+            ["exclude_blocks=(0, -1)", "target='stock'", "rank_multiple", "keep=True", "dtype='float32'", "method='x'"],
+        ),
+        (
+            "command",
+            ["--exclude-blocks 0,-1", "--target stock", "--rank-multiple", "--keep", "--dtype float32", "--method x"],
+        ),
         (
             "compare",
             [
@@ -92,6 +117,7 @@ def test_the_first_line_of_an_error_is_short_and_never_empty():
                 "METHOD:rank_multiple=...",
                 "--keep",
                 "--dtype float32",
+                "method x",
             ],
         ),
     ],
@@ -103,7 +129,8 @@ def test_options_are_named_as_the_caller_gives_them(caller, expected):
             method_option("target", "stock"),
             method_option("rank_multiple"),
         ]
-        assert [*named, option("keep", True), option("dtype", "float32")] == expected
+        named += [option("keep", True), option("dtype", "float32"), option("method", "x")]
+        assert named == expected
     assert option("keep", True) == "keep=True"
 
 

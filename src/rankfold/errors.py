@@ -89,8 +89,11 @@ def called_by(caller: str) -> Iterator[None]:
 
 def option(name: str, value: object = None) -> str:
     """Return an option as the caller gives it: ``keep=True`` in Python, ``--keep`` in a command."""
-    if _caller.get() == "python":
+    caller = _caller.get()
+    if caller == "python":
         return name if value is None else f"{name}={value!r}"
+    if caller == "compare" and name == "method":  # it has many, in an option of another name
+        return f"method {value}"
     flag = f"--{name.replace('_', '-')}"
     return flag if value in (None, True) else f"{flag} {written(value)}"
 

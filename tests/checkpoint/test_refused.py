@@ -164,7 +164,7 @@ def test_a_config_that_stores_in_a_type_weights_do_not_have_is_refused(tmp_path)
     folder = saved(tmp_path / "dense")
     configure(folder, dtype="float8_e4m3fn")
     with pytest.raises(
-        CheckpointError, match="names the dtype float8_e4m3fn, which is not one of float32, .* with --dtype"
+        CheckpointError, match="names the dtype float8_e4m3fn, which is not one of float32, .* with dtype$"
     ):
         rankfold.open_model(folder, device="cpu")
     rankfold.open_model(folder, dtype="bfloat16", device="cpu")

@@ -258,7 +258,8 @@ def test_the_ridge_is_positive_and_counts():
 
 def test_experts_stay():
     with pytest.raises(
-        UnsupportedModelError, match="mixtral has no linear layers that are module .* use --modules qkv=0.5,o=0.5"
+        UnsupportedModelError,
+        match="mixtral has no linear layers that are module .* use modules=.'qkv': 0.5, 'o': 0.5}",
     ):
         rankfold.compress(opened("mixtral"), method=make_method("wanda"), calibration=tokens())
 

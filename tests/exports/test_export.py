@@ -205,7 +205,9 @@ def test_factors_and_sparse_layers_are_refused(family, options, tmp_path):
 @pytest.mark.parametrize("family", ["qwen3", "olmo2"])
 def test_norms_over_dimensions_that_are_gone_are_refused(family, tmp_path):
     small = compressed(family, tmp_path, modules=("qk", "vo"))
-    with pytest.raises(UnsupportedModelError, match=r"which no stock model does; .* compress with --modules mlp,vo$"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"which no stock model does; .* compress with modules=\('mlp', 'vo'\)$"
+    ):
         rankfold.export(small, tmp_path / "stock")
 
 

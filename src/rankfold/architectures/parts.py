@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import OptionError, UnsupportedModelError
+from ..errors import OptionError, UnsupportedModelError, option
 from .projector import PROJECTORS
 from .registry import architecture_of, check_config, family_of
 from .spec import Architecture
@@ -115,7 +115,7 @@ def part_of(model: "PreTrainedModel", name: str | None = None) -> Part:
     projector = _projector(model) if decodes and "vision" in towers else None
     names = [*(["language"] if decodes else []), *(["projector"] if projector else []), *towers]
     if name not in names if name else len(names) > 1 and not decodes:
-        advice = "choose one with --component" if len(names) > 1 else "it needs neither --component nor --components"
+        advice = f"choose one with {option('component')}" if len(names) > 1 else f"leave {option('component')} out"
         has = f"has the component{'s' * (len(names) > 1)} {' and '.join(names)}"
         raise OptionError(f"{type(model).__name__} {has}, got {name or 'none'}; {advice}")
     if decodes and name in (None, "language"):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._utils.hardware import multiplies_bf16_fast
 from .._utils.present import present
-from ..errors import NumericsError
+from ..errors import NumericsError, option
 from ..linalg.psd import all_finite
 
 __all__ = ["BlockMoments", "CrossMoment", "Moment", "gram"]
@@ -333,5 +333,5 @@ def check_finite(moments: BlockMoments, block: str, what: str = "activations") -
         for tensor in (moment.total, moment.second, moment.rows):
             if tensor is not None and not all_finite(tensor):
                 raise NumericsError(
-                    f"{what} of {block} ({name}) are NaN or infinite; try --dtype float32, or check the checkpoint"
+                    f"{what} of {block} ({name}) are NaN or infinite; try {option('dtype', 'float32')}, or check the checkpoint"
                 )

@@ -21,7 +21,7 @@ from .._utils.stopwatch import time_spent
 from ..architectures import BlockView
 from ..data.batches import Batch as Given
 from ..data.batches import Data, Example, batches, ids_of
-from ..errors import NumericsError
+from ..errors import NumericsError, option
 from .forward import forward
 from .moments import BlockMoments, check_finite
 from .observers import Batch, DenseBatch, Observer
@@ -353,4 +353,4 @@ def _forward(view, stream, module) -> Iterator[tuple[int, dict, Tensor | None]]:
         ranges += torch.aminmax(output)
         yield i, kwargs, output.to(hidden.dtype)
     if ranges and not torch.stack(ranges).isfinite().all():
-        raise NumericsError(f"the output of {view.path} has NaN or infinite entries; try --dtype float32")
+        raise NumericsError(f"the output of {view.path} has NaN or infinite entries; try {option('dtype', 'float32')}")

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from ..errors import UnsupportedModelError, first_line
+from ..errors import UnsupportedModelError, first_line, option
 from .config import compressed_config
 from .load import empty_model
 from .numbered import RULES, named_blocks
@@ -31,7 +31,7 @@ def blocks_that_stay(source) -> frozenset[int]:
         stay |= blocked
     raise UnsupportedModelError(
         f"every block of this {source.architecture.model_type} has a number that it depends on, so none can be removed; use a "
-        "method that makes blocks smaller, such as --method rankfold"
+        f"method that makes blocks smaller, such as {option('method', 'rankfold')}"
     )
 
 
@@ -49,7 +49,8 @@ def _takes_its_place(source, gone: int) -> bool:
     block = min(changed)
     raise UnsupportedModelError(
         f"block {block} of this {source.architecture.model_type} depends on its number: without block {gone} it has another "
-        f"{changed[block]}, which its config cannot say; use a method that makes blocks smaller, such as --method rankfold"
+        f"{changed[block]}, which its config cannot say; use a method that makes blocks smaller, such as "
+        f"{option('method', 'rankfold')}"
     )
 
 
@@ -60,7 +61,7 @@ def _changed(source, kept: tuple[int, ...]) -> dict[int, str]:
     except Exception as error:  # a config that its class refuses ends in whatever type its checks raise
         raise UnsupportedModelError(
             f"{type(source.model).__name__} cannot be built with fewer blocks ({first_line(error)}); use a method that makes "
-            "blocks smaller, such as --method rankfold"
+            f"blocks smaller, such as {option('method', 'rankfold')}"
         ) from error
     blocks = fewer.get_submodule(source.architecture.blocks)
     pairs = ((block, source.blocks[block], blocks[place]) for place, block in enumerate(kept))

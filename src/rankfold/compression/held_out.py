@@ -9,21 +9,21 @@ model must not look like a success.
 
 import logging
 import math
-import sys
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._utils.stopwatch import time_spent
 from ..architectures import BlockView
 from ..calibration.likelihood import Comparison, compare_losses, perplexity_of, token_losses, warn_of_guessing
-from ..calibration.moments import BlockMoments, wide
+from ..calibration.moments import BlockMoments
 from ..calibration.providers import DenseMoments, HiddenStates
 from ..calibration.runner import Stream, advance, outputs, start
 from ..data.batches import Data, again, length_of
 from ..data.tokens import check_fits
 from ..errors import method_option
 from ..models.dense_model import DenseModel
+from .states import compare_states
 
 __all__ = ["HeldOut", "NothingHeldOut", "explained_ratio", "follow_held_out", "is_damaged", "nats_per_token"]
 
@@ -129,18 +129,15 @@ class HeldOut:
 
     def _states(self, sparsity: float) -> tuple[dict, str | None]:
         """How far the states behind the last norm have moved, and what is wrong where a constant would be as near."""
-        apart, energy, alike, total, tokens = 0.0, 0.0, 0.0, 0.0, 0
-        for some, dense, small in zip(
-            again(self.ids, self.dense.hidden), self.dense.hidden, self.small.hidden, strict=True
-        ):
-            a, b = (wide(outputs(self.source, some, self.dense, x).flatten(0, 1)) for x in (dense, small))
-            apart += (a - b).square().sum().item()
-            energy, total = energy + a.square().sum().item(), total + a.sum(0)
-            alike += nn.functional.cosine_similarity(a, b, dim=-1).sum().item()
-            tokens += len(a)
-        varies = max(energy - total.square().sum().item() / tokens, sys.float_info.min)
-        facts = {"state_error": (apart / varies) ** 0.5, "cosine": alike / tokens}
-        if facts["state_error"] < 1:
+        pairs = (
+            tuple(outputs(self.source, some, self.dense, x) for x in (dense, small))
+            for some, dense, small in zip(
+                again(self.ids, self.dense.hidden), self.dense.hidden, self.small.hidden, strict=True
+            )
+        )
+        found = compare_states(pairs)
+        facts = {"state_error": found.error, "standard_error": found.standard_error, "cosine": found.cosine}
+        if found.standard_error is None or found.error - CERTAIN * found.standard_error < 1:
             return facts, None
         return facts, (
             f"its last states on held-out {self._what} are as far from the dense model's as a constant would be (relative "

@@ -66,7 +66,7 @@ def allocate_ranks(options: RankOptions, method: Method, measured=None) -> Alloc
 
 
 def divergence_for_stock(source: DenseModel, method: Method, costs) -> float | None:
-    """Return the expected divergence of the predictions, in nats per token, with the ranks that `--target stock` chooses.
+    """Return the expected divergence of the predictions, in nats per token, with the ranks that ``target="stock"`` chooses.
 
     Args:
         costs: of a measured allocation, (block, module) -> rank -> nats per token.

@@ -13,7 +13,7 @@ from ..calibration.likelihood import Comparison, compare_losses, guesses, perple
 from ..calibration.runner import advance, start
 from ..data.batches import digest_of
 from ..data.probes import KINDS, Probes, load_probes
-from ..errors import CheckpointError, DataError
+from ..errors import CheckpointError, DataError, option
 from ..models.dense_model import DenseModel
 from .held_out import explained_ratio, is_damaged
 
@@ -131,8 +131,8 @@ def _warning(kinds: dict[str, dict], sparsity: float) -> str | None:
         for kind, facts in ((kind, kinds[kind]) for kind in damaged)
     )
     advice = (
-        f"add some to the calibration text (--calibration TEXT=0.7 --calibration FILE=0.3, FILE with {_joined(damaged)}), or "
-        "lower the sparsity"
+        f"give a mixture with some as {option('calibration')}, such as a share of 0.3 of {_joined(damaged)}, or lower the "
+        "sparsity"
     )
     if all(facts["is_damaged"] for facts in kinds.values() if facts["is_known"]):
         advice = "lower the sparsity"

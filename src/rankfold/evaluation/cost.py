@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .._utils.memory import release_memory
-from ..errors import OptionError, UnsupportedModelError
+from ..errors import OptionError, UnsupportedModelError, option
 from ..models.given import resolve_model
 from ..report.record import environment, process_status
 from .complexity import cache_bytes, complexity
@@ -43,11 +43,13 @@ class Cost:
     def check(self, model: str) -> None:
         """Raise :class:`OptionError` for what cannot be measured."""
         if self.against == model:
-            raise OptionError(f"--baseline is the model itself, {model}; give another one, e.g. the dense one")
+            raise OptionError(
+                f"{option('baseline')} is the model itself, {model}; give another one, e.g. the dense one"
+            )
         sizes = list(self.batch_sizes)
         if not sizes or min(sizes) < 1 or len(set(sizes)) < len(sizes):
             raise OptionError(
-                f"--batch-sizes takes different numbers >= 1, e.g. 1,8,32; got {','.join(map(str, sizes))}"
+                f"{option('batch_sizes')} takes different numbers >= 1, e.g. 1,8,32; got {','.join(map(str, sizes))}"
             )
 
     def measure(self, models: Mapping[str, PreTrainedModel]) -> dict:

@@ -6,7 +6,7 @@ from typing import Any
 
 from .._utils.progress import one_run
 from ..checkpoint.load import load_model, load_tokenizer
-from ..errors import OptionError
+from ..errors import OptionError, option
 from ..models.auto_classes import check_writes
 from ..report.record import versions
 from .cost import Cost
@@ -45,7 +45,7 @@ def evaluate(
         DataError, CheckpointError, NumericsError: with one line saying what to do.
     """
     if not (texts or questions or cost):
-        raise OptionError("nothing to evaluate; give --text TEXT, --tasks NAMES or --speed")
+        raise OptionError(f"nothing to evaluate; give {option('text')}, {option('tasks')} or {option('speed')}")
     if questions:
         questions.check()
     if cost:

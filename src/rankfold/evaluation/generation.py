@@ -8,7 +8,7 @@ import torch
 from ..checkpoint.load import load_model, load_tokenizer
 from ..data.chats import has_half_character
 from ..data.tokens import tokenised
-from ..errors import CheckpointError, DataError, NumericsError, OptionError, first_line
+from ..errors import CheckpointError, DataError, NumericsError, OptionError, first_line, option
 from ..models.auto_classes import check_writes
 
 __all__ = ["continue_text", "generate_text"]
@@ -79,10 +79,10 @@ def _ids_of_prompt(model, tokenizer, prompt: str, max_new_tokens: int) -> torch.
         return ids
     got = f"{len(ids)} tokens of prompt and {max_new_tokens} new ones are more than the model's context of {positions}"
     if len(ids) < positions:
-        raise OptionError(f"{got}; use a shorter prompt or --max-new-tokens {positions - len(ids)}")
+        raise OptionError(f"{got}; use a shorter prompt or {option('max_new_tokens', positions - len(ids))}")
     room = positions - min(max_new_tokens, positions // 2)
     kept = _last_characters(prompt, encoded, room)
-    fewer = f" and --max-new-tokens {positions - room}" if positions - room < max_new_tokens else ""
+    fewer = f" and {option('max_new_tokens', positions - room)}" if positions - room < max_new_tokens else ""
     raise DataError(f"{got}; use the last {kept} characters of the prompt{fewer}")
 
 
@@ -99,6 +99,7 @@ def _finite(_, scores: torch.Tensor) -> torch.Tensor:
     """Logits of the next token; minus infinity is what must not follow."""
     if not (scores < torch.inf).all():  # NaN is not less either
         raise NumericsError(
-            "the model predicts NaN or infinity; its weights or its config are damaged, or try --dtype float32"
+            "the model predicts NaN or infinity; its weights or its config are damaged, or try "
+            f"{option('dtype', 'float32')}"
         )
     return scores

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from .._utils.files import write_json
 from ..data.text import decode, json_row
-from ..errors import DataError, OptionError, suggestion
+from ..errors import DataError, OptionError, option, suggestion
 from .science_qa import SCIENCE_QA
 
 __all__ = ["LOCAL", "Form", "local_definition", "local_rows"]
@@ -149,7 +149,7 @@ def local_definition(name: str, files: dict[str, Path], index, scratch: Path) ->
 
 def _files(form: Form, folder: Path) -> list[Path]:
     if not folder.is_dir():
-        raise DataError(f"--include-path {folder} is not a folder; give one that holds {form.prefix}.jsonl")
+        raise DataError(f"{option('include_path')} {folder} is not a folder; give one that holds {form.prefix}.jsonl")
     return [p for p in sorted(folder.glob("*.jsonl")) if p.stem == form.prefix or p.stem.startswith(form.prefix + "_")]
 
 

@@ -18,7 +18,7 @@ import torch
 
 from .._utils.present import present
 from .._utils.progress import count_steps, without_bars
-from ..errors import CheckpointError, NumericsError, OptionError, first_line, suggestion
+from ..errors import CheckpointError, NumericsError, OptionError, first_line, option, suggestion
 from .local_tasks import LOCAL, local_definition, local_rows
 from .science_qa import SCIENCE_QA, by_column
 
@@ -47,16 +47,16 @@ class Questions:
             DataError: local rows that are missing or of another kind.
         """
         if importlib.util.find_spec("lm_eval") is None:
-            raise OptionError("--tasks needs lm-eval, which is not installed; pip install 'rankfold[tasks]'")
+            raise OptionError(f"{option('tasks')} needs lm-eval, which is not installed; pip install 'rankfold[tasks]'")
         if not self.tasks or not all(self.tasks):
-            raise OptionError("--tasks is empty or has an empty name; e.g. arc_easy,piqa,winogrande")
+            raise OptionError(f"{option('tasks')} is empty or has an empty name; e.g. arc_easy,piqa,winogrande")
         twice = [name for name in self.tasks if self.tasks.count(name) > 1]
         if twice:
-            raise OptionError(f"--tasks names {twice[0]!r} more than once; name it once")
+            raise OptionError(f"{option('tasks')} names {twice[0]!r} more than once; name it once")
         for name, least in (("limit", 1), ("batch_size", 1), ("num_fewshot", 0)):
             value = getattr(self, name)
             if value is not None and value < least:
-                raise OptionError(f"--{name.replace('_', '-')} must be >= {least}, got {value}")
+                raise OptionError(f"{option(name)} must be >= {least}, got {value}")
         if self.folder is not None:
             for name in self.tasks:
                 local_rows(name, Path(present(self.folder)).expanduser(), self.num_fewshot)
@@ -140,7 +140,7 @@ def _load(tasks: Sequence[str], folder: Path | None, num_fewshot: int | None, sc
     except Exception as error:  # of the hub, of the network, of the data set library, of a task's own code
         raise CheckpointError(
             f"the questions of {', '.join(tasks)} cannot be read: {first_line(error)}; without the hub, put their rows "
-            "into a folder and give --include-path FOLDER"
+            f"into a folder and name it by {option('include_path')}"
         ) from error
 
 

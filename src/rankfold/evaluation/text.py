@@ -14,7 +14,7 @@ from ..checkpoint.load import load_model, load_tokenizer
 from ..data.special_tokens import frame_of
 from ..data.text import Text, read_text, text_source
 from ..data.tokens import ids_of
-from ..errors import CheckpointError, OptionError
+from ..errors import CheckpointError, OptionError, option
 from ..models.auto_classes import check_writes
 from .perplexity import perplexity, windows_of
 
@@ -53,7 +53,7 @@ class Texts:
         read = [(source.kind, source.origin) for source in found]
         twice = [name for name, source in zip(self.names, read, strict=True) if read.count(source) > 1]
         if twice:
-            raise OptionError(f"--text names {twice[0]!r} more than once; name it once")
+            raise OptionError(f"{option('text')} names {twice[0]!r} more than once; name it once")
         characters = None if self.limit is None else self.limit * self.max_length * 8
         return [
             read_text(name, use="evaluation", column=self.text_column, characters=characters) for name in self.names

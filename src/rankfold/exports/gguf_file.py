@@ -19,7 +19,7 @@ from .._utils.progress import track
 from ..architectures import FIXED_ROTARY, AttentionView
 from ..checkpoint.blocks import as_written
 from ..compression.verify import Probe
-from ..errors import UnsupportedModelError
+from ..errors import UnsupportedModelError, option
 from ..models.dense_model import DenseModel
 from ..models.gguf_config import FACTORS
 from ..models.whole import read_gguf
@@ -50,8 +50,8 @@ def check_family(source: DenseModel) -> None:
     for what, (got, allowed) in found.items():
         if got not in allowed:
             raise UnsupportedModelError(
-                f"this form takes a {what} out of {', '.join(allowed)}, got {got}; use --format stock, and the converter of "
-                "the engine you want"
+                f"this form takes a {what} out of {', '.join(allowed)}, got {got}; use {option('format', 'stock')}, and the "
+                "converter of the engine you want"
             )
 
 

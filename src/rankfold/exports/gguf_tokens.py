@@ -7,7 +7,7 @@ from pathlib import Path
 
 import gguf
 
-from ..errors import UnsupportedModelError
+from ..errors import UnsupportedModelError, option
 
 __all__ = ["write_tokenizer"]
 
@@ -80,7 +80,8 @@ def _pre_tokenizer(facts: dict) -> str:
     if model.get("type") != "BPE" or model.get("byte_fallback") or stages not in PRE_TOKENIZERS:
         raise UnsupportedModelError(
             f"the tokenizer ({model.get('type')}, cut by {stages or 'nothing'}) has no GGUF form: known are SentencePiece's "
-            f"BPE and what llama.cpp calls {', '.join(PRE_TOKENIZERS.values())}; use --format stock and llama.cpp's converter"
+            f"BPE and what llama.cpp calls {', '.join(PRE_TOKENIZERS.values())}; use {option('format', 'stock')} and "
+            "llama.cpp's converter"
         )
     return PRE_TOKENIZERS[stages]
 

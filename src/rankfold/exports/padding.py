@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .._utils.present import present
 from ..architectures import AttentionView, BlockView, Dense, ExpertsView, MLPView
 from ..checkpoint.blocks import as_written
-from ..errors import UnsupportedModelError
+from ..errors import UnsupportedModelError, option
 from ..linalg.padding import pad_units, scatter_heads
 from .reading import Heads, read_heads, read_rising
 
@@ -126,7 +126,7 @@ def _stored(where: str, path: str, layer: Dense, module: Any) -> dict[str, Tenso
         if layer.bias is not None and layer.bias.count_nonzero():
             raise UnsupportedModelError(
                 f"{where} has a bias, and the stock class has no place for one; serve the folder as it is (docs/serve.md), or "
-                "compress with a method that adds none, such as --method rankfold"
+                f"compress with a method that adds none, such as {option('method', 'rankfold')}"
             )
         return {f"{path}.weight": weight}
     bias = weight.new_zeros(module.bias.shape) if layer.bias is None else layer.bias

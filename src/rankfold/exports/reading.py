@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .._utils.present import present
 from ..architectures import BlockView, Dense, read_linear
-from ..errors import UnsupportedModelError
+from ..errors import UnsupportedModelError, method_option, option
 from ..linalg.padding import head_places
 from ..modules import CompressedAttention, LatentExperts, PredictedNorm, ShortcutBlock
 
@@ -71,7 +71,8 @@ def read_heads(view: BlockView, rotary_dim: int) -> Heads:
         if isinstance(module.q_norm, PredictedNorm):
             raise UnsupportedModelError(
                 f"{path} has fewer dimensions of queries and keys than its norms are over, and predicts what these divide by, "
-                "which no stock model does; serve the folder as it is (docs/serve.md), or compress with --modules mlp,vo"
+                "which no stock model does; serve the folder as it is (docs/serve.md), or compress with "
+                f"{method_option('modules', ('mlp', 'vo'))}"
             )
         q, k, v, o = (
             _read(f"{path}.{name}", _member(module, name)) for name in ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -130,5 +131,5 @@ def _read(path: str, module: nn.Module) -> Dense:
         return read_linear(module)
     raise UnsupportedModelError(
         f"{path} is a {type(module).__name__}, which no stock model has; serve the folder as it is (docs/serve.md), or "
-        "compress with --method rankfold or modegpt"
+        f"compress with {option('method', 'rankfold')} or modegpt"
     )

@@ -24,7 +24,7 @@ from vllm.model_executor.models.utils import maybe_prefix
 from vllm.platforms import current_platform
 from vllm.transformers_utils.config import HFConfigParser, register_config_parser
 
-from ..errors import CheckpointError, UnsupportedModelError
+from ..errors import CheckpointError, UnsupportedModelError, method_option, option
 from ..modules import (
     METHOD_NAMES,
     CompressedAttention,
@@ -121,13 +121,14 @@ class CompressedForCausalLM(TransformersForCausalLM):
             if isinstance(module, APART):
                 raise UnsupportedModelError(
                     f"{name} is a {type(module).__name__}, whose factors are of all heads and units together, got "
-                    f"tensor_parallel_size {count}; leave it out, or compress with --method rankfold or modegpt"
+                    f"tensor_parallel_size {count}; leave it out, or compress with "
+                    f"{option('method', 'rankfold')} or modegpt"
                 )
             if isinstance(module, CompressedAttention):
                 if module.norms_all_heads or isinstance(module.q_norm, PredictedNorm):
                     raise UnsupportedModelError(
                         f"{name} normalises queries and keys by what all heads have, got tensor_parallel_size {count}; leave "
-                        "it out, or compress with --modules mlp"
+                        f"it out, or compress with {method_option('modules', ('mlp',))}"
                     )
                 styles = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise") | {"o_proj": "rowwise"}
                 plan |= {re.escape(f"{name}.{layer}"): style for layer, style in styles.items()}
@@ -199,7 +200,7 @@ def check_shares(name: str, what: str, of_all: int, count: int) -> None:
     if of_all % count:
         raise UnsupportedModelError(
             f"{name} has {of_all} {what}, which cannot be shared by tensor_parallel_size {count}; take a divisor, or compress "
-            "with --target vllm, which has units in multiples of 32"
+            f"with {method_option('target', 'vllm')}, which has units in multiples of 32"
         )
 
 
@@ -207,7 +208,8 @@ def check_width(width: int, name: str) -> None:
     """Raise :class:`UnsupportedModelError` where vLLM's kernels on the CPU have no such head size."""
     if width < 1 or (current_platform.is_cpu() and (width < 32 or width % 16)):
         raise UnsupportedModelError(
-            f"{name} has heads {width} wide, and vLLM on the CPU runs multiples of 16 from 32 on; compress with --target vllm"
+            f"{name} has heads {width} wide, and vLLM on the CPU runs multiples of 16 from 32 on; compress with "
+            f"{method_option('target', 'vllm')}"
         )
 
 

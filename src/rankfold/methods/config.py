@@ -19,7 +19,7 @@ from ..allocation import (
     from_text,
 )
 from ..allocation.named import Named
-from ..errors import OptionError, check_choice, method_option
+from ..errors import OptionError, check_choice, method_option, option
 from .targets import TARGETS
 
 __all__ = ["MethodConfig", "ignored_options"]
@@ -68,8 +68,8 @@ class MethodConfig:
     def __post_init__(self):
         self._make(Allocation, ALLOCATIONS, self.allocations)
         self._make(Budget, BUDGETS, self.budgets)
-        for option in fields(self):
-            check_type(option.name, getattr(self, option.name), option.default)
+        for own in fields(self):
+            check_type(own.name, getattr(self, own.name), own.default)
         self._check_exclusion()
         self._check_sparsities()
         self._check_target()
@@ -110,7 +110,7 @@ class MethodConfig:
         if self.target not in self.targets:
             raise OptionError(
                 f"method {self.name} writes for {', '.join(self.targets)}, got {method_option('target', self.target)}; leave "
-                "it out, or take --method rankfold"
+                f"it out, or take {option('method', 'rankfold')}"
             )
         if not TARGETS[self.target].common:
             return

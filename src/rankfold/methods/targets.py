@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from .._utils.present import present
 from ..architectures import BlockView
-from ..errors import OptionError
+from ..errors import OptionError, method_option
 
 __all__ = ["TARGETS", "Target", "fitted"]
 
@@ -54,7 +54,7 @@ def fitted(units: Iterable, view: BlockView, method) -> list:
         if asked:
             raise OptionError(
                 f"what runs on {method.target} has heads as many and as wide as the dense ones, got module {asked[0]!r}; leave "
-                "it out, give all heads one width with --set head_dim=…, or take --target transformers"
+                f"it out, give all heads one width by the option head_dim, or take {method_option('target', 'transformers')}"
             )
         units = [unit for unit in units if unit.module not in HEADS]
     return [unit if unit in narrow else _fitted(unit, view, target) for unit in units]
@@ -66,7 +66,7 @@ def _check_width(width: int, view: BlockView, name: str) -> None:
     if target.heads is None and not view.attention.takes_pairs:
         raise OptionError(
             f"head_dim {width} has no place in a stock {view.architecture.model_type}: its class has no width of heads, or not "
-            "all of a head turns alike; leave head_dim out, or take --target transformers"
+            f"all of a head turns alike; leave head_dim out, or take {method_option('target', 'transformers')}"
         )
     if target.heads is not None and (width % target.heads or width < target.least):
         raise OptionError(

@@ -3,7 +3,7 @@
 import torch
 
 from .._utils.hardware import multiplies_bf16_fast
-from ..errors import OptionError
+from ..errors import OptionError, option
 
 __all__ = ["DTYPES", "autocast_dtype", "resolve_device", "resolve_dtype"]
 
@@ -45,5 +45,5 @@ def resolve_device(name: str) -> torch.device:
         )
     count = 1 if kind == "cpu" else torch.accelerator.device_count() if available and available.type == kind else 0
     if int(index or 0) >= count:
-        raise OptionError(f"device {name!r} is not available here; use --device auto or cpu")
+        raise OptionError(f"device {name!r} is not available here; use {option('device', 'auto')} or cpu")
     return torch.device(name)

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..architectures import part_of
-from ..errors import CheckpointError, OptionError, RankfoldError, first_line
+from ..errors import CheckpointError, OptionError, RankfoldError, first_line, option
 from .auto_classes import auto_class
 from .dense_model import DenseModel
 from .devices import DTYPES, resolve_device, resolve_dtype
@@ -142,7 +142,7 @@ def stored_dtype(config, weights: Weights) -> torch.dtype:
         named = f"{weights.folder / 'config.json'} names" if config.dtype else f"the tensors in {weights.folder} have"
         raise CheckpointError(
             f"{named} the dtype {str(stored).removeprefix('torch.')}, which is not one of {', '.join(DTYPES)}; choose one of "
-            "these with --dtype"
+            f"these with {option('dtype')}"
         )
     return stored
 

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from rich.table import Table
 
 from .._utils.present import present
+from ..errors import option
 
 __all__ = ["ModulePlan", "Plan"]
 
@@ -139,8 +140,8 @@ class Plan:
         """The warning about speed of a method that splits matrices."""
         return (
             f"Every token takes {self.added_products:,} more matrix products than in the dense model. Where matrices are small "
-            "or tokens few, as in decoding, this can be slower than the dense model; --method rankfold and modegpt add "
-            "no product."
+            f"or tokens few, as in decoding, this can be slower than the dense model; {option('method', 'rankfold')} and "
+            "modegpt add no product."
         )
 
     def _active_bytes(self) -> tuple[float, float]:

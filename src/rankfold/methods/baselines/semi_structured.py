@@ -12,7 +12,7 @@ from torch import Tensor
 from ...allocation import Allocation, Budget, Parameters, Uniform
 from ...architectures import BlockView, as_stored
 from ...calibration.moments import BlockMoments
-from ...errors import OptionError, UnsupportedModelError
+from ...errors import OptionError, UnsupportedModelError, method_option, option
 from ...linalg.lowrank import metric_error
 from ...linalg.semi_structured import GROUP, KEPT, activation_scores, gradient_scores, largest_of_four, surgeon
 from ..base import BlockResult, Method, PrunableModule
@@ -59,12 +59,12 @@ class TwoOfFour(Method):
             if sparsity not in (0, SPARSITY):
                 raise OptionError(
                     f"method {self.name} keeps {KEPT} of {GROUP} weights, so its sparsity is {SPARSITY}, got {sparsity}; take "
-                    f"{SPARSITY}, or a method that makes tensors smaller, such as --method rankfold"
+                    f"{SPARSITY}, or a method that makes tensors smaller, such as {option('method', 'rankfold')}"
                 )
         if self.exclude_blocks or self.scope == "model" or (self.modules and not self.own_sparsities):
             raise OptionError(
                 f"method {self.name} takes a half of all linear weights of the blocks; leave out exclude_blocks and "
-                f"scope=model, and give modules their own sparsity, such as --modules down={SPARSITY}"
+                f"scope=model, and give modules their own sparsity, such as {method_option('modules', {'down': SPARSITY})}"
             )
 
     def supported_modules(self, architecture, view: BlockView) -> tuple[str, ...]:
@@ -72,10 +72,10 @@ class TwoOfFour(Method):
         there = [module for module, statistic in INPUTS.items() if statistic in view.readers]
         for module in self.modules or self.all_modules:
             if module not in there:
-                rest = ",".join(f"{m}={SPARSITY}" for m in there)
+                rest = dict.fromkeys(there, SPARSITY)
                 raise UnsupportedModelError(
                     f"{architecture.model_type} has no linear layers that are module {module!r}; the stacked weights of "
-                    f"experts are not taken; use --modules {rest}"
+                    f"experts are not taken; use {method_option('modules', rest)}"
                 )
         wanted = tuple(m for m in there if m in (self.modules or there))
         for module in wanted:

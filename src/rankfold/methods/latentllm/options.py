@@ -1,7 +1,7 @@
 """Which options of the latent methods are in range, and which exclude each other."""
 
 from ...allocation import FLOPs
-from ...errors import OptionError, check_choice
+from ...errors import OptionError, check_choice, option
 from ...linalg.junction import JUNCTIONS
 from ...linalg.preconditioner import PRECONDITIONERS
 from ...linalg.sparse import METHODS as SHRINKS
@@ -29,8 +29,8 @@ def check_options(method) -> None:
         )
     if method.features and (method.sparse or method.joint_asked):
         raise OptionError(
-            f"method {method.name} fits the components of each layer's own output; leave out sparse and joint, or use --method "
-            "rootcov"
+            f"method {method.name} fits the components of each layer's own output; leave out sparse and joint, or use "
+            f"{option('method', 'rootcov')}"
         )
     if method.sparse:
         _check_sparse(method)

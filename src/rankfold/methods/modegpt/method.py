@@ -14,7 +14,7 @@ from ..._utils.present import present
 from ...architectures import BlockView
 from ...calibration.experts import STATISTICS as EXPERT_STATISTICS
 from ...calibration.moments import BlockMoments, Moment
-from ...errors import OptionError, UnsupportedModelError, check_choice
+from ...errors import OptionError, UnsupportedModelError, check_choice, method_option
 from ...linalg.column_row import relative_cost
 from ..base import BlockResult, Curve, MeasurableMethod, PrunableModule
 from ..targets import TARGETS
@@ -124,9 +124,10 @@ class MoDeGPT(MeasurableMethod):
             reasons["qk"] = "it normalises queries and keys by more than their mean square, which needs all dimensions"
         for module in self.modules or ():
             if module in reasons:
-                allowed = ",".join(m for m in self.all_modules if m not in reasons)
+                allowed = tuple(m for m in self.all_modules if m not in reasons)
                 raise UnsupportedModelError(
-                    f"{architecture.model_type} cannot take module {module!r}: {reasons[module]}; use --modules {allowed}"
+                    f"{architecture.model_type} cannot take module {module!r}: {reasons[module]}; use "
+                    f"{method_option('modules', allowed)}"
                 )
         wanted = self.modules if self.modules is not None else self.all_modules
         if self.modules is None and view.attention.norms:  # it pays only where much goes, and no stock model can do it

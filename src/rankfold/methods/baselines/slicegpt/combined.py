@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from ....allocation import Allocation, Budget, Influence, Parameters, Uniform, block_weights
 from ....architectures import BlockView
-from ....errors import OptionError
+from ....errors import OptionError, option
 from ...base import CompressionStep, PrunableModule
 from ...modegpt import MoDeGPT
 from ...work import Work
@@ -41,7 +41,7 @@ class SliceGPTMoDeGPT(MoDeGPT):
     def __post_init__(self):
         super().__post_init__()
         if not 0 < self.slicing < 1:
-            raise OptionError(f"slicing must be in (0, 1), got {self.slicing}; or use --method modegpt")
+            raise OptionError(f"slicing must be in (0, 1), got {self.slicing}; or use {option('method', 'modegpt')}")
 
     def supported_modules(self, architecture, view: BlockView) -> tuple[str, ...]:
         check_architecture(self, architecture, view)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...._utils.present import present
 from ....architectures import Architecture, BlockView
-from ....errors import UnsupportedModelError
+from ....errors import UnsupportedModelError, option
 from ....linalg.principal import principal_directions, projection_error
 from ...base import BlockResult, CompressionStep, Method
 from ...work import Work, multiplying
@@ -33,7 +33,8 @@ def check_architecture(method: Method, architecture: Architecture, view: BlockVi
         reason = "a norm or a factor stands behind its attention and MLP or in its stream, and rotations do not pass it"
     if reason:
         raise UnsupportedModelError(
-            f"{method.name} cannot take this {architecture.model_type}: {reason}; use another method, such as --method rankfold"
+            f"{method.name} cannot take this {architecture.model_type}: {reason}; use another method, such as "
+            f"{option('method', 'rankfold')}"
         )
 
 
