@@ -241,7 +241,8 @@ def _teacher_of(record: dict) -> str:
 
 def _texts(calibration, source: DenseModel, options: Options) -> dict[str, CalibrationData]:
     """Return name -> sequences to train on and held-out ones, of every text its share."""
-    found, how = {}, {"max_length": options.length, "seed": options.seed, "text_column": options.text_column}
+    how: dict = {"max_length": options.length, "seed": options.seed, "text_column": options.text_column}
+    found = {}
     for text, share in expanded(shares_of(calibration)).items():
         name, samples = shown(text), max(1, round(options.tokens / options.length * share))
         if name in found:
