@@ -248,10 +248,12 @@ def test_a_local_dense_model_has_to_be_named(place):
         recover(place / "small", calibration=place / "manual.txt", **OPTIONS)
 
 
-def test_what_compress_returned_knows_its_teacher_and_is_not_changed(place):
+def test_what_compress_returned_knows_its_teacher_and_is_not_changed(place, tmp_path, run, caplog):
     small = rankfold.compress(place / "dense", method=METHOD, calibration=IDS, device="cpu")
     before = {name: p.clone() for name, p in small.model.named_parameters()}
-    result = recover(small, calibration=place / "manual.txt", **OPTIONS)
+    result = recover(small, calibration=place / "manual.txt", output=tmp_path / "out", **OPTIONS)
+    code, *_ = run(f"evaluate {tmp_path / 'out'} --text manual.txt --max-length 64 --limit 2 --device cpu")
+    assert code in (0, None) and "trained on this very text (manual.txt)" in caplog.text
     assert result.recovered and "recovery" not in small.record
     assert result.record["base_model"] == small.record["base_model"] == "dense"
     assert all(torch.equal(p, before[name]) for name, p in small.model.named_parameters())

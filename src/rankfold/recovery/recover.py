@@ -188,6 +188,8 @@ def recover(
         for parameter in student.parameters():
             parameter.data = parameter.data.to(written) if parameter.is_floating_point() else parameter.data
         student.config.dtype = written
+        if recovered and (description := described(student.config)) is not None:
+            description.fields["trained_on"] = [one.origin for one in texts.values()]  # perplexity there is too good
     if output is None:
         return RecoveryResult(network.eval(), record, recovered)
     card = None if adapter or "plan" not in record else _card(student, record, output)
