@@ -189,7 +189,8 @@ def recover(
             parameter.data = parameter.data.to(written) if parameter.is_floating_point() else parameter.data
         student.config.dtype = written
         if recovered and (description := described(student.config)) is not None:
-            description.fields["trained_on"] = [one.origin for one in texts.values()]  # perplexity there is too good
+            fields = description if isinstance(description, dict) else description.fields
+            fields["trained_on"] = [one.origin for one in texts.values()]  # perplexity there is too good
     if output is None:
         return RecoveryResult(network.eval(), record, recovered)
     card = None if adapter or "plan" not in record else _card(student, record, output)
