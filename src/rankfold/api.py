@@ -23,6 +23,7 @@ from .checkpoint.saving import save_model
 from .components import compress_components
 from .compression.result import CompressionResult
 from .compression.validate_spec import validated
+from .data.built_in import DEFAULT_TEXT
 from .data.calibration_data import CalibrationData
 from .data.load import load_calibration
 from .errors import OptionError, check_choice
@@ -49,7 +50,6 @@ __all__ = [
     "save",
 ]
 
-DEFAULT_TEXT = "wikitext2"
 AnyModel = str | Path | nn.Module | DenseModel
 
 
@@ -87,7 +87,8 @@ def compress(
             changed.
         sparsity: fraction of the weights to remove; by default that of the method, 0.3 for most.
         method: name of a method, or a configured one such as ``rankfold.MoDeGPT(sparsity=0.3, modules=("mlp",))``.
-        calibration: what the model is measured on, see :func:`load_calibration`; by default WikiText-2.
+        calibration: what the model is measured on, see :func:`load_calibration`; by default ``mixture``: encyclopedia, web
+            text and source code.
         output: folder to write, block by block. The same call goes on where a killed one was. ``None``: in memory only.
         moments: of the dense model, from :func:`calibrate` or the folder it wrote; in place of ``calibration``. Implies
             ``mode="one-pass"``.
@@ -136,8 +137,8 @@ def plan(
     """Return what :func:`compress` would do: ranks, counts, cache, memory, and with moments the error of every module.
 
     Args:
-        calibration: as for :func:`compress`. Without it and without moments, WikiText-2 where the allocation compares
-            predictions; else shapes are enough.
+        calibration: as for :func:`compress`. Without it and without moments, ``mixture`` where the allocation
+            compares predictions; else shapes are enough.
         moments: of the dense model, for predicted errors and for allocations that go by them.
 
     All other arguments are those of :func:`compress`.

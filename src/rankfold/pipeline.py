@@ -132,7 +132,10 @@ def compress(
     identity = run_identity(validated(source), method, calibration, mode)
     folder = RunFolder(output, identity) if output is not None else None
     with folder.working() if folder else contextlib.nullcontext():
-        return CompressionRun(source, method, tokens, moments, identity, folder).carry_out(on_plan)
+        result = CompressionRun(source, method, tokens, moments, identity, folder).carry_out(on_plan)
+    if source.streamed or source.bytes_on_disk is None:  # not one that was read whole: it would stay in memory
+        result.dense = source
+    return result
 
 
 @dataclasses.dataclass

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from rankfold.data.built_in import MIXTURES
 from rankfold.data.load import load_calibration
-from rankfold.data.mixing import held_out_of, interleaved, portions, shares_of, spread
+from rankfold.data.mixing import expanded, held_out_of, interleaved, portions, shares_of, spread
 from rankfold.errors import DataError, OptionError
 from rankfold.models.opening import open_model
 
@@ -264,3 +265,23 @@ def test_text_of_the_model_itself_goes_with_others(tmp_path):
     assert torch.equal(own, load_calibration("self", llama, num_samples=4, max_length=12).ids)
     assert [part["source"] for part in tokens.describe()["texts"]] == ["self", "a.txt"]
     assert tokens.describe()["texts"][0]["draw"] == "sampled"
+
+
+def test_a_named_mixture_stands_for_its_texts(texts, monkeypatch):
+    names = texts(a=2000, b=2000, c=2000)
+    mixture = {"of-two": dict(zip(names, (0.25, 0.75), strict=False))}
+    for module in ("mixing", "load", "text"):
+        monkeypatch.setattr(f"rankfold.data.{module}.MIXTURES", mixture)
+    assert expanded({"of-two": 0.8, "c.txt": 0.2}) == {"a.txt": 0.2, "b.txt": pytest.approx(0.6), "c.txt": 0.2}
+    for given_as in ("of-two", ["of-two"], {"of-two": 3}):
+        mixed = load_calibration(given_as, source(), num_samples=16, max_length=32)
+        assert [len(of_text(mixed.ids, name)) for name in names] == [4, 12, 0]
+    explicit = load_calibration(mixture["of-two"], source(), num_samples=16, max_length=32)
+    assert mixed.describe() == explicit.describe()
+    with pytest.raises(OptionError, match=r"'a\.txt' is named more than once"):
+        load_calibration(["of-two", "a.txt"], source(), num_samples=16, max_length=32)
+
+
+def test_shares_of_every_mixture_add_up_to_one():
+    for name, shares in MIXTURES.items():
+        assert math.isclose(sum(shares.values()), 1) and expanded({name: 1.0}) == shares

@@ -1,7 +1,11 @@
 """Text sources: local files, the field's WikiText-2 rows, and what is asked of the hub (which is never called)."""
 
+import concurrent.futures
 import itertools
 import json
+import shutil
+import unittest.mock
+from pathlib import Path
 
 import pytest
 
@@ -109,6 +113,20 @@ def test_python_documentation_is_on_every_machine():
     text = read_text("pydoc")
     assert len(text.joined()) > 100_000 and text.origin == "pydoc"
     assert text == read_text("pydoc")
+
+
+def test_the_standard_library_is_source_code_without_tests():
+    text = read_text("python-source")
+    assert text.origin == "python-source" and len(text.joined()) > 3_000_000
+    assert text == read_text("python-source")
+    assert text.documents[0].startswith('"""Record of phased-in incompatible language changes')  # __future__.py
+    for module, is_in in ((shutil, True), (concurrent.futures, True), (unittest.mock, True), (pytest, False)):
+        assert (Path(module.__file__).read_text(encoding="utf-8") in text.documents) is is_in, module
+
+
+def test_a_mixture_is_no_single_text():
+    with pytest.raises(DataError, match="'mixture' is several texts .* name one of wikitext2, c4, python-source"):
+        read_text("mixture")
 
 
 def test_reading_stops_after_the_wanted_characters(tmp_path):
@@ -250,7 +268,7 @@ def test_a_source_that_is_not_there_lists_what_is(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
         DataError,
-        match=r"no text at .*expected alpaca, c4, ptb, wikitext2, pydoc, self, or a \.txt/\.jsonl/\.json/\.csv",
+        match=r"no text at .*expected alpaca, c4, ptb, wikitext2, pydoc, python-source, self, or a \.txt/\.jsonl/\.json/\.csv",
     ):
         read_text(name)
 

@@ -97,7 +97,7 @@ def test_what_surrounds_a_sentence_encoder_stays_byte_for_byte(tmp_path):
     "line, said",
     [
         ("compress vit -o x --calibration nowhere", "no images at 'nowhere': expected a folder of images"),
-        ("compress vit -o x", "no images at 'wikitext2'"),
+        ("compress vit -o x", "no images at 'mixture'"),
         ("compress vit -o x --calibration empty", "empty holds no images"),
         ("compress vit -o x --calibration broken", "broken/0.png is not a readable image"),
         ("compress bare -o x --calibration images", "no image processor can be read from"),

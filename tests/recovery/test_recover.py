@@ -8,11 +8,17 @@ import pytest
 import torch
 
 import rankfold
+from rankfold.cli.recover import parse_minutes
 from rankfold.recovery import recover as module
 from rankfold.recovery.judging import allowed
 from rankfold.recovery.recover import recover
+from rankfold.recovery.tuning import without_dropout
+from rankfold.report.record import read_record
 from saved import save_tiny
 
+STEP = "rankfold.recovery.recover.Distiller.training_step"
+METHOD = rankfold.MoDeGPT(sparsity=0.65, rank_multiple=1)
+IDS = torch.arange(32 * 64).view(32, 64) * 7919 % 400
 OPTIONS = {"tokens": 16384, "max_length": 64, "batch_tokens": 1024, "device": "cpu", "lr": 1e-3}
 
 
@@ -34,7 +40,7 @@ def place(tmp_path_factory):
     for file in (place / "dense").glob("*.safetensors"):
         file.unlink()
     model.save_pretrained(place / "dense")
-    compress(place, rankfold.MoDeGPT(sparsity=0.65, rank_multiple=1), "small")
+    compress(place, METHOD, "small")
     return place
 
 
@@ -42,6 +48,14 @@ def compress(place, method, name: str) -> None:
     source = rankfold.open_model(place / "dense", device="cpu")
     tokens = rankfold.load_calibration(place / "manual.txt", source, num_samples=32, max_length=64)
     rankfold.compress(source, method=method, calibration=tokens, output=place / name)
+
+
+class Killed(BaseException):
+    """Nothing catches it."""
+
+
+def kill(*args, **kwargs):
+    raise Killed
 
 
 def text_of(result) -> dict:
@@ -165,9 +179,6 @@ def test_a_killed_run_ends_in_the_same_weights(place, tmp_path, monkeypatch):
         place / "small", place / "dense", calibration=place / "manual.txt", output=tmp_path / "whole", **OPTIONS
     )
 
-    class Killed(BaseException):
-        """Nothing catches it."""
-
     step = module.Distiller.training_step
     for stop in (3, 7, 5):  # steps of a process until it is killed
         calls = iter(range(stop))
@@ -194,8 +205,10 @@ def test_a_killed_run_ends_in_the_same_weights(place, tmp_path, monkeypatch):
 
 def test_an_unfinished_run_of_other_options_is_refused(place, tmp_path):
     (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial" / "recovery.json").write_text(json.dumps({"tune": "all"}))
-    with pytest.raises(rankfold.RankfoldError, match="unfinished recovery with other options"):
+    (tmp_path / "out.partial" / "run.json").write_text(json.dumps({"tune": "lora"}))
+    with pytest.raises(
+        rankfold.RankfoldError, match=r"unfinished run of another configuration \(its tune is lora, not all\)"
+    ):
         recover(place / "small", place / "dense", calibration=place / "manual.txt", output=tmp_path / "out", **OPTIONS)
 
 
@@ -233,3 +246,90 @@ def test_a_local_dense_model_has_to_be_named(place):
         rankfold.RankfoldError, match="the dense model 'dense' was a local one; give its path as teacher"
     ):
         recover(place / "small", calibration=place / "manual.txt", **OPTIONS)
+
+
+def test_what_compress_returned_knows_its_teacher_and_is_not_changed(place, tmp_path, run, caplog):
+    small = rankfold.compress(place / "dense", method=METHOD, calibration=IDS, device="cpu")
+    before = {name: p.clone() for name, p in small.model.named_parameters()}
+    result = recover(small, calibration=place / "manual.txt", output=tmp_path / "out", **OPTIONS)
+    code, *_ = run(f"evaluate {tmp_path / 'out'} --text manual.txt --max-length 64 --limit 2 --device cpu")
+    assert code in (0, None) and "trained on this very text (manual.txt)" in caplog.text
+    assert result.recovered and "recovery" not in small.record
+    assert result.record["base_model"] == small.record["base_model"] == "dense"
+    assert all(torch.equal(p, before[name]) for name, p in small.model.named_parameters())
+    named = recover(small.model, place / "dense", calibration=place / "manual.txt", **OPTIONS)
+    assert text_of(named) == text_of(result)
+
+
+def test_dropout_is_as_it_was_after_training(place):
+    model = rankfold.load(place / "small", device="cpu")
+    for one in model.modules():
+        if hasattr(one, "attention_dropout"):
+            one.attention_dropout = 0.25
+    with without_dropout(model):
+        assert dropouts(model) == {0.0}
+    result = recover(model, place / "dense", calibration=place / "manual.txt", **{**OPTIONS, "tokens": 2048})
+    assert dropouts(model) == dropouts(result.model) == {0.25}
+
+
+def dropouts(model) -> set[float]:
+    return {module.attention_dropout for module in model.modules() if hasattr(module, "attention_dropout")}
+
+
+def test_card_and_inspect_say_what_was_trained(place, tmp_path, run):
+    options = {"calibration": place / "manual.txt", "output": tmp_path / "out", **OPTIONS}
+    facts = text_of(recover(place / "small", place / "dense", **options))
+    card = (tmp_path / "out" / "README.md").read_text()
+    trained = "(all) trained on 16,384 tokens of manual.txt towards the predictions of dense"
+    dense, before, after = (f"{facts[key]:.2f}" for key in ("perplexity_dense", "perplexity_before", "perplexity"))
+    assert trained in card and "without training" not in card
+    assert f"| perplexity, manual.txt | {dense} | {after} | {before} before training, on 8 sequences" in card
+    assert "rankfold recover out-again -o out-recovered --tune all --loss kl --tokens 16384 --lr 0.001" in card
+    code, shown, _ = run(f"inspect {tmp_path / 'out'}")
+    assert code in (0, None) and trained in shown
+    assert f"manual.txt: perplexity {before} -> {after} (dense {dense}) on 8 held-out sequences" in shown
+    record = json.loads((tmp_path / "out" / "rankfold.json").read_text())
+    record["recovery"]["held_out"]["manual.txt"]["perplexity"] = "low"
+    (tmp_path / "out" / "rankfold.json").write_text(json.dumps(record))
+    with pytest.raises(rankfold.RankfoldError, match=r"recovery.held_out.manual.txt.perplexity should be a number"):
+        read_record(tmp_path / "out")
+
+
+COMPRESS = (
+    "compress dense --method modegpt --sparsity 0.65 --rank-multiple 1 --calibration manual.txt --num-samples 16 "
+    "--max-length 64 --device cpu --recover"
+)
+
+
+def test_compress_recovers_and_a_killed_run_goes_on_in_either_half(place, run, monkeypatch):
+    monkeypatch.setattr("rankfold.recovery.recover._steps_in", lambda *args: 10)  # however busy the machine is
+    kills = {"rankfold.pipeline.CompressionRun.finish": "both.compressed.partial", STEP: "both.compressed"}
+    for killed, left in kills.items():
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(killed, kill)
+            run(f"{COMPRESS} 2s -o both")
+        assert (place / left).exists() and not (place / "both").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr("rankfold.pipeline.compress", kill)  # it is done
+        code, shown, err = run(f"{COMPRESS} 2s -o both")
+    assert code in (0, None), err
+    assert "tokens of manual.txt towards the predictions of dense" in shown and "manual.txt: perplexity" in shown
+    assert [path.name for path in place.glob("both*")] == ["both"]
+    record = read_record(place / "both")
+    assert record["method"] == "modegpt" and record["recovery"]["recovered"]
+    assert "# both\n" in (place / "both" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(("time", "minutes"), [("90s", 1.5), ("15min", 15), ("1.5h", 90), ("2 min", 2)])
+def test_times_of_a_recovery(time, minutes):
+    assert parse_minutes(time) == minutes
+
+
+def test_a_time_that_is_none_is_refused_and_so_is_what_cannot_be_trained(place, run):
+    for time in ("15", "0min", "-1h", "soon"):
+        code, _, err = run(f"{COMPRESS} {time} -o never")
+        assert code == 2 and "--recover takes a time such as 90s, 15min or 1.5h; got" in err
+    code, _, err = run(
+        "compress dense --method latentllm --set bits=4 --calibration manual.txt --recover 1min -o never"
+    )
+    assert code == 2 and "cannot be trained: it predicts no tokens, or has quantised factors" in err

@@ -24,6 +24,7 @@ from .shards import write_around
 __all__ = ["RunFolder"]
 
 CONFIG, RECORD = "run.json", "rankfold.json"
+KEPT = ("block-", "model-", "checkpoint-")  # blocks, shards, states of a recovery
 
 
 class RunFolder:
@@ -98,6 +99,13 @@ class RunFolder:
         return (self.path / RECORD).exists() and not (self.path / CONFIG).exists()
 
     @property
+    def published(self) -> bool:
+        """Whether the output is what this very run has written."""
+        record = self.output / RECORD
+        found = upgrade_calibration(read_json(record)) if record.exists() else {}
+        return _identified(found, self.identity) == self.identity
+
+    @property
     def earlier(self) -> dict | None:
         """Record of the component that was compressed first, once it is done."""
         found = sorted(self.before.glob(f"*/{RECORD}"))
@@ -105,12 +113,12 @@ class RunFolder:
 
     def _remove_if_empty(self) -> None:
         """Remove a run that ended in an error where nothing in it is worth keeping."""
-        if self.complete or any(path.name.startswith(("block-", "model-")) for path in self.path.rglob("*")):
+        if self.complete or any(path.name.startswith(KEPT) for path in self.path.rglob("*")):
             return
         self._clear_away()
         sweep(self.path)
         (self.path / CONFIG).unlink()  # last: a folder without it is not taken for a run
-        self.path.rmdir()
+        shutil.rmtree(self.path)
 
     def _clear_away(self) -> None:
         for folder in (self.moments, self.gradients, self.before):

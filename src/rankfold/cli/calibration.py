@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar
 
 import typer
 
+from ..data.built_in import DEFAULT_TEXT
 from ..data.hub import HUB
 from ..errors import DataError, OptionError
 
@@ -22,10 +23,10 @@ class CalibrationOptions:
         list[str],
         typer.Option(
             metavar="TEXT",
-            help="wikitext2, ptb, c4, alpaca, pydoc, self (the model writes), a file of text or rows, images. Repeatable; "
-            "shares: a.txt=0.7.",
+            help="mixture, wikitext2, ptb, c4, alpaca, pydoc, python-source, self (the model writes), a file, images. "
+            "Repeatable; shares: a.txt=0.7.",
         ),
-    ] = ("wikitext2",)
+    ] = (DEFAULT_TEXT,)
     num_samples: Annotated[int, typer.Option(help="Samples of all texts together, or images, or examples.")] = 128
     max_length: Annotated[
         int, typer.Option(help="Tokens per sample, at most the model's context. Examples are not cut.")
@@ -73,6 +74,11 @@ class CalibrationOptions:
             seed=self.seed,
             text_column=self.text_column,
         )
+
+    def for_recovery(self, moments) -> dict:
+        """Return what to train on: the same texts, or by default where the model is measured by moments."""
+        texts = DEFAULT_TEXT if moments else parse_texts(self.calibration)
+        return {"texts": texts, "seed": self.seed, "text_column": self.text_column}
 
 
 def parse_texts(texts: list[str]) -> dict[str, float]:

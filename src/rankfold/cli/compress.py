@@ -5,6 +5,9 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+import typer
+
+from ..report.outcomes import recovery_lines
 from . import common as c
 from . import options as o
 from . import summary
@@ -12,6 +15,7 @@ from .calibration import CalibrationOptions
 from .components import methods_of_components, opened_components
 from .config import Run
 from .plan import plan_components, predicted, show
+from .recover import UNCHANGED, parse_minutes
 
 
 @o.expanded
@@ -33,6 +37,10 @@ def command(
         Path | None,
         o.of_output("-o", "--output", help="Folder to write; must not exist. Default: NAME-METHOD-SPARSITY."),
     ] = None,
+    recover: Annotated[
+        str | None,
+        o.of_training(metavar="TIME", help="Then train it about this long, e.g. 15min; see `rankfold recover`."),
+    ] = None,
     dry_run: Annotated[bool, o.of_output("--dry-run", help="Print the plan and stop.")] = False,
     dtype: o.Written = "auto",
     json: o.Json = False,
@@ -43,11 +51,12 @@ def command(
     rankfold compress HuggingFaceTB/SmolLM2-135M --sparsity 0.3
     rankfold compress ./my-model -o small --calibration my-text.txt
     rankfold compress ./my-model --sparsity 0.5 --dry-run
+    rankfold compress ./my-model -o small --recover 15min
     rankfold compress --config small/rankfold.json -o other --sparsity 0.2
 
     The same command continues a run that was interrupted.
     """
-    model = o.at_revision(model, revision)
+    model, minutes = o.at_revision(model, revision), parse_minutes(recover)
     chosen = what.parse() if components is None else methods_of_components(components, what, config)
     from .. import pipeline
     from .._utils.files import check_output
@@ -81,17 +90,27 @@ def command(
         plan = with_time(plan)
         c.console().print(plan.table(), plan.summary())
 
-    done = pipeline.compress(source, chosen, tokens, output, moments=store, mode=mode, on_plan=announce)
+    how: dict = {"moments": store, "mode": mode, "on_plan": announce}
+    if minutes is None:
+        done = pipeline.compress(source, chosen, tokens, output, **how)
+    else:
+        from ..recovery.compressing import compress_and_recover
+
+        done = compress_and_recover(source, chosen, tokens, output, minutes=minutes, **text.for_recovery(store), **how)
     folder, record = done.output, done.record
     stock = summary.exported_as_stock(folder, record)
 
     def finish(out) -> None:
         summary.show_result(str(folder), record, out)
+        for line in recovery_lines(record.get("recovery")):
+            out.print(f"  {line}", soft_wrap=True)
         if stock:
             summary.show_kept(stock["saving_kept"], stock["parameters"], "stock", folder, out)
         summary.show_next(folder, record, out, has_stock=stock is not None)
 
     c.emit({"output": str(folder), **c.result_of(record), **({"stock": stock} if stock else {})}, json, finish)
+    if minutes is not None and not done.recovered:
+        raise typer.Exit(UNCHANGED)
 
 
 def _several(opened: Callable[[], list[tuple]], output: Path, mode: str, json: bool) -> None:

@@ -35,7 +35,7 @@ BESIDE = {
 # Option -> those that it leaves no use for, and why.
 INSTEAD = {
     "components": (
-        ("sparsity", "component", "moments"),
+        ("sparsity", "component", "moments", "recover"),
         "--components compresses several components, each with its own sparsity, --{} is of one; leave one of them out",
     ),
     "moments": (

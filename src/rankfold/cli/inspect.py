@@ -31,7 +31,7 @@ def command(
 
 def _print(record: dict, out) -> None:
     from ..report.model_card import measured_on
-    from ..report.outcomes import excess_of, warnings_of
+    from ..report.outcomes import excess_of, recovery_lines, warnings_of
 
     counts, calibration = record["counts"], record["calibration"]
     part = f", {record['plan']['part']}," if record["plan"].get("part") else ""
@@ -59,7 +59,8 @@ def _print(record: dict, out) -> None:
         out.print(excess)
     if held_out := record.get("held_out"):  # older checkpoints have none
         out.print(c.outcome(held_out), soft_wrap=True)
-    for line in (*c.kinds_of_text(record.get("probe_texts")), *warnings_of(record)):
+    recovered = recovery_lines(record.get("recovery"))
+    for line in (*c.kinds_of_text(record.get("probe_texts")), *warnings_of(record), *recovered):
         out.print(line, soft_wrap=True)
 
 

@@ -1,15 +1,33 @@
 """`rankfold recover`"""
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+from ..data.built_in import DEFAULT_TEXT
+from ..errors import OptionError
 from . import common as c
 from . import options as o
 from .calibration import parse_texts
 
 UNCHANGED = 3  # exit code where the model is what went in
+
+
+def parse_minutes(time: str | None) -> float | None:
+    """Return the minutes of a time such as ``90s``, ``15min`` or ``1.5h``.
+
+    Raises:
+        OptionError: it is none, or not more than zero.
+    """
+    if time is None:
+        return None
+    found = re.fullmatch(r"([0-9]*\.?[0-9]+)(s|min|h)", time.replace(" ", ""))
+    minutes = float(found[1]) * {"s": 1 / 60, "min": 1, "h": 60}[found[2]] if found else 0
+    if not minutes:
+        raise OptionError(f"--recover takes a time such as 90s, 15min or 1.5h; got {time!r}")
+    return minutes
 
 
 def command(
@@ -21,7 +39,7 @@ def command(
     calibration: Annotated[
         list[str],
         o.of_calibration(metavar="TEXT", help="Texts to train on, as for compress; also TEXT=SHARE. Repeatable."),
-    ] = ("wikitext2", "c4"),
+    ] = (DEFAULT_TEXT,),
     tune: Annotated[
         Literal["all", "lora", "lora-mlp", "norms"],
         o.of_training(help="all weights but embeddings, adapters on all or on MLP layers, or norms."),
@@ -51,6 +69,7 @@ def command(
     ] = False,
     report_to: Annotated[str, o.of_training(help="Of transformers' Trainer, e.g. tensorboard or wandb.")] = "none",
     seed: Annotated[int, o.of_calibration(help="Order of the sequences.")] = 0,
+    text_column: Annotated[str, o.of_calibration(help="Column of the text, in a file with rows.")] = "text",
     device: o.Device = "auto",
     json: o.Json = False,
 ) -> None:
@@ -64,6 +83,7 @@ def command(
     rankfold recover small -o better --teacher dense --calibration wikitext2 --calibration c4 --tune lora
     """
     from ..recovery.recover import recover
+    from ..report.outcomes import recovery_lines
 
     done = recover(
         model,
@@ -83,21 +103,17 @@ def command(
         gradient_checkpointing=gradient_checkpointing,
         report_to=report_to,
         seed=seed,
+        text_column=text_column,
         device=device,
     )
     facts = done.record["recovery"]
     result = {"output": str(done.output), "recovered": done.recovered, **{k: facts[k] for k in SHOWN}}
 
     def show(out) -> None:
-        out.print(f"{done.output}: {'recovered' if done.recovered else 'what went in, nothing was recovered'}")
-        for text, found in facts["held_out"].items():
-            out.print(
-                f"{text}: perplexity {found['perplexity_before']:.2f} -> {found['perplexity']:.2f} (dense "
-                f"{found['perplexity_dense']:.2f}) on {found['sequences']} held-out sequences"
-            )
-        out.print(
-            f"{facts['tokens_seen']:,} tokens, {facts['tuned_parameters']:,} parameters tuned, {facts['seconds']:.0f} s"
-        )
+        out.print(f"{done.output}:", soft_wrap=True)
+        for line in recovery_lines(facts):
+            out.print(f"  {line}", soft_wrap=True)
+        out.print(f"  {facts['seconds']:.0f} s")
 
     c.emit(result, json, show)
     if not done.recovered:

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from ..checkpoint.load import load_model
 from ..checkpoint.saving import save_model
+from ..models.dense_model import DenseModel
 from ..models.processors import Processors
 from ..report.plan import ModulePlan, Plan
 from ..report.record import read_record
@@ -22,7 +23,10 @@ class CompressionResult:
         plan: ranks, sizes and counts.
         record: everything the numbers depend on and what was measured; ``rankfold.json`` of a folder.
         output: the folder that was written; ``None`` where the model is in memory only.
+        dense: the model that was compressed; ``None`` where this process did not do it, or read a whole file for it.
     """
+
+    dense: DenseModel | None = None
 
     def __init__(
         self,

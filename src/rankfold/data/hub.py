@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CheckpointError, DataError, first_line
+from .built_in import BUILT_IN
 
 __all__ = ["ALIASES", "BUFFER", "HUB", "HubText", "StreamedRows", "hub_rows", "image_text_rows"]
 
@@ -66,7 +67,9 @@ def hub_rows(alias: str, use: str, shuffle: int | None = None) -> Iterator[str]:
     from datasets import load_dataset
 
     hub = ALIASES[alias]
-    advice = f"{alias}:FILE (raw rows), or a file such as .txt or .jsonl"
+    advice = (
+        f"{alias}:FILE (raw rows), a file such as .txt or .jsonl, or what ships with Python: {' or '.join(BUILT_IN)}"
+    )
     with _reaching(f"{alias!r} ({hub.path})", advice):
         rows = load_dataset(
             hub.path,
@@ -123,5 +126,5 @@ def _reaching(what: str, instead: str) -> Iterator[None]:
         yield
     except Exception as error:  # network, hub and datasets errors share no base; all mean "not to be had"
         raise CheckpointError(
-            f"cannot read {what} from the hub ({first_line(error)}); check the connection, or give a local copy: {instead}"
+            f"cannot read {what} from the hub ({first_line(error)}); check the connection, or name what is here: {instead}"
         ) from error

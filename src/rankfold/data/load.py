@@ -6,12 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..errors import OptionError
+from .built_in import BUILT_IN, MIXTURES
 from .calibration_data import CalibrationData
 from .hub import ALIASES, HUB, image_text_rows
 from .image_text import has_images, samples_of_examples
 from .images import samples_of_images
 from .in_memory import is_batch, samples_in_memory
-from .mixing import DrawOptions, shares_of
+from .mixing import DrawOptions, expanded, shares_of
 from .streaming import text_or_pieces
 from .text import named_column
 from .text_samples import samples_of_texts
@@ -41,8 +42,9 @@ def load_calibration(
         data: one of
 
             - the name of a text: ``wikitext2``, ``ptb``, ``c4``, ``alpaca``; ``ALIAS:FILE``, the rows of a local copy; a text
-              file, or a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file with rows of text or of chats; ``pydoc``, which
-              ships with Python; ``self``, text that the model writes.
+              file, or a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file with rows of text or of chats; ``pydoc`` and
+              ``python-source``, which ship with Python; ``self``, text that the model writes; ``mixture``, several of these
+              (:data:`.built_in.MIXTURES`).
             - several names in a list, mixed in equal shares, or name -> share, any positive numbers. Each gives its share of
               all samples in a random order; what one lacks the others give (:mod:`.mixing`).
             - a list of texts. A list of strings is one of names if each string is an alias or an existing file, and one of
@@ -83,7 +85,8 @@ def load_calibration(
     def read(name: str, size: int):
         return text_or_pieces(name, column=text_column, seed=seed, size=size)
 
-    return replace(samples_of_texts(shares, model, options, read), text_column=named_column(names, text_column))
+    shares = expanded(shares)
+    return replace(samples_of_texts(shares, model, options, read), text_column=named_column(shares, text_column))
 
 
 def _images(names: list[str], model, options: DrawOptions, processor) -> CalibrationData:
@@ -122,7 +125,7 @@ def _named(data) -> dict[str, float] | None:
 
 def _is_name(text: str | Path) -> bool:
     """Tell whether a string names a text that is there; a path always does."""
-    if isinstance(text, Path) or text in {*ALIASES, "pydoc", "self"} or text.startswith(HUB):
+    if isinstance(text, Path) or text in {*ALIASES, *BUILT_IN, *MIXTURES, "self"} or text.startswith(HUB):
         return True
     alias, _, local = text.partition(":")
     return os.path.isfile(os.path.expanduser(local if alias in ALIASES else text))

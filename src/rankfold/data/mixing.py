@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError, option
+from .built_in import MIXTURES
 
 __all__ = [
     "DrawOptions",
@@ -22,6 +23,7 @@ __all__ = [
     "Portion",
     "check_distinct",
     "draw_all",
+    "expanded",
     "fitted_of",
     "held_out_of",
     "interleaved",
@@ -142,6 +144,23 @@ def shares_of(texts: str | Path | Iterable[str | Path] | Mapping[str | Path, flo
             raise OptionError(f"the share of calibration text {name!r} must be a number above 0, got {got}")
     whole = sum(map(Fraction, given.values()))
     return {name: float(Fraction(share) / whole) for name, share in given.items()}
+
+
+def expanded(shares: dict[str, float]) -> dict[str, float]:
+    """Return the share of every single text, with those of a named mixture in its place.
+
+    Args:
+        shares: of :func:`shares_of`.
+
+    Raises:
+        OptionError: a text is named that a mixture holds already.
+    """
+    single = [
+        (text, share * part) for name, share in shares.items() for text, part in MIXTURES.get(name, {name: 1.0}).items()
+    ]
+    names = [name for name, _ in single]
+    check_distinct(names, names)
+    return dict(single)
 
 
 def check_distinct(names: list[str], origins: list[str]) -> None:

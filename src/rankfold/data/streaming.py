@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from .built_in import SOURCE_CODE
 from .chats import Chat, column_read
 from .hub import ALIASES, BUFFER, hub_rows
 from .mixing import order_of
@@ -42,6 +43,8 @@ def text_or_pieces(name: str, *, column: str, seed: int, size: int) -> Text | Pi
     source = text_source(name)
     if source.kind == "hub" and ALIASES[name].endless:
         return Pieces(hub_rows(name, "calibration", shuffle=seed), source.origin, f"stream, buffer of {BUFFER} rows")
+    if name == SOURCE_CODE:  # all of it takes seconds to tokenise
+        return Pieces(_stretches(read_text(name).joined(), seed, size), source.origin, f"spans of {size} characters")
     whole = source.path is None or source.kind in ("json", "csv", "tsv")  # which have no rows to find in the middle
     if whole or source.path.stat().st_size <= LARGE:
         text = read_text(name, column=column)
@@ -60,14 +63,18 @@ def pieces_of_text(text: Text, seed: int) -> Pieces | None:
     return Pieces((text.documents[i] for i in map(int, order_of(len(text.documents), seed))), text.origin, "rows")
 
 
-def _slots(path: Path, seed: int, size: int) -> Iterator[int]:
-    """First bytes of all slots."""
-    return (slot * size for slot in map(int, order_of(-(-path.stat().st_size // size), seed)))
+def _slots(length: int, seed: int, size: int) -> Iterator[int]:
+    """Return the beginnings of all slots in so many bytes or characters."""
+    return (slot * size for slot in map(int, order_of(-(-length // size), seed)))
+
+
+def _stretches(text: str, seed: int, size: int) -> Iterator[str]:
+    return (text[begin : begin + size] for begin in _slots(len(text), seed, size))
 
 
 def _spans(path: Path, seed: int, size: int) -> Iterator[str]:
     with path.open("rb") as file:
-        for begin in _slots(path, seed, size):
+        for begin in _slots(path.stat().st_size, seed, size):
             file.seek(begin)
             yield decode(_whole_characters(file.read(size)), path)
 
@@ -84,7 +91,7 @@ def _whole_characters(data: bytes) -> bytes:
 
 def _rows(path: Path, kind: str, column: str, seed: int, size: int) -> Iterator[str | Chat]:
     with path.open("rb") as file:
-        for begin in _slots(path, seed, size):
+        for begin in _slots(path.stat().st_size, seed, size):
             for where, line in _lines(file, begin, begin + size):
                 text = decode(line, path).removesuffix("\n")
                 if kind == "raw":

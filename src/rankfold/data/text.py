@@ -1,10 +1,10 @@
 """Where calibration and evaluation text comes from.
 
 A source is named by one string: a hub data set by alias (``wikitext2``), the same rows from a local copy
-(``wikitext2:wiki.test.raw``), a local file, or ``pydoc`` (the language reference that ships with CPython: text on every
-machine). A ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` or ``.parquet`` file has rows, of text or of chats; any other file is one
-text. ``self``, text sampled from the model, is made in :mod:`.tokens`. What is too large to be read as a whole is drawn from in
-:mod:`.streaming`.
+(``wikitext2:wiki.test.raw``), a local file, or what ships with Python and so is on every machine, ``pydoc`` (the language
+reference) or ``python-source`` (the standard library). A ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` or ``.parquet`` file has
+rows, of text or of chats; any other file is one text. ``self``, text sampled from the model, is made in :mod:`.tokens`. What is
+too large to be read as a whole is drawn from in :mod:`.streaming`.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DataError, first_line, option, suggestion
+from .built_in import BUILT_IN, MIXTURES
 from .chats import CHATS, Chat, chat_of, column_read, has_half_character, is_chat, written
 from .hub import ALIASES, hub_rows
 from .rows import rows_of_csv, rows_of_json
@@ -84,7 +85,7 @@ class Text:
 class TextSource:
     """What the name of a text source means."""
 
-    kind: str  # pydoc, hub, raw (rows as the hub's WikiText-2 has them, one a line), txt, or one of KINDS
+    kind: str  # built-in, hub, raw (rows as the hub's WikiText-2 has them, one a line), txt, or one of KINDS
     origin: str
     path: Path | None = None
 
@@ -96,14 +97,16 @@ def text_source(name: str, use: str = "calibration") -> TextSource:
         DataError: neither known nor a file, or a file that cannot be read as text.
     """
     alias, _, local = name.partition(":")
-    if name == "pydoc":
-        return TextSource("pydoc", "pydoc")
+    if name in BUILT_IN:
+        return TextSource("built-in", name)
+    if name in MIXTURES:
+        raise DataError(f"{name!r} is several texts where one is read; name one of {', '.join(MIXTURES[name])}")
     if name in ALIASES:
         return TextSource("hub", f"{ALIASES[name].path}:{ALIASES[name].splits[use]}")
     raw = alias in ALIASES and local
     path = path_of(local if raw else name)
     if not path.is_file():
-        hint = suggestion(name, [*ALIASES, "pydoc", "self"])
+        hint = suggestion(name, [*ALIASES, *BUILT_IN, *MIXTURES, "self"])
         folder = " (it is a folder; give a file in it)" if path.is_dir() and name else ""
         raise DataError(f"no text at {str(path)!r}{folder}: {hint}expected {_choices()}")
     return TextSource(_kind_of(path, bool(raw)), origin_of(path), path)
@@ -143,8 +146,8 @@ def read_text(name: str, *, use: str = "calibration", column: str = "text", char
     """Read a text source from its beginning.
 
     Args:
-        name: alias, ``alias:local file``, ``pydoc``, or a file: ``.jsonl``, ``.json`` (a list of rows, or an object that holds
-            one), ``.csv``, ``.tsv`` or ``.parquet`` with rows, any other as one text.
+        name: alias, ``alias:local file``, ``pydoc``, ``python-source``, or a file: ``.jsonl``, ``.json`` (a list of rows, or an
+            object that holds one), ``.csv``, ``.tsv`` or ``.parquet`` with rows, any other as one text.
         use: ``calibration`` or ``evaluation``; picks the split of a hub data set.
         column: the column with the text, of a file with rows. Where a row has no ``text`` but ``messages`` (turns with ``role``
             and ``content``) or ``conversations`` (``from`` and ``value``), it is a chat.
@@ -162,10 +165,8 @@ def read_text(name: str, *, use: str = "calibration", column: str = "text", char
 
 
 def _documents(source: TextSource, name: str, use: str, column: str) -> Iterable[str | Chat]:
-    if source.kind == "pydoc":
-        from pydoc_data.topics import topics
-
-        return (topics[key] for key in sorted(topics))
+    if source.kind == "built-in":
+        return BUILT_IN[name]()
     if source.kind == "hub":
         return hub_rows(name, use)
     if source.kind == "parquet":
@@ -189,7 +190,7 @@ def _rows(source: TextSource, column: str) -> Iterable[tuple[str, Any]]:
 
 
 def _choices() -> str:
-    return f"{', '.join(sorted(ALIASES))}, pydoc, self, or a .txt/.jsonl/.json/.csv/.parquet file"
+    return f"{', '.join([*sorted(ALIASES), *BUILT_IN])}, self, or a .txt/.jsonl/.json/.csv/.parquet file"
 
 
 def _up_to(documents: Iterable[str | Chat], characters: int | None) -> tuple[str | Chat, ...]:

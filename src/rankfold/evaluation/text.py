@@ -71,9 +71,8 @@ class Texts:
             log.info("max_length %d is more than the model's context; using %d", length, context)
             length = context
         if text.origin in _calibrated_on(network):
-            log.warning(
-                "warning: %s was calibrated on this very text (%s); its perplexity here is too good", model, text.name
-            )
+            message = "warning: %s was calibrated or trained on this very text (%s); its perplexity here is too good"
+            log.warning(message, model, text.name)
         windows = windows_of_text(text, tokenizer, model, config, length, self.limit)
         return {"text": text.name, **timed_perplexity(network, windows, text.name)}
 
@@ -131,12 +130,18 @@ def evaluate_text(
 
 
 def _calibrated_on(network) -> list[str]:
-    """Origins of the texts that a compressed model was calibrated on."""
+    """Return the origins of the texts that a compressed model was calibrated or trained on."""
     described = getattr(getattr(network, "hf_quantizer", None), "quantization_config", None)
-    calibration = getattr(described, "fields", {}).get("calibration", {})
+    fields = getattr(described, "fields", {})
+    calibration = fields.get("calibration", {})
     texts = calibration.get("texts", [calibration]) if isinstance(calibration, dict) else None
-    if not isinstance(texts, list) or not all(isinstance(text, dict) for text in texts):
+    trained = fields.get("trained_on", [])
+    if (
+        not isinstance(trained, list)
+        or not isinstance(texts, list)
+        or not all(isinstance(text, dict) for text in texts)
+    ):
         raise CheckpointError(
             "config.json does not say what the model was calibrated on; copy or make the checkpoint again"
         )
-    return [text.get("origin") for text in texts]
+    return [*(text.get("origin") for text in texts), *trained]

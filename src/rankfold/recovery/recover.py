@@ -25,19 +25,24 @@ from transformers import PreTrainedModel
 from transformers.integrations import get_available_reporting_integrations
 
 from .._utils.arguments import typed
-from .._utils.files import check_output, read_json, write_json
-from .._utils.locking import lock_of, locked
-from ..checkpoint.load import load_model
+from .._utils.evaluating import evaluating
+from .._utils.files import check_output, read_json, write_json, write_text
+from ..checkpoint.load import described, load_model
+from ..checkpoint.run import RunFolder
 from ..checkpoint.saving import creating
+from ..compression.result import CompressionResult
+from ..data.built_in import DEFAULT_TEXT
 from ..data.calibration_data import CalibrationData, shown
 from ..data.load import load_calibration
-from ..data.mixing import shares_of
-from ..errors import CheckpointError, OptionError
+from ..data.mixing import expanded, shares_of
+from ..errors import OptionError
+from ..models.auto_classes import auto_class
 from ..models.dense_model import DenseModel
 from ..models.given import resolve_model
 from ..models.opening import open_model, stored_dtype
 from ..models.tokenizer import save_tokenizer
 from ..models.whole import read_config
+from ..report.model_card import model_card
 from ..report.record import NAME, read_record
 from .judging import Judge, allowed, gains, nats, score
 from .loss import Head, Loss
@@ -48,7 +53,7 @@ __all__ = ["RecoveryResult", "recover"]
 
 log = logging.getLogger(__name__)
 
-IDENTITY, STEPS, RECOVERY = "recovery.json", "steps.json", "recovery"
+STEPS = "steps.json"
 SCORES = 10  # times that held-out text is scored during a run
 
 
@@ -65,6 +70,7 @@ class Options:
     length: int
     tolerance: float
     seed: int
+    text_column: str
 
 
 @dataclass(frozen=True)
@@ -79,10 +85,10 @@ class RecoveryResult:
 
 @typed
 def recover(
-    model: str | Path | PreTrainedModel,
+    model: str | Path | PreTrainedModel | CompressionResult,
     teacher: str | Path | PreTrainedModel | DenseModel | None = None,
     *,
-    calibration: str | Path | Sequence[str | Path] | Mapping[str, float] = ("wikitext2", "c4"),
+    calibration: str | Path | Sequence[str | Path] | Mapping[str, float] = DEFAULT_TEXT,
     output: str | Path | None = None,
     tune: Tune = "all",
     loss: Loss = "kl",
@@ -97,6 +103,7 @@ def recover(
     gradient_checkpointing: bool = False,
     report_to: str = "none",
     seed: int = 0,
+    text_column: str = "text",
     device: str = "auto",
 ) -> RecoveryResult:
     """Train a compressed model for a few minutes to predict what the dense one predicts.
@@ -105,8 +112,9 @@ def recover(
     one loses more than the tolerance, what went in is given back.
 
     Args:
-        model: folder or hub id of what ``compress`` wrote, or the model in memory, which is not changed.
-        teacher: the dense model; by default the one on the hub that the record of the checkpoint names.
+        model: folder or hub id of what ``compress`` wrote, what it returned, or the model in memory, which is not changed.
+        teacher: the dense model; by default the one that ``compress`` had, or the one on the hub that the record of the
+            checkpoint names.
         calibration: texts to train on, as for :func:`rankfold.compress`; shares as numbers.
         output: folder to write, resumable while it is unfinished; ``None``: in memory.
         tune: ``all``: all weights but embeddings and head. ``lora``: adapters on all linear layers. ``lora-mlp``: on those of
@@ -123,6 +131,7 @@ def recover(
         adapter: write a PEFT adapter for the compressed model instead of merging it.
         gradient_checkpointing: compute activations again in the backward pass, for less memory.
         report_to: of Trainer, e.g. ``tensorboard``.
+        text_column: of texts in files with rows.
 
     Raises:
         OptionError: an option out of range, or of another ``tune``; a teacher with another vocabulary.
@@ -130,11 +139,12 @@ def recover(
         CheckpointError: the folder holds the unfinished run of other options.
     """
     lr = LEARNING_RATES[tune] if lr is None else lr
-    options = Options(tune, loss, tokens, rank, lr, batch_tokens, max_length, tolerance, seed)
+    options = Options(tune, loss, tokens, rank, lr, batch_tokens, max_length, tolerance, seed, text_column)
     _check(options, minutes, adapter, output, report_to)
     student, record, folder, written = _student(model, device)
     check_trainable(student, tune)
-    teacher = teacher or _teacher_of(record)
+    known = model.dense if isinstance(model, CompressionResult) else None
+    teacher = teacher or known or _teacher_of(record)
     source = teacher if isinstance(teacher, DenseModel) else open_model(teacher, device=device)
     if source.config.vocab_size != (known := student.config.get_text_config().vocab_size):
         raise OptionError(
@@ -147,8 +157,8 @@ def recover(
         "teacher": source.fingerprint,
         "texts": {name: one.describe() for name, one in texts.items()},
     }
-    begin = time.monotonic()
-    with _working(Path(output) if output else None, identity) as work:
+    begin, output = time.monotonic(), Path(output) if output else None
+    with _working(output, identity) as work:
         held_out: dict[str, Any] = {name: one.held_out for name, one in texts.items()}
         dense: Any = source.whole_model()
         of_dense, scored = score(dense, Head(dense), held_out), time.monotonic()
@@ -166,7 +176,7 @@ def recover(
         recovered = facts["best_step"] > 0 and allowed(nats(before), nats(after), tolerance)
         facts |= {**identity, "teacher_name": source.name, "recovered": recovered}
         facts |= {"held_out": gains(of_dense, before, after)}
-        record |= {RECOVERY: facts | {"seconds": time.monotonic() - begin}}
+        record |= {"recovery": facts | {"seconds": time.monotonic() - begin}}
         if not recovered:
             log.warning(
                 "NOTHING WAS RECOVERED: no held-out text gains, or one loses more than %.0f %%, so the model is what went in; "
@@ -178,11 +188,15 @@ def recover(
         for parameter in student.parameters():
             parameter.data = parameter.data.to(written) if parameter.is_floating_point() else parameter.data
         student.config.dtype = written
-        if output is not None:
-            _write(
-                Path(output), network, record, None if adapter else source.tokenizer, folder if not recovered else None
-            )
-    return RecoveryResult(network.eval(), record, recovered, Path(output) if output else None)
+        if recovered and (description := described(student.config)) is not None:
+            fields = description if isinstance(description, dict) else description.fields
+            fields["trained_on"] = [one.origin for one in texts.values()]  # perplexity there is too good
+    if output is None:
+        return RecoveryResult(network.eval(), record, recovered)
+    card = None if adapter or "plan" not in record else _card(student, record, output)
+    _write(output, network, record, card, None if adapter else source.tokenizer, None if recovered else folder)
+    shutil.rmtree(work)
+    return RecoveryResult(network.eval(), record, recovered, output)
 
 
 def _check(options: Options, minutes: float | None, adapter: bool, output, report_to: str) -> None:
@@ -197,12 +211,17 @@ def _check(options: Options, minutes: float | None, adapter: bool, output, repor
         raise OptionError(f"report_to must be one of {', '.join(known)}, got {report_to!r}; install what is to be used")
     if adapter and (not options.tune.startswith("lora") or output is None):
         raise OptionError("adapter=True writes the adapters of tune='lora' or 'lora-mlp' to output; give both")
+    if output is not None:
+        check_output(Path(output))
 
 
 def _student(model, device: str) -> tuple[PreTrainedModel, dict, Path | None, torch.dtype]:
     """Return a model to train in fp32, its record, its folder, and the dtype it is written in."""
+    known = {}
+    if isinstance(model, CompressionResult):
+        model, known = model.output or model.model, model.record
     if isinstance(model, PreTrainedModel):
-        return copy.deepcopy(model).float(), {}, None, model.dtype
+        return copy.deepcopy(model).float(), dict(known), None, model.dtype
     folder, weights = resolve_model(model)
     record = read_record(folder) if (folder / NAME).exists() else {}
     return (
@@ -225,13 +244,13 @@ def _teacher_of(record: dict) -> str:
 
 def _texts(calibration, source: DenseModel, options: Options) -> dict[str, CalibrationData]:
     """Return name -> sequences to train on and held-out ones, of every text its share."""
-    shares = shares_of(calibration)
+    how: dict = {"max_length": options.length, "seed": options.seed, "text_column": options.text_column}
     found = {}
-    for text, share in shares.items():
-        name, samples = shown(text), max(1, round(options.tokens / options.length * share / sum(shares.values())))
+    for text, share in expanded(shares_of(calibration)).items():
+        name, samples = shown(text), max(1, round(options.tokens / options.length * share))
         if name in found:
             raise OptionError(f"two texts are called {name!r}; rename one")
-        found[name] = load_calibration(text, source, num_samples=samples, max_length=options.length, seed=options.seed)
+        found[name] = load_calibration(text, source, num_samples=samples, **how)
         if found[name].held_out is None:
             raise OptionError(
                 f"text {name!r} has a single sequence, so none can be held out; give more text or a smaller max_length"
@@ -241,26 +260,14 @@ def _texts(calibration, source: DenseModel, options: Options) -> dict[str, Calib
 
 @contextlib.contextmanager
 def _working(output: Path | None, identity: dict) -> Iterator[Path]:
-    """Hold the folder of an unfinished run, which a killed one leaves to the next.
-
-    Raises:
-        CheckpointError: the output exists, or the folder is of a run with other options.
-    """
+    """Hold the folder of an unfinished run, which a killed one leaves to the next."""
     if output is None:
         with tempfile.TemporaryDirectory() as folder:
             yield Path(folder)
         return
-    check_output(output)
-    folder = output.with_name(f"{output.name}.partial")
-    with locked(lock_of(folder), folder):
-        if (folder / IDENTITY).exists() and read_json(folder / IDENTITY) != json.loads(json.dumps(identity)):
-            raise CheckpointError(f"{folder} holds an unfinished recovery with other options; give those, or delete it")
-        if folder.exists() and not (folder / IDENTITY).exists():
-            raise CheckpointError(f"{folder} exists and is no unfinished recovery; choose another output")
-        folder.mkdir(exist_ok=True)
-        write_json(folder / IDENTITY, identity)
-        yield folder
-        shutil.rmtree(folder)
+    run = RunFolder(output, json.loads(json.dumps(identity)))  # as it will be read
+    with run.working():
+        yield run.path
 
 
 def _trained(
@@ -273,7 +280,6 @@ def _trained(
         seconds: to train for; ``None``: as many tokens as the options say.
     """
     masks = mask_of_zeros(student)
-    without_dropout(student)
     network = prepared(student, options.tune, options.rank)
     ids = torch.cat([one.ids for one in texts.values()])
     batch = max(1, options.batch_tokens // ids.shape[1])
@@ -292,11 +298,12 @@ def _trained(
     )
     common = {"learning_rate": options.lr, "seed": options.seed, "device": student.device, **settings}
     args = functools.partial(arguments, work, batch=batch, length=ids.shape[1], **common)
-    if seconds is not None:
-        steps = min(steps, _steps_in(seconds, work, network, make(args(steps=1, every=1))))
-    judge.every = max(1, steps // SCORES)
-    trainer = make(args(steps=steps, every=judge.every))
-    trainer.train(resume_from_checkpoint=last_checkpoint(work))
+    with without_dropout(student), evaluating(dense):
+        if seconds is not None:
+            steps = min(steps, _steps_in(seconds, work, network, make(args(steps=1, every=1))))
+        judge.every = max(1, steps // SCORES)
+        trainer = make(args(steps=steps, every=judge.every))
+        trainer.train(resume_from_checkpoint=last_checkpoint(work))
     judge.restore_best()
     return network, {
         "steps": trainer.state.global_step,
@@ -325,7 +332,12 @@ def _round(model: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype).to(parameter.dtype)
 
 
-def _write(output: Path, network: Any, record: dict, tokenizer, unchanged: Path | None) -> None:
+def _card(student: PreTrainedModel, record: dict, output: Path) -> str:
+    auto = auto_class(student.config, type(student).__name__).__name__
+    return model_card(record, output.name, stock=described(student.config) is None, auto=auto)
+
+
+def _write(output: Path, network: Any, record: dict, card: str | None, tokenizer, unchanged: Path | None) -> None:
     """Write the checkpoint, or the adapter where the network still has one; an unchanged model is copied."""
     with creating(output) as unfinished:
         if unchanged is not None:
@@ -335,4 +347,6 @@ def _write(output: Path, network: Any, record: dict, tokenizer, unchanged: Path 
             network.save_pretrained(unfinished)
             if tokenizer is not None:
                 save_tokenizer(tokenizer, unfinished)
+        if card is not None:
+            write_text(unfinished / "README.md", card)
         write_json(unfinished / NAME, record)

@@ -1,5 +1,7 @@
 """What of a compressed model is trained: adapters or its own weights, with its ranks and zeros as they are."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Literal
 
 from torch import Tensor, nn
@@ -84,9 +86,19 @@ def _linear_layers(model: PreTrainedModel, *, mlp_only: bool) -> list[str]:
     return found
 
 
-def without_dropout(model: nn.Module) -> None:
-    """Set dropout to probability 0: a few minutes of distillation have nothing to overfit."""
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if isinstance(value, float) and ((name == "p" and isinstance(module, nn.Dropout)) or "dropout" in name):
-                setattr(module, name, 0.0)
+@contextlib.contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Set dropout to probability 0 for a while: a few minutes of distillation have nothing to overfit."""
+    found = [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, float) and ((name == "p" and isinstance(module, nn.Dropout)) or "dropout" in name)
+    ]
+    for module, name, _ in found:
+        setattr(module, name, 0.0)
+    try:
+        yield
+    finally:
+        for module, name, value in found:
+            setattr(module, name, value)

@@ -3,7 +3,7 @@
 import json
 import shlex
 
-from .outcomes import kinds_in, ratio_text, remark_on, warnings_of
+from .outcomes import kinds_in, ratio_text, remark_on, trained_on, warnings_of
 from .record import records_of
 
 __all__ = ["measured_on", "model_card"]
@@ -19,7 +19,7 @@ tags:
 
 # {title}
 
-{base}{commit}, compressed by [rankfold](https://pypi.org/project/rankfold/) {version} with {methods}, without training.
+{base}{commit}, compressed by [rankfold](https://pypi.org/project/rankfold/) {version} with {methods}, {trained}.
 {warnings}
 | | dense | compressed | |
 |---|---|---|---|
@@ -39,7 +39,7 @@ model = {auto}.from_pretrained("{folder}")
 ## How it was made
 
 ```
-rankfold compress --config {config} -o {again}
+rankfold compress --config {config} -o {again}{recover}
 ```
 
 {made} `rankfold.json` holds, for every module, its rank, the reconstruction
@@ -63,7 +63,7 @@ def model_card(record: dict, folder: str, *, stock: bool = False, auto: str = "A
     records = records_of(record)
     dense, done = records[0]["plan"], record["plan"]
     methods = list(dict.fromkeys(one["method"] for one in records))
-    before = _processor(records)
+    before, recovery = _processor(records), _training(record)
     return _CARD.format(
         base=record["base_model"],
         commit=f" at revision `{record['revision']}`" if "revision" in record else "",
@@ -76,6 +76,7 @@ def model_card(record: dict, folder: str, *, stock: bool = False, auto: str = "A
         version=record["rankfold_version"],
         tags="\n".join(f"- {method}" for method in methods),
         methods=" and ".join(f"method `{method}`" for method in methods),
+        trained=f"then {trained_on(recovery)}" if recovery else "without training",
         counted="".join(_counted(one, _of(one, records)) for one in records),
         parameters=dense["parameters"],
         parameters_after=done["parameters_after"],
@@ -83,10 +84,11 @@ def model_card(record: dict, folder: str, *, stock: bool = False, auto: str = "A
         bytes_after=done["bytes_after"],
         kv=done["kv_bytes_per_token"],
         kv_after=done["kv_bytes_per_token_after"],
-        warnings="".join(_warning(one, f"{one['plan']['part']}: " if len(records) > 1 else "") for one in records),
-        outcomes="".join(_outcomes(one, _of(one, records)) for one in records),
+        warnings="".join(_warning(one, _prefix(one, records)) for one in records),
+        outcomes="".join(_outcomes(one, _of(one, records)) for one in records) + _recovered(recovery),
         config=shlex.quote(f"{folder}/rankfold.json"),
         again=shlex.quote(f"{folder}-again"),
+        recover=_recover_command(recovery, folder) if recovery else "",
         made="\n\n".join(_made(one, _of(one, records)) for one in records),
     )
 
@@ -113,6 +115,18 @@ def _counted(record: dict, of: str) -> str:
     return f"| counted weights{of} ({what}) | {counted:,} | {after:,} | {plan['sparsity']:.2%} {gone} |\n"
 
 
+def _prefix(record: dict, records: list[dict]) -> str:
+    """Return what a warning is about, where that is not the model as it is."""
+    part = f"{record['plan']['part']}: " if len(records) > 1 else ""
+    return f"{part}before training: " if _training(record) else part
+
+
+def _training(record: dict) -> dict | None:
+    """Return what a record says of training; ``None`` where the weights are those before it."""
+    found = record.get("recovery")
+    return found if found and found["recovered"] else None
+
+
 def _warning(record: dict, part: str) -> str:
     return "".join(f"\n> **{part}{warning}.**\n" for warning in warnings_of(record))
 
@@ -137,11 +151,39 @@ def measured_on(calibration: dict) -> str:
 
 def _outcomes(record: dict, of: str) -> str:
     """Rows of the table."""
+    of += " before training" if _training(record) else ""
     return _outcome(record["held_out"], record["calibration"], of) + "".join(
         f"| perplexity{of}, {kind} | {facts['perplexity_dense']:.2f} | {facts['perplexity']:.2f} | x {ratio_text(facts)} on "
         f"{facts['passages']} probe texts{remark_on(facts)} |\n"
         for kind, facts in kinds_in(record.get("probe_texts")).items()
     )
+
+
+def _recovered(recovery: dict | None) -> str:
+    """Return a row of the table for every text that was held out of training."""
+    held_out = recovery["held_out"] if recovery else {}
+    return "".join(
+        f"| perplexity, {text} | {facts['perplexity_dense']:.2f} | {facts['perplexity']:.2f} | "
+        f"{facts['perplexity_before']:.2f} before training, on {facts['sequences']} sequences that were held out |\n"
+        for text, facts in held_out.items()
+    )
+
+
+def _recover_command(recovery: dict, folder: str) -> str:
+    """Return the line that trains alike; of the texts only the proportions count."""
+    options = {
+        "tune": "tune",
+        "loss": "loss",
+        "tokens": "tokens_seen",
+        "lr": "lr",
+        "max-length": "length",
+        "seed": "seed",
+    }
+    words = ["rankfold", "recover", f"{folder}-again", "-o", f"{folder}-recovered"]
+    words += [word for flag, key in options.items() for word in (f"--{flag}", str(recovery[key]))]
+    for text, facts in recovery["texts"].items():
+        words += ["--calibration", f"{text}={facts['num_samples']}"]
+    return "\n" + shlex.join(words)
 
 
 def _outcome(held_out: dict | None, calibration: dict, of: str) -> str:
@@ -154,7 +196,6 @@ def _outcome(held_out: dict | None, calibration: dict, of: str) -> str:
         return f"| cosine to the dense model's last states{of} | 1 | {cosine:.4f} | relative error {error:.3f} on {samples} |\n"
     dense, small = held_out["perplexity_dense"], held_out["perplexity"]
     what = EXAMPLES if calibration.get("kind") == EXAMPLES else f"calibration windows of {held_out['length']} tokens"
-    windows = (
-        f"{held_out['windows']} {what} that were not fitted{', both behind the other compressed parts' if of else ''}"
-    )
+    behind = ", both behind the other compressed parts" if of.startswith(" of ") else ""
+    windows = f"{held_out['windows']} {what} that were not fitted{behind}"
     return f"| perplexity{of} | {dense:.2f} | {small:.2f} | x {ratio_text(held_out)} on {windows} |\n"

@@ -1,6 +1,6 @@
 """Words for what a compression did to likelihoods: of the command line, the model card and the table of a comparison."""
 
-__all__ = ["excess_of", "kinds_in", "ratio_text", "remark_on", "warnings_of"]
+__all__ = ["excess_of", "kinds_in", "ratio_text", "recovery_lines", "remark_on", "trained_on", "warnings_of"]
 
 
 def ratio_text(facts: dict) -> str:
@@ -36,3 +36,29 @@ def warnings_of(record: dict) -> list[str]:
     found = [held_out.get("warning"), probe_texts.get("warning"), held_out.get("dense_warning")]
     found += [text.get("warning") for text in (record.get("measures") or {}).get("texts", [])]
     return [warning for warning in found if warning]
+
+
+def trained_on(recovery: dict) -> str:
+    """Return what of a compressed model was trained, on how much of which texts, and towards what."""
+    towards = {
+        "kl": f"the predictions of {recovery['teacher_name']}",
+        "next-token": "the next token",
+        "both": f"the predictions of {recovery['teacher_name']} and the next token",
+    }
+    texts = " + ".join(recovery["texts"])
+    return (
+        f"{recovery['tuned_parameters']:,} parameters ({recovery['tune']}) trained on {recovery['tokens_seen']:,} tokens of "
+        f"{texts} towards {towards[recovery['loss']]}"
+    )
+
+
+def recovery_lines(recovery: dict | None) -> list[str]:
+    """Return the lines on a recovery: what was trained, and the perplexity of every text before and after."""
+    if recovery is None:
+        return []
+    kept = "" if recovery["recovered"] else "; nothing was recovered, so the weights are those before training"
+    return [trained_on(recovery) + kept] + [
+        f"{text}: perplexity {facts['perplexity_before']:.2f} -> {facts['perplexity']:.2f} (dense "
+        f"{facts['perplexity_dense']:.2f}) on {facts['sequences']} held-out sequences"
+        for text, facts in recovery["held_out"].items()
+    ]

@@ -40,6 +40,29 @@ KIND = {
     "is_damaged": bool,
 }
 PROBE_TEXTS = Maybe({"skipped": Maybe(str), "kinds": Maybe(Each(KIND)), "warning": Maybe(str)})
+# What a record says of training after the compression.
+RECOVERY = {
+    "recovered": bool,
+    "tune": str,
+    "loss": str,
+    "lr": NUMBER,
+    "length": int,
+    "seed": int,
+    "teacher_name": str,
+    "texts": Each({"num_samples": int}),
+    "tokens_seen": int,
+    "tuned_parameters": int,
+    "held_out": Each(
+        {
+            "perplexity_dense": NUMBER,
+            "perplexity_before": NUMBER,
+            "perplexity": NUMBER,
+            "ratio": NUMBER,
+            "standard_error": Maybe(NUMBER),
+            "sequences": int,
+        }
+    ),
+}
 # What it must hold for the tables that are made of it.
 RECORD = {
     "rankfold_version": str,
@@ -69,6 +92,7 @@ RECORD = {
         }
     ),
     "probe_texts": PROBE_TEXTS,
+    "recovery": Maybe(RECOVERY),
     "run": {"seconds": {"total": NUMBER}},
 }
 # Of an encoder, which has no perplexity.

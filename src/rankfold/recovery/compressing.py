@@ -1,0 +1,65 @@
+"""Compress a model and recover it: one call, one folder, one record.
+
+    dense model --- compress ---> OUT.compressed --- recover, with OUT.partial ---> OUT
+
+A killed run goes on in the half in which it was.
+"""
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from .. import pipeline
+from .._utils.present import present
+from ..calibration.store import MomentStore
+from ..checkpoint.run import RunFolder
+from ..compression.validate_spec import validated
+from ..data.calibration_data import CalibrationData
+from ..errors import UnsupportedModelError
+from ..methods import Method
+from ..models.dense_model import DenseModel
+from ..report.identity import run_identity
+from ..report.plan import Plan
+from .recover import RecoveryResult, recover
+
+__all__ = ["compress_and_recover"]
+
+
+def compress_and_recover(
+    source: DenseModel,
+    method: Method,
+    tokens: CalibrationData | None,
+    output: str | Path,
+    *,
+    minutes: float,
+    texts: str | Mapping[str, float],
+    moments: MomentStore | None = None,
+    mode: str = "sequential",
+    on_plan: Callable[[Plan], None] | None = None,
+    **training,
+) -> RecoveryResult:
+    """Compress an open model, and train the result with that model as its teacher.
+
+    Args:
+        source, method, tokens, output, moments, mode, on_plan: as for :func:`rankfold.pipeline.compress`.
+        minutes, texts, training: ``minutes``, ``calibration`` and other options of :func:`rankfold.recover`.
+
+    Raises:
+        UnsupportedModelError: what would come out cannot be trained.
+        RankfoldError: as of both.
+    """
+    if not source.architecture.decoder or getattr(method, "bits", 0):
+        raise UnsupportedModelError(
+            f"what {method.name} makes of {source.name} cannot be trained: it predicts no tokens, or has quantised factors; "
+            "compress it without recovery"
+        )
+    output = Path(output)
+    compressed = output.with_name(f"{output.name}.compressed")
+    mode = pipeline.check_request(method, tokens, moments, mode, output)
+    calibration = tokens.describe() if tokens else present(moments).identity["tokens"]
+    if not RunFolder(compressed, run_identity(validated(source), method, calibration, mode)).published:
+        pipeline.compress(source, method, tokens, compressed, moments=moments, mode=mode, on_plan=on_plan)
+    training |= {"minutes": minutes, "device": str(source.device)}
+    found = recover(compressed, source, calibration=texts, output=output, **training)
+    shutil.rmtree(compressed)
+    return found
