@@ -10,6 +10,8 @@ import importlib.util
 import sys
 from types import ModuleType
 
+from ._utils.present import present
+
 __all__ = ["register_on_first_use"]
 
 MODULE = "transformers.modeling_utils"
@@ -32,14 +34,15 @@ class _Finder(importlib.abc.MetaPathFinder):
         if name != MODULE:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
+        spec = present(importlib.util.find_spec(name))
+        loader = present(spec.loader)
+        execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
             _wrap(module)
 
-        spec.loader.exec_module = exec_module
+        loader.exec_module = exec_module
         return spec
 
 
@@ -49,7 +52,7 @@ def _wrap(module: ModuleType) -> None:
 
 
 def _registering(cls: type, name: str):
-    """The class method ``name``, which imports the compressed modules before its first call."""
+    """Return the class method ``name``, which imports the compressed modules before its first call."""
     stock, is_registered = getattr(cls, name).__func__, False
 
     @functools.wraps(stock)
