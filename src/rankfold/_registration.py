@@ -10,8 +10,6 @@ import importlib.util
 import sys
 from types import ModuleType
 
-from ._utils.present import present
-
 __all__ = ["register_on_first_use"]
 
 MODULE = "transformers.modeling_utils"
@@ -34,8 +32,10 @@ class _Finder(importlib.abc.MetaPathFinder):
         if name != MODULE:
             return None
         sys.meta_path.remove(self)
-        spec = present(importlib.util.find_spec(name))
-        loader = present(spec.loader)
+        spec = importlib.util.find_spec(name)
+        loader = spec and spec.loader
+        if loader is None:
+            return spec  # Python raises what it does without this finder
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
