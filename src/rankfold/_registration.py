@@ -33,13 +33,16 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
-        execute = spec.loader.exec_module
+        loader = spec and spec.loader
+        if loader is None:
+            return spec  # Python raises what it does without this finder
+        execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
             _wrap(module)
 
-        spec.loader.exec_module = exec_module
+        loader.exec_module = exec_module
         return spec
 
 
@@ -49,7 +52,7 @@ def _wrap(module: ModuleType) -> None:
 
 
 def _registering(cls: type, name: str):
-    """The class method ``name``, which imports the compressed modules before its first call."""
+    """Return the class method ``name``, which imports the compressed modules before its first call."""
     stock, is_registered = getattr(cls, name).__func__, False
 
     @functools.wraps(stock)

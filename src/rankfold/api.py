@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import inspect
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from . import exports, pipeline
 from ._utils.arguments import typed
+from ._utils.present import present
 from .calibration.store import MomentStore
 from .checkpoint.load import load_model
 from .checkpoint.saving import save_model
@@ -51,6 +52,7 @@ __all__ = [
 ]
 
 AnyModel = str | Path | nn.Module | DenseModel
+Tokenizer = Callable[..., Any]
 
 
 @typed
@@ -67,12 +69,12 @@ def compress(
     max_length: int = 2048,
     seed: int = 0,
     on_plan: Callable[[Plan], None] | None = None,
-    tokenizer: Callable | None = None,
+    tokenizer: Tokenizer | None = None,
     component: str | None = None,
     dtype: str = "auto",
     device: str = "auto",
     revision: str | None = None,
-    **options,
+    **options: Any,
 ) -> CompressionResult:
     """Compress a model.
 
@@ -105,7 +107,7 @@ def compress(
     Raises:
         OptionError, UnsupportedModelError, NumericsError, CheckpointError, DataError: with one line saying what to do.
     """
-    method = _configured(method, sparsity, options)
+    method = _configured(compress, method, sparsity, options)
     if isinstance(calibration, MomentStore) and moments is None:
         calibration, moments = None, calibration
     if calibration is None and moments is None:
@@ -127,12 +129,12 @@ def plan(
     num_samples: int = 128,
     max_length: int = 2048,
     seed: int = 0,
-    tokenizer: Callable | None = None,
+    tokenizer: Tokenizer | None = None,
     component: str | None = None,
     dtype: str = "auto",
     device: str = "auto",
     revision: str | None = None,
-    **options,
+    **options: Any,
 ) -> Plan:
     """Return what :func:`compress` would do: ranks, counts, cache, memory, and with moments the error of every module.
 
@@ -143,7 +145,7 @@ def plan(
 
     All other arguments are those of :func:`compress`.
     """
-    method = _configured(method, sparsity, options)
+    method = _configured(plan, method, sparsity, options)
     moments, source = _stored(moments), _opened(model, tokenizer, component, dtype, device, revision)
     if calibration is None and moments is None and method.allocation.needs_text:
         calibration = DEFAULT_TEXT
@@ -161,7 +163,7 @@ def calibrate(
     num_samples: int = 128,
     max_length: int = 2048,
     seed: int = 0,
-    tokenizer: Callable | None = None,
+    tokenizer: Tokenizer | None = None,
     component: str | None = None,
     dtype: str = "auto",
     device: str = "auto",
@@ -183,7 +185,8 @@ def calibrate(
         CheckpointError: ``output`` holds something else, or another process writes it.
     """
     source = _opened(model, tokenizer, component, dtype, device, revision)
-    tokens = _loaded(calibration, source, tokenizer, num_samples, max_length, seed)
+    calibration = DEFAULT_TEXT if calibration is None else calibration
+    tokens = present(_loaded(calibration, source, tokenizer, num_samples, max_length, seed))
     return pipeline.calibrate(source, tokens, output, statistics=statistics)
 
 
@@ -194,7 +197,7 @@ def export(
     format: str = "stock",
     *,
     dtype: str = "auto",
-    tokenizer: Callable | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> Exported:
     """Write a compressed model in another form, padded with zeros as little as that form allows.
 
@@ -220,7 +223,7 @@ def perplexity(
     autocast: torch.dtype | None = None,
     dtype: str = "auto",
     device: str = "auto",
-) -> dict:
+) -> dict[str, Any]:
     """Compute the perplexity of a model, dense or compressed, on token windows.
 
     Args:
@@ -245,23 +248,25 @@ def perplexity(
         model = model.whole_model()
     elif isinstance(model, CompressionResult):
         model = model.model
-    return evaluation.perplexity(
-        model, windows.ids if isinstance(windows, CalibrationData) else windows, autocast=autocast
-    )
+    ids: Any = windows.ids if isinstance(windows, CalibrationData) else windows  # what is no text is refused there
+    return evaluation.perplexity(model, ids, autocast=autocast)
 
 
-def _configured(method: Method | str, sparsity: float | None, options: dict) -> Method:
+def _configured(
+    function: Callable[..., Any], method: Method | str, sparsity: float | None, options: dict[str, Any]
+) -> Method:
     """Return a method, made by its name or as it was given.
+
+    Args:
+        function: that was called; its arguments are suggested beside the method's options.
 
     Raises:
         OptionError: an option that the method does not have, or beside a method that has options of its own.
     """
     asked = options if sparsity is None else options | {"sparsity": sparsity}
     if isinstance(method, str):
-        known = [
-            *(field.name for field in dataclasses.fields(method_class(method))),
-            *inspect.signature(plan).parameters,
-        ]
+        own = [field.name for field in dataclasses.fields(method_class(method))]
+        known = own + [name for name in inspect.signature(function).parameters if name != "options"]
         for name in options:
             check_choice(f"argument, or option of {method},", name, known)
         return make_method(method, **asked)
@@ -278,7 +283,9 @@ def _stored(moments: MomentStore | str | Path | None) -> MomentStore | None:
     return MomentStore.open(moments) if isinstance(moments, str | Path) else moments
 
 
-def _opened(model: AnyModel, tokenizer, component, dtype, device, revision) -> DenseModel:
+def _opened(
+    model: AnyModel, tokenizer: Tokenizer | None, component: str | None, dtype: str, device: str, revision: str | None
+) -> DenseModel:
     """Open a model, unless it is open."""
     if not isinstance(model, DenseModel):
         return validated(
@@ -292,12 +299,13 @@ def _opened(model: AnyModel, tokenizer, component, dtype, device, revision) -> D
 
 
 def _loaded(
-    calibration, source: DenseModel, tokenizer, num_samples: int, max_length: int, seed: int
+    calibration: Any, source: DenseModel, tokenizer: Tokenizer | None, num_samples: int, max_length: int, seed: int
 ) -> CalibrationData | None:
     """Load a calibration set, unless it is one, or there is none."""
     if calibration is not None and not isinstance(calibration, CalibrationData):
-        options = {"num_samples": num_samples, "max_length": max_length, "seed": seed}
-        return load_calibration(calibration, source, tokenizer=tokenizer, **options)
+        return load_calibration(
+            calibration, source, tokenizer=tokenizer, num_samples=num_samples, max_length=max_length, seed=seed
+        )
     if (num_samples, max_length, seed) != (128, 2048, 0):
         what = "there is no calibration set" if calibration is None else "the calibration set is loaded already"
         raise OptionError(f"{what}, so num_samples, max_length and seed have no say; leave them out")
@@ -305,27 +313,35 @@ def _loaded(
 
 
 @contextlib.contextmanager
-def _in_folder(model, tokenizer) -> Iterator[str | Path]:
+def _in_folder(
+    model: str | Path | PreTrainedModel | CompressionResult, tokenizer: Tokenizer | None
+) -> Generator[str | Path]:
     """Write a model that is in memory only to a folder for a while."""
-    result = model if isinstance(model, CompressionResult) else None
-    if isinstance(model, str | Path) or (result and result.output):
+    if isinstance(model, CompressionResult) and model.output:
+        model = model.output
+    if isinstance(model, str | Path):
         if tokenizer is not None:
             raise OptionError(
                 "tokenizer is of a model in memory, and this one lies in a folder with its own; leave it out"
             )
-        yield result.output if result else model
+        yield model
         return
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place, "model")
-        result.save_pretrained(folder) if result and tokenizer is None else save_model(
-            result.model if result else model, folder, tokenizer
-        )
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary, "model")
+        if not isinstance(model, CompressionResult):
+            save_model(model, folder, tokenizer)
+        elif tokenizer is None:
+            model.save_pretrained(folder)
+        else:
+            save_model(model.model, folder, tokenizer)
         yield folder
 
 
 compress_components = typed(compress_components)
-evaluate_text, make_method = map(typed, (evaluate_text, make_method))
-load, save = map(typed, (load_model, save_model))
-open_model = typed(open_model, tokenizer=Callable | None)
+evaluate_text = typed(evaluate_text)
+make_method = typed(make_method)
+load = typed(load_model)
+save = typed(save_model)
+open_model = typed(open_model, tokenizer=Tokenizer | None)
 # Calibration lies below the models, so its functions cannot name them.
-load_calibration = typed(load_calibration, model=DenseModel, tokenizer=Callable | None)
+load_calibration = typed(load_calibration, model=DenseModel, tokenizer=Tokenizer | None)

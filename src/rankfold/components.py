@@ -8,7 +8,7 @@ is known by what all were given, so that the same call goes on wherever an earli
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ._utils.files import writing
 from ._utils.stopwatch import timed_run
@@ -30,6 +30,8 @@ from .report.plan import Plan
 
 __all__ = ["compress_components"]
 
+OnPlan = Callable[[Plan, DenseModel], None]
+
 
 class _Given(NamedTuple):
     """One component, what to do to it, and what it is measured on."""
@@ -44,7 +46,7 @@ def compress_components(
     output: str | Path,
     *,
     mode: str = "sequential",
-    on_plan: Callable[[Plan, DenseModel], None] | None = None,
+    on_plan: OnPlan | None = None,
 ) -> CompressionResult:
     """Compress several components of a model, each in its own way.
 
@@ -73,8 +75,8 @@ def compress_components(
     return _compress_in_turn(in_turn, Path(output), mode, on_plan)
 
 
-def _compress_in_turn(components: list[_Given], output: Path, mode: str, on_plan) -> CompressionResult:
-    """Takes each component out of the list when it is done: its source may hold all of the model."""
+def _compress_in_turn(components: list[_Given], output: Path, mode: str, on_plan: OnPlan | None) -> CompressionResult:
+    """Take each component out of the list when it is done: its source may hold all of the model."""
     if len(components) == 1:
         source = components[0].source
         return compress(*components.pop(), output, mode=mode, on_plan=_with_source(on_plan, source))
@@ -113,24 +115,24 @@ def _in_order(components: Iterable[tuple[DenseModel, Method | str, CalibrationDa
     return sorted(found, key=lambda given: PARTS.index(given.source.part.name))
 
 
-def _given(component: tuple[DenseModel, Method | str, CalibrationData]) -> _Given:
+def _given(component: object) -> _Given:
     """Return one component as it was given.
 
     Raises:
         OptionError: it is none.
     """
-    kinds = (DenseModel, Method | str, CalibrationData)
-    is_one = isinstance(component, tuple | list) and [*map(isinstance, component, kinds)] == [True] * 3
-    if not is_one or len(component) != 3:
-        raise OptionError(
-            "each of the components is an open model (open_model(model, component=...)), a method and calibration data, got "
-            f"{str(component)[:60]!r}"
-        )
-    return _Given(component[0], as_method(component[1]), component[2])
+    match component:
+        case (DenseModel() as source, (Method() | str()) as method, CalibrationData() as tokens):
+            return _Given(source, as_method(method), tokens)
+        case _:
+            raise OptionError(
+                "each of the components is an open model (open_model(model, component=...)), a method and calibration data, "
+                f"got {str(component)[:60]!r}"
+            )
 
 
 def _check(given: _Given, mode: str, output: str | Path) -> None:
-    """Whatever would stop the second component only after the first is done."""
+    """Raise what would stop the second component only after the first is done."""
     source, method, tokens = given
     check_request(method, tokens, None, mode, output)
     check_fits(tokens.ids, validated(source))
@@ -138,19 +140,19 @@ def _check(given: _Given, mode: str, output: str | Path) -> None:
         check(rank_options(source, method), method)
 
 
-def _identity(components: list[_Given], mode: str) -> dict:
-    """Of the last component, with that of the one before it in it, and so on."""
+def _identity(components: list[_Given], mode: str) -> dict[str, Any]:
+    """Return the identity of the last component, with that of the one before it in it, and so on."""
     *before, last = components
     mine = run_identity(last.source, last.method, last.tokens.describe(), mode)
     return mine | ({"before": _identity(before, mode)} if before else {})
 
 
-def _with_source(on_plan: Callable[[Plan, DenseModel], None] | None, source: DenseModel) -> Callable | None:
+def _with_source(on_plan: OnPlan | None, source: DenseModel) -> Callable[[Plan], None] | None:
     return on_plan and (lambda plan: on_plan(plan, source))
 
 
 def _opened_again(place: Path, asked: DenseModel) -> DenseModel:
-    """The component asked for, in the model whose other component is compressed."""
+    """Open the component asked for, in the model whose other component is compressed."""
     source = open_model(place, dtype=dtype_name(asked), device=str(asked.device), component=asked.part.name)
     source.name, source.revision, source.autocast = asked.name, asked.revision, asked.autocast
     source.processors.name = asked.name

@@ -5,7 +5,7 @@ exits with code 2; anything that is not a :class:`RankfoldError` is a bug and sh
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextvars import ContextVar
 from difflib import get_close_matches
 
@@ -51,7 +51,7 @@ class NumericsError(RankfoldError):
 
 
 def first_line(error: BaseException) -> str:
-    """What another library's error says, in one line: its first, with the next where that only announces it; or its type.
+    """Return another library's error in one line: its first, with the next where that only announces it; or its type.
     Of a missing key Python says the key alone."""
     said = f"no entry {error}" if isinstance(error, KeyError) and " " not in str(error) else str(error).strip()
     first, _, rest = (said or type(error).__name__).partition("\n")
@@ -61,7 +61,7 @@ def first_line(error: BaseException) -> str:
 
 
 def suggestion(value: str, allowed: Iterable[str]) -> str:
-    """``"did you mean 'x'? "`` where something allowed is close to ``value``, otherwise nothing."""
+    """Return ``"did you mean 'x'? "`` where something allowed is close to ``value``, otherwise nothing."""
     close = get_close_matches(value, list(allowed), n=1)
     return f"did you mean {close[0]!r}? " if close else ""
 
@@ -78,7 +78,7 @@ _caller: ContextVar[str] = ContextVar("caller", default="python")
 
 
 @contextlib.contextmanager
-def called_by(caller: str) -> Iterator[None]:
+def called_by(caller: str) -> Generator[None]:
     """Have options named as this caller gives them: ``python``, ``command``, or ``compare``, whose methods have their own."""
     token = _caller.set(caller)
     try:

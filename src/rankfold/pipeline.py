@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ._utils.files import check_output
 from ._utils.memory import release_memory
+from ._utils.present import present
 from ._utils.progress import one_run, track
 from ._utils.stopwatch import timed_run
 from .calibration.providers import MomentProvider, StoredMoments
@@ -29,9 +30,9 @@ from .compression.block import RunContext, decompose, run_stages
 from .compression.budget import rank_options
 from .compression.held_out import follow_held_out
 from .compression.importance import (
+    DenseMeasures,
     available,
     gradients_of,
-    measure_allocation,
     moment_provider,
     needed,
     of_dense,
@@ -100,7 +101,7 @@ def plan(
     gradients = gradients_of(source, method, tokens) if moments or method.allocation.needs_text else None
     options = rank_options(source, method)
     check(options, method)
-    measured = measure_allocation(source, method, options, moments, tokens, gradients=gradients)
+    measured = method.allocation.measure(DenseMeasures(source, method, options, moments, tokens, None, gradients))
     allocated = allocate_ranks(options, method, measured)
     reports = {}
     if moments is not None:
@@ -128,7 +129,7 @@ def compress(
 ) -> CompressionResult:
     """Compress an open model; arguments as for :func:`rankfold.compress`, each in its final form."""
     mode = check_request(method, tokens, moments, mode, output)
-    calibration = tokens.describe() if tokens else moments.identity["tokens"]
+    calibration = tokens.describe() if tokens else present(moments).identity["tokens"]
     identity = run_identity(validated(source), method, calibration, mode)
     folder = RunFolder(output, identity) if output is not None else None
     with folder.working() if folder else contextlib.nullcontext():
@@ -172,11 +173,12 @@ class CompressionRun:
         self.gradients = gradients_of(source, method, self.tokens, self.folder)
         if moments is None and (first := of_dense(source, method)):
             statistics = needed(source, method) if self.identity["mode"] == "one-pass" else first
-            moments = calibrate(source, self.tokens, self.folder and self.folder.moments, statistics=statistics)
+            moments = calibrate(
+                source, present(self.tokens), self.folder and self.folder.moments, statistics=statistics
+            )
         self.shared = shared_of(source, method, moments)
-        self.measured = measure_allocation(
-            source, method, self.options, moments, self.tokens, self.folder, self.gradients
-        )
+        known = DenseMeasures(source, method, self.options, moments, self.tokens, self.folder, self.gradients)
+        self.measured = method.allocation.measure(known)
         if moments and self.identity["mode"] == "one-pass":
             moments.check(source, statistics_of(source, method))
             self.moments = moments
@@ -193,20 +195,23 @@ class CompressionRun:
     def compress_blocks(self) -> None:
         """Compress one block after the other; a finished one of an earlier run is read back."""
         source, kept = self.source, kept_blocks(self.ranks, len(self.source))
-        held_out = follow_held_out(source, (self.tokens or self.moments).held_out, self.identity["mode"])
+        held_out = follow_held_out(source, (self.tokens or present(self.moments)).held_out, self.identity["mode"])
         self.context = RunContext(source, self.method, self._provider(), held_out, self.gradients, self.shared)
         self.probes = follow_probe_texts(source)
+        self.followers = [follower for follower in (self.context.provider, held_out, self.probes) if follower]
         self.writer = FolderWriter(source, self.folder, kept) if self.folder else MemoryWriter(source, kept)
         self.blocks: list[BlockResult] = []
         read, basis = BlockReader(source), None
-        for index in track(range(len(source)), "compressing", note=held_out.so_far):
+        for index in track(range(len(source)), "compressing", note=held_out.so_far if held_out else str):
             block, basis = self._compress_block(read, index, basis)
             self.blocks.append(block)
 
     def _provider(self) -> MomentProvider:
         if self.moments:
             return StoredMoments(self.moments)
-        return moment_provider(self.source, self.method, _start(self.source, self.tokens), self.identity["mode"])
+        return moment_provider(
+            self.source, self.method, _start(self.source, present(self.tokens)), self.identity["mode"]
+        )
 
     def _compress_block(self, read: BlockReader, index: int, basis: Tensor | None) -> tuple[BlockResult, Tensor | None]:
         """Measure, decompose, replace and keep one block, or take it from an earlier run; then move on.
@@ -218,21 +223,20 @@ class CompressionRun:
             Descriptions by full path and what was measured, without tensors; and the coordinates in which this block writes the
             stream.
         """
-        context, writer = self.context, self.writer
+        writer, is_kept = self.writer, index in self.writer.kept
         view = dataclasses.replace(read(index), basis=basis)
         release_memory()
-        is_done, is_kept = index in writer, index in writer.kept
-        for follower in (context.provider, context.held_out, self.probes):
-            follower.enter(view, skip=is_done)
-        if is_done:
-            result = writer.load(view)
-            view = replace(view, result, self.source)
+        done = writer.load(index)
+        for follower in self.followers:
+            follower.enter(view, skip=done is not None)
+        if done is not None:
+            view, result = replace(view, done, self.source), done
         else:
-            view, result = run_stages(context, view, of_block(self.ranks, index))
+            view, result = run_stages(self.context, view, of_block(self.ranks, index))
             writer.keep(view, result)
         view = in_model_coordinates(view, result.basis) if is_kept else passing(view)
         release_memory()
-        for follower in (writer, context.provider, context.held_out, self.probes):
+        for follower in (writer, *self.followers):
             follower.follow(view)
         release_memory()
         modules = {writer.module_path(index, name): spec for name, spec in result.modules.items()} if is_kept else {}
@@ -240,12 +244,13 @@ class CompressionRun:
 
     def finish(self) -> CompressionResult:
         """Say what came out, and put the model together; a folder is read back before it gets its name."""
-        source, the_plan, folder = self.source, self.planned, self.folder
+        source, the_plan, folder, held_out = self.source, self.planned, self.folder, self.context.held_out
+        can_exclude = self.method.can_exclude_blocks
         description = {
             "rankfold_version": __version__,
             **self.identity,
             "counts": published_counts(the_plan),
-            "held_out": self.context.held_out.finish(the_plan.sparsity, can_exclude=self.method.can_exclude_blocks),
+            "held_out": held_out.finish(the_plan.sparsity, can_exclude=can_exclude) if held_out else None,
             "probe_texts": self.probes.finish(the_plan.sparsity),
         }
         modules = {path: spec for block in self.blocks for path, spec in block.modules.items()}

@@ -153,6 +153,7 @@ def given(good):
             lambda given: rankfold.compress(**given, num_sample=3),
             "unknown argument, or option of modegpt, 'num_sample'; did you mean 'num_samples'",
         ),
+        (lambda given: rankfold.compress(**given, ouput="small"), "'ouput'; did you mean 'output'"),
         (
             lambda given: rankfold.compress(**given, num_samples=3),
             "the calibration set is loaded already, so num_samples, max_length and seed have no say",

@@ -11,7 +11,7 @@ from rankfold.calibration import backward
 from rankfold.compression import duration, rates
 from rankfold.compression.budget import rank_options
 from rankfold.compression.duration import estimated_seconds, timed
-from rankfold.compression.importance import measure_allocation, of_dense
+from rankfold.compression.importance import DenseMeasures, of_dense
 from rankfold.compression.kl_divergence import least_rank
 from rankfold.compression.plan import allocate_ranks, build_plan
 from rankfold.errors import OptionError
@@ -37,7 +37,9 @@ def planned(method):
     wanted = of_dense(source, method)
     moments = rankfold.calibrate(source, calibration, statistics=wanted) if wanted else None
     ranks = rank_options(source, method)
-    allocated = allocate_ranks(ranks, method, measure_allocation(source, method, ranks, moments, calibration))
+    allocated = allocate_ranks(
+        ranks, method, method.allocation.measure(DenseMeasures(source, method, ranks, moments, calibration))
+    )
     return source, build_plan(source, method, allocated, {}, calibration.describe()), calibration.describe()
 
 

@@ -15,8 +15,8 @@ from rankfold import Rankfold
 from rankfold.allocation.cheapest import cheapest
 from rankfold.compression import importance as scores
 from rankfold.compression.budget import rank_options
-from rankfold.compression.importance import shares
 from rankfold.compression.kl_divergence import measure_kl_sensitivity
+from rankfold.compression.plan import shares
 from rankfold.methods import PrunableModule
 from rankfold.modules import build
 

@@ -9,7 +9,7 @@ import rankfold
 from families import opened, tokens
 from rankfold.cli.summary import options_for_target
 from rankfold.compression.budget import rank_options
-from rankfold.compression.importance import measure_allocation
+from rankfold.compression.importance import DenseMeasures
 from rankfold.exports.kept import stock_parameters
 from saved import save_tiny
 
@@ -81,7 +81,7 @@ def test_the_divergence_is_that_of_the_ranks_for_stock(place, run):
     source = rankfold.open_model(place / "model", device="cpu")
     method = rankfold.Rankfold(sparsity=0.3, rank_multiple=2, modules=("mlp", "qk", "vo"))
     windows = rankfold.load_calibration("pydoc", source, num_samples=4, max_length=32)
-    costs = measure_allocation(source, method, rank_options(source, method), tokens=windows)
+    costs = method.allocation.measure(DenseMeasures(source, method, rank_options(source, method), tokens=windows))
     chosen = json.loads((place / "uniform" / "rankfold.json").read_text())["plan"]["modules"]
     expected = sum(costs[one["block"], one["module"]][one["rank"]] for one in chosen)
     facts = json.loads((place / "kept" / "rankfold.json").read_text())["plan"]["facts"]

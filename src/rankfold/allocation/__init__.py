@@ -5,7 +5,7 @@ itself to that table.
 """
 
 from .base import Allocation, DenseModelMeasures, RanksBySparsity, Share
-from .budget import BUDGETS, Budget, Bytes, FLOPs, Latency, Parameters
+from .budget import BUDGETS, Budget, Bytes, ContextBudget, FLOPs, Latency, Parameters
 from .by_cost import Greedy, LeastInfluence, Measured
 from .cheapest import largest_sparsity
 from .counting import block_weights, tensor_bytes, unique_parameters
@@ -13,7 +13,7 @@ from .influence import Influence, ModuleInfluence
 from .named import from_text
 from .owl import OWL
 from .prunable import PrunableModule, RankCosts, Ranks
-from .ranks import allocate, averages, check_reachable, removable, shared_budgets, to_remove
+from .ranks import allocate, averages, check_reachable, shared_budgets, to_remove
 from .spectrum import Spectrum
 from .uniform import Uniform
 
@@ -24,6 +24,7 @@ __all__ = [
     "Allocation",
     "Budget",
     "Bytes",
+    "ContextBudget",
     "DenseModelMeasures",
     "FLOPs",
     "Greedy",
@@ -46,7 +47,6 @@ __all__ = [
     "check_reachable",
     "from_text",
     "largest_sparsity",
-    "removable",
     "shared_budgets",
     "tensor_bytes",
     "to_remove",

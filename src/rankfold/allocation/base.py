@@ -39,9 +39,19 @@ class Share(NamedTuple):
     """Modules that share one budget, and how much of it must be removed."""
 
     modules: list[PrunableModule]
-    remove: int
-    counts: str = "weights"  # what their sizes count, for messages
+    asked: int  # what must go
+    counted: int  # that the sparsity is a fraction of
+    named: str  # that sparsity, for messages
+    module: str | None = None  # where a module has its own sparsity
+    given: int = 0  # what goes of other modules, whose ranks are fixed
+    stays: int = 0  # what could go, but not with all the others
+    counts: str = "weights"  # what sizes count, for messages
     together: Mapping[str, str] = MappingProxyType({})  # module -> another one that has rank 0 where it has
+
+    @property
+    def remove(self) -> int:
+        """Count what must be removed of these modules."""
+        return max(0, self.asked - self.given)
 
     @property
     def dense(self) -> int:

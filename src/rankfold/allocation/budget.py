@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from .named import Named
 
-__all__ = ["BUDGETS", "Budget", "Bytes", "FLOPs", "Latency", "Parameters"]
+__all__ = ["BUDGETS", "Budget", "Bytes", "ContextBudget", "FLOPs", "Latency", "Parameters"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Parameters(Budget):
 
 
 @dataclass(frozen=True)
-class _OfContext(Budget):
+class ContextBudget(Budget):
     """A budget that depends on the length of a sequence.
 
     Attributes:
@@ -40,7 +40,7 @@ class _OfContext(Budget):
 
 
 @dataclass(frozen=True)
-class Bytes(_OfContext):
+class Bytes(ContextBudget):
     """Bytes of the checkpoint, codes and indices included.
 
     Attributes:
@@ -58,7 +58,7 @@ class Bytes(_OfContext):
 
 
 @dataclass(frozen=True)
-class FLOPs(_OfContext):
+class FLOPs(ContextBudget):
     """Multiply-accumulates per token."""
 
     name: ClassVar[str] = "flops"
@@ -66,7 +66,7 @@ class FLOPs(_OfContext):
 
 
 @dataclass(frozen=True)
-class Latency(_OfContext):
+class Latency(ContextBudget):
     """Time of a forward of ``context`` tokens on this device."""
 
     name: ClassVar[str] = "latency"

@@ -18,11 +18,11 @@ class ByCost(Allocation):
 
     def allocate(self, share: Share, measured: RankCosts) -> tuple[Ranks, dict[str, Any]]:
         ranks = cheapest(share.modules, measured, share.remove, share.counts, share.together)
-        chosen = {key: rank for key, rank in ranks.items() if self.is_recorded(rank)}
-        return ranks, {self.called: {f"{key[0]}.{key[1]}": measured[key][rank] for key, rank in chosen.items()}}
+        costs = {f"{b}.{m}": measured[b, m][rank] for (b, m), rank in ranks.items() if self.is_recorded(rank)}
+        return ranks, {self.called: costs}
 
     def is_recorded(self, rank: int) -> bool:
-        """Whether the record holds the cost of a module at this rank: by default of whole blocks that are removed."""
+        """Tell whether the record holds the cost of a module at this rank: by default of whole blocks that are removed."""
         return rank == 0
 
 

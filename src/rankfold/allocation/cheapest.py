@@ -56,17 +56,17 @@ def cheapest(
         )
     found: Ranks = {}
     for some, ranks, n in zip(bound.values(), options, choice, strict=True):
-        found |= {(unit.block, unit.module): rank for unit, rank in zip(some, ranks[n], strict=True)}
+        found |= zip([unit.key for unit in some], ranks[n], strict=True)
     return found
 
 
 def _options(units: list[PrunableModule], costs: RankCosts) -> list[tuple[int, ...]]:
-    """Ranks that these units may have together."""
-    ranks = product(*([rank for rank in u.ranks if rank in costs[u.block, u.module]] for u in units))
+    """List the ranks that these units may have together."""
+    ranks = product(*([rank for rank in u.ranks if rank in costs[u.key]] for u in units))
     return [some for some in ranks if all(some) or not any(some)]
 
 
 def _group(units: list[PrunableModule], options: list[tuple[int, ...]], costs: RankCosts) -> Group:
     removed = [sum(u.dense - u.size(rank) for u, rank in zip(units, ranks, strict=True)) for ranks in options]
-    cost = [sum(costs[u.block, u.module][rank] for u, rank in zip(units, ranks, strict=True)) for ranks in options]
+    cost = [sum(costs[u.key][rank] for u, rank in zip(units, ranks, strict=True)) for ranks in options]
     return Group(torch.tensor(removed, dtype=torch.int64), torch.tensor(cost, dtype=torch.float64))

@@ -9,15 +9,15 @@ __all__ = ["block_weights", "tensor_bytes", "unique_parameters"]
 
 
 def block_weights(block: nn.Module) -> int:
-    """Weights of a block's linear maps: every parameter with two or more dimensions (3-D expert stacks included)."""
+    """Count the weights of a block's linear maps: every parameter with two or more dimensions (3-D expert stacks included)."""
     return sum(p.numel() for p in block.parameters() if p.dim() >= 2)
 
 
 def unique_parameters(model: nn.Module) -> int:
-    """Parameters of a model; a tied matrix counts once."""
+    """Count the parameters of a model; a tied matrix counts once."""
     return sum(p.numel() for p in model.parameters())
 
 
 def tensor_bytes(module: nn.Module) -> int:
-    """Bytes of a module's parameters and persistent buffers."""
+    """Count the bytes of a module's parameters and persistent buffers."""
     return sum(t.numel() * t.element_size() for t in module.state_dict().values())

@@ -19,9 +19,8 @@ __all__ = ["MAX_SPARSITY_RULE", "Influence", "ModuleInfluence", "softmax_sparsit
 Influences = dict[int, tuple[float, ...]]  # block -> of the block, of its attention, of its MLP
 MLP_MODULES = ("mlp", "experts", "gate", "up", "down")  # the rest belong to the attention half of a block
 MAX_SPARSITY_RULE = 0.8  # App. B.2: choose epsilon so that the largest layer sparsity is around 80 %
-COLDEST = (
-    1e-3  # temperature over the spread of the scores; a colder one would make much of differences that mean nothing
-)
+# Temperature over the spread of the scores; a colder one would make much of differences that mean nothing.
+COLDEST = 1e-3
 
 
 @dataclass(frozen=True)
@@ -74,20 +73,21 @@ class ModuleInfluence(Influence):
 
 
 def _shares(modules: list[PrunableModule]) -> Tensor:
-    """Weight of a module's half of the block, with mean 3/2 over the two halves: the paper's w_mlp = 2, w_mha = 1 (Eq. 42)
-    where the MLP holds two thirds of the parameters, and the true shares elsewhere."""
+    """Return the weight of each module's half of the block, with mean 3/2 over the two halves.
+
+    It is the paper's w_mlp = 2, w_mha = 1 (Eq. 42) where the MLP holds two thirds of the parameters.
+    """
     halves: dict[tuple[int, bool], int] = {}
     for m in modules:
         key = (m.block, m.module in MLP_MODULES)
         halves[key] = halves.get(key, 0) + m.dense
-    share = [
-        3 * halves[m.block, m.module in MLP_MODULES] / sum(halves.get((m.block, h), 0) for h in (0, 1)) for m in modules
-    ]
+    blocks = {block: halves.get((block, False), 0) + halves.get((block, True), 0) for block, _ in halves}
+    share = [3 * halves[m.block, m.module in MLP_MODULES] / blocks[m.block] for m in modules]
     return torch.tensor(share, dtype=torch.float64)
 
 
 def softmax_sparsities(scores: Tensor, weights: Tensor, average: float, temperature: float) -> Tensor:
-    r"""Sparsity ``phi`` of every layer, high where the score is low; MoDeGPT Eq. 11.
+    r"""Return the sparsity ``phi`` of every layer, high where the score is low; MoDeGPT Eq. 11.
 
     Maximises :math:`\sum_i s_i (1 - \phi_i) + \varepsilon H(\phi)` under the average: :math:`\phi_i = c\, e^{-s_i /
     \varepsilon}`, with ``c`` so that the WEIGHTED mean of ``phi`` is ``average``. With equal weights ``c`` is the paper's
@@ -104,9 +104,9 @@ def softmax_sparsities(scores: Tensor, weights: Tensor, average: float, temperat
 
 
 def temperature_for(scores: Tensor, weights: Tensor, average: float, largest: float = MAX_SPARSITY_RULE) -> float:
-    """The temperature at which the largest sparsity is ``largest``: the paper's rule, by bisection.
+    """Return the temperature at which the largest sparsity is ``largest``: the paper's rule, by bisection.
 
-    Returns ``inf`` (uniform) where all scores are equal or the average is already at ``largest``. Where the lowest scores
+    It is ``inf`` (uniform) where all scores are equal or the average is already at ``largest``. Where the lowest scores
     nearly tie, the largest sparsity stays below: not less than a thousandth of the spread of the scores is returned.
     """
     spread = (scores.max() - scores.min()).item()

@@ -21,7 +21,7 @@ class Group(NamedTuple):
 
 
 def cheapest_options(groups: list[Group], remove: int) -> list[int] | None:
-    r"""The option of every group with :math:`\min \sum c_i` under :math:`\sum r_i \ge` ``remove``; of equals what removes most.
+    r"""Find the option of every group with least :math:`\sum c_i` and :math:`\sum r_i \ge` ``remove``; of equals the largest.
 
     For any price :math:`\lambda \ge 0` the cost of a choice is the Lagrangian bound :math:`\lambda R + \sum_i \min_o (c_{io} -
     \lambda r_{io})`, plus what its options lie above these minima, plus :math:`\lambda` times the surplus: all of it
@@ -46,8 +46,9 @@ def cheapest_options(groups: list[Group], remove: int) -> list[int] | None:
 
 
 def _price(groups: list[Group], remove: int) -> tuple[float, float]:
-    """Cost of the last unit removed where options may be taken in parts: along the lower convex hulls, cheapest edge first.
-    And the size of all costs added up until so much is removed, with the whole last edge.
+    """Return the cost of the last unit removed where options may be taken in parts, and the size of all costs up to there.
+
+    Edges of the lower convex hulls are taken cheapest first, the last one whole.
     """
     removed, reached, edges = 0, 0.0, []
     for group in groups:
@@ -63,16 +64,16 @@ def _price(groups: list[Group], remove: int) -> tuple[float, float]:
 
 
 def _hull(group: Group) -> list[tuple[int, float]]:
-    """``(removed, cost)`` along the lower convex hull, from the cheapest option on."""
+    """List ``(removed, cost)`` along the lower convex hull, from the cheapest option on."""
     hull: list[tuple[int, float]] = []
     for point in sorted(zip(group.removed.tolist(), group.cost.tolist(), strict=True), key=lambda p: (p[0], -p[1])):
-        while hull and (hull[-1][1] >= point[1] or (len(hull) > 1 and not _turns_up(*hull[-2:], point))):
+        while hull and (hull[-1][1] >= point[1] or (len(hull) > 1 and not _turns_up(hull[-2], hull[-1], point))):
             hull.pop()
         hull.append(point)
     return hull
 
 
-def _turns_up(a, b, c) -> bool:
+def _turns_up(a: tuple[int, float], b: tuple[int, float], c: tuple[int, float]) -> bool:
     return (b[1] - a[1]) * (c[0] - b[0]) < (c[1] - b[1]) * (b[0] - a[0])
 
 
@@ -84,7 +85,7 @@ class _Step(NamedTuple):
 
 
 def _within(groups: list[Group], remove: int, price: float, gap: float) -> list[int] | None:
-    """The optimum if it is clearly less than ``gap`` above the bound: what costs the same has been followed then, too."""
+    """Return the optimum if it is clearly less than ``gap`` above the bound: what costs the same was followed then, too."""
     lows = [(group.cost - price * group.removed).min() for group in groups]
     options = [
         torch.nonzero(g.cost - price * g.removed - low <= gap).flatten() for g, low in zip(groups, lows, strict=True)
@@ -108,7 +109,7 @@ def _within(groups: list[Group], remove: int, price: float, gap: float) -> list[
 
 
 def _undominated(removed: Tensor, cost: Tensor, which: Tensor) -> Tensor:
-    """Of the states ``which`` those that no other one beats in both, most removed first."""
+    """Return those of the states ``which`` that no other one beats in both, most removed first."""
     which = which[torch.argsort(cost[which], stable=True)]
     which = which[torch.argsort(removed[which], descending=True, stable=True)]
     best = cost[which].cummin(0).values
@@ -116,7 +117,7 @@ def _undominated(removed: Tensor, cost: Tensor, which: Tensor) -> Tensor:
 
 
 def _read_back(steps: list[_Step], state: int) -> list[int]:
-    choice = []
+    choice: list[int] = []
     for step in reversed(steps):
         choice.append(int(step.option[state]))
         state = int(step.state[state])

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from ..errors import OptionError, check_choice
 
@@ -26,8 +26,8 @@ class Named:
     @classmethod
     def of_text(cls, options: str) -> Self:
         """Make it from ``key=value,key=value``."""
-        defaults = {f.name: f.default for f in fields(cls)}
-        given = {}
+        defaults: dict[str, Any] = {f.name: f.default for f in fields(cls)}
+        given: dict[str, int | float] = {}
         for item in filter(None, options.split(",")):
             key, _, value = item.partition("=")
             check_choice(f"option of {cls.kind} {cls.name}", key, defaults)

@@ -6,21 +6,21 @@ __all__ = ["common_ranks", "freed", "one_rank", "width_facts"]
 
 
 def one_rank(units: list[PrunableModule], remove: int) -> int:
-    """The largest rank that all units may take and with which enough goes; there must be one."""
+    """Return the largest rank that all units may take and that removes enough; there must be one."""
     return max(rank for rank in common_ranks(units) if freed(units, rank) >= remove)
 
 
 def common_ranks(units: list[PrunableModule]) -> set[int]:
-    """Ranks that all units may take."""
+    """Return the ranks that all units may take."""
     return set.intersection(*(set(unit.ranks) for unit in units))
 
 
 def freed(units: list[PrunableModule], rank: int) -> int:
-    """What goes when all units take a rank."""
+    """Count what is removed when all units take a rank."""
     return sum(u.dense - u.size(rank) for u in units)
 
 
 def width_facts(unit: PrunableModule, rank: int) -> dict[str, float]:
-    """Of a rank, for the record: the share of ranks that goes is not the share of weights."""
+    """Describe a rank for the record: the share of ranks that goes is not the share of weights."""
     full = unit.ranks[-1]
     return {"rank": rank, "of": full, "nominal_sparsity": 1 - rank / full}

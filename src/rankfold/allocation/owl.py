@@ -55,11 +55,11 @@ def _outliers(view: Any, energies: Tensor, threshold: float) -> float:
     weights = [view.weights(paths) for paths in view.readers.values()]
     inputs = energies.to(view.device).split([some[0].shape[1] for some in weights])
     pairs = [(W, x) for some, x in zip(weights, inputs, strict=True) for W in some]
-    return outlier_fraction(*zip(*pairs, strict=True), threshold)
+    return outlier_fraction([W for W, _ in pairs], [x for _, x in pairs], threshold)
 
 
 def outlier_fraction(weights: Sequence[Tensor], energies: Sequence[Tensor], factor: float) -> float:
-    r"""Share of a block's weights whose :math:`|W_{ij}| \, \|x_j\|` is over ``M`` times the mean of the block.
+    r"""Return the share of a block's weights whose :math:`|W_{ij}| \, \|x_j\|` is over ``M`` times the mean of the block.
 
     The layerwise outlier distribution of OWL (arXiv:2310.05175, Sec. 3).
 
@@ -75,7 +75,7 @@ def outlier_fraction(weights: Sequence[Tensor], energies: Sequence[Tensor], fact
 
 
 def outlier_sparsities(fractions: Tensor, weights: Tensor, average: float, spread: float) -> Tensor:
-    r"""Sparsities that fall with the share of outliers, around ``average``: OWL (arXiv:2310.05175, Sec. 3).
+    r"""Return sparsities that fall with the share of outliers, around ``average``: OWL (arXiv:2310.05175, Sec. 3).
 
     Shares are scaled to run over :math:`[0, 2\lambda]` and taken away from the sparsity, whose weighted mean stays.
 

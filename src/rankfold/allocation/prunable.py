@@ -20,6 +20,10 @@ class PrunableModule:
     fixed: bool = False  # an option of the method has chosen the first rank; the budget chooses the others around it
 
     @property
+    def key(self) -> tuple[int, str]:
+        return self.block, self.module
+
+    @property
     def dense(self) -> int:
         return self.sizes[-1]
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 from ..errors import OptionError, method_option
 from .base import Allocation, Share
@@ -15,6 +15,8 @@ __all__ = ["allocate", "averages", "check_reachable", "removable", "shared_budge
 
 class AllocationRequest(Protocol):
     """The options of a :class:`~rankfold.methods.Method` that ranks depend on."""
+
+    together: ClassVar[Mapping[str, str]]
 
     @property
     def sparsity(self) -> float: ...
@@ -33,9 +35,6 @@ class AllocationRequest(Protocol):
 
     @property
     def target(self) -> str: ...
-
-    @property
-    def together(self) -> Mapping[str, str]: ...
 
     @property
     def one_rank(self) -> bool: ...
@@ -64,76 +63,62 @@ def allocate(
     Raises:
         OptionError: the sparsity cannot be reached; the message says what can.
     """
-    ranks = {(u.block, u.module): u.ranks[-1] for u in units}
+    shares = shared_budgets(units, method, counted)
+    fixed = [u for u in units if u.fixed and any(share.asked for share in shares)]
+    ranks = {u.key: u.ranks[-1] for u in units} | {u.key: u.ranks[0] for u in fixed}
     facts: dict[str, Any] = {"allocation": method.allocation.name}
-    found = shared_budgets(units, method, counted)
-    fixed = [u for u in units if u.fixed and any(budget.asked for budget in found)]
-    ranks |= {(u.block, u.module): u.ranks[0] for u in fixed}
     facts |= width_facts(fixed[0], fixed[0].ranks[0]) if fixed else {}
-    for budget in found:
-        own = facts.setdefault(budget.module, {}) if budget.module else facts
-        ranks |= _within(budget, method, measured, own)
+    for share in shares:
+        own = facts.setdefault(share.module, {}) if share.module else facts
+        if share.remove:
+            chosen, found = _within(share, method, measured)
+            ranks |= chosen
+            own |= found
     return ranks, facts
 
 
 def averages(units: list[PrunableModule], method: AllocationRequest, counted: int) -> dict[tuple[int, str], float]:
     """Return ``(block, module)`` -> sparsity of all modules that share its budget; of those that lose anything."""
-    return {
-        (u.block, u.module): budget.remove / budget.dense
-        for budget in shared_budgets(units, method, counted)
-        for u in budget.units
-        if budget.remove
-    }
+    shares = shared_budgets(units, method, counted)
+    return {u.key: share.remove / share.dense for share in shares for u in share.modules if share.remove}
 
 
 def to_remove(units: list[PrunableModule], method: AllocationRequest, counted: int) -> int:
     """Count what must be removed, of all budgets together."""
-    return sum(budget.asked for budget in shared_budgets(units, method, counted))
+    return sum(share.asked for share in shared_budgets(units, method, counted))
 
 
 def check_reachable(units: list[PrunableModule], method: AllocationRequest, counted: int) -> None:
     """Raise :class:`OptionError` where no ranks remove enough, whatever the allocation; the message says what can be."""
-    for budget in shared_budgets(units, method, counted):
-        _check(budget, method)
+    for share in shared_budgets(units, method, counted):
+        _check(share, method)
 
 
-class SharedBudget(NamedTuple):
-    """Modules that lose so much together."""
-
-    units: list[PrunableModule]
-    asked: int  # what must go
-    what: str  # for messages
-    counted: int  # that the sparsity is a fraction of
-    stays: int  # what could go, but not with all the others
-    module: str | None = None  # where a module has its own sparsity
-    given: int = 0  # what goes of other units, whose ranks are fixed
-
-    @property
-    def remove(self) -> int:
-        """Count what must be removed of these modules."""
-        return max(0, self.asked - self.given)
-
-    @property
-    def dense(self) -> int:
-        return sum(u.dense for u in self.units)
-
-
-def shared_budgets(units: list[PrunableModule], method: AllocationRequest, counted: int) -> list[SharedBudget]:
+def shared_budgets(units: list[PrunableModule], method: AllocationRequest, counted: int) -> list[Share]:
     """Group the prunable modules into budgets."""
     blocks = 1 + max((u.block for u in units), default=0)
     excluded = {_block(b, blocks) for b in method.exclude_blocks}
     free = [u for u in units if u.block not in excluded and not u.fixed]
-    if not method.own_sparsities:
-        asked, stays = math.ceil(method.sparsity * counted - 1e-9), _last_block(free, units)
-        given = sum(u.dense - u.sizes[0] for u in units if u.fixed) if asked else 0
-        return [SharedBudget(free, asked, f"sparsity {method.sparsity}", counted, stays, given=given)]
-    found: list[SharedBudget] = []
-    for module, sparsity in method.own_sparsities.items():
-        here = sum(u.dense for u in units if u.module == module)
-        mine, asked = [u for u in free if u.module == module], math.ceil(sparsity * here - 1e-9)
-        stays = _last_block(mine, units)
-        found.append(SharedBudget(mine, asked, f"sparsity {sparsity} of module {module}", here, stays, module))
-    return found
+    own = method.own_sparsities
+
+    def share(module: str | None, sparsity: float, counted: int, given: int = 0) -> Share:
+        mine = [u for u in free if module in (None, u.module)]
+        asked = math.ceil(sparsity * counted - 1e-9)
+        return Share(
+            mine,
+            asked,
+            counted,
+            named=f"sparsity {sparsity}" + (f" of module {module}" if module else ""),
+            module=module,
+            given=given if asked else 0,
+            stays=_last_block(mine, units),
+            counts=method.budget.counts,
+            together=method.together,
+        )
+
+    if not own:
+        return [share(None, method.sparsity, counted, removable([u for u in units if u.fixed]))]
+    return [share(name, own[name], sum(u.dense for u in units if u.module == name)) for name in own]
 
 
 def _last_block(free: list[PrunableModule], units: list[PrunableModule]) -> int:
@@ -148,33 +133,25 @@ def _block(index: int, blocks: int) -> int:
     return index % blocks
 
 
-def _within(budget: SharedBudget, method: AllocationRequest, measured: Any, facts: dict[str, Any]) -> Ranks:
-    """Choose the ranks of a budget's modules that remove what it must."""
-    units, remove = budget.units, budget.remove
-    if remove == 0:
-        return {(u.block, u.module): u.ranks[-1] for u in units}
-    _check(budget, method)
-    if method.one_rank:
-        rank = one_rank(units, remove)
-        facts |= width_facts(units[0], rank)
-        return {(u.block, u.module): rank for u in units}
-    share = Share(units, remove, method.budget.counts, method.together)
-    ranks, own = method.allocation.allocate(share, measured)
-    facts |= own
-    return ranks
+def _within(share: Share, method: AllocationRequest, measured: Any) -> tuple[Ranks, dict[str, Any]]:
+    """Choose ranks that remove what the modules of a budget must lose; and facts for the record."""
+    _check(share, method)
+    if not method.one_rank:
+        return method.allocation.allocate(share, measured)
+    rank = one_rank(share.modules, share.remove)
+    return {u.key: rank for u in share.modules}, width_facts(share.modules[0], rank)
 
 
-def _check(budget: SharedBudget, method: AllocationRequest) -> None:
-    units = budget.units
+def _check(share: Share, method: AllocationRequest) -> None:
+    units = share.modules
     alone = freed(units, min(common_ranks(units))) if method.one_rank else removable(units)
-    most = alone - budget.stays + budget.given
-    if budget.asked > most:
-        reach = most / max(budget.counted, 1)
+    most = alone - share.stays + share.given
+    if share.asked > most:
         finer = f"lower {method_option('rank_multiple')}"
         if method.target != "transformers":
             finer = f"leave out {method_option('target', method.target)}"
         raise OptionError(
-            f"{budget.what} cannot be reached: the chosen modules can lose at most {most:,} of the {budget.asked:,} "
-            f"{method.budget.counts} that must go, sparsity {reach:.4f}; lower the sparsity, compress more modules, or "
-            f"{finer}"
+            f"{share.named} cannot be reached: the chosen modules can lose at most {most:,} of the {share.asked:,} "
+            f"{share.counts} that must go, sparsity {most / max(share.counted, 1):.4f}; lower the sparsity, compress more "
+            f"modules, or {finer}"
         )

@@ -46,7 +46,7 @@ def capped_sparsities(phi: Tensor, weights: Tensor, average: float, caps: Tensor
 
 
 def round_sparsities(units: list[PrunableModule], phi: list[float], budget: int) -> dict[tuple[int, str], int]:
-    """Integer ranks that take at most ``budget``, and less than one smallest step fewer.
+    """Return integer ranks that take at most ``budget``, and less than one smallest step fewer.
 
     Modules with coarse steps (a head of 64 in multiples of 8) are rounded to the NEAREST rank in every block; the module
     with the finest steps relative to its size (the MLP) absorbs the difference. Rounding down everywhere and handing out
@@ -67,7 +67,7 @@ def round_sparsities(units: list[PrunableModule], phi: list[float], budget: int)
     _diffuse(units, wanted, level, fine)
     _spend(units, wanted, level, fine, budget)
     _spend(units, wanted, level, list(range(len(units))), budget)  # a short last step of a coarse module may still fit
-    return {(u.block, u.module): u.ranks[level[i]] for i, u in enumerate(units)}
+    return {u.key: u.ranks[level[i]] for i, u in enumerate(units)}
 
 
 def _step(unit: PrunableModule) -> float:
@@ -79,8 +79,10 @@ def _nearest(sizes: tuple[int, ...], wanted: float) -> int:
 
 
 def _diffuse(units: list[PrunableModule], wanted: list[float], level: list[int], which: list[int]) -> None:
-    """Along the blocks, per module, each unit takes the largest rank that its own share plus what its predecessors left
-    over can pay for, so that every module keeps its average."""
+    """Give each unit, block by block, the largest rank that its share and what its predecessors left over can pay for.
+
+    So every module keeps its average.
+    """
     carry: dict[str, float] = {}
     for i in sorted(which, key=lambda i: units[i].block):
         share = wanted[i] + carry.get(units[i].module, 0.0)

@@ -37,10 +37,10 @@ class Spectrum(RanksBySparsity):
 
 
 def effective_rank(weights: Sequence[Tensor]) -> float:
-    r"""Mean over a block's parameters of :math:`e^{H(p)} / \min(O, N)`, the effective rank of a layer (Roy and Vetterli 2007).
+    r"""Return the mean over a block's parameters of :math:`e^{H(p)} / \min(O, N)`, the effective rank of a layer.
 
-    ``H`` is the entropy of the layer's singular values, :math:`p_i = \sigma_i / \sum_j \sigma_j`. In (0, 1]; 0 where all
-    weights are.
+    Roy and Vetterli (2007). ``H`` is the entropy of the layer's singular values, :math:`p_i = \sigma_i / \sum_j \sigma_j`.
+    In (0, 1]; 0 where all weights are.
 
     Args:
         weights: ``(O, N)`` of every layer of a block.
@@ -59,7 +59,7 @@ def _share_of_rank(W: Tensor) -> float:
 
 
 def spectrum_sparsities(ranks: Tensor, weights: Tensor, average: float) -> Tensor:
-    """Sparsities with which what is kept is proportional to the effective rank.
+    """Return sparsities with which what is kept is proportional to the effective rank.
 
     Args:
         ranks: ``(L,)`` of :func:`effective_rank`.

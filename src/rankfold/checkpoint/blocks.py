@@ -6,6 +6,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from .._utils.files import read_json, write_json, write_tensors
 from ..errors import CheckpointError
@@ -85,7 +86,7 @@ class BlockFiles:
         self.shards.write(self.shards.blocks, outer)
         self.shards.write_index()
 
-    def check(self, config, source) -> nn.Module:
+    def check(self, config, source) -> PreTrainedModel:
         """Return the empty model that the config describes, once names and shapes on the disk are its own.
 
         Raises:

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 from collections.abc import Iterator
-from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from ..calibration.store import MomentStore
 from ..errors import NumericsError
 from ..methods import BlockResult, CompressionStep, Method
 from ..models.dense_model import DenseModel
-from .held_out import HeldOut, NothingHeldOut
+from .held_out import HeldOut
 from .replace import replace
 
 __all__ = ["RunContext", "algebra", "decompose", "run_stages"]
@@ -29,13 +28,13 @@ class RunContext(NamedTuple):
     source: DenseModel
     method: Method
     provider: MomentProvider
-    held_out: HeldOut | NothingHeldOut  # windows that nothing is fitted to
-    gradients: MomentStore | None = None  # of the dense model, where the method reads any
-    shared: BlockMoments = MappingProxyType({})  # of all blocks of the dense model together, likewise
+    held_out: HeldOut | None  # windows that nothing is fitted to
+    gradients: MomentStore | None  # of the dense model, where the method reads any
+    shared: BlockMoments  # of all blocks of the dense model together, likewise
 
 
 def run_stages(context: RunContext, view: BlockView, ranks: dict[str, int]) -> tuple[BlockView, BlockResult]:
-    """Compress a block; the modules in it are the smaller ones then."""
+    """Compress a block: replace its modules by smaller ones."""
     whole = BlockResult({}, {}, {})
     for stage in context.method.stages(view, ranks):
         view, whole = _run_stage(context, view, stage, whole)
@@ -45,19 +44,19 @@ def run_stages(context: RunContext, view: BlockView, ranks: dict[str, int]) -> t
 def _run_stage(
     context: RunContext, view: BlockView, stage: CompressionStep, whole: BlockResult
 ) -> tuple[BlockView, BlockResult]:
-    """Measure the block as it is, decompose, replace; what came of it is added to ``whole``."""
+    """Measure the block as it is, decompose, replace, and add what came of it to ``whole``."""
     more = dict(context.shared) | (context.gradients[view.index] if context.gradients else {})
     moments = context.provider.measure(view, stage.statistics) | more
-    held_out = functools.cache(
-        lambda: context.held_out.measure(view, stage.statistics)
-    )  # late, because moments are large
+    unseen = context.held_out
+    # Late, because moments are large.
+    held_out = functools.cache(lambda: unseen.measure(view, stage.statistics) if unseen else None)
     release_memory()
     result = decompose(stage, view, moments, held_out)
     del moments
-    if held_out() is not None:
+    if (found := held_out()) is not None:
         with time_spent("decomposition"):
             for module, error in result.errors.items():
-                result.reports[module]["held_out_error"] = error(held_out())
+                result.reports[module]["held_out_error"] = error(found)
     view = replace(view, result, context.source)
     whole.modules.update(result.modules)
     whole.state.update(result.state)
@@ -67,7 +66,7 @@ def _run_stage(
 
 
 def decompose(stage: CompressionStep, view: BlockView, moments, held_out=lambda: None) -> BlockResult:
-    """What a stage makes of a block.
+    """Run one step of a method on a block.
 
     Raises:
         NumericsError: what comes up in the linear algebra, with the block.
@@ -78,7 +77,7 @@ def decompose(stage: CompressionStep, view: BlockView, moments, held_out=lambda:
 
 @contextlib.contextmanager
 def algebra(view: BlockView) -> Iterator[BlockView]:
-    """The block where there is fp64, for linear algebra on its weights; what comes up in it is raised with the block's name.
+    """Give the block where there is fp64, for linear algebra on its weights; name the block in what is raised there.
 
     Raises:
         NumericsError: a matrix is singular or not finite.

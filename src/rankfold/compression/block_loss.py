@@ -22,17 +22,20 @@ from ..models.block_reader import BlockReader
 from ..models.dense_model import DenseModel
 from .held_out import nats_per_token
 
-__all__ = ["Order", "greedy_block_removal", "losses_without"]
+__all__ = ["greedy_block_removal", "losses_without"]
 
 log = logging.getLogger(__name__)
 
-Order = RankCosts  # (block, "block") -> {0: it goes as number ..., 1: 0.0}; blocks that stay have no rank 0
-
 
 def greedy_block_removal(
-    source: DenseModel, ids: Data, sizes: dict[int, int], remove: int, known: Order, keep: Callable[[Order], None]
-) -> Order:
-    """Which blocks go, and in which order.
+    source: DenseModel,
+    ids: Data,
+    sizes: dict[int, int],
+    remove: int,
+    known: RankCosts,
+    keep: Callable[[RankCosts], None],
+) -> RankCosts:
+    """Find which blocks are removed, and in which order.
 
     Args:
         source: an open model.
@@ -41,6 +44,9 @@ def greedy_block_removal(
         remove: how much must go.
         known: what an earlier run found before it was stopped; may be empty.
         keep: called with all that is found whenever a block is.
+
+    Returns:
+        ``(block, "block")`` -> ``{0: place in the order, 1: 0.0}``; blocks that stay have no rank 0.
 
     Cost: for every block removed about half a forward over the windows, and the head once, for every block that is left; memory
     for as many residual streams as there are blocks.
@@ -55,7 +61,7 @@ def greedy_block_removal(
     return _order(gone, sizes)
 
 
-def _order(gone: list[int], sizes: dict[int, int]) -> Order:
+def _order(gone: list[int], sizes: dict[int, int]) -> RankCosts:
     places = {block: {0: float(place)} for place, block in enumerate(gone, 1)}
     return {(block, BLOCK): {1: 0.0} | places.get(block, {}) for block in sizes}
 
@@ -64,7 +70,7 @@ def _order(gone: list[int], sizes: dict[int, int]) -> Order:
 def losses_without(
     source: DenseModel, ids: Data, gone: Collection[int], candidates: Collection[int]
 ) -> dict[int, float]:
-    """Candidate -> nats per predicted token when it is left out, too.
+    """Return candidate -> nats per predicted token when it is left out, too.
 
     Args:
         gone: blocks that are left out already.

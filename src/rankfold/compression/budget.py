@@ -7,13 +7,13 @@ no choice then.
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ..allocation import Parameters, block_weights, unique_parameters
+from ..allocation import Bytes, ContextBudget, block_weights, unique_parameters
 from ..architectures import BlockView
 from ..checkpoint.removable import blocks_that_stay
 from ..errors import OptionError, UnsupportedModelError
@@ -24,6 +24,10 @@ from .latency import likeness, measure_latency, read_latency_table, write_latenc
 __all__ = ["RankOptions", "attended_macs", "rank_options"]
 
 
+Size = Callable[[BlockView, PrunableModule, int], int]  # of a module at a rank, in what the budget counts
+Price = tuple[Size, int, dict[str, Any]]  # with what there is of it in all, and facts for the record
+
+
 class RankOptions(NamedTuple):
     """The ranks there are to choose from, and what the sparsity is a fraction of."""
 
@@ -31,11 +35,11 @@ class RankOptions(NamedTuple):
     weights: int  # of the blocks, or of the model
     priced: list[PrunableModule]  # sizes in what the budget counts
     counted: int
-    facts: dict  # of the budget, for the record
+    facts: dict[str, Any]  # of the budget, for the record
 
 
 def rank_options(source: DenseModel, method: Method, kept: Path | None = None) -> RankOptions:
-    """Ranks of all blocks under the budget of a method.
+    """Return the ranks of all blocks under the budget of a method.
 
     Args:
         source: an open model; its weights may be on the meta device, except where time is measured.
@@ -47,36 +51,32 @@ def rank_options(source: DenseModel, method: Method, kept: Path | None = None) -
         UnsupportedModelError: multiply-accumulates of a mixture of experts; the cache of an encoder; blocks to remove that know
             their numbers.
     """
-    views = (source.meta_block(i) for i in range(len(source)))
-    units = [unit for view in views for unit in fitted(method.prunable_modules(view), view, method)]
+    units = [u for view in source.meta_blocks() for u in fitted(method.prunable_modules(view), view, method)]
     if any(unit.module == BLOCK for unit in units):
         stay = blocks_that_stay(source)
         units = [replace(u, ranks=u.ranks[-1:], sizes=u.sizes[-1:]) if u.block in stay else u for u in units]
     if not units:
         raise OptionError("no module is left to compress; see `rankfold models` for what each family allows")
-    weights = _weights(source, method)
-    counts = {"counts": method.budget.counts}
-    if isinstance(method.budget, Parameters):
+    whole = source.model if method.scope == "model" else source.blocks
+    weights = unique_parameters(whole) if method.scope == "model" else sum(map(block_weights, source.blocks))
+    budget, counts = method.budget, {"counts": method.budget.counts}
+    if not isinstance(budget, ContextBudget):
         return RankOptions(units, weights, units, weights, counts)
-    context = min(method.budget.context, source.context_length)
-    priced, counted, facts = _PRICES[method.budget.name](source, method, units, context, kept)
-    return RankOptions(units, weights, priced, counted, counts | facts)
+    context = min(budget.context, source.context_length)
+    if isinstance(budget, Bytes):
+        size, counted, facts = _bytes(source, method, whole, context, budget.batch)
+    elif budget.is_timed:  # which only methods of this class take
+        size, counted, facts = _latency(source, cast("MeasurableMethod", method), units, context, kept)
+    else:
+        size, counted, facts = _flops(source, whole, context)
+    return RankOptions(units, weights, _priced(source, units, size), counted, counts | facts)
 
 
-def _weights(source: DenseModel, method: Method) -> int:
-    if method.scope == "model":
-        return unique_parameters(source.model)
-    return sum(block_weights(block) for block in source.blocks)
-
-
-def _bytes(
-    source: DenseModel, method: Method, units: list[PrunableModule], context: int, _
-) -> tuple[list[PrunableModule], int, dict]:
-    """Of the checkpoint: what changes with a rank, biases, codes and indices included, counts to the byte.
+def _bytes(source: DenseModel, method: Method, whole: nn.Module, context: int, batch: int) -> Price:
+    """Count bytes of the checkpoint: what changes with a rank, biases, codes and indices included.
 
     With a batch also of the cache of so many sequences of ``context`` tokens, in the dtype of the weights.
     """
-    batch = method.budget.batch
     if batch and not source.architecture.decoder:
         raise UnsupportedModelError(
             f"{source.architecture.model_type} is an encoder and caches nothing; leave its batch out"
@@ -91,16 +91,12 @@ def _bytes(
         floats = dense + method.float_change(view, ranks) + tokens * cached
         return floats * item + method.parameter_change(view, ranks)[1]
 
-    whole = source.model if method.scope == "model" else source.blocks
-    counted = unique_parameters(whole) + tokens * sum(source.meta_block(i).attention.cached for i in range(len(source)))
-    facts = {"context": context, "batch": batch} if tokens else {}
-    return _priced(source, units, size), counted * item, facts
+    counted = unique_parameters(whole) + tokens * sum(view.attention.cached for view in source.meta_blocks())
+    return size, counted * item, {"context": context, "batch": batch} if tokens else {}
 
 
-def _flops(
-    source: DenseModel, method: Method, units: list[PrunableModule], context: int, _
-) -> tuple[list[PrunableModule], int, dict]:
-    """Every weight of a linear layer once, and every dimension of a query head once for each of ``context`` positions."""
+def _flops(source: DenseModel, whole: nn.Module, context: int) -> Price:
+    """Count every weight of a linear layer once, and every dimension of a query head once for each of ``context`` positions."""
     if source.architecture.experts or source.architecture.mlp is None:
         raise UnsupportedModelError(
             f"{source.architecture.model_type} routes tokens to experts, so its multiply-accumulates are not a matter of "
@@ -110,15 +106,13 @@ def _flops(
     def size(view: BlockView, unit: PrunableModule, rank: int) -> int:
         return unit.size(rank) + attended_macs(view, unit.module, rank) * context
 
-    attention = [source.meta_block(i).attention for i in range(len(source))]
-    whole = source.model if method.scope == "model" else source.blocks
+    attention = [view.attention for view in source.meta_blocks()]
     linear = sum(m.weight.numel() for m in whole.modules() if isinstance(m, nn.Linear | Conv1D))
-    counted = linear + sum(2 * a.heads * a.head_dim * context for a in attention)
-    return _priced(source, units, size), counted, {"context": context}
+    return size, linear + sum(2 * a.heads * a.head_dim * context for a in attention), {"context": context}
 
 
 def attended_macs(view: BlockView, module: str, rank: int) -> int:
-    """Multiply-accumulates of a token's attention products with one position, those that go with this module's rank."""
+    """Count the multiply-accumulates of a token's attention products with one position, as far as they go with its rank."""
     attention = view.attention
     if module == BLOCK:
         return 2 * attention.heads * attention.head_dim * rank
@@ -127,29 +121,26 @@ def attended_macs(view: BlockView, module: str, rank: int) -> int:
     return attention.heads * rank if module in ("qk", "vo") else 0
 
 
-def _latency(source: DenseModel, method: Method, units: list[PrunableModule], context: int, kept: Path | None):
-    """Nanoseconds of a forward of ``context`` tokens through all blocks, from tables that were measured on this device."""
+def _latency(
+    source: DenseModel, method: MeasurableMethod, units: list[PrunableModule], context: int, kept: Path | None
+) -> Price:
+    """Count nanoseconds of a forward of ``context`` tokens through all blocks, by tables measured on this device."""
     if kept is not None and kept.exists():
         times = read_latency_table(kept)
     else:
-        times = measure_latency(source, cast("MeasurableMethod", method), units, context)
+        times = measure_latency(source, method, units, context)
         if kept is not None:
             write_latency_table(kept, times)
     tables = {(b, t.module): t for t in times.tables for b in t.blocks}
 
     def size(view: BlockView, unit: PrunableModule, rank: int) -> int:
-        return tables[unit.block, unit.module].nanoseconds(rank)
+        return tables[unit.key].nanoseconds(rank)
 
-    return _priced(source, units, size), times.nanoseconds, times.describe()
-
-
-_PRICES = {"bytes": _bytes, "flops": _flops, "latency": _latency}
+    return size, times.nanoseconds, times.describe()
 
 
-def _priced(
-    source: DenseModel, units: list[PrunableModule], size: Callable[[BlockView, PrunableModule, int], int]
-) -> list[PrunableModule]:
-    """Units in another currency; of ranks that take the same the largest stays. Blocks that are alike are counted once."""
+def _priced(source: DenseModel, units: list[PrunableModule], size: Size) -> list[PrunableModule]:
+    """Size units in what the budget counts; of ranks that take the same the largest stays. Count blocks that are alike once."""
     found: dict[tuple, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     priced = []
     for unit in units:
@@ -163,7 +154,7 @@ def _priced(
 
 
 def _falling(ranks: tuple[int, ...], sizes: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Ranks whose size is below that of every larger one; rank 0 takes nothing, every other something."""
+    """Keep ranks whose size is below that of every larger one; rank 0 takes nothing, every other something."""
     kept = [len(ranks) - 1]
     for n in range(len(ranks) - 2, -1, -1):
         if (ranks[n] > 0) <= sizes[n] < sizes[kept[-1]]:

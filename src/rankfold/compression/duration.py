@@ -19,7 +19,7 @@ from ..architectures import BlockView, read_linear
 from ..calibration.backward import PASSES
 from ..calibration.gradients import numbers
 from ..calibration.runner import Stream, advance, batch_tokens, measure, outputs, start
-from ..data.batches import noise, tokens_in
+from ..data.batches import again, noise, tokens_in
 from ..data.calibration_data import mean_length
 from ..data.probes import most_tokens
 from ..errors import OptionError
@@ -50,7 +50,7 @@ class _Rates(NamedTuple):
 
 
 def timed(the_plan: Plan, source: DenseModel, calibration: dict, mode: str) -> Plan:
-    """The plan with an estimate of the time :func:`rankfold.compress` takes.
+    """Return the plan with an estimate of the time :func:`rankfold.compress` takes.
 
     Args:
         calibration: description of the calibration tokens.
@@ -99,7 +99,7 @@ def _sums(source: DenseModel, method: Method) -> float:
 
 
 def _work(source: DenseModel, method: Method, the_plan: Plan) -> Work:
-    """Linear algebra of all blocks."""
+    """Count the linear algebra of all blocks."""
     found = Work()
     for index in range(len(source)):
         ranks = the_plan.ranks(index)
@@ -128,8 +128,9 @@ def _measured_rates(source: DenseModel, method: Method, the_plan: Plan, mode: st
     stages = clock(lambda: _through_stages(source, method, view, the_plan.ranks(index), stream, mode)) / tokens
     some = noise(source.part, 1, min(length, HEAD_TOKENS))
     behind = start(source, some, autocast=source.autocast)
-    predict = nats_per_token if source.architecture.decoder else outputs
-    head = clock(lambda: predict(source, some, behind)) / tokens_in(some, source.part)
+    (batch,), is_decoder = again(some, behind.hidden), source.architecture.decoder
+    head = clock(lambda: nats_per_token(source, some, behind) if is_decoder else outputs(source, batch, behind))
+    head /= tokens_in(some, source.part)
     return _Rates(read, forward, stages, dense, alone, head)
 
 
@@ -140,7 +141,7 @@ def _seconds(source: DenseModel, run) -> float:
 
 
 def _through_stages(source: DenseModel, method: Method, view: BlockView, ranks, stream: Stream, mode: str) -> None:
-    """What a compression does to a block, in place of whose smaller modules the dense ones run."""
+    """Measure a block as a compression does, and run its dense modules in place of the smaller ones."""
     provider = moment_provider(source, method, stream.copy(), mode)
     provider.enter(view)
     for stage in method.stages(view, ranks):
@@ -151,13 +152,13 @@ def _through_stages(source: DenseModel, method: Method, view: BlockView, ranks, 
 def _allocation(
     source: DenseModel, method: MeasurableMethod, the_plan: Plan, calibration: dict, rates: _Rates
 ) -> float:
-    """Seconds of :func:`rankfold.compression.kl_divergence.measure_kl_sensitivity`."""
+    """Estimate the seconds of :func:`rankfold.compression.kl_divergence.measure_kl_sensitivity`."""
     blocks, work, trials = len(source), Work(), 0
     units = [unit for index in range(blocks) for unit in method.prunable_modules(source.meta_block(index))]
     losing = averages(units, method, the_plan.counted_weights)
-    units = [unit for unit in units if (unit.block, unit.module) in losing]
+    units = [unit for unit in units if unit.key in losing]
     for unit in units:
-        view, average = source.meta_block(unit.block), losing[unit.block, unit.module]
+        view, average = source.meta_block(unit.block), losing[unit.key]
         alone, tried = method.alone(view), tried_ranks(method, unit, average)
         trials += len(tried)
         work += alone.work_of_curve(view, unit, least_rank(unit, average))

@@ -9,6 +9,8 @@ model must not look like a success.
 
 import logging
 import math
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,18 +27,16 @@ from ..errors import method_option
 from ..models.dense_model import DenseModel
 from .states import compare_states
 
-__all__ = ["HeldOut", "NothingHeldOut", "explained_ratio", "follow_held_out", "is_damaged", "nats_per_token"]
+__all__ = ["HeldOut", "explained_ratio", "follow_held_out", "is_damaged", "nats_per_token", "perplexities"]
 
 log = logging.getLogger(__name__)
 
-SMALL = (
-    1.05  # a ratio of perplexities that is no damage at any sparsity: a change of dtype alone may cost a fifth of it
-)
+SMALL = 1.05  # ratio of perplexities that is no damage at any sparsity: a change of dtype alone may cost a fifth of it
 CERTAIN = 2  # standard errors between a loss and what is explained, before a model is called damaged
 
 
 def explained_ratio(sparsity: float) -> float:
-    """Largest ratio of perplexities that a sparsity explains: ``(1 - sparsity)^-3``, and 1.05 at least.
+    """Return the largest ratio of perplexities that a sparsity explains: ``(1 - sparsity)^-3``, and 1.05 at least.
 
     A rule of thumb that sound runs stay well below and broken ones leave far behind (docs/metrics.md).
     """
@@ -48,6 +48,16 @@ def is_damaged(found: Comparison, sparsity: float) -> bool:
     if found.standard_error is None:  # of a single observation nothing is known
         return False
     return not found.difference - CERTAIN * found.standard_error <= math.log(explained_ratio(sparsity))
+
+
+def perplexities(found: Comparison) -> dict[str, Any]:
+    """Return what the record says of the losses of both models."""
+    return {
+        "perplexity_dense": perplexity_of(found.dense),
+        "perplexity": perplexity_of(found.compressed),
+        "ratio": perplexity_of(found.difference),
+        "standard_error": found.standard_error,
+    }
 
 
 class HeldOut:
@@ -71,7 +81,7 @@ class HeldOut:
         self.provider.enter(view, skip=skip)
 
     def measure(self, view: BlockView, statistics: set[str]) -> BlockMoments:
-        """Moments of the block as it is now, on the held-out windows."""
+        """Return the moments of the block as it is now, on the held-out windows."""
         return self.provider.measure(view, statistics)
 
     def follow(self, view: BlockView) -> None:
@@ -82,12 +92,12 @@ class HeldOut:
         self.drift.append(_drift(self.dense.hidden, self.small.hidden))
 
     def so_far(self) -> str:
-        """Return what is known behind the last block."""
+        """Return what is known after the last block."""
         return f"error of the stream on held-out windows {self.drift[-1]:.3f}" if self.drift else ""
 
     @time_spent("forward")
     def finish(self, sparsity: float, *, can_exclude: bool = True) -> dict:
-        """What came out, and a warning where the model is damaged; that is logged too.
+        """Describe what came out, with a warning where the model is damaged, which is logged too.
 
         Args:
             can_exclude: whether the method can leave single blocks dense, which the warning then suggests.
@@ -107,35 +117,26 @@ class HeldOut:
         return facts
 
     def _perplexities(self, sparsity: float) -> tuple[dict, str | None]:
-        """Both, and what is wrong where the compressed one is beyond what the sparsity explains."""
+        """Return both perplexities, and what is wrong where the compressed one is beyond what the sparsity explains."""
         losses = (token_losses(self.source, self.ids, stream) for stream in (self.dense, self.small))
         found, limit = compare_losses(*losses), explained_ratio(sparsity)
-        dense, small = perplexity_of(found.dense), perplexity_of(found.compressed)
         text = f"the held-out calibration {self._what}"
-        facts = {
-            "perplexity_dense": dense,
-            "perplexity": small,
-            "ratio": perplexity_of(found.difference),
-            "standard_error": found.standard_error,
+        facts = perplexities(found) | {
             "explained_ratio": limit,
             "dense_warning": warn_of_guessing(found.dense, self.source.config.vocab_size, text),
         }
         if not is_damaged(found, sparsity):
             return facts, None
         return facts, (
-            f"perplexity on held-out calibration {self._what} goes from {dense:.1f} to {small:.1f}, more than sparsity "
-            f"{sparsity:.2f} explains (x {limit:.1f})"
+            f"perplexity on held-out calibration {self._what} goes from {facts['perplexity_dense']:.1f} to "
+            f"{facts['perplexity']:.1f}, more than sparsity {sparsity:.2f} explains (x {limit:.1f})"
         )
 
     def _states(self, sparsity: float) -> tuple[dict, str | None]:
-        """How far the states behind the last norm have moved, and what is wrong where a constant would be as near."""
-        pairs = (
-            tuple(outputs(self.source, some, self.dense, x) for x in (dense, small))
-            for some, dense, small in zip(
-                again(self.ids, self.dense.hidden), self.dense.hidden, self.small.hidden, strict=True
-            )
-        )
-        found = compare_states(pairs)
+        """Return how far the states after the last norm have moved, and what is wrong where a constant would be as near."""
+        batches = zip(again(self.ids, self.dense.hidden), self.dense.hidden, self.small.hidden, strict=True)
+        last = partial(outputs, self.source)
+        found = compare_states((last(ids, self.dense, a), last(ids, self.dense, b)) for ids, a, b in batches)
         facts = {"state_error": found.error, "standard_error": found.standard_error, "cosine": found.cosine}
         if found.standard_error is None or found.error - CERTAIN * found.standard_error < 1:
             return facts, None
@@ -151,41 +152,23 @@ class HeldOut:
         return "text" if isinstance(self.ids, Tensor) else "examples"
 
     def _breaks_away(self) -> int:
-        """The block behind which the drift has grown most."""
+        """Return the block in which the drift grows most."""
         before = [0.0, *self.drift[:-1]]
         return max(range(len(self.drift)), key=lambda i: self.drift[i] - before[i])
 
 
-class NothingHeldOut:
-    """Where all windows are fitted to: says nothing."""
-
-    def enter(self, view, *, skip: bool) -> None:
-        pass
-
-    def measure(self, view, statistics) -> None:
-        return None
-
-    def follow(self, view) -> None:
-        pass
-
-    def so_far(self) -> str:
-        return ""
-
-    def finish(self, sparsity: float, *, can_exclude: bool = True) -> None:
-        log.warning("no calibration window was kept out of the fit, so nothing checks the result; evaluate it")
-
-
-def follow_held_out(source: DenseModel, ids: Data | None, mode: str) -> HeldOut | NothingHeldOut:
-    """Start the held-out windows of a calibration set; a small one has none."""
+def follow_held_out(source: DenseModel, ids: Data | None, mode: str) -> HeldOut | None:
+    """Start the held-out windows of a calibration set; a small one has none, which is logged."""
     if ids is None:
-        return NothingHeldOut()
+        log.warning("no calibration window is kept out of the fit, so nothing checks the result; evaluate it")
+        return None
     check_fits(ids, source)
     return HeldOut(source, ids, sequential=mode == "sequential")
 
 
 @time_spent("forward")
 def nats_per_token(source: DenseModel, ids: Data, stream: Stream) -> float:
-    """Mean loss per predicted token of what norm and head make of a stream behind the last block.
+    """Return the mean loss per predicted token of a stream after the last block.
 
     Args:
         ids: what the stream was started from.
@@ -194,7 +177,7 @@ def nats_per_token(source: DenseModel, ids: Data, stream: Stream) -> float:
 
 
 def _drift(dense: list[Tensor], small: list[Tensor]) -> float:
-    """RMS difference of two streams over the RMS of the first."""
+    """Return the RMS difference of two streams over the RMS of the first."""
     pairs = list(zip(dense, small, strict=True))
     gap = torch.stack([(a.float() - b.float()).square().sum() for a, b in pairs]).sum()
     whole = torch.stack([a.float().square().sum() for a, _ in pairs]).sum()

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .._utils.memory import release_memory
 from .._utils.progress import track
+from ..allocation import RankCosts, shared_budgets
 from ..architectures import BlockView
 from ..calibration.backward import sweep, windows_for
 from ..calibration.gradients import gradient_observers, widest
@@ -25,13 +26,13 @@ from ..report.identity import moments_identity
 from .block import algebra
 from .block_loss import greedy_block_removal
 from .budget import RankOptions
-from .kl_divergence import RankCosts, measure_kl_sensitivity, read_costs, write_costs
-from .plan import budget, shares
+from .kl_divergence import measure_kl_sensitivity, read_costs, write_costs
+from .plan import shares
 
 __all__ = [
+    "DenseMeasures",
     "available",
     "gradients_of",
-    "measure_allocation",
     "moment_provider",
     "needed",
     "of_dense",
@@ -41,12 +42,12 @@ __all__ = [
 
 
 def statistics_of(source: DenseModel, method: Method) -> set[str]:
-    """Statistics that decomposing with this method reads."""
-    return set().union(*(method.statistics(source.meta_block(i)) for i in range(len(source))))  # layers differ in kind
+    """Return the statistics that decomposing with this method reads."""
+    return set().union(*map(method.statistics, source.meta_blocks()))
 
 
 def moment_provider(source: DenseModel, method: Method, stream: Stream, mode: str) -> MomentProvider:
-    """Return what measures the blocks of a compression, on a stream in front of the first one."""
+    """Return what measures the blocks of a compression, on a stream before the first one."""
     if mode == "one-pass":
         return DenseMoments(stream)
     two = any(STATISTICS[name].two_streams for name in statistics_of(source, method))
@@ -54,22 +55,22 @@ def moment_provider(source: DenseModel, method: Method, stream: Stream, mode: st
 
 
 def needed(source: DenseModel, method: Method) -> set[str]:
-    """Statistics that planning and decomposing with this method read."""
+    """Return the statistics that planning and decomposing with this method read."""
     return statistics_of(source, method) | of_dense(source, method)
 
 
 def of_dense(source: DenseModel, method: Method) -> set[str]:
-    """Statistics of the whole dense model that must be known before a block is compressed."""
+    """Return the statistics of the whole dense model that must be known before a block is compressed."""
     statistic = method.allocation.statistic
     return _shared(source, method) | ({statistic} if statistic else set())
 
 
 def _shared(source: DenseModel, method: Method) -> set[str]:
-    return set().union(*(method.shared(source.meta_block(i)) for i in range(len(source))))
+    return set().union(*map(method.shared, source.meta_blocks()))
 
 
 def shared_of(source: DenseModel, method: Method, moments: MomentStore | None) -> BlockMoments:
-    """What a method makes of all blocks of the dense model together; nothing where it reads none.
+    """Return what a method makes of all blocks of the dense model together; nothing where it reads none.
 
     Raises:
         CheckpointError: the moments lack what it reads.
@@ -82,39 +83,26 @@ def shared_of(source: DenseModel, method: Method, moments: MomentStore | None) -
 
 
 def available(source: DenseModel, statistics: set[str]) -> set[str]:
-    """Without the statistics of parts that no block has, or that nothing could use."""
-    blocks = [source.meta_block(i) for i in range(len(source))]  # layers differ in kind
+    """Leave out the statistics of parts that no block has, or that nothing could use."""
+    blocks = source.meta_blocks()
     seen = {name for name in statistics if any(STATISTICS[name].seen_in(view) for view in blocks)}
     return seen - (set() if any(view.relu for view in blocks) else {"mlp_samples"})
 
 
-def measure_allocation(
-    source: DenseModel,
-    method: Method,
-    options: RankOptions,
-    moments: MomentStore | None = None,
-    tokens: CalibrationData | None = None,
-    run: RunFolder | None = None,
-    gradients: MomentStore | None = None,
-):
-    """Return what the allocation of a method measures on the dense model (:meth:`rankfold.allocation.Allocation.measure`).
+class DenseMeasures(NamedTuple):
+    """The dense model, and what is known about it; :class:`rankfold.allocation.DenseModelMeasures`.
 
     Raises:
-        OptionError: there is no text, or there are no moments that hold what it reads.
+        OptionError: there is no text, or there are no moments that hold what an allocation reads.
     """
-    return method.allocation.measure(_Dense(source, method, options, moments, tokens, run, gradients))
-
-
-class _Dense(NamedTuple):
-    """The dense model, and what is known about it; :class:`rankfold.allocation.DenseModelMeasures`."""
 
     source: DenseModel
     method: Method
     options: RankOptions
-    moments: MomentStore | None
-    tokens: CalibrationData | None
-    run: RunFolder | None
-    gradients: MomentStore | None
+    moments: MomentStore | None = None
+    tokens: CalibrationData | None = None
+    run: RunFolder | None = None
+    gradients: MomentStore | None = None
 
     def means(self, statistic: str) -> dict[int, Tensor]:
         if self.moments is None or statistic not in self.moments.identity["statistics"]:
@@ -147,10 +135,10 @@ class _Dense(NamedTuple):
         """Search block by block; what is found is kept with the run whenever there is more."""
         tokens = self._text()
         _check_predicts(self.source, "losses without a block are those")
-        units, remove = budget(self.options, self.method)
-        sizes = {unit.block: unit.dense for unit in units if len(unit.ranks) > 1}
-        stay = {(unit.block, BLOCK): {1: 0.0} for unit in units if unit.block not in sizes}
-        return greedy_block_removal(self.source, tokens.ids, sizes, remove, self._known(), self._keep) | stay
+        (share,) = shared_budgets(self.options.priced, self.method, self.options.counted)
+        sizes = {unit.block: unit.dense for unit in share.modules if len(unit.ranks) > 1}
+        stay = {(unit.block, BLOCK): {1: 0.0} for unit in share.modules if unit.block not in sizes}
+        return greedy_block_removal(self.source, tokens.ids, sizes, share.remove, self._known(), self._keep) | stay
 
     def _text(self) -> CalibrationData:
         if self.tokens is None:
@@ -171,7 +159,7 @@ class _Dense(NamedTuple):
 def gradients_of(
     source: DenseModel, method: Method, tokens: CalibrationData | None, run: RunFolder | None = None
 ) -> MomentStore | None:
-    """Statistics of one backward pass through the dense model, where the method reads any; kept with the run while it lasts.
+    """Measure what a method reads of one backward pass through the dense model; kept with the run while it lasts.
 
     Raises:
         OptionError: there is no text.

@@ -8,7 +8,7 @@ short ones as there were trials so far go through it.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from .._utils.progress import track
 from .._utils.stopwatch import time_spent
 from ..allocation import RankCosts, largest_sparsity
 from ..architectures import BlockView
-from ..calibration.moments import wide
+from ..calibration.moments import BlockMoments, wide
 from ..calibration.runner import (
     IGNORED,
     Call,
@@ -44,15 +44,7 @@ from ..models.dense_model import DenseModel
 from .block import algebra, decompose
 from .replace import replaced
 
-__all__ = [
-    "RankCosts",
-    "fit_tokens",
-    "least_rank",
-    "measure_kl_sensitivity",
-    "read_costs",
-    "tried_ranks",
-    "write_costs",
-]
+__all__ = ["fit_tokens", "least_rank", "measure_kl_sensitivity", "read_costs", "tried_ranks", "write_costs"]
 
 FIT_TOKENS = 8192  # that curves are measured on
 PER_DIMENSION = 4  # as many more for wide MLPs as make a moment of full rank
@@ -65,31 +57,22 @@ TOGETHER = 4  # modules tried whose streams go through a block as one batch
 
 
 @dataclass
-class Trial:
-    """One module of one block, compressed alone."""
-
-    module: PrunableModule
-    rank: int
-    divergence: float = 0.0  # of the predictions, nats per token
-
-
-@dataclass
 class Sensitivity:
-    """What is measured of one module: its error at every rank, and its effect at some."""
+    """What is measured of one module: its error at every rank, and the effect of compressing it alone to some."""
 
     module: PrunableModule
     curve: dict[int, float]  # rank -> squared relative error
-    trial: Trial  # on the curve
-    whole: Trial | None = None  # without the module, where it may be removed alone
+    tried: list[int]  # a rank on the curve, and 0 where the module may be removed alone
+    # Rank tried -> divergence of the predictions, nats per token.
+    effects: dict[int, float] = field(default_factory=dict)
 
     def costs(self) -> dict[int, float]:
         """Return rank -> nats per token: between ranks the effect grows like the squared error."""
-        known = self.curve[self.trial.rank]
-        found = {
-            rank: self.trial.divergence * error / known if known > 0 else 0.0 for rank, error in self.curve.items()
-        }
+        on_curve = self.tried[0]
+        effect, known = self.effects[on_curve], self.curve[on_curve]
+        found = {rank: effect * error / known if known > 0 else 0.0 for rank, error in self.curve.items()}
         if self.module.ranks[0] == 0:  # what is removed with another module is counted there
-            found[0] = self.whole.divergence if self.whole else 0.0
+            found[0] = self.effects.get(0, 0.0)
         return found
 
 
@@ -99,7 +82,7 @@ def measure_kl_sensitivity(
     method: MeasurableMethod,
     tokens: CalibrationData,
     units: list[PrunableModule],
-    averages: dict,
+    averages: dict[tuple[int, str], float],
     gradients: MomentStore | None = None,
 ) -> RankCosts:
     """Measure the expected divergence of the predictions when a module has a rank and all others are dense.
@@ -119,45 +102,40 @@ def measure_kl_sensitivity(
     Cost: for the curves one pass over 8k tokens or more, for the effects about half a forward of 512 tokens for every module,
     and as much again for every one that may be removed as a whole.
     """
-    units = [unit for unit in units if (unit.block, unit.module) in averages]
+    units = [unit for unit in units if unit.key in averages]
     if not units:
         return {}
-    fit = start(source, _some_to_fit(source, tokens.ids, units), autocast=source.autocast)
+    fit = start(source, first(tokens.ids, fit_tokens(units), source.part), autocast=source.autocast)
     ids = _some_to_compare(source, tokens.ids if tokens.held_out is None else tokens.held_out)
     dense, tried = start(source, ids, autocast=source.autocast), Stream([], [], source.autocast)
-    together, read, found = _side_by_side(source, ids), BlockReader(source), []
+    together, read = _side_by_side(source, ids), BlockReader(source)
+    found: list[Sensitivity] = []
     for index in track(range(len(source)), "measuring sensitivity"):
         view = read(index)
         moments = measure(view, fit, method.alone(view).statistics(view), step=True)
         moments |= gradients[index] if gradients else {}
-        here = []
+        here: list[Sensitivity] = []
         for unit in (unit for unit in units if unit.block == index):
-            sensitivity, known = _sensitivity(method, view, moments, unit, averages[index, unit.module])
-            here.append(sensitivity)
-            moments |= known
-        sent = [_output(source, method, view, moments, trial, dense) for trial in _trials(here)]
+            least = least_rank(unit, averages[unit.key])
+            with algebra(view) as where:
+                curve, known = method.alone(where).curve(where, moments, unit, least)
+            here.append(Sensitivity(unit, curve, _to_try(method, unit, _reference(unit, averages[unit.key], curve))))
+            moments |= known  # decomposing it need not compute this again
+        sent = [_output(source, method, view, moments, one.module, rank, dense) for one, rank in _trials(here)]
         found += here
         advance(view, dense)
         advance(view, tried)
         _append(tried, sent, dense, together)
         del view, moments
         release_memory()
-    for trial, divergence in zip(_trials(found), _divergences(source, ids, dense, tried), strict=True):
-        trial.divergence = divergence
-    return {(one.module.block, one.module.module): one.costs() for one in found}
+    for (one, rank), effect in zip(_trials(found), _divergences(source, ids, dense, tried), strict=True):
+        one.effects[rank] = effect
+    return {one.module.key: one.costs() for one in found}
 
 
-def _sensitivity(method: MeasurableMethod, view: BlockView, moments, unit: PrunableModule, average: float):
-    """Return the curve of a module with the trials to run, and what decomposing it need not compute again."""
-    with algebra(view) as view:
-        curve, known = method.alone(view).curve(view, moments, unit, least_rank(unit, average))
-    reference, *whole = _to_try(method, unit, _reference(unit, average, curve))
-    return Sensitivity(unit, curve, Trial(unit, reference), Trial(unit, 0) if whole else None), known
-
-
-def _trials(sensitivities: list[Sensitivity]) -> list[Trial]:
-    """List the trials in the order in which they run."""
-    return [trial for one in sensitivities for trial in (one.trial, one.whole) if trial]
+def _trials(sensitivities: list[Sensitivity]) -> list[tuple[Sensitivity, int]]:
+    """List what is tried at which ranks, in the order in which it runs."""
+    return [(one, rank) for one in sensitivities for rank in one.tried]
 
 
 def _to_try(method: MeasurableMethod, unit: PrunableModule, reference: int) -> list[int]:
@@ -166,16 +144,11 @@ def _to_try(method: MeasurableMethod, unit: PrunableModule, reference: int) -> l
     return [reference, *([0] if whole else [])]
 
 
-def _ranks(method: MeasurableMethod, trial: Trial) -> dict[str, int]:
-    """Return the ranks of a trial."""
-    module, rank = trial.module.module, trial.rank
-    others = [other for other, this in method.together.items() if this == module and rank == 0]
-    return {module: rank, **dict.fromkeys(others, 0)}
-
-
 def _side_by_side(source: DenseModel, ids: Data) -> dict[int, list[Call]]:
-    """Rows of up to ``TOGETHER`` copies of these windows, as many as a forward takes -> what the blocks are called with.
-    Nothing for examples, each of which is a batch of its own."""
+    """Return rows of up to ``TOGETHER`` copies of these windows -> what the blocks are called with.
+
+    Return nothing for examples, each of which is a batch of its own.
+    """
     if not isinstance(ids, Tensor):
         return {}
     most = min(TOGETHER, max(1, batch_tokens(source) // (len(ids) * length_of(ids, source.part))))
@@ -184,7 +157,7 @@ def _side_by_side(source: DenseModel, ids: Data) -> dict[int, list[Call]]:
 
 
 def _append(tried: Stream, more: list[list[Tensor]], dense: Stream, together: dict[int, list[Call]]) -> None:
-    """Put what some trials sent behind the others: copies of windows into the last batch and new ones, examples as they are.
+    """Put what some trials sent after the others: copies of windows into the last batch and new ones, examples as they are.
 
     Args:
         more: of every trial, all batches of the dense stream.
@@ -201,28 +174,23 @@ def _append(tried: Stream, more: list[list[Tensor]], dense: Stream, together: di
         tried.calls = [together[len(hidden)] for hidden in tried.hidden]
 
 
-def _some_to_fit(source: DenseModel, ids: Data, units: list[PrunableModule]) -> Data:
-    """The first windows, as many as curves need."""
-    return first(ids, fit_tokens(units), source.part)
-
-
 def fit_tokens(units: list[PrunableModule]) -> int:
     """Return the calibration tokens that the curves of these modules are measured on, where there are so many."""
     return max(FIT_TOKENS, PER_DIMENSION * max((unit.ranks[-1] for unit in units), default=0))
 
 
 def _some_to_compare(source: DenseModel, ids: Data) -> Data:
-    """The beginnings of some windows, images that have as many patches, or as many examples."""
+    """Return the beginnings of some windows, images that have as many patches, or as many examples."""
     if not isinstance(ids, Tensor):
         return ids[:WINDOWS]
-    return (
-        first(ids, WINDOWS * LENGTH, source.part) if source.part.takes_images else ids[:WINDOWS, :LENGTH].contiguous()
-    )
+    if source.part.takes_images:
+        return first(ids, WINDOWS * LENGTH, source.part)
+    return ids[:WINDOWS, :LENGTH].contiguous()
 
 
 def _reference(unit: PrunableModule, average: float, curve: dict[int, float] | None = None) -> int:
-    """The rank to try: where the module loses its share, and at least one step; where there is a curve, with an error on it
-    that the predictions can show, as units that do nothing are none."""
+    """Return the rank to try: where the module loses its share, and at least one step; with an error on the curve that
+    the predictions can show, as units that do nothing are none."""
     wanted = (1 - average) * unit.dense
     smaller = [rank for rank in unit.ranks[:-1] if rank]
     if curve and max(curve.values()) > 0:
@@ -245,10 +213,17 @@ def tried_ranks(method: MeasurableMethod, unit: PrunableModule, average: float) 
 
 
 def _output(
-    source: DenseModel, method: MeasurableMethod, view: BlockView, moments, trial: Trial, dense: Stream
+    source: DenseModel,
+    method: MeasurableMethod,
+    view: BlockView,
+    moments: BlockMoments,
+    module: PrunableModule,
+    rank: int,
+    dense: Stream,
 ) -> list[Tensor]:
     """Run the dense stream through the block with one of its modules compressed; the block stays as it is."""
-    (stage,) = method.alone(view).stages(view, _ranks(method, trial))
+    others = [other for other, this in method.together.items() if this == module.module and rank == 0]
+    (stage,) = method.alone(view).stages(view, {module.module: rank, **dict.fromkeys(others, 0)})
     with replaced(view, decompose(stage, view, moments), source):
         alone = dense.copy()
         advance(view, alone)
@@ -257,7 +232,7 @@ def _output(
 
 @time_spent("forward")
 def _divergences(source: DenseModel, ids: Data, dense: Stream, tried: Stream) -> list[float]:
-    """How far what comes out is from the dense model's with every module tried, in turn."""
+    """Return how far the predictions are from the dense model's with every module tried, in turn."""
     distance = _divergence if source.architecture.decoder else _change
     copies = [hidden for batch in tried.hidden for hidden in batch.split(len(dense.hidden[0]))]
     found, counts = [], []
@@ -267,11 +242,12 @@ def _divergences(source: DenseModel, ids: Data, dense: Stream, tried: Stream) ->
         apart = distance(expected)
         found.append(torch.stack([apart(sent(x)) for x in copies[number :: len(dense.hidden)]]))
         counts.append(expected.shape[1])
-    return sum(apart * (count / sum(counts)) for apart, count in zip(found, counts, strict=True)).tolist()
+    weighted = (apart * (count / sum(counts)) for apart, count in zip(found, counts, strict=True))
+    return sum(weighted, torch.zeros_like(found[0])).tolist()
 
 
 def _sent(source: DenseModel, batch: Batch, stream: Stream, hidden: Tensor) -> Tensor:
-    """What comes out, of an example without the positions that an image follows."""
+    """Return the predictions, of an example without the positions that an image follows."""
     if isinstance(batch, Tensor) or batch.ids is None:
         return outputs(source, batch, stream, hidden)
     told = targets_of(source, batch)[0] != IGNORED
@@ -280,7 +256,7 @@ def _sent(source: DenseModel, batch: Batch, stream: Stream, hidden: Tensor) -> T
 
 
 def _divergence(logits: Tensor) -> Callable[[Tensor], Tensor]:
-    """Mean ``KL(these || others)`` per position, as a function of others."""
+    """Return the mean ``KL(these || others)`` per position, as a function of others."""
     expected = logits.float().log_softmax(-1).flatten(0, -2)
     probable = expected.exp()
 
@@ -295,7 +271,7 @@ def _divergence(logits: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def _change(states: Tensor) -> Callable[[Tensor], Tensor]:
-    """Squared relative change of states, as a function of others."""
+    """Return the squared relative change of states, as a function of others."""
     states = states.float()
 
     def energy(x: Tensor) -> Tensor:
@@ -311,7 +287,7 @@ def write_costs(path: Path, costs: RankCosts) -> None:
 
 
 def read_costs(path: Path) -> RankCosts:
-    """Costs out of a file.
+    """Read costs out of a file.
 
     Raises:
         CheckpointError: it is not what :func:`write_costs` wrote.

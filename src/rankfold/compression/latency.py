@@ -38,12 +38,11 @@ class ModuleLatency:
     blocks: tuple[int, ...]
     module: str
     full: int
-    saved: dict[
-        int, float
-    ]  # rank -> seconds that a forward of the block is shorter than the dense one; without the full rank
+    # Rank -> seconds that a forward of the block is shorter than the dense one; without the full rank.
+    saved: dict[int, float]
 
     def nanoseconds(self, rank: int) -> int:
-        """What the module takes: a share of its block's time that falls to nothing at rank 0, less what the rank saves.
+        """Return what the module takes: a share of its block's time that falls to nothing at rank 0, less what the rank saves.
 
         The savings that were measured are made to fall with the rank (least squares) and interpolated.
         """
@@ -76,7 +75,7 @@ class LatencyTable:
         return round(1e9 * self.seconds)
 
     def describe(self) -> dict:
-        """For the record."""
+        """Return all of it, for the record."""
         rows = [
             {"blocks": list(t.blocks), "module": t.module, "full": t.full, "saved": [list(p) for p in t.saved.items()]}
             for t in self.tables
@@ -85,7 +84,7 @@ class LatencyTable:
 
 
 def likeness(view: BlockView) -> str:
-    """Equal for blocks of the same shapes and the same kind of attention."""
+    """Return what is equal for blocks of the same shapes and the same kind of attention."""
     shapes = [(name, *p.shape) for name, p in view.module.named_parameters()]
     attention = view.attention
     return repr((shapes, attention.rotary_dim, sorted(attention.runtime().items(), key=lambda item: item[0])))
@@ -128,7 +127,7 @@ def measure_latency(
 
 
 def _variants(source: DenseModel, method: MeasurableMethod, view: BlockView, units: list[PrunableModule]) -> dict:
-    """``(module, rank)`` -> path -> the smaller modules of the block, in the dtype that is written."""
+    """Return ``(module, rank)`` -> path -> the smaller modules of the block, in the dtype that is written."""
     found = {}
     for unit in units:
         below = unit.ranks[:-1]
@@ -136,14 +135,13 @@ def _variants(source: DenseModel, method: MeasurableMethod, view: BlockView, uni
         for rank in points:
             result = method.truncated(view, {unit.module: rank})
             with replaced(view, result, source):
-                found[unit.module, rank] = {
-                    path: view.module.get_submodule(path).to(source.dtype) for path in result.modules
-                }
+                smaller = {path: view.module.get_submodule(path) for path in result.modules}
+            found[unit.module, rank] = {path: module.to(source.dtype) for path, module in smaller.items()}
     return found
 
 
 def _time(view: BlockView, variants: dict, stream, source: DenseModel) -> tuple[float, dict]:
-    """Seconds of the dense block, and what each variant saves: medians over rounds of all of them in turning order."""
+    """Time the dense block, and what each variant saves: medians over rounds of all of them in turning order."""
     args, kwargs = _cast(stream.calls[0][view.index][:2], source.dtype)
     hidden = view.taken(stream.hidden[0].to(source.dtype))
     names, rounds = [None, *variants], []
@@ -169,7 +167,7 @@ def _run(module: nn.Module, args, kwargs, repeats: int, device: torch.device) ->
 
 
 def _cast(value, dtype: torch.dtype):
-    """Floating tensors in any nest of tuples and dicts in another precision."""
+    """Convert floating tensors in any nest of tuples and dicts."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, dict):
@@ -178,7 +176,7 @@ def _cast(value, dtype: torch.dtype):
 
 
 def _falling(values: list[float]) -> list[float]:
-    """The nearest sequence that never rises, in least squares: neighbours that rise are averaged until none do."""
+    """Return the nearest sequence that never rises, in least squares: neighbours that rise are averaged until none do."""
     pools: list[tuple[float, int]] = []
     for value in values:
         pools.append((value, 1))

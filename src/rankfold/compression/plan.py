@@ -2,10 +2,11 @@
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from .._utils.present import present
 from ..allocation import (
     Greedy,
     Measured,
@@ -13,7 +14,6 @@ from ..allocation import (
     allocate,
     averages,
     check_reachable,
-    shared_budgets,
     tensor_bytes,
     to_remove,
     unique_parameters,
@@ -32,18 +32,13 @@ from ..models.dense_model import DenseModel
 from ..report.plan import ModulePlan, Plan
 from .budget import RankOptions, rank_options
 
-__all__ = [
-    "allocate_ranks",
-    "budget",
-    "build_plan",
-    "check",
-    "divergence_for_stock",
-    "kept_blocks",
-    "of_block",
-    "shares",
-]
+__all__ = ["allocate_ranks", "build_plan", "check", "divergence_for_stock", "kept_blocks", "of_block", "shares"]
 
 ROUNDING = 0.01  # of what is counted: more than this beyond what was asked for is worth a line
+
+
+Blocks = list[tuple[BlockView, dict[str, int]]]  # on the meta device, and module -> rank
+Reports = dict[tuple[int, str], dict[str, Any]]  # (block, module) -> what compressing it reports
 
 
 class Allocated(NamedTuple):
@@ -56,11 +51,11 @@ class Allocated(NamedTuple):
 
 
 def allocate_ranks(options: RankOptions, method: Method, measured=None) -> Allocated:
-    """Ranks under the budget; see :func:`rankfold.allocation.allocate`."""
+    """Choose ranks under the budget; see :func:`rankfold.allocation.allocate`."""
     units, counted = options.priced, options.counted
     ranks, facts = allocate(units, method, counted, measured)
-    removed = sum(u.dense - u.size(ranks[u.block, u.module]) for u in units)
-    amounts = {"counted": counted, "asked": to_remove(units, method, counted), "removed": removed}
+    removed = sum(u.dense - u.size(ranks[u.key]) for u in units)
+    amounts: dict[str, Any] = {"counted": counted, "asked": to_remove(units, method, counted), "removed": removed}
     amounts["excess"] = _excess(units, ranks, method, amounts)
     return Allocated(ranks, facts, options, {**options.facts, **amounts})
 
@@ -90,19 +85,19 @@ def _excess(units: list[PrunableModule], ranks: dict, method: Method, amounts: d
     counted, asked, removed = (amounts[name] for name in ("counted", "asked", "removed"))
     if removed - asked <= ROUNDING * counted:
         return None
-    smaller = [unit for unit in units if ranks[unit.block, unit.module] < unit.ranks[-1]]
+    smaller = [unit for unit in units if ranks[unit.key] < unit.ranks[-1]]
     if any(unit.module == BLOCK for unit in smaller):
         least = min(unit.dense for unit in smaller if unit.module == BLOCK)
         reason = f"whole blocks go, and the smallest of these is {least / counted:.1%}"
     elif method.one_rank:
         free = [unit for unit in units if not unit.fixed]
-        width = ranks[free[0].block, free[0].module]
+        width = ranks[free[0].key]
         less = freed(free, min(rank for rank in common_ranks(free) if rank > width))
         reason = f"all blocks have one width, and the next larger one removes {max(0, less) / counted:.1%}"
     elif method.allocation.may_exceed:
         reason = "what was measured to cost nothing goes too"
     else:
-        levels = [(unit, unit.ranks.index(ranks[unit.block, unit.module])) for unit in smaller]
+        levels = [(unit, unit.ranks.index(ranks[unit.key])) for unit in smaller]
         step = min(unit.sizes[level + 1] - unit.sizes[level] for unit, level in levels)
         reason = f"the smallest step between two ranks is {step / counted:.1%}"
     return f"{asked / counted:.1%} was asked for and {removed / counted:.1%} goes: {reason}"
@@ -113,31 +108,25 @@ def check(options: RankOptions, method: Method) -> None:
     check_reachable(options.priced, method, options.counted)
 
 
-def budget(options: RankOptions, method: Method) -> tuple[list[PrunableModule], int]:
-    """Units that may lose something together, and how much must go, for methods with one kind of unit."""
-    (only,) = shared_budgets(options.priced, method, options.counted)
-    return only.units, only.remove
-
-
 def kept_blocks(ranks: dict[tuple[int, str], int], blocks: int) -> tuple[int, ...]:
-    """Which of the dense model's blocks are in the result, ascending."""
+    """List which of the dense model's blocks are in the result, ascending."""
     return tuple(block for block in range(blocks) if ranks.get((block, BLOCK)) != 0)
 
 
 def shares(options: RankOptions, method: Method) -> tuple[list[PrunableModule], dict]:
-    """Units of all blocks, and the mean sparsity of the budget each belongs to."""
+    """Return the units of all blocks, and the mean sparsity of the budget each belongs to."""
     return options.priced, averages(options.priced, method, options.counted)
 
 
 def of_block(ranks: dict[tuple[int, str], int], index: int) -> dict[str, int]:
-    """Module -> rank of one block."""
+    """Return module -> rank of one block."""
     return {module: rank for (block, module), rank in ranks.items() if block == index}
 
 
 def build_plan(
     source: DenseModel, method: Method, allocated: Allocated, reports: dict, calibration: dict | None
 ) -> Plan:
-    """The plan of an allocation.
+    """Return the plan of an allocation.
 
     Args:
         allocated: of :func:`allocate_ranks`.
@@ -149,21 +138,24 @@ def build_plan(
         ModulePlan(
             block=u.block,
             module=u.module,
-            rank=ranks[u.block, u.module],
+            rank=ranks[u.key],
             of=u.ranks[-1],
-            weights=u.size(ranks[u.block, u.module]),
+            weights=u.size(ranks[u.key]),
             dense_weights=u.dense,
-            relative_error=reports.get((u.block, u.module), {}).get("relative_error"),
+            relative_error=reports.get(u.key, {}).get("relative_error"),
         )
         for u in allocated.options.units
     )
     removed = sum(m.dense_weights - m.weights for m in modules)
+    blocks = [(view, of_block(ranks, view.index)) for view in source.meta_blocks()]
+    changes = [method.parameter_change(*block) for block in blocks]
     parameters = unique_parameters(source.model)
-    change, floats, other = _change(source, method, ranks)
+    parameters_after = parameters + sum(change for change, _ in changes)
+    floats_after = parameters + sum(method.float_change(*block) for block in blocks)
+    caching = blocks if source.architecture.decoder else []
     item = torch.empty((), dtype=source.dtype).element_size()
-    cache = [_cache(source, method, i, ranks) for i in range(len(source))]
-    experts = _experts(source, reports)
-    idle, idle_after = _idle(source, method, {}), _idle(source, method, ranks)
+    experts = _experts(blocks, reports)
+    idle, idle_after = _idle(method, [(view, {}) for view, _ in blocks]), _idle(method, blocks)
     return Plan(
         model=source.name,
         method=method.describe(),
@@ -171,11 +163,11 @@ def build_plan(
         counted_weights=allocated.options.weights,
         removed_weights=removed,
         parameters=parameters,
-        parameters_after=parameters + change,
+        parameters_after=parameters_after,
         bytes=parameters * item,
-        bytes_after=(parameters + floats) * item + other,
-        kv_bytes_per_token=sum(before for before, _ in cache) * item,
-        kv_bytes_per_token_after=sum(after for _, after in cache) * item,
+        bytes_after=floats_after * item + sum(added for _, added in changes),
+        kv_bytes_per_token=sum(view.attention.cached for view, _ in caching) * item,
+        kv_bytes_per_token_after=sum(method.cached_numbers(*block) for block in caching) * item,
         peak_memory_bytes=_peak_memory(source, method, calibration),
         seconds=None,
         facts=allocated.facts | ({"zeros": removed} if method.leaves_zeros else {}),
@@ -184,48 +176,27 @@ def build_plan(
         calibration=calibration,
         gradient_windows=_sweep_windows(source, method, calibration),
         active_parameters=parameters - idle if experts else None,
-        active_parameters_after=parameters + change - idle_after if experts else None,
+        active_parameters_after=parameters_after - idle_after if experts else None,
         experts=experts,
         part=source.part.name if source.part.chosen else None,
-        added_products=sum(method.added_products(source.meta_block(i), of_block(ranks, i)) for i in range(len(source))),
+        added_products=sum(method.added_products(*block) for block in blocks),
     )
 
 
-def _change(source: DenseModel, method: Method, ranks) -> tuple[int, int, int]:
-    """Change in parameters (biases included) and in numbers of the model's dtype, and bytes of codes and indices added."""
-    parameters = floats = other = 0
-    for i in range(len(source)):
-        mine = of_block(ranks, i)
-        view = source.meta_block(i)
-        more, added = method.parameter_change(view, mine)
-        parameters, other, floats = parameters + more, other + added, floats + method.float_change(view, mine)
-    return parameters, floats, other
-
-
-def _cache(source: DenseModel, method: Method, index: int, ranks) -> tuple[int, int]:
-    """Numbers cached per token in a block, dense and planned."""
-    if not source.architecture.decoder:
-        return 0, 0
-    view = source.meta_block(index)
-    mine = of_block(ranks, index)
-    return view.attention.cached, method.cached_numbers(view, mine)
-
-
-def _idle(source: DenseModel, method: Method, ranks) -> int:
-    """Parameters of experts that a token is not sent to, of all blocks together."""
+def _idle(method: Method, blocks: Blocks) -> int:
+    """Count the parameters of experts that a token is not sent to, of all blocks together."""
     found = 0
-    for i in range(len(source)):
-        view = source.meta_block(i)
-        if (experts := view.experts) and ranks.get((i, BLOCK)) != 0:
-            mine = {module: rank for module, rank in of_block(ranks, i).items() if module.startswith("experts")}
+    for view, ranks in blocks:
+        if (experts := view.experts) and ranks.get(BLOCK) != 0:
+            mine = {module: rank for module, rank in ranks.items() if module.startswith("experts")}
             lost = -method.parameter_change(view, mine)[0] // experts.count if mine else 0
             found += (experts.count - experts.active) * (experts.parameters_at(experts.hidden) - lost)
     return found
 
 
-def _experts(source: DenseModel, reports: dict) -> dict | None:
-    """What the plan says of experts; with moments also how many tokens each saw, and was given because these were too few."""
-    experts = next((view.experts for view in map(source.meta_block, range(len(source))) if view.experts), None)
+def _experts(blocks: Blocks, reports: Reports) -> dict | None:
+    """Describe the experts for the plan; with moments also how many tokens each saw, or was given where they were too few."""
+    experts = next((view.experts for view, _ in blocks if view.experts), None)
     if experts is None:
         return None
     seen = {block: report for (block, _), report in reports.items() if "tokens" in report}
@@ -239,17 +210,15 @@ def _experts(source: DenseModel, reports: dict) -> dict | None:
 
 
 def _peak_memory(source: DenseModel, method: Method, calibration: dict | None) -> int:
-    """Estimate: what surrounds the blocks, the largest block twice, its moments, the residual streams."""
+    """Estimate the peak in bytes: what surrounds the blocks, the largest block twice, its moments, the residual streams."""
     item = torch.empty((), dtype=source.compute_dtype).element_size()
-    largest = max(sum(p.numel() for p in b.parameters()) for b in source.blocks) * item
-    around = (
-        unique_parameters(source.model) - sum(sum(p.numel() for p in b.parameters()) for b in source.blocks)
-    ) * item
+    blocks = [unique_parameters(block) for block in source.blocks]
+    largest, around = max(blocks) * item, (unique_parameters(source.model) - sum(blocks)) * item
     resident = 0 if source.streamed else tensor_bytes(source.model) - around
     tokens = held_out = 0
     if calibration:
         tokens, held_out = calibration["tokens"], calibration.get("held_out", 0) * mean_length(calibration)
-    views = [source.meta_block(i) for i in range(len(source))]  # layers differ in kind
+    views = source.meta_blocks()
     each = [_moment_bytes(view, method.statistics(view), tokens, 2 if source.autocast else item) for view in views]
     moments, samples = (max(part) for part in zip(*each, strict=True))
     view, statistics = views[0], set().union(*map(method.statistics, views))
@@ -257,19 +226,17 @@ def _peak_memory(source: DenseModel, method: Method, calibration: dict | None) -
     # Two streams side by side are three: dense behind attention and behind the block, and compressed.
     streams = 3 if any(STATISTICS[name].two_streams for name in statistics) else 1
     streams = len(source) + 1 if isinstance(method.allocation, Greedy) else streams  # of one round of the search
-    probed = most_tokens(source)
-    stream = (streams * tokens + 3 * held_out + 2 * probed) * width * (2 if source.autocast else item)
-    gradients = method.gradients(view)
-    of_gradients = 8 * numbers(view, gradients)
+    rows = streams * tokens + 3 * held_out + 2 * most_tokens(source)
+    stream = rows * width * (2 if source.autocast else item)
+    backwards = of_gradients = 8 * numbers(view, method.gradients(view))
+    if calibration and (windows := _sweep_windows(source, method, calibration)):
+        backwards += sweep_memory(source, windows * mean_length(calibration))
     moments += of_gradients
-    backwards = of_gradients
-    if gradients and calibration:
-        backwards += sweep_memory(source, _sweep_windows(source, method, calibration) * mean_length(calibration))
     return int(around + resident + max(2 * largest + 2.5 * moments + samples + stream, largest + backwards))
 
 
 def _moment_bytes(view: BlockView, statistics: set[str], tokens: int, item: int) -> tuple[int, int]:
-    """Of the second moments of a block, of experts one at a time; and of the rows that are kept beside them."""
+    """Count bytes of the second moments of a block, of experts one at a time; and of the rows that are kept beside them."""
     width, hidden = view.attention.output.weight.shape[0], view.mlp.hidden if view.mlp else 0
     sides = {"mlp_hidden": (hidden, hidden), "mlp_feedback": (width, hidden), "change": (2, 1)}
     moments = sum(
@@ -279,13 +246,14 @@ def _moment_bytes(view: BlockView, statistics: set[str], tokens: int, item: int)
     )
     rows = 4 * width * min(SAMPLE_ROWS * hidden, tokens) if "mlp_samples" in statistics else 0
     if INPUT in statistics:
-        moments += 8 * view.experts.hidden**2
-        rows += tokens * (item * width + 4 * view.experts.count)
+        experts = present(view.experts)
+        moments += 8 * experts.hidden**2
+        rows += tokens * (item * width + 4 * experts.count)
     return moments, rows
 
 
 def _sweep_windows(source: DenseModel, method: Method, calibration: dict | None) -> int | None:
-    """Calibration windows that a backward pass runs over; ``None`` where there is none."""
+    """Count the calibration windows that a backward pass runs over; ``None`` where there is none."""
     view = source.meta_block(0)
     names = method.gradients(view)
     if not names or calibration is None:

@@ -9,13 +9,13 @@ import logging
 
 from .._utils.stopwatch import PROBES, time_spent
 from ..architectures import BlockView
-from ..calibration.likelihood import Comparison, compare_losses, guesses, perplexity_of, token_losses
+from ..calibration.likelihood import Comparison, compare_losses, guesses, token_losses
 from ..calibration.runner import advance, start
 from ..data.batches import digest_of
 from ..data.probes import KINDS, Probes, load_probes
 from ..errors import CheckpointError, DataError, option
 from ..models.dense_model import DenseModel
-from .held_out import explained_ratio, is_damaged
+from .held_out import explained_ratio, is_damaged, perplexities
 
 __all__ = ["NoProbeTexts", "ProbeTexts", "follow_probe_texts"]
 
@@ -39,7 +39,7 @@ class ProbeTexts:
 
     @time_spent(PROBES)
     def enter(self, view: BlockView, *, skip: bool) -> None:
-        """Go through the dense block."""
+        """Go through the dense block, also where it is not measured again."""
         advance(view, self.dense)
 
     @time_spent(PROBES)
@@ -69,7 +69,7 @@ class ProbeTexts:
         }
 
     def _losses(self, stream) -> list:
-        """Of every passage, without what is repeated behind its end."""
+        """Return the losses of every passage, without what is repeated after its end."""
         rows = token_losses(self.source, self.probes.ids, stream, positions=POSITIONS)
         return [row[: length - 1] for row, length in zip(rows, self.probes.lengths, strict=True)]
 
@@ -108,21 +108,14 @@ def follow_probe_texts(source: DenseModel) -> ProbeTexts | NoProbeTexts:
 
 
 def _facts(found: Comparison, sparsity: float, vocabulary: int) -> dict:
-    """Of one kind. What the dense model guesses cannot be lost."""
+    """Return the facts of one kind of text. What the dense model guesses cannot be lost."""
     is_known = not guesses(found.dense, vocabulary)
-    return {
-        "tokens": found.tokens,
-        "perplexity_dense": perplexity_of(found.dense),
-        "perplexity": perplexity_of(found.compressed),
-        "ratio": perplexity_of(found.difference),
-        "standard_error": found.standard_error,
-        "is_known": is_known,
-        "is_damaged": is_known and is_damaged(found, sparsity),
-    }
+    is_lost = is_known and is_damaged(found, sparsity)
+    return {"tokens": found.tokens} | perplexities(found) | {"is_known": is_known, "is_damaged": is_lost}
 
 
 def _warning(kinds: dict[str, dict], sparsity: float) -> str | None:
-    """Which kinds are damaged, and what to do."""
+    """Say which kinds are damaged, and what to do."""
     damaged = [kind for kind, facts in kinds.items() if facts["is_damaged"]]
     if not damaged:
         return None

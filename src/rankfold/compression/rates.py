@@ -53,7 +53,7 @@ def _seconds_of(routine: str, size: int, device: torch.device, threads: int) -> 
 
 @functools.cache
 def _measured(routine: str, size: int, device: torch.device, threads: int) -> float:
-    """Seconds of one run; the least of two, the first of which also loads what the routine needs."""
+    """Return the seconds of one run; the least of two, the first of which also loads what the routine needs."""
     C = torch.full((size, size), 0.5 / size, dtype=torch.float64, device=device)
     C += torch.diag(torch.linspace(1, 2, size, dtype=torch.float64, device=device))  # positive definite, not diagonal
     run = _RUN[routine]

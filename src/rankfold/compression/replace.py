@@ -90,7 +90,7 @@ class _Passing(nn.Module):
 
 
 def passing(view: BlockView) -> BlockView:
-    """A removed block: what comes goes on as it is."""
+    """Return a removed block: its output is its input."""
     return dataclasses.replace(view, module=_Passing())
 
 
@@ -112,13 +112,13 @@ class _InOtherCoordinates(nn.Module):
 
 
 def _turned(x: Tensor, Q: Tensor) -> Tensor:
-    """``x Q`` in the dtype of ``x``, multiplied in fp32 whatever surrounds it: no block of the model makes this product."""
+    """Return ``x Q`` in the dtype of ``x``, multiplied in fp32 whatever surrounds it: no block of the model does this."""
     with torch.autocast(x.device.type, enabled=False):
         return (x.float() @ Q.to(x.device, torch.float32)).to(x.dtype)
 
 
 def in_model_coordinates(view: BlockView, behind: Tensor | None) -> BlockView:
-    """A block between two streams in the model's own coordinates, whatever it reads (``view.basis``) and writes."""
+    """Return a block between two streams in the model's own coordinates, whatever it reads (``view.basis``) and writes."""
     if view.basis is None and behind is None:
         return view
     return dataclasses.replace(view, module=_InOtherCoordinates(view.module, view.basis, behind))

@@ -3,9 +3,11 @@
 import dataclasses
 import functools
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 
+from .._utils.present import present
 from ..checkpoint.load import load_model
 from ..checkpoint.saving import save_model
 from ..models.dense_model import DenseModel
@@ -45,16 +47,16 @@ class CompressionResult:
     def of_folder(cls, output: Path, *, device: str = "auto") -> "CompressionResult":
         """Describe a folder that a compression has written."""
         record = read_record(output)
-        planned = record["plan"] | record["run"]["estimated"] | {"calibration": record["calibration"]}
+        planned: dict[str, Any] = record["plan"] | record["run"]["estimated"] | {"calibration": record["calibration"]}
+        planned["modules"] = tuple(ModulePlan(**module) for module in planned["modules"])
         known = {field.name for field in dataclasses.fields(Plan)}
-        modules = tuple(ModulePlan(**module) for module in planned["modules"])
-        plan = Plan(**{key: value for key, value in planned.items() if key in known} | {"modules": modules})
+        plan = Plan(**{key: value for key, value in planned.items() if key in known})
         return cls(plan, record, output, device=device)
 
     @functools.cached_property
     def model(self) -> PreTrainedModel:
-        """The compressed model in memory; of a folder it is loaded at the first use."""
-        return self._model if self.output is None else load_model(self.output, device=self._device)
+        """Return the compressed model in memory; of a folder it is loaded at the first use."""
+        return load_model(present(self.output), device=self._device) if self._model is None else self._model
 
     def save_pretrained(self, folder: str | Path) -> Path:
         """Write the model, with its tokenizer where it has one, so that it loads anywhere.

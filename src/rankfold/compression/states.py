@@ -48,7 +48,7 @@ def compare_states(pairs: Iterable[tuple[Tensor, Tensor]]) -> StateComparison:
 
 
 def _sums(dense: Tensor, compressed: Tensor) -> dict[str, Tensor]:
-    """Sums over pieces of 16 tokens of ``(T, D)`` states, on the CPU."""
+    """Return sums over pieces of 16 tokens of ``(T, D)`` states, on the CPU."""
     a, b = wide(dense), wide(compressed)
     of_tokens = {
         "apart": (a - b).square().sum(-1),

@@ -12,12 +12,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from .._utils.evaluating import evaluating
+from .._utils.present import present
 from ..architectures import Architecture, AttentionSpec, BlockView, Dense
 from ..calibration.moments import wide
 from ..calibration.runner import StandIn, Stream, advance, outputs, start
@@ -47,7 +48,7 @@ class Proof:
 
 
 def validated(source: DenseModel) -> DenseModel:
-    """The source itself; where its spec was derived, after that has proved itself.
+    """Return the source itself; where its spec was derived, after that has been validated.
 
     Raises:
         UnsupportedModelError: it has not.
@@ -79,9 +80,8 @@ def validate_spec(source: DenseModel) -> Proof:
     except (RankfoldError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # code of a family that nobody looked at raises what it likes on a wrong guess
-        raise UnsupportedModelError(
-            _because(source, f"running its blocks ends in {type(error).__name__} ({first_line(error)})")
-        ) from error
+        why = f"running its blocks ends in {type(error).__name__} ({first_line(error)})"
+        raise UnsupportedModelError(_because(source, why)) from error
     finally:
         source.architecture = given
 
@@ -104,14 +104,12 @@ def _prove(source: DenseModel, ids: Tensor) -> Proof:
     got, expected = outputs(source, ids, stream), _as_the_model_runs(source, ids)
     proof = Proof(spec, _difference(got, expected), attention, units if spec.mlp else None)
     if proof.logits > _close(source):
-        raise UnsupportedModelError(
-            _because(source, f"blocks run one by one give other logits than the model, by {proof.logits:.1e}")
-        )
+        _refuse(source, f"blocks run one by one give other logits than the model, by {proof.logits:.1e}")
     return proof
 
 
 def _close(source: DenseModel) -> float:
-    """Relative: what a wrong trait changes is a hundred times that of fp32, what rounding changes a hundredth."""
+    """Return the relative tolerance: a wrong trait changes a hundred times that of fp32, rounding a hundredth."""
     return max(1e-3, 8 * torch.finfo(source.compute_dtype).eps)
 
 
@@ -149,9 +147,9 @@ def _look(view: BlockView, stream: Stream) -> _Look:
 
 
 def _halves(spec: Architecture, look: _Look, source: DenseModel) -> Architecture:
-    """Where the stream between attention and MLP is, and whether both add to it what they send."""
+    """Find where the stream between attention and MLP is, and whether both add to it what they send."""
     if spec.attention.path not in look.outputs:
-        raise UnsupportedModelError(_because(source, f"{spec.attention.path} of a block is never called"))
+        _refuse(source, f"{spec.attention.path} of a block is never called")
     close, sent, whole = _close(source), look.outputs[spec.attention.path], look.after - look.before
     mlp = [look.outputs[spec.mlp.down]] if spec.mlp else []
     for name, x in look.inputs.items():
@@ -165,18 +163,18 @@ def _halves(spec: Architecture, look: _Look, source: DenseModel) -> Architecture
             return replace(spec, middle=name, adds=adds)
     if any(_difference(whole - sent, y) < close for y in [*mlp, *look.outputs.values()]):
         return replace(spec, middle=None, adds=True)  # both halves read the same stream
-    raise UnsupportedModelError(_because(source, "no module of a block receives the stream between attention and MLP"))
+    _refuse(source, "no module of a block receives the stream between attention and MLP")
 
 
 def _parallel(a: Tensor, b, close: float) -> bool:
-    """Whether they agree up to a factor, which some families put behind each half."""
+    """Tell whether they agree up to a factor, which some families put after each half."""
     if not isinstance(b, Tensor) or a.shape != b.shape:
         return False
     return torch.cosine_similarity(a.flatten(), b.flatten(), dim=0).item() > 1 - close**2
 
 
 def _forms(attention: AttentionSpec) -> list[dict]:
-    """Ways to read the projections that names do not tell apart."""
+    """List ways to read the projections that names do not tell apart."""
     return [
         {"layout": layout, "pairs": pairs, "interleaved_table": table}
         for layout in (("split",) if len(attention.qkv) == 3 else ("concat", "grouped"))
@@ -185,7 +183,7 @@ def _forms(attention: AttentionSpec) -> list[dict]:
 
 
 def _rotation(spec: Architecture, view: BlockView, stream: Stream, source: DenseModel):
-    """The spec with which attention at full rank computes what this block computes, the difference, and whether it rotates."""
+    """Find the spec with which attention at full rank computes what this block does, the difference, and whether it rotates."""
     given, best, expected = spec.attention, float("inf"), _sent(view, BlockResult({}, {}, {}), stream, source)
     for form in _forms(given) if view.index == 0 else [{}]:
         for position in dict.fromkeys((given.position, "none")):
@@ -194,13 +192,11 @@ def _rotation(spec: Architecture, view: BlockView, stream: Stream, source: Dense
             best = min(best, error)
             if error < _close(source):
                 return replace(spec, attention=replace(given, **form)), error, position != "none"
-    raise UnsupportedModelError(
-        _because(source, f"block {view.index} computes something else with its attention replaced, by {best:.1e}")
-    )
+    _refuse(source, f"block {view.index} computes something else with its attention replaced, by {best:.1e}")
 
 
 def _attention(view: BlockView, expected: Tensor, stream: Stream, source: DenseModel) -> float:
-    """Relative change of what the block adds to the stream, ``expected``, when its attention is replaced at full rank."""
+    """Return the relative change of what the block adds, ``expected``, when its attention is replaced at full rank."""
     attention, result = view.attention, BlockResult({}, {}, {})
     width = attention.head_dim
     try:
@@ -212,8 +208,8 @@ def _attention(view: BlockView, expected: Tensor, stream: Stream, source: DenseM
 
 
 def _units(view: BlockView, stream: Stream, source: DenseModel) -> float:
-    """Half of the hidden units alone, against all of them of which the others are not listened to."""
-    mlp, fewer, silent = view.mlp, BlockResult({}, {}, {}), BlockResult({}, {}, {})
+    """Compare half of the hidden units alone with all of them of which the others are not listened to."""
+    mlp, fewer, silent = present(view.mlp), BlockResult({}, {}, {}), BlockResult({}, {}, {})
     keep = torch.randperm(mlp.hidden, generator=torch.Generator().manual_seed(SEED))[: mlp.hidden // 2].to(view.device)
     down = mlp.down
     for path, projection in mlp.rising().items():
@@ -223,14 +219,12 @@ def _units(view: BlockView, stream: Stream, source: DenseModel) -> float:
     put_projection(silent, mlp.spec.down, Dense(heard, down.bias))
     error = _difference(*(_sent(view, result, stream, source) for result in (fewer, silent)))
     if error > _close(source):
-        raise UnsupportedModelError(
-            _because(source, f"hidden units of block {view.index} depend on each other, by {error:.1e}")
-        )
+        _refuse(source, f"hidden units of block {view.index} depend on each other, by {error:.1e}")
     return error
 
 
 def _sent(view: BlockView, result: BlockResult, stream: Stream, source: DenseModel) -> Tensor:
-    """What the block adds to the stream with these modules in it."""
+    """Return what the block adds to the stream with these modules in it."""
     with replaced(view, result, source):
         there = stream.copy()
         advance(view, there)
@@ -238,7 +232,7 @@ def _sent(view: BlockView, result: BlockResult, stream: Stream, source: DenseMod
 
 
 def _rotates(spec: Architecture, turns: dict[int, bool], source: DenseModel) -> Architecture:
-    """With the attribute that says which layers rotate, where not all do or none."""
+    """Return the spec with the attribute that says which layers rotate, where not all do or none."""
     if len(set(turns.values())) == 1:
         position = spec.attention.position if turns[0] else "none"
         return replace(spec, attention=replace(spec.attention, position=position))
@@ -246,9 +240,7 @@ def _rotates(spec: Architecture, turns: dict[int, bool], source: DenseModel) -> 
     for name in SWITCHES:
         if all(bool(getattr(modules[index], name, None)) == turning for index, turning in turns.items()):
             return replace(spec, attention=replace(spec.attention, rotates=name))
-    raise UnsupportedModelError(
-        _because(source, "some layers rotate and some do not, and no attribute of theirs says which")
-    )
+    _refuse(source, "some layers rotate and some do not, and no attribute of theirs says which")
 
 
 class _Read(StandIn):
@@ -263,7 +255,7 @@ class _Read(StandIn):
 
 
 def _as_the_model_runs(source: DenseModel, ids: Tensor) -> Tensor:
-    """Logits of the model's own forward."""
+    """Return the logits of the model's own forward."""
     blocks, (path, _, name) = source.blocks, source.architecture.blocks.rpartition(".")
     owner = source.model.get_submodule(path)
 
@@ -288,6 +280,10 @@ def _difference(a: Tensor, b: Tensor) -> float:
         return float("inf")
     a, b = wide(a), wide(b)
     return ((a - b).norm() / b.norm().clamp_min(1e-30)).item()
+
+
+def _refuse(source: DenseModel, why: str) -> NoReturn:
+    raise UnsupportedModelError(_because(source, why))
 
 
 def _because(source: DenseModel, why: str) -> str:

@@ -42,21 +42,7 @@ def windows_of(ids: Tensor, length: int, limit: int | None = None) -> Tensor:
 
 @torch.no_grad()
 def perplexity(model: nn.Module, windows: Tensor, *, autocast: torch.dtype | None = None) -> dict:
-    """Perplexity of a model on token windows.
-
-    Args:
-        model: a causal language model in eval mode.
-        windows: ``(W, T)`` token ids.
-        autocast: run the forward under autocast in this dtype.
-
-    Returns:
-        ``{"perplexity", "nll", "windows", "length", "tokens", "definition"}``; ``nll`` in nats per predicted token.
-
-    Raises:
-        DataError: the windows are none, or too short to predict a token.
-        NumericsError: a window has no finite loss.
-        OptionError: the model is none of transformers.
-    """
+    """Compute the perplexity of a model in memory, in eval mode, on ``(W, T)`` token ids; see :func:`rankfold.perplexity`."""
     if not hasattr(model, "config"):  # an adapter or a compiled model has it too
         raise OptionError(f"model must be a transformers model, got a {type(model).__name__}")
     check_ids("windows", windows)

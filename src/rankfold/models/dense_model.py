@@ -8,6 +8,7 @@ model that is in memory as a whole (a GGUF file, a checkpoint stored under other
 import copy
 import functools
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -73,23 +74,23 @@ class DenseModel:
 
     @property
     def network(self) -> nn.Module:
-        """What embeds a batch and runs the blocks: the model itself where it writes text, an encoder without its head, what
-        owns a projector."""
+        """Return what embeds a batch and runs the blocks: the model itself where it writes text, an encoder without its head,
+        what owns a projector."""
         return self.model.get_submodule(self.part.network)
 
     @property
     def image_token(self) -> int | None:
-        """Id of the token in whose places images stand among the tokens; ``None`` where this part sees no images."""
+        """Return the id of the token in whose places images stand among the tokens; ``None`` where this part sees no images."""
         return getattr(self.model.config, "image_token_id", None) if self.architecture.decoder else None
 
     @property
     def streamed(self) -> bool:
-        """Whether blocks are read one at a time, instead of all being in memory."""
+        """Tell whether blocks are read one at a time, instead of all being in memory."""
         return self.weights is not None
 
     @property
     def blocks(self) -> nn.ModuleList:
-        found = self.model.get_submodule(self.architecture.blocks)
+        found: Any = self.model.get_submodule(self.architecture.blocks)
         return nn.ModuleList([found]) if self.architecture.projects else found
 
     def __len__(self) -> int:
@@ -101,7 +102,7 @@ class DenseModel:
 
     @property
     def tokenizer(self):
-        """The model's tokenizer; see :class:`~.processors.Processors`."""
+        """Return the model's tokenizer; see :class:`~.processors.Processors`."""
         return self.processors.tokenizer
 
     def with_tokenizer(self, tokenizer) -> "DenseModel":
@@ -112,7 +113,7 @@ class DenseModel:
 
     @time_spent("reading")
     def block(self, index: int) -> BlockView:
-        """A private copy of block ``index`` with its weights on :attr:`device`, released with the last reference.
+        """Return a private copy of block ``index`` with its weights on :attr:`device`, released with the last reference.
 
         Raises:
             NumericsError: a weight is NaN or infinite (named).
@@ -129,7 +130,7 @@ class DenseModel:
         return BlockView(self.architecture, index, module, self.config, self.inv_freq(index))
 
     def inv_freq(self, index: int) -> torch.Tensor | None:
-        """Rotary frequencies of a block; families with sliding layers keep one table per layer type."""
+        """Return the rotary frequencies of a block; families with sliding layers keep one table per layer type."""
         base = self.architecture.attention.rotary_base
         if base is not None:
             return own_frequencies(base, self.config.rotary_dim).to(self.device)
@@ -142,18 +143,22 @@ class DenseModel:
         return None
 
     def meta_block(self, index: int) -> BlockView:
-        """Block ``index`` for reading shapes only; its weights may be on the meta device."""
+        """Return block ``index`` for reading shapes only; its weights may be on the meta device."""
         return BlockView(self.architecture, index, self.blocks[index], self.config)
+
+    def meta_blocks(self) -> list[BlockView]:
+        """Return all blocks for reading shapes only; layers may differ in kind."""
+        return [self.meta_block(index) for index in range(len(self))]
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """What blocks run in: fp32 (under autocast) on CPUs and where they were de-quantised, a caller's model as it is,
+        """Return what blocks run in: fp32 (under autocast) on CPUs and where they were de-quantised, a caller's model as it is,
         otherwise the dtype they are written in.
         """
         return self.model.dtype
 
     def whole_model(self) -> nn.Module:
-        """The model with every block resident, for generating with it.
+        """Return the model with every block resident, for generating with it.
 
         Raises:
             CheckpointError: the weights cannot be read.
@@ -173,12 +178,12 @@ class DenseModel:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Of the part's config and all weights; the same in whatever dtype the result is to be stored."""
+        """Return the digest of the part's config and all weights; the same in whatever dtype the result is to be stored."""
         read = self.weights.raw if self.weights else None
         tensors = ((name, read(name) if read else tensor) for name, tensor in sorted(self._untied_state().items()))
         return fingerprint(self.config.to_diff_dict(), tensors)
 
     def _untied_state(self) -> dict[str, torch.Tensor]:
-        """Every parameter and saved buffer once, by name."""
+        """Return every parameter and saved buffer once, by name."""
         tied = set(getattr(self.model, "all_tied_weights_keys", None) or {})
         return {name: tensor for name, tensor in self.model.state_dict().items() if name not in tied}
