@@ -68,8 +68,8 @@ def _value(name: str, key: str, value: str, item: str):
         return parse_modules(value.replace("+", ","))
     if key == "exclude_blocks":
         return tuple(like(0, block, item, "--methods") for block in value.split("+"))
-    value = like(known[key], value, item, "--methods")
-    return value.replace("+", ",") if isinstance(value, str) else value
+    typed = like(known[key], value, item, "--methods")
+    return typed.replace("+", ",") if isinstance(typed, str) else typed
 
 
 def parse_sparsities(text: str) -> list[float]:

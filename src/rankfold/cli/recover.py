@@ -9,6 +9,7 @@ from . import common as c
 from . import options as o
 from .calibration import parse_texts
 
+TEXTS = ["wikitext2", "c4"]
 UNCHANGED = 3  # exit code where the model is what went in
 
 
@@ -21,7 +22,7 @@ def command(
     calibration: Annotated[
         list[str],
         o.of_calibration(metavar="TEXT", help="Texts to train on, as for compress; also TEXT=SHARE. Repeatable."),
-    ] = ("wikitext2", "c4"),
+    ] = TEXTS,
     tune: Annotated[
         Literal["all", "lora", "lora-mlp", "norms"],
         o.of_training(help="all weights but embeddings, adapters on all or on MLP layers, or norms."),

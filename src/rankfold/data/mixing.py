@@ -196,8 +196,9 @@ def portions(samples: int, shares: list[float], room: list[float]) -> list[Porti
         shares: of the texts.
         room: windows every text has, at least one; infinity where there are enough.
     """
-    total, held_out = sum(room), held_out_of(samples)
-    if total < samples + held_out:
+    held_out = held_out_of(samples)
+    if sum(room) < samples + held_out:
+        total = int(sum(room))
         held_out = min(held_out_of(min(samples, total)), total - len(room))
         samples = total - held_out
     apart = spread(held_out, shares, [windows - 1 for windows in room])

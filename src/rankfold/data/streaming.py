@@ -42,15 +42,15 @@ def text_or_pieces(name: str, *, column: str, seed: int, size: int) -> Text | Pi
     source = text_source(name)
     if source.kind == "hub" and ALIASES[name].endless:
         return Pieces(hub_rows(name, "calibration", shuffle=seed), source.origin, f"stream, buffer of {BUFFER} rows")
-    whole = source.path is None or source.kind in ("json", "csv", "tsv")  # which have no rows to find in the middle
-    if whole or source.path.stat().st_size <= LARGE:
+    path, is_whole = source.path, source.kind in ("json", "csv", "tsv")  # which have no rows to find in the middle
+    if path is None or is_whole or path.stat().st_size <= LARGE:
         text = read_text(name, column=column)
         return pieces_of_text(text, seed) or text
     if source.kind == "parquet":
-        return Pieces(_parquet_rows(source.path, column, seed), source.origin, "rows")
+        return Pieces(_parquet_rows(path, column, seed), source.origin, "rows")
     if source.kind == "txt":
-        return Pieces(_spans(source.path, seed, size), source.origin, f"spans of {size} bytes")
-    return Pieces(_rows(source.path, source.kind, column, seed, size), source.origin, f"rows of slots of {size} bytes")
+        return Pieces(_spans(path, seed, size), source.origin, f"spans of {size} bytes")
+    return Pieces(_rows(path, source.kind, column, seed, size), source.origin, f"rows of slots of {size} bytes")
 
 
 def pieces_of_text(text: Text, seed: int) -> Pieces | None:

@@ -47,16 +47,14 @@ def pack(ids: Tensor, *, samples: int, length: int, seed: int) -> Tensor:
 def samples_of_texts(shares: dict[str, float], model, options: DrawOptions, read: Read) -> CalibrationData:
     """Draw sequences at random over one text, or over several.
 
-    Both numbers are clamped to what the model's context and the text give, which is logged. A text of up to 16 MiB is
-    tokenised as a whole and cut into windows, of which some are drawn; of a larger one random pieces are tokenised, one sample
-    each (:mod:`.streaming`). Samples never overlap.
+    A text of up to 16 MiB is tokenised as a whole and cut into samples, of which some are drawn; of a larger one random pieces
+    are tokenised, one sample each (:mod:`.streaming`). Samples never overlap.
 
     An encoder reads whole texts: every sample is given the special tokens its tokenizer puts around one. A decoder that is
     lost without its start token (Gemma) has it in front of every sample.
 
     Args:
         shares: name of a text -> its share (:func:`.shares_of`); ``self`` is text sampled from the model.
-        model: an open model; its tokenizer and vocabulary are used.
         read: opens a text.
 
     Raises:
@@ -103,8 +101,8 @@ def _together(
     if len(parts) == 1:
         return CalibrationData(fitted, parts[0].name, parts[0].origin, seed, held_out, parts[0].draw)
     names, origins = (" + ".join(texts) for texts in (shares, [part.origin for part in parts]))
-    facts = {"draw": "texts interleaved", "texts": parts, "wanted": options.num_samples}
-    return CalibrationData(fitted, names, origins, seed, held_out, **facts)
+    draw, wanted = "texts interleaved", options.num_samples
+    return CalibrationData(fitted, names, origins, seed, held_out, draw, texts=parts, wanted=wanted)
 
 
 def _draw(name: str, model, count: int, length: int, seed: int, read: Read) -> Drawn:

@@ -85,10 +85,10 @@ def check_fits(ids: Data, source) -> None:
 
 
 def _check_examples(examples: tuple[Example, ...], source) -> None:
-    alone = [example.ids is None for example in examples]
-    if all(alone) and source.part.packed:
+    texts = [example.ids for example in examples if example.ids is not None]
+    if not texts and source.part.packed:
         return
-    if any(alone):
+    if len(texts) < len(examples):
         raise DataError(
             f"the {source.part.name} part of {source.name} takes no images of any size by themselves; calibrate on "
             f"{'images of one size' if source.part.takes_images else 'text or image-text examples'}"
@@ -104,10 +104,10 @@ def _check_examples(examples: tuple[Example, ...], source) -> None:
             f"an example of {longest} tokens, images among them, is longer than the model's context of "
             f"{source.part.positions}; leave it out, or have its images made smaller"
         )
-    for example in examples:
-        image_token = -1 if source.image_token is None else source.image_token
-        check_vocabulary(example.ids[example.ids != image_token], source.config.vocab_size)
-        if not (example.ids[:, 1:] != image_token).any():
+    image_token = -1 if source.image_token is None else source.image_token
+    for ids in texts:
+        check_vocabulary(ids[ids != image_token], source.config.vocab_size)
+        if not (ids[:, 1:] != image_token).any():
             raise DataError("an example has no text behind its first token, so nothing can be predicted; leave it out")
 
 

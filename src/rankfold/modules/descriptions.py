@@ -25,7 +25,7 @@ def check_description(spec: dict, kinds) -> None:
     Widths of plain layers and of attention may be 0: a module of which nothing is left but a bias.
     """
     kind = spec.get("kind")
-    if kind not in kinds:
+    if kind is None or kind not in kinds:
         raise ValueError(f"unknown module kind {kind!r}; this version of rankfold reads: {', '.join(sorted(kinds))}")
     for key in _SIZES:
         least = 0 if key in _MAY_BE_ZERO.get(kind, ()) else 1

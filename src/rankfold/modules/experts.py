@@ -4,6 +4,7 @@ Shape legend: E experts, n tokens, k experts of a token, D model width, R kept w
 """
 
 import copy
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,6 +44,8 @@ class LatentExperts(nn.Module):
             out of (``falling``) the hidden units of each.
         dense: the experts it replaces; what they make of gate and up is the family's own.
     """
+
+    family: Any
 
     def __init__(self, spec: dict, dense: nn.Module):
         super().__init__()

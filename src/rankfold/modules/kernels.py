@@ -26,9 +26,9 @@ def rotary_table(cos, sin, half, interleaved):
 
     It stays with the tensor of a model's cosines, so that only the first layer of a forward makes it.
     """
-    layout, table = (None, None) if torch.compiler.is_compiling() else getattr(cos, "rankfold_table", (None, None))
-    if layout == (half, interleaved):
-        return table
+    kept = None if torch.compiler.is_compiling() else getattr(cos, "rankfold_table", None)
+    if kept is not None and kept[0] == (half, interleaved):
+        return kept[1]
     once = slice(None, None, 2) if interleaved else slice(half)
     turns = cos[..., once], sin[..., once]  # the model's tables say all angles twice
     still = cos.new_ones(*cos.shape[:-1], 1)

@@ -11,6 +11,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -58,7 +59,7 @@ def digest(modules: dict) -> str:
     return hashlib.sha256(json.dumps(modules, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def current_name(name: str, written: int) -> str:
+def current_name(name: str, written: int | None) -> str:
     """What a tensor of a checkpoint of an earlier format is called in this one."""
     if written == 1:
         for pattern, now in _FACTORS.items():
@@ -68,6 +69,8 @@ def current_name(name: str, written: int) -> str:
 
 class RankfoldConfig(QuantizationConfigMixin):
     """``quantization_config`` of a compressed checkpoint: what was done and which modules are in place."""
+
+    quant_method: Any  # transformers' type for it lists its own names only
 
     def __init__(self, modules: dict | None = None, **fields):
         self.quant_method = METHOD_NAME
@@ -84,6 +87,7 @@ class RankfoldConfig(QuantizationConfigMixin):
 class RankfoldQuantizer(HfQuantizer):
     """Rebuilds the compressed structure between "model created" and "weights loaded"."""
 
+    quantization_config: RankfoldConfig
     requires_calibration = False
 
     def _process_model_before_weight_loading(self, model, **kwargs):
@@ -101,15 +105,16 @@ class RankfoldQuantizer(HfQuantizer):
             return []
         return [WeightRenaming(pattern, now) for pattern, now in _FACTORS.items()]
 
-    def _process_model_after_weight_loading(self, model, **kwargs):
+    def _process_model_after_weight_loading(self, model: Any, **kwargs):
         if self.quantization_config.fields.get("format") != FORMAT:
             # The model is of this format now; transformers would rename its tensors back where it saves.
             self.quantization_config.fields["format"] = FORMAT
             changes = model._weight_conversions
             model._weight_conversions = [change for change in changes if change.source_patterns[0] not in _FACTORS]
         for name, module in model.named_modules():
-            if hasattr(module, "check_indices") and not any(b.is_meta for b in module.buffers()):  # meta: kept on disk
-                module.check_indices(name)
+            check = getattr(module, "check_indices", None)
+            if check is not None and not any(b.is_meta for b in module.buffers()):  # meta: kept on disk
+                check(name)
         check_rotation(model)
         attach(model, self.quantization_config, self)
         return model
@@ -238,7 +243,8 @@ def _register() -> None:
             return
         register_quantization_config(name)(RankfoldConfig)
         register_quantizer(name)(RankfoldQuantizer)
-    PreTrainedModel._from_config = classmethod(_structured(PreTrainedModel._from_config.__func__))
+    base: Any = PreTrainedModel
+    base._from_config = classmethod(_structured(base._from_config.__func__))
 
 
 def _structured(dense):

@@ -49,7 +49,7 @@ class ShortcutBlock(GradientCheckpointingLayer):
         x = hidden_states if self.enter is None else self.enter(hidden_states)
         attention = self.get_submodule(self.paths["attention"])
         added, weights = attention(self._norm(x, self.eps[0]), **given)
-        if self.mlp_shortcut is None:
+        if self.middle is None or self.mlp_shortcut is None:
             x = self.shortcut(x) + added + self._mlp(self._norm(x, self.eps[1]))
         else:
             x = self.middle(self.shortcut(x) + added)

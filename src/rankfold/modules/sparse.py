@@ -16,6 +16,9 @@ class SparseCorrection(nn.Module):
     no bf16 on CPU, and a scatter into a dense matrix costs more than the layer it corrects.
     """
 
+    columns: torch.Tensor
+    starts: torch.Tensor
+
     def __init__(self, in_features: int, out_features: int, nonzeros: int):
         super().__init__()
         if nonzeros > in_features * out_features:
