@@ -28,8 +28,6 @@ from ..models.whole import (
 )
 from ..modules import FORMATS, METHOD_NAMES, RankfoldConfig, attach, current_name, install_described
 
-__all__ = ["assemble", "described", "empty_model", "load_files", "load_model", "load_tokenizer"]
-
 
 def load_model(
     model: str | Path, *, dtype: str = "auto", device: str = "auto", revision: str | None = None

@@ -7,8 +7,6 @@ from .config import compressed_config
 from .load import empty_model
 from .numbered import RULES, named_blocks
 
-__all__ = ["blocks_that_stay"]
-
 IGNORED = ("layer_idx", "layer_id", "training", *RULES)  # a place in the cache; a rule that a list stands for
 
 

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from ..data.calibration_data import CalibrationData
     from ..models.dense_model import DenseModel
 
-__all__ = ["CalibrationOptions"]
-
 
 @dataclass(frozen=True)
 class CalibrationOptions:

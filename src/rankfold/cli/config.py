@@ -11,8 +11,6 @@ from .._utils.schema import Maybe, check_record
 from ..errors import written
 from .options import MethodOptions, of_model
 
-__all__ = ["Comparison", "Run", "Settings", "remaining"]
-
 # What a record must hold to be repeated, beside what the tables show.
 NEEDED = {"dtype": str, "revision": Maybe(str), "calibration": {"seed": int}, "plan": {"method": {"method": str}}}
 Settings = dict[str, Any]  # name of a parameter -> its value, as text until it is parsed

@@ -11,8 +11,6 @@ from .options import like, parse_modules
 if TYPE_CHECKING:
     from ..comparison import Form
 
-__all__ = ["parse_forms", "parse_sparsities"]
-
 
 def parse_forms(text: str) -> "list[Form]":
     """Methods as ``NAME`` or ``NAME:KEY=VALUE,KEY=VALUE``, separated by commas; ``+`` stands for a comma in a value.

@@ -15,8 +15,6 @@ from .config import remaining
 from .options import PANELS, MethodOptions
 from .quiet import quiet_libraries
 
-__all__ = ["Command", "UsageError", "explain", "usage"]
-
 UsageError = typer.TyperException  # what the parser raises
 
 PLACES = ("model", "text", "calibration", "include_path", "baseline")  # arguments that may be paths

@@ -14,8 +14,6 @@ from ..methods import METHODS, make_method, method_class
 from . import common as c
 from . import options as o
 
-__all__ = ["command", "options_of"]
-
 ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n(?:     .*|$))*)", re.MULTILINE)  # an entry of a docstring's list
 SENTENCE_END = re.compile(r"(?<!\bApp)(?<!\bSec)(?<!\bEq)\. ")
 ROLE = re.compile(r":\w+:`~?(?:[\w.]*\.)?(\w+)`|``")

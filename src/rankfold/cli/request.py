@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from ..models.dense_model import DenseModel
     from ..report.plan import Plan
 
-__all__ = ["Request", "show_plans"]
-
 Group = TypeVar("Group", o.MethodOptions, CalibrationOptions)
 Opened = tuple["DenseModel", "Method", CalibrationOptions]
 

@@ -12,16 +12,6 @@ from ..methods import make_method
 from ..report.outcomes import excess_of, held_out_row, kind_rows, size_rows
 from . import common as c
 
-__all__ = [
-    "exported_as_stock",
-    "options_for_target",
-    "removed",
-    "show_kept",
-    "show_next",
-    "show_numbers",
-    "show_result",
-]
-
 Record = Mapping[str, Any]  # of a run
 
 MOST = 0.995  # of the saving: what a line is not worth

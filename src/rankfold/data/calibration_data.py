@@ -15,8 +15,6 @@ from ..errors import DataError
 from .batches import Data, Example, digest_of
 from .hub import HUB
 
-__all__ = ["CalibrationData", "TextShare", "check_ids", "mean_length", "shown", "upgrade_calibration"]
-
 EARLIER_KEYS = {  # of a description in a record -> the key of today
     "samples": "num_samples",
     "length": "max_length",

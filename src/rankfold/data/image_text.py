@@ -20,8 +20,6 @@ from .mixing import DrawOptions, some_of
 from .text import json_row, json_rows, origin_of, path_of, text_of
 from .tokens import check_fits
 
-__all__ = ["has_images", "samples_of_examples"]
-
 log = logging.getLogger(__name__)
 
 IMAGE, ANSWER, QUESTION, CHOICES = "image", "answer", "question", "choices"  # columns

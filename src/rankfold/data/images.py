@@ -20,8 +20,6 @@ from .hub import StreamedRows
 from .mixing import DrawOptions, some_of
 from .text import json_rows, open_parquet, origin_of, path_of, use_column
 
-__all__ = ["encoded_images", "held_out_images", "image_paths", "images_as_data", "read_image", "samples_of_images"]
-
 log = logging.getLogger(__name__)
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")

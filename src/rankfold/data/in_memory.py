@@ -28,8 +28,6 @@ from .text import Text, document_of
 from .text_samples import samples_of_texts
 from .tokens import check_fits
 
-__all__ = ["is_batch", "samples_in_memory"]
-
 log = logging.getLogger(__name__)
 
 IDS, MASK, PIXELS = "input_ids", "attention_mask", "pixel_values"

@@ -16,22 +16,6 @@ from torch import Tensor
 
 from ..errors import OptionError, option
 
-__all__ = [
-    "DrawOptions",
-    "Drawn",
-    "Portion",
-    "check_distinct",
-    "draw_all",
-    "fitted_of",
-    "held_out_of",
-    "interleaved",
-    "order_of",
-    "portions",
-    "shares_of",
-    "some_of",
-    "spread",
-]
-
 log = logging.getLogger(__name__)
 
 Row = TypeVar("Row")

@@ -13,8 +13,6 @@ from .hub import ALIASES, BUFFER, hub_rows
 from .mixing import order_of
 from .text import Text, decode, document_of, json_row, open_parquet, raw_row, read_text, text_source
 
-__all__ = ["LARGE", "Pieces", "pieces_of_text", "text_or_pieces"]
-
 LARGE = 16 * 2**20  # bytes of a file, characters of rows; what is smaller is tokenised as a whole
 
 

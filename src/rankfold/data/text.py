@@ -20,24 +20,6 @@ from .chats import CHATS, Chat, chat_of, column_read, has_half_character, is_cha
 from .hub import ALIASES, hub_rows
 from .rows import rows_of_csv, rows_of_json
 
-__all__ = [
-    "Text",
-    "TextSource",
-    "decode",
-    "document_of",
-    "json_row",
-    "json_rows",
-    "named_column",
-    "open_parquet",
-    "origin_of",
-    "path_of",
-    "raw_row",
-    "read_text",
-    "text_of",
-    "text_source",
-    "use_column",
-]
-
 KINDS = {  # of files with rows, by suffix; any other file is one text
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",

@@ -19,8 +19,6 @@ from .streaming import Pieces
 from .text import Text, text_source
 from .tokens import encode, tokenised
 
-__all__ = ["pack", "samples_of_texts"]
-
 log = logging.getLogger(__name__)
 
 CHARACTERS_PER_TOKEN = 8  # generous for English; how much of a large text is tokenised for a sample

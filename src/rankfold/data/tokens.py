@@ -13,8 +13,6 @@ from .chats import has_half_character
 from .special_tokens import frame_of
 from .text import Text
 
-__all__ = ["check_fits", "check_vocabulary", "encode", "ids_of", "say_if_few", "tokenised"]
-
 log = logging.getLogger(__name__)
 
 

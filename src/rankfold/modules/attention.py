@@ -27,8 +27,6 @@ from .layers import build_layer
 from .norms import PredictedNorm
 from .tensors import check_range
 
-__all__ = ["CompressedAttention", "PackedAttention"]
-
 
 class CompressedAttention(nn.Module):
     """Self-attention whose query-key width R and value width V need not be the head dimension.

@@ -13,8 +13,6 @@ from .latent_attention import LatentAttention
 from .layers import LAYERS, build_layer
 from .shortcuts import ShortcutBlock
 
-__all__ = ["build", "install"]
-
 ATTENTIONS = {"attention": CompressedAttention, "packed_attention": PackedAttention}
 
 

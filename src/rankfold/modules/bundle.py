@@ -3,8 +3,6 @@
 import ast
 from pathlib import Path
 
-__all__ = ["CODE_FILE", "code"]
-
 CODE_FILE = "modeling_rankfold.py"
 PARTS = (
     "tensors",

@@ -2,8 +2,6 @@
 
 import math
 
-__all__ = ["check_attention", "check_description"]
-
 _SIZES = ("in", "out", "rank", "heads", "kv_heads", "qk_dim", "vo_dim", "bits", "chunk", "nonzeros", "head_identity")
 _SIZES += ("width", "before", "inside", "behind", "experts")
 _MAY_BE_ZERO = {"linear": ("in", "out"), "attention": ("qk_dim", "vo_dim"), "packed_attention": ("qk_dim", "vo_dim")}

@@ -11,8 +11,6 @@ from torch import nn
 
 from .layers import build_layer
 
-__all__ = ["LatentExperts", "narrow_experts"]
-
 WIDTHS = ("intermediate_dim", "intermediate_size")  # what families call the attribute that repeats the hidden width
 
 

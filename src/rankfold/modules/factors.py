@@ -8,17 +8,6 @@ from torch import nn
 
 from .tensors import QuantizedTensor, check_permutation, index_dtype
 
-__all__ = [
-    "HeadIdentity",
-    "Numbers",
-    "matrix",
-    "matrix_of",
-    "multiply_lower",
-    "multiply_upper",
-    "numbers",
-    "triangle_macs",
-]
-
 TRIANGLE = 128  # the largest one that is copied out of a square
 
 

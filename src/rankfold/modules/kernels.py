@@ -6,20 +6,6 @@ Shape legend: B batch, T new tokens, S cached tokens, H query heads, R kept quer
 import torch
 from torch import nn
 
-__all__ = [
-    "add_alibi",
-    "add_bias",
-    "angles_at",
-    "attend_one",
-    "eager_attention",
-    "masked",
-    "of_one_length",
-    "rotary_table",
-    "shares",
-    "turn",
-    "within",
-]
-
 
 def rotary_table(cos, sin, half, interleaved):
     """Cosine and sine of every rotary pair, and of one that does not turn, (B or 1, T, 2, half + 1).

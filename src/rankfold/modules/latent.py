@@ -7,8 +7,6 @@ from .factors import HeadIdentity, matrix, matrix_of, multiply_lower, multiply_u
 from .sparse import SparseCorrection
 from .tensors import check_permutation
 
-__all__ = ["LatentLinear", "LatentRows", "SplitHeadLinear"]
-
 
 def put_back(y, rows):
     """Put entry ``j`` of the last dimension into place ``rows[j]``."""

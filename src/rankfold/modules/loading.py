@@ -28,21 +28,6 @@ from .building import install
 from .bundle import CODE_FILE, code
 from .tensors import QuantizedTensor
 
-__all__ = [
-    "AUTO_MAP",
-    "FORMAT",
-    "FORMATS",
-    "METHOD_NAME",
-    "METHOD_NAMES",
-    "RankfoldAutoConfig",
-    "RankfoldConfig",
-    "RankfoldForCausalLM",
-    "attach",
-    "current_name",
-    "digest",
-    "install_described",
-]
-
 # What meets a checkpoint without this code names the method that it does not know: transformers, lm-eval and engines alike. So
 # the name says what helps. Checkpoints with the plain name were written before.
 METHOD_NAME = "rankfold (import rankfold first, or give trust_remote_code=True)"

@@ -9,8 +9,6 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-__all__ = ["ShortcutBlock"]
-
 
 class ShortcutBlock(GradientCheckpointingLayer):
     """``y = S1 x + attention(N(x))``, ``z = S2 y + mlp(N(y))``; in a parallel block ``z = S x + attention(N(x)) + mlp(N(x))``.

@@ -5,8 +5,6 @@ from torch import nn
 
 from .tensors import check_range, index_dtype
 
-__all__ = ["SparseCorrection", "SparseLinear"]
-
 
 class SparseCorrection(nn.Module):
     """``D x`` for a sparse ``D`` (out, in): values, their columns, and where every row starts.

@@ -6,8 +6,6 @@ from functools import reduce
 import torch
 from torch import nn
 
-__all__ = ["QuantizedTensor", "check_permutation", "check_range", "index_dtype"]
-
 
 class QuantizedTensor(nn.Module):
     """A tensor stored as ``low + scale * code``: one scale and one low per run of ``chunk`` numbers in row-major order.

@@ -8,8 +8,6 @@ from ..methods import Method
 from ..models.dense_model import DenseModel
 from .plan import Plan
 
-__all__ = ["comparison_identity", "dtype_name", "moments_identity", "published_counts", "run_identity"]
-
 
 def moments_identity(source: DenseModel, tokens: CalibrationData, statistics: Iterable[str]) -> dict[str, Any]:
     """Return the identity of moments: model, precision, tokens and statistics."""

@@ -7,8 +7,6 @@ from typing import Any
 from .outcomes import held_out_row, kind_rows, size_rows, warnings_of
 from .record import records_of
 
-__all__ = ["measured_on", "model_card"]
-
 _CARD = """---
 library_name: transformers
 base_model: {base}

@@ -3,18 +3,6 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = [
-    "change_text",
-    "excess_of",
-    "held_out_row",
-    "kind_rows",
-    "kinds_in",
-    "ratio_text",
-    "remark_on",
-    "size_rows",
-    "warnings_of",
-]
-
 Record = Mapping[str, Any]  # of a run, or a part of one
 Row = tuple[str, str, str, str]  # what is measured, the dense model's number, the compressed one's, and a remark
 

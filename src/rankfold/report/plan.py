@@ -10,8 +10,6 @@ from .._utils.present import present
 from ..errors import option
 from .outcomes import change_text, size_rows
 
-__all__ = ["ModulePlan", "Plan"]
-
 
 @dataclass(frozen=True)
 class ModulePlan:
