@@ -59,7 +59,7 @@ def samples_of_examples(
     name = place.name if rows is None else name
     if model.image_token is None:
         raise DataError(
-            f"the {model.part.name} part of {model.name} takes no images beside its text, and {name} has an image "
+            f"the {model.part.name} component of {model.name} takes no images beside its text, and {name} has an image "
             "column; calibrate on text, or take the column out"
         )
     found = _rows(place, column) if rows is None else _rows_of_hub(rows, name, column, options.wanted)

@@ -83,7 +83,7 @@ def samples_in_memory(data, model, options: DrawOptions, tokenizer=None) -> Cali
         return draw(given.name, StreamedRows(rows, "memory", given.draw), model, options, tokenizer)
     if takes_images:
         raise OptionError(
-            f"the {model.part.name} part of {model.name} takes images, got {given.name}; give a folder of them"
+            f"the {model.part.name} component of {model.name} takes images, got {given.name}; give a folder of them"
         )
     if isinstance(first, Mapping) and PIXELS in first:
         return _sequences(given, model, options, _examples)

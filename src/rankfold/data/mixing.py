@@ -160,11 +160,11 @@ def draw_all(
             if (found := len(drawn[name].windows)) < sum(wanted[name]):
                 room[name] = found
                 if len(shares) > 1:
-                    log.info("%s fills %d windows, not %d; other texts give the rest", name, found, sum(wanted[name]))
+                    log.info("%s fills %d samples, not %d; other texts give the rest", name, found, sum(wanted[name]))
         shortest = min(drawn, key=lambda name: drawn[name].windows.shape[1])
         if (shorter := drawn[shortest].windows.shape[1]) < length:
             if len(shares) > 1:
-                log.info("windows of all texts have %d tokens, the length of those of %s", shorter, shortest)
+                log.info("samples of all texts have %d tokens, the length of those of %s", shorter, shortest)
             length = shorter
             drawn = {name: text for name, text in drawn.items() if text.windows.shape[1] == length}
             room = {name: room[name] if name in drawn else math.inf for name in shares}

@@ -87,7 +87,7 @@ def _together(
     held_out = interleaved([text.windows[count.fitted : sum(count)] for text, count in texts.values()], seed)
     if (found := len(fitted) + len(held_out)) < options.wanted:
         log.info(
-            "%s %d windows of %d tokens, not %d: %d are fitted, %d held out",
+            "%s %d samples of %d tokens, not %d: %d are fitted, %d held out",
             "the text fills" if len(texts) == 1 else "the texts fill",
             *(found, fitted.shape[1], options.wanted, len(fitted), len(held_out)),
         )
@@ -117,7 +117,7 @@ def _draw(name: str, model, count: int, length: int, seed: int, read: Read) -> D
     windows = list(_windows_of_pieces(text.pieces, model, count, length - frame.tokens, seed))
     if not windows:
         raise DataError(
-            f"text source {name!r} has less than one window of {length} tokens; choose a smaller {option('max_length')}"
+            f"text source {name!r} has less than one sample of {length} tokens; choose a smaller {option('max_length')}"
         )
     return Drawn(frame.around(torch.stack(windows)), text.origin, text.draw)
 
@@ -129,9 +129,9 @@ def _windows_of_text(text: Text, model, count: int, length: int, seed: int) -> T
         if shorter < 32:
             raise DataError(
                 f"text source {text.name!r} has {ids.numel()} tokens; at least 32 are needed, and {count * length} wanted "
-                f"({count} windows of {length}); give more text"
+                f"({count} samples of {length}); give more text"
             )
-        log.info("the text has %d tokens, less than one window; using length %d", ids.numel(), shorter)
+        log.info("the text has %d tokens, less than one sample; using length %d", ids.numel(), shorter)
         length = shorter
     return pack(ids, samples=count, length=length, seed=seed)
 

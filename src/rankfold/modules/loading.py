@@ -187,12 +187,16 @@ def _save_with_code(model, save_directory, *args, push_to_hub=False, **kwargs):
         model.push_to_hub(hub.pop("repo_id", Path(save_directory).name), **hub)
 
 
-class RankfoldForCausalLM:
-    """Entry point of ``trust_remote_code=True``: hands over to the stock class of the model type."""
+class _Remote:
+    """What ``auto_map`` names under ``trust_remote_code=True``."""
 
     @classmethod
     def register_for_auto_class(cls, auto_class=None):
         """Called by transformers on remote classes; the stock class stays registered."""
+
+
+class RankfoldForCausalLM(_Remote):
+    """Entry point of ``trust_remote_code=True``: hands over to the stock class of the model type."""
 
     @classmethod
     def from_pretrained(cls, path, *args, config=None, **kwargs):
@@ -207,14 +211,10 @@ class RankfoldForCausalLM:
         return getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type])
 
 
-class RankfoldAutoConfig:
+class RankfoldAutoConfig(_Remote):
     """The config under ``trust_remote_code=True``: the stock one. That this code then runs, before anybody asks about the
     method, is the point: lm-eval does so, and a model without head has no class of its own here.
     """
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class=None):
-        """Called by transformers on remote classes; the stock class stays registered."""
 
     @classmethod
     def from_pretrained(cls, path, **kwargs):
