@@ -168,7 +168,7 @@ def test_the_plan_says_how_much_goes_backwards(name):
     console = Console(width=200, file=io.StringIO())
     console.print(plan.summary())
     assert plan.gradient_windows == (None if name == "magnitude" else 8)  # 8,192 tokens
-    assert ("windows of the one backward pass" in console.file.getvalue()) == (name != "magnitude")
+    assert ("samples of the one backward pass" in console.file.getvalue()) == (name != "magnitude")
 
 
 def test_the_estimate_of_memory_holds_what_is_measured_in_a_block(monkeypatch):

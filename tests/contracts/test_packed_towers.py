@@ -149,7 +149,7 @@ def test_what_a_tower_does_not_take_is_said():
     with pytest.raises(DataError, match="takes no images of any size by themselves; calibrate on text or image-text"):
         rankfold.calibrate(rankfold.open_model(tiny_encoder("qwen2-vl"), device="cpu"), many)
     pairs = Example.of({"input_ids": torch.tensor([[1, 2, 3]])})
-    with pytest.raises(DataError, match="the vision part of .* takes no image-text examples; calibrate on images"):
+    with pytest.raises(DataError, match="the vision component of .* takes no image-text examples; calibrate on images"):
         rankfold.calibrate(opened_encoder("qwen2-vl"), rankfold.CalibrationData((pairs,), "x", "x", 0))
 
 

@@ -310,7 +310,7 @@ def test_models_and_files_that_cannot_be_used(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="empty.jsonl' is empty; give a file with text"):
         rankfold.load_calibration(tmp_path / "empty.jsonl", source)
     examples = rankfold.load_calibration(file, source, num_samples=4, tokenizer=FAMILIES["llava"].processor())
-    with pytest.raises(DataError, match="the language part of .* takes no image-text examples; calibrate on text"):
+    with pytest.raises(DataError, match="the language component of .* takes no image-text examples; calibrate on text"):
         rankfold.calibrate(opened_text("llama"), examples)
     with pytest.raises(DataError, match="ids must be a tensor .* of int64 token ids, or pixels .*, got tuple"):
         rankfold.CalibrationData((torch.ones(1, 4).long(),), "x", "x", 0)

@@ -232,7 +232,7 @@ def test_images_in_memory():
         found = load(data, source, num_samples=8, tokenizer=processor, text_column=column)
         drawn = {image.numpy().tobytes() for image in (*found.ids, *found.held_out)}
         assert (len(found.ids), len(found.held_out), len(drawn)) == (8, 1, 9) and drawn <= known
-    with pytest.raises(OptionError, match="the vision part of .* takes images, got list; give a folder of them"):
+    with pytest.raises(OptionError, match="the vision component of .* takes images, got list; give a folder of them"):
         load(TEXTS, source)
 
 

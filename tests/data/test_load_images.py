@@ -154,9 +154,11 @@ def test_pixels_that_are_none(processor):
 
 def test_images_and_texts_are_not_taken_for_each_other():
     small = CalibrationData(torch.zeros(2, 3, 14, 14), "x", "x", 0)
-    with pytest.raises(DataError, match=r"the vision part of .* takes images of \[3, 28, 28\].*, got \[3, 14, 14\]"):
+    with pytest.raises(
+        DataError, match=r"the vision component of .* takes images of \[3, 28, 28\].*, got \[3, 14, 14\]"
+    ):
         rankfold.calibrate(opened_encoder("vit-head"), small)
-    with pytest.raises(DataError, match="the language part of .* takes token ids, got images; calibrate on text"):
+    with pytest.raises(DataError, match="the language component of .* takes token ids, got images; calibrate on text"):
         rankfold.calibrate(opened_encoder("bert"), small)
     with pytest.raises(DataError, match="no images at 'pydoc': expected a folder of images"):
         rankfold.load_calibration("pydoc", opened_encoder("clip-vision"))

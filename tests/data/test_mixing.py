@@ -197,7 +197,7 @@ def test_what_a_text_lacks_the_others_give(texts, caplog):
     assert tokens.ids.shape == (32, 16) and tokens.held_out.shape == (4, 16)
     counts = [(part["num_samples"], part["held_out"]) for part in tokens.describe()["texts"]]
     assert counts == [(15, 2), (2, 1), (15, 1)]
-    assert [r.getMessage() for r in caplog.records] == ["b.txt fills 3 windows, not 12; other texts give the rest"]
+    assert [r.getMessage() for r in caplog.records] == ["b.txt fills 3 samples, not 12; other texts give the rest"]
 
 
 def test_where_all_texts_are_short_everything_is_used(texts, caplog):
@@ -205,7 +205,7 @@ def test_where_all_texts_are_short_everything_is_used(texts, caplog):
     with caplog.at_level(logging.INFO, "rankfold"):
         tokens = load_calibration(names, source(), num_samples=32, max_length=16)
     assert (len(tokens.ids), len(tokens.held_out)) == (7, 1)
-    assert "the texts fill 8 windows of 16 tokens, not 36: 7 are fitted, 1 held out" in caplog.text
+    assert "the texts fill 8 samples of 16 tokens, not 36: 7 are fitted, 1 held out" in caplog.text
     assert tokens.describe()["num_samples_wanted"] == 32
 
 
@@ -219,7 +219,7 @@ def test_all_windows_have_the_length_of_the_shortest(texts, caplog):
     with caplog.at_level(logging.INFO, "rankfold"):
         tokens = load_calibration([a, b, c], source(context=128), num_samples=16, max_length=128, seed=5)
     assert tokens.ids.shape == (16, 32) and tokens.held_out.shape == (2, 32)
-    assert "windows of all texts have 32 tokens, the length of those of b.txt" in caplog.text
+    assert "samples of all texts have 32 tokens, the length of those of b.txt" in caplog.text
     alone = load_calibration(a, source(), num_samples=32, max_length=32, seed=5).ids
     assert torch.equal(of_text(tokens.ids, a), alone[: len(of_text(tokens.ids, a))])
     assert [part["num_samples"] + part["held_out"] for part in tokens.describe()["texts"]] == [15, 1, 2]

@@ -174,7 +174,7 @@ def test_a_bad_row_of_a_large_file_is_named(tmp_path, row, message):
 
 def test_a_large_text_with_less_than_a_window_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n' * 2000)
-    with pytest.raises(DataError, match=r"has less than one window of 64 tokens; choose a smaller max_length"):
+    with pytest.raises(DataError, match=r"has less than one sample of 64 tokens; choose a smaller max_length"):
         load_calibration(str(tmp_path / "a.jsonl"), SOURCE, num_samples=4, max_length=64)
 
 

@@ -143,14 +143,14 @@ def test_samples_are_clamped_to_the_text_and_said(text, caplog):
     with caplog.at_level(logging.INFO, "rankfold"):
         tokens = load_calibration(text(200), source(), num_samples=128, max_length=64)
     assert tokens.ids.shape == (2, 64) and tokens.held_out.shape == (1, 64)
-    assert "the text fills 3 windows of 64 tokens, not 136: 2 are fitted, 1 held out" in caplog.text
+    assert "the text fills 3 samples of 64 tokens, not 136: 2 are fitted, 1 held out" in caplog.text
 
 
 def test_a_text_shorter_than_a_window_gives_one_shorter_window(text, caplog):
     with caplog.at_level(logging.INFO, "rankfold"):
         tokens = load_calibration(text(50), source(), num_samples=1, max_length=64)
     assert tokens.ids.shape == (1, 32)
-    assert "the text has 50 tokens, less than one window; using length 32" in caplog.text
+    assert "the text has 50 tokens, less than one sample; using length 32" in caplog.text
 
 
 def test_a_short_window_that_was_asked_for_is_given(text):

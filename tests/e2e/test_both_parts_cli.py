@@ -60,7 +60,7 @@ def test_the_card_says_both_and_its_command_makes_the_same(run, place):
         left = counts["counted_weights"] - counts["removed_weights"]
         assert f"of {part} (linear weights of the blocks) | {counts['counted_weights']:,} | {left:,} |" in card
     assert "last states of vision | 1 | 0." in card and "perplexity of language |" in card
-    assert "not fitted, both behind the other compressed parts |" in card
+    assert "held-out calibration samples, both after the other compressed components |" in card
     assert "12 x 4 patches of `pairs.jsonl`" in card and "12 image-text examples of" in card
     assert "import AutoModelForImageTextToText, AutoProcessor" in card
     (line,) = [line for line in card.splitlines() if line.startswith("rankfold compress")]
@@ -129,19 +129,19 @@ def test_both_plans(run, place):
         ("llava --modules mlp=0.2,vo=0.1", "--modules mlp=0.2,vo=0.1 would take its place; name the modules only"),
         (
             "llava --calibration a.txt",
-            "one .jsonl file of image-text examples (or hub:OWNER/NAME), or PART=... for each",
+            "one .jsonl file of image-text examples (or hub:OWNER/NAME), or COMPONENT=... for each",
         ),
-        ("llava --calibration a.jsonl --calibration b.jsonl", "or PART=... for each"),
-        ("llava --calibration vision=images", "or PART=... for each"),
+        ("llava --calibration a.jsonl --calibration b.jsonl", "or COMPONENT=... for each"),
+        ("llava --calibration vision=images", "or COMPONENT=... for each"),
         ("llava --calibration vision=images --calibration a.txt", "got vision=images and a.txt"),
         ("llava --calibration vision=~nouser/x --calibration language=text.txt", "there is no user whose home is"),
         ("llava --calibration vision=images --calibration language=nowhere.txt", "no text at 'nowhere.txt'"),
         ("llava --calibration vision=nowhere --calibration language=text.txt", "no images at 'nowhere'"),
         (
             "llama",
-            "LlamaForCausalLM has the component language, got vision; it needs neither --component nor --components",
+            "LlamaForCausalLM has the component language, got vision; leave --component out",
         ),
-        ("vit", "has the component vision, got language; it needs neither --component nor --components"),
+        ("vit", "has the component vision, got language; leave --component out"),
     ],
 )
 def test_what_does_not_go_with_it_is_one_line(run, place, line, said):

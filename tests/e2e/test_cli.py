@@ -138,8 +138,8 @@ def test_inspect(small, run):
     code, as_json, _ = run("inspect small --json")
     record = json.loads(as_json)
     assert record["counts"]["sparsity"] >= 0.3
-    sizes = [f"{part['kv_bytes_per_token']:,}" for part in (record["counts"], record["plan"])]
-    assert f"{' of '.join(sizes)} KV-cache bytes per token" in " ".join(out.split())
+    sizes = [f"{part['kv_bytes_per_token']:,}" for part in (record["plan"], record["counts"])]
+    assert f"KV-cache bytes per token {' '.join(sizes)} " in " ".join(out.split())
 
 
 def test_inspect_takes_a_record_without_held_out_windows(small, place, run):
@@ -261,8 +261,8 @@ def test_a_mix_of_texts_is_in_plan_record_and_card_and_can_be_repeated(run, plac
     assert [t["share"] for t in json.loads(out)["calibration"]["texts"]] == [0.7, 0.3]
     code, _, err = run(f"compress model -o mixed --rank-multiple 2 {MIX}")
     assert code in (0, None), err
-    assert re.search(r"windows of text\.txt.*11 \+ 1 held out.*70\.0%", err)
-    assert re.search(r"windows of other\.txt.*5 \+ 1 held out.*30\.0%", err)
+    assert re.search(r"samples of text\.txt.*11 \+ 1 held out.*70\.0%", err)
+    assert re.search(r"samples of other\.txt.*5 \+ 1 held out.*30\.0%", err)
     assert texts_of(place / "mixed") == [("text.txt", 0.7, 11, 1), ("other.txt", 0.3, 5, 1)]
     card = (place / "mixed" / "README.md").read_text()
     assert "16 x 64 tokens of `text.txt=0.7 + other.txt=0.3`" in card
@@ -296,7 +296,7 @@ def test_moments_of_a_mix_are_those_of_that_mix_alone(run, place, other):
     code, _, err = run(f"calibrate model -o of-mix {MIX.replace('0.7', '0.8')}")
     assert code == 2 and "it differs in: tokens" in err
     code, out, err = run("compress model --method modegpt --moments of-mix --rank-multiple 2 --device cpu --dry-run")
-    assert code in (0, None) and re.search(r"windows of text\.txt.*11 \+ 1 held out", out), err
+    assert code in (0, None) and re.search(r"samples of text\.txt.*11 \+ 1 held out", out), err
 
 
 def test_evaluate_knows_every_text_of_a_mix(run, place, other, caplog):
@@ -394,7 +394,7 @@ BAD = [
     ("evaluate missing --text text.txt", "no model at 'missing'"),
     ("evaluate unsaid --text text.txt --max-length 32", "does not say what the model was calibrated on"),
     ("evaluate model --text text.txt --max-length 1", "a window of 1 tokens predicts none"),
-    ("evaluate model", "nothing to evaluate; give --text TEXT, --tasks NAMES or --speed"),
+    ("evaluate model", "nothing to evaluate; give --text, --tasks or --speed"),
     ("evaluate model --text text.txt --text text.txt", "--text names 'text.txt' more than once"),
     ("evaluate model --text text.txt --include-path .", "--include-path would be ignored without --tasks"),
     ("evaluate model --text text.txt --num-fewshot 1", "--num-fewshot would be ignored without --tasks"),

@@ -37,7 +37,7 @@ def test_from_examples_to_a_checkpoint_that_sees(run, place):
     assert held_out["windows"] == 2 and held_out["perplexity"] > 1 and held_out["perplexity_dense"] > 1
     card = (place / "small" / "README.md").read_text()
     assert f"16 image-text examples of {facts['tokens']} tokens of `pairs.jsonl`" in card
-    assert "on 2 image-text examples that were not fitted" in card
+    assert "on 2 held-out calibration samples |" in card
     assert "processor = AutoProcessor.from_pretrained" in card
     processor = t.AutoProcessor.from_pretrained(place / "small")
     model = t.AutoModelForImageTextToText.from_pretrained(place / "small").eval()

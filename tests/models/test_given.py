@@ -174,7 +174,7 @@ def test_windows_longer_than_the_context_are_refused():
         CalibrationData(some_ids(2, 65), "n", "o", 0),
         CalibrationData(some_ids(), "n", "o", 0, some_ids(2, 65)),
     ):
-        with pytest.raises(DataError, match="windows of 65 tokens are longer than the model's context of 64"):
+        with pytest.raises(DataError, match="samples of 65 tokens are longer than the model's context of 64"):
             rankfold.compress(source, method=METHOD, calibration=calibration)
 
 

@@ -14,8 +14,6 @@ from ..methods import BlockResult
 from .load import empty_model
 from .shards import Shards
 
-__all__ = ["BlockFiles", "as_written"]
-
 
 class BlockFiles:
     """Blocks of a result in a folder.

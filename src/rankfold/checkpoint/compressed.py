@@ -15,8 +15,6 @@ from ..models.tokenizer import TokenizerFiles
 from ..models.whole import read_config
 from .load import load_files
 
-__all__ = ["open_compressed"]
-
 
 def open_compressed(model: str | Path, *, dtype: str = "auto") -> DenseModel:
     """Open what `rankfold compress` wrote, or any other folder transformers loads, on the CPU.

@@ -3,8 +3,6 @@
 from ..modules import AUTO_MAP, FORMAT, METHOD_NAME, digest
 from .numbered import cut_model, cut_part
 
-__all__ = ["compressed_config"]
-
 
 def compressed_config(source, identity: dict, modules: dict[str, dict], kept: tuple[int, ...]):
     """The model's config with the description of the compressed modules in it; without any it is a stock model's.

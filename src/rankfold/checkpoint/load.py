@@ -3,10 +3,11 @@
 import copy
 import functools
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..errors import CheckpointError, RankfoldError, UnsupportedModelError, first_line
@@ -27,8 +28,6 @@ from ..models.whole import (
 )
 from ..modules import FORMATS, METHOD_NAMES, RankfoldConfig, attach, current_name, install_described
 
-__all__ = ["assemble", "described", "empty_model", "load_files", "load_model", "load_tokenizer"]
-
 
 def load_model(
     model: str | Path, *, dtype: str = "auto", device: str = "auto", revision: str | None = None
@@ -47,13 +46,16 @@ def load_model(
         NumericsError: a weight is NaN or infinite (named).
     """
     files, where, wanted = resolve_model(model, revision), resolve_device(device), resolve_dtype(dtype)
-    return load_files(files, wanted, str(model)).to(where)
+    loaded = load_files(files, wanted, str(model))
+    nn.Module.to(loaded, where)  # whose types a decorator of transformers hides
+    return loaded
 
 
 def load_files(files: ModelFiles, dtype: torch.dtype | None, name: str) -> PreTrainedModel:
     """Load what :func:`rankfold.models.given.resolve_model` found, on the CPU; ``name``: what was asked for."""
     wanted = dtype or "auto"
-    loaded = _read_folder(*files, wanted, name) if files.weights else read_gguf(files.path, wanted)
+    path, weights = files
+    loaded = _read_folder(path, weights, wanted, name) if weights else read_gguf(path, wanted)
     check_finite(loaded.state_dict())
     return loaded.eval()
 
@@ -69,7 +71,8 @@ def _read_folder(folder: Path, weights: Weights, dtype: torch.dtype | str, name:
             _match(weights, empty, config)
             weights.check_fits(empty)
             check_tables(empty)
-        loaded, info = auto_class(config).from_pretrained(folder, dtype=dtype, use_safetensors=True, **REPORTED)
+        auto: Any = auto_class(config)  # whose types do not know that what is found can be reported
+        loaded, info = auto.from_pretrained(folder, dtype=dtype, use_safetensors=True, **REPORTED)
     except RankfoldError:
         raise
     except ImportError as error:
@@ -91,14 +94,18 @@ def _read_folder(folder: Path, weights: Weights, dtype: torch.dtype | str, name:
 
 def _known(config) -> bool:
     """Whether the structure is one that :func:`empty_model` builds, and no quantiser's or a later version's."""
-    found = described(config)
-    return found is None or (found.get("quant_method") in METHOD_NAMES and found.get("format") in FORMATS)
+    found = _facts(config)
+    return described(config) is None or (found.get("quant_method") in METHOD_NAMES and found.get("format") in FORMATS)
 
 
 def _match(weights: Weights, model: PreTrainedModel, config) -> bool:
     """See :meth:`~rankfold.models.weights.Weights.match`; names of earlier formats are known."""
-    written = (described(config) or {}).get("format")
-    return weights.match(model, functools.partial(current_name, written=written))
+    return weights.match(model, functools.partial(current_name, written=_facts(config).get("format")))
+
+
+def _facts(config) -> dict[str, Any]:
+    found = described(config) or {}
+    return found if isinstance(found, dict) else found.to_dict()
 
 
 def described(config) -> RankfoldConfig | dict | None:

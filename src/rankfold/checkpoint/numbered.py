@@ -1,7 +1,5 @@
 """Settings of a config that say something of single blocks, by their numbers, and what they are once blocks are removed."""
 
-__all__ = ["RULES", "cut_model", "cut_part", "named_blocks"]
-
 # An entry for every block.
 LISTS = (
     *("layer_types", "mlp_layer_types", "layers_block_type", "no_rope_layers", "attention_layers", "indexer_types"),

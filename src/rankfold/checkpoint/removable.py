@@ -7,8 +7,6 @@ from .config import compressed_config
 from .load import empty_model
 from .numbered import RULES, named_blocks
 
-__all__ = ["blocks_that_stay"]
-
 IGNORED = ("layer_idx", "layer_id", "training", *RULES)  # a place in the cache; a rule that a list stands for
 
 
@@ -63,7 +61,7 @@ def _changed(source, kept: tuple[int, ...]) -> dict[int, str]:
             f"{type(source.model).__name__} cannot be built with fewer blocks ({first_line(error)}); use a method that makes "
             f"blocks smaller, such as {option('method', 'rankfold')}"
         ) from error
-    blocks = fewer.get_submodule(source.architecture.blocks)
+    blocks = [*fewer.get_submodule(source.architecture.blocks).children()]
     pairs = ((block, source.blocks[block], blocks[place]) for place, block in enumerate(kept))
     return {block: found for block, before, now in pairs if (found := _difference(before, now))}
 
@@ -76,7 +74,7 @@ def _difference(before: nn.Module, now: nn.Module) -> str | None:
 
 def _facts(block: nn.Module) -> dict[str, object]:
     """Classes, shapes and plain settings of all that is in a block."""
-    found = {name: tuple(tensor.shape) for name, tensor in block.state_dict().items()}
+    found: dict[str, object] = {name: tuple(tensor.shape) for name, tensor in block.state_dict().items()}
     for path, module in block.named_modules():
         found[f"{path} (class)"] = type(module).__name__
         for name, value in vars(module).items():

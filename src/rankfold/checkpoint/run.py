@@ -21,8 +21,6 @@ from ..modules import CODE_FILE, code
 from .load import described
 from .shards import write_around
 
-__all__ = ["RunFolder"]
-
 CONFIG, RECORD = "run.json", "rankfold.json"
 KEPT = ("block-", "model-", "checkpoint-")  # blocks, shards, states of a recovery
 

@@ -13,8 +13,6 @@ from .._utils.locking import lock_of, locked
 from ..errors import OptionError
 from ..models.tokenizer import save_tokenizer
 
-__all__ = ["creating", "save_model"]
-
 
 def save_model(model: PreTrainedModel, folder: str | Path, tokenizer=None) -> Path:
     """Write a model compressed in memory, so that it loads anywhere.

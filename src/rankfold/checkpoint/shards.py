@@ -9,8 +9,6 @@ from .._utils.files import sync_files, write_json, write_tensors
 from ..errors import CheckpointError
 from ..models.tokenizer import copy_file, save_tokenizer
 
-__all__ = ["Shards", "write_around"]
-
 
 class Shards:
     """Weights of a checkpoint in files.

@@ -1,5 +1,6 @@
 """The command line: every command parses, calls one library function, prints."""
 
+import io
 import os
 import sys
 
@@ -14,7 +15,8 @@ def main() -> None:
     for name in ("stdout", "stderr"):  # Python has none where the shell closed it
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for as long as the process lives
-    sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be text
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be text
     try:
         code = _run(sys.argv[1:] or ["--help"])
         sys.stdout.flush()
@@ -23,7 +25,7 @@ def main() -> None:
     except OSError as error:
         from .guard import explain
 
-        code = _refuse(explain(error))
+        code = _refuse(explain(error) or str(error))
     if code == 130:
         _refuse("interrupted; an unfinished run continues when it is started again")
     sys.exit(code)

@@ -1,8 +1,8 @@
 """Options that say what a model is measured on."""
 
 import contextlib
-from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
@@ -10,7 +10,9 @@ from ..data.built_in import DEFAULT_TEXT
 from ..data.hub import HUB
 from ..errors import DataError, OptionError
 
-__all__ = ["CalibrationOptions"]
+if TYPE_CHECKING:
+    from ..data.calibration_data import CalibrationData
+    from ..models.dense_model import DenseModel
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class CalibrationOptions:
             help="mixture, wikitext2, ptb, c4, alpaca, pydoc, python-source, self (the model writes), a file, images. "
             "Repeatable; shares: a.txt=0.7.",
         ),
-    ] = (DEFAULT_TEXT,)
+    ] = field(default_factory=lambda: [DEFAULT_TEXT])
     num_samples: Annotated[int, typer.Option(help="Samples of all texts together, or images, or examples.")] = 128
     max_length: Annotated[
         int, typer.Option(help="Tokens per sample, at most the model's context. Examples are not cut.")
@@ -36,33 +38,33 @@ class CalibrationOptions:
         "text"
     )
 
-    def of_parts(self, names: list[str]) -> dict[str, "CalibrationOptions"]:
-        """What each of these parts of a model is measured on.
+    def of_components(self, names: list[str]) -> dict[str, "CalibrationOptions"]:
+        """Return what each of these components of a model is measured on.
 
         Raises:
             OptionError: not one file of image-text examples for all, and not something for each.
         """
-        named = [(part, text) for part, equals, text in (text.partition("=") for text in self.calibration) if equals]
-        texts = {name: [text for part, text in named if part == name] for name in names}
-        if sum(map(len, texts.values())) == len(self.calibration) and all(texts.values()):
-            # A column is one of the text; images are in the one that is called so.
-            return {
-                name: replace(self, calibration=given, text_column=self._text_column_of(name))
-                for name, given in texts.items()
-            }
-        only = self.calibration[0].lower()
-        if len(self.calibration) == 1 and not any(texts.values()) and (only.endswith(".jsonl") or only.startswith(HUB)):
-            return {name: replace(self, text_column=self._text_column_of(name)) for name in names}
-        raise OptionError(
-            "with --components, --calibration takes one .jsonl file of image-text examples (or hub:OWNER/NAME), or PART=... "
-            f"for each, e.g. --calibration language=wikitext2 --calibration vision=images/; got "
-            f"{' and '.join(self.calibration)}"
-        )
+        texts: dict[str, list[str]] = {name: [] for name in names}
+        for name, _, text in (text.partition("=") for text in self.calibration):
+            if text and name in texts:
+                texts[name].append(text)
+        if not any(texts.values()) and len(self.calibration) == 1:
+            only = self.calibration[0].lower()
+            if only.endswith(".jsonl") or only.startswith(HUB):
+                texts = dict.fromkeys(names, self.calibration)
+        elif sum(map(len, texts.values())) != len(self.calibration):
+            texts = {}
+        if not texts or not all(texts.values()):
+            raise OptionError(
+                "with --components, --calibration takes one .jsonl file of image-text examples (or hub:OWNER/NAME), or "
+                "COMPONENT=... for each, e.g. --calibration language=wikitext2 --calibration vision=images/; got "
+                f"{' and '.join(self.calibration)}"
+            )
+        # A column is one of the text; images are in the one that is called so.
+        columns = {name: self.text_column if name == "language" else "text" for name in names}
+        return {name: replace(self, calibration=given, text_column=columns[name]) for name, given in texts.items()}
 
-    def _text_column_of(self, part: str) -> str:
-        return self.text_column if part == "language" else "text"
-
-    def load(self, model):
+    def load(self, model: "DenseModel") -> "CalibrationData":
         """Load the samples; see :func:`rankfold.load_calibration`."""
         from ..data.load import load_calibration
 
@@ -94,11 +96,11 @@ def parse_texts(texts: list[str]) -> dict[str, float]:
         raise OptionError(
             f"--calibration takes a share for every text or for none, e.g. a.txt=0.7 and b.txt=0.3; got {' and '.join(texts)}"
         )
-    return dict(parsed)
+    return {name: share for name, share in parsed if share is not None}
 
 
 def _parse_share(text: str) -> tuple[str, float | None]:
-    """``a.txt=0.7`` in parts, unless a text has that very name."""
+    """Split ``a.txt=0.7``, unless a text has that very name."""
     from ..data.text import text_source
 
     name, _, share = text.rpartition("=")

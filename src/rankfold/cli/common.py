@@ -7,7 +7,7 @@ import sys
 
 from rich.console import Console
 
-from ..report.outcomes import excess_of, kinds_in, ratio_text, remark_on
+from ..report.outcomes import excess_of
 
 WIDE = 240  # columns of a table that no terminal cuts
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # characters, apart from tabs and line ends
@@ -42,11 +42,6 @@ def emit(result: dict, as_json: bool, human) -> None:
         human(Plain(sys.stdout))
 
 
-def gone(counts: dict) -> str:
-    """What became of the weights that were removed."""
-    return "set to zero" if "zeros" in counts else "removed"
-
-
 def result_of(record: dict) -> dict:
     """What a run record says in a few numbers."""
     seconds = dict(record["run"]["seconds"])
@@ -62,29 +57,3 @@ def where_time_went(total: float, parts: dict[str, float]) -> str:
     digits = 1 if total < 100 else 0
     spent = ", ".join(f"{name.replace('_', ' ')} {seconds:.{digits}f}" for name, seconds in parts.items())
     return f"{total:.{digits}f} s: {spent}" if parts else f"{total:.{digits}f} s"
-
-
-def outcome(held_out: dict) -> str:
-    """What became of the calibration windows or images that were not fitted."""
-    if "state_error" in held_out:
-        numbers = "last states: cosine {cosine:.4f}, relative error {state_error:.3f} on {windows} held-out calibration samples"
-        return numbers.format(**held_out)
-    return f"{_perplexities(held_out)} on {held_out['windows']} held-out calibration windows"
-
-
-def skipped(probe_texts: dict | None) -> list[str]:
-    """Return a line that says why there are no probe texts, if so."""
-    reason = (probe_texts or {}).get("skipped")
-    return [f"probe texts: not measured ({reason})"] if reason else []
-
-
-def kinds_of_text(probe_texts: dict | None) -> list[str]:
-    """Return one line for every kind of probe text, or one that says why there is none; older records have none of either."""
-    return skipped(probe_texts) or [
-        f"{kind}: {_perplexities(facts)} on {facts['passages']} probe texts{remark_on(facts)}"
-        for kind, facts in kinds_in(probe_texts).items()
-    ]
-
-
-def _perplexities(facts: dict) -> str:
-    return f"perplexity {facts['perplexity_dense']:.2f} -> {facts['perplexity']:.2f} (x {ratio_text(facts)})"

@@ -2,11 +2,12 @@
 
 import importlib.util
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ..errors import OptionError
+from ..report.outcomes import kind_rows
 from . import common as c
 from . import options as o
 from .calibration import CalibrationOptions
@@ -72,6 +73,7 @@ def command(
         raise OptionError(f"the report needs {' and '.join(missing)}; pip install 'rankfold[report]'")
     from ..checkpoint.load import load_model
     from ..comparison import Accuracies, Measures, Perplexities, Speed, compare
+    from ..comparison.measures import Measure
     from ..evaluation.tasks import Questions
     from ..evaluation.text import Texts
     from ..models.auto_classes import check_writes
@@ -80,7 +82,7 @@ def command(
 
     source = open_model(model, dtype=dtype, device=device)
     check_writes(source.model.config, source.name)
-    measured = {"texts": Perplexities(source, Texts(text, text_length, limit, windows.text_column))}
+    measured: dict[str, Measure] = {"texts": Perplexities(source, Texts(text, text_length, limit, windows.text_column))}
     if tasks is not None:
         names = [name.strip() for name in tasks.split(",")]
         measured["tasks"] = Accuracies(source, Questions(names, include_path, limit))
@@ -96,13 +98,15 @@ def command(
         raise typer.Exit(1)
 
 
-def _say(row: dict) -> None:
+def _say(row: dict[str, Any]) -> None:
     found = row["error"] or ", ".join(
         f"perplexity {text['perplexity']:.2f} on {text['text']}" for text in row["measures"]["texts"]
     )
-    name = f"{row['label']} at {row['sparsity']}"
-    for line in (found, *c.kinds_of_text(row["probe_texts"])):
-        c.console().print(f"{name}: {line}")
+    probes = row["probe_texts"] or {}
+    lines = [found, *(f"{kind}: perplexity {a} -> {b}, {remark}" for kind, a, b, remark in kind_rows(probes))]
+    lines += [f"probe texts: not measured ({probes['skipped']})"] if probes.get("skipped") else []
+    for line in lines:
+        c.console().print(f"{row['label']} at {row['sparsity']}: {line}")
 
 
 def _show(output: Path, rows: list[dict], out) -> None:

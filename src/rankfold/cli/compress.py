@@ -1,35 +1,28 @@
 """`rankfold compress`"""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from ..report.outcomes import recovery_lines
 from . import common as c
 from . import options as o
 from . import summary
-from .calibration import CalibrationOptions
-from .components import methods_of_components, opened_components
-from .config import Run
-from .plan import plan_components, predicted, show
 from .recover import UNCHANGED, parse_minutes
+from .request import Request, show_plans
+
+if TYPE_CHECKING:
+    from ..methods import Method
+    from ..models.dense_model import DenseModel
+    from ..report.plan import Plan
 
 
 @o.expanded
 def command(
-    model: o.Model,
-    *,
-    config: Run = None,
-    component: o.Component = None,
-    components: o.Components = None,
-    revision: o.Revision = None,
-    device: o.Device = "auto",
-    what: o.MethodOptions,
-    text: CalibrationOptions,
-    moments: o.Moments = None,
+    request: Request,
     mode: Annotated[
         str, o.advanced(help="sequential, or one-pass: all blocks measured on the dense model.")
     ] = "sequential",
@@ -42,7 +35,6 @@ def command(
         o.of_training(metavar="TIME", help="Then train it about this long, e.g. 15min; see `rankfold recover`."),
     ] = None,
     dry_run: Annotated[bool, o.of_output("--dry-run", help="Print the plan and stop.")] = False,
-    dtype: o.Written = "auto",
     json: o.Json = False,
 ) -> None:
     """Compress a model into a checkpoint that transformers loads.
@@ -56,86 +48,62 @@ def command(
 
     The same command continues a run that was interrupted.
     """
-    model, minutes = o.at_revision(model, revision), parse_minutes(recover)
-    chosen = what.parse() if components is None else methods_of_components(components, what, config)
+    methods, minutes = request.methods(), parse_minutes(recover)
     from .. import pipeline
     from .._utils.files import check_output
-    from ..calibration.store import MomentStore
-    from ..compression.duration import timed
-    from ..compression.validate_spec import validated
-    from ..models.opening import open_model
-
-    for method in [chosen] if components is None else chosen.values():
-        pipeline.check_mode(method, mode, stored=moments is not None)
-    if output is None:
-        output = Path(_name(model, [chosen] if components is None else [*chosen.values()]))
-    if not dry_run:
-        check_output(output)
-    if components is not None:
-        opened = partial(opened_components, model, chosen, text, config, dtype, device)
-        return plan_components(opened(), None, json, mode) if dry_run else _several(opened, output, mode, json)
-    store = MomentStore.open(moments) if moments else None
-    source = validated(open_model(model, dtype=dtype, device=device, component=component))
-    chosen.supported_modules(source.architecture, source.meta_block(0))
-    tokens = None if store else text.load(source)
-
-    def with_time(plan):
-        return timed(plan, source, tokens.describe(), mode) if tokens else plan
-
-    if dry_run:
-        measured = store or predicted(source, chosen, tokens)
-        return show([with_time(pipeline.plan(source, chosen, tokens, moments=measured))], None, json)
-
-    def announce(plan) -> None:
-        plan = with_time(plan)
-        c.console().print(plan.table(), plan.summary())
-
-    how: dict = {"moments": store, "mode": mode, "on_plan": announce}
-    if minutes is None:
-        done = pipeline.compress(source, chosen, tokens, output, **how)
-    else:
-        from ..recovery.compressing import compress_and_recover
-
-        done = compress_and_recover(source, chosen, tokens, output, minutes=minutes, **text.for_recovery(store), **how)
-    folder, record = done.output, done.record
-    stock = summary.exported_as_stock(folder, record)
-
-    def finish(out) -> None:
-        summary.show_result(str(folder), record, out)
-        for line in recovery_lines(record.get("recovery")):
-            out.print(f"  {line}", soft_wrap=True)
-        if stock:
-            summary.show_kept(stock["saving_kept"], stock["parameters"], "stock", folder, out)
-        summary.show_next(folder, record, out, has_stock=stock is not None)
-
-    c.emit({"output": str(folder), **c.result_of(record), **({"stock": stock} if stock else {})}, json, finish)
-    if minutes is not None and not done.recovered:
-        raise typer.Exit(UNCHANGED)
-
-
-def _several(opened: Callable[[], list[tuple]], output: Path, mode: str, json: bool) -> None:
-    """Compress each component with its own sparsity. No name is kept of what is opened: it goes when its turn is over."""
     from ..components import compress_components
     from ..compression.duration import timed
     from ..report.record import read_record, records_of
 
-    def announce(plan, source) -> None:
-        plan = timed(plan, source, plan.calibration, mode)
+    for method in methods.values():
+        pipeline.check_mode(method, mode, stored=request.moments is not None)
+    if dry_run:
+        return show_plans(request.plans(methods, mode), None, json)
+    output = output or Path(_name(o.at_revision(request.model, request.revision), [*methods.values()]))
+    check_output(output)
+    store = request.stored()
+
+    def announce(plan: "Plan", source: "DenseModel") -> None:
+        if plan.calibration is not None and store is None:
+            plan = timed(plan, source, plan.calibration, mode)
         c.console().print(plan.table(), plan.summary())
 
-    compress_components(opened(), output, mode=mode, on_plan=announce)
-    records = {record["plan"]["part"]: record for record in records_of(read_record(output))}
+    if len(methods) > 1:  # no name is kept of what is opened: it goes when its turn is over
+        loaded = ((source, method, text.load(source)) for source, method, text in request.open(methods))
+        compress_components(loaded, output, mode=mode, on_plan=announce)
+    else:
+        [(source, method, text)] = request.open(methods)
+        tokens = None if store else text.load(source)
+        how: dict[str, Any] = {"moments": store, "mode": mode, "on_plan": partial(announce, source=source)}
+        if minutes is None:
+            pipeline.compress(source, method, tokens, output, **how)
+        else:
+            from ..recovery.compressing import compress_and_recover
 
-    def finish(out) -> None:
-        for name, record in records.items():
-            summary.show_result(f"{output}, {name}", record, out)
-        summary.show_next(output, record, out, has_stock=False)
+            compress_and_recover(source, method, tokens, output, minutes=minutes, **text.for_recovery(store), **how)
+    records = records_of(read_record(output))
+    stock = summary.exported_as_stock(output, records[-1])
 
-    results = {name: c.result_of(record) for name, record in records.items()}
-    c.emit({"output": str(output), "components": results}, json, finish)
+    def finish(out: Console) -> None:
+        for record in records:
+            what = f"{output}, {record['plan']['part']}" if len(records) > 1 else str(output)
+            summary.show_result(what, record, out)
+        for line in recovery_lines(records[-1].get("recovery")):
+            out.print(f"  {line}", soft_wrap=True)
+        if stock:
+            summary.show_kept(stock["saving_kept"], stock["parameters"], "stock", output, out)
+        summary.show_next(output, records[-1], out, has_stock=stock is not None)
+
+    if len(records) > 1:
+        result = {"components": {record["plan"]["part"]: c.result_of(record) for record in records}}
+    else:
+        result = c.result_of(records[0]) | ({"stock": stock} if stock else {})
+    c.emit({"output": str(output), **result}, json, finish)
+    if minutes is not None and not records[-1]["recovery"]["recovered"]:
+        raise typer.Exit(UNCHANGED)
 
 
-def _name(model: str, methods: list) -> str:
+def _name(model: str, methods: "list[Method]") -> str:
     """Return the default output: the names of model and method, and every sparsity."""
     place = Path(model).expanduser()
     name = place.resolve().name.removesuffix(".gguf") if place.exists() else place.name.partition("@")[0]

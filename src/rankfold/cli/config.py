@@ -1,8 +1,9 @@
 """`--config FILE`: repeat what a record holds. Options given on the command line override it."""
 
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -10,20 +11,22 @@ from .._utils.schema import Maybe, check_record
 from ..errors import written
 from .options import MethodOptions, of_model
 
-__all__ = ["Comparison", "Run", "remaining"]
-
 # What a record must hold to be repeated, beside what the tables show.
 NEEDED = {"dtype": str, "revision": Maybe(str), "calibration": {"seed": int}, "plan": {"method": {"method": str}}}
-Settings = dict[str, object]  # name of a parameter -> its value as text, as on the command line
+Settings = dict[str, Any]  # name of a parameter -> its value, as text until it is parsed
 
 
-def _into_defaults(context: typer.Context, found: list[Settings]) -> list[Settings]:
+class Recorded(list[Settings]):
+    """The settings of every component of a run, or of every command that filled the folder of a comparison."""
+
+
+def _into_defaults(context: typer.Context, found: list[Settings]) -> Recorded:
     alone = len(found) == 1
     context.default_map = {name: value for name, value in found[0].items() if alone or name != "component"}
-    return found
+    return Recorded(found)
 
 
-def _read_run(context: typer.Context, path: Path | None) -> list[Settings] | None:
+def _read_run(context: typer.Context, path: Path | None) -> Recorded | None:
     """Return the settings of every component that a run compressed."""
     if path is None or context.resilient_parsing:
         return None
@@ -38,7 +41,7 @@ def _read_run(context: typer.Context, path: Path | None) -> list[Settings] | Non
     return _into_defaults(context, found)
 
 
-def _read_comparison(context: typer.Context, path: Path | None) -> list[Settings] | None:
+def _read_comparison(context: typer.Context, path: Path | None) -> Recorded | None:
     """Return the settings of every command that filled the folder of a comparison."""
     if path is None or context.resilient_parsing:
         return None
@@ -50,23 +53,20 @@ def _read_comparison(context: typer.Context, path: Path | None) -> list[Settings
     return _into_defaults(context, [shared | run for run in runs])
 
 
+_record_of = partial(of_model, parser=Path, metavar="<path>", is_eager=True)
 Run = Annotated[
-    Path | None,
-    of_model(
-        callback=_read_run, is_eager=True, help="rankfold.json of a run to repeat; options given here override it."
-    ),
+    Recorded | None,
+    _record_of(callback=_read_run, help="rankfold.json of a run to repeat; options given here override it."),
 ]
 Comparison = Annotated[
-    Path | None,
-    of_model(
-        callback=_read_comparison,
-        is_eager=True,
-        help="compare.json of a comparison to repeat; options given here override it.",
+    Recorded | None,
+    _record_of(
+        callback=_read_comparison, help="compare.json of a comparison to repeat; options given here override it."
     ),
 ]
 
 
-def remaining(context: typer.Context, settings: Settings, given: set[str]) -> dict:
+def remaining(context: typer.Context, settings: Settings, given: set[str]) -> Settings:
     """Return what a record decides beside the options given, with the types of the parameters.
 
     A method other than the record's takes none of its options.
@@ -87,7 +87,7 @@ def remaining(context: typer.Context, settings: Settings, given: set[str]) -> di
     return left | {"settings": [*kept, *mine]}
 
 
-def _of_run(record: dict) -> Settings:
+def _of_run(record: Settings) -> Settings:
     flags = {field.name for field in fields(MethodOptions)}
     method = {key: written(value) for key, value in record["plan"]["method"].items() if value is not None}
     return {
@@ -100,7 +100,7 @@ def _of_run(record: dict) -> Settings:
     }
 
 
-def _of_comparison(identity: dict) -> Settings:
+def _of_comparison(identity: Settings) -> Settings:
     measures = identity["measures"]
     first, tasks = measures["texts"][0], measures.get("tasks")
     values = {
@@ -117,7 +117,7 @@ def _of_comparison(identity: dict) -> Settings:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def _of_base(facts: dict) -> Settings:
+def _of_base(facts: Settings) -> Settings:
     """Name the dense model, one from the hub with the commit it was read at, and the precision written.
 
     Of a local model the record has the name without the folder it lay in, so MODEL has to be given where it is not here.
@@ -127,7 +127,7 @@ def _of_base(facts: dict) -> Settings:
     return {**({"model": name} if is_known else {}), "dtype": facts["dtype"]}
 
 
-def _of_calibration(calibration: dict) -> Settings:
+def _of_calibration(calibration: Settings) -> Settings:
     texts = calibration.get("texts", [calibration])
     is_even = len({text.get("share") for text in texts}) == 1
     values = {

@@ -11,8 +11,6 @@ from .options import like, parse_modules
 if TYPE_CHECKING:
     from ..comparison import Form
 
-__all__ = ["parse_forms", "parse_sparsities"]
-
 
 def parse_forms(text: str) -> "list[Form]":
     """Methods as ``NAME`` or ``NAME:KEY=VALUE,KEY=VALUE``, separated by commas; ``+`` stands for a comma in a value.
@@ -68,8 +66,8 @@ def _value(name: str, key: str, value: str, item: str):
         return parse_modules(value.replace("+", ","))
     if key == "exclude_blocks":
         return tuple(like(0, block, item, "--methods") for block in value.split("+"))
-    value = like(known[key], value, item, "--methods")
-    return value.replace("+", ",") if isinstance(value, str) else value
+    typed = like(known[key], value, item, "--methods")
+    return typed.replace("+", ",") if isinstance(typed, str) else typed
 
 
 def parse_sparsities(text: str) -> list[float]:

@@ -5,6 +5,7 @@ import os
 import re
 from collections import Counter
 from dataclasses import fields
+from typing import Any
 
 import typer
 from typer.core import TyperCommand
@@ -13,8 +14,6 @@ from ..errors import OptionError
 from .config import remaining
 from .options import PANELS, MethodOptions
 from .quiet import quiet_libraries
-
-__all__ = ["Command", "UsageError", "explain", "usage"]
 
 UsageError = typer.TyperException  # what the parser raises
 
@@ -52,45 +51,47 @@ HAS_COLUMNS = re.compile(
 class Command(TyperCommand):
     """A command whose arguments are checked before it runs, and whose help page has a section for every panel."""
 
-    def parse_args(self, ctx, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
         rest = super().parse_args(ctx, list(args))
         order, values = self.make_parser(ctx).parse_args(args=list(args))[2], ctx.params
         for parameter, times in Counter(order).items():
             if times > 1 and not getattr(parameter, "multiple", False):
                 raise OptionError(f"{_flag(parameter.name)} is given {times} times; give it once")
-        given = {parameter.name for parameter in order}
+        given = {str(parameter.name) for parameter in order}
         if values.get("config"):
             values["config"] = [remaining(ctx, settings, given) for settings in values["config"]]
             if len(values["config"]) == 1:
                 values |= values["config"][0]
         for name, value in values.items():
-            _check_number(name, value)
-            if name in PLACES:
-                _check_homes(name, value if isinstance(value, list | tuple) else [value])
+            _check_value(name, value)
         for name, (others, reason) in INSTEAD.items():
             ignored = [other for other in others if values.get(name) is not None and other in given]
             if ignored and (ignored[0], values[ignored[0]]) != ("mode", "one-pass"):
                 raise OptionError(reason.format(ignored[0].replace("_", "-")))
-        recorded = {name for name, value in (ctx.default_map or {}).items() if value}
+        chosen = given | {name for name, value in (ctx.default_map or {}).items() if value}
         for name in given:
-            _check_beside(name, given | recorded, values)
+            needed = [other for other in BESIDE.get(name, ()) if other in values]
+            if needed and not chosen & set(needed):
+                beside = " or ".join(map(_flag, needed))
+                raise OptionError(f"{_flag(name)} would be ignored without {beside}; give both or neither")
         if "text_column" in given:
             _check_column(values)
         if "method" in values:
             _check_method(given, values)
         return rest
 
-    def invoke(self, ctx):
+    def invoke(self, ctx: typer.Context) -> Any:
         with quiet_libraries():
             return super().invoke(ctx)
 
-    def format_options(self, ctx, formatter) -> None:
-        panels = {name: [] for name in (*PANELS, None)}
+    def format_options(self, ctx: typer.Context, formatter: Any) -> None:
+        panels: dict[str, list[tuple[str, str]]] = {name: [] for name in PANELS}
+        unnamed: list[tuple[str, str]] = []  # --help
         for parameter in self.get_params(ctx):
-            panels[parameter.rich_help_panel].append(parameter.get_help_record(ctx))
-        others = panels.pop(None)  # --help
-        [*_, last] = [name for name in panels if panels[name]] or ["Options"]
-        panels.setdefault(last, []).extend(others)
+            if record := parameter.get_help_record(ctx):
+                panels.get(getattr(parameter, "rich_help_panel", None) or "", unnamed).append(record)
+        last = [name for name, rows in panels.items() if rows][-1:] or ["Options"]
+        panels.setdefault(last[0], []).extend(unnamed)
         width = max(len(name) for rows in panels.values() for name, _ in rows if len(name) <= WIDEST)
         for panel, rows in panels.items():
             if rows:
@@ -98,35 +99,24 @@ class Command(TyperCommand):
                     formatter.write_dl([(f"{name:<{width}}", text) for name, text in rows])
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+def _flag(name: str | None) -> str:
+    return f"--{str(name).replace('_', '-')}"
 
 
-def _check_number(name: str, value) -> None:
+def _check_value(name: str, value: Any) -> None:
     if isinstance(value, float) and not math.isfinite(value):
         raise OptionError(f"{_flag(name)} must be a finite number, got {value}")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise OptionError(f"{_flag(name)} must fit into 64 bits, got {str(value)[:24]}...; choose a smaller number")
+    if name in PLACES:
+        for place in value if isinstance(value, list | tuple) else [value]:
+            home = HOME.search(str(place))
+            if home and os.path.expanduser(home[1]) == home[1]:
+                label = "MODEL" if name == "model" else _flag(name)
+                raise OptionError(f"{label}: there is no user whose home is {home[1]!r}; write the path out")
 
 
-def _check_homes(name: str, places) -> None:
-    for place in places:
-        home = HOME.search(str(place))
-        if home and os.path.expanduser(home[1]) == home[1]:
-            label = "MODEL" if name == "model" else _flag(name)
-            raise OptionError(f"{label}: there is no user whose home is {home[1]!r}; write the path out")
-
-
-def _check_beside(name: str, chosen: set[str], values: dict) -> None:
-    """Refuse an option that nothing would read beside those chosen."""
-    needed = [other for other in BESIDE.get(name, ()) if other in values]
-    if needed and not chosen & set(needed):
-        raise OptionError(
-            f"{_flag(name)} would be ignored without {' or '.join(map(_flag, needed))}; give both or neither"
-        )
-
-
-def _check_column(values: dict) -> None:
+def _check_column(values: dict[str, Any]) -> None:
     """Refuse a column where nothing has columns to choose from."""
     names = [*(values.get("calibration") or ()), *(values.get("text") or ())]
     if names and not any(HAS_COLUMNS.search(name) for name in names):
@@ -136,7 +126,7 @@ def _check_column(values: dict) -> None:
         )
 
 
-def _check_method(given: set[str], values: dict) -> None:
+def _check_method(given: set[str], values: dict[str, Any]) -> None:
     """Refuse options of a method that the others leave no use for."""
     from ..methods.config import ignored_options
 
@@ -146,7 +136,7 @@ def _check_method(given: set[str], values: dict) -> None:
             raise OptionError(f"{_flag(name)} would be ignored, it goes with {goes_with}; leave it out")
 
 
-def usage(error) -> str:
+def usage(error: UsageError) -> str:
     """Return the parser's complaint, and where to read on."""
     context = getattr(error, "ctx", None)
     message = error.format_message().strip().rstrip(".")

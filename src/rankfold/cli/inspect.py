@@ -1,13 +1,16 @@
 """`rankfold inspect`"""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.table import Table
+from rich.console import Console
+from rich.table import Column, Table
 
+from ..report.outcomes import recovery_lines, warnings_of
 from . import common as c
 from . import options as o
+from .summary import removed, show_numbers
 
 
 def command(
@@ -29,42 +32,27 @@ def command(
     c.emit(record, json, lambda out: [_print(one, out) for one in records_of(record)])
 
 
-def _print(record: dict, out) -> None:
+def _print(record: dict[str, Any], out: Console) -> None:
     from ..report.model_card import measured_on
-    from ..report.outcomes import excess_of, recovery_lines, warnings_of
 
-    counts, calibration = record["counts"], record["calibration"]
-    part = f", {record['plan']['part']}," if record["plan"].get("part") else ""
-    out.print(
-        f"{record['base_model']}{part} compressed by {record['method']} ({record['mode']}), rankfold "
-        f"{record['rankfold_version']}"
-    )
+    calibration, component = record["calibration"], record["plan"].get("part")
+    name = f"{record['base_model']}, {component}," if component else record["base_model"]
+    out.print(f"{name} compressed by {record['method']} ({record['mode']}), rankfold {record['rankfold_version']}")
     out.print(f"calibrated on {measured_on(calibration)} of {calibration['source']}")
-    table = Table()
+    table = Table(Column("block", justify="right"))
     names = list(dict.fromkeys(module for block in record["blocks"].values() for module in block))
-    table.add_column("block", justify="right")
-    for name in names:
-        table.add_column(name, justify="right")
-        table.add_column("error", justify="right")
-        table.add_column("held out", justify="right")
+    for column in (column for name in names for column in (name, "error", "held out")):
+        table.add_column(column, justify="right")
     for block, reports in record["blocks"].items():
         table.add_row(block, *(cell for name in names for cell in _cells(reports.get(name))))
     out.print(table)
-    out.print(
-        f"{counts['sparsity']:.2%} of {counts['counted_weights']:,} counted weights {c.gone(counts)}; {counts['parameters']:,} "
-        f"parameters, {counts['bytes'] / 2**20:.1f} MiB, {counts['kv_bytes_per_token']:,} of "
-        f"{record['plan']['kv_bytes_per_token']:,} KV-cache bytes per token"
-    )
-    if excess := excess_of(record):
-        out.print(excess)
-    if held_out := record.get("held_out"):  # older checkpoints have none
-        out.print(c.outcome(held_out), soft_wrap=True)
-    recovered = recovery_lines(record.get("recovery"))
-    for line in (*c.kinds_of_text(record.get("probe_texts")), *warnings_of(record), *recovered):
+    out.print(removed(record["counts"]))
+    show_numbers(record, out)
+    for line in (*warnings_of(record), *recovery_lines(record.get("recovery"))):
         out.print(line, soft_wrap=True)
 
 
-def _cells(report: dict | None) -> tuple[str, str, str]:
+def _cells(report: dict[str, Any] | None) -> tuple[str, str, str]:
     """Rank, error on the calibration moments and on the windows held out."""
     if report is None:
         return "-", "", ""

@@ -53,18 +53,18 @@ def _one(model: str, part: str | None, json: bool) -> None:
     source = open_model(model, component=part)
     proof = validate_spec(source) if source.architecture.derived else None
     spec = proof.spec if proof else source.architecture
-    numbers = {"logits": proof.logits, "attention": proof.attention, "units": proof.units} if proof else None
+    numbers = {"logits": proof.logits, "attention": proof.attention, "units": proof.units} if proof else {}
     row = _row(spec)
 
     def show(out) -> None:
         out.print(", ".join(f"{key} {value}" for key, value in row.items()), soft_wrap=True)
-        if proof is None:
+        if not numbers:
             return out.print("its spec comes with rankfold")
         differences = ", ".join(f"{name} {value:.1e}" for name, value in numbers.items() if value is not None)
         out.print("read off its blocks and checked on this model, relative differences: " + differences, soft_wrap=True)
         out.print(code(spec), markup=False, highlight=False, soft_wrap=True)
 
-    c.emit({**row, "spec": code(spec), "differences": numbers}, json, show)
+    c.emit({**row, "spec": code(spec), "differences": numbers or None}, json, show)
 
 
 def rows_of_models() -> list[dict[str, str]]:

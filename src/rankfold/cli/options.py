@@ -3,10 +3,11 @@
 import functools
 import inspect
 import math
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 
 import typer
 
@@ -57,7 +58,10 @@ class MethodOptions:
 
     panel: ClassVar = "Method"
 
-    sparsity: Annotated[float, typer.Option(help="Fraction of the weights to remove, in [0, 1).")] = 0.3
+    sparsity: Annotated[
+        float | None,
+        typer.Option(help="Fraction of the weights to remove, in [0, 1). Default: the method's, mostly 0.3."),
+    ] = None
     method: Annotated[
         str, typer.Option(help="rankfold, modegpt or latentllm; `rankfold methods` lists the others.")
     ] = "rankfold"
@@ -68,7 +72,8 @@ class MethodOptions:
         str, typer.Option(help="Choose ranks that run unpadded in transformers, vllm, llama.cpp or stock (any engine).")
     ] = "transformers"
     settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Option of the method. Repeatable.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Option of the method (`rankfold methods NAME`). Repeatable."),
     ] = None
     allocation: Annotated[
         str | None,
@@ -93,9 +98,11 @@ class MethodOptions:
         """
         own = {field.name for field in fields(method_class(self.method))} - {"settings"}
         options = {field.name: getattr(self, field.name) for field in fields(self) if field.name in own}
-        if self.allocation is None:
-            del options["allocation"]
-            options |= {"allocation": "uniform"} if self.target == "stock" else {}
+        for name in ("sparsity", "allocation"):  # which are the method's own by default
+            if options[name] is None:
+                del options[name]
+        if self.allocation is None and self.target == "stock":
+            options["allocation"] = "uniform"
         options["modules"] = parse_modules(self.modules)
         try:
             options["exclude_blocks"] = tuple(int(b) for b in self.exclude_blocks.split(",") if b)
@@ -118,34 +125,58 @@ def at_revision(model: str, revision: str | None) -> str:
         raise OptionError(f"--revision is of a hub id, and {model!r} lies here, got {revision!r}; leave it out")
     from ..models.hub import split_revision
 
-    return "@".join(split_revision(model, revision))
+    name, at = split_revision(model, revision)
+    return f"{name}@{at}"
 
 
-def expanded(command):
-    """A command for typer: in place of a parameter that is one of the groups above stand the options of the group."""
+def expanded(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command for typer: in place of a parameter that is one of the groups above stand the options of the group."""
     signature = inspect.signature(command, eval_str=True)
-    groups = {name: p.annotation for name, p in signature.parameters.items() if is_dataclass(p.annotation)}
+    defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
+    hints = {name: parameter.annotation for name, parameter in signature.parameters.items()}
 
     @functools.wraps(command)
-    def run(**values):
-        made = {name: cls(**{f.name: values.pop(f.name) for f in fields(cls)}) for name, cls in groups.items()}
-        return command(**values, **made)
+    def run(**values: Any) -> None:
+        return command(**_grouped(hints, values))
 
-    parameters = []
-    for name, parameter in signature.parameters.items():
-        parameters += _options(groups[name]) if name in groups else [parameter.replace(kind=parameter.KEYWORD_ONLY)]
-    run.__signature__ = inspect.Signature(parameters)
+    parameters = [*_options(hints, defaults)]
+    run.__dict__["__signature__"] = inspect.Signature(parameters)
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     return run
 
 
-def _options(group: type) -> list[inspect.Parameter]:
-    """Return the options of a group, in its panel where they name none."""
-    kind, hints = inspect.Parameter.KEYWORD_ONLY, get_type_hints(group, include_extras=True)
-    for field in fields(group):
-        info = hints[field.name].__metadata__[0]
-        info.rich_help_panel = info.rich_help_panel or group.panel
-    return [inspect.Parameter(f.name, kind, default=f.default, annotation=hints[f.name]) for f in fields(group)]
+def _options(hints: dict[str, Any], defaults: dict[str, Any], panel: str | None = None) -> Iterator[inspect.Parameter]:
+    """Yield every option, those of groups among them, in the panel of its group where it names none."""
+    for name, hint in hints.items():
+        if is_dataclass(hint):
+            yield from _options(hints_of(hint), _defaults(hint), getattr(hint, "panel", None))
+            continue
+        if panel is not None:
+            info = hint.__metadata__[0]
+            info.rich_help_panel = info.rich_help_panel or panel
+        default = defaults.get(name, inspect.Parameter.empty)
+        yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+
+
+def hints_of(group: Any) -> dict[str, Any]:
+    """Return the annotation of every option of a group."""
+    found = get_type_hints(group, include_extras=True)
+    return {field.name: found[field.name] for field in fields(group)}
+
+
+def _defaults(group: Any) -> dict[str, Any]:
+    found = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(group)}
+    return {name: value for name, value in found.items() if value is not MISSING}
+
+
+def _grouped(hints: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a command, or of a group, out of the values of all options."""
+    return {
+        name: hint(**_grouped(hints_of(hint), values))
+        if isinstance(hint, type) and is_dataclass(hint)
+        else values[name]
+        for name, hint in hints.items()
+    }
 
 
 def parse_modules(text: str | None):

@@ -4,8 +4,6 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
-__all__ = ["quiet_libraries"]
-
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:

@@ -12,6 +12,7 @@ from . import common as c
 from . import options as o
 from .calibration import parse_texts
 
+TEXTS = [DEFAULT_TEXT]
 UNCHANGED = 3  # exit code where the model is what went in
 
 
@@ -39,7 +40,7 @@ def command(
     calibration: Annotated[
         list[str],
         o.of_calibration(metavar="TEXT", help="Texts to train on, as for compress; also TEXT=SHARE. Repeatable."),
-    ] = (DEFAULT_TEXT,),
+    ] = TEXTS,
     tune: Annotated[
         Literal["all", "lora", "lora-mlp", "norms"],
         o.of_training(help="all weights but embeddings, adapters on all or on MLP layers, or norms."),

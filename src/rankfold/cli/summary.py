@@ -1,67 +1,55 @@
 """What came out of a compression, what an export keeps of it, and the commands to go on with."""
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from rich.console import Console
 
 from ..errors import OptionError
 from ..methods import make_method
-from ..report.outcomes import kinds_in, ratio_text, remark_on
+from ..report.outcomes import excess_of, held_out_row, kind_rows, size_rows
 from . import common as c
 
-__all__ = ["exported_as_stock", "options_for_target", "show_kept", "show_next", "show_result"]
+Record = Mapping[str, Any]  # of a run
 
 MOST = 0.995  # of the saving: what a line is not worth
 TARGETS = {"stock": "stock", "gguf": "stock", "deci": "llama.cpp", "gguf-deci": "llama.cpp"}  # of each format
 HEADS = {"qk", "vo", "heads"}  # modules that such a target leaves dense
 
 
-def show_result(what: str, record: dict, out) -> None:
-    """Print the dense and the compressed model side by side: size, cache and perplexity."""
-    result, plan = c.result_of(record), record["plan"]
-    out.print(
-        f"{what}: {record['base_model']} by {record['method']}, {result['sparsity']:.2%} of the counted weights "
-        f"{c.gone(result)}",
-        soft_wrap=True,
-    )
-    if result["excess"]:
-        out.print(result["excess"])
-    rows = [("", "dense", "compressed", ""), *_sizes(plan), *_likelihoods(result)]
+def show_result(what: str, record: Record, out: Console) -> None:
+    """Print what came out of a run: how much is removed, then :func:`show_numbers`."""
+    made = f"{what}: {record['base_model']} by {record['method']}, {removed(record['counts'])}"
+    out.print(made, soft_wrap=True)
+    show_numbers(record, out)
+
+
+def removed(counts: Record) -> str:
+    """Return the fraction of the counted weights that is removed, and how."""
+    how = "set to zero" if "zeros" in counts else "removed"
+    return f"{counts['sparsity']:.2%} of the {counts['counted_weights']:,} counted weights {how}"
+
+
+def show_numbers(record: Record, out: Console) -> None:
+    """Print the dense and the compressed model side by side: sizes and perplexity; then where the time went."""
+    held_out, probe_texts, seconds = record.get("held_out"), record.get("probe_texts"), dict(record["run"]["seconds"])
+    if excess := excess_of(record):
+        out.print(excess)
+    rows = [("", "dense", "compressed", ""), *size_rows(record["plan"])]
+    rows += [held_out_row(held_out)] if held_out else []
+    rows += [(f"  {kind}", *numbers) for kind, *numbers in kind_rows(probe_texts)]
     name, dense, small, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
     for row in rows:
         line = f"  {row[0]:<{name}}  {row[1]:>{dense}}  {row[2]:>{small}}  {row[3]}"
         out.print(line.rstrip(), soft_wrap=True)
-    for line in (*c.skipped(result["probe_texts"]), c.where_time_went(result["seconds"], result["seconds_by_part"])):
-        out.print(f"  {line}", soft_wrap=True)
+    if reason := (probe_texts or {}).get("skipped"):
+        out.print(f"  probe texts: not measured ({reason})", soft_wrap=True)
+    out.print(f"  {c.where_time_went(seconds.pop('total'), seconds)}", soft_wrap=True)
 
 
-def _sizes(plan: dict):
-    for name, key, unit in (
-        ("parameters", "parameters", 1),
-        ("MiB of weights", "bytes", 2**20),
-        ("KV-cache bytes per token", "kv_bytes_per_token", 1),
-    ):
-        dense, small = plan[key], plan[f"{key}_after"]
-        form = ",.0f" if unit == 1 else ",.1f"
-        yield name, f"{dense / unit:{form}}", f"{small / unit:{form}}", f"{small / dense - 1:+.1%}" if dense else ""
-
-
-def _likelihoods(result: dict):
-    held_out = result["held_out"]
-    if held_out and "state_error" in held_out:
-        found = f"relative error {held_out['state_error']:.3f} on {held_out['windows']} held-out calibration samples"
-        yield "cosine of the last states", "1", f"{held_out['cosine']:.4f}", found
-    elif held_out:
-        yield _likelihood("perplexity", held_out, f"{held_out['windows']} held-out calibration samples")
-    for kind, facts in kinds_in(result["probe_texts"]).items():
-        yield _likelihood(f"  {kind}", facts, f"{facts['passages']} probe texts{remark_on(facts)}")
-
-
-def _likelihood(name: str, facts: dict, where: str) -> tuple[str, ...]:
-    dense, small = facts["perplexity_dense"], facts["perplexity"]
-    return name, f"{dense:.2f}", f"{small:.2f}", f"x {ratio_text(facts)} on {where}"
-
-
-def show_next(folder: Path, record: dict, out, *, has_stock: bool) -> None:
+def show_next(folder: Path, record: Record, out: Console, *, has_stock: bool) -> None:
     """Print the commands that a result is for."""
     place, name = shlex.quote(str(folder)), shlex.quote(folder.name)
     commands = {}
@@ -75,7 +63,7 @@ def show_next(folder: Path, record: dict, out, *, has_stock: bool) -> None:
     out.print("next:", *(f"  {line:<{width}}  {what}" for line, what in commands.items()), sep="\n")
 
 
-def exported_as_stock(folder: Path, record: dict) -> dict | None:
+def exported_as_stock(folder: Path, record: Record) -> dict[str, Any] | None:
     """Return what a stock export of a result would keep; ``None`` where there is none, or nothing was saved."""
     from ..exports.kept import stock_parameters
 
@@ -87,7 +75,7 @@ def exported_as_stock(folder: Path, record: dict) -> dict | None:
     return {"parameters": exported, "saving_kept": max(0.0, (dense - exported) / (dense - now))}
 
 
-def show_kept(kept: float, parameters: int, format: str, folder: Path, out) -> None:
+def show_kept(kept: float, parameters: int, format: str, folder: Path, out: Console) -> None:
     """Print one line on what is left of the saving, the options that keep it, and what that costs by the plan.
 
     Args:
@@ -103,13 +91,12 @@ def show_kept(kept: float, parameters: int, format: str, folder: Path, out) -> N
         return
     line = f"exported with --format {format} it has {parameters:,} parameters: {kept:.0%} of the saving is left"
     record = read_record(folder) if (folder / "rankfold.json").exists() else None
-    options = record and options_for_target(record, TARGETS[format])
-    if options:
+    if record and (options := options_for_target(record, TARGETS[format])):
         line += f"; compress with {options} to keep all of it{_cost(record, TARGETS[format])}"
     out.print(line, soft_wrap=True)
 
 
-def options_for_target(record: dict, target: str) -> str | None:
+def options_for_target(record: Record, target: str) -> str | None:
     """Return the options that choose the ranks of a target; ``None`` where the method of a checkpoint has no such ranks.
 
     Args:
@@ -117,7 +104,7 @@ def options_for_target(record: dict, target: str) -> str | None:
         target: one that leaves heads dense.
     """
     method = record["plan"]["method"]
-    options = {key: tuple(value) if isinstance(value, list) else value for key, value in method.items()}
+    options: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in method.items()}
     uniform = {"allocation": "uniform", "exclude_blocks": ()} if target == "stock" else {}
     try:
         make_method(options.pop("method"), **options | {"target": target} | uniform)
@@ -129,7 +116,7 @@ def options_for_target(record: dict, target: str) -> str | None:
     return f"`{' '.join(flags)}`" + (" and without --exclude-blocks" if uniform and method["exclude_blocks"] else "")
 
 
-def _cost(record: dict, target: str) -> str:
+def _cost(record: Record, target: str) -> str:
     """Name the expected divergence of both models, where ranks were chosen by it."""
     facts = record["plan"]["facts"]
     if target != "stock" or not {"divergence_for_stock", "divergence"} <= facts.keys():

@@ -17,23 +17,6 @@ from torch import Tensor
 from ..architectures import Part
 from ..errors import DataError
 
-__all__ = [
-    "Batch",
-    "Data",
-    "Example",
-    "add_tensors",
-    "again",
-    "as_data",
-    "as_tensors",
-    "batches",
-    "digest_of",
-    "first",
-    "ids_of",
-    "length_of",
-    "noise",
-    "tokens_in",
-]
-
 Inputs = Mapping[str, Tensor]  # of the model's forward, by name
 
 

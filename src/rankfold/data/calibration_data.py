@@ -6,6 +6,7 @@ Shape legend: S samples, S' samples held out, T tokens of a sample.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +14,6 @@ from torch import Tensor
 from ..errors import DataError
 from .batches import Data, Example, digest_of
 from .hub import HUB
-
-__all__ = ["CalibrationData", "TextShare", "check_ids", "mean_length", "shown", "upgrade_calibration"]
 
 EARLIER_KEYS = {  # of a description in a record -> the key of today
     "samples": "num_samples",
@@ -98,9 +97,9 @@ class CalibrationData:
             return self.tokens // len(self.ids)
         return max(example.tokens for example in self.ids)
 
-    def describe(self) -> dict:
+    def describe(self) -> dict[str, Any]:
         """Return the entry of the run record."""
-        described = {
+        described: dict[str, Any] = {
             "source": " + ".join(f"{shown(text.name)}={text.share:.3g}" for text in self.texts) or shown(self.name),
             "origin": self.origin,
             "draw": self.draw,
@@ -115,7 +114,7 @@ class CalibrationData:
             described["held_out_sha256"] = digest_of(self.held_out)
         if self.texts:
             described["texts"] = [text.describe() for text in self.texts]
-        if self.kind == "image-text examples":
+        if not isinstance(self.ids, Tensor) and self.kind == "image-text examples":
             described["with_images"] = sum(example.images for example in self.ids)
         optional = {"text_column": self.text_column, "num_samples_wanted": self.wanted, "kind": self.kind}
         return described | {key: value for key, value in optional.items() if value is not None}

@@ -6,8 +6,6 @@ from typing import Any
 
 from ..errors import DataError, OptionError, first_line
 
-__all__ = ["CHATS", "Chat", "chat_of", "column_read", "has_half_character", "is_chat", "written"]
-
 CHATS = ("messages", "conversations")  # columns of chats: of role and content, and of ShareGPT's from and value
 SHAREGPT = {"human": "user", "gpt": "assistant"}  # its speakers -> roles; all other names are roles
 

@@ -8,8 +8,6 @@ from typing import Any
 from ..errors import CheckpointError, DataError, first_line
 from .built_in import BUILT_IN
 
-__all__ = ["ALIASES", "BUFFER", "HUB", "HubText", "StreamedRows", "hub_rows", "image_text_rows"]
-
 BUFFER = 10_000  # rows that a shuffled stream holds to draw the next one from: some 20 MB of web text
 HUB = "hub:"  # in front of the name of a data set with images
 

@@ -3,7 +3,6 @@
 Shape legend: S examples, T tokens of one, those in whose places images stand among them.
 """
 
-import io
 import logging
 from collections.abc import Mapping
 from itertools import islice
@@ -20,8 +19,6 @@ from .images import encoded_images, image_paths, read_image
 from .mixing import DrawOptions, some_of
 from .text import json_row, json_rows, origin_of, path_of, text_of
 from .tokens import check_fits
-
-__all__ = ["has_images", "samples_of_examples"]
 
 log = logging.getLogger(__name__)
 
@@ -43,17 +40,14 @@ def samples_of_examples(
     """Draw image-text examples for the language part of a model of images and text.
 
     A row is what a user says with images in front and, if the row has it, what the model answers; the chat template of the
-    processor puts them together. Where it has none, images, text and answer stand on lines of their own. Examples are not cut.
-    After the samples come a few more rows that are held out, as of texts; they are taken out of the samples where there are
-    too few rows.
+    processor puts them together. Where it has none, images, text and answer stand on lines of their own.
 
     Args:
         name: a ``.jsonl`` file. Columns: ``text`` or ``question``; ``image``, a path from the folder of the file, or a list of
             several, or nothing; perhaps ``answer``, a text, or a number among ``choices``, a list of texts.
         rows: a data set with these columns, and images in place of paths; ``name`` is then for messages.
-        model: an open model; its processor is used.
-        options: of the draw; a row without ``text`` is read from ``question``.
-        processor: in place of the one beside the weights.
+        options: a row without ``text`` is read from ``question``.
+        processor: in place of the model's own.
 
     Raises:
         DataError: the model takes no images, a row has no text, an image is gone or cannot be read, the processor makes nothing
@@ -65,7 +59,7 @@ def samples_of_examples(
     name = place.name if rows is None else name
     if model.image_token is None:
         raise DataError(
-            f"the {model.part.name} part of {model.name} takes no images beside its text, and {name} has an image "
+            f"the {model.part.name} component of {model.name} takes no images beside its text, and {name} has an image "
             "column; calibrate on text, or take the column out"
         )
     found = _rows(place, column) if rows is None else _rows_of_hub(rows, name, column, options.wanted)
@@ -75,8 +69,16 @@ def samples_of_examples(
     maker = model.processors.processor if processor is None else processor
     examples = tuple(_example(row, maker, model) for row in chosen)
     origin, draw = (origin_of(place), "examples of the whole file") if rows is None else (rows.origin, rows.draw)
-    facts = {"text_column": None if column == "text" else column, "wanted": samples}
-    return CalibrationData(examples[:fitted], name, origin, options.seed, examples[fitted:] or None, draw, **facts)
+    return CalibrationData(
+        examples[:fitted],
+        name,
+        origin,
+        options.seed,
+        examples[fitted:] or None,
+        draw,
+        wanted=samples,
+        text_column=None if column == "text" else column,
+    )
 
 
 def has_images(path: str, source) -> bool:
@@ -163,7 +165,7 @@ def _inputs(row: Row, processor, image_token: int) -> Mapping[str, Tensor]:
 
 def _image(image: Path | bytes, where: str):
     if isinstance(image, bytes):
-        return read_image(f"{where}, its image", io.BytesIO(image))
+        return read_image(f"{where}, its image", image)
     if not image.is_file():
         raise DataError(f"{where}: its image {str(image)!r} is gone; put it there, or remove the row")
     return read_image(str(image), image)

@@ -5,7 +5,6 @@ Shape legend: S images, C channels, H x W pixels.
 
 import io
 import logging
-from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -21,31 +20,24 @@ from .hub import StreamedRows
 from .mixing import DrawOptions, some_of
 from .text import json_rows, open_parquet, origin_of, path_of, use_column
 
-__all__ = ["encoded_images", "held_out_images", "image_paths", "images_as_data", "read_image", "samples_of_images"]
-
 log = logging.getLogger(__name__)
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 FILES = ".parquet or .jsonl file"
 TOGETHER = 64  # images that the processor gets at once
-Readers = list[tuple[str, Callable]]  # name for messages, and what gives a path or an open file of the image
+Image = tuple[str, Path | bytes]  # name for messages, and a file or what is in one
 
 
 def samples_of_images(
     name: str, rows: StreamedRows | None, model, options: DrawOptions, processor=None
 ) -> CalibrationData:
-    """Draw images for a part that takes images.
-
-    Some more images of the same draw are held out, one for eight samples and at least one; they are taken out of the samples
-    where there are too few images.
+    """Draw images for a component that takes images; some more are held out (:func:`.load_calibration`).
 
     Args:
         name: a folder, searched with all folders in it, a ``.parquet`` file with encoded images, as data sets on the hub are
             stored, or a ``.jsonl`` file with paths of images, each of which counts once.
         rows: a data set with images, of which the first ones are taken; ``name`` is then for messages.
-        model: an open model; its image processor is used.
-        options: of the draw.
-        processor: in place of the one beside the weights.
+        processor: in place of the model's own.
 
     Raises:
         DataError: no images there, or one that cannot be read (named).
@@ -54,7 +46,7 @@ def samples_of_images(
     """
     column, samples = options.image_column, options.num_samples
     found = _find(name, rows, column, samples + held_out_images(samples))
-    chosen, fitted = some_of(found.name, "images", found.readers, samples, options.seed, held_out_images)
+    chosen, fitted = some_of(found.name, "images", found.images, samples, options.seed, held_out_images)
     processor = model.processors.image_processor if processor is None else processor
     images = (_examples if model.part.packed else _pixels)(chosen, processor)
     return images_as_data(images, fitted, model.part, options, found.name, found.origin, found.draw)
@@ -64,13 +56,17 @@ def images_as_data(
     images: Data, fitted: int, part, options: DrawOptions, name: str, origin: str, draw: str
 ) -> CalibrationData:
     """Return images as a calibration set: the first ones are fitted, the others held out."""
-    held_out = images[fitted:] if fitted < len(images) else None
-    facts = {
-        "patches": length_of(images[:fitted], part),
-        "wanted": options.num_samples,
-        "text_column": None if options.text_column in ("text", "image") else options.text_column,
-    }
-    return CalibrationData(images[:fitted], name, origin, options.seed, held_out, draw, **facts)
+    return CalibrationData(
+        images[:fitted],
+        name,
+        origin,
+        options.seed,
+        images[fitted:] if fitted < len(images) else None,
+        draw,
+        patches=length_of(images[:fitted], part),
+        wanted=options.num_samples,
+        text_column=None if options.text_column in ("text", "image") else options.text_column,
+    )
 
 
 class _Found(NamedTuple):
@@ -79,18 +75,20 @@ class _Found(NamedTuple):
     name: str
     origin: str
     draw: str
-    readers: Readers
+    images: list[Image]
 
 
 def _find(name: str, rows: StreamedRows | None, column: str, wanted: int) -> _Found:
     if rows is not None:
-        readers = list(islice(_of_rows(rows.rows, name, column), wanted))
-        if not readers:
+        wheres = ((row, f"{name}, row {number}") for number, row in rows.rows)
+        every = ((where, data) for row, where in wheres for data in encoded_images(row, where, column))
+        images: list[Image] = list(islice(every, wanted))
+        if not images:
             raise DataError(f"{name} holds no images in the column {column!r}; give one that does {use_column()}")
-        return _Found(name, rows.origin, rows.draw, readers)
+        return _Found(name, rows.origin, rows.draw, images)
     place = path_of(name)
-    readers = {".parquet": _of_parquet, ".jsonl": _of_jsonl}.get(place.suffix.lower(), _of_folder)(place, column)
-    return _Found(place.name, origin_of(place), "images of the whole folder", readers)
+    images = {".parquet": _of_parquet, ".jsonl": _of_jsonl}.get(place.suffix.lower(), _of_folder)(place, column)
+    return _Found(place.name, origin_of(place), "images of the whole folder", images)
 
 
 def held_out_images(samples: int) -> int:
@@ -98,45 +96,38 @@ def held_out_images(samples: int) -> int:
     return max(1, samples // 8)
 
 
-def _of_folder(folder: Path, _: str) -> Readers:
+def _of_folder(folder: Path, _: str) -> list[Image]:
     if not folder.is_dir():
         raise DataError(f"no images at {str(folder)!r}: expected a folder of images, or a {FILES}")
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
     if not files:
         raise DataError(f"{folder} holds no images; expected files that end in {', '.join(SUFFIXES)}")
-    return [(str(path), lambda path=path: path) for path in files]
+    return [(str(path), path) for path in files]
 
 
-def _of_parquet(file: Path, column: str) -> Readers:
+def _of_parquet(file: Path, column: str) -> list[Image]:
     """Rows as `datasets` writes them: ``{"bytes": ..., "path": ...}``, or the bytes alone."""
     _check_file(file)
     with open_parquet(file, column) as table:
         rows = table.read(columns=[column])[column].to_pylist()
-    found = []
+    found: list[Image] = []
     for number, row in enumerate(rows):
         data = row.get("bytes") if isinstance(row, dict) else row
         if not isinstance(data, bytes):
             raise DataError(f"{file}, row {number}: column {column!r} holds no encoded image {use_column()}")
-        found.append((f"{file}, row {number}", lambda data=data: io.BytesIO(data)))
+        found.append((f"{file}, row {number}", data))
     if not found:
         raise DataError(f"{file} has no rows; give one with images")
     return found
 
 
-def _of_jsonl(file: Path, column: str) -> Readers:
+def _of_jsonl(file: Path, column: str) -> list[Image]:
     """Every image once, in the order in which they are named."""
     _check_file(file)
     found = dict.fromkeys(path for where, row in json_rows(file) for path in image_paths(row, where, file, column))
     if not found:
         raise DataError(f"{file} names no images in the column {column!r}; give one that does {use_column()}")
-    return [(str(path), lambda path=path: path) for path in found]
-
-
-def _of_rows(rows: Iterable[tuple[int, Any]], name: str, column: str) -> Iterator[tuple[str, Callable]]:
-    """Every image of a data set."""
-    for number, row in rows:
-        for data in encoded_images(row, f"{name}, row {number}", column):
-            yield f"{name}, row {number}", lambda data=data: io.BytesIO(data)
+    return [(str(path), path) for path in found]
 
 
 def encoded_images(row: dict, where: str, column: str = "image") -> tuple[bytes, ...]:
@@ -185,27 +176,27 @@ def image_paths(row: Any, where: str, file: Path, column: str = "image") -> tupl
     return tuple(file.parent / image for image in images)
 
 
-def _pixels(readers: Readers, processor) -> Tensor:
-    """``(S, C, H, W)``"""
-    groups = (readers[begin : begin + TOGETHER] for begin in range(0, len(readers), TOGETHER))
+def _pixels(images: list[Image], processor) -> Tensor:
+    """Return pixels ``(S, C, H, W)``."""
+    groups = (images[begin : begin + TOGETHER] for begin in range(0, len(images), TOGETHER))
     return torch.cat([_processed(group, processor, "pixel_values")[0] for group in groups])
 
 
-def _examples(readers: Readers, processor) -> tuple[Example, ...]:
-    """One an image, read again when it is wanted."""
+def _examples(images: list[Image], processor) -> tuple[Example, ...]:
+    """Return an example of each image, which is read again when it is wanted."""
 
-    def inputs(reader: tuple[str, Callable]) -> dict[str, Tensor]:
-        pixels, grid = _processed([reader], processor, "pixel_values", "image_grid_thw")
+    def inputs(image: Image) -> dict[str, Tensor]:
+        pixels, grid = _processed([image], processor, "pixel_values", "image_grid_thw")
         return {"hidden_states": pixels, "grid_thw": grid}
 
-    return tuple(Example.made_by(partial(inputs, reader), reader[0]) for reader in readers)
+    return tuple(Example.made_by(partial(inputs, image), image[0]) for image in images)
 
 
-def _processed(readers: Readers, processor, *names: str) -> list[Tensor]:
-    """What the processor makes of some images, by name."""
-    images = [read_image(where, place()) for where, place in readers]
+def _processed(images: list[Image], processor, *names: str) -> list[Tensor]:
+    """Return what the processor makes of some images, by name."""
+    opened = [read_image(*image) for image in images]
     try:
-        made = processor(images=images, return_tensors="pt")
+        made = processor(images=opened, return_tensors="pt")
         return [made[name] for name in names]
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise DataError(
@@ -214,24 +205,24 @@ def _processed(readers: Readers, processor, *names: str) -> list[Tensor]:
         ) from error
 
 
-def read_image(where: str, place):
-    """An image in RGB.
+def read_image(where: str, place: Path | bytes):
+    """Return an image of Pillow in RGB.
 
     Args:
-        where: named in messages.  place: a path or an open file.
+        where: named in messages.  place: a file, or what is in one.
 
     Raises:
         DataError: it cannot be read.
         OptionError: Pillow is not installed.
     """
     try:
-        from PIL import Image
+        from PIL import Image as pillow
     except ImportError as error:
         raise OptionError(
             "images are read by Pillow, which is not installed; pip install 'rankfold[images]'"
         ) from error
     try:
-        with Image.open(place) as image:
+        with pillow.open(io.BytesIO(place) if isinstance(place, bytes) else place) as image:
             return image.convert("RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except (OSError, SyntaxError, ValueError, pillow.DecompressionBombError) as error:
         raise DataError(f"{where} is not a readable image ({first_line(error)}); replace or remove it") from error

@@ -28,8 +28,6 @@ from .text import Text, document_of
 from .text_samples import samples_of_texts
 from .tokens import check_fits
 
-__all__ = ["is_batch", "samples_in_memory"]
-
 log = logging.getLogger(__name__)
 
 IDS, MASK, PIXELS = "input_ids", "attention_mask", "pixel_values"
@@ -85,7 +83,7 @@ def samples_in_memory(data, model, options: DrawOptions, tokenizer=None) -> Cali
         return draw(given.name, StreamedRows(rows, "memory", given.draw), model, options, tokenizer)
     if takes_images:
         raise OptionError(
-            f"the {model.part.name} part of {model.name} takes images, got {given.name}; give a folder of them"
+            f"the {model.part.name} component of {model.name} takes images, got {given.name}; give a folder of them"
         )
     if isinstance(first, Mapping) and PIXELS in first:
         return _sequences(given, model, options, _examples)
@@ -98,12 +96,12 @@ def samples_in_memory(data, model, options: DrawOptions, tokenizer=None) -> Cali
 
 def _given(data, seed: int) -> Given:
     name = type(data).__name__
-    if isinstance(data, Mapping):
-        data = [data]
     datasets = sys.modules.get("datasets")  # who has one of its objects has imported it
     if datasets and isinstance(data, datasets.IterableDataset):
         rows = data.shuffle(seed=seed % 2**63, buffer_size=BUFFER)
         return _stream(name, rows, f"stream, buffer of {BUFFER} rows")
+    if isinstance(data, Mapping):
+        data = [data]
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, type | str | bytes):
         if (isinstance(data, Tensor) and not data.dim()) or not len(data):
             raise DataError(f"the calibration data is an empty {name}; give at least one sample")
@@ -177,7 +175,7 @@ def _as_row(item) -> Any:
     return dict(item) if isinstance(item, Mapping) else item
 
 
-def _of_column(rows: Iterable, column: str) -> Iterable:
+def _of_column(rows: Any, column: str) -> Iterable:
     """Return the rows of a Dataset without the columns that are not read."""
     names = getattr(rows, "column_names", ())
     read = column_read(names, column) if names else column
@@ -197,14 +195,14 @@ def _sequences(given: Given, model, options: DrawOptions, read) -> CalibrationDa
         raise DataError(f"the calibration data, a {given.name}, has no sequence of at least 2 tokens; give longer ones")
     if len(rows) < options.wanted:
         log.info("%s has %d sequences, not %d", given.name, len(rows), options.wanted)
-    fitted = fitted_of(len(rows), options.num_samples)
-    if any(isinstance(row, Example) for row in rows) or len({len(row) for row in rows}) > 1:
-        rows = tuple(row if isinstance(row, Example) else Example.of({IDS: row[None]}) for row in rows)
+    fitted, sequences = fitted_of(len(rows), options.num_samples), [row for row in rows if isinstance(row, Tensor)]
+    if len(sequences) == len(rows) and len({len(row) for row in sequences}) == 1:
+        ids = torch.stack(sequences)
     else:
-        rows = torch.stack(rows)
-    check_fits(rows, model)
-    held_out, facts = rows[fitted:] if len(rows) > fitted else None, {"wanted": options.num_samples}
-    return CalibrationData(rows[:fitted], given.name, "memory", options.seed, held_out, given.draw, **facts)
+        ids = tuple(row if isinstance(row, Example) else Example.of({IDS: row[None]}) for row in rows)
+    check_fits(ids, model)
+    held_out, samples = ids[fitted:] if len(ids) > fitted else None, options.num_samples
+    return CalibrationData(ids[:fitted], given.name, "memory", options.seed, held_out, given.draw, wanted=samples)
 
 
 def _tokens(row: Tensor | Example) -> int:
@@ -263,7 +261,8 @@ def _tensors(value, name: str, where: str) -> list[Tensor]:
         if isinstance(rows, Tensor):
             rows = [rows] if rows.dim() == 1 else list(rows) if rows.dim() == 2 else None
     if rows is None or not all(row.dim() == 1 for row in rows):
-        got = f"shape {list(value.shape)}" if hasattr(value, "shape") else type(value).__name__
+        shape = getattr(value, "shape", None)
+        got = type(value).__name__ if shape is None else f"shape {list(shape)}"
         raise DataError(f"{where}: {name} must be whole numbers (T,) or (B, T), got {got}")
     for row in rows:
         if name != MASK and len(row) and (row.is_floating_point() or row.is_complex() or row.dtype is torch.bool):

@@ -17,8 +17,6 @@ from .streaming import text_or_pieces
 from .text import named_column
 from .text_samples import samples_of_texts
 
-__all__ = ["load_calibration"]
-
 LONGEST_NAME = 255  # characters of a file's name; what is longer is a text
 
 

@@ -17,23 +17,6 @@ from torch import Tensor
 from ..errors import OptionError, option
 from .built_in import MIXTURES
 
-__all__ = [
-    "DrawOptions",
-    "Drawn",
-    "Portion",
-    "check_distinct",
-    "draw_all",
-    "expanded",
-    "fitted_of",
-    "held_out_of",
-    "interleaved",
-    "order_of",
-    "portions",
-    "shares_of",
-    "some_of",
-    "spread",
-]
-
 log = logging.getLogger(__name__)
 
 Row = TypeVar("Row")
@@ -195,11 +178,11 @@ def draw_all(
             if (found := len(drawn[name].windows)) < sum(wanted[name]):
                 room[name] = found
                 if len(shares) > 1:
-                    log.info("%s fills %d windows, not %d; other texts give the rest", name, found, sum(wanted[name]))
+                    log.info("%s fills %d samples, not %d; other texts give the rest", name, found, sum(wanted[name]))
         shortest = min(drawn, key=lambda name: drawn[name].windows.shape[1])
         if (shorter := drawn[shortest].windows.shape[1]) < length:
             if len(shares) > 1:
-                log.info("windows of all texts have %d tokens, the length of those of %s", shorter, shortest)
+                log.info("samples of all texts have %d tokens, the length of those of %s", shorter, shortest)
             length = shorter
             drawn = {name: text for name, text in drawn.items() if text.windows.shape[1] == length}
             room = {name: room[name] if name in drawn else math.inf for name in shares}
@@ -215,8 +198,9 @@ def portions(samples: int, shares: list[float], room: list[float]) -> list[Porti
         shares: of the texts.
         room: windows every text has, at least one; infinity where there are enough.
     """
-    total, held_out = sum(room), held_out_of(samples)
-    if total < samples + held_out:
+    held_out = held_out_of(samples)
+    if sum(room) < samples + held_out:
+        total = int(sum(room))
         held_out = min(held_out_of(min(samples, total)), total - len(room))
         samples = total - held_out
     apart = spread(held_out, shares, [windows - 1 for windows in room])

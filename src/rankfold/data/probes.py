@@ -19,8 +19,6 @@ from ..errors import CheckpointError, DataError, first_line
 from .special_tokens import Frame, frame_of
 from .tokens import tokenised
 
-__all__ = ["KINDS", "LENGTH", "Probes", "load_probes", "most_tokens", "passages_of"]
-
 log = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent / "probe_texts"

@@ -8,8 +8,6 @@ from typing import Any
 
 from ..errors import DataError, option
 
-__all__ = ["rows_of_csv", "rows_of_json"]
-
 LONGEST = 2**31 - 1  # characters of a field of a .csv file; the default of Python is shorter than many documents
 
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from ..architectures import Architecture
 
-__all__ = ["Frame", "frame_of"]
-
 WORD = "a"
 
 

@@ -14,8 +14,6 @@ from .hub import ALIASES, BUFFER, hub_rows
 from .mixing import order_of
 from .text import Text, decode, document_of, json_row, open_parquet, raw_row, read_text, text_source
 
-__all__ = ["LARGE", "Pieces", "pieces_of_text", "text_or_pieces"]
-
 LARGE = 16 * 2**20  # bytes of a file, characters of rows; what is smaller is tokenised as a whole
 
 
@@ -45,15 +43,15 @@ def text_or_pieces(name: str, *, column: str, seed: int, size: int) -> Text | Pi
         return Pieces(hub_rows(name, "calibration", shuffle=seed), source.origin, f"stream, buffer of {BUFFER} rows")
     if name == SOURCE_CODE:  # all of it takes seconds to tokenise
         return Pieces(_stretches(read_text(name).joined(), seed, size), source.origin, f"spans of {size} characters")
-    whole = source.path is None or source.kind in ("json", "csv", "tsv")  # which have no rows to find in the middle
-    if whole or source.path.stat().st_size <= LARGE:
+    path, is_whole = source.path, source.kind in ("json", "csv", "tsv")  # which have no rows to find in the middle
+    if path is None or is_whole or path.stat().st_size <= LARGE:
         text = read_text(name, column=column)
         return pieces_of_text(text, seed) or text
     if source.kind == "parquet":
-        return Pieces(_parquet_rows(source.path, column, seed), source.origin, "rows")
+        return Pieces(_parquet_rows(path, column, seed), source.origin, "rows")
     if source.kind == "txt":
-        return Pieces(_spans(source.path, seed, size), source.origin, f"spans of {size} bytes")
-    return Pieces(_rows(source.path, source.kind, column, seed, size), source.origin, f"rows of slots of {size} bytes")
+        return Pieces(_spans(path, seed, size), source.origin, f"spans of {size} bytes")
+    return Pieces(_rows(path, source.kind, column, seed, size), source.origin, f"rows of slots of {size} bytes")
 
 
 def pieces_of_text(text: Text, seed: int) -> Pieces | None:

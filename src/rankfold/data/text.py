@@ -21,24 +21,6 @@ from .chats import CHATS, Chat, chat_of, column_read, has_half_character, is_cha
 from .hub import ALIASES, hub_rows
 from .rows import rows_of_csv, rows_of_json
 
-__all__ = [
-    "Text",
-    "TextSource",
-    "decode",
-    "document_of",
-    "json_row",
-    "json_rows",
-    "named_column",
-    "open_parquet",
-    "origin_of",
-    "path_of",
-    "raw_row",
-    "read_text",
-    "text_of",
-    "text_source",
-    "use_column",
-]
-
 KINDS = {  # of files with rows, by suffix; any other file is one text
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -47,11 +29,14 @@ KINDS = {  # of files with rows, by suffix; any other file is one text
     ".tsv": "tsv",
     ".parquet": "parquet",
 }
-UNREADABLE = dict.fromkeys(
-    (".gz", ".tgz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z", ".tar"),
-    "is packed; unpack it and give the file inside",
-) | dict.fromkeys((".arrow", ".feather"), "is an Arrow file; save the rows as .parquet")
-UNREADABLE |= dict.fromkeys((".xls", ".xlsx", ".ods"), "is a spreadsheet; save it as .csv")
+UNREADABLE: dict[str, str] = {
+    **dict.fromkeys(
+        [".gz", ".tgz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z", ".tar"],
+        "is packed; unpack it and give the file inside",
+    ),
+    **dict.fromkeys([".arrow", ".feather"], "is an Arrow file; save the rows as .parquet"),
+    **dict.fromkeys([".xls", ".xlsx", ".ods"], "is a spreadsheet; save it as .csv"),
+}
 
 
 @dataclass(frozen=True)
@@ -167,24 +152,24 @@ def read_text(name: str, *, use: str = "calibration", column: str = "text", char
 def _documents(source: TextSource, name: str, use: str, column: str) -> Iterable[str | Chat]:
     if source.kind == "built-in":
         return BUILT_IN[name]()
-    if source.kind == "hub":
+    path = source.path
+    if path is None:
         return hub_rows(name, use)
     if source.kind == "parquet":
-        return _rows_of_parquet(source.path, column)
+        return _rows_of_parquet(path, column)
     if source.kind in KINDS.values():
-        return (document_of(row, column, f"{source.path}, {where}") for where, row in _rows(source, column))
-    text = decode(source.path.read_bytes(), source.path)
+        return (document_of(row, column, f"{path}, {where}") for where, row in _rows(path, source.kind, column))
+    text = decode(path.read_bytes(), path)
     return (text,) if source.kind == "txt" else (raw_row(line) for line in text.split("\n")[:-1])
 
 
-def _rows(source: TextSource, column: str) -> Iterable[tuple[str, Any]]:
-    """Rows of a file, with where they stand in it."""
-    path = source.path
-    if source.kind == "jsonl":
+def _rows(path: Path, kind: str, column: str) -> Iterable[tuple[str, Any]]:
+    """Return the rows of a file, with where they stand in it."""
+    if kind == "jsonl":
         return json_rows(path)
     content = decode(path.read_bytes(), path)
-    if source.kind != "json":
-        return rows_of_csv(content, str(path), "\t" if source.kind == "tsv" else ",")
+    if kind != "json":
+        return rows_of_csv(content, str(path), "\t" if kind == "tsv" else ",")
     rows = rows_of_json(content, str(path), (column, *CHATS))
     return json_rows(path) if rows is None else rows
 

@@ -19,8 +19,6 @@ from .streaming import Pieces
 from .text import Text, text_source
 from .tokens import encode, tokenised
 
-__all__ = ["pack", "samples_of_texts"]
-
 log = logging.getLogger(__name__)
 
 CHARACTERS_PER_TOKEN = 8  # generous for English; how much of a large text is tokenised for a sample
@@ -47,16 +45,14 @@ def pack(ids: Tensor, *, samples: int, length: int, seed: int) -> Tensor:
 def samples_of_texts(shares: dict[str, float], model, options: DrawOptions, read: Read) -> CalibrationData:
     """Draw sequences at random over one text, or over several.
 
-    Both numbers are clamped to what the model's context and the text give, which is logged. A text of up to 16 MiB is
-    tokenised as a whole and cut into windows, of which some are drawn; of a larger one random pieces are tokenised, one sample
-    each (:mod:`.streaming`). Samples never overlap.
+    A text of up to 16 MiB is tokenised as a whole and cut into samples, of which some are drawn; of a larger one random pieces
+    are tokenised, one sample each (:mod:`.streaming`). Samples never overlap.
 
     An encoder reads whole texts: every sample is given the special tokens its tokenizer puts around one. A decoder that is
     lost without its start token (Gemma) has it in front of every sample.
 
     Args:
         shares: name of a text -> its share (:func:`.shares_of`); ``self`` is text sampled from the model.
-        model: an open model; its tokenizer and vocabulary are used.
         read: opens a text.
 
     Raises:
@@ -91,7 +87,7 @@ def _together(
     held_out = interleaved([text.windows[count.fitted : sum(count)] for text, count in texts.values()], seed)
     if (found := len(fitted) + len(held_out)) < options.wanted:
         log.info(
-            "%s %d windows of %d tokens, not %d: %d are fitted, %d held out",
+            "%s %d samples of %d tokens, not %d: %d are fitted, %d held out",
             "the text fills" if len(texts) == 1 else "the texts fill",
             *(found, fitted.shape[1], options.wanted, len(fitted), len(held_out)),
         )
@@ -103,8 +99,8 @@ def _together(
     if len(parts) == 1:
         return CalibrationData(fitted, parts[0].name, parts[0].origin, seed, held_out, parts[0].draw)
     names, origins = (" + ".join(texts) for texts in (shares, [part.origin for part in parts]))
-    facts = {"draw": "texts interleaved", "texts": parts, "wanted": options.num_samples}
-    return CalibrationData(fitted, names, origins, seed, held_out, **facts)
+    draw, wanted = "texts interleaved", options.num_samples
+    return CalibrationData(fitted, names, origins, seed, held_out, draw, texts=parts, wanted=wanted)
 
 
 def _draw(name: str, model, count: int, length: int, seed: int, read: Read) -> Drawn:
@@ -121,7 +117,7 @@ def _draw(name: str, model, count: int, length: int, seed: int, read: Read) -> D
     windows = list(_windows_of_pieces(text.pieces, model, count, length - frame.tokens, seed))
     if not windows:
         raise DataError(
-            f"text source {name!r} has less than one window of {length} tokens; choose a smaller {option('max_length')}"
+            f"text source {name!r} has less than one sample of {length} tokens; choose a smaller {option('max_length')}"
         )
     return Drawn(frame.around(torch.stack(windows)), text.origin, text.draw)
 
@@ -133,9 +129,9 @@ def _windows_of_text(text: Text, model, count: int, length: int, seed: int) -> T
         if shorter < 32:
             raise DataError(
                 f"text source {text.name!r} has {ids.numel()} tokens; at least 32 are needed, and {count * length} wanted "
-                f"({count} windows of {length}); give more text"
+                f"({count} samples of {length}); give more text"
             )
-        log.info("the text has %d tokens, less than one window; using length %d", ids.numel(), shorter)
+        log.info("the text has %d tokens, less than one sample; using length %d", ids.numel(), shorter)
         length = shorter
     return pack(ids, samples=count, length=length, seed=seed)
 

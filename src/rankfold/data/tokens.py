@@ -13,8 +13,6 @@ from .chats import has_half_character
 from .special_tokens import frame_of
 from .text import Text
 
-__all__ = ["check_fits", "check_vocabulary", "encode", "ids_of", "say_if_few", "tokenised"]
-
 log = logging.getLogger(__name__)
 
 
@@ -76,26 +74,28 @@ def check_fits(ids: Data, source) -> None:
     if source.part.takes_images:
         return _check_pixels(ids, source)
     if ids.dim() != 2:
-        raise DataError(f"the {source.part.name} part of {source.name} takes token ids, got images; calibrate on text")
+        raise DataError(
+            f"the {source.part.name} component of {source.name} takes token ids, got images; calibrate on text"
+        )
     check_vocabulary(ids, source.config.vocab_size)
     if source.part.positions and ids.shape[1] > source.part.positions:
         raise DataError(
-            f"windows of {ids.shape[1]} tokens are longer than the model's context of {source.part.positions}; cut them shorter"
+            f"samples of {ids.shape[1]} tokens are longer than the model's context of {source.part.positions}; cut them shorter"
         )
 
 
 def _check_examples(examples: tuple[Example, ...], source) -> None:
-    alone = [example.ids is None for example in examples]
-    if all(alone) and source.part.packed:
+    texts = [example.ids for example in examples if example.ids is not None]
+    if not texts and source.part.packed:
         return
-    if any(alone):
+    if len(texts) < len(examples):
         raise DataError(
-            f"the {source.part.name} part of {source.name} takes no images of any size by themselves; calibrate on "
+            f"the {source.part.name} component of {source.name} takes no images of any size by themselves; calibrate on "
             f"{'images of one size' if source.part.takes_images else 'text or image-text examples'}"
         )
     if source.part.takes_images or (source.image_token is None and any(example.images for example in examples)):
         raise DataError(
-            f"the {source.part.name} part of {source.name} takes no image-text examples; calibrate on "
+            f"the {source.part.name} component of {source.name} takes no image-text examples; calibrate on "
             f"{'images' if source.part.takes_images else 'text'}"
         )
     longest = max(example.tokens for example in examples)
@@ -104,10 +104,10 @@ def _check_examples(examples: tuple[Example, ...], source) -> None:
             f"an example of {longest} tokens, images among them, is longer than the model's context of "
             f"{source.part.positions}; leave it out, or have its images made smaller"
         )
-    for example in examples:
-        image_token = -1 if source.image_token is None else source.image_token
-        check_vocabulary(example.ids[example.ids != image_token], source.config.vocab_size)
-        if not (example.ids[:, 1:] != image_token).any():
+    image_token = -1 if source.image_token is None else source.image_token
+    for ids in texts:
+        check_vocabulary(ids[ids != image_token], source.config.vocab_size)
+        if not (ids[:, 1:] != image_token).any():
             raise DataError("an example has no text behind its first token, so nothing can be predicted; leave it out")
 
 
@@ -116,8 +116,8 @@ def _check_pixels(pixels: Tensor, source) -> None:
     wanted = "any size, an example each" if part.packed else f"{list(part.image_shape)} (channels, height, width)"
     if part.packed or pixels.shape[1:] != part.image_shape:
         raise DataError(
-            f"the {part.name} part of {source.name} takes images of {wanted}, got {list(pixels.shape[1:])}; calibrate on a "
-            "folder of images"
+            f"the {part.name} component of {source.name} takes images of {wanted}, got {list(pixels.shape[1:])}; calibrate "
+            "on a folder of images"
         )
 
 
@@ -129,7 +129,7 @@ def say_if_few(ids: Data, source) -> None:
     if tokens < widest:
         log.warning(
             "%d calibration tokens are too few: the widest moment has %d dimensions and needs at least as many, better four "
-            "times; give more or longer windows",
+            "times; give more or longer samples",
             *(tokens, widest),
         )
 

@@ -4,6 +4,8 @@ Shape legend: B batch, T new tokens, S cached tokens, H query heads, K key/value
 width, V kept value width, P = R / 2 rotary pairs.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -25,8 +27,6 @@ from .layers import build_layer
 from .norms import PredictedNorm
 from .tensors import check_range
 
-__all__ = ["CompressedAttention", "PackedAttention"]
-
 
 class CompressedAttention(nn.Module):
     """Self-attention whose query-key width R and value width V need not be the head dimension.
@@ -36,6 +36,13 @@ class CompressedAttention(nn.Module):
     chosen per key/value head, by an index into the model's own cos/sin table, so that a reduced key is still a rotated
     key. And keys and values may have different widths, so the cache holds ``K * (R + V)`` numbers per token.
     """
+
+    # Layers; keys and values may be rows of a shared latent.
+    qkv_proj: Any
+    q_proj: Any
+    k_proj: Any
+    v_proj: Any
+    rotary_pairs: torch.Tensor | None
 
     def __init__(self, spec: dict, config, layer_idx: int | None, names: tuple[str, ...] = ()):
         super().__init__()

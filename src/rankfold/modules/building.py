@@ -1,6 +1,7 @@
 """From the descriptions in a config to the modules of a compressed model."""
 
 import inspect
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -11,8 +12,6 @@ from .experts import LatentExperts, narrow_experts
 from .latent_attention import LatentAttention
 from .layers import LAYERS, build_layer
 from .shortcuts import ShortcutBlock
-
-__all__ = ["build", "install"]
 
 ATTENTIONS = {"attention": CompressedAttention, "packed_attention": PackedAttention}
 
@@ -27,18 +26,20 @@ def build(spec: dict, dense: nn.Module | None = None, config=None) -> nn.Module:
 
     Raises:
         ValueError: an unknown kind, sizes that are no positive integers, what is no module of this kind, or an attention that
-            could not run.
+            could not run; ``dense`` is missing.
     """
     check_description(spec, (*LAYERS, *ATTENTIONS, "experts", "latent_experts", "shortcut_block"))
     if isinstance(dense, nn.Embedding):
         raise ValueError(f"a {spec['kind']} module stands for no embedding")
-    if spec["kind"] == "shortcut_block":
-        return ShortcutBlock(spec, dense)
-    if spec["kind"] == "experts":
-        return narrow_experts(spec, dense)
-    if spec["kind"] == "latent_experts":
-        return LatentExperts(spec, dense)
-    return _attention(spec, dense, config) if spec["kind"] in ATTENTIONS else build_layer(spec)
+    if spec["kind"] in LAYERS:
+        return build_layer(spec)
+    if dense is None:
+        raise ValueError(f"a {spec['kind']} module takes something over from the module that it replaces; give that")
+    if spec["kind"] in ATTENTIONS:
+        return _attention(spec, dense, config)
+    return {"shortcut_block": ShortcutBlock, "experts": narrow_experts, "latent_experts": LatentExperts}[spec["kind"]](
+        spec, dense
+    )
 
 
 def _attention(spec: dict, dense: nn.Module, config) -> nn.Module:
@@ -56,8 +57,8 @@ def _attention(spec: dict, dense: nn.Module, config) -> nn.Module:
     return module
 
 
-def install(model: nn.Module, modules: dict[str, dict]) -> None:
-    """Swap the named submodules of ``model`` for the ones described, in place.
+def install(model: Any, modules: dict[str, dict]) -> None:
+    """Swap the named submodules of ``model`` (a ``PreTrainedModel``) for the ones described, in place.
 
     Raises:
         ValueError: a path that is not in the model, or a description :func:`build` refuses.
@@ -89,7 +90,7 @@ def _record(model: nn.Module) -> None:
             recorded["attentions"] = [*classes, CompressedAttention]
 
 
-def _config_of(model: nn.Module, place: str):
+def _config_of(model: Any, place: str):
     """The config of the part of a model that a module is in: a vision tower has its own."""
     found, module = model.config, model
     for name in place.split(".")[:-1]:

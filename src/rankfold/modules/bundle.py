@@ -3,8 +3,6 @@
 import ast
 from pathlib import Path
 
-__all__ = ["CODE_FILE", "code"]
-
 CODE_FILE = "modeling_rankfold.py"
 PARTS = (
     "tensors",
@@ -47,14 +45,15 @@ def bundle(sources: list[str]) -> str:
     imports, bodies = set(), []
     for source in sources:
         tree, lines = ast.parse(source), source.splitlines()
-        title = ast.get_docstring(tree).splitlines()[0]
+        title = (ast.get_docstring(tree) or "").partition("\n")[0]
         for node in tree.body:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 if not getattr(node, "level", 0):
                     imports.add(ast.unparse(node))
             elif not (_is_docstring(node) or _is_public_list(node)):
                 continue
-            lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+            span = slice(node.lineno - 1, node.end_lineno)
+            lines[span] = [""] * len(lines[span])
         bodies.append(f"# {title}\n\n\n" + "\n".join(lines).strip("\n"))
     return f'"""{_HEAD}"""\n\n' + "\n".join(sorted(imports)) + "\n\n\n" + "\n\n\n".join(bodies) + "\n"
 

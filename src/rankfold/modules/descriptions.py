@@ -2,8 +2,6 @@
 
 import math
 
-__all__ = ["check_attention", "check_description"]
-
 _SIZES = ("in", "out", "rank", "heads", "kv_heads", "qk_dim", "vo_dim", "bits", "chunk", "nonzeros", "head_identity")
 _SIZES += ("width", "before", "inside", "behind", "experts")
 _MAY_BE_ZERO = {"linear": ("in", "out"), "attention": ("qk_dim", "vo_dim"), "packed_attention": ("qk_dim", "vo_dim")}
@@ -25,7 +23,7 @@ def check_description(spec: dict, kinds) -> None:
     Widths of plain layers and of attention may be 0: a module of which nothing is left but a bias.
     """
     kind = spec.get("kind")
-    if kind not in kinds:
+    if kind is None or kind not in kinds:
         raise ValueError(f"unknown module kind {kind!r}; this version of rankfold reads: {', '.join(sorted(kinds))}")
     for key in _SIZES:
         least = 0 if key in _MAY_BE_ZERO.get(kind, ()) else 1

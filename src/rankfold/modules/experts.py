@@ -4,13 +4,12 @@ Shape legend: E experts, n tokens, k experts of a token, D model width, R kept w
 """
 
 import copy
+from typing import Any
 
 import torch
 from torch import nn
 
 from .layers import build_layer
-
-__all__ = ["LatentExperts", "narrow_experts"]
 
 WIDTHS = ("intermediate_dim", "intermediate_size")  # what families call the attribute that repeats the hidden width
 
@@ -43,6 +42,8 @@ class LatentExperts(nn.Module):
             out of (``falling``) the hidden units of each.
         dense: the experts it replaces; what they make of gate and up is the family's own.
     """
+
+    family: Any
 
     def __init__(self, spec: dict, dense: nn.Module):
         super().__init__()

@@ -8,17 +8,6 @@ from torch import nn
 
 from .tensors import QuantizedTensor, check_permutation, index_dtype
 
-__all__ = [
-    "HeadIdentity",
-    "Numbers",
-    "matrix",
-    "matrix_of",
-    "multiply_lower",
-    "multiply_upper",
-    "numbers",
-    "triangle_macs",
-]
-
 TRIANGLE = 128  # the largest one that is copied out of a square
 
 
@@ -39,9 +28,12 @@ def numbers(shape: tuple[int, ...], spec: dict) -> Numbers | QuantizedTensor:
     return QuantizedTensor(shape, spec["bits"], spec["chunk"]) if "bits" in spec else Numbers(shape)
 
 
-def matrix(rows: int, columns: int, spec: dict) -> nn.Linear | QuantizedTensor:
+def matrix(shape: tuple[int, ...], spec: dict) -> nn.Linear | QuantizedTensor:
     """A plain matrix, quantised where the description has ``bits``; calling it multiplies by it."""
-    return numbers((rows, columns), spec) if "bits" in spec else nn.Linear(columns, rows, bias=False)
+    rows, columns = shape
+    return (
+        QuantizedTensor(shape, spec["bits"], spec["chunk"]) if "bits" in spec else nn.Linear(columns, rows, bias=False)
+    )
 
 
 def multiply_upper(square, x):
@@ -83,6 +75,8 @@ class HeadIdentity(nn.Module):
 
     The identities are not stored.
     """
+
+    order: torch.Tensor
 
     def __init__(self, heads: int, head_dim: int, rank: int, spec: dict):
         super().__init__()

@@ -6,29 +6,15 @@ Shape legend: B batch, T new tokens, S cached tokens, H query heads, R kept quer
 import torch
 from torch import nn
 
-__all__ = [
-    "add_alibi",
-    "add_bias",
-    "angles_at",
-    "attend_one",
-    "eager_attention",
-    "masked",
-    "of_one_length",
-    "rotary_table",
-    "shares",
-    "turn",
-    "within",
-]
-
 
 def rotary_table(cos, sin, half, interleaved):
     """Cosine and sine of every rotary pair, and of one that does not turn, (B or 1, T, 2, half + 1).
 
     It stays with the tensor of a model's cosines, so that only the first layer of a forward makes it.
     """
-    layout, table = (None, None) if torch.compiler.is_compiling() else getattr(cos, "rankfold_table", (None, None))
-    if layout == (half, interleaved):
-        return table
+    kept = None if torch.compiler.is_compiling() else getattr(cos, "rankfold_table", None)
+    if kept is not None and kept[0] == (half, interleaved):
+        return kept[1]
     once = slice(None, None, 2) if interleaved else slice(half)
     turns = cos[..., once], sin[..., once]  # the model's tables say all angles twice
     still = cos.new_ones(*cos.shape[:-1], 1)

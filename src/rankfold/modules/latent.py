@@ -7,8 +7,6 @@ from .factors import HeadIdentity, matrix, matrix_of, multiply_lower, multiply_u
 from .sparse import SparseCorrection
 from .tensors import check_permutation
 
-__all__ = ["LatentLinear", "LatentRows", "SplitHeadLinear"]
-
 
 def put_back(y, rows):
     """Put entry ``j`` of the last dimension into place ``rows[j]``."""
@@ -46,9 +44,9 @@ class LatentLinear(nn.Module):
         if self.form == "lu":
             self.A, self.B = numbers(A, spec), numbers(B, spec)
         elif heads := spec.get("head_identity"):
-            self.A, self.B = matrix(*A, spec), HeadIdentity(heads, self.out_features // heads, self.rank, spec)
+            self.A, self.B = matrix(A, spec), HeadIdentity(heads, self.out_features // heads, self.rank, spec)
         else:
-            self.A, self.B = matrix(*A, spec), matrix(*B, spec)
+            self.A, self.B = matrix(A, spec), matrix(B, spec)
         if self.form == "triangles":
             self.T = numbers((self.rank, self.rank), spec)
         count = spec.get("nonzeros")
@@ -152,7 +150,7 @@ class SplitHeadLinear(nn.Module):
         head_dim, fixed = spec["out"] // self.heads, self.rank if self.form == "block_identity_left" else 0
         if self.rank > min(head_dim, spec["in"]):
             raise ValueError(f"rank {self.rank} of heads ({head_dim}, {spec['in']}) is too large")
-        self.A = matrix(self.heads * self.rank, spec["in"], spec)
+        self.A = matrix((self.heads * self.rank, spec["in"]), spec)
         self.B = numbers((self.heads, head_dim - fixed, self.rank), spec)
         self.bias = nn.Parameter(torch.empty(spec["out"])) if spec["bias"] else None
         if fixed:

@@ -9,8 +9,6 @@ import torch
 from .attention import CompressedAttention
 from .kernels import attend_one
 
-__all__ = ["LatentAttention"]
-
 
 class LatentAttention(CompressedAttention):
     """Attention whose cache holds the latents of keys, of values, or one latent of both.

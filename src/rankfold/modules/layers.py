@@ -6,8 +6,6 @@ from .descriptions import check_description
 from .latent import LatentLinear, SplitHeadLinear
 from .sparse import SparseLinear
 
-__all__ = ["LAYERS", "build_layer"]
-
 
 class NoWeights(nn.Linear):
     """A bias, or nothing: there is no weight to initialise, of which ``nn.Linear`` warns."""

@@ -11,6 +11,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -26,21 +27,6 @@ from .attention import CompressedAttention, PackedAttention
 from .building import install
 from .bundle import CODE_FILE, code
 from .tensors import QuantizedTensor
-
-__all__ = [
-    "AUTO_MAP",
-    "FORMAT",
-    "FORMATS",
-    "METHOD_NAME",
-    "METHOD_NAMES",
-    "RankfoldAutoConfig",
-    "RankfoldConfig",
-    "RankfoldForCausalLM",
-    "attach",
-    "current_name",
-    "digest",
-    "install_described",
-]
 
 # What meets a checkpoint without this code names the method that it does not know: transformers, lm-eval and engines alike. So
 # the name says what helps. Checkpoints with the plain name were written before.
@@ -58,7 +44,7 @@ def digest(modules: dict) -> str:
     return hashlib.sha256(json.dumps(modules, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def current_name(name: str, written: int) -> str:
+def current_name(name: str, written: int | None) -> str:
     """What a tensor of a checkpoint of an earlier format is called in this one."""
     if written == 1:
         for pattern, now in _FACTORS.items():
@@ -68,6 +54,8 @@ def current_name(name: str, written: int) -> str:
 
 class RankfoldConfig(QuantizationConfigMixin):
     """``quantization_config`` of a compressed checkpoint: what was done and which modules are in place."""
+
+    quant_method: Any  # transformers' type for it lists its own names only
 
     def __init__(self, modules: dict | None = None, **fields):
         self.quant_method = METHOD_NAME
@@ -84,6 +72,7 @@ class RankfoldConfig(QuantizationConfigMixin):
 class RankfoldQuantizer(HfQuantizer):
     """Rebuilds the compressed structure between "model created" and "weights loaded"."""
 
+    quantization_config: RankfoldConfig
     requires_calibration = False
 
     def _process_model_before_weight_loading(self, model, **kwargs):
@@ -101,15 +90,16 @@ class RankfoldQuantizer(HfQuantizer):
             return []
         return [WeightRenaming(pattern, now) for pattern, now in _FACTORS.items()]
 
-    def _process_model_after_weight_loading(self, model, **kwargs):
+    def _process_model_after_weight_loading(self, model: Any, **kwargs):
         if self.quantization_config.fields.get("format") != FORMAT:
             # The model is of this format now; transformers would rename its tensors back where it saves.
             self.quantization_config.fields["format"] = FORMAT
             changes = model._weight_conversions
             model._weight_conversions = [change for change in changes if change.source_patterns[0] not in _FACTORS]
         for name, module in model.named_modules():
-            if hasattr(module, "check_indices") and not any(b.is_meta for b in module.buffers()):  # meta: kept on disk
-                module.check_indices(name)
+            check = getattr(module, "check_indices", None)
+            if check is not None and not any(b.is_meta for b in module.buffers()):  # meta: kept on disk
+                check(name)
         check_rotation(model)
         attach(model, self.quantization_config, self)
         return model
@@ -197,12 +187,16 @@ def _save_with_code(model, save_directory, *args, push_to_hub=False, **kwargs):
         model.push_to_hub(hub.pop("repo_id", Path(save_directory).name), **hub)
 
 
-class RankfoldForCausalLM:
-    """Entry point of ``trust_remote_code=True``: hands over to the stock class of the model type."""
+class _Remote:
+    """What ``auto_map`` names under ``trust_remote_code=True``."""
 
     @classmethod
     def register_for_auto_class(cls, auto_class=None):
         """Called by transformers on remote classes; the stock class stays registered."""
+
+
+class RankfoldForCausalLM(_Remote):
+    """Entry point of ``trust_remote_code=True``: hands over to the stock class of the model type."""
 
     @classmethod
     def from_pretrained(cls, path, *args, config=None, **kwargs):
@@ -217,14 +211,10 @@ class RankfoldForCausalLM:
         return getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type])
 
 
-class RankfoldAutoConfig:
+class RankfoldAutoConfig(_Remote):
     """The config under ``trust_remote_code=True``: the stock one. That this code then runs, before anybody asks about the
     method, is the point: lm-eval does so, and a model without head has no class of its own here.
     """
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class=None):
-        """Called by transformers on remote classes; the stock class stays registered."""
 
     @classmethod
     def from_pretrained(cls, path, **kwargs):
@@ -238,7 +228,8 @@ def _register() -> None:
             return
         register_quantization_config(name)(RankfoldConfig)
         register_quantizer(name)(RankfoldQuantizer)
-    PreTrainedModel._from_config = classmethod(_structured(PreTrainedModel._from_config.__func__))
+    base: Any = PreTrainedModel
+    base._from_config = classmethod(_structured(base._from_config.__func__))
 
 
 def _structured(dense):

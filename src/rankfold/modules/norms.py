@@ -3,8 +3,6 @@
 import torch
 from torch import nn
 
-__all__ = ["PredictedNorm"]
-
 
 class PredictedNorm(nn.Module):
     """``weight * x / sqrt(m)`` of heads that lost dimensions, with ``m = sum((root * x)^2) + floor^2``.

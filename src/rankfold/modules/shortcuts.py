@@ -9,8 +9,6 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-__all__ = ["ShortcutBlock"]
-
 
 class ShortcutBlock(GradientCheckpointingLayer):
     """``y = S1 x + attention(N(x))``, ``z = S2 y + mlp(N(y))``; in a parallel block ``z = S x + attention(N(x)) + mlp(N(x))``.
@@ -49,7 +47,7 @@ class ShortcutBlock(GradientCheckpointingLayer):
         x = hidden_states if self.enter is None else self.enter(hidden_states)
         attention = self.get_submodule(self.paths["attention"])
         added, weights = attention(self._norm(x, self.eps[0]), **given)
-        if self.mlp_shortcut is None:
+        if self.middle is None or self.mlp_shortcut is None:
             x = self.shortcut(x) + added + self._mlp(self._norm(x, self.eps[1]))
         else:
             x = self.middle(self.shortcut(x) + added)

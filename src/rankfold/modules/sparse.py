@@ -5,8 +5,6 @@ from torch import nn
 
 from .tensors import check_range, index_dtype
 
-__all__ = ["SparseCorrection", "SparseLinear"]
-
 
 class SparseCorrection(nn.Module):
     """``D x`` for a sparse ``D`` (out, in): values, their columns, and where every row starts.
@@ -15,6 +13,9 @@ class SparseCorrection(nn.Module):
     values cost, makes no dense ``D``, works in bf16 and fp16 on CPU and GPU, and has gradients; torch's CSR product has
     no bf16 on CPU, and a scatter into a dense matrix costs more than the layer it corrects.
     """
+
+    columns: torch.Tensor
+    starts: torch.Tensor
 
     def __init__(self, in_features: int, out_features: int, nonzeros: int):
         super().__init__()

@@ -1,11 +1,10 @@
 """Tensors as a compressed model keeps them: plain, or quantised."""
 
 import math
+from functools import reduce
 
 import torch
 from torch import nn
-
-__all__ = ["QuantizedTensor", "check_permutation", "check_range", "index_dtype"]
 
 
 class QuantizedTensor(nn.Module):
@@ -16,6 +15,10 @@ class QuantizedTensor(nn.Module):
     unpacking is a few shifts of whole vectors. ``weight`` is the tensor, computed in fp32 at least and rounded to the
     dtype of the scales. LatentLLM (arXiv:2505.18413), Eq. 242.
     """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    low: torch.Tensor
 
     def __init__(self, shape: tuple[int, ...], bits: int, chunk: int):
         super().__init__()
@@ -53,15 +56,15 @@ class QuantizedTensor(nn.Module):
         return torch.cat(packed)
 
     def unpack(self):
-        """``(n,)`` uint8 codes."""
-        codes, start, shift = 0, 0, 0
+        """Return ``(n,)`` uint8 codes."""
+        parts, start, shift = [], 0, 0
         for width in self.fields(self.bits):
             stop = start - (-self.numel // (8 // width))
             places = torch.arange(0, 8, width, dtype=torch.uint8, device=self.codes.device)
             field = (self.codes[start:stop] >> places[:, None]) & (2**width - 1)
-            codes = codes | (field.flatten()[: self.numel] << shift)
+            parts.append(field.flatten()[: self.numel] << shift)
             start, shift = stop, shift + width
-        return codes
+        return reduce(torch.bitwise_or, parts)
 
     @property
     def weight(self):

@@ -1,58 +1,69 @@
 """What a number depends on: equal identities mean equal results."""
 
-__all__ = ["comparison_identity", "dtype_name", "moments_identity", "published_counts", "run_identity"]
+from collections.abc import Iterable
+from typing import Any
+
+from ..data.calibration_data import CalibrationData
+from ..methods import Method
+from ..models.dense_model import DenseModel
+from .plan import Plan
 
 
-def moments_identity(source, tokens, statistics) -> dict:
-    """Of moments: model, precision, tokens and statistics."""
+def moments_identity(source: DenseModel, tokens: CalibrationData, statistics: Iterable[str]) -> dict[str, Any]:
+    """Return the identity of moments: model, precision, tokens and statistics."""
     return {
         "name": source.name,
         "model": source.fingerprint,
         "blocks": len(source),
-        "dtype": dtype_name(source),
-        "autocast": str(source.autocast).removeprefix("torch.") if source.autocast else None,
+        **_precision(source),
         "tokens": tokens.describe(),
         "statistics": sorted(statistics),
     }
 
 
-def run_identity(source, method, calibration: dict, mode: str) -> dict:
-    """Of a compression: method and options, model, precision, calibration."""
+def run_identity(source: DenseModel, method: Method, calibration: dict[str, Any], mode: str) -> dict[str, Any]:
+    """Return the identity of a compression: method and options, model, precision, calibration."""
     options = {k: list(v) if isinstance(v, tuple) else v for k, v in method.describe().items()}
     return {
         "method": options.pop("method"),
         "options": options,
         "mode": mode,
-        "base_model": source.name,
-        **({"revision": source.revision} if source.revision else {}),
-        "fingerprint": source.fingerprint,
-        "dtype": dtype_name(source),
-        "autocast": str(source.autocast).removeprefix("torch.") if source.autocast else None,
+        **_base_model(source),
         "calibration": calibration,
     }
 
 
-def comparison_identity(source, calibration: dict, measures: dict) -> dict:
-    """Of a comparison, without its methods and sparsities: rows of equal identity may stand beside each other."""
+def comparison_identity(source: DenseModel, calibration: dict[str, Any], measures: dict[str, Any]) -> dict[str, Any]:
+    """Return the identity of a comparison, without its methods and sparsities: rows of equal identity can be compared."""
     return {
-        "base_model": source.name,
-        **({"revision": source.revision} if source.revision else {}),
-        "fingerprint": source.fingerprint,
-        "dtype": dtype_name(source),
-        "autocast": str(source.autocast).removeprefix("torch.") if source.autocast else None,
+        **_base_model(source),
         "device": source.device.type,
         "calibration": calibration,
         "measures": measures,
     }
 
 
-def dtype_name(source) -> str:
-    """Precision weights are stored in."""
+def _base_model(source: DenseModel) -> dict[str, Any]:
+    return {
+        "base_model": source.name,
+        **({"revision": source.revision} if source.revision else {}),
+        "fingerprint": source.fingerprint,
+        **_precision(source),
+    }
+
+
+def _precision(source: DenseModel) -> dict[str, Any]:
+    autocast = str(source.autocast).removeprefix("torch.") if source.autocast else None
+    return {"dtype": dtype_name(source), "autocast": autocast}
+
+
+def dtype_name(source: DenseModel) -> str:
+    """Return the dtype that weights are stored in."""
     return str(source.dtype).removeprefix("torch.")
 
 
-def published_counts(the_plan) -> dict:
-    """Exact counts of the compressed model, for its config."""
+def published_counts(the_plan: Plan) -> dict[str, Any]:
+    """Return exact counts of the compressed model, for its config."""
     return {
         "sparsity": the_plan.sparsity,
         "counted_weights": the_plan.counted_weights,

@@ -1,9 +1,54 @@
-"""Words for what a compression did to likelihoods: of the command line, the model card and the table of a comparison."""
+"""Words for what a compression did to sizes and likelihoods: of the command line, the model card and a comparison's table."""
 
-__all__ = ["excess_of", "kinds_in", "ratio_text", "recovery_lines", "remark_on", "trained_on", "warnings_of"]
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+Record = Mapping[str, Any]  # of a run, or a part of one
+Row = tuple[str, str, str, str]  # what is measured, the dense model's number, the compressed one's, and a remark
 
 
-def ratio_text(facts: dict) -> str:
+def size_rows(plan: Record) -> Iterator[Row]:
+    """Yield parameters, weights and cache, each with its change.
+
+    Args:
+        plan: :meth:`.Plan.to_dict`, or ``plan`` of a run record.
+    """
+    for name, key, unit in (
+        ("parameters", "parameters", 1),
+        ("MiB of weights", "bytes", 2**20),
+        ("KV-cache bytes per token", "kv_bytes_per_token", 1),
+    ):
+        yield name, *change_text(plan[key], plan[f"{key}_after"], unit)
+
+
+def change_text(before: float, after: float, unit: int = 1) -> tuple[str, str, str]:
+    """Return two numbers in a unit, whole ones where it is 1, and the change in percent; none from 0."""
+    form = ",.0f" if unit == 1 else ",.1f"
+    change = f"{(after - before) / before:+.1%}" if before else ""
+    return f"{before / unit:{form}}", f"{after / unit:{form}}", change
+
+
+def held_out_row(held_out: Record) -> Row:
+    """Return the row of the held-out samples: perplexity, or how far an encoder's last states are from the dense ones."""
+    samples = f"{held_out['windows']} held-out calibration samples"
+    if "state_error" in held_out:
+        remark = f"relative error {held_out['state_error']:.3f} on {samples}"
+        return "cosine of the last states", "1", f"{held_out['cosine']:.4f}", remark
+    return _perplexities("perplexity", held_out, samples)
+
+
+def kind_rows(probe_texts: Record | None) -> Iterator[Row]:
+    """Yield the row of every kind of probe text; none where a record has none."""
+    for kind, facts in kinds_in(probe_texts).items():
+        yield _perplexities(kind, facts, f"{facts['passages']} probe texts{remark_on(facts)}")
+
+
+def _perplexities(name: str, facts: Record, where: str) -> Row:
+    dense, small = facts["perplexity_dense"], facts["perplexity"]
+    return name, f"{dense:.2f}", f"{small:.2f}", f"x {ratio_text(facts)} on {where}"
+
+
+def ratio_text(facts: Record) -> str:
     """Return a ratio of perplexities with its standard error, where the record has one.
 
     Args:
@@ -13,24 +58,24 @@ def ratio_text(facts: dict) -> str:
     return f"{facts['ratio']:.2f}" + (f" ± {facts['ratio'] * error:.2f}" if error is not None else "")
 
 
-def remark_on(facts: dict) -> str:
+def remark_on(facts: Record) -> str:
     """Return what else there is to say of a kind of probe text."""
     if facts["is_damaged"]:
         return ": DAMAGED"
     return "" if facts["is_known"] else ": the dense model guesses here"
 
 
-def kinds_in(probe_texts: dict | None) -> dict[str, dict]:
+def kinds_in(probe_texts: Record | None) -> dict[str, Any]:
     """Return what a record says of every kind of probe text; older records say nothing."""
     return (probe_texts or {}).get("kinds") or {}
 
 
-def excess_of(record: dict) -> str | None:
+def excess_of(record: Record) -> str | None:
     """Return why a run removed more than was asked for, where it did; older records do not say."""
     return (record["plan"].get("budget") or {}).get("excess")
 
 
-def warnings_of(record: dict) -> list[str]:
+def warnings_of(record: Record) -> list[str]:
     """Return every warning of a run record, or of a row of a comparison."""
     held_out, probe_texts = record.get("held_out") or {}, record.get("probe_texts") or {}
     found = [held_out.get("warning"), probe_texts.get("warning"), held_out.get("dense_warning")]
@@ -38,7 +83,13 @@ def warnings_of(record: dict) -> list[str]:
     return [warning for warning in found if warning]
 
 
-def trained_on(recovery: dict) -> str:
+def training_of(record: Record) -> Record | None:
+    """Return what a record says of training; ``None`` where the weights are those before it."""
+    found = record.get("recovery")
+    return found if found and found["recovered"] else None
+
+
+def trained_on(recovery: Record) -> str:
     """Return what of a compressed model was trained, on how much of which texts, and towards what."""
     towards = {
         "kl": f"the predictions of {recovery['teacher_name']}",
@@ -52,7 +103,7 @@ def trained_on(recovery: dict) -> str:
     )
 
 
-def recovery_lines(recovery: dict | None) -> list[str]:
+def recovery_lines(recovery: Record | None) -> list[str]:
     """Return the lines on a recovery: what was trained, and the perplexity of every text before and after."""
     if recovery is None:
         return []

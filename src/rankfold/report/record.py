@@ -17,17 +17,6 @@ from ..errors import CheckpointError
 from ..methods.upgrade import upgraded as upgraded_options
 from ..version import __version__
 
-__all__ = [
-    "PROBE_TEXTS",
-    "environment",
-    "peak_memory_bytes",
-    "process_status",
-    "read_record",
-    "records_of",
-    "run_record",
-    "versions",
-]
-
 NAME = "rankfold.json"
 # What a record says of every kind of probe text, or why there is none; older ones say nothing.
 KIND = {

@@ -1,0 +1,147 @@
+"""What `compress` and `plan` take alike: a model, or several components of one, what is done, and what it is measured on."""
+
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from ..errors import OptionError, check_choice
+from . import common as c
+from . import options as o
+from .calibration import CalibrationOptions
+from .config import Run, Settings
+
+if TYPE_CHECKING:
+    from ..calibration.store import MomentStore
+    from ..data.calibration_data import CalibrationData
+    from ..methods import Method
+    from ..models.dense_model import DenseModel
+    from ..report.plan import Plan
+
+Group = TypeVar("Group", o.MethodOptions, CalibrationOptions)
+Opened = tuple["DenseModel", "Method", CalibrationOptions]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is to be compressed, and how."""
+
+    model: o.Model
+    config: Run = None
+    component: o.Component = None
+    components: o.Components = None
+    revision: o.Revision = None
+    device: o.Device = "auto"
+    what: o.MethodOptions
+    text: CalibrationOptions
+    moments: o.Moments = None
+    dtype: o.Written = "auto"
+
+    def methods(self) -> "dict[str | None, Method]":
+        """Return what is done to each component, in their order; to the one of ``--component`` under ``None``.
+
+        Raises:
+            OptionError: not sparsities of different components, or an option that does not parse.
+        """
+        if self.components is None:
+            return {None: self.what.parse()}
+        methods: dict[str | None, Method] = {}
+        for name, sparsity in _parse_components(self.components).items():
+            method = self._of(name, self.what).parse()
+            if method.own_sparsities and not self.config:
+                raise OptionError(
+                    f"--components gives each component its sparsity, --modules {self.what.modules} would take its place; name "
+                    f"the modules only, e.g. --modules {','.join(method.own_sparsities)}"
+                )
+            methods[name] = replace(method, sparsity=sparsity)
+        return methods
+
+    def _of(self, name: str, group: Group) -> Group:
+        """Return a group of options with the settings of one component."""
+        found: Settings = next((one for one in self.config or () if one.get("component") == name), {})
+        names = {field.name for field in fields(group)}
+        return replace(group, **{key: value for key, value in found.items() if key in names})
+
+    def _texts(self, names: "list[str]") -> dict[str, CalibrationOptions]:
+        recorded = {one.get("component") for one in self.config or () if "calibration" in one}
+        if recorded >= {*names}:
+            return {name: self._of(name, self.text) for name in names}
+        return self.text.of_components(names)
+
+    def stored(self) -> "MomentStore | None":
+        """Open the moments that take the place of a calibration set."""
+        from ..calibration.store import MomentStore
+
+        return MomentStore.open(self.moments) if self.moments else None
+
+    def open(self, methods: "dict[str | None, Method]") -> list[Opened]:
+        """Open each component, with what is done to it and what it is to be calibrated on."""
+        from ..compression.validate_spec import validated
+        from ..models.opening import open_model
+
+        model, options = o.at_revision(self.model, self.revision), {"dtype": self.dtype, "device": self.device}
+        named = [name for name in methods if name is not None]
+        texts: dict[str | None, CalibrationOptions] = {**self._texts(named)} if named else {None: self.text}
+        sources = {name: validated(open_model(model, component=name or self.component, **options)) for name in methods}
+        for name, source in sources.items():
+            methods[name].supported_modules(source.architecture, source.meta_block(0))
+        return [(source, methods[name], texts[name]) for name, source in sources.items()]
+
+    def plans(self, methods: "dict[str | None, Method]", mode: str) -> "list[Plan]":
+        """Plan each component; what writes text is measured beside the dense tower, which it will not be."""
+        from .. import pipeline
+        from ..compression.duration import timed
+
+        plans, store = [], self.stored()
+        for source, method, text in self.open(methods):
+            if store is not None:
+                plans.append(pipeline.plan(source, method, moments=store))
+                continue
+            tokens = text.load(source)
+            the_plan = pipeline.plan(source, method, tokens, moments=_predicting(source, method, tokens))
+            plans.append(timed(the_plan, source, tokens.describe(), mode))
+        return plans
+
+
+def _predicting(source: "DenseModel", method: "Method", tokens: "CalibrationData") -> "MomentStore | None":
+    """Measure moments that errors can be predicted from, for a method that takes any."""
+    from .. import pipeline
+    from ..compression.importance import needed
+
+    if "one-pass" not in method.modes:
+        return None
+    return pipeline.calibrate(source, tokens, statistics=needed(source, method))
+
+
+def _parse_components(text: str) -> dict[str, float]:
+    from ..architectures import PARTS
+
+    given = [item.partition("=")[::2] for item in text.split(",") if item.strip()]
+    names = [name.strip() for name, _ in given]
+    for name in names:
+        check_choice("component", name, PARTS)
+        if names.count(name) > 1:
+            raise OptionError(f"--components names {name!r} more than once; name it once")
+    try:
+        found = {name: float(value) for name, (_, value) in zip(names, given, strict=True)}
+    except ValueError:
+        raise OptionError(
+            f"--components takes a sparsity for each, e.g. language=0.3,vision=0.2; got {text!r}"
+        ) from None
+    if len(found) < 2:
+        raise OptionError(
+            f"--components takes two components or more, e.g. language=0.3,vision=0.2; got {text!r}; for one of them give "
+            "--component and --sparsity"
+        )
+    return {name: found[name] for name in PARTS if name in found}
+
+
+def show_plans(plans: "list[Plan]", output: Path | None, as_json: bool) -> None:
+    """Print a plan, or those of several components, and save it where asked."""
+    first, *more = (plan.to_dict() for plan in plans)
+    value = {"components": {plan["part"]: plan for plan in (first, *more)}} if more else first
+    if output is not None:
+        from .._utils.files import write_json
+
+        write_json(output, value)
+    tables = [table for plan in plans for table in (plan.table(), plan.summary())]
+    c.emit(value, as_json, lambda out: out.print(*tables))
