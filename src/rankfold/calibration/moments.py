@@ -36,9 +36,8 @@ class Moment:
     absolute: Tensor | None  # (..., N) sum of |x|; only where a diagonal l1 pre-conditioner may want it
     second: Tensor | None  # (..., N, N) sum of x x^T
     rows: Tensor | None = None  # (n, N) observations themselves, where a method iterates on them
-    windows: Tensor | None = (
-        None  # (S, N) sum of x over each of S windows, times the root of mean length over own; where a method asks for it
-    )
+    # (S, N) sum of x over each of S windows, times the root of mean length over own; where a method asks for it
+    windows: Tensor | None = None
 
     @property
     def mean(self) -> Tensor:

@@ -214,9 +214,7 @@ def outputs(source, ids: Given, stream: Stream, hidden: Tensor | None = None, *,
         recorders[-1].instead = hidden.to(source.model.dtype)
         found = forward(source, ids_of(ids), **some)  # images are in the stream
     found = found.logits if source.architecture.decoder else _batched(found.last_hidden_state)
-    if torch.aminmax(
-        found.detach()
-    ).min.isnan():  # unlike isnan() of all of it, no second tensor of a vocabulary's size
+    if torch.aminmax(found.detach()).min.isnan():  # isnan() would make a second tensor of a vocabulary's size
         raise NumericsError(
             f"{source.name} computes NaN on the calibration windows: its numbers are too large for "
             f"{str(source.model.dtype).removeprefix('torch.')}, or its weights are damaged; give it in float32"

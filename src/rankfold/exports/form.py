@@ -147,10 +147,6 @@ def _set_heads(text, full: AttentionView, sizes: list[_Sizes], pairs: list[int] 
         width = next(w for w in range(width, full.head_dim + 1) if int(rotary_dim / w * w) == rotary_dim)
         text.rope_parameters = text.rope_parameters | {"partial_rotary_factor": rotary_dim / width}
     heads, kv_heads = max(size.heads for size in sizes), max(size.kv_heads for size in sizes)
-    if (heads, kv_heads, width) != (
-        full.heads,
-        full.kv_heads,
-        full.head_dim,
-    ):  # a config is left alone where nothing changes
+    if (heads, kv_heads, width) != (full.heads, full.kv_heads, full.head_dim):  # or the config is left alone
         text.num_attention_heads, text.num_key_value_heads = heads, kv_heads
         setattr(text, present(full.spec.width), width)

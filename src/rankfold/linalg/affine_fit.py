@@ -1,8 +1,6 @@
 """Low-rank regression with a bias, from sums over samples that never are in memory together.
 
 Shape legend: u, t widths of inputs ``U`` and targets ``T``, r rank. Samples are columns.
-
-This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
 """
 
 from typing import NamedTuple

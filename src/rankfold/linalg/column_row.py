@@ -1,8 +1,6 @@
 """Type II: keep some query-key dimensions, the same ones in queries and keys.
 
 Shape legend: H query heads that share one key head, N head dimension, R kept dimensions, ... any batch of key heads.
-
-This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
 """
 
 from typing import NamedTuple

@@ -5,8 +5,6 @@ Shape legend: D output width, F hidden width, n groups of head dimensions.
 One-shot scores (leverage, norms) judge every unit as if all others stayed. Where several are collinear each of them looks
 dispensable, and all of them go: on Qwen2.5-0.5B that drops 98 % of what an MLP sends (docs/papers.md). Elimination looks
 again after every removal.
-
-This module imports torch and NumPy only: no modules, no hooks, no device policy.
 """
 
 import math

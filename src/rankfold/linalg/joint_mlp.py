@@ -7,8 +7,6 @@ is computed anew from the fits of these rounds. LatentLLM (arXiv:2505.18413), Se
 non-linearity is cut out by letting pre-activations ``Z`` and activations ``A`` be free and charging for every broken
 link. Only ReLU has the closed form. Gated or smooth MLPs (SiLU, GELU) are not in the paper: compress their layers one
 by one with :func:`rankfold.linalg.lowrank.low_rank`.
-
-This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
 """
 
 from collections.abc import Callable, Iterator

@@ -11,8 +11,6 @@ stays whole (Tucker-2, called HOSVD there): :mod:`rankfold.linalg.pair_tucker` o
 Positions. RoPE: pass ``rotations`` (App. F.3). Additive encodings change nothing but the statistics, which must be
 measured after the addition (F.1). Concatenated ones add a constant to the logits and change nothing (F.2). Only a
 rotation may sit between projection and logits: with q/k-norm (Qwen3, Gemma3) this loss is not the model's.
-
-This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
 """
 
 from typing import NamedTuple

@@ -7,8 +7,6 @@ A head adds ``G_i x`` with ``G_i = W_o,i W_v,g`` (d_out, d) of rank at most h, w
 (arXiv:2505.18413), Sec. 4.2 and App. G, compresses the stack of ``G_i P`` like queries and keys. The paper found it
 no better than compressing V and O apart (Remark 11): the loss treats heads as independent. For the split form use
 :func:`rankfold.linalg.lowrank.low_rank` twice.
-
-This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
 """
 
 from typing import NamedTuple

@@ -10,8 +10,6 @@ Scale. ``J`` is the only scale freedom there is. ``symmetric`` uses it to give c
 ``A`` equal norms. ``block_identity_*`` and ``lu`` have none left: there pivoting bounds the entries. With an identity
 block in ``A``, ``B`` is a set of columns of ``B A`` itself, so as large as the weight, and ``A2`` has entries that
 are typically of order one; ``lu`` has entries at most 1 in ``B``. All are safe in bf16.
-
-This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
 """
 
 from typing import NamedTuple

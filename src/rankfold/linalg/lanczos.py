@@ -1,8 +1,6 @@
 """The largest eigenvalue of a positive semi-definite matrix that is only multiplied.
 
 Shape legend: N rows of the matrix, n steps.
-
-This module imports torch only: no modules, no hooks, no device policy.
 """
 
 from collections.abc import Callable

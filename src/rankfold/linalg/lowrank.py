@@ -4,8 +4,6 @@ Shape legend: O output width, N input width, R kept rank.
 
 A layer ``y = W x`` becomes ``y = B (A x)`` with ``B`` (O, R) and ``A`` (R, N). Which error is small depends on the
 pre-conditioner ``P`` (preconditioner.py): the factors minimise ``||(W - B A) P||``.
-
-This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
 """
 
 from functools import reduce

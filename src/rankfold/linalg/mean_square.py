@@ -1,8 +1,6 @@
 """The mean square that a norm divides by, predicted from the dimensions that are left.
 
 Shape legend: N dimensions the norm is over, R of them kept, ... any batch of heads.
-
-This module imports torch only: no modules, no hooks, no device policy.
 """
 
 from typing import NamedTuple

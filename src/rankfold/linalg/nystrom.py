@@ -3,8 +3,6 @@
 Shape legend: D model width, F hidden (intermediate) width, R kept width.
 Weights use the ``torch.nn.Linear`` layout ``(out, in)``. The MoDeGPT paper (arXiv:2408.09632) writes the transpose: its
 ``W_U S_k`` is ``W_up[keep]`` here and its ``W_D`` is ``W_down.T``.
-
-This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
 """
 
 from typing import NamedTuple

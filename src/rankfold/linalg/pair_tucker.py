@@ -5,8 +5,6 @@ widths, r_l, r_r widths of the bases, D relative offsets.
 
 ``G_i = L_i^T R_g`` (d_l, d_r) has rank at most h, so every step needs only the ``h x h`` moments ``S_i = L_i A^T A
 L_i^T``, which may be summed over the heads of a group and rotated for RoPE. LatentLLM (arXiv:2505.18413), App. E.
-
-This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
 """
 
 from functools import reduce

@@ -1,8 +1,6 @@
 """Type III: the best rank-R replacement of a pair of projections with nothing between them.
 
 Shape legend: N width between the two projections (head dimension), R kept width, ... any batch of heads.
-
-This module imports torch and psd.py only: no modules, no hooks, no device policy.
 """
 
 from typing import NamedTuple

@@ -1,8 +1,6 @@
 """Columns of a row space that make a well-conditioned block, and the rest in terms of them.
 
 Shape legend: N columns, R rows.
-
-This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
 """
 
 import torch

@@ -6,8 +6,6 @@ Every function here takes a symmetric positive semi-definite matrix that was *su
 only semi-definite up to rounding: a few massive activations put eigenvalues nine orders of magnitude apart, and fp32
 products leave the smallest ones slightly negative. So roots go through ``eigh`` with clamped eigenvalues; Cholesky is
 used only where a ridge has been added.
-
-This module imports torch only: no modules, no hooks, no device policy.
 """
 
 from typing import NamedTuple

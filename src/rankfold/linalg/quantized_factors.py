@@ -5,8 +5,6 @@ Shape legend: G groups of outputs (heads, or 1), O outputs of a group, N input w
 LatentLLM (arXiv:2505.18413), App. I.1, Eq. 239-240, for the factors of every junction (Sec. 3.3, App. A.2): entries that a
 junction fixes (identity blocks, unit diagonals, zeros of triangles) stay exact, and the others make up for what rounding
 changes.
-
-This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
 """
 
 from typing import NamedTuple
@@ -184,9 +182,8 @@ def _lower(S: Tensor) -> Tensor:
     """Lower triangular root ``L L^T`` of a damped metric, or of a stack of them."""
     damped = S.clone()
     diagonal = damped.diagonal(dim1=-2, dim2=-1)
-    diagonal += (
-        RIDGE * diagonal.clamp_min(0) + torch.finfo(S.dtype).tiny
-    )  # each by its own: one may be a million times larger
+    # Each by its own: one may be a million times larger.
+    diagonal += RIDGE * diagonal.clamp_min(0) + torch.finfo(S.dtype).tiny
     root, info = torch.linalg.cholesky_ex(damped)
     if info.any():  # a sum of activations may be indefinite beyond the damping; its negative part is rounding
         values, vectors = torch.linalg.eigh(damped)

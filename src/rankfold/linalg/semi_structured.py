@@ -2,8 +2,6 @@
 
 Shape legend: O output width, N input width, a multiple of four. A group is four consecutive inputs of one output, as sparse
 tensor cores want it.
-
-This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
 """
 
 import torch

@@ -7,8 +7,6 @@ LatentLLM (arXiv:2505.18413), App. I: ``W ~ B A + D`` with at most ``count`` non
 shrinkage. They work on ``D diag(C)^(1/2)``: the same problem with unit diagonal, which makes "largest entry" mean
 largest effect on the output, fits the step to outlier features, and makes the result free of the scale of ``C`` and
 of its coordinates.
-
-This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
 """
 
 from typing import NamedTuple

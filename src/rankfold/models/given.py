@@ -20,10 +20,8 @@ from .weights import Weights
 
 __all__ = ["ModelFiles", "check_given", "check_quantised", "check_tied", "resolve_model"]
 
-DEQUANTISES = {
-    "fp8": "FineGrainedFP8Config",
-    "mxfp4": "Mxfp4Config",
-}  # quantiser -> config of transformers that undoes it
+# Quantiser -> config of transformers that undoes it.
+DEQUANTISES = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 KNOWN = ("torch", "transformers")  # whose linear layers compute what their weight says
 
 

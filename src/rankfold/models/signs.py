@@ -11,9 +11,8 @@ from .listing import MERGE
 
 __all__ = ["SAVED", "check_filled", "check_names", "check_numbers", "kind_of"]
 
-SAVED = (
-    "save_pretrained(OUT, save_original_format=False)"  # by default it is written quantised again, without its config
-)
+# By default it is written quantised again, without its config.
+SAVED = "save_pretrained(OUT, save_original_format=False)"
 QUANTISED = (  # names that quantisers give to what lies beside a weight or in its place
     ("bitsandbytes", r"\.(SCB|(nested_)?absmax|(nested_)?quant_map|quant_state\.\w+)$"),
     ("GPTQ or AWQ", r"\.(qweight|qzeros|g_idx)$"),

@@ -20,16 +20,8 @@ __all__ = ["INKS", "Drawn", "Picture", "drawn", "result_pictures", "write_pictur
 WIDTH, HEIGHT, DPI = 4.6, 3.5, 200  # inches of a panel
 LINE = 0.19  # inches of a line of the legend; a panel has room for two
 WIDE = 8  # largest value over the smallest from which on a scale is logarithmic
-COLOURS = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#cc79a7",
-    "#b8860b",
-    "#56b4e9",
-    "#7f3fbf",
-    "#7f7f7f",
-)  # told apart by most eyes
+# Told apart by most eyes.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#7f3fbf", "#7f7f7f")
 MARKERS, DASHES = "osD^vPX*", ("-", "--", "-.", ":")
 INKS = {"light": ("#1a1a1a", "#ffffff"), "dark": ("#e6e6e6", "#16181c")}  # ink, paper
 
@@ -73,9 +65,6 @@ def style(index: int) -> dict:
 
 def slug(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9.=]+", "-", text).strip("-")[:60]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def _perplexity(index: int, text: str, done: list[dict], styles: dict) -> Picture:
@@ -149,9 +138,6 @@ def _radar(tasks: list[str], sparsity: float, done: list[dict], styles: dict) ->
         return legend(figure, axes)
 
     return Picture(f"tasks-{sparsity:g}", f"Accuracy on the tasks at sparsity {sparsity:g}", "results", draw)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def panel(title: str, height: float = HEIGHT, count: int = 1, **options) -> tuple[Figure, Any]:

@@ -100,9 +100,7 @@ class Slot:
             sizes = {"in": self.wide, "out": self.out, "nonzeros": self.nonzeros(rank)}
             return {"kind": "sparse", **sizes, "bias": self.bias}
         form = "plain" if self.method.junction in PLAIN else self.method.junction
-        if (
-            form == "lu" and not self.method.bits
-        ):  # a code that both triangles shared could not be refined for one of them
+        if form == "lu" and not self.method.bits:  # a code of both triangles could not be refined for one of them
             form = "triangles"
         spec = {"kind": "latent", "in": self.wide, "out": self.out, "rank": rank, "form": form, "bias": self.bias}
         if self.split:

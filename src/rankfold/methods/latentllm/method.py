@@ -61,9 +61,8 @@ class LatentLLM(NarrowingMethod):
     name: ClassVar[str] = "latentllm"
     all_modules: ClassVar[tuple[str, ...]] = (*ATTENTION, "gate", "up", "down", *EXPERTS)
     targets: ClassVar[tuple[str, ...]] = ("transformers", "vllm")
-    features: ClassVar[bool] = (
-        False  # whether what a layer sends is fitted about its means, with a bias for every layer
-    )
+    # Whether what a layer sends is fitted about its means, with a bias for every layer.
+    features: ClassVar[bool] = False
 
     precondition: str = "rootcov"
     junction: str = "block_identity_right"

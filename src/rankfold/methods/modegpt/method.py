@@ -174,9 +174,8 @@ class MoDeGPT(MeasurableMethod):
                 per_rank = 3 * width * present(view.experts).count
             else:
                 full, per_rank = attention.head_dim, projections[module] * width
-                step = (
-                    self.rank_multiple * 2 if module == "qk" and self.rank_multiple % 2 else self.rank_multiple
-                )  # whole pairs
+                whole_pairs = 2 if module == "qk" and self.rank_multiple % 2 else 1
+                step = self.rank_multiple * whole_pairs
             chosen = self.head_dim if module in ("qk", "vo") else 0
             ranks = (chosen, full) if chosen else (*range(step, full, step), full)
             units.append(

@@ -117,9 +117,8 @@ def output_error(W: Tensor, fit: Nystrom, centre: Tensor | None, moment: Moment)
         W: ``(D, F)`` dense down projection.
         centre: ``(F,)`` mean of the fit, where the bias took it.
     """
-    C = (
-        present(moment.second).double() if centre is None else moment.about(centre)
-    ).float()  # an error needs no more digits
+    C = present(moment.second) if centre is None else moment.about(centre)
+    C = C.float()  # an error needs no more digits
     gap = gap_of(W, fit)
     error, total = (((M @ C) * M).double().sum() for M in (gap, W.float()))
     error, total = torch.stack([error, total]).tolist()

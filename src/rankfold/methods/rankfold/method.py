@@ -14,8 +14,8 @@ from ...allocation import Allocation, Measured
 from ...architectures import BlockView
 from ...calibration.experts import STATISTICS as EXPERT_STATISTICS
 from ..base import BlockResult, CompressionStep, Curve, PrunableModule
-from ..modegpt import MoDeGPT
 from ..modegpt.curves import squared_errors
+from ..modegpt.method import MoDeGPT
 from ..work import Work, correcting, multiplying
 from .attention import decompose_attention, refit_output, values_of
 from .mlp import decompose_mlp
