@@ -142,7 +142,7 @@ class AttentionView:
         return x if self.spec.norm_over == "head" else x.flatten(2)[:, :, None]
 
     @property
-    def head_norms(self) -> tuple[Norm, Norm] | None:
+    def head_norms(self) -> tuple[Norm, Norm] | Any:
         """The q/k-norms, where there are any whose mean square can be predicted."""
         if not self.norms or self.spec.norm_offset is None:
             return None

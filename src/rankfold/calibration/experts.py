@@ -9,12 +9,11 @@ Shape legend: E experts, n tokens, k experts of a token, D model width, F hidden
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._utils.present import present
 from ..architectures import ExpertsView
 from .moments import BlockMoments, Moment, VectorMoment
 
@@ -74,7 +73,7 @@ class RouterWeights(_Caught):
 class ExpertMoment(NamedTuple):
     """Of what one expert, or its down projection, receives, times the weight with which its output counts."""
 
-    moment: Moment | None  # counts squared weights; None before it is made, and once it has been used
+    moment: Moment | Any  # counts squared weights; None before it is made, and once it has been used
     tokens: int  # that were sent to the expert
     filled: int  # other tokens that were added, because these were too few
     share: float  # squared weights of its own tokens
@@ -154,11 +153,11 @@ def energies(parts: Iterator[tuple[Tensor, Tensor]], centre: Tensor | None, *mat
 
 def _summed(parts: Iterator[tuple[Tensor, Tensor]], weights: Tensor) -> Moment:
     """Of weighted rows, some of which come at a time with their weights."""
-    sums = total = None
+    sums: Any = None
     for rows, w in parts:
-        if sums is None or total is None:
+        if sums is None:
             sums = VectorMoment(rows.shape[1], rows.device)
             total = torch.zeros_like(sums.total)
         sums.add(rows)
         total += (w @ rows).to(total)
-    return Moment(weights.double().square().sum().item(), total, None, present(sums).finish().second)
+    return Moment(weights.double().square().sum().item(), total, None, sums.finish().second)

@@ -9,12 +9,11 @@ tokens of the text and not of tokens drawn from the model (Kunstner et al., arXi
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from .._utils.present import present
 from ..architectures import BlockView, read_linear
 from .moments import Moment, VectorMoment, accumulator, cross
 
@@ -48,7 +47,7 @@ class OutputGradient:
 
     def __init__(self, layer: nn.Module):
         self.layer = layer
-        self.sums: VectorMoment | None = None
+        self.sums: VectorMoment | Any = None  # made with the first batch
 
     def add(self, x: Tensor, g: Tensor) -> None:
         if self.sums is None:
@@ -56,7 +55,7 @@ class OutputGradient:
         self.sums.add(g)
 
     def finish(self) -> Moment:
-        return present(self.sums).finish()
+        return self.sums.finish()
 
     @staticmethod
     def numbers(out: int, wide: int) -> int:

@@ -9,7 +9,6 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from .._utils.present import present
 from ..architectures import AttentionView
 from ..linalg.mean_square import square_features
 from ..modules.kernels import of_one_length
@@ -36,7 +35,7 @@ class Heads:
         Norms over all heads are one head of all their dimensions.
         """
         x = heads_first(self.attention.flat_for_norm(self.projected[index]))
-        return square_features(x.transpose(0, 1).flatten(1, 2)[None], present(self.attention.head_norms)[index].eps)
+        return square_features(x.transpose(0, 1).flatten(1, 2)[None], self.attention.head_norms[index].eps)
 
     @cached_property
     def rotated(self) -> tuple[Tensor, Tensor]:

@@ -9,12 +9,11 @@ which is the table in ``statistics.py``.
 
 import functools
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from .._utils.present import present
 from .._utils.stopwatch import time_spent
 from ..architectures import Norm, read_linear
 from .moments import CrossMoment, Moment, Samples, VectorMoment, accumulator
@@ -62,10 +61,10 @@ class InputObserver:
 
     def __init__(self, module: nn.Module, *, absolute: bool, windows: bool, norm: Norm | None = None):
         self.module, self.absolute, self.norm = module, absolute, norm
-        self.sums: VectorMoment | None = None
-        self.windows: list[Tensor] | None = [] if windows else None
+        self.sums: VectorMoment | Any = None  # made with the first batch
+        self.windows: list[Tensor] | Any = [] if windows else None
         self.lengths: list[int] = []  # of the windows
-        self._entered: Tensor | None = None  # of this batch; some families flatten it before the layer
+        self._entered: Tensor | Any = None  # of this batch; some families flatten it before the layer
 
     def hooks(self):
         return [self.module.register_forward_pre_hook(lambda _, args: self._add(args[0]))]
@@ -82,12 +81,12 @@ class InputObserver:
 
     def after(self, batch) -> None:
         if self.windows is not None:
-            x, self._entered = present(self._entered).view(*batch.hidden.shape[:2], -1), None
+            x, self._entered = self._entered.view(*batch.hidden.shape[:2], -1), None
             self.windows.append(x.sum(1, dtype=torch.float32).to(accumulator(x.device)))
             self.lengths += [x.shape[1]] * len(x)
 
     def finish(self) -> Moment:
-        moment = present(self.sums).finish()
+        moment = self.sums.finish()
         if self.windows is not None:
             moment.windows = torch.cat(self.windows)
             if len(set(self.lengths)) > 1:

@@ -3,7 +3,7 @@
 Shape legend: B sequences of a batch, T tokens, D model width.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ class Middle:
 
     def __init__(self, view: BlockView):
         self.view = view
-        self._caught: Tensor | None = None
+        self._caught: Tensor | Any = None
 
     def hooks(self):
         if self.view.architecture.projects:
@@ -37,7 +37,7 @@ class Middle:
         """``(B, T, D)`` of the batch ``hidden`` that just ran."""
         if self.view.architecture.projects:
             return hidden
-        caught, self._caught = present(self._caught).view_as(hidden), None
+        caught, self._caught = self._caught.view_as(hidden), None
         return hidden + caught if self.view.middle is None else caught
 
 
@@ -50,8 +50,8 @@ class FeedbackObserver:
 
     def __init__(self, view: BlockView, module: nn.Module, *, attention: bool):
         self.module, self.attention = module, attention
-        self.middle = None if attention else Middle(view)
-        self.input: Tensor | None = None
+        self.middle: Middle | Any = None if attention else Middle(view)
+        self.input: Tensor | Any = None
         self.sums = CrossSums()
 
     def hooks(self):
@@ -66,8 +66,8 @@ class FeedbackObserver:
         if self.attention:
             target = batch.dense.middle.float() - batch.hidden.float()
         else:
-            target = batch.dense.output.float() - present(self.middle).take(batch.hidden).float()
-        self.sums.add(present(x), target)
+            target = batch.dense.output.float() - self.middle.take(batch.hidden).float()
+        self.sums.add(x, target)
 
     def finish(self) -> CrossMoment:
         return self.sums.finish()
@@ -80,16 +80,16 @@ class StreamObserver:
     """
 
     def __init__(self, view: BlockView, place: Literal["input", "middle", "output"]):
-        self.place, self.middle = place, Middle(view) if place == "middle" else None
+        self.place, self.middle = place, Middle(view)
         self.centres = present(view.architecture.norms).centres
-        self.sums: VectorMoment | None = None
+        self.sums: VectorMoment | Any = None  # made with the first batch
 
     def hooks(self):
-        return self.middle.hooks() if self.middle else []
+        return self.middle.hooks() if self.place == "middle" else []
 
     def after(self, batch) -> None:
         x = {"input": batch.hidden, "output": batch.output}.get(self.place)
-        x = (present(self.middle).take(batch.hidden) if x is None else x).float()
+        x = (self.middle.take(batch.hidden) if x is None else x).float()
         if self.centres:
             x = x - x.mean(-1, keepdim=True)
         if self.sums is None:
@@ -97,7 +97,7 @@ class StreamObserver:
         self.sums.add(x * x.square().mean(-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny).rsqrt())
 
     def finish(self) -> Moment:
-        return present(self.sums).finish()
+        return self.sums.finish()
 
 
 class InfluenceObserver:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from .._utils.evaluating import evaluating
-from .._utils.present import present
 from .._utils.stopwatch import time_spent
 from ..architectures import BlockView
 from ..data.batches import Batch as Given
@@ -115,8 +114,8 @@ class _Recorder(StandIn):
     def __init__(self, block: nn.Module, returns_tuple: bool, last: bool):
         super().__init__(block)
         self.returns_tuple, self.last = returns_tuple, last
-        self.call: Call | None = None
-        self.hidden: Tensor | None = None
+        self.call: Call | Any = None
+        self.hidden: Tensor | Any = None
         self.instead: Tensor | None = None
 
     def forward(self, hidden, *args, **kwargs):
@@ -173,7 +172,7 @@ def start(source, ids: Data, *, autocast: torch.dtype | None) -> Stream:
         for batch in batches(ids, batch_tokens(source), source.part):
             with contextlib.suppress(_Stop):
                 forward(source, batch.read() if isinstance(batch, Example) else batch)
-            first = present(recorders[0].hidden)
+            first = recorders[0].hidden
             stream.hidden.append(first.to(autocast or first.dtype))
             size = None if isinstance(batch, Example) else len(batch)
             if size is None or size not in of_size:
@@ -185,7 +184,7 @@ def start(source, ids: Data, *, autocast: torch.dtype | None) -> Stream:
 def _calls(recorders: list[_Recorder], dtype: torch.dtype) -> list[Call]:
     """What every block was called with. A block whose output the model adds to on the way to the next one is told by what
     enters that: recorders pass on what they receive."""
-    calls, entered = [present(r.call) for r in recorders], [present(r.hidden) for r in recorders]
+    calls, entered = [r.call for r in recorders], [r.hidden for r in recorders]
     for i, (before, after) in enumerate(itertools.pairwise(entered)):
         if after is not before and not torch.equal(after, before):
             calls[i] = calls[i]._replace(added=(after - before).to(dtype))
@@ -265,7 +264,7 @@ def predictions(
 def advance(view: BlockView, stream: Stream, module: nn.Module | None = None) -> None:
     """Replace the stream by the output of the block (of ``module`` where given)."""
     for i, _, output in _forward(view, stream, module or view.module):
-        stream.move(i, view.index, present(output))
+        stream.move(i, view.index, output)
 
 
 @torch.no_grad()
@@ -275,8 +274,8 @@ def advance_dense(view: BlockView, stream: Stream) -> list[DenseBatch]:
     middle, found = Middle(view), []
     with _watched([middle], None):
         for i, _, output in _forward(view, stream, view.module):
-            found.append(DenseBatch(middle.take(stream.hidden[i]).to(present(output).dtype), present(output)))
-            stream.move(i, view.index, present(output))
+            found.append(DenseBatch(middle.take(stream.hidden[i]).to(output.dtype), output))
+            stream.move(i, view.index, output)
     return found
 
 
@@ -306,7 +305,7 @@ def measure(
                 for observer in observers.values():
                     observer.after(batch)
             if step:
-                stream.move(i, view.index, present(output))
+                stream.move(i, view.index, output)
     with time_spent("moments"):
         moments = {name: observer.finish() for name, observer in observers.items()}
         check_finite(moments, view.path)
@@ -336,7 +335,7 @@ def _watched(observers: Iterable[Observer | Middle], end: nn.Module | None):
             handle.remove()
 
 
-def _forward(view, stream, module) -> Iterator[tuple[int, dict, Tensor | None]]:
+def _forward(view, stream, module) -> Iterator[tuple[int, dict, Tensor | Any]]:
     """Batch, its keyword arguments and the output, which is ``None`` where the forward was left early."""
     ranges = []  # looked at once behind the last batch: a look waits for the device
     for i, hidden in enumerate(stream.hidden):

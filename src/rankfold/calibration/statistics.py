@@ -6,7 +6,6 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from .._utils.present import present
 from ..architectures import BlockView
 from .experts import INPUT, ROUTING, ExpertInputs, RouterWeights
 from .heads import HeadObserver, Heads, ProductObserver, Projections
@@ -53,9 +52,7 @@ class Scene:
 
     def samples(self) -> Observer:
         mlp = self.view.mlp
-        return SamplesObserver(
-            self.layer(present(mlp).spec.up), tokens=self.tokens, rows=SAMPLE_ROWS * present(mlp).hidden
-        )
+        return SamplesObserver(self.layer(mlp.spec.up), tokens=self.tokens, rows=SAMPLE_ROWS * mlp.hidden)
 
 
 class Statistic(NamedTuple):
@@ -104,7 +101,7 @@ STATISTICS: dict[str, Statistic] = {
     ),
     "mlp_feedback": Statistic(
         "what the dense stream has behind the block and this one lacks behind attention, with the input of the down projection",
-        lambda s: FeedbackObserver(s.view, s.layer(present(s.view.mlp).spec.down), attention=False),
+        lambda s: FeedbackObserver(s.view, s.layer(s.view.mlp.spec.down), attention=False),
         "mlp",
         two_streams=True,
         part="mlp",

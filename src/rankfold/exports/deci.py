@@ -4,7 +4,6 @@ import dataclasses
 from pathlib import Path
 
 from .._utils.files import read_json, write_json, write_text
-from .._utils.present import present
 from ..architectures import BlockView
 from ..compression.verify import Probe
 from ..models.dense_model import DenseModel
@@ -37,8 +36,8 @@ def _narrower(view: BlockView, stock: BlockView) -> dict[str, dict]:
     """Descriptions of the layers of an MLP, where it is narrower than the stock one."""
     rising, down = read_rising(view)
     units, width = max(down.weight.shape[1], 1), down.weight.shape[0]  # one of zeros where all are gone
-    sizes = dict.fromkeys(rising, (width, units)) | {present(view.mlp).spec.down: (units, width)}
-    if units == present(stock.mlp).hidden:
+    sizes = dict.fromkeys(rising, (width, units)) | {view.mlp.spec.down: (units, width)}
+    if units == stock.mlp.hidden:
         return {}
     return {
         f"{view.path}.{path}": {
@@ -77,5 +76,5 @@ def _block_config(view: BlockView) -> dict:
     groups = view.attention.heads // view.attention.kv_heads
     return {
         "attention": {**SAME, "n_heads_in_group": groups},
-        "ffn": {**SAME, "intermediate_size": present(view.mlp).hidden, "hidden_act": view.config.hidden_act},
+        "ffn": {**SAME, "intermediate_size": view.mlp.hidden, "hidden_act": view.config.hidden_act},
     }

@@ -97,7 +97,7 @@ def write_gguf(source: DenseModel, form: Form, file: Path, probe: Probe, *, quan
 
 def _write_settings(writer: gguf.GGUFWriter, source: DenseModel, form: Form, empty: PreTrainedModel, kind) -> None:
     config, views = form.config, [form.view(empty, index) for index in range(len(source))]
-    attention, widths = views[0].attention, [present(view.mlp).hidden for view in views]
+    attention, widths = views[0].attention, [view.mlp.hidden for view in views]
     writer.add_type("model")
     writer.add_name(f"{source.name}, compressed")  # transformers reads a file whose name is `mistral` in another way
     writer.add_block_count(len(source))

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._utils.present import present
 from ..architectures import AttentionView, BlockView, Dense, ExpertsView, MLPView
 from ..checkpoint.blocks import as_written
 from ..errors import UnsupportedModelError, option
@@ -38,7 +37,7 @@ def padded_state(
     layers = {} if attention.spec.beyond else _padded_attention(view, attention, moved)
     if stock.mlp:
         layers |= _padded_mlp(view, stock.mlp)
-    state = _padded_experts(present(view.experts), stock.experts) if stock.experts else {}
+    state = _padded_experts(view.experts, stock.experts) if stock.experts else {}
     for path, layer in layers.items():
         state |= _stored(f"{view.path}.{path}", path, layer, stock.module.get_submodule(path))
     for name, tensor in stock.module.state_dict().items():

@@ -56,13 +56,14 @@ class Sums:
 
     def variances(self) -> tuple[float, float]:
         """Of ``U`` and of ``T``, summed over rows, per token; 0 where nothing but rounding varies."""
-        u, t = (self._variance(*of) for of in zip(self.means(), self.total, self.energy, strict=True))
-        return u, t
 
-    def _variance(self, mean: Tensor, total: Tensor, energy: float) -> float:
-        value = (energy - total.square().sum().item() / self.count) / self.count
-        rounding = (10 * torch.finfo(total.dtype).eps) ** 2 * mean.square().sum().item()
-        return value if value > rounding else 0.0
+        def variance(mean: Tensor, total: Tensor, energy: float) -> float:
+            value = (energy - total.square().sum().item() / self.count) / self.count
+            rounding = (10 * torch.finfo(total.dtype).eps) ** 2 * mean.square().sum().item()
+            return value if value > rounding else 0.0
+
+        u, t = (variance(*of) for of in zip(self.means(), self.total, self.energy, strict=True))
+        return u, t
 
     def covariance(self) -> Tensor:
         offset = self.total[0] / self.count

@@ -125,7 +125,7 @@ def joint_mlp(
     up, down = fits[-1]
     if refit:
         down = fit_down(hidden)
-    error, local = (mlp_error(dense, _multiplied(*pair), X) for pair in ((up, down), fits[0]))
+    error, local = (mlp_error(dense, MLP(u.B @ u.A, u.bias, d.B @ d.A, d.bias), X) for u, d in ((up, down), fits[0]))
     dtype = mlp.W_up.dtype
     return JointMLP(*up.to(dtype), *down.to(dtype), history, error, local)
 
@@ -237,10 +237,6 @@ def _activation(loss: _Loss, Z: Tensor, Y: Tensor, down: AffineFit) -> Tensor:
     inner = loss.gamma * (W @ W.T)
     inner.diagonal().add_(loss.beta)
     return A + loss.gamma * W.T @ torch.linalg.solve(inner, Y - down.bias[:, None] - W @ A)
-
-
-def _multiplied(up: AffineFit, down: AffineFit) -> MLP:
-    return MLP(up.B @ up.A, up.bias, down.B @ down.A, down.bias)
 
 
 def _broken_links(loss: _Loss, X: Tensor, Z: Tensor, A: Tensor, Y: Tensor, up: AffineFit, down: AffineFit) -> float:

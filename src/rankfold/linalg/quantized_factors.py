@@ -97,7 +97,8 @@ def refine_factors(
     problem = _Problem(W.to(work), C.to(work), None if M is None else M.to(work), latents)
 
     def rounded(parts: list[StoredFactor]) -> _Rounded:
-        codes = [_quantize(part.numbers, bits, chunk, scale_dtype) for part in parts]
+        form = {"bits": bits, "chunk": chunk, "scale_dtype": scale_dtype}
+        codes = [quantize(part.numbers, **form) if part.numbers.numel() else None for part in parts]
         pairs = zip(parts, codes, strict=True)
         B, A = (part.filled(part.numbers if q is None else dequantize(q, work)) for part, q in pairs)
         return _Rounded(codes, B, A, *problem.gap(B, A))
@@ -195,10 +196,6 @@ def _lower(S: Tensor) -> Tensor:
 def _upper(S: Tensor) -> Tensor:
     """Upper triangular root ``U U^T``."""
     return _lower(S.flip(-1, -2)).flip(-1, -2)
-
-
-def _quantize(numbers: Tensor, bits: int, chunk: int, scale_dtype: torch.dtype) -> Quantized | None:
-    return quantize(numbers, bits=bits, chunk=chunk, scale_dtype=scale_dtype) if numbers.numel() else None
 
 
 def _check(W: Tensor, B: StoredFactor, A: StoredFactor, C: Tensor, M: Tensor | None, steps: int) -> None:

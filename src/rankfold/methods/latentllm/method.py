@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..._utils.memory import release_memory
-from ..._utils.present import present
 from ...architectures import BlockView, Dense
 from ...calibration.experts import STATISTICS
 from ...calibration.statistics import SAMPLE_ROWS
@@ -238,7 +237,7 @@ class LatentLLM(NarrowingMethod):
                 alternation = Work({("eigh", rows): 2.0}) + times(multiplying(rows, rows, width), 4)
                 found += times(alternation, self.alternations)
         if "ud" in joint and {"up", "down"} <= {slot.name for slot in lower}:
-            F = present(view.mlp).hidden
+            F = view.mlp.hidden
             found += times(times(multiplying(F, width, SAMPLE_ROWS * F), 4), self.rounds)
         return found
 

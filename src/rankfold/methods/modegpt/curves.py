@@ -26,7 +26,7 @@ def squared_errors(method, view: BlockView, moments, unit: PrunableModule, least
     full = unit.ranks[-1]
     ranks = [rank for rank in unit.ranks if rank >= least]
     if unit.module == "mlp":
-        down, moment = present(view.mlp).down, moments["mlp_hidden"]
+        down, moment = view.mlp.down, moments["mlp_hidden"]
         C = moment.covariance() if method.bias_refit and down.bias is not None else moment.second_moment()
         W = weighted(output_root(moments, MLP), down.weight.to(C))
         curve = error_curve(W, C, least=ranks[0], ridge=relative_ridge(method, C, moment.count))

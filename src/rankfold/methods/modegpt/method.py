@@ -10,7 +10,6 @@ from functools import reduce
 from operator import add
 from typing import ClassVar, Literal
 
-from ..._utils.present import present
 from ...architectures import BlockView
 from ...calibration.experts import STATISTICS as EXPERT_STATISTICS
 from ...calibration.moments import BlockMoments, Moment
@@ -167,11 +166,11 @@ class MoDeGPT(MeasurableMethod):
         units = []
         for module in modules:
             if module == "mlp":
-                step, full = self.rank_multiple, present(view.mlp).hidden
-                per_rank = width + sum(p.weight.numel() for p in present(view.mlp).rising().values()) // full
+                step, full = self.rank_multiple, view.mlp.hidden
+                per_rank = width + sum(p.weight.numel() for p in view.mlp.rising().values()) // full
             elif module == "experts":
-                step, full = math.lcm(self.rank_multiple, EXPERT_STEP), present(view.experts).hidden
-                per_rank = 3 * width * present(view.experts).count
+                step, full = math.lcm(self.rank_multiple, EXPERT_STEP), view.experts.hidden
+                per_rank = 3 * width * view.experts.count
             else:
                 full, per_rank = attention.head_dim, projections[module] * width
                 whole_pairs = 2 if module == "qk" and self.rank_multiple % 2 else 1
@@ -209,11 +208,11 @@ class MoDeGPT(MeasurableMethod):
         sizes = {u.module: u for u in self.prunable_modules(view)}
         change = sum(sizes[m].size(rank) - sizes[m].dense for m, rank in ranks.items())
         if "mlp" in ranks:
-            lost = present(view.mlp).hidden - ranks["mlp"]
-            biases = sum(p.bias.numel() for p in present(view.mlp).rising().values() if p.bias is not None)
-            change -= lost * biases // present(view.mlp).hidden
-        if "experts" in ranks and present(view.experts).biased:
-            change -= 2 * present(view.experts).count * (present(view.experts).hidden - ranks["experts"])
+            lost = view.mlp.hidden - ranks["mlp"]
+            biases = sum(p.bias.numel() for p in view.mlp.rising().values() if p.bias is not None)
+            change -= lost * biases // view.mlp.hidden
+        if "experts" in ranks and view.experts.biased:
+            change -= 2 * view.experts.count * (view.experts.hidden - ranks["experts"])
         biases, indices = self._attention_extras(view, ranks) if ranks.keys() & {"qk", "vo"} else (0, 0)
         return change - biases, indices
 
@@ -244,7 +243,7 @@ class MoDeGPT(MeasurableMethod):
         if 0 < ranks.get("mlp", 0) < (full := view.mlp.hidden if view.mlp else 0):
             found += self._work_of_units(full, width, ranks["mlp"])
         if 0 < ranks.get("experts", 0) < (full := view.experts.hidden if view.experts else 0):
-            found += times(self._work_of_units(full, width, ranks["experts"]), present(view.experts).count)
+            found += times(self._work_of_units(full, width, ranks["experts"]), view.experts.count)
         if 0 < ranks.get("vo", 0) < view.attention.head_dim:
             found += self._work_of_values(view)
         return found
@@ -263,13 +262,13 @@ class MoDeGPT(MeasurableMethod):
         width, full = view.attention.output.weight.shape[0], unit.ranks[-1]
         if unit.module in ("mlp", "experts"):
             one = inverting(full) + eliminating(full, width, least) + multiplying(width, full, full)
-            return one if unit.module == "mlp" else times(one, present(view.experts).count)
+            return one if unit.module == "mlp" else times(one, view.experts.count)
         return self._work_of_values(view) if unit.module == "vo" else Work()
 
     def decompose(self, view: BlockView, moments, ranks: dict[str, int]) -> BlockResult:
         result = BlockResult({}, {}, {}, {})
         if "mlp" in ranks:
-            reduce_mlp(self, view, present(view.mlp).down, moments, ranks["mlp"], result)
+            reduce_mlp(self, view, view.mlp.down, moments, ranks["mlp"], result)
         if "experts" in ranks:
             reduce_experts(self, view, moments, ranks["experts"], result)
         if ranks.keys() & {"qk", "vo"}:

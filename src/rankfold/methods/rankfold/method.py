@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import ClassVar, Self
 
-from ..._utils.present import present
 from ...allocation import Allocation, Measured
 from ...architectures import BlockView
 from ...calibration.experts import STATISTICS as EXPERT_STATISTICS
@@ -100,8 +99,8 @@ class Rankfold(MoDeGPT):
         found, attention = super().work(view, ranks), view.attention
         width, sent, full = attention.output.weight.shape[0], attention.heads * attention.head_dim, attention.head_dim
         if self.follows(view):
-            if "mlp" in ranks and view.experts is None and 0 < ranks["mlp"] < present(view.mlp).hidden:
-                found += correcting(present(view.mlp).hidden, width)
+            if "mlp" in ranks and view.experts is None and 0 < ranks["mlp"] < view.mlp.hidden:
+                found += correcting(view.mlp.hidden, width)
             if 0 < min(ranks.get("qk", full), ranks.get("vo", full)) < full:
                 found += correcting(sent, width)
         return found

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..._utils.present import present
 from ...architectures import Dense
 from ...calibration.moments import BlockMoments, CrossMoment, Moment
 from ...linalg.residual_correction import Regression, correct
@@ -56,7 +55,7 @@ def regression(received: Moment, missing: CrossMoment, about: tuple[Tensor, Tens
     bias takes them."""
     if about is None:
         scale = received.count / missing.count
-        return Regression(present(received.second).double(), missing.second.double() * scale, missing.energy * scale)
+        return Regression(received.second.double(), missing.second.double() * scale, missing.energy * scale)
     cross, energy = missing.second.double() / missing.count, missing.energy / missing.count
     h, t = about
     mean = missing.mean
