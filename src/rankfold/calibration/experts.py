@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..architectures import ExpertsView
 from .moments import BlockMoments, Moment, VectorMoment
+from .observers import Observer
 
 __all__ = [
     "INPUT",
@@ -34,13 +35,12 @@ PER_UNIT = 4  # tokens that an expert should have seen for every hidden unit; mo
 ROWS = 4096  # tokens whose activations exist at a time
 
 
-class _Caught:
+class _Caught(Observer):
     """What the experts of a block are called with."""
 
     def __init__(self, experts: ExpertsView):
-        self.experts = experts
+        self.experts, self.rows = experts, list[Tensor]()
         self.caught: tuple[Tensor, ...] = ()
-        self.rows: list[Tensor] = []
 
     def hooks(self):
         return [self.experts.module.register_forward_pre_hook(self._catch)]
@@ -114,10 +114,7 @@ class RoutedTokens:
         :math:`\mathbb{E}\,w^2\|W h - W' h_k\|^2` least makes its part of the block's error least. See :meth:`_seen`.
         """
         which, weights, seen = self._seen(expert)
-        return seen._replace(moment=self._moment(expert, which, weights))
-
-    def _moment(self, expert: int, which: Tensor, weights: Tensor) -> Moment:
-        return _summed(self.activations(expert, which, weights), weights)
+        return seen._replace(moment=_summed(self.activations(expert, which, weights), weights))
 
     def input_moment(self, expert: int) -> ExpertMoment:
         """Of ``w x``, ``x`` the tokens that an expert receives; likewise."""

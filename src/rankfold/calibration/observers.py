@@ -9,7 +9,7 @@ which is the table in ``statistics.py``.
 
 import functools
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,22 +37,24 @@ class DenseBatch(NamedTuple):
     output: Tensor  # (B, T, D) behind the block
 
 
-class Observer(Protocol):
-    """Sees every batch that goes through one block."""
+class Observer:
+    """Sees every batch that goes through one block; ``sums`` is what it adds to, by default."""
+
+    sums: Any
 
     def hooks(self) -> Iterable:
         """Hang hooks on the block; returns their handles."""
-        ...
+        return ()
 
     def after(self, batch: Batch) -> None:
         """A batch has run."""
 
     def finish(self) -> Moment | CrossMoment:
         """What was measured."""
-        ...
+        return self.sums.finish()
 
 
-class InputObserver:
+class InputObserver(Observer):
     """Second moment of what enters a layer, and where wanted the sum over every window.
 
     Args:
@@ -101,22 +103,19 @@ def rms_behind(layer: nn.Module, x: Tensor, norm: Norm) -> Tensor:
     return (out.float().square().mean(-1, keepdim=True) + norm.eps).sqrt()
 
 
-class EnergyObserver:
+class EnergyObserver(Observer):
     """Squares of what enters some layers, one layer's inputs behind the other's."""
 
     def __init__(self, modules: list[nn.Module]):
         self.modules, self.totals, self.rows = modules, [torch.zeros(())] * len(modules), 0
 
     def hooks(self):
-        return [m.register_forward_pre_hook(functools.partial(self._catch, i)) for i, m in enumerate(self.modules)]
-
-    def _catch(self, layer: int, _: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self._add(layer, args[0])
+        return [m.register_forward_pre_hook(functools.partial(self._add, i)) for i, m in enumerate(self.modules)]
 
     @time_spent("moments")
-    def _add(self, layer: int, x: Tensor) -> None:
-        squares = x.detach().flatten(0, -2).float().square().sum(0)
-        self.totals[layer] = self.totals[layer] + squares.to(accumulator(x.device)).double()
+    def _add(self, layer: int, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+        squares = args[0].detach().flatten(0, -2).float().square().sum(0)
+        self.totals[layer] = self.totals[layer] + squares.to(accumulator(squares.device)).double()
 
     def after(self, batch) -> None:
         self.rows += batch.hidden.shape[0] * batch.hidden.shape[1]
@@ -125,17 +124,11 @@ class EnergyObserver:
         return Moment(self.rows, torch.cat(self.totals), None, None)
 
 
-class SamplesObserver:
+class SamplesObserver(Observer):
     """Rows of what enters a layer, spread evenly over all tokens."""
 
     def __init__(self, module: nn.Module, *, tokens: int, rows: int):
-        self.module, self.samples = module, Samples(max(1, tokens // rows))
+        self.module, self.sums = module, Samples(max(1, tokens // rows))
 
     def hooks(self):
-        return [self.module.register_forward_pre_hook(lambda _, args: self.samples.add(args[0]))]
-
-    def after(self, batch) -> None:
-        pass
-
-    def finish(self) -> Moment:
-        return self.samples.finish()
+        return [self.module.register_forward_pre_hook(lambda _, args: self.sums.add(args[0]))]

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from .._utils.present import present
 from ..architectures import BlockView
-from .moments import CrossMoment, CrossSums, Moment, VectorMoment
+from .moments import CrossSums, Moment, VectorMoment
+from .observers import Observer
 
 __all__ = ["ChangeObserver", "FeedbackObserver", "InfluenceObserver", "Middle", "StreamObserver"]
 
@@ -41,7 +42,7 @@ class Middle:
         return hidden + caught if self.view.middle is None else caught
 
 
-class FeedbackObserver:
+class FeedbackObserver(Observer):
     """What an output projection receives, with what the dense stream has and this one lacks without its output.
 
     Attention: the dense stream behind attention minus this block's input. MLP: the dense stream behind the block minus this
@@ -69,11 +70,8 @@ class FeedbackObserver:
             target = batch.dense.output.float() - self.middle.take(batch.hidden).float()
         self.sums.add(x, target)
 
-    def finish(self) -> CrossMoment:
-        return self.sums.finish()
 
-
-class StreamObserver:
+class StreamObserver(Observer):
     """Second moment of the residual stream in front of the block, between its halves or behind it.
 
     Every vector is normalised as the norms of the block do, with neither scale nor shift: all tokens count alike.
@@ -96,11 +94,8 @@ class StreamObserver:
             self.sums = VectorMoment(x.shape[-1], x.device)
         self.sums.add(x * x.square().mean(-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny).rsqrt())
 
-    def finish(self) -> Moment:
-        return self.sums.finish()
 
-
-class InfluenceObserver:
+class InfluenceObserver(Observer):
     """``1 - cosine`` between input and output of the block, of its attention and of its MLP (MoDeGPT Sec. 3.3, Eq. 42)."""
 
     def __init__(self, view: BlockView):
@@ -124,14 +119,11 @@ class InfluenceObserver:
         return Moment(self.rows, self.total, None, None)
 
 
-class ChangeObserver:
+class ChangeObserver(Observer):
     """Squared norm of what a block adds to its input, and of its output."""
 
     def __init__(self):
         self.total, self.rows = torch.zeros(2, dtype=torch.float64), 0
-
-    def hooks(self):
-        return []
 
     def after(self, batch) -> None:
         hidden, output = batch.hidden.float(), batch.output.float()

@@ -85,7 +85,7 @@ class Folder:
             return {"identity": self.identity, "runs": [], "rows": [DENSE]}
         if not path.exists():
             raise CheckpointError(f"{self.path} exists and is not a comparison; choose another folder")
-        found = self.config()
+        found = read_config(path)
         if found["identity"] != self.identity:
             other = [key for key in self.identity if found["identity"].get(key) != self.identity[key]]
             raise CheckpointError(

@@ -113,7 +113,7 @@ def _windows(source: DenseModel, text: Text, length: int, limit: int | None) -> 
 
 
 class Accuracies:
-    """Zero-shot tasks by lm-eval; see :func:`~rankfold.evaluation.tasks.evaluate_tasks`.
+    """Zero-shot tasks by lm-eval; see :class:`~rankfold.evaluation.tasks.Questions`.
 
     Raises:
         OptionError, DataError: see :meth:`~rankfold.evaluation.tasks.Questions.check`.

@@ -38,7 +38,7 @@ def evaluate(
 
     Returns:
         ``{"model", "versions", "texts": [...], "tasks": {...}, "cost": {...}}``, the last three where asked for; see
-        :meth:`Texts.measure`, :func:`~.tasks.evaluate_tasks` and :meth:`Cost.measure`.
+        :meth:`Texts.measure`, :meth:`Questions.measure` and :meth:`Cost.measure`.
 
     Raises:
         OptionError: nothing is asked for; or see the three.

@@ -39,35 +39,27 @@ def _narrower(view: BlockView, stock: BlockView) -> dict[str, dict]:
     sizes = dict.fromkeys(rising, (width, units)) | {view.mlp.spec.down: (units, width)}
     if units == stock.mlp.hidden:
         return {}
+    biased = {path: stock.module.get_submodule(path).bias is not None for path in sizes}
     return {
-        f"{view.path}.{path}": {
-            "kind": "linear",
-            "in": into,
-            "out": out,
-            "bias": stock.module.get_submodule(path).bias is not None,
-        }
+        f"{view.path}.{path}": {"kind": "linear", "in": into, "out": out, "bias": biased[path]}
         for path, (into, out) in sizes.items()
     }
 
 
 def write_deci(source: DenseModel, form: Form, folder: Path, probe: Probe) -> float:
-    """Write a folder that vLLM reads as ``DeciLMForCausalLM``, and read its tensors back.
+    """Write a folder that vLLM reads as ``DeciLMForCausalLM``, and read its tensors back; see :func:`~.folder.write_folder`.
 
     There is no such class in transformers. What is run is a Llama with those widths, so ``config.json`` itself is not.
-
-    Returns:
-        How far the logits are from those of ``source``, of their norm.
     """
     difference = write_folder(source, form, folder, probe)
-    config, empty = read_json(folder / "config.json"), form.empty()
-    views = [form.view(empty, index) for index in range(len(source))]
-    config |= {
+    empty = form.empty()
+    changed = {
         "model_type": "nemotron-nas",
         "architectures": ["DeciLMForCausalLM"],
         "auto_map": {"AutoConfig": f"{CODE}.DeciLMConfig"},
-        "block_configs": [_block_config(view) for view in views],
+        "block_configs": [_block_config(form.view(empty, index)) for index in range(len(source))],
     }
-    write_json(folder / "config.json", config)
+    write_json(folder / "config.json", read_json(folder / "config.json") | changed)
     write_text(folder / f"{CODE}.py", Path(__file__).with_name(f"{CODE}.py").read_text(encoding="utf-8"))
     return difference
 

@@ -66,10 +66,10 @@ def stock_form(source: DenseModel) -> Form:
         UnsupportedModelError: a block is made of something else than matrices.
     """
     dense = Form(plain(source.model.config), source.architecture, {})
-    views = _views(dense)
-    sizes = [_sizes(source.block(index), views(index)) for index in range(len(source))]
+    empty = dense.empty()
+    sizes = [_sizes(source.block(index), dense.view(empty, index)) for index in range(len(source))]
     config = plain(source.model.config)
-    text, full = config.get_text_config(), views(0).attention
+    text, full = config.get_text_config(), dense.view(empty, 0).attention
     pairs = _few_pairs(full, sizes)
     if full.spec.width and not full.spec.beyond:
         _set_heads(text, full, sizes, pairs)
@@ -95,11 +95,6 @@ def parameters(model: PreTrainedModel) -> int:
     """How many numbers a model has, tied ones counted once; an empty model has two tensors of them."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     return sum(p.numel() for name, p in model.named_parameters() if name not in tied)
-
-
-def _views(form: Form):
-    model = form.empty()
-    return lambda index: form.view(model, index)
 
 
 def _sizes(view: BlockView, dense: BlockView) -> _Sizes:

@@ -8,8 +8,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
+from .._utils.reporting import reporting
 from ..architectures import Architecture, Part, part_of
-from ..errors import CheckpointError, UnsupportedModelError, first_line
+from ..errors import CheckpointError, UnsupportedModelError
 from ..modules import METHOD_NAME, METHOD_NAMES
 from .auto_classes import auto_class
 from .folders import check_file, check_folder, raw_config
@@ -71,13 +72,9 @@ def _check_repository(name: str, revision: str | None) -> None:
 
     repository, wanted = split_revision(name, revision)
     name = f"{repository}@{wanted}" if wanted else repository
-    try:
+    what = f"{name!r} is not complete in the hub's cache, and the hub cannot be asked"
+    with reporting(CheckpointError, what, "check the connection, or download it elsewhere and give the folder"):
         files = HfApi().list_repo_files(repository, revision=wanted)
-    except Exception as error:  # httpx, requests and hub errors share no base; all mean "not to be had"
-        raise CheckpointError(
-            f"{name!r} is not complete in the hub's cache, and the hub cannot be asked ({first_line(error)}); check the "
-            "connection, or download it elsewhere and give the folder"
-        ) from error
     check_listing(Listing.of_repository(name, files))
 
 

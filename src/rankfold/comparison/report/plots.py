@@ -90,17 +90,20 @@ def _perplexity(index: int, text: str, done: list[dict], styles: dict) -> Pictur
 def _speed(kind: str, done: list[dict], styles: dict) -> Picture:
     """MoDeGPT Fig. 3, with ratios to the dense model in the same rounds: speeds of different minutes are no comparison."""
     dense = done[0]["measures"]
-    base = dense["speed"][f"{kind}_tokens_per_second"]
+    base, text = dense["speed"][f"{kind}_tokens_per_second"], shorten(dense["texts"][0]["text"], 18)
+
+    def perplexity(row: dict) -> float:
+        return row["measures"]["texts"][0]["perplexity"]
 
     def draw() -> Figure:
         figure, axes = panel(f"perplexity against {kind} speed")
-        perplexities = [row["measures"]["texts"][0]["perplexity"] for row in done]
+        perplexities = [perplexity(row) for row in done]
         axes.plot(
             [1.0], perplexities[:1], color="0.5", marker="*", markersize=11, linestyle="none", label="dense", zorder=1
         )
         for label, look in styles.items():
             mine = [row for row in done[1:] if row["label"] == label]
-            points = sorted((r["sparsity"], r["measures"]["speed"][f"{kind}_ratio"], _first(r)) for r in mine)
+            points = sorted((r["sparsity"], r["measures"]["speed"][f"{kind}_ratio"], perplexity(r)) for r in mine)
             if mine:
                 axes.plot([x for _, x, _ in points], [y for *_, y in points], label=shorten(label), **look)
         axes.set_xlabel(f"{kind} speed (× dense, in turns with it)")
@@ -108,18 +111,10 @@ def _speed(kind: str, done: list[dict], styles: dict) -> Picture:
         above.set_xlabel("tokens/s (ratio × median of the dense model)", fontsize=8)
         above.tick_params(labelsize=8)
         above.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        axes.set_ylabel(f"perplexity, {_text(done[0])}{scale(axes, perplexities)}")
+        axes.set_ylabel(f"perplexity, {text}{scale(axes, perplexities)}")
         return legend(figure, axes)
 
     return Picture(f"speed-{kind}", f"Perplexity against {kind} speed", "results", draw)
-
-
-def _first(row: dict) -> float:
-    return row["measures"]["texts"][0]["perplexity"]
-
-
-def _text(row: dict) -> str:
-    return shorten(row["measures"]["texts"][0]["text"], 18)
 
 
 def _radar(tasks: list[str], sparsity: float, done: list[dict], styles: dict) -> Picture:
