@@ -58,7 +58,7 @@ class Accuracies:
         return {"tasks": files, "limit": self.how["limit"], "lm_eval": metadata.version("lm_eval")}
 
     def __call__(self, model: nn.Module, dense) -> dict:
-        questions = Questions(folder=self.folder, **self.how)
+        questions = Questions(folder=str(self.folder), **self.how)
         found = questions.measure(model, self.source.tokenizer, autocast=self.source.autocast)
         mean = sum(task["acc"] for task in found.values()) / len(found)
         spread = math.hypot(*(task["acc_stderr"] for task in found.values())) / len(found)

@@ -108,6 +108,8 @@ def write(folder, name: str, values: list[dict]):
 
 
 def evaluate_tasks(network, tokenizer, tasks, **how):
+    if "folder" in how:
+        how["folder"] = str(how["folder"])
     return Questions(tasks, **how).measure(network, tokenizer)
 
 

@@ -26,8 +26,8 @@ class Batch(NamedTuple):
 
     hidden: Tensor  # (B, T, D)
     kwargs: dict  # what the block was called with
-    output: Tensor | None  # (B, T, D), where the forward was not cut short
-    dense: "DenseBatch | None" = None  # the same tokens in the dense model, where a second stream carries them
+    output: Tensor | Any  # (B, T, D), where the forward was not cut short; None elsewhere
+    dense: "DenseBatch | Any" = None  # the same tokens in the dense model, where a second stream carries them
 
 
 class DenseBatch(NamedTuple):

@@ -41,7 +41,7 @@ class Questions:
     """
 
     tasks: Sequence[str]
-    folder: str | Path | None = None
+    folder: str | None = None
     limit: int | None = None
     batch_size: int = 8
     num_fewshot: int | None = None

@@ -7,6 +7,7 @@ junction fixes (identity blocks, unit diagonals, zeros of triangles) stay exact,
 changes.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -97,8 +98,8 @@ def refine_factors(
     problem = _Problem(W.to(work), C.to(work), None if M is None else M.to(work), latents)
 
     def rounded(parts: list[StoredFactor]) -> _Rounded:
-        form = {"bits": bits, "chunk": chunk, "scale_dtype": scale_dtype}
-        codes = [quantize(part.numbers, **form) if part.numbers.numel() else None for part in parts]
+        form = partial(quantize, bits=bits, chunk=chunk, scale_dtype=scale_dtype)
+        codes = [form(part.numbers) if part.numbers.numel() else None for part in parts]
         pairs = zip(parts, codes, strict=True)
         B, A = (part.filled(part.numbers if q is None else dequantize(q, work)) for part, q in pairs)
         return _Rounded(codes, B, A, *problem.gap(B, A))

@@ -75,7 +75,7 @@ def _check_repository(name: str, revision: str | None) -> None:
     what = f"{name!r} is not complete in the hub's cache, and the hub cannot be asked"
     with reporting(CheckpointError, what, "check the connection, or download it elsewhere and give the folder"):
         files = HfApi().list_repo_files(repository, revision=wanted)
-    check_listing(Listing.of_repository(name, files))
+    check_listing(Listing(name, frozenset(files), is_on_hub=True))
 
 
 def _check_method(config: dict, folder: Path) -> None:

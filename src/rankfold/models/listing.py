@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,11 +53,6 @@ class Listing:
             if path.name != CONFIG or "model_type" in read_dict(path)
         }
         return cls(str(folder), frozenset(files), read_dict(folder / ADAPTER).get("base_model_name_or_path"))
-
-    @classmethod
-    def of_repository(cls, name: str, files: Iterable[str]) -> "Listing":
-        """List what a repository of the hub has."""
-        return cls(name, frozenset(files), is_on_hub=True)
 
     @property
     def names(self) -> list[str]:

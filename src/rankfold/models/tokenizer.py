@@ -28,7 +28,11 @@ _MODULES = ("[0-9]*_*/*.json", "[0-9]*_*/*.safetensors", "[0-9]*_*/*.bin")
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """Where a tokenizer is read from: a folder, or a GGUF file in it."""
+    """Where a tokenizer is read from: a folder, or a GGUF file in it.
+
+    Raises:
+        CheckpointError: when one is loaded that is not there, or cannot be read.
+    """
 
     folder: Path
     gguf: str | None = None
@@ -60,11 +64,6 @@ class TokenizerFiles:
         return [path.relative_to(self.folder) for path in found if path.is_file()]
 
     def load(self):
-        """The tokenizer.
-
-        Raises:
-            CheckpointError: there is none that can be read.
-        """
         if self.folder.is_dir() and not self.exist:  # for some families transformers makes up an empty one
             raise CheckpointError(f"there is no tokenizer in {self.folder}; put the tokenizer files beside the weights")
         options = {} if self.gguf is None else {"gguf_file": self.gguf}
@@ -76,11 +75,6 @@ class TokenizerFiles:
         return found
 
     def load_image_processor(self):
-        """The image processor.
-
-        Raises:
-            CheckpointError: there is none that can be read.
-        """
         advice = f"put the model's own {_PROCESSOR[0]} beside the weights"
         with reporting(CheckpointError, f"no image processor can be read from {self.folder}", advice):
             return AutoImageProcessor.from_pretrained(self.folder, trust_remote_code=False)
@@ -89,7 +83,6 @@ class TokenizerFiles:
         """The processor of a model of images and text.
 
         Raises:
-            CheckpointError: there is none that can be read.
             OptionError: it needs a package that is not installed.
         """
         advice = f"put the model's own {' and '.join(_PROCESSOR)} beside the weights"
