@@ -13,8 +13,6 @@ from .linear import Dense, read_linear
 from .norms import Norm, read_norm
 from .spec import AttentionSpec, ByConfig
 
-__all__ = ["FIXED_ROTARY", "AttentionView", "own_frequencies", "read_attention"]
-
 # Rotary embeddings whose frequencies are the same for texts of any length.
 FIXED_ROTARY = ("default", "linear", "llama3")
 

@@ -14,8 +14,6 @@ from .spec import Architecture
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["architecture_of", "check_config", "family_of", "known_architectures"]
-
 # The files beside this one that have families.
 FAMILIES = (
     *("bert", "bloom", "clip", "cohere", "deepseek", "exaone", "falcon", "gemma", "glm", "gpt2", "gpt_neo", "gpt_neox"),

@@ -6,8 +6,6 @@ Every trait is here because some step of the compression reads it, and the comme
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
-__all__ = ["Architecture", "AttentionSpec", "ByConfig", "ExpertsSpec", "MLPSpec", "NormsSpec"]
-
 T = TypeVar("T", covariant=True)
 QKVLayout = Literal["split", "concat", "grouped"]
 

@@ -16,8 +16,6 @@ from .linear import Dense, read_linear
 from .norms import Norm, read_norm
 from .spec import Architecture, ByConfig, MLPSpec
 
-__all__ = ["BlockView", "MLPView"]
-
 T = TypeVar("T")
 
 

@@ -18,17 +18,6 @@ from ..architectures import ExpertsView
 from .moments import BlockMoments, Moment, VectorMoment
 from .observers import Observer
 
-__all__ = [
-    "INPUT",
-    "ROUTING",
-    "STATISTICS",
-    "ExpertInputs",
-    "ExpertMoment",
-    "RoutedTokens",
-    "RouterWeights",
-    "energies",
-]
-
 INPUT, ROUTING = "experts_input", "experts_routing"
 STATISTICS = {INPUT, ROUTING}
 PER_UNIT = 4  # tokens that an expert should have seen for every hidden unit; more helps where text is very short only

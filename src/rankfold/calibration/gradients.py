@@ -17,17 +17,6 @@ from torch import Tensor, nn
 from ..architectures import BlockView, read_linear
 from .moments import Moment, VectorMoment, accumulator, cross
 
-__all__ = [
-    "GRADIENTS",
-    "BackwardObserver",
-    "Fisher",
-    "OutputGradient",
-    "WeightGradient",
-    "gradient_observers",
-    "numbers",
-    "widest",
-]
-
 
 class BackwardObserver(Protocol):
     """Sees what enters one layer of a block, and the gradient of the loss at its output, batch after batch."""

@@ -15,8 +15,6 @@ from ..modules.kernels import of_one_length
 from .moments import HeadMoment, Moment, accumulator, head_grams, heads_first
 from .observers import Observer
 
-__all__ = ["HeadObserver", "Heads", "ProductObserver", "Projections"]
-
 
 class Heads:
     """Queries, keys and values of one batch as they meet, fp32; each is computed once, for all observers that ask."""

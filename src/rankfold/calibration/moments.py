@@ -19,8 +19,6 @@ from .._utils.hardware import multiplies_bf16_fast
 from ..errors import NumericsError, option
 from ..linalg.psd import all_finite
 
-__all__ = ["BlockMoments", "CrossMoment", "Moment", "gram"]
-
 TILE = 512  # rows of a product x^T x; of every tile only the part on and above the diagonal is computed
 ROUNDING = 32 * torch.finfo(torch.float32).eps  # of a sum of squares in fp32, relative: up to 20 were measured
 FP32_ROWS = 8192  # are summed in fp32 before they go to the fp64 sum, which is twice as wide and slow to reach

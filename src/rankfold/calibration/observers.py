@@ -18,8 +18,6 @@ from .._utils.stopwatch import time_spent
 from ..architectures import Norm, read_linear
 from .moments import CrossMoment, Moment, Samples, VectorMoment, accumulator
 
-__all__ = ["Batch", "DenseBatch", "EnergyObserver", "InputObserver", "Observer", "SamplesObserver"]
-
 
 class Batch(NamedTuple):
     """What went through a block."""

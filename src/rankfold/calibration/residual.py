@@ -13,8 +13,6 @@ from ..architectures import BlockView
 from .moments import CrossSums, Moment, VectorMoment
 from .observers import Observer
 
-__all__ = ["ChangeObserver", "FeedbackObserver", "InfluenceObserver", "Middle", "StreamObserver"]
-
 
 class Middle:
     """The residual stream between attention and MLP; in a parallel block the input plus what attention adds; what enters a

@@ -27,22 +27,6 @@ from .observers import Batch, DenseBatch, Observer
 from .residual import Middle
 from .statistics import STATISTICS, observers_for
 
-__all__ = [
-    "IGNORED",
-    "Call",
-    "StandIn",
-    "Stream",
-    "advance",
-    "advance_dense",
-    "batch_tokens",
-    "measure",
-    "outputs",
-    "outputs_at",
-    "predictions",
-    "start",
-    "targets_of",
-]
-
 BATCH_TOKENS = 2048  # a forward on a CPU; larger batches are hardly faster, and their activations dwarf the block
 MOST_BATCH_TOKENS = 32768  # a forward on an accelerator, where its memory allows; beyond that nothing gets faster
 IGNORED = -100  # in place of a token that is not to be predicted, as PyTorch's cross entropy has it

@@ -13,8 +13,6 @@ from .moments import head_grams
 from .observers import EnergyObserver, InputObserver, Observer, SamplesObserver
 from .residual import ChangeObserver, FeedbackObserver, InfluenceObserver, StreamObserver
 
-__all__ = ["SAMPLE_ROWS", "STATISTICS", "STORED", "Statistic", "observers_for"]
-
 SAMPLE_ROWS = 8  # rows of `mlp_samples` kept for every hidden unit; fits on fewer remember them (docs/papers.md)
 
 

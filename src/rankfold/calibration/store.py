@@ -23,8 +23,6 @@ from ..data.calibration_data import upgrade_calibration
 from ..errors import CheckpointError
 from .moments import BlockMoments, Moment, moved
 
-__all__ = ["MomentStore"]
-
 log = logging.getLogger(__name__)
 
 PARTS = ("total", "absolute", "second", "rows", "windows")

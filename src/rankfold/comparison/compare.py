@@ -30,8 +30,6 @@ from .grid import Cell
 from .measures import Measures
 from .report.page import write_report, write_rows
 
-__all__ = ["CellRunner", "compare"]
-
 log = logging.getLogger(__name__)
 
 

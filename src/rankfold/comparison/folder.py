@@ -20,8 +20,6 @@ from ..errors import CheckpointError
 from ..report.record import PROBE_TEXTS
 from .grid import Cell
 
-__all__ = ["DENSE", "Folder", "read_config"]
-
 CONFIG, CELLS, DENSE = "compare.json", "cells", "dense"
 MOMENTS = "moments-"  # how their names begin
 FILE = {

@@ -17,8 +17,6 @@ from ..evaluation.tasks import Questions
 from ..evaluation.text import Texts, timed_perplexity, windows_of_text
 from ..models.dense_model import DenseModel
 
-__all__ = ["Accuracies", "Measure", "Measures", "Perplexities", "Speed"]
-
 DENSE, COMPRESSED = "dense", "compressed"
 
 

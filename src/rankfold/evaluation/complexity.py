@@ -20,8 +20,6 @@ from ..errors import UnsupportedModelError
 from ..modules import CompressedAttention, LatentLinear, SparseLinear, SplitHeadLinear
 from ..modules.factors import triangle_macs
 
-__all__ = ["DEFINITION", "complexity", "counted_macs", "formula_macs"]
-
 DEFINITION = (
     "MACs per token of one forward over T tokens without cache: every weight of a linear map once (head included, embedding "
     "not), and heads x (query-key width + value width) x T for the attention of each block, mask not used; FLOPs are twice that"

@@ -13,8 +13,6 @@ from .cost import Cost
 from .tasks import Questions
 from .text import Texts
 
-__all__ = ["evaluate"]
-
 
 @one_run()
 def evaluate(

@@ -6,8 +6,6 @@ pictures: its numbers are of another kind. Questions with a picture are left out
 
 from typing import Any
 
-__all__ = ["COLUMNS", "SCIENCE_QA", "by_column"]
-
 HINT = "{% if hint %}Context: {{hint}}\n{% endif %}"
 
 

@@ -22,8 +22,6 @@ from ..errors import CheckpointError, NumericsError, OptionError, option, sugges
 from .local_tasks import LOCAL, local_definition, local_rows
 from .science_qa import SCIENCE_QA, by_column
 
-__all__ = ["Questions"]
-
 SEED = 1234  # of the examples; lm-eval's own
 BOOTSTRAP = 1000  # draws for the error of what is no mean (perplexity of LAMBADA); 100,000 take minutes
 

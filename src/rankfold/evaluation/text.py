@@ -18,8 +18,6 @@ from ..errors import CheckpointError, OptionError, option
 from ..models.auto_classes import check_writes
 from .perplexity import perplexity, windows_of
 
-__all__ = ["Texts", "evaluate_text", "timed_perplexity", "windows_of_text"]
-
 log = logging.getLogger(__name__)
 
 

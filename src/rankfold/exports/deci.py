@@ -12,8 +12,6 @@ from .form import Form, stock_form
 from .gguf_file import check_family
 from .reading import read_rising
 
-__all__ = ["deci_form", "write_deci"]
-
 CODE = "configuration_decilm"
 SAME = {"no_op": False, "replace_with_linear": False}  # every block has both halves
 

@@ -16,8 +16,6 @@ from ..modules import install
 from .reading import check_experts, read_heads, read_rising
 from .rotary import places_of, turning_by
 
-__all__ = ["Form", "parameters", "stock_form"]
-
 
 @dataclass(frozen=True)
 class Form:

@@ -27,8 +27,6 @@ from .form import Form
 from .gguf_tokens import write_tokenizer
 from .padding import padded_state
 
-__all__ = ["check_family", "context_of", "write_gguf"]
-
 KINDS = {
     torch.float32: gguf.GGMLQuantizationType.F32,
     torch.float16: gguf.GGMLQuantizationType.F16,

@@ -13,8 +13,6 @@ from ..models.weights import Weights
 from ..models.whole import read_config
 from .form import parameters, stock_form
 
-__all__ = ["stock_parameters"]
-
 PAIRS = ".rotary_pairs"  # buffers that say which frequencies a narrow head turns by: all that is read
 
 

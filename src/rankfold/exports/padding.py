@@ -17,8 +17,6 @@ from ..errors import UnsupportedModelError, option
 from ..linalg.padding import pad_units, scatter_heads
 from .reading import Heads, read_heads, read_rising
 
-__all__ = ["padded_state"]
-
 
 def padded_state(
     view: BlockView, stock: BlockView, dtype: torch.dtype, moved: Tensor | None = None

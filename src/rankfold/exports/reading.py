@@ -13,8 +13,6 @@ from ..errors import UnsupportedModelError, method_option, option
 from ..linalg.padding import head_places
 from ..modules import CompressedAttention, LatentExperts, PredictedNorm, ShortcutBlock
 
-__all__ = ["Heads", "check_experts", "read_heads", "read_rising"]
-
 
 @dataclass(frozen=True)
 class Heads:

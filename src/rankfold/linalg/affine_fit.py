@@ -11,8 +11,6 @@ from torch import Tensor
 from rankfold.linalg.lowrank import low_rank
 from rankfold.linalg.preconditioner import Preconditioner, preconditioner
 
-__all__ = ["AffineFit", "Sums", "damped_root", "fit_affine", "run_affine"]
-
 
 class AffineFit(NamedTuple):
     """``T ~ B A U + bias``."""

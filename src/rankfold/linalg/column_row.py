@@ -10,16 +10,6 @@ from torch import Tensor
 
 from .elimination import eliminate_groups
 
-__all__ = [
-    "ColumnRow",
-    "column_row",
-    "column_row_bounds",
-    "eliminate_pairs",
-    "pair_up",
-    "relative_cost",
-    "unit_scores",
-]
-
 
 class ColumnRow(NamedTuple):
     """Result of :func:`column_row` and :func:`eliminate_pairs`."""

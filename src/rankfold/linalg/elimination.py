@@ -14,8 +14,6 @@ import numpy
 import torch
 from torch import Tensor
 
-__all__ = ["Elimination", "eliminate_groups", "eliminate_units", "elimination", "others"]
-
 ROWS = 512  # that are moved at a time
 PENDING = 256  # columns by which the inverse is updated at once
 STEPS = 96  # at most F / STEPS units leave between two updates of the whole matrix

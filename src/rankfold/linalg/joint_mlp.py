@@ -18,8 +18,6 @@ from torch import Tensor
 from rankfold.linalg.affine_fit import AffineFit, Sums, damped_root, fit_affine, run_affine
 from rankfold.linalg.psd import all_finite
 
-__all__ = ["MLP", "JointMLP", "joint_mlp", "mlp_error", "relu_preactivation", "varies"]
-
 CHUNK = 1024  # samples whose Z, A and Y are in memory at a time
 
 

@@ -21,8 +21,6 @@ from torch import Tensor
 from rankfold.linalg.pair_tucker import across, check_heads, moments, pair_tucker, weighted_rows
 from rankfold.linalg.preconditioner import Preconditioner
 
-__all__ = ["Affine", "JointQK", "choose_ranks", "joint_qk"]
-
 
 class Affine(NamedTuple):
     """What a layer with biases needs besides its weights (App. E.2)."""

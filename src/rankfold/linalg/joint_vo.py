@@ -19,8 +19,6 @@ from rankfold.linalg.pair_tucker import check_heads, pair_tucker
 from rankfold.linalg.preconditioner import Preconditioner
 from rankfold.linalg.psd import check_moment, psd_root
 
-__all__ = ["AttentionAwareOutput", "JointVO", "attention_aware_output", "joint_vo", "vo_bias"]
-
 
 class JointVO(NamedTuple):
     """Result of :func:`joint_vo`: ``v_g = B_v[g] A_v x``, ``y = B_o sum_i A_o[i] (attention_i v_g)``; weight dtype."""

@@ -20,15 +20,6 @@ from torch import Tensor
 from rankfold.linalg.pivots import eliminate, pivot_columns, row_order, split_pivots
 from rankfold.linalg.psd import all_finite
 
-__all__ = [
-    "JUNCTIONS",
-    "HeadJunction",
-    "Junction",
-    "apply_junction",
-    "head_block_identity",
-    "stored_numbers",
-]
-
 Parts = tuple[Tensor, Tensor, Tensor | None, Tensor | None, float]  # what is in a Junction besides its kind
 JUNCTIONS = ("left", "right", "symmetric", "block_identity_left", "block_identity_right", "lu")
 

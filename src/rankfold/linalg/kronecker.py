@@ -12,8 +12,6 @@ from torch import Tensor
 
 from rankfold.linalg.psd import check_moment, damping, spd_inverse
 
-__all__ = ["compensated", "damped", "diagonal_blocks", "row_costs", "schur_blocks", "with_bias", "with_one"]
-
 
 def row_costs(W: Tensor, A: Tensor, blocks: Tensor) -> Tensor:
     r"""``(n,)`` cost :math:`\frac12 \operatorname{tr}(M_u W_u A W_u^\top)` of the rows of every unit.

@@ -8,8 +8,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["largest_eigenvalue"]
-
 FEWEST, MOST = 16, 200  # steps; real moments take 16 to 60
 SLACK = 5e-3  # what is added, relative to the value found: at least the distance from it to the true one
 

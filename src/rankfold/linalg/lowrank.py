@@ -16,8 +16,6 @@ from torch import Tensor
 from rankfold.linalg.preconditioner import Preconditioner, RootCovariance
 from rankfold.linalg.psd import ROWS, all_finite, check_moment, quadratic
 
-__all__ = ["LowRank", "bias_update", "low_rank", "metric_error", "spread"]
-
 
 class LowRank(NamedTuple):
     """Result of :func:`low_rank`."""

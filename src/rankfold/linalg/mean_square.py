@@ -8,8 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["MeanSquare", "fit_mean_square", "mean_square_error", "nonnegative_fit", "square_features"]
-
 ROUNDS = 200  # exchanges of constraints; a dozen is usual
 TRIES = 3  # exchanges of all violated constraints that need not leave fewer of them
 

@@ -14,8 +14,6 @@ from .elimination import eliminate_units, elimination, others
 from .lanczos import largest_eigenvalue
 from .psd import check_moment, spd_inverse
 
-__all__ = ["SELECTIONS", "ErrorCurve", "Nystrom", "NystromBounds", "error_curve", "nystrom"]
-
 SELECTIONS = ("obs", "leverage")
 
 

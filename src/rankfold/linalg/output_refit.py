@@ -10,8 +10,6 @@ from torch import Tensor
 
 from .psd import damping
 
-__all__ = ["OutputRefit", "refit_across_heads"]
-
 
 class OutputRefit(NamedTuple):
     """Result of :func:`refit_across_heads`."""

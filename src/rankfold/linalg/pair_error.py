@@ -10,8 +10,6 @@ from torch import Tensor
 
 from rankfold.linalg.pair_tucker import across
 
-__all__ = ["Pair", "pair_error"]
-
 
 class Pair(NamedTuple):
     """Heads on two sides, and what they make of the mean input where the metric is a covariance (biases included)."""

@@ -17,8 +17,6 @@ from torch import Tensor
 from rankfold.linalg.lowrank import fix_signs
 from rankfold.linalg.psd import all_finite
 
-__all__ = ["PairTucker", "across", "check_heads", "moments", "pair_tucker", "weighted_rows"]
-
 SETTLED = 1e-6  # an alternation that lowers the error by a smaller part of it is the last one
 
 

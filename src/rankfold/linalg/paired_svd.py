@@ -10,8 +10,6 @@ from torch import Tensor
 
 from .psd import all_finite
 
-__all__ = ["PairedFactors", "PairedSVD", "paired_factors", "paired_svd"]
-
 
 class PairedSVD(NamedTuple):
     """Result of :func:`paired_svd`; replace ``v`` by ``down @ v`` and what multiplies it, ``X``, by ``X @ up``."""

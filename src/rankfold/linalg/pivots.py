@@ -8,8 +8,6 @@ from torch import Tensor
 
 from rankfold.linalg.psd import all_finite
 
-__all__ = ["eliminate", "pivot_columns", "row_order", "split_pivots"]
-
 
 @torch.no_grad()
 def pivot_columns(Q: Tensor, candidates: int | None = None) -> Tensor:

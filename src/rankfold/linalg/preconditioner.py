@@ -15,8 +15,6 @@ from torch import Tensor
 
 from rankfold.linalg.psd import check_moment, damping, psd_root, quadratic
 
-__all__ = ["PRECONDITIONERS", "Preconditioner", "RootCovariance", "input_weights", "preconditioner"]
-
 PRECONDITIONERS = ("identity", "hessian", "l1", "l2", "covariance", "rootcov")
 
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from .lowrank import fix_signs
 from .psd import check_moment
 
-__all__ = ["Principal", "principal_directions", "projection_error"]
-
 
 class Principal(NamedTuple):
     """Result of :func:`principal_directions`."""

@@ -13,19 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = [
-    "PSDRoot",
-    "all_finite",
-    "check_moment",
-    "damping",
-    "metric_root",
-    "psd_root",
-    "quadratic",
-    "spd_factor",
-    "spd_inverse",
-]
-
-
 CACHE_LINE = 8  # numbers of 8 bytes
 ROWS = 512  # of a product with a moment that are made at a time
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from rankfold.linalg.psd import all_finite
 
-__all__ = ["Quantized", "dequantize", "quantize"]
-
 
 class Quantized(NamedTuple):
     """Result of :func:`quantize`: ``x = low + scale * codes``, chunk by chunk."""

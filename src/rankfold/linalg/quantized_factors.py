@@ -16,8 +16,6 @@ from torch import Tensor
 from rankfold.linalg.psd import check_moment
 from rankfold.linalg.quantization import Quantized, dequantize, quantize
 
-__all__ = ["QuantizedFactors", "StoredFactor", "refine_factors"]
-
 RIDGE = 1e-2  # relative damping of metrics that are inverted: a long move along what hardly counts would cost range
 
 

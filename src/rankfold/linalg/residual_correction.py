@@ -15,8 +15,6 @@ from torch import Tensor
 
 from .psd import damping, spd_factor
 
-__all__ = ["RIDGES", "Correction", "Regression", "correct"]
-
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0)
 KEEP = 0.8  # of what the best step gains on held-out windows
 

@@ -6,8 +6,6 @@ Shape legend: h head dim, D relative offsets.
 import torch
 from torch import Tensor
 
-__all__ = ["rope_rotations"]
-
 
 @torch.no_grad()
 def rope_rotations(inv_freq: Tensor, head_dim: int, *, window: int = 5, causal: bool = True) -> Tensor:

@@ -9,8 +9,6 @@ from operator import add
 
 from torch import Tensor
 
-__all__ = ["damage", "taylor"]
-
 
 def damage(weights: Sequence[Tensor], fisher: Sequence[Tensor]) -> Tensor:
     r"""``(n,)`` change of the loss to second order, weights taken as independent: :math:`\frac12 \sum_i F_{ii} w_i^2`.

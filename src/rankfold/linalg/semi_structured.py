@@ -9,8 +9,6 @@ from torch import Tensor
 
 from rankfold.linalg.psd import all_finite, check_moment, damping, spd_inverse
 
-__all__ = ["GROUP", "KEPT", "activation_scores", "gradient_scores", "largest_of_four", "surgeon"]
-
 GROUP, KEPT = 4, 2
 COLUMNS = 128  # between two updates of the whole matrix
 

@@ -18,8 +18,6 @@ from rankfold.linalg.lowrank import low_rank, metric_error
 from rankfold.linalg.preconditioner import preconditioner
 from rankfold.linalg.psd import all_finite, check_moment, damping
 
-__all__ = ["LowRankSparse", "Sparse", "hard_shrink", "low_rank_plus_sparse", "soft_shrink", "sparse"]
-
 METHODS = ("diagonal", "hard", "soft", "ste")
 STEPS = 50  # of conjugate gradients, at most
 

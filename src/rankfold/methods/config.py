@@ -22,8 +22,6 @@ from ..allocation.named import Named
 from ..errors import OptionError, check_choice, method_option, option
 from .targets import TARGETS
 
-__all__ = ["MethodConfig", "ignored_options"]
-
 
 @dataclass(frozen=True)
 class MethodConfig:

@@ -8,8 +8,6 @@ from transformers import AutoModel, AutoModelForCausalLM
 from ..architectures import family_of
 from ..errors import UnsupportedModelError
 
-__all__ = ["auto_class", "check_writes"]
-
 # What a model that is no causal language model may be, the most particular first.
 HEADS = (
     *("ImageTextToText", "MaskedLM", "SequenceClassification", "TokenClassification", "QuestionAnswering"),

@@ -18,8 +18,6 @@ from transformers.core_model_loading import Concatenate, MergeModulelist, Weight
 from .._utils.reporting import reporting
 from ..errors import CheckpointError
 
-__all__ = ["Place", "Placed", "converted"]
-
 JOINS = (MergeModulelist, Concatenate)  # what can be done with the parts of a tensor and nothing but them
 NUMBER = re.compile(r"(\d+)")
 

@@ -2,8 +2,6 @@
 
 import re
 
-__all__ = ["DENSE", "foreign_kind"]
-
 DENSE = "give the transformers checkpoint it was made from"
 OF_TRAINER = re.compile(r"training_args\.bin|(optimizer|scheduler|rng_state|scaler|random_states).*")  # not weights
 TRAINER = "the state of a trainer"

@@ -15,8 +15,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from .._utils.present import present
 from ..errors import CheckpointError, UnsupportedModelError
 
-__all__ = ["FACTORS", "check_biases", "check_size", "gguf_config", "longrope"]
-
 FACTORS = "rope_freqs.weight"  # what every frequency is divided by
 OTHERS = ("rope_factors_long.weight", "rope_factors_short.weight")
 LLAMA3 = {  # as all Llama 3 have it; what differs between them is the factor

@@ -19,8 +19,6 @@ from .listing import MERGED, Listing, check_listing
 from .signs import SAVED, check_filled, check_names, check_numbers, kind_of
 from .weights import Weights
 
-__all__ = ["ModelFiles", "check_given", "check_quantised", "check_tied", "resolve_model"]
-
 # Quantiser -> config of transformers that undoes it.
 DEQUANTISES = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 KNOWN = ("torch", "transformers")  # whose linear layers compute what their weight says

@@ -6,8 +6,6 @@ from pathlib import Path
 from .._utils.reporting import reporting
 from ..errors import CheckpointError, OptionError
 
-__all__ = ["commit_of", "locate", "split_revision"]
-
 COMMIT = re.compile("[0-9a-f]{40}")
 
 

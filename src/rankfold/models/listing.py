@@ -9,8 +9,6 @@ from ..errors import CheckpointError
 from .foreign import foreign_kind
 from .weights import INDEX, SINGLE, listed
 
-__all__ = ["CONFIG", "GGUF", "MERGE", "MERGED", "MODEL_INDEX", "Listing", "check_listing", "read_dict"]
-
 CONFIG, ADAPTER, MODEL_INDEX, GGUF = "config.json", "adapter_config.json", "model_index.json", ".gguf"
 WHOLE = f"{CONFIG} and {SINGLE}, or give a .gguf file"
 # What shows that folders below have a model; the hub's cache has its files in snapshots/REVISION.

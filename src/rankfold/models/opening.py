@@ -23,8 +23,6 @@ from .tokenizer import TokenizerFiles
 from .weights import Weights, fill_outer
 from .whole import check_unused, read_config, read_generation_config, read_gguf, read_whole, untie
 
-__all__ = ["open_model", "stored_dtype"]
-
 log = logging.getLogger(__name__)
 
 

@@ -3,8 +3,6 @@
 from ..errors import CheckpointError
 from .tokenizer import TokenizerFiles
 
-__all__ = ["Processors"]
-
 
 class Processors:
     """Read from beside the weights when they are wanted.

@@ -9,8 +9,6 @@ from .._utils.present import present
 from ..errors import UnsupportedModelError
 from .listing import MERGE
 
-__all__ = ["SAVED", "check_filled", "check_names", "check_numbers", "kind_of"]
-
 # By default it is written quantised again, without its config.
 SAVED = "save_pretrained(OUT, save_original_format=False)"
 QUANTISED = (  # names that quantisers give to what lies beside a weight or in its place

@@ -4,8 +4,6 @@ from transformers import PreTrainedModel
 
 from ..errors import CheckpointError
 
-__all__ = ["check_tables"]
-
 MOST_BYTES = 2**31  # GPT-Neo 2.7B, whose every block has a mask of all its positions, takes 134 MB
 
 

@@ -12,8 +12,6 @@ from .._utils.files import write_bytes, write_json
 from .._utils.reporting import reporting
 from ..errors import CheckpointError, OptionError, first_line
 
-__all__ = ["TokenizerFiles", "copy_file", "save_tokenizer"]
-
 _NAMES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _MORE = ("added_tokens.json", "chat_template.jinja", "merges.txt", "sentencepiece.bpe.model", "special_tokens_map.json")
 _MORE += ("additional_chat_templates/*.jinja", "spiece.model")

@@ -17,8 +17,6 @@ from ..errors import CheckpointError, NumericsError
 from ..linalg.psd import all_finite
 from .conversion import Place, Placed, converted
 
-__all__ = ["INDEX", "SINGLE", "Weights", "check_finite", "fill_outer", "listed", "missed", "required_names"]
-
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 KINDS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # of floats

@@ -13,19 +13,6 @@ from .auto_classes import auto_class
 from .gguf_config import check_biases, check_size, gguf_config
 from .weights import listed, missed
 
-__all__ = [
-    "REPORTED",
-    "check_head",
-    "check_loaded",
-    "check_unused",
-    "read_config",
-    "read_generation_config",
-    "read_gguf",
-    "read_whole",
-    "untie",
-    "untie_where_unequal",
-]
-
 log = logging.getLogger(__name__)
 
 # The report of what was loaded comes back instead of an error that names nothing; no code of a checkpoint is ever run.

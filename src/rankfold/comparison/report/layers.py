@@ -9,8 +9,6 @@ from matplotlib.ticker import MaxNLocator
 
 from .plots import HEIGHT, Picture, legend, panel, scale, slug
 
-__all__ = ["layer_pictures"]
-
 LOW = 1.9  # inches of a panel among others
 COUNTED = 64  # blocks up to which each gets a marker
 

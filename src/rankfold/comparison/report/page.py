@@ -14,8 +14,6 @@ from .layers import layer_pictures
 from .plots import INKS, Drawn, Picture, drawn, result_pictures, write_pictures
 from .table import cells_of_table, markdown
 
-__all__ = ["pictures", "write_report", "write_rows"]
-
 RESULTS, TABLE, PLOTS, PAGE = "results.jsonl", "table.md", "plots", "report.html"
 MEANING = {
     "removed": "fraction of the counted weights that is gone: linear weights of the blocks, unless the method says scope=model",

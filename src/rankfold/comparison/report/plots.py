@@ -15,8 +15,6 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from ..._utils.files import write_bytes, write_text
 
-__all__ = ["INKS", "Drawn", "Picture", "drawn", "result_pictures", "write_pictures"]
-
 WIDTH, HEIGHT, DPI = 4.6, 3.5, 200  # inches of a panel
 LINE = 0.19  # inches of a line of the legend; a panel has room for two
 WIDE = 8  # largest value over the smallest from which on a scale is logarithmic

@@ -8,8 +8,6 @@ from rich.table import Table
 
 from ...report.outcomes import kinds_in, ratio_text, warnings_of
 
-__all__ = ["cells_of_table", "markdown", "table"]
-
 RATIO = " (probe), × dense"  # how the column of a kind of probe text ends
 LEFT_OUT = ("removed", "MiB", "KV bytes/token", "measured", "compressing, s")  # of the table in a terminal
 

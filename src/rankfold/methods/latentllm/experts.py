@@ -20,8 +20,6 @@ from .layout import EXPERTS, Slot, slots
 from .measures import as_dense
 from .storing import store_all
 
-__all__ = ["decompose_experts"]
-
 
 class Side(NamedTuple):
     """One projection of one expert, latent."""

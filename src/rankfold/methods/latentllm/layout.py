@@ -17,8 +17,6 @@ from ...modules import build
 if TYPE_CHECKING:
     from .method import LatentLLM
 
-__all__ = ["EXPERTS", "FISHER", "PLAIN", "QKV", "Slot", "column_weights", "dense_projections", "fishers", "slots"]
-
 PLAIN = ("left", "right", "symmetric")  # junctions that store both factors in full
 FISHER = "fisher"  # the pre-conditioner of the Fisher of columns, and the statistic it reads of every layer
 EXPERTS = ("experts_up", "experts_down")  # gate and up of all experts, and their down projections

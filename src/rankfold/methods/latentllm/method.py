@@ -17,8 +17,6 @@ from .mlp import decompose_mlp
 from .options import check_options
 from .report import Report
 
-__all__ = ["LatentLLM"]
-
 
 @dataclass(frozen=True)
 class LatentLLM(NarrowingMethod):

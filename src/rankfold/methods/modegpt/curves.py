@@ -10,8 +10,6 @@ from .mlp import GRADIENT as MLP
 from .mlp import ORDER, UnitOrder, relative_ridge
 from .output_weighting import output_root, weighted
 
-__all__ = ["squared_errors"]
-
 
 def squared_errors(method, view: BlockView, moments, unit: PrunableModule, least: int, vo=compress_vo) -> Curve:
     """Compute the squared relative error of a module at the ranks of ``unit`` from ``least`` on.

@@ -17,8 +17,6 @@ from ..base import BlockResult, PrunableModule
 from .attention import relative
 from .mlp import metric_of, refitted, relative_ridge
 
-__all__ = ["expert_errors", "reduce_experts", "truncate_experts"]
-
 
 class Expert(NamedTuple):
     """One expert, reduced."""

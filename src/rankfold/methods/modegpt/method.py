@@ -27,8 +27,6 @@ from .mlp import reduce_mlp
 from .norms import SQUARES, norm_parameters
 from .truncation import truncate_attention, truncate_mlp
 
-__all__ = ["MoDeGPT"]
-
 EXPERT_STEP = 8  # grouped products of all experts want rows of whole 16 bytes
 
 

@@ -11,8 +11,6 @@ from torch import Tensor
 from ...architectures import AttentionView
 from ...linalg.mean_square import fit_mean_square
 
-__all__ = ["SQUARES", "Norms", "first_norms", "norm_parameters", "predict_norms"]
-
 SQUARES = ("query_squares", "key_squares")
 NAMES = ("q_norm", "k_norm")
 

@@ -11,8 +11,6 @@ from ..result import put_attention, put_projection
 from .attention import take_heads
 from .norms import first_norms
 
-__all__ = ["truncate_attention", "truncate_mlp"]
-
 
 def truncate_mlp(view: BlockView, rank: int, result: BlockResult) -> None:
     """The MLP of the first ``rank`` hidden units."""

@@ -20,8 +20,6 @@ from ..work import Work, correcting, multiplying
 from .attention import decompose_attention, refit_output, values_of
 from .mlp import decompose_mlp
 
-__all__ = ["Rankfold"]
-
 
 @dataclass(frozen=True)
 class Rankfold(MoDeGPT):

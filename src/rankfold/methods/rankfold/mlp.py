@@ -12,8 +12,6 @@ from ..modegpt.mlp import reduce_mlp
 from .remove_module import without_mlp
 from .residual_correction import Repair, repair
 
-__all__ = ["decompose_mlp"]
-
 NAMES = ("mlp_hidden", "mlp_feedback")
 
 

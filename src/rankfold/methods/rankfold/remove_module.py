@@ -9,8 +9,6 @@ from ...architectures import BlockView, Dense
 from ..base import BlockResult
 from ..result import put_attention, put_projection
 
-__all__ = ["without_attention", "without_mlp"]
-
 
 def without_attention(method, view: BlockView, moments) -> BlockResult:
     """An attention of no width."""

@@ -11,8 +11,6 @@ from ...architectures import Dense
 from ...calibration.moments import BlockMoments, CrossMoment, Moment
 from ...linalg.residual_correction import Regression, correct
 
-__all__ = ["Repair", "repair"]
-
 
 class Repair(NamedTuple):
     """Result of :func:`repair`."""

@@ -14,8 +14,6 @@ from ...base import BlockResult
 from ...result import put_attention, put_projection
 from .converted import Converted
 
-__all__ = ["Bases", "put_block"]
-
 
 @dataclass(frozen=True)
 class Bases:

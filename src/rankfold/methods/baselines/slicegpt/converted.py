@@ -11,8 +11,6 @@ from ....architectures import AttentionView, BlockView, Dense, Norm, read_linear
 from ....linalg.norm_folding import centre_columns, fold_norm
 from ....modules import CompressedAttention, PredictedNorm
 
-__all__ = ["Converted"]
-
 
 @dataclass(frozen=True)
 class Converted:

@@ -11,8 +11,6 @@ from ...._utils.present import present
 from ....architectures import BlockView
 from ...modegpt.norms import norm_parameters
 
-__all__ = ["Shapes", "width_of"]
-
 
 def width_of(view: BlockView) -> int:
     """D."""

@@ -15,8 +15,6 @@ from .block import Bases, put_block
 from .converted import Converted
 from .shapes import width_of
 
-__all__ = ["STREAM", "check_architecture", "slicing_stages", "slicing_work", "stream_statistics"]
-
 STREAM = "stream"  # the module whose rank is the width of the residual stream
 
 

@@ -15,8 +15,6 @@ from ....linalg.slicing import channels_of
 from ...base import BlockResult
 from ...result import put_attention, put_projection
 
-__all__ = ["HeadGroups", "HiddenUnits", "Rows", "Sliceable", "complement", "sliceable"]
-
 
 class Rows(NamedTuple):
     """Rows of one layer that make what units send."""
