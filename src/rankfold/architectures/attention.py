@@ -203,11 +203,13 @@ class AttentionView:
             value = getattr(self.module, name, getattr(self.config, name, default))
             return value.p if isinstance(value, nn.Dropout) else value
 
+        scale = self.spec.scaling
+        scale = self.head_dim**-0.5 if scale is None else float(setting(scale) if isinstance(scale, str) else scale)
         return {
             "kind": "packed_attention" if self.spec.packed else "attention",
             "heads": self.heads,
             "kv_heads": self.kv_heads,
-            "scaling": self._scale(setting),
+            "scaling": scale,
             "rotary_base": self.spec.rotary_base,
             "window": self._window(),
             "alibi": self.spec.position == "alibi",
@@ -222,12 +224,6 @@ class AttentionView:
             "causal": bool(getattr(self.module, "is_causal", True)),
             "sinks": self.spec.sinks is not None,
         }
-
-    def _scale(self, setting) -> float:
-        scale = self.spec.scaling
-        if scale is None:
-            return self.head_dim**-0.5
-        return float(setting(scale) if isinstance(scale, str) else scale)
 
     def _window(self) -> int | None:
         """How far back this layer sees, where it masks the rest itself."""

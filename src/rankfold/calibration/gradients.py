@@ -95,8 +95,9 @@ GRADIENTS: dict[str, tuple[str, type]] = {
 
 def gradient_observers(names: set[str]) -> Callable[[BlockView], dict[str, BackwardObserver]]:
     """Block -> name -> observer, for names out of :data:`GRADIENTS`."""
-    chosen = {name: row for name, row in GRADIENTS.items() if name in names}
-    return lambda view: {name: observer(view.layers[layer]) for name, (layer, observer) in chosen.items()}
+    return lambda view: {
+        name: observer(view.layers[layer]) for name, (layer, observer) in GRADIENTS.items() if name in names
+    }
 
 
 def numbers(view: BlockView, names: set[str]) -> int:

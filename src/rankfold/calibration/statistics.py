@@ -132,11 +132,7 @@ STORED = frozenset(name for name, row in STATISTICS.items() if not row.two_strea
 
 
 def observers_for(view: BlockView, statistics: set[str], tokens: int) -> dict[str, Observer]:
-    """Name -> observer of a block, for the statistics wanted.
-
-    Args:
-        tokens: how many will go through the block.
-    """
+    """Name -> observer of a block, through which so many ``tokens`` will go, for the statistics wanted."""
     absolute, windows, norms = (name in statistics for name in ("absolute", "windows", "norms_behind"))
     scene = Scene(view, tokens, absolute, windows, norms, Projections(view.attention))
     rows = {name: row for name, row in STATISTICS.items() if name in statistics and row.seen_in(view)}

@@ -139,12 +139,7 @@ class Folder:
         return models | moments if models else set()
 
     def clear(self, kept: set[str], cells: Sequence[Cell] | None = None) -> None:
-        """Remove the compressed models of these rows; ``None``: all of them, what is unfinished, and the moments.
-
-        Args:
-            kept: what stays.
-            cells: of which rows.
-        """
+        """Remove the compressed models of ``cells`` but for those ``kept``; ``None``: all, what is unfinished, the moments."""
         with writing(self.path):
             for path in sorted((self.path / CELLS).iterdir()):
                 if path.is_dir() and path.name not in kept and (cells is None or path.name in {c.key for c in cells}):

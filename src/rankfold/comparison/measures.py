@@ -134,8 +134,6 @@ class Speed:
 
     Args:
         context: tokens the model has positions for; prompts are shortened to fit.
-        batch: sequences at a time.
-        repeats: measured rounds.
     """
 
     def __init__(self, context: int, *, batch: int = 8, repeats: int = 5):

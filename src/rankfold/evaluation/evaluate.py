@@ -28,11 +28,7 @@ def evaluate(
 
     Args:
         model: hub id, folder (dense or compressed), or ``.gguf`` file.
-        texts: perplexity on these.
-        questions: lm-eval's tasks.
-        cost: speed, memory, sizes.
         dtype: ``auto`` (as stored) or a dtype.
-        device: where to run.
 
     Returns:
         ``{"model", "versions", "texts": [...], "tasks": {...}, "cost": {...}}``, the last three where asked for; see

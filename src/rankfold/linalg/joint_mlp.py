@@ -93,9 +93,6 @@ def joint_mlp(
         refit: finally fit ``W_d`` once more, to the activations the compressed ``W_u`` really makes instead of the
             auxiliary ones (not in the paper; never increases the damped output error).
 
-    Returns:
-        :class:`JointMLP`.
-
     Raises:
         ValueError: shapes disagree, ranks, weights or rounds out of range, non-finite samples, or nothing :func:`varies`.
 

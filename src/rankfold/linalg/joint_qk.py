@@ -78,9 +78,6 @@ def joint_qk(
         alternations: at most, ``>= 1``; the paper uses 8. They end once the error has settled to 1e-6 of itself, on trained
             models after two or three.
 
-    Returns:
-        :class:`JointQK`.
-
     Raises:
         ValueError: shapes disagree, ranks or alternations out of range, non-finite weights.
 

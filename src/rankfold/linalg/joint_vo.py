@@ -57,9 +57,6 @@ def joint_vo(
         ranks: ``(r_o, r_v)``, at most ``min(d_out, H h)`` and ``min(d, K h)``.
         alternations: at most, ``>= 1``; see :func:`rankfold.linalg.joint_qk.joint_qk`.
 
-    Returns:
-        :class:`JointVO`.
-
     Raises:
         ValueError: shapes disagree, ranks or alternations out of range, non-finite weights.
 
@@ -138,9 +135,6 @@ def attention_aware_output(
         C_o: ``(H h, H h)``, heads in order; centre it if the bias is updated.
         rank: ``r_o``, in ``[1, min(d_out, H h)]``.
         ridge: relative damping of the regression.
-
-    Returns:
-        :class:`AttentionAwareOutput`.
 
     Raises:
         ValueError: shapes disagree, rank out of range, non-finite input.

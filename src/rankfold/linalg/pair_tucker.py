@@ -50,9 +50,6 @@ def pair_tucker(
         L, R: ``(H, h, d_l)`` and ``(K, h, d_r)``; one dtype, fp32 or fp64.
         ranks, means, rotations, alternations: as in :func:`rankfold.linalg.joint_qk.joint_qk`.
 
-    Returns:
-        :class:`PairTucker`.
-
     Raises:
         ValueError: ranks or alternations out of range, rotations of another size than the heads.
     """

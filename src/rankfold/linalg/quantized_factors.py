@@ -83,9 +83,6 @@ def refine_factors(
         steps: ``>= 0``.
         scale_dtype: of scales and lows.
 
-    Returns:
-        :class:`QuantizedFactors`.
-
     Raises:
         ValueError: shapes disagree, free entries are no staircase, format or ``steps`` out of range.
 

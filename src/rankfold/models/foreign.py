@@ -52,8 +52,7 @@ KINDS = (
 def foreign_kind(names: list[str]) -> tuple[str, str, str] | None:
     """Return which format names of files belong to: one of the names, what it is, and what to do; ``None`` where it is unknown.
 
-    Args:
-        names: of the files of a folder; a folder's name has a slash behind it.
+    A folder's name has a slash behind it.
     """
     others = [name for name in names if not OF_TRAINER.fullmatch(name)]
     for kind, what, to_do in KINDS:

@@ -126,8 +126,6 @@ def check_quantised(config, name: str, blocks: str | None = None) -> None:
     """Raise :class:`UnsupportedModelError` where a config says that the model is compressed or quantised already.
 
     Args:
-        config: of the model.
-        name: of the model, for the message.
         blocks: path of those that are to be compressed; another part of the model may be compressed by rankfold. ``None``:
             it is not known yet, and that is left open.
     """

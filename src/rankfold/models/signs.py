@@ -60,11 +60,7 @@ def check_names(names: list[str], place: str) -> None:
 
 
 def check_numbers(kinds: Mapping[str, str], place: str) -> None:
-    """Raise :class:`UnsupportedModelError` where tensors are those of a quantised model.
-
-    Args:
-        kinds: dtype of each tensor by name, as :func:`kind_of` gives it.
-    """
+    """Raise :class:`UnsupportedModelError` where tensors, by name and :func:`kind_of`, are those of a quantised model."""
     found = next(((name, what) for what, pattern in QUANTISED for name in kinds if re.search(pattern, name)), None)
     found = found or _of_few_bits(kinds)
     if found:

@@ -92,8 +92,6 @@ def check_loaded(info: dict, model: PreTrainedModel, place: Path, *, only_descri
 
     Args:
         info: what ``from_pretrained`` reports with ``output_loading_info``.
-        model: what was loaded.
-        place: for the message.
         only_described: tensors that the model has no place for are an error too, instead of a line in the log.
 
     Raises:

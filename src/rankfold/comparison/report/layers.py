@@ -14,11 +14,7 @@ COUNTED = 64  # blocks up to which each gets a marker
 
 
 def layer_pictures(rows: list[dict]) -> list[Picture]:
-    """Sparsity, ranks and errors by block for every method.
-
-    Args:
-        rows: done, without the dense model.
-    """
+    """Sparsity, ranks and errors by block for every method, of rows that are done, without the dense model."""
     found, sparsities = [], sorted({row["sparsity"] for row in rows})
     looks = {sparsity: _look(index, len(sparsities)) for index, sparsity in enumerate(sparsities)}
     for number, label in enumerate(dict.fromkeys(row["label"] for row in rows), 1):

@@ -31,8 +31,7 @@ def compress_attention(
 ) -> None:
     """Replace the attention module by one with width ``ranks["qk"]`` for scores and ``ranks["vo"]`` for values.
 
-    Args:
-        vo: in place of :func:`compress_vo`.
+    ``vo`` stands in place of :func:`compress_vo`.
     """
     attention = view.attention
     full = attention.head_dim

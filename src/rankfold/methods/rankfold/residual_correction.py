@@ -26,13 +26,12 @@ def repair(
     """An output projection moved towards what is missing behind it, as far as held-out windows confirm.
 
     Args:
-        dense: the projection.
         moments, held_out: of windows to fit and of others.
         names: statistics of its input and of what is missing.
         centred: it has a bias, which takes the means, and the covariances are fitted.
 
     Returns:
-        :class:`Repair`; weights in fp64.
+        Weights in fp64.
     """
     received, missing = (moments[name] for name in names)
     about = (received.mean, missing.mean) if centred else None

@@ -65,11 +65,7 @@ class Sliceable:
         return self.parts({name: layer.weight for name, layer in self.layers.items()})
 
     def put(self, result: BlockResult, keep: Tensor, output: Dense) -> None:
-        """Replace the layers by those of the units ``keep``.
-
-        Args:
-            output: ``(D, r c)``.
-        """
+        """Replace the layers by those of the units ``keep``, and the output projection by ``output`` ``(D, r c)``."""
         raise NotImplementedError
 
 
