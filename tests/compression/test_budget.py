@@ -13,7 +13,6 @@ from safetensors import safe_open
 
 import rankfold
 from families import opened, tokens
-from planned import planned_macs
 from rankfold import LatentLLM, MoDeGPT, Rankfold, make_method
 from rankfold.allocation import Bytes, FLOPs, Latency
 from rankfold.allocation.ranks import allocate
@@ -21,7 +20,7 @@ from rankfold.compression import latency as timing
 from rankfold.compression.budget import rank_options
 from rankfold.compression.latency import ModuleLatency
 from rankfold.errors import CheckpointError, OptionError, UnsupportedModelError
-from rankfold.evaluation.complexity import cache_bytes, counted_macs, formula_macs
+from rankfold.evaluation.complexity import cache_bytes, counted_macs, formula_macs, planned_macs
 from tiny_encoders import opened_encoder
 
 SMALL = {"rank_multiple": 2, "sparsity": 0.25}

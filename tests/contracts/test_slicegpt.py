@@ -12,13 +12,12 @@ import rankfold
 from activations import blocks_of
 from families import ALIKE, CONFIGS, EXPERTS, GQA, cached_numbers, some_ids, tiny_model, tokens
 from interrupted import assert_ends_in_the_same_bytes
-from planned import planned_macs
 from projected import PARALLEL, Projected, logits, opened, varied
 from rankfold import make_method
 from rankfold.allocation import Bytes, FLOPs
 from rankfold.architectures import BlockView
 from rankfold.errors import OptionError, UnsupportedModelError
-from rankfold.evaluation.complexity import counted_macs, formula_macs
+from rankfold.evaluation.complexity import counted_macs, formula_macs, planned_macs
 from rankfold.exports.reading import read_heads
 from rankfold.methods.baselines.slicegpt.block import Bases, put_block
 from rankfold.methods.baselines.slicegpt.converted import Converted

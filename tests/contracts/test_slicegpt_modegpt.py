@@ -11,11 +11,10 @@ import torch
 import rankfold
 from activations import blocks_of
 from families import cached_numbers, some_ids, tokens
-from planned import planned_macs
 from projected import PARALLEL, Projected, logits, opened, varied
 from rankfold import MoDeGPT, make_method
 from rankfold.errors import OptionError, UnsupportedModelError
-from rankfold.evaluation.complexity import counted_macs, formula_macs
+from rankfold.evaluation.complexity import counted_macs, formula_macs, planned_macs
 from rankfold.modules import CompressedAttention, install
 
 # Grouped queries with biases and without, fused projections, no rotation, ALiBi, norms of heads, parallel blocks, other pairs.

@@ -16,9 +16,12 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..architectures import BlockView, architecture_of
-from ..errors import UnsupportedModelError
+from ..compression.budget import attended_macs
+from ..errors import OptionError, UnsupportedModelError
+from ..models.dense_model import DenseModel
 from ..modules import CompressedAttention, LatentLinear, SparseLinear, SplitHeadLinear
 from ..modules.factors import triangle_macs
+from ..report.plan import Plan
 
 DEFINITION = (
     "MACs per token of one forward over T tokens without cache: every weight of a linear map once (head included, embedding "
@@ -99,6 +102,26 @@ def formula_macs(model: PreTrainedModel, tokens: int) -> dict[str, int]:
         "attention": tokens * tokens * attention,
     }
     return parts | {"total": sum(parts.values())}
+
+
+def planned_macs(source: DenseModel, plan: Plan, tokens: int) -> dict[str, int]:
+    """What :func:`formula_macs` will say of the model that a plan leads to; the source's weights may be on the meta device.
+
+    Raises:
+        UnsupportedModelError: see :func:`formula_macs`.
+        OptionError: the junction ``lu`` or one per head: what they do not store is multiplied all the same.
+    """
+    if plan.method.get("junction") == "lu" or plan.method.get("head_junction"):
+        raise OptionError(
+            "MACs of junction=lu and head_junction=true do not follow from the weights stored; count the compressed model"
+        )
+    parts = formula_macs(source.model, tokens)
+    views, saved = [source.meta_block(index) for index in range(len(source))], 0
+    for m in plan.modules:
+        full, left = (attended_macs(views[m.block], m.module, rank) for rank in (m.of, m.rank))
+        saved += full - left
+    linear, attention = parts["linear"] - tokens * plan.removed_weights, parts["attention"] - tokens * tokens * saved
+    return {"linear": linear, "attention": attention, "total": linear + attention}
 
 
 @torch.no_grad()
