@@ -309,11 +309,11 @@ def test_files_are_found_by_name(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tasks": [""]}, "--tasks is empty"),
+        ({"tasks": [""]}, "tasks is empty"),
         ({"tasks": ["piqa", "piqa"]}, "names 'piqa' more than once"),
-        ({"limit": 0}, "--limit must be >= 1, got 0"),
-        ({"batch_size": 0}, "--batch-size must be >= 1, got 0"),
-        ({"num_fewshot": -1}, "--num-fewshot must be >= 0, got -1"),
+        ({"limit": 0}, "limit must be >= 1, got 0"),
+        ({"batch_size": 0}, "batch_size must be >= 1, got 0"),
+        ({"num_fewshot": -1}, "num_fewshot must be >= 0, got -1"),
         ({"tasks": ["piqaa"], "folder": "."}, "task 'piqaa' is not read from files; did you mean 'piqa'"),
     ],
 )
