@@ -199,7 +199,7 @@ class AttentionView:
     def runtime(self) -> dict:
         """What a compressed attention must keep of this one, as its description."""
 
-        def setting(name, default=None):
+        def setting(name: str, default: Any = None) -> Any:
             value = getattr(self.module, name, getattr(self.config, name, default))
             return value.p if isinstance(value, nn.Dropout) else value
 
