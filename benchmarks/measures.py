@@ -17,7 +17,7 @@ from rankfold.errors import NumericsError, UnsupportedModelError
 from rankfold.evaluation.complexity import cache_bytes
 from rankfold.evaluation.generation import continue_text
 from rankfold.evaluation.local_tasks import local_rows
-from rankfold.evaluation.tasks import evaluate_tasks
+from rankfold.evaluation.tasks import Questions
 from rankfold.exports import export
 
 
@@ -58,8 +58,8 @@ class Accuracies:
         return {"tasks": files, "limit": self.how["limit"], "lm_eval": metadata.version("lm_eval")}
 
     def __call__(self, model: nn.Module, dense) -> dict:
-        options = {"folder": self.folder, "autocast": self.source.autocast, **self.how}
-        found = evaluate_tasks(model, self.source.tokenizer, options.pop("tasks"), **options)
+        questions = Questions(folder=str(self.folder), **self.how)
+        found = questions.measure(model, self.source.tokenizer, autocast=self.source.autocast)
         mean = sum(task["acc"] for task in found.values()) / len(found)
         spread = math.hypot(*(task["acc_stderr"] for task in found.values())) / len(found)
         return {"tasks": found, "mean": mean, "mean_stderr": spread}

@@ -194,7 +194,7 @@ def test_head_grams_are_per_sequence():
 def test_moments_that_are_not_finite_name_the_block_and_the_statistic(part, value):
     tensors = {"total": torch.zeros(2), "absolute": None, "second": torch.zeros(2, 2), "rows": torch.zeros(2, 2)}
     tensors[part].view(-1)[0] = value
-    message = r"activations of model\.layers\.3 \(mlp_hidden\) are NaN or infinite; try --dtype float32"
+    message = r"activations of model\.layers\.3 \(mlp_hidden\) are NaN or infinite; try dtype='float32'"
     with pytest.raises(NumericsError, match=message):
         check_finite({"query": streamed([draw(4, 2)]), "mlp_hidden": Moment(1, **tensors)}, "model.layers.3")
     check_finite({"influence": Moment(1, torch.ones(3), None, None)}, "model.layers.3")

@@ -24,9 +24,9 @@ from rankfold.errors import NumericsError
 from rankfold.methods import method_class
 from rankfold.methods.baselines.block_removal import BlockRemoval
 from rankfold.methods.baselines.semi_structured import TwoOfFour
-from rankfold.methods.baselines.slicegpt import SliceGPT
-from rankfold.methods.baselines.structured import FLAP
+from rankfold.methods.baselines.slicegpt.method import SliceGPT
 from rankfold.methods.baselines.structured.method import Slicing
+from rankfold.methods.baselines.structured.variants import FLAP
 
 UNITS = {  # submodule of a block -> what the latent methods call it
     **{f"{name}_proj": name for name in ("q", "k", "v", "qkv", "o", "gate", "up", "down")},

@@ -13,8 +13,6 @@ from .linear import Dense, read_linear
 from .norms import Norm, read_norm
 from .spec import AttentionSpec, ByConfig
 
-__all__ = ["FIXED_ROTARY", "AttentionView", "own_frequencies", "read_attention"]
-
 # Rotary embeddings whose frequencies are the same for texts of any length.
 FIXED_ROTARY = ("default", "linear", "llama3")
 
@@ -142,7 +140,7 @@ class AttentionView:
         return x if self.spec.norm_over == "head" else x.flatten(2)[:, :, None]
 
     @property
-    def head_norms(self) -> tuple[Norm, Norm] | None:
+    def head_norms(self) -> tuple[Norm, Norm] | Any:
         """The q/k-norms, where there are any whose mean square can be predicted."""
         if not self.norms or self.spec.norm_offset is None:
             return None
@@ -201,15 +199,17 @@ class AttentionView:
     def runtime(self) -> dict:
         """What a compressed attention must keep of this one, as its description."""
 
-        def setting(name, default=None):
+        def setting(name: str, default: Any = None) -> Any:
             value = getattr(self.module, name, getattr(self.config, name, default))
             return value.p if isinstance(value, nn.Dropout) else value
 
+        scale = self.spec.scaling
+        scale = self.head_dim**-0.5 if scale is None else float(setting(scale) if isinstance(scale, str) else scale)
         return {
             "kind": "packed_attention" if self.spec.packed else "attention",
             "heads": self.heads,
             "kv_heads": self.kv_heads,
-            "scaling": self._scale(setting),
+            "scaling": scale,
             "rotary_base": self.spec.rotary_base,
             "window": self._window(),
             "alibi": self.spec.position == "alibi",
@@ -224,12 +224,6 @@ class AttentionView:
             "causal": bool(getattr(self.module, "is_causal", True)),
             "sinks": self.spec.sinks is not None,
         }
-
-    def _scale(self, setting) -> float:
-        scale = self.spec.scaling
-        if scale is None:
-            return self.head_dim**-0.5
-        return float(setting(scale) if isinstance(scale, str) else scale)
 
     def _window(self) -> int | None:
         """How far back this layer sees, where it masks the rest itself."""

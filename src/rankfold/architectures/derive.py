@@ -15,8 +15,6 @@ from .spec import Architecture, AttentionSpec, MLPSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["derive"]
-
 AFFIX = re.compile(r"^(to_|in_|self_)|_?(proj|projection|lin|linear|layer|weight)$|_")
 SEPARATE = {"q": ("q", "wq", "query"), "k": ("k", "wk", "key"), "v": ("v", "wv", "value")}
 FUSED = ("qkv", "wqkv", "querykeyvalue", "cattn", "wpack")

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from .linear import Dense
 from .spec import ExpertsSpec
 
-__all__ = ["ExpertsView", "read_experts"]
-
 
 @dataclass(frozen=True)
 class ExpertsView:

@@ -5,8 +5,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["Dense", "as_stored", "read_linear"]
-
 
 @dataclass(frozen=True)
 class Dense:

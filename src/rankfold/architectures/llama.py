@@ -1,8 +1,8 @@
-"""Llama and the families that share its block: separate projections, rotary embedding, gated MLP."""
+"""Llama and the families that share its block: separate projections, rotary embedding, gated MLP or experts in its place."""
 
 from dataclasses import replace
 
-from .spec import Architecture, AttentionSpec, MLPSpec, NormsSpec
+from .spec import Architecture, AttentionSpec, ByConfig, ExpertsSpec, MLPSpec, NormsSpec
 
 LLAMA = Architecture(
     model_type="llama",
@@ -12,12 +12,25 @@ LLAMA = Architecture(
     norms=NormsSpec(),
 )
 ADJACENT = replace(LLAMA.attention, pairs="adjacent")
+GRANITE = replace(LLAMA, model_type="granite", adds=False)  # a factor stands behind each half of its block
+GRANITE_EXPERTS = ExpertsSpec(path="block_sparse_moe.experts", width="intermediate_size")
 
 ARCHITECTURES = (
     LLAMA,
     replace(LLAMA, model_type="mistral"),
+    replace(LLAMA, model_type="mixtral", mlp=None, experts=ExpertsSpec(width="intermediate_size")),
     replace(LLAMA, model_type="seed_oss", attention=replace(LLAMA.attention, output_dropout="residual_dropout")),
     replace(LLAMA, model_type="smollm3", attention=replace(LLAMA.attention, rotates="use_rope")),
     replace(LLAMA, model_type="ernie4_5", attention=ADJACENT),
     replace(LLAMA, model_type="helium", attention=replace(ADJACENT, width=None)),  # its output projection is square
+    GRANITE,
+    replace(GRANITE, model_type="granitemoe", mlp=None, experts=GRANITE_EXPERTS),
+    replace(  # part of a head rotates; parallel by config
+        LLAMA,
+        model_type="stablelm",
+        attention=replace(LLAMA.attention, width=None),
+        middle=ByConfig("use_parallel_residual", yes=None, no="post_attention_layernorm"),
+        norms=NormsSpec(mlp=("post_attention_layernorm", "input_layernorm"), centres=True),
+        unless=(("qk_layernorm", "its q/k-norms have weights of their own for every head"),),
+    ),
 )

@@ -4,8 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["MODELS", "NamedModel"]
-
 Kind = Literal["decoder", "experts", "encoder", "images and text"]
 
 

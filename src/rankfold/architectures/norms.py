@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-__all__ = ["Norm", "read_norm"]
-
 EPS = 1e-5  # of norms that keep no number of their own
 
 

@@ -18,8 +18,6 @@ from .spec import Architecture
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["PARTS", "Part", "part_of"]
-
 PARTS = ("vision", "projector", "language")  # in the order in which they are run
 
 

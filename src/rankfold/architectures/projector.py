@@ -2,8 +2,6 @@
 
 from .spec import Architecture, AttentionSpec, MLPSpec
 
-__all__ = ["PROJECTORS"]
-
 
 def _projector(blocks: str, up: str, down: str, *, packed: bool = False) -> Architecture:
     """Of the MLP at the end of this path."""

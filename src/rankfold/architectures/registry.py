@@ -1,5 +1,6 @@
 """Which families are known, by ``config.model_type``."""
 
+import importlib
 from dataclasses import replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any
@@ -7,62 +8,19 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..errors import UnsupportedModelError
-from . import (
-    bert,
-    bloom,
-    clip,
-    cohere,
-    deepseek,
-    exaone,
-    falcon,
-    gemma,
-    glm,
-    gpt2,
-    gpt_neo,
-    gpt_neox,
-    gpt_oss,
-    gptj,
-    granite,
-    llama,
-    mixtral,
-    modernbert,
-    mpt,
-    olmo,
-    opt,
-    phi,
-    qwen,
-    qwen_vision,
-    stablelm,
-    ungated,
-    vit,
-)
 from .derive import derive
 from .spec import Architecture
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["architecture_of", "check_config", "family_of", "known_architectures"]
-
-_FAMILIES = (llama, qwen, gemma, phi, granite, olmo, cohere, glm, exaone, stablelm, ungated) + (
-    opt,
-    gpt2,
-    gpt_neo,
-    gpt_neox,
-    gptj,
-    falcon,
-    bloom,
-    mpt,
-    mixtral,
-    bert,
-    modernbert,
-    vit,
-    clip,
-    qwen_vision,
-    gpt_oss,
-    deepseek,
+# The files beside this one that have families.
+FAMILIES = (
+    *("bert", "bloom", "clip", "cohere", "deepseek", "exaone", "falcon", "gemma", "glm", "gpt2", "gpt_neo", "gpt_neox"),
+    *("gpt_oss", "gptj", "llama", "modernbert", "mpt", "olmo", "opt", "phi", "qwen", "qwen_vision", "ungated", "vit"),
 )
-_BY_TYPE = {a.model_type: a for family in _FAMILIES for a in family.ARCHITECTURES}
+_MODULES = (importlib.import_module(f"{__package__}.{name}") for name in FAMILIES)
+_BY_TYPE: dict[str, Architecture] = {spec.model_type: spec for module in _MODULES for spec in module.ARCHITECTURES}
 
 
 def known_architectures() -> tuple[Architecture, ...]:

@@ -6,8 +6,6 @@ Every trait is here because some step of the compression reads it, and the comme
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
-__all__ = ["Architecture", "AttentionSpec", "ByConfig", "ExpertsSpec", "MLPSpec", "NormsSpec"]
-
 T = TypeVar("T", covariant=True)
 QKVLayout = Literal["split", "concat", "grouped"]
 
@@ -41,9 +39,8 @@ class AttentionSpec:
     position: Literal["rope", "alibi", "none"] = "rope"
     # Which dimensions rotary embedding turns together: p and p + half, or 2 p and 2 p + 1 ("adjacent").
     pairs: Literal["halves", "adjacent"] = "halves"
-    interleaved_table: bool = (
-        False  # the model's cos/sin table says every angle twice in a row instead of repeating itself
-    )
+    # Whether the model's cos/sin table says every angle twice in a row instead of repeating itself.
+    interleaved_table: bool = False
     # Base of the angles, where the module makes them itself out of position numbers; None: it is handed tables of them.
     rotary_base: float | None = None
     # Attribute of the module that says whether this very layer rotates; None: all do. Queries and keys of a layer that does
@@ -126,9 +123,8 @@ class Architecture:
     model_type: str
     blocks: str  # path of the list of decoder blocks; of a projector, which is one block, its own
     attention: AttentionSpec
-    mlp: (
-        MLPSpec | None
-    )  # of the blocks without experts; None: there are none, or the MLP is nothing that a spec can say
+    # Of the blocks without experts; None: there are none, or the MLP is nothing that a spec can say.
+    mlp: MLPSpec | None
     experts: ExpertsSpec | None = None  # of the blocks that have them
     # The module whose input is the residual stream between attention and MLP; None in a parallel block, where both read
     # the block's input. The per-module influence score (MoDeGPT Eq. 42) needs that point.
@@ -152,9 +148,8 @@ class Architecture:
     positions_behind_padding: bool = False
     returns_tuple: bool = False  # the block returns (hidden, ...) instead of the hidden states
     derived: bool = False  # read off a block, and not yet proved on the model (rankfold.compression.validate_spec)
-    unless: tuple[
-        tuple[str, str], ...
-    ] = ()  # (field of the config, or of a part of it; what it does where set that no spec can say)
+    # (field of the config, or of a part of it; what it does where set that no spec can say)
+    unless: tuple[tuple[str, str], ...] = ()
 
     def path_of(self, index: int) -> str:
         """Path of a block."""

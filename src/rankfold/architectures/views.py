@@ -16,8 +16,6 @@ from .linear import Dense, read_linear
 from .norms import Norm, read_norm
 from .spec import Architecture, ByConfig, MLPSpec
 
-__all__ = ["BlockView", "MLPView"]
-
 T = TypeVar("T")
 
 
@@ -81,13 +79,13 @@ class BlockView:
         return hidden[0] if self.architecture.attention.packed else hidden
 
     @property
-    def experts(self) -> ExpertsView | None:
+    def experts(self) -> ExpertsView | Any:
         """``None`` in a block without; families may have blocks of both kinds."""
         spec = self.architecture.experts
         return read_experts(spec, self.module, self.config) if spec else None
 
     @property
-    def mlp(self) -> MLPView | None:
+    def mlp(self) -> MLPView | Any:
         """Beside experts the one that all tokens go through; ``None`` where there is none."""
         experts = self.experts
         spec = experts.spec.shared if experts else self.architecture.mlp

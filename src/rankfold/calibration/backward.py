@@ -21,8 +21,6 @@ from .gradients import BackwardObserver
 from .moments import BlockMoments, check_finite
 from .runner import Stream, advance, batch_tokens, predictions, start
 
-__all__ = ["PASSES", "sweep", "sweep_memory", "windows_for"]
-
 TOKENS = 8192  # of a sweep, and at least
 PER_DIMENSION = 4  # for each output of a layer, as many as make its moment one of full rank
 PASSES = 3.5  # forwards of all blocks that a sweep takes: two and the way back; its sums, norm and head come besides

@@ -9,25 +9,14 @@ Shape legend: E experts, n tokens, k experts of a token, D model width, F hidden
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._utils.present import present
 from ..architectures import ExpertsView
 from .moments import BlockMoments, Moment, VectorMoment
-
-__all__ = [
-    "INPUT",
-    "ROUTING",
-    "STATISTICS",
-    "ExpertInputs",
-    "ExpertMoment",
-    "RoutedTokens",
-    "RouterWeights",
-    "energies",
-]
+from .observers import Observer
 
 INPUT, ROUTING = "experts_input", "experts_routing"
 STATISTICS = {INPUT, ROUTING}
@@ -35,13 +24,12 @@ PER_UNIT = 4  # tokens that an expert should have seen for every hidden unit; mo
 ROWS = 4096  # tokens whose activations exist at a time
 
 
-class _Caught:
+class _Caught(Observer):
     """What the experts of a block are called with."""
 
     def __init__(self, experts: ExpertsView):
-        self.experts = experts
+        self.experts, self.rows = experts, list[Tensor]()
         self.caught: tuple[Tensor, ...] = ()
-        self.rows: list[Tensor] = []
 
     def hooks(self):
         return [self.experts.module.register_forward_pre_hook(self._catch)]
@@ -74,7 +62,7 @@ class RouterWeights(_Caught):
 class ExpertMoment(NamedTuple):
     """Of what one expert, or its down projection, receives, times the weight with which its output counts."""
 
-    moment: Moment | None  # counts squared weights; None before it is made, and once it has been used
+    moment: Moment | Any  # counts squared weights; None before it is made, and once it has been used
     tokens: int  # that were sent to the expert
     filled: int  # other tokens that were added, because these were too few
     share: float  # squared weights of its own tokens
@@ -115,10 +103,7 @@ class RoutedTokens:
         :math:`\mathbb{E}\,w^2\|W h - W' h_k\|^2` least makes its part of the block's error least. See :meth:`_seen`.
         """
         which, weights, seen = self._seen(expert)
-        return seen._replace(moment=self._moment(expert, which, weights))
-
-    def _moment(self, expert: int, which: Tensor, weights: Tensor) -> Moment:
-        return _summed(self.activations(expert, which, weights), weights)
+        return seen._replace(moment=_summed(self.activations(expert, which, weights), weights))
 
     def input_moment(self, expert: int) -> ExpertMoment:
         """Of ``w x``, ``x`` the tokens that an expert receives; likewise."""
@@ -154,11 +139,11 @@ def energies(parts: Iterator[tuple[Tensor, Tensor]], centre: Tensor | None, *mat
 
 def _summed(parts: Iterator[tuple[Tensor, Tensor]], weights: Tensor) -> Moment:
     """Of weighted rows, some of which come at a time with their weights."""
-    sums = total = None
+    sums: Any = None
     for rows, w in parts:
-        if sums is None or total is None:
+        if sums is None:
             sums = VectorMoment(rows.shape[1], rows.device)
             total = torch.zeros_like(sums.total)
         sums.add(rows)
         total += (w @ rows).to(total)
-    return Moment(weights.double().square().sum().item(), total, None, present(sums).finish().second)
+    return Moment(weights.double().square().sum().item(), total, None, sums.finish().second)

@@ -5,8 +5,6 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-__all__ = ["forward"]
-
 
 def forward(source, batch: Tensor | Mapping[str, Tensor], **options):
     """Return what the network of a model makes of a batch.

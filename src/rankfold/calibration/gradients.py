@@ -9,25 +9,13 @@ tokens of the text and not of tokens drawn from the model (Kunstner et al., arXi
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from .._utils.present import present
 from ..architectures import BlockView, read_linear
 from .moments import Moment, VectorMoment, accumulator, cross
-
-__all__ = [
-    "GRADIENTS",
-    "BackwardObserver",
-    "Fisher",
-    "OutputGradient",
-    "WeightGradient",
-    "gradient_observers",
-    "numbers",
-    "widest",
-]
 
 
 class BackwardObserver(Protocol):
@@ -48,7 +36,7 @@ class OutputGradient:
 
     def __init__(self, layer: nn.Module):
         self.layer = layer
-        self.sums: VectorMoment | None = None
+        self.sums: VectorMoment | Any = None  # made with the first batch
 
     def add(self, x: Tensor, g: Tensor) -> None:
         if self.sums is None:
@@ -56,7 +44,7 @@ class OutputGradient:
         self.sums.add(g)
 
     def finish(self) -> Moment:
-        return present(self.sums).finish()
+        return self.sums.finish()
 
     @staticmethod
     def numbers(out: int, wide: int) -> int:
@@ -107,8 +95,9 @@ GRADIENTS: dict[str, tuple[str, type]] = {
 
 def gradient_observers(names: set[str]) -> Callable[[BlockView], dict[str, BackwardObserver]]:
     """Block -> name -> observer, for names out of :data:`GRADIENTS`."""
-    chosen = {name: row for name, row in GRADIENTS.items() if name in names}
-    return lambda view: {name: observer(view.layers[layer]) for name, (layer, observer) in chosen.items()}
+    return lambda view: {
+        name: observer(view.layers[layer]) for name, (layer, observer) in GRADIENTS.items() if name in names
+    }
 
 
 def numbers(view: BlockView, names: set[str]) -> int:

@@ -9,13 +9,11 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from .._utils.present import present
 from ..architectures import AttentionView
 from ..linalg.mean_square import square_features
 from ..modules.kernels import of_one_length
 from .moments import HeadMoment, Moment, accumulator, head_grams, heads_first
-
-__all__ = ["HeadObserver", "Heads", "ProductObserver", "Projections"]
+from .observers import Observer
 
 
 class Heads:
@@ -24,6 +22,7 @@ class Heads:
     def __init__(self, attention: AttentionView, outputs: list[Tensor], kwargs: dict):
         self.attention, self.kwargs = attention, kwargs
         self.projected = attention.split_states(outputs)  # (B, T, H or K, N)
+        self._grams: dict[str, Tensor] = {}
 
     @cached_property
     def value(self) -> Tensor:
@@ -36,7 +35,7 @@ class Heads:
         Norms over all heads are one head of all their dimensions.
         """
         x = heads_first(self.attention.flat_for_norm(self.projected[index]))
-        return square_features(x.transpose(0, 1).flatten(1, 2)[None], present(self.attention.head_norms)[index].eps)
+        return square_features(x.transpose(0, 1).flatten(1, 2)[None], self.attention.head_norms[index].eps)
 
     @cached_property
     def rotated(self) -> tuple[Tensor, Tensor]:
@@ -67,25 +66,12 @@ class Heads:
         beside them."""
         return self.key - self.key.mean(2, keepdim=True) if self.attention.averages else self.key
 
-    @cached_property
-    def query_grams(self) -> Tensor:
-        """``(B, H, N, N)``"""
-        return head_grams(self.query)
-
-    @cached_property
-    def key_grams(self) -> Tensor:
-        """``(B, K, N, N)``"""
-        return head_grams(self.key)
-
-    @cached_property
-    def key_spread_grams(self) -> Tensor:
-        """``(B, K, N, N)``"""
-        return head_grams(self.key_spread)
-
-    @cached_property
-    def value_grams(self) -> Tensor:
-        """``(B, K, N, N)``"""
-        return head_grams(self.value, exact_in_bf16=self.projected[2].dtype is torch.bfloat16)
+    def grams(self, name: str) -> Tensor:
+        """``(B, H or K, N, N)`` of ``query``, ``key``, ``key_spread`` or ``value``."""
+        if name not in self._grams:
+            exact = name == "value" and self.projected[2].dtype is torch.bfloat16
+            self._grams[name] = head_grams(getattr(self, name), exact_in_bf16=exact)
+        return self._grams[name]
 
 
 class Projections:
@@ -124,7 +110,7 @@ def _rows_of(rows: Tensor, outputs: list[Tensor], kwargs: dict) -> tuple[list[Te
     return [o[rows] for o in outputs], {"position_embeddings": tuple(t[rows] for t in kwargs["position_embeddings"])}
 
 
-class HeadObserver:
+class HeadObserver(Observer):
     """Second moment, per head, of something that is computed of queries, keys and values."""
 
     def __init__(self, projections: Projections, look: Callable[[Heads], tuple[Tensor, Tensor]]):
@@ -137,11 +123,8 @@ class HeadObserver:
         for heads in self.projections.heads(batch.kwargs):
             self.sums.add(*self.look(heads))
 
-    def finish(self) -> Moment:
-        return self.sums.finish()
 
-
-class ProductObserver:
+class ProductObserver(Observer):
     """``sum over windows of (Q^T Q) o (K~^T K~)`` per head, ``K~`` the keys minus their mean over the window."""
 
     def __init__(self, projections: Projections):
@@ -152,7 +135,7 @@ class ProductObserver:
 
     def after(self, batch) -> None:
         for heads in self.projections.heads(batch.kwargs):
-            queries, keys = heads.query_grams, heads.key_spread_grams
+            queries, keys = heads.grams("query"), heads.grams("key_spread")
             keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
             self.second = self.second + (queries * keys).to(accumulator(keys.device)).double().sum(0)
             samples, length = heads.projected[0].shape[:2]

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from ..data.batches import Data, again
 from .runner import IGNORED, Stream, predictions
 
-__all__ = ["Comparison", "compare_losses", "guesses", "perplexity_of", "token_losses", "warn_of_guessing"]
-
 log = logging.getLogger(__name__)
 
 POSITIONS = 256  # whose logits are held at once: a vocabulary is large

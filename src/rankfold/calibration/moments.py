@@ -16,11 +16,8 @@ import torch
 from torch import Tensor
 
 from .._utils.hardware import multiplies_bf16_fast
-from .._utils.present import present
 from ..errors import NumericsError, option
 from ..linalg.psd import all_finite
-
-__all__ = ["BlockMoments", "CrossMoment", "Moment", "gram"]
 
 TILE = 512  # rows of a product x^T x; of every tile only the part on and above the diagonal is computed
 ROUNDING = 32 * torch.finfo(torch.float32).eps  # of a sum of squares in fp32, relative: up to 20 were measured
@@ -29,28 +26,27 @@ FP32_ROWS = 8192  # are summed in fp32 before they go to the fp64 sum, which is 
 
 @dataclass
 class Moment:
-    """Sums over ``count`` observations of a vector ``x`` (or of one per head)."""
+    """Sums over ``count`` observations of a vector ``x`` (or of one per head); ``None`` for those that nobody asked for."""
 
     count: float
-    total: Tensor | None  # (..., N) sum of x
-    absolute: Tensor | None  # (..., N) sum of |x|; only where a diagonal l1 pre-conditioner may want it
-    second: Tensor | None  # (..., N, N) sum of x x^T
-    rows: Tensor | None = None  # (n, N) observations themselves, where a method iterates on them
-    windows: Tensor | None = (
-        None  # (S, N) sum of x over each of S windows, times the root of mean length over own; where a method asks for it
-    )
+    total: Tensor | Any  # (..., N) sum of x
+    absolute: Tensor | Any  # (..., N) sum of |x|; only where a diagonal l1 pre-conditioner may want it
+    second: Tensor | Any  # (..., N, N) sum of x x^T
+    rows: Tensor | Any = None  # (n, N) observations themselves, where a method iterates on them
+    # (S, N) sum of x over each of S windows, times the root of mean length over own; where a method asks for it
+    windows: Tensor | Any = None
 
     @property
     def mean(self) -> Tensor:
-        return present(self.total).double() / self.count
+        return self.total.double() / self.count
 
     @property
     def mean_absolute(self) -> Tensor:
-        return present(self.absolute).double() / self.count
+        return self.absolute.double() / self.count
 
     def second_moment(self) -> Tensor:
         """``E[x x^T]``, fp64; a copy."""
-        return present(self.second).to(torch.float64, copy=True).div_(self.count)
+        return self.second.to(torch.float64, copy=True).div_(self.count)
 
     def covariance(self) -> Tensor:
         """``E[x x^T] - mean mean^T``, fp64; not clamped, so eigenvalues may be negative in the last digits."""
@@ -71,7 +67,7 @@ class Moment:
     def within_windows(self) -> Tensor:
         """Mean over the windows of the covariance within each, fp64: the pooled covariance, divided by counts; not clamped."""
         # (S, N) means, each times the root of the window's length over the mean length: a longer one counts for more
-        means = present(self.windows).double() * (len(present(self.windows)) / self.count)
+        means = self.windows.double() * (len(self.windows) / self.count)
         return self.second_moment().sub_(means.mT @ means / len(means))
 
     def rounded(self) -> "Moment":

@@ -9,17 +9,14 @@ which is the table in ``statistics.py``.
 
 import functools
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .._utils.present import present
 from .._utils.stopwatch import time_spent
 from ..architectures import Norm, read_linear
 from .moments import CrossMoment, Moment, Samples, VectorMoment, accumulator
-
-__all__ = ["Batch", "DenseBatch", "EnergyObserver", "InputObserver", "Observer", "SamplesObserver"]
 
 
 class Batch(NamedTuple):
@@ -27,8 +24,8 @@ class Batch(NamedTuple):
 
     hidden: Tensor  # (B, T, D)
     kwargs: dict  # what the block was called with
-    output: Tensor | None  # (B, T, D), where the forward was not cut short
-    dense: "DenseBatch | None" = None  # the same tokens in the dense model, where a second stream carries them
+    output: Tensor | Any  # (B, T, D), where the forward was not cut short; None elsewhere
+    dense: "DenseBatch | Any" = None  # the same tokens in the dense model, where a second stream carries them
 
 
 class DenseBatch(NamedTuple):
@@ -38,22 +35,24 @@ class DenseBatch(NamedTuple):
     output: Tensor  # (B, T, D) behind the block
 
 
-class Observer(Protocol):
-    """Sees every batch that goes through one block."""
+class Observer:
+    """Sees every batch that goes through one block; ``sums`` is what it adds to, by default."""
+
+    sums: Any
 
     def hooks(self) -> Iterable:
         """Hang hooks on the block; returns their handles."""
-        ...
+        return ()
 
     def after(self, batch: Batch) -> None:
         """A batch has run."""
 
     def finish(self) -> Moment | CrossMoment:
         """What was measured."""
-        ...
+        return self.sums.finish()
 
 
-class InputObserver:
+class InputObserver(Observer):
     """Second moment of what enters a layer, and where wanted the sum over every window.
 
     Args:
@@ -62,10 +61,10 @@ class InputObserver:
 
     def __init__(self, module: nn.Module, *, absolute: bool, windows: bool, norm: Norm | None = None):
         self.module, self.absolute, self.norm = module, absolute, norm
-        self.sums: VectorMoment | None = None
-        self.windows: list[Tensor] | None = [] if windows else None
+        self.sums: VectorMoment | Any = None  # made with the first batch
+        self.windows: list[Tensor] | Any = [] if windows else None
         self.lengths: list[int] = []  # of the windows
-        self._entered: Tensor | None = None  # of this batch; some families flatten it before the layer
+        self._entered: Tensor | Any = None  # of this batch; some families flatten it before the layer
 
     def hooks(self):
         return [self.module.register_forward_pre_hook(lambda _, args: self._add(args[0]))]
@@ -82,12 +81,12 @@ class InputObserver:
 
     def after(self, batch) -> None:
         if self.windows is not None:
-            x, self._entered = present(self._entered).view(*batch.hidden.shape[:2], -1), None
+            x, self._entered = self._entered.view(*batch.hidden.shape[:2], -1), None
             self.windows.append(x.sum(1, dtype=torch.float32).to(accumulator(x.device)))
             self.lengths += [x.shape[1]] * len(x)
 
     def finish(self) -> Moment:
-        moment = present(self.sums).finish()
+        moment = self.sums.finish()
         if self.windows is not None:
             moment.windows = torch.cat(self.windows)
             if len(set(self.lengths)) > 1:
@@ -102,22 +101,19 @@ def rms_behind(layer: nn.Module, x: Tensor, norm: Norm) -> Tensor:
     return (out.float().square().mean(-1, keepdim=True) + norm.eps).sqrt()
 
 
-class EnergyObserver:
+class EnergyObserver(Observer):
     """Squares of what enters some layers, one layer's inputs behind the other's."""
 
     def __init__(self, modules: list[nn.Module]):
         self.modules, self.totals, self.rows = modules, [torch.zeros(())] * len(modules), 0
 
     def hooks(self):
-        return [m.register_forward_pre_hook(functools.partial(self._catch, i)) for i, m in enumerate(self.modules)]
-
-    def _catch(self, layer: int, _: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self._add(layer, args[0])
+        return [m.register_forward_pre_hook(functools.partial(self._add, i)) for i, m in enumerate(self.modules)]
 
     @time_spent("moments")
-    def _add(self, layer: int, x: Tensor) -> None:
-        squares = x.detach().flatten(0, -2).float().square().sum(0)
-        self.totals[layer] = self.totals[layer] + squares.to(accumulator(x.device)).double()
+    def _add(self, layer: int, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+        squares = args[0].detach().flatten(0, -2).float().square().sum(0)
+        self.totals[layer] = self.totals[layer] + squares.to(accumulator(squares.device)).double()
 
     def after(self, batch) -> None:
         self.rows += batch.hidden.shape[0] * batch.hidden.shape[1]
@@ -126,17 +122,11 @@ class EnergyObserver:
         return Moment(self.rows, torch.cat(self.totals), None, None)
 
 
-class SamplesObserver:
+class SamplesObserver(Observer):
     """Rows of what enters a layer, spread evenly over all tokens."""
 
     def __init__(self, module: nn.Module, *, tokens: int, rows: int):
-        self.module, self.samples = module, Samples(max(1, tokens // rows))
+        self.module, self.sums = module, Samples(max(1, tokens // rows))
 
     def hooks(self):
-        return [self.module.register_forward_pre_hook(lambda _, args: self.samples.add(args[0]))]
-
-    def after(self, batch) -> None:
-        pass
-
-    def finish(self) -> Moment:
-        return self.samples.finish()
+        return [self.module.register_forward_pre_hook(lambda _, args: self.sums.add(args[0]))]

@@ -9,8 +9,6 @@ from .observers import DenseBatch
 from .runner import Stream, advance, advance_dense, measure
 from .store import MomentStore
 
-__all__ = ["DenseMoments", "HiddenStates", "MomentProvider", "StoredMoments"]
-
 
 class MomentProvider:
     """What the pipeline calls; nothing happens between the measurements by default."""

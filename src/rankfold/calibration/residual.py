@@ -3,16 +3,15 @@
 Shape legend: B sequences of a batch, T tokens, D model width.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from .._utils.present import present
 from ..architectures import BlockView
-from .moments import CrossMoment, CrossSums, Moment, VectorMoment
-
-__all__ = ["ChangeObserver", "FeedbackObserver", "InfluenceObserver", "Middle", "StreamObserver"]
+from .moments import CrossSums, Moment, VectorMoment
+from .observers import Observer
 
 
 class Middle:
@@ -21,7 +20,7 @@ class Middle:
 
     def __init__(self, view: BlockView):
         self.view = view
-        self._caught: Tensor | None = None
+        self._caught: Tensor | Any = None
 
     def hooks(self):
         if self.view.architecture.projects:
@@ -37,11 +36,11 @@ class Middle:
         """``(B, T, D)`` of the batch ``hidden`` that just ran."""
         if self.view.architecture.projects:
             return hidden
-        caught, self._caught = present(self._caught).view_as(hidden), None
+        caught, self._caught = self._caught.view_as(hidden), None
         return hidden + caught if self.view.middle is None else caught
 
 
-class FeedbackObserver:
+class FeedbackObserver(Observer):
     """What an output projection receives, with what the dense stream has and this one lacks without its output.
 
     Attention: the dense stream behind attention minus this block's input. MLP: the dense stream behind the block minus this
@@ -50,8 +49,8 @@ class FeedbackObserver:
 
     def __init__(self, view: BlockView, module: nn.Module, *, attention: bool):
         self.module, self.attention = module, attention
-        self.middle = None if attention else Middle(view)
-        self.input: Tensor | None = None
+        self.middle: Middle | Any = None if attention else Middle(view)
+        self.input: Tensor | Any = None
         self.sums = CrossSums()
 
     def hooks(self):
@@ -66,41 +65,35 @@ class FeedbackObserver:
         if self.attention:
             target = batch.dense.middle.float() - batch.hidden.float()
         else:
-            target = batch.dense.output.float() - present(self.middle).take(batch.hidden).float()
-        self.sums.add(present(x), target)
-
-    def finish(self) -> CrossMoment:
-        return self.sums.finish()
+            target = batch.dense.output.float() - self.middle.take(batch.hidden).float()
+        self.sums.add(x, target)
 
 
-class StreamObserver:
+class StreamObserver(Observer):
     """Second moment of the residual stream in front of the block, between its halves or behind it.
 
     Every vector is normalised as the norms of the block do, with neither scale nor shift: all tokens count alike.
     """
 
     def __init__(self, view: BlockView, place: Literal["input", "middle", "output"]):
-        self.place, self.middle = place, Middle(view) if place == "middle" else None
+        self.place, self.middle = place, Middle(view)
         self.centres = present(view.architecture.norms).centres
-        self.sums: VectorMoment | None = None
+        self.sums: VectorMoment | Any = None  # made with the first batch
 
     def hooks(self):
-        return self.middle.hooks() if self.middle else []
+        return self.middle.hooks() if self.place == "middle" else []
 
     def after(self, batch) -> None:
         x = {"input": batch.hidden, "output": batch.output}.get(self.place)
-        x = (present(self.middle).take(batch.hidden) if x is None else x).float()
+        x = (self.middle.take(batch.hidden) if x is None else x).float()
         if self.centres:
             x = x - x.mean(-1, keepdim=True)
         if self.sums is None:
             self.sums = VectorMoment(x.shape[-1], x.device)
         self.sums.add(x * x.square().mean(-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny).rsqrt())
 
-    def finish(self) -> Moment:
-        return present(self.sums).finish()
 
-
-class InfluenceObserver:
+class InfluenceObserver(Observer):
     """``1 - cosine`` between input and output of the block, of its attention and of its MLP (MoDeGPT Sec. 3.3, Eq. 42)."""
 
     def __init__(self, view: BlockView):
@@ -124,14 +117,11 @@ class InfluenceObserver:
         return Moment(self.rows, self.total, None, None)
 
 
-class ChangeObserver:
+class ChangeObserver(Observer):
     """Squared norm of what a block adds to its input, and of its output."""
 
     def __init__(self):
         self.total, self.rows = torch.zeros(2, dtype=torch.float64), 0
-
-    def hooks(self):
-        return []
 
     def after(self, batch) -> None:
         hidden, output = batch.hidden.float(), batch.output.float()

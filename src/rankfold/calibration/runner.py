@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from .._utils.evaluating import evaluating
-from .._utils.present import present
 from .._utils.stopwatch import time_spent
 from ..architectures import BlockView
 from ..data.batches import Batch as Given
@@ -27,22 +26,6 @@ from .moments import BlockMoments, check_finite
 from .observers import Batch, DenseBatch, Observer
 from .residual import Middle
 from .statistics import STATISTICS, observers_for
-
-__all__ = [
-    "IGNORED",
-    "Call",
-    "StandIn",
-    "Stream",
-    "advance",
-    "advance_dense",
-    "batch_tokens",
-    "measure",
-    "outputs",
-    "outputs_at",
-    "predictions",
-    "start",
-    "targets_of",
-]
 
 BATCH_TOKENS = 2048  # a forward on a CPU; larger batches are hardly faster, and their activations dwarf the block
 MOST_BATCH_TOKENS = 32768  # a forward on an accelerator, where its memory allows; beyond that nothing gets faster
@@ -115,8 +98,8 @@ class _Recorder(StandIn):
     def __init__(self, block: nn.Module, returns_tuple: bool, last: bool):
         super().__init__(block)
         self.returns_tuple, self.last = returns_tuple, last
-        self.call: Call | None = None
-        self.hidden: Tensor | None = None
+        self.call: Call | Any = None
+        self.hidden: Tensor | Any = None
         self.instead: Tensor | None = None
 
     def forward(self, hidden, *args, **kwargs):
@@ -173,7 +156,7 @@ def start(source, ids: Data, *, autocast: torch.dtype | None) -> Stream:
         for batch in batches(ids, batch_tokens(source), source.part):
             with contextlib.suppress(_Stop):
                 forward(source, batch.read() if isinstance(batch, Example) else batch)
-            first = present(recorders[0].hidden)
+            first = recorders[0].hidden
             stream.hidden.append(first.to(autocast or first.dtype))
             size = None if isinstance(batch, Example) else len(batch)
             if size is None or size not in of_size:
@@ -185,7 +168,7 @@ def start(source, ids: Data, *, autocast: torch.dtype | None) -> Stream:
 def _calls(recorders: list[_Recorder], dtype: torch.dtype) -> list[Call]:
     """What every block was called with. A block whose output the model adds to on the way to the next one is told by what
     enters that: recorders pass on what they receive."""
-    calls, entered = [present(r.call) for r in recorders], [present(r.hidden) for r in recorders]
+    calls, entered = [r.call for r in recorders], [r.hidden for r in recorders]
     for i, (before, after) in enumerate(itertools.pairwise(entered)):
         if after is not before and not torch.equal(after, before):
             calls[i] = calls[i]._replace(added=(after - before).to(dtype))
@@ -214,9 +197,7 @@ def outputs(source, ids: Given, stream: Stream, hidden: Tensor | None = None, *,
         recorders[-1].instead = hidden.to(source.model.dtype)
         found = forward(source, ids_of(ids), **some)  # images are in the stream
     found = found.logits if source.architecture.decoder else _batched(found.last_hidden_state)
-    if torch.aminmax(
-        found.detach()
-    ).min.isnan():  # unlike isnan() of all of it, no second tensor of a vocabulary's size
+    if torch.aminmax(found.detach()).min.isnan():  # isnan() would make a second tensor of a vocabulary's size
         raise NumericsError(
             f"{source.name} computes NaN on the calibration windows: its numbers are too large for "
             f"{str(source.model.dtype).removeprefix('torch.')}, or its weights are damaged; give it in float32"
@@ -267,7 +248,7 @@ def predictions(
 def advance(view: BlockView, stream: Stream, module: nn.Module | None = None) -> None:
     """Replace the stream by the output of the block (of ``module`` where given)."""
     for i, _, output in _forward(view, stream, module or view.module):
-        stream.move(i, view.index, present(output))
+        stream.move(i, view.index, output)
 
 
 @torch.no_grad()
@@ -277,8 +258,8 @@ def advance_dense(view: BlockView, stream: Stream) -> list[DenseBatch]:
     middle, found = Middle(view), []
     with _watched([middle], None):
         for i, _, output in _forward(view, stream, view.module):
-            found.append(DenseBatch(middle.take(stream.hidden[i]).to(present(output).dtype), present(output)))
-            stream.move(i, view.index, present(output))
+            found.append(DenseBatch(middle.take(stream.hidden[i]).to(output.dtype), output))
+            stream.move(i, view.index, output)
     return found
 
 
@@ -308,7 +289,7 @@ def measure(
                 for observer in observers.values():
                     observer.after(batch)
             if step:
-                stream.move(i, view.index, present(output))
+                stream.move(i, view.index, output)
     with time_spent("moments"):
         moments = {name: observer.finish() for name, observer in observers.items()}
         check_finite(moments, view.path)
@@ -338,7 +319,7 @@ def _watched(observers: Iterable[Observer | Middle], end: nn.Module | None):
             handle.remove()
 
 
-def _forward(view, stream, module) -> Iterator[tuple[int, dict, Tensor | None]]:
+def _forward(view, stream, module) -> Iterator[tuple[int, dict, Tensor | Any]]:
     """Batch, its keyword arguments and the output, which is ``None`` where the forward was left early."""
     ranges = []  # looked at once behind the last batch: a look waits for the device
     for i, hidden in enumerate(stream.hidden):

@@ -6,15 +6,12 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from .._utils.present import present
 from ..architectures import BlockView
 from .experts import INPUT, ROUTING, ExpertInputs, RouterWeights
 from .heads import HeadObserver, Heads, ProductObserver, Projections
 from .moments import head_grams
 from .observers import EnergyObserver, InputObserver, Observer, SamplesObserver
 from .residual import ChangeObserver, FeedbackObserver, InfluenceObserver, StreamObserver
-
-__all__ = ["SAMPLE_ROWS", "STATISTICS", "STORED", "Statistic", "observers_for"]
 
 SAMPLE_ROWS = 8  # rows of `mlp_samples` kept for every hidden unit; fits on fewer remember them (docs/papers.md)
 
@@ -40,7 +37,7 @@ class Scene:
 
     def head(self, name: str) -> Observer:
         """Of queries, keys, centred keys or values."""
-        return HeadObserver(self.projections, lambda heads: (getattr(heads, name), getattr(heads, f"{name}_grams")))
+        return HeadObserver(self.projections, lambda heads: (getattr(heads, name), heads.grams(name)))
 
     def squares(self, index: int) -> Observer:
         """Of squares over the mean square that the norm of queries (0) or keys (1) divides by."""
@@ -53,15 +50,12 @@ class Scene:
 
     def samples(self) -> Observer:
         mlp = self.view.mlp
-        return SamplesObserver(
-            self.layer(present(mlp).spec.up), tokens=self.tokens, rows=SAMPLE_ROWS * present(mlp).hidden
-        )
+        return SamplesObserver(self.layer(mlp.spec.up), tokens=self.tokens, rows=SAMPLE_ROWS * mlp.hidden)
 
 
 class Statistic(NamedTuple):
-    """What a name stands for, and who measures it; ``None`` for a setting of others."""
+    """Who measures it; ``None`` for a setting of others."""
 
-    meaning: str
     observer: Callable[[Scene], Observer] | None
     until: Literal["attention", "mlp", "end"] = "attention"  # the output projection in front of which all of it is seen
     two_streams: bool = False  # compares with the dense model on the same tokens
@@ -81,98 +75,55 @@ class Statistic(NamedTuple):
 
 # What can be measured in a block. Methods name the ones they need.
 STATISTICS: dict[str, Statistic] = {
-    "attention_input": Statistic(
-        "input of q, k and v", lambda s: s.input_of(s.view.attention.qkv_modules[0]), part="heads"
-    ),
-    "attention_output": Statistic(
-        "input of the output projection", lambda s: s.input_of(s.view.attention.output_module), part="stream"
-    ),
+    # Inputs of q, k and v; of the output projection; of up and gate; of the down projection.
+    "attention_input": Statistic(lambda s: s.input_of(s.view.attention.qkv_modules[0]), part="heads"),
+    "attention_output": Statistic(lambda s: s.input_of(s.view.attention.output_module), part="stream"),
+    "mlp_input": Statistic(lambda s: s.input_of(s.layer(s.view.mlp.spec.up)), "mlp", part="mlp"),
+    "mlp_hidden": Statistic(lambda s: s.input_of(s.layer(s.view.mlp.spec.down)), "mlp", part="mlp"),
+    # Rows of the input of up, for methods that iterate on activations.
+    "mlp_samples": Statistic(Scene.samples, "mlp", part="mlp"),
+    # What the dense stream has behind attention and this one lacks, with the input of the output projection.
     "attention_feedback": Statistic(
-        "what the dense stream has behind attention and this one lacks, with the input of the output projection",
         lambda s: FeedbackObserver(s.view, s.view.attention.output_module, attention=True),
         two_streams=True,
         part="stream",
     ),
-    "mlp_input": Statistic(
-        "input of up and gate", lambda s: s.input_of(s.layer(s.view.mlp.spec.up)), "mlp", part="mlp"
-    ),
-    "mlp_samples": Statistic(
-        "rows of the input of up, for methods that iterate on activations", Scene.samples, "mlp", part="mlp"
-    ),
-    "mlp_hidden": Statistic(
-        "input of the down projection", lambda s: s.input_of(s.layer(s.view.mlp.spec.down)), "mlp", part="mlp"
-    ),
+    # What the dense stream has behind the block and this one lacks behind attention, with the input of the down projection.
     "mlp_feedback": Statistic(
-        "what the dense stream has behind the block and this one lacks behind attention, with the input of the down projection",
-        lambda s: FeedbackObserver(s.view, s.layer(present(s.view.mlp).spec.down), attention=False),
+        lambda s: FeedbackObserver(s.view, s.layer(s.view.mlp.spec.down), attention=False),
         "mlp",
         two_streams=True,
         part="mlp",
     ),
-    INPUT: Statistic("the tokens that experts receive", lambda s: ExpertInputs(s.view.experts), "end", part="experts"),
-    ROUTING: Statistic(
-        "what the output of each expert is multiplied with, of every token",
-        lambda s: RouterWeights(s.view.experts),
-        "end",
-        part="experts",
-    ),
-    "query": Statistic("rotated queries, per head", lambda s: s.head("query"), part="heads"),
-    "key": Statistic("rotated keys, per key head", lambda s: s.head("key"), part="heads"),
-    "key_spread": Statistic(
-        "rotated keys minus their mean over the window", lambda s: s.head("key_spread"), part="heads"
-    ),
-    "query_key": Statistic(
-        "sum over windows of (Q^T Q) o (K~^T K~), K~ the keys minus their mean over the window, per head: the exact cost of "
-        "dropping dimensions",
-        lambda s: ProductObserver(s.projections),
-        part="heads",
-    ),
-    "query_squares": Statistic(
-        "squares of the queries that a q/k-norm receives, over the mean square it divides by, per head",
-        lambda s: s.squares(0),
-        part="norms",
-    ),
-    "key_squares": Statistic("the same of the keys", lambda s: s.squares(1), part="norms"),
-    "value": Statistic("values, per key head", lambda s: s.head("value"), part="heads"),
-    "absolute": Statistic("also the mean absolute value of every input above, for the l1 pre-conditioner", None),
-    "stream_input": Statistic(
-        "normalised residual stream in front of the block", lambda s: StreamObserver(s.view, "input"), sequential=True
-    ),
-    "stream_middle": Statistic(
-        "normalised residual stream between attention and MLP",
-        lambda s: StreamObserver(s.view, "middle"),
-        "mlp",
-        sequential=True,
-    ),
-    "stream_output": Statistic(
-        "normalised residual stream behind the block",
-        lambda s: StreamObserver(s.view, "output"),
-        "end",
-        sequential=True,
-    ),
-    "norms_behind": Statistic(
-        "inputs of output and down projections over the RMS of what these make of them, where a norm stands behind them",
-        None,
-        sequential=True,
-    ),
-    "windows": Statistic("also the sum over every window of every input above, for covariances within windows", None),
+    # The tokens that experts receive, and what the output of each expert is multiplied with, of every token.
+    INPUT: Statistic(lambda s: ExpertInputs(s.view.experts), "end", part="experts"),
+    ROUTING: Statistic(lambda s: RouterWeights(s.view.experts), "end", part="experts"),
+    # Per head: rotated queries; rotated keys, and these minus their mean over the window; values.
+    "query": Statistic(lambda s: s.head("query"), part="heads"),
+    "key": Statistic(lambda s: s.head("key"), part="heads"),
+    "key_spread": Statistic(lambda s: s.head("key_spread"), part="heads"),
+    "value": Statistic(lambda s: s.head("value"), part="heads"),
+    # The exact cost of dropping dimensions of queries and keys.
+    "query_key": Statistic(lambda s: ProductObserver(s.projections), part="heads"),
+    # Squares of the queries (keys) that a q/k-norm receives, over the mean square it divides by, per head.
+    "query_squares": Statistic(lambda s: s.squares(0), part="norms"),
+    "key_squares": Statistic(lambda s: s.squares(1), part="norms"),
+    # The normalised residual stream in front of the block, between its halves, and behind it.
+    "stream_input": Statistic(lambda s: StreamObserver(s.view, "input"), sequential=True),
+    "stream_middle": Statistic(lambda s: StreamObserver(s.view, "middle"), "mlp", sequential=True),
+    "stream_output": Statistic(lambda s: StreamObserver(s.view, "output"), "end", sequential=True),
+    # Of every input above also: the mean absolute value, for the l1 pre-conditioner; the sum over every window, for
+    # covariances within windows.
+    "absolute": Statistic(None),
+    "windows": Statistic(None),
+    # Inputs of output and down projections over the RMS of what these make of them, where a norm stands behind them.
+    "norms_behind": Statistic(None, sequential=True),
+    # Squares of what q, k and v, the output projection, up and gate, and the down projection receive, one behind the other.
     "input_energy": Statistic(
-        "squares of what q, k and v, the output projection, up and gate, and the down projection receive, one behind the other",
-        lambda s: EnergyObserver([s.layer(paths[0]) for paths in s.view.readers.values()]),
-        "mlp",
+        lambda s: EnergyObserver([s.layer(paths[0]) for paths in s.view.readers.values()]), "mlp"
     ),
-    "influence": Statistic(
-        "1 - cosine between input and output of the block, of its attention and of its MLP",
-        lambda s: InfluenceObserver(s.view),
-        "end",
-        part="stream",
-    ),
-    "change": Statistic(
-        "squared norms of what the block adds to its input and of its output",
-        lambda _: ChangeObserver(),
-        "end",
-        part="stream",
-    ),
+    "influence": Statistic(lambda s: InfluenceObserver(s.view), "end", part="stream"),
+    "change": Statistic(lambda _: ChangeObserver(), "end", part="stream"),
 }
 
 
@@ -181,11 +132,7 @@ STORED = frozenset(name for name, row in STATISTICS.items() if not row.two_strea
 
 
 def observers_for(view: BlockView, statistics: set[str], tokens: int) -> dict[str, Observer]:
-    """Name -> observer of a block, for the statistics wanted.
-
-    Args:
-        tokens: how many will go through the block.
-    """
+    """Name -> observer of a block, through which so many ``tokens`` will go, for the statistics wanted."""
     absolute, windows, norms = (name in statistics for name in ("absolute", "windows", "norms_behind"))
     scene = Scene(view, tokens, absolute, windows, norms, Projections(view.attention))
     rows = {name: row for name, row in STATISTICS.items() if name in statistics and row.seen_in(view)}

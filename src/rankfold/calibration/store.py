@@ -23,8 +23,6 @@ from ..data.calibration_data import upgrade_calibration
 from ..errors import CheckpointError
 from .moments import BlockMoments, Moment, moved
 
-__all__ = ["MomentStore"]
-
 log = logging.getLogger(__name__)
 
 PARTS = ("total", "absolute", "second", "rows", "windows")
@@ -60,14 +58,14 @@ class MomentStore:
         identity: what the moments were measured on (model, tokens, precision, statistics); two stores with equal
             identity hold the same numbers.
         folder: where to keep them; ``None`` keeps them in memory.
-        held_out: samples that were not measured, to judge what is fitted to the others.
+        held_out: windows, images or examples that were not measured, to judge what is fitted to the others.
         written: the identity with the keys of the version that began the folder.
     """
 
     def __init__(
         self, identity: dict, folder: Path | None = None, held_out: Data | None = None, written: dict | None = None
     ):
-        self.identity, self.folder, self._held_out = identity, folder, held_out
+        self.identity, self.folder, self.held_out = identity, folder, held_out
         self._written = written or identity  # digests of blocks are of the identity as the folder has it
         self._blocks: dict[int, BlockMoments] = {}
 
@@ -130,11 +128,6 @@ class MomentStore:
         identity = upgrade_calibration(written)
         check_record(identity, IDENTITY, folder / RECORD)
         return cls(identity, folder, _read_held_out(folder / HELD_OUT, identity["tokens"]), written)
-
-    @property
-    def held_out(self) -> Data | None:
-        """The windows, images or examples that were not measured; ``None`` where all were."""
-        return self._held_out
 
     def finish(self) -> None:
         """Declare all blocks written."""

@@ -30,8 +30,6 @@ from .grid import Cell
 from .measures import Measures
 from .report.page import write_report, write_rows
 
-__all__ = ["CellRunner", "compare"]
-
 log = logging.getLogger(__name__)
 
 
@@ -77,10 +75,8 @@ def compare(
         kept = folder.kept()
         lost = {cell.key for cell in cells if folder.done(cell.key)} - kept
         if keep and lost:
-            log.warning(
-                "%d rows are done, and their models were not kept: give %s with another folder",
-                *(len(lost), option("keep", True)),
-            )
+            told = "%d rows are done, and their models were not kept: give %s with another folder"
+            log.warning(told, len(lost), option("keep", True))
         work = CellRunner(source, tokens, measures, folder, [cell for cell in cells if cell.key not in impossible])
         if not folder.done(DENSE):
             folder.keep(DENSE, work.dense_row())

@@ -20,8 +20,6 @@ from ..errors import CheckpointError
 from ..report.record import PROBE_TEXTS
 from .grid import Cell
 
-__all__ = ["DENSE", "Folder", "read_config"]
-
 CONFIG, CELLS, DENSE = "compare.json", "cells", "dense"
 MOMENTS = "moments-"  # how their names begin
 FILE = {
@@ -85,7 +83,7 @@ class Folder:
             return {"identity": self.identity, "runs": [], "rows": [DENSE]}
         if not path.exists():
             raise CheckpointError(f"{self.path} exists and is not a comparison; choose another folder")
-        found = self.config()
+        found = read_config(path)
         if found["identity"] != self.identity:
             other = [key for key in self.identity if found["identity"].get(key) != self.identity[key]]
             raise CheckpointError(
@@ -141,12 +139,7 @@ class Folder:
         return models | moments if models else set()
 
     def clear(self, kept: set[str], cells: Sequence[Cell] | None = None) -> None:
-        """Remove the compressed models of these rows; ``None``: all of them, what is unfinished, and the moments.
-
-        Args:
-            kept: what stays.
-            cells: of which rows.
-        """
+        """Remove the compressed models of ``cells`` but for those ``kept``; ``None``: all, what is unfinished, the moments."""
         with writing(self.path):
             for path in sorted((self.path / CELLS).iterdir()):
                 if path.is_dir() and path.name not in kept and (cells is None or path.name in {c.key for c in cells}):

@@ -9,8 +9,6 @@ from ..architectures import BlockView
 from ..errors import OptionError, check_choice, written
 from ..methods import Method, make_method, method_class
 
-__all__ = ["Cell", "Form", "cells_of"]
-
 
 @dataclass(frozen=True)
 class Form:

@@ -17,8 +17,6 @@ from ..evaluation.tasks import Questions
 from ..evaluation.text import Texts, timed_perplexity, windows_of_text
 from ..models.dense_model import DenseModel
 
-__all__ = ["Accuracies", "Measure", "Measures", "Perplexities", "Speed"]
-
 DENSE, COMPRESSED = "dense", "compressed"
 
 
@@ -113,7 +111,7 @@ def _windows(source: DenseModel, text: Text, length: int, limit: int | None) -> 
 
 
 class Accuracies:
-    """Zero-shot tasks by lm-eval; see :func:`~rankfold.evaluation.tasks.evaluate_tasks`.
+    """Zero-shot tasks by lm-eval; see :class:`~rankfold.evaluation.tasks.Questions`.
 
     Raises:
         OptionError, DataError: see :meth:`~rankfold.evaluation.tasks.Questions.check`.
@@ -136,8 +134,6 @@ class Speed:
 
     Args:
         context: tokens the model has positions for; prompts are shortened to fit.
-        batch: sequences at a time.
-        repeats: measured rounds.
     """
 
     def __init__(self, context: int, *, batch: int = 8, repeats: int = 5):

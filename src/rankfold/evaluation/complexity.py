@@ -23,8 +23,6 @@ from ..modules import CompressedAttention, LatentLinear, SparseLinear, SplitHead
 from ..modules.factors import triangle_macs
 from ..report.plan import Plan
 
-__all__ = ["DEFINITION", "complexity", "counted_macs", "formula_macs", "planned_macs"]
-
 DEFINITION = (
     "MACs per token of one forward over T tokens without cache: every weight of a linear map once (head included, embedding "
     "not), and heads x (query-key width + value width) x T for the attention of each block, mask not used; FLOPs are twice that"
@@ -127,8 +125,9 @@ def planned_macs(source: DenseModel, plan: Plan, tokens: int) -> dict[str, int]:
 
 
 @torch.no_grad()
-def cache_bytes(model: PreTrainedModel, tokens: int = 8) -> int:
+def cache_bytes(model: PreTrainedModel) -> int:
     """Bytes by which the cache grows with every token."""
+    tokens = 8
     ids = torch.zeros(1, tokens, dtype=torch.long, device=model.device)
     cache = model(ids, use_cache=True).past_key_values
     return sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values)) // tokens

@@ -16,8 +16,6 @@ from ..report.record import environment, process_status
 from .complexity import cache_bytes, complexity
 from .speed import PROMPT, STEPS, lengths, prompts, run, speed
 
-__all__ = ["MEMORY", "Cost", "bytes_on_disk", "peak_memory"]
-
 log = logging.getLogger(__name__)
 MEMORY = (
     "bytes of parameters and buffers, and by how much the process (CPU) or the device's allocator grew at most during one "

@@ -13,8 +13,6 @@ from .cost import Cost
 from .tasks import Questions
 from .text import Texts
 
-__all__ = ["evaluate"]
-
 
 @one_run()
 def evaluate(
@@ -30,15 +28,11 @@ def evaluate(
 
     Args:
         model: hub id, folder (dense or compressed), or ``.gguf`` file.
-        texts: perplexity on these.
-        questions: lm-eval's tasks.
-        cost: speed, memory, sizes.
         dtype: ``auto`` (as stored) or a dtype.
-        device: where to run.
 
     Returns:
         ``{"model", "versions", "texts": [...], "tasks": {...}, "cost": {...}}``, the last three where asked for; see
-        :meth:`Texts.measure`, :func:`~.tasks.evaluate_tasks` and :meth:`Cost.measure`.
+        :meth:`Texts.measure`, :meth:`Questions.measure` and :meth:`Cost.measure`.
 
     Raises:
         OptionError: nothing is asked for; or see the three.

@@ -11,8 +11,6 @@ from ..data.tokens import tokenised
 from ..errors import CheckpointError, DataError, NumericsError, OptionError, first_line, option
 from ..models.auto_classes import check_writes
 
-__all__ = ["continue_text", "generate_text"]
-
 
 def generate_text(model: str | Path, prompt: str, *, dtype: str = "auto", device: str = "auto", **options) -> str:
     """Load a model by name and continue a prompt; see :func:`continue_text` for the options."""

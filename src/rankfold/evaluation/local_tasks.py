@@ -9,8 +9,6 @@ from ..data.text import decode, json_row
 from ..errors import DataError, OptionError, option, suggestion
 from .science_qa import SCIENCE_QA
 
-__all__ = ["LOCAL", "Form", "local_definition", "local_rows"]
-
 
 class Form(NamedTuple):
     """What the rows of a task look like on the hub, and so in a file."""

@@ -16,8 +16,6 @@ from ..calibration.moments import wide
 from ..data.calibration_data import check_ids
 from ..errors import DataError, NumericsError, OptionError, option
 
-__all__ = ["DEFINITION", "perplexity", "windows_of"]
-
 DEFINITION = (
     "rows joined by a blank line, tokenised once; non-overlapping windows, no token shared; exp of the mean negative "
     "log-likelihood per predicted token (each window predicts all its tokens but the first)"

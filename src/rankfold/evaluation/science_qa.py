@@ -6,8 +6,6 @@ pictures: its numbers are of another kind. Questions with a picture are left out
 
 from typing import Any
 
-__all__ = ["COLUMNS", "SCIENCE_QA", "by_column"]
-
 HINT = "{% if hint %}Context: {{hint}}\n{% endif %}"
 
 
@@ -52,25 +50,24 @@ def _grade(row: dict) -> int:
     return int(row["grade"].removeprefix("grade"))
 
 
-def by_column(samples: list[dict], metric: str = "acc") -> dict[str, dict]:
+def by_column(samples: list[dict]) -> dict[str, dict]:
     """Accuracy in each of :data:`COLUMNS`.
 
     Args:
-        samples: lm-eval's record of every question: ``{"doc": row, metric: 0 or 1, ...}``.
-        metric: ``acc`` or ``acc_norm``.
+        samples: lm-eval's record of every question: ``{"doc": row, "acc": 0 or 1, ...}``.
 
     Returns:
-        column -> ``{metric, metric + "_stderr", "samples"}``; the standard error is lm-eval's, of a mean; ``None`` where
-        there is no question, or only one to estimate it from.
+        column -> ``{"acc", "acc_stderr", "samples"}``; the standard error is lm-eval's, of a mean; ``None`` where there is
+        no question, or only one to estimate it from.
     """
     from lm_eval.api.metrics import mean, mean_stderr
 
     table = {}
     for column, belongs in COLUMNS.items():
-        values = [sample[metric] for sample in samples if belongs(sample["doc"])]
+        values = [sample["acc"] for sample in samples if belongs(sample["doc"])]
         table[column] = {
-            metric: mean(values) if values else None,
-            f"{metric}_stderr": mean_stderr(values) if len(values) > 1 else None,
+            "acc": mean(values) if values else None,
+            "acc_stderr": mean_stderr(values) if len(values) > 1 else None,
             "samples": len(values),
         }
     return table

@@ -14,8 +14,6 @@ from .._utils.hardware import now
 from .._utils.progress import track
 from ..errors import OptionError
 
-__all__ = ["DEFINITION", "PROMPT", "STEPS", "lengths", "prompts", "run", "speed"]
-
 DEFINITION = (
     "prefill: B x T prompt tokens over the time of one forward that fills the cache and computes the last logits; first "
     "token: that time; "

@@ -9,20 +9,18 @@ import logging
 import math
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from .._utils.present import present
 from .._utils.progress import count_steps, without_bars
-from ..errors import CheckpointError, NumericsError, OptionError, first_line, option, suggestion
+from .._utils.reporting import reporting
+from ..errors import CheckpointError, NumericsError, OptionError, option, suggestion
 from .local_tasks import LOCAL, local_definition, local_rows
 from .science_qa import SCIENCE_QA, by_column
-
-__all__ = ["Questions", "evaluate_tasks"]
 
 SEED = 1234  # of the examples; lm-eval's own
 BOOTSTRAP = 1000  # draws for the error of what is no mean (perplexity of LAMBADA); 100,000 take minutes
@@ -30,7 +28,15 @@ BOOTSTRAP = 1000  # draws for the error of what is no mean (perplexity of LAMBAD
 
 @dataclass(frozen=True)
 class Questions:
-    """Tasks to run, and how; see :func:`evaluate_tasks`."""
+    """Tasks of lm-eval to run, and how.
+
+    Args:
+        tasks: lm-eval's names of tasks or groups, and ``scienceqa``.
+        folder: take the rows from files there instead of the hub; see :func:`~.local_tasks.local_rows`.
+        limit: only the first questions of each.
+        batch_size: questions' choices per forward; results agree up to rounding.
+        num_fewshot: examples before each question; ``None``: what the task defines, mostly none.
+    """
 
     tasks: Sequence[str]
     folder: str | None = None
@@ -57,91 +63,70 @@ class Questions:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise OptionError(f"{option(name)} must be >= {least}, got {value}")
-        if self.folder is not None:
-            for name in self.tasks:
-                local_rows(name, Path(present(self.folder)).expanduser(), self.num_fewshot)
+        self._files()
         names = [*_manager(tuple(self.tasks)).all_tasks, "scienceqa"]
         for name in self.tasks:
             if name not in names:
                 raise OptionError(f"unknown task {name!r}; {suggestion(name, names)}`lm-eval ls tasks` lists them all")
 
+    def _files(self) -> dict[str, dict[str, Path]]:
+        """The local files of every task, whose rows are checked; none where they come from the hub."""
+        if self.folder is None:
+            return {}
+        folder = Path(self.folder).expanduser()
+        return {name: local_rows(name, folder, self.num_fewshot) for name in self.tasks}
+
     def digest(self) -> str:
         """Of the local files that the questions, and examples, are read from: 32 hexadecimal digits."""
         found = hashlib.sha256()
-        for name in self.tasks:
-            for file in local_rows(name, Path(present(self.folder)).expanduser(), self.num_fewshot).values():
+        for files in self._files().values():
+            for file in files.values():
                 found.update(hashlib.sha256(file.read_bytes()).digest())
         return found.hexdigest()[:32]
 
-    def measure(self, network, tokenizer) -> dict[str, dict]:
-        """See :func:`evaluate_tasks`."""
-        return evaluate_tasks(network, tokenizer, **asdict(self))
+    def measure(self, network, tokenizer, *, autocast: torch.dtype | None = None) -> dict[str, dict]:
+        """Run the tasks on a model in memory, dense or compressed.
 
+        Args:
+            network: a causal language model.
+            tokenizer: the model's.
+            autocast: run the forward under autocast in this dtype.
 
-def evaluate_tasks(
-    network,
-    tokenizer,
-    tasks: Sequence[str],
-    *,
-    folder: str | Path | None = None,
-    limit: int | None = None,
-    batch_size: int = 8,
-    num_fewshot: int | None = None,
-    autocast: torch.dtype | None = None,
-) -> dict[str, dict]:
-    """Run tasks of lm-eval on a model in memory, dense or compressed.
+        Returns:
+            task -> ``{metric, metric + "_stderr", ..., "samples", "num_fewshot", "version"}``, as lm-eval computes them;
+            ``scienceqa`` also has ``columns`` (:func:`~.science_qa.by_column`). Groups hold their own means.
 
-    Args:
-        network: a causal language model.
-        tokenizer: the model's.
-        tasks: lm-eval's names of tasks or groups, and ``scienceqa``.
-        folder: take the rows from files there instead of the hub; see :func:`~.local_tasks.local_rows`.
-        limit: only the first questions of each.
-        batch_size: questions' choices per forward; results agree up to rounding.
-        num_fewshot: examples before each question; ``None``: what the task defines, mostly none.
-        autocast: run the forward under autocast in this dtype.
+        Raises:
+            OptionError, DataError: see :meth:`check`.
+            CheckpointError: the hub cannot be reached.
+            NumericsError: a score is not a number.
+        """
+        self.check()
+        import lm_eval
 
-    Returns:
-        task -> ``{metric, metric + "_stderr", ..., "samples", "num_fewshot", "version"}``, as lm-eval computes them;
-        ``scienceqa`` also has ``columns`` (:func:`~.science_qa.by_column`). Groups hold their own means.
+        with tempfile.TemporaryDirectory(prefix="rankfold-") as scratch, _silenced():
+            loaded = self._load(Path(scratch))
+            for task in loaded["tasks"].values():
+                _set_examples(task, self.num_fewshot)
+            scorer = _scorer(network, tokenizer, self.batch_size, autocast, ", ".join(self.tasks))
+            samples = "scienceqa" in loaded["tasks"]
+            result: Any = lm_eval.evaluate(
+                scorer, loaded, limit=self.limit, bootstrap_iters=BOOTSTRAP, log_samples=samples
+            )
+            found = {name: _plain(name, result) for name in result["results"]}
+        if "scienceqa" in found:
+            found["scienceqa"]["columns"] = by_column(result["samples"]["scienceqa"])
+        return found
 
-    Raises:
-        OptionError: see :meth:`Questions.check`.
-        DataError, CheckpointError: rows that are missing or of another kind; the hub cannot be reached.
-        NumericsError: a score is not a number.
-    """
-    Questions(tasks, None if folder is None else str(folder), limit, batch_size, num_fewshot).check()
-    import lm_eval
-
-    with tempfile.TemporaryDirectory(prefix="rankfold-") as scratch, _silenced():
-        loaded = _load(tasks, None if folder is None else Path(folder).expanduser(), num_fewshot, Path(scratch))
-        for task in loaded["tasks"].values():
-            _set_examples(task, num_fewshot)
-        scorer = _scorer(network, tokenizer, batch_size, autocast, ", ".join(tasks))
-        result: Any = lm_eval.evaluate(
-            scorer, loaded, limit=limit, bootstrap_iters=BOOTSTRAP, log_samples="scienceqa" in loaded["tasks"]
-        )
-        found = {name: _plain(name, result) for name in result["results"]}
-    if "scienceqa" in found:
-        found["scienceqa"]["columns"] = by_column(result["samples"]["scienceqa"])
-    return found
-
-
-def _load(tasks: Sequence[str], folder: Path | None, num_fewshot: int | None, scratch: Path) -> Any:
-    """lm-eval's task objects, rows included."""
-    manager = _manager(tuple(tasks))
-    if folder is not None:
-        rows = {name: local_rows(name, folder, num_fewshot) for name in tasks}
-        chosen = [local_definition(name, files, manager.task_index, scratch) for name, files in rows.items()]
-    else:
-        chosen = [SCIENCE_QA if name == "scienceqa" else name for name in tasks]
-    try:
-        return manager.load(chosen)
-    except Exception as error:  # of the hub, of the network, of the data set library, of a task's own code
-        raise CheckpointError(
-            f"the questions of {', '.join(tasks)} cannot be read: {first_line(error)}; without the hub, put their rows "
-            f"into a folder and name it by {option('include_path')}"
-        ) from error
+    def _load(self, scratch: Path) -> Any:
+        """lm-eval's task objects, rows included."""
+        manager, files = _manager(tuple(self.tasks)), self._files()
+        chosen = [SCIENCE_QA if name == "scienceqa" else name for name in self.tasks]
+        if files:
+            chosen = [local_definition(name, own, manager.task_index, scratch) for name, own in files.items()]
+        advice = f"without the hub, put their rows into a folder and name it by {option('include_path')}"
+        with reporting(CheckpointError, f"the questions of {', '.join(self.tasks)} cannot be read", advice):
+            return manager.load(chosen)
 
 
 @functools.lru_cache(maxsize=1)

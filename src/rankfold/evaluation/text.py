@@ -18,8 +18,6 @@ from ..errors import CheckpointError, OptionError, option
 from ..models.auto_classes import check_writes
 from .perplexity import perplexity, windows_of
 
-__all__ = ["Texts", "evaluate_text", "timed_perplexity", "windows_of_text"]
-
 log = logging.getLogger(__name__)
 
 
@@ -62,19 +60,18 @@ class Texts:
     def measure(self, model: str, network, tokenizer, texts: list[Text]) -> list[dict]:
         """Of every text what :func:`~rankfold.evaluation.perplexity.perplexity` says, ``text``, and ``tokens_per_second``
         (tokens of the windows over the time of their forwards and losses)."""
-        return [self._one(model, network, tokenizer, text) for text in texts]
-
-    def _one(self, model: str, network, tokenizer, text: Text) -> dict:
-        config, length = network.config.get_text_config(), self.max_length
+        found, config, length = [], network.config.get_text_config(), self.max_length
         context = getattr(config, "max_position_embeddings", None) or length
         if length > context:
             log.info("max_length %d is more than the model's context; using %d", length, context)
             length = context
-        if text.origin in _calibrated_on(network):
-            message = "warning: %s was calibrated or trained on this very text (%s); its perplexity here is too good"
-            log.warning(message, model, text.name)
-        windows = windows_of_text(text, tokenizer, model, config, length, self.limit)
-        return {"text": text.name, **timed_perplexity(network, windows, text.name)}
+        for text in texts:
+            if text.origin in _calibrated_on(network):
+                told = "warning: %s was calibrated or trained on this very text (%s); its perplexity here is too good"
+                log.warning(told, model, text.name)
+            windows = windows_of_text(text, tokenizer, model, config, length, self.limit)
+            found.append({"text": text.name, **timed_perplexity(network, windows, text.name)})
+        return found
 
 
 def windows_of_text(text: Text, tokenizer, model: str, config, length: int, limit: int | None) -> Tensor:
@@ -92,12 +89,8 @@ def windows_of_text(text: Text, tokenizer, model: str, config, length: int, limi
 
 
 def timed_perplexity(network, windows: Tensor, text: str) -> dict:
-    """What :func:`~rankfold.evaluation.perplexity.perplexity` says, ``tokens_per_second`` of it, and a ``warning`` where the
-    model is no better than guessing.
-
-    Args:
-        text: its name, for the warning.
-    """
+    """What :func:`~rankfold.evaluation.perplexity.perplexity` says, ``tokens_per_second`` of it, and a ``warning``, which names
+    the ``text``, where the model is no better than guessing."""
     begin = time.perf_counter()
     result = perplexity(network, windows)
     speed = windows.numel() / (time.perf_counter() - begin)

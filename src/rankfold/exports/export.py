@@ -20,8 +20,6 @@ from .folder import write_folder
 from .form import Form, parameters, plain, stock_form
 from .gguf_file import check_family, context_of, write_gguf
 
-__all__ = ["FORMATS", "Exported", "Format", "export"]
-
 
 @dataclass(frozen=True)
 class Format:

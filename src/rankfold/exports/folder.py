@@ -12,8 +12,6 @@ from ..models.dense_model import DenseModel
 from .form import Form
 from .padding import padded_state
 
-__all__ = ["write_folder"]
-
 
 def write_folder(source: DenseModel, form: Form, folder: Path, probe: Probe) -> float:
     """Write a model block by block and read it back.

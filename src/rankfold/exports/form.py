@@ -16,8 +16,6 @@ from ..modules import install
 from .reading import check_experts, read_heads, read_rising
 from .rotary import places_of, turning_by
 
-__all__ = ["Form", "parameters", "stock_form"]
-
 
 @dataclass(frozen=True)
 class Form:
@@ -66,10 +64,10 @@ def stock_form(source: DenseModel) -> Form:
         UnsupportedModelError: a block is made of something else than matrices.
     """
     dense = Form(plain(source.model.config), source.architecture, {})
-    views = _views(dense)
-    sizes = [_sizes(source.block(index), views(index)) for index in range(len(source))]
+    empty = dense.empty()
+    sizes = [_sizes(source.block(index), dense.view(empty, index)) for index in range(len(source))]
     config = plain(source.model.config)
-    text, full = config.get_text_config(), views(0).attention
+    text, full = config.get_text_config(), dense.view(empty, 0).attention
     pairs = _few_pairs(full, sizes)
     if full.spec.width and not full.spec.beyond:
         _set_heads(text, full, sizes, pairs)
@@ -95,11 +93,6 @@ def parameters(model: PreTrainedModel) -> int:
     """How many numbers a model has, tied ones counted once; an empty model has two tensors of them."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     return sum(p.numel() for name, p in model.named_parameters() if name not in tied)
-
-
-def _views(form: Form):
-    model = form.empty()
-    return lambda index: form.view(model, index)
 
 
 def _sizes(view: BlockView, dense: BlockView) -> _Sizes:
@@ -147,10 +140,6 @@ def _set_heads(text, full: AttentionView, sizes: list[_Sizes], pairs: list[int] 
         width = next(w for w in range(width, full.head_dim + 1) if int(rotary_dim / w * w) == rotary_dim)
         text.rope_parameters = text.rope_parameters | {"partial_rotary_factor": rotary_dim / width}
     heads, kv_heads = max(size.heads for size in sizes), max(size.kv_heads for size in sizes)
-    if (heads, kv_heads, width) != (
-        full.heads,
-        full.kv_heads,
-        full.head_dim,
-    ):  # a config is left alone where nothing changes
+    if (heads, kv_heads, width) != (full.heads, full.kv_heads, full.head_dim):  # or the config is left alone
         text.num_attention_heads, text.num_key_value_heads = heads, kv_heads
         setattr(text, present(full.spec.width), width)

@@ -27,8 +27,6 @@ from .form import Form
 from .gguf_tokens import write_tokenizer
 from .padding import padded_state
 
-__all__ = ["check_family", "context_of", "write_gguf"]
-
 KINDS = {
     torch.float32: gguf.GGMLQuantizationType.F32,
     torch.float16: gguf.GGMLQuantizationType.F16,
@@ -66,12 +64,7 @@ def write_gguf(source: DenseModel, form: Form, file: Path, probe: Probe, *, quan
     Args:
         quantised: in Q8_0; matrices whose rows are not whole blocks of 32, in f16.
 
-    Returns:
-        How far its logits are from those of ``source``, of their norm.
-
-    Raises:
-        UnsupportedModelError: something has no place in the file.
-        CheckpointError: what was written computes something else.
+    Returns and raises what :func:`~.folder.write_folder` does.
     """
     empty, arch = form.empty(torch.float32), "deci" if form.layers else "llama"
     kind = gguf.GGMLQuantizationType.Q8_0 if quantised else KINDS[source.dtype]
@@ -92,12 +85,17 @@ def write_gguf(source: DenseModel, form: Form, file: Path, probe: Probe, *, quan
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return probe.compare(_read_whole(file, source) if arch == "llama" else _read(file, source, empty, attention, names))
+    if arch == "llama":  # which transformers reads, settings included
+        again: Any = read_gguf(file, torch.float32)
+        again.to(source.device)
+    else:
+        again = _filled(file, empty, attention, names)
+    return probe.compare(DenseModel(again, file.name, source.device, torch.float32))
 
 
 def _write_settings(writer: gguf.GGUFWriter, source: DenseModel, form: Form, empty: PreTrainedModel, kind) -> None:
     config, views = form.config, [form.view(empty, index) for index in range(len(source))]
-    attention, widths = views[0].attention, [present(view.mlp).hidden for view in views]
+    attention, widths = views[0].attention, [view.mlp.hidden for view in views]
     writer.add_type("model")
     writer.add_name(f"{source.name}, compressed")  # transformers reads a file whose name is `mistral` in another way
     writer.add_block_count(len(source))
@@ -152,15 +150,7 @@ def _kind_of(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> gguf.GGMLQu
     return kind if whole else gguf.GGMLQuantizationType.F16
 
 
-def _read_whole(file: Path, source: DenseModel) -> DenseModel:
-    """The model in a file that transformers reads, settings included."""
-    model: Any = read_gguf(file, torch.float32)
-    return DenseModel(model.to(source.device), file.name, source.device, torch.float32)
-
-
-def _read(
-    file: Path, source: DenseModel, empty: PreTrainedModel, attention: AttentionView, names: dict[str, str]
-) -> DenseModel:
+def _filled(file: Path, empty: PreTrainedModel, attention: AttentionView, names: dict[str, str]) -> PreTrainedModel:
     """The tensors in a file, in the model they were written for; its settings are not read."""
     there = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
     state = {}
@@ -170,4 +160,4 @@ def _read(
         state[name] = _ordered(name, tensor, attention, inverse=True)
     empty.load_state_dict(state, strict=False, assign=True)
     empty.tie_weights()
-    return DenseModel(empty, file.name, source.device, torch.float32)
+    return empty

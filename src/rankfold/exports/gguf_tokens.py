@@ -9,8 +9,6 @@ import gguf
 
 from ..errors import UnsupportedModelError, option
 
-__all__ = ["write_tokenizer"]
-
 SPACE = "\u2581"  # stands for a space in a token
 BYTE = re.compile("<0x[0-9A-F]{2}>")
 

@@ -13,8 +13,6 @@ from ..models.weights import Weights
 from ..models.whole import read_config
 from .form import parameters, stock_form
 
-__all__ = ["stock_parameters"]
-
 PAIRS = ".rotary_pairs"  # buffers that say which frequencies a narrow head turns by: all that is read
 
 
@@ -27,9 +25,6 @@ class _Shapes(DenseModel):
 
 def stock_parameters(folder: Path) -> int | None:
     """Return how many parameters a compressed checkpoint has as a stock model, padded as `export` pads it; no weight is read.
-
-    Args:
-        folder: that `rankfold compress` wrote.
 
     Returns:
         ``None`` where it is a stock model already, is no decoder, or no stock model can express it.

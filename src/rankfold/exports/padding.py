@@ -11,14 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._utils.present import present
 from ..architectures import AttentionView, BlockView, Dense, ExpertsView, MLPView
 from ..checkpoint.blocks import as_written
 from ..errors import UnsupportedModelError, option
 from ..linalg.padding import pad_units, scatter_heads
 from .reading import Heads, read_heads, read_rising
-
-__all__ = ["padded_state"]
 
 
 def padded_state(
@@ -38,7 +35,7 @@ def padded_state(
     layers = {} if attention.spec.beyond else _padded_attention(view, attention, moved)
     if stock.mlp:
         layers |= _padded_mlp(view, stock.mlp)
-    state = _padded_experts(present(view.experts), stock.experts) if stock.experts else {}
+    state = _padded_experts(view.experts, stock.experts) if stock.experts else {}
     for path, layer in layers.items():
         state |= _stored(f"{view.path}.{path}", path, layer, stock.module.get_submodule(path))
     for name, tensor in stock.module.state_dict().items():
@@ -61,27 +58,20 @@ def _padded_heads(heads: Heads, stock: AttentionView) -> list[Dense]:
     N, G = stock.head_dim, heads.heads // heads.kv_heads
     values = torch.arange(heads.values).repeat(heads.kv_heads, 1)
     folded = heads.scaling / stock.runtime()["scaling"]  # the stock model divides by the root of its own width
-    q = _scattered(_each(heads.q, lambda t: t * folded), heads.places, G, N)
-    k, v = (_scattered(part, places, 1, N) for part, places in ((heads.k, heads.places), (heads.v, values)))
-    o = _scattered(Dense(heads.o.weight.T, None), values, G, N).weight
-    q, k, v = (
-        _more_rows(part, count * N) for part, count in ((q, stock.heads), (k, stock.kv_heads), (v, stock.kv_heads))
-    )
-    return [q, k, v, Dense(pad_units(o, stock.heads * N).T, heads.o.bias)]
+
+    def placed(rows: Dense, places: Tensor, groups: int, count: int) -> Dense:
+        places = places.repeat_interleave(groups, 0)
+        return _each(rows, lambda t: pad_units(scatter_heads(t, places, N), count * N))
+
+    q = placed(_each(heads.q, lambda t: t * folded), heads.places, G, stock.heads)
+    k, v = placed(heads.k, heads.places, 1, stock.kv_heads), placed(heads.v, values, 1, stock.kv_heads)
+    o = placed(Dense(heads.o.weight.T, None), values, G, stock.heads).weight
+    return [q, k, v, Dense(o.T, heads.o.bias)]
 
 
 def _each(layer: Dense, change: Callable[[Tensor], Tensor]) -> Dense:
     """Change the weight, and the bias where there is one."""
     return Dense(change(layer.weight), None if layer.bias is None else change(layer.bias))
-
-
-def _scattered(rows: Dense, places: Tensor, groups: int, width: int) -> Dense:
-    places = places.repeat_interleave(groups, 0)
-    return _each(rows, lambda t: scatter_heads(t, places, width))
-
-
-def _more_rows(rows: Dense, count: int) -> Dense:
-    return _each(rows, lambda t: pad_units(t, count))
 
 
 def _fused(stock: AttentionView, qkv: list[Dense]) -> list[Dense]:
@@ -94,8 +84,12 @@ def _fused(stock: AttentionView, qkv: list[Dense]) -> list[Dense]:
 def _padded_mlp(view: BlockView, stock: MLPView) -> dict[str, Dense]:
     rising, down = read_rising(view)
     parts = 2 if stock.spec.fused_gate else 1
-    wide = {path: _more_units(layer, parts, stock.hidden) for path, layer in rising.items()}
-    return wide | {stock.spec.down: Dense(pad_units(down.weight, stock.hidden, 1), down.bias)}
+
+    def wide(t: Tensor) -> Tensor:
+        return pad_units(t.unflatten(0, (parts, -1)), stock.hidden, 1).flatten(0, 1)
+
+    layers = {path: _each(layer, wide) for path, layer in rising.items()}
+    return layers | {stock.spec.down: Dense(pad_units(down.weight, stock.hidden, 1), down.bias)}
 
 
 def _padded_experts(experts: ExpertsView, stock: ExpertsView) -> dict[str, Tensor]:
@@ -103,20 +97,11 @@ def _padded_experts(experts: ExpertsView, stock: ExpertsView) -> dict[str, Tenso
 
     def one(expert: int) -> tuple[Dense, Dense]:
         rising, down = experts.rising(expert), experts.down(expert)
-        wide = _each(rising, lambda t: _at(t, rows, 2 * stock.hidden))
+        wide = _each(rising, lambda t: t.new_zeros(2 * stock.hidden, *t.shape[1:]).index_copy(0, rows, t))
         return wide, Dense(pad_units(down.weight, stock.hidden, 1), down.bias)
 
     tensors = stock.stacked([one(expert) for expert in range(experts.count)])
     return {f"{stock.spec.path}.{name}": tensor for name, tensor in tensors.items()}
-
-
-def _at(t: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Its rows at these places among ``count``, zeros elsewhere."""
-    return t.new_zeros(count, *t.shape[1:]).index_copy(0, rows, t)
-
-
-def _more_units(layer: Dense, parts: int, count: int) -> Dense:
-    return _each(layer, lambda t: pad_units(t.unflatten(0, (parts, -1)), count, 1).flatten(0, 1))
 
 
 def _stored(where: str, path: str, layer: Dense, module: Any) -> dict[str, Tensor]:

@@ -8,13 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from .._utils.present import present
 from ..architectures import BlockView, Dense, read_linear
 from ..errors import UnsupportedModelError, method_option, option
 from ..linalg.padding import head_places
 from ..modules import CompressedAttention, LatentExperts, PredictedNorm, ShortcutBlock
-
-__all__ = ["Heads", "check_experts", "read_heads", "read_rising"]
 
 
 @dataclass(frozen=True)
@@ -108,7 +105,7 @@ def read_rising(view: BlockView) -> tuple[dict[str, Dense], Dense]:
     Raises:
         UnsupportedModelError: they are something else than matrices.
     """
-    spec = present(view.mlp).spec
+    spec = view.mlp.spec
     paths = [path for path in (spec.gate, spec.up, spec.down) if path]
     *rising, down = (_read(f"{view.path}.{path}", view.module.get_submodule(path)) for path in paths)
     return dict(zip(paths[:-1], rising, strict=True)), down
@@ -116,7 +113,7 @@ def read_rising(view: BlockView) -> tuple[dict[str, Dense], Dense]:
 
 def check_experts(view: BlockView) -> None:
     """Raise :class:`UnsupportedModelError` where experts are made of something else than matrices."""
-    experts = present(view.experts)
+    experts = view.experts
     if isinstance(experts.module, LatentExperts):
         _read(f"{view.path}.{experts.spec.path}", experts.module)
 

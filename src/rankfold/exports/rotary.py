@@ -8,8 +8,6 @@ from torch import Tensor
 
 from ..models.gguf_config import longrope
 
-__all__ = ["places_of", "turning_by"]
-
 
 def places_of(pairs: list[int], width: int) -> Tensor:
     """``(N,)`` where each place of a dense head is in a head that has only these pairs; N: nowhere.

@@ -1,8 +1,6 @@
 """Low-rank regression with a bias, from sums over samples that never are in memory together.
 
 Shape legend: u, t widths of inputs ``U`` and targets ``T``, r rank. Samples are columns.
-
-This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
 """
 
 from typing import NamedTuple
@@ -12,8 +10,6 @@ from torch import Tensor
 
 from rankfold.linalg.lowrank import low_rank
 from rankfold.linalg.preconditioner import Preconditioner, preconditioner
-
-__all__ = ["AffineFit", "Sums", "damped_root", "fit_affine", "run_affine"]
 
 
 class AffineFit(NamedTuple):
@@ -58,13 +54,14 @@ class Sums:
 
     def variances(self) -> tuple[float, float]:
         """Of ``U`` and of ``T``, summed over rows, per token; 0 where nothing but rounding varies."""
-        u, t = (self._variance(*of) for of in zip(self.means(), self.total, self.energy, strict=True))
-        return u, t
 
-    def _variance(self, mean: Tensor, total: Tensor, energy: float) -> float:
-        value = (energy - total.square().sum().item() / self.count) / self.count
-        rounding = (10 * torch.finfo(total.dtype).eps) ** 2 * mean.square().sum().item()
-        return value if value > rounding else 0.0
+        def variance(mean: Tensor, total: Tensor, energy: float) -> float:
+            value = (energy - total.square().sum().item() / self.count) / self.count
+            rounding = (10 * torch.finfo(total.dtype).eps) ** 2 * mean.square().sum().item()
+            return value if value > rounding else 0.0
+
+        u, t = (variance(*of) for of in zip(self.means(), self.total, self.energy, strict=True))
+        return u, t
 
     def covariance(self) -> Tensor:
         offset = self.total[0] / self.count

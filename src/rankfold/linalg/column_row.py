@@ -1,8 +1,6 @@
 """Type II: keep some query-key dimensions, the same ones in queries and keys.
 
 Shape legend: H query heads that share one key head, N head dimension, R kept dimensions, ... any batch of key heads.
-
-This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
 """
 
 from typing import NamedTuple
@@ -11,16 +9,6 @@ import torch
 from torch import Tensor
 
 from .elimination import eliminate_groups
-
-__all__ = [
-    "ColumnRow",
-    "column_row",
-    "column_row_bounds",
-    "eliminate_pairs",
-    "pair_up",
-    "relative_cost",
-    "unit_scores",
-]
 
 
 class ColumnRow(NamedTuple):
@@ -91,7 +79,8 @@ def column_row(C_q: Tensor, C_k: Tensor, *, rank: int, rotary_dim: int) -> Colum
     _check_rank(rank, C_k.shape[-1])
     first, second, score = pair_up(unit_scores(C_q, C_k), rotary_dim)
     chosen = score.argsort(dim=-1, descending=True, stable=True)[..., : rank // 2].sort(-1).values
-    return _kept(first, second, chosen, rotary_dim)
+    frequency = chosen.clamp_max(rotary_dim // 2)  # pairs past the rotary ones do not turn
+    return ColumnRow(torch.cat([first.gather(-1, chosen), second.gather(-1, chosen)], -1), frequency)
 
 
 @torch.no_grad()
@@ -161,11 +150,6 @@ def _check_rank(rank: int, N: int) -> None:
 def _check_even(N: int, rotary_dim: int) -> None:
     if rotary_dim % 2 or (N - rotary_dim) % 2:
         raise ValueError(f"rotary and free dimensions must be even in number, got {rotary_dim} and {N - rotary_dim}")
-
-
-def _kept(first: Tensor, second: Tensor, chosen: Tensor, rotary_dim: int) -> ColumnRow:
-    frequency = chosen.clamp_max(rotary_dim // 2)  # pairs past the rotary ones do not turn
-    return ColumnRow(torch.cat([first.gather(-1, chosen), second.gather(-1, chosen)], -1), frequency)
 
 
 @torch.no_grad()

@@ -5,8 +5,6 @@ Shape legend: D output width, F hidden width, n groups of head dimensions.
 One-shot scores (leverage, norms) judge every unit as if all others stayed. Where several are collinear each of them looks
 dispensable, and all of them go: on Qwen2.5-0.5B that drops 98 % of what an MLP sends (docs/papers.md). Elimination looks
 again after every removal.
-
-This module imports torch and NumPy only: no modules, no hooks, no device policy.
 """
 
 import math
@@ -15,8 +13,6 @@ from typing import NamedTuple
 import numpy
 import torch
 from torch import Tensor
-
-__all__ = ["Elimination", "eliminate_groups", "eliminate_units", "elimination", "others"]
 
 ROWS = 512  # that are moved at a time
 PENDING = 256  # columns by which the inverse is updated at once

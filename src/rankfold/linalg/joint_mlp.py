@@ -7,8 +7,6 @@ is computed anew from the fits of these rounds. LatentLLM (arXiv:2505.18413), Se
 non-linearity is cut out by letting pre-activations ``Z`` and activations ``A`` be free and charging for every broken
 link. Only ReLU has the closed form. Gated or smooth MLPs (SiLU, GELU) are not in the paper: compress their layers one
 by one with :func:`rankfold.linalg.lowrank.low_rank`.
-
-This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,8 +17,6 @@ from torch import Tensor
 
 from rankfold.linalg.affine_fit import AffineFit, Sums, damped_root, fit_affine, run_affine
 from rankfold.linalg.psd import all_finite
-
-__all__ = ["MLP", "JointMLP", "joint_mlp", "mlp_error", "relu_preactivation", "varies"]
 
 CHUNK = 1024  # samples whose Z, A and Y are in memory at a time
 
@@ -97,9 +93,6 @@ def joint_mlp(
         refit: finally fit ``W_d`` once more, to the activations the compressed ``W_u`` really makes instead of the
             auxiliary ones (not in the paper; never increases the damped output error).
 
-    Returns:
-        :class:`JointMLP`.
-
     Raises:
         ValueError: shapes disagree, ranks, weights or rounds out of range, non-finite samples, or nothing :func:`varies`.
 
@@ -127,7 +120,7 @@ def joint_mlp(
     up, down = fits[-1]
     if refit:
         down = fit_down(hidden)
-    error, local = (mlp_error(dense, _multiplied(*pair), X) for pair in ((up, down), fits[0]))
+    error, local = (mlp_error(dense, MLP(u.B @ u.A, u.bias, d.B @ d.A, d.bias), X) for u, d in ((up, down), fits[0]))
     dtype = mlp.W_up.dtype
     return JointMLP(*up.to(dtype), *down.to(dtype), history, error, local)
 
@@ -239,10 +232,6 @@ def _activation(loss: _Loss, Z: Tensor, Y: Tensor, down: AffineFit) -> Tensor:
     inner = loss.gamma * (W @ W.T)
     inner.diagonal().add_(loss.beta)
     return A + loss.gamma * W.T @ torch.linalg.solve(inner, Y - down.bias[:, None] - W @ A)
-
-
-def _multiplied(up: AffineFit, down: AffineFit) -> MLP:
-    return MLP(up.B @ up.A, up.bias, down.B @ down.A, down.bias)
 
 
 def _broken_links(loss: _Loss, X: Tensor, Z: Tensor, A: Tensor, Y: Tensor, up: AffineFit, down: AffineFit) -> float:

@@ -11,8 +11,6 @@ stays whole (Tucker-2, called HOSVD there): :mod:`rankfold.linalg.pair_tucker` o
 Positions. RoPE: pass ``rotations`` (App. F.3). Additive encodings change nothing but the statistics, which must be
 measured after the addition (F.1). Concatenated ones add a constant to the logits and change nothing (F.2). Only a
 rotation may sit between projection and logits: with q/k-norm (Qwen3, Gemma3) this loss is not the model's.
-
-This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
 """
 
 from typing import NamedTuple
@@ -22,8 +20,6 @@ from torch import Tensor
 
 from rankfold.linalg.pair_tucker import across, check_heads, moments, pair_tucker, weighted_rows
 from rankfold.linalg.preconditioner import Preconditioner
-
-__all__ = ["Affine", "JointQK", "choose_ranks", "joint_qk"]
 
 
 class Affine(NamedTuple):
@@ -81,9 +77,6 @@ def joint_qk(
         rotations: ``(D, h, h)`` from :func:`rankfold.linalg.rotations.rope_rotations`.
         alternations: at most, ``>= 1``; the paper uses 8. They end once the error has settled to 1e-6 of itself, on trained
             models after two or three.
-
-    Returns:
-        :class:`JointQK`.
 
     Raises:
         ValueError: shapes disagree, ranks or alternations out of range, non-finite weights.

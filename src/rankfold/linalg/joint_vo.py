@@ -7,8 +7,6 @@ A head adds ``G_i x`` with ``G_i = W_o,i W_v,g`` (d_out, d) of rank at most h, w
 (arXiv:2505.18413), Sec. 4.2 and App. G, compresses the stack of ``G_i P`` like queries and keys. The paper found it
 no better than compressing V and O apart (Remark 11): the loss treats heads as independent. For the split form use
 :func:`rankfold.linalg.lowrank.low_rank` twice.
-
-This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
 """
 
 from typing import NamedTuple
@@ -20,8 +18,6 @@ from rankfold.linalg.lowrank import fix_signs, metric_error
 from rankfold.linalg.pair_tucker import check_heads, pair_tucker
 from rankfold.linalg.preconditioner import Preconditioner
 from rankfold.linalg.psd import check_moment, psd_root
-
-__all__ = ["AttentionAwareOutput", "JointVO", "attention_aware_output", "joint_vo", "vo_bias"]
 
 
 class JointVO(NamedTuple):
@@ -60,9 +56,6 @@ def joint_vo(
         precond: of the layer input; made from the covariance if :func:`vo_bias` is used (App. G.1).
         ranks: ``(r_o, r_v)``, at most ``min(d_out, H h)`` and ``min(d, K h)``.
         alternations: at most, ``>= 1``; see :func:`rankfold.linalg.joint_qk.joint_qk`.
-
-    Returns:
-        :class:`JointVO`.
 
     Raises:
         ValueError: shapes disagree, ranks or alternations out of range, non-finite weights.
@@ -142,9 +135,6 @@ def attention_aware_output(
         C_o: ``(H h, H h)``, heads in order; centre it if the bias is updated.
         rank: ``r_o``, in ``[1, min(d_out, H h)]``.
         ridge: relative damping of the regression.
-
-    Returns:
-        :class:`AttentionAwareOutput`.
 
     Raises:
         ValueError: shapes disagree, rank out of range, non-finite input.

@@ -10,8 +10,6 @@ Scale. ``J`` is the only scale freedom there is. ``symmetric`` uses it to give c
 ``A`` equal norms. ``block_identity_*`` and ``lu`` have none left: there pivoting bounds the entries. With an identity
 block in ``A``, ``B`` is a set of columns of ``B A`` itself, so as large as the weight, and ``A2`` has entries that
 are typically of order one; ``lu`` has entries at most 1 in ``B``. All are safe in bf16.
-
-This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
 """
 
 from typing import NamedTuple
@@ -21,15 +19,6 @@ from torch import Tensor
 
 from rankfold.linalg.pivots import eliminate, pivot_columns, row_order, split_pivots
 from rankfold.linalg.psd import all_finite
-
-__all__ = [
-    "JUNCTIONS",
-    "HeadJunction",
-    "Junction",
-    "apply_junction",
-    "head_block_identity",
-    "stored_numbers",
-]
 
 Parts = tuple[Tensor, Tensor, Tensor | None, Tensor | None, float]  # what is in a Junction besides its kind
 JUNCTIONS = ("left", "right", "symmetric", "block_identity_left", "block_identity_right", "lu")

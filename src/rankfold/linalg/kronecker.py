@@ -5,16 +5,12 @@ Shape legend: O outputs, N inputs of a layer, n units, c rows (columns) that bel
 ``A = E[x x^T]`` is the moment of the inputs and ``G = E[g g^T]`` that of the gradients at the outputs (K-FAC, Martens & Grosse,
 arXiv:1503.05671). A change ``D`` of the weight costs ``tr(G D A D^T) / 2``. Written here for rows; columns are the rows of
 ``W^T`` with ``A`` and ``G`` in each other's place.
-
-This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
 """
 
 import torch
 from torch import Tensor
 
 from rankfold.linalg.psd import check_moment, damping, spd_inverse
-
-__all__ = ["compensated", "damped", "diagonal_blocks", "row_costs", "schur_blocks", "with_bias", "with_one"]
 
 
 def row_costs(W: Tensor, A: Tensor, blocks: Tensor) -> Tensor:

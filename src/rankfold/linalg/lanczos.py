@@ -1,16 +1,12 @@
 """The largest eigenvalue of a positive semi-definite matrix that is only multiplied.
 
 Shape legend: N rows of the matrix, n steps.
-
-This module imports torch only: no modules, no hooks, no device policy.
 """
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
-
-__all__ = ["largest_eigenvalue"]
 
 FEWEST, MOST = 16, 200  # steps; real moments take 16 to 60
 SLACK = 5e-3  # what is added, relative to the value found: at least the distance from it to the true one

@@ -4,8 +4,6 @@ Shape legend: O output width, N input width, R kept rank.
 
 A layer ``y = W x`` becomes ``y = B (A x)`` with ``B`` (O, R) and ``A`` (R, N). Which error is small depends on the
 pre-conditioner ``P`` (preconditioner.py): the factors minimise ``||(W - B A) P||``.
-
-This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
 """
 
 from functools import reduce
@@ -17,8 +15,6 @@ from torch import Tensor
 
 from rankfold.linalg.preconditioner import Preconditioner, RootCovariance
 from rankfold.linalg.psd import ROWS, all_finite, check_moment, quadratic
-
-__all__ = ["LowRank", "bias_update", "low_rank", "metric_error", "spread"]
 
 
 class LowRank(NamedTuple):
@@ -61,7 +57,10 @@ def low_rank(W: Tensor, precond: Preconditioner, *, rank: int, C: Tensor | None 
 
     Cost: products of O(O N (N + R)) and an ``eigh`` of size ``min(O, N)``.
     """
-    _check_weight(W, precond)
+    if W.ndim != 2 or W.shape[1] != precond.width:
+        raise ValueError(f"W must be (out, {precond.width}) to match the pre-conditioner, got {tuple(W.shape)}")
+    if not all_finite(W):
+        raise ValueError("W has non-finite entries; check the checkpoint")
     out, N = W.shape
     if not 1 <= rank <= min(out, N):
         raise ValueError(f"rank must be in [1, {min(out, N)}] for a ({out}, {N}) weight, got {rank}")
@@ -83,7 +82,8 @@ def _from_outputs(W: Tensor, precond: Preconditioner, rank: int, C: Tensor | Non
         S, U = _descending(precond.gram(W))
         measured = None if C is None else quadratic(W, C)
     energies = S.square() if measured is None else ((measured @ U) * U).sum(0)
-    size = S[:rank].clamp_min(_floor(S, max(W.shape)))  # a zero singular value must not turn into a division by zero
+    finfo = torch.finfo(S.dtype)  # a zero singular value must not turn into a division by zero
+    size = S[:rank].clamp_min(max(W.shape) * finfo.eps * S[0].clamp_min(finfo.tiny).item())
     return U[:, :rank] * size, (U[:, :rank].T @ W) / size[:, None], S, energies
 
 
@@ -100,11 +100,6 @@ def _descending(gram: Tensor) -> tuple[Tensor, Tensor]:
     """Roots of the eigenvalues of a Gram matrix, and its eigenvectors, largest first."""
     values, vectors = torch.linalg.eigh(gram)
     return values.flip(0).clamp_min(0).sqrt(), vectors.flip(1)
-
-
-def _floor(S: Tensor, size: int) -> float:
-    finfo = torch.finfo(S.dtype)
-    return size * finfo.eps * S[0].clamp_min(finfo.tiny).item()
 
 
 def _tail(energies: Tensor, rank: int) -> float:
@@ -183,10 +178,3 @@ def fix_signs(U: Tensor) -> Tensor:
 def _signs(U: Tensor) -> Tensor:
     largest = U.gather(0, U.abs().argmax(0, keepdim=True))[0]
     return torch.where(largest < 0, -1.0, 1.0).to(U)
-
-
-def _check_weight(W: Tensor, precond: Preconditioner) -> None:
-    if W.ndim != 2 or W.shape[1] != precond.width:
-        raise ValueError(f"W must be (out, {precond.width}) to match the pre-conditioner, got {tuple(W.shape)}")
-    if not all_finite(W):
-        raise ValueError("W has non-finite entries; check the checkpoint")

@@ -1,16 +1,12 @@
 """The mean square that a norm divides by, predicted from the dimensions that are left.
 
 Shape legend: N dimensions the norm is over, R of them kept, ... any batch of heads.
-
-This module imports torch only: no modules, no hooks, no device policy.
 """
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-__all__ = ["MeanSquare", "fit_mean_square", "mean_square_error", "nonnegative_fit", "square_features"]
 
 ROUNDS = 200  # exchanges of constraints; a dozen is usual
 TRIES = 3  # exchanges of all violated constraints that need not leave fewer of them

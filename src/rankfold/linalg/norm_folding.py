@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Affine", "centre_columns", "fold_norm"]
-
 
 class Affine(NamedTuple):
     """``y = W x + b``."""

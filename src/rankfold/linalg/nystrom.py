@@ -3,8 +3,6 @@
 Shape legend: D model width, F hidden (intermediate) width, R kept width.
 Weights use the ``torch.nn.Linear`` layout ``(out, in)``. The MoDeGPT paper (arXiv:2408.09632) writes the transpose: its
 ``W_U S_k`` is ``W_up[keep]`` here and its ``W_D`` is ``W_down.T``.
-
-This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
 """
 
 from typing import NamedTuple
@@ -15,8 +13,6 @@ from torch import Tensor
 from .elimination import eliminate_units, elimination, others
 from .lanczos import largest_eigenvalue
 from .psd import check_moment, spd_inverse
-
-__all__ = ["SELECTIONS", "ErrorCurve", "Nystrom", "NystromBounds", "error_curve", "nystrom"]
 
 SELECTIONS = ("obs", "leverage")
 
@@ -71,15 +67,6 @@ def _damp(C: Tensor, ridge: float) -> _Damped:
 
 def _not_definite(what: str, A: Tensor) -> str:
     return f"{what} {tuple(A.shape)} is not positive definite; raise the ridge or use more calibration tokens"
-
-
-def _scores(damped: _Damped) -> Tensor:
-    r"""Ridge leverage scores :math:`[C (C + \lambda I)^{-1}]_{ii}`, in ``[0, 1)``: MoDeGPT Algorithm 1, line 2.
-
-    The paper uses ``lam = 1`` on un-normalised sums; here ``lam`` is relative, so the scores do not depend on the scale of
-    ``C``.
-    """
-    return 1.0 - damped.lam * damped.inverse.diagonal()
 
 
 @torch.no_grad()
@@ -145,7 +132,10 @@ def nystrom(
     if keep is not None:
         return _fit(W_down, W, C, keep, ridge * C.diagonal().mean().item())[0]
     damped = _damp(C, ridge)
-    scores, inverse_norm = _scores(damped), largest_eigenvalue(damped.inverse.mv, damped.inverse)
+    # Ridge leverage scores [C (C + lam I)^-1]_ii, in [0, 1): MoDeGPT Algorithm 1, line 2. The paper has lam = 1 on
+    # un-normalised sums; here lam is relative, so the scores do not depend on the scale of C.
+    scores = 1.0 - damped.lam * damped.inverse.diagonal()
+    inverse_norm = largest_eigenvalue(damped.inverse.mv, damped.inverse)
     if selection == "leverage":
         keep = scores.topk(rank).indices.sort().values
     else:
@@ -163,15 +153,15 @@ def _fit(W_down: Tensor, W: Tensor, C: Tensor, keep: Tensor, lam: float) -> tupl
     """The best weights on the kept units and their error, without bounds; and the complement of the kept units in the
     damped moment."""
     dropped = others(keep, len(C))
-    fit = _refit(W, C, keep, dropped, lam)
+    refit, schur = _refit(W, C, keep, dropped, lam)
     # Everything is optimal, hence orthogonal, under C + lam I; what the damping adds is taken off again. It acts on what
     # stands in for dropped units only: kept weights are not shrunk.
     W_dropped = W[:, dropped]
-    change = (W[:, keep] - fit.W).square().sum() + W_dropped.square().sum()
-    error = ((W_dropped @ fit.schur) * W_dropped).sum() - lam * change
+    change = (W[:, keep] - refit).square().sum() + W_dropped.square().sum()
+    error = ((W_dropped @ schur) * W_dropped).sum() - lam * change
     error, total = error.clamp_min(0).item(), ((W @ C) * W).sum().item()
     relative = (error / total) ** 0.5 if total > 0 else 0.0
-    return Nystrom(keep, fit.W.to(W_down.dtype), error, relative, None, False), fit.schur
+    return Nystrom(keep, refit.to(W_down.dtype), error, relative, None, False), schur
 
 
 class ErrorCurve(NamedTuple):
@@ -202,13 +192,12 @@ def error_curve(W_down: Tensor, C: Tensor, *, least: int, ridge: float = 1e-4) -
     return ErrorCurve(errors, None if damped.clamped else order)
 
 
-class _Refit(NamedTuple):
-    W: Tensor  # (D, R)
-    schur: Tensor  # (F - R, F - R) complement of the kept units in C + lam I
+def _refit(W: Tensor, C: Tensor, keep: Tensor, dropped: Tensor, lam: float) -> tuple[Tensor, Tensor]:
+    """Solve for the weights ``(D, R)`` on the kept units afresh, whatever chose them.
 
-
-def _refit(W: Tensor, C: Tensor, keep: Tensor, dropped: Tensor, lam: float) -> _Refit:
-    """Best weights on the kept units, solved afresh from the moment, whatever chose the units."""
+    Returns:
+        These, and the complement ``(F - R, F - R)`` of the kept units in ``C + lam I``.
+    """
     kept = C[keep[:, None], keep]
     kept.diagonal().add_(lam)
     factor, info = torch.linalg.cholesky_ex(kept)
@@ -219,7 +208,7 @@ def _refit(W: Tensor, C: Tensor, keep: Tensor, dropped: Tensor, lam: float) -> _
     schur = C[dropped][:, dropped] - half.T @ half
     schur.diagonal().add_(lam)
     stand_in = torch.linalg.solve_triangular(factor.T, half, upper=True)  # (C_kk + lam I)^-1 C_kd
-    return _Refit(W[:, keep] + W[:, dropped] @ stand_in.T, schur)
+    return W[:, keep] + W[:, dropped] @ stand_in.T, schur
 
 
 def _bounds(
@@ -236,9 +225,7 @@ def _bounds(
     < 1`; real MLPs drop hundreds of units with scores near one, so there it says nothing and is ``None``.
     """
     theorem = _squared_norm(W) * inverse_norm * schur.square().sum().item()
-    if epsilon >= 1:
-        return NystromBounds(theorem, None, epsilon)
-    proposition = lam * epsilon / (1 - epsilon) * _squared_norm(W_dropped)
+    proposition = lam * epsilon / (1 - epsilon) * _squared_norm(W_dropped) if epsilon < 1 else None
     return NystromBounds(theorem, proposition, epsilon)
 
 

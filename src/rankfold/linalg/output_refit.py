@@ -1,8 +1,6 @@
 """The best output projection on top of reduced heads, all heads together.
 
 Shape legend: H heads, N head dimension, R kept width, D model width.
-
-This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
 """
 
 from typing import NamedTuple
@@ -11,8 +9,6 @@ import torch
 from torch import Tensor
 
 from .psd import damping
-
-__all__ = ["OutputRefit", "refit_across_heads"]
 
 
 class OutputRefit(NamedTuple):

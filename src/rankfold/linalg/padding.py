@@ -7,8 +7,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = ["head_places", "pad_units", "scatter_heads"]
-
 
 def head_places(pairs: Tensor, rotary_dim: int) -> Tensor:
     """``(H, R)`` places that the dimensions of a narrow head take in a wide one.

@@ -1,8 +1,6 @@
 """How far the products of many pairs of heads are from those of other pairs, from small moments.
 
 Shape legend: H heads on the left, K on the right (K divides H), h head dim, d_l, d_r widths.
-
-This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
 """
 
 from typing import NamedTuple
@@ -11,8 +9,6 @@ import torch
 from torch import Tensor
 
 from rankfold.linalg.pair_tucker import across
-
-__all__ = ["Pair", "pair_error"]
 
 
 class Pair(NamedTuple):

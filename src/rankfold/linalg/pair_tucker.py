@@ -5,8 +5,6 @@ widths, r_l, r_r widths of the bases, D relative offsets.
 
 ``G_i = L_i^T R_g`` (d_l, d_r) has rank at most h, so every step needs only the ``h x h`` moments ``S_i = L_i A^T A
 L_i^T``, which may be summed over the heads of a group and rotated for RoPE. LatentLLM (arXiv:2505.18413), App. E.
-
-This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
 """
 
 from functools import reduce
@@ -18,8 +16,6 @@ from torch import Tensor
 
 from rankfold.linalg.lowrank import fix_signs
 from rankfold.linalg.psd import all_finite
-
-__all__ = ["PairTucker", "across", "check_heads", "moments", "pair_tucker", "weighted_rows"]
 
 SETTLED = 1e-6  # an alternation that lowers the error by a smaller part of it is the last one
 
@@ -53,9 +49,6 @@ def pair_tucker(
     Args:
         L, R: ``(H, h, d_l)`` and ``(K, h, d_r)``; one dtype, fp32 or fp64.
         ranks, means, rotations, alternations: as in :func:`rankfold.linalg.joint_qk.joint_qk`.
-
-    Returns:
-        :class:`PairTucker`.
 
     Raises:
         ValueError: ranks or alternations out of range, rotations of another size than the heads.

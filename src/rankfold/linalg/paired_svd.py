@@ -1,8 +1,6 @@
 """Type III: the best rank-R replacement of a pair of projections with nothing between them.
 
 Shape legend: N width between the two projections (head dimension), R kept width, ... any batch of heads.
-
-This module imports torch and psd.py only: no modules, no hooks, no device policy.
 """
 
 from typing import NamedTuple
@@ -11,8 +9,6 @@ import torch
 from torch import Tensor
 
 from .psd import all_finite
-
-__all__ = ["PairedFactors", "PairedSVD", "paired_factors", "paired_svd"]
 
 
 class PairedSVD(NamedTuple):
@@ -44,8 +40,7 @@ class PairedFactors(NamedTuple):
             raise ValueError(f"rank must be in [1, {N}], got {rank}")
         V_r = self.Vh[..., :rank, :]
         down, up = V_r @ self.inverse_A, self.root_A @ V_r.mT
-        sign = down.gather(-1, down.abs().argmax(-1, keepdim=True)).sign()
-        sign = torch.where(sign == 0, torch.ones_like(sign), sign)
+        sign = torch.where(down.gather(-1, down.abs().argmax(-1, keepdim=True)) < 0, -1.0, 1.0).to(down)
         energy = self.singular_values.square()
         error, total = energy[..., rank:].sum(-1), energy.sum(-1)
         relative = (error / total.clamp_min(torch.finfo(total.dtype).tiny)).sqrt()

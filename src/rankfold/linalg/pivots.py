@@ -1,16 +1,12 @@
 """Columns of a row space that make a well-conditioned block, and the rest in terms of them.
 
 Shape legend: N columns, R rows.
-
-This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
 """
 
 import torch
 from torch import Tensor
 
 from rankfold.linalg.psd import all_finite
-
-__all__ = ["eliminate", "pivot_columns", "row_order", "split_pivots"]
 
 
 @torch.no_grad()

@@ -6,8 +6,6 @@ A pre-conditioner ``P`` enters every problem through ``P P^T`` alone, so any ``E
 The root covariance is the optimal one, and its cheapest ``E`` is a Cholesky factor, three times cheaper than one ``eigh``
 and ten times cheaper than both roots. It is made only when somebody asks for coordinates (:meth:`Preconditioner.apply`);
 :meth:`Preconditioner.gram` needs no factor at all.
-
-This module imports torch and psd.py only: no modules, no hooks, no device policy.
 """
 
 from functools import cached_property
@@ -16,8 +14,6 @@ import torch
 from torch import Tensor
 
 from rankfold.linalg.psd import check_moment, damping, psd_root, quadratic
-
-__all__ = ["PRECONDITIONERS", "Preconditioner", "RootCovariance", "input_weights", "preconditioner"]
 
 PRECONDITIONERS = ("identity", "hessian", "l1", "l2", "covariance", "rootcov")
 
@@ -183,9 +179,7 @@ def preconditioner(
         raise ValueError(f"unknown pre-conditioner {kind!r}; available: {', '.join(PRECONDITIONERS)}")
     if ridge < 0:
         raise ValueError(f"ridge must be >= 0, got {ridge}")
-    if (
-        C.diagonal().mean() <= 0
-    ):  # the layer's input is always zero: every approximation is exact, so the weight decides
+    if C.diagonal().mean() <= 0:  # the input is always zero: every approximation is exact, so the weight decides
         kind = "identity"
     if kind == "rootcov":
         return RootCovariance(C, ridge)

@@ -1,4 +1,4 @@
-r"""Principal directions of a second moment.
+"""Principal directions of a second moment.
 
 Shape legend: D width of the moment, r directions kept.
 """
@@ -8,9 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .lowrank import fix_signs
 from .psd import check_moment
-
-__all__ = ["Principal", "principal_directions", "projection_error"]
 
 
 class Principal(NamedTuple):
@@ -40,8 +39,7 @@ def principal_directions(C: Tensor, rank: int) -> Principal:
     if not 1 <= rank <= D:
         raise ValueError(f"rank must be in [1, {D}], got {rank}")
     Q = torch.linalg.eigh(C).eigenvectors.flip(-1)[:, :rank]
-    largest = Q.gather(0, Q.abs().argmax(0, keepdim=True))
-    Q = (Q * largest.sign()).contiguous()
+    Q = fix_signs(Q).contiguous()
     return Principal(Q, projection_error(C, Q))
 
 

@@ -6,27 +6,12 @@ Every function here takes a symmetric positive semi-definite matrix that was *su
 only semi-definite up to rounding: a few massive activations put eigenvalues nine orders of magnitude apart, and fp32
 products leave the smallest ones slightly negative. So roots go through ``eigh`` with clamped eigenvalues; Cholesky is
 used only where a ridge has been added.
-
-This module imports torch only: no modules, no hooks, no device policy.
 """
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-__all__ = [
-    "PSDRoot",
-    "all_finite",
-    "check_moment",
-    "damping",
-    "metric_root",
-    "psd_root",
-    "quadratic",
-    "spd_factor",
-    "spd_inverse",
-]
-
 
 CACHE_LINE = 8  # numbers of 8 bytes
 ROWS = 512  # of a product with a moment that are made at a time

@@ -2,8 +2,6 @@
 
 LatentLLM (arXiv:2505.18413), App. I.1. A chunk is a run of ``chunk`` numbers in row-major order; the last one may be
 shorter.
-
-This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
 """
 
 from typing import NamedTuple
@@ -12,8 +10,6 @@ import torch
 from torch import Tensor
 
 from rankfold.linalg.psd import all_finite
-
-__all__ = ["Quantized", "dequantize", "quantize"]
 
 
 class Quantized(NamedTuple):

@@ -5,10 +5,9 @@ Shape legend: G groups of outputs (heads, or 1), O outputs of a group, N input w
 LatentLLM (arXiv:2505.18413), App. I.1, Eq. 239-240, for the factors of every junction (Sec. 3.3, App. A.2): entries that a
 junction fixes (identity blocks, unit diagonals, zeros of triangles) stay exact, and the others make up for what rounding
 changes.
-
-This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,8 +15,6 @@ from torch import Tensor
 
 from rankfold.linalg.psd import check_moment
 from rankfold.linalg.quantization import Quantized, dequantize, quantize
-
-__all__ = ["QuantizedFactors", "StoredFactor", "refine_factors"]
 
 RIDGE = 1e-2  # relative damping of metrics that are inverted: a long move along what hardly counts would cost range
 
@@ -86,9 +83,6 @@ def refine_factors(
         steps: ``>= 0``.
         scale_dtype: of scales and lows.
 
-    Returns:
-        :class:`QuantizedFactors`.
-
     Raises:
         ValueError: shapes disagree, free entries are no staircase, format or ``steps`` out of range.
 
@@ -99,7 +93,8 @@ def refine_factors(
     problem = _Problem(W.to(work), C.to(work), None if M is None else M.to(work), latents)
 
     def rounded(parts: list[StoredFactor]) -> _Rounded:
-        codes = [_quantize(part.numbers, bits, chunk, scale_dtype) for part in parts]
+        form = partial(quantize, bits=bits, chunk=chunk, scale_dtype=scale_dtype)
+        codes = [form(part.numbers) if part.numbers.numel() else None for part in parts]
         pairs = zip(parts, codes, strict=True)
         B, A = (part.filled(part.numbers if q is None else dequantize(q, work)) for part, q in pairs)
         return _Rounded(codes, B, A, *problem.gap(B, A))
@@ -184,9 +179,8 @@ def _lower(S: Tensor) -> Tensor:
     """Lower triangular root ``L L^T`` of a damped metric, or of a stack of them."""
     damped = S.clone()
     diagonal = damped.diagonal(dim1=-2, dim2=-1)
-    diagonal += (
-        RIDGE * diagonal.clamp_min(0) + torch.finfo(S.dtype).tiny
-    )  # each by its own: one may be a million times larger
+    # Each by its own: one may be a million times larger.
+    diagonal += RIDGE * diagonal.clamp_min(0) + torch.finfo(S.dtype).tiny
     root, info = torch.linalg.cholesky_ex(damped)
     if info.any():  # a sum of activations may be indefinite beyond the damping; its negative part is rounding
         values, vectors = torch.linalg.eigh(damped)
@@ -198,10 +192,6 @@ def _lower(S: Tensor) -> Tensor:
 def _upper(S: Tensor) -> Tensor:
     """Upper triangular root ``U U^T``."""
     return _lower(S.flip(-1, -2)).flip(-1, -2)
-
-
-def _quantize(numbers: Tensor, bits: int, chunk: int, scale_dtype: torch.dtype) -> Quantized | None:
-    return quantize(numbers, bits=bits, chunk=chunk, scale_dtype=scale_dtype) if numbers.numel() else None
 
 
 def _check(W: Tensor, B: StoredFactor, A: StoredFactor, C: Tensor, M: Tensor | None, steps: int) -> None:

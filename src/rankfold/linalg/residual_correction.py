@@ -6,8 +6,6 @@ A refit to the outputs of the dense layer leaves what earlier layers lost where 
 repairs some of that too, and over-fits: the residue is large, mostly noise to this layer, and differs between texts. Held-out
 windows tell how much of it is noise; they are of the same text, so what they confirm still holds less on another one. Hence
 the smallest step that keeps most of what the best one gains on them: its last fifth is dearly bought (docs/method.md).
-
-This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
 """
 
 from typing import NamedTuple
@@ -16,8 +14,6 @@ import torch
 from torch import Tensor
 
 from .psd import damping, spd_factor
-
-__all__ = ["RIDGES", "Correction", "Regression", "correct"]
 
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0)
 KEEP = 0.8  # of what the best step gains on held-out windows

@@ -1,14 +1,10 @@
 """Rotary position embedding as matrices between a query and a key.
 
 Shape legend: h head dim, D relative offsets.
-
-This module imports torch only: no modules, no hooks, no device policy.
 """
 
 import torch
 from torch import Tensor
-
-__all__ = ["rope_rotations"]
 
 
 @torch.no_grad()

@@ -1,8 +1,6 @@
 """What removing a unit should cost the loss, from gradients of its weights.
 
 Shape legend: n units, ... any shape of the weights that belong to a unit.
-
-This module imports torch only: no modules, no hooks, no device policy.
 """
 
 from collections.abc import Sequence
@@ -10,8 +8,6 @@ from functools import reduce
 from operator import add
 
 from torch import Tensor
-
-__all__ = ["damage", "taylor"]
 
 
 def damage(weights: Sequence[Tensor], fisher: Sequence[Tensor]) -> Tensor:

@@ -2,16 +2,12 @@
 
 Shape legend: O output width, N input width, a multiple of four. A group is four consecutive inputs of one output, as sparse
 tensor cores want it.
-
-This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
 """
 
 import torch
 from torch import Tensor
 
 from rankfold.linalg.psd import all_finite, check_moment, damping, spd_inverse
-
-__all__ = ["GROUP", "KEPT", "activation_scores", "gradient_scores", "largest_of_four", "surgeon"]
 
 GROUP, KEPT = 4, 2
 COLUMNS = 128  # between two updates of the whole matrix

@@ -10,8 +10,6 @@ from operator import add
 import torch
 from torch import Tensor
 
-__all__ = ["channels_of", "evenly_spaced", "fluctuation_scores", "largest", "lost_energy", "norm_scores"]
-
 
 def norm_scores(parts: list[Tensor]) -> Tensor:
     """``(n,)`` Euclidean norm of all weights of a unit (Han et al., arXiv:1506.02626, for groups of weights).

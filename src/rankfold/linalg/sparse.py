@@ -7,8 +7,6 @@ LatentLLM (arXiv:2505.18413), App. I: ``W ~ B A + D`` with at most ``count`` non
 shrinkage. They work on ``D diag(C)^(1/2)``: the same problem with unit diagonal, which makes "largest entry" mean
 largest effect on the output, fits the step to outlier features, and makes the result free of the scale of ``C`` and
 of its coordinates.
-
-This module imports torch and rankfold.linalg only: no modules, no hooks, no device policy.
 """
 
 from typing import NamedTuple
@@ -20,16 +18,8 @@ from rankfold.linalg.lowrank import low_rank, metric_error
 from rankfold.linalg.preconditioner import preconditioner
 from rankfold.linalg.psd import all_finite, check_moment, damping
 
-__all__ = [
-    "LowRankSparse",
-    "Sparse",
-    "hard_shrink",
-    "low_rank_plus_sparse",
-    "soft_shrink",
-    "sparse",
-]
-
 METHODS = ("diagonal", "hard", "soft", "ste")
+STEPS = 50  # of conjugate gradients, at most
 
 
 class Sparse(NamedTuple):
@@ -92,7 +82,7 @@ def sparse(
 
     Cost: O(N^3) once and O(O N^2) per iteration.
     """
-    _check(W, C, method, iterations, D=(count, W.numel()))
+    _check(W, C, method, iterations, count)
     target, damped = W.to(C), _damped(C, ridge)
     problem = _Problem(damped, target @ damped, (target @ damped * target).sum())
     if method == "diagonal":
@@ -125,7 +115,7 @@ def low_rank_plus_sparse(
     Raises:
         ValueError: as :func:`sparse` and :func:`rankfold.linalg.lowrank.low_rank`.
     """
-    _check(W, C, method, rounds, D=(count, W.numel()))
+    _check(W, C, method, rounds, count)
     silent = _silent(C)
     C = _damped(C, ridge)
     target, root, history = W.to(C), preconditioner(C, "rootcov", ridge=0), []
@@ -160,22 +150,17 @@ class _Problem:
     """``energy + tr(X G X^T) - 2 tr(X^T K)`` in coordinates where ``G`` has unit diagonal."""
 
     def __init__(self, G: Tensor, K: Tensor, energy: Tensor):
-        self.right, self.G = _unit_diagonal(G)  # X_scaled = X * right
+        size = G.diagonal().clamp_min(0).sqrt()
+        self.right = torch.where(
+            size > 0, size, torch.ones_like(size)
+        )  # a dead input has a zero row; any scale will do
+        self.G = G / torch.outer(self.right, self.right)  # X_scaled = X * right
         self.K, self.energy = K / self.right, energy.clamp_min(torch.finfo(K.dtype).tiny)
         self.step = 1 / torch.linalg.eigvalsh(self.G)[-1]
 
-    def product(self, X: Tensor) -> Tensor:
-        return X @ self.G
-
     def error(self, D: Tensor) -> float:
         X = D * self.right
-        return ((self.energy + ((self.product(X) - 2 * self.K) * X).sum()) / self.energy).clamp_min(0).sqrt().item()
-
-
-def _unit_diagonal(G: Tensor) -> tuple[Tensor, Tensor]:
-    size = G.diagonal().clamp_min(0).sqrt()
-    size = torch.where(size > 0, size, torch.ones_like(size))  # a dead input has a zero row; any scale will do
-    return size, G / torch.outer(size, size)
+        return ((self.energy + ((X @ self.G - 2 * self.K) * X).sum()) / self.energy).clamp_min(0).sqrt().item()
 
 
 def _shrink(problem: _Problem, start: Tensor, count: int, method: str, iterations: int) -> tuple[Tensor, list[float]]:
@@ -190,7 +175,7 @@ def _shrink(problem: _Problem, start: Tensor, count: int, method: str, iteration
         base = latent if method == "ste" else X
         if method == "soft":
             base = X = soft_shrink(latent, _runner_up(latent, count))
-        latent = base - (problem.product(X) - problem.K) * problem.step
+        latent = base - (X @ problem.G - problem.K) * problem.step
     return _resolve(problem, best) / problem.right, history
 
 
@@ -199,14 +184,14 @@ def _runner_up(x: Tensor, count: int) -> Tensor:
     return x.abs().flatten().topk(min(count + 1, x.numel())).values[-1] if count < x.numel() else x.new_zeros(())
 
 
-def _resolve(problem: _Problem, X: Tensor, iterations: int = 50) -> Tensor:
+def _resolve(problem: _Problem, X: Tensor) -> Tensor:
     """Conjugate gradients for the values on the support of ``X``."""
     mask = X != 0
-    residual = (problem.K - problem.product(X)) * mask
+    residual = (problem.K - X @ problem.G) * mask
     direction, size = residual, residual.square().sum()
     stop = size * torch.finfo(X.dtype).eps ** 2
-    for _ in range(iterations):
-        moved = problem.product(direction) * mask
+    for _ in range(STEPS):
+        moved = direction @ problem.G * mask
         curvature = (direction * moved).sum()
         if size <= stop or curvature <= 0:  # a moment may be indefinite by rounding: there is no lowest point that way
             break
@@ -217,7 +202,7 @@ def _resolve(problem: _Problem, X: Tensor, iterations: int = 50) -> Tensor:
     return X
 
 
-def _check(W: Tensor, C: Tensor, method: str, iterations: int, **counts: tuple[int, int]) -> None:
+def _check(W: Tensor, C: Tensor, method: str, iterations: int, count: int) -> None:
     if W.ndim != 2 or not all_finite(W):
         raise ValueError(f"W must be a finite (out, in) matrix, got {tuple(W.shape)}")
     check_moment(C, W.shape[1])
@@ -225,6 +210,5 @@ def _check(W: Tensor, C: Tensor, method: str, iterations: int, **counts: tuple[i
         raise ValueError(f"unknown method {method!r}; available: {', '.join(METHODS)}")
     if iterations < 1:
         raise ValueError(f"iterations and rounds must be >= 1, got {iterations}")
-    for name, (count, full) in counts.items():
-        if not 0 <= count <= full:
-            raise ValueError(f"count of {name} must be in [0, {full}], got {count}")
+    if not 0 <= count <= W.numel():
+        raise ValueError(f"count of D must be in [0, {W.numel()}], got {count}")

@@ -7,51 +7,27 @@ from .registry import METHODS, as_method, make_method, method_class, method_name
 
 if TYPE_CHECKING:
     from .base import BlockResult, CompressionStep, Curve, MeasurableMethod, Method, NarrowingMethod, PrunableModule
-    from .baselines.block_removal import BLOCK, SLEB, ShortGPT
-    from .baselines.semi_structured import PrunerZero, SparseGPT, TwoOfFour, Wanda
-    from .baselines.slicegpt import SliceGPT, SliceGPTMoDeGPT
-    from .baselines.structured import FLAP, KOBD, OBD, LLMPruner, LLMSurgeon, Magnitude, Strided
-    from .baselines.svd_family import ASVD, FWSVD, SVD, SVDLLM, Bolaco, RootCov
-    from .latentllm import LatentLLM
-    from .modegpt import MoDeGPT
-    from .rankfold import Rankfold
-    from .targets import TARGETS, fitted
+    from .baselines.block_removal import BLOCK
+    from .baselines.semi_structured import SparseGPT
+    from .latentllm.method import LatentLLM
+    from .modegpt.method import MoDeGPT
+    from .rankfold.method import Rankfold
+    from .targets import fitted
 
 __all__ = [
-    "ASVD",
     "BLOCK",
-    "FLAP",
-    "FWSVD",
-    "KOBD",
     "METHODS",
-    "OBD",
-    "SLEB",
-    "SVD",
-    "SVDLLM",
-    "TARGETS",
     "BlockResult",
-    "Bolaco",
     "CompressionStep",
     "Curve",
-    "LLMPruner",
-    "LLMSurgeon",
     "LatentLLM",
-    "Magnitude",
     "MeasurableMethod",
     "Method",
     "MoDeGPT",
     "NarrowingMethod",
     "PrunableModule",
-    "PrunerZero",
     "Rankfold",
-    "RootCov",
-    "ShortGPT",
-    "SliceGPT",
-    "SliceGPTMoDeGPT",
     "SparseGPT",
-    "Strided",
-    "TwoOfFour",
-    "Wanda",
     "as_method",
     "fitted",
     "make_method",
@@ -60,23 +36,11 @@ __all__ = [
     "register_method",
 ]
 
-_OTHERS = {
-    ".base": (
-        "BlockResult",
-        "Curve",
-        "MeasurableMethod",
-        "Method",
-        "NarrowingMethod",
-        "CompressionStep",
-        "PrunableModule",
-    ),
-    ".baselines.block_removal": ("BLOCK",),
-    ".baselines.semi_structured": ("TwoOfFour",),
-    ".targets": ("TARGETS", "fitted"),
-}
+_BASE = ("BlockResult", "CompressionStep", "Curve", "MeasurableMethod", "Method", "NarrowingMethod", "PrunableModule")
 __getattr__, __dir__ = importing(
     __name__,
     {entry.class_name: f".{entry.module}" for entry in METHODS.values()}
-    | {name: module for module, names in _OTHERS.items() for name in names},
+    | dict.fromkeys(_BASE, ".base")
+    | {"BLOCK": ".baselines.block_removal", "fitted": ".targets"},
     globals(),
 )

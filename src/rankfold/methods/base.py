@@ -19,16 +19,6 @@ from ..errors import OptionError
 from .config import MethodConfig
 from .work import Work
 
-__all__ = [
-    "BlockResult",
-    "CompressionStep",
-    "Curve",
-    "MeasurableMethod",
-    "Method",
-    "NarrowingMethod",
-    "PrunableModule",
-]
-
 
 class BlockResult(NamedTuple):
     """A compressed block, or what one stage made of it."""

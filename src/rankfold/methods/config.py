@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args, get_origin
 
 from ..allocation import (
     ALLOCATIONS,
@@ -21,8 +21,6 @@ from ..allocation import (
 from ..allocation.named import Named
 from ..errors import OptionError, check_choice, method_option, option
 from .targets import TARGETS
-
-__all__ = ["MethodConfig", "ignored_options"]
 
 
 @dataclass(frozen=True)
@@ -70,6 +68,8 @@ class MethodConfig:
         self._make(Budget, BUDGETS, self.budgets)
         for own in fields(self):
             check_type(own.name, getattr(self, own.name), own.default)
+            if get_origin(own.type) is Literal:
+                check_choice(own.name, getattr(self, own.name), get_args(own.type))
         self._check_exclusion()
         self._check_sparsities()
         self._check_target()
@@ -80,7 +80,6 @@ class MethodConfig:
         for what, value in [("sparsity", self.sparsity), *(dict(self.own_sparsities or {}).items())]:
             if not 0 <= value < 1:
                 raise OptionError(f"{what} must be in [0, 1), got {value}; 0.3 removes 30 % of the weights")
-        check_choice("scope", self.scope, ("blocks", "model"))
         if self.budget.is_timed and self.scope == "model":
             raise OptionError(f"budget {self.budget.name} is the time of the blocks, got scope=model; leave it out")
         for module in self.modules or ():
@@ -106,7 +105,6 @@ class MethodConfig:
             )
 
     def _check_target(self) -> None:
-        check_choice("target", self.target, TARGETS)
         if self.target not in self.targets:
             raise OptionError(
                 f"method {self.name} writes for {', '.join(self.targets)}, got {method_option('target', self.target)}; leave "

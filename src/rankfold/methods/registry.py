@@ -9,8 +9,6 @@ from ..errors import check_choice
 if TYPE_CHECKING:
     from .base import Method
 
-__all__ = ["METHODS", "Entry", "as_method", "make_method", "method_class", "method_names", "register_method"]
-
 
 class Entry(NamedTuple):
     """Where a method is implemented, and what it does in one line."""

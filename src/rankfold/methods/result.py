@@ -9,8 +9,6 @@ from torch import Tensor
 from ..architectures import AttentionView, Dense
 from .base import BlockResult
 
-__all__ = ["Latent", "Projection", "describe", "put_attention", "put_projection", "tensors_of"]
-
 
 @dataclass(frozen=True)
 class Latent:

@@ -11,8 +11,6 @@ from .._utils.present import present
 from ..architectures import BlockView
 from ..errors import OptionError, method_option
 
-__all__ = ["TARGETS", "Target", "fitted"]
-
 HEADS = ("qk", "vo", "heads")  # modules whose ranks are widths, or the number, of heads
 
 

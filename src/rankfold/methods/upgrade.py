@@ -5,8 +5,6 @@ from dataclasses import fields
 
 from .registry import METHODS, method_class
 
-__all__ = ["upgraded"]
-
 RENAMED = {
     "of": "scope",
     "protect": "exclude_blocks",

@@ -8,21 +8,6 @@ Shape legend: D output width, F hidden width, R kept width.
 
 from collections import Counter
 
-__all__ = [
-    "CORRECTION_RIDGES",
-    "ROUTINES",
-    "Work",
-    "calling",
-    "correcting",
-    "eliminating",
-    "inverting",
-    "multiplying",
-    "of_trial",
-    "passing",
-    "refitting",
-    "times",
-]
-
 ROUTINES = ("product", "cholesky", "inverse", "solve", "eigh", "svd", "elimination", "pass", "calls")
 COUNTED = 1024  # width of the matrices that products and passes are counted in, and how many calls are counted as one
 

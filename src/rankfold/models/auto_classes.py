@@ -8,8 +8,6 @@ from transformers import AutoModel, AutoModelForCausalLM
 from ..architectures import family_of
 from ..errors import UnsupportedModelError
 
-__all__ = ["auto_class", "check_writes"]
-
 # What a model that is no causal language model may be, the most particular first.
 HEADS = (
     *("ImageTextToText", "MaskedLM", "SequenceClassification", "TokenClassification", "QuestionAnswering"),
@@ -21,7 +19,6 @@ def auto_class(config, name: str | None = None):
     """The Auto class that gives the class a checkpoint was written by, so that its head is kept.
 
     Args:
-        config: of the model.
         name: of the class; by default the first of ``config.architectures``, and without any a decoder is a causal language
             model and an encoder has no head.
 

@@ -6,8 +6,6 @@ from .._utils.stopwatch import time_spent
 from ..architectures import BlockView
 from .dense_model import DenseModel
 
-__all__ = ["BlockReader"]
-
 
 class BlockReader:
     """Hands out blocks in order; where reading overlaps, the next one is read while the caller works on this one."""

@@ -15,9 +15,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
-from ..errors import CheckpointError, first_line
-
-__all__ = ["Place", "Placed", "converted"]
+from .._utils.reporting import reporting
+from ..errors import CheckpointError
 
 JOINS = (MergeModulelist, Concatenate)  # what can be done with the parts of a tensor and nothing but them
 NUMBER = re.compile(r"(\d+)")
@@ -119,10 +118,6 @@ def _join(name: str, converter: WeightConverter, patterns: tuple[str, ...], tens
     fresh: Any = copy.deepcopy(converter)  # it collects tensors until they are converted
     for pattern, tensor in zip(patterns, tensors, strict=True):
         fresh.add_tensor(name, name, pattern, tensor)
-    try:
+    with reporting(CheckpointError, f"the parts of {name} do not go together", "download or copy the checkpoint again"):
         (joined,) = fresh.convert(name).values()
-    except Exception as error:  # parts that are missing or of other shapes end in whatever type meets them first
-        raise CheckpointError(
-            f"the parts of {name} do not go together ({first_line(error)}); download or copy the checkpoint again"
-        ) from error
     return joined

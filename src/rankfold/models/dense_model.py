@@ -22,8 +22,6 @@ from .processors import Processors
 from .weights import Weights, check_finite
 from .whole import read_whole
 
-__all__ = ["DenseModel"]
-
 
 class DenseModel:
     """One stack of blocks in a dense model, read block by block.

@@ -5,8 +5,6 @@ import torch
 from .._utils.hardware import multiplies_bf16_fast
 from ..errors import OptionError, option
 
-__all__ = ["DTYPES", "autocast_dtype", "resolve_device", "resolve_dtype"]
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 

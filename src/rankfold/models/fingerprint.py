@@ -8,8 +8,6 @@ import torch
 import xxhash
 from torch import Tensor
 
-__all__ = ["fingerprint"]
-
 CHUNK = 2**20  # numbers that are widened at once: few enough to stay in a processor's cache
 
 

@@ -10,8 +10,6 @@ from ..errors import CheckpointError
 from .foreign import foreign_kind
 from .listing import CONFIG, GGUF, MODEL_INDEX, Listing, check_listing, read_dict
 
-__all__ = ["check_file", "check_folder", "raw_config"]
-
 HEAD = 100  # bytes; a git-lfs pointer has about 130
 PARTED = re.compile(r".*-(\d{5})-of-(\d{5})\.gguf")
 # Names of what transformers reads: a pointer in the place of another file does not matter.

@@ -2,8 +2,6 @@
 
 import re
 
-__all__ = ["DENSE", "foreign_kind"]
-
 DENSE = "give the transformers checkpoint it was made from"
 OF_TRAINER = re.compile(r"training_args\.bin|(optimizer|scheduler|rng_state|scaler|random_states).*")  # not weights
 TRAINER = "the state of a trainer"
@@ -54,8 +52,7 @@ KINDS = (
 def foreign_kind(names: list[str]) -> tuple[str, str, str] | None:
     """Return which format names of files belong to: one of the names, what it is, and what to do; ``None`` where it is unknown.
 
-    Args:
-        names: of the files of a folder; a folder's name has a slash behind it.
+    A folder's name has a slash behind it.
     """
     others = [name for name in names if not OF_TRAINER.fullmatch(name)]
     for kind, what, to_do in KINDS:

@@ -15,8 +15,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from .._utils.present import present
 from ..errors import CheckpointError, UnsupportedModelError
 
-__all__ = ["FACTORS", "check_biases", "check_size", "gguf_config", "longrope"]
-
 FACTORS = "rope_freqs.weight"  # what every frequency is divided by
 OTHERS = ("rope_factors_long.weight", "rope_factors_short.weight")
 LLAMA3 = {  # as all Llama 3 have it; what differs between them is the factor
@@ -55,11 +53,7 @@ def gguf_config(file: Path) -> tuple[PreTrainedConfig, int, int]:
 
 
 def check_size(config: PreTrainedConfig, numbers: int, file: Path) -> None:
-    """Raise :class:`CheckpointError` where a file has far fewer numbers than its config: what is missing would be made first.
-
-    Args:
-        numbers: in all tensors of the file.
-    """
+    """Raise :class:`CheckpointError` where a file has far fewer ``numbers`` than its config: they would be made first."""
     with torch.device("meta"):
         needed = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
     if needed > 2 * numbers:
@@ -102,11 +96,7 @@ def _whole(config) -> bool:
 
 
 def _by(factors: Tensor, config) -> dict:
-    """Rotary parameters that divide every frequency by a factor: Llama 3's where they are such, otherwise LongRoPE's.
-
-    Args:
-        factors: ``(N / 2,)``.
-    """
+    """Rotary parameters that divide every frequency by a factor ``(N / 2,)``: Llama 3's where they fit, else LongRoPE's."""
     llama3 = LLAMA3 | {"rope_theta": config.rope_parameters["rope_theta"], "factor": factors.max().item()}
     if factors.max() > 1 and torch.allclose(_factors(llama3, config), factors, rtol=1e-4):
         return llama3
@@ -114,13 +104,10 @@ def _by(factors: Tensor, config) -> dict:
 
 
 def longrope(factors: Tensor, config) -> dict:
-    """Rotary parameters with which every frequency is divided by a factor, at any length of text.
+    """Rotary parameters with which every frequency is divided by a factor ``(N / 2,)``, at any length of text.
 
     LongRoPE (arXiv:2402.13753) has factors for short and for long texts, here the same, and multiplies scores by another,
     here 1.
-
-    Args:
-        factors: ``(N / 2,)``.
     """
     each = factors.tolist()
     return {
@@ -145,11 +132,7 @@ def _factors(parameters: dict, config) -> Tensor:
 
 
 def check_biases(model: nn.Module, there: int, file: Path) -> None:
-    """Raise :class:`CheckpointError` where a GGUF file has biases that the model has no place for.
-
-    Args:
-        there: numbers in the biases of the file.
-    """
+    """Raise :class:`CheckpointError` where a file has more numbers in biases (``there``) than the model has places for."""
     found = sum(tensor.numel() for name, tensor in model.state_dict().items() if name.endswith("bias"))
     if there > found:
         raise CheckpointError(

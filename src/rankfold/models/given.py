@@ -8,8 +8,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
+from .._utils.reporting import reporting
 from ..architectures import Architecture, Part, part_of
-from ..errors import CheckpointError, UnsupportedModelError, first_line
+from ..errors import CheckpointError, UnsupportedModelError
 from ..modules import METHOD_NAME, METHOD_NAMES
 from .auto_classes import auto_class
 from .folders import check_file, check_folder, raw_config
@@ -18,12 +19,8 @@ from .listing import MERGED, Listing, check_listing
 from .signs import SAVED, check_filled, check_names, check_numbers, kind_of
 from .weights import Weights
 
-__all__ = ["ModelFiles", "check_given", "check_quantised", "check_tied", "resolve_model"]
-
-DEQUANTISES = {
-    "fp8": "FineGrainedFP8Config",
-    "mxfp4": "Mxfp4Config",
-}  # quantiser -> config of transformers that undoes it
+# Quantiser -> config of transformers that undoes it.
+DEQUANTISES = {"fp8": "FineGrainedFP8Config", "mxfp4": "Mxfp4Config"}
 KNOWN = ("torch", "transformers")  # whose linear layers compute what their weight says
 
 
@@ -73,14 +70,10 @@ def _check_repository(name: str, revision: str | None) -> None:
 
     repository, wanted = split_revision(name, revision)
     name = f"{repository}@{wanted}" if wanted else repository
-    try:
+    what = f"{name!r} is not complete in the hub's cache, and the hub cannot be asked"
+    with reporting(CheckpointError, what, "check the connection, or download it elsewhere and give the folder"):
         files = HfApi().list_repo_files(repository, revision=wanted)
-    except Exception as error:  # httpx, requests and hub errors share no base; all mean "not to be had"
-        raise CheckpointError(
-            f"{name!r} is not complete in the hub's cache, and the hub cannot be asked ({first_line(error)}); check the "
-            "connection, or download it elsewhere and give the folder"
-        ) from error
-    check_listing(Listing.of_repository(name, files))
+    check_listing(Listing(name, frozenset(files), is_on_hub=True))
 
 
 def _check_method(config: dict, folder: Path) -> None:
@@ -133,8 +126,6 @@ def check_quantised(config, name: str, blocks: str | None = None) -> None:
     """Raise :class:`UnsupportedModelError` where a config says that the model is compressed or quantised already.
 
     Args:
-        config: of the model.
-        name: of the model, for the message.
         blocks: path of those that are to be compressed; another part of the model may be compressed by rankfold. ``None``:
             it is not known yet, and that is left open.
     """

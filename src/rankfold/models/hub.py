@@ -3,9 +3,8 @@
 import re
 from pathlib import Path
 
-from ..errors import CheckpointError, OptionError, first_line
-
-__all__ = ["commit_of", "locate", "split_revision"]
+from .._utils.reporting import reporting
+from ..errors import CheckpointError, OptionError
 
 COMMIT = re.compile("[0-9a-f]{40}")
 
@@ -53,14 +52,10 @@ def locate(name: str, revision: str | None = None) -> Path:
 
     patterns = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt", "*.jinja"]
     copies = ["consolidated*", "original/*"]  # the same weights in the maker's own format
-    try:
+    what = f"cannot get {repository!r}{f' at revision {wanted!r}' if wanted else ''} from the hub"
+    advice = "check the name and the connection, or download it elsewhere and give the folder"
+    with reporting(CheckpointError, what, advice):
         return Path(snapshot_download(repository, revision=wanted, allow_patterns=patterns, ignore_patterns=copies))
-    except Exception as error:  # httpx, requests and hub errors share no base; all mean "not to be had"
-        at = f" at revision {wanted!r}" if wanted else ""
-        raise CheckpointError(
-            f"cannot get {repository!r}{at} from the hub ({first_line(error)}); check the name and the connection, or download "
-            "it elsewhere and give the folder"
-        ) from error
 
 
 def commit_of(folder: Path) -> str | None:

@@ -2,15 +2,12 @@
 
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError
 from .foreign import foreign_kind
 from .weights import INDEX, SINGLE, listed
-
-__all__ = ["CONFIG", "GGUF", "MERGE", "MERGED", "MODEL_INDEX", "Listing", "check_listing", "read_dict"]
 
 CONFIG, ADAPTER, MODEL_INDEX, GGUF = "config.json", "adapter_config.json", "model_index.json", ".gguf"
 WHOLE = f"{CONFIG} and {SINGLE}, or give a .gguf file"
@@ -54,11 +51,6 @@ class Listing:
             if path.name != CONFIG or "model_type" in read_dict(path)
         }
         return cls(str(folder), frozenset(files), read_dict(folder / ADAPTER).get("base_model_name_or_path"))
-
-    @classmethod
-    def of_repository(cls, name: str, files: Iterable[str]) -> "Listing":
-        """List what a repository of the hub has."""
-        return cls(name, frozenset(files), is_on_hub=True)
 
     @property
     def names(self) -> list[str]:

@@ -9,8 +9,9 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import PreTrainedModel
 
+from .._utils.reporting import reporting
 from ..architectures import part_of
-from ..errors import CheckpointError, OptionError, RankfoldError, first_line, option
+from ..errors import CheckpointError, OptionError, option
 from .auto_classes import auto_class
 from .dense_model import DenseModel
 from .devices import DTYPES, resolve_device, resolve_dtype
@@ -21,8 +22,6 @@ from .tables import check_tables
 from .tokenizer import TokenizerFiles
 from .weights import Weights, fill_outer
 from .whole import check_unused, read_config, read_generation_config, read_gguf, read_whole, untie
-
-__all__ = ["open_model", "stored_dtype"]
 
 log = logging.getLogger(__name__)
 
@@ -148,10 +147,6 @@ def stored_dtype(config, weights: Weights) -> torch.dtype:
 
 
 def _empty(config, dtype: torch.dtype):
-    try:
+    with reporting(CheckpointError, "config.json describes no model that can be built"):
         with init_empty_weights(include_buffers=False):
             return auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
-    except RankfoldError:
-        raise
-    except Exception as error:  # settings that no model can be built from end in whatever type meets them first
-        raise CheckpointError(f"config.json describes no model that can be built ({first_line(error)})") from error

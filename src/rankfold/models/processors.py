@@ -3,8 +3,6 @@
 from ..errors import CheckpointError
 from .tokenizer import TokenizerFiles
 
-__all__ = ["Processors"]
-
 
 class Processors:
     """Read from beside the weights when they are wanted.
@@ -13,6 +11,9 @@ class Processors:
         name: of the model, for messages.
         files: where they lie; ``None`` where there are none.
         tokenizer: in place of the one that lies there, or a processor that has one.
+
+    Raises:
+        CheckpointError: when one is asked for that is not there.
     """
 
     def __init__(self, name: str, files: TokenizerFiles | None = None, tokenizer=None):
@@ -25,22 +26,13 @@ class Processors:
 
     @property
     def tokenizer(self):
-        """The tokenizer.
-
-        Raises:
-            CheckpointError: there is none beside the weights.
-        """
         if self._tokenizer is None:
             self._tokenizer = self._found("a tokenizer", "pass token ids instead of text").load()
         return self._tokenizer
 
     @property
     def image_processor(self):
-        """What makes pixels of images.
-
-        Raises:
-            CheckpointError: there is none beside the weights.
-        """
+        """What makes pixels of images."""
         return self._found("an image processor", "pass one as tokenizer, or pixels").load_image_processor()
 
     @property
@@ -48,7 +40,6 @@ class Processors:
         """What makes the inputs of a model of images and text.
 
         Raises:
-            CheckpointError: there is none beside the weights.
             OptionError: it needs a package that is not installed.
         """
         return self._found("a processor", "pass one as tokenizer").load_processor()

@@ -9,11 +9,8 @@ from .._utils.present import present
 from ..errors import UnsupportedModelError
 from .listing import MERGE
 
-__all__ = ["SAVED", "check_filled", "check_names", "check_numbers", "kind_of"]
-
-SAVED = (
-    "save_pretrained(OUT, save_original_format=False)"  # by default it is written quantised again, without its config
-)
+# By default it is written quantised again, without its config.
+SAVED = "save_pretrained(OUT, save_original_format=False)"
 QUANTISED = (  # names that quantisers give to what lies beside a weight or in its place
     ("bitsandbytes", r"\.(SCB|(nested_)?absmax|(nested_)?quant_map|quant_state\.\w+)$"),
     ("GPTQ or AWQ", r"\.(qweight|qzeros|g_idx)$"),
@@ -63,11 +60,7 @@ def check_names(names: list[str], place: str) -> None:
 
 
 def check_numbers(kinds: Mapping[str, str], place: str) -> None:
-    """Raise :class:`UnsupportedModelError` where tensors are those of a quantised model.
-
-    Args:
-        kinds: dtype of each tensor by name, as :func:`kind_of` gives it.
-    """
+    """Raise :class:`UnsupportedModelError` where tensors, by name and :func:`kind_of`, are those of a quantised model."""
     found = next(((name, what) for what, pattern in QUANTISED for name in kinds if re.search(pattern, name)), None)
     found = found or _of_few_bits(kinds)
     if found:

@@ -4,18 +4,13 @@ from transformers import PreTrainedModel
 
 from ..errors import CheckpointError
 
-__all__ = ["check_tables"]
-
 MOST_BYTES = 2**31  # GPT-Neo 2.7B, whose every block has a mask of all its positions, takes 134 MB
 
 
 def check_tables(model: PreTrainedModel) -> None:
-    """Raise :class:`CheckpointError` where the tables of a model are larger than those of any model there is.
+    """Raise :class:`CheckpointError` where the tables of a model, all of it on the meta device, are larger than any there are.
 
     GPT-J and GPT-Neo keep one in every block, as long as the config has positions.
-
-    Args:
-        model: on the meta device as a whole, so that nothing is computed.
     """
     saved = model.state_dict().keys()
     size = sum(table.nbytes for name, table in model.named_buffers() if name not in saved)

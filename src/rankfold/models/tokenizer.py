@@ -9,9 +9,8 @@ from pathlib import Path
 from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
 
 from .._utils.files import write_bytes, write_json
+from .._utils.reporting import reporting
 from ..errors import CheckpointError, OptionError, first_line
-
-__all__ = ["TokenizerFiles", "copy_file", "save_tokenizer"]
 
 _NAMES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _MORE = ("added_tokens.json", "chat_template.jinja", "merges.txt", "sentencepiece.bpe.model", "special_tokens_map.json")
@@ -27,7 +26,11 @@ _MODULES = ("[0-9]*_*/*.json", "[0-9]*_*/*.safetensors", "[0-9]*_*/*.bin")
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """Where a tokenizer is read from: a folder, or a GGUF file in it."""
+    """Where a tokenizer is read from: a folder, or a GGUF file in it.
+
+    Raises:
+        CheckpointError: when one is loaded that is not there, or cannot be read.
+    """
 
     folder: Path
     gguf: str | None = None
@@ -59,62 +62,37 @@ class TokenizerFiles:
         return [path.relative_to(self.folder) for path in found if path.is_file()]
 
     def load(self):
-        """The tokenizer.
-
-        Raises:
-            CheckpointError: there is none that can be read.
-        """
         if self.folder.is_dir() and not self.exist:  # for some families transformers makes up an empty one
             raise CheckpointError(f"there is no tokenizer in {self.folder}; put the tokenizer files beside the weights")
         options = {} if self.gguf is None else {"gguf_file": self.gguf}
         options |= {} if self.revision is None or self.folder.is_dir() else {"revision": self.revision}
-        try:
+        what = f"no tokenizer can be read from {self.folder / (self.gguf or '')}"
+        with reporting(CheckpointError, what, "put the tokenizer files beside the weights"):
             found = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False, **options)
-        except Exception as error:  # a damaged file ends in whatever type the code that meets it raises, plain ones too
-            raise CheckpointError(
-                f"no tokenizer can be read from {self.folder / (self.gguf or '')}: {first_line(error)}; put the tokenizer "
-                "files beside the weights"
-            ) from error
         found.init_kwargs.pop("auto_map", None)  # to code that is not run, and not beside what is saved
         return found
 
     def load_image_processor(self):
-        """The image processor.
-
-        Raises:
-            CheckpointError: there is none that can be read.
-        """
-        try:
+        advice = f"put the model's own {_PROCESSOR[0]} beside the weights"
+        with reporting(CheckpointError, f"no image processor can be read from {self.folder}", advice):
             return AutoImageProcessor.from_pretrained(self.folder, trust_remote_code=False)
-        except Exception as error:  # a damaged file ends in whatever type the code that meets it raises
-            raise CheckpointError(
-                f"no image processor can be read from {self.folder}: {first_line(error)}; put the model's own "
-                f"{_PROCESSOR[0]} beside the weights"
-            ) from error
 
     def load_processor(self):
         """The processor of a model of images and text.
 
         Raises:
-            CheckpointError: there is none that can be read.
             OptionError: it needs a package that is not installed.
         """
-        try:
-            found = AutoProcessor.from_pretrained(self.folder, trust_remote_code=False)
-        except ImportError as error:  # torchvision for those that see films too, num2words for SmolVLM
-            raise OptionError(
-                f"the processor in {self.folder} needs a package that is not installed ({first_line(error)}); install it"
-            ) from error
-        except Exception as error:  # a damaged file ends in whatever type the code that meets it raises
-            raise CheckpointError(
-                f"no processor of images and text can be read from {self.folder}: {first_line(error)}; put the model's own "
-                f"{' and '.join(_PROCESSOR)} beside the weights"
-            ) from error
+        advice = f"put the model's own {' and '.join(_PROCESSOR)} beside the weights"
+        with reporting(CheckpointError, f"no processor of images and text can be read from {self.folder}", advice):
+            try:
+                found = AutoProcessor.from_pretrained(self.folder, trust_remote_code=False)
+            except ImportError as error:  # torchvision for those that see films too, num2words for SmolVLM
+                raise OptionError(
+                    f"the processor in {self.folder} needs a package that is not installed ({first_line(error)}); install it"
+                ) from error
         if not hasattr(found, "image_processor"):  # transformers then gives the tokenizer, or whatever there is
-            raise CheckpointError(
-                f"there is no processor of images and text in {self.folder}; put the model's own {' and '.join(_PROCESSOR)} "
-                "beside the weights"
-            )
+            raise CheckpointError(f"there is no processor of images and text in {self.folder}; {advice}")
         return found
 
 

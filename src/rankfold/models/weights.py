@@ -8,15 +8,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..errors import CheckpointError, NumericsError, first_line
+from .._utils.reporting import reporting
+from ..errors import CheckpointError, NumericsError
 from ..linalg.psd import all_finite
 from .conversion import Place, Placed, converted
-
-__all__ = ["INDEX", "SINGLE", "Weights", "check_finite", "fill_outer", "listed", "missed", "required_names"]
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -167,12 +166,8 @@ def _renamed(places: dict[str, Placed], prefix: str, wanted: set[str]) -> dict[s
 
 
 def _open(file: Path):
-    try:
+    with reporting(CheckpointError, f"{file} is not a readable safetensors file", "download or copy it again"):
         return safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{file} is not a readable safetensors file ({first_line(error)}); download or copy it again"
-        ) from error
 
 
 def _places(folder: Path) -> dict[str, Place]:
@@ -201,15 +196,11 @@ def _places(folder: Path) -> dict[str, Place]:
 
 def _read_index(folder: Path) -> dict[str, str]:
     """Tensor name -> name of a file."""
-    try:
+    with reporting(CheckpointError, f"{folder / INDEX} is damaged", "download or copy it again"):
         named = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"]
         strange = sorted(
             {str(f) for f in named.values() if not isinstance(f, str) or f in ("", "..") or Path(f).name != f}
         )
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{folder / INDEX} is damaged ({first_line(error)}); download or copy it again"
-        ) from error
     if strange:
         raise CheckpointError(
             f"{folder / INDEX} names {listed(strange)}: not a file in this folder; only files beside the index are read"

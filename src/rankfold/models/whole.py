@@ -5,26 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from ..errors import CheckpointError, RankfoldError, UnsupportedModelError, first_line
+from .._utils.reporting import reporting
+from ..errors import CheckpointError, UnsupportedModelError, first_line
 from .auto_classes import auto_class
 from .gguf_config import check_biases, check_size, gguf_config
 from .weights import listed, missed
-
-__all__ = [
-    "REPORTED",
-    "check_head",
-    "check_loaded",
-    "check_unused",
-    "read_config",
-    "read_generation_config",
-    "read_gguf",
-    "read_whole",
-    "untie",
-    "untie_where_unequal",
-]
 
 log = logging.getLogger(__name__)
 
@@ -39,10 +26,9 @@ def read_whole(folder: Path, config, dtype: torch.dtype, device: torch.device) -
         CheckpointError: it cannot be read, or does not hold what its config describes.
     """
     auto: Any = auto_class(config)
-    try:
-        model, info = auto.from_pretrained(folder, dtype=_held(dtype, device), use_safetensors=True, **REPORTED)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(f"{folder} cannot be loaded ({first_line(error)})") from error
+    held = torch.float32 if device.type == "cpu" else dtype
+    with reporting(CheckpointError, f"{folder} cannot be loaded"):
+        model, info = auto.from_pretrained(folder, dtype=held, use_safetensors=True, **REPORTED)
     check_loaded(info, model, folder)
     untie_where_unequal(model, str(folder))
     return model.to(device)
@@ -55,17 +41,11 @@ def read_gguf(file: Path, dtype: torch.dtype | str) -> PreTrainedModel:
         CheckpointError: it cannot be read.
         UnsupportedModelError: see :func:`~.gguf_config.gguf_config`.
     """
-    try:
+    auto: Any = AutoModelForCausalLM
+    with reporting(CheckpointError, f"{file} cannot be read as GGUF", "download or copy it again"):
         config, biases, numbers = gguf_config(file)
         check_size(config, numbers, file)
-        auto: Any = AutoModelForCausalLM
         model, info = auto.from_pretrained(file.parent, gguf_file=file.name, config=config, dtype=dtype, **REPORTED)
-    except RankfoldError:
-        raise
-    except Exception as error:  # a damaged file ends in whatever type the code that meets it raises
-        raise CheckpointError(
-            f"{file} cannot be read as GGUF ({first_line(error)}); download or copy it again"
-        ) from error
     check_loaded(info, model, file)
     check_biases(model, biases, file)
     untie_where_unequal(model, str(file))
@@ -103,10 +83,8 @@ def read_generation_config(folder: Path) -> GenerationConfig | None:
     path = folder / "generation_config.json"
     if not path.exists():
         return None
-    try:
+    with reporting(CheckpointError, f"{path} cannot be read", "correct or remove it"):
         return GenerationConfig.from_pretrained(folder)
-    except Exception as error:  # a damaged file ends in whatever type the code that meets it raises
-        raise CheckpointError(f"{path} cannot be read ({first_line(error)}); correct or remove it") from error
 
 
 def check_loaded(info: dict, model: PreTrainedModel, place: Path, *, only_described: bool = False) -> None:
@@ -114,8 +92,6 @@ def check_loaded(info: dict, model: PreTrainedModel, place: Path, *, only_descri
 
     Args:
         info: what ``from_pretrained`` reports with ``output_loading_info``.
-        model: what was loaded.
-        place: for the message.
         only_described: tensors that the model has no place for are an error too, instead of a line in the log.
 
     Raises:
@@ -183,7 +159,3 @@ def untie(config, name: str) -> None:
     for part in {id(c): c for c in (config, config.get_text_config())}.values():
         part.tie_word_embeddings = False
     log.warning("%s: the head differs from the embedding it should be tied to; both are kept, untied", name)
-
-
-def _held(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "cpu" else dtype

@@ -9,18 +9,12 @@ from matplotlib.ticker import MaxNLocator
 
 from .plots import HEIGHT, Picture, legend, panel, scale, slug
 
-__all__ = ["layer_pictures"]
-
 LOW = 1.9  # inches of a panel among others
 COUNTED = 64  # blocks up to which each gets a marker
 
 
 def layer_pictures(rows: list[dict]) -> list[Picture]:
-    """Sparsity, ranks and errors by block for every method.
-
-    Args:
-        rows: done, without the dense model.
-    """
+    """Sparsity, ranks and errors by block for every method, of rows that are done, without the dense model."""
     found, sparsities = [], sorted({row["sparsity"] for row in rows})
     looks = {sparsity: _look(index, len(sparsities)) for index, sparsity in enumerate(sparsities)}
     for number, label in enumerate(dict.fromkeys(row["label"] for row in rows), 1):

@@ -14,8 +14,6 @@ from .layers import layer_pictures
 from .plots import INKS, Drawn, Picture, drawn, result_pictures, write_pictures
 from .table import cells_of_table, markdown
 
-__all__ = ["pictures", "write_report", "write_rows"]
-
 RESULTS, TABLE, PLOTS, PAGE = "results.jsonl", "table.md", "plots", "report.html"
 MEANING = {
     "removed": "fraction of the counted weights that is gone: linear weights of the blocks, unless the method says scope=model",
@@ -59,6 +57,11 @@ def page(config: dict, rows: list[dict], found: list[Drawn], name: str) -> str:
     environment.filters |= {"embedded": embedded, "breakable": breakable}
     header, lines = cells_of_table(rows)
     done = [row for row in rows if row["status"] == "done"]
+    environments, groups = [], dict[str, list[Drawn]]()
+    for facts in ({**row["environment"], **row["versions"]} for row in done):
+        environments += [] if facts in environments else [facts]
+    for one in found:
+        groups.setdefault(one.picture.group, []).append(one)
     return environment.get_template("page.html.j2").render(
         identity=config["identity"],
         command=f"rankfold compare --config {shlex.quote(f'{name}/compare.json')} -o {shlex.quote(f'{name}-again')}",
@@ -67,18 +70,11 @@ def page(config: dict, rows: list[dict], found: list[Drawn], name: str) -> str:
         done=done,
         failed=[row for row in rows if row["status"] == "failed"],
         tasks=done[0]["measures"].get("tasks", {}),
-        groups=_grouped(found),
-        environments=_distinct({**row["environment"], **row["versions"]} for row in done),
+        groups=groups,
+        environments=environments,
         definitions=MEANING | _definitions(done[0]["measures"]),
         inks=INKS,
     )
-
-
-def _grouped(found: list[Drawn]) -> dict[str, list[Drawn]]:
-    groups: dict[str, list[Drawn]] = {}
-    for one in found:
-        groups.setdefault(one.picture.group, []).append(one)
-    return groups
 
 
 def embedded(svg: str) -> str:
@@ -94,11 +90,3 @@ def breakable(text: str) -> markupsafe.Markup:
 def _definitions(measures: dict) -> dict[str, str]:
     found = {"perplexity": measures["texts"][0]["definition"]}
     return found | ({"prefill, decode": measures["speed"]["definition"]} if "speed" in measures else {})
-
-
-def _distinct(facts) -> list[dict]:
-    found = []
-    for one in facts:
-        if one not in found:
-            found.append(one)
-    return found

@@ -15,21 +15,11 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from ..._utils.files import write_bytes, write_text
 
-__all__ = ["INKS", "Drawn", "Picture", "drawn", "result_pictures", "write_pictures"]
-
 WIDTH, HEIGHT, DPI = 4.6, 3.5, 200  # inches of a panel
 LINE = 0.19  # inches of a line of the legend; a panel has room for two
 WIDE = 8  # largest value over the smallest from which on a scale is logarithmic
-COLOURS = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#cc79a7",
-    "#b8860b",
-    "#56b4e9",
-    "#7f3fbf",
-    "#7f7f7f",
-)  # told apart by most eyes
+# Told apart by most eyes.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#7f3fbf", "#7f7f7f")
 MARKERS, DASHES = "osD^vPX*", ("-", "--", "-.", ":")
 INKS = {"light": ("#1a1a1a", "#ffffff"), "dark": ("#e6e6e6", "#16181c")}  # ink, paper
 
@@ -75,9 +65,6 @@ def slug(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9.=]+", "-", text).strip("-")[:60]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-
-
 def _perplexity(index: int, text: str, done: list[dict], styles: dict) -> Picture:
     """MoDeGPT's tables as curves; log scale."""
 
@@ -101,17 +88,20 @@ def _perplexity(index: int, text: str, done: list[dict], styles: dict) -> Pictur
 def _speed(kind: str, done: list[dict], styles: dict) -> Picture:
     """MoDeGPT Fig. 3, with ratios to the dense model in the same rounds: speeds of different minutes are no comparison."""
     dense = done[0]["measures"]
-    base = dense["speed"][f"{kind}_tokens_per_second"]
+    base, text = dense["speed"][f"{kind}_tokens_per_second"], shorten(dense["texts"][0]["text"], 18)
+
+    def perplexity(row: dict) -> float:
+        return row["measures"]["texts"][0]["perplexity"]
 
     def draw() -> Figure:
         figure, axes = panel(f"perplexity against {kind} speed")
-        perplexities = [row["measures"]["texts"][0]["perplexity"] for row in done]
+        perplexities = [perplexity(row) for row in done]
         axes.plot(
             [1.0], perplexities[:1], color="0.5", marker="*", markersize=11, linestyle="none", label="dense", zorder=1
         )
         for label, look in styles.items():
             mine = [row for row in done[1:] if row["label"] == label]
-            points = sorted((r["sparsity"], r["measures"]["speed"][f"{kind}_ratio"], _first(r)) for r in mine)
+            points = sorted((r["sparsity"], r["measures"]["speed"][f"{kind}_ratio"], perplexity(r)) for r in mine)
             if mine:
                 axes.plot([x for _, x, _ in points], [y for *_, y in points], label=shorten(label), **look)
         axes.set_xlabel(f"{kind} speed (× dense, in turns with it)")
@@ -119,18 +109,10 @@ def _speed(kind: str, done: list[dict], styles: dict) -> Picture:
         above.set_xlabel("tokens/s (ratio × median of the dense model)", fontsize=8)
         above.tick_params(labelsize=8)
         above.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        axes.set_ylabel(f"perplexity, {_text(done[0])}{scale(axes, perplexities)}")
+        axes.set_ylabel(f"perplexity, {text}{scale(axes, perplexities)}")
         return legend(figure, axes)
 
     return Picture(f"speed-{kind}", f"Perplexity against {kind} speed", "results", draw)
-
-
-def _first(row: dict) -> float:
-    return row["measures"]["texts"][0]["perplexity"]
-
-
-def _text(row: dict) -> str:
-    return shorten(row["measures"]["texts"][0]["text"], 18)
 
 
 def _radar(tasks: list[str], sparsity: float, done: list[dict], styles: dict) -> Picture:
@@ -149,9 +131,6 @@ def _radar(tasks: list[str], sparsity: float, done: list[dict], styles: dict) ->
         return legend(figure, axes)
 
     return Picture(f"tasks-{sparsity:g}", f"Accuracy on the tasks at sparsity {sparsity:g}", "results", draw)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
 
 
 def panel(title: str, height: float = HEIGHT, count: int = 1, **options) -> tuple[Figure, Any]:

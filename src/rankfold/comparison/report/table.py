@@ -8,18 +8,12 @@ from rich.table import Table
 
 from ...report.outcomes import kinds_in, ratio_text, warnings_of
 
-__all__ = ["cells_of_table", "markdown", "table"]
-
 RATIO = " (probe), × dense"  # how the column of a kind of probe text ends
 LEFT_OUT = ("removed", "MiB", "KV bytes/token", "measured", "compressing, s")  # of the table in a terminal
 
 
 def cells_of_table(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
-    """Header and cells of the table, as text.
-
-    Args:
-        rows: of a comparison; the first one is the dense model.
-    """
+    """Header and cells of the table, as text, of the rows of a comparison; the first one is the dense model."""
     done = [row for row in rows if row["measures"]]
     texts = [text["text"] for text in done[0]["measures"]["texts"]]
     tasks = list(done[0]["measures"].get("tasks", {}))

@@ -8,8 +8,6 @@ from ...architectures import BlockView
 from ...calibration.moments import Moment
 from ..base import BlockResult, Method, PrunableModule
 
-__all__ = ["BLOCK", "SLEB", "BlockRemoval", "ShortGPT"]
-
 BLOCK = "block"  # the module whose rank is 1 where a block stays and 0 where it goes
 
 

@@ -18,8 +18,6 @@ from ...linalg.semi_structured import GROUP, KEPT, activation_scores, gradient_s
 from ..base import BlockResult, Method, PrunableModule
 from ..work import Work, calling, multiplying, passing, times
 
-__all__ = ["PrunerZero", "SparseGPT", "TwoOfFour", "Wanda"]
-
 SPARSITY = 1 - KEPT / GROUP
 
 

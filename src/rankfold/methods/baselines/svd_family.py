@@ -6,8 +6,6 @@ from typing import ClassVar
 from ...architectures import BlockView
 from ..latentllm.method import LatentLLM
 
-__all__ = ["ASVD", "FWSVD", "SVD", "SVDLLM", "Bolaco", "RootCov"]
-
 
 @dataclass(frozen=True)
 class RootCov(LatentLLM):

@@ -150,7 +150,8 @@ def _head_junction(view: BlockView, slot: Slot, fits: dict[str, Fit], dense: dic
     numbers, indices = {"A": parts.numbers["A"], "B.rest": found.B_k2}, parts.indices | {"B.order": found.order}
     bias = None if found.b_k is None else found.b_k.flatten()
     report = replace(keys.report, head_condition=found.condition)
-    T = _identity_columns(parts.numbers["B"].unflatten(0, (attention.kv_heads, -1)), found.order)
+    B = parts.numbers["B"].unflatten(0, (attention.kv_heads, -1))  # (K, h, R), with columns that become the identity
+    T = B.gather(2, found.order[:, None, : B.shape[1]].expand(-1, B.shape[1], -1))
     changed = {"k": _in_heads(keys, T)._replace(bias=bias, report=report)}
     kept = dict(dense)
     if isinstance(queries, Fit):
@@ -160,12 +161,6 @@ def _head_junction(view: BlockView, slot: Slot, fits: dict[str, Fit], dense: dic
         dtype = dense["q"].weight.dtype
         kept["q"] = Dense(B_q.to(dtype), None if b_q is None else b_q.to(dtype))
     return fits | changed, kept, {"k": parts._replace(numbers=numbers, indices=indices)}
-
-
-def _identity_columns(B: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """``(K, h, h)`` columns of each head of ``B`` (K, h, R) that become its identity."""
-    first = order[:, None, : B.shape[1]].expand(-1, B.shape[1], -1)
-    return B.gather(2, first)
 
 
 def _in_heads(fit: Fit, T: torch.Tensor) -> Fit:

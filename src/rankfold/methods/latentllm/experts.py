@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ..._utils.memory import release_memory
-from ..._utils.present import present
 from ...architectures import BlockView, Dense, ExpertsView
 from ...calibration.experts import ExpertMoment, RoutedTokens, energies
 from ...calibration.moments import BlockMoments
@@ -20,8 +19,6 @@ from .factor import local, prepare
 from .layout import EXPERTS, Slot, slots
 from .measures import as_dense
 from .storing import store_all
-
-__all__ = ["decompose_experts"]
 
 
 class Side(NamedTuple):
@@ -39,7 +36,7 @@ def decompose_experts(method, view: BlockView, moments: BlockMoments, ranks: dic
 
     One expert at a time, so that there is one moment at a time.
     """
-    experts, layout, result = present(view.experts), slots(method, view), BlockResult({}, {}, {}, {})
+    experts, layout, result = view.experts, slots(method, view), BlockResult({}, {}, {}, {})
     routed = RoutedTokens.of(experts, moments)
     sides = {
         module: [_latent(method, layout[module], routed, expert, rank) for expert in range(experts.count)]
@@ -64,7 +61,7 @@ def _latent(method, slot: Slot, routed: RoutedTokens, expert: int, rank: int) ->
     fits = {slot.name: local(slot, dense, given, rank)}
     latents, reports, _ = store_all({slot.name: slot}, fits, {slot.name: dense}, moments)
     W, centre = dense.weight.double(), given.mean if given.centred else None
-    moment = present(seen.moment)
+    moment = seen.moment
     C = moment.second_moment() if centre is None else moment.covariance()
     energy = ((W @ C) * W).sum().item()
     release_memory()

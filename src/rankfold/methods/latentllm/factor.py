@@ -17,8 +17,6 @@ from .layout import QKV, Slot
 from .measures import Measure, OutputError
 from .report import Report
 
-__all__ = ["Fit", "Input", "Target", "local", "prepare", "product"]
-
 
 class Input(NamedTuple):
     """What several layers with the same input share: its metric and its pre-conditioner."""

@@ -17,8 +17,6 @@ from ...modules import build
 if TYPE_CHECKING:
     from .method import LatentLLM
 
-__all__ = ["EXPERTS", "FISHER", "PLAIN", "QKV", "Slot", "column_weights", "dense_projections", "fishers", "slots"]
-
 PLAIN = ("left", "right", "symmetric")  # junctions that store both factors in full
 FISHER = "fisher"  # the pre-conditioner of the Fisher of columns, and the statistic it reads of every layer
 EXPERTS = ("experts_up", "experts_down")  # gate and up of all experts, and their down projections
@@ -100,9 +98,7 @@ class Slot:
             sizes = {"in": self.wide, "out": self.out, "nonzeros": self.nonzeros(rank)}
             return {"kind": "sparse", **sizes, "bias": self.bias}
         form = "plain" if self.method.junction in PLAIN else self.method.junction
-        if (
-            form == "lu" and not self.method.bits
-        ):  # a code that both triangles shared could not be refined for one of them
+        if form == "lu" and not self.method.bits:  # a code of both triangles could not be refined for one of them
             form = "triangles"
         spec = {"kind": "latent", "in": self.wide, "out": self.out, "rank": rank, "form": form, "bias": self.bias}
         if self.split:
@@ -136,18 +132,17 @@ class Slot:
 
 def dense_projections(method, view: BlockView) -> dict[str, Dense]:
     """Module -> projection, for all that this block has."""
-    projections = _of_attention(method, view) if view.attention.spec.qkv else {}
+    projections = dict[str, Dense]()
+    if view.attention.spec.qkv:
+        parts = dict(zip(("q", "k", "v"), view.attention.qkv(), strict=True))
+        projections |= {QKV: _stack(view, *parts.values())} if method.shared_qkv else parts
+        projections["o"] = view.attention.output
     if view.mlp:
         rising = view.mlp.rising()
         projections |= {"up": rising[view.mlp.spec.up], "down": view.mlp.down}
         if view.mlp.spec.gate:
             projections["gate"] = rising[view.mlp.spec.gate]
     return projections
-
-
-def _of_attention(method, view: BlockView) -> dict[str, Dense]:
-    parts = dict(zip(("q", "k", "v"), view.attention.qkv(), strict=True))
-    return ({QKV: _stack(view, *parts.values())} if method.shared_qkv else parts) | {"o": view.attention.output}
 
 
 def column_weights(method, view: BlockView, moments) -> dict[str, Tensor]:
@@ -180,17 +175,13 @@ def slots(method, view: BlockView) -> dict[str, Slot]:
     if (experts := view.experts) and method.takes_experts:
         found |= zip(EXPERTS, (experts.rising(0), experts.down(0)), strict=True)
         copies.update(dict.fromkeys(EXPERTS, experts.count))
-    return {
-        name: Slot(method, name, out, wide, *_biases(method, dense), heads.get(name, 1), copies.get(name, 1))
-        for name, dense in found.items()
-        for out, wide in [dense.weight.shape]
-    }
 
+    def slot(name: str, dense: Dense) -> Slot:
+        has, gets = dense.bias is not None, method.centres(dense)
+        out, wide = dense.weight.shape
+        return Slot(method, name, out, wide, has or gets, gets and not has, heads.get(name, 1), copies.get(name, 1))
 
-def _biases(method, dense: Dense) -> tuple[bool, bool]:
-    """Whether the latent projection has a bias, and whether that is a new one."""
-    has = dense.bias is not None
-    return has or method.centres(dense), not has and method.centres(dense)
+    return {name: slot(name, dense) for name, dense in found.items()}
 
 
 def _stack(view: BlockView, *parts: Dense) -> Dense:

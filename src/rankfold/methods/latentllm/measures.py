@@ -20,18 +20,6 @@ from ...linalg.pair_error import Pair, pair_error
 from ...modules import build
 from ..result import Latent
 
-__all__ = [
-    "AttendedError",
-    "HeadError",
-    "InHeads",
-    "MLPError",
-    "Measure",
-    "OutputError",
-    "ScoreError",
-    "as_dense",
-    "mlp_of",
-]
-
 Measure = Callable[[Mapping[str, Dense], BlockMoments], float]
 ROWS = 1024  # of the identity that a runtime module is run on at a time
 

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..._utils.memory import release_memory
-from ..._utils.present import present
 from ...architectures import BlockView, Dense
 from ...calibration.experts import STATISTICS
 from ...calibration.statistics import SAMPLE_ROWS
@@ -17,8 +16,6 @@ from .layout import EXPERTS, FISHER, QKV, fishers, slots
 from .mlp import decompose_mlp
 from .options import check_options
 from .report import Report
-
-__all__ = ["LatentLLM"]
 
 
 @dataclass(frozen=True)
@@ -61,9 +58,8 @@ class LatentLLM(NarrowingMethod):
     name: ClassVar[str] = "latentllm"
     all_modules: ClassVar[tuple[str, ...]] = (*ATTENTION, "gate", "up", "down", *EXPERTS)
     targets: ClassVar[tuple[str, ...]] = ("transformers", "vllm")
-    features: ClassVar[bool] = (
-        False  # whether what a layer sends is fitted about its means, with a bias for every layer
-    )
+    # Whether what a layer sends is fitted about its means, with a bias for every layer.
+    features: ClassVar[bool] = False
 
     precondition: str = "rootcov"
     junction: str = "block_identity_right"
@@ -239,7 +235,7 @@ class LatentLLM(NarrowingMethod):
                 alternation = Work({("eigh", rows): 2.0}) + times(multiplying(rows, rows, width), 4)
                 found += times(alternation, self.alternations)
         if "ud" in joint and {"up", "down"} <= {slot.name for slot in lower}:
-            F = present(view.mlp).hidden
+            F = view.mlp.hidden
             found += times(times(multiplying(F, width, SAMPLE_ROWS * F), 4), self.rounds)
         return found
 

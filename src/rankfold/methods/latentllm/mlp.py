@@ -23,7 +23,7 @@ HELD_OUT = 8  # one of so many rows is not fitted
 
 def decompose_mlp(method, view: BlockView, moments: BlockMoments, ranks: dict[str, int]) -> BlockResult:
     """The projections of the MLP listed in ``ranks``, latent: fit, junction, store."""
-    dense, layout, spec = dense_projections(method, view), slots(method, view), present(view.mlp).spec
+    dense, layout, spec = dense_projections(method, view), slots(method, view), view.mlp.spec
     weights = column_weights(method, view, moments)
     result = BlockResult({}, {}, {}, {})
     paths = {"up": spec.up, "gate": spec.gate, "down": spec.down}

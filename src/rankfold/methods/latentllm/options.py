@@ -7,8 +7,6 @@ from ...linalg.preconditioner import PRECONDITIONERS
 from ...linalg.sparse import METHODS as SHRINKS
 from .layout import FISHER, PLAIN, QKV
 
-__all__ = ["JOINT", "check_options"]
-
 JOINT = ("qk", "vo", "ud")
 QK_RANKS = ("plan", "spectra")
 

@@ -14,8 +14,6 @@ from ...linalg.quantized_factors import StoredFactor, refine_factors
 from .factor import Fit
 from .layout import Slot
 
-__all__ = ["refined_codes", "rounded_codes"]
-
 # Scales and lows are chosen among bf16 numbers, so that they stay what the codes were chosen for in every stored dtype.
 SCALES = torch.bfloat16
 

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, fields
 
-__all__ = ["Report"]
-
 
 @dataclass(frozen=True)
 class Report:

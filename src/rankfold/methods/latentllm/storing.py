@@ -25,8 +25,6 @@ from .measures import as_dense
 from .refining import refined_codes, rounded_codes
 from .report import Report
 
-__all__ = ["Parts", "in_junction", "store", "store_all"]
-
 SAME = 1e-6  # errors are equal up to this part of them: of values, the attention-aware form looks at the mean alone
 
 

@@ -1,5 +1,1 @@
 """MoDeGPT; see :mod:`.method`."""
-
-from .method import MoDeGPT
-
-__all__ = ["MoDeGPT"]

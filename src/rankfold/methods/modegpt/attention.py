@@ -31,8 +31,7 @@ def compress_attention(
 ) -> None:
     """Replace the attention module by one with width ``ranks["qk"]`` for scores and ``ranks["vo"]`` for values.
 
-    Args:
-        vo: in place of :func:`compress_vo`.
+    ``vo`` stands in place of :func:`compress_vo`.
     """
     attention = view.attention
     full = attention.head_dim
@@ -185,10 +184,10 @@ def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dens
         new_o = torch.einsum("dkgn,knr->dkgr", W_o, fit.up).flatten(1).to(o.weight.dtype)
         new_v, bias = map_heads(v, fit.down), o.bias
         if centre is not None:
-            kept = fit.up @ (fit.down @ (centre - _bias_of(v, K, centre)).unsqueeze(-1))
-            bias = (present(o.bias).double() + torch.einsum("dkgn,kn->d", W_o, centre - kept.squeeze(-1))).to(
-                present(o.bias).dtype
-            )
+            moved = 0 if v.bias is None else v.bias.unflatten(0, (K, -1)).to(centre)
+            kept = fit.up @ (fit.down @ (centre - moved).unsqueeze(-1))
+            sent = torch.einsum("dkgn,kn->d", W_o, centre - kept.squeeze(-1))
+            bias = (present(o.bias).double() + sent).to(present(o.bias).dtype)
             new_v = Dense(new_v.weight, None)
         optimum = best.singular_values[..., rank:].square().sum()
         error, total, optimum = torch.stack([*_pair_error(A, B, fit), optimum]).tolist()
@@ -228,10 +227,6 @@ def _grouped(per_query: Tensor, attention: AttentionView) -> Tensor:
 def _of_queries(per_key: Tensor, attention: AttentionView) -> Tensor:
     """``(H, ...)`` of ``(K, ...)``: what a key head does, its queries do."""
     return per_key.repeat_interleave(attention.heads // attention.kv_heads, 0)
-
-
-def _bias_of(v: Dense, kv_heads: int, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if v.bias is None else v.bias.unflatten(0, (kv_heads, -1)).to(like)
 
 
 def map_heads(dense: Dense, maps: Tensor) -> Dense:

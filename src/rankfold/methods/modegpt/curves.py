@@ -10,23 +10,18 @@ from .mlp import GRADIENT as MLP
 from .mlp import ORDER, UnitOrder, relative_ridge
 from .output_weighting import output_root, weighted
 
-__all__ = ["squared_errors"]
-
 
 def squared_errors(method, view: BlockView, moments, unit: PrunableModule, least: int, vo=compress_vo) -> Curve:
     """Compute the squared relative error of a module at the ranks of ``unit`` from ``least`` on.
 
-    In the output metric where the moments hold a gradient: that is what the fit makes least.
-
-    Args:
-        vo: what reduces value and output.
+    In the output metric where the moments hold a gradient: that is what the fit makes least. ``vo`` reduces value and output.
     """
     if unit.module == "experts":
         return Curve(expert_errors(method, view, moments, unit, least))
     full = unit.ranks[-1]
     ranks = [rank for rank in unit.ranks if rank >= least]
     if unit.module == "mlp":
-        down, moment = present(view.mlp).down, moments["mlp_hidden"]
+        down, moment = view.mlp.down, moments["mlp_hidden"]
         C = moment.covariance() if method.bias_refit and down.bias is not None else moment.second_moment()
         W = weighted(output_root(moments, MLP), down.weight.to(C))
         curve = error_curve(W, C, least=ranks[0], ridge=relative_ridge(method, C, moment.count))

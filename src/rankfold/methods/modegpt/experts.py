@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..._utils.present import present
 from ...architectures import BlockView, Dense
 from ...calibration.experts import ExpertMoment, RoutedTokens, energies
 from ...calibration.moments import BlockMoments
@@ -17,8 +16,6 @@ from ...linalg.nystrom import error_curve, nystrom
 from ..base import BlockResult, PrunableModule
 from .attention import relative
 from .mlp import metric_of, refitted, relative_ridge
-
-__all__ = ["expert_errors", "reduce_experts", "truncate_experts"]
 
 
 class Expert(NamedTuple):
@@ -34,7 +31,7 @@ class Expert(NamedTuple):
 
 def reduce_experts(method, view: BlockView, moments: BlockMoments, rank: int, result: BlockResult) -> None:
     """Algorithm 1 in each expert; one at a time, so that there is one moment at a time."""
-    experts = present(view.experts)
+    experts = view.experts
     report = result.reports["experts"] = {"rank": rank, "of": experts.hidden, "relative_error": 0.0}
     if rank == experts.hidden:
         return
@@ -54,8 +51,8 @@ def reduce_experts(method, view: BlockView, moments: BlockMoments, rank: int, re
 
 def _reduce(method, routed: RoutedTokens, expert: int, rank: int) -> Expert:
     down, seen = routed.experts.down(expert), routed.moment(expert)
-    C, scale, centre = metric_of(method, down, present(seen.moment))
-    ridge = relative_ridge(method, C, present(seen.moment).count / scale)
+    C, scale, centre = metric_of(method, down, seen.moment)
+    ridge = relative_ridge(method, C, seen.moment.count / scale)
     fit = nystrom(down.weight, C, rank=rank, ridge=ridge, selection=method.selection)
     new = refitted(down, fit, centre, down.weight.dtype)
     return Expert(fit.keep, new, centre, seen._replace(moment=None), fit.error / scale, _energy(down, C) / scale)
@@ -79,14 +76,14 @@ def _error_on(routed: RoutedTokens, reduced: list[Expert]) -> float:
 
 def expert_errors(method, view: BlockView, moments: BlockMoments, unit: PrunableModule, least: int) -> dict[int, float]:
     """Rank -> squared relative error of all experts together, for the ranks of ``unit`` from ``least`` on."""
-    routed, full = RoutedTokens.of(present(view.experts), moments), unit.ranks[-1]
+    routed, full = RoutedTokens.of(view.experts, moments), unit.ranks[-1]
     ranks = [rank for rank in unit.ranks if rank >= least]
     curve, total = torch.zeros(full - ranks[0] + 1, dtype=torch.float64), 0.0
     for expert in range(routed.experts.count):
         down, seen = routed.experts.down(expert), routed.moment(expert)
-        C, scale, _ = metric_of(method, down, present(seen.moment))
+        C, scale, _ = metric_of(method, down, seen.moment)
         energy = _energy(down, C) / scale * seen.share
-        ridge = relative_ridge(method, C, present(seen.moment).count / scale)
+        ridge = relative_ridge(method, C, seen.moment.count / scale)
         curve += energy * error_curve(down.weight, C, least=ranks[0], ridge=ridge).errors
         total += energy
     return {rank: curve[full - rank].item() / total if total else 0.0 for rank in ranks}
@@ -94,14 +91,14 @@ def expert_errors(method, view: BlockView, moments: BlockMoments, unit: Prunable
 
 def truncate_experts(view: BlockView, rank: int, result: BlockResult) -> None:
     """Experts of their first ``rank`` hidden units."""
-    experts, keep = present(view.experts), torch.arange(rank, device=view.device)
+    experts, keep = view.experts, torch.arange(rank, device=view.device)
     downs = (experts.down(expert) for expert in range(experts.count))
     _put(view, ((keep, Dense(down.weight[:, :rank], down.bias)) for down in downs), result)
 
 
 def _put(view: BlockView, kept: Iterable[tuple[Tensor, Dense]], result: BlockResult) -> None:
     """Replace the experts by narrower ones: of each the units that stay and its down projection on them."""
-    experts = present(view.experts)
+    experts = view.experts
     parts = [(experts.rising(n).rows(experts.rows_of(keep)), down) for n, (keep, down) in enumerate(kept)]
     path = experts.spec.path
     result.modules[path] = experts.describe(parts[0][1].weight.shape[1])

@@ -10,11 +10,10 @@ from functools import reduce
 from operator import add
 from typing import ClassVar, Literal
 
-from ..._utils.present import present
 from ...architectures import BlockView
 from ...calibration.experts import STATISTICS as EXPERT_STATISTICS
 from ...calibration.moments import BlockMoments, Moment
-from ...errors import OptionError, UnsupportedModelError, check_choice, method_option
+from ...errors import OptionError, UnsupportedModelError, method_option
 from ...linalg.column_row import relative_cost
 from ..base import BlockResult, Curve, MeasurableMethod, PrunableModule
 from ..targets import TARGETS
@@ -27,8 +26,6 @@ from .mlp import GRADIENT as MLP_GRADIENT
 from .mlp import reduce_mlp
 from .norms import SQUARES, norm_parameters
 from .truncation import truncate_attention, truncate_mlp
-
-__all__ = ["MoDeGPT"]
 
 EXPERT_STEP = 8  # grouped products of all experts want rows of whole 16 bytes
 
@@ -78,14 +75,7 @@ class MoDeGPT(MeasurableMethod):
         super().__post_init__()
         if not self.ridge > 0:
             raise OptionError(f"ridge must be > 0, got {self.ridge}; the default is 1e-4 of the moment's mean diagonal")
-        check_choice("selection", self.selection, ("obs", "leverage"))
-        check_choice("selection_qk", self.selection_qk, ("obs", "norm"))
-        check_choice("gqa", self.gqa, ("joint", "paper"))
-        check_choice("qk", self.qk, ("svd", "cr"))
-        check_choice("ridge_scale", self.ridge_scale, ("relative", "absolute"))
-        check_choice("output_weighting", self.output_weighting, ("none", "fisher"))
-        blind = {"selection": "leverage", "gqa": "paper"}
-        for key, value in blind.items():
+        for key, value in {"selection": "leverage", "gqa": "paper"}.items():
             if self.output_weighting != "none" and getattr(self, key) == value:
                 raise OptionError(
                     f"{key}={value} does not look at outputs, so output_weighting={self.output_weighting} has nothing to "
@@ -167,16 +157,15 @@ class MoDeGPT(MeasurableMethod):
         units = []
         for module in modules:
             if module == "mlp":
-                step, full = self.rank_multiple, present(view.mlp).hidden
-                per_rank = width + sum(p.weight.numel() for p in present(view.mlp).rising().values()) // full
+                step, full = self.rank_multiple, view.mlp.hidden
+                per_rank = width + sum(p.weight.numel() for p in view.mlp.rising().values()) // full
             elif module == "experts":
-                step, full = math.lcm(self.rank_multiple, EXPERT_STEP), present(view.experts).hidden
-                per_rank = 3 * width * present(view.experts).count
+                step, full = math.lcm(self.rank_multiple, EXPERT_STEP), view.experts.hidden
+                per_rank = 3 * width * view.experts.count
             else:
                 full, per_rank = attention.head_dim, projections[module] * width
-                step = (
-                    self.rank_multiple * 2 if module == "qk" and self.rank_multiple % 2 else self.rank_multiple
-                )  # whole pairs
+                whole_pairs = 2 if module == "qk" and self.rank_multiple % 2 else 1
+                step = self.rank_multiple * whole_pairs
             chosen = self.head_dim if module in ("qk", "vo") else 0
             ranks = (chosen, full) if chosen else (*range(step, full, step), full)
             units.append(
@@ -210,11 +199,11 @@ class MoDeGPT(MeasurableMethod):
         sizes = {u.module: u for u in self.prunable_modules(view)}
         change = sum(sizes[m].size(rank) - sizes[m].dense for m, rank in ranks.items())
         if "mlp" in ranks:
-            lost = present(view.mlp).hidden - ranks["mlp"]
-            biases = sum(p.bias.numel() for p in present(view.mlp).rising().values() if p.bias is not None)
-            change -= lost * biases // present(view.mlp).hidden
-        if "experts" in ranks and present(view.experts).biased:
-            change -= 2 * present(view.experts).count * (present(view.experts).hidden - ranks["experts"])
+            lost = view.mlp.hidden - ranks["mlp"]
+            biases = sum(p.bias.numel() for p in view.mlp.rising().values() if p.bias is not None)
+            change -= lost * biases // view.mlp.hidden
+        if "experts" in ranks and view.experts.biased:
+            change -= 2 * view.experts.count * (view.experts.hidden - ranks["experts"])
         biases, indices = self._attention_extras(view, ranks) if ranks.keys() & {"qk", "vo"} else (0, 0)
         return change - biases, indices
 
@@ -245,7 +234,7 @@ class MoDeGPT(MeasurableMethod):
         if 0 < ranks.get("mlp", 0) < (full := view.mlp.hidden if view.mlp else 0):
             found += self._work_of_units(full, width, ranks["mlp"])
         if 0 < ranks.get("experts", 0) < (full := view.experts.hidden if view.experts else 0):
-            found += times(self._work_of_units(full, width, ranks["experts"]), present(view.experts).count)
+            found += times(self._work_of_units(full, width, ranks["experts"]), view.experts.count)
         if 0 < ranks.get("vo", 0) < view.attention.head_dim:
             found += self._work_of_values(view)
         return found
@@ -264,13 +253,13 @@ class MoDeGPT(MeasurableMethod):
         width, full = view.attention.output.weight.shape[0], unit.ranks[-1]
         if unit.module in ("mlp", "experts"):
             one = inverting(full) + eliminating(full, width, least) + multiplying(width, full, full)
-            return one if unit.module == "mlp" else times(one, present(view.experts).count)
+            return one if unit.module == "mlp" else times(one, view.experts.count)
         return self._work_of_values(view) if unit.module == "vo" else Work()
 
     def decompose(self, view: BlockView, moments, ranks: dict[str, int]) -> BlockResult:
         result = BlockResult({}, {}, {}, {})
         if "mlp" in ranks:
-            reduce_mlp(self, view, present(view.mlp).down, moments, ranks["mlp"], result)
+            reduce_mlp(self, view, view.mlp.down, moments, ranks["mlp"], result)
         if "experts" in ranks:
             reduce_experts(self, view, moments, ranks["experts"], result)
         if ranks.keys() & {"qk", "vo"}:

@@ -43,7 +43,7 @@ def reduce_mlp(method, view: BlockView, down: Dense, moments, rank: int, result:
         The fit; ``None`` where all units stay.
     """
     mlp = view.mlp
-    full = present(mlp).hidden
+    full = mlp.hidden
     if rank == full:
         result.reports["mlp"] = {"rank": full, "of": full, "relative_error": 0.0}
         return None
@@ -61,9 +61,9 @@ def reduce_mlp(method, view: BlockView, down: Dense, moments, rank: int, result:
     if GRADIENT in moments:
         predicted["predicted_loss"] = predicted_loss(moments[GRADIENT], gap_of(down.weight, fit), C) / scale
     del C
-    for path, projection in present(mlp).rising().items():
-        put_projection(result, path, projection.rows(present(mlp).rows_of(fit.keep)))
-    put_projection(result, present(mlp).spec.down, refitted(down, fit, centre, present(mlp).down.weight.dtype))
+    for path, projection in mlp.rising().items():
+        put_projection(result, path, projection.rows(mlp.rows_of(fit.keep)))
+    put_projection(result, mlp.spec.down, refitted(down, fit, centre, mlp.down.weight.dtype))
     result.errors["mlp"] = lambda other: output_error(down.weight, fit, centre, other["mlp_hidden"])
     result.reports["mlp"] = predicted | {
         "rank": rank,
@@ -92,7 +92,7 @@ def metric_of(method, down: Dense, moment: Moment) -> tuple[Tensor, float, Tenso
     """
     if method.bias_refit and down.bias is not None:
         return moment.covariance(), 1.0, moment.mean
-    return present(moment.second).double(), moment.count, None
+    return moment.second.double(), moment.count, None
 
 
 def relative_ridge(method, C: Tensor, samples: float) -> float:
@@ -117,9 +117,8 @@ def output_error(W: Tensor, fit: Nystrom, centre: Tensor | None, moment: Moment)
         W: ``(D, F)`` dense down projection.
         centre: ``(F,)`` mean of the fit, where the bias took it.
     """
-    C = (
-        present(moment.second).double() if centre is None else moment.about(centre)
-    ).float()  # an error needs no more digits
+    C = moment.second if centre is None else moment.about(centre)
+    C = C.float()  # an error needs no more digits
     gap = gap_of(W, fit)
     error, total = (((M @ C) * M).double().sum() for M in (gap, W.float()))
     error, total = torch.stack([error, total]).tolist()

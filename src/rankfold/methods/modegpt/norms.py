@@ -8,11 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..._utils.present import present
 from ...architectures import AttentionView
 from ...linalg.mean_square import fit_mean_square
-
-__all__ = ["SQUARES", "Norms", "first_norms", "norm_parameters", "predict_norms"]
 
 SQUARES = ("query_squares", "key_squares")
 NAMES = ("q_norm", "k_norm")
@@ -32,7 +29,7 @@ def predict_norms(attention: AttentionView, moments, kept: tuple[Tensor, Tensor]
         kept: ``(H, R)`` dimensions of every query head, and of every key head.
     """
     tensors, errors = {}, []
-    for name, statistic, norm, keep in zip(NAMES, SQUARES, present(attention.head_norms), kept, strict=True):
+    for name, statistic, norm, keep in zip(NAMES, SQUARES, attention.head_norms, kept, strict=True):
         N, heads = attention.head_dim, len(keep)
         among = keep if attention.spec.norm_over == "head" else _of_all_heads(keep, N)
         fit = fit_mean_square(moments[statistic].second_moment(), among, eps=norm.eps)
@@ -56,7 +53,7 @@ def first_norms(attention: AttentionView, rank: int) -> dict[str, Tensor]:
 def norm_parameters(attention: AttentionView, rank: int) -> int:
     """Change in the numbers of both norms where ``rank`` dimensions of every head are kept."""
     heads = attention.heads + attention.kv_heads
-    before = sum(0 if norm.scale is None else norm.scale.numel() for norm in present(attention.head_norms))
+    before = sum(0 if norm.scale is None else norm.scale.numel() for norm in attention.head_norms)
     return heads * (2 * rank + 1) - before
 
 

@@ -12,8 +12,6 @@ from torch import Tensor
 from ...calibration.moments import BlockMoments, Moment
 from ...linalg.psd import metric_root
 
-__all__ = ["output_root", "predicted_loss", "weighted"]
-
 RIDGE = 0.1  # of the mean diagonal of G: it is measured on little text
 
 

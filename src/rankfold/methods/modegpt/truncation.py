@@ -5,25 +5,20 @@ Shape legend: K key/value heads, R kept query-key width.
 
 import torch
 
-from ..._utils.present import present
 from ...architectures import AttentionView, BlockView, Dense
 from ..base import BlockResult
 from ..result import put_attention, put_projection
 from .attention import take_heads
 from .norms import first_norms
 
-__all__ = ["truncate_attention", "truncate_mlp"]
-
 
 def truncate_mlp(view: BlockView, rank: int, result: BlockResult) -> None:
     """The MLP of the first ``rank`` hidden units."""
     mlp = view.mlp
     keep = torch.arange(rank, device=view.device)
-    for path, projection in present(mlp).rising().items():
-        put_projection(result, path, projection.rows(present(mlp).rows_of(keep)))
-    put_projection(
-        result, present(mlp).spec.down, Dense(present(mlp).down.weight[:, :rank].contiguous(), present(mlp).down.bias)
-    )
+    for path, projection in mlp.rising().items():
+        put_projection(result, path, projection.rows(mlp.rows_of(keep)))
+    put_projection(result, mlp.spec.down, Dense(mlp.down.weight[:, :rank].contiguous(), mlp.down.bias))
 
 
 def truncate_attention(attention: AttentionView, ranks: dict[str, int], result: BlockResult) -> None:

@@ -19,8 +19,6 @@ from ..modegpt.output_weighting import output_root, predicted_loss, weighted
 from .remove_module import without_attention
 from .residual_correction import repair
 
-__all__ = ["compress_vo", "decompose_attention", "refit_output", "values_of"]
-
 
 def decompose_attention(method, view: BlockView, moments, ranks: dict[str, int]) -> BlockResult:
     """Replace the attention module by one with width ``ranks["qk"]`` for scores and ``ranks["vo"]`` for values."""

@@ -6,21 +6,19 @@ each measured on what the stages before it left, on two streams side by side: th
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import ClassVar, Self
 
-from ..._utils.present import present
 from ...allocation import Allocation, Measured
 from ...architectures import BlockView
 from ...calibration.experts import STATISTICS as EXPERT_STATISTICS
 from ..base import BlockResult, CompressionStep, Curve, PrunableModule
-from ..modegpt import MoDeGPT
 from ..modegpt.curves import squared_errors
+from ..modegpt.method import MoDeGPT
 from ..work import Work, correcting, multiplying
 from .attention import decompose_attention, refit_output, values_of
 from .mlp import decompose_mlp
-
-__all__ = ["Rankfold"]
 
 
 @dataclass(frozen=True)
@@ -54,13 +52,9 @@ class Rankfold(MoDeGPT):
 
     def prunable_modules(self, view: BlockView) -> list[PrunableModule]:
         found = super().prunable_modules(view)
-        asked = (
-            self.allow_module_removal
-            and isinstance(self.allocation, Measured)
-            and not self.budget.is_timed
-            and not self.own_sparsities
-        )
-        if not asked or view.architecture.projects:  # nothing but a projector tells the language model of the image
+        measured = isinstance(self.allocation, Measured) and not self.budget.is_timed and not self.own_sparsities
+        # Nothing but a projector tells the language model of the image.
+        if not self.allow_module_removal or not measured or view.architecture.projects:
             return found
         there = {unit.module for unit in found}
         whole = {"mlp"} | ({"qk", "vo"} if {"qk", "vo"} <= there and not self.head_dim else set())
@@ -85,7 +79,9 @@ class Rankfold(MoDeGPT):
                 CompressionStep(needed, lambda view, moments, _: decompose_attention(self, view, moments, ranks))
             )
             if corrected and 0 < min(ranks.get("qk", full), ranks.get("vo", full)) < full:
-                found.append(CompressionStep({"attention_output", "attention_feedback"}, self._refit_output(ranks)))
+                module = "vo" if "vo" in ranks else "qk"
+                refit = partial(refit_output, self, module=module)
+                found.append(CompressionStep({"attention_output", "attention_feedback"}, refit))
         needed = set()
         if "mlp" in ranks:
             # Beside experts nothing says which of them a correction would belong to.
@@ -93,15 +89,15 @@ class Rankfold(MoDeGPT):
         if "experts" in ranks:
             needed |= EXPERT_STATISTICS
         if needed:
-            found.append(CompressionStep(needed, lambda block, near, far: decompose_mlp(self, block, near, far, ranks)))
+            found.append(CompressionStep(needed, partial(decompose_mlp, self, ranks=ranks)))
         return found
 
     def work(self, view: BlockView, ranks: dict[str, int]) -> Work:
         found, attention = super().work(view, ranks), view.attention
         width, sent, full = attention.output.weight.shape[0], attention.heads * attention.head_dim, attention.head_dim
         if self.follows(view):
-            if "mlp" in ranks and view.experts is None and 0 < ranks["mlp"] < present(view.mlp).hidden:
-                found += correcting(present(view.mlp).hidden, width)
+            if "mlp" in ranks and view.experts is None and 0 < ranks["mlp"] < view.mlp.hidden:
+                found += correcting(view.mlp.hidden, width)
             if 0 < min(ranks.get("qk", full), ranks.get("vo", full)) < full:
                 found += correcting(sent, width)
         return found
@@ -120,10 +116,6 @@ class Rankfold(MoDeGPT):
             return needed | {"vo": sent}
         # What is left of an attention that goes is the mean of what it sent.
         return needed | {"vo": needed["vo"] | (sent if self.allow_module_removal else set())}
-
-    def _refit_output(self, ranks: dict[str, int]):
-        module = "vo" if "vo" in ranks else "qk"
-        return lambda block, near, far: refit_output(self, block, near, far, module)
 
     def alone(self, view: BlockView) -> Self:
         return replace(self, residual_correction=False, attention_aware=self.attends(view))

@@ -12,8 +12,6 @@ from ..modegpt.mlp import reduce_mlp
 from .remove_module import without_mlp
 from .residual_correction import Repair, repair
 
-__all__ = ["decompose_mlp"]
-
 NAMES = ("mlp_hidden", "mlp_feedback")
 
 
@@ -31,8 +29,8 @@ def _decompose_mlp(method, view: BlockView, moments, held_out, rank: int) -> Blo
     """Units go by what they cost the corrected projection, and the others take over their part of the correction too."""
     if rank == 0:
         return without_mlp(method, view, moments)
-    result, down = BlockResult({}, {}, {}, {}), present(view.mlp).down
-    if "mlp_feedback" not in moments or rank == present(view.mlp).hidden:
+    result, down = BlockResult({}, {}, {}, {}), view.mlp.down
+    if "mlp_feedback" not in moments or rank == view.mlp.hidden:
         reduce_mlp(method, view, down, moments, rank, result)
     elif (others := held_out()) is None:  # nothing could confirm a correction
         reduce_mlp(method, view, down, moments, rank, result)

@@ -5,12 +5,9 @@ Shape legend: D model width, H query heads, K key/value heads, N head dimension.
 
 from torch import Tensor
 
-from ..._utils.present import present
 from ...architectures import BlockView, Dense
 from ..base import BlockResult
 from ..result import put_attention, put_projection
-
-__all__ = ["without_attention", "without_mlp"]
 
 
 def without_attention(method, view: BlockView, moments) -> BlockResult:
@@ -27,10 +24,10 @@ def without_attention(method, view: BlockView, moments) -> BlockResult:
 def without_mlp(method, view: BlockView, moments) -> BlockResult:
     """An MLP of no hidden units."""
     mlp, result = view.mlp, BlockResult({}, {}, {}, {})
-    for path, projection in present(mlp).rising().items():
+    for path, projection in mlp.rising().items():
         put_projection(result, path, _reading_nothing(projection))
-    put_projection(result, present(mlp).spec.down, _of_nothing(present(mlp).down, moments["mlp_hidden"].mean, method))
-    _report(result, "mlp", present(mlp).hidden)
+    put_projection(result, mlp.spec.down, _of_nothing(mlp.down, moments["mlp_hidden"].mean, method))
+    _report(result, "mlp", mlp.hidden)
     return result
 
 

@@ -7,12 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..._utils.present import present
 from ...architectures import Dense
 from ...calibration.moments import BlockMoments, CrossMoment, Moment
 from ...linalg.residual_correction import Regression, correct
-
-__all__ = ["Repair", "repair"]
 
 
 class Repair(NamedTuple):
@@ -29,13 +26,12 @@ def repair(
     """An output projection moved towards what is missing behind it, as far as held-out windows confirm.
 
     Args:
-        dense: the projection.
         moments, held_out: of windows to fit and of others.
         names: statistics of its input and of what is missing.
         centred: it has a bias, which takes the means, and the covariances are fitted.
 
     Returns:
-        :class:`Repair`; weights in fp64.
+        Weights in fp64.
     """
     received, missing = (moments[name] for name in names)
     about = (received.mean, missing.mean) if centred else None
@@ -56,7 +52,7 @@ def regression(received: Moment, missing: CrossMoment, about: tuple[Tensor, Tens
     bias takes them."""
     if about is None:
         scale = received.count / missing.count
-        return Regression(present(received.second).double(), missing.second.double() * scale, missing.energy * scale)
+        return Regression(received.second.double(), missing.second.double() * scale, missing.energy * scale)
     cross, energy = missing.second.double() / missing.count, missing.energy / missing.count
     h, t = about
     mean = missing.mean

@@ -14,8 +14,6 @@ from ...base import BlockResult
 from ...result import put_attention, put_projection
 from .converted import Converted
 
-__all__ = ["Bases", "put_block"]
-
 
 @dataclass(frozen=True)
 class Bases:
@@ -39,7 +37,7 @@ def put_block(converted: Converted, view: BlockView, bases: Bases, *, enters: bo
     result, parallel = BlockResult({}, {}, {}, {}), view.middle is None
     inside = bases.behind if parallel else bases.inside
     parts = {name: converted.reader(name, bases.before) for name in "qkv"} | {"o": converted.writer("o", inside)}
-    mlp, down = present(view.mlp).spec, present(view.mlp).spec.down
+    mlp, down = view.mlp.spec, view.mlp.spec.down
     result.modules[""] = _describe(converted, view, bases, enters=enters, leaves=leaves)
     widths = converted.qk_dim, converted.vo_dim
     put_attention(result, converted.attention, parts, *widths, converted.pairs, norms=converted.head_norms)
@@ -70,7 +68,7 @@ def _shortcut(source: Tensor | None, target: Tensor | None, like: Tensor | None 
 
 
 def _describe(converted: Converted, view: BlockView, bases: Bases, *, enters: bool, leaves: bool) -> dict:
-    spec, width, parallel = present(view.mlp).spec, len(bases.before), view.middle is None
+    spec, width, parallel = view.mlp.spec, len(bases.before), view.middle is None
 
     def wide(basis: Tensor | None) -> int:
         return width if basis is None else basis.shape[1]

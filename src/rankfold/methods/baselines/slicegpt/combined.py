@@ -10,12 +10,10 @@ from ....allocation import Allocation, Budget, Influence, Parameters, Uniform, b
 from ....architectures import BlockView
 from ....errors import OptionError, option
 from ...base import CompressionStep, PrunableModule
-from ...modegpt import MoDeGPT
+from ...modegpt.method import MoDeGPT
 from ...work import Work
 from .shapes import Shapes, width_of
 from .slicing import STREAM, check_architecture, slicing_stages, slicing_work, stream_statistics
-
-__all__ = ["SliceGPTMoDeGPT"]
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...._utils.present import present
 from ....architectures import AttentionView, BlockView, Dense, Norm, read_linear
 from ....linalg.norm_folding import centre_columns, fold_norm
 from ....modules import CompressedAttention, PredictedNorm
-
-__all__ = ["Converted"]
 
 
 @dataclass(frozen=True)
@@ -46,8 +43,8 @@ class Converted:
         else:
             qkv, widths, pairs, norms = attention.qkv(), (attention.head_dim, attention.head_dim), None, None
         readers = {name: (layer, first) for name, layer in zip("qkv", qkv, strict=True)}
-        readers |= {path: (layer, second) for path, layer in present(view.mlp).rising().items()}
-        writers = {"o": view.attention.output, present(view.mlp).spec.down: present(view.mlp).down}
+        readers |= {path: (layer, second) for path, layer in view.mlp.rising().items()}
+        writers = {"o": view.attention.output, view.mlp.spec.down: view.mlp.down}
         return cls(attention, (first, second), readers, writers, *widths, pairs, norms)
 
     @property

@@ -19,8 +19,6 @@ from ...work import Work
 from .shapes import Shapes, width_of
 from .slicing import STREAM, check_architecture, slicing_stages, slicing_work, stream_statistics
 
-__all__ = ["SliceGPT"]
-
 
 @dataclass(frozen=True)
 class SliceGPT(NarrowingMethod):

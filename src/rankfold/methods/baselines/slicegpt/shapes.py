@@ -11,8 +11,6 @@ from ...._utils.present import present
 from ....architectures import BlockView
 from ...modegpt.norms import norm_parameters
 
-__all__ = ["Shapes", "width_of"]
-
 
 def width_of(view: BlockView) -> int:
     """D."""
@@ -43,23 +41,21 @@ class Shapes:
             moves_bias: whether the bias of smaller values goes into the output projection's, where that has one.
         """
         attention, mlp = view.attention, view.mlp
-        full, hidden = attention.head_dim, present(view.mlp).hidden
+        full, hidden = attention.head_dim, view.mlp.hidden
         qk, vo, units = (ranks.get(name, size) for name, size in (("qk", full), ("vo", full), ("mlp", hidden)))
         q, k, v = attention.qkv()
         moved = moves_bias and vo < full and attention.output.bias is not None
         first, second = (norm.shift is not None for norm in view.norms)
         readers = [(len(p.weight) // full * qk, first or p.bias is not None) for p in (q, k)]
         readers.append((len(v.weight) // full * vo, first or (v.bias is not None and not moved)))
-        readers += [
-            (len(p.weight) // hidden * units, second or p.bias is not None) for p in present(mlp).rising().values()
-        ]
+        readers += [(len(p.weight) // hidden * units, second or p.bias is not None) for p in mlp.rising().values()]
         kept = [getattr(attention.module, name) for name in attention.norms or ()]
-        kept.append(view.module.get_submodule(present(present(mlp).spec.activation)))
+        kept.append(view.module.get_submodule(present(mlp.spec.activation)))
         return cls(
             rows=sum(rows for rows, _ in readers),
             columns=attention.heads * vo + units,
             reader_biases=sum(rows for rows, biased in readers if biased),
-            writer_biases=(attention.output.bias is not None) + (present(mlp).down.bias is not None),
+            writer_biases=(attention.output.bias is not None) + (mlp.down.bias is not None),
             shortcuts=1 if view.middle is None else 2,
             borders=(view.index == 0) + (view.index == view.config.num_hidden_layers - 1),
             kept=sum(p.numel() for part in kept for p in part.parameters())

@@ -15,8 +15,6 @@ from .block import Bases, put_block
 from .converted import Converted
 from .shapes import width_of
 
-__all__ = ["STREAM", "check_architecture", "slicing_stages", "slicing_work", "stream_statistics"]
-
 STREAM = "stream"  # the module whose rank is the width of the residual stream
 
 
@@ -79,8 +77,8 @@ class Slicing:
         self.attention, self.rank, self.first = view.attention, rank, view.basis is None
         self.last = view.index == view.config.num_hidden_layers - 1
         self.report: dict[str, Any] = {"rank": rank, "of": width_of(view)}
-        self.converted: Converted | None = None  # of the block with its norms, which only the first stage sees
-        self.bases: Bases | None = None
+        self.converted: Converted | Any = None  # of the block with its norms, which only the first stage sees
+        self.bases: Bases | Any = None
 
     def enter(self, view: BlockView, moments, _) -> BlockResult:
         """Slice what reaches the first block."""
@@ -92,7 +90,7 @@ class Slicing:
         """Slice the stream between attention and MLP."""
         self._begin(view)
         found = principal_directions(moments["stream_middle"].second_moment(), self.rank)
-        self.bases = Bases(present(self.bases).before, found.directions)
+        self.bases = Bases(self.bases.before, found.directions)
         return self._put(view, "middle_error", found.relative_error)
 
     def finish(self, view: BlockView, moments, _) -> BlockResult:
@@ -100,8 +98,8 @@ class Slicing:
         self._begin(view)
         found = principal_directions(moments["stream_output"].second_moment(), self.rank)
         Q = found.directions
-        bases = Bases(present(self.bases).before, present(self.bases).inside, Q)
-        result = put_block(present(self.converted), view, bases, enters=self.first, leaves=self.last)
+        bases = Bases(self.bases.before, self.bases.inside, Q)
+        result = put_block(self.converted, view, bases, enters=self.first, leaves=self.last)
         result.reports[STREAM] = {**self.report, "relative_error": found.relative_error}
         result.errors[STREAM] = lambda other: projection_error(other["stream_output"].second_moment(), Q)
         return result if self.last else result._replace(basis=Q)
@@ -112,7 +110,7 @@ class Slicing:
 
     def _put(self, view: BlockView, key: str, error: float) -> BlockResult:
         """The block so far, its input and output in the model's own coordinates, to be measured."""
-        result = put_block(present(self.converted), view, present(self.bases), enters=True, leaves=False)
+        result = put_block(self.converted, view, self.bases, enters=True, leaves=False)
         self.report[key] = error
         result.reports[STREAM] = {**self.report, "relative_error": error}
         return result

@@ -12,8 +12,6 @@ from ....linalg.slicing import largest
 from .method import Slicing
 from .units import Sliceable, sliceable
 
-__all__ = ["OBD", "GradientSlicing", "LLMPruner"]
-
 
 @dataclass(frozen=True)
 class GradientSlicing(Slicing):

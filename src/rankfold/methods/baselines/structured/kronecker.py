@@ -16,8 +16,6 @@ from ...work import Work
 from .gradients import GradientSlicing
 from .units import Sliceable, complement, sliceable
 
-__all__ = ["KOBD", "LLMSurgeon"]
-
 DAMPING = 0.01  # of the mean diagonal of a factor, LLM Surgeon's
 
 

@@ -17,8 +17,6 @@ from ...base import BlockResult, NarrowingMethod, PrunableModule
 from ...work import Work, multiplying, passing, times
 from .units import Sliceable, sliceable
 
-__all__ = ["Slicing"]
-
 
 @dataclass(frozen=True)
 class Slicing(NarrowingMethod):

@@ -15,8 +15,6 @@ from ....linalg.slicing import channels_of
 from ...base import BlockResult
 from ...result import put_attention, put_projection
 
-__all__ = ["HeadGroups", "HiddenUnits", "Rows", "Sliceable", "complement", "sliceable"]
-
 
 class Rows(NamedTuple):
     """Rows of one layer that make what units send."""
@@ -67,11 +65,7 @@ class Sliceable:
         return self.parts({name: layer.weight for name, layer in self.layers.items()})
 
     def put(self, result: BlockResult, keep: Tensor, output: Dense) -> None:
-        """Replace the layers by those of the units ``keep``.
-
-        Args:
-            output: ``(D, r c)``.
-        """
+        """Replace the layers by those of the units ``keep``, and the output projection by ``output`` ``(D, r c)``."""
         raise NotImplementedError
 
 

@@ -8,8 +8,6 @@ from torch import Tensor
 from ....linalg.slicing import evenly_spaced, fluctuation_scores, largest, norm_scores
 from .method import Slicing
 
-__all__ = ["FLAP", "Magnitude", "Strided"]
-
 
 @dataclass(frozen=True)
 class Magnitude(Slicing):
