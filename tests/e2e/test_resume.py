@@ -16,7 +16,7 @@ from rankfold.errors import CheckpointError, NumericsError
 from saved import save_text, save_tiny
 from warm import RANKFOLD, start
 
-OPTIONS = "--rank-multiple 2 --calibration text.txt --num-samples 48 --max-length 128 --device cpu"
+OPTIONS = "--rank-multiple 2 --calibration text.txt --num-samples 8 --max-length 32 --device cpu"
 
 
 def started(folder, output: str, extra: str):
@@ -40,8 +40,8 @@ def contents(folder) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("extra", ["", "--method modegpt --mode one-pass --allocation influence"])
 def test_killed_runs_end_in_the_same_bytes(tmp_path, extra):
-    save_tiny(tmp_path / "model", blocks=16)
-    save_text(tmp_path / "text.txt", copies=8)
+    save_tiny(tmp_path / "model", blocks=12)
+    save_text(tmp_path / "text.txt")
     finish(tmp_path, "whole", extra)
     wait, kills = random.Random(7), 0
     for _ in range(12):

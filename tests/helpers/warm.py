@@ -13,7 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 FORKS = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
-FORKS.set_forkserver_preload(["torch", "numpy", "huggingface_hub", "tokenizers", "safetensors.torch"])
+FORKS.set_forkserver_preload(
+    ["torch.distributed.tensor", "torch._dynamo", "scipy.optimize", "accelerate", "huggingface_hub", "tokenizers"]
+)  # most of what transformers imports
 RANKFOLD = "from rankfold.cli import main; main()"
 
 
