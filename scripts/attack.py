@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RECORD, PAGE = ROOT / "benchmarks" / "results" / "robustness.json", ROOT / "docs" / "results" / "robustness.md"
 os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}  # no case needs the network
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "helpers")]
 
 
 def main() -> None:

@@ -43,7 +43,7 @@ def table(results: Path) -> list[str]:
         *(perplexity(results, name) for name in MODELS),
         line("zero-shot accuracy, mean of four tasks", rows(results, "zero_shot_smollm2"), accuracy),
         *caches(results),
-        *speed(rows(results, "speed")),
+        *speed(rows(results, "speed"), rows(results, "decode")),
         cost(rows(results, "compression_cost")),
     ]
 
@@ -98,21 +98,18 @@ def _named(found: dict[str, dict]) -> dict[str, dict]:
     return {name.replace("latentllm 0", "latentllm (joint) 0"): row for name, row in found.items()}
 
 
-def speed(of: dict[str, dict]) -> list[str]:
+def speed(of: dict[str, dict], decode: dict[str, dict]) -> list[str]:
     """Every shape and precision that was measured: the least and the most."""
-    found: dict[str, dict[str, list[float]]] = {}
+    prefill: dict[str, list[float]] = {}
     for row in of.values():
-        kind = "decode" if row["kind"] == "decode" else "prefill"
-        ratio = row["models"]["compressed"]["ratio"]
-        found.setdefault(kind, {}).setdefault(row["dtype"], []).append(ratio)
-    labels = {
-        "prefill": "prefill and blocks alone, three shapes, fp32 (bf16)",
-        "decode": "decode, 8 sequences, fp32 (bf16)",
-    }
+        if row["kind"] != "decode":
+            prefill.setdefault(row["dtype"], []).append(row["models"]["compressed"]["ratio"])
+    ratios = [row["found"]["compressed"]["ratio"] for row in decode.values()]
+    both = f"{spread(prefill['float32'])} ({spread(prefill['bfloat16'])})"
     gaps = [NONE] * (len(SETTINGS) - 1)
     return [
-        joined(labels[kind], "× 1", f"{spread(by['float32'])} ({spread(by['bfloat16'])})", *gaps)
-        for kind, by in found.items()
+        joined("prefill and blocks alone, three shapes, fp32 (bf16)", "× 1", both, *gaps),
+        joined("decode, two shapes, 1 and 8 sequences, fp32", "× 1", spread(ratios), *gaps),
     ]
 
 

@@ -1,5 +1,6 @@
 """Texts that somebody might calibrate or evaluate on, and what is in them."""
 
+import csv
 import io
 import json
 import os
@@ -40,14 +41,16 @@ class Hostile(NamedTuple):
 
 def hostile_text(place: Path, rng: random.Random, field: str) -> Hostile:
     """Write a text under ``place``; it is read with ``field``."""
-    kind = rng.choice(["txt", "jsonl", "jsonl", "parquet", "parquet"] * 4 + ["none"])
+    kind = rng.choice(["txt", "jsonl", "jsonl", "json", "csv", "tsv", "parquet", "parquet"] * 4 + ["none"])
     if kind == "none":
         return _no_file(place, rng)
     rows = [" ".join(rng.choices(WORDS, k=rng.choice([1, 9, 90]))) for _ in range(rng.choice([0, 1, 5] + [40] * 9))]
     for _ in range(rng.randrange(3)):
         rows.insert(rng.randrange(len(rows) + 1), rng.choice(ODD))
-    content, what, rows = {"txt": _txt, "jsonl": _jsonl, "parquet": _parquet}[kind](rows, rng, field)
-    suffix = rng.choice([f".{kind}"] * 9 + [f".{kind}".upper(), ".txt", ".jsonl", ".parquet", "", ".gz"])
+    writers = {"txt": _txt, "jsonl": _jsonl, "json": _json, "csv": _csv, "tsv": _tsv, "parquet": _parquet}
+    content, what, rows = writers[kind](rows, rng, field)
+    others = [".txt", ".jsonl", ".json", ".csv", ".parquet", "", ".gz"]
+    suffix = rng.choice([f".{kind}"] * 9 + [f".{kind}".upper(), *others])
     name = rng.choice(["in", "in put", "é", "[bold]", "a:b", "-x", "x" * 200]) + suffix
     if suffix.lower() != f".{kind}":
         what, rows = f"{what}, named {suffix!r}", UNKNOWN
@@ -146,6 +149,65 @@ def _jsonl(rows: list[str], rng: random.Random, field: str):
     elif what == "an array":
         content, good = json.dumps([{"text": row} for row in rows]).encode(), None
     return content, what, good
+
+
+def _json(rows: list[str], rng: random.Random, field: str):
+    objects = [{"n": i, "text": row} for i, row in enumerate(rows)]
+    good = tuple(rows) if field == "text" else None
+    at = rng.randrange(len(objects) + 1)
+    whole = json.dumps(objects, ensure_ascii=rng.random() < 0.5, indent=rng.choice([None, 2]))
+    cut = rng.randrange(len(whole))
+    kinds = {
+        "a list": (whole, good),
+        "a list in an object": (json.dumps({"version": 1, "data": objects}), good),
+        "one row": (json.dumps({"text": "x"}), ("x",) if field == "text" else None),
+        "two lists": (json.dumps({"train": [{"text": "a"}], "test": [{"text": "b"}]}), None),
+        "no rows": ("[]", None),
+        "a text": ('"text"', None),
+        "a number": ("5", None),
+        "a row that is a number": (json.dumps([*objects[:at], 5, *objects[at:]]), None),
+        "a text that is a list": (json.dumps([*objects[:at], {"text": ["a"]}, *objects[at:]]), None),
+        "a row without it": (json.dumps([*objects[:at], {"n": 1}, *objects[at:]]), None),
+        "cut": (whole[:cut], None),
+        "two values": (whole + whole, None),
+        "a giant number": ('[{"n": ' + "9" * 9000 + ', "text": "x"}]', None),
+        "depth": ("[" * 200000 + "]" * 200000, None),
+        "half a pair": ('[{"text": "a\\ud800b"}]', None),
+    }
+    what = rng.choice(sorted(kinds))
+    content, expected = kinds[what]
+    return content.encode(), what, expected
+
+
+def _csv(rows: list[str], rng: random.Random, field: str, delimiter: str = ","):
+    sink = io.StringIO()
+    csv.writer(sink, delimiter=delimiter, lineterminator=rng.choice(["\n", "\r\n"])).writerows(
+        [("n", "text"), *enumerate(rows)]
+    )
+    table, good = sink.getvalue(), tuple(rows) if field == "text" else None
+    if any("\r" in row for row in rows):  # a line end within a field is one as in any text
+        good = good and UNKNOWN
+    kinds = {
+        "plain": (table.encode(), good),
+        "with a mark": (b"\xef\xbb\xbf" + table.encode(), good),
+        "a field too many": ((table + delimiter.join("abc") + "\n").encode(), None),
+        "a field too few": ((table + "a\n").encode(), None),
+        "an open quote": ((table + f'1{delimiter}"a').encode(), None),
+        "a text behind a quote": ((table + f'1{delimiter}"a"b\n').encode(), None),
+        "no column of it": ((f"n{delimiter}body\n1{delimiter}x\n").encode(), None),
+        "only names": ((f"n{delimiter}text\n").encode(), None),
+        "one name twice": ((f"text{delimiter}text\na{delimiter}b\n").encode(), UNKNOWN),
+        "zero bytes": (table.encode() + b"1" + delimiter.encode() + bytes(9) + b"\n", UNKNOWN),
+        "Latin-1": (table.encode() + b"1" + delimiter.encode() + b"\xe9\n", None),
+        "rubbish": (rng.randbytes(4000), None),
+        "empty": (b"", None),
+    }
+    what = rng.choice(sorted(kinds))
+    return kinds[what][0], what, kinds[what][1]
+
+
+def _tsv(rows: list[str], rng: random.Random, field: str):
+    return _csv(rows, rng, field, "\t")
 
 
 def _parquet(rows: list[str], rng: random.Random, field: str):

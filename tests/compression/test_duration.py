@@ -66,7 +66,9 @@ def test_a_backward_pass_takes_its_windows(plain_rates, monkeypatch):
     monkeypatch.setattr(backward, "TOKENS", 4 * 32)
     source, plan, calibration = planned(rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2, output_weighting="fisher"))
     found = estimated_seconds(plan, source, calibration, "one-pass")["gradients"]
-    assert found == 4 * 32 * (backward.PASSES * BLOCKS + duration.HEAD_PASSES * 0.5)
+    layers = [m for m in source.block(0).module.modules() if isinstance(m, torch.nn.Linear)]
+    sums = 2 * source.config.hidden_size**2 / sum(layer.weight.numel() for layer in layers)  # of two layers' outputs
+    assert found == pytest.approx(4 * 32 * ((backward.PASSES + sums) * BLOCKS + duration.HEAD_PASSES * 0.5))
 
 
 def test_a_search_for_blocks_predicts_the_text_without_each(plain_rates):

@@ -25,7 +25,7 @@ __all__ = ["PASSES", "sweep", "sweep_memory", "windows_for"]
 
 TOKENS = 8192  # of a sweep, and at least
 PER_DIMENSION = 4  # for each output of a layer, as many as make its moment one of full rank
-PASSES = 4.5  # forwards of all blocks that a sweep takes: two, the way back and the sums; norm and head come besides
+PASSES = 3.5  # forwards of all blocks that a sweep takes: two and the way back; its sums, norm and head come besides
 POSITIONS = 128  # of all windows of a batch together, whose logits are held at once: a vocabulary is large
 
 

@@ -15,8 +15,9 @@ from typing import NamedTuple
 from .._utils.hardware import now
 from .._utils.stopwatch import timed_run
 from ..allocation import Measured, averages
-from ..architectures import BlockView
+from ..architectures import BlockView, read_linear
 from ..calibration.backward import PASSES
+from ..calibration.gradients import numbers
 from ..calibration.runner import Stream, advance, batch_tokens, measure, outputs, start
 from ..data.batches import noise, tokens_in
 from ..data.calibration_data import mean_length
@@ -83,11 +84,18 @@ def estimated_seconds(the_plan: Plan, source: DenseModel, calibration: dict, mod
     if seconds["search"]:  # every candidate predicts the text
         seconds["search"] += tokens * rates.head * sum(blocks - gone for gone in range(removed))
     if the_plan.gradient_windows:
-        passed = PASSES * blocks * rates.forward + HEAD_PASSES * rates.head
+        passed = (PASSES + _sums(source, method)) * blocks * rates.forward + HEAD_PASSES * rates.head
         seconds["gradients"] = the_plan.gradient_windows * length * passed
     if isinstance(method, MeasurableMethod) and isinstance(method.allocation, Measured):
         seconds["measured allocation"] = _allocation(source, method, the_plan, calibration, rates)
     return seconds
+
+
+def _sums(source: DenseModel, method: Method) -> float:
+    """Forwards of a block that summing its gradients is worth: a number of a sum takes what a weight does in a forward."""
+    view = source.meta_block(len(source) // 2)
+    weights = sum(read_linear(layer).weight.numel() for layer in view.layers.values())
+    return numbers(view, method.gradients(view)) / weights
 
 
 def _work(source: DenseModel, method: Method, the_plan: Plan) -> Work:
