@@ -18,7 +18,7 @@ from saved import save_text, save_tiny
 from .lines import FITTING, USUAL, hostile_line
 from .mutations import mutate_bytes, mutate_json, mutate_settings, mutate_tensors
 from .numbers import computed, may_change, same
-from .texts import FIELDS, UNKNOWN, hostile_text
+from .texts import FIELDS, ROWS, UNKNOWN, hostile_text
 
 KINDS = ("command lines", "records", "moments", "checkpoints", "texts")
 SECONDS = 60  # a case that takes longer hangs
@@ -154,12 +154,9 @@ class Arena:
     def _texts(self, place: Path, rng):
         field, command = rng.choice(FIELDS), rng.choice(["calibrate", "compress", "evaluate"])
         text = hostile_text(place, rng, field)
-        line = [
-            command,
-            *(text.name if word == "text.txt" else word for word in USUAL[command]),
-            "--text-column",
-            field,
-        ]
+        line = [command, *(text.name if word == "text.txt" else word for word in USUAL[command])]
+        if text.name.lower().endswith(ROWS):  # where there are columns to choose from
+            line += ["--text-column", field]
         if command == "evaluate":
             at = line.index("--limit")
             del line[at : at + 2]  # the whole text

@@ -91,6 +91,7 @@ def test_a_document_of_a_table_may_be_long(tmp_path):
         ("a.json", '{"text": "a"}\n{"text": 3}', r"a\.json, line 2: column 'text' holds int"),
         ("a.csv", 'text,id\n"a,1\n', r"a\.csv, line 2 is no row of a table \(unexpected end of data\)"),
         ("a.csv", "text,id\na,1\nb,2,3\n", r"a\.csv, line 3 has 3 fields and the first line names 2 columns"),
+        ("a.csv", "text,text\na,b\n", r"a\.csv names a column twice in its first line \(text, text\)"),
         ("a.csv", "text;id\na;1\n", r"a\.csv, line 2 has no text column 'text'; the row has: text;id"),
         ("a.tsv", "body\nx\n", r"a\.tsv, line 2 has no text column 'text'; the row has: body"),
         ("a.csv", "text\n", r"is empty; give a file with text"),

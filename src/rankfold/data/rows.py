@@ -88,6 +88,8 @@ def _rows_of_table(content: str, place: str, delimiter: str) -> Iterator[tuple[s
                 continue
             if names is None:
                 names = row
+                if len(set(names)) < len(names):
+                    raise DataError(f"{place} names a column twice in its first line ({', '.join(names)}); correct it")
                 continue
             where = f"line {lines.line_num}"
             if len(row) != len(names):
