@@ -1,5 +1,8 @@
+import gc
+import os
 import sys
 
+import psutil
 import pytest
 import torch
 
@@ -16,6 +19,21 @@ def pytest_ignore_collect(collection_path, config):
 
 def pytest_collection_modifyitems(items):
     tiers.mark(items)
+
+
+def pytest_collection_finish():
+    """Take what stays for the session, transformers and the tests, out of what every collection of garbage looks through."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def in_a_hurry():
+    """Do not wait for the disk after every file, nor give memory back after every block: no power fails, no model is large."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        patch.setattr(psutil, "heap_trim", lambda: None, raising=False)
+        yield
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import pytest
 
 import rankfold
 from rankfold.methods import METHODS, method_class, method_names
+from warm import python as python_with_torch
 
 HEAVY = ("torch", "transformers", "datasets", "gguf", "accelerate", "numpy")
 PRINTING = ("--help", "--version", "compress --help", "compare --help", "models --help")
@@ -47,7 +48,8 @@ for name in rankfold.__all__:
     assert name in dir(rankfold)
     getattr(rankfold, name)
 """
-    python(code)
+    done = python_with_torch(code)
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_unknown_name_is_an_attribute_error():
@@ -115,8 +117,9 @@ def small(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("first", FIRSTS)
 def test_transformers_loads_a_compressed_checkpoint_whatever_was_imported_first(small, first):
-    out = python(LOADS.format(first=first), str(small)).split()
-    assert out[1:] == ["CompressedAttention", "CompressedAttention"]
+    done = python_with_torch(LOADS.format(first=first), str(small))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[1:] == ["CompressedAttention", "CompressedAttention"]
 
 
 def test_a_config_alone_is_built_as_it_describes(small):
@@ -126,7 +129,8 @@ import sys, rankfold, transformers
 config = transformers.AutoConfig.from_pretrained(sys.argv[1])
 print(type(transformers.AutoModelForCausalLM.from_config(config).model.layers[0].self_attn).__name__)
 """
-    assert python(code, str(small)).strip() == "CompressedAttention"
+    done = python_with_torch(code, str(small))
+    assert (done.returncode, done.stdout) == (0, "CompressedAttention\n"), done.stderr
 
 
 @pytest.mark.parametrize("module", ["rankfold.cli.app", "torch", "rankfold.pipeline"])

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from itertools import product
 from types import SimpleNamespace
 
-from tiers import PILLARS, span
+from tiers import KINDS, PILLARS, span
 
-FAMILIES = [*PILLARS, *(f"family-{i}" for i in range(10))]
+FAMILIES = [*KINDS, *(f"family-{i}" for i in range(10))]
 METHODS = [f"method-{i}" for i in range(8)]
 MODES = ["sequential", "one-pass"]
 
@@ -25,15 +25,16 @@ class Case:
         return SimpleNamespace(params={"case": (self.family, self.method), "mode": self.mode})
 
 
-def test_every_family_meets_every_method_and_every_function_every_mode_on_the_pillars():
+def test_every_kind_of_family_is_there_and_on_the_pillars_every_method_and_every_function_in_every_mode():
     cases = [Case(*values) for values in product(("test_a", "test_b", "test_c"), FAMILIES, METHODS, MODES)]
     spanning = span(cases)
-    assert {(c.family, c.method) for c in spanning} == set(product(FAMILIES, METHODS))
+    assert {c.family for c in spanning} == set(KINDS)
+    assert {(c.family, c.method) for c in spanning} >= set(product(PILLARS, METHODS))
     on_pillars = {(c.originalname, c.family, c.mode) for c in spanning if c.family in PILLARS}
     assert on_pillars == set(product(("test_a", "test_b", "test_c"), PILLARS, MODES))
     elsewhere = [c.originalname for c in spanning if c.family not in PILLARS]
-    assert min(map(elsewhere.count, ("test_a", "test_b", "test_c"))) > len(elsewhere) / 5, "one stands for the others"
-    assert len(spanning) <= 1.1 * len(FAMILIES) * len(METHODS) < len(cases) / 5
+    assert min(map(elsewhere.count, ("test_a", "test_b", "test_c"))) > len(elsewhere) / 6, "one stands for the others"
+    assert len(spanning) <= len(PILLARS) * len(METHODS) + len(KINDS) < len(cases) / 5
 
 
 def test_functions_with_a_few_cases_keep_them_all():

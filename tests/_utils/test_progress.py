@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 from tqdm import tqdm
@@ -12,6 +10,7 @@ from clocks import set_by_hand
 from rankfold._utils import progress
 from rankfold._utils.progress import Steps, count_steps, one_run, track, without_bars
 from saved import save_text, save_tiny
+from warm import python
 
 LINES = """
 import sys, rankfold._utils.progress
@@ -148,7 +147,7 @@ COMMANDS = {
 def test_a_long_command_writes_lines_into_a_pipe_and_its_json_alone_to_stdout(place, line):
     if line.startswith("compare"):
         pytest.importorskip("matplotlib", reason="compare draws with matplotlib, extra 'report'")
-    done = subprocess.run([sys.executable, "-c", LINES, *line.split()], cwd=place, capture_output=True, text=True)
+    done = python(LINES, *line.split(), cwd=place)
     assert done.returncode == 0, done.stderr
     json.loads(done.stdout)
     for pattern in COMMANDS[line]:

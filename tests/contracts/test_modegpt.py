@@ -40,6 +40,12 @@ def run(family):
     return compressed(family)
 
 
+@pytest.fixture(scope="module")
+def moments(family):
+    """Of the dense model, in memory."""
+    return rankfold.calibrate(opened(family), tokens())
+
+
 @torch.no_grad()
 def logits(model, ids=None):
     return model(some_ids() if ids is None else ids).logits
@@ -148,10 +154,10 @@ def test_half_precision_runs(run, dtype):
     assert (logits(low).float() - reference).abs().max() < 0.15 * reference.abs().max()
 
 
-def test_one_pass_from_saved_moments_equals_one_pass_at_once(family, tmp_path):
+def test_one_pass_from_saved_moments_equals_one_pass_at_once(family, moments, tmp_path):
     source = opened(family)
     method = method_for(family)
-    moments = rankfold.calibrate(source, tokens(), tmp_path / "moments")
+    rankfold.calibrate(source, tokens(), tmp_path / "moments")
     a = rankfold.compress(source, method=method, moments=rankfold.MomentStore.open(tmp_path / "moments")).model
     b = rankfold.compress(source, method=method, moments=moments).model
     c = rankfold.compress(source, method=method, calibration=tokens(), mode="one-pass").model
@@ -159,10 +165,10 @@ def test_one_pass_from_saved_moments_equals_one_pass_at_once(family, tmp_path):
 
 
 @pytest.mark.parametrize("allocation", ["influence", "influence-modules"])
-def test_influence_allocations_meet_the_budget(family, allocation):
+def test_influence_allocations_meet_the_budget(family, moments, allocation):
     source = opened(family)
     method = method_for(family, allocation=allocation)
-    plan = rankfold.plan(source, method=method, moments=rankfold.calibrate(source, tokens()))
+    plan = rankfold.plan(source, method=method, moments=moments)
     step = max(m.dense_weights // m.of * 2 for m in plan.modules)
     assert (
         method.sparsity * plan.counted_weights <= plan.removed_weights < method.sparsity * plan.counted_weights + step

@@ -88,7 +88,18 @@ def half_of(name: str) -> str | None:
 MODULE_OF = {MoDeGPT: pair_of, LatentLLM: unit_of, Slicing: half_of}
 
 
-def outcome(folder, method, family: str) -> Outcome:
+OUTCOMES: dict[tuple[str, str], Outcome] = {}
+
+
+def outcome(place, method, family: str) -> Outcome:
+    """What a method gives, once: many rows begin with the same options."""
+    key = family, repr(method)
+    if key not in OUTCOMES:
+        OUTCOMES[key] = made(place, method, family)
+    return OUTCOMES[key]
+
+
+def made(folder, method, family: str) -> Outcome:
     source = opened(family)
     path = rankfold.compress(source, method=method, calibration=tokens(32), output=folder, mode="one-pass").output
     record, model = json.loads((path / "rankfold.json").read_text()), rankfold.load(path, device="cpu")

@@ -5,12 +5,12 @@ import importlib.util
 import json
 import re
 import shutil
-import sys
 
 import pytest
 import torch
 
 from saved import save_gguf, save_text, save_tiny
+from warm import rankfold
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +38,8 @@ def even(place):
 
 
 def compressed(place, folder: str, method: str) -> dict:
-    import os
-    import subprocess
-
     line = f"compress model -o {folder} {method}--sparsity 0.3 --rank-multiple 2 {CALIBRATION} --json"
-    done = subprocess.run(
-        [sys.executable, "-m", "rankfold", *line.split()], cwd=place, capture_output=True, text=True, env=os.environ
-    )
+    done = rankfold(*line.split(), cwd=place)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -12,6 +12,7 @@ import pytest
 
 from rankfold.cli import main
 from saved import save_text, save_tiny
+from warm import RANKFOLD, start
 
 CALIBRATION = "--calibration text.txt --num-samples 4 --max-length 32 --rank-multiple 2 --device cpu"
 WITHOUT_TEXT = "--rank-multiple 2 --device cpu"
@@ -253,23 +254,18 @@ def test_an_interrupt_says_how_to_go_on(run, monkeypatch):
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
-def test_a_real_interrupt_says_how_to_go_on(place):
+def test_a_real_interrupt_says_how_to_go_on(place, tmp_path):
     line = (
         f"compress model -o interrupted --calibration pydoc --num-samples 4000 --max-length 128 {WITHOUT_TEXT}".split()
     )
-    process = subprocess.Popen(
-        [sys.executable, "-m", "rankfold", *line],
-        cwd=place,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
-    )
-    while process.poll() is None and not (place / "interrupted.partial").exists():
+    listening = f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler); {RANKFOLD}"
+    process = start(listening, *line, cwd=place, err=tmp_path / "err")  # a shell's background jobs ignore the signal
+    while process.is_alive() and not (place / "interrupted.partial").exists():
         time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate()
-    assert process.returncode == 130, err
+    os.kill(process.pid, signal.SIGINT)
+    process.join()
+    err = (tmp_path / "err").read_text()
+    assert process.exitcode == 130, err
     assert err.splitlines()[-1] == "rankfold: interrupted; an unfinished run continues when it is started again"
 
 

@@ -1,8 +1,6 @@
 """The scripts in ``examples`` run from end to end, where what they need is installed."""
 
 import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,8 +9,10 @@ import torch
 import transformers as t
 
 from saved import save_text, save_tiny
+from warm import python
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPT = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 NEEDS = {"lora_to_llama_cpp": "peft", "compress_to_vllm": "vllm"}
 
 
@@ -31,8 +31,7 @@ def run(name: str, folder: Path, output: Path, *arguments) -> str:
     t.LlamaForCausalLM(config).save_pretrained(model)
     settings = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     sizes = ("--num-samples", 8, "--max-length", 32, *arguments)
-    command = map(str, (sys.executable, EXAMPLES / f"{name}.py", model, text, output, *sizes))
-    done = subprocess.run([*command], capture_output=True, text=True, env=settings)
+    done = python(SCRIPT, *map(str, (EXAMPLES / f"{name}.py", model, text, output, *sizes)), env=settings)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

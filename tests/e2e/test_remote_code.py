@@ -1,8 +1,7 @@
 """A compressed checkpoint loads where rankfold is not installed, and is refused politely where it must be."""
 
 import json
-import subprocess
-import sys
+from subprocess import CompletedProcess
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ import rankfold
 from families import some_ids, tiny_model
 from rankfold.data.calibration_data import CalibrationData
 from tiny_encoders import batch_of, opened_encoder, samples_of
+from warm import python
 
 WITHOUT = """
 import sys, importlib.abc
@@ -67,7 +67,7 @@ def test_without_rankfold(tmp_path, family, method, options):
     arguments = [str(folder), str(tmp_path / "ids.pt"), str(tmp_path / "logits.pt"), str(tmp_path / "again")]
     tiny_model(family).save_pretrained(tmp_path / "dense")
     arguments.append(str(tmp_path / "dense"))
-    done = subprocess.run([sys.executable, "-c", WITHOUT, *arguments], capture_output=True, text=True)
+    done = python(WITHOUT, *arguments)
     assert done.returncode == 0, done.stderr
     with torch.no_grad():
         expected = rankfold.load(folder, device="cpu")(ids).logits
@@ -78,10 +78,10 @@ def test_without_rankfold(tmp_path, family, method, options):
     assert again.read_bytes() == written.read_bytes()
 
 
-def lines_without(arguments: str, *names: str) -> subprocess.CompletedProcess:
+def lines_without(arguments: str, *names: str) -> CompletedProcess:
     """Python lines where rankfold is not installed."""
     blocked = WITHOUT.partition("import torch")[0] + arguments
-    return subprocess.run([sys.executable, "-c", blocked, *names], capture_output=True, text=True)
+    return python(blocked, *names)
 
 
 def test_lm_evals_own_way_of_loading_runs(tmp_path):

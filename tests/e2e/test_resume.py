@@ -4,8 +4,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -16,12 +14,19 @@ from kills import read_state
 from rankfold import MoDeGPT
 from rankfold.errors import CheckpointError, NumericsError
 from saved import save_text, save_tiny
+from warm import RANKFOLD, start
 
-OPTIONS = "--rank-multiple 2 --calibration text.txt --num-samples 48 --max-length 128 --device cpu"
+OPTIONS = "--rank-multiple 2 --calibration text.txt --num-samples 8 --max-length 32 --device cpu"
 
 
-def command(folder, output: str, extra: str) -> list[str]:
-    return [sys.executable, "-m", "rankfold", "compress", "model", "-o", output, *OPTIONS.split(), *extra.split()]
+def started(folder, output: str, extra: str):
+    return start(RANKFOLD, "compress", "model", "-o", output, *OPTIONS.split(), *extra.split(), cwd=folder)
+
+
+def finish(folder, output: str, extra: str) -> None:
+    process = started(folder, output, extra)
+    process.join()
+    assert process.exitcode == 0
 
 
 def contents(folder) -> dict[str, bytes]:
@@ -35,28 +40,26 @@ def contents(folder) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("extra", ["", "--method modegpt --mode one-pass --allocation influence"])
 def test_killed_runs_end_in_the_same_bytes(tmp_path, extra):
-    save_tiny(tmp_path / "model", blocks=16)
-    save_text(tmp_path / "text.txt", copies=8)
-    subprocess.run(command(tmp_path, "whole", extra), cwd=tmp_path, check=True, capture_output=True)
+    save_tiny(tmp_path / "model", blocks=12)
+    save_text(tmp_path / "text.txt")
+    finish(tmp_path, "whole", extra)
     wait, kills = random.Random(7), 0
     for _ in range(12):
-        process = subprocess.Popen(
-            command(tmp_path, "killed", extra), cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        process = started(tmp_path, "killed", extra)
         partial = tmp_path / "killed.partial"
         before = _progress(partial)
-        while process.poll() is None and _progress(partial) < before + 2 + kills:
+        while process.is_alive() and _progress(partial) < before + 2 + kills:
             time.sleep(0.005)
         time.sleep(wait.uniform(0, 0.05))
-        if process.poll() is not None:
+        if not process.is_alive():
             break
         os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+        process.join()
         kills += 1
         assert not (tmp_path / "killed").exists(), "a killed run left something that looks finished"
         assert not (partial / "config.json").exists() or not (partial / "rankfold.json").exists()
         if kills == 2:
-            subprocess.run(command(tmp_path, "killed", extra), cwd=tmp_path, check=True, capture_output=True)
+            finish(tmp_path, "killed", extra)
             break
     assert kills == 2
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")

@@ -23,6 +23,17 @@ SLOW = ("allocation/test_determinism.py", "linalg/test_bounds.py", "linalg/test_
 FEW = 6  # a function with no more cases keeps them all
 # Families that every function runs on: gated, grouped, rotary, without biases; and the opposite of all four.
 PILLARS = ("llama", "opt")
+# One of each kind that a spec tells apart. The others are in the matrix alone, where what the functions of a file share on a
+# family, a compression most often, is made once; of a case here and there in both tiers it would be made twice.
+KINDS = (
+    *PILLARS,
+    *("gpt_neox", "gpt2", "phi3"),  # fused: heads one after the other, transposed, grouped and gated
+    *("falcon-gqa", "bloom"),  # parallel with grouped keys; ALiBi
+    *("qwen3", "gemma3"),  # normalised queries and keys; and what is sent, one key head, windows
+    *("cohere2", "mixtral", "gpt_oss"),  # adjacent pairs, a block without rotation; experts; sinks
+    "deepseek_v3",  # keys and values that are latents already, shared experts
+    *("bert-head", "modernbert-head", "vit-head", "clip-vision", "qwen2.5-vl"),  # encoders
+)
 
 
 def mark(items: list[pytest.Item]) -> None:
@@ -53,16 +64,19 @@ def has_fast(path: Path) -> bool:
 def span(items: list[pytest.Item]) -> set[pytest.Item]:
     """Choose cases of one file that span the others.
 
-    Every value of every argument is in one, every function meets every value of a short argument, every pair of values of
-    two long ones is in one (families and methods), and the pillars are with every function and every value of a short one.
-    Functions with a few cases keep them all.
+    Every value of every argument is in one, of families those of ``KINDS``. Every function meets every value of a short
+    argument, and both pillars with it. Every pair of values of two long ones is in one, of families (with methods, say) those
+    with a pillar. Functions with a few cases keep them all.
     """
     values = {item: values_of(item) for item in items}
-    lengths = Counter(axis for axis, _ in set().union(*values.values()))
+    every = set().union(*values.values())
+    lengths = Counter(axis for axis, _ in every)
+    families = {axis for axis in lengths if sum((axis, kind) in every for kind in KINDS) > 1}
+    others = {(axis, value) for axis, value in every if axis in families and lengths[axis] > FEW and value not in KINDS}
     functions = defaultdict(list)
     for item in items:
         functions[item.originalname].append(item)
-    wanted = {item: demands(item.originalname, values[item], lengths) for item in items}
+    wanted = {item: demands(item.originalname, values[item] - others, lengths, families) for item in items}
     chosen = {item for cases in functions.values() if len(cases) <= FEW for item in cases}
     covered = set().union(*(wanted[item] for item in chosen))
     mixed = random.Random(0).sample(items, len(items))  # so that each family meets another function
@@ -79,16 +93,17 @@ def span(items: list[pytest.Item]) -> set[pytest.Item]:
     return chosen
 
 
-def demands(function: str, values: set[tuple[str, str]], lengths: dict[str, int]) -> set:
-    """Return what a case is an example of."""
+def demands(function: str, values: set[tuple[str, str]], lengths: dict[str, int], families: set[str]) -> set:
+    """Return what a case is an example of; ``families``: arguments that are families."""
     short = {(axis, value) for axis, value in values if lengths[axis] <= FEW}
     pillars = {(axis, value) for axis, value in values - short if value in PILLARS}
+    paired = {(axis, value) for axis, value in values - short if axis not in families} | pillars
     return {
         function,
         *values,
         *product([function], short | pillars),
         *product([function], pillars, short),
-        *combinations(sorted(values - short), 2),
+        *combinations(sorted(paired), 2),
     }
 
 

@@ -1,6 +1,7 @@
 """This code as one file, which lies beside the weights of every compressed checkpoint."""
 
 import ast
+import functools
 from pathlib import Path
 
 CODE_FILE = "modeling_rankfold.py"
@@ -32,6 +33,7 @@ With ``import rankfold`` no remote code is needed; the code then comes from the 
 """
 
 
+@functools.cache
 def code() -> str:
     """All parts in one; where this is that one file already, the file itself."""
     here = Path(__file__)
