@@ -173,7 +173,7 @@ def _recover_command(training: Record, folder: str) -> str:
         "seed": "seed",
     }
     words = ["rankfold", "recover", f"{folder}-again", "-o", f"{folder}-recovered"]
-    words += [word for flag, key in options.items() for word in (f"--{flag}", str(training[key]))]
-    for text, facts in training["texts"].items():
-        words += ["--calibration", f"{text}={facts['num_samples']}"]
+    given = [(flag, str(training[key])) for flag, key in options.items()]
+    given += [("calibration", f"{text}={facts['num_samples']}") for text, facts in training["texts"].items()]
+    words += [word for flag, value in given for word in (f"--{flag}", value)]
     return "\n" + shlex.join(words)

@@ -83,7 +83,7 @@ def warnings_of(record: Record) -> list[str]:
     return [warning for warning in found if warning]
 
 
-def training_of(record: Record) -> Record | None:
+def training_of(record: Record) -> dict[str, Any] | None:
     """Return what a record says of training; ``None`` where the weights are those before it."""
     found = record.get("recovery")
     return found if found and found["recovered"] else None
