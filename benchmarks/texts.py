@@ -1,9 +1,10 @@
 """The texts of an experiment: calibration windows and evaluation windows, by what its YAML says of them.
 
-``texts`` names parts of files: ``{file, documents: [first, last]}`` of rows, or ``{modules}`` of Python's standard library. Any
-other name is a file in the data, or an alias of rankfold.
+``texts`` names parts of files: ``{file, documents: [first, last]}`` of rows, ``{modules}`` of Python's standard library, or the
+source of an installed ``{package}``. Any other name is a file in the data, or an alias of rankfold.
 """
 
+import importlib.util
 import sysconfig
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,9 @@ from torch import Tensor
 
 import common
 from rankfold import CalibrationData, DenseModel, load_calibration
+from rankfold.data.built_in import BUILT_IN
 
-ALIASES = ("self", "pydoc")
+ALIASES = ("self", *BUILT_IN)
 
 
 class TextFiles:
@@ -34,8 +36,12 @@ class TextFiles:
         if name not in self.named:
             return str(common.data_file(self.data, name))
         facts = self.named[name]
+        files = None
         if "modules" in facts:
             files = [Path(sysconfig.get_path("stdlib")) / f"{module}.py" for module in facts["modules"].split()]
+        if "package" in facts:
+            files = sorted(Path(importlib.util.find_spec(facts["package"]).origin).parent.rglob("*.py"))
+        if files:
             text, suffix = "\n\n".join(file.read_text(encoding="utf-8") for file in files), ".txt"
         else:
             rows = common.data_file(self.data, facts["file"]).read_text(encoding="utf-8").splitlines()

@@ -83,7 +83,13 @@ def good(tmp_path_factory):
         "plan": {"model": model, "moments": None} | choosing | measuring,
         "recover": {"model": source.model, "teacher": model, "calibration": place / "a.txt", "output": None}
         | {"tune": "norms", "loss": "kl", "tokens": 64, "minutes": None, "rank": 1, "lr": None, "batch_tokens": 32}
-        | {"max_length": 16, "tolerance": 0.02, "adapter": False, "gradient_checkpointing": False}
+        | {
+            "max_length": 16,
+            "tolerance": 0.02,
+            "adapter": False,
+            "gradient_checkpointing": False,
+            "text_column": "text",
+        }
         | {"report_to": "none", "seed": 0, "device": "cpu"},
         "save": {"model": source.model, "folder": place / "saved", "tokenizer": None},
     }

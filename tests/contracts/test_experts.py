@@ -460,7 +460,7 @@ def test_what_is_timed_has_the_shapes_of_what_is_planned(family):
         (
             "deepseek_v3",
             ("vo",),
-            "cannot take module 'vo': its keys and values are latents already.*--modules mlp,experts",
+            "cannot take module 'vo': its keys and values are latents already.*use modules=.'mlp', 'experts'",
         ),
         ("mixtral", ("mlp",), "cannot take module 'mlp': it does not have an MLP that all tokens go through"),
     ],

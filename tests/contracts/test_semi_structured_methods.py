@@ -234,7 +234,7 @@ def test_what_it_does_not_take_is_said(options, message):
     [
         ({"sparsity": 0.3}, "method wanda keeps 2 of 4 weights, so its sparsity is 0.5, got 0.3; take 0.5"),
         ({"modules": {"o": 0.25}}, "its sparsity is 0.5, got 0.25"),
-        ({"modules": ("down",)}, "such as --modules down=0.5"),
+        ({"modules": ("down",)}, "such as modules={'down': 0.5}"),
         ({"exclude_blocks": (0,)}, "takes a half of all linear weights of the blocks; leave out exclude_blocks"),
         ({"scope": "model"}, "leave out exclude_blocks and scope=model"),
     ],

@@ -173,7 +173,7 @@ def test_what_is_not_to_be_had_is_one_line(monkeypatch, tmp_path):
     vision = rankfold.open_model(tiny_model("llava"), device="cpu", component="vision")
     for part in (source, vision):
         with pytest.raises(
-            CheckpointError, match="cannot read 'someone/pairs' from the hub .no route.; check the connection, or give"
+            CheckpointError, match="cannot read 'someone/pairs' from the hub .no route.; check the connection, or name"
         ):
             rankfold.load_calibration(NAME, part)
     rows_of(monkeypatch)

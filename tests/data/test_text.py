@@ -197,7 +197,7 @@ def test_a_local_copy_never_asks_the_hub(hub, tmp_path):
 )
 def test_an_unreachable_hub_names_the_data_set_and_the_way_out(hub, error, shown):
     hub.rows = error
-    message = rf"cannot read 'c4' \(allenai/c4\) from the hub \(.*{shown}.*connection, or give a local copy: c4:FILE"
+    message = rf"cannot read 'c4' \(allenai/c4\) from the hub \(.*{shown}.*connection, or name what is here: c4:FILE"
     with pytest.raises(CheckpointError, match=message) as caught:
         read_text("c4")
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 500

@@ -11,7 +11,8 @@ import torch
 
 import rankfold
 from rankfold import MoDeGPT, Rankfold
-from rankfold.calibration.experts import ROUTING, RoutedTokens
+from rankfold.calibration import experts
+from rankfold.calibration.experts import ROUTING
 from rankfold.calibration.moments import Moment
 from trained import calibration, held_out_windows, trained, unigram_perplexity, with_held_out
 
@@ -64,13 +65,13 @@ def test_true_moments_are_better_than_wrong_ones(source, dense, moments, monkeyp
     """Each expert's own tokens, weighted; all tokens for all; and no moments at all."""
     own = ratio(source, dense, moments)
     pooled = ratio(source, dense, changed(moments, source, torch.ones_like))
-    measured = RoutedTokens._moment
+    measured = experts._summed
 
     def identity(*args):
         found = measured(*args)
         return Moment(found.count, found.total, None, torch.eye(len(found.total), dtype=torch.float64))
 
-    monkeypatch.setattr(RoutedTokens, "_moment", identity)
+    monkeypatch.setattr(experts, "_summed", identity)
     blind = ratio(source, dense, moments)
     assert own < 1.08
     assert own < pooled < blind and blind - 1 > 3 * (own - 1)

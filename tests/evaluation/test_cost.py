@@ -56,7 +56,7 @@ def test_peak_memory_is_the_weights_and_what_a_run_takes(monkeypatch):
 @pytest.mark.parametrize(
     ("cost", "message"),
     [
-        (Cost("model"), "--baseline is the model itself, model"),
+        (Cost("model"), "baseline is the model itself, model"),
         (Cost(None, (1, 0)), "different numbers >= 1, e.g. 1,8,32; got 1,0"),
         (Cost(None, (8, 8)), "got 8,8"),
     ],

@@ -68,7 +68,7 @@ def advised(message: str, prompt: str, options: dict) -> tuple[str, dict]:
     """What the line says to do, done."""
     if found := re.search(r"last (\d+) characters of the prompt", message):
         prompt = prompt[-int(found[1]) :]
-    if found := re.search(r"--max-new-tokens (\d+)", message):
+    if found := re.search(r"max_new_tokens=(\d+)", message):
         options = options | {"max_new_tokens": int(found[1])}
     return prompt, options
 
