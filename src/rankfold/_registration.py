@@ -10,8 +10,6 @@ import importlib.util
 import sys
 from types import ModuleType
 
-__all__ = ["register_on_first_use"]
-
 MODULE = "transformers.modeling_utils"
 BUILDERS = ("from_pretrained", "_from_config")  # class methods of PreTrainedModel, in one of which every model is built
 

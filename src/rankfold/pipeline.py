@@ -58,8 +58,6 @@ from .report.plan import Plan
 from .report.record import run_record
 from .version import __version__
 
-__all__ = ["CompressionRun", "calibrate", "check_mode", "check_request", "compress", "plan"]
-
 
 @one_run()
 def calibrate(

@@ -9,8 +9,6 @@ from typing import Any, ParamSpec, TypeVar
 
 from ..errors import OptionError
 
-__all__ = ["typed"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

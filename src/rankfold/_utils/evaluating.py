@@ -5,8 +5,6 @@ from collections.abc import Generator
 
 from torch import nn
 
-__all__ = ["evaluating"]
-
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Generator[None]:

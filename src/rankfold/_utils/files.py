@@ -13,20 +13,6 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 
-__all__ = [
-    "check_name",
-    "check_output",
-    "read_json",
-    "sweep",
-    "sync_files",
-    "sync_folder",
-    "write_bytes",
-    "write_json",
-    "write_tensors",
-    "write_text",
-    "writing",
-]
-
 TEMPORARY = ".tmp"  # what is being written; a kill may leave it behind
 
 

@@ -6,8 +6,6 @@ import time
 
 import torch
 
-__all__ = ["cpu_facts", "multiplies_bf16_fast", "now"]
-
 
 @functools.cache
 def cpu_facts() -> dict[str, str]:

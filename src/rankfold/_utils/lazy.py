@@ -4,8 +4,6 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["importing"]
-
 
 def importing(
     package: str, names: Mapping[str, str], namespace: dict[str, Any]

@@ -12,8 +12,6 @@ from filelock import FileLock, Timeout
 from ..errors import CheckpointError
 from .files import writing
 
-__all__ = ["lock_of", "locked"]
-
 
 def lock_of(output: Path) -> Path:
     """The lock file of a folder to be made; beside it, so that it never is in what was made."""

@@ -2,8 +2,6 @@
 
 import psutil
 
-__all__ = ["release_memory"]
-
 
 def release_memory() -> None:
     """Return freed heap pages to the system, where it takes them.

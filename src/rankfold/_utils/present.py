@@ -2,8 +2,6 @@
 
 from typing import TypeVar
 
-__all__ = ["present"]
-
 T = TypeVar("T")
 
 

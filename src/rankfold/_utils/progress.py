@@ -16,8 +16,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 from tqdm import tqdm
 
-__all__ = ["Steps", "count_steps", "one_run", "track", "without_bars"]
-
 LINE_SECONDS = 60.0  # between two lines of a log, at least
 
 T = TypeVar("T")

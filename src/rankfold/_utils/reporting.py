@@ -5,8 +5,6 @@ from collections.abc import Generator
 
 from ..errors import RankfoldError, first_line
 
-__all__ = ["reporting"]
-
 
 @contextlib.contextmanager
 def reporting(kind: type[RankfoldError], what: str, advice: str = "") -> Generator[None]:

@@ -6,8 +6,6 @@ from typing import Any
 
 from ..errors import CheckpointError
 
-__all__ = ["NUMBER", "Each", "Maybe", "check_record"]
-
 NUMBER = int | float
 Kind = Any  # what check_record takes
 

@@ -5,8 +5,6 @@ import time
 from collections.abc import Generator
 from contextvars import ContextVar
 
-__all__ = ["OTHER", "PARTS", "PROBES", "Stopwatch", "seconds_so_far", "time_spent", "timed_run"]
-
 PROBES = "probe_texts"
 PARTS = ("reading", "forward", "moments", "decomposition", "writing", PROBES)
 OTHER = "other"  # what none of these names covers

@@ -12,8 +12,6 @@ from .named import Named
 from .prunable import PrunableModule, RankCosts, Ranks
 from .sparsities import capped_sparsities, round_sparsities
 
-__all__ = ["Allocation", "DenseModelMeasures", "RanksBySparsity", "Share"]
-
 
 class DenseModelMeasures(Protocol):
     """What an allocation may ask about the dense model; :mod:`rankfold.compression.importance` answers."""

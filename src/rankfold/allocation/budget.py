@@ -5,8 +5,6 @@ from typing import ClassVar
 
 from .named import Named
 
-__all__ = ["BUDGETS", "Budget", "Bytes", "ContextBudget", "FLOPs", "Latency", "Parameters"]
-
 
 @dataclass(frozen=True)
 class Budget(Named):

@@ -7,8 +7,6 @@ from .base import Allocation, DenseModelMeasures, Share
 from .cheapest import cheapest
 from .prunable import RankCosts, Ranks
 
-__all__ = ["Greedy", "LeastInfluence", "Measured"]
-
 
 @dataclass(frozen=True)
 class ByCost(Allocation):

@@ -10,8 +10,6 @@ from ..errors import OptionError, method_option
 from .knapsack import Group, cheapest_options
 from .prunable import PrunableModule, RankCosts, Ranks
 
-__all__ = ["cheapest", "largest_sparsity"]
-
 
 def largest_sparsity(average: float) -> float:
     """Return ``1 - (1 - average)^3``: where the curves of cost end, and so the most that any one module may lose.

@@ -5,8 +5,6 @@ All counts of a dense model can be made on the meta device.
 
 from torch import nn
 
-__all__ = ["block_weights", "tensor_bytes", "unique_parameters"]
-
 
 def block_weights(block: nn.Module) -> int:
     """Count the weights of a block's linear maps: every parameter with two or more dimensions (3-D expert stacks included)."""

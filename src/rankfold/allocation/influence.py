@@ -14,8 +14,6 @@ from ..errors import OptionError
 from .base import DenseModelMeasures, RanksBySparsity
 from .prunable import PrunableModule
 
-__all__ = ["MAX_SPARSITY_RULE", "Influence", "ModuleInfluence", "softmax_sparsities", "temperature_for"]
-
 Influences = dict[int, tuple[float, ...]]  # block -> of the block, of its attention, of its MLP
 MLP_MODULES = ("mlp", "experts", "gate", "up", "down")  # the rest belong to the attention half of a block
 MAX_SPARSITY_RULE = 0.8  # App. B.2: choose epsilon so that the largest layer sparsity is around 80 %

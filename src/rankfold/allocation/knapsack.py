@@ -10,8 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Group", "cheapest_options"]
-
 
 class Group(NamedTuple):
     """Options of which one is to be taken."""

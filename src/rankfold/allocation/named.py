@@ -7,8 +7,6 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from ..errors import OptionError, check_choice
 
-__all__ = ["Named", "from_text"]
-
 
 @dataclass(frozen=True)
 class Named:

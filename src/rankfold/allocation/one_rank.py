@@ -2,8 +2,6 @@
 
 from .prunable import PrunableModule
 
-__all__ = ["common_ranks", "freed", "one_rank", "width_facts"]
-
 
 def one_rank(units: list[PrunableModule], remove: int) -> int:
     """Return the largest rank that all units may take and that removes enough; there must be one."""

@@ -14,8 +14,6 @@ from .base import DenseModelMeasures, RanksBySparsity
 from .prunable import PrunableModule
 from .sparsities import around
 
-__all__ = ["OWL", "outlier_fraction", "outlier_sparsities"]
-
 
 @dataclass(frozen=True)
 class OWL(RanksBySparsity):

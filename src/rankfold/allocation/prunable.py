@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-__all__ = ["PrunableModule", "RankCosts", "Ranks"]
-
 Ranks = dict[tuple[int, str], int]  # (block, module) -> rank
 # (block, module) -> rank -> what it costs, for ranks down to some least one; 0 where the module stays dense.
 RankCosts = dict[tuple[int, str], dict[int, float]]

@@ -10,8 +10,6 @@ from .budget import Budget
 from .one_rank import common_ranks, freed, one_rank, width_facts
 from .prunable import PrunableModule, Ranks
 
-__all__ = ["allocate", "averages", "check_reachable", "removable", "shared_budgets", "to_remove"]
-
 
 class AllocationRequest(Protocol):
     """The options of a :class:`~rankfold.methods.Method` that ranks depend on."""

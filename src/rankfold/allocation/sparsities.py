@@ -9,8 +9,6 @@ from torch import Tensor
 from ..errors import OptionError
 from .prunable import PrunableModule
 
-__all__ = ["around", "capped_sparsities", "round_sparsities"]
-
 
 def around(average: float, deviation: Tensor, weights: Tensor) -> Tensor:
     """Return ``average`` plus ``deviation`` about its weighted mean, scaled down where a sparsity would be negative."""

@@ -15,8 +15,6 @@ from .base import DenseModelMeasures, RanksBySparsity
 from .prunable import PrunableModule
 from .sparsities import around
 
-__all__ = ["Spectrum", "effective_rank", "spectrum_sparsities"]
-
 
 @dataclass(frozen=True)
 class Spectrum(RanksBySparsity):

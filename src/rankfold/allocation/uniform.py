@@ -9,8 +9,6 @@ from torch import Tensor
 from .base import RanksBySparsity
 from .prunable import PrunableModule
 
-__all__ = ["Uniform"]
-
 
 @dataclass(frozen=True)
 class Uniform(RanksBySparsity):

@@ -19,8 +19,6 @@ from ..models.dense_model import DenseModel
 from .held_out import HeldOut
 from .replace import replace
 
-__all__ = ["RunContext", "algebra", "decompose", "run_stages"]
-
 
 class RunContext(NamedTuple):
     """What the steps of every block need."""

@@ -22,8 +22,6 @@ from ..models.block_reader import BlockReader
 from ..models.dense_model import DenseModel
 from .held_out import nats_per_token
 
-__all__ = ["greedy_block_removal", "losses_without"]
-
 log = logging.getLogger(__name__)
 
 

@@ -21,9 +21,6 @@ from ..methods import BLOCK, MeasurableMethod, Method, PrunableModule, fitted
 from ..models.dense_model import DenseModel
 from .latency import likeness, measure_latency, read_latency_table, write_latency_table
 
-__all__ = ["RankOptions", "attended_macs", "rank_options"]
-
-
 Size = Callable[[BlockView, PrunableModule, int], int]  # of a module at a rank, in what the budget counts
 Price = tuple[Size, int, dict[str, Any]]  # with what there is of it in all, and facts for the record
 

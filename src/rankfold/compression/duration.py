@@ -32,8 +32,6 @@ from .importance import moment_provider, of_dense
 from .kl_divergence import LENGTH, WINDOWS, fit_tokens, least_rank, tried_ranks
 from .rates import seconds_for
 
-__all__ = ["estimated_seconds", "timed"]
-
 HEAD_TOKENS = 512  # that norm and head are timed on
 HEAD_PASSES = 3.0  # through norm and head that a backward pass takes
 

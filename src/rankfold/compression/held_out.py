@@ -27,8 +27,6 @@ from ..errors import method_option
 from ..models.dense_model import DenseModel
 from .states import compare_states
 
-__all__ = ["HeldOut", "explained_ratio", "follow_held_out", "is_damaged", "nats_per_token", "perplexities"]
-
 log = logging.getLogger(__name__)
 
 SMALL = 1.05  # ratio of perplexities that is no damage at any sparsity: a change of dtype alone may cost a fifth of it

@@ -29,17 +29,6 @@ from .budget import RankOptions
 from .kl_divergence import measure_kl_sensitivity, read_costs, write_costs
 from .plan import shares
 
-__all__ = [
-    "DenseMeasures",
-    "available",
-    "gradients_of",
-    "moment_provider",
-    "needed",
-    "of_dense",
-    "shared_of",
-    "statistics_of",
-]
-
 
 def statistics_of(source: DenseModel, method: Method) -> set[str]:
     """Return the statistics that decomposing with this method reads."""

@@ -44,8 +44,6 @@ from ..models.dense_model import DenseModel
 from .block import algebra, decompose
 from .replace import replaced
 
-__all__ = ["fit_tokens", "least_rank", "measure_kl_sensitivity", "read_costs", "tried_ranks", "write_costs"]
-
 FIT_TOKENS = 8192  # that curves are measured on
 PER_DIMENSION = 4  # as many more for wide MLPs as make a moment of full rank
 WINDOWS, LENGTH = 4, 128  # that predictions are compared on

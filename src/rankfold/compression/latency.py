@@ -24,8 +24,6 @@ from ..methods import MeasurableMethod, PrunableModule
 from ..models.dense_model import DenseModel
 from .replace import replaced, swapped
 
-__all__ = ["LatencyTable", "ModuleLatency", "likeness", "measure_latency", "read_latency_table", "write_latency_table"]
-
 POINTS = 5  # ranks of a module that are timed, from the smallest to the one below full
 ROUNDS = 7  # that medians are taken over, after one that does not count
 LEAST_SECONDS = 0.01  # a measurement takes; short blocks run several times

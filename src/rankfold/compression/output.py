@@ -17,8 +17,6 @@ from ..report.plan import Plan
 from .result import CompressionResult
 from .verify import Probe
 
-__all__ = ["FolderWriter", "MemoryWriter"]
-
 
 class BlockWriter:
     """What both have in common: blocks that are kept move up to where removed ones were.

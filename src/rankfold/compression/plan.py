@@ -32,8 +32,6 @@ from ..models.dense_model import DenseModel
 from ..report.plan import ModulePlan, Plan
 from .budget import RankOptions, rank_options
 
-__all__ = ["allocate_ranks", "build_plan", "check", "divergence_for_stock", "kept_blocks", "of_block", "shares"]
-
 ROUNDING = 0.01  # of what is counted: more than this beyond what was asked for is worth a line
 
 

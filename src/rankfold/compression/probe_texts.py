@@ -17,8 +17,6 @@ from ..errors import CheckpointError, DataError, option
 from ..models.dense_model import DenseModel
 from .held_out import explained_ratio, is_damaged, perplexities
 
-__all__ = ["NoProbeTexts", "ProbeTexts", "follow_probe_texts"]
-
 log = logging.getLogger(__name__)
 
 POSITIONS = 16  # of every passage whose logits are held at once: passages are many, and a vocabulary is large

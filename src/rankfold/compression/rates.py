@@ -15,8 +15,6 @@ from ..linalg.elimination import elimination
 from ..linalg.psd import spd_inverse
 from ..methods.work import ROUTINES, Work
 
-__all__ = ["LARGEST", "seconds_for"]
-
 LARGEST = 1536  # rows of what is measured: above it rates hardly change, and all routines together take a second or two
 LEAST_SECONDS = 0.002  # that a measurement takes; short routines run several times
 

@@ -14,8 +14,6 @@ from ..methods import BlockResult
 from ..models.dense_model import DenseModel
 from ..modules import build
 
-__all__ = ["in_model_coordinates", "passing", "replace", "replaced", "swapped"]
-
 
 def replace(view: BlockView, result: BlockResult, source: DenseModel) -> BlockView:
     """Put the result's modules into the block, with weights rounded as they will be stored.

@@ -15,8 +15,6 @@ from ..models.processors import Processors
 from ..report.plan import ModulePlan, Plan
 from ..report.record import read_record
 
-__all__ = ["CompressionResult"]
-
 
 class CompressionResult:
     """A compressed model, what was planned, and what happened.

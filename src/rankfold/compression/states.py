@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from ..calibration.likelihood import FEW, PIECE
 from ..calibration.moments import wide
 
-__all__ = ["StateComparison", "compare_states"]
-
 
 @dataclass(frozen=True)
 class StateComparison:

@@ -28,8 +28,6 @@ from ..methods.result import put_attention, put_projection
 from ..models.dense_model import DenseModel
 from .replace import replaced
 
-__all__ = ["Proof", "validate_spec", "validated"]
-
 log = logging.getLogger(__name__)
 
 SHAPE, SEED = (2, 24), 0  # of the random token ids

@@ -11,8 +11,6 @@ from ..errors import CheckpointError
 from ..models.dense_model import DenseModel
 from ..models.weights import Weights, fill_outer
 
-__all__ = ["Probe"]
-
 LENGTH = 64  # tokens
 TOLERANCE = 1e-3  # of the logits' norm; or a few roundings of the stored dtype, which the head in memory is spared
 

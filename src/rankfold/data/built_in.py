@@ -4,8 +4,6 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-__all__ = ["BUILT_IN", "DEFAULT_TEXT", "MIXTURES", "SOURCE_CODE"]
-
 SOURCE_CODE = "python-source"
 DEFAULT_TEXT = "mixture"
 # Texts of several kinds with their shares: a model that is calibrated on one kind loses the others.

@@ -35,8 +35,6 @@ from ..modules import (
     SplitHeadLinear,
 )
 
-__all__ = ["CompressedForCausalLM", "check_shares", "check_width", "register"]
-
 NAME = "RankfoldForCausalLM"
 APART = (LatentLinear, SplitHeadLinear, SparseLinear)
 

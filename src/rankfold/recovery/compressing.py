@@ -22,8 +22,6 @@ from ..report.identity import run_identity
 from ..report.plan import Plan
 from .recover import RecoveryResult, recover
 
-__all__ = ["compress_and_recover"]
-
 
 def compress_and_recover(
     source: DenseModel,

@@ -17,8 +17,6 @@ from .._utils.files import read_json, write_json
 from ..calibration.likelihood import compare_losses, perplexity_of
 from .loss import POSITIONS, Head, hidden_states
 
-__all__ = ["Judge", "allowed", "gains", "score", "token_losses"]
-
 log = logging.getLogger(__name__)
 
 HISTORY, BEST = "history.json", "best.safetensors"

@@ -13,8 +13,6 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from .._utils.present import present
 
-__all__ = ["Head", "Loss", "hidden_states", "kl_divergence", "training_loss"]
-
 Loss = Literal["kl", "next-token", "both"]
 POSITIONS = 128  # of every sequence whose logits are held at once
 

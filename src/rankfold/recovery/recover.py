@@ -49,8 +49,6 @@ from .loss import Head, Loss
 from .training import Distiller, KeepZeros, MarkWhole, Progress, arguments, last_checkpoint
 from .tuning import LEARNING_RATES, Tune, check_trainable, mask_of_zeros, prepared, without_dropout
 
-__all__ = ["RecoveryResult", "recover"]
-
 log = logging.getLogger(__name__)
 
 STEPS = "steps.json"

@@ -15,8 +15,6 @@ from .._utils.progress import track
 from ..models.devices import autocast_dtype
 from .loss import Head, Loss, hidden_states, training_loss
 
-__all__ = ["Distiller", "KeepZeros", "MarkWhole", "Progress", "arguments", "last_checkpoint"]
-
 log = logging.getLogger(__name__)
 
 DONE = "rankfold.done"  # in a checkpoint of Trainer that is whole

@@ -12,8 +12,6 @@ from ..architectures import architecture_of
 from ..errors import OptionError, UnsupportedModelError
 from ..modules.tensors import QuantizedTensor
 
-__all__ = ["LEARNING_RATES", "Tune", "check_trainable", "mask_of_zeros", "prepared", "without_dropout"]
-
 Tune = Literal["lora", "lora-mlp", "all", "norms"]
 LEARNING_RATES: dict[Tune, float] = {"lora": 5e-4, "lora-mlp": 5e-4, "all": 1e-4, "norms": 1e-3}
 ZEROS = 0.25  # a weight with a larger fraction of zeros has them on purpose
