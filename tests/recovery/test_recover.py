@@ -286,7 +286,7 @@ def test_card_and_inspect_say_what_was_trained(place, tmp_path, run):
     assert f"| perplexity, manual.txt | {dense} | {after} | {before} before training, on 8 sequences" in card
     assert "rankfold recover out-again -o out-recovered --tune all --loss kl --tokens 16384 --lr 0.001" in card
     code, shown, _ = run(f"inspect {tmp_path / 'out'}")
-    assert code in (0, None) and trained in shown
+    assert code in (0, None) and trained in shown and "\n  perplexity before training " in shown
     assert f"manual.txt: perplexity {before} -> {after} (dense {dense}) on 8 held-out sequences" in shown
     record = json.loads((tmp_path / "out" / "rankfold.json").read_text())
     record["recovery"]["held_out"]["manual.txt"]["perplexity"] = "low"

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from ..errors import OptionError
 from ..methods import make_method
-from ..report.outcomes import excess_of, held_out_row, kind_rows, size_rows
+from ..report.outcomes import excess_of, held_out_row, kind_rows, size_rows, training_of
 from . import common as c
 
 Record = Mapping[str, Any]  # of a run
@@ -38,7 +38,9 @@ def show_numbers(record: Record, out: Console) -> None:
     if excess := excess_of(record):
         out.print(excess)
     rows = [("", "dense", "compressed", ""), *size_rows(record["plan"])]
-    rows += [held_out_row(held_out)] if held_out else []
+    if held_out:
+        row = held_out_row(held_out)
+        rows.append((f"{row[0]} before training" if training_of(record) else row[0], *row[1:]))
     rows += [(f"  {kind}", *numbers) for kind, *numbers in kind_rows(probe_texts)]
     name, dense, small, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
     for row in rows:
