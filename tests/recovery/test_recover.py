@@ -2,7 +2,9 @@
 
 import json
 import math
+import time
 from pydoc_data.topics import topics
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -236,6 +238,27 @@ def test_a_teacher_with_another_vocabulary_is_refused(place, tmp_path):
         recover(place / "small", other, calibration=place / "manual.txt", **OPTIONS)
 
 
+class Trial:
+    """A step that takes ten milliseconds, in two batches."""
+
+    args = SimpleNamespace(gradient_accumulation_steps=2)
+
+    def get_train_dataloader(self):
+        return [None] * 9
+
+    def compute_loss(self, network, batch):
+        time.sleep(0.005)
+        return network.weight.sum()
+
+
+@pytest.mark.parametrize(("scoring", "scores", "most"), [(0.01, 10, 200), (0.1, 4, 140), (9.0, 1, 1)])
+def test_scoring_takes_a_fifth_of_the_time_at_most_and_training_the_rest(tmp_path, scoring, scores, most):
+    network = torch.nn.Linear(1, 1)
+    found = module._fitting(2.0, scoring, tmp_path, network, Trial())
+    assert found[0] == scores and most / 4 <= found[1] <= most and network.weight.grad is None
+    assert module._fitting(99.0, scoring, tmp_path, network, Trial()) == found  # as it was written down
+
+
 def test_minutes_bound_the_tokens(place):
     result = recover(place / "small", place / "dense", calibration=place / "manual.txt", minutes=0.001, **OPTIONS)
     assert result.record["recovery"]["tokens_seen"] < OPTIONS["tokens"]
@@ -302,7 +325,7 @@ COMPRESS = (
 
 
 def test_compress_recovers_and_a_killed_run_goes_on_in_either_half(place, run, monkeypatch):
-    monkeypatch.setattr("rankfold.recovery.recover._steps_in", lambda *args: 10)  # however busy the machine is
+    monkeypatch.setattr("rankfold.recovery.recover._fitting", lambda *args: (10, 10))  # however busy the machine is
     kills = {"rankfold.pipeline.CompressionRun.finish": "both.compressed.partial", STEP: "both.compressed"}
     for killed, left in kills.items():
         with monkeypatch.context() as patch, pytest.raises(Killed):
@@ -320,14 +343,14 @@ def test_compress_recovers_and_a_killed_run_goes_on_in_either_half(place, run, m
     assert "# both\n" in (place / "both" / "README.md").read_text()
 
 
-@pytest.mark.parametrize(("time", "minutes"), [("90s", 1.5), ("15min", 15), ("1.5h", 90), ("2 min", 2)])
-def test_times_of_a_recovery(time, minutes):
-    assert parse_minutes(time) == minutes
+@pytest.mark.parametrize(("given", "minutes"), [("90s", 1.5), ("15min", 15), ("1.5h", 90), ("2 min", 2)])
+def test_times_of_a_recovery(given, minutes):
+    assert parse_minutes(given) == minutes
 
 
 def test_a_time_that_is_none_is_refused_and_so_is_what_cannot_be_trained(place, run):
-    for time in ("15", "0min", "-1h", "soon"):
-        code, _, err = run(f"{COMPRESS} {time} -o never")
+    for given in ("15", "0min", "-1h", "soon"):
+        code, _, err = run(f"{COMPRESS} {given} -o never")
         assert code == 2 and "--recover takes a time such as 90s, 15min or 1.5h; got" in err
     code, _, err = run(
         "compress dense --method latentllm --set bits=4 --calibration manual.txt --recover 1min -o never"

@@ -53,6 +53,7 @@ log = logging.getLogger(__name__)
 
 STEPS = "steps.json"
 SCORES = 10  # times that held-out text is scored during a run
+SCORING = 0.2  # of the minutes given, at most
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ def recover(
         of_dense, scored = score(dense, Head(dense), held_out), time.monotonic()
         before = score(student, Head(student), held_out)
         scoring = time.monotonic() - scored  # seconds
-        seconds = None if minutes is None else 60 * minutes - (SCORES + 2) * scoring
+        seconds = None if minutes is None else (60 * minutes, scoring)
         settings: dict = {"report_to": report_to, "keep": output is not None}
         if gradient_checkpointing:
             settings["gradient_checkpointing"] = True
@@ -269,13 +270,20 @@ def _working(output: Path | None, identity: dict) -> Iterator[Path]:
 
 
 def _trained(
-    student, dense, texts, before: dict[str, float], options: Options, work: Path, seconds: float | None, settings: dict
+    student,
+    dense,
+    texts,
+    before: dict[str, float],
+    options: Options,
+    work: Path,
+    seconds: tuple[float, float] | None,
+    settings: dict,
 ) -> tuple[Any, dict[str, Any]]:
     """Return the network with its best weights, adapters around it, and what happened.
 
     Args:
         before: text -> nats per token of the student.
-        seconds: to train for; ``None``: as many tokens as the options say.
+        seconds: there are, and that scoring once takes; ``None``: as many tokens as the options say.
     """
     masks = mask_of_zeros(student)
     network = prepared(student, options.tune, options.rank)
@@ -297,9 +305,11 @@ def _trained(
     common = {"learning_rate": options.lr, "seed": options.seed, "device": student.device, **settings}
     args = functools.partial(arguments, work, batch=batch, length=ids.shape[1], **common)
     with without_dropout(student), evaluating(dense):
+        scores = SCORES
         if seconds is not None:
-            steps = min(steps, _steps_in(seconds, work, network, make(args(steps=1, every=1))))
-        judge.every = max(1, steps // SCORES)
+            scores, most = _fitting(*seconds, work, network, make(args(steps=1, every=1)))
+            steps = min(steps, most)
+        judge.every = max(1, steps // scores)
         trainer = make(args(steps=steps, every=judge.every))
         trainer.train(resume_from_checkpoint=last_checkpoint(work))
     judge.restore_best()
@@ -312,15 +322,19 @@ def _trained(
     }
 
 
-def _steps_in(seconds: float, work: Path, network: nn.Module, trial: Distiller) -> int:
-    """Return how many steps take about so many seconds; written down, so that a killed run goes on with as many."""
+def _fitting(seconds: float, scoring: float, work: Path, network: nn.Module, trial: Distiller) -> tuple[int, int]:
+    """Return how often to score, and how many steps take about the rest of so many seconds; written down, so that a killed run
+    goes on with as many."""
     if not (work / STEPS).exists():
+        scores = max(1, min(SCORES, int(SCORING * seconds / scoring)))
         begin, batches = time.monotonic(), trial.args.gradient_accumulation_steps
         for batch in itertools.islice(trial.get_train_dataloader(), batches):
             trial.compute_loss(network, batch).backward()
         network.zero_grad()
-        write_json(work / STEPS, {"steps": max(1, int(seconds / (time.monotonic() - begin)))})
-    return read_json(work / STEPS)["steps"]
+        left = seconds - (scores + 2) * scoring  # two before and after training
+        write_json(work / STEPS, {"scores": scores, "steps": max(1, int(left / (time.monotonic() - begin)))})
+    found = read_json(work / STEPS)
+    return found["scores"], found["steps"]
 
 
 def _round(model: nn.Module, dtype: torch.dtype) -> None:

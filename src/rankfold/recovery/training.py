@@ -123,7 +123,7 @@ def arguments(
         per_device_train_batch_size=at_once,
         gradient_accumulation_steps=batch // at_once,
         lr_scheduler_type="cosine",
-        warmup_steps=max(1, round(WARM_UP * steps)),
+        warmup_steps=min(steps - 1, max(1, round(WARM_UP * steps))),  # the first of them has a learning rate of 0
         weight_decay=0.0,
         bf16=_trains_in_bf16(device),
         use_cpu=device.type == "cpu",
