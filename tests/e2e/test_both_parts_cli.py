@@ -139,9 +139,9 @@ def test_both_plans(run, place):
         ("llava --calibration vision=nowhere --calibration language=text.txt", "no images at 'nowhere'"),
         (
             "llama",
-            "LlamaForCausalLM has the component language, got vision; leave --component out",
+            "LlamaForCausalLM has the component language, got vision; name none",
         ),
-        ("vit", "has the component vision, got language; leave --component out"),
+        ("vit", "has the component vision, got language; name none"),
     ],
 )
 def test_what_does_not_go_with_it_is_one_line(run, place, line, said):

@@ -103,7 +103,7 @@ def test_what_surrounds_a_sentence_encoder_stays_byte_for_byte(tmp_path):
         ("compress bare -o x --calibration images", "no image processor can be read from"),
         (
             "compress vit -o x --calibration images --component language",
-            "has the component vision, got language; leave --component out",
+            "has the component vision, got language; name none",
         ),
         (
             "compress clip -o x --calibration images",

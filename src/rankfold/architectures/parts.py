@@ -113,7 +113,7 @@ def part_of(model: "PreTrainedModel", name: str | None = None) -> Part:
     projector = _projector(model) if decodes and "vision" in towers else None
     names = [*(["language"] if decodes else []), *(["projector"] if projector else []), *towers]
     if name not in names if name else len(names) > 1 and not decodes:
-        advice = f"choose one with {option('component')}" if len(names) > 1 else f"leave {option('component')} out"
+        advice = f"choose one with {option('component')}" if len(names) > 1 else "name none"
         has = f"has the component{'s' * (len(names) > 1)} {' and '.join(names)}"
         raise OptionError(f"{type(model).__name__} {has}, got {name or 'none'}; {advice}")
     if decodes and name in (None, "language"):
