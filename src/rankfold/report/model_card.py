@@ -135,18 +135,13 @@ def measured_on(calibration: Record) -> str:
 
 def _outcomes(record: Record, part: str) -> list[tuple[str, ...]]:
     of = _of(part) + (" before training" if training_of(record) else "")
-    if record["held_out"] is None:
-        row = ("perplexity", "not measured", "not measured", "no calibration sample was held out")
-    else:
-        row = held_out_row(record["held_out"])
-    both = (
-        ", both after the other compressed components" if part and row[0] == "perplexity" and record["held_out"] else ""
-    )
-    held_out = f"{row[0]}{of}", *row[1:3], f"{row[3]}{both}"
-    return [
-        held_out,
-        *((f"perplexity{of}, {kind}", *numbers) for kind, *numbers in kind_rows(record.get("probe_texts"))),
-    ]
+    row = ("perplexity", "not measured", "not measured", "no calibration sample was held out")
+    if held_out := record["held_out"]:
+        *row, where = held_out_row(held_out)
+        both = ", both after the other compressed components" if part and "perplexity" in held_out else ""
+        row = (*row, where + both)
+    kinds = kind_rows(record.get("probe_texts"))
+    return [(f"{row[0]}{of}", *row[1:]), *((f"perplexity{of}, {kind}", *numbers) for kind, *numbers in kinds)]
 
 
 def _trained_rows(training: Record | None) -> list[tuple[str, ...]]:
