@@ -241,7 +241,7 @@ def test_speed_is_measured_beside_the_dense_model(place, source, tokens, tmp_pat
 
 def test_texts_that_are_too_short_or_named_twice_are_said_before_anything_runs(place, source):
     (place / "short.txt").write_text("few words")
-    with pytest.raises(DataError, match=r"short.txt: the text has \d+ tokens.*smaller text_length"):
+    with pytest.raises(DataError, match=r"short.txt: the text has \d+ tokens.*smaller max_length"):
         Perplexities(source, Texts([str(place / "short.txt")], 64))
     for other in (place / "text.txt", f"{place}/./text.txt"):
         with pytest.raises(OptionError, match="more than once"):

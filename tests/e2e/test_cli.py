@@ -539,3 +539,10 @@ def test_compare_without_its_libraries_says_what_to_install(run, place, monkeypa
     code, _, err = run(f"compare model --methods svd --sparsities 0.2 {CALIBRATION} -o without --text text.txt")
     assert (code, err) == (2, "rankfold: the report needs matplotlib; pip install 'rankfold[report]'\n")
     assert not (place / "without").exists()
+
+
+def test_compare_names_the_length_of_its_texts(place, run):
+    (place / "short.txt").write_text("few words")
+    code, _, err = run(f"compare model --methods svd --sparsities 0.2 {CALIBRATION} -o never --text short.txt")
+    assert code == 2 and "short.txt: the text has " in err and err.endswith("use a smaller --text-length\n")
+    assert not (place / "never").exists()

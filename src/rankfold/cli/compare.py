@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import OptionError
+from ..errors import DataError, OptionError
 from ..report.outcomes import kind_rows
 from . import common as c
 from . import options as o
@@ -82,7 +82,11 @@ def command(
 
     source = open_model(model, dtype=dtype, device=device)
     check_writes(source.model.config, source.name)
-    measured: dict[str, Measure] = {"texts": Perplexities(source, Texts(text, text_length, limit, windows.text_column))}
+    try:
+        texts = Perplexities(source, Texts(text, text_length, limit, windows.text_column))
+    except DataError as error:  # --max-length is of the calibration here
+        raise DataError(str(error).replace("--max-length", "--text-length")) from error
+    measured: dict[str, Measure] = {"texts": texts}
     if tasks is not None:
         names = [name.strip() for name in tasks.split(",")]
         measured["tasks"] = Accuracies(source, Questions(names, include_path, limit))

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from ..data.calibration_data import shown
 from ..data.text import Text, named_column
-from ..errors import DataError, option
+from ..errors import DataError
 from ..evaluation.speed import lengths, speed
 from ..evaluation.tasks import Questions
 from ..evaluation.text import Texts, timed_perplexity, windows_of_text
@@ -107,7 +107,7 @@ def _windows(source: DenseModel, text: Text, length: int, limit: int | None) -> 
     try:
         return windows_of_text(text, source.tokenizer, source.name, source.config, length, limit)
     except DataError as error:
-        raise DataError(f"{text.name}: {str(error).replace(option('max_length'), option('text_length'))}") from error
+        raise DataError(f"{text.name}: {error}") from error
 
 
 class Accuracies:
