@@ -4,6 +4,7 @@ import os
 import socket
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import torch
 import rankfold
 import warm
 from families import opened, tokens
+from kills import CHANGES, WRITES
 from rankfold import make_method
 from rankfold._utils.processes import joined
 from rankfold.methods.base import NarrowingMethod
@@ -39,16 +41,21 @@ BASE = {
     "experts": Case("rankfold", "mixtral"),
     "encoder": Case("rankfold", "bert"),
 }
-EVERY = {name: Case(name) for name in METHODS} | {
-    "influence": Case("modegpt", options={"allocation": "influence"}, mode="one-pass"),
-    "owl": Case("modegpt", options={"allocation": "owl"}, mode="one-pass"),
-    "fisher": Case("modegpt", options={"output_weighting": "fisher"}),
-    "measured fisher": Case("modegpt", options={"output_weighting": "fisher", "allocation": "measured"}),
-    "windows": Case("modegpt", options={"allocation": "measured"}, mode="one-pass"),
-    "latent experts": Case("latentllm", "mixtral"),
-    "sinks": Case("rankfold", "gpt_oss"),
-    "opt": Case("rankfold", "opt"),
-}
+HALF = {name: Case(name, options={"sparsity": 0.5}) for name in ("sparsegpt", "wanda", "pruner-zero")}
+EVERY = (
+    {name: Case(name) for name in METHODS}
+    | HALF
+    | {
+        "influence": Case("modegpt", options={"allocation": "influence"}, mode="one-pass"),
+        "owl": Case("modegpt", options={"allocation": "owl"}, mode="one-pass"),
+        "fisher": Case("modegpt", options={"output_weighting": "fisher"}),
+        "measured fisher": Case("modegpt", options={"output_weighting": "fisher", "allocation": "measured"}),
+        "windows": Case("modegpt", options={"allocation": "measured"}, mode="one-pass"),
+        "latent experts": Case("latentllm", "mixtral"),
+        "sinks": Case("rankfold", "gpt_oss"),
+        "opt": Case("rankfold", "opt"),
+    }
+)
 CASES = BASE | {name: case for name, case in EVERY.items() if name not in BASE}
 
 
@@ -67,9 +74,18 @@ def compress(name: str, output: Path, shards: int = SHARDS, rows: int = 16) -> N
 def work(folder: str, names: list[str]) -> None:
     """Compress in turn, in one of several processes or alone."""
     torch.set_num_threads(1)
+    if os.environ.get("RANK", "0") != "0":
+        sys.addaudithook(partial(_end_if_writing, folder))
     with joined():
         for name in names:
             compress(name, Path(folder, name))
+
+
+def _end_if_writing(folder: str, event: str, details: tuple) -> None:
+    """End a process that writes in a folder."""
+    writes = event in CHANGES or (event == "open" and isinstance(details[2], int) and details[2] & WRITES)
+    if writes and isinstance(details[0], str | bytes | os.PathLike) and os.fsdecode(details[0]).startswith(folder):
+        os._exit(7)
 
 
 def start(count: int, code: str, *arguments: str, folder: Path, env: dict[str, str] | None = None) -> list:

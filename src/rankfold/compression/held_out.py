@@ -26,7 +26,7 @@ from ..data.batches import Data, again, length_of
 from ..data.tokens import check_fits
 from ..errors import method_option
 from ..models.dense_model import DenseModel
-from .states import compare_states, state_sums
+from .states import compare_states
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +137,7 @@ class HeldOut:
         batches = zip(again(self.dense.ids, self.dense.hidden), self.dense.hidden, self.small.hidden, strict=True)
         last = partial(outputs, self.source)
         pairs = ((last(ids, self.dense, a), last(ids, self.dense, b)) for ids, a, b in batches)
-        found = compare_states(rows for own in gather(state_sums(pairs)) for rows in own)
+        found = compare_states(pairs)
         facts = {"state_error": found.error, "standard_error": found.standard_error, "cosine": found.cosine}
         if found.standard_error is None or found.error - CERTAIN * found.standard_error < 1:
             return facts, None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from .._utils.processes import gather
 from ..calibration.likelihood import FEW, PIECE
 from ..calibration.moments import wide
 
@@ -21,16 +22,7 @@ class StateComparison:
     cosine: float  # mean over tokens
 
 
-def state_sums(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[dict[str, Tensor]]:
-    """Return what :func:`compare_states` compares, of every sample, on the CPU.
-
-    Args:
-        pairs: batches of states of the dense and of the compressed model, both ``(S, T, D)``.
-    """
-    return [_sums(large, small) for dense, compressed in pairs for large, small in zip(dense, compressed, strict=True)]
-
-
-def compare_states(samples: Iterable[dict[str, Tensor]]) -> StateComparison:
+def compare_states(pairs: Iterable[tuple[Tensor, Tensor]]) -> StateComparison:
     """Compare two models by their states of the same tokens.
 
     The standard error is that of a ratio of two sums over ``k`` observations, ``R = sum_j a_j / sum_j v_j``, with the residuals
@@ -38,9 +30,11 @@ def compare_states(samples: Iterable[dict[str, Tensor]]) -> StateComparison:
     observation is a sample; where there are few, a piece of one, as in :func:`~rankfold.calibration.likelihood.compare_losses`.
 
     Args:
-        samples: of :func:`state_sums`.
+        pairs: batches of states of the dense and of the compressed model, both ``(S, T, D)``; of samples that several
+            processes share, those of this process.
     """
-    rows = list(samples)
+    own = [_sums(large, small) for dense, compressed in pairs for large, small in zip(dense, compressed, strict=True)]
+    rows = [row for rows in gather(own) for row in rows]
     if len(rows) >= FEW:
         rows = [{name: value.sum(0, keepdim=True) for name, value in row.items()} for row in rows]
     apart, energy, total, tokens, alike = (torch.cat([row[name] for row in rows]) for name in rows[0])
