@@ -8,6 +8,7 @@ they would have waited for it. In a single process every function here is the id
 import contextlib
 import os
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -22,7 +23,8 @@ TOLD = "All processes of the run raise this."  # note on an error that needs no 
 T = TypeVar("T")
 
 
-class _Group(NamedTuple):
+@dataclass(frozen=True)
+class _Group:
     index: int
     count: int
     device: "torch.device"  # whose memory the backend sends from
@@ -79,7 +81,8 @@ def joined() -> Generator[None]:
         torch.distributed.get_default_backend_for_device(where) == "gloo"
     )
     state = PartialState(cpu=on_cpu, timeout=LONGEST)
-    _group, _launched = _Group(state.process_index, state.num_processes, state.device), state.num_processes
+    device: Any = state.device
+    _group, _launched = _Group(state.process_index, state.num_processes, device), state.num_processes
     try:
         with together():
             yield

@@ -78,14 +78,10 @@ class Moment:
             self.windows = torch.cat(self._windows_beside(other))
         if self.rows is not None:
             self.rows = torch.cat([self.rows, other.rows])
-        for mine, more in zip(self._sums, other._sums, strict=True):
-            if mine is not None:
-                mine += more
+        for part in ("total", "absolute", "second"):
+            if (sums := getattr(self, part)) is not None:
+                sums += getattr(other, part)
         self.count += other.count
-
-    @property
-    def _sums(self) -> tuple[Tensor | None, ...]:
-        return self.total, self.absolute, self.second
 
     def _windows_beside(self, other: "Moment") -> list[Tensor]:
         """Return the sums over the windows of both, times the roots of the mean length of all over the means of their own."""

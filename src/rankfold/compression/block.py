@@ -72,8 +72,8 @@ def _run_stage(
 
 def from_first_process(result: BlockResult | None) -> BlockResult | None:
     """Return the result of the first process in all: no process decomposes for itself, so none can differ."""
-    sent = broadcast(result and result._replace(errors={})._asdict())
-    return sent and BlockResult(**sent)
+    sent = broadcast(None if result is None else result._replace(errors={})._asdict())
+    return None if sent is None else BlockResult(**sent)
 
 
 def decompose(stage: CompressionStep, view: BlockView, moments, held_out=lambda: None) -> BlockResult:
