@@ -177,7 +177,10 @@ def test_what_cannot_be_shared_is_done_and_said_once(place, line, code, printed)
     assert len(lines) == 1, lines
 
 
-@pytest.mark.parametrize(("samples", "shards", "count", "told"), [(3, 3, 1, "2 samples"), (8, 2, 3, "3 processes")])
+@pytest.mark.parametrize(
+    ("samples", "shards", "count", "told"),
+    [(3, 3, 1, "2 samples"), (8, 2, 3, "shards must be >= 3"), (8, 0, 1, "got 0")],
+)
 def test_shards_that_leave_a_process_without_work_are_refused(monkeypatch, samples, shards, count, told):
     monkeypatch.setattr(load, "launched_count", lambda: count)
     with pytest.raises(OptionError, match=told):

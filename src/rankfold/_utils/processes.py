@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from ..errors import RankfoldError, first_line
+from ..errors import RankfoldError, first_line, option
 
 if TYPE_CHECKING:
     import torch
@@ -241,7 +241,7 @@ def _connected() -> Generator[None]:
     except RuntimeError as error:
         lost = RankfoldError(
             f"another process of this run has ended ({first_line(error)[:120]}); give the same command again, with the same "
-            "--shards: it goes on, with any number of processes"
+            f"{option('shards')}: it goes on, with any number of processes"
         )
         lost.add_note(TOLD)
         raise lost from error

@@ -79,7 +79,7 @@ class CalibrationOptions:
             max_length=self.max_length,
             seed=self.seed,
             text_column=self.text_column,
-            shards=self.shards or launched_count(),
+            shards=launched_count() if self.shards is None else self.shards,
         )
 
     def for_recovery(self, moments) -> dict:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._utils.present import present
 from .._utils.processes import from_first, launched_count, on_first
-from ..errors import DataError, OptionError, option
+from ..errors import DataError, OptionError
 from .built_in import BUILT_IN, MIXTURES
 from .calibration_data import CalibrationData
 from .hub import ALIASES, HUB, image_text_rows
@@ -83,8 +83,7 @@ def load_calibration(
     options = DrawOptions(num_samples, max_length, seed, text_column)
     if shards < launched_count():
         raise OptionError(
-            f"{option('shards', shards)} leaves nothing to do for some of {launched_count()} processes; give as many shards as "
-            "processes, or more"
+            f"shards must be >= {launched_count()}, the number of processes that share them, got {shards}"
         )
     found = _load_once(lambda: _load(data, model, tokenizer, options))
     if shards > len(found.ids):
