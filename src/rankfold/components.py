@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ._utils.files import writing
+from ._utils.processes import from_first, on_first
 from ._utils.stopwatch import timed_run
 from .architectures import PARTS
 from .checkpoint.run import RunFolder
@@ -80,20 +81,25 @@ def _compress_in_turn(components: list[_Given], output: Path, mode: str, on_plan
     if len(components) == 1:
         source = components[0].source
         return compress(*components.pop(), output, mode=mode, on_plan=_with_source(on_plan, source))
-    folder = RunFolder(output, _identity(components, mode))
+    folder = RunFolder(output, from_first(lambda: _identity(components, mode)))
     with folder.working():
-        if folder.complete:  # what an earlier process could not rename any more
-            return CompressionResult.of_folder(folder.publish(), device=str(components[-1].source.device))
+        if from_first(lambda: folder.complete):  # what an earlier process could not rename any more
+            output = from_first(folder.publish)
+            return CompressionResult.of_folder(output, device=str(components[-1].source.device))
         last, place = components.pop(), folder.before / components[-1].source.part.name
-        if not place.exists():
-            with writing(folder.before):
-                folder.before.mkdir(exist_ok=True)
+        if not from_first(place.exists):
+            on_first(lambda: _make(folder.before))
             _compress_in_turn(components, place, mode, on_plan)
         components.clear()
         with timed_run():
             source = _opened_again(place, last.source)
             run = CompressionRun(source, *last[1:], None, folder.identity, folder)
             return run.carry_out(_with_source(on_plan, source))
+
+
+def _make(folder: Path) -> None:
+    with writing(folder):
+        folder.mkdir(exist_ok=True)
 
 
 def _in_order(components: Iterable[tuple[DenseModel, Method | str, CalibrationData]]) -> list[_Given]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from ._utils.files import check_output
 from ._utils.memory import release_memory
 from ._utils.present import present
+from ._utils.processes import from_first, is_first, together
 from ._utils.progress import one_run, track
 from ._utils.stopwatch import timed_run
 from .calibration.providers import MomentProvider, StoredMoments
@@ -26,7 +27,7 @@ from .calibration.store import MomentStore
 from .checkpoint.config import compressed_config
 from .checkpoint.load import described
 from .checkpoint.run import RunFolder
-from .compression.block import RunContext, decompose, run_stages
+from .compression.block import RunContext, decompose, from_first_process, run_stages
 from .compression.budget import rank_options
 from .compression.held_out import follow_held_out
 from .compression.importance import (
@@ -39,7 +40,7 @@ from .compression.importance import (
     shared_of,
     statistics_of,
 )
-from .compression.output import FolderWriter, MemoryWriter
+from .compression.output import BlockWriter, FolderWriter, MemoryWriter, NoWriter
 from .compression.plan import allocate_ranks, build_plan, check, divergence_for_stock, kept_blocks, of_block
 from .compression.probe_texts import follow_probe_texts
 from .compression.replace import in_model_coordinates, passing, replace
@@ -67,9 +68,9 @@ def calibrate(
     for name in statistics or ():
         check_choice("statistic", name, sorted(STORED))
     statistics = available(validated(source), statistics or set(STORED))
-    identity = moments_identity(source, tokens, statistics)
-    with MomentStore.filling(identity, Path(output) if output else None, tokens.held_out) as store:
-        missing = store.missing(len(source))
+    identity = from_first(lambda: moments_identity(source, tokens, statistics))
+    with MomentStore.filling(identity, Path(output) if output and is_first() else None, tokens.held_out) as store:
+        missing = from_first(lambda: store.missing(len(source)))
         if missing:
             _measure_all(source, tokens, statistics, store, missing)
     return store
@@ -128,7 +129,7 @@ def compress(
     """Compress an open model; arguments as for :func:`rankfold.compress`, each in its final form."""
     mode = check_request(method, tokens, moments, mode, output)
     calibration = tokens.describe() if tokens else present(moments).identity["tokens"]
-    identity = run_identity(validated(source), method, calibration, mode)
+    identity = from_first(lambda: run_identity(validated(source), method, calibration, mode))
     folder = RunFolder(output, identity) if output is not None else None
     with folder.working() if folder else contextlib.nullcontext():
         result = CompressionRun(source, method, tokens, moments, identity, folder).carry_out(on_plan)
@@ -151,11 +152,12 @@ class CompressionRun:
     @one_run()
     def carry_out(self, on_plan: Callable[[Plan], None] | None = None) -> CompressionResult:
         """Take all steps; what is planned is shown before a block is compressed."""
-        if self.folder and self.folder.complete:  # what an earlier process could not rename any more
-            return CompressionResult.of_folder(self.folder.publish(), device=str(self.source.device))
+        folder = self.folder
+        if folder and from_first(lambda: folder.complete):  # what an earlier process could not rename any more
+            return CompressionResult.of_folder(from_first(folder.publish), device=str(self.source.device))
         self.measure()
         self.plan()
-        if on_plan:
+        if on_plan and is_first():
             on_plan(self.planned)
         self.compress_blocks()
         return self.finish()
@@ -178,7 +180,8 @@ class CompressionRun:
         known = DenseMeasures(source, method, self.options, moments, self.tokens, self.folder, self.gradients)
         self.measured = method.allocation.measure(known)
         if moments and self.identity["mode"] == "one-pass":
-            moments.check(source, statistics_of(source, method))
+            if is_first():
+                moments.check(source, statistics_of(source, method))
             self.moments = moments
 
     def plan(self) -> None:
@@ -193,16 +196,23 @@ class CompressionRun:
     def compress_blocks(self) -> None:
         """Compress one block after the other; a finished one of an earlier run is read back."""
         source, kept = self.source, kept_blocks(self.ranks, len(self.source))
-        held_out = follow_held_out(source, (self.tokens or present(self.moments)).held_out, self.identity["mode"])
+        shards = self.identity["calibration"].get("shards", 1)
+        unseen = (self.tokens or present(self.moments)).held_out
+        held_out = follow_held_out(source, unseen, self.identity["mode"], shards)
         self.context = RunContext(source, self.method, self._provider(), held_out, self.gradients, self.shared)
-        self.probes = follow_probe_texts(source)
+        self.probes = follow_probe_texts(source, shards)
         self.followers = [follower for follower in (self.context.provider, held_out, self.probes) if follower]
-        self.writer = FolderWriter(source, self.folder, kept) if self.folder else MemoryWriter(source, kept)
+        self.writer = self._writer(kept)
         self.blocks: list[BlockResult] = []
         read, basis = BlockReader(source), None
         for index in track(range(len(source)), "compressing", note=held_out.so_far if held_out else str):
             block, basis = self._compress_block(read, index, basis)
             self.blocks.append(block)
+
+    def _writer(self, kept: tuple[int, ...]) -> BlockWriter:
+        if not is_first():
+            return NoWriter(self.source, kept, self.folder and self.folder.output)
+        return FolderWriter(self.source, self.folder, kept) if self.folder else MemoryWriter(self.source, kept)
 
     def _provider(self) -> MomentProvider:
         if self.moments:
@@ -224,7 +234,7 @@ class CompressionRun:
         writer, is_kept = self.writer, index in self.writer.kept
         view = dataclasses.replace(read(index), basis=basis)
         release_memory()
-        done = writer.load(index)
+        done = from_first_process(writer.load(index))
         for follower in self.followers:
             follower.enter(view, skip=done is not None)
         if done is not None:
@@ -254,11 +264,12 @@ class CompressionRun:
         modules = {path: spec for block in self.blocks for path, spec in block.modules.items()}
         config = compressed_config(source, description, modules, self.writer.kept)
         reports = {str(index): block.reports for index, block in enumerate(self.blocks)}
-        name, before = (folder.output.name, folder.earlier) if folder else (source.name, None)
+        name, before = (folder.output.name, from_first(lambda: folder.earlier)) if folder else (source.name, None)
         record = run_record(source, description | ({"before": before} if before else {}), the_plan, reports)
         auto = auto_class(source.model.config, type(source.model).__name__).__name__
         card = model_card(record, name, stock=described(config) is None, auto=auto)
-        return self.writer.finish(config, card, record, the_plan)
+        with together():
+            return self.writer.finish(config, card, record, the_plan)
 
 
 def check_request(method: Method, tokens, moments, mode: str, output) -> str:
@@ -291,4 +302,4 @@ def check_mode(method: Method, mode: str, *, stored: bool) -> str:
 def _start(source: DenseModel, tokens: CalibrationData) -> Stream:
     check_fits(tokens.ids, source)
     say_if_few(tokens.ids, source)
-    return start(source, tokens.ids, autocast=source.autocast)
+    return start(source, tokens.ids, autocast=source.autocast, shards=tokens.shards)

@@ -73,6 +73,7 @@ def good(tmp_path_factory):
             "model": source,
             "tokenizer": None,
             "text_column": "text",
+            "shards": 1,
             **drawing,
         },
         "make_method": {"name": "modegpt", "sparsity": 0.3},

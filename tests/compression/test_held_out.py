@@ -75,7 +75,7 @@ def test_drift_is_the_distance_of_the_residual_streams():
 
 
 def test_windows_in_several_batches_and_positions_in_several_parts_give_the_same_numbers(monkeypatch):
-    """Two windows and one; logits of ten positions at a time, for a vocabulary is large."""
+    """Two windows and one; logits of ten positions of a batch at a time, for a vocabulary is large."""
     calibration = CalibrationData(some_ids(16, 32, seed=1), "random", "random", 0, held_out=some_ids(3, 32, seed=2))
     monkeypatch.setattr(runner, "BATCH_TOKENS", 64)
     monkeypatch.setattr(likelihood, "POSITIONS", 10)
@@ -89,7 +89,7 @@ def test_windows_in_several_batches_and_positions_in_several_parts_give_the_same
     monkeypatch.setattr(runner, "outputs", noting)
     source = opened("llama")
     model = rankfold.compress(source, method=method_for("llama"), calibration=calibration).model
-    assert sizes == {(2, 10), (2, 1), (1, 10), (1, 1)}
+    assert sizes == {(2, 5), (2, 1), (1, 10), (1, 1)}
     ours = outcome_of(model)
     dense, small = (rankfold.perplexity(m, calibration.held_out)["perplexity"] for m in (source.model, model))
     assert (ours["perplexity_dense"], ours["perplexity"]) == pytest.approx((dense, small), rel=1e-4)

@@ -16,6 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 from tqdm import tqdm
 
+from .processes import is_first
+
 LINE_SECONDS = 60.0  # between two lines of a log, at least
 
 T = TypeVar("T")
@@ -116,6 +118,9 @@ def track(items: Iterable[T], label: str, total: int | None = None, **about: Any
 def count_steps(label: str, total: int | None = None, **about: Any) -> Generator[Callable[[], None]]:
     """Show how far some work is; yield what is to be called when a step is done. Arguments as for :class:`Steps`."""
     steps = Steps(label, total, **about)
+    if not is_first():
+        yield steps.advance
+        return
     with _shown(steps) if sys.stderr.isatty() else _logged(steps) as show:
 
         def advance() -> None:

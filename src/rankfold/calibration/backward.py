@@ -18,8 +18,8 @@ from .._utils.stopwatch import time_spent
 from ..architectures import BlockView
 from ..data.batches import Batch, Data, again
 from .gradients import BackwardObserver
-from .moments import BlockMoments, check_finite
-from .runner import Stream, advance, batch_tokens, predictions, start
+from .moments import BlockMoments, check_finite, sum_shards
+from .runner import Shard, Stream, advance, batch_tokens, predictions, start
 
 TOKENS = 8192  # of a sweep, and at least
 PER_DIMENSION = 4  # for each output of a layer, as many as make its moment one of full rank
@@ -46,7 +46,11 @@ def sweep_memory(source, tokens: int) -> int:
 
 
 def sweep(
-    source, ids: Data, observers: Callable[[BlockView], dict[str, BackwardObserver]], first: int = 0
+    source,
+    ids: Data,
+    observers: Callable[[BlockView], dict[str, BackwardObserver]],
+    first: int = 0,
+    shards: int | None = None,
 ) -> Iterator[tuple[int, BlockMoments]]:
     """Measure along one backward pass.
 
@@ -55,6 +59,7 @@ def sweep(
         ids: ``(S, T)`` token ids, ``T >= 2``, or image-text examples.
         observers: block -> name -> what watches one of its layers.
         first: the block to end at.
+        shards: as for :func:`.runner.start`; where processes share them, the first one gets the moments.
 
     Yields:
         Index and moments of a block, from the last to ``first``.
@@ -65,27 +70,33 @@ def sweep(
     Cost: two forwards of all blocks, of norm and head one; about as much again backwards; in memory what enters each of the
     blocks, ``(S, T, D)`` in the precision of the stream, and the graph of one block for one batch.
     """
-    stream, inputs = start(source, ids, autocast=source.autocast), []
+    stream, inputs = start(source, ids, autocast=source.autocast, shards=shards), []
     for index in range(len(source)):
         inputs.append([hidden.cpu() for hidden in stream.hidden])
         advance(source.block(index), stream)
         release_memory()
-    batches = zip(again(ids, stream.hidden), stream.hidden, strict=True)
+    batches = zip(again(stream.ids, stream.hidden), stream.hidden, strict=True)
     # From here on the stream is the gradient, which comes back through the blocks.
     stream.hidden = [_of_loss(source, some, stream, hidden) for some, hidden in batches]
     for index in reversed(range(first, len(source))):
         view, entered = source.block(index), inputs.pop()
-        watching = observers(view)
         with _frozen(view.module):
-            for i, hidden in enumerate(entered):
-                stream.hidden[i] = _through(
-                    view, stream, i, hidden.to(source.device, source.compute_dtype), watching.values()
-                )
-        moments = {name: observer.finish() for name, observer in watching.items()}
+            found = (_back(source, view, stream, shard, entered, observers(view)) for shard in stream.shards)
+            moments = sum_shards(found, is_shared=stream.is_shared)
         check_finite(moments, view.path, what="gradients")
         yield index, moments
-        del view, entered, watching, moments
+        del view, entered, found, moments
         release_memory()
+
+
+def _back(
+    source, view: BlockView, stream: Stream, shard: Shard, entered: list[Tensor], observers: dict[str, BackwardObserver]
+) -> BlockMoments:
+    """Take the gradients of a shard back through a block, and return what was measured there."""
+    for i in shard.batches:
+        hidden = entered[i].to(source.device, source.compute_dtype)
+        stream.hidden[i] = _through(view, stream, i, hidden, observers.values())
+    return {name: observer.finish() for name, observer in observers.items()}
 
 
 @torch.enable_grad()

@@ -13,12 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .._utils.processes import gather
 from ..data.batches import Data, again
 from .runner import IGNORED, Stream, predictions
 
 log = logging.getLogger(__name__)
 
-POSITIONS = 256  # whose logits are held at once: a vocabulary is large
+POSITIONS = 256  # of all windows of a batch together, whose logits are held at once: a vocabulary is large
 FEW = 4  # windows; with fewer, pieces of windows are the observations of a standard error
 PIECE = 16  # predicted tokens of such a piece: losses of tokens this far apart hardly depend on each other
 
@@ -33,24 +34,23 @@ class Comparison(NamedTuple):
     tokens: int  # predicted ones
 
 
-def token_losses(source, ids: Data, stream: Stream, *, positions: int | None = None) -> list[Tensor]:
+def token_losses(source, ids: Data, stream: Stream) -> list[Tensor]:
     """Return the negative log-likelihoods ``(n,)`` of the predicted tokens of every window, on the CPU.
 
     Args:
         source: an open model, whose norm and head make the predictions.
-        ids: what the stream was started from; placeholders of images are not predicted.
-        stream: behind the last block.
-        positions: of every window whose logits are held at once; 256 by default.
+        ids: what the stream was started from, as far as it is this process's; placeholders of images are not predicted.
+        stream: behind the last block. Where several processes share it, each gets the losses of all windows.
     """
-    found, positions = [], positions or POSITIONS
+    found: list[Tensor] = []
     for some_ids, hidden in zip(again(ids, stream.hidden), stream.hidden, strict=True):
-        losses, told = [], []
+        losses, told, positions = [], [], max(1, POSITIONS // len(hidden))
         for logits, targets in predictions(source, some_ids, stream, hidden, positions=positions):
             flat = nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
             losses.append(flat.view(targets.shape).cpu())
             told.append((targets != IGNORED).cpu())
         found += [row[mask] for row, mask in zip(torch.cat(losses, 1), torch.cat(told, 1), strict=True)]
-    return found
+    return [row for rows in gather(found) for row in rows] if stream.is_shared else found
 
 
 def compare_losses(dense: Sequence[Tensor], compressed: Sequence[Tensor]) -> Comparison:

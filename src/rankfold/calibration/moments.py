@@ -9,6 +9,7 @@ hardly any error to that of one (docs/results/moment_precision.md).
 
 import contextlib
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .._utils.hardware import multiplies_bf16_fast
+from .._utils.processes import collect, process_count
 from ..errors import NumericsError, option
 from ..linalg.psd import all_finite
 
@@ -70,6 +72,22 @@ class Moment:
         means = self.windows.double() * (len(self.windows) / self.count)
         return self.second_moment().sub_(means.mT @ means / len(means))
 
+    def add_(self, other: "Moment") -> None:
+        """Add what was observed on other samples, which come after these, in place."""
+        if self.windows is not None:
+            self.windows = torch.cat(self._windows_beside(other))
+        if self.rows is not None:
+            self.rows = torch.cat([self.rows, other.rows])
+        for part in ("total", "absolute", "second"):
+            if (sums := getattr(self, part)) is not None:
+                sums += getattr(other, part)
+        self.count += other.count
+
+    def _windows_beside(self, other: "Moment") -> list[Tensor]:
+        """Return the sums over the windows of both, times the roots of the mean length of all over the means of their own."""
+        mean = (self.count + other.count) / (len(self.windows) + len(other.windows))
+        return [one.windows * (mean * len(one.windows) / one.count) ** 0.5 for one in (self, other)]
+
     def rounded(self) -> "Moment":
         """The moment as it is saved, in fp32: what is computed from saved moments is computed from these."""
         parts = (self.total, self.absolute, self.second, self.rows, self.windows)
@@ -89,6 +107,13 @@ class CrossMoment:
     @property
     def mean(self) -> Tensor:
         return self.total.double() / self.count
+
+    def add_(self, other: "CrossMoment") -> None:
+        """Add what was observed on other samples, in place."""
+        self.total += other.total
+        self.second += other.second
+        self.energy += other.energy
+        self.count += other.count
 
 
 BlockMoments = dict[str, Any]  # statistic -> Moment, or CrossMoment of two streams; names: `statistics.STATISTICS`
@@ -197,6 +222,39 @@ def moved(moments: BlockMoments, device: torch.device) -> BlockMoments:
     return {name: there(moment) for name, moment in moments.items()}
 
 
+def sum_shards(shards: Iterable[BlockMoments], *, is_shared: bool, owner: int = 0) -> BlockMoments:
+    """Add the moments of the shards of a calibration set, in their order.
+
+    Args:
+        shards: of this process; each is measured when its turn comes.
+        is_shared: whether other processes have further shards. All of them call this then.
+        owner: the process that gets the sums; the others get nothing then.
+
+    Cost: the process that adds holds the moments of two shards at a time, any other one those of all its shards.
+    """
+    if is_shared and process_count() > 1:
+        shards = (_unpacked(parcel) for parcel in collect([_packed(moments) for moments in shards], owner))
+    sums: BlockMoments = {}
+    for moments in shards:
+        for name, moment in moments.items():
+            if name in sums:
+                sums[name].add_(moment)
+            else:
+                sums[name] = moment
+    return sums
+
+
+def _packed(moments: BlockMoments) -> dict[str, dict[str, Any]]:
+    return {
+        name: {"kind": type(moment), **{field.name: getattr(moment, field.name) for field in fields(moment)}}
+        for name, moment in moments.items()
+    }
+
+
+def _unpacked(parcel: dict[str, dict[str, Any]]) -> BlockMoments:
+    return {name: facts.pop("kind")(**facts) for name, facts in parcel.items()}
+
+
 def _fp32_parts(x: Tensor, rows: int) -> list[Tensor]:
     """Split the rows of ``x`` so that no fp32 sum that holds ``rows`` already grows beyond :data:`FP32_ROWS`."""
     return [part for part in (x[: FP32_ROWS - rows], *x[FP32_ROWS - rows :].split(FP32_ROWS)) if len(part)]
@@ -273,10 +331,10 @@ class CrossSums:
 
 
 class Samples:
-    """Keeps every ``stride``-th row."""
+    """Keeps every ``stride``-th row, where rows are counted from ``first``."""
 
-    def __init__(self, stride: int):
-        self.stride, self.seen, self.rows = stride, 0, []
+    def __init__(self, stride: int, first: int = 0):
+        self.stride, self.seen, self.rows = stride, first, []
 
     def add(self, x: Tensor) -> None:
         """Look at ``x`` ``(..., N)``."""

@@ -125,8 +125,8 @@ class EnergyObserver(Observer):
 class SamplesObserver(Observer):
     """Rows of what enters a layer, spread evenly over all tokens."""
 
-    def __init__(self, module: nn.Module, *, tokens: int, rows: int):
-        self.module, self.sums = module, Samples(max(1, tokens // rows))
+    def __init__(self, module: nn.Module, *, tokens: int, rows: int, first: int = 0):
+        self.module, self.sums = module, Samples(max(1, tokens // rows), first)
 
     def hooks(self):
         return [self.module.register_forward_pre_hook(lambda _, args: self.sums.add(args[0]))]

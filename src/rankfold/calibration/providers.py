@@ -3,6 +3,7 @@
 For every block: ``enter`` it while it is dense, ``measure`` it once for every step, ``follow`` it when it is compressed.
 """
 
+from .._utils.processes import is_first
 from ..architectures import BlockView
 from .moments import BlockMoments
 from .observers import DenseBatch
@@ -31,7 +32,7 @@ class StoredMoments(MomentProvider):
         self.moments = moments
 
     def measure(self, view: BlockView, statistics: set[str]) -> BlockMoments:
-        return dict(self.moments[view.index])
+        return dict(self.moments[view.index]) if is_first() else {}
 
 
 class DenseMoments(MomentProvider):

@@ -9,20 +9,21 @@ import contextlib
 import inspect
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .._utils.evaluating import evaluating
+from .._utils.processes import gather, own_shards, process_index
 from .._utils.stopwatch import time_spent
 from ..architectures import BlockView
 from ..data.batches import Batch as Given
-from ..data.batches import Data, Example, batches, ids_of
+from ..data.batches import Data, Example, batches, ids_of, shard_of
 from ..errors import NumericsError, option
 from .forward import forward
-from .moments import BlockMoments, check_finite
+from .moments import BlockMoments, check_finite, sum_shards
 from .observers import Batch, DenseBatch, Observer
 from .residual import Middle
 from .statistics import STATISTICS, observers_for
@@ -40,6 +41,13 @@ class Call(NamedTuple):
     added: Tensor | None = None  # (B, T, D) what the model adds behind the block: Qwen3-VL its images, once more
 
 
+class Shard(NamedTuple):
+    """A part of the samples that is measured by itself; batches do not cross from one to the next."""
+
+    batches: range  # of the stream
+    first: int  # number of its first token among those of all shards
+
+
 @dataclass
 class Stream:
     """The residual stream of all batches before some block, and what every block is called with."""
@@ -47,10 +55,14 @@ class Stream:
     hidden: list[Tensor]  # each (B, T, D)
     calls: list[list[Call]] = field(repr=False)  # of every batch, of every block; batches of one shape may share them
     autocast: torch.dtype | None
+    ids: Data = ()  # what the batches were made of
+    shards: tuple[Shard, ...] = ()  # of this process
+    tokens: int = 0  # of all shards, in all processes
+    is_shared: bool = False  # whether other processes have further shards
 
     def copy(self) -> "Stream":
         """Another one at the same place, which goes its own way."""
-        return Stream(list(self.hidden), list(self.calls), self.autocast)
+        return replace(self, hidden=list(self.hidden), calls=list(self.calls))
 
     def move(self, batch: int, block: int, output: Tensor) -> None:
         """Put a batch behind a block that made this of it."""
@@ -128,20 +140,25 @@ def _recording(source, stop: bool) -> Iterator[list[_Recorder]]:
 
 
 def batch_tokens(source) -> int:
-    """Tokens of a forward: on an accelerator as many as have their activations in an eighth of the memory that is free."""
-    free_memory = getattr(torch.get_device_module(source.device), "mem_get_info", None)
-    if source.device.type == "cpu" or free_memory is None:
+    """Tokens of a forward: on an accelerator as many as have their activations in an eighth of its memory.
+
+    Sums depend on the batches, so what happens to be free of the memory may not matter.
+    """
+    memory = getattr(torch.get_device_module(source.device), "mem_get_info", None)
+    if source.device.type == "cpu" or memory is None:
         return BATCH_TOKENS
     view = source.meta_block(0)
     width = view.attention.output.weight.shape[0]
     hidden = view.mlp.hidden if view.mlp else 4 * width
     per_token = 4 * (8 * width + 4 * hidden)  # bytes: stream, queries, keys, values, up, gate and their fp32 copies
-    return min(max(BATCH_TOKENS, free_memory(source.device)[0] // 8 // per_token), MOST_BATCH_TOKENS)
+    return min(max(BATCH_TOKENS, memory(source.device)[1] // 8 // per_token), MOST_BATCH_TOKENS)
 
 
 @torch.no_grad()
 @time_spent("forward")
-def start(source, ids: Data, *, autocast: torch.dtype | None) -> Stream:
+def start(
+    source, ids: Data, *, autocast: torch.dtype | None, shards: int | None = None, most: int | None = None
+) -> Stream:
     """Embed all windows, images among them; learn from the model's own forward what each block is called with.
 
     Masks, rotary tables (which differ between sliding and full layers), ALiBi biases: all are made by the model itself.
@@ -150,19 +167,37 @@ def start(source, ids: Data, *, autocast: torch.dtype | None) -> Stream:
         source: an open model.
         ids: ``(S, T)`` token ids, or ``(S, C, H, W)`` pixels for a part that takes images of one size, or examples.
         autocast: precision of the block forwards, or ``None``.
+        shards: cut the windows into so many contiguous parts, and take those of this process; all processes call this then. By
+            default all windows are one shard, which no other process has a part in.
+        most: tokens of a batch; by default :func:`batch_tokens`.
     """
-    stream, of_size = Stream([], [], autocast), {}  # windows of one size are called alike
+    stream, of_size = Stream([], [], autocast, is_shared=shards is not None), {}  # windows of one size are called alike
+    shards, own = (1, range(1)) if shards is None else (shards, own_shards(shards))
+    stream.ids, ends = shard_of(ids, own, shards), [0]
     with _recording(source, stop=True) as recorders:
-        for batch in batches(ids, batch_tokens(source), source.part):
-            with contextlib.suppress(_Stop):
-                forward(source, batch.read() if isinstance(batch, Example) else batch)
-            first = recorders[0].hidden
-            stream.hidden.append(first.to(autocast or first.dtype))
-            size = None if isinstance(batch, Example) else len(batch)
-            if size is None or size not in of_size:
-                of_size[size] = _calls(recorders, stream.hidden[-1].dtype)
-            stream.calls.append(of_size[size])
+        for shard in own:
+            some = shard_of(ids, range(shard, shard + 1), shards)
+            for batch in batches(some, most or batch_tokens(source), source.part):
+                with contextlib.suppress(_Stop):
+                    forward(source, batch.read() if isinstance(batch, Example) else batch)
+                first = recorders[0].hidden
+                stream.hidden.append(first.to(autocast or first.dtype))
+                size = None if isinstance(batch, Example) else len(batch)
+                if size is None or size not in of_size:
+                    of_size[size] = _calls(recorders, stream.hidden[-1].dtype)
+                stream.calls.append(of_size[size])
+            ends.append(len(stream.hidden))
+    _number_tokens(stream, [range(*pair) for pair in itertools.pairwise(ends)])
     return stream
+
+
+def _number_tokens(stream: Stream, parts: list[range]) -> None:
+    """Note where the tokens of each shard stand among those of all; a shard without samples has no moments."""
+    counts = [sum(stream.hidden[i].shape[:2].numel() for i in part) for part in parts]
+    everywhere = gather(counts) if stream.is_shared else [counts]
+    firsts = itertools.accumulate(counts, initial=sum(map(sum, everywhere[: process_index()])))
+    stream.tokens = sum(map(sum, everywhere))
+    stream.shards = tuple(Shard(part, first) for part, first in zip(parts, firsts, strict=False) if part)
 
 
 def _calls(recorders: list[_Recorder], dtype: torch.dtype) -> list[Call]:
@@ -266,9 +301,15 @@ def advance_dense(view: BlockView, stream: Stream) -> list[DenseBatch]:
 @torch.no_grad()
 @time_spent("forward")
 def measure(
-    view: BlockView, stream: Stream, statistics: set[str], *, step: bool, dense: list[DenseBatch] | None = None
+    view: BlockView,
+    stream: Stream,
+    statistics: set[str],
+    *,
+    step: bool,
+    dense: list[DenseBatch] | None = None,
+    owner: int = 0,
 ) -> BlockMoments:
-    """Moments of one block over the stream.
+    """Return the moments of one block over the stream.
 
     Args:
         view: the block, weights in place.
@@ -276,14 +317,24 @@ def measure(
         statistics: names out of :data:`rankfold.calibration.statistics.STATISTICS`.
         step: also replace the stream by the block's output (one pass); otherwise it stays where it is.
         dense: the same batches in the dense model, for statistics that compare with it.
+        owner: the process that gets the moments where several share the stream; the others get nothing.
 
     Raises:
         NumericsError: an activation is NaN or infinite.
     """
-    tokens = sum(hidden.shape[0] * hidden.shape[1] for hidden in stream.hidden)
-    observers = observers_for(view, statistics, tokens)
+    found = (_measure_shard(view, stream, shard, statistics, step, dense) for shard in stream.shards)
+    moments = sum_shards(found, is_shared=stream.is_shared, owner=owner)
+    with time_spent("moments"):
+        check_finite(moments, view.path)
+    return moments
+
+
+def _measure_shard(
+    view: BlockView, stream: Stream, shard: Shard, statistics: set[str], step: bool, dense: list[DenseBatch] | None
+) -> BlockMoments:
+    observers = observers_for(view, statistics, stream.tokens, shard.first)
     with _watched(observers.values(), None if step else _end(view, statistics)):
-        for i, kwargs, output in _forward(view, stream, view.module):
+        for i, kwargs, output in _forward(view, stream, view.module, shard.batches):
             batch = Batch(stream.hidden[i], kwargs, output, dense[i] if dense else None)
             with time_spent("moments"):
                 for observer in observers.values():
@@ -291,9 +342,7 @@ def measure(
             if step:
                 stream.move(i, view.index, output)
     with time_spent("moments"):
-        moments = {name: observer.finish() for name, observer in observers.items()}
-        check_finite(moments, view.path)
-    return moments
+        return {name: observer.finish() for name, observer in observers.items()}
 
 
 def _end(view: BlockView, statistics: set[str]) -> nn.Module | None:
@@ -319,11 +368,12 @@ def _watched(observers: Iterable[Observer | Middle], end: nn.Module | None):
             handle.remove()
 
 
-def _forward(view, stream, module) -> Iterator[tuple[int, dict, Tensor | Any]]:
-    """Batch, its keyword arguments and the output, which is ``None`` where the forward was left early."""
+def _forward(view, stream, module, of: range | None = None) -> Iterator[tuple[int, dict, Tensor | Any]]:
+    """Yield the number of each batch, or of those in a range, its keyword arguments and the output, which is ``None`` where the
+    forward was left early."""
     ranges = []  # looked at once behind the last batch: a look waits for the device
-    for i, hidden in enumerate(stream.hidden):
-        args, kwargs, _ = stream.calls[i][view.index]
+    for i in range(len(stream.hidden)) if of is None else of:
+        hidden, (args, kwargs, _) = stream.hidden[i], stream.calls[i][view.index]
         with stream.context():
             try:
                 output = module(view.taken(hidden), *args, **kwargs)

@@ -21,7 +21,8 @@ class Scene:
     """What observers of one block are made from."""
 
     view: BlockView
-    tokens: int  # that will go through the block
+    tokens: int  # that will go through the block, in all processes
+    first: int  # of these that its observers see
     absolute: bool
     windows: bool
     norms_behind: bool
@@ -50,7 +51,8 @@ class Scene:
 
     def samples(self) -> Observer:
         mlp = self.view.mlp
-        return SamplesObserver(self.layer(mlp.spec.up), tokens=self.tokens, rows=SAMPLE_ROWS * mlp.hidden)
+        rows = SAMPLE_ROWS * mlp.hidden
+        return SamplesObserver(self.layer(mlp.spec.up), tokens=self.tokens, rows=rows, first=self.first)
 
 
 class Statistic(NamedTuple):
@@ -131,9 +133,14 @@ STATISTICS: dict[str, Statistic] = {
 STORED = frozenset(name for name, row in STATISTICS.items() if not row.two_streams and not row.sequential)
 
 
-def observers_for(view: BlockView, statistics: set[str], tokens: int) -> dict[str, Observer]:
-    """Name -> observer of a block, through which so many ``tokens`` will go, for the statistics wanted."""
+def observers_for(view: BlockView, statistics: set[str], tokens: int, first: int = 0) -> dict[str, Observer]:
+    """Return name -> observer of a block for the statistics wanted.
+
+    Args:
+        tokens: that will go through the block, in all processes together.
+        first: number of the first of them that these observers see.
+    """
     absolute, windows, norms = (name in statistics for name in ("absolute", "windows", "norms_behind"))
-    scene = Scene(view, tokens, absolute, windows, norms, Projections(view.attention))
+    scene = Scene(view, tokens, first, absolute, windows, norms, Projections(view.attention))
     rows = {name: row for name, row in STATISTICS.items() if name in statistics and row.seen_in(view)}
     return {name: row.observer(scene) for name, row in rows.items() if row.observer}

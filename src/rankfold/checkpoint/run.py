@@ -14,6 +14,7 @@ from pathlib import Path
 
 from .._utils.files import check_output, read_json, sweep, sync_files, sync_folder, write_json, write_text, writing
 from .._utils.locking import lock_of, locked
+from .._utils.processes import is_first
 from .._utils.stopwatch import seconds_so_far
 from ..data.calibration_data import upgrade_calibration
 from ..errors import CheckpointError
@@ -47,12 +48,15 @@ class RunFolder:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Keep the folder to this process.
+        """Keep the folder to this process; of several that share a run, to the first, which alone writes.
 
         Raises:
             CheckpointError: the output exists, holds an unfinished run of another configuration, is written by another
                 process, or cannot be written.
         """
+        if not is_first():
+            yield
+            return
         check_output(self.output)
         with locked(lock_of(self.output), self.output):
             check_output(self.output)  # the process that had the lock may just have finished

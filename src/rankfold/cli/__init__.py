@@ -12,6 +12,8 @@ def main() -> None:
 
     1 where `rankfold compare` has finished and some of its rows failed.
     """
+    if _is_other_process():
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
     for name in ("stdout", "stderr"):  # Python has none where the shell closed it
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for as long as the process lives
@@ -32,12 +34,14 @@ def main() -> None:
 
 
 def _run(arguments: list[str]) -> int:
+    from .._utils.processes import joined
     from ..errors import RankfoldError
     from .app import app
     from .guard import UsageError, explain, usage
 
     try:
-        return app(arguments, prog_name="rankfold", standalone_mode=False) or 0
+        with joined():
+            return app(arguments, prog_name="rankfold", standalone_mode=False) or 0
     except RankfoldError as error:
         return _refuse(str(error))
     except UsageError as error:
@@ -50,7 +54,14 @@ def _run(arguments: list[str]) -> int:
 
 
 def _refuse(message: str) -> int:
-    """One line, whatever is in the names it quotes."""
+    """One line, whatever is in the names it quotes; of several processes the first prints it."""
+    if _is_other_process():
+        return 2
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message.strip())
     print(f"rankfold: {line}", file=sys.stderr)
     return 2
+
+
+def _is_other_process() -> bool:
+    """Tell whether this is one of several processes that `torchrun` has launched, and not the first, which prints."""
+    return "LOCAL_RANK" in os.environ and os.environ.get("RANK", "0") != "0"

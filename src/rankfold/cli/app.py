@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from .._utils.processes import is_first
 from ..errors import called_by
 from ..version import __version__
 from . import calibrate, compare, compress, evaluate, export, generate, inspect, methods, models, plan, push, recover
@@ -36,6 +37,7 @@ def setup(
 ) -> None:
     """Shrink any Hugging Face language model in minutes, without training, and load the result anywhere."""
     context.with_resource(called_by("compare" if context.invoked_subcommand == "compare" else "command"))
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    level = logging.INFO if is_first() else logging.CRITICAL
+    logging.basicConfig(level=level, format="%(message)s", stream=sys.stderr)
     for name in ("httpx", "httpx2", "datasets", "huggingface_hub", "transformers", "fsspec", "lm_eval", "gguf"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
+from .._utils.processes import launched_count
 from ..data.built_in import DEFAULT_TEXT
 from ..data.hub import HUB
 from ..errors import DataError, OptionError
@@ -37,6 +38,9 @@ class CalibrationOptions:
     text_column: Annotated[str, typer.Option(help="Column of the text, or of the images, in a file with rows.")] = (
         "text"
     )
+    shards: Annotated[
+        int | None, typer.Option(help="Parts measured one by one, which processes share. Default: one a process.")
+    ] = None
 
     def of_components(self, names: list[str]) -> dict[str, "CalibrationOptions"]:
         """Return what each of these components of a model is measured on.
@@ -75,6 +79,7 @@ class CalibrationOptions:
             max_length=self.max_length,
             seed=self.seed,
             text_column=self.text_column,
+            shards=launched_count() if self.shards is None else self.shards,
         )
 
     def for_recovery(self, moments) -> dict:

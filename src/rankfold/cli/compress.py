@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from .._utils.processes import from_first, on_first
 from ..report.outcomes import recovery_lines
 from . import common as c
 from . import options as o
@@ -58,7 +59,7 @@ def command(
     for method in methods.values():
         pipeline.check_mode(method, mode, stored=request.moments is not None)
     if dry_run:
-        return show_plans(request.plans(methods, mode), None, json)
+        return on_first(lambda: show_plans(request.plans(methods, mode), None, json))
     output = output or Path(_name(o.at_revision(request.model, request.revision), [*methods.values()]))
     check_output(output)
     store = request.stored()
@@ -81,8 +82,8 @@ def command(
             from ..recovery.compressing import compress_and_recover
 
             compress_and_recover(source, method, tokens, output, minutes=minutes, **text.for_recovery(store), **how)
-    records = records_of(read_record(output))
-    stock = summary.exported_as_stock(output, records[-1])
+    records = from_first(lambda: records_of(read_record(output)))
+    stock = on_first(lambda: summary.exported_as_stock(output, records[-1]))
 
     def finish(out: Console) -> None:
         for record in records:

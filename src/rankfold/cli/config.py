@@ -136,5 +136,6 @@ def _of_calibration(calibration: Settings) -> Settings:
         "max_length": None if calibration.get("kind") else calibration["max_length"],  # other kinds are not cut
         "seed": calibration["seed"],
         "text_column": calibration.get("text_column"),
+        "shards": calibration.get("shards"),
     }
     return {key: value for key, value in values.items() if value is not None}

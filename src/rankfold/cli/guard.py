@@ -4,18 +4,22 @@ import math
 import os
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
 import typer
 from typer.core import TyperCommand
 
+from .._utils.processes import from_first
 from ..errors import OptionError
 from .config import remaining
 from .options import PANELS, MethodOptions
 from .quiet import quiet_libraries
 
 UsageError = typer.TyperException  # what the parser raises
+
+SHARED = ("compress", "calibrate", "compare")  # whose work several processes share; the first one does the others alone
 
 PLACES = ("model", "text", "calibration", "include_path", "baseline")  # arguments that may be paths
 HOME = re.compile("(?:^|[:=])(~[^/=]+)")  # of another user: ~name/x, ALIAS:~name/x, COMPONENT=~name/x
@@ -38,7 +42,7 @@ INSTEAD = {
         "--components compresses several components, each with its own sparsity, --{} is of one; leave one of them out",
     ),
     "moments": (
-        ("calibration", "num_samples", "max_length", "seed", "text_column", "mode"),
+        ("calibration", "num_samples", "max_length", "seed", "text_column", "shards", "mode"),
         "--moments is one pass over text that is measured already, --{} would be ignored; leave one of them out",
     ),
 }
@@ -81,8 +85,11 @@ class Command(TyperCommand):
         return rest
 
     def invoke(self, ctx: typer.Context) -> Any:
+        invoke = super().invoke
         with quiet_libraries():
-            return super().invoke(ctx)
+            if ctx.info_name in SHARED:
+                return invoke(ctx)
+            return from_first(lambda: _code(invoke, ctx))
 
     def format_options(self, ctx: typer.Context, formatter: Any) -> None:
         panels: dict[str, list[tuple[str, str]]] = {name: [] for name in PANELS}
@@ -97,6 +104,15 @@ class Command(TyperCommand):
             if rows:
                 with formatter.section(panel):
                     formatter.write_dl([(f"{name:<{width}}", text) for name, text in rows])
+
+
+def _code(invoke: Callable[[typer.Context], None], ctx: typer.Context) -> int:
+    """Return the exit code of a command, which only the first process runs."""
+    try:
+        invoke(ctx)
+    except typer.Exit as stop:
+        return stop.exit_code
+    return 0
 
 
 def _flag(name: str | None) -> str:
@@ -149,5 +165,5 @@ def explain(error: BaseException) -> str | None:
         what = "a file" if error.filename is None else repr(error.filename)
         return f"cannot use {what}: {error.strerror or error}; check the name, its permissions and the disk"
     if isinstance(error, MemoryError) or any(text in str(error) for text in ("out of memory", "can't allocate memory")):
-        return "out of memory; give fewer or shorter samples, or a machine with more of it"
+        return "out of memory; give fewer or shorter samples, or a device or machine with more of it"
     return None

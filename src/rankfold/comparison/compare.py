@@ -1,9 +1,11 @@
 """Run the grid: compress, load what was written, measure it like every other row, keep the row."""
 
+import contextlib
 import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,6 +14,7 @@ from transformers import PreTrainedModel
 from .. import pipeline
 from .._utils.files import writing
 from .._utils.memory import release_memory
+from .._utils.processes import from_first, is_first, on_first, together
 from .._utils.progress import one_run, track
 from ..allocation import unique_parameters
 from ..calibration.store import MomentStore
@@ -69,31 +72,38 @@ def compare(
     if len(impossible) == len(cells):
         error = next(iter(impossible.values()))
         raise error
-    folder = Folder(Path(output), comparison_identity(source, tokens.describe(), measures.describe()))
+    identity = from_first(lambda: comparison_identity(source, tokens.describe(), measures.describe()))
+    folder = Folder(Path(output), identity)
     _warn_of_common_text(tokens, measures)
-    with folder.working(cells):
-        kept = folder.kept()
-        lost = {cell.key for cell in cells if folder.done(cell.key)} - kept
+    with folder.working(cells) if is_first() else contextlib.nullcontext():
+        kept, done = from_first(lambda: (folder.kept(), folder.all_done([DENSE, *(cell.key for cell in cells)])))
+        lost = done - {DENSE} - kept
         if keep and lost:
             told = "%d rows are done, and their models were not kept: give %s with another folder"
             log.warning(told, len(lost), option("keep", True))
         work = CellRunner(source, tokens, measures, folder, [cell for cell in cells if cell.key not in impossible])
-        if not folder.done(DENSE):
-            folder.keep(DENSE, work.dense_row())
-            on_row(folder.row(DENSE))
-        for cell in track([cell for cell in cells if not folder.done(cell.key)], "comparing"):
-            error = impossible.get(cell.key)
-            row = _failed(cell, error) if error else work.run(cell)
+
+        def take(cell: Cell, row: dict) -> None:
             folder.keep(cell.key, row)
             if not keep:
                 folder.clear(kept, [cell])
             write_rows(folder.path, folder.rows())
             on_row(row)
-        if not keep:
-            folder.clear(kept)
-        with writing(folder.path):
-            write_report(folder.path, folder.config(), folder.rows())
-        return [folder.row(key) for key in (DENSE, *(cell.key for cell in cells))]
+
+        def report() -> list[dict]:
+            if not keep:
+                folder.clear(kept)
+            with writing(folder.path):
+                write_report(folder.path, folder.config(), folder.rows())
+            return [folder.row(key) for key in (DENSE, *(cell.key for cell in cells))]
+
+        if DENSE not in done:
+            on_first(lambda: (folder.keep(DENSE, work.dense_row()), on_row(folder.row(DENSE))))
+        for cell in track([cell for cell in cells if cell.key not in done], "comparing"):
+            error = impossible.get(cell.key)
+            row = _failed(cell, error) if error else work.run(cell)
+            on_first(partial(take, cell, row))
+        return from_first(report)
 
 
 def _impossible(source: DenseModel, cells: Sequence[Cell]) -> dict[str, RankfoldError]:
@@ -167,17 +177,21 @@ class CellRunner:
     def run(self, cell: Cell) -> dict:
         """The row of a cell, or of its failure."""
         try:
-            return self._run(cell)
+            with together():
+                return self._run(cell)
         except (RankfoldError, MemoryError, torch.OutOfMemoryError) as error:
             release_memory()
             return _failed(cell, error)
 
     def _run(self, cell: Cell) -> dict:
         path = self.folder.checkpoint(cell.key)
-        if not path.exists():  # else a kill came while it was measured
+        if not from_first(path.exists):  # else a kill came while it was measured
             moments = self.moments() if self._shares(cell) else None
             tokens = None if moments else self.tokens
             pipeline.compress(self.source, cell.method, tokens, path, moments=moments, mode=cell.mode)
+        return on_first(lambda: self._row_of(cell, path)) or {}  # the first process measures, and keeps the row
+
+    def _row_of(self, cell: Cell, path: Path) -> dict:
         record = read_record(path)
         model = load_model(path, dtype=dtype_name(self.source), device=str(self.source.device))
         row = _row(cell.label, cell.method.sparsity, cell.method.describe(), cell.mode)

@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from .._utils.files import check_name, check_output, read_json, sweep, write_json, writing
@@ -117,6 +117,10 @@ class Folder:
     def done(self, key: str) -> bool:
         """Whether a row is there; one that failed is tried again."""
         return self._row(key).exists() and self.row(key)["status"] == "done"
+
+    def all_done(self, keys: Iterable[str]) -> set[str]:
+        """Return which of these rows are there."""
+        return {key for key in keys if self.done(key)}
 
     def keep(self, key: str, row: dict) -> None:
         """Make a row durable."""

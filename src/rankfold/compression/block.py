@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 
 from .._utils.memory import release_memory
+from .._utils.present import present
+from .._utils.processes import broadcast, is_first
 from .._utils.stopwatch import time_spent
 from ..architectures import BlockView
 from ..calibration.moments import BlockMoments, moved
@@ -43,24 +45,35 @@ def _run_stage(
     context: RunContext, view: BlockView, stage: CompressionStep, whole: BlockResult
 ) -> tuple[BlockView, BlockResult]:
     """Measure the block as it is, decompose, replace, and add what came of it to ``whole``."""
-    more = dict(context.shared) | (context.gradients[view.index] if context.gradients else {})
-    moments = context.provider.measure(view, stage.statistics) | more
+    moments = context.provider.measure(view, stage.statistics)
     unseen = context.held_out
     # Late, because moments are large.
     held_out = functools.cache(lambda: unseen.measure(view, stage.statistics) if unseen else None)
     release_memory()
-    result = decompose(stage, view, moments, held_out)
+    if is_first():
+        more = dict(context.shared) | (context.gradients[view.index] if context.gradients else {})
+        result = decompose(stage, view, moments | more, held_out)
+    else:
+        result = None
     del moments
-    if (found := held_out()) is not None:
+    found = held_out()  # the first process may ask for it earlier: there is no other exchange in between
+    if result is not None and found is not None:
         with time_spent("decomposition"):
             for module, error in result.errors.items():
                 result.reports[module]["held_out_error"] = error(found)
+    result = present(from_first_process(result))
     view = replace(view, result, context.source)
     whole.modules.update(result.modules)
     whole.state.update(result.state)
     for module, report in result.reports.items():
         whole.reports.setdefault(module, {}).update(report)
     return view, whole._replace(basis=result.basis)
+
+
+def from_first_process(result: BlockResult | None) -> BlockResult | None:
+    """Return the result of the first process in all: no process decomposes for itself, so none can differ."""
+    sent = broadcast(None if result is None else result._replace(errors={})._asdict())
+    return None if sent is None else BlockResult(**sent)
 
 
 def decompose(stage: CompressionStep, view: BlockView, moments, held_out=lambda: None) -> BlockResult:

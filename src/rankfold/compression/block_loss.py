@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 
 from .._utils.memory import release_memory
+from .._utils.processes import gather, process_count, process_index
 from .._utils.progress import track
 from ..allocation import RankCosts
 from ..calibration.runner import Stream, advance, start
@@ -68,18 +69,19 @@ def _order(gone: list[int], sizes: dict[int, int]) -> RankCosts:
 def losses_without(
     source: DenseModel, ids: Data, gone: Collection[int], candidates: Collection[int]
 ) -> dict[int, float]:
-    """Return candidate -> nats per predicted token when it is left out, too.
+    """Return candidate -> nats per predicted token when it is left out, too; processes share the candidates.
 
     Args:
         gone: blocks that are left out already.
         candidates: blocks to leave out one at a time; none of ``gone``.
     """
+    mine = sorted(candidates)[process_index() :: process_count()]
     stream, read, tried = start(source, ids, autocast=source.autocast), BlockReader(source), []
     batches = len(stream.hidden)  # of what is left; every candidate adds as many
     for index in track(range(len(source)), f"looking for block {len(gone) + 1} to remove"):
         if index in gone:
             continue
-        passed = stream.hidden[:batches] if index in candidates else []
+        passed = stream.hidden[:batches] if index in mine else []
         advance(read(index), stream)
         if passed:
             stream.hidden += passed
@@ -87,7 +89,8 @@ def losses_without(
             tried.append(index)
         release_memory()
     own = (_part(stream, batches, place) for place in range(1, len(tried) + 1))
-    return {index: nats_per_token(source, ids, part) for index, part in zip(tried, own, strict=True)}
+    losses = {index: nats_per_token(source, ids, part) for index, part in zip(tried, own, strict=True)}
+    return {index: loss for found in gather(losses) for index, loss in found.items()}
 
 
 def _part(stream: Stream, batches: int, place: int) -> Stream:

@@ -13,13 +13,14 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from .._utils.processes import from_first
 from ..allocation import Bytes, ContextBudget, block_weights, unique_parameters
 from ..architectures import BlockView
 from ..checkpoint.removable import blocks_that_stay
 from ..errors import OptionError, UnsupportedModelError
 from ..methods import BLOCK, MeasurableMethod, Method, PrunableModule, fitted
 from ..models.dense_model import DenseModel
-from .latency import likeness, measure_latency, read_latency_table, write_latency_table
+from .latency import LatencyTable, likeness, measure_latency, read_latency_table, write_latency_table
 
 Size = Callable[[BlockView, PrunableModule, int], int]  # of a module at a rank, in what the budget counts
 Price = tuple[Size, int, dict[str, Any]]  # with what there is of it in all, and facts for the record
@@ -122,18 +123,24 @@ def _latency(
     source: DenseModel, method: MeasurableMethod, units: list[PrunableModule], context: int, kept: Path | None
 ) -> Price:
     """Count nanoseconds of a forward of ``context`` tokens through all blocks, by tables measured on this device."""
-    if kept is not None and kept.exists():
-        times = read_latency_table(kept)
-    else:
-        times = measure_latency(source, method, units, context)
-        if kept is not None:
-            write_latency_table(kept, times)
+    times = from_first(lambda: _latency_table(source, method, units, context, kept))
     tables = {(b, t.module): t for t in times.tables for b in t.blocks}
 
     def size(view: BlockView, unit: PrunableModule, rank: int) -> int:
         return tables[unit.key].nanoseconds(rank)
 
     return size, times.nanoseconds, times.describe()
+
+
+def _latency_table(
+    source: DenseModel, method: MeasurableMethod, units: list[PrunableModule], context: int, kept: Path | None
+) -> LatencyTable:
+    if kept is not None and kept.exists():
+        return read_latency_table(kept)
+    times = measure_latency(source, method, units, context)
+    if kept is not None:
+        write_latency_table(kept, times)
+    return times
 
 
 def _priced(source: DenseModel, units: list[PrunableModule], size: Size) -> list[PrunableModule]:

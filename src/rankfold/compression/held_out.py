@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._utils.processes import gather
 from .._utils.stopwatch import time_spent
 from ..architectures import BlockView
 from ..calibration.likelihood import Comparison, compare_losses, perplexity_of, token_losses, warn_of_guessing
@@ -65,11 +66,12 @@ class HeldOut:
         source: the dense model.
         ids: ``(S, T)`` token ids, images, or image-text examples.
         sequential: whether blocks are fitted to what the compressed blocks before them send, or to the dense stream.
+        shards: as for :func:`rankfold.calibration.runner.start`.
     """
 
-    def __init__(self, source: DenseModel, ids: Data, *, sequential: bool):
+    def __init__(self, source: DenseModel, ids: Data, *, sequential: bool, shards: int = 1):
         self.source, self.ids, self.sequential = source, ids, sequential
-        self.dense = start(source, ids, autocast=source.autocast)
+        self.dense = start(source, ids, autocast=source.autocast, shards=shards)
         self.small = self.dense.copy()
         self.provider = HiddenStates(self.small, self.dense) if sequential else DenseMoments(self.dense)
         self.drift: list[float] = []  # of the compressed from the dense stream, behind every block
@@ -87,7 +89,7 @@ class HeldOut:
         self.provider.follow(view)
         if not self.sequential:
             advance(view, self.small)
-        self.drift.append(_drift(self.dense.hidden, self.small.hidden))
+        self.drift.append(_drift(self.dense, self.small))
 
     def so_far(self) -> str:
         """Return what is known after the last block."""
@@ -116,7 +118,7 @@ class HeldOut:
 
     def _perplexities(self, sparsity: float) -> tuple[dict, str | None]:
         """Return both perplexities, and what is wrong where the compressed one is beyond what the sparsity explains."""
-        losses = (token_losses(self.source, self.ids, stream) for stream in (self.dense, self.small))
+        losses = (token_losses(self.source, stream.ids, stream) for stream in (self.dense, self.small))
         found, limit = compare_losses(*losses), explained_ratio(sparsity)
         text = f"the held-out calibration {self._what}"
         facts = perplexities(found) | {
@@ -132,9 +134,10 @@ class HeldOut:
 
     def _states(self, sparsity: float) -> tuple[dict, str | None]:
         """Return how far the states after the last norm have moved, and what is wrong where a constant would be as near."""
-        batches = zip(again(self.ids, self.dense.hidden), self.dense.hidden, self.small.hidden, strict=True)
+        batches = zip(again(self.dense.ids, self.dense.hidden), self.dense.hidden, self.small.hidden, strict=True)
         last = partial(outputs, self.source)
-        found = compare_states((last(ids, self.dense, a), last(ids, self.dense, b)) for ids, a, b in batches)
+        pairs = ((last(ids, self.dense, a), last(ids, self.dense, b)) for ids, a, b in batches)
+        found = compare_states(pairs)
         facts = {"state_error": found.error, "standard_error": found.standard_error, "cosine": found.cosine}
         if found.standard_error is None or found.error - CERTAIN * found.standard_error < 1:
             return facts, None
@@ -155,13 +158,13 @@ class HeldOut:
         return max(range(len(self.drift)), key=lambda i: self.drift[i] - before[i])
 
 
-def follow_held_out(source: DenseModel, ids: Data | None, mode: str) -> HeldOut | None:
+def follow_held_out(source: DenseModel, ids: Data | None, mode: str, shards: int = 1) -> HeldOut | None:
     """Start the held-out windows of a calibration set; a small one has none, which is logged."""
     if ids is None:
         log.warning("no calibration window is kept out of the fit, so nothing checks the result; evaluate it")
         return None
     check_fits(ids, source)
-    return HeldOut(source, ids, sequential=mode == "sequential")
+    return HeldOut(source, ids, sequential=mode == "sequential", shards=shards)
 
 
 @time_spent("forward")
@@ -174,9 +177,10 @@ def nats_per_token(source: DenseModel, ids: Data, stream: Stream) -> float:
     return torch.cat(token_losses(source, ids, stream)).double().mean().item()
 
 
-def _drift(dense: list[Tensor], small: list[Tensor]) -> float:
-    """Return the RMS difference of two streams over the RMS of the first."""
-    pairs = list(zip(dense, small, strict=True))
-    gap = torch.stack([(a.float() - b.float()).square().sum() for a, b in pairs]).sum()
-    whole = torch.stack([a.float().square().sum() for a, _ in pairs]).sum()
+def _drift(dense: Stream, small: Stream) -> float:
+    """Return the RMS difference of two streams over the RMS of the first, of all processes together."""
+    pairs = list(zip(dense.hidden, small.hidden, strict=True))
+    gaps = [(a.float() - b.float()).square().sum().cpu() for a, b in pairs]
+    squares = [a.float().square().sum().cpu() for a, _ in pairs]
+    gap, whole = (torch.stack([x for own in gather(sums) for x in own]).sum() for sums in (gaps, squares))
     return (gap / whole).sqrt().item()

@@ -1,12 +1,13 @@
 """What has to be known about the dense model before ranks can be chosen and blocks compressed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple, cast
 
 from torch import Tensor
 
 from .._utils.memory import release_memory
+from .._utils.processes import from_first, is_first
 from .._utils.progress import track
 from ..allocation import RankCosts, shared_budgets
 from ..architectures import BlockView
@@ -65,7 +66,7 @@ def shared_of(source: DenseModel, method: Method, moments: MomentStore | None) -
         CheckpointError: the moments lack what it reads.
     """
     wanted = _shared(source, method)
-    if moments is None or not wanted:
+    if moments is None or not wanted or not is_first():
         return {}
     moments.check(source, wanted)
     return method.sum_up(moments[index] for index in range(len(source)))
@@ -99,15 +100,20 @@ class DenseMeasures(NamedTuple):
                 f"allocation {self.method.allocation.name} goes by the statistic {statistic!r} of the dense model, and there "
                 "are no moments that hold it; run `rankfold calibrate`, or give calibration text"
             )
-        return {index: self.moments[index][statistic].mean for index in range(len(self.source))}
+        moments = self.moments
+        return from_first(lambda: {index: moments[index][statistic].mean for index in range(len(self.source))})
 
     def of_blocks(self, score: Callable[[BlockView], float]) -> dict[int, float]:
         """Compute a number of every block; one block is resident."""
-        found = {}
-        for index in track(range(len(self.source)), "looking at weights"):
-            with algebra(self.source.block(index)) as view:
-                found[index] = score(view)
-            release_memory()
+        return from_first(lambda: {index: self._of_block(index, score) for index in self._blocks()})
+
+    def _blocks(self) -> Iterator[int]:
+        return track(range(len(self.source)), "looking at weights")
+
+    def _of_block(self, index: int, score: Callable[[BlockView], float]) -> float:
+        with algebra(self.source.block(index)) as view:
+            found = score(view)
+        release_memory()
         return found
 
     def kl_sensitivity(self) -> RankCosts:
@@ -138,10 +144,11 @@ class DenseMeasures(NamedTuple):
         return self.tokens
 
     def _known(self) -> RankCosts:
-        return read_costs(self.run.costs) if self.run and self.run.costs.exists() else {}
+        run = self.run
+        return from_first(lambda: read_costs(run.costs) if run and run.costs.exists() else {})
 
     def _keep(self, found: RankCosts) -> None:
-        if self.run:
+        if self.run and is_first():
             write_costs(self.run.costs, found)
 
 
@@ -149,6 +156,8 @@ def gradients_of(
     source: DenseModel, method: Method, tokens: CalibrationData | None, run: RunFolder | None = None
 ) -> MomentStore | None:
     """Measure what a method reads of one backward pass through the dense model; kept with the run while it lasts.
+
+    Where several processes share the calibration set, the first one has the gradients; in the others they are empty.
 
     Raises:
         OptionError: there is no text.
@@ -166,10 +175,11 @@ def gradients_of(
         )
     length = tokens.tokens // len(tokens.ids)
     some = replace(tokens, ids=tokens.ids[: windows_for(len(tokens.ids), length, widest(view, names))])
-    with MomentStore.filling(moments_identity(source, some, names), run.gradients if run else None) as store:
-        missing = store.missing(len(source))
+    identity = from_first(lambda: moments_identity(source, some, names))
+    with MomentStore.filling(identity, run.gradients if run and is_first() else None) as store:
+        missing = from_first(lambda: store.missing(len(source)))
         if missing:
-            for index, moments in sweep(source, some.ids, gradient_observers(names), min(missing)):
+            for index, moments in sweep(source, some.ids, gradient_observers(names), min(missing), tokens.shards):
                 if index in missing:
                     store[index] = moments
     return store

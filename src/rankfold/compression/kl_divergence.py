@@ -17,7 +17,8 @@ from torch import Tensor
 
 from .._utils.files import read_json, write_json
 from .._utils.memory import release_memory
-from .._utils.progress import track
+from .._utils.processes import from_first, gather, own_shards, owner_of
+from .._utils.progress import count_steps
 from .._utils.stopwatch import time_spent
 from ..allocation import RankCosts, largest_sparsity
 from ..architectures import BlockView
@@ -35,7 +36,7 @@ from ..calibration.runner import (
     targets_of,
 )
 from ..calibration.store import MomentStore
-from ..data.batches import Batch, Data, again, first, length_of
+from ..data.batches import Batch, Data, again, first, length_of, tokens_in
 from ..data.calibration_data import CalibrationData
 from ..errors import CheckpointError
 from ..methods import MeasurableMethod, PrunableModule
@@ -103,32 +104,91 @@ def measure_kl_sensitivity(
     units = [unit for unit in units if unit.key in averages]
     if not units:
         return {}
-    fit = start(source, first(tokens.ids, fit_tokens(units), source.part), autocast=source.autocast)
-    ids = _some_to_compare(source, tokens.ids if tokens.held_out is None else tokens.held_out)
-    dense, tried = start(source, ids, autocast=source.autocast), Stream([], [], source.autocast)
-    together, read = _side_by_side(source, ids), BlockReader(source)
-    found: list[Sensitivity] = []
-    for index in track(range(len(source)), "measuring sensitivity"):
-        view = read(index)
-        moments = measure(view, fit, method.alone(view).statistics(view), step=True)
-        moments |= gradients[index] if gradients else {}
-        here: list[Sensitivity] = []
-        for unit in (unit for unit in units if unit.block == index):
-            least = least_rank(unit, averages[unit.key])
+    search = _Search(source, method, tokens, units, averages, gradients)
+    with count_steps("measuring sensitivity", len(source)) as advance_bar:
+        for begin in range(0, len(source), tokens.shards):
+            turn = range(begin, min(begin + tokens.shards, len(source)))
+            search.take(turn)
+            for _ in turn:
+                advance_bar()
+    costs = {key: cost for own in gather(search.costs()) for key, cost in own.items()}
+    return {unit.key: costs[unit.key] for unit in sorted(units, key=lambda unit: unit.block)}
+
+
+class _Search:
+    """Try the modules of some blocks at a time, one block for each shard; processes share the blocks as they do the shards.
+
+    Arguments are those of :func:`measure_kl_sensitivity`.
+    """
+
+    def __init__(self, source, method, tokens, units, averages, gradients):
+        self.source, self.method, self.units, self.averages = source, method, units, averages
+        self.gradients, self.shards, self.read = gradients, tokens.shards, BlockReader(source)
+        some = first(tokens.ids, fit_tokens(units), source.part)
+        self.fit = start(source, some, autocast=source.autocast, shards=tokens.shards)
+        self.ids = _some_to_compare(source, tokens.ids if tokens.held_out is None else tokens.held_out)
+        self.dense = start(source, self.ids, autocast=source.autocast, most=tokens_in(self.ids, source.part))
+        self.together = _side_by_side(source, self.ids)
+        # Of every shard here, what was tried in the blocks that fell to it, and the streams behind these trials.
+        self.found: dict[int, list[Sensitivity]] = {shard: [] for shard in own_shards(tokens.shards)}
+        self.tried = {shard: Stream([], [], source.autocast) for shard in self.found}
+
+    def take(self, turn: range) -> None:
+        """Measure some blocks, one after the other; then try what fell to this process, while others do the same."""
+        mine: list[tuple[int, BlockView, BlockMoments, Stream]] = []
+        for shard, index in enumerate(turn):
+            view = self.read(index)
+            statistics = self.method.alone(view).statistics(view)
+            moments = measure(view, self.fit, statistics, step=True, owner=owner_of(shard, self.shards))
+            moments |= self._gradients(index)
+            if shard in self.found:
+                mine.append((shard, view, moments, self.dense.copy()))
+            advance(view, self.dense)
+            for tried in self.tried.values():
+                advance(view, tried)
+            del view, moments
+            release_memory()
+        while mine:
+            shard, view, moments, dense = mine.pop(0)
+            sent = self._try(shard, view, moments, dense)
+            del moments
+            self._catch_up(shard, sent, range(view.index + 1, turn.stop))
+            del view
+            release_memory()
+
+    def _gradients(self, index: int) -> BlockMoments:
+        gradients = self.gradients
+        return from_first(lambda: gradients[index]) if gradients else {}
+
+    def _try(self, shard: int, view: BlockView, moments: BlockMoments, dense: Stream) -> list[Tensor]:
+        """Return what the block sends of the dense stream, batch by batch, with one module after the other compressed."""
+        method, here = self.method, list[Sensitivity]()
+        for unit in (unit for unit in self.units if unit.block == view.index):
+            average = self.averages[unit.key]
             with algebra(view) as where:
-                curve, known = method.alone(where).curve(where, moments, unit, least)
-            here.append(Sensitivity(unit, curve, _to_try(method, unit, _reference(unit, averages[unit.key], curve))))
+                curve, known = method.alone(where).curve(where, moments, unit, least_rank(unit, average))
+            here.append(Sensitivity(unit, curve, _to_try(method, unit, _reference(unit, average, curve))))
             moments |= known  # decomposing it need not compute this again
-        sent = [_output(source, method, view, moments, one.module, rank, dense) for one, rank in _trials(here)]
-        found += here
-        advance(view, dense)
-        advance(view, tried)
-        _append(tried, sent, dense, together)
-        del view, moments
-        release_memory()
-    for (one, rank), effect in zip(_trials(found), _divergences(source, ids, dense, tried), strict=True):
-        one.effects[rank] = effect
-    return {one.module.key: one.costs() for one in found}
+        self.found[shard] += here
+        sent = (_output(self.source, method, view, moments, one.module, rank, dense) for one, rank in _trials(here))
+        return [hidden for trial in sent for hidden in trial]
+
+    def _catch_up(self, shard: int, sent: list[Tensor], behind: range) -> None:
+        """Take what was sent through the blocks that the others are behind already."""
+        late = Stream([], [], self.source.autocast)
+        _append(late, sent, self.dense, self.together)
+        for index in behind if late.hidden else ():
+            advance(self.source.block(index), late)
+            release_memory()
+        _append(self.tried[shard], late.hidden, self.dense, self.together)
+
+    def costs(self) -> RankCosts:
+        """Return what every rank costs that was tried here."""
+        for shard, found in self.found.items():
+            effects = _divergences(self.source, self.ids, self.dense, self.tried[shard]) if found else []
+            for (one, rank), effect in zip(_trials(found), effects, strict=True):
+                one.effects[rank] = effect
+        return {one.module.key: one.costs() for found in self.found.values() for one in found}
 
 
 def _trials(sensitivities: list[Sensitivity]) -> list[tuple[Sensitivity, int]]:
@@ -151,24 +211,25 @@ def _side_by_side(source: DenseModel, ids: Data) -> dict[int, list[Call]]:
         return {}
     most = min(TOGETHER, max(1, batch_tokens(source) // (len(ids) * length_of(ids, source.part))))
     copies = [torch.cat([ids] * n) for n in range(1, most + 1)]
-    return {len(some): start(source, some, autocast=source.autocast).calls[0] for some in copies}
+    whole = tokens_in(copies[-1], source.part)
+    return {len(some): start(source, some, autocast=source.autocast, most=whole).calls[0] for some in copies}
 
 
-def _append(tried: Stream, more: list[list[Tensor]], dense: Stream, together: dict[int, list[Call]]) -> None:
+def _append(tried: Stream, more: list[Tensor], dense: Stream, together: dict[int, list[Call]]) -> None:
     """Put what some trials sent after the others: copies of windows into the last batch and new ones, examples as they are.
 
     Args:
-        more: of every trial, all batches of the dense stream.
+        more: of one trial after the other, all batches of the dense stream.
         together: see :func:`_side_by_side`.
     """
     if not together:
-        tried.hidden += [hidden for trial in more for hidden in trial]
-        tried.calls += dense.calls * len(more)
+        tried.hidden += more
+        tried.calls += dense.calls * (len(more) // len(dense.calls))
     elif more:
-        most, rows = max(together), [hidden for (hidden,) in more]
+        most = max(together)
         if tried.hidden and len(tried.hidden[-1]) < most:
-            rows = [tried.hidden.pop(), *rows]
-        tried.hidden += torch.cat(rows).split(most)
+            more = [tried.hidden.pop(), *more]
+        tried.hidden += torch.cat(more).split(most)
         tried.calls = [together[len(hidden)] for hidden in tried.hidden]
 
 

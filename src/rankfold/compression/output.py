@@ -1,6 +1,7 @@
 """Where compressed blocks go: a model in memory, or a folder that survives being killed."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -50,6 +51,25 @@ class BlockWriter:
     def finish(self, config: PreTrainedConfig, card: str, record: dict[str, Any], plan: Plan) -> CompressionResult:
         """Put the model together."""
         raise NotImplementedError
+
+
+class NoWriter(BlockWriter):
+    """Stands in every process but the first, which alone writes.
+
+    Args:
+        output: the folder that the first process writes.
+    """
+
+    def __init__(self, source: DenseModel, kept: tuple[int, ...], output: Path | None):
+        super().__init__(source, kept)
+        self.output = output
+
+    def keep(self, view: BlockView, result: BlockResult) -> None:
+        """Do nothing."""
+
+    def finish(self, config: PreTrainedConfig, card: str, record: dict[str, Any], plan: Plan) -> CompressionResult:
+        """Describe what the first process writes; a model in memory is in the memory of that process only."""
+        return CompressionResult(plan, record, self.output, device=str(self.source.device))
 
 
 class MemoryWriter(BlockWriter):

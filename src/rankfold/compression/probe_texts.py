@@ -19,8 +19,6 @@ from .held_out import explained_ratio, is_damaged, perplexities
 
 log = logging.getLogger(__name__)
 
-POSITIONS = 16  # of every passage whose logits are held at once: passages are many, and a vocabulary is large
-
 
 class ProbeTexts:
     """Follow one compression on the probe texts.
@@ -28,11 +26,12 @@ class ProbeTexts:
     Args:
         source: the dense model.
         probes: the passages as it reads them.
+        shards: as for :func:`rankfold.calibration.runner.start`.
     """
 
-    def __init__(self, source: DenseModel, probes: Probes):
+    def __init__(self, source: DenseModel, probes: Probes, shards: int = 1):
         self.source, self.probes = source, probes
-        self.dense = start(source, probes.ids, autocast=source.autocast)
+        self.dense = start(source, probes.ids, autocast=source.autocast, shards=shards)
         self.small = self.dense.copy()
 
     @time_spent(PROBES)
@@ -68,7 +67,7 @@ class ProbeTexts:
 
     def _losses(self, stream) -> list:
         """Return the losses of every passage, without what is repeated after its end."""
-        rows = token_losses(self.source, self.probes.ids, stream, positions=POSITIONS)
+        rows = token_losses(self.source, stream.ids, stream)
         return [row[: length - 1] for row, length in zip(rows, self.probes.lengths, strict=True)]
 
 
@@ -92,7 +91,7 @@ class NoProbeTexts:
 
 
 @time_spent(PROBES)
-def follow_probe_texts(source: DenseModel) -> ProbeTexts | NoProbeTexts:
+def follow_probe_texts(source: DenseModel, shards: int = 1) -> ProbeTexts | NoProbeTexts:
     """Start the probe texts of a model; encoders have none, and a model may have no tokenizer that reads them."""
     if not source.architecture.decoder:
         return NoProbeTexts(None)
@@ -102,7 +101,7 @@ def follow_probe_texts(source: DenseModel) -> ProbeTexts | NoProbeTexts:
         probes = load_probes(source)
     except (CheckpointError, DataError) as error:  # token ids may have been given, so that nobody needs the tokenizer
         return NoProbeTexts(str(error))
-    return ProbeTexts(source, probes)
+    return ProbeTexts(source, probes, shards)
 
 
 def _facts(found: Comparison, sparsity: float, vocabulary: int) -> dict:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from .._utils.processes import gather
 from ..calibration.likelihood import FEW, PIECE
 from ..calibration.moments import wide
 
@@ -29,9 +30,11 @@ def compare_states(pairs: Iterable[tuple[Tensor, Tensor]]) -> StateComparison:
     observation is a sample; where there are few, a piece of one, as in :func:`~rankfold.calibration.likelihood.compare_losses`.
 
     Args:
-        pairs: batches of states of the dense and of the compressed model, both ``(S, T, D)``.
+        pairs: batches of states of the dense and of the compressed model, both ``(S, T, D)``; of samples that several
+            processes share, those of this process.
     """
-    rows = [_sums(large, small) for dense, compressed in pairs for large, small in zip(dense, compressed, strict=True)]
+    own = [_sums(large, small) for dense, compressed in pairs for large, small in zip(dense, compressed, strict=True)]
+    rows = [row for rows in gather(own) for row in rows]
     if len(rows) >= FEW:
         rows = [{name: value.sum(0, keepdim=True) for name, value in row.items()} for row in rows]
     apart, energy, total, tokens, alike = (torch.cat([row[name] for row in rows]) for name in rows[0])

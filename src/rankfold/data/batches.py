@@ -62,12 +62,19 @@ Data = Tensor | tuple[Example, ...]
 
 def batches(data: Data, most: int, part: Part) -> Sequence[Batch]:
     """Batches of at most so many tokens, and of at least one sample; of examples one each."""
-    return data.split(max(1, most // part.length_of(data))) if isinstance(data, Tensor) else data
+    if not isinstance(data, Tensor) or not len(data):
+        return tuple(data)
+    return data.split(max(1, most // part.length_of(data)))
 
 
 def again(data: Data, hidden: Sequence[Tensor]) -> Sequence[Batch]:
     """The batches that these ``(B, T, D)`` were made of."""
     return data.split([len(h) for h in hidden]) if isinstance(data, Tensor) else data
+
+
+def shard_of(data: Data, shards: range, of: int) -> Data:
+    """Return the samples in some of the ``of`` contiguous parts of nearly one length that they are cut into."""
+    return data[shards.start * len(data) // of : shards.stop * len(data) // of]
 
 
 def ids_of(batch: Batch) -> Tensor | Inputs:

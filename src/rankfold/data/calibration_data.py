@@ -63,6 +63,7 @@ class CalibrationData:
     texts: tuple[TextShare, ...] = ()  # of a mixture
     wanted: int | None = None  # samples that were asked for, where fewer may have been found
     text_column: str | None = None  # column that was read, where it is not the usual one
+    shards: int = 1  # contiguous parts that are measured one by one; several processes share them
 
     def __post_init__(self):
         for name, samples in (("ids", self.ids), ("held_out", self.held_out)):
@@ -110,6 +111,8 @@ class CalibrationData:
             "sha256": self.sha256,
             "held_out": 0 if self.held_out is None else len(self.held_out),
         }
+        if self.shards > 1:  # sums depend on it
+            described["shards"] = self.shards
         if self.held_out is not None:
             described["held_out_sha256"] = digest_of(self.held_out)
         if self.texts:

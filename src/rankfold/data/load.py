@@ -1,11 +1,16 @@
 """One function for every kind of calibration data."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from ..errors import OptionError
+from torch import Tensor
+
+from .._utils.present import present
+from .._utils.processes import from_first, launched_count, on_first
+from ..errors import DataError, OptionError
 from .built_in import BUILT_IN, MIXTURES
 from .calibration_data import CalibrationData
 from .hub import ALIASES, HUB, image_text_rows
@@ -29,6 +34,7 @@ def load_calibration(
     max_length: int = 2048,
     seed: int = 0,
     text_column: str = "text",
+    shards: int = 1,
 ) -> CalibrationData:
     """Load the samples that a model is calibrated on.
 
@@ -63,15 +69,55 @@ def load_calibration(
             examples are not cut.
         seed: of the draw, and of the order of texts.
         text_column: column of the text, or of the images of a part that takes images; ``image`` by default there.
+        shards: contiguous parts that are measured one by one, between 1 and the number of samples. Sums of floats depend on
+            them, so equal shards give equal bytes, whatever number of processes shares them.
 
     Raises:
         DataError: too little data, or none that the model can run on.
-        OptionError: a number out of range, a text that is named twice, or ``data`` of no kind above.
+        OptionError: a number out of range, a text that is named twice, fewer shards than processes, or ``data`` of no kind
+            above.
         CheckpointError: the hub cannot be reached, or the model has no tokenizer.
     """
     if isinstance(data, CalibrationData):
         return data
     options = DrawOptions(num_samples, max_length, seed, text_column)
+    if shards < launched_count():
+        raise OptionError(
+            f"shards must be >= {launched_count()}, the number of processes that share them, got {shards}"
+        )
+    found = _load_once(lambda: _load(data, model, tokenizer, options))
+    if shards > len(found.ids):
+        raise OptionError(
+            f"{len(found.ids)} samples cannot be cut into {shards} shards, one a process or more; give more samples, or "
+            "start fewer processes"
+        )
+    return replace(found, shards=shards)
+
+
+def _load_once(load: Callable[[], CalibrationData]) -> CalibrationData:
+    """Load in the first process, and send the samples to the others. Examples, which files are read for, cannot be sent: each
+    process draws them, and all must have drawn the same.
+
+    Raises:
+        DataError: they have not.
+    """
+    tokens = on_first(load)
+    sent = from_first(lambda: _sendable(present(tokens)))
+    if isinstance(sent, CalibrationData):
+        return sent
+    tokens = tokens or load()
+    if tokens.describe() != sent:
+        raise DataError(
+            "the processes of this run read different samples; give files that stay the same while it lasts"
+        )
+    return tokens
+
+
+def _sendable(tokens: CalibrationData) -> CalibrationData | dict[str, Any]:
+    return tokens if isinstance(tokens.ids, Tensor) else tokens.describe()
+
+
+def _load(data, model, tokenizer, options: DrawOptions) -> CalibrationData:
     shares = _named(data)
     if shares is None:
         return samples_in_memory(data, model, options, tokenizer)
@@ -81,10 +127,12 @@ def load_calibration(
     model = model if tokenizer is None else model.with_tokenizer(tokenizer)
 
     def read(name: str, size: int):
-        return text_or_pieces(name, column=text_column, seed=seed, size=size)
+        return text_or_pieces(name, column=options.text_column, seed=options.seed, size=size)
 
     shares = expanded(shares)
-    return replace(samples_of_texts(shares, model, options, read), text_column=named_column(shares, text_column))
+    return replace(
+        samples_of_texts(shares, model, options, read), text_column=named_column(shares, options.text_column)
+    )
 
 
 def _images(names: list[str], model, options: DrawOptions, processor) -> CalibrationData:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from .. import pipeline
 from .._utils.present import present
+from .._utils.processes import from_first, on_first
 from ..calibration.store import MomentStore
 from ..checkpoint.run import RunFolder
 from ..compression.validate_spec import validated
@@ -35,8 +36,8 @@ def compress_and_recover(
     mode: str = "sequential",
     on_plan: Callable[[Plan], None] | None = None,
     **training,
-) -> RecoveryResult:
-    """Compress an open model, and train the result with that model as its teacher.
+) -> RecoveryResult | None:
+    """Compress an open model, and train the result with that model as its teacher; of several processes the first trains.
 
     Args:
         source, method, tokens, output, moments, mode, on_plan: as for :func:`rankfold.pipeline.compress`.
@@ -55,9 +56,14 @@ def compress_and_recover(
     compressed = output.with_name(f"{output.name}.compressed")
     mode = pipeline.check_request(method, tokens, moments, mode, output)
     calibration = tokens.describe() if tokens else present(moments).identity["tokens"]
-    if not RunFolder(compressed, run_identity(validated(source), method, calibration, mode)).published:
+    identity = from_first(lambda: run_identity(validated(source), method, calibration, mode))
+    if not from_first(lambda: RunFolder(compressed, identity).published):
         pipeline.compress(source, method, tokens, compressed, moments=moments, mode=mode, on_plan=on_plan)
     training |= {"minutes": minutes, "device": str(source.device)}
-    found = recover(compressed, source, calibration=texts, output=output, **training)
-    shutil.rmtree(compressed)
-    return found
+
+    def recovered() -> RecoveryResult:
+        found = recover(compressed, source, calibration=texts, output=output, **training)
+        shutil.rmtree(compressed)
+        return found
+
+    return on_first(recovered)

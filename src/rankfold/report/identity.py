@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+from ..calibration.runner import BATCH_TOKENS, batch_tokens
 from ..data.calibration_data import CalibrationData
 from ..methods import Method
 from ..models.dense_model import DenseModel
@@ -54,7 +55,9 @@ def _base_model(source: DenseModel) -> dict[str, Any]:
 
 def _precision(source: DenseModel) -> dict[str, Any]:
     autocast = str(source.autocast).removeprefix("torch.") if source.autocast else None
-    return {"dtype": dtype_name(source), "autocast": autocast}
+    batch = batch_tokens(source)  # of an accelerator by its memory; sums depend on it
+    found = {"dtype": dtype_name(source), "autocast": autocast}
+    return found | ({"batch_tokens": batch} if batch != BATCH_TOKENS else {})
 
 
 def dtype_name(source: DenseModel) -> str:

@@ -11,6 +11,7 @@ import torch
 
 from .._utils.files import read_json
 from .._utils.hardware import cpu_facts
+from .._utils.processes import process_count
 from .._utils.schema import NUMBER, Each, Maybe, check_record
 from ..data.calibration_data import upgrade_calibration
 from ..errors import CheckpointError
@@ -171,7 +172,7 @@ def run_record(source, description: dict, plan, reports: dict) -> dict:
             compressed before this one, where one was.
     """
     estimates = {"seconds": plan.seconds, "peak_memory_bytes": plan.peak_memory_bytes}
-    measurements = {"peak_memory_bytes": peak_memory_bytes(), "estimated": estimates}
+    measurements = {"peak_memory_bytes": peak_memory_bytes(), "estimated": estimates, "processes": process_count()}
     planned = {key: value for key, value in plan.to_dict().items() if key not in {*estimates, "calibration"}}
     record = {
         **description,
