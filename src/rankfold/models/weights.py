@@ -130,13 +130,13 @@ class Weights:
         """Whether two tensors, both there, are unequal."""
         return {one, other} <= set(self.places) and not torch.equal(self.raw(one), self.raw(other))
 
-    def read(self, names: list[str], storage_dtype: torch.dtype, dtype: torch.dtype, device) -> dict[str, torch.Tensor]:
-        """Tensors by name; floats are rounded to ``storage_dtype``, the precision of the result, and held as ``dtype``."""
-        state = {}
-        for name, tensor in self._tensors(names):
-            held = tensor.to(storage_dtype).to(dtype) if tensor.is_floating_point() else tensor
-            state[name] = held.to(device)
-        return state
+    def read(self, names: list[str], storage_dtype: torch.dtype, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Read tensors by name into host memory; floats are rounded to ``storage_dtype``, the precision of the result, and held
+        as ``dtype``."""
+        return {
+            name: tensor.to(storage_dtype).to(dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in self._tensors(names)
+        }
 
     def raw(self, name: str) -> torch.Tensor:
         """A tensor with the numbers that are in the files."""
@@ -152,9 +152,9 @@ class Weights:
                 place = self.places[name]
                 yield name, place.value([handles[part.file].get_tensor(part.name) for part in place.parts])
 
-    def fill(self, module: nn.Module, prefix: str, storage_dtype: torch.dtype, dtype: torch.dtype, device) -> None:
+    def fill(self, module: nn.Module, prefix: str, storage_dtype: torch.dtype, dtype: torch.dtype) -> None:
         """Replace all meta tensors of ``module`` by those of the files; see :meth:`read`."""
-        state = self.read([prefix + name for name in module.state_dict()], storage_dtype, dtype, device)
+        state = self.read([prefix + name for name in module.state_dict()], storage_dtype, dtype)
         module.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in state.items()}, assign=True)
 
 
@@ -243,18 +243,35 @@ def fill_outer(
     """Load what is not in the list of blocks of this name, and tie the head."""
     prefix = f"{blocks}."
     outer = [name for name in required_names(model) if not name.startswith(prefix)]
-    state = weights.read(sorted(outer), storage_dtype, model.dtype, device)
+    state = weights.read(sorted(outer), storage_dtype, model.dtype)
     check_finite(state)
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
-    for module in model.modules():  # non-persistent buffers (rotary tables) were made on the CPU
-        for key, buffer in module._buffers.items():
-            if buffer is not None and buffer.device.type != "meta":
-                module._buffers[key] = buffer.to(device)
+    move_outer(model, blocks, device)
+
+
+def move_outer(model: nn.Module, blocks: str, device: torch.device) -> None:
+    """Move what is around the blocks of this path to a device; they stay where they are."""
+    owner, _, name = blocks.rpartition(".")
+    place = model.get_submodule(owner)
+    there = getattr(place, name)
+    setattr(place, name, nn.ModuleList())
+    try:
+        nn.Module.to(model, device)  # whose types a decorator of transformers hides
+    finally:
+        setattr(place, name, there)
 
 
 def check_finite(state: dict[str, torch.Tensor]) -> None:
-    for name, tensor in state.items():
-        if tensor.is_floating_point() and not all_finite(tensor):
+    """Raise :class:`NumericsError` where a weight has entries that are NaN or infinite, and name it.
+
+    All ranges are looked at together: a look waits for the device. Tensors on the meta device, which has no numbers, are
+    passed over.
+    """
+    there = {name: x for name, x in state.items() if x.is_floating_point() and x.numel() and not x.is_meta}
+    if not there or torch.stack([end for x in there.values() for end in torch.aminmax(x)]).isfinite().all():
+        return
+    for name, tensor in there.items():
+        if not all_finite(tensor):
             bad = int((~torch.isfinite(tensor)).sum())
             raise NumericsError(f"weight {name} has {bad} NaN or infinite entries; the checkpoint is damaged")
