@@ -141,7 +141,7 @@ def batch_tokens(source) -> int:
 
 @torch.no_grad()
 @time_spent("forward")
-def start(source, ids: Data, *, autocast: torch.dtype | None) -> Stream:
+def start(source, ids: Data, *, autocast: torch.dtype | None, most: int | None = None) -> Stream:
     """Embed all windows, images among them; learn from the model's own forward what each block is called with.
 
     Masks, rotary tables (which differ between sliding and full layers), ALiBi biases: all are made by the model itself.
@@ -150,10 +150,11 @@ def start(source, ids: Data, *, autocast: torch.dtype | None) -> Stream:
         source: an open model.
         ids: ``(S, T)`` token ids, or ``(S, C, H, W)`` pixels for a part that takes images of one size, or examples.
         autocast: precision of the block forwards, or ``None``.
+        most: tokens of a batch; by default :func:`batch_tokens`.
     """
     stream, of_size = Stream([], [], autocast), {}  # windows of one size are called alike
     with _recording(source, stop=True) as recorders:
-        for batch in batches(ids, batch_tokens(source), source.part):
+        for batch in batches(ids, most or batch_tokens(source), source.part):
             with contextlib.suppress(_Stop):
                 forward(source, batch.read() if isinstance(batch, Example) else batch)
             first = recorders[0].hidden

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -265,11 +266,14 @@ def move_outer(model: nn.Module, blocks: str, device: torch.device) -> None:
 def check_finite(state: dict[str, torch.Tensor]) -> None:
     """Raise :class:`NumericsError` where a weight has entries that are NaN or infinite, and name it.
 
-    All ranges are looked at together: a look waits for the device. Tensors on the meta device, which has no numbers, are
+    The ranges on a device are looked at together: a look waits for it. Tensors on the meta device, which has no numbers, are
     passed over.
     """
     there = {name: x for name, x in state.items() if x.is_floating_point() and x.numel() and not x.is_meta}
-    if not there or torch.stack([end for x in there.values() for end in torch.aminmax(x)]).isfinite().all():
+    ends = defaultdict(list)
+    for tensor in there.values():
+        ends[tensor.device] += torch.aminmax(tensor)
+    if all(torch.stack(some).isfinite().all() for some in ends.values()):
         return
     for name, tensor in there.items():
         if not all_finite(tensor):

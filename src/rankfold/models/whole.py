@@ -148,8 +148,8 @@ def check_head(model: PreTrainedModel, place: Path) -> None:
 def _head_differs(model: PreTrainedModel) -> bool:
     head = model.get_output_embeddings()
     # The model's own config decides, as in transformers; that of its language model need not say.
-    if head is None or not getattr(model.config, "tie_word_embeddings", False):
-        return False
+    if head is None or head.weight.is_meta or not getattr(model.config, "tie_word_embeddings", False):
+        return False  # of weights on the disk each place has a stand-in of its own
     return head.weight is not model.get_input_embeddings().weight
 
 
