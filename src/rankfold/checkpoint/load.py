@@ -45,8 +45,10 @@ def load_model(
         model: hub id (``owner/name``, or ``owner/name@revision``), folder, or ``.gguf`` file.
         dtype: ``auto`` (as stored) or a dtype.
         device: where to put it.
-        device_map, max_memory, offload_folder: in place of ``device``, for a model larger than one: where its layers go, what
-            each device may hold, and where on the disk the rest goes, as ``from_pretrained`` of transformers has them.
+        device_map: in place of ``device``, for a model larger than one: where its layers go, as ``from_pretrained`` of
+            transformers has it.
+        max_memory: what each device may hold, with ``device_map="auto"``.
+        offload_folder: where on the disk the rest goes.
         revision: of a hub id: branch, tag or commit.
 
     Raises:
