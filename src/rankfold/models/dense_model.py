@@ -20,8 +20,8 @@ from ..architectures import Architecture, BlockView, Part, own_frequencies, part
 from .devices import autocast_dtype, is_on
 from .fingerprint import fingerprint
 from .processors import Processors
-from .weights import Weights, check_finite
-from .whole import read_whole
+from .weights import TensorReader, check_finite
+from .whole import read_gguf, read_whole
 
 
 class DenseModel:
@@ -47,7 +47,7 @@ class DenseModel:
         name: str,
         device: torch.device,
         dtype: torch.dtype,
-        weights: Weights | None = None,
+        weights: TensorReader | None = None,
         processors: Processors | None = None,
         bytes_on_disk: int | None = None,
         part: Part | None = None,
@@ -186,10 +186,12 @@ class DenseModel:
         """
         if self.is_resident:
             return self.model
-        weights = self.weights
-        whole = (
-            read_whole(weights.folder, self.model.config, self.compute_dtype) if weights else copy.deepcopy(self.model)
-        )
+        if self.weights is None:
+            whole = copy.deepcopy(self.model)
+        elif self.weights.place.is_file():
+            whole = read_gguf(self.weights.place, self.compute_dtype)
+        else:
+            whole = read_whole(self.weights.place, self.model.config, self.compute_dtype)
         return nn.Module.to(whole, self.device).eval()
 
     def outer_state(self) -> dict[str, torch.Tensor]:

@@ -10,12 +10,15 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import PreTrainedModel
 
+from .._utils.memory import has_room
 from .._utils.reporting import reporting
 from ..architectures import part_of
 from ..errors import CheckpointError, OptionError, option
 from .auto_classes import auto_class
 from .dense_model import DenseModel
 from .devices import DTYPES, is_on, resolve_device, resolve_dtype
+from .gguf_config import check_biases, check_size, gguf_config
+from .gguf_weights import stream_gguf
 from .given import check_given, check_quantised, check_tied, resolve_model
 from .hub import commit_of, split_revision
 from .processors import Processors
@@ -25,6 +28,8 @@ from .weights import Weights, fill_outer, move_outer
 from .whole import check_unused, read_config, read_generation_config, read_gguf, read_whole, untie
 
 log = logging.getLogger(__name__)
+
+WIDENED = 8  # how much larger a GGUF file of 4 bits a number is in fp32
 
 
 def open_model(
@@ -93,10 +98,28 @@ def _read_gguf(file: Path, device: torch.device, dtype: torch.dtype | None, comp
     """As :func:`_read_folder`. All numbers are held in fp32, so that the fingerprint does not depend on the dtype written."""
     written = dtype or torch.bfloat16
     log.info("%s is de-quantised; its weights are written in %s", file.name, str(written).removeprefix("torch."))
-    model = read_gguf(file, torch.float32)
-    part = part_of(model, component)
-    move_outer(model, part.architecture.blocks, device)
-    return model, written, None, file.stat().st_size, part
+    size = file.stat().st_size
+    model, weights = (None, None) if has_room(WIDENED * size) else _stream_gguf(file)
+    if weights is None:
+        model = read_gguf(file, torch.float32)
+        part = part_of(model, component)
+        move_outer(model, part.architecture.blocks, device)
+    else:
+        part = part_of(model, component)
+        fill_outer(model, part.architecture.blocks, weights, torch.float32, device)
+    return model, written, weights, size, part
+
+
+def _stream_gguf(file: Path):
+    """The model of a GGUF file, empty, and where its weights are read from; ``None`` where that has to be done as a whole."""
+    with reporting(CheckpointError, f"{file} cannot be read as GGUF", "download or copy it again"):
+        config, biases, numbers = gguf_config(file)
+        check_size(config, numbers, file)
+        model = _empty(config, torch.float32)
+        weights = stream_gguf(file, model)
+    if weights is not None:
+        check_biases(model, biases, file)
+    return model, weights
 
 
 def _read_folder(
