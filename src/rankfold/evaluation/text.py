@@ -98,7 +98,10 @@ def timed_perplexity(network, windows: Tensor, text: str) -> dict:
     """What :func:`~rankfold.evaluation.perplexity.perplexity` says, ``tokens_per_second`` of it, and a ``warning``, which names
     the ``text``, where the model is no better than guessing."""
     begin = time.perf_counter()
-    result = (streamed_perplexity if isinstance(network, DenseModel) else perplexity)(network, windows)
+    if isinstance(network, DenseModel):
+        result = streamed_perplexity(network, windows)
+    else:
+        result = perplexity(network, windows)
     speed = windows.numel() / (time.perf_counter() - begin)
     warning = warn_of_guessing(result["nll"], network.config.get_text_config().vocab_size, text)
     return result | {"tokens_per_second": speed, "warning": warning}

@@ -99,26 +99,28 @@ def _read_gguf(file: Path, device: torch.device, dtype: torch.dtype | None, comp
     written = dtype or torch.bfloat16
     log.info("%s is de-quantised; its weights are written in %s", file.name, str(written).removeprefix("torch."))
     size = file.stat().st_size
-    model, weights = (None, None) if has_room(WIDENED * size) else _stream_gguf(file)
-    if weights is None:
+    streamed = None if has_room(WIDENED * size) else _stream_gguf(file)
+    if streamed is None:
         model = read_gguf(file, torch.float32)
         part = part_of(model, component)
         move_outer(model, part.architecture.blocks, device)
-    else:
-        part = part_of(model, component)
-        fill_outer(model, part.architecture.blocks, weights, torch.float32, device)
+        return model, written, None, size, part
+    model, weights = streamed
+    part = part_of(model, component)
+    fill_outer(model, part.architecture.blocks, weights, torch.float32, device)
     return model, written, weights, size, part
 
 
 def _stream_gguf(file: Path):
-    """The model of a GGUF file, empty, and where its weights are read from; ``None`` where that has to be done as a whole."""
+    """The model of a GGUF file, empty, and where its weights are read from; ``None`` where it has to be read as a whole."""
     with reporting(CheckpointError, f"{file} cannot be read as GGUF", "download or copy it again"):
         config, biases, numbers = gguf_config(file)
         check_size(config, numbers, file)
         model = _empty(config, torch.float32)
         weights = stream_gguf(file, model)
-    if weights is not None:
-        check_biases(model, biases, file)
+    if weights is None:
+        return None
+    check_biases(model, biases, file)
     return model, weights
 
 
