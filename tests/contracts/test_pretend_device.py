@@ -13,6 +13,7 @@ from pretend_device import CUDA, Pretend, pretend_device, waits
 from rankfold import CompressionResult, make_method
 from rankfold.evaluation.speed import speed
 from rankfold.methods import method_class, method_names
+from rankfold.models import dense_model
 from rankfold.models.dense_model import DenseModel
 from saved import save_gguf, save_tiny
 from tiny_encoders import ENCODERS, batch_of, samples_of, tiny_encoder
@@ -127,6 +128,22 @@ def test_moments_of_a_folder_and_of_memory_go_to_the_device(device, tmp_path):
     assert all(torch.equal(first[name], second[name]) for name in first)
     planned = rankfold.plan(source, method=method_of("modegpt"), moments=in_folder)
     assert all(module.relative_error is not None for module in planned.modules)
+
+
+def test_what_does_not_fit_into_host_memory_is_not_read_ahead(device, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(dense_model, "has_room", lambda size: asked.append(size))
+    source = rankfold.open_model(save_tiny(tmp_path / "model", blocks=2), device="cuda")
+    block = sum(tensor.nbytes for tensor in source.block(1).module.parameters())
+    assert not source.overlaps and asked == [2 * block]
+
+
+def test_the_record_names_the_accelerator_and_its_memory(device):
+    runs = {}
+    for where in ("cpu", "cuda"):
+        result = rankfold.compress(opened("llama", where), method=method_of("strided"), calibration=tokens(8))
+        runs[where] = [result.record["run"][key] for key in ("device", "accelerator", "peak_device_memory_bytes")]
+    assert runs == {"cpu": ["cpu", None, None], "cuda": ["cuda", "a pretend device", 0]}
 
 
 def test_a_model_in_memory_stays_where_it_is(device):
