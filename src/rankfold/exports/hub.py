@@ -1,9 +1,9 @@
 """Share a compressed checkpoint on the Hugging Face hub, with a model card that its search understands."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from huggingface_hub import CommitOperationAdd, EvalResult, HfApi, ModelCard
+from huggingface_hub import CommitOperationAdd, EvalResult, HfApi, ModelCard, ModelCardData
 
 from .._utils.reporting import reporting
 from ..data.hub import ALIASES
@@ -58,7 +58,7 @@ def push(folder: str | Path, repo_id: str, *, private: bool = False, force: bool
 def card_for_hub(folder: Path, record: dict[str, Any], api: HfApi) -> ModelCard:
     """Return the model card with what hub search goes by."""
     card = ModelCard.load(folder / CARD)
-    base, data = record["base_model"], card.data
+    base, data = record["base_model"], cast(ModelCardData, card.data)
     on_hub = base.count("/") == 1
     if on_hub:
         of_base = api.model_info(base, revision=record.get("revision"))
