@@ -5,6 +5,7 @@ import sys
 import psutil
 import pytest
 import torch
+from huggingface_hub import constants
 
 import tiers
 from rankfold.cli import main
@@ -33,6 +34,14 @@ def in_a_hurry():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         patch.setattr(psutil, "heap_trim", lambda: None, raising=False)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory):
+    """Keep nothing in the cache of the user."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(constants, "HF_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
 
 

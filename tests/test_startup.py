@@ -8,6 +8,7 @@ import pytest
 
 import rankfold
 from rankfold.methods import METHODS, method_class, method_names
+from saved import save_tiny
 from warm import python as python_with_torch
 
 HEAVY = ("torch", "transformers", "datasets", "gguf", "accelerate", "numpy")
@@ -50,6 +51,23 @@ for name in rankfold.__all__:
 """
     done = python_with_torch(code)
     assert done.returncode == 0, done.stderr
+
+
+def test_neither_gguf_nor_datasets_is_needed(tmp_path):
+    """For a folder of safetensors and texts that the caller holds."""
+    code = """
+import sys
+sys.modules |= dict.fromkeys(("gguf", "datasets"))  # importing them is an error
+import rankfold
+for name in rankfold.__all__:
+    getattr(rankfold, name)
+texts = [f"The number {i} comes after {i - 1} and before {i + 1}, as everybody knows." for i in range(200)]
+sizes = {"num_samples": 8, "max_length": 16, "rank_multiple": 2}
+model, output = sys.argv[1:]
+rankfold.compress(model, 0.3, method="modegpt", calibration=texts, output=output, device="cpu", **sizes)
+"""
+    done = python_with_torch(code, str(save_tiny(tmp_path / "model")), str(tmp_path / "small"))
+    assert done.returncode == 0 and (tmp_path / "small" / "rankfold.json").exists(), done.stderr
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -21,6 +21,7 @@ from ._utils.present import present
 from .calibration.store import MomentStore
 from .checkpoint.load import load_model
 from .checkpoint.saving import save_model
+from .checkpoint.streamed import open_streamed
 from .components import compress_components
 from .compression.result import CompressionResult
 from .compression.validate_spec import validated
@@ -230,6 +231,7 @@ def perplexity(
     autocast: torch.dtype | None = None,
     dtype: str = "auto",
     device: str = "auto",
+    stream: bool = False,
 ) -> dict[str, Any]:
     """Compute the perplexity of a model, dense or compressed, on token windows.
 
@@ -239,15 +241,22 @@ def perplexity(
         autocast: run the forward under autocast in this dtype.
         dtype: of a model that is not in memory, see :func:`load`.
         device: of a model that is not in memory.
+        stream: read a hub id or folder one block at a time, where the model is larger than memory.
 
     Returns:
-        ``{"perplexity", "nll", "windows", "length", "tokens", "definition"}``; ``nll`` in nats per predicted token.
+        ``{"perplexity", "nll", "windows", "length", "tokens", "definition"}``; ``nll`` in nats per predicted token. Of a stream
+        also ``peak_memory_bytes`` and ``peak_device_memory_bytes``.
 
     Raises:
         DataError: the windows are none, or too short to predict a token.
         NumericsError: a window has no finite loss.
-        OptionError: the model is none of transformers.
+        OptionError: the model is none of transformers; or it is to be streamed and can be read as a whole only.
     """
+    ids: Any = windows.ids if isinstance(windows, CalibrationData) else windows  # what is no text is refused there
+    if stream:
+        if not isinstance(model, str | Path):
+            raise OptionError("stream reads a model from the disk, and this one is in memory; leave it out")
+        return evaluation.streamed_perplexity(open_streamed(model, dtype=dtype, device=device), ids, autocast=autocast)
     if isinstance(model, str | Path):
         model = load_model(model, dtype=dtype, device=device)
     elif dtype != "auto" or device != "auto":
@@ -256,7 +265,6 @@ def perplexity(
         model = model.whole_model()
     elif isinstance(model, CompressionResult):
         model = model.model
-    ids: Any = windows.ids if isinstance(windows, CalibrationData) else windows  # what is no text is refused there
     return evaluation.perplexity(model, ids, autocast=autocast)
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 import transformers as t
+from huggingface_hub import constants
 from torch import nn
 from transformers.models.granite_swa.configuration_granite_swa import GraniteSWAConfig
 
@@ -13,6 +14,7 @@ from families import GQA, IDS, KINDS, SHAPE, some_ids, tiny_model, tokens
 from rankfold.architectures import Architecture, AttentionSpec, ByConfig, MLPSpec, known_architectures, registry
 from rankfold.architectures.derive import derive
 from rankfold.cli.models import code
+from rankfold.compression import validate_spec as module
 from rankfold.compression.validate_spec import validate_spec, validated
 from rankfold.errors import UnsupportedModelError
 
@@ -101,6 +103,38 @@ def test_a_family_that_nobody_wrote_down_is_compressed_and_loads_again(name, met
     assert torch.equal(less, again)
     assert sum(p.numel() for p in small.parameters()) < sum(p.numel() for p in model.parameters())
     assert 0 < (less - dense).norm() < dense.norm()
+
+
+def test_a_proof_is_kept_for_models_on_the_disk(tmp_path, monkeypatch):
+    """It is taken again for the same weights alone, and only where it is whole."""
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "cache"))
+    unknown("persimmon").save_pretrained(tmp_path / "dense")
+    proofs = []
+
+    def counting(source):
+        proofs.append(validate_spec(source))
+        return proofs[-1]
+
+    monkeypatch.setattr(module, "validate_spec", counting)
+
+    def spec_of(model):
+        return validated(rankfold.open_model(model, device="cpu")).architecture
+
+    first = spec_of(tmp_path / "dense")
+    assert first == spec_of(tmp_path / "dense") == dataclasses.replace(proofs[0].spec, derived=False)
+    assert len(proofs) == 1
+    (file,) = (tmp_path / "cache" / "rankfold" / "specs").iterdir()
+    file.write_text("{}", encoding="utf-8")
+    assert spec_of(tmp_path / "dense") == first and len(proofs) == 2
+    for _ in range(2):
+        assert spec_of(unknown("persimmon")) == first
+    assert len(proofs) == 4
+    other = unknown("persimmon")
+    other.lm_head.weight.data[0, 0] += 1
+    other.save_pretrained(tmp_path / "other")
+    assert spec_of(tmp_path / "other") == first and len(proofs) == 5
+    monkeypatch.setattr(constants, "HF_HOME", "/dev/null")
+    assert spec_of(tmp_path / "other") == first and len(proofs) == 6
 
 
 def attention_that_gates(self, hidden_states, *args, **kwargs):

@@ -14,6 +14,7 @@ from families import some_ids
 from rankfold import CalibrationData
 from rankfold.cli import main
 from rankfold.errors import CheckpointError
+from rankfold.models import opening
 from saved import save_gguf, save_text, save_tiny
 
 METHOD = rankfold.MoDeGPT(sparsity=0.3, rank_multiple=2)
@@ -125,3 +126,25 @@ def test_bytes_on_disk_of_a_folder_and_of_a_model_in_memory(place):
     plan = rankfold.plan(folder, method=METHOD)
     assert plan.source_bytes == folder.bytes_on_disk and plan.bytes <= plan.source_bytes < plan.bytes + 10_000
     assert rankfold.plan(rankfold.open_model(folder.whole_model(), device="cpu"), method=METHOD).source_bytes is None
+
+
+def test_a_file_that_does_not_fit_is_read_tensor_by_tensor(place, tmp_path, monkeypatch):
+    """And everything is as if it had been read as a whole."""
+    file = place / "tiny.gguf"
+    sources = [rankfold.open_model(file, device="cpu")]
+    monkeypatch.setattr(opening, "has_room", lambda size: False)
+    sources.append(rankfold.open_model(file, device="cpu"))
+    whole, streamed = sources
+    assert not whole.streamed and streamed.streamed
+    assert all(parameter.is_meta for parameter in streamed.blocks.parameters())
+    assert streamed.fingerprint == whole.fingerprint and streamed.bytes_on_disk == whole.bytes_on_disk
+    folders = [
+        rankfold.compress(source, method=METHOD, calibration=tokens(), output=tmp_path / name).output
+        for source, name in zip(sources, ("whole", "streamed"), strict=True)
+    ]
+    assert {path.name for path in folders[0].iterdir()} == {path.name for path in folders[1].iterdir()}
+    for path in folders[0].iterdir():
+        if path.name not in ("rankfold.json", "README.md"):  # which have times, and the name of the folder
+            assert path.read_bytes() == (folders[1] / path.name).read_bytes(), path.name
+    ids = some_ids()
+    assert torch.equal(streamed.whole_model()(ids).logits, whole.whole_model()(ids).logits)

@@ -125,6 +125,21 @@ def test_what_is_no_plain_dense_model_is_refused(make, message):
         rankfold.open_model(make(), device="cpu")
 
 
+def test_a_model_on_several_devices_is_refused(tmp_path):
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path / "model")
+    blocks = {f"model.layers.{i}": "disk" if i == 2 else "cpu" for i in range(3)}
+    around = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    spread = t.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=blocks | around, offload_folder=tmp_path / "offload"
+    )
+    with pytest.raises(UnsupportedModelError, match="spread over cpu, disk; give its folder or hub id, which is read"):
+        rankfold.open_model(spread, device="cpu")
+    model.lm_head.to("meta")
+    with pytest.raises(UnsupportedModelError, match="lm_head.weight and 0 more tensors are on the meta device"):
+        rankfold.open_model(model, device="cpu")
+
+
 @pytest.mark.parametrize("use", [rankfold.open_model, rankfold.load])
 @pytest.mark.parametrize("thing", [{"a": torch.ones(1)}, None, 3, t.LlamaConfig(**GQA)], ids=lambda x: type(x).__name__)
 def test_what_is_no_name_of_a_model_is_refused(use, thing):

@@ -45,15 +45,15 @@ def test_a_cpu_holds_one_block_at_a_time(source):
 
 
 def test_the_next_block_is_read_while_this_one_is_held(source, monkeypatch):
-    read, seen = DenseModel.block, []
+    read, seen = DenseModel.read, []
     done = [threading.Event() for _ in range(len(source))]
 
     def noting(self, index):
-        view = read(self, index)
+        module = read(self, index)
         done[index].set()
-        return view
+        return module
 
-    monkeypatch.setattr(DenseModel, "block", noting)
+    monkeypatch.setattr(DenseModel, "read", noting)
     source.overlaps = True
     blocks = BlockReader(source)
     for index in range(len(source)):
@@ -61,7 +61,7 @@ def test_the_next_block_is_read_while_this_one_is_held(source, monkeypatch):
         if view.index + 1 < len(source):
             assert done[view.index + 1].wait(10), "the next block was not read before this one was given back"
         seen.append(view.index)
-        for name, tensor in read(source, view.index).module.state_dict().items():
+        for name, tensor in read(source, view.index).state_dict().items():
             assert torch.equal(tensor, view.module.state_dict()[name])
     assert seen == list(range(len(source)))
 

@@ -1,4 +1,4 @@
-"""Give memory back between blocks."""
+"""Host memory: what is free, and what is given back between blocks."""
 
 import psutil
 
@@ -11,3 +11,8 @@ def release_memory() -> None:
     """
     if hasattr(psutil, "heap_trim"):  # not with musl, for example
         psutil.heap_trim()
+
+
+def has_room(size: int) -> bool:
+    """Tell whether ``size`` bytes fit into half of the host memory that is available now."""
+    return size <= psutil.virtual_memory().available // 2

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .._utils.present import present
 from ..architectures import BlockView
-from .moments import CrossSums, Moment, VectorMoment
+from .moments import CrossSums, Moment, VectorMoment, wide
 from .observers import Observer
 
 
@@ -98,7 +98,8 @@ class InfluenceObserver(Observer):
 
     def __init__(self, view: BlockView):
         self.middle, self.parallel = Middle(view), view.middle is None
-        self.total, self.rows = torch.zeros(3, dtype=torch.float64), 0
+        self.total: Tensor | Any = 0.0  # (3,) fp64, beside the stream: to look at each batch would wait for the device
+        self.rows = 0
 
     def hooks(self):
         return self.middle.hooks()
@@ -108,26 +109,25 @@ class InfluenceObserver(Observer):
         # In a parallel block each half alone moves the block's input.
         half = (hidden, output - (middle - hidden)) if self.parallel else (middle, output)
         pairs = [(hidden, output), (hidden, middle), half]
-        for j, (a, b) in enumerate(pairs):
-            cosine = nn.functional.cosine_similarity(a.float(), b.float(), dim=-1)
-            self.total[j] += (1 - cosine).cpu().double().sum()
+        cosines = (nn.functional.cosine_similarity(a.float(), b.float(), dim=-1) for a, b in pairs)
+        self.total += torch.stack([wide(1 - cosine).sum() for cosine in cosines])
         self.rows += hidden.shape[0] * hidden.shape[1]
 
     def finish(self) -> Moment:
-        return Moment(self.rows, self.total, None, None)
+        return Moment(self.rows, self.total.cpu(), None, None)
 
 
 class ChangeObserver(Observer):
     """Squared norm of what a block adds to its input, and of its output."""
 
     def __init__(self):
-        self.total, self.rows = torch.zeros(2, dtype=torch.float64), 0
+        self.total: Tensor | Any = 0.0  # (2,) fp64, beside the stream
+        self.rows = 0
 
     def after(self, batch) -> None:
         hidden, output = batch.hidden.float(), batch.output.float()
-        for j, x in enumerate((output - hidden, output)):
-            self.total[j] += x.square().sum().cpu().double()
+        self.total += torch.stack([wide(x.square().sum()) for x in (output - hidden, output)])
         self.rows += hidden.shape[0] * hidden.shape[1]
 
     def finish(self) -> Moment:
-        return Moment(self.rows, self.total, None, None)
+        return Moment(self.rows, self.total.cpu(), None, None)

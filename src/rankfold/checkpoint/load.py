@@ -10,7 +10,7 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..errors import CheckpointError, RankfoldError, UnsupportedModelError, first_line
+from ..errors import CheckpointError, OptionError, RankfoldError, UnsupportedModelError, first_line
 from ..models.auto_classes import auto_class
 from ..models.devices import resolve_device, resolve_dtype
 from ..models.given import ModelFiles, resolve_model
@@ -30,7 +30,14 @@ from ..modules import FORMATS, METHOD_NAMES, RankfoldConfig, attach, current_nam
 
 
 def load_model(
-    model: str | Path, *, dtype: str = "auto", device: str = "auto", revision: str | None = None
+    model: str | Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    device_map: str | dict[str, Any] | None = None,
+    max_memory: dict[Any, Any] | None = None,
+    offload_folder: str | Path | None = None,
+    revision: str | None = None,
 ) -> PreTrainedModel:
     """A model ready to run: compressed by rankfold, dense, or a ``.gguf`` file.
 
@@ -38,41 +45,61 @@ def load_model(
         model: hub id (``owner/name``, or ``owner/name@revision``), folder, or ``.gguf`` file.
         dtype: ``auto`` (as stored) or a dtype.
         device: where to put it.
+        device_map: in place of ``device``, for a model larger than one: where its layers go, as ``from_pretrained`` of
+            transformers has it.
+        max_memory: what each device may hold, with ``device_map="auto"``.
+        offload_folder: where on the disk the rest goes.
         revision: of a hub id: branch, tag or commit.
 
     Raises:
-        OptionError: a revision of what is no hub id, or two of them.
+        OptionError: a revision of what is no hub id, or two of them; a device beside a device map; a map of a ``.gguf`` file.
         CheckpointError: it cannot be read, or does not hold what its config describes.
         NumericsError: a weight is NaN or infinite (named).
     """
     files, where, wanted = resolve_model(model, revision), resolve_device(device), resolve_dtype(dtype)
-    loaded = load_files(files, wanted, str(model))
-    nn.Module.to(loaded, where)  # whose types a decorator of transformers hides
+    spread = {"device_map": device_map, "max_memory": max_memory, "offload_folder": offload_folder}
+    spread = {name: value for name, value in spread.items() if value is not None}
+    if spread and device != "auto":
+        raise OptionError(f"{', '.join(spread)} beside device {device!r}; give one of them")
+    if spread and files.weights is None:
+        raise OptionError(f"{model} is a GGUF file, which is read as a whole; leave {', '.join(spread)} out")
+    loaded = load_files(files, wanted, str(model), spread)
+    if not spread:
+        nn.Module.to(loaded, where)  # whose types a decorator of transformers hides
     return loaded
 
 
-def load_files(files: ModelFiles, dtype: torch.dtype | None, name: str) -> PreTrainedModel:
-    """Load what :func:`rankfold.models.given.resolve_model` found, on the CPU; ``name``: what was asked for."""
+def load_files(
+    files: ModelFiles, dtype: torch.dtype | None, name: str, spread: dict[str, Any] | None = None
+) -> PreTrainedModel:
+    """Load what :func:`rankfold.models.given.resolve_model` found.
+
+    Args:
+        name: what was asked for.
+        spread: arguments of ``from_pretrained`` that say where its layers go; on the CPU by default.
+    """
     wanted = dtype or "auto"
     path, weights = files
-    loaded = _read_folder(path, weights, wanted, name) if weights else read_gguf(path, wanted)
+    loaded = _read_folder(path, weights, wanted, name, spread or {}) if weights else read_gguf(path, wanted)
     check_finite(loaded.state_dict())
     return loaded.eval()
 
 
-def _read_folder(folder: Path, weights: Weights, dtype: torch.dtype | str, name: str) -> PreTrainedModel:
+def _read_folder(
+    folder: Path, weights: Weights, dtype: torch.dtype | str, name: str, spread: dict[str, Any]
+) -> PreTrainedModel:
     read_generation_config(folder)
     config = read_config(folder)
     try:
         weights.check_config(config)
-        if known := _known(config):  # before anything is as large as the config says
+        if known := is_known(config):  # before anything is as large as the config says
             with torch.device("meta"):
                 empty = empty_model(config)
-            _match(weights, empty, config)
+            match_names(weights, empty, config)
             weights.check_fits(empty)
             check_tables(empty)
         auto: Any = auto_class(config)  # whose types do not know that what is found can be reported
-        loaded, info = auto.from_pretrained(folder, dtype=dtype, use_safetensors=True, **REPORTED)
+        loaded, info = auto.from_pretrained(folder, dtype=dtype, use_safetensors=True, **spread, **REPORTED)
     except RankfoldError:
         raise
     except ImportError as error:
@@ -83,7 +110,7 @@ def _read_folder(folder: Path, weights: Weights, dtype: torch.dtype | str, name:
         raise CheckpointError(f"{name} cannot be loaded: {first_line(error)}; copy or make it again") from error
     compressed = isinstance(getattr(loaded.config, "quantization_config", None), RankfoldConfig)
     check_loaded(info, loaded, folder, only_described=compressed)
-    if not known and _match(weights, loaded, config):  # a quantiser may have names of its own for its tensors
+    if not known and match_names(weights, loaded, config):  # a quantiser may have names of its own for its tensors
         weights.check_fits(loaded)
     if compressed:
         check_head(loaded, folder)
@@ -92,14 +119,14 @@ def _read_folder(folder: Path, weights: Weights, dtype: torch.dtype | str, name:
     return loaded
 
 
-def _known(config) -> bool:
-    """Whether the structure is one that :func:`empty_model` builds, and no quantiser's or a later version's."""
+def is_known(config) -> bool:
+    """Tell whether the structure is one that :func:`empty_model` builds, and no quantiser's or a later version's."""
     found = _facts(config)
     return described(config) is None or (found.get("quant_method") in METHOD_NAMES and found.get("format") in FORMATS)
 
 
-def _match(weights: Weights, model: PreTrainedModel, config) -> bool:
-    """See :meth:`~rankfold.models.weights.Weights.match`; names of earlier formats are known."""
+def match_names(weights: Weights, model: PreTrainedModel, config) -> bool:
+    """Match names as :meth:`~rankfold.models.weights.Weights.match` does; those of earlier formats are known."""
     return weights.match(model, functools.partial(current_name, written=_facts(config).get("format")))
 
 

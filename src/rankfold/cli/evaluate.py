@@ -36,6 +36,9 @@ def command(
     speed: Annotated[bool, o.of_measurements("--speed", help="Tokens per second, memory, bytes, operations.")] = False,
     baseline: Annotated[str | None, o.of_measurements(help="Another model, run in turn; ratios are over it.")] = None,
     batch_sizes: Annotated[str, o.of_measurements(help="Sequences at a time.")] = "1,8,32",
+    stream: Annotated[
+        bool, o.of_model("--stream", help="Read one block at a time, for texts: of a model larger than memory.")
+    ] = False,
     json: o.Json = False,
 ) -> None:
     """Measure perplexity, accuracy on tasks, and speed.
@@ -62,6 +65,7 @@ def command(
         cost=Cost(baseline, _sizes(batch_sizes)) if speed else None,
         dtype=dtype,
         device=device,
+        stream=stream,
     )
     if len(text or ()) == 1 and tasks is None and not speed:
         result = {"model": result["model"], **result["texts"][0]}
@@ -80,8 +84,14 @@ def _sizes(text: str) -> list[int]:
 def _line(result: dict) -> str:
     return (
         f"perplexity {result['perplexity']:.2f} on {result['windows']} windows of {result['length']} tokens of "
-        f"{result['text']} ({result['definition']})"
+        f"{result['text']} ({result['definition']}){_memory(result)}"
     )
+
+
+def _memory(result: dict) -> str:
+    """Return what a model that was streamed took."""
+    found = {"peak memory": result.get("peak_memory_bytes"), "of the device": result.get("peak_device_memory_bytes")}
+    return "".join(f"; {what} {size / 2**30:.2f} GiB" for what, size in found.items() if size is not None)
 
 
 def _show(out, result: dict) -> None:

@@ -212,7 +212,7 @@ def _peak_memory(source: DenseModel, method: Method, calibration: dict | None) -
     item = torch.empty((), dtype=source.compute_dtype).element_size()
     blocks = [unique_parameters(block) for block in source.blocks]
     largest, around = max(blocks) * item, (unique_parameters(source.model) - sum(blocks)) * item
-    resident = 0 if source.streamed else tensor_bytes(source.model) - around
+    resident = tensor_bytes(source.model) - around if source.is_resident else 0
     tokens = held_out = 0
     if calibration:
         tokens, held_out = calibration["tokens"], calibration.get("held_out", 0) * mean_length(calibration)

@@ -26,6 +26,7 @@ from ..errors import RankfoldError, UnsupportedModelError, first_line
 from ..methods import BlockResult
 from ..methods.result import put_attention, put_projection
 from ..models.dense_model import DenseModel
+from .kept_proofs import keep_proof, load_proof
 from .replace import replaced
 
 log = logging.getLogger(__name__)
@@ -52,14 +53,19 @@ def validated(source: DenseModel) -> DenseModel:
         UnsupportedModelError: it has not.
     """
     if source.architecture.derived:
-        proof = validate_spec(source)
-        source.architecture = replace(proof.spec, derived=False)
+        if kept := load_proof(source):
+            spec, logits, attention = kept
+        else:
+            proof = validate_spec(source)
+            spec, logits, attention = proof.spec, proof.logits, proof.attention
+            keep_proof(source, spec, logits, attention)
+        source.architecture = replace(spec, derived=False)
         log.info(
             "model type %r has no spec; the one read off its blocks was checked on this model: logits differ by %.1e, "
             "attention replaced at full rank by %.1e",
-            proof.spec.model_type,
-            proof.logits,
-            proof.attention,
+            spec.model_type,
+            logits,
+            attention,
         )
     return source
 

@@ -50,7 +50,7 @@ class Probe:
 
     def compare(self, written: DenseModel) -> float:
         """:meth:`check` of what has been read back already."""
-        stream = start(written, self.ids, autocast=None)
+        stream = start(written, self.ids, autocast=None, most=LENGTH)  # of a compressed block no widths are known
         for index in range(len(written)):
             advance(written.block(index), stream)
         (batch,) = again(self.ids, stream.hidden)

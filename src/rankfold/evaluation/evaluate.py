@@ -6,6 +6,7 @@ from typing import Any
 
 from .._utils.progress import one_run
 from ..checkpoint.load import load_model, load_tokenizer
+from ..checkpoint.streamed import open_streamed
 from ..errors import OptionError, option
 from ..models.auto_classes import check_writes
 from ..report.record import versions
@@ -23,12 +24,14 @@ def evaluate(
     cost: Cost | None = None,
     dtype: str = "auto",
     device: str = "auto",
+    stream: bool = False,
 ) -> dict:
     """Perplexity on texts, accuracy on tasks, and cost of a model: whichever is asked for.
 
     Args:
         model: hub id, folder (dense or compressed), or ``.gguf`` file.
         dtype: ``auto`` (as stored) or a dtype.
+        stream: read the model one block at a time; of texts alone.
 
     Returns:
         ``{"model", "versions", "texts": [...], "tasks": {...}, "cost": {...}}``, the last three where asked for; see
@@ -40,12 +43,16 @@ def evaluate(
     """
     if not (texts or questions or cost):
         raise OptionError(f"nothing to evaluate; give {option('text')}, {option('tasks')} or {option('speed')}")
+    if stream and (questions or cost):
+        raise OptionError(
+            f"{option('stream')} reads one block at a time, for texts; leave it out for {option('tasks')} and {option('speed')}"
+        )
     if questions:
         questions.check()
     if cost:
         cost.check(str(model))
     read = texts.read() if texts else []
-    network = load_model(model, dtype=dtype, device=device)
+    network: Any = (open_streamed if stream else load_model)(model, dtype=dtype, device=device)
     check_writes(network.config, str(model))
     tokenizer = load_tokenizer(model) if texts or questions else None
     result: dict[str, Any] = {"model": str(model), "versions": versions()}

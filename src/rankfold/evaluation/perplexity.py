@@ -11,10 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._utils.memory import release_memory
 from .._utils.progress import track
+from ..calibration.likelihood import token_losses
 from ..calibration.moments import wide
+from ..calibration.runner import advance, start
 from ..data.calibration_data import check_ids
 from ..errors import DataError, NumericsError, OptionError, option
+from ..models.block_reader import BlockReader
+from ..models.dense_model import DenseModel
+from ..report.record import peak_device_memory_bytes, peak_memory_bytes
 
 DEFINITION = (
     "rows joined by a blank line, tokenised once; non-overlapping windows, no token shared; exp of the mean negative "
@@ -58,12 +64,44 @@ def perplexity(model: nn.Module, windows: Tensor, *, autocast: torch.dtype | Non
         with context:
             logits = network(batch, use_cache=False).logits[:, :-1]
         losses = nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="none")
-        if not torch.isfinite(losses).all():
-            raise NumericsError(
-                "the model's loss is NaN or infinite on the evaluation text; check the checkpoint or dtype"
-            )
-        total, predicted = total + wide(losses).sum().item(), predicted + losses.numel()
-    nll = total / (len(windows) * (length - 1))
+        total, predicted = total + _sum(losses), predicted + losses.numel()
+    return _described(total, windows)
+
+
+@torch.no_grad()
+def streamed_perplexity(source: DenseModel, windows: Tensor, *, autocast: torch.dtype | None = None) -> dict:
+    """Compute the same as :func:`perplexity`, one block of the model in memory at a time.
+
+    Args:
+        source: of :func:`~rankfold.checkpoint.streamed.open_streamed`.
+
+    Returns:
+        What :func:`perplexity` does, ``peak_memory_bytes`` of the process, and ``peak_device_memory_bytes``, ``None`` of a CPU.
+
+    Cost: the hidden states of all windows stay in memory, ``W T D`` numbers.
+    """
+    check_ids("windows", windows)
+    stream, read = start(source, windows, autocast=autocast, most=BATCH_TOKENS), BlockReader(source)
+    for index in track(range(len(source)), "evaluating"):
+        advance(read(index), stream)
+        release_memory()
+    total = sum(_sum(losses) for losses in token_losses(source, windows, stream))
+    return _described(total, windows) | {
+        "peak_memory_bytes": peak_memory_bytes(),
+        "peak_device_memory_bytes": peak_device_memory_bytes(source.device),
+    }
+
+
+def _sum(losses: Tensor) -> float:
+    if not torch.isfinite(losses).all():
+        raise NumericsError("the model's loss is NaN or infinite on the evaluation text; check the checkpoint or dtype")
+    return wide(losses).sum().item()
+
+
+def _described(total: float, windows: Tensor) -> dict:
+    """Return what is said of ``total`` nats on some windows."""
+    tokens = len(windows) * (windows.shape[1] - 1)
+    nll = total / tokens
     if nll > math.log(sys.float_info.max):
         raise NumericsError(
             f"the model's loss is {nll:.0f} nats a token, its perplexity beyond floating point; check the checkpoint"
@@ -72,7 +110,7 @@ def perplexity(model: nn.Module, windows: Tensor, *, autocast: torch.dtype | Non
         "perplexity": math.exp(nll),
         "nll": nll,
         "windows": len(windows),
-        "length": length,
-        "tokens": len(windows) * (length - 1),
+        "length": windows.shape[1],
+        "tokens": tokens,
         "definition": DEFINITION,
     }

@@ -16,7 +16,8 @@ from ..data.text import Text, read_text, text_source
 from ..data.tokens import ids_of
 from ..errors import CheckpointError, OptionError, option
 from ..models.auto_classes import check_writes
-from .perplexity import perplexity, windows_of
+from ..models.dense_model import DenseModel
+from .perplexity import perplexity, streamed_perplexity, windows_of
 
 log = logging.getLogger(__name__)
 
@@ -59,14 +60,19 @@ class Texts:
 
     def measure(self, model: str, network, tokenizer, texts: list[Text]) -> list[dict]:
         """Of every text what :func:`~rankfold.evaluation.perplexity.perplexity` says, ``text``, and ``tokens_per_second``
-        (tokens of the windows over the time of their forwards and losses)."""
-        found, config, length = [], network.config.get_text_config(), self.max_length
+        (tokens of the windows over the time of their forwards and losses).
+
+        Args:
+            network: the model, or one that is open to be run one block at a time.
+        """
+        whole = network.model if isinstance(network, DenseModel) else network
+        found, config, length = [], whole.config.get_text_config(), self.max_length
         context = getattr(config, "max_position_embeddings", None) or length
         if length > context:
             log.info("max_length %d is more than the model's context; using %d", length, context)
             length = context
         for text in texts:
-            if text.origin in _calibrated_on(network):
+            if text.origin in _calibrated_on(whole):
                 told = "warning: %s was calibrated or trained on this very text (%s); its perplexity here is too good"
                 log.warning(told, model, text.name)
             windows = windows_of_text(text, tokenizer, model, config, length, self.limit)
@@ -92,7 +98,10 @@ def timed_perplexity(network, windows: Tensor, text: str) -> dict:
     """What :func:`~rankfold.evaluation.perplexity.perplexity` says, ``tokens_per_second`` of it, and a ``warning``, which names
     the ``text``, where the model is no better than guessing."""
     begin = time.perf_counter()
-    result = perplexity(network, windows)
+    if isinstance(network, DenseModel):
+        result = streamed_perplexity(network, windows)
+    else:
+        result = perplexity(network, windows)
     speed = windows.numel() / (time.perf_counter() - begin)
     warning = warn_of_guessing(result["nll"], network.config.get_text_config().vocab_size, text)
     return result | {"tokens_per_second": speed, "warning": warning}

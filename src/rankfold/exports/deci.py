@@ -9,7 +9,7 @@ from ..compression.verify import Probe
 from ..models.dense_model import DenseModel
 from .folder import write_folder
 from .form import Form, stock_form
-from .gguf_file import check_family
+from .llama_cpp import check_family
 from .reading import read_rising
 
 CODE = "configuration_decilm"

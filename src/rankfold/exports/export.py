@@ -18,7 +18,7 @@ from ..version import __version__
 from .deci import deci_form, write_deci
 from .folder import write_folder
 from .form import Form, parameters, plain, stock_form
-from .gguf_file import check_family, context_of, write_gguf
+from .llama_cpp import check_family, context_of
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,12 @@ class Format:
     context: Callable[..., int | None] = lambda config: None  # of the config: longest window that is computed alike
 
 
+def _write_gguf(*arguments, **settings) -> float:
+    from .gguf_file import write_gguf
+
+    return write_gguf(*arguments, **settings)
+
+
 def _of_llama(source: DenseModel) -> Form:
     check_family(source)
     return stock_form(source)
@@ -41,10 +47,10 @@ FORMATS = {
     "stock": Format(stock_form, write_folder, "the stock class of the family, all MLPs as wide as the widest"),
     "deci": Format(deci_form, write_deci, "DeciLM (Nemotron-NAS) for vLLM: Llama, every MLP with its own width"),
     "gguf": Format(
-        _of_llama, write_gguf, "one file for llama.cpp and others, arch llama: the same widths", True, context_of
+        _of_llama, _write_gguf, "one file for llama.cpp and others, arch llama: the same widths", True, context_of
     ),
     "gguf-deci": Format(
-        deci_form, write_gguf, "one file for llama.cpp, arch deci: every MLP has its width", True, context_of
+        deci_form, _write_gguf, "one file for llama.cpp, arch deci: every MLP has its width", True, context_of
     ),
 }
 CARD = """---

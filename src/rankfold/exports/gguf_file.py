@@ -3,7 +3,6 @@
 Shape legend: H heads, N width of a head.
 """
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,15 @@ from transformers import PreTrainedModel
 
 from .._utils.present import present
 from .._utils.progress import track
-from ..architectures import FIXED_ROTARY, AttentionView
+from ..architectures import AttentionView
 from ..checkpoint.blocks import as_written
 from ..compression.verify import Probe
-from ..errors import UnsupportedModelError, option
 from ..models.dense_model import DenseModel
 from ..models.gguf_config import FACTORS
 from ..models.whole import read_gguf
 from .form import Form
 from .gguf_tokens import write_tokenizer
+from .llama_cpp import context_of
 from .padding import padded_state
 
 KINDS = {
@@ -34,28 +33,6 @@ KINDS = {
 }
 FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16", "Q8_0": "MOSTLY_Q8_0"}
 TURNED = ("self_attn.q_proj", "self_attn.k_proj")  # whose rows llama.cpp wants pair by pair
-
-
-def check_family(source: DenseModel) -> None:
-    """Raise :class:`UnsupportedModelError` unless llama.cpp's ``llama`` and ``deci`` compute what the model does."""
-    config = source.config  # other families have other fields
-    rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    found = {
-        "model type": (config.model_type, ("llama", "mistral")),
-        "activation": (getattr(config, "hidden_act", None), ("silu", "swish")),
-        "rotary embedding": (rotary, FIXED_ROTARY),
-    }
-    for what, (got, allowed) in found.items():
-        if got not in allowed:
-            raise UnsupportedModelError(
-                f"this form takes a {what} out of {', '.join(allowed)}, got {got}; use {option('format', 'stock')}, and the "
-                "converter of the engine you want"
-            )
-
-
-def context_of(config) -> int:
-    """Return the tokens of the longest window that a file computes alike; neither arch has a sliding window."""
-    return min(getattr(config, "sliding_window", None) or sys.maxsize, config.max_position_embeddings)
 
 
 def write_gguf(source: DenseModel, form: Form, file: Path, probe: Probe, *, quantised: bool = False) -> float:

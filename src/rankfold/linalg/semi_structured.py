@@ -108,10 +108,10 @@ def _columns(W: Tensor, U: Tensor) -> Tensor:
         if j % GROUP == 0:
             here = slice(j, j + GROUP)
             keep = largest_of_four(W[:, here].square() / U.diagonal()[here].square())
-        gone = ~keep[:, j % GROUP]
-        removed[gone, j] = W[gone, j] / U[j, j]
+        kept = keep[:, j % GROUP]
+        removed[:, j] = (W[:, j] / U[j, j]).masked_fill_(kept, 0)
         W[:, j + 1 :].addr_(removed[:, j], U[j, j + 1 :], alpha=-1)
-        W[gone, j] = 0
+        W[:, j].masked_fill_(~kept, 0)  # a mask as an index would wait for the device
     return removed
 
 

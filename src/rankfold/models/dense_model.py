@@ -14,13 +14,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .._utils.memory import has_room
 from .._utils.stopwatch import time_spent
 from ..architectures import Architecture, BlockView, Part, own_frequencies, part_of
-from .devices import autocast_dtype
+from .devices import autocast_dtype, is_on
 from .fingerprint import fingerprint
 from .processors import Processors
-from .weights import Weights, check_finite
-from .whole import read_whole
+from .weights import TensorReader, check_finite
+from .whole import read_gguf, read_whole
 
 
 class DenseModel:
@@ -28,15 +29,16 @@ class DenseModel:
 
     Attributes:
         name: what the user called it.  part: what of the model is taken.  config: of that part.  architecture: its family.
-        model: the model around the blocks; the blocks of a streamed source are on the meta device.
+        model: the model around the blocks, on :attr:`device`. The blocks of a streamed source are on the meta device, others
+            wherever they are kept.
         dtype: the dtype weights are written in, in the compressed model; what is read is rounded to it first, block by block.
         device: where blocks run.
         weights: where blocks are read from; ``None`` where all are in memory.
         processors: what makes its inputs, the tokenizer first.
         revision: commit on the hub; ``None`` where the model is from elsewhere.
         bytes_on_disk: of the files the weights are read from; ``None`` for a model that the caller holds.
-        overlaps: read the next block and write the last one while this one is computed. It costs the memory of two blocks, and
-            gains nothing where the processor that computes also reads.
+        overlaps: read the next block and write the last one while this one is computed. It costs the host the memory of two
+            blocks, so they have to fit, and gains nothing where the processor that computes also reads.
     """
 
     def __init__(
@@ -45,7 +47,7 @@ class DenseModel:
         name: str,
         device: torch.device,
         dtype: torch.dtype,
-        weights: Weights | None = None,
+        weights: TensorReader | None = None,
         processors: Processors | None = None,
         bytes_on_disk: int | None = None,
         part: Part | None = None,
@@ -56,7 +58,7 @@ class DenseModel:
         self.autocast = autocast_dtype(device)  # precision of block forwards; None for the compute dtype itself
         self.weights, self.bytes_on_disk, self.revision = weights, bytes_on_disk, revision
         self.processors = processors or Processors(name)
-        self.overlaps = device.type != "cpu"
+        self.overlaps = device.type != "cpu" and not self.is_resident and has_room(2 * self._largest_block)
 
     @property
     def architecture(self) -> Architecture:
@@ -85,6 +87,16 @@ class DenseModel:
     def streamed(self) -> bool:
         """Tell whether blocks are read one at a time, instead of all being in memory."""
         return self.weights is not None
+
+    @property
+    def is_resident(self) -> bool:
+        """Tell whether all blocks are in the memory of :attr:`device` at once."""
+        return not self.streamed and all(is_on(tensor, self.device) for tensor in self.blocks.parameters())
+
+    @property
+    def _largest_block(self) -> int:
+        """Bytes."""
+        return max((sum(x.nbytes for x in block.parameters()) for block in self.blocks), default=0)
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -117,15 +129,25 @@ class DenseModel:
             NumericsError: a weight is NaN or infinite (named).
             CheckpointError: the weights cannot be read.
         """
+        return self.moved(index, self.read(index))
+
+    def read(self, index: int) -> nn.Module:
+        """Return a private copy of block ``index`` where its weights are kept; of a streamed one in host memory."""
         module = copy.deepcopy(self.blocks[index])  # the caller may change it; a streamed block is empty here
-        prefix = f"{self.architecture.path_of(index)}."
         if self.weights:
-            self.weights.fill(module, prefix, self.dtype, self.compute_dtype, self.device)
+            self.weights.fill(module, self._prefix(index), self.dtype, self.compute_dtype)
         elif self.dtype != self.compute_dtype:
             module.to(self.dtype).to(self.compute_dtype)  # rounded as it will be stored
-        module.to(self.device).eval()
-        check_finite({prefix + name: tensor for name, tensor in module.state_dict().items()})
+        return module
+
+    def moved(self, index: int, module: nn.Module) -> BlockView:
+        """Move what :meth:`read` returned to :attr:`device`; see :meth:`block`."""
+        module.to(self.device, non_blocking=True).eval()
+        check_finite({self._prefix(index) + name: tensor for name, tensor in module.state_dict().items()})
         return BlockView(self.architecture, index, module, self.config, self.inv_freq(index))
+
+    def _prefix(self, index: int) -> str:
+        return f"{self.architecture.path_of(index)}."
 
     def inv_freq(self, index: int) -> torch.Tensor | None:
         """Return the rotary frequencies of a block; families with sliding layers keep one table per layer type."""
@@ -137,7 +159,8 @@ class DenseModel:
             if type(module).__name__.endswith("RotaryEmbedding"):
                 kind = getattr(self.config, "layer_types", None)
                 named = getattr(module, f"{kind[index]}_inv_freq", None) if kind else None
-                return named if named is not None else getattr(module, "inv_freq", None)
+                found = named if named is not None else getattr(module, "inv_freq", None)
+                return None if found is None else found.to(self.device)
         return None
 
     def meta_block(self, index: int) -> BlockView:
@@ -156,14 +179,20 @@ class DenseModel:
         return self.model.dtype
 
     def whole_model(self) -> nn.Module:
-        """Return the model with every block resident, for generating with it.
+        """Return the model with every block on :attr:`device`, for generating with it.
 
         Raises:
             CheckpointError: the weights cannot be read.
         """
-        if self.weights is None:
+        if self.is_resident:
             return self.model
-        return read_whole(self.weights.folder, self.model.config, self.dtype, self.device).eval()
+        if self.weights is None:
+            whole = copy.deepcopy(self.model)
+        elif self.weights.place.is_file():
+            whole = read_gguf(self.weights.place, self.compute_dtype)
+        else:
+            whole = read_whole(self.weights.place, self.model.config, self.compute_dtype)
+        return nn.Module.to(whole, self.device).eval()
 
     def outer_state(self) -> dict[str, torch.Tensor]:
         """Return the tensors outside the blocks, as they are stored; a tied head is left out."""

@@ -27,6 +27,13 @@ def resolve_dtype(name: str) -> torch.dtype | None:
     return DTYPES[_SHORT.get(name, name)]
 
 
+def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Tell whether a tensor is on a device; one without a number is the current one of its kind."""
+    return tensor.device == device or (
+        tensor.device.type == device.type and tensor.device == torch.empty(0, device=device).device
+    )
+
+
 def resolve_device(name: str) -> torch.device:
     """The device of ``cpu``, ``cuda[:i]``, ``mps`` or ``auto`` (an accelerator where there is one).
 

@@ -5,8 +5,8 @@ Shape legend: N rotary dimensions of a head.
 """
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import gguf
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
@@ -14,6 +14,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .._utils.present import present
 from ..errors import CheckpointError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    import gguf
 
 FACTORS = "rope_freqs.weight"  # what every frequency is divided by
 OTHERS = ("rope_factors_long.weight", "rope_factors_short.weight")
@@ -36,6 +39,8 @@ def gguf_config(file: Path) -> tuple[PreTrainedConfig, int, int]:
     Raises:
         UnsupportedModelError: the file stretches rotary frequencies in a way that cannot be said in a config, or is an adapter.
     """
+    import gguf
+
     config, reader = AutoConfig.from_pretrained(file.parent, gguf_file=file.name), gguf.GGUFReader(file)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     if found := next((name for name in tensors if name.endswith((".lora_a", ".lora_b"))), None):
@@ -63,7 +68,7 @@ def check_size(config: PreTrainedConfig, numbers: int, file: Path) -> None:
         )
 
 
-def _stretched(config, reader: gguf.GGUFReader, tensors: dict, file: Path) -> dict:
+def _stretched(config, reader: "gguf.GGUFReader", tensors: dict, file: Path) -> dict:
     """Rotary parameters where frequencies are not plain."""
     arch = present(reader.get_field("general.architecture")).contents()
     if arch in READ_BY_TRANSFORMERS:

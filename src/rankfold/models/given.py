@@ -103,6 +103,7 @@ def check_given(model: nn.Module, name: str | None) -> Part:
     check_quantised(model.config, type(model).__name__)
     auto_class(model.config, type(model).__name__)
     state = model.state_dict()
+    _check_one_device(model, state)
     on_meta = [name for name, tensor in state.items() if tensor.device.type == "meta"]
     if on_meta:
         raise UnsupportedModelError(
@@ -145,6 +146,18 @@ def check_quantised(config, name: str, blocks: str | None = None) -> None:
             f"transformers, and give that model, or what it writes with {SAVED}"
         )
     raise UnsupportedModelError(f"{name} is already compressed or quantised ({method}); {to_do}")
+
+
+def _check_one_device(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    """Refuse a model that ``device_map`` has put on several devices, or on the disk: its hooks move what blocks are sent."""
+    mapped = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+    found = {str(tensor.device) for tensor in state.values() if not tensor.is_meta}
+    if len(mapped) > 1 or len(found) > 1:
+        places = sorted(mapped if len(mapped) > 1 else found)
+        raise UnsupportedModelError(
+            f"the model is spread over {', '.join(places)}; give its folder or hub id, which is read block by block, or load "
+            "it without device_map"
+        )
 
 
 def check_tied(model: nn.Module) -> None:

@@ -1,5 +1,6 @@
 """Opening a dense model: from the hub, a folder, a GGUF file, or in memory."""
 
+import copy
 import logging
 from pathlib import Path
 from typing import cast
@@ -9,21 +10,26 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import PreTrainedModel
 
+from .._utils.memory import has_room
 from .._utils.reporting import reporting
 from ..architectures import part_of
 from ..errors import CheckpointError, OptionError, option
 from .auto_classes import auto_class
 from .dense_model import DenseModel
-from .devices import DTYPES, resolve_device, resolve_dtype
+from .devices import DTYPES, is_on, resolve_device, resolve_dtype
+from .gguf_config import check_biases, check_size, gguf_config
+from .gguf_weights import stream_gguf
 from .given import check_given, check_quantised, check_tied, resolve_model
 from .hub import commit_of, split_revision
 from .processors import Processors
 from .tables import check_tables
 from .tokenizer import TokenizerFiles
-from .weights import Weights, fill_outer
+from .weights import Weights, fill_outer, move_outer
 from .whole import check_unused, read_config, read_generation_config, read_gguf, read_whole, untie
 
 log = logging.getLogger(__name__)
+
+WIDENED = 8  # how much larger a GGUF file of 4 bits a number is in fp32
 
 
 def open_model(
@@ -42,7 +48,8 @@ def open_model(
             already in memory, which is not changed.
         dtype: ``float32``, ``bfloat16`` or ``float16``: what the result is written in; ``auto`` is as the checkpoint stores
             it, and ``bfloat16`` for a ``.gguf`` file, whose few bits fp32 would only make longer.
-        device: ``cpu``, ``cuda`` or ``mps``; ``auto`` is that of a model in memory, or else the fastest there is.
+        device: ``cpu``, ``cuda`` or ``mps``: where blocks run, one at a time. A model in memory need not be there. ``auto`` is
+            that of a model in memory, or else the fastest there is.
         tokenizer: overrides the one beside the weights.
         component: ``language``, ``vision`` or ``projector`` of a model that has several; by default the one that writes text,
             or else the only one.
@@ -77,11 +84,10 @@ def _open_given(model: nn.Module, dtype: torch.dtype | None, device: str, tokeni
     if revision is not None:
         raise OptionError(f"a revision is of a hub id, and the model is in memory, got {revision!r}; leave it out")
     where = model.device if device == "auto" else resolve_device(device)
-    if where.type != model.device.type:
-        raise OptionError(
-            f"the model in memory is on {model.device}, got device {device!r}; move it (model.to({device!r})), or leave device "
-            "out"
-        )
+    if not is_on(next(model.parameters()), where):
+        blocks = model.get_submodule(part.architecture.blocks)
+        model = copy.deepcopy(model, {id(blocks): blocks})  # the caller's blocks, which are copied one by one
+        move_outer(model, part.architecture.blocks, where)
     place, commit = getattr(model, "name_or_path", ""), getattr(model.config, "_commit_hash", None)
     name = place or type(model).__name__
     processors = Processors(name, TokenizerFiles(Path(place), revision=commit) if place else None, tokenizer)
@@ -92,9 +98,30 @@ def _read_gguf(file: Path, device: torch.device, dtype: torch.dtype | None, comp
     """As :func:`_read_folder`. All numbers are held in fp32, so that the fingerprint does not depend on the dtype written."""
     written = dtype or torch.bfloat16
     log.info("%s is de-quantised; its weights are written in %s", file.name, str(written).removeprefix("torch."))
-    model = read_gguf(file, torch.float32)
-    nn.Module.to(model, device)  # whose types a decorator of transformers hides
-    return model, written, None, file.stat().st_size, part_of(model, component)
+    size = file.stat().st_size
+    streamed = None if has_room(WIDENED * size) else _stream_gguf(file)
+    if streamed is None:
+        model = read_gguf(file, torch.float32)
+        part = part_of(model, component)
+        move_outer(model, part.architecture.blocks, device)
+        return model, written, None, size, part
+    model, weights = streamed
+    part = part_of(model, component)
+    fill_outer(model, part.architecture.blocks, weights, torch.float32, device)
+    return model, written, weights, size, part
+
+
+def _stream_gguf(file: Path):
+    """The model of a GGUF file, empty, and where its weights are read from; ``None`` where it has to be read as a whole."""
+    with reporting(CheckpointError, f"{file} cannot be read as GGUF", "download or copy it again"):
+        config, biases, numbers = gguf_config(file)
+        check_size(config, numbers, file)
+        model = _empty(config, torch.float32)
+        weights = stream_gguf(file, model)
+    if weights is None:
+        return None
+    check_biases(model, biases, file)
+    return model, weights
 
 
 def _read_folder(
@@ -112,19 +139,21 @@ def _read_folder(
     named_alike = weights.match(outline)
     weights.check_fits(outline)
     check_tables(outline)
-    model = _empty(config, torch.float32 if device.type == "cpu" else storage_dtype)
+    held = torch.float32 if device.type == "cpu" else storage_dtype
+    model = _empty(config, held)
     stack = part_of(model, component)
     if named_alike:
         if any(weights.differ(*pair) for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items()):
             untie(config, str(folder))
-            model = _empty(config, model.dtype)
+            model = _empty(config, held)
         check_unused(weights.unused(model), model, folder)
         fill_outer(model, stack.architecture.blocks, weights, storage_dtype, device)
     else:
         log.info(
             "the checkpoint names its weights differently from the model: reading it as a whole, not block by block"
         )
-        model = read_whole(folder, config, storage_dtype, device)
+        model = read_whole(folder, config, held)
+        move_outer(model, stack.architecture.blocks, device)
     if generation := read_generation_config(folder):
         model.generation_config = generation
     return model, storage_dtype, weights if named_alike else None, size, stack

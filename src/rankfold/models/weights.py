@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -23,7 +24,40 @@ KINDS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16
 IN_LIST = re.compile(r"(.*?)\.\d+\..*\b(weight|bias)$")  # a weight of one of many equal modules, such as blocks
 
 
-class Weights:
+class TensorReader:
+    """Reads tensors by parameter name into host memory.
+
+    Attributes:
+        place: folder or file they lie in.
+    """
+
+    def __init__(self, place: Path):
+        self.place = place
+
+    def read(self, names: list[str], storage_dtype: torch.dtype, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Read tensors by name into host memory; floats are rounded to ``storage_dtype``, the precision of the result, and held
+        as ``dtype``."""
+        return {
+            name: tensor.to(storage_dtype).to(dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in self._tensors(names)
+        }
+
+    def raw(self, name: str) -> torch.Tensor:
+        """A tensor with the numbers that are in the files."""
+        ((_, tensor),) = self._tensors([name])
+        return tensor
+
+    def fill(self, module: nn.Module, prefix: str, storage_dtype: torch.dtype, dtype: torch.dtype) -> None:
+        """Replace all meta tensors of ``module`` by those of the files; see :meth:`read`."""
+        state = self.read([prefix + name for name in module.state_dict()], storage_dtype, dtype)
+        module.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in state.items()}, assign=True)
+
+    def _tensors(self, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Read tensors, with the numbers that are stored."""
+        raise NotImplementedError
+
+
+class Weights(TensorReader):
     """Tensors of a safetensors checkpoint by parameter name.
 
     Raises:
@@ -31,6 +65,7 @@ class Weights:
     """
 
     def __init__(self, folder: Path):
+        super().__init__(folder)
         self.folder = folder
         self.places: dict[str, Placed] = {**_places(folder)}
 
@@ -130,19 +165,6 @@ class Weights:
         """Whether two tensors, both there, are unequal."""
         return {one, other} <= set(self.places) and not torch.equal(self.raw(one), self.raw(other))
 
-    def read(self, names: list[str], storage_dtype: torch.dtype, dtype: torch.dtype, device) -> dict[str, torch.Tensor]:
-        """Tensors by name; floats are rounded to ``storage_dtype``, the precision of the result, and held as ``dtype``."""
-        state = {}
-        for name, tensor in self._tensors(names):
-            held = tensor.to(storage_dtype).to(dtype) if tensor.is_floating_point() else tensor
-            state[name] = held.to(device)
-        return state
-
-    def raw(self, name: str) -> torch.Tensor:
-        """A tensor with the numbers that are in the files."""
-        ((_, tensor),) = self._tensors([name])
-        return tensor
-
     def _tensors(self, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors by name; every file is opened once."""
         with contextlib.ExitStack() as stack:
@@ -151,11 +173,6 @@ class Weights:
             for name in names:
                 place = self.places[name]
                 yield name, place.value([handles[part.file].get_tensor(part.name) for part in place.parts])
-
-    def fill(self, module: nn.Module, prefix: str, storage_dtype: torch.dtype, dtype: torch.dtype, device) -> None:
-        """Replace all meta tensors of ``module`` by those of the files; see :meth:`read`."""
-        state = self.read([prefix + name for name in module.state_dict()], storage_dtype, dtype, device)
-        module.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in state.items()}, assign=True)
 
 
 def _renamed(places: dict[str, Placed], prefix: str, wanted: set[str]) -> dict[str, Placed]:
@@ -238,23 +255,43 @@ def required_names(model: PreTrainedModel) -> set[str]:
 
 
 def fill_outer(
-    model: PreTrainedModel, blocks: str, weights: Weights, storage_dtype: torch.dtype, device: torch.device
+    model: PreTrainedModel, blocks: str, weights: TensorReader, storage_dtype: torch.dtype, device: torch.device
 ) -> None:
     """Load what is not in the list of blocks of this name, and tie the head."""
     prefix = f"{blocks}."
     outer = [name for name in required_names(model) if not name.startswith(prefix)]
-    state = weights.read(sorted(outer), storage_dtype, model.dtype, device)
+    state = weights.read(sorted(outer), storage_dtype, model.dtype)
     check_finite(state)
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
-    for module in model.modules():  # non-persistent buffers (rotary tables) were made on the CPU
-        for key, buffer in module._buffers.items():
-            if buffer is not None and buffer.device.type != "meta":
-                module._buffers[key] = buffer.to(device)
+    move_outer(model, blocks, device)
+
+
+def move_outer(model: nn.Module, blocks: str, device: torch.device) -> None:
+    """Move what is around the blocks of this path to a device; they stay where they are."""
+    owner, _, name = blocks.rpartition(".")
+    place = model.get_submodule(owner)
+    there = getattr(place, name)
+    setattr(place, name, nn.ModuleList())
+    try:
+        nn.Module.to(model, device)  # whose types a decorator of transformers hides
+    finally:
+        setattr(place, name, there)
 
 
 def check_finite(state: dict[str, torch.Tensor]) -> None:
-    for name, tensor in state.items():
-        if tensor.is_floating_point() and not all_finite(tensor):
+    """Raise :class:`NumericsError` where a weight has entries that are NaN or infinite, and name it.
+
+    The ranges on a device are looked at together: a look waits for it. Tensors on the meta device, which has no numbers, are
+    passed over.
+    """
+    there = {name: x for name, x in state.items() if x.is_floating_point() and x.numel() and not x.is_meta}
+    ends = defaultdict(list)
+    for tensor in there.values():
+        ends[tensor.device] += torch.aminmax(tensor)
+    if all(torch.stack(some).isfinite().all() for some in ends.values()):
+        return
+    for name, tensor in there.items():
+        if not all_finite(tensor):
             bad = int((~torch.isfinite(tensor)).sum())
             raise NumericsError(f"weight {name} has {bad} NaN or infinite entries; the checkpoint is damaged")

@@ -19,19 +19,18 @@ log = logging.getLogger(__name__)
 REPORTED = {"output_loading_info": True, "ignore_mismatched_sizes": True, "trust_remote_code": False}
 
 
-def read_whole(folder: Path, config, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """A dense model from a folder of safetensors and its config; on a CPU its numbers are held in fp32.
+def read_whole(folder: Path, config, dtype: torch.dtype) -> PreTrainedModel:
+    """Read a dense model from a folder of safetensors and its config into host memory; its numbers are held in ``dtype``.
 
     Raises:
         CheckpointError: it cannot be read, or does not hold what its config describes.
     """
     auto: Any = auto_class(config)
-    held = torch.float32 if device.type == "cpu" else dtype
     with reporting(CheckpointError, f"{folder} cannot be loaded"):
-        model, info = auto.from_pretrained(folder, dtype=held, use_safetensors=True, **REPORTED)
+        model, info = auto.from_pretrained(folder, dtype=dtype, use_safetensors=True, **REPORTED)
     check_loaded(info, model, folder)
     untie_where_unequal(model, str(folder))
-    return model.to(device)
+    return model
 
 
 def read_gguf(file: Path, dtype: torch.dtype | str) -> PreTrainedModel:
@@ -149,8 +148,8 @@ def check_head(model: PreTrainedModel, place: Path) -> None:
 def _head_differs(model: PreTrainedModel) -> bool:
     head = model.get_output_embeddings()
     # The model's own config decides, as in transformers; that of its language model need not say.
-    if head is None or not getattr(model.config, "tie_word_embeddings", False):
-        return False
+    if head is None or head.weight.is_meta or not getattr(model.config, "tie_word_embeddings", False):
+        return False  # of weights on the disk each place has a stand-in of its own
     return head.weight is not model.get_input_embeddings().weight
 
 

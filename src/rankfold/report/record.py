@@ -147,11 +147,18 @@ def peak_memory_bytes() -> int | None:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def peak_device_memory_bytes(device: torch.device) -> int | None:
+    """Return the most bytes of tensors on an accelerator so far; ``None`` for a CPU, and where PyTorch does not count them."""
+    count = getattr(torch.get_device_module(device), "max_memory_allocated", None)
+    return None if device.type == "cpu" or count is None else count(device)
+
+
 def environment(device: torch.device) -> dict:
     """Hardware, without names of the machine."""
+    name = getattr(torch.get_device_module(device), "get_device_name", None)
     return {
         "device": device.type,
-        "accelerator": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "accelerator": None if device.type == "cpu" else name(device) if name else device.type,
         "cpu": _cpu_name(),
         "threads": torch.get_num_threads(),
         "cpus": os.cpu_count(),
@@ -172,7 +179,12 @@ def run_record(source, description: dict, plan, reports: dict) -> dict:
             compressed before this one, where one was.
     """
     estimates = {"seconds": plan.seconds, "peak_memory_bytes": plan.peak_memory_bytes}
-    measurements = {"peak_memory_bytes": peak_memory_bytes(), "estimated": estimates, "processes": process_count()}
+    measurements = {
+        "peak_memory_bytes": peak_memory_bytes(),
+        "peak_device_memory_bytes": peak_device_memory_bytes(source.device),  # the estimate is of this where there is one
+        "estimated": estimates,
+        "processes": process_count(),
+    }
     planned = {key: value for key, value in plan.to_dict().items() if key not in {*estimates, "calibration"}}
     record = {
         **description,
