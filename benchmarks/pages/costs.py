@@ -130,12 +130,12 @@ def memory(record: dict) -> list[str]:
     names = ("peak", "baseline", "stream", "shard", "block", "moments", "model")
     rows = [
         [row["name"], *(f"{row[f'{name}_bytes'] / MIB:,.0f}" for name in names), f"{row['ratio']:.2f}"]
-        + ["met" if row["met"] else "**missed**"]
+        + ["met" if row["met"] else "**missed**", f"{row['planned']:.2f}" if "planned" in row else ""]
         for row in record["rows"]
     ]
     c = record["config"]
     what = f"Random Llama, {c['blocks']} blocks, d = {c['width']}, F = {c['hidden']}; {windows(c)}."
-    return [what, "", *table(["MiB", *names, "ratio", "target 3"], rows)]
+    return [what, "", *table(["MiB", *names, "ratio", "target 3", "planned / measured"], rows)]
 
 
 def complexity(record: dict) -> list[str]:

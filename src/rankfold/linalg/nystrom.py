@@ -12,9 +12,11 @@ from torch import Tensor
 
 from .elimination import eliminate_units, elimination, others
 from .lanczos import largest_eigenvalue
-from .psd import check_moment, spd_inverse
+from .psd import ROWS, check_moment, choosing, energy, spd_factor, spd_inverse
 
 SELECTIONS = ("obs", "leverage")
+# A leverage score that is further below zero than rounding explains: the moment is indefinite.
+BELOW_ZERO = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 
 class NystromBounds(NamedTuple):
@@ -41,7 +43,7 @@ class _Damped(NamedTuple):
 
     C: Tensor  # (F, F) undamped; clamped where that was needed
     lam: float
-    inverse: Tensor  # (F, F) of C + lam I
+    inverse: Tensor  # (F, F) of C + lam I, in the dtype of choices
     clamped: bool
 
 
@@ -54,9 +56,11 @@ def _damp(C: Tensor, ridge: float) -> _Damped:
     lam = ridge * C.diagonal().mean().item()
     if not lam > 0:
         raise ValueError(f"ridge * mean(diag(C)) must be positive, got {lam:.1e}; the units never fire, or ridge is 0")
-    inverse = spd_inverse(C, shift=lam)
-    if inverse is not None and not (lam * inverse.diagonal() > 1 + 1e-6).any():  # a score below zero: C is indefinite
-        return _Damped(C, lam, inverse, False)
+    for dtype in dict.fromkeys((choosing(C), C.dtype)):
+        inverse = spd_inverse(C, shift=lam, dtype=dtype)
+        if inverse is not None and not (lam * inverse.diagonal() > 1 + BELOW_ZERO[dtype]).any():
+            return _Damped(C, lam, inverse, False)
+        del inverse
     eigenvalues, U = torch.linalg.eigh(C)
     C = (U * eigenvalues.clamp_min(0)) @ U.T
     inverse = spd_inverse(C, shift=lam)
@@ -115,7 +119,8 @@ def nystrom(
         ValueError: shapes disagree, ``rank`` or ``ridge`` is out of range, ``C`` is not finite, unknown ``selection``.
         torch.linalg.LinAlgError: a kept block is numerically singular even after damping.
 
-    Cost: O(F^3 + D F^2) time, two (F, F) matrices of memory. Deterministic.
+    Cost: O(F^3 + D F^2) time, beside ``C`` one (F, F) matrix and a few (D, F) of memory. Units of wide moments are chosen in
+    fp32 (:func:`rankfold.linalg.psd.choosing`); the weights are fitted in the precision of ``C``. Deterministic.
     """
     F = W_down.shape[1]
     check_moment(C, F)
@@ -134,34 +139,36 @@ def nystrom(
     damped = _damp(C, ridge)
     # Ridge leverage scores [C (C + lam I)^-1]_ii, in [0, 1): MoDeGPT Algorithm 1, line 2. The paper has lam = 1 on
     # un-normalised sums; here lam is relative, so the scores do not depend on the scale of C.
-    scores = 1.0 - damped.lam * damped.inverse.diagonal()
+    scores = 1.0 - damped.lam * damped.inverse.diagonal().to(C)
     inverse_norm = largest_eigenvalue(damped.inverse.mv, damped.inverse)
     if selection == "leverage":
         keep = scores.topk(rank).indices.sort().values
     else:
         # Eliminating acts on the columns of W alone, so that of R W is that of W in the metric.
-        keep = eliminate_units(W if output_root is None else output_root.to(W) @ W, damped.inverse, rank=rank)
+        seen = W if output_root is None else output_root.to(W) @ W
+        keep = eliminate_units(seen.to(damped.inverse.dtype), damped.inverse, rank=rank)
+        del seen
     C, lam, clamped = damped.C, damped.lam, damped.clamped
     del damped  # memory peaks here: no inverse beside the fit
-    fit, schur = _fit(W_down, W, C, keep, lam)
+    fit, complement = _fit(W_down, W, C, keep, lam, bounded=True)
     dropped = others(keep, F)
-    bounds = _bounds(W, W[:, dropped], schur, inverse_norm, scores[dropped].sum().item(), lam)
+    bounds = _bounds(W, W[:, dropped], complement, inverse_norm, scores[dropped].sum().item(), lam)
     return fit._replace(bounds=bounds, clamped=clamped)
 
 
-def _fit(W_down: Tensor, W: Tensor, C: Tensor, keep: Tensor, lam: float) -> tuple[Nystrom, Tensor]:
-    """The best weights on the kept units and their error, without bounds; and the complement of the kept units in the
-    damped moment."""
+def _fit(
+    W_down: Tensor, W: Tensor, C: Tensor, keep: Tensor, lam: float, *, bounded: bool = False
+) -> tuple[Nystrom, float]:
+    """The best weights on the kept units and their error, without bounds; and what :class:`_Refit` has for these."""
     dropped = others(keep, len(C))
-    refit, schur = _refit(W, C, keep, dropped, lam)
+    refit = _refit(W, C, keep, dropped, lam, bounded=bounded)
     # Everything is optimal, hence orthogonal, under C + lam I; what the damping adds is taken off again. It acts on what
     # stands in for dropped units only: kept weights are not shrunk.
-    W_dropped = W[:, dropped]
-    change = (W[:, keep] - refit).square().sum() + W_dropped.square().sum()
-    error = ((W_dropped @ schur) * W_dropped).sum() - lam * change
-    error, total = error.clamp_min(0).item(), ((W @ C) * W).sum().item()
+    lost = energy(W[:, dropped], C[dropped][:, dropped])
+    error = lost - refit.told.square().sum() - lam * refit.added.square().sum()
+    error, total = error.clamp_min(0).item(), energy(W, C).item()
     relative = (error / total) ** 0.5 if total > 0 else 0.0
-    return Nystrom(keep, refit.to(W_down.dtype), error, relative, None, False), schur
+    return Nystrom(keep, (W[:, keep] + refit.added).to(W_down.dtype), error, relative, None, False), refit.complement
 
 
 class ErrorCurve(NamedTuple):
@@ -175,7 +182,7 @@ class ErrorCurve(NamedTuple):
 def error_curve(W_down: Tensor, C: Tensor, *, least: int, ridge: float = 1e-4) -> ErrorCurve:
     """Compute the error at every rank from ``least`` on, from one elimination on the damped moment.
 
-    Arguments as for :func:`nystrom`; ``C`` may be destroyed.
+    Arguments as for :func:`nystrom`.
 
     Raises:
         ValueError: as :func:`nystrom`.
@@ -185,34 +192,55 @@ def error_curve(W_down: Tensor, C: Tensor, *, least: int, ridge: float = 1e-4) -
     if not C.diagonal().any():
         return ErrorCurve(torch.zeros(F - least + 1, dtype=torch.float64), None)
     W = W_down.to(C)
-    total = ((W @ C) * W).sum().clamp_min(torch.finfo(C.dtype).tiny).item()
+    total = energy(W.to(choosing(C)), C).clamp_min(torch.finfo(C.dtype).tiny).item()
     damped = _damp(C, ridge)
-    order, losses = elimination(W, damped.inverse, rank=least)
+    order, losses = elimination(W.to(damped.inverse.dtype), damped.inverse, rank=least)
     errors = torch.cat([torch.zeros(1, dtype=torch.float64), losses.cumsum(0)]) / total
     return ErrorCurve(errors, None if damped.clamped else order)
 
 
-def _refit(W: Tensor, C: Tensor, keep: Tensor, dropped: Tensor, lam: float) -> tuple[Tensor, Tensor]:
-    """Solve for the weights ``(D, R)`` on the kept units afresh, whatever chose them.
+class _Refit(NamedTuple):
+    """The kept units in place of all; ``L`` is the Cholesky factor of their damped moment."""
 
-    Returns:
-        These, and the complement ``(F - R, F - R)`` of the kept units in ``C + lam I``.
+    added: Tensor  # (D, R) to the weights of the kept units
+    told: Tensor  # (R, D) L^-1 C_kd W_d^T: what the kept units tell of the output of the dropped ones
+    complement: float  # squared Frobenius norm of the complement of the kept units in C + lam I; NaN where not asked for
+
+
+def _refit(W: Tensor, C: Tensor, keep: Tensor, dropped: Tensor, lam: float, *, bounded: bool = False) -> _Refit:
+    """Solve for the weights on the kept units afresh, whatever chose them.
+
+    Cost: R^3 / 3 + 2 D R F flops; ``bounded``, also those of the complement: F R (F - R).
     """
     kept = C[keep[:, None], keep]
-    kept.diagonal().add_(lam)
-    factor, info = torch.linalg.cholesky_ex(kept)
-    if info.item():
+    factor = spd_factor(kept, shift=lam)
+    if factor is None:
         raise torch.linalg.LinAlgError(_not_definite("the block of the kept units", kept))
-    cross = C[keep][:, dropped]
-    half = torch.linalg.solve_triangular(factor, cross, upper=False)  # L^-1 C_kd
-    schur = C[dropped][:, dropped] - half.T @ half
-    schur.diagonal().add_(lam)
-    stand_in = torch.linalg.solve_triangular(factor.T, half, upper=True)  # (C_kk + lam I)^-1 C_kd
-    return W[:, keep] + W[:, dropped] @ stand_in.T, schur
+    del kept
+    cross, W_dropped, complement = C[keep[:, None], dropped], W[:, dropped], float("nan")
+    if bounded:
+        half = torch.linalg.solve_triangular(factor, cross, upper=False)  # L^-1 C_kd
+        del cross
+        complement, told = _complement(C, dropped, half, lam), half @ W_dropped.T
+    else:
+        told = torch.linalg.solve_triangular(factor, cross @ W_dropped.T, upper=False)
+    return _Refit(torch.linalg.solve_triangular(factor.mT, told, upper=True).T, told, complement)
+
+
+def _complement(C: Tensor, dropped: Tensor, half: Tensor, lam: float) -> float:
+    """``||C_dd + lam I - half^T half||_F^2``, by panels of the upper triangle."""
+    rest, found = dropped.nonzero()[:, 0], torch.zeros((), dtype=C.dtype, device=C.device)
+    for a in range(0, len(rest), ROWS):
+        b = min(a + ROWS, len(rest))
+        panel = C[rest[a:b, None], rest[a:]].addmm_(half[:, a:b].T, half[:, a:], alpha=-1)
+        panel.diagonal().add_(lam)
+        panel.square_()
+        found += 2 * panel.sum() - panel[:, : b - a].sum()
+    return found.item()
 
 
 def _bounds(
-    W: Tensor, W_dropped: Tensor, schur: Tensor, inverse_norm: float, epsilon: float, lam: float
+    W: Tensor, W_dropped: Tensor, complement: float, inverse_norm: float, epsilon: float, lam: float
 ) -> NystromBounds:
     r"""Guarantees on :math:`V = \mathbb{E}\|W a - W' a_k\|^2`, both evaluated on ``C + lam I``, where ``W'`` is optimal.
 
@@ -224,7 +252,7 @@ def _bounds(
     \frac{\varepsilon}{1-\varepsilon} \|W_d\|_2^2`, which is reported. It needs :math:`\varepsilon = \sum_{i \notin k} s_i
     < 1`; real MLPs drop hundreds of units with scores near one, so there it says nothing and is ``None``.
     """
-    theorem = _squared_norm(W) * inverse_norm * schur.square().sum().item()
+    theorem = _squared_norm(W) * inverse_norm * complement
     proposition = lam * epsilon / (1 - epsilon) * _squared_norm(W_dropped) if epsilon < 1 else None
     return NystromBounds(theorem, proposition, epsilon)
 
