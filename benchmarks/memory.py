@@ -26,6 +26,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 import common
 from rankfold import CalibrationData, compress, make_method, open_model
@@ -115,7 +116,8 @@ def write_model(args: argparse.Namespace, folder: Path) -> None:
     model = transformers.LlamaForCausalLM(config).to(getattr(torch, args.dtype))
     size = tensor_bytes(model)
     model.save_pretrained(folder, max_shard_size=max(size // 8, 2**20))
-    words = Tokenizer(WordLevel({"<unk>": 0}, unk_token="<unk>"))  # checkpoints carry one; it is not used
+    words = Tokenizer(WordLevel({"<unk>": 0}, unk_token="<unk>"))  # checkpoints carry one; probe texts are all unknown
+    words.pre_tokenizer = Whitespace()
     transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder)
     common.say(f"model of {size / 2**20:,.0f} MiB in {len(list(folder.glob('*.safetensors')))} shards")
 

@@ -25,7 +25,9 @@ def test_every_draw_is_one_of_the_two_neighbours(dtype):
     x = torch.cat([torch.randn(100) * scale for scale in (1e-3, 1, 30)] + [2.0 ** torch.arange(-8, 8) * 0.9999])
     below_or_above = draws(x, dtype, 50)
     nearest = x.to(dtype)
-    one_up, one_down = (torch.nextafter(nearest, torch.full_like(nearest, to)).float() for to in (torch.inf, -torch.inf))
+    one_up, one_down = (
+        torch.nextafter(nearest, torch.full_like(nearest, to)).float() for to in (torch.inf, -torch.inf)
+    )
     low = torch.where(nearest.float() <= x, nearest.float(), one_down)
     high = torch.where(nearest.float() >= x, nearest.float(), one_up)
     assert ((below_or_above == low) | (below_or_above == high)).all()

@@ -43,20 +43,23 @@ class _Damped(NamedTuple):
 
     C: Tensor  # (F, F) undamped; clamped where that was needed
     lam: float
-    inverse: Tensor  # (F, F) of C + lam I, in the dtype of choices
+    inverse: Tensor  # (F, F) of C + lam I
     clamped: bool
 
 
-def _damp(C: Tensor, ridge: float) -> _Damped:
+def _damp(C: Tensor, ridge: float, *dtypes: torch.dtype) -> _Damped:
     """``(C + lam I)^-1`` with ``lam = ridge * mean(diag C)``.
 
     Sums of fp32 products with a few massive activations are indefinite by more than a small ridge. There, and only there,
     negative eigenvalues are clamped first (one ``eigh``); otherwise Cholesky is ten times cheaper.
+
+    Args:
+        dtypes: of the inverse; the first in which rounding is below the ridge, and last that of ``C``.
     """
     lam = ridge * C.diagonal().mean().item()
     if not lam > 0:
         raise ValueError(f"ridge * mean(diag(C)) must be positive, got {lam:.1e}; the units never fire, or ridge is 0")
-    for dtype in dict.fromkeys((choosing(C), C.dtype)):
+    for dtype in dict.fromkeys((*dtypes, C.dtype)):
         inverse = spd_inverse(C, shift=lam, dtype=dtype)
         if inverse is not None and not (lam * inverse.diagonal() > 1 + BELOW_ZERO[dtype]).any():
             return _Damped(C, lam, inverse, False)
@@ -108,8 +111,8 @@ def nystrom(
             Algorithm 1; it does not see ``W_down``, and drops collinear units all together.
         output_root: ``(D, D)`` root ``R`` of an output metric: units go by what they add to :math:`\|R (W a - W' a_k)\|^2`. The
             best weights on the units that stay are the same in every metric. All outputs count alike by default.
-        keep: ``(rank,)`` units to keep, ascending, from :func:`error_curve` on the same moment. Neither the inverse nor the
-            choice is computed again then, and no bounds.
+        keep: ``(rank,)`` units to keep, ascending, from :func:`error_curve` on the same moment, to compare what they do.
+            Neither the inverse nor the choice is computed again then, and no bounds; wide moments are solved in fp32.
 
     Returns:
         :class:`Nystrom`. With ``rank == F`` the units all stay and ``W_down`` comes back unchanged; where no unit ever fires
@@ -119,8 +122,7 @@ def nystrom(
         ValueError: shapes disagree, ``rank`` or ``ridge`` is out of range, ``C`` is not finite, unknown ``selection``.
         torch.linalg.LinAlgError: a kept block is numerically singular even after damping.
 
-    Cost: O(F^3 + D F^2) time, beside ``C`` one (F, F) matrix and a few (D, F) of memory. Units of wide moments are chosen in
-    fp32 (:func:`rankfold.linalg.psd.choosing`); the weights are fitted in the precision of ``C``. Deterministic.
+    Cost: O(F^3 + D F^2) time, beside ``C`` one (F, F) matrix and a few (D, F) of memory. Deterministic.
     """
     F = W_down.shape[1]
     check_moment(C, F)
@@ -135,19 +137,17 @@ def nystrom(
         return Nystrom(first, W_down[:, :rank].clone(), 0.0, 0.0, NystromBounds(0.0, 0.0, 0.0), False)
     W = W_down.to(C)  # decompose in the precision of the statistics, never in bf16
     if keep is not None:
-        return _fit(W_down, W, C, keep, ridge * C.diagonal().mean().item())[0]
+        return _fit(W_down, W.to(choosing(C)), C, keep, ridge * C.diagonal().mean().item())[0]
     damped = _damp(C, ridge)
     # Ridge leverage scores [C (C + lam I)^-1]_ii, in [0, 1): MoDeGPT Algorithm 1, line 2. The paper has lam = 1 on
     # un-normalised sums; here lam is relative, so the scores do not depend on the scale of C.
-    scores = 1.0 - damped.lam * damped.inverse.diagonal().to(C)
+    scores = 1.0 - damped.lam * damped.inverse.diagonal()
     inverse_norm = largest_eigenvalue(damped.inverse.mv, damped.inverse)
     if selection == "leverage":
         keep = scores.topk(rank).indices.sort().values
     else:
         # Eliminating acts on the columns of W alone, so that of R W is that of W in the metric.
-        seen = W if output_root is None else output_root.to(W) @ W
-        keep = eliminate_units(seen.to(damped.inverse.dtype), damped.inverse, rank=rank)
-        del seen
+        keep = eliminate_units(W if output_root is None else output_root.to(W) @ W, damped.inverse, rank=rank)
     C, lam, clamped = damped.C, damped.lam, damped.clamped
     del damped  # memory peaks here: no inverse beside the fit
     fit, complement = _fit(W_down, W, C, keep, lam, bounded=True)
@@ -166,7 +166,7 @@ def _fit(
     # stands in for dropped units only: kept weights are not shrunk.
     lost = energy(W[:, dropped], C[dropped][:, dropped])
     error = lost - refit.told.square().sum() - lam * refit.added.square().sum()
-    error, total = error.clamp_min(0).item(), energy(W, C).item()
+    error, total = error.clamp_min(0).item(), energy(W.to(choosing(C)), C).item()
     relative = (error / total) ** 0.5 if total > 0 else 0.0
     return Nystrom(keep, (W[:, keep] + refit.added).to(W_down.dtype), error, relative, None, False), refit.complement
 
@@ -180,7 +180,8 @@ class ErrorCurve(NamedTuple):
 
 @torch.no_grad()
 def error_curve(W_down: Tensor, C: Tensor, *, least: int, ridge: float = 1e-4) -> ErrorCurve:
-    """Compute the error at every rank from ``least`` on, from one elimination on the damped moment.
+    """Compute the error at every rank from ``least`` on, from one elimination on the damped moment; of wide moments in fp32
+    (:func:`rankfold.linalg.psd.choosing`).
 
     Arguments as for :func:`nystrom`.
 
@@ -193,7 +194,7 @@ def error_curve(W_down: Tensor, C: Tensor, *, least: int, ridge: float = 1e-4) -
         return ErrorCurve(torch.zeros(F - least + 1, dtype=torch.float64), None)
     W = W_down.to(C)
     total = energy(W.to(choosing(C)), C).clamp_min(torch.finfo(C.dtype).tiny).item()
-    damped = _damp(C, ridge)
+    damped = _damp(C, ridge, choosing(C))
     order, losses = elimination(W.to(damped.inverse.dtype), damped.inverse, rank=least)
     errors = torch.cat([torch.zeros(1, dtype=torch.float64), losses.cumsum(0)]) / total
     return ErrorCurve(errors, None if damped.clamped else order)
@@ -204,27 +205,31 @@ class _Refit(NamedTuple):
 
     added: Tensor  # (D, R) to the weights of the kept units
     told: Tensor  # (R, D) L^-1 C_kd W_d^T: what the kept units tell of the output of the dropped ones
-    complement: float  # squared Frobenius norm of the complement of the kept units in C + lam I; NaN where not asked for
+    complement: (
+        float  # squared Frobenius norm of the complement of the kept units in C + lam I; NaN where not asked for
+    )
 
 
 def _refit(W: Tensor, C: Tensor, keep: Tensor, dropped: Tensor, lam: float, *, bounded: bool = False) -> _Refit:
-    """Solve for the weights on the kept units afresh, whatever chose them.
+    """Solve for the weights on the kept units afresh, whatever chose them; in the dtype of ``W`` where rounding allows that.
 
     Cost: R^3 / 3 + 2 D R F flops; ``bounded``, also those of the complement: F R (F - R).
     """
     kept = C[keep[:, None], keep]
-    factor = spd_factor(kept, shift=lam)
+    factor = spd_factor(kept, shift=lam, dtype=W.dtype)
+    if factor is None and W.dtype is not C.dtype:
+        return _refit(W.to(C), C, keep, dropped, lam, bounded=bounded)
     if factor is None:
         raise torch.linalg.LinAlgError(_not_definite("the block of the kept units", kept))
     del kept
-    cross, W_dropped, complement = C[keep[:, None], dropped], W[:, dropped], float("nan")
+    cross, W_dropped, complement = C[keep[:, None], dropped].to(W.dtype), W[:, dropped], float("nan")
     if bounded:
-        half = torch.linalg.solve_triangular(factor, cross, upper=False)  # L^-1 C_kd
+        half = factor.forward(cross)  # L^-1 C_kd
         del cross
         complement, told = _complement(C, dropped, half, lam), half @ W_dropped.T
     else:
-        told = torch.linalg.solve_triangular(factor, cross @ W_dropped.T, upper=False)
-    return _Refit(torch.linalg.solve_triangular(factor.mT, told, upper=True).T, told, complement)
+        told = factor.forward(cross @ W_dropped.T)
+    return _Refit(factor.backward(told).T, told, complement)
 
 
 def _complement(C: Tensor, dropped: Tensor, half: Tensor, lam: float) -> float:

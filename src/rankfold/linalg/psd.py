@@ -15,7 +15,7 @@ from torch import Tensor
 
 CACHE_LINE = 64  # bytes
 ROWS = 512  # of a product with a moment that are made at a time
-WIDE = 1024  # of a moment from which on choices, which need few digits, are made in fp32 (:func:`choosing`)
+WIDE = 1024  # of a moment from which on what is only compared is computed in fp32 (:func:`choosing`)
 
 
 class PSDRoot(NamedTuple):
@@ -74,9 +74,9 @@ def energy(W: Tensor, C: Tensor) -> Tensor:
 
 
 def choosing(C: Tensor) -> torch.dtype:
-    """The dtype in which choices are made that go by a moment ``C`` (N, N): which units stay, which ridge is best.
+    """The dtype of what is only compared or reported and goes by a moment ``C`` (N, N): errors at every rank, ridges.
 
-    What is chosen is fitted in the dtype of ``C`` all the same. fp32 takes half the time and memory, and where fp64 is slow a
+    Weights are fitted in the dtype of ``C`` all the same. fp32 takes half the time and memory, and where fp64 is slow a
     fraction of that; of narrow moments both take little.
     """
     return torch.float32 if len(C) >= WIDE else C.dtype
@@ -111,17 +111,48 @@ def psd_root(C: Tensor, *, ridge: float = 0.0, cutoff: float | None = None) -> P
     return PSDRoot((U * sqrt) @ U.T, (U * inverse) @ U.T, eigenvalues, int(alive.sum()))
 
 
-def spd_factor(A: Tensor, *, shift: float = 0.0, dtype: torch.dtype | None = None) -> Tensor | None:
+class Factor(NamedTuple):
+    """Result of :func:`spd_factor`: the lower Cholesky factor ``L`` (N, N) of a matrix, with rows of the identity appended."""
+
+    padded: Tensor  # (N + n, N + n), column-major
+    size: int  # N
+
+    def forward(self, B: Tensor) -> Tensor:
+        """``L^-1 B`` of ``B`` (N, K)."""
+        return self._lower(self._rows(B))[: self.size]
+
+    def backward(self, B: Tensor) -> Tensor:
+        """``L^-T B`` of ``B`` (N, K)."""
+        return self._upper(self._rows(B))[: self.size]
+
+    def solve(self, B: Tensor) -> Tensor:
+        """``(L L^T)^-1 B`` of ``B`` (N, K)."""
+        return self._upper(self._lower(self._rows(B)))[: self.size]
+
+    def _rows(self, B: Tensor) -> Tensor:
+        """A copy of the shape and in the order in which solving copies nothing, the factor least of all."""
+        rows = B.new_zeros(B.shape[1], len(self.padded)).mT
+        rows[: self.size] = B
+        return rows
+
+    def _lower(self, rows: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(self.padded, rows, upper=False, out=rows)
+
+    def _upper(self, rows: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(self.padded.mT, rows, upper=True, out=rows)
+
+
+def spd_factor(A: Tensor, *, shift: float = 0.0, dtype: torch.dtype | None = None) -> Factor | None:
     """Lower Cholesky factor of a symmetric ``A + shift I``, ``None`` where that is not positive definite.
 
     Args:
         A: ``(N, N)``, fp32 or fp64.
         dtype: of the factor; that of ``A`` by default.
 
-    Cost: N^3 / 3 flops, one ``(N, N)`` copy, of which the factor is a view.
+    Cost: N^3 / 3 flops, one ``(N, N)`` copy, which becomes the factor.
     """
     padded = _padded_factor(A, shift, dtype or A.dtype)
-    return None if padded is None else padded[: len(A), : len(A)]
+    return None if padded is None else Factor(padded, len(A))
 
 
 def spd_inverse(A: Tensor, *, shift: float = 0.0, dtype: torch.dtype | None = None) -> Tensor | None:

@@ -68,8 +68,7 @@ def correct(W: Tensor, fit: Regression, held_out: Regression, ridges: tuple[floa
     factorisation, with solves and a product for ``min(D, SKETCH)`` outputs: of wide moments in fp32, on random combinations
     of the outputs, whose expected gain and size are those of all outputs. Memory: beside the moments one ``(F, F)``.
     """
-    residue = fit.cross - W @ fit.C  # (D, F) E[r h^T]
-    slope = held_out.cross - W @ held_out.C
+    residue, slope = (moment.cross.addmm(W, moment.C, alpha=-1) for moment in (fit, held_out))  # (D, F) E[r h^T]
     before, scale = held_out.energy - (W * (held_out.cross + slope)).sum(), held_out.energy.item() or 1.0
     unchanged = Correction(W, 0.0, ridges[-1], before.item() / scale, before.item() / scale)
     few = _few_outputs(residue, slope, choosing(fit.C))
@@ -130,8 +129,7 @@ def _step(residue: Tensor, slope: Tensor, fit: Regression, held_out: Regression,
         return _step(residue.to(fit.C), slope.to(fit.C), fit, held_out, ridge)
     if factor is None:
         return None
-    half = torch.linalg.solve_triangular(factor, residue.T, upper=False)
-    change = torch.linalg.solve_triangular(factor.mT, half, upper=True).T
-    del factor, half  # memory peaks here
+    change = factor.solve(residue.T).T
+    del factor  # memory peaks here
     parts = torch.stack([(change * slope).sum(dtype=torch.float64), energy(change, held_out.C)])
     return _Step(ridge, change, *parts.tolist())

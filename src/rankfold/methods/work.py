@@ -11,9 +11,21 @@ from collections import Counter
 from ..linalg.psd import WIDE
 from ..linalg.residual_correction import SKETCH
 
-# Those of choices are in fp32 where moments are wide (:func:`rankfold.linalg.psd.choosing`).
-CHOICES = ("choice cholesky", "choice inverse", "elimination")
-ROUTINES = ("product", "cholesky", "inverse", "solve", "eigh", "svd", *CHOICES, "bounds", "pass", "calls")
+# What is compared only: in fp32 where moments are wide (:func:`rankfold.linalg.psd.choosing`).
+COMPARED = ("compared cholesky", "compared inverse", "compared elimination")
+ROUTINES = (
+    "product",
+    "cholesky",
+    "inverse",
+    "solve",
+    "eigh",
+    "svd",
+    "elimination",
+    *COMPARED,
+    "bounds",
+    "pass",
+    "calls",
+)
 COUNTED = 1024  # width of the matrices that products and passes are counted in, and how many calls are counted as one
 
 # How often the code does what it could do once. Change these with it.
@@ -39,8 +51,8 @@ def calling(calls: int) -> Work:
 
 
 def inverting(F: int) -> Work:
-    """Count one inverse of an ``(F, F)`` moment by which units are chosen."""
-    return Work({("choice inverse", F): 1.0})
+    """Count one inverse of an ``(F, F)`` moment."""
+    return Work({("inverse", F): 1.0})
 
 
 def eliminating(F: int, D: int, R: int) -> Work:
@@ -53,6 +65,14 @@ def eliminating(F: int, D: int, R: int) -> Work:
         return sum(n * (n + 2 * D) for n in range(R + 1, F + 1))
 
     return Work({("elimination", F): operations(D, R) / operations(F, F // 2)})
+
+
+def comparing_ranks(F: int, D: int, R: int) -> Work:
+    """Count the error of a down projection at every rank down to ``R``."""
+    found = inverting(F) + eliminating(F, D, R)
+    return Work({(f"compared {name}", size): count for (name, size), count in found.items()}) + multiplying(
+        D, F, F // 4
+    )
 
 
 def refitting(F: int, D: int, R: int) -> Work:
@@ -74,13 +94,14 @@ def correcting(F: int, D: int) -> Work:
     if narrow:
         found = times(one + step(D), CORRECTION_RIDGES)
     else:
-        found = times(Work({("choice cholesky", F): 1.0}) + step(SKETCH), CORRECTION_RIDGES) + one + step(D)
+        found = times(Work({("compared cholesky", F): 1.0}) + step(SKETCH), CORRECTION_RIDGES) + one + step(D)
     return found + passing(F * F, 20) + times(multiplying(D, F, F), 3)  # residues and losses
 
 
 def of_trial(work: Work) -> Work:
     """Return what of some work a trial of the measured allocation does after the curve of the module is known."""
-    return Work({key: value for key, value in work.items() if key[0] not in (*CHOICES, "bounds")})
+    names = {"inverse": None, "elimination": None, "bounds": None, "cholesky": "compared cholesky"}
+    return Work({(name, size): n for (old, size), n in work.items() if (name := names.get(old, old)) is not None})
 
 
 def times(work: Work, count: float) -> Work:
