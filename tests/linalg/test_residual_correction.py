@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from allocations import peak_bytes
 
+from allocations import peak_bytes
 from rankfold.linalg import residual_correction
 from rankfold.linalg.output_refit import refit_across_heads
 from rankfold.linalg.psd import WIDE

@@ -58,6 +58,7 @@ class MoDeGPT(MeasurableMethod):
     """
 
     name: ClassVar[str] = "modegpt"
+    workspace: ClassVar[tuple[float, float]] = (1.0, 2.5)  # the inverse; weights, and these transposed
     all_modules: ClassVar[tuple[str, ...]] = ("mlp", "experts", "qk", "vo")
     targets: ClassVar[tuple[str, ...]] = tuple(TARGETS)
 
