@@ -112,8 +112,8 @@ def test_a_sketch_of_the_outputs_chooses_the_ridge_that_all_of_them_choose(monke
     monkeypatch.setattr(residual_correction, "SKETCH", 192)  # all outputs
     exact = correct(W, fit, others)
     assert found.ridge == exact.ridge and 0 < exact.strength < 1
-    assert found.strength == pytest.approx(exact.strength, rel=0.05)
-    assert found.before == exact.before and found.after == pytest.approx(exact.after, rel=5e-3)
+    assert found.strength == pytest.approx(exact.strength, rel=1e-9)
+    assert found.before == exact.before and found.after == pytest.approx(exact.after, rel=1e-9)
     # The step itself is that of all outputs, in fp64.
     step = (exact.W - W) / exact.strength
     torch.testing.assert_close(found.W, W + found.strength * step)
