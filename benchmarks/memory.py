@@ -3,11 +3,12 @@
 A random Llama is written as sharded safetensors into a temporary folder and compressed in a process of its own. Its peak
 resident set, minus what it held after the imports, minus the residual stream and one output shard, is compared with three
 times the largest block and its moments. The bound does not grow with the number of blocks; the model does. By how much the
-process grows beyond what a tiny compression by the same method leaves is compared with the plan's estimate.
+process grows beyond what a tiny compression by the same method leaves is compared with the plan's estimate, which is of
+tensors: with `--mmap-threshold` glibc gives back what is freed, as it does by itself from 32 MiB on.
 
     python benchmarks/memory.py                                   # 24 blocks of d = 1024, F = 2816
     python benchmarks/memory.py --methods all --blocks 3 --width 512 --hidden 4096 --heads 8 --length 256 --held-out 2 \\
-        --json benchmarks/results/memory_methods.json
+        --mmap-threshold 65536 --json benchmarks/results/memory_methods.json
     python benchmarks/memory.py --methods modegpt rankfold --modes sequential --blocks 2 --first 1 --width 4096 \\
         --hidden 11008 --heads 32 --samples 2 --held-out 1 --dtype bfloat16 --json benchmarks/results/memory_7b.json
 """
