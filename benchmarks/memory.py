@@ -1,16 +1,23 @@
-"""Whether one block is all that is resident: peak memory of compressing a streamed model of many blocks.
+"""Whether one block is all that is resident, and whether plans say how much: peak memory of compressing a streamed model.
 
 A random Llama is written as sharded safetensors into a temporary folder and compressed in a process of its own. Its peak
 resident set, minus what it held after the imports, minus the residual stream and one output shard, is compared with three
-times the largest block and its moments. The bound does not grow with the number of blocks; the model does.
+times the largest block and its moments. The bound does not grow with the number of blocks; the model does. By how much the
+process grows beyond what a tiny compression by the same method leaves is compared with the plan's estimate, which is of
+tensors: with `--mmap-threshold` glibc gives back what is freed, as it does by itself from 32 MiB on.
 
     python benchmarks/memory.py                                   # 24 blocks of d = 1024, F = 2816
+    python benchmarks/memory.py --methods all --blocks 3 --width 512 --hidden 4096 --heads 8 --length 256 --held-out 2 \\
+        --mmap-threshold 65536 --json benchmarks/results/memory_methods.json
+    python benchmarks/memory.py --methods modegpt rankfold --modes sequential --blocks 2 --first 1 --width 4096 \\
+        --hidden 11008 --heads 32 --samples 2 --held-out 1 --dtype bfloat16 --json benchmarks/results/memory_7b.json
 """
 
 import argparse
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,16 +27,24 @@ import torch
 import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 import common
 from rankfold import CalibrationData, compress, make_method, open_model
+from rankfold._utils.memory import release_memory
 from rankfold.allocation import tensor_bytes
-from rankfold.calibration.runner import measure, start
+from rankfold.calibration.runner import advance_dense, measure, start
+from rankfold.methods import method_names
+from rankfold.methods.registry import method_class
 from rankfold.report.record import peak_memory_bytes, process_status
 
 FACTOR = 3.0
+SPARSITY = dict.fromkeys(("sparsegpt", "wanda", "pruner-zero"), 0.5)
 DEFINITIONS = {
     "baseline_bytes": "resident set after the imports",
+    "warm_bytes": "resident set after a tiny compression by the same method: the program and its libraries",
+    "planned_bytes": "the plan's estimate of the peak beside the program",
+    "planned": "planned_bytes over peak_bytes - warm_bytes; target: 0.9 to 1.3",
     "peak_bytes": "largest resident set until the checkpoint is finished",
     "stream_bytes": "residual stream of all calibration tokens",
     "shard_bytes": "largest output shard of a block",
@@ -48,27 +63,36 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--method", default="modegpt")
-    parser.add_argument("--sparsity", type=float, default=0.3)
+    parser.add_argument("--held-out", type=int, default=0, help="more samples that nothing is fitted to")
+    parser.add_argument("--methods", nargs="+", default=["modegpt"], help="names, or all: each in its first mode")
+    parser.add_argument("--sparsity", type=float, default=0.3, help="of the blocks that are compressed")
+    parser.add_argument("--first", type=int, help="compress only the first of the blocks, so many; default: all")
+    parser.add_argument("--dtype", default="float32", help="of the weights on disk")
     parser.add_argument("--modes", nargs="+", default=["sequential", "one-pass"])
     parser.add_argument(
         "--mmap-threshold", type=int, metavar="BYTES", help="glibc's MALLOC_MMAP_THRESHOLD_; default: its own rule"
     )
-    parser.add_argument("--worker", nargs=2, metavar=("FOLDER", "MODE"), help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=3, metavar=("FOLDER", "METHOD", "MODE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         print(json.dumps(worker(args, *args.worker)))
         return
     hidden = ("json", "worker", "modes")
     record = common.Record(args.json, {k: v for k, v in vars(args).items() if k not in hidden}, DEFINITIONS)
+    runs = [(method, mode) for method in args.methods for mode in args.modes]
+    if args.methods == ["all"]:
+        runs = [(method, method_class(method).modes[0]) for method in method_names()]
     with tempfile.TemporaryDirectory(prefix="rankfold-") as folder:
         write_model(args, Path(folder) / "model")
-        for mode in args.modes:
-            own = [sys.executable, __file__, *sys.argv[1:], "--worker", folder, mode]
+        for method, mode in runs:
+            name = f"{method} {mode}"
+            own = [sys.executable, __file__, *sys.argv[1:], "--worker", folder, method, mode]
             done = subprocess.run(own, stdout=subprocess.PIPE, text=True, check=True, env=environment(args))
             facts = json.loads(done.stdout)
-            record.add(mode, **facts)
-            common.say(f"{mode}: {facts['ratio']:.2f} x (largest block + its moments), target {FACTOR}")
+            record.add(name, method=method, **facts)
+            common.say(
+                f"{name}: {facts['ratio']:.2f} x (largest block + its moments), target {FACTOR}; plan {facts['planned']:.2f} x"
+            )
     common.say(f"wrote {common.shown(str(args.json))}")
 
 
@@ -90,40 +114,48 @@ def write_model(args: argparse.Namespace, folder: Path) -> None:
         vocab_size=512,
         max_position_embeddings=args.length,
     )
-    model = transformers.LlamaForCausalLM(config)
+    model = transformers.LlamaForCausalLM(config).to(getattr(torch, args.dtype))
     size = tensor_bytes(model)
     model.save_pretrained(folder, max_shard_size=max(size // 8, 2**20))
-    words = Tokenizer(WordLevel({"<unk>": 0}, unk_token="<unk>"))  # checkpoints carry one; it is not used
+    words = Tokenizer(WordLevel({"<unk>": 0}, unk_token="<unk>"))  # checkpoints carry one; probe texts are all unknown
+    words.pre_tokenizer = Whitespace()
     transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder)
     common.say(f"model of {size / 2**20:,.0f} MiB in {len(list(folder.glob('*.safetensors')))} shards")
 
 
-def worker(args: argparse.Namespace, folder: str, mode: str) -> dict:
+def worker(args: argparse.Namespace, folder: str, name: str, mode: str) -> dict:
     """Compress, in this process alone, and say what it held."""
-    baseline = resident()
+    baseline, sparsity = resident(), SPARSITY.get(name, args.sparsity)
+    compress(tiny_model(), method=make_method(name, sparsity=sparsity), calibration=tokens(args, 8), mode=mode)
+    method = make_method(name, sparsity=sparsity)
+    if args.first:
+        dense = tuple(range(args.first, args.blocks))
+        method = make_method(name, sparsity=sparsity * args.first / args.blocks, exclude_blocks=dense)
+    release_memory()
+    reset_peak()
+    warm = resident()
     source = open_model(Path(folder) / "model", device="cpu")
-    method = make_method(args.method, sparsity=args.sparsity)
-    ids = torch.randint(512, (args.samples, args.length), generator=torch.Generator().manual_seed(0))
-    output = compress(
-        source,
-        method=method,
-        calibration=CalibrationData(ids, "random", "random", 0),
-        output=Path(folder) / f"small-{mode}",
-        mode=mode,
-    ).output
+    ids = tokens(args, args.length).ids
+    output = Path(folder) / f"small-{name}-{mode}"
+    result = compress(source, method=method, calibration=tokens(args, args.length), output=output, mode=mode)
     peak = peak_memory_bytes()
     shards = [path.stat().st_size for path in output.glob("model-*.safetensors")]
+    shutil.rmtree(output)
     blocks = [sum(p.numel() for p in block.parameters()) for block in source.blocks]
     item = torch.empty((), dtype=source.compute_dtype).element_size()
     view = source.block(0)
     stream = start(source, ids[:1], autocast=source.autocast)
-    found = measure(view, stream, method.statistics(view), step=False)
-    parts = (getattr(m, part) for m in found.values() for part in ("total", "absolute", "second"))
+    dense = advance_dense(view, stream.copy())
+    found = measure(view, stream, method.statistics(view), step=False, dense=dense)
+    parts = (getattr(m, part, None) for m in found.values() for part in ("total", "absolute", "second"))
     facts = {
         "mode": mode,
         "precision": common.precision(source),
         "baseline_bytes": baseline,
+        "warm_bytes": warm,
         "peak_bytes": peak,
+        "planned_bytes": result.plan.peak_memory_bytes,
+        "planned": result.plan.peak_memory_bytes / (peak - warm),
         "stream_bytes": sum(h.nbytes for h in stream.hidden) * args.samples,
         "shard_bytes": max(shards),
         "block_bytes": max(blocks) * item,
@@ -133,6 +165,25 @@ def worker(args: argparse.Namespace, folder: str, mode: str) -> dict:
     above = peak - baseline - facts["stream_bytes"] - facts["shard_bytes"]
     ratio = above / (facts["block_bytes"] + facts["moments_bytes"])
     return facts | {"ratio": ratio, "target": FACTOR, "met": ratio <= FACTOR}
+
+
+def tokens(args: argparse.Namespace, length: int) -> CalibrationData:
+    """Random samples, some of them held out."""
+    ids = torch.randint(512, (args.samples + args.held_out, length), generator=torch.Generator().manual_seed(0))
+    held_out = ids[args.samples :] if args.held_out else None
+    return CalibrationData(ids[: args.samples], "random", "random", 0, held_out=held_out)
+
+
+def tiny_model() -> transformers.LlamaForCausalLM:
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=512,
+    )
+    return transformers.LlamaForCausalLM(config)
 
 
 def reset_peak() -> None:

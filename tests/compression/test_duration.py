@@ -158,8 +158,9 @@ def test_a_curve_declares_what_it_does(calls):
     calls.clear()
     least = least_rank(unit, 0.3)
     method.alone(view).curve(view, moments[0], unit, least)
-    done = {key: value for key, value in calls.items() if key[0] in ("inverse", "elimination")}
-    assert done == counted(method.work_of_curve(view, unit, least), "inverse", "elimination") and done
+    done = {(f"compared {name}", F): n for (name, F), n in calls.items() if name in ("inverse", "elimination")}
+    declared = method.work_of_curve(view, unit, least)
+    assert done == counted(declared, "compared inverse", "compared elimination") and done
 
 
 def test_a_correction_tries_so_many_ridges():

@@ -8,7 +8,18 @@ from hypothesis import strategies as st
 from problems import KINDS, activations
 
 from rankfold.linalg import psd
-from rankfold.linalg.psd import check_moment, damping, metric_root, psd_root, quadratic, spd_inverse
+from rankfold.linalg.psd import (
+    WIDE,
+    check_moment,
+    choosing,
+    damping,
+    energy,
+    metric_root,
+    psd_root,
+    quadratic,
+    spd_factor,
+    spd_inverse,
+)
 
 
 def moment(kind: str, seed: int = 0) -> torch.Tensor:
@@ -165,3 +176,38 @@ def test_a_metric_of_nothing_weighs_all_alike_and_one_that_is_no_metric_is_refus
         metric_root(torch.full((2, 2), torch.nan), ridge=0.1)
     with pytest.raises(torch.linalg.LinAlgError, match=r"the output metric \(2, 2\) is not positive definite"):
         metric_root(torch.tensor([[1.0, 3.0], [3.0, 1.0]]), ridge=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_factor_solves_as_a_dense_inverse_does(dtype):
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 21, generator=g, dtype=torch.float64)
+    A, B = x.T @ x / 60, torch.randn(21, 5, generator=g, dtype=torch.float64).to(dtype)
+    L = torch.linalg.cholesky(A + 0.5 * torch.eye(21, dtype=torch.float64))
+    factor = spd_factor(A, shift=0.5, dtype=dtype)
+    for ours, theirs in (
+        (factor.forward(B), torch.linalg.inv(L) @ B.double()),
+        (factor.backward(B), torch.linalg.inv(L).T @ B.double()),
+        (factor.solve(B), torch.linalg.inv(L @ L.T) @ B.double()),
+    ):
+        assert ours.dtype is dtype
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5 if dtype is torch.float32 else 1e-12)
+    assert spd_factor(A, shift=-100.0) is None
+
+
+@pytest.mark.parametrize("N", [3, 512, 513, 1100])
+def test_energy_is_the_trace_of_the_quadratic_form(N):
+    """By panels of the upper triangle, whose number and last size differ."""
+    g = torch.Generator().manual_seed(0)
+    x, W = (torch.randn(rows, N, generator=g, dtype=torch.float64) for rows in (40, 6))
+    C = x.T @ x
+    expected = torch.einsum("oi,ij,oj->", W, C, W).item()
+    assert energy(W, C).item() == pytest.approx(expected, rel=1e-12)
+    assert (
+        energy(W.float(), C).item() == pytest.approx(expected, rel=1e-4) and energy(W.float(), C).dtype is torch.float64
+    )
+
+
+def test_only_wide_moments_are_compared_in_fp32():
+    for N, dtype in ((WIDE - 1, torch.float64), (WIDE, torch.float32)):
+        assert choosing(torch.zeros(1, dtype=torch.float64).expand(N, N)) is dtype

@@ -3,7 +3,10 @@
 import pytest
 import torch
 
+from allocations import peak_bytes
+from rankfold.linalg import residual_correction
 from rankfold.linalg.output_refit import refit_across_heads
+from rankfold.linalg.psd import WIDE
 from rankfold.linalg.residual_correction import KEEP, RIDGES, Regression, correct
 
 F64 = torch.float64
@@ -89,6 +92,39 @@ def test_a_moment_too_indefinite_for_every_ridge_leaves_the_weight():
     found = correct(W, bad, good)
     assert torch.equal(found.W, W) and (found.strength, found.ridge) == (0.0, RIDGES[-1])
     assert found.before == found.after == pytest.approx((good.loss(W) / good.energy).item())
+
+
+def wide_problem(out: int, fit: int = 700, others: int = 300):
+    """A moment wide enough to compare ridges on a sketch, fitted to fewer samples than it has directions."""
+    g = torch.Generator().manual_seed(0)
+    true, W = (torch.randn(out, WIDE, generator=g, dtype=F64) * WIDE**-0.5 for _ in range(2))
+    loud = torch.diag(torch.logspace(1, -2, WIDE, dtype=F64))
+    problems = []
+    for tokens in (fit, others):
+        h = torch.randn(tokens, WIDE, generator=g, dtype=F64) @ loud
+        problems.append(regression(h, h @ (W + 0.1 * true).T + 0.5 * torch.randn(tokens, out, generator=g, dtype=F64)))
+    return W, *problems
+
+
+def test_a_sketch_of_the_outputs_chooses_the_ridge_that_all_of_them_choose(monkeypatch):
+    W, fit, others = wide_problem(192)
+    found = correct(W, fit, others)
+    monkeypatch.setattr(residual_correction, "SKETCH", 192)  # all outputs
+    exact = correct(W, fit, others)
+    assert found.ridge == exact.ridge and 0 < exact.strength < 1
+    assert found.strength == pytest.approx(exact.strength, rel=1e-9)
+    assert found.before == exact.before and found.after == pytest.approx(exact.after, rel=1e-9)
+    # The step itself is that of all outputs, in fp64.
+    step = (exact.W - W) / exact.strength
+    torch.testing.assert_close(found.W, W + found.strength * step)
+    assert found.after == pytest.approx(others.relative_loss(found.W), rel=1e-9)
+
+
+def test_a_correction_takes_little_beside_the_moments():
+    """One (F, F), and a few (D, F): no copy of a moment or a factor, and one step at a time."""
+    W, fit, others = wide_problem(256, 64, 64)
+    grown = peak_bytes(lambda: correct(W, fit, others))
+    assert grown < 1.05 * fit.C.nbytes + 5.2 * W.nbytes
 
 
 @pytest.mark.parametrize("unit", [1.0, 2.0**-20])

@@ -23,6 +23,7 @@ from ..architectures import BlockView
 from ..calibration.backward import sweep_memory, windows_for
 from ..calibration.experts import INPUT, PER_UNIT, ROUTING
 from ..calibration.gradients import numbers, widest
+from ..calibration.runner import batch_tokens
 from ..calibration.statistics import SAMPLE_ROWS, STATISTICS
 from ..data.calibration_data import mean_length
 from ..data.probes import most_tokens
@@ -208,8 +209,10 @@ def _experts(blocks: Blocks, reports: Reports) -> dict | None:
 
 
 def _peak_memory(source: DenseModel, method: Method, calibration: dict | None) -> int:
-    """Estimate the peak in bytes: what surrounds the blocks, the largest block twice, its moments, the residual streams."""
+    """Estimate the peak in bytes, of tensors: what surrounds the blocks, the residual streams, and the most that measuring or
+    decomposing a block or a backward pass takes."""
     item = torch.empty((), dtype=source.compute_dtype).element_size()
+    active = 2 if source.autocast else item
     blocks = [unique_parameters(block) for block in source.blocks]
     largest, around = max(blocks) * item, (unique_parameters(source.model) - sum(blocks)) * item
     resident = tensor_bytes(source.model) - around if source.is_resident else 0
@@ -217,20 +220,33 @@ def _peak_memory(source: DenseModel, method: Method, calibration: dict | None) -
     if calibration:
         tokens, held_out = calibration["tokens"], calibration.get("held_out", 0) * mean_length(calibration)
     views = source.meta_blocks()
-    each = [_moment_bytes(view, method.statistics(view), tokens, 2 if source.autocast else item) for view in views]
+    each = [_moment_bytes(view, method.statistics(view), tokens, active) for view in views]
     moments, samples = (max(part) for part in zip(*each, strict=True))
     view, statistics = views[0], set().union(*map(method.statistics, views))
-    width = view.attention.output.weight.shape[0]
+    width, probes = view.attention.output.weight.shape[0], most_tokens(source)
     # Two streams side by side are three: dense behind attention and behind the block, and compressed.
-    streams = 3 if any(STATISTICS[name].two_streams for name in statistics) else 1
+    two = any(STATISTICS[name].two_streams for name in statistics)
+    streams = 3 if two else 1
     streams = len(source) + 1 if isinstance(method.allocation, Greedy) else streams  # of one round of the search
-    rows = streams * tokens + 3 * held_out + 2 * most_tokens(source)
-    stream = rows * width * (2 if source.autocast else item)
+    stream = (streams * tokens + 3 * held_out + 2 * probes) * width * active
     backwards = of_gradients = 8 * numbers(view, method.gradients(view))
     if calibration and (windows := _sweep_windows(source, method, calibration)):
         backwards += sweep_memory(source, windows * mean_length(calibration))
-    moments += of_gradients
-    return int(around + resident + max(2 * largest + 2.5 * moments + samples + stream, largest + backwards))
+    # What is fitted to two streams needs the moments of held-out samples beside its own.
+    moments = (2 if two and held_out else 1) * moments + of_gradients
+    hidden, (squares, sides) = _hidden(view), method.workspace
+    widest = hidden if statistics & {"mlp_hidden", INPUT} else width
+    decomposing = 2 * largest + moments + 8 * int(squares * widest**2 + sides * hidden * width)
+    passing = 4 * min(max(tokens, probes), batch_tokens(source)) * (6 * width + 3 * hidden)  # activations of a batch
+    measuring = largest + moments * 5 // 4 + passing  # half of every moment once more, as sums in fp32
+    return int(around + resident + max(max(decomposing, measuring) + samples + stream, largest + backwards))
+
+
+def _hidden(view: BlockView) -> int:
+    """Return the hidden units of the MLP of a block, or of one of its experts."""
+    if view.mlp:
+        return view.mlp.hidden
+    return view.experts.hidden if view.experts else 4 * view.attention.output.weight.shape[0]
 
 
 def _moment_bytes(view: BlockView, statistics: set[str], tokens: int, item: int) -> tuple[int, int]:

@@ -12,22 +12,31 @@ from torch import Tensor
 
 from .._utils.hardware import now
 from ..linalg.elimination import elimination
-from ..linalg.psd import spd_inverse
+from ..linalg.psd import choosing, spd_factor, spd_inverse
 from ..methods.work import ROUTINES, Work
 
 LARGEST = 1536  # rows of what is measured: above it rates hardly change, and all routines together take a second or two
 LEAST_SECONDS = 0.002  # that a measurement takes; short routines run several times
 
+
+def _eliminate(C: Tensor) -> object:
+    return elimination(C.clone(), C.clone(), rank=max(1, len(C) // 2))
+
+
 _RUN: dict[str, Callable[[Tensor], object]] = {
     "product": lambda C: C @ C,
     "cholesky": torch.linalg.cholesky_ex,
     "inverse": spd_inverse,
+    "compared cholesky": lambda C: spd_factor(C, dtype=choosing(C)),
+    "compared inverse": lambda C: spd_inverse(C, dtype=choosing(C)),
+    "compared elimination": lambda C: _eliminate(C.to(choosing(C))),
     "solve": lambda C: torch.cholesky_solve(C, torch.linalg.cholesky_ex(C).L),
     "eigh": torch.linalg.eigh,
     "svd": torch.linalg.svd,
     "pass": lambda C: C.abs(),
     "calls": lambda C: [C[0, 0].add(1.0) for _ in range(len(C))],
-    "elimination": lambda C: elimination(C.clone(), C.clone(), rank=max(1, len(C) // 2)),
+    "elimination": lambda C: _eliminate(C),
+    "bounds": lambda C: C @ C,
 }
 assert _RUN.keys() == set(ROUTINES)
 

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from .elimination import eliminate_units, elimination, others
 from .lanczos import largest_eigenvalue
-from .psd import check_moment, spd_inverse
+from .psd import ROWS, check_moment, choosing, energy, spd_factor, spd_inverse
 
 SELECTIONS = ("obs", "leverage")
+# A leverage score that is further below zero than rounding explains: the moment is indefinite.
+BELOW_ZERO = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 
 class NystromBounds(NamedTuple):
@@ -45,18 +47,23 @@ class _Damped(NamedTuple):
     clamped: bool
 
 
-def _damp(C: Tensor, ridge: float) -> _Damped:
+def _damp(C: Tensor, ridge: float, *dtypes: torch.dtype) -> _Damped:
     """``(C + lam I)^-1`` with ``lam = ridge * mean(diag C)``.
 
     Sums of fp32 products with a few massive activations are indefinite by more than a small ridge. There, and only there,
     negative eigenvalues are clamped first (one ``eigh``); otherwise Cholesky is ten times cheaper.
+
+    Args:
+        dtypes: of the inverse; the first in which rounding is below the ridge, and last that of ``C``.
     """
     lam = ridge * C.diagonal().mean().item()
     if not lam > 0:
         raise ValueError(f"ridge * mean(diag(C)) must be positive, got {lam:.1e}; the units never fire, or ridge is 0")
-    inverse = spd_inverse(C, shift=lam)
-    if inverse is not None and not (lam * inverse.diagonal() > 1 + 1e-6).any():  # a score below zero: C is indefinite
-        return _Damped(C, lam, inverse, False)
+    for dtype in dict.fromkeys((*dtypes, C.dtype)):
+        inverse = spd_inverse(C, shift=lam, dtype=dtype)
+        if inverse is not None and not (lam * inverse.diagonal() > 1 + BELOW_ZERO[dtype]).any():
+            return _Damped(C, lam, inverse, False)
+        del inverse
     eigenvalues, U = torch.linalg.eigh(C)
     C = (U * eigenvalues.clamp_min(0)) @ U.T
     inverse = spd_inverse(C, shift=lam)
@@ -104,8 +111,8 @@ def nystrom(
             Algorithm 1; it does not see ``W_down``, and drops collinear units all together.
         output_root: ``(D, D)`` root ``R`` of an output metric: units go by what they add to :math:`\|R (W a - W' a_k)\|^2`. The
             best weights on the units that stay are the same in every metric. All outputs count alike by default.
-        keep: ``(rank,)`` units to keep, ascending, from :func:`error_curve` on the same moment. Neither the inverse nor the
-            choice is computed again then, and no bounds.
+        keep: ``(rank,)`` units to keep, ascending, from :func:`error_curve` on the same moment, to compare what they do.
+            Neither the inverse nor the choice is computed again then, and no bounds; wide moments are solved in fp32.
 
     Returns:
         :class:`Nystrom`. With ``rank == F`` the units all stay and ``W_down`` comes back unchanged; where no unit ever fires
@@ -115,7 +122,7 @@ def nystrom(
         ValueError: shapes disagree, ``rank`` or ``ridge`` is out of range, ``C`` is not finite, unknown ``selection``.
         torch.linalg.LinAlgError: a kept block is numerically singular even after damping.
 
-    Cost: O(F^3 + D F^2) time, two (F, F) matrices of memory. Deterministic.
+    Cost: O(F^3 + D F^2) time, beside ``C`` one (F, F) matrix and a few (D, F) of memory. Deterministic.
     """
     F = W_down.shape[1]
     check_moment(C, F)
@@ -130,7 +137,7 @@ def nystrom(
         return Nystrom(first, W_down[:, :rank].clone(), 0.0, 0.0, NystromBounds(0.0, 0.0, 0.0), False)
     W = W_down.to(C)  # decompose in the precision of the statistics, never in bf16
     if keep is not None:
-        return _fit(W_down, W, C, keep, ridge * C.diagonal().mean().item())[0]
+        return _fit(W_down, W.to(choosing(C)), C, keep, ridge * C.diagonal().mean().item())[0]
     damped = _damp(C, ridge)
     # Ridge leverage scores [C (C + lam I)^-1]_ii, in [0, 1): MoDeGPT Algorithm 1, line 2. The paper has lam = 1 on
     # un-normalised sums; here lam is relative, so the scores do not depend on the scale of C.
@@ -143,25 +150,25 @@ def nystrom(
         keep = eliminate_units(W if output_root is None else output_root.to(W) @ W, damped.inverse, rank=rank)
     C, lam, clamped = damped.C, damped.lam, damped.clamped
     del damped  # memory peaks here: no inverse beside the fit
-    fit, schur = _fit(W_down, W, C, keep, lam)
+    fit, complement = _fit(W_down, W, C, keep, lam, bounded=True)
     dropped = others(keep, F)
-    bounds = _bounds(W, W[:, dropped], schur, inverse_norm, scores[dropped].sum().item(), lam)
+    bounds = _bounds(W, W[:, dropped], complement, inverse_norm, scores[dropped].sum().item(), lam)
     return fit._replace(bounds=bounds, clamped=clamped)
 
 
-def _fit(W_down: Tensor, W: Tensor, C: Tensor, keep: Tensor, lam: float) -> tuple[Nystrom, Tensor]:
-    """The best weights on the kept units and their error, without bounds; and the complement of the kept units in the
-    damped moment."""
+def _fit(
+    W_down: Tensor, W: Tensor, C: Tensor, keep: Tensor, lam: float, *, bounded: bool = False
+) -> tuple[Nystrom, float]:
+    """The best weights on the kept units and their error, without bounds; and what :class:`_Refit` has for these."""
     dropped = others(keep, len(C))
-    refit, schur = _refit(W, C, keep, dropped, lam)
+    refit = _refit(W, C, keep, dropped, lam, bounded=bounded)
     # Everything is optimal, hence orthogonal, under C + lam I; what the damping adds is taken off again. It acts on what
     # stands in for dropped units only: kept weights are not shrunk.
-    W_dropped = W[:, dropped]
-    change = (W[:, keep] - refit).square().sum() + W_dropped.square().sum()
-    error = ((W_dropped @ schur) * W_dropped).sum() - lam * change
-    error, total = error.clamp_min(0).item(), ((W @ C) * W).sum().item()
+    lost = energy(W[:, dropped], C[dropped][:, dropped])
+    error = lost - refit.told.square().sum() - lam * refit.added.square().sum()
+    error, total = error.clamp_min(0).item(), energy(W.to(choosing(C)), C).item()
     relative = (error / total) ** 0.5 if total > 0 else 0.0
-    return Nystrom(keep, refit.to(W_down.dtype), error, relative, None, False), schur
+    return Nystrom(keep, (W[:, keep] + refit.added).to(W_down.dtype), error, relative, None, False), refit.complement
 
 
 class ErrorCurve(NamedTuple):
@@ -173,9 +180,10 @@ class ErrorCurve(NamedTuple):
 
 @torch.no_grad()
 def error_curve(W_down: Tensor, C: Tensor, *, least: int, ridge: float = 1e-4) -> ErrorCurve:
-    """Compute the error at every rank from ``least`` on, from one elimination on the damped moment.
+    """Compute the error at every rank from ``least`` on, from one elimination on the damped moment; of wide moments in fp32
+    (:func:`rankfold.linalg.psd.choosing`).
 
-    Arguments as for :func:`nystrom`; ``C`` may be destroyed.
+    Arguments as for :func:`nystrom`.
 
     Raises:
         ValueError: as :func:`nystrom`.
@@ -185,34 +193,59 @@ def error_curve(W_down: Tensor, C: Tensor, *, least: int, ridge: float = 1e-4) -
     if not C.diagonal().any():
         return ErrorCurve(torch.zeros(F - least + 1, dtype=torch.float64), None)
     W = W_down.to(C)
-    total = ((W @ C) * W).sum().clamp_min(torch.finfo(C.dtype).tiny).item()
-    damped = _damp(C, ridge)
-    order, losses = elimination(W, damped.inverse, rank=least)
+    total = energy(W.to(choosing(C)), C).clamp_min(torch.finfo(C.dtype).tiny).item()
+    damped = _damp(C, ridge, choosing(C))
+    order, losses = elimination(W.to(damped.inverse.dtype), damped.inverse, rank=least)
     errors = torch.cat([torch.zeros(1, dtype=torch.float64), losses.cumsum(0)]) / total
     return ErrorCurve(errors, None if damped.clamped else order)
 
 
-def _refit(W: Tensor, C: Tensor, keep: Tensor, dropped: Tensor, lam: float) -> tuple[Tensor, Tensor]:
-    """Solve for the weights ``(D, R)`` on the kept units afresh, whatever chose them.
+class _Refit(NamedTuple):
+    """The kept units in place of all; ``L`` is the Cholesky factor of their damped moment."""
 
-    Returns:
-        These, and the complement ``(F - R, F - R)`` of the kept units in ``C + lam I``.
+    added: Tensor  # (D, R) to the weights of the kept units
+    told: Tensor  # (R, D) L^-1 C_kd W_d^T: what the kept units tell of the output of the dropped ones
+    complement: (
+        float  # squared Frobenius norm of the complement of the kept units in C + lam I; NaN where not asked for
+    )
+
+
+def _refit(W: Tensor, C: Tensor, keep: Tensor, dropped: Tensor, lam: float, *, bounded: bool = False) -> _Refit:
+    """Solve for the weights on the kept units afresh, whatever chose them; in the dtype of ``W`` where rounding allows that.
+
+    Cost: R^3 / 3 + 2 D R F flops; ``bounded``, also those of the complement: F R (F - R).
     """
     kept = C[keep[:, None], keep]
-    kept.diagonal().add_(lam)
-    factor, info = torch.linalg.cholesky_ex(kept)
-    if info.item():
+    factor = spd_factor(kept, shift=lam, dtype=W.dtype)
+    if factor is None and W.dtype is not C.dtype:
+        return _refit(W.to(C), C, keep, dropped, lam, bounded=bounded)
+    if factor is None:
         raise torch.linalg.LinAlgError(_not_definite("the block of the kept units", kept))
-    cross = C[keep][:, dropped]
-    half = torch.linalg.solve_triangular(factor, cross, upper=False)  # L^-1 C_kd
-    schur = C[dropped][:, dropped] - half.T @ half
-    schur.diagonal().add_(lam)
-    stand_in = torch.linalg.solve_triangular(factor.T, half, upper=True)  # (C_kk + lam I)^-1 C_kd
-    return W[:, keep] + W[:, dropped] @ stand_in.T, schur
+    del kept
+    cross, W_dropped, complement = C[keep[:, None], dropped].to(W.dtype), W[:, dropped], float("nan")
+    if bounded:
+        half = factor.forward(cross)  # L^-1 C_kd
+        del cross
+        complement, told = _complement(C, dropped, half, lam), half @ W_dropped.T
+    else:
+        told = factor.forward(cross @ W_dropped.T)
+    return _Refit(factor.backward(told).T, told, complement)
+
+
+def _complement(C: Tensor, dropped: Tensor, half: Tensor, lam: float) -> float:
+    """``||C_dd + lam I - half^T half||_F^2``, by panels of the upper triangle."""
+    rest, found = dropped.nonzero()[:, 0], torch.zeros((), dtype=C.dtype, device=C.device)
+    for a in range(0, len(rest), ROWS):
+        b = min(a + ROWS, len(rest))
+        panel = C[rest[a:b, None], rest[a:]].addmm_(half[:, a:b].T, half[:, a:], alpha=-1)
+        panel.diagonal().add_(lam)
+        panel.square_()
+        found += 2 * panel.sum() - panel[:, : b - a].sum()
+    return found.item()
 
 
 def _bounds(
-    W: Tensor, W_dropped: Tensor, schur: Tensor, inverse_norm: float, epsilon: float, lam: float
+    W: Tensor, W_dropped: Tensor, complement: float, inverse_norm: float, epsilon: float, lam: float
 ) -> NystromBounds:
     r"""Guarantees on :math:`V = \mathbb{E}\|W a - W' a_k\|^2`, both evaluated on ``C + lam I``, where ``W'`` is optimal.
 
@@ -224,7 +257,7 @@ def _bounds(
     \frac{\varepsilon}{1-\varepsilon} \|W_d\|_2^2`, which is reported. It needs :math:`\varepsilon = \sum_{i \notin k} s_i
     < 1`; real MLPs drop hundreds of units with scores near one, so there it says nothing and is ``None``.
     """
-    theorem = _squared_norm(W) * inverse_norm * schur.square().sum().item()
+    theorem = _squared_norm(W) * inverse_norm * complement
     proposition = lam * epsilon / (1 - epsilon) * _squared_norm(W_dropped) if epsilon < 1 else None
     return NystromBounds(theorem, proposition, epsilon)
 

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-CACHE_LINE = 8  # numbers of 8 bytes
+CACHE_LINE = 64  # bytes
 ROWS = 512  # of a product with a moment that are made at a time
+WIDE = 1024  # of a moment from which on what is only compared is computed in fp32 (:func:`choosing`)
 
 
 class PSDRoot(NamedTuple):
@@ -59,6 +60,28 @@ def quadratic(W: Tensor, C: Tensor) -> Tensor:
     return K
 
 
+def energy(W: Tensor, C: Tensor) -> Tensor:
+    """``tr(W C W^T)`` of ``W`` (O, N) and a symmetric ``C`` (N, N), in fp64; products in the dtype of ``W``.
+
+    Only the upper triangle of ``C`` is read, which halves the operations; of a copy in another dtype there are ``ROWS`` rows.
+    """
+    found = torch.zeros((), dtype=torch.float64, device=W.device)
+    for a in range(0, W.shape[1], ROWS):
+        b = min(a + ROWS, W.shape[1])
+        products = (W[:, a:b] @ C[a:b, a:].to(W.dtype)).mul_(W[:, a:])
+        found += 2 * products.sum(dtype=torch.float64) - products[:, : b - a].sum(dtype=torch.float64)
+    return found
+
+
+def choosing(C: Tensor) -> torch.dtype:
+    """The dtype of what is only compared or reported and goes by a moment ``C`` (N, N): errors at every rank, ridges.
+
+    Weights are fitted in the dtype of ``C`` all the same. fp32 takes half the time and memory, and where fp64 is slow a
+    fraction of that; of narrow moments both take little.
+    """
+    return torch.float32 if len(C) >= WIDE else C.dtype
+
+
 @torch.no_grad()
 def psd_root(C: Tensor, *, ridge: float = 0.0, cutoff: float | None = None) -> PSDRoot:
     r"""Symmetric square root of a second moment and its pseudo-inverse.
@@ -88,36 +111,69 @@ def psd_root(C: Tensor, *, ridge: float = 0.0, cutoff: float | None = None) -> P
     return PSDRoot((U * sqrt) @ U.T, (U * inverse) @ U.T, eigenvalues, int(alive.sum()))
 
 
-def spd_factor(A: Tensor, *, shift: float = 0.0) -> Tensor | None:
+class Factor(NamedTuple):
+    """Result of :func:`spd_factor`: the lower Cholesky factor ``L`` (N, N) of a matrix, with rows of the identity appended."""
+
+    padded: Tensor  # (N + n, N + n), column-major
+    size: int  # N
+
+    def forward(self, B: Tensor) -> Tensor:
+        """``L^-1 B`` of ``B`` (N, K)."""
+        return self._lower(self._rows(B))[: self.size]
+
+    def backward(self, B: Tensor) -> Tensor:
+        """``L^-T B`` of ``B`` (N, K)."""
+        return self._upper(self._rows(B))[: self.size]
+
+    def solve(self, B: Tensor) -> Tensor:
+        """``(L L^T)^-1 B`` of ``B`` (N, K)."""
+        return self._upper(self._lower(self._rows(B)))[: self.size]
+
+    def _rows(self, B: Tensor) -> Tensor:
+        """A copy of the shape and in the order in which solving copies nothing, the factor least of all."""
+        rows = B.new_zeros(B.shape[1], len(self.padded)).mT
+        rows[: self.size] = B
+        return rows
+
+    def _lower(self, rows: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(self.padded, rows, upper=False, out=rows)
+
+    def _upper(self, rows: Tensor) -> Tensor:
+        return torch.linalg.solve_triangular(self.padded.mT, rows, upper=True, out=rows)
+
+
+def spd_factor(A: Tensor, *, shift: float = 0.0, dtype: torch.dtype | None = None) -> Factor | None:
     """Lower Cholesky factor of a symmetric ``A + shift I``, ``None`` where that is not positive definite.
 
     Args:
         A: ``(N, N)``, fp32 or fp64.
+        dtype: of the factor; that of ``A`` by default.
 
-    Cost: N^3 / 3 flops, one ``(N, N)`` copy, of which the factor is a view.
+    Cost: N^3 / 3 flops, one ``(N, N)`` copy, which becomes the factor.
     """
-    padded = _padded_factor(A, shift)
-    return None if padded is None else padded[: len(A), : len(A)]
+    padded = _padded_factor(A, shift, dtype or A.dtype)
+    return None if padded is None else Factor(padded, len(A))
 
 
-def spd_inverse(A: Tensor, *, shift: float = 0.0) -> Tensor | None:
+def spd_inverse(A: Tensor, *, shift: float = 0.0, dtype: torch.dtype | None = None) -> Tensor | None:
     """Inverse of a symmetric ``A + shift I`` by Cholesky, ``None`` where that is not positive definite.
 
     Args:
         A: ``(N, N)``, fp32 or fp64.
+        dtype: of the inverse; that of ``A`` by default.
 
     Cost: N^3 flops, one ``(N, N)`` copy, which becomes the result (a view of it).
     """
-    padded = _padded_factor(A, shift)
+    padded = _padded_factor(A, shift, dtype or A.dtype)
     return None if padded is None else torch.cholesky_inverse(padded, out=padded)[: len(A), : len(A)]
 
 
-def _padded_factor(A: Tensor, shift: float) -> Tensor | None:
+def _padded_factor(A: Tensor, shift: float, dtype: torch.dtype) -> Tensor | None:
     """The factor, with a few rows of the identity appended: rows whose length is a multiple of a memory page, as the widths
     of models make them, fall on the same cache sets, and MKL's Cholesky takes up to three times as long
     (docs/results/cholesky.md)."""
     N = len(A)
-    padded = torch.eye(N + CACHE_LINE, dtype=A.dtype, device=A.device)
+    padded = torch.eye(N + CACHE_LINE // dtype.itemsize, dtype=dtype, device=A.device)
     padded[:N, :N] = A
     padded.diagonal()[:N].add_(shift)
     columns = padded.mT  # LAPACK's order, so that it works in place

@@ -13,10 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .psd import damping, spd_factor
+from .psd import choosing, damping, energy, spd_factor
 
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0)
 KEEP = 0.8  # of what the best step gains on held-out windows
+SKETCH = 128  # random combinations of the outputs by which ridges of wide moments are compared
 
 
 class Regression(NamedTuple):
@@ -28,7 +29,7 @@ class Regression(NamedTuple):
 
     def loss(self, W: Tensor) -> Tensor:
         """``E||t - W h||^2``."""
-        return self.energy - 2 * (W * self.cross).sum() + ((W @ self.C) * W).sum()
+        return self.energy - 2 * (W * self.cross).sum() + energy(W, self.C)
 
     def relative_loss(self, W: Tensor) -> float:
         """The loss over ``E||t||^2``; the loss itself where the targets are zero."""
@@ -63,19 +64,39 @@ def correct(W: Tensor, fit: Regression, held_out: Regression, ridges: tuple[floa
     Returns:
         :class:`Correction`; never worse than ``W`` on the held-out windows.
 
-    Cost: a Cholesky factorisation of ``(F, F)`` and a few ``(D, F, F)`` products for every ridge.
+    Cost: a Cholesky factorisation of ``(F, F)``, two solves and three products of ``(D, F, F)``. For every ridge another
+    factorisation, with solves and a product for ``min(D, SKETCH)`` outputs: of wide moments in fp32, on random combinations
+    of the outputs, whose expected gain and size are those of all outputs. Memory: beside the moments one ``(F, F)``.
     """
-    residue = fit.cross - W @ fit.C  # (D, F) E[r h^T]
-    slope = held_out.cross - W @ held_out.C
-    tried = [step for ridge in ridges if (step := _step(residue, slope, fit, held_out, ridge)) is not None]
+    residue, slope = (moment.cross.addmm(W, moment.C, alpha=-1) for moment in (fit, held_out))  # (D, F) E[r h^T]
+    before, scale = held_out.energy - (W * (held_out.cross + slope)).sum(), held_out.energy.item() or 1.0
+    unchanged = Correction(W, 0.0, ridges[-1], before.item() / scale, before.item() / scale)
+    few = _few_outputs(residue, slope, choosing(fit.C))
+    tried = [step for ridge in ridges if (step := _step(*few, fit, held_out, ridge)) is not None]
     wanted = KEEP * max((step.best_gain for step in tried), default=0.0)
-    before, scale = held_out.loss(W).item(), held_out.energy.item() or 1.0
     if not wanted > 0:
-        return Correction(W, 0.0, ridges[-1], before / scale, before / scale)
+        return unchanged
     step = min((step for step in tried if step.best_gain >= wanted), key=lambda step: step.size(wanted))
+    if len(step.change) < len(W):
+        share, step = wanted / step.best_gain, _step(residue, slope, fit, held_out, step.ridge)
+        if step is None or not step.best_gain > 0:
+            return unchanged
+        wanted = share * step.best_gain
     strength = step.strength(wanted)
-    after = before - 2 * strength * step.gain + strength**2 * step.curvature
-    return Correction(W + strength * step.change, strength, step.ridge, before / scale, after / scale)
+    after = before.item() - 2 * strength * step.gain + strength**2 * step.curvature
+    return Correction(W + strength * step.change, strength, step.ridge, before.item() / scale, after / scale)
+
+
+def _few_outputs(residue: Tensor, slope: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Both ``(D, F)``, or where choices are made in another ``dtype`` ``SKETCH`` combinations of their rows with random signs.
+
+    Sums over outputs of products of two rows keep their expectation, and all ridges have the same signs.
+    """
+    if dtype is residue.dtype or len(residue) <= SKETCH:
+        return residue, slope
+    bits = torch.randint(2, (SKETCH, len(residue)), generator=torch.Generator().manual_seed(0), device="cpu")
+    signs = (2 * bits - 1).to(residue) / SKETCH**0.5
+    return (signs @ residue).to(dtype), (signs @ slope).to(dtype)
 
 
 class _Step(NamedTuple):
@@ -102,10 +123,13 @@ class _Step(NamedTuple):
 
 def _step(residue: Tensor, slope: Tensor, fit: Regression, held_out: Regression, ridge: float) -> _Step | None:
     """``None`` where rounding of the sums is larger than this ridge."""
-    factor = spd_factor(fit.C, shift=damping(fit.C, ridge))
+    shift = damping(fit.C, ridge)
+    factor = spd_factor(fit.C, shift=shift, dtype=residue.dtype)
+    if factor is None and residue.dtype is not fit.C.dtype:
+        return _step(residue.to(fit.C), slope.to(fit.C), fit, held_out, ridge)
     if factor is None:
         return None
-    half = torch.linalg.solve_triangular(factor, residue.T, upper=False)
-    change = torch.linalg.solve_triangular(factor.mT, half, upper=True).T
-    parts = torch.stack([(change * slope).sum(), ((change @ held_out.C) * change).sum()])
+    change = factor.solve(residue.T).T
+    del factor  # memory peaks here
+    parts = torch.stack([(change * slope).sum(dtype=torch.float64), energy(change, held_out.C)])
     return _Step(ridge, change, *parts.tolist())

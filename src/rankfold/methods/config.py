@@ -53,6 +53,9 @@ class MethodConfig:
     together: ClassVar[Mapping[str, str]] = MappingProxyType({})
     targets: ClassVar[tuple[str, ...]] = ("transformers",)
     can_exclude_blocks: ClassVar[bool] = True  # whether single blocks can be left dense
+    # Matrices in fp64 that decomposing takes at most beside weights and moments, for the plan's estimate of memory: so many of
+    # the size of the widest moment, and so many of hidden units by the width of the model.
+    workspace: ClassVar[tuple[float, float]] = (1.0, 5.0)  # a copy to measure an error in, and weights
     leaves_zeros: ClassVar[bool] = False  # what is removed stays in the tensors, as zeros: nothing gets smaller
 
     sparsity: float = 0.3

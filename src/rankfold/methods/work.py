@@ -8,7 +8,24 @@ Shape legend: D output width, F hidden width, R kept width.
 
 from collections import Counter
 
-ROUTINES = ("product", "cholesky", "inverse", "solve", "eigh", "svd", "elimination", "pass", "calls")
+from ..linalg.psd import WIDE
+from ..linalg.residual_correction import SKETCH
+
+# What is compared only: in fp32 where moments are wide (:func:`rankfold.linalg.psd.choosing`).
+COMPARED = ("compared cholesky", "compared inverse", "compared elimination")
+ROUTINES = (
+    "product",
+    "cholesky",
+    "inverse",
+    "solve",
+    "eigh",
+    "svd",
+    "elimination",
+    *COMPARED,
+    "bounds",
+    "pass",
+    "calls",
+)
 COUNTED = 1024  # width of the matrices that products and passes are counted in, and how many calls are counted as one
 
 # How often the code does what it could do once. Change these with it.
@@ -50,27 +67,41 @@ def eliminating(F: int, D: int, R: int) -> Work:
     return Work({("elimination", F): operations(D, R) / operations(F, F // 2)})
 
 
+def comparing_ranks(F: int, D: int, R: int) -> Work:
+    """Count the error of a down projection at every rank down to ``R``."""
+    found = inverting(F) + eliminating(F, D, R)
+    return Work({(f"compared {name}", size): count for (name, size), count in found.items()}) + multiplying(
+        D, F, F // 4
+    )
+
+
 def refitting(F: int, D: int, R: int) -> Work:
     """Count the refit of a down projection on ``R`` units, its errors and bounds."""
-    found = Work({("cholesky", R): 1.0, ("solve", R): (F - R) / R}) + passing(F * F, 10)
-    for sizes in ((F - R, R, F - R), (D, F - R, F - R), (D, F - R, R), (D, D, F), (D, F, F), (D, F, F)):
+    found = Work({("cholesky", R): 1.0, ("solve", R): D / R}) + passing(F * F, 10)
+    for sizes in ((R, F - R, D), (D, F - R, (F - R) // 2), (D, F, F // 2)):
         found += multiplying(*sizes)
-    return found
+    bounds = multiplying(R, F // 2, F - R) + multiplying(D, D, F)
+    return found + Work({("bounds", COUNTED): bounds["product", COUNTED]})
 
 
 def correcting(F: int, D: int) -> Work:
     """Count the correction of an ``(D, F)`` projection by what the stream lacks after it."""
-    one = Work({("cholesky", F): 1.0, ("solve", F): D / F}) + multiplying(D, F, F)
-    found = times(one, CORRECTION_RIDGES)
-    found += passing(F * F, 20)
-    for _ in range(5):  # residues and losses
-        found += multiplying(D, F, F)
-    return found
+
+    def step(outputs: int) -> Work:
+        return Work({("solve", F): outputs / F}) + multiplying(outputs, F, F // 2)
+
+    one, narrow = Work({("cholesky", F): 1.0}), F < WIDE or D <= SKETCH
+    if narrow:
+        found = times(one + step(D), CORRECTION_RIDGES)
+    else:
+        found = times(Work({("compared cholesky", F): 1.0}) + step(SKETCH), CORRECTION_RIDGES) + one + step(D)
+    return found + passing(F * F, 20) + times(multiplying(D, F, F), 3)  # residues and losses
 
 
 def of_trial(work: Work) -> Work:
     """Return what of some work a trial of the measured allocation does after the curve of the module is known."""
-    return Work({key: value for key, value in work.items() if key[0] not in ("inverse", "elimination")})
+    names = {"inverse": None, "elimination": None, "bounds": None, "cholesky": "compared cholesky"}
+    return Work({(name, size): n for (old, size), n in work.items() if (name := names.get(old, old)) is not None})
 
 
 def times(work: Work, count: float) -> Work:

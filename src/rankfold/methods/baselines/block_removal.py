@@ -19,6 +19,7 @@ class BlockRemoval(Method):
     """
 
     all_modules: ClassVar[tuple[str, ...]] = (BLOCK,)
+    workspace: ClassVar[tuple[float, float]] = (0.0, 0.0)
     budgets: ClassVar[tuple[type[Budget], ...]] = (Parameters, Bytes)
 
     def supported_modules(self, architecture, view: BlockView) -> tuple[str, ...]:

@@ -37,6 +37,7 @@ class TwoOfFour(Method):
     allocations: ClassVar[tuple[type[Allocation], ...]] = (Uniform,)
     budgets: ClassVar[tuple[type[Budget], ...]] = (Parameters,)
     leaves_zeros: ClassVar[bool] = True
+    workspace: ClassVar[tuple[float, float]] = (0.0, 17.0)  # weights and scores of gate and up as one
 
     sparsity: float = SPARSITY
 
@@ -165,6 +166,7 @@ class SparseGPT(TwoOfFour):
     """
 
     name: ClassVar[str] = "sparsegpt"
+    workspace: ClassVar[tuple[float, float]] = (3.0, 6.0)  # a copy, its inverse and the factor of that
 
     ridge: float = 0.01
 

@@ -20,6 +20,7 @@ class SVDLLM(RootCov):
     """Root covariance by whitening, plain factors: what SVD-LLM (arXiv:2403.07378) does before its update step."""
 
     name: ClassVar[str] = "svd-llm"
+    workspace: ClassVar[tuple[float, float]] = (1.0, 4.0)  # plain factors need no factor of a moment
     junction: str = "symmetric"
 
 
@@ -63,6 +64,7 @@ class Bolaco(SVDLLM):
     """
 
     name: ClassVar[str] = "bolaco"
+    workspace: ClassVar[tuple[float, float]] = (3.5, 3.0)  # what varies within samples, and its factor
     features: ClassVar[bool] = True
 
     def supported_modules(self, architecture, view: BlockView) -> tuple[str, ...]:

@@ -56,6 +56,7 @@ class LatentLLM(NarrowingMethod):
     """
 
     name: ClassVar[str] = "latentllm"
+    workspace: ClassVar[tuple[float, float]] = (2.0, 1.5)  # a factor, and what it is made of
     all_modules: ClassVar[tuple[str, ...]] = (*ATTENTION, "gate", "up", "down", *EXPERTS)
     targets: ClassVar[tuple[str, ...]] = ("transformers", "vllm")
     # Whether what a layer sends is fitted about its means, with a bias for every layer.

@@ -7,7 +7,7 @@ from ..base import Curve, PrunableModule
 from .attention import compress_qk, compress_vo
 from .experts import expert_errors
 from .mlp import GRADIENT as MLP
-from .mlp import ORDER, UnitOrder, relative_ridge
+from .mlp import ORDER, UnitOrder, metric_of, relative_ridge
 from .output_weighting import output_root, weighted
 
 
@@ -22,9 +22,9 @@ def squared_errors(method, view: BlockView, moments, unit: PrunableModule, least
     ranks = [rank for rank in unit.ranks if rank >= least]
     if unit.module == "mlp":
         down, moment = view.mlp.down, moments["mlp_hidden"]
-        C = moment.covariance() if method.bias_refit and down.bias is not None else moment.second_moment()
+        C, scale, _ = metric_of(method, down, moment)
         W = weighted(output_root(moments, MLP), down.weight.to(C))
-        curve = error_curve(W, C, least=ranks[0], ridge=relative_ridge(method, C, moment.count))
+        curve = error_curve(W, C, least=ranks[0], ridge=relative_ridge(method, C, moment.count / scale))
         known = curve.removed is not None and method.selection == "obs"
         found = {ORDER: UnitOrder(present(curve.removed))} if known else {}
         return Curve({rank: curve.errors[full - rank].item() for rank in ranks}, found)

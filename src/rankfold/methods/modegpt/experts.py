@@ -13,6 +13,7 @@ from ...architectures import BlockView, Dense
 from ...calibration.experts import ExpertMoment, RoutedTokens, energies
 from ...calibration.moments import BlockMoments
 from ...linalg.nystrom import error_curve, nystrom
+from ...linalg.psd import energy
 from ..base import BlockResult, PrunableModule
 from .attention import relative
 from .mlp import metric_of, refitted, relative_ridge
@@ -59,8 +60,7 @@ def _reduce(method, routed: RoutedTokens, expert: int, rank: int) -> Expert:
 
 
 def _energy(down: Dense, C: Tensor) -> float:
-    W = down.weight.to(C)
-    return ((W @ C) * W).sum().item()
+    return energy(down.weight.to(C), C).item()
 
 
 def _error_on(routed: RoutedTokens, reduced: list[Expert]) -> float:

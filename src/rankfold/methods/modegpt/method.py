@@ -17,7 +17,7 @@ from ...errors import OptionError, UnsupportedModelError, method_option
 from ...linalg.column_row import relative_cost
 from ..base import BlockResult, Curve, MeasurableMethod, PrunableModule
 from ..targets import TARGETS
-from ..work import Work, eliminating, inverting, multiplying, refitting, times
+from ..work import Work, comparing_ranks, eliminating, inverting, multiplying, refitting, times
 from .attention import GRADIENT as ATTENTION_GRADIENT
 from .attention import OF_MODEL, compress_attention, is_free, values_move
 from .curves import squared_errors
@@ -58,6 +58,7 @@ class MoDeGPT(MeasurableMethod):
     """
 
     name: ClassVar[str] = "modegpt"
+    workspace: ClassVar[tuple[float, float]] = (1.0, 2.5)  # the inverse; weights, and these transposed
     all_modules: ClassVar[tuple[str, ...]] = ("mlp", "experts", "qk", "vo")
     targets: ClassVar[tuple[str, ...]] = tuple(TARGETS)
 
@@ -252,7 +253,7 @@ class MoDeGPT(MeasurableMethod):
     def work_of_curve(self, view: BlockView, unit: PrunableModule, least: int) -> Work:
         width, full = view.attention.output.weight.shape[0], unit.ranks[-1]
         if unit.module in ("mlp", "experts"):
-            one = inverting(full) + eliminating(full, width, least) + multiplying(width, full, full)
+            one = comparing_ranks(full, width, least)
             return one if unit.module == "mlp" else times(one, view.experts.count)
         return self._work_of_values(view) if unit.module == "vo" else Work()
 

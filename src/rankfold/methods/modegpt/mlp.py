@@ -13,6 +13,7 @@ from ...architectures import BlockView, Dense
 from ...calibration.moments import Moment
 from ...linalg.elimination import others
 from ...linalg.nystrom import Nystrom, nystrom
+from ...linalg.psd import energy
 from ..base import BlockResult
 from ..result import put_projection
 from .attention import relative
@@ -118,10 +119,7 @@ def output_error(W: Tensor, fit: Nystrom, centre: Tensor | None, moment: Moment)
         centre: ``(F,)`` mean of the fit, where the bias took it.
     """
     C = moment.second if centre is None else moment.about(centre)
-    C = C.float()  # an error needs no more digits
-    gap = gap_of(W, fit)
-    error, total = (((M @ C) * M).double().sum() for M in (gap, W.float()))
-    error, total = torch.stack([error, total]).tolist()
+    error, total = torch.stack([energy(M, C) for M in (gap_of(W, fit), W.float())]).tolist()  # fp32 is enough
     return relative(error, total)
 
 

@@ -40,6 +40,7 @@ class Rankfold(MoDeGPT):
     """
 
     name: ClassVar[str] = "rankfold"
+    workspace: ClassVar[tuple[float, float]] = (1.0, 5.0)  # a factor; weights, residues, a step
     modes: ClassVar[tuple[str, ...]] = ("sequential",)
 
     together: ClassVar[Mapping[str, str]] = MappingProxyType({"qk": "vo"})

@@ -6,6 +6,7 @@ Shape legend: F hidden width, R kept width, D model width.
 from ..._utils.present import present
 from ...architectures import BlockView
 from ...linalg.nystrom import Nystrom
+from ...linalg.psd import choosing
 from ..base import BlockResult
 from ..modegpt.experts import reduce_experts
 from ..modegpt.mlp import reduce_mlp
@@ -44,6 +45,6 @@ def _decompose_mlp(method, view: BlockView, moments, held_out, rank: int) -> Blo
 
 def _missing(better: Repair, fit: Nystrom) -> float:
     """What is still missing on the held-out windows when the dropped units are gone."""
-    W = better.dense.weight.new_zeros(better.dense.weight.shape)
-    W[:, fit.keep] = fit.W_down
+    W = better.dense.weight.new_zeros(better.dense.weight.shape, dtype=choosing(better.held_out.C))
+    W[:, fit.keep] = fit.W_down.to(W.dtype)
     return better.held_out.relative_loss(W)

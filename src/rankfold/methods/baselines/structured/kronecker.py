@@ -83,6 +83,7 @@ class LLMSurgeon(KroneckerSlicing):
     """
 
     name: ClassVar[str] = "llm-surgeon"
+    workspace: ClassVar[tuple[float, float]] = (2.5, 3.5)  # inverses of both sides
 
     def input_metric(self, output: Dense, moment: Moment) -> Tensor:
         return moment.second_moment() if output.bias is None else moment.covariance()

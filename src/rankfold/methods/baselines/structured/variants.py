@@ -39,6 +39,7 @@ class FLAP(Slicing):
     """
 
     name: ClassVar[str] = "flap"
+    workspace: ClassVar[tuple[float, float]] = (3.0, 1.0)  # a covariance and what it is made of
 
     def takes_mean(self, output) -> bool:
         return True
