@@ -359,3 +359,13 @@ def test_a_time_that_is_none_is_refused_and_so_is_what_cannot_be_trained(place, 
         "compress dense --method latentllm --set bits=4 --calibration manual.txt --recover 1min -o never"
     )
     assert code == 2 and "cannot be trained: it predicts no tokens, or has quantised factors" in err
+
+
+def test_steps_below_half_a_unit_in_the_last_place_are_not_lost():
+    layer = torch.nn.Linear(256, 256)
+    start = layer.weight.data.bfloat16().float()
+    layer.weight.data = start + 0.1 * start.abs() / 256  # at most a fifth of half a unit: the nearest is where it was
+    assert torch.equal(layer.weight.data.bfloat16().float(), start)
+    module._round(layer, torch.bfloat16, seed=0)
+    assert torch.equal(layer.weight.data, layer.weight.data.bfloat16().float())
+    assert 0.97 < (layer.weight.data - start).sum() / (0.1 * start.abs() / 256).sum() < 1.03

@@ -36,6 +36,7 @@ from ..data.calibration_data import CalibrationData, shown
 from ..data.load import load_calibration
 from ..data.mixing import expanded, shares_of
 from ..errors import OptionError
+from ..linalg.stochastic_rounding import round_stochastically
 from ..models.auto_classes import auto_class
 from ..models.dense_model import DenseModel
 from ..models.given import resolve_model
@@ -170,7 +171,7 @@ def recover(
         network, facts = _trained(student, dense, texts, nats(before), options, work, seconds, settings)
         if not adapter and network is not student:
             network = student = network.merge_and_unload()
-        _round(student, written)
+        _round(student, written, seed)
         after = score(network, Head(student), held_out)
         recovered = facts["best_step"] > 0 and allowed(nats(before), nats(after), tolerance)
         facts |= {**identity, "teacher_name": source.name, "recovered": recovered}
@@ -337,11 +338,12 @@ def _fitting(seconds: float, scoring: float, work: Path, network: nn.Module, tri
     return found["scores"], found["steps"]
 
 
-def _round(model: nn.Module, dtype: torch.dtype) -> None:
-    """Round weights to what will be written of them."""
+def _round(model: nn.Module, dtype: torch.dtype, seed: int) -> None:
+    """Round weights to what will be written of them, so that steps below half a unit in the last place are not lost."""
+    generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype).to(parameter.dtype)
+            parameter.data = round_stochastically(parameter.data, dtype, generator).to(parameter.dtype)
 
 
 def _card(student: PreTrainedModel, record: dict, output: Path) -> str:
