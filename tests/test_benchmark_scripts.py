@@ -163,6 +163,18 @@ def test_a_row_that_does_not_exist_is_named(place, monkeypatch):
         ran(place, monkeypatch, "--only", "nothing")
 
 
+def test_the_table_of_large_models_is_what_plans_say():
+    """Plans of two rows are made again; where the estimate has changed, `python benchmarks/large_models.py` and `render.py`."""
+    large = importlib.import_module("large_models")
+    record = json.loads((BENCHMARKS / "results" / "large_models.json").read_text(encoding="utf-8"))
+    rows, configs = {row["name"]: row for row in record["rows"]}, large.configs()
+    assert list(rows) == [f"{name} {method}" for name in configs for method in large.METHODS]
+    for name, method in (("Llama 70B", "modegpt"), ("Llama 7B", "rankfold")):
+        expected = large.row(configs[name], method)
+        assert {key: rows[f"{name} {method}"][key] for key in expected} == expected
+    assert record["config"]["rates_are_measured"] is False
+
+
 JOBS = ("rates", "parity", "precision", "waits", "blocks", "whole", "speed")
 
 

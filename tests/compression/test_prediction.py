@@ -1,8 +1,11 @@
 """Plans of models that are only a config: what shapes give, and what a card's rates make of counted operations."""
 
 import json
+import re
+import shlex
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -196,3 +199,17 @@ def test_a_quantised_config_stands_for_its_model_where_its_weights_can_be_de_qua
     config.quantization_config = {"quant_method": "gptq"}
     with pytest.raises(UnsupportedModelError, match="already compressed or quantised"):
         open_outline(config)
+
+
+def test_the_page_of_large_models_runs(tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "large-models.md").read_text(encoding="utf-8")
+    SEVEN.save_pretrained(tmp_path / "only-a-config")
+    monkeypatch.chdir(tmp_path)
+    for line in re.findall(r"^rankfold .*$", page, re.M):
+        monkeypatch.setattr(sys, "argv", shlex.split(line, comments=True))
+        with pytest.raises(SystemExit) as stop:
+            main()
+        assert stop.value.code in (0, None)
+    assert capsys.readouterr().out.count("peak memory of an accelerator") == 2
+    exec(re.search(r"```python\n(.*?)```", page, re.S)[1], {})
+    assert float(capsys.readouterr().out.split()[0]) > 2e10

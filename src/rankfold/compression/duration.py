@@ -53,6 +53,7 @@ class Machine(NamedTuple):
 
     rates: Callable[[DenseModel, Method, Plan, str, int], Rates]  # of source, method, plan, mode and tokens of a sample
     seconds_for: Callable[[Work], float]
+    count: int = 1  # of accelerators, which share the curves and trials of a measured allocation
 
 
 def timed(the_plan: Plan, source: DenseModel, calibration: dict, mode: str, machine: Machine | None = None) -> Plan:
@@ -179,4 +180,6 @@ def _allocation(
         LENGTH, mean_length(calibration)
     )
     passed = blocks * fit * rates.alone + compared * rates.forward * (blocks + trials + trials * (blocks - 1) / 2)
-    return passed + blocks * rates.read + compared * (trials + 1) * rates.head + machine.seconds_for(work)
+    return (
+        passed + blocks * rates.read + compared * (trials + 1) * rates.head + machine.seconds_for(work) / machine.count
+    )

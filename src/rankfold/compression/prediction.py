@@ -4,7 +4,8 @@ Ranks are those of a uniform allocation where the method's own goes by numbers. 
 :mod:`.plan`. Time is that of :mod:`.duration`, with operations counted from shapes (:mod:`.passes`) and the rates of a card
 (:mod:`.cards`) in place of what is measured.
 
-With several accelerators each takes its share of the calibration samples; reading and decompositions are not shared.
+Several accelerators share the calibration samples, and the curves and trials of a measured allocation; reading and
+decompositions are not shared.
 """
 
 from collections.abc import Callable
@@ -54,7 +55,7 @@ def predict(source: Outline, method: Method, calibration: dict[str, Any], card: 
     allocated, own = _allocated(options, method)
     mine = _shared_out(calibration, count)
     the_plan = build_plan(source, method, allocated, {}, mine)
-    machine = Machine(lambda *given: rates_on(card, count, *given), card.seconds_for)
+    machine = Machine(lambda *given: rates_on(card, count, *given), card.seconds_for, count)
     seconds = timed(the_plan, source, calibration, method.modes[0], machine).seconds
     hardware = {
         "gpu": card.name,
