@@ -19,7 +19,7 @@ from rankfold.compression import cards, passes
 from rankfold.compression.cards import Card, find_card
 from rankfold.errors import CheckpointError, OptionError, UnsupportedModelError
 from rankfold.methods import make_method
-from rankfold.methods.work import Work
+from rankfold.methods.work import ROUTINES, Work
 from rankfold.models.outline import open_outline
 
 SEVEN = t.LlamaConfig(
@@ -111,6 +111,10 @@ def test_routines_take_what_their_operations_take():
     assert slow.seconds_for(Work({("eigh", 4): 5.0})) == pytest.approx(5 * 0.007)
 
 
+def test_every_routine_that_is_counted_has_a_time():
+    assert {*cards.OPERATIONS, "pass", "calls"} == {*ROUTINES}
+
+
 def test_a_card_is_found_by_name_or_by_the_nearest_memory():
     assert find_card("A100").gigabytes == 40
     found = find_card("24 GB")
@@ -160,6 +164,18 @@ def test_the_command_takes_a_folder_without_weights(tmp_path, capsys, monkeypatc
     expected = rankfold.plan(SEVEN, 0.3, gpu="80GB", gpus=8).to_dict()
     assert found["model"] == "seven" and found["seconds"] == expected["seconds"]
     assert found["hardware"] == expected["hardware"] | {"allocation": "uniform"}
+
+
+def test_a_command_that_gives_what_shapes_do_not_read_is_refused(tmp_path, capsys, monkeypatch):
+    for line, message in (
+        ("--gpus 2", "--gpus would be ignored without --gpu"),
+        ("--gpu 80GB --seed 1", "--gpu plans by the shapes of a config alone, --seed would be ignored"),
+        ("--gpu 80GB --calibration ptb", "--calibration would be ignored"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["rankfold", "plan", str(tmp_path), *line.split()])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        assert stop.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_the_summary_says_where_and_by_what(capsys):

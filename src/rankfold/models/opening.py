@@ -107,17 +107,17 @@ def _read_folder(
     weights.check_config(config)
     storage_dtype = dtype or stored_dtype(config, weights)
     with torch.device("meta"):  # before anything is as large as the config says
-        outline = empty_model(config, storage_dtype)
+        outline = _empty(config, storage_dtype)
     check_quantised(config, str(folder), part_of(outline, component).architecture.blocks)
     named_alike = weights.match(outline)
     weights.check_fits(outline)
     check_tables(outline)
-    model = empty_model(config, torch.float32 if device.type == "cpu" else storage_dtype)
+    model = _empty(config, torch.float32 if device.type == "cpu" else storage_dtype)
     stack = part_of(model, component)
     if named_alike:
         if any(weights.differ(*pair) for pair in (getattr(model, "all_tied_weights_keys", None) or {}).items()):
             untie(config, str(folder))
-            model = empty_model(config, model.dtype)
+            model = _empty(config, model.dtype)
         check_unused(weights.unused(model), model, folder)
         fill_outer(model, stack.architecture.blocks, weights, storage_dtype, device)
     else:
@@ -146,8 +146,7 @@ def stored_dtype(config, weights: Weights) -> torch.dtype:
     return stored
 
 
-def empty_model(config, dtype: torch.dtype) -> PreTrainedModel:
-    """Build the model of a config with its parameters on the meta device."""
+def _empty(config, dtype: torch.dtype):
     with reporting(CheckpointError, "config.json describes no model that can be built"):
         with init_empty_weights(include_buffers=False):
             return auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)

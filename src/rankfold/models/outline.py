@@ -15,7 +15,7 @@ from .devices import DTYPES
 from .given import DEQUANTISES, check_quantised
 from .hub import split_revision
 from .listing import CONFIG
-from .opening import empty_model
+from .opening import _empty
 from .whole import read_config
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def open_outline(
     stored: Any = config.dtype
     written = dtype or (stored if stored in DTYPES.values() else torch.bfloat16)
     with torch.device("meta"):
-        network = empty_model(config, written)
+        network = _empty(config, written)
     network.tie_weights()  # which making empty ones undoes
     outline = Outline(network, name, torch.device("meta"), written)
     if outline.architecture.derived:
