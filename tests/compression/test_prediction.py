@@ -17,6 +17,7 @@ from families import CONFIGS, opened
 from rankfold.cli import main
 from rankfold.compression import cards, passes
 from rankfold.compression.cards import Card, find_card
+from rankfold.compression.prediction import rates_on
 from rankfold.errors import CheckpointError, OptionError, UnsupportedModelError
 from rankfold.methods import make_method
 from rankfold.methods.work import ROUTINES, Work
@@ -107,8 +108,27 @@ def test_routines_take_what_their_operations_take():
     assert PLAIN.seconds_for(Work({("product", 100): 3.0})) == pytest.approx(3 * 2 * 100**3 / 1e9)
     assert PLAIN.seconds_for(Work({("calls", 1024): 2.0})) == pytest.approx(2 * 1024 * 1e-6)
     assert PLAIN.seconds_for(Work({("pass", 100): 1.0})) == pytest.approx(16 * 100**2 / 1e9)
+    elimination = 1.04 * 100**3 / 1e9 + 50 * 1.6e-9 * 100  # the device's part, and half of the units removed on the CPU
+    assert PLAIN.seconds_for(Work({("elimination", 100): 2.0})) == pytest.approx(2 * elimination)
     slow = replace(PLAIN, solver_ms=7.0)
     assert slow.seconds_for(Work({("eigh", 4): 5.0})) == pytest.approx(5 * 0.007)
+
+
+def test_rates_of_a_card_are_operations_over_its_speed():
+    """Accelerators share all but reading."""
+    source, method = (
+        open_outline(CONFIGS["llama"](), dtype=torch.float32),
+        make_method("rankfold", sparsity=0.3, rank_multiple=2),
+    )
+    plan = rankfold.plan(CONFIGS["llama"](), method=method, gpu="80GB")
+    one, two = (rates_on(PLAIN, n, source, method, plan, "sequential", 10) for n in (1, 2))
+    view, D, V = source.meta_block(1), 32, 96
+    stages = passes.compression(view, method, plan.ranks(1), 10, "sequential")
+    alone = passes.passes(view, [method.alone(view).statistics(view)], 10, step=True)
+    assert one.read == 4 * sum(p.numel() for p in view.module.parameters()) / 1e9 == two.read
+    expected = (passes.forward(view, 10).total(), stages.total(), 0.0, alone.total(), 2 * V * D)
+    assert one[1:] == pytest.approx([operations / 1e9 for operations in expected])
+    assert two[1:] == pytest.approx([seconds / 2 for seconds in one[1:]])
 
 
 def test_every_routine_that_is_counted_has_a_time():
