@@ -75,12 +75,21 @@ def excess_of(record: Record) -> str | None:
     return (record["plan"].get("budget") or {}).get("excess")
 
 
+def marked_warnings(record: Record) -> list[tuple[str, str]]:
+    """Return a word or two and the sentence of every warning of a run record, or of a row of a comparison."""
+    held_out, probe_texts = record.get("held_out") or {}, record.get("probe_texts") or {}
+    found = [
+        ("damaged", held_out.get("warning")),
+        ("skills lost", probe_texts.get("warning")),
+        ("guesses", held_out.get("dense_warning")),
+        *(("guesses", text.get("warning")) for text in (record.get("measures") or {}).get("texts", [])),
+    ]
+    return [(mark, warning) for mark, warning in found if warning]
+
+
 def warnings_of(record: Record) -> list[str]:
     """Return every warning of a run record, or of a row of a comparison."""
-    held_out, probe_texts = record.get("held_out") or {}, record.get("probe_texts") or {}
-    found = [held_out.get("warning"), probe_texts.get("warning"), held_out.get("dense_warning")]
-    found += [text.get("warning") for text in (record.get("measures") or {}).get("texts", [])]
-    return [warning for warning in found if warning]
+    return [warning for _, warning in marked_warnings(record)]
 
 
 def training_of(record: Record) -> dict[str, Any] | None:

@@ -3,8 +3,7 @@
 import io
 import math
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +13,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from ..._utils.files import write_bytes, write_text
+from .table import by_quality
 
 WIDTH, HEIGHT, DPI = 4.6, 3.5, 200  # inches of a panel
+PAGE_WIDTH = 9.2  # inches of the main picture on a desk
 LINE = 0.19  # inches of a line of the legend; a panel has room for two
 WIDE = 8  # largest value over the smallest from which on a scale is logarithmic
 # Told apart by most eyes.
@@ -36,7 +37,7 @@ class Picture(NamedTuple):
 def result_pictures(rows: list[dict]) -> list[Picture]:
     """Return the pictures of what was measured; the first row is the dense model."""
     done = [row for row in rows if row["status"] == "done"]
-    dense, labels = done[0], list(dict.fromkeys(row["label"] for row in rows[1:]))
+    dense, labels = done[0], by_quality(rows)
     styles = {label: style(index) for index, label in enumerate(labels)}
     found = []
     if len(done) > 1:
@@ -177,22 +178,23 @@ def shorten(text: str, length: int = 54) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
-@contextmanager
-def _look(ink: str, paper: str) -> Iterator[None]:
-    options: dict[Any, Any] = {
-        "font.size": 10,
-        "axes.labelsize": 9.5,
-        "lines.linewidth": 1.6,
-        "lines.markersize": 5,
-        "text.parse_math": False,  # a $ in a name is a $
-        "svg.hashsalt": "rankfold",
-        "figure.facecolor": paper,
-        "savefig.facecolor": paper,
-        "axes.facecolor": paper,
-        **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), ink),
-    }
-    with matplotlib.rc_context(options):
-        yield
+def _look() -> Any:
+    """Return the settings of all pictures, for dark ink on light paper."""
+    ink, paper = INKS["light"]
+    return matplotlib.rc_context(
+        {
+            "font.size": 10,
+            "axes.labelsize": 9.5,
+            "lines.linewidth": 1.6,
+            "lines.markersize": 5,
+            "text.parse_math": False,  # a $ in a name is a $
+            "svg.hashsalt": "rankfold",
+            "figure.facecolor": paper,
+            "savefig.facecolor": paper,
+            "axes.facecolor": paper,
+            **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), ink),
+        }
+    )
 
 
 class Drawn(NamedTuple):
@@ -204,13 +206,17 @@ class Drawn(NamedTuple):
     dark: str  # SVG on dark paper
 
 
-def drawn(picture: Picture) -> Drawn:
-    """Draw a picture on light and on dark paper."""
-    with _look(*INKS["light"]):
+def drawn(picture: Picture, width: float = WIDTH) -> Drawn:
+    """Draw a picture, so many inches wide; on dark paper it has the colours of ink and paper exchanged."""
+    with _look():
         figure = picture.draw()
-        png, svg = _saved(figure, "png", dpi=DPI), _saved(figure, "svg")
-    with _look(*INKS["dark"]):
-        return Drawn(picture, png, svg.decode(), _saved(picture.draw(), "svg").decode())
+        figure.set_figwidth(width)
+        png = _saved(figure, "png", dpi=DPI)
+        figure.set_layout_engine("none")  # everything has its place now: finding it takes most of the time
+        svg = dark = _saved(figure, "svg").decode()
+    for light, other in zip(INKS["light"], INKS["dark"], strict=True):
+        dark = dark.replace(light, other)
+    return Drawn(picture, png, svg, dark)
 
 
 def _saved(figure: Figure, form: str, **options) -> bytes:
