@@ -64,7 +64,8 @@ def main() -> None:
         bench = Bench(device, args.tiny, record, Path(folder), args.limit, args.shape, args.methods)
         for job in args.jobs:
             bench.job = job
-            JOBS[job](bench)
+            with bench.trying("as a whole"):  # the others still count
+                JOBS[job](bench)
     common.say(f"wrote {common.shown(str(path))}")
     if bench.left:
         common.say(f"left out for time, run the same command again: {', '.join(bench.left)}")

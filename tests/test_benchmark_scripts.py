@@ -235,6 +235,22 @@ def test_what_is_there_is_not_measured_again_and_what_does_not_fit_is_left(tmp_p
     assert said.count("precision 64 rows") == 1
 
 
+def test_a_job_that_fails_is_a_row_and_the_next_one_runs(tmp_path, monkeypatch):
+    gpu, common = (importlib.import_module(name) for name in ("gpu", "common"))
+
+    def fail(bench):
+        raise RuntimeError("CUDA out of memory.\nTried to allocate")
+
+    monkeypatch.setattr(common, "STARTED", common.time.perf_counter())
+    monkeypatch.setitem(gpu.JOBS, "rates", fail)
+    line = ["gpu.py", "rates", "precision", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", line)
+    gpu.main()
+    rows = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))["rows"]
+    assert rows[0]["name"] == "rates as a whole" and rows[0]["error"] == "RuntimeError: CUDA out of memory."
+    assert [row["job"] for row in rows[1:]] == ["precision", "precision"]
+
+
 def test_a_cpu_is_no_record_of_an_accelerator(on_this_cpu, monkeypatch):
     page = importlib.import_module("pages.gpu")
     with pytest.raises(ValueError, match="none of an accelerator"):
