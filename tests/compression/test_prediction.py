@@ -19,7 +19,7 @@ from rankfold.compression import cards, passes
 from rankfold.compression.cards import Card, find_card
 from rankfold.compression.prediction import rates_on
 from rankfold.errors import CheckpointError, OptionError, UnsupportedModelError
-from rankfold.methods import make_method
+from rankfold.methods import make_method, method_names
 from rankfold.methods.work import ROUTINES, Work
 from rankfold.models.outline import open_outline
 
@@ -167,6 +167,20 @@ def test_what_does_not_fit_is_one_line_with_what_to_do():
     assert "device='cpu'" in rankfold.plan(SEVENTY, 0.3, gpu="9GB").hardware["advice"]
 
 
+def test_every_method_is_planned_or_chooses_by_numbers(subtests):
+    refused = set()
+    for name in method_names():
+        with subtests.test(name):
+            try:
+                plan = rankfold.plan(CONFIGS["llama"](), method=name, gpu="80GB", num_samples=16)
+            except OptionError as error:
+                assert "chooses what to remove by numbers" in str(error)
+                refused.add(name)
+            else:
+                assert plan.seconds > 0 and plan.peak_memory_bytes > 0 and plan.removed_weights > 0
+    assert refused == {"shortgpt", "sleb"}
+
+
 def test_the_largest_model_there_is_takes_seconds():
     plan = rankfold.plan(t.DeepseekV3Config(dtype="bfloat16"), 0.3, gpu="80GB")
     assert 6.7e11 < plan.parameters < 6.72e11 and plan.sparsity == pytest.approx(0.3, abs=1e-3)
@@ -223,8 +237,12 @@ def test_what_shapes_do_not_have_is_refused(tmp_path):
         rankfold.plan(config)
     with pytest.raises(OptionError, match="gpus is of a plan for accelerators that are not here, got 2"):
         rankfold.plan(opened("llama"), gpus=2)
-    with pytest.raises(CheckpointError, match="config.json"):
+    with pytest.raises(CheckpointError, match="has no readable config.json"):
         rankfold.plan(tmp_path, gpu="80GB")
+    with pytest.raises(
+        CheckpointError, match="no config at 'nowhere': expected a folder with config.json, or a hub id"
+    ):
+        rankfold.plan("nowhere", gpu="80GB")
 
 
 def test_a_quantised_config_stands_for_its_model_where_its_weights_can_be_de_quantised(caplog):

@@ -66,6 +66,10 @@ def _read(model: str | Path, revision: str | None) -> tuple[PretrainedConfig, st
         folder = path.parent if path.name == CONFIG else path
         return read_config(folder), folder.resolve().name
     name, at = split_revision(str(model), revision)
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise CheckpointError(
+            f"no config at {str(model)!r}: expected a folder with {CONFIG}, or a hub id such as owner/name"
+        )
     with reporting(CheckpointError, f"cannot get the config of {name!r}", "check the name and the connection"):
         return AutoConfig.from_pretrained(name, revision=at or "main", trust_remote_code=False), name
 
