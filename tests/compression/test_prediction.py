@@ -132,7 +132,7 @@ def test_rates_of_a_card_are_operations_over_its_speed():
 
 
 def test_every_routine_that_is_counted_has_a_time():
-    assert {*cards.OPERATIONS, "pass", "calls"} == {*ROUTINES}
+    assert {*cards.OPERATIONS, "pass", "calls"} >= {*ROUTINES}
 
 
 def test_a_card_is_found_by_name_or_by_the_nearest_memory():

@@ -18,6 +18,10 @@ OPERATIONS = {
     "inverse": ("fp64", 2.33),  # the factor, and the identity solved for, as cuSOLVER does it
     "solve": ("fp64", 2.33),
     "elimination": ("fp64", 1.04),
+    "compared cholesky": ("fp32", 1 / 3),
+    "compared inverse": ("fp32", 2.33),
+    "compared elimination": ("fp32", 1.04),
+    "bounds": ("fp64", 2.0),
     "eigh": ("eigh", 9.0),
     "svd": ("eigh", 20.0),
 }
@@ -66,7 +70,7 @@ class Card:
             return n * self.launch_us * 1e-6
         kind, operations = OPERATIONS[routine]
         found = self.seconds(kind, operations * float(n) ** 3)
-        if routine == "elimination":
+        if routine.endswith("elimination"):
             return found + n / 2 * REMOVAL_SECONDS * n
         return max(found, self.solver_ms * 1e-3) if kind == "eigh" else found
 
