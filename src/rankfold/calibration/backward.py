@@ -19,7 +19,7 @@ from ..architectures import BlockView
 from ..data.batches import Batch, Data, again
 from .gradients import BackwardObserver
 from .moments import BlockMoments, check_finite
-from .runner import MOST_BATCH_TOKENS, Stream, advance, batch_tokens, predictions, start
+from .runner import Stream, advance, batch_tokens, predictions, start
 
 TOKENS = 8192  # of a sweep, and at least
 PER_DIMENSION = 4  # for each output of a layer, as many as make its moment one of full rank
@@ -39,8 +39,7 @@ def sweep_memory(source, tokens: int) -> int:
     width = view.attention.output.weight.shape[0]
     hidden = view.mlp.hidden if view.mlp else 4 * width
     item = torch.empty((), dtype=source.autocast or source.compute_dtype).element_size()
-    on_meta = source.device.type == "meta"  # a plan of a config, for an accelerator that is not here
-    batch = min(tokens, MOST_BATCH_TOKENS if on_meta else batch_tokens(source))
+    batch = min(tokens, batch_tokens(source))
     graph = 4 * batch * (12 * width + 6 * hidden)
     logits = 4 * 4 * min(batch, POSITIONS) * source.config.vocab_size  # logits, their softmax and the gradients of both
     return tokens * width * (len(source) * item + 4) + max(graph, logits)
