@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import rankfold
 from families import CONFIGS, opened
+from rankfold.calibration.runner import MOST_BATCH_TOKENS, batch_tokens
 from rankfold.cli import main
 from rankfold.compression import cards, passes
 from rankfold.compression.cards import Card, find_card
@@ -159,11 +160,14 @@ def test_accelerators_share_samples_and_passes_but_no_decomposition():
 
 
 def test_what_does_not_fit_is_one_line_with_what_to_do():
-    small = rankfold.plan(SEVEN, 0.3, gpu="9GB")
-    assert small.hardware["advice"].startswith(f"{small.peak_memory_bytes / 1e9:.0f} GB do not fit on 9 GB: take ")
+    size = f"{0.9 * rankfold.plan(SEVEN, 0.3, gpu='16GB').peak_memory_bytes / 1e9:.1f}GB"
+    small = rankfold.plan(SEVEN, 0.3, gpu=size)
+    assert small.hardware["advice"].startswith(
+        f"{small.peak_memory_bytes / 1e9:.0f} GB do not fit on {size[:-2]} GB: take "
+    )
     fewer = int(small.hardware["advice"].partition("num_samples=")[2].partition(")")[0])
-    assert rankfold.plan(SEVEN, 0.3, gpu="9GB", num_samples=fewer).hardware["advice"] is None
-    assert rankfold.plan(SEVEN, 0.3, gpu="9GB", num_samples=2 * fewer).hardware["advice"] is not None
+    assert rankfold.plan(SEVEN, 0.3, gpu=size, num_samples=fewer).hardware["advice"] is None
+    assert rankfold.plan(SEVEN, 0.3, gpu=size, num_samples=2 * fewer).hardware["advice"] is not None
     assert "device='cpu'" in rankfold.plan(SEVENTY, 0.3, gpu="9GB").hardware["advice"]
 
 
@@ -210,6 +214,14 @@ def test_a_command_that_gives_what_shapes_do_not_read_is_refused(tmp_path, capsy
         with pytest.raises(SystemExit) as stop:
             main()
         assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_forward_takes_what_the_memory_of_the_card_has_room_for():
+    outline = open_outline(SEVEN)
+    outline.memory_bytes = 16 * 10**9
+    assert batch_tokens(outline) == 2 * 10**9 // (4 * (8 * 4096 + 4 * 11008))
+    outline.memory_bytes = 10**12
+    assert batch_tokens(outline) == MOST_BATCH_TOKENS
 
 
 def test_the_summary_says_where_and_by_what(capsys):

@@ -129,9 +129,9 @@ def _recording(source, stop: bool) -> Iterator[list[_Recorder]]:
 
 def batch_tokens(source) -> int:
     """Tokens of a forward: on an accelerator as many as have their activations in an eighth of the memory that is free."""
-    if source.device.type == "meta":  # shapes alone, planned for an accelerator that is not here
-        return MOST_BATCH_TOKENS
-    free_memory = getattr(torch.get_device_module(source.device), "mem_get_info", None)
+    # Of shapes alone, which have no device, the accelerator that they are planned for.
+    device: Any = source if source.device.type == "meta" else torch.get_device_module(source.device)
+    free_memory = getattr(device, "mem_get_info", None)
     if source.device.type == "cpu" or free_memory is None:
         return BATCH_TOKENS
     view = source.meta_block(0)

@@ -50,6 +50,7 @@ def predict(source: Outline, method: Method, calibration: dict[str, Any], card: 
         raise OptionError(
             "a budget in time is measured on weights, which a config does not have; choose another budget"
         )
+    source.memory_bytes = card.bytes
     options = rank_options(source, method)
     check(options, method)
     allocated, own = _allocated(options, method)

@@ -22,7 +22,17 @@ log = logging.getLogger(__name__)
 
 
 class Outline(DenseModel):
-    """A dense model all of whose weights are on the meta device; whatever runs it would read them block by block."""
+    """A dense model all of whose weights are on the meta device; whatever runs it would read them block by block.
+
+    Attributes:
+        memory_bytes: of the accelerator that it is planned for.
+    """
+
+    memory_bytes: int = 0
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        """Return the free and the whole memory of that accelerator, as PyTorch's modules of devices do."""
+        return self.memory_bytes, self.memory_bytes
 
     @property
     def streamed(self) -> bool:
