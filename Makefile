@@ -49,7 +49,7 @@ demo: $(VENV)/.installed-demo
 
 # What needs no data but the demo's model; each script writes its record to benchmarks/results/ (see benchmarks/README.md).
 bench: $(VENV)/.installed-demo
-	@set -e; for name in compression_cost speed memory complexity render; do OMP_WAIT_POLICY=PASSIVE $(RUN) benchmarks/$$name.py; done
+	@set -e; for name in compression_cost speed memory complexity large_models render; do OMP_WAIT_POLICY=PASSIVE $(RUN) benchmarks/$$name.py; done
 
 # Hostile command lines and texts, damaged records, moments and checkpoints; the count goes to docs/results/robustness.md.
 attack: $(VENV)/.installed

@@ -7,7 +7,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from pages import costs, models, perplexity, readme
+from pages import costs, gpu, models, perplexity, readme
 from rankfold._utils.files import read_json, write_text
 
 HERE = Path(__file__).resolve().parent
@@ -43,6 +43,8 @@ PAGES = {
     "complexity": ("complexity*", "Parameters, MACs and cache against sparsity", costs.complexity),
     "mutants": ("mutants*", "Mutants that the tests notice", costs.mutants),
     "experts": ("experts*", "What experts are fitted to", models.experts),
+    "large_models": ("large_models*", "Memory and time of large models, computed", costs.large_models),
+    "gpu": ("gpu*", "On an accelerator", gpu.gpu),
     "decomposition_cost": ("decomposition_cost*", "Decomposing one block", costs.decomposition_cost),
 }
 # Page -> patterns of records, title, lines of all of them together.

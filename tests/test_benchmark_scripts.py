@@ -14,7 +14,7 @@ from rankfold.methods import make_method, method_names
 from saved import save_text, save_tiny
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-SCRIPTS = sorted([*BENCHMARKS.glob("*.py"), *BENCHMARKS.glob("pages/*.py")])
+SCRIPTS = sorted([*BENCHMARKS.glob("*.py"), *BENCHMARKS.glob("pages/*.py"), *BENCHMARKS.glob("accelerator/*.py")])
 EXPERIMENTS = sorted(BENCHMARKS.glob("experiments/*.yaml"))
 DOCS = BENCHMARKS.parent / "docs" / "results"
 TINY = """
@@ -161,3 +161,131 @@ def test_rows_of_another_configuration_are_refused(place, monkeypatch):
 def test_a_row_that_does_not_exist_is_named(place, monkeypatch):
     with pytest.raises(SystemExit, match="no row is called nothing; rows: modegpt rank_multiple=2 0.3"):
         ran(place, monkeypatch, "--only", "nothing")
+
+
+def test_the_table_of_large_models_is_what_plans_say():
+    """Plans of two rows are made again; where the estimate has changed, `python benchmarks/large_models.py` and `render.py`."""
+    large = importlib.import_module("large_models")
+    record = json.loads((BENCHMARKS / "results" / "large_models.json").read_text(encoding="utf-8"))
+    rows, configs = {row["name"]: row for row in record["rows"]}, large.configs()
+    assert list(rows) == [f"{name} {method}" for name in configs for method in large.METHODS]
+    for name, method in (("Llama 70B", "modegpt"), ("Llama 7B", "rankfold")):
+        expected = large.row(configs[name], method)
+        assert {key: rows[f"{name} {method}"][key] for key in expected} == expected
+    assert record["config"]["rates_are_measured"] is False
+
+
+JOBS = ("rates", "parity", "precision", "waits", "blocks", "whole", "speed")
+
+
+@pytest.fixture(scope="module")
+def on_this_cpu(tmp_path_factory) -> dict:
+    """The record of all jobs of gpu.py, in tiny sizes."""
+    out = tmp_path_factory.mktemp("gpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["gpu.py", *JOBS, "--device", "cpu", "--tiny", "--out", str(out)])
+        importlib.import_module("gpu").main()
+    return json.loads((out / "gpu.json").read_text(encoding="utf-8"))
+
+
+def test_every_job_of_an_accelerator_runs_on_a_cpu(on_this_cpu):
+    rows = {row["name"]: row for row in on_this_cpu["rows"]}
+    assert {row["job"] for row in rows.values()} == {*JOBS}
+    assert [name for name, row in rows.items() if "error" in row] == []
+    assert all(row["card"] and row["torch"] for row in rows.values())
+    compared = [row for row in rows.values() if "kl" in row]
+    assert len(compared) > 8 and all(row["kl"] == 0 and row["same_ranks"] for row in compared)  # the device is the CPU
+    assert all(row["kl_dense"] > 1e-4 for row in compared)
+    assert all(row["same"]["again"] and row["same"]["without reading ahead"] for row in rows.values() if "same" in row)
+    for row in rows.values():
+        if row["job"] == "precision":
+            assert 0 < row["errors"]["a batch"] < 1 and 0 < row["cross_error"] < 1e-5
+        if row["job"] in ("blocks", "whole"):
+            parts = dict(row["parts"])
+            assert parts.pop("total") == pytest.approx(sum(parts.values())) and row["total"] > row["parts"]["total"]
+            assert row["block_seconds"] == row["total"] / row["blocks"]
+            assert row["whole_minutes"] == row["block_seconds"] * 3 / 60  # of the three blocks of the tiny shape
+    dense, small = (rows["speed decode 1"]["weight_bytes"][name] for name in ("dense", "rank multiple 2"))
+    assert 0.7 * dense < small < dense
+
+
+def test_the_entry_for_the_table_of_cards_is_one(on_this_cpu):
+    from rankfold.compression.cards import Card
+
+    rows = {row["name"]: row for row in on_this_cpu["rows"]}
+    card = Card("cpu", **rows["rates entry"]["entry"])
+    seconds, said = rows["rates routine eigh 32"]["seconds"], card.seconds_for({("eigh", 32): 1})
+    assert said == pytest.approx(max(card.solver_ms * 1e-3, seconds)) and card.is_measured
+
+
+def test_what_is_there_is_not_measured_again_and_what_does_not_fit_is_left(tmp_path, monkeypatch, capsys):
+    gpu, common = (importlib.import_module(name) for name in ("gpu", "common"))
+    line = ["gpu.py", "precision", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    monkeypatch.setattr(common, "STARTED", common.time.perf_counter())
+    monkeypatch.setattr(sys, "argv", [*line, "--limit", "0"])
+    gpu.main()
+    assert "left out for time, run the same command again: precision 64 rows x 48" in capsys.readouterr().err
+    assert not (tmp_path / "gpu.json").exists()
+    for _ in range(2):
+        monkeypatch.setattr(sys, "argv", line)
+        gpu.main()
+        rows = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))["rows"]
+        assert [row["name"] for row in rows] == ["precision 64 rows x 48", "precision 128 rows x 48"]
+    said = capsys.readouterr().err
+    assert said.count("precision 64 rows") == 1
+
+
+def test_a_job_that_fails_is_a_row_and_the_next_one_runs(tmp_path, monkeypatch):
+    gpu, common = (importlib.import_module(name) for name in ("gpu", "common"))
+
+    def fail(bench):
+        raise RuntimeError("CUDA out of memory.\nTried to allocate")
+
+    monkeypatch.setattr(common, "STARTED", common.time.perf_counter())
+    monkeypatch.setitem(gpu.JOBS, "rates", fail)
+    line = ["gpu.py", "rates", "precision", "--device", "cpu", "--tiny", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", line)
+    gpu.main()
+    rows = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))["rows"]
+    assert rows[0]["name"] == "rates as a whole" and rows[0]["error"] == "RuntimeError: CUDA out of memory."
+    assert [row["job"] for row in rows[1:]] == ["precision", "precision"]
+
+
+def test_a_cpu_is_no_record_of_an_accelerator(on_this_cpu, monkeypatch):
+    page = importlib.import_module("pages.gpu")
+    with pytest.raises(ValueError, match="none of an accelerator"):
+        page.gpu(on_this_cpu)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "rates", "--device", "cpu", "--tiny"])
+    monkeypatch.delenv("OUT", raising=False)
+    with pytest.raises(SystemExit, match="give --out DIR"):
+        importlib.import_module("gpu").main()
+
+
+def test_the_page_of_an_accelerator_has_every_job_and_the_errors(on_this_cpu):
+    page = importlib.import_module("pages.gpu")
+    failed = {"name": "rates product", "job": "rates", "card": "a card", "torch": "2", "error": "OutOfMemoryError: no"}
+    rows = [row | {"card": "a card", "clocks.sm": "1980"} for row in on_this_cpu["rows"]]
+    lines = page.gpu({**on_this_cpu, "config": {"device": "cuda", "tiny": False}, "rows": [*rows, failed]})
+    assert [line for line in lines if line.startswith("###")] == [f"### {title}" for title, _ in page.SECTIONS.values()]
+    assert "- product: OutOfMemoryError: no" in lines
+    (row,) = (row for row in rows if row["name"] == "rates routine calls 32")
+    found = next(line for line in lines if line.startswith("| routine calls 32 |"))
+    assert found.split("|")[2].strip() == f"{1e3 * row['seconds']:.3g}"
+    assert "a card, torch" in "".join(lines) and "1980 to 1980 MHz" in "".join(lines)
+
+
+def test_waits_are_counted_by_the_line_that_made_them():
+    """What torch warns of on an accelerator; here a stand-in warns."""
+    import warnings
+
+    import torch
+
+    waits = importlib.import_module("accelerator.waits")
+    bench = type("Bench", (), {"device": torch.device("cpu")})
+    with waits.counted(bench) as places:
+        for _ in range(3):
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+    ((place, count),) = places.items()
+    assert count == 3 and place.startswith("test_benchmark_scripts.py:")
+    assert waits.place_of("/home/somebody/site-packages/rankfold/linalg/psd.py", 7) == "rankfold/linalg/psd.py:7"

@@ -187,6 +187,33 @@ def decomposition_cost(record: dict) -> list[str]:
     return [what, "", *table(["method", "module", "rank", "seconds", "peak, GiB", "resident before, GiB"], rows)]
 
 
+def large_models(record: dict) -> list[str]:
+    """Return models by method: sizes, and memory and time by number of accelerators."""
+    c, rows = record["config"], record["rows"]
+    counts = list(next(row["peak_bytes"] for row in rows if row["peak_bytes"]))
+
+    def cells(row: dict) -> list[str]:
+        if "error" in row:
+            return [row["error"]]
+        sizes = [
+            f"{row['parameters'] / 1e9:.1f} → {row['parameters_after'] / 1e9:.1f}",
+            f"{row['bytes_after'] / 1e9:,.0f}",
+        ]
+        memory = (row["peak_bytes"][n] / 1e9 for n in counts)
+        fits = [f"{gb:.0f}" if gb <= c["gigabytes"] else f"**{gb:.0f}**" for gb in memory]
+        return [*sizes, *fits, *(f"{row['minutes'][n]:,.1f}" for n in counts)]
+
+    rates = "measured" if c["rates_are_measured"] else "predicted"
+    what = (
+        f"**Computed, not measured**: sparsity {c['sparsity']}, {windows(c)}, {rates} rates of `{c['gpu']}` with "
+        f"{c['gigabytes']:g} GB. Bold: more than one has."
+    )
+    head = ["", "", "billions of parameters", "checkpoint, GB"]
+    head += [f"peak of each of {n}, GB" if n != "1" else "peak, GB" for n in counts]
+    head += [f"min on {n}" for n in counts]
+    return [what, "", *table(head, [[row["model"], f"`{row['method']}`", *cells(row)] for row in rows])]
+
+
 def module_cost(record: dict) -> list[str]:
     """Return methods' modules by what they hold, take and lose."""
     config, rows = record["config"], record["rows"]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from . import exports, pipeline
 from ._utils.arguments import typed
@@ -23,18 +23,23 @@ from .checkpoint.load import load_model
 from .checkpoint.saving import save_model
 from .checkpoint.streamed import open_streamed
 from .components import compress_components
+from .compression.cards import find_card
+from .compression.prediction import predict
 from .compression.result import CompressionResult
 from .compression.validate_spec import validated
 from .data.built_in import DEFAULT_TEXT
 from .data.calibration_data import CalibrationData
 from .data.load import load_calibration
-from .errors import OptionError, check_choice
+from .data.mixing import planned_samples
+from .errors import OptionError, check_choice, option
 from .evaluation import perplexity as evaluation
 from .evaluation.text import evaluate_text
 from .exports import Exported
 from .methods import Method, make_method, method_class
 from .models.dense_model import DenseModel
+from .models.devices import resolve_dtype
 from .models.opening import open_model
+from .models.outline import open_outline
 from .report.plan import Plan
 
 __all__ = [
@@ -128,7 +133,7 @@ def compress(
 
 @typed
 def plan(
-    model: AnyModel,
+    model: AnyModel | PretrainedConfig,
     sparsity: float | None = None,
     *,
     method: Method | str = "rankfold",
@@ -142,18 +147,51 @@ def plan(
     dtype: str = "auto",
     device: str = "auto",
     revision: str | None = None,
+    gpu: str | None = None,
+    gpus: int = 1,
     **options: Any,
 ) -> Plan:
     """Return what :func:`compress` would do: ranks, counts, cache, memory, and with moments the error of every module.
 
+    ::
+
+        rankfold.plan("big-model", 0.3, gpu="80GB", gpus=8)  # a folder with config.json is enough
+
     Args:
+        model: as for :func:`compress`; with ``gpu`` also a config of transformers, or a folder or hub id of which the config
+            alone is read.
         calibration: as for :func:`compress`. Without it and without moments, ``mixture`` where the allocation
             compares predictions; else shapes are enough.
         moments: of the dense model, for predicted errors and for allocations that go by them.
+        gpu: plan for accelerators that are not here, from shapes alone: memory of each, such as ``80GB``, or a name out of
+            ``compression/cards.json``, such as ``h100``. Ranks are uniform where the method's own go by numbers of the model;
+            time is predicted from the card's rates.
+        gpus: accelerators that share the calibration samples.
 
     All other arguments are those of :func:`compress`.
+
+    Raises:
+        OptionError, UnsupportedModelError, CheckpointError: as :func:`compress`; and with ``gpu`` what it does not go with.
     """
     method = _configured(plan, method, sparsity, options)
+    if gpu is not None:
+        given = {"calibration": calibration, "moments": moments, "tokenizer": tokenizer, "component": component}
+        given |= {"device": None if device == "auto" else device}
+        if wrong := [name for name, value in given.items() if value is not None]:
+            raise OptionError(
+                f"a plan for {option('gpu')} goes by shapes alone, so {wrong[0]} has no say; leave it out"
+            )
+        source = open_outline(_shaped(model), dtype=resolve_dtype(dtype), revision=revision)
+        samples = planned_samples(num_samples, min(max_length, source.context_length))
+        return predict(source, method, samples, find_card(gpu), gpus)
+    if isinstance(model, PretrainedConfig):
+        raise OptionError(
+            f"{type(model).__name__} has no weights; give {option('gpu', '80GB')} for a plan of its shapes"
+        )
+    if gpus != 1:
+        raise OptionError(
+            f"gpus is of a plan for accelerators that are not here, got {gpus}; give gpu too, or leave it out"
+        )
     moments, source = _stored(moments), _opened(model, tokenizer, component, dtype, device, revision)
     if calibration is None and moments is None and method.allocation.needs_text:
         calibration = DEFAULT_TEXT
@@ -293,6 +331,13 @@ def _configured(
                 f"{name}={value!r} beside a method that has {name}={own!r}; give it to {type(method).__name__}(...) alone"
             )
     return method
+
+
+def _shaped(model: AnyModel | PretrainedConfig) -> str | Path | PretrainedConfig:
+    """Return what an outline is made of."""
+    if isinstance(model, DenseModel):
+        model = model.model
+    return model.config if isinstance(model, nn.Module) else model  # pyright: ignore[reportReturnType]  a transformers model has one
 
 
 def _stored(moments: MomentStore | str | Path | None) -> MomentStore | None:

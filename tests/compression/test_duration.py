@@ -20,7 +20,7 @@ from rankfold.methods import make_method, method_names
 from rankfold.methods.work import CORRECTION_RIDGES, Work, multiplying, of_trial, times
 
 SPARSITY = dict.fromkeys(("wanda", "sparsegpt", "pruner-zero", "magnitude"), 0.5)
-RATES = duration._Rates(read=100.0, forward=1.0, stages=10.0, dense=0.0, alone=3.0, head=0.5)
+RATES = duration.Rates(read=100.0, forward=1.0, stages=10.0, dense=0.0, alone=3.0, head=0.5)
 BLOCKS, TOKENS, HELD_OUT = 3, 16 * 32, 2 * 32
 
 

@@ -1,5 +1,6 @@
 """What an allocation chooses the ranks of."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 Ranks = dict[tuple[int, str], int]  # (block, module) -> rank
@@ -26,4 +27,5 @@ class PrunableModule:
         return self.sizes[-1]
 
     def size(self, rank: int) -> int:
-        return self.sizes[self.ranks.index(rank)]
+        """Return what it takes at one of its ranks; of the tens of thousands of a wide MLP it is found by halving."""
+        return self.sizes[self.ranks.index(rank, bisect_left(self.ranks, rank))]

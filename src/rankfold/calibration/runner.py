@@ -144,7 +144,9 @@ def batch_tokens(source) -> int:
 
     Sums depend on the batches, so what happens to be free of the memory may not matter.
     """
-    memory = getattr(torch.get_device_module(source.device), "mem_get_info", None)
+    # Of shapes alone, which have no device, the accelerator that they are planned for.
+    device: Any = source if source.device.type == "meta" else torch.get_device_module(source.device)
+    memory = getattr(device, "mem_get_info", None)
     if source.device.type == "cpu" or memory is None:
         return BATCH_TOKENS
     view = source.meta_block(0)

@@ -34,12 +34,17 @@ BESIDE = {
     "limit": ("text", "tasks"),
     "text_column": ("text",),
     "seed": ("temperature",),
+    "gpus": ("gpu",),
 }
 # Option -> those that it leaves no use for, and why.
 INSTEAD = {
     "components": (
         ("sparsity", "component", "moments", "recover"),
         "--components compresses several components, each with its own sparsity, --{} is of one; leave one of them out",
+    ),
+    "gpu": (
+        ("calibration", "seed", "text_column", "component", "components", "moments", "device"),
+        "--gpu plans by the shapes of a config alone, --{} would be ignored; leave one of them out",
     ),
     "moments": (
         ("calibration", "num_samples", "max_length", "seed", "text_column", "shards", "mode"),

@@ -101,6 +101,22 @@ class Request:
             plans.append(timed(the_plan, source, tokens.describe(), mode))
         return plans
 
+    def predicted(self, methods: "dict[str | None, Method]", gpu: str, gpus: int) -> "Plan":
+        """Plan by the shapes of a config for accelerators that are not here."""
+        from .. import api
+
+        (method,) = methods.values()
+        return api.plan(
+            self.model,
+            method=method,
+            num_samples=self.text.num_samples,
+            max_length=self.text.max_length,
+            dtype=self.dtype,
+            revision=self.revision,
+            gpu=gpu,
+            gpus=gpus,
+        )
+
 
 def _predicting(source: "DenseModel", method: "Method", tokens: "CalibrationData") -> "MomentStore | None":
     """Measure moments that errors can be predicted from, for a method that takes any."""

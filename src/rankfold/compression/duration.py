@@ -8,6 +8,7 @@ While a run lasts, :mod:`rankfold._utils.progress` estimates what is left by wha
 Cost: a few passes of one block over one batch, and a second or two for the rates.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -36,7 +37,7 @@ HEAD_TOKENS = 512  # that norm and head are timed on
 HEAD_PASSES = 3.0  # through norm and head that a backward pass takes
 
 
-class _Rates(NamedTuple):
+class Rates(NamedTuple):
     """Seconds of one block of this model on this device."""
 
     read: float  # a block
@@ -47,21 +48,32 @@ class _Rates(NamedTuple):
     head: float  # a token through norm and head
 
 
-def timed(the_plan: Plan, source: DenseModel, calibration: dict, mode: str) -> Plan:
+class Machine(NamedTuple):
+    """How fast a compression runs somewhere else."""
+
+    rates: Callable[[DenseModel, Method, Plan, str, int], Rates]  # of source, method, plan, mode and tokens of a sample
+    seconds_for: Callable[[Work], float]
+    count: int = 1  # of accelerators, which share the curves and trials of a measured allocation
+
+
+def timed(the_plan: Plan, source: DenseModel, calibration: dict, mode: str, machine: Machine | None = None) -> Plan:
     """Return the plan with an estimate of the time :func:`rankfold.compress` takes.
 
     Args:
         calibration: description of the calibration tokens.
         mode: one of the method's.
+        machine: where it will run; by default on the source's device, whose rates are measured.
 
     Raises:
         OptionError: unknown mode.
     """
-    return replace(the_plan, seconds=sum(estimated_seconds(the_plan, source, calibration, mode).values()))
+    return replace(the_plan, seconds=sum(estimated_seconds(the_plan, source, calibration, mode, machine).values()))
 
 
 @timed_run()  # not a part of the run that asks
-def estimated_seconds(the_plan: Plan, source: DenseModel, calibration: dict, mode: str) -> dict[str, float]:
+def estimated_seconds(
+    the_plan: Plan, source: DenseModel, calibration: dict, mode: str, machine: Machine | None = None
+) -> dict[str, float]:
     """Estimate the seconds of every part of a compression; arguments as for :func:`timed`."""
     options = dict(the_plan.method)
     method = make_method(options.pop("method"), **options)
@@ -69,13 +81,14 @@ def estimated_seconds(the_plan: Plan, source: DenseModel, calibration: dict, mod
         raise OptionError(f"mode must be {' or '.join(method.modes)}, got {mode!r}")
     blocks, tokens, length = len(source), calibration["tokens"], mean_length(calibration)
     held_out = calibration.get("held_out", 0) * length
-    rates = _measured_rates(source, method, the_plan, mode, length)
+    here = machine or Machine(_measured_rates, partial(seconds_for, device=source.device))
+    rates = here.rates(source, method, the_plan, mode, length)
     removed = sum(m.module == BLOCK and m.rank == 0 for m in the_plan.modules)
     passed = (tokens + held_out) * rates.stages + held_out * rates.forward + tokens * rates.dense
     seconds = {
         "reading and writing": 3 * blocks * rates.read,  # read, written, read back
         "blocks": blocks * passed + 2 * held_out * rates.head,
-        "linear algebra": seconds_for(_work(source, method, the_plan), source.device),
+        "linear algebra": here.seconds_for(_work(source, method, the_plan)),
         "probe texts": 2 * most_tokens(source) * (blocks * rates.forward + rates.head),  # dense and compressed
         "search": tokens * method.allocation.search_passes(blocks, removed) * rates.forward,
     }
@@ -85,7 +98,7 @@ def estimated_seconds(the_plan: Plan, source: DenseModel, calibration: dict, mod
         passed = (PASSES + _sums(source, method)) * blocks * rates.forward + HEAD_PASSES * rates.head
         seconds["gradients"] = the_plan.gradient_windows * length * passed
     if isinstance(method, MeasurableMethod) and isinstance(method.allocation, Measured):
-        seconds["measured allocation"] = _allocation(source, method, the_plan, calibration, rates)
+        seconds["measured allocation"] = _allocation(source, method, the_plan, calibration, rates, here)
     return seconds
 
 
@@ -106,7 +119,7 @@ def _work(source: DenseModel, method: Method, the_plan: Plan) -> Work:
     return found
 
 
-def _measured_rates(source: DenseModel, method: Method, the_plan: Plan, mode: str, length: int) -> _Rates:
+def _measured_rates(source: DenseModel, method: Method, the_plan: Plan, mode: str, length: int) -> Rates:
     """Run one block in the middle, whose kind most are of."""
     index = len(source) // 2
     ids = noise(source.part, max(1, batch_tokens(source) // length), length)
@@ -129,7 +142,7 @@ def _measured_rates(source: DenseModel, method: Method, the_plan: Plan, mode: st
     (batch,), is_decoder = again(some, behind.hidden), source.architecture.decoder
     head = clock(lambda: nats_per_token(source, some, behind) if is_decoder else outputs(source, batch, behind))
     head /= tokens_in(some, source.part)
-    return _Rates(read, forward, stages, dense, alone, head)
+    return Rates(read, forward, stages, dense, alone, head)
 
 
 def _seconds(source: DenseModel, run) -> float:
@@ -148,7 +161,7 @@ def _through_stages(source: DenseModel, method: Method, view: BlockView, ranks, 
 
 
 def _allocation(
-    source: DenseModel, method: MeasurableMethod, the_plan: Plan, calibration: dict, rates: _Rates
+    source: DenseModel, method: MeasurableMethod, the_plan: Plan, calibration: dict, rates: Rates, machine: Machine
 ) -> float:
     """Estimate the seconds of :func:`rankfold.compression.kl_divergence.measure_kl_sensitivity`."""
     blocks, work, trials = len(source), Work(), 0
@@ -167,4 +180,6 @@ def _allocation(
         LENGTH, mean_length(calibration)
     )
     passed = blocks * fit * rates.alone + compared * rates.forward * (blocks + trials + trials * (blocks - 1) / 2)
-    return passed + blocks * rates.read + compared * (trials + 1) * rates.head + seconds_for(work, source.device)
+    return (
+        passed + blocks * rates.read + compared * (trials + 1) * rates.head + machine.seconds_for(work) / machine.count
+    )

@@ -77,6 +77,12 @@ def held_out_of(samples: int) -> int:
     return max(1, min(8, samples // 8))
 
 
+def planned_samples(samples: int, length: int) -> dict[str, int]:
+    """Describe a calibration set of full samples that is not drawn yet, as far as memory and time depend on it."""
+    held_out = held_out_of(samples)
+    return {"num_samples": samples, "max_length": length, "tokens": samples * length, "held_out": held_out}
+
+
 def some_of(
     name: str, what: str, rows: Sequence[Row], samples: int, seed: int, beside: Callable[[int], int] = held_out_of
 ) -> tuple[list[Row], int]:

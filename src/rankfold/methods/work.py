@@ -62,7 +62,9 @@ def eliminating(F: int, D: int, R: int) -> Work:
     """
 
     def operations(D: int, R: int) -> int:
-        return sum(n * (n + 2 * D) for n in range(R + 1, F + 1))
+        """Sum ``n (n + 2 D)`` over n from R + 1 to F."""
+        squares = F * (F + 1) * (2 * F + 1) // 6 - R * (R + 1) * (2 * R + 1) // 6
+        return squares + D * (F - R) * (F + R + 1)
 
     return Work({("elimination", F): operations(D, R) / operations(F, F // 2)})
 

@@ -54,6 +54,9 @@ class Plan:
     experts: dict[str, Any] | None = None  # how many there are, how many tokens they want, and with moments saw
     part: str | None = None  # the component, of a model of which one was chosen
     added_products: int = 0  # more matrix products for every token than the dense model has
+    # Of a plan for accelerators that are not here: gpu, gpus, memory_bytes, num_samples, max_length, rates_are_measured,
+    # allocation (that chose the ranks) and advice (where it does not fit).
+    hardware: dict[str, Any] | None = None
 
     @property
     def sparsity(self) -> float:
@@ -67,6 +70,8 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Return what JSON can hold of it."""
         value = asdict(self)
+        if self.hardware is None:  # as in records of runs, which are planned for the device they run on
+            del value["hardware"]
         return value | {"sparsity": self.sparsity, "modules": [*value["modules"]]}
 
     def table(self) -> Table:
@@ -101,14 +106,25 @@ class Plan:
             table.add_row(f"calibration samples of {text['source']}", "", samples, f"{text['share']:.1%}")
         for what, value in self._costs():
             table.add_row(what, "", value, "")
-        if self.added_products:
+        if notes := [*self._notes()]:
             table.caption_justify = "left"
-            table.caption = (
+            table.caption = "\n".join(notes)
+        return table
+
+    def _notes(self) -> Iterator[str]:
+        if self.added_products:
+            yield (
                 f"Every token takes {self.added_products:,} more matrix products than in the dense model. Where matrices are "
                 f"small or tokens few, as in decoding, this can be slower than the dense model; {option('method', 'rankfold')} "
                 "and modegpt add no product."
             )
-        return table
+        if self.hardware:
+            if self.hardware["allocation"] != self.method["allocation"].partition(":")[0]:
+                yield f"Ranks are those of a {self.hardware['allocation']} allocation: the method's own goes by numbers."
+            if not self.hardware["rates_are_measured"]:
+                yield f"Rates of {self.hardware['gpu']} are predicted; none was measured."
+            if self.hardware["advice"]:
+                yield self.hardware["advice"]
 
     def _sizes(self) -> Iterator[Sequence[str]]:
         if self.method["budget"] != "parameters":
@@ -138,9 +154,14 @@ class Plan:
         yield from self._of_experts()
         if self.gradient_windows:
             yield "samples of the one backward pass", f"{self.gradient_windows:,}"
-        yield "peak memory beside the program (estimate)", f"{self.peak_memory_bytes / 2**30:.2f} GiB"
+        if self.hardware:
+            yield "calibration samples", "{num_samples:,} x {max_length:,} tokens".format(**self.hardware)
+            memory = f"{self.peak_memory_bytes / 1e9:.1f} of {self.hardware['memory_bytes'] / 1e9:g} GB"
+            yield "peak memory of an accelerator (estimate)", memory
+        else:
+            yield "peak memory beside the program (estimate)", f"{self.peak_memory_bytes / 2**30:.2f} GiB"
         if self.seconds is not None:
-            yield "time (estimate)", f"{self.seconds:.0f} s"
+            yield f"time{self._where()} (estimate)", _duration(self.seconds)
 
     def _of_experts(self) -> Iterator[tuple[str, str]]:
         if not self.experts:
@@ -154,6 +175,9 @@ class Plan:
             yield "tokens of an expert, fewest to most", f"{min(tokens):,} to {max(tokens):,}"
             yield f"experts with fewer than {facts['tokens_wanted']:,}, filled up", f"{filled:,} of {len(tokens):,}"
 
+    def _where(self) -> str:
+        return f" on {self.hardware['gpus']} x {self.hardware['gpu']}" if self.hardware else ""
+
     def _counts(self) -> str:
         """Return what the budget counts, and on how long a sequence."""
         context, batch = self.budget.get("context"), self.budget.get("batch")
@@ -166,6 +190,10 @@ class Plan:
         if self.calibration is None:
             return []
         return self.calibration.get("texts", [{"held_out": 0, "share": 1.0} | self.calibration])
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:,.0f} min"
 
 
 def _cells(module: ModulePlan | None) -> tuple[str, str]:

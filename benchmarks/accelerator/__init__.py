@@ -1,0 +1,1 @@
+"""The jobs of benchmarks/gpu.py."""
