@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from itertools import product
 from pydoc_data.topics import topics
 from types import SimpleNamespace
 
@@ -10,11 +12,13 @@ import torch
 
 import rankfold
 from clocks import set_by_hand
+from rankfold.data.probes import load_probes
 from rankfold.cli.recover import parse_minutes
 from rankfold.recovery import recover as module
 from rankfold.recovery.judging import allowed
 from rankfold.recovery.recover import recover
 from rankfold.recovery.tuning import without_dropout
+from rankfold.report.model_card import model_card
 from rankfold.report.record import read_record
 from saved import save_tiny
 
@@ -319,6 +323,49 @@ def test_card_and_inspect_say_what_was_trained(place, tmp_path, run):
     (tmp_path / "out" / "rankfold.json").write_text(json.dumps(record))
     with pytest.raises(rankfold.RankfoldError, match=r"recovery.held_out.manual.txt.perplexity should be a number"):
         read_record(tmp_path / "out")
+
+
+def test_probe_texts_are_those_of_the_trained_weights(place, tmp_path, run):
+    before = read_record(place / "small")["probe_texts"]
+    recover(place / "small", place / "dense", calibration=place / "manual.txt", output=tmp_path / "out", **OPTIONS)
+    record = read_record(tmp_path / "out")
+    assert record["recovery"]["probe_texts_before"] == before
+    probes = load_probes(rankfold.open_model(place / "dense", device="cpu"))
+    models = {
+        "perplexity": rankfold.load(tmp_path / "out", device="cpu"),
+        "perplexity_dense": rankfold.load(place / "dense", device="cpu"),
+    }
+    assert record["probe_texts"]["kinds"].keys() == before["kinds"].keys()
+    for (kind, facts), (key, model) in product(record["probe_texts"]["kinds"].items(), models.items()):
+        passages = zip(probes.ids, probes.lengths, probes.kinds, strict=True)
+        rows = [ids[:length][None] for ids, length, of in passages if of == kind]
+        nats = sum(model(input_ids=row, labels=row).loss.item() * (row.numel() - 1) for row in rows)
+        expected = math.exp(nats / sum(row.numel() - 1 for row in rows))
+        assert facts[key] == pytest.approx(expected, rel=1e-4), (kind, key)
+    assert record["probe_texts"]["kinds"]["prose"]["perplexity"] != before["kinds"]["prose"]["perplexity"]
+    card, (_, shown, _) = (tmp_path / "out" / "README.md").read_text(), run(f"inspect {tmp_path / 'out'}")
+    assert "| perplexity, prose |" in card and "| perplexity before training |" in card
+    assert "\n  perplexity before training " in shown and re.search(r"\n    prose +[0-9]", shown)
+
+
+def test_probe_texts_of_an_earlier_recovery_are_those_before_training(place, tmp_path, run):
+    recover(place / "small", place / "dense", calibration=place / "manual.txt", output=tmp_path / "out", **OPTIONS)
+    path = tmp_path / "out" / "rankfold.json"
+    record = json.loads(path.read_text())
+    del record["recovery"]["probe_texts_before"]
+    record["probe_texts"]["warning"] = record["held_out"]["warning"] = "IT IS BAD"
+    path.write_text(json.dumps(record))
+    card, (_, shown, _) = model_card(read_record(path), "out"), run(f"inspect {tmp_path / 'out'}")
+    assert "| perplexity before training, prose |" in card and card.count("**before training: IT IS BAD.**") == 2
+    assert "\n    prose before training " in shown and shown.count("before training: IT IS BAD") == 2
+
+
+def test_a_model_that_rankfold_did_not_compress_has_no_run_record(place, tmp_path):
+    model = rankfold.load(place / "small", device="cpu")
+    recover(model, place / "dense", calibration=place / "manual.txt", output=tmp_path / "out", **OPTIONS)
+    with pytest.raises(rankfold.RankfoldError, match=r"has no rankfold.json"):
+        read_record(tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "recovery.json").read_text())["recovery"]["recovered"]
 
 
 COMPRESS = (

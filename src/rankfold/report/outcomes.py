@@ -78,9 +78,26 @@ def excess_of(record: Record) -> str | None:
 def warnings_of(record: Record) -> list[str]:
     """Return every warning of a run record, or of a row of a comparison."""
     held_out, probe_texts = record.get("held_out") or {}, record.get("probe_texts") or {}
-    found = [held_out.get("warning"), probe_texts.get("warning"), held_out.get("dense_warning")]
+    of_trained = "" if probes_are_of_trained(record) else before_training(record)
+    found = [_after(before_training(record), held_out), _after(of_trained, probe_texts), held_out.get("dense_warning")]
     found += [text.get("warning") for text in (record.get("measures") or {}).get("texts", [])]
     return [warning for warning in found if warning]
+
+
+def _after(when: str, facts: Record) -> str | None:
+    """Return the warning of some measurements, after the words that tell when they were made."""
+    warning = facts.get("warning")
+    return f"{when}: {warning}" if when and warning else warning
+
+
+def before_training(record: Record) -> str:
+    """Return what to say of measurements made before training; nothing where there was none."""
+    return "before training" if training_of(record) else ""
+
+
+def probes_are_of_trained(record: Record) -> bool:
+    """Tell whether the probe texts were measured again after training; older records have those before it."""
+    return "probe_texts_before" in (record.get("recovery") or {})
 
 
 def training_of(record: Record) -> dict[str, Any] | None:
