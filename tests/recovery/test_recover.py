@@ -12,12 +12,12 @@ import torch
 
 import rankfold
 from clocks import set_by_hand
-from rankfold.data.probes import load_probes
 from rankfold.cli.recover import parse_minutes
+from rankfold.data.probes import load_probes
 from rankfold.recovery import recover as module
 from rankfold.recovery.judging import allowed
 from rankfold.recovery.recover import recover
-from rankfold.recovery.tuning import without_dropout
+from rankfold.recovery.tuning import prepared, without_dropout
 from rankfold.report.model_card import model_card
 from rankfold.report.record import read_record
 from saved import save_tiny
@@ -178,6 +178,16 @@ def test_an_adapter_computes_what_the_merged_model_computes(place, tmp_path):
     adapted = PeftModel.from_pretrained(rankfold.load(place / "small", device="cpu"), tmp_path / "adapter").eval()
     ids = torch.arange(40)[None]
     torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_adapters_begin_alike_whatever_was_drawn_before(place):
+    begun = []
+    for drawn in range(2):
+        torch.manual_seed(drawn)
+        network = prepared(rankfold.load(place / "small", device="cpu"), "lora", 4, 0)
+        begun.append(torch.cat([p.flatten() for name, p in network.named_parameters() if "lora_A" in name]))
+        assert torch.initial_seed() == drawn
+    assert torch.equal(*begun) and begun[0].count_nonzero()
 
 
 def test_a_killed_run_ends_in_the_same_weights(place, tmp_path, monkeypatch):
@@ -406,3 +416,13 @@ def test_a_time_that_is_none_is_refused_and_so_is_what_cannot_be_trained(place, 
         "compress dense --method latentllm --set bits=4 --calibration manual.txt --recover 1min -o never"
     )
     assert code == 2 and "cannot be trained: it predicts no tokens, or has quantised factors" in err
+
+
+def test_steps_below_half_a_unit_in_the_last_place_are_not_lost():
+    layer = torch.nn.Linear(256, 256)
+    start = layer.weight.data.bfloat16().float()
+    layer.weight.data = start + 0.1 * start.abs() / 256  # at most a fifth of half a unit: the nearest is where it was
+    assert torch.equal(layer.weight.data.bfloat16().float(), start)
+    module._round(layer, torch.bfloat16, seed=0)
+    assert torch.equal(layer.weight.data, layer.weight.data.bfloat16().float())
+    assert 0.97 < (layer.weight.data - start).sum() / (0.1 * start.abs() / 256).sum() < 1.03

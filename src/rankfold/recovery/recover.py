@@ -38,6 +38,7 @@ from ..data.load import load_calibration
 from ..data.mixing import expanded, shares_of
 from ..data.probes import load_probes
 from ..errors import OptionError
+from ..linalg.stochastic_rounding import round_stochastically
 from ..models.auto_classes import auto_class
 from ..models.dense_model import DenseModel
 from ..models.given import resolve_model
@@ -173,7 +174,7 @@ def recover(
         network, facts = run.train(nats(before), seconds, settings)
         if not adapter and network is not student:
             network = student = network.merge_and_unload()
-        _round(student, written)
+        _round(student, written, seed)
         after = score(network, Head(student), run.held_out)
         recovered = facts["best_step"] > 0 and allowed(nats(before), nats(after), tolerance)
         facts |= {**identity, "teacher_name": source.name, "recovered": recovered}
@@ -301,7 +302,7 @@ class _Run:
         """
         student, options, work = self.student, self.options, self.work
         masks = mask_of_zeros(student)
-        network = prepared(student, options.tune, options.rank)
+        network = prepared(student, options.tune, options.rank, options.seed)
         ids = torch.cat([one.ids for one in self.texts.values()])
         batch = max(1, options.batch_tokens // ids.shape[1])
         judge = Judge(network, student, self.held_out, before, work, options.tolerance)
@@ -351,11 +352,12 @@ def _fitting(seconds: float, scoring: float, work: Path, network: nn.Module, tri
     return found["scores"], found["steps"]
 
 
-def _round(model: nn.Module, dtype: torch.dtype) -> None:
-    """Round weights to what will be written of them."""
+def _round(model: nn.Module, dtype: torch.dtype, seed: int) -> None:
+    """Round weights to what will be written of them, so that steps below half a unit in the last place are not lost."""
+    generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype).to(parameter.dtype)
+            parameter.data = round_stochastically(parameter.data, dtype, generator).to(parameter.dtype)
 
 
 def _probed_again(record: dict, facts: dict, source: DenseModel, run: _Run, network: nn.Module) -> tuple[dict, dict]:
