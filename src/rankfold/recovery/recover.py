@@ -37,7 +37,7 @@ from ..data.calibration_data import CalibrationData, shown
 from ..data.load import load_calibration
 from ..data.mixing import expanded, shares_of
 from ..data.probes import load_probes
-from ..errors import OptionError
+from ..errors import CheckpointError, DataError, OptionError
 from ..linalg.stochastic_rounding import round_stochastically
 from ..models.auto_classes import auto_class
 from ..models.dense_model import DenseModel
@@ -363,12 +363,16 @@ def _round(model: nn.Module, dtype: torch.dtype, seed: int) -> None:
 def _probed_again(record: dict, facts: dict, source: DenseModel, run: _Run, network: nn.Module) -> tuple[dict, dict]:
     """Return the record with the probe texts as the trained network predicts them, and the facts with what they were before.
 
-    A record without probe texts stays without.
+    Both stay as they are where the record has no probe texts, or the tokenizer of the dense model cannot read them any more.
     """
     measured = record.get("probe_texts") or {}
     if "kinds" not in measured:
         return record, facts
-    probes = load_probes(source)
+    try:
+        probes = load_probes(source)
+    except (CheckpointError, DataError) as error:
+        log.info("probe texts are not measured again: %s", error)
+        return record, facts
     dense = token_losses(run.dense, Head(run.dense), probes.ids)
     trained = token_losses(network, Head(run.student), probes.ids)
     sparsity, vocabulary = record["counts"]["sparsity"], source.config.vocab_size
