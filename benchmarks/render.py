@@ -1,4 +1,4 @@
-"""Write docs/results and the first table of the README out of the records in results/. No number comes from anywhere else.
+"""Write docs/results and the table and picture of the README out of the records. No number comes from anywhere else.
 
 python benchmarks/render.py
 """
@@ -69,7 +69,7 @@ def main() -> None:
     for name, text in pages(args.results, pictures=args.docs).items():
         write_text(args.docs / f"{name}.md", text)
     if args.docs == DOCS:
-        readme.render(args.results, README)
+        readme.render(args.results, README, DOCS / "index.md")
 
 
 def pages(results: Path, pictures: Path | None = None) -> dict[str, str]:

@@ -82,15 +82,34 @@ def test_the_grid_has_every_method():
 def test_records_give_the_pages_that_are_there():
     pytest.importorskip("matplotlib", reason="rankfold[report] is not installed")
     pages = importlib.import_module("render").pages(BENCHMARKS / "results")
-    written = {path.stem: path.read_text(encoding="utf-8") for path in DOCS.glob("*.md") if path.stem != "robustness"}
+    others = ("index", "robustness")
+    written = {path.stem: path.read_text(encoding="utf-8") for path in DOCS.glob("*.md") if path.stem not in others}
     assert pages.keys() == written.keys()
     assert [name for name in pages if pages[name] != written[name]] == []
 
 
-def test_the_table_of_the_readme_is_what_the_records_say():
-    table = importlib.import_module("pages.readme").table(BENCHMARKS / "results")
-    readme = (BENCHMARKS.parent / "README.md").read_text(encoding="utf-8")
-    assert "\n\n" + "\n".join(table) + "\n\n" in readme
+def test_the_tables_of_readme_and_results_are_what_the_records_say():
+    readme = importlib.import_module("pages.readme")
+    for path, lines in (
+        (BENCHMARKS.parent / "README.md", readme.short(BENCHMARKS / "results")),
+        (DOCS / "index.md", readme.table(BENCHMARKS / "results")),
+    ):
+        assert "\n\n" + "\n".join(lines) + "\n\n" in path.read_text(encoding="utf-8")
+
+
+def test_the_picture_of_the_readme_shows_the_record():
+    readme = importlib.import_module("pages.readme")
+    found = readme.rows(BENCHMARKS / "results", "tradeoff_smollm2")
+    for setting in readme.DRAWN:
+        sparsities, perplexities, speeds = readme.curve(found, setting)
+        assert sparsities == [0.0, 0.2, 0.3, 0.4] and speeds[0] == 1
+        assert perplexities[2] == next(iter(found[f"{setting} 0.3"]["perplexity"].values()))
+        assert speeds[2] == found[f"{setting} 0.3"]["speed"]["prefill_ratio"]
+
+
+def test_the_first_page_of_the_results_links_all_others():
+    index = (DOCS / "index.md").read_text(encoding="utf-8")
+    assert [path.name for path in DOCS.glob("*.md") if path.stem != "index" and f"]({path.name})" not in index] == []
 
 
 @pytest.fixture(scope="module")

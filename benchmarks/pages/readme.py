@@ -1,5 +1,6 @@
-"""The first table of the README, out of the records."""
+"""The picture and the table of the README, and the longer table of docs/results/index.md, out of the records."""
 
+import io
 import re
 from pathlib import Path
 
@@ -9,7 +10,10 @@ from rankfold.errors import CheckpointError
 from .perplexity import FORMS
 
 HEAD = "| sparsity 0.3, 2 CPU cores | dense | `rankfold` | `modegpt` | module forms | as published | `latentllm` |"
-TABLE = re.compile(rf"^{re.escape(HEAD)}\n(\|.*\n)+", re.M)
+SHORT_HEAD = "| sparsity 0.3, 2 CPU cores | dense | `rankfold` | `modegpt` | `latentllm` |"
+SHORT = (0, 1, 2, 3, 6)  # of the columns above
+PICTURE = "front.png"
+DRAWN = {"rankfold": "#3f51b5", "modegpt": "#00897b", "slicegpt": "#8d6e63", "shortgpt": "#9e9e9e"}  # setting -> colour
 DENSE = "dense"
 SETTINGS = ("rankfold", "modegpt", FORMS, "MoDeGPT as published", "latentllm (joint)")  # columns
 # Record -> what its file is: the name of a model hides that the weights have few bits and that the model was tuned for chat.
@@ -21,16 +25,64 @@ MODELS = {
 NONE = "–"
 
 
-def render(results: Path, readme: Path) -> None:
-    """Replace the table in the README.
+def render(results: Path, readme: Path, index: Path) -> None:
+    """Replace the tables in the README and on the first page of the results, and draw the picture beside the latter.
 
     Raises:
-        CheckpointError: it has none, or more than one.
+        CheckpointError: one of them has no table of this head, or more than one.
     """
-    text, count = TABLE.subn(lambda _: "\n".join(table(results)) + "\n", readme.read_text(encoding="utf-8"))
+    for path, lines in ((readme, short(results)), (index, table(results))):
+        replace(path, lines)
+    (index.parent / PICTURE).write_bytes(picture(rows(results, "tradeoff_smollm2")))
+
+
+def replace(path: Path, lines: list[str]) -> None:
+    """Replace the one table in a file that begins with the first of these lines."""
+    there = re.compile(rf"^{re.escape(lines[0])}\n(\|.*\n)+", re.M)
+    text, count = there.subn(lambda _: "\n".join(lines) + "\n", path.read_text(encoding="utf-8"))
     if count != 1:
-        raise CheckpointError(f"{readme.name} has {count} tables that begin with {HEAD!r}; one is wanted")
-    write_text(readme, text)
+        raise CheckpointError(f"{path.name} has {count} tables that begin with {lines[0]!r}; one is wanted")
+    write_text(path, text)
+
+
+def picture(found: dict[str, dict]) -> bytes:
+    """Draw perplexity and prefill speed against sparsity as PNG."""
+    from matplotlib.figure import Figure  # the extra rankfold[report]
+
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for setting, colour in DRAWN.items():
+        at, perplexities, speeds = curve(found, setting)
+        left.plot(at, perplexities, "o-", color=colour, label=setting)
+        right.plot(at, speeds, "o-", color=colour, label=setting)
+    left.set(yscale="log", ylabel="perplexity (log scale)", title="Perplexity on WikiText-2")
+    left.set_yticks(ticks := [25, 50, 100, 200, 500], map(str, ticks), minor=False)
+    left.minorticks_off()
+    right.set(ylabel="speed over the dense model", title="Prefill speed, 2 CPU cores")
+    for axes in (left, right):
+        axes.set(xlabel="sparsity", xticks=at)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.3)
+    left.legend(frameon=False)
+    found_bytes = io.BytesIO()
+    figure.savefig(found_bytes, format="png", dpi=160, metadata={"Software": None})
+    return found_bytes.getvalue()
+
+
+def curve(found: dict[str, dict], setting: str) -> tuple[list[float], list[float], list[float]]:
+    """Return sparsities, perplexities and prefill speeds over the dense model's, from the dense model on."""
+    chosen = sorted((row["sparsity"], row) for row in found.values() if row["setting"] in (DENSE, setting))
+    of = [row for _, row in chosen]
+    perplexities = [next(iter(row["perplexity"].values())) for row in of]
+    return [s for s, _ in chosen], perplexities, [row["speed"]["prefill_ratio"] for row in of]
+
+
+def short(results: Path) -> list[str]:
+    """Return the table of the README: five rows of the longer one, for the three methods to use."""
+    lines = [line.strip("| ").split(" | ") for line in table(results)]
+    wanted = ("parameters", "perplexity of ", "zero-shot")
+    chosen = [[line[i] for i in SHORT] for line in lines[2:] if line[0].startswith(wanted)]
+    return [SHORT_HEAD, "|---" * len(SHORT) + "|", *(joined(*line) for line in chosen)]
 
 
 def table(results: Path) -> list[str]:

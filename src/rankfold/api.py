@@ -96,9 +96,15 @@ def compress(
             ``mode="one-pass"``.
         mode: ``sequential``: every block is measured on what the compressed blocks before it produce (MoDeGPT App.
             B.2). ``one-pass``: all blocks are measured on the dense model.
-        num_samples, max_length, seed: of the calibration set.
+        num_samples: samples of the calibration set, of all texts together.
+        max_length: tokens of a sample, at most the model's context.
+        seed: order in which samples are drawn.
         on_plan: called with the plan before any block is compressed.
-        tokenizer, component, dtype, device, revision: of the model, see :func:`open_model`; a processor goes in as tokenizer.
+        tokenizer: of a model in memory; a processor for a model of images and text.
+        component: ``language``, ``vision`` or ``projector``; see :func:`open_model`.
+        dtype: ``auto`` (as stored), ``float32``, ``bfloat16`` or ``float16``, in which weights are written.
+        device: ``auto``, ``cpu``, ``cuda`` or ``mps``.
+        revision: branch, tag or commit of a hub id.
         options: of a method that is given by name, such as ``modules=("mlp", "vo")``.
 
     Returns:
@@ -230,7 +236,8 @@ def perplexity(
         model: hub id, folder, ``.gguf`` file, a model in memory, an open model, or what :func:`compress` returned.
         windows: ``(W, T)`` token ids, or a calibration set of text, of which all windows are used.
         autocast: run the forward under autocast in this dtype.
-        dtype, device: of a model that is not in memory, see :func:`load`.
+        dtype: of a model that is not in memory, see :func:`load`.
+        device: of a model that is not in memory.
 
     Returns:
         ``{"perplexity", "nll", "windows", "length", "tokens", "definition"}``; ``nll`` in nats per predicted token.

@@ -1,7 +1,6 @@
 """The list of models: what people name, every family once at least, and the same in command and documents."""
 
 import json
-import runpy
 from pathlib import Path
 
 import pytest
@@ -80,14 +79,3 @@ def test_the_command_lists_all_of_them(run, capsys, tmp_path, monkeypatch):
 @pytest.fixture
 def place(tmp_path):
     return tmp_path
-
-
-def test_the_page_is_made_of_the_list():
-    made = runpy.run_path(str(ROOT / "scripts" / "models_page.py"))
-    assert made["PAGE"].read_text(encoding="utf-8") == made["page"](), "run python scripts/models_page.py"
-
-
-def test_the_readme_names_them_in_the_same_words():
-    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    for kind in ("decoder", "experts", "encoder", "images and text"):
-        assert f": {', '.join(model.name for model in MODELS if model.kind == kind)}" in readme

@@ -26,7 +26,8 @@ MEASURE = """<script>addEventListener("load", () => {
     across: document.documentElement.scrollWidth, width: innerWidth,
     paper: getComputedStyle(document.body).backgroundColor, ink: getComputedStyle(document.body).color,
     images: [...document.images].map(i => [i.complete && i.naturalWidth > 0, i.getBoundingClientRect().width]),
-    dark: [...document.images].map(i => i.currentSrc === i.src),
+    dark: [...document.querySelectorAll("figure:not(.main) img")].map(i => i.currentSrc === i.src),
+    main: document.querySelector("figure.main img").naturalWidth,
     blocks: boxes("h1, h2, p, .wide, figure, dl, pre, summary"),
     letters: [...document.querySelectorAll("td, p, pre, dd")].map(e => parseFloat(getComputedStyle(e).fontSize)),
     cells: [...document.querySelectorAll("td, th")].map(e => [e.scrollWidth, e.clientWidth]),
@@ -78,6 +79,7 @@ def test_the_page_fits_and_nothing_overlaps(folder, tmp_path, theme, width):
     assert len(found["images"]) > 10 and all(loaded for loaded, _ in found["images"])
     assert all(shown >= 0.8 * min(width, 368) for _, shown in found["images"])  # its letters stay readable
     assert set(found["dark"]) == {theme == "light"}  # the other one is shown in the dark
+    assert found["main"] > 700 if width == 1280 else found["main"] < 500  # drawn as wide as what it is shown on
     assert min(found["letters"]) >= 12
     assert all(inner <= outer + 1 for inner, outer in found["cells"])
     boxes = found["blocks"]

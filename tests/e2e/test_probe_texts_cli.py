@@ -46,11 +46,11 @@ def test_compare_has_a_column_for_every_kind(place, run):
     line = f"compare model --methods modegpt:rank_multiple=2 --sparsities 0.3 {CALIBRATION} -o compared --text text.txt"
     code, out, err = run(f"{line} --text-length 32 --limit 2")
     assert code in (0, None), err
-    header, _, dense, row = (place / "compared" / "table.md").read_text(encoding="utf-8").splitlines()
+    header, _, dense, row, *below = (place / "compared" / "table.md").read_text(encoding="utf-8").splitlines()
     assert all(f"{kind} (probe), × dense" in header for kind in KINDS)
     assert header.count("|") == dense.count("|") == row.count("|") and row.count(" ± ") == len(KINDS)
     assert "probe" not in out.split("report.html")[0] and err.count("probe texts") == len(KINDS)
-    assert GUESSING in dense
+    assert "guesses [1]" in dense and any(line.startswith("[1] ") and GUESSING in line for line in below)
 
 
 def test_evaluate_warns_of_guessing(run, caplog):

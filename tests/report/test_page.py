@@ -15,7 +15,7 @@ from matplotlib.text import Text
 from compared import METHODS, NASTY, SPARSITIES, TASKS, config, rows
 from rankfold.comparison.report.page import page, pictures, write_report
 from rankfold.comparison.report.plots import Picture, drawn, tick
-from rankfold.comparison.report.table import cells_of_table, markdown
+from rankfold.comparison.report.table import by_quality, cells_of_table, markdown, summary
 
 
 class Tags(HTMLParser):
@@ -73,18 +73,56 @@ def test_names_are_text_and_never_tags(html):
     assert html.text.count(NASTY) > 6  # heading, facts, table, captions, environment
 
 
-def test_every_row_and_its_reason_are_in_the_table(html):
-    header, lines = cells_of_table(rows())
-    failed = [row["status"] == "failed" for row in rows()]  # its reason takes the place of all numbers
-    shown = [[*line[:2], line[-1]] if bad else line for line, bad in zip(lines, failed, strict=True)]
-    assert [cell.strip() for cell in html.cells] == [*header, *(cell.strip() for line in shown for cell in line)]
-    assert sum("failed: cannot take module" in line[-1] for line in lines) == 2
-    assert len(lines) == 1 + len(METHODS) * len(SPARSITIES) + 2
-    by_name = dict(zip(header, lines[1], strict=True))
-    assert by_name["perplexity wiki.test.raw"] == "36.00"  # 25 (1 + 0.1 * 2)^2
+def test_every_row_is_in_the_table_and_every_reason_below_it(html):
+    cells = cells_of_table(rows())
+    shown = [cell.strip() for line in [cells.header, *cells.lines] for cell in line]
+    assert [cell.strip() for cell in html.cells] == shown
+    note = cells.header.index("note")
+    assert sum(line[note].startswith("failed [") for line in cells.lines) == 2
+    assert sum("failed: cannot take module" in note for note in cells.notes) == 1  # one sentence for both
+    assert all(note in html.text for note in cells.notes) and "damaged [" in cells.lines[6][note]
+    assert len(cells.lines) == 1 + len(METHODS) * len(SPARSITIES) + 2
+    by_name = dict(zip(cells.header, cells.lines[1], strict=True))
+    assert by_name["perplexity wiki.test.raw"] == "36.00 (× 1.44)"  # 25 (1 + 0.1 * 2)^2
     assert (
         by_name["piqa, %"] == "39.0 ± 1.2" and by_name["removed"] == "10.10%" and by_name["prefill, × dense"] == "1.05"
     )
+
+
+def test_what_all_rows_have_alike_stands_once(html):
+    cells = cells_of_table(rows())
+    assert cells.alike == {"KV bytes/token": "46,080", "measured": "one-pass"}
+    assert "All rows: KV bytes/token 46,080; measured one-pass." in " ".join(html.text.split())
+    assert not set(cells.alike) & set(cells.header) and "M parameters" in cells.header
+
+
+def test_the_best_of_each_sparsity_is_bold(html):
+    cells = cells_of_table(rows())
+    column = cells.header.index("perplexity wiki.test.raw")
+    assert sorted(line for line, place in cells.best if place == column) == [1, 2]  # rankfold at 0.1 and 0.3
+    bold = [dict(attributes).get("class") for tag, attributes in html.tags if tag == "td"].count("best")
+    assert bold == len(cells.best) > 4
+    assert markdown(rows()).count("**36.00 (× 1.44)**") == 1
+    alone = [row for row in rows() if row["sparsity"] != 0.3]
+    assert {line for line, _ in cells_of_table(alone[:2]).best} == set()  # nothing to be better than
+
+
+def test_the_first_sentence_says_who_won_where(html):
+    found, other = summary(rows())
+    assert found == (
+        "Lowest perplexity on wiki.test.raw: rankfold at 0.1 (36.00, × 1.44), rankfold at 0.3 (64.00, × 2.56); "
+        "the dense model has 25.00."
+    )
+    assert found in html.text and other in html.text
+
+
+def test_methods_stand_in_the_legend_in_the_order_of_their_quality():
+    dense, *others = [row for row in rows() if row["status"] == "done"]
+    backwards = [dense, *reversed(others)]
+    assert by_quality(backwards) == list(METHODS)
+    (picture,) = [p for p in pictures(backwards) if p.name.startswith("perplexity-1-")]
+    shown = [text.get_text() for text in picture.draw().legends[0].get_texts()]
+    assert shown[0] == "rankfold" and shown[-2:] == ["svd-llm", "dense"]
 
 
 def test_the_page_says_how_to_repeat_it(html, folder):
@@ -95,7 +133,8 @@ def test_the_page_says_how_to_repeat_it(html, folder):
 def test_records_are_lines_and_the_markdown_has_as_many_cells_in_every_row(folder):
     lines = (folder / "results.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line) for line in lines] == rows()
-    table = [re.findall(r"(?<!\\)\|", line) for line in (folder / "table.md").read_text(encoding="utf-8").splitlines()]
+    written = (folder / "table.md").read_text(encoding="utf-8").splitlines()
+    table = [re.findall(r"(?<!\\)\|", line) for line in written if line.startswith("|")]
     assert len(table) == len(rows()) + 2 and len({len(bars) for bars in table}) == 1
     assert markdown(rows()).count(r"\<script") > 2 and "<script" not in markdown(rows()).replace(r"\<script", "")
 

@@ -8,7 +8,6 @@ from .outcomes import (
     before_training,
     held_out_row,
     kind_rows,
-    probes_are_of_trained,
     size_rows,
     trained_on,
     training_of,
@@ -143,15 +142,16 @@ def measured_on(calibration: Record) -> str:
 
 
 def _outcomes(record: Record, part: str) -> list[tuple[str, ...]]:
-    when = before_training(record) and f" {before_training(record)}"
-    of_probes = _of(part) + ("" if probes_are_of_trained(record) else when)
+    of_held_out, of_probes = (
+        f"{_of(part)} {before_training(record, name)}".rstrip() for name in ("held_out", "probe_texts")
+    )
     row = ("perplexity", "not measured", "not measured", "no calibration sample was held out")
     if held_out := record["held_out"]:
         *row, where = held_out_row(held_out)
         both = ", both after the other compressed components" if part and "perplexity" in held_out else ""
         row = (*row, where + both)
     kinds = kind_rows(record.get("probe_texts"))
-    found = [(f"{row[0]}{_of(part)}{when}", *row[1:])]
+    found = [(f"{row[0]}{of_held_out}", *row[1:])]
     return found + [(f"perplexity{of_probes}, {kind}", *numbers) for kind, *numbers in kinds]
 
 

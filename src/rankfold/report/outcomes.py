@@ -75,29 +75,36 @@ def excess_of(record: Record) -> str | None:
     return (record["plan"].get("budget") or {}).get("excess")
 
 
+def marked_warnings(record: Record) -> list[tuple[str, str]]:
+    """Return a word or two and the sentence of every warning of a run record, or of a row of a comparison."""
+    found = [
+        ("damaged", _warning(record, "held_out")),
+        ("skills lost", _warning(record, "probe_texts")),
+        ("guesses", (record.get("held_out") or {}).get("dense_warning")),
+        *(("guesses", text.get("warning")) for text in (record.get("measures") or {}).get("texts", [])),
+    ]
+    return [(mark, warning) for mark, warning in found if warning]
+
+
 def warnings_of(record: Record) -> list[str]:
     """Return every warning of a run record, or of a row of a comparison."""
-    held_out, probe_texts = record.get("held_out") or {}, record.get("probe_texts") or {}
-    of_trained = "" if probes_are_of_trained(record) else before_training(record)
-    found = [_after(before_training(record), held_out), _after(of_trained, probe_texts), held_out.get("dense_warning")]
-    found += [text.get("warning") for text in (record.get("measures") or {}).get("texts", [])]
-    return [warning for warning in found if warning]
+    return [warning for _, warning in marked_warnings(record)]
 
 
-def _after(when: str, facts: Record) -> str | None:
+def _warning(record: Record, name: str) -> str | None:
     """Return the warning of some measurements, after the words that tell when they were made."""
-    warning = facts.get("warning")
+    warning, when = (record.get(name) or {}).get("warning"), before_training(record, name)
     return f"{when}: {warning}" if when and warning else warning
 
 
-def before_training(record: Record) -> str:
-    """Return what to say of measurements made before training; nothing where there was none."""
-    return "before training" if training_of(record) else ""
+def before_training(record: Record, name: str) -> str:
+    """Return what to say of measurements made before training; nothing where there was none, or they were made again.
 
-
-def probes_are_of_trained(record: Record) -> bool:
-    """Tell whether the probe texts were measured again after training; older records have those before it."""
-    return "probe_texts_before" in (record.get("recovery") or {})
+    Args:
+        name: ``held_out`` or ``probe_texts``; older records have those of before training.
+    """
+    training = training_of(record)
+    return "before training" if training and f"{name}_before" not in training else ""
 
 
 def training_of(record: Record) -> dict[str, Any] | None:

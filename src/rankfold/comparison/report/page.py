@@ -11,8 +11,8 @@ import markupsafe
 
 from ..._utils.files import write_text
 from .layers import layer_pictures
-from .plots import INKS, Drawn, Picture, drawn, result_pictures, write_pictures
-from .table import cells_of_table, markdown
+from .plots import INKS, PAGE_WIDTH, Drawn, Picture, drawn, result_pictures, write_pictures
+from .table import cells_of_table, markdown, numbered, summary
 
 RESULTS, TABLE, PLOTS, PAGE = "results.jsonl", "table.md", "plots", "report.html"
 MEANING = {
@@ -55,7 +55,7 @@ def page(config: dict, rows: list[dict], found: list[Drawn], name: str) -> str:
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters |= {"embedded": embedded, "breakable": breakable}
-    header, lines = cells_of_table(rows)
+    cells = cells_of_table(rows)
     done = [row for row in rows if row["status"] == "done"]
     environments, groups = [], dict[str, list[Drawn]]()
     for facts in ({**row["environment"], **row["versions"]} for row in done):
@@ -65,14 +65,18 @@ def page(config: dict, rows: list[dict], found: list[Drawn], name: str) -> str:
     return environment.get_template("page.html.j2").render(
         identity=config["identity"],
         command=f"rankfold compare --config {shlex.quote(f'{name}/compare.json')} -o {shlex.quote(f'{name}-again')}",
-        header=header,
-        lines=list(zip(rows, lines, strict=True)),
+        cells=cells,
+        lines=list(zip(rows, cells.lines, strict=True)),
+        summary=summary(rows),
+        notes=numbered(cells.notes),
         done=done,
         failed=[row for row in rows if row["status"] == "failed"],
         tasks=done[0]["measures"].get("tasks", {}),
         groups=groups,
+        wide=drawn(found[0].picture, PAGE_WIDTH) if "results" in groups else None,
         environments=environments,
-        definitions=MEANING | _definitions(done[0]["measures"]),
+        definitions={key: text for key, text in MEANING.items() if key not in cells.alike}
+        | _definitions(done[0]["measures"]),
         inks=INKS,
     )
 

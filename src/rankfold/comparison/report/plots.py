@@ -14,8 +14,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from ..._utils.files import write_bytes, write_text
+from .table import by_quality
 
 WIDTH, HEIGHT, DPI = 4.6, 3.5, 200  # inches of a panel
+PAGE_WIDTH = 9.2  # inches of the main picture on a desk
 LINE = 0.19  # inches of a line of the legend; a panel has room for two
 WIDE = 8  # largest value over the smallest from which on a scale is logarithmic
 # Told apart by most eyes.
@@ -36,7 +38,7 @@ class Picture(NamedTuple):
 def result_pictures(rows: list[dict]) -> list[Picture]:
     """Return the pictures of what was measured; the first row is the dense model."""
     done = [row for row in rows if row["status"] == "done"]
-    dense, labels = done[0], list(dict.fromkeys(row["label"] for row in rows[1:]))
+    dense, labels = done[0], by_quality(rows)
     styles = {label: style(index) for index, label in enumerate(labels)}
     found = []
     if len(done) > 1:
@@ -204,13 +206,19 @@ class Drawn(NamedTuple):
     dark: str  # SVG on dark paper
 
 
-def drawn(picture: Picture) -> Drawn:
-    """Draw a picture on light and on dark paper."""
+def drawn(picture: Picture, width: float = WIDTH) -> Drawn:
+    """Draw a picture on light and on dark paper, so many inches wide."""
+
+    def figure() -> Figure:
+        found = picture.draw()
+        found.set_figwidth(width)
+        return found
+
     with _look(*INKS["light"]):
-        figure = picture.draw()
-        png, svg = _saved(figure, "png", dpi=DPI), _saved(figure, "svg")
+        light = figure()
+        png, svg = _saved(light, "png", dpi=DPI), _saved(light, "svg")
     with _look(*INKS["dark"]):
-        return Drawn(picture, png, svg.decode(), _saved(picture.draw(), "svg").decode())
+        return Drawn(picture, png, svg.decode(), _saved(figure(), "svg").decode())
 
 
 def _saved(figure: Figure, form: str, **options) -> bytes:

@@ -1,48 +1,95 @@
 """The table of a comparison: one row a method and sparsity."""
 
 import io
+import statistics
+from dataclasses import dataclass, field
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from ...report.outcomes import kinds_in, ratio_text, warnings_of
+from ...report.outcomes import kinds_in, marked_warnings, ratio_text
 
 RATIO = " (probe), × dense"  # how the column of a kind of probe text ends
 LEFT_OUT = ("removed", "MiB", "KV bytes/token", "measured", "compressing, s")  # of the table in a terminal
+ALIKE = ("removed", "M parameters", "MiB", "KV bytes/token", "measured")  # stand once where all rows have the same
+NAMES = ("method", "sparsity")
+ZEROS = ("zeros", "what is removed stays as zeros")
 
 
-def cells_of_table(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
-    """Header and cells of the table, as text, of the rows of a comparison; the first one is the dense model."""
-    done = [row for row in rows if row["measures"]]
-    texts = [text["text"] for text in done[0]["measures"]["texts"]]
-    tasks = list(done[0]["measures"].get("tasks", {}))
-    speed = "speed" in done[0]["measures"]
-    header = ["method", "sparsity", *(f"perplexity {text}" for text in texts), *(f"{task}, %" for task in tasks)]
-    header += ["prefill, × dense", "decode, × dense"] if speed else []
-    kinds = list(dict.fromkeys(kind for row in done for kind in kinds_in(row.get("probe_texts"))))
-    header += [f"{kind}{RATIO}" for kind in kinds]
-    header += ["removed", "M parameters", "MiB", "KV bytes/token", "measured", "compressing, s", "note"]
-    lines = [_cells(row, len(texts), tasks, speed, kinds) for row in rows]
-    return (header, lines) if any(line[-1] for line in lines) else (header[:-1], [line[:-1] for line in lines])
+@dataclass(frozen=True)
+class Cells:
+    """The table as text.
+
+    Attributes:
+        header, lines: names of columns, and a cell for each in every row.
+        notes: sentences that cells of the last column refer to by number, from 1.
+        alike: columns left out because all rows have one value, and that value.
+        best: (line, column) of the best value of each sparsity.
+    """
+
+    header: list[str]
+    lines: list[list[str]]
+    notes: list[str] = field(default_factory=list)
+    alike: dict[str, str] = field(default_factory=dict)
+    best: set[tuple[int, int]] = field(default_factory=set)
 
 
-def _cells(row: dict, texts: int, tasks: list[str], speed: bool, kinds: list[str]) -> list[str]:
-    asked = f"{row['sparsity']:g}"
+def cells_of_table(rows: list[dict]) -> Cells:
+    """Return the table of the rows of a comparison; the first one is the dense model."""
+    notes: list[str] = []
+    columns = [_cells(row, rows[0], notes) for row in rows]
+    header = sorted(dict.fromkeys(name for found in columns for name in found), key=_place)
+    lines = [[found.get(name, "") for name in header] for found in columns]
+    alike = {}
+    for name in [name for name in header if name in ALIKE]:
+        values = {found[name] for found in columns if found.get(name)}
+        if len(values) == 1:
+            alike[name] = values.pop()
+    kept = [i for i, name in enumerate(header) if name not in alike and any(line[i] for line in lines)]
+    header, lines = [header[i] for i in kept], [[line[i] for i in kept] for line in lines]
+    return Cells(header, lines, notes, alike, _best(rows, header))
+
+
+def _place(name: str) -> int:
+    """Return where a column stands: names, perplexities, notes, other measures, then sizes."""
+    if name in NAMES or name.startswith("perplexity "):
+        return 0
+    return 1 if name == "note" else 3 if name in (*ALIKE, "compressing, s") else 2
+
+
+def _cells(row: dict, dense: dict, notes: list[str]) -> dict[str, str]:
+    """Return column -> cell of one row; its sentences are added to the notes."""
+    found = {"method": row["label"], "sparsity": f"{row['sparsity']:g}"}
     if row["status"] == "failed":
-        empty = [""] * (4 + texts + len(tasks) + 2 * speed + len(kinds))
-        return [row["label"], asked, *empty, row["mode"], "", f"failed: {row['error']}"]
+        return found | {"measured": row["mode"] or "", "note": _note(notes, "failed", f"failed: {row['error']}")}
     counts, measures = row["counts"], row["measures"]
-    sizes = [f"{counts['sparsity']:.2%}", f"{counts['parameters'] / 1e6:,.2f}", f"{counts['bytes'] / 2**20:,.1f}"]
-    sizes += [f"{counts['kv_bytes_per_token']:,}"]
-    found = [f"{text['perplexity']:,.2f}" for text in measures["texts"]]
-    found += [accuracy(measures["tasks"][task]) for task in tasks]
-    found += [f"{measures['speed'][f'{kind}_ratio']:.2f}" for kind in ("prefill", "decode")] if speed else []
-    ratios = kinds_in(row.get("probe_texts"))
-    found += [ratio_text(ratios[kind]) if kind in ratios else "" for kind in kinds]
-    seconds = "" if row["compress_seconds"] is None else f"{row['compress_seconds']:,.1f}"
-    notes = [*warnings_of(row), *(["what is removed stays as zeros"] if "zeros" in counts else [])]
-    return [row["label"], asked, *found, *sizes, row["mode"] or "", seconds, "; ".join(notes)]
+    for text, before in zip(measures["texts"], dense["measures"]["texts"], strict=True):
+        over = "" if row is dense else f" (× {text['perplexity'] / before['perplexity']:.2f})"
+        found[f"perplexity {text['text']}"] = f"{text['perplexity']:,.2f}{over}"
+    found |= {f"{task}, %": accuracy(facts) for task, facts in measures.get("tasks", {}).items()}
+    if "speed" in measures:
+        found |= {f"{kind}, × dense": f"{measures['speed'][f'{kind}_ratio']:.2f}" for kind in ("prefill", "decode")}
+    found |= {f"{kind}{RATIO}": ratio_text(facts) for kind, facts in kinds_in(row.get("probe_texts")).items()}
+    seconds = row["compress_seconds"]
+    # A text that the dense model guesses is named in its row: the others have the same text, and their ratio to it.
+    marks = [*marked_warnings(row if row is dense else row | {"measures": {}}), *([ZEROS] if "zeros" in counts else [])]
+    return found | {
+        "removed": "" if row is dense else f"{counts['sparsity']:.2%}",
+        "M parameters": f"{counts['parameters'] / 1e6:,.2f}",
+        "MiB": f"{counts['bytes'] / 2**20:,.1f}",
+        "KV bytes/token": f"{counts['kv_bytes_per_token']:,}",
+        "measured": row["mode"] or "",
+        "compressing, s": "" if seconds is None else f"{seconds:,.1f}",
+        "note": ", ".join(_note(notes, mark, sentence) for mark, sentence in marks),
+    }
+
+
+def _note(notes: list[str], mark: str, sentence: str) -> str:
+    if sentence not in notes:
+        notes.append(sentence)
+    return f"{mark} [{notes.index(sentence) + 1}]"
 
 
 def accuracy(task: dict) -> str:
@@ -53,15 +100,81 @@ def accuracy(task: dict) -> str:
     return f"{100 * task['acc']:.1f}" + (f" ± {100 * error:.1f}" if error is not None else "")
 
 
+def _values(row: dict) -> dict[str, float]:
+    """Return column -> number, such that less is better."""
+    measures = row["measures"]
+    found = {f"perplexity {text['text']}": text["perplexity"] for text in measures["texts"]}
+    found |= {
+        f"{task}, %": -facts["acc"] for task, facts in measures.get("tasks", {}).items() if facts.get("acc") is not None
+    }
+    speed = measures.get("speed")
+    return found | {f"{kind}, × dense": -speed[f"{kind}_ratio"] for kind in ("prefill", "decode") if speed}
+
+
+def _rivals(rows: list[dict]) -> dict[float, dict[int, dict[str, float]]]:
+    """Return sparsity -> line -> numbers, of sparsities that two rows or more have."""
+    found: dict[float, dict[int, dict[str, float]]] = {}
+    for line, row in enumerate(rows[1:], 1):
+        if row["status"] == "done":
+            found.setdefault(row["sparsity"], {})[line] = _values(row)
+    return {sparsity: lines for sparsity, lines in sorted(found.items()) if len(lines) > 1}
+
+
+def _best(rows: list[dict], header: list[str]) -> set[tuple[int, int]]:
+    found = set()
+    for lines in _rivals(rows).values():
+        for column, name in enumerate(header):
+            values = {line: numbers[name] for line, numbers in lines.items() if name in numbers}
+            found |= {(line, column) for line, value in values.items() if value == min(values.values())}
+    return found
+
+
+def summary(rows: list[dict]) -> list[str]:
+    """Return a sentence for every text: which method has the lowest perplexity at each sparsity."""
+    rivals, sentences = _rivals(rows), []
+    for i, text in enumerate(rows[0]["measures"]["texts"]):
+        winners = []
+        for sparsity, lines in rivals.items():
+            best = min((rows[line] for line in lines), key=lambda row: row["measures"]["texts"][i]["perplexity"])
+            value = best["measures"]["texts"][i]
+            over = value["perplexity"] / text["perplexity"]
+            winners.append(f"{best['label']} at {sparsity:g} ({value['perplexity']:,.2f}, × {over:.2f})")
+        if winners:
+            sentences.append(
+                f"Lowest perplexity on {text['text']}: {', '.join(winners)}; the dense model has {text['perplexity']:,.2f}."
+            )
+    return sentences
+
+
+def by_quality(rows: list[dict], text: int = 0) -> list[str]:
+    """Return the labels of methods, the one with the lowest perplexity first, by the mean logarithm over sparsities."""
+    found: dict[str, list[float]] = {}
+    for row in rows[1:]:
+        values = [row["measures"]["texts"][text]["perplexity"]] if row["status"] == "done" else []
+        found.setdefault(row["label"], []).extend(values)
+    return sorted(found, key=lambda label: statistics.geometric_mean(found[label]) if found[label] else float("inf"))
+
+
 def table(rows: list[dict]) -> Table:
-    """What of it a terminal has room for."""
-    header, lines = cells_of_table(rows)
-    shown = [i for i, name in enumerate(header) if name not in LEFT_OUT and not name.endswith(RATIO)]
-    wanted = [i for i in shown if any(line[i] for line in lines)]
-    return _table([header[i] for i in wanted], [[line[i] for i in wanted] for line in lines], box.HEAVY_HEAD)
+    """What of it a terminal has room for; notes stand below."""
+    cells = cells_of_table(rows)
+    shown = [i for i, name in enumerate(cells.header) if name not in LEFT_OUT and not name.endswith(RATIO)]
+    lines = [
+        [Text(line[i], style="bold" if (number, i) in cells.best else "") for i in shown]
+        for number, line in enumerate(cells.lines)
+    ]
+    found = _table([cells.header[i] for i in shown], lines, box.HEAVY_HEAD)
+    found.caption = Text("\n".join(numbered(cells.notes)), style="default")
+    found.caption_justify = "left"
+    return found
 
 
-def _table(header: list[str], lines: list[list[str]], style: box.Box) -> Table:
+def numbered(notes: list[str]) -> list[str]:
+    """Return the notes with the numbers that cells refer to."""
+    return [f"[{number}] {note}" for number, note in enumerate(notes, 1)]
+
+
+def _table(header: list[str], lines: list[list[Text]], style: box.Box) -> Table:
     found = Table(box=style)
     for i, name in enumerate(header):
         text = name in ("method", "measured", "note")
@@ -73,13 +186,19 @@ def _table(header: list[str], lines: list[list[str]], style: box.Box) -> Table:
 
 
 def markdown(rows: list[dict]) -> str:
-    """The table in Markdown; what is in the cells cannot end them."""
-    escaped = [_escape(row) for row in rows]
+    """The table in Markdown, with the best of each sparsity in bold, and its notes; what is in the cells cannot end them."""
+    cells = cells_of_table([_escape(row) for row in rows])
+    lines = [
+        [Text(f"**{cell}**" if (number, i) in cells.best else cell) for i, cell in enumerate(line)]
+        for number, line in enumerate(cells.lines)
+    ]
     file = io.StringIO()
     console = Console(file=file, width=100_000, highlight=False, markup=False, emoji=False, color_system=None)
-    console.print(_table(*cells_of_table(escaped), box.MARKDOWN))
-    lines = [line.strip() for line in file.getvalue().splitlines()]
-    return "\n".join(line for line in lines if line) + "\n"
+    console.print(_table(cells.header, lines, box.MARKDOWN))
+    found = [line.strip() for line in file.getvalue().splitlines()]
+    alike = "; ".join(f"{name} {value}" for name, value in cells.alike.items())
+    below = [*numbered(cells.notes), *([f"All rows: {alike}."] if alike else [])]
+    return "\n".join(line for line in found if line) + "\n" + "".join(f"\n{line}\n" for line in below)
 
 
 def _escape(value):
