@@ -17,6 +17,7 @@ from rankfold.data.probes import load_probes
 from rankfold.recovery import recover as module
 from rankfold.recovery.judging import allowed
 from rankfold.recovery.recover import recover
+from rankfold.recovery.training import arguments
 from rankfold.recovery.tuning import prepared, without_dropout
 from rankfold.report.model_card import model_card
 from rankfold.report.record import read_record
@@ -274,6 +275,12 @@ def test_scoring_takes_a_fifth_of_the_time_at_most_and_training_the_rest(tmp_pat
     found = module._fitting(2.0, scoring, tmp_path, network, trial)
     assert found == (scores, pytest.approx(steps, abs=1)) and network.weight.grad is None
     assert module._fitting(99.0, scoring, tmp_path, network, trial) == found  # as it was written down
+
+
+@pytest.mark.parametrize(("steps", "rising"), [(1, 0), (2, 1), (6, 3), (24, 3), (80, 4), (244, 12), (1000, 50)])
+def test_the_learning_rate_rises_over_three_steps_at_least_or_half_of_the_run(tmp_path, steps, rising):
+    found = arguments(tmp_path, steps=steps, batch=1, length=8, every=1, device=torch.device("cpu"), keep=False)
+    assert found.warmup_steps == rising
 
 
 def test_minutes_bound_the_tokens(place):

@@ -127,7 +127,7 @@ def recover(
         minutes: train on as many tokens, at most ``tokens``, as take about this long here.
         rank: of adapters, ``>= 1``.
         lr: largest learning rate of AdamW; 1e-4 for ``all``, 5e-4 for adapters, 1e-3 for norms. It rises over 5 % of the
-            steps and falls along a cosine.
+            steps, three at least (half of a shorter run), and falls along a cosine.
         batch_tokens: tokens of a step.
         max_length: tokens of a sequence.
         tolerance: how much the perplexity of a text may rise, as a fraction.
@@ -303,7 +303,8 @@ class _Run:
         student, options, work = self.student, self.options, self.work
         masks = mask_of_zeros(student)
         network = prepared(student, options.tune, options.rank, options.seed)
-        ids = torch.cat([one.ids for one in self.texts.values()])
+        every: list[Any] = [one.ids for one in self.texts.values()]
+        ids = torch.cat(every)
         batch = max(1, options.batch_tokens // ids.shape[1])
         judge = Judge(network, student, self.held_out, before, work, options.tolerance)
         callbacks = [judge, Progress(judge.note), MarkWhole(), *([KeepZeros(network, masks)] if masks else [])]
