@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         open_model,
         perplexity,
         plan,
+        push,
         save,
     )
     from .calibration.store import MomentStore
@@ -67,6 +68,7 @@ __all__ = [
     "open_model",
     "perplexity",
     "plan",
+    "push",
     "recover",
     "save",
 ]

@@ -48,6 +48,7 @@ __all__ = [
     "open_model",
     "perplexity",
     "plan",
+    "push",
     "save",
 ]
 
@@ -347,6 +348,7 @@ def _in_folder(
 compress_components = typed(compress_components)
 evaluate_text = typed(evaluate_text)
 make_method = typed(make_method)
+push = typed(exports.push)
 load = typed(load_model)
 save = typed(save_model)
 open_model = typed(open_model, tokenizer=Tokenizer | None)

@@ -113,7 +113,7 @@ def test_a_run_ends_with_what_came_out_and_the_next_commands(small, place, run):
         ["rankfold", "evaluate", "told"],
         ["rankfold", "generate", "told"],
         ["rankfold", "export", "told"],
-        ["hf", "upload", "told"],
+        ["rankfold", "push", "told"],
     ]
     assert "\x1b" not in out and not any(line.endswith(" ") for line in out.splitlines())
 

@@ -8,7 +8,7 @@ import typer
 
 from ..errors import called_by
 from ..version import __version__
-from . import calibrate, compare, compress, evaluate, export, generate, inspect, methods, models, plan, recover
+from . import calibrate, compare, compress, evaluate, export, generate, inspect, methods, models, plan, push, recover
 from .guard import Command
 
 app = typer.Typer(
@@ -17,7 +17,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
-for module in (compress, calibrate, plan, evaluate, compare, export, generate, inspect, models, methods, recover):
+for module in (compress, recover, calibrate, plan, evaluate, compare, export, push, generate, inspect, models, methods):
     app.command(name=module.__name__.rpartition(".")[2], cls=Command)(module.command)
 
 

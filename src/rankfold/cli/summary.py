@@ -61,7 +61,7 @@ def show_next(folder: Path, record: Record, out: Console, *, has_stock: bool) ->
         commands[f'rankfold generate {place} "Once upon a time"'] = "let it write"
     if has_stock:
         commands[f"rankfold export {place} -o {shlex.quote(f'{folder}-stock')}"] = "for programs without rankfold"
-    commands[f"hf upload {name} {place}"] = "share it on the Hugging Face hub"
+    commands[f"rankfold push {place} OWNER/{name}"] = "share it on the Hugging Face hub"
     width = max(map(len, commands))
     out.print("next:", *(f"  {line:<{width}}  {what}" for line, what in commands.items()), sep="\n")
 

@@ -1,5 +1,6 @@
-"""Compressed checkpoints in forms that need no code of rankfold."""
+"""Compressed checkpoints in forms that need no code of rankfold, and on the hub."""
 
 from .export import FORMATS, Exported, export
+from .hub import push
 
-__all__ = ["FORMATS", "Exported", "export"]
+__all__ = ["FORMATS", "Exported", "export", "push"]

@@ -21,8 +21,7 @@ base_model: {base}
 tags:
 - rankfold
 - compressed
-{tags}
----
+{tags}---
 
 # {title}
 
@@ -86,7 +85,7 @@ def model_card(record: Record, folder: str, *, stock: bool = False, auto: str = 
         title=folder,
         folder=folder,
         version=record["rankfold_version"],
-        tags="\n".join(f"- {method}" for method in methods),
+        tags="".join(f"- {method}\n" for method in methods if method != "rankfold"),
         methods=" and ".join(f"method `{method}`" for method in methods),
         trained=f"then {trained_on(training)}" if training else "without training",
         table="".join(f"| {' | '.join(row)} |\n" for row in rows),

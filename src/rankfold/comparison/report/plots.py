@@ -3,8 +3,7 @@
 import io
 import math
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -179,22 +178,23 @@ def shorten(text: str, length: int = 54) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
-@contextmanager
-def _look(ink: str, paper: str) -> Iterator[None]:
-    options: dict[Any, Any] = {
-        "font.size": 10,
-        "axes.labelsize": 9.5,
-        "lines.linewidth": 1.6,
-        "lines.markersize": 5,
-        "text.parse_math": False,  # a $ in a name is a $
-        "svg.hashsalt": "rankfold",
-        "figure.facecolor": paper,
-        "savefig.facecolor": paper,
-        "axes.facecolor": paper,
-        **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), ink),
-    }
-    with matplotlib.rc_context(options):
-        yield
+def _look() -> Any:
+    """Return the settings of all pictures, for dark ink on light paper."""
+    ink, paper = INKS["light"]
+    return matplotlib.rc_context(
+        {
+            "font.size": 10,
+            "axes.labelsize": 9.5,
+            "lines.linewidth": 1.6,
+            "lines.markersize": 5,
+            "text.parse_math": False,  # a $ in a name is a $
+            "svg.hashsalt": "rankfold",
+            "figure.facecolor": paper,
+            "savefig.facecolor": paper,
+            "axes.facecolor": paper,
+            **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), ink),
+        }
+    )
 
 
 class Drawn(NamedTuple):
@@ -207,18 +207,16 @@ class Drawn(NamedTuple):
 
 
 def drawn(picture: Picture, width: float = WIDTH) -> Drawn:
-    """Draw a picture on light and on dark paper, so many inches wide."""
-
-    def figure() -> Figure:
-        found = picture.draw()
-        found.set_figwidth(width)
-        return found
-
-    with _look(*INKS["light"]):
-        light = figure()
-        png, svg = _saved(light, "png", dpi=DPI), _saved(light, "svg")
-    with _look(*INKS["dark"]):
-        return Drawn(picture, png, svg.decode(), _saved(figure(), "svg").decode())
+    """Draw a picture, so many inches wide; on dark paper it has the colours of ink and paper exchanged."""
+    with _look():
+        figure = picture.draw()
+        figure.set_figwidth(width)
+        png = _saved(figure, "png", dpi=DPI)
+        figure.set_layout_engine("none")  # everything has its place now: finding it takes most of the time
+        svg = dark = _saved(figure, "svg").decode()
+    for light, other in zip(INKS["light"], INKS["dark"], strict=True):
+        dark = dark.replace(light, other)
+    return Drawn(picture, png, svg, dark)
 
 
 def _saved(figure: Figure, form: str, **options) -> bytes:

@@ -1,0 +1,92 @@
+"""Share a compressed checkpoint on the Hugging Face hub, with a model card that its search understands."""
+
+from pathlib import Path
+from typing import Any, cast
+
+from huggingface_hub import CommitOperationAdd, EvalResult, HfApi, ModelCard, ModelCardData
+
+from .._utils.reporting import reporting
+from ..data.hub import ALIASES
+from ..errors import CheckpointError, OptionError, option
+from ..report.outcomes import marked_warnings, training_of
+from ..report.record import NAME, read_record, records_of
+
+CARD = "README.md"
+ADVICE = "check the name, the connection and your token (`hf auth login`)"
+
+
+def push(folder: str | Path, repo_id: str, *, private: bool = False, force: bool = False) -> str:
+    """Upload a compressed checkpoint to a repository of the Hugging Face hub, in one commit.
+
+    License, language and task are those of the dense model's card, where that model is on the hub.
+
+    Args:
+        folder: of the checkpoint; it is not changed.
+        repo_id: ``owner/name``; made where there is none.
+        private: make it private, where it is made.
+        force: upload a model that is called damaged.
+
+    Returns:
+        The address of the commit.
+
+    Raises:
+        OptionError: the repository id is none, or the model is damaged and ``force`` is not given.
+        CheckpointError: the folder is no finished checkpoint, or the hub refuses it.
+    """
+    folder = Path(folder)
+    if repo_id.count("/") != 1 or not all(repo_id.split("/")):
+        raise OptionError(f"the repository must be OWNER/NAME, got {repo_id!r}")
+    if not (folder / NAME).is_file() or not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} is no finished checkpoint of rankfold; give the folder that `compress` wrote")
+    record = read_record(folder)
+    damage = [text for one in records_of(record) for mark, text in marked_warnings(one) if mark == "damaged"]
+    if damage and not force:
+        raise OptionError(
+            f"{folder.name} is damaged ({damage[0]}); compress it less, or upload it with {option('force', True)}"
+        )
+    api = HfApi()
+    with reporting(CheckpointError, f"cannot upload to {repo_id!r}", ADVICE):
+        card = card_for_hub(folder, record, api)
+        files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != CARD)
+        operations = [CommitOperationAdd(path.relative_to(folder).as_posix(), path) for path in files]
+        operations.append(CommitOperationAdd(CARD, str(card).encode()))
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        message = f"{record['base_model']} compressed by rankfold {record['rankfold_version']}"
+        return str(api.create_commit(repo_id, operations, commit_message=message).commit_url)
+
+
+def card_for_hub(folder: Path, record: dict[str, Any], api: HfApi) -> ModelCard:
+    """Return the model card with what hub search goes by."""
+    card = ModelCard.load(folder / CARD)
+    base, data = record["base_model"], cast(ModelCardData, card.data)
+    on_hub = base.count("/") == 1
+    if on_hub:
+        of_base = api.model_info(base, revision=record.get("revision"))
+        known = of_base.card_data.to_dict() if of_base.card_data else {}
+        for key in ("license", "license_name", "license_link", "language"):
+            if known.get(key):
+                setattr(data, key, known[key])
+        data.pipeline_tag = of_base.pipeline_tag
+        data.base_model, data["base_model_relation"] = base, "finetune"
+    else:
+        data.base_model = None
+    texts = [
+        text["source"] for one in records_of(record) for text in one["calibration"].get("texts") or [one["calibration"]]
+    ]
+    data.datasets = sorted({ALIASES[text].path for text in texts if text in ALIASES}) or None
+    data.model_name, data.eval_results = folder.name, _results(record) or None
+    return card
+
+
+def _results(record: dict[str, Any]) -> list[EvalResult]:
+    """Return perplexities as model-index has them: on held-out calibration text, and on that of a training."""
+    measured: dict[str, float] = {}
+    if "perplexity" in (record["held_out"] or {}) and not training_of(record):
+        measured["held-out calibration text"] = record["held_out"]["perplexity"]
+    measured |= {
+        name: facts["perplexity"] for name, facts in (training_of(record) or {"held_out": {}})["held_out"].items()
+    }
+    return [
+        EvalResult("text-generation", "text", name, "perplexity", round(value, 3), metric_name="perplexity")
+        for name, value in measured.items()
+    ]

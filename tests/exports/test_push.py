@@ -1,0 +1,121 @@
+"""A checkpoint goes to the hub in one commit with a card that search understands; the hub is a stand-in."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+from huggingface_hub import ModelCard, ModelCardData
+
+import rankfold
+from rankfold.exports import push as package
+from saved import save_text, save_tiny
+
+MODULE = "rankfold.exports.hub"
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    place = tmp_path_factory.mktemp("push")
+    save_tiny(place / "dense")
+    save_text(place / "text.txt")
+    data = {"calibration": str(place / "text.txt"), "num_samples": 8, "max_length": 32}
+    rankfold.compress(str(place / "dense"), 0.3, method="modegpt", rank_multiple=2, output=place / "small", **data)
+    return place / "small"
+
+
+class Hub:
+    """Notes what it is asked."""
+
+    def __init__(self, error: Exception | None = None):
+        self.made, self.commits, self.error = [], [], error
+
+    def model_info(self, name, revision=None):
+        data = ModelCardData(license="apache-2.0", language=["en"], tags=["chat"])
+        return SimpleNamespace(card_data=data, pipeline_tag="text-generation")
+
+    def create_repo(self, name, private, exist_ok):
+        if self.error:
+            raise self.error
+        self.made.append((name, private, exist_ok))
+
+    def create_commit(self, name, operations, commit_message):
+        self.commits.append((name, {one.path_in_repo: one.path_or_fileobj for one in operations}, commit_message))
+        return SimpleNamespace(commit_url=f"https://hub.example/{name}/commit/1")
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    found = Hub()
+    monkeypatch.setattr(f"{MODULE}.HfApi", lambda: found)
+    return found
+
+
+def changed(small, tmp_path, **facts):
+    """Return a copy whose record says something else."""
+    shutil.copytree(small, tmp_path / "copy")
+    record = json.loads((small / "rankfold.json").read_text())
+    (tmp_path / "copy" / "rankfold.json").write_text(json.dumps(record | facts))
+    return tmp_path / "copy"
+
+
+def test_every_file_goes_up_in_one_commit(small, hub):
+    before = {path.name: path.read_bytes() for path in small.iterdir()}
+    address = rankfold.push(small, "me/small", private=True)
+    assert address == "https://hub.example/me/small/commit/1" and hub.made == [("me/small", True, True)]
+    ((name, files, message),) = hub.commits
+    assert name == "me/small" and files.keys() == before.keys() and message.startswith("dense compressed by rankfold")
+    assert {path.name: path.read_bytes() for path in small.iterdir()} == before  # nothing of it is changed
+
+
+def test_the_card_has_what_search_goes_by(small, hub, tmp_path):
+    record = json.loads((small / "rankfold.json").read_text())
+    texts = [{**record["calibration"], "source": name, "share": 0.5} for name in ("wikitext2", "python-source")]
+    folder = changed(
+        small, tmp_path, base_model="org/name", revision="b" * 40, calibration=record["calibration"] | {"texts": texts}
+    )
+    rankfold.push(folder, "me/small")
+    data = ModelCard(hub.commits[0][1]["README.md"].decode()).data.to_dict()
+    assert data["license"] == "apache-2.0" and data["language"] == ["en"] and data["pipeline_tag"] == "text-generation"
+    assert data["base_model"] == "org/name" and data["base_model_relation"] == "finetune"
+    assert data["datasets"] == ["Salesforce/wikitext"] and data["library_name"] == "transformers"
+    assert data["tags"] == ["rankfold", "compressed", "modegpt"]  # its own, not those of the base model
+    (result,) = data["model-index"][0]["results"]
+    assert result["metrics"][0] == {
+        "type": "perplexity",
+        "value": round(record["held_out"]["perplexity"], 3),
+        "name": "perplexity",
+    }
+
+
+def test_a_model_that_lay_here_names_none_on_the_hub(small, hub):
+    rankfold.push(small, "me/small")
+    data = ModelCard(hub.commits[0][1]["README.md"].decode()).data.to_dict()
+    assert not {"base_model", "license", "datasets"} & data.keys()
+
+
+def test_a_damaged_model_goes_up_only_when_forced(small, hub, tmp_path):
+    record = json.loads((small / "rankfold.json").read_text())
+    folder = changed(small, tmp_path, held_out=record["held_out"] | {"warning": "THE MODEL IS DAMAGED: x 40"})
+    with pytest.raises(rankfold.RankfoldError, match="is damaged .*x 40.*force=True"):
+        rankfold.push(folder, "me/small")
+    assert not hub.made and not hub.commits
+    rankfold.push(folder, "me/small", force=True)
+    assert len(hub.commits) == 1
+
+
+def test_what_is_no_checkpoint_or_no_repository_is_refused(small, hub, tmp_path):
+    for name in ("small", "a/b/c", "/small", "me/"):
+        with pytest.raises(rankfold.RankfoldError, match="must be OWNER/NAME"):
+            rankfold.push(small, name)
+    with pytest.raises(rankfold.RankfoldError, match="no finished checkpoint"):
+        rankfold.push(tmp_path, "me/small")
+    assert not hub.commits
+
+
+def test_what_the_hub_refuses_is_one_line(small, monkeypatch):
+    monkeypatch.setattr(f"{MODULE}.HfApi", lambda: Hub(OSError("401 Unauthorized\nmore")))
+    with pytest.raises(
+        rankfold.RankfoldError, match=r"cannot upload to 'me/small' \(401 Unauthorized\); check the name"
+    ):
+        package(small, "me/small")
