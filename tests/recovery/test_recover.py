@@ -347,6 +347,8 @@ def test_probe_texts_are_those_of_the_trained_weights(place, tmp_path, run):
     recover(place / "small", place / "dense", calibration=place / "manual.txt", output=tmp_path / "out", **OPTIONS)
     record = read_record(tmp_path / "out")
     assert record["recovery"]["probe_texts_before"] == before
+    described = rankfold.load(tmp_path / "out", device="cpu").config.quantization_config.fields
+    assert described["probe_texts"] == record["probe_texts"] != before
     probes = load_probes(rankfold.open_model(place / "dense", device="cpu"))
     models = {
         "perplexity": rankfold.load(tmp_path / "out", device="cpu"),

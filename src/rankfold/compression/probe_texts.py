@@ -51,11 +51,11 @@ class ProbeTexts:
     @time_spent(PROBES)
     def finish(self, sparsity: float) -> dict:
         """Return :func:`describe_probe_texts` of what came out."""
-        dense, small = (
-            token_losses(self.source, self.probes.ids, stream, positions=POSITIONS)
-            for stream in (self.dense, self.small)
-        )
+        dense, small = (self._losses(stream) for stream in (self.dense, self.small))
         return describe_probe_texts(self.probes, dense, small, sparsity, self.source.config.vocab_size)
+
+    def _losses(self, stream) -> list[Tensor]:
+        return token_losses(self.source, self.probes.ids, stream, positions=POSITIONS)
 
 
 def describe_probe_texts(

@@ -196,6 +196,8 @@ def recover(
         if recovered and (description := described(student.config)) is not None:
             fields = description if isinstance(description, dict) else description.fields
             fields["trained_on"] = [one.origin for one in texts.values()]  # perplexity there is too good
+            if "probe_texts_before" in facts:
+                fields["probe_texts"] = record["probe_texts"]
     if output is None:
         return RecoveryResult(network.eval(), record, recovered)
     card = None if adapter or "plan" not in record else _card(student, record, output)
