@@ -3,6 +3,7 @@
 import io
 import statistics
 from dataclasses import dataclass, field
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -201,7 +202,7 @@ def markdown(rows: list[dict]) -> str:
     return "\n".join(line for line in found if line) + "\n" + "".join(f"\n{line}\n" for line in below)
 
 
-def _escape(value):
+def _escape(value: Any) -> Any:
     """Every text of a record safe inside a Markdown table."""
     if isinstance(value, dict):
         return {key: _escape(item) for key, item in value.items()}
