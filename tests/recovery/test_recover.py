@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from itertools import product
 from pydoc_data.topics import topics
 from types import SimpleNamespace
 
@@ -11,10 +13,13 @@ import torch
 import rankfold
 from clocks import set_by_hand
 from rankfold.cli.recover import parse_minutes
+from rankfold.data.probes import load_probes
 from rankfold.recovery import recover as module
 from rankfold.recovery.judging import allowed
 from rankfold.recovery.recover import recover
-from rankfold.recovery.tuning import without_dropout
+from rankfold.recovery.training import arguments
+from rankfold.recovery.tuning import prepared, without_dropout
+from rankfold.report.model_card import model_card
 from rankfold.report.record import read_record
 from saved import save_tiny
 
@@ -176,6 +181,16 @@ def test_an_adapter_computes_what_the_merged_model_computes(place, tmp_path):
     torch.testing.assert_close(adapted(ids).logits, merged(ids).logits, rtol=1e-4, atol=1e-4)
 
 
+def test_adapters_begin_alike_whatever_was_drawn_before(place):
+    begun = []
+    for drawn in range(2):
+        torch.manual_seed(drawn)
+        network = prepared(rankfold.load(place / "small", device="cpu"), "lora", 4, 0)
+        begun.append(torch.cat([p.flatten() for name, p in network.named_parameters() if "lora_A" in name]))
+        assert torch.initial_seed() == drawn
+    assert torch.equal(*begun) and begun[0].count_nonzero()
+
+
 def test_a_killed_run_ends_in_the_same_weights(place, tmp_path, monkeypatch):
     whole = recover(
         place / "small", place / "dense", calibration=place / "manual.txt", output=tmp_path / "whole", **OPTIONS
@@ -262,6 +277,12 @@ def test_scoring_takes_a_fifth_of_the_time_at_most_and_training_the_rest(tmp_pat
     assert module._fitting(99.0, scoring, tmp_path, network, trial) == found  # as it was written down
 
 
+@pytest.mark.parametrize(("steps", "rising"), [(1, 0), (2, 1), (6, 3), (24, 3), (80, 4), (244, 12), (1000, 50)])
+def test_the_learning_rate_rises_over_three_steps_at_least_or_half_of_the_run(tmp_path, steps, rising):
+    found = arguments(tmp_path, steps=steps, batch=1, length=8, every=1, device=torch.device("cpu"), keep=False)
+    assert found.warmup_steps == rising
+
+
 def test_minutes_bound_the_tokens(place):
     result = recover(place / "small", place / "dense", calibration=place / "manual.txt", minutes=0.001, **OPTIONS)
     assert result.record["recovery"]["tokens_seen"] < OPTIONS["tokens"]
@@ -319,6 +340,51 @@ def test_card_and_inspect_say_what_was_trained(place, tmp_path, run):
     (tmp_path / "out" / "rankfold.json").write_text(json.dumps(record))
     with pytest.raises(rankfold.RankfoldError, match=r"recovery.held_out.manual.txt.perplexity should be a number"):
         read_record(tmp_path / "out")
+
+
+def test_probe_texts_are_those_of_the_trained_weights(place, tmp_path, run):
+    before = read_record(place / "small")["probe_texts"]
+    recover(place / "small", place / "dense", calibration=place / "manual.txt", output=tmp_path / "out", **OPTIONS)
+    record = read_record(tmp_path / "out")
+    assert record["recovery"]["probe_texts_before"] == before
+    described = rankfold.load(tmp_path / "out", device="cpu").config.quantization_config.fields
+    assert described["probe_texts"] == record["probe_texts"] != before
+    probes = load_probes(rankfold.open_model(place / "dense", device="cpu"))
+    models = {
+        "perplexity": rankfold.load(tmp_path / "out", device="cpu"),
+        "perplexity_dense": rankfold.load(place / "dense", device="cpu"),
+    }
+    assert record["probe_texts"]["kinds"].keys() == before["kinds"].keys()
+    for (kind, facts), (key, model) in product(record["probe_texts"]["kinds"].items(), models.items()):
+        passages = zip(probes.ids, probes.lengths, probes.kinds, strict=True)
+        rows = [ids[:length][None] for ids, length, of in passages if of == kind]
+        nats = sum(model(input_ids=row, labels=row).loss.item() * (row.numel() - 1) for row in rows)
+        expected = math.exp(nats / sum(row.numel() - 1 for row in rows))
+        assert facts[key] == pytest.approx(expected, rel=1e-4), (kind, key)
+    assert record["probe_texts"]["kinds"]["prose"]["perplexity"] != before["kinds"]["prose"]["perplexity"]
+    card, (_, shown, _) = (tmp_path / "out" / "README.md").read_text(), run(f"inspect {tmp_path / 'out'}")
+    assert "| perplexity, prose |" in card and "| perplexity before training |" in card
+    assert "\n  perplexity before training " in shown and re.search(r"\n    prose +[0-9]", shown)
+
+
+def test_probe_texts_of_an_earlier_recovery_are_those_before_training(place, tmp_path, run):
+    recover(place / "small", place / "dense", calibration=place / "manual.txt", output=tmp_path / "out", **OPTIONS)
+    path = tmp_path / "out" / "rankfold.json"
+    record = json.loads(path.read_text())
+    del record["recovery"]["probe_texts_before"]
+    record["probe_texts"]["warning"] = record["held_out"]["warning"] = "IT IS BAD"
+    path.write_text(json.dumps(record))
+    card, (_, shown, _) = model_card(read_record(path), "out"), run(f"inspect {tmp_path / 'out'}")
+    assert "| perplexity before training, prose |" in card and card.count("**before training: IT IS BAD.**") == 2
+    assert "\n    prose before training " in shown and shown.count("before training: IT IS BAD") == 2
+
+
+def test_a_model_that_rankfold_did_not_compress_has_no_run_record(place, tmp_path):
+    model = rankfold.load(place / "small", device="cpu")
+    recover(model, place / "dense", calibration=place / "manual.txt", output=tmp_path / "out", **OPTIONS)
+    with pytest.raises(rankfold.RankfoldError, match=r"has no rankfold.json"):
+        read_record(tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "recovery.json").read_text())["recovery"]["recovered"]
 
 
 COMPRESS = (

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from ..errors import OptionError
 from ..methods import make_method
-from ..report.outcomes import excess_of, held_out_row, kind_rows, size_rows, training_of
+from ..report.outcomes import before_training, excess_of, held_out_row, kind_rows, size_rows
 from . import common as c
 
 Record = Mapping[str, Any]  # of a run
@@ -40,8 +40,9 @@ def show_numbers(record: Record, out: Console) -> None:
     rows = [("", "dense", "compressed", ""), *size_rows(record["plan"])]
     if held_out:
         row = held_out_row(held_out)
-        rows.append((f"{row[0]} before training" if training_of(record) else row[0], *row[1:]))
-    rows += [(f"  {kind}", *numbers) for kind, *numbers in kind_rows(probe_texts)]
+        rows.append((f"{row[0]} {before_training(record, 'held_out')}".rstrip(), *row[1:]))
+    when = before_training(record, "probe_texts")
+    rows += [(f"  {kind} {when}".rstrip(), *numbers) for kind, *numbers in kind_rows(probe_texts)]
     name, dense, small, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
     for row in rows:
         line = f"  {row[0]:<{name}}  {row[1]:>{dense}}  {row[2]:>{small}}  {row[3]}"

@@ -6,6 +6,9 @@ likelihoods of every kind are compared.
 """
 
 import logging
+from collections.abc import Sequence
+
+from torch import Tensor
 
 from .._utils.stopwatch import PROBES, time_spent
 from ..architectures import BlockView
@@ -46,29 +49,39 @@ class ProbeTexts:
 
     @time_spent(PROBES)
     def finish(self, sparsity: float) -> dict:
-        """Return the likelihoods of every kind, and a warning that names the kinds which are damaged; that is logged too."""
-        probes = self.probes
+        """Return :func:`describe_probe_texts` of what came out."""
         dense, small = (self._losses(stream) for stream in (self.dense, self.small))
-        kinds = {}
-        for kind in KINDS:
-            mine = [i for i, other in enumerate(probes.kinds) if other == kind]
-            found = compare_losses([dense[i] for i in mine], [small[i] for i in mine])
-            kinds[kind] = {"passages": len(mine)} | _facts(found, sparsity, self.source.config.vocab_size)
-        warning = _warning(kinds, sparsity)
-        if warning:
-            log.warning(warning)
-        return {
-            "kinds": kinds,
-            "explained_ratio": explained_ratio(sparsity),
-            "dialogue": probes.dialogue,
-            "sha256": digest_of(probes.ids),
-            "warning": warning,
-        }
+        return describe_probe_texts(self.probes, dense, small, sparsity, self.source.config.vocab_size)
 
-    def _losses(self, stream) -> list:
-        """Return the losses of every passage, without what is repeated after its end."""
-        rows = token_losses(self.source, stream.ids, stream)
-        return [row[: length - 1] for row, length in zip(rows, self.probes.lengths, strict=True)]
+    def _losses(self, stream) -> list[Tensor]:
+        return token_losses(self.source, stream.ids, stream)
+
+
+def describe_probe_texts(
+    probes: Probes, dense: Sequence[Tensor], compressed: Sequence[Tensor], sparsity: float, vocabulary: int
+) -> dict:
+    """Return the likelihoods of every kind, and a warning that names the kinds which are damaged; that is logged too.
+
+    Args:
+        dense, compressed: of every passage, nats of its predicted tokens; those after its end are left out here.
+        sparsity: of the compression.
+        vocabulary: tokens there are to guess among.
+    """
+    kinds = {}
+    for kind in KINDS:
+        mine = [i for i, other in enumerate(probes.kinds) if other == kind]
+        found = compare_losses(*([losses[i][: probes.lengths[i] - 1] for i in mine] for losses in (dense, compressed)))
+        kinds[kind] = {"passages": len(mine)} | _facts(found, sparsity, vocabulary)
+    warning = _warning(kinds, sparsity)
+    if warning:
+        log.warning(warning)
+    return {
+        "kinds": kinds,
+        "explained_ratio": explained_ratio(sparsity),
+        "dialogue": probes.dialogue,
+        "sha256": digest_of(probes.ids),
+        "warning": warning,
+    }
 
 
 class NoProbeTexts:

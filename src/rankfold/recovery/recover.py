@@ -30,12 +30,14 @@ from .._utils.files import check_output, read_json, write_json, write_text
 from ..checkpoint.load import described, load_model
 from ..checkpoint.run import RunFolder
 from ..checkpoint.saving import creating
+from ..compression.probe_texts import describe_probe_texts
 from ..compression.result import CompressionResult
 from ..data.built_in import DEFAULT_TEXT
 from ..data.calibration_data import CalibrationData, shown
 from ..data.load import load_calibration
 from ..data.mixing import expanded, shares_of
-from ..errors import OptionError
+from ..data.probes import load_probes
+from ..errors import CheckpointError, DataError, OptionError
 from ..linalg.stochastic_rounding import round_stochastically
 from ..models.auto_classes import auto_class
 from ..models.dense_model import DenseModel
@@ -45,7 +47,7 @@ from ..models.tokenizer import save_tokenizer
 from ..models.whole import read_config
 from ..report.model_card import model_card
 from ..report.record import NAME, read_record
-from .judging import Judge, allowed, gains, nats, score
+from .judging import Judge, allowed, gains, nats, score, token_losses
 from .loss import Head, Loss
 from .training import Distiller, KeepZeros, MarkWhole, Progress, arguments, last_checkpoint
 from .tuning import LEARNING_RATES, Tune, check_trainable, mask_of_zeros, prepared, without_dropout
@@ -53,6 +55,7 @@ from .tuning import LEARNING_RATES, Tune, check_trainable, mask_of_zeros, prepar
 log = logging.getLogger(__name__)
 
 STEPS = "steps.json"
+TRAINING = "recovery.json"  # beside a model without a run record
 SCORES = 10  # times that held-out text is scored during a run
 SCORING = 0.2  # of the minutes given, at most
 
@@ -124,7 +127,7 @@ def recover(
         minutes: train on as many tokens, at most ``tokens``, as take about this long here.
         rank: of adapters, ``>= 1``.
         lr: largest learning rate of AdamW; 1e-4 for ``all``, 5e-4 for adapters, 1e-3 for norms. It rises over 5 % of the
-            steps and falls along a cosine.
+            steps, three at least (half of a shorter run), and falls along a cosine.
         batch_tokens: tokens of a step.
         max_length: tokens of a sequence.
         tolerance: how much the perplexity of a text may rise, as a fraction.
@@ -159,23 +162,25 @@ def recover(
     }
     begin, output = time.monotonic(), Path(output) if output else None
     with _working(output, identity) as work:
-        held_out: dict[str, Any] = {name: one.held_out for name, one in texts.items()}
         dense: Any = source.whole_model()
-        of_dense, scored = score(dense, Head(dense), held_out), time.monotonic()
-        before = score(student, Head(student), held_out)
+        run = _Run(student, dense, texts, options, work)
+        of_dense, scored = score(dense, Head(dense), run.held_out), time.monotonic()
+        before = score(student, Head(student), run.held_out)
         scoring = time.monotonic() - scored  # seconds
         seconds = None if minutes is None else (60 * minutes, scoring)
         settings: dict = {"report_to": report_to, "keep": output is not None}
         if gradient_checkpointing:
             settings["gradient_checkpointing"] = True
-        network, facts = _trained(student, dense, texts, nats(before), options, work, seconds, settings)
+        network, facts = run.train(nats(before), seconds, settings)
         if not adapter and network is not student:
             network = student = network.merge_and_unload()
         _round(student, written, seed)
-        after = score(network, Head(student), held_out)
+        after = score(network, Head(student), run.held_out)
         recovered = facts["best_step"] > 0 and allowed(nats(before), nats(after), tolerance)
         facts |= {**identity, "teacher_name": source.name, "recovered": recovered}
         facts |= {"held_out": gains(of_dense, before, after)}
+        if recovered:
+            record, facts = _probed_again(record, facts, source, run, network)
         record |= {"recovery": facts | {"seconds": time.monotonic() - begin}}
         if not recovered:
             log.warning(
@@ -191,6 +196,8 @@ def recover(
         if recovered and (description := described(student.config)) is not None:
             fields = description if isinstance(description, dict) else description.fields
             fields["trained_on"] = [one.origin for one in texts.values()]  # perplexity there is too good
+            if "probe_texts_before" in facts:
+                fields["probe_texts"] = record["probe_texts"]
     if output is None:
         return RecoveryResult(network.eval(), record, recovered)
     card = None if adapter or "plan" not in record else _card(student, record, output)
@@ -270,57 +277,67 @@ def _working(output: Path | None, identity: dict) -> Iterator[Path]:
         yield run.path
 
 
-def _trained(
-    student,
-    dense,
-    texts,
-    before: dict[str, float],
-    options: Options,
-    work: Path,
-    seconds: tuple[float, float] | None,
-    settings: dict,
-) -> tuple[Any, dict[str, Any]]:
-    """Return the network with its best weights, adapters around it, and what happened.
+@dataclass(frozen=True)
+class _Run:
+    """One recovery: which model learns from which, on what, and where that is kept."""
 
-    Args:
-        before: text -> nats per token of the student.
-        seconds: there are, and that scoring once takes; ``None``: as many tokens as the options say.
-    """
-    masks = mask_of_zeros(student)
-    network = prepared(student, options.tune, options.rank)
-    ids = torch.cat([one.ids for one in texts.values()])
-    batch = max(1, options.batch_tokens // ids.shape[1])
-    held_out = {name: one.held_out for name, one in texts.items()}
-    judge = Judge(network, student, held_out, before, work, options.tolerance)
-    callbacks = [judge, Progress(judge.note), MarkWhole(), *([KeepZeros(network, masks)] if masks else [])]
-    steps = max(1, round(options.tokens / (batch * ids.shape[1])))
-    make = functools.partial(
-        Distiller,
-        network,
-        train_dataset=[{"input_ids": sequence} for sequence in ids],
-        callbacks=callbacks,
-        base=student,
-        teacher=dense,
-        loss=options.loss,
-    )
-    common = {"learning_rate": options.lr, "seed": options.seed, "device": student.device, **settings}
-    args = functools.partial(arguments, work, batch=batch, length=ids.shape[1], **common)
-    with without_dropout(student), evaluating(dense):
-        scores = SCORES
-        if seconds is not None:
-            scores, most = _fitting(*seconds, work, network, make(args(steps=1, every=1)))
-            steps = min(steps, most)
-        judge.every = max(1, steps // scores)
-        trainer = make(args(steps=steps, every=judge.every))
-        trainer.train(resume_from_checkpoint=last_checkpoint(work))
-    judge.restore_best()
-    return network, {
-        "steps": trainer.state.global_step,
-        "tokens_seen": trainer.state.global_step * batch * ids.shape[1],
-        "tuned_parameters": sum(p.numel() for p in network.parameters() if p.requires_grad),
-        "best_step": judge.best["step"],
-        "history": judge.history,
-    }
+    student: PreTrainedModel
+    dense: PreTrainedModel
+    texts: dict[str, CalibrationData]
+    options: Options
+    work: Path
+
+    @property
+    def held_out(self) -> dict[str, Any]:
+        """Text -> ``(N, T)`` token ids that nothing is trained on."""
+        return {name: one.held_out for name, one in self.texts.items()}
+
+    def train(
+        self, before: dict[str, float], seconds: tuple[float, float] | None, settings: dict
+    ) -> tuple[Any, dict[str, Any]]:
+        """Return the network with its best weights, adapters around it, and what happened.
+
+        Args:
+            before: text -> nats per token of the student.
+            seconds: there are, and that scoring once takes; ``None``: as many tokens as the options say.
+            settings: of :func:`.training.arguments`.
+        """
+        student, options, work = self.student, self.options, self.work
+        masks = mask_of_zeros(student)
+        network = prepared(student, options.tune, options.rank, options.seed)
+        every: list[Any] = [one.ids for one in self.texts.values()]
+        ids = torch.cat(every)
+        batch = max(1, options.batch_tokens // ids.shape[1])
+        judge = Judge(network, student, self.held_out, before, work, options.tolerance)
+        callbacks = [judge, Progress(judge.note), MarkWhole(), *([KeepZeros(network, masks)] if masks else [])]
+        steps = max(1, round(options.tokens / (batch * ids.shape[1])))
+        make = functools.partial(
+            Distiller,
+            network,
+            train_dataset=[{"input_ids": sequence} for sequence in ids],
+            callbacks=callbacks,
+            base=student,
+            teacher=self.dense,
+            loss=options.loss,
+        )
+        common = {"learning_rate": options.lr, "seed": options.seed, "device": student.device, **settings}
+        args = functools.partial(arguments, work, batch=batch, length=ids.shape[1], **common)
+        with without_dropout(student), evaluating(self.dense):
+            scores = SCORES
+            if seconds is not None:
+                scores, most = _fitting(*seconds, work, network, make(args(steps=1, every=1)))
+                steps = min(steps, most)
+            judge.every = max(1, steps // scores)
+            trainer = make(args(steps=steps, every=judge.every))
+            trainer.train(resume_from_checkpoint=last_checkpoint(work))
+        judge.restore_best()
+        return network, {
+            "steps": trainer.state.global_step,
+            "tokens_seen": trainer.state.global_step * batch * ids.shape[1],
+            "tuned_parameters": sum(p.numel() for p in network.parameters() if p.requires_grad),
+            "best_step": judge.best["step"],
+            "history": judge.history,
+        }
 
 
 def _fitting(seconds: float, scoring: float, work: Path, network: nn.Module, trial: Distiller) -> tuple[int, int]:
@@ -346,6 +363,26 @@ def _round(model: nn.Module, dtype: torch.dtype, seed: int) -> None:
             parameter.data = round_stochastically(parameter.data, dtype, generator).to(parameter.dtype)
 
 
+def _probed_again(record: dict, facts: dict, source: DenseModel, run: _Run, network: nn.Module) -> tuple[dict, dict]:
+    """Return the record with the probe texts as the trained network predicts them, and the facts with what they were before.
+
+    Both stay as they are where the record has no probe texts, or the tokenizer of the dense model cannot read them any more.
+    """
+    measured = record.get("probe_texts") or {}
+    if "kinds" not in measured:
+        return record, facts
+    try:
+        probes = load_probes(source)
+    except (CheckpointError, DataError) as error:
+        log.info("probe texts are not measured again: %s", error)
+        return record, facts
+    dense = token_losses(run.dense, Head(run.dense), probes.ids)
+    trained = token_losses(network, Head(run.student), probes.ids)
+    sparsity, vocabulary = record["counts"]["sparsity"], source.config.vocab_size
+    again = describe_probe_texts(probes, dense, trained, sparsity, vocabulary)
+    return record | {"probe_texts": again}, facts | {"probe_texts_before": measured}
+
+
 def _card(student: PreTrainedModel, record: dict, output: Path) -> str:
     auto = auto_class(student.config, type(student).__name__).__name__
     return model_card(record, output.name, stock=described(student.config) is None, auto=auto)
@@ -363,4 +400,5 @@ def _write(output: Path, network: Any, record: dict, card: str | None, tokenizer
                 save_tokenizer(tokenizer, unfinished)
         if card is not None:
             write_text(unfinished / "README.md", card)
-        write_json(unfinished / NAME, record)
+        # What was not compressed by rankfold has no record that `read_record` would take.
+        write_json(unfinished / (NAME if "plan" in record else TRAINING), record)

@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 
 DONE = "rankfold.done"  # in a checkpoint of Trainer that is whole
 WARM_UP = 0.05  # fraction of all steps
+LEAST_WARM_UP = 3  # steps, of a run that has twice as many: AdamW knows little of the gradients before
 AT_ONCE = 2048  # tokens of a forward and backward pass
 
 
@@ -102,6 +103,11 @@ def _trains_in_bf16(device: torch.device) -> bool:
     return getattr(torch.get_device_module(device), "is_bf16_supported", bool)()
 
 
+def warm_up(steps: int) -> int:
+    """Return the steps over which the learning rate rises, out of so many; the first of them has a learning rate of 0."""
+    return min(steps // 2, max(LEAST_WARM_UP, round(WARM_UP * steps)))
+
+
 def arguments(
     folder: Path, *, steps: int, batch: int, length: int, every: int, device: torch.device, keep: bool, **others
 ) -> TrainingArguments:
@@ -123,7 +129,7 @@ def arguments(
         per_device_train_batch_size=at_once,
         gradient_accumulation_steps=batch // at_once,
         lr_scheduler_type="cosine",
-        warmup_steps=min(steps - 1, max(1, round(WARM_UP * steps))),  # the first of them has a learning rate of 0
+        warmup_steps=warm_up(steps),
         weight_decay=0.0,
         bf16=_trains_in_bf16(device),
         use_cpu=device.type == "cpu",

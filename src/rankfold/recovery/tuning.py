@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -40,13 +41,14 @@ def mask_of_zeros(model: nn.Module) -> dict[str, Tensor]:
     return {name: mask for name, mask in masks.items() if mask.float().mean() < 1 - ZEROS}
 
 
-def prepared(model: PreTrainedModel, tune: Tune, rank: int) -> nn.Module:
+def prepared(model: PreTrainedModel, tune: Tune, rank: int, seed: int) -> nn.Module:
     """Return the model with nothing but what is tuned requiring a gradient; PEFT's adapters are around it.
 
     Args:
         tune: ``lora``: adapters on all linear layers of the blocks; ``lora-mlp``: on those of the MLPs; ``all``: all weights
             but embeddings and head; ``norms``: scales and shifts of norms.
         rank: of adapters.
+        seed: of the numbers that adapters begin with.
     """
     model.requires_grad_(False)
     if tune.startswith("lora"):
@@ -57,9 +59,10 @@ def prepared(model: PreTrainedModel, tune: Tune, rank: int) -> nn.Module:
                 f"tune={tune!r} needs peft, which is not installed; pip install 'rankfold[recover]', or give tune='all'"
             ) from error
         targets = _linear_layers(model, mlp_only=tune == "lora-mlp")
-        return get_peft_model(
-            model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, task_type="CAUSAL_LM")
-        )
+        adapters = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, task_type="CAUSAL_LM")
+        with torch.random.fork_rng():  # Trainer sets the seed too late for them
+            torch.manual_seed(seed)
+            return get_peft_model(model, adapters)
     tied = {id(p) for p in present(model.get_output_embeddings()).parameters()}
     for module in model.modules():
         if isinstance(module, nn.Embedding) or (tune == "norms" and "norm" not in type(module).__name__.lower()):

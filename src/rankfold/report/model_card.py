@@ -4,7 +4,15 @@ import json
 import shlex
 from typing import Any
 
-from .outcomes import held_out_row, kind_rows, size_rows, trained_on, training_of, warnings_of
+from .outcomes import (
+    before_training,
+    held_out_row,
+    kind_rows,
+    size_rows,
+    trained_on,
+    training_of,
+    warnings_of,
+)
 from .record import records_of
 
 _CARD = """---
@@ -82,7 +90,7 @@ def model_card(record: Record, folder: str, *, stock: bool = False, auto: str = 
         trained=f"then {trained_on(training)}" if training else "without training",
         table="".join(f"| {' | '.join(row)} |\n" for row in rows),
         warnings="".join(
-            f"\n> **{part and f'{part}: '}{'before training: ' if training else ''}{warning}.**\n"
+            f"\n> **{part and f'{part}: '}{warning}.**\n"
             for part, one in components.items()
             for warning in warnings_of(one)
         ),
@@ -133,14 +141,17 @@ def measured_on(calibration: Record) -> str:
 
 
 def _outcomes(record: Record, part: str) -> list[tuple[str, ...]]:
-    of = _of(part) + (" before training" if training_of(record) else "")
+    of_held_out, of_probes = (
+        f"{_of(part)} {before_training(record, name)}".rstrip() for name in ("held_out", "probe_texts")
+    )
     row = ("perplexity", "not measured", "not measured", "no calibration sample was held out")
     if held_out := record["held_out"]:
         *row, where = held_out_row(held_out)
         both = ", both after the other compressed components" if part and "perplexity" in held_out else ""
         row = (*row, where + both)
     kinds = kind_rows(record.get("probe_texts"))
-    return [(f"{row[0]}{of}", *row[1:]), *((f"perplexity{of}, {kind}", *numbers) for kind, *numbers in kinds)]
+    found = [(f"{row[0]}{of_held_out}", *row[1:])]
+    return found + [(f"perplexity{of_probes}, {kind}", *numbers) for kind, *numbers in kinds]
 
 
 def _trained_rows(training: Record | None) -> list[tuple[str, ...]]:

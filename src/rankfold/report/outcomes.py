@@ -77,11 +77,10 @@ def excess_of(record: Record) -> str | None:
 
 def marked_warnings(record: Record) -> list[tuple[str, str]]:
     """Return a word or two and the sentence of every warning of a run record, or of a row of a comparison."""
-    held_out, probe_texts = record.get("held_out") or {}, record.get("probe_texts") or {}
     found = [
-        ("damaged", held_out.get("warning")),
-        ("skills lost", probe_texts.get("warning")),
-        ("guesses", held_out.get("dense_warning")),
+        ("damaged", _warning(record, "held_out")),
+        ("skills lost", _warning(record, "probe_texts")),
+        ("guesses", (record.get("held_out") or {}).get("dense_warning")),
         *(("guesses", text.get("warning")) for text in (record.get("measures") or {}).get("texts", [])),
     ]
     return [(mark, warning) for mark, warning in found if warning]
@@ -90,6 +89,22 @@ def marked_warnings(record: Record) -> list[tuple[str, str]]:
 def warnings_of(record: Record) -> list[str]:
     """Return every warning of a run record, or of a row of a comparison."""
     return [warning for _, warning in marked_warnings(record)]
+
+
+def _warning(record: Record, name: str) -> str | None:
+    """Return the warning of some measurements, after the words that tell when they were made."""
+    warning, when = (record.get(name) or {}).get("warning"), before_training(record, name)
+    return f"{when}: {warning}" if when and warning else warning
+
+
+def before_training(record: Record, name: str) -> str:
+    """Return what to say of measurements made before training; nothing where there was none, or they were made again.
+
+    Args:
+        name: ``held_out`` or ``probe_texts``; older records have those of before training.
+    """
+    training = training_of(record)
+    return "before training" if training and f"{name}_before" not in training else ""
 
 
 def training_of(record: Record) -> dict[str, Any] | None:

@@ -42,6 +42,7 @@ RECOVERY = {
     "texts": Each({"num_samples": int}),
     "tokens_seen": int,
     "tuned_parameters": int,
+    "probe_texts_before": PROBE_TEXTS,  # before training; those of the record are after it
     "held_out": Each(
         {
             "perplexity_dense": NUMBER,
