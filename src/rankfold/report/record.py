@@ -182,7 +182,7 @@ def run_record(source, description: dict, plan, reports: dict) -> dict:
     estimates = {"seconds": plan.seconds, "peak_memory_bytes": plan.peak_memory_bytes}
     measurements = {
         "peak_memory_bytes": peak_memory_bytes(),
-        "peak_device_memory_bytes": peak_device_memory_bytes(source.device),  # the estimate is of this where there is one
+        "peak_device_memory_bytes": peak_device_memory_bytes(source.device),
         "estimated": estimates,
         "processes": process_count(),
     }
