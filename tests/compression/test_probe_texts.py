@@ -224,3 +224,10 @@ def test_records_of_before_have_no_probe_texts(source, calibration, tmp_path):
     del record["plan"]["budget"]["excess"]
     (folder / "rankfold.json").write_text(json.dumps(record))
     assert "probe texts" not in model_card(read_record(folder), "out")
+
+
+def test_a_tokenizer_that_makes_one_token_of_a_text_measures_nothing_and_says_why(source, monkeypatch):
+    """As word tokenizers do that split nothing."""
+    monkeypatch.setattr(probes, "tokenised", lambda *args, **kwargs: torch.tensor([3]))
+    found = probing.follow_probe_texts(source).finish(0.3)
+    assert "makes a single token of a probe text" in found["skipped"]

@@ -64,7 +64,8 @@ def load_probes(source) -> Probes:
 
     Raises:
         CheckpointError: the tokenizer cannot be read or used.
-        DataError: it gives ids that the embedding does not have, or the context has no room for a text.
+        DataError: it gives ids that the embedding does not have, or a text of less than two tokens; or the context has no room
+            for one.
     """
     tokenizer, frame = source.tokenizer, frame_of(source.architecture, source.tokenizer)
     room = min(LENGTH, source.part.positions or LENGTH) - frame.tokens
@@ -78,6 +79,8 @@ def load_probes(source) -> Probes:
             # The end of a dialogue says more than what a template puts in front of it.
             rows.append(frame.around((ids[-room:] if kind == "dialogue" else ids[:room])[None])[0])
             kinds.append(kind)
+    if min(map(len, rows)) < 2:
+        raise DataError(f"the tokenizer of {source.name} makes a single token of a probe text, which predicts nothing")
     longest = max(map(len, rows))
     padded = [torch.cat([row, row[-1:].expand(longest - len(row))]) for row in rows]
     return Probes(torch.stack(padded), tuple(map(len, rows)), tuple(kinds), dialogue)
