@@ -67,7 +67,8 @@ def good(tmp_path_factory):
         "evaluate_text": {"model": model, "text": place / "a.txt", "max_length": 16, "limit": 1, "text_column": "text"}
         | {"dtype": "auto", "device": "cpu"},
         "export": {"model": model, "output": place / "out", "format": "stock", "dtype": "auto", "tokenizer": None},
-        "load": {"model": model, "dtype": "auto", "device": "cpu"},
+        "load": {"model": model, "dtype": "auto", "device": "cpu"}
+        | {"device_map": None, "max_memory": None, "offload_folder": None},
         "load_calibration": {
             "data": place / "a.txt",
             "model": source,
@@ -80,8 +81,9 @@ def good(tmp_path_factory):
         "method_names": {},
         "open_model": {"model": model, "dtype": "auto", "device": "cpu", "tokenizer": None, "component": None},
         "perplexity": {"model": source.model, "windows": windows.ids, "autocast": None, "dtype": "auto"}
-        | {"device": "auto"},
-        "plan": {"model": model, "moments": None} | choosing | measuring,
+        | {"device": "auto", "stream": False},
+        "plan": {"model": model, "moments": None, "gpu": None, "gpus": 1} | choosing | measuring,
+        "push": {"folder": place / "nowhere", "repo_id": "me/small", "private": False, "force": False},
         "recover": {"model": source.model, "teacher": model, "calibration": place / "a.txt", "output": None}
         | {"tune": "norms", "loss": "kl", "tokens": 64, "minutes": None, "rank": 1, "lr": None, "batch_tokens": 32}
         | {

@@ -182,9 +182,9 @@ def test_resumed_runs_find_the_same_gradients(when, tmp_path, monkeypatch):
     def dies_behind_it(work, view, *rest):
         raise KeyboardInterrupt
 
-    def counted(source, ids, observers, first):
+    def counted(source, ids, observers, first, shards):
         measured.append(first)
-        return sweep(source, ids, observers, first)
+        return sweep(source, ids, observers, first, shards)
 
     name, dies = {
         "in the sweep": ((scores, "sweep"), dies_in_the_sweep),

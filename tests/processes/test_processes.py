@@ -77,9 +77,8 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(place):
-    (place / "1").mkdir()
-    for name in BASE:
-        shared_runs.compress(name, place / "1" / name)
+    codes, _, err = run(1, WORKER, str(place / "1"), *BASE, folder=place / "1")
+    assert codes == [0], err
     return place / "1"
 
 
@@ -117,11 +116,10 @@ def test_a_process_that_ends_ends_all_and_another_number_of_them_goes_on(stopped
 
 @pytest.mark.matrix
 def test_every_method_writes_the_same_bytes_where_shards_do_not_fall_evenly(place):
-    (place / "every-1").mkdir()
-    for name in EVERY:
-        shared_runs.compress(name, place / "every-1" / name)
-    codes, _, err = run(3, WORKER, str(place / "every-3"), *EVERY, folder=place / "every-3")
-    assert codes == [0] * 3, err
+    for count in (1, 3):
+        where = place / f"every-{count}"
+        codes, _, err = run(count, WORKER, str(where), *EVERY, folder=where)
+        assert codes == [0] * count, err
     for name in EVERY:
         assert content(place / "every-3" / name) == content(place / "every-1" / name), name
 
@@ -168,7 +166,7 @@ def test_an_error_of_one_process_is_one_line_and_the_exit_code_of_all(files, pla
 
 @pytest.mark.parametrize(
     ("line", "code", "printed"),
-    [(["methods", "svd"], 0, "--set precondition="), (["compress", "nowhere", "--sparsity", "2"], 2, "sparsity")],
+    [(["methods", "svd"], 0, "precondition="), (["compress", "nowhere", "--sparsity", "2"], 2, "sparsity")],
 )
 def test_what_cannot_be_shared_is_done_and_said_once(place, line, code, printed):
     codes, out, err = run(2, COMMAND, *line, folder=place / line[0])
