@@ -164,6 +164,22 @@ def test_an_error_of_one_process_is_one_line_and_the_exit_code_of_all(files, pla
     assert "Traceback" not in err and not (place / "failed").exists()
 
 
+@pytest.mark.parametrize("line", [["recover", "small", "-o", "better"], ["compress", "model", "--recover", "20s"]])
+def test_training_is_refused_before_anything_runs(files, place, line):
+    model, text = map(str, files)
+    words = [model if word in ("small", "model") else word for word in line]
+    words += ["--teacher", model] if line[0] == "recover" else ["-o", str(place / "trained")]
+    codes, _, err = run(
+        2, COMMAND, *words, "--calibration", text, "--max-length", "32", "--device", "cpu", folder=place / line[0]
+    )
+    assert codes == [2, 2]
+    said = [text for text in err.splitlines() if text.startswith("rankfold: ")]
+    assert said == [
+        "rankfold: training runs in one process, got 2; give the command without torchrun or accelerate launch"
+    ]
+    assert not list(place.glob("trained*"))
+
+
 @pytest.mark.parametrize(
     ("line", "code", "printed"),
     [(["methods", "svd"], 0, "precondition="), (["compress", "nowhere", "--sparsity", "2"], 2, "sparsity")],
@@ -180,7 +196,7 @@ def test_what_cannot_be_shared_is_done_and_said_once(place, line, code, printed)
     [(3, 3, 1, "2 samples"), (8, 2, 3, "shards must be >= 3"), (8, 0, 1, "got 0")],
 )
 def test_shards_that_leave_a_process_without_work_are_refused(monkeypatch, samples, shards, count, told):
-    monkeypatch.setattr(load, "launched_count", lambda: count)
+    monkeypatch.setattr(load, "process_count", lambda: count)
     with pytest.raises(OptionError, match=told):
         rankfold.load_calibration(some_ids(samples, 32), opened("llama"), num_samples=samples, shards=shards)
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from .._utils.present import present
-from .._utils.processes import from_first, launched_count, on_first
+from .._utils.processes import from_first, on_first, process_count
 from ..errors import DataError, OptionError
 from .built_in import BUILT_IN, MIXTURES
 from .calibration_data import CalibrationData
@@ -81,10 +81,8 @@ def load_calibration(
     if isinstance(data, CalibrationData):
         return data
     options = DrawOptions(num_samples, max_length, seed, text_column)
-    if shards < launched_count():
-        raise OptionError(
-            f"shards must be >= {launched_count()}, the number of processes that share them, got {shards}"
-        )
+    if shards < process_count():
+        raise OptionError(f"shards must be >= {process_count()}, the number of processes that share them, got {shards}")
     found = _load_once(lambda: _load(data, model, tokenizer, options))
     if shards > len(found.ids):
         raise OptionError(

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from .. import pipeline
 from .._utils.present import present
-from .._utils.processes import from_first, on_first
 from ..calibration.store import MomentStore
 from ..checkpoint.run import RunFolder
 from ..compression.validate_spec import validated
@@ -21,7 +20,7 @@ from ..methods import Method
 from ..models.dense_model import DenseModel
 from ..report.identity import run_identity
 from ..report.plan import Plan
-from .recover import RecoveryResult, recover
+from .recover import RecoveryResult, check_alone, recover
 
 
 def compress_and_recover(
@@ -36,8 +35,8 @@ def compress_and_recover(
     mode: str = "sequential",
     on_plan: Callable[[Plan], None] | None = None,
     **training,
-) -> RecoveryResult | None:
-    """Compress an open model, and train the result with that model as its teacher; of several processes the first trains.
+) -> RecoveryResult:
+    """Compress an open model, and train the result with that model as its teacher; in one process.
 
     Args:
         source, method, tokens, output, moments, mode, on_plan: as for :func:`rankfold.pipeline.compress`.
@@ -47,6 +46,7 @@ def compress_and_recover(
         UnsupportedModelError: what would come out cannot be trained.
         RankfoldError: as of both.
     """
+    check_alone()
     if not source.architecture.decoder or getattr(method, "bits", 0):
         raise UnsupportedModelError(
             f"what {method.name} makes of {source.name} cannot be trained: it predicts no tokens, or has quantised factors; "
@@ -56,14 +56,9 @@ def compress_and_recover(
     compressed = output.with_name(f"{output.name}.compressed")
     mode = pipeline.check_request(method, tokens, moments, mode, output)
     calibration = tokens.describe() if tokens else present(moments).identity["tokens"]
-    identity = from_first(lambda: run_identity(validated(source), method, calibration, mode))
-    if not from_first(lambda: RunFolder(compressed, identity).published):
+    if not RunFolder(compressed, run_identity(validated(source), method, calibration, mode)).published:
         pipeline.compress(source, method, tokens, compressed, moments=moments, mode=mode, on_plan=on_plan)
     training |= {"minutes": minutes, "device": str(source.device)}
-
-    def recovered() -> RecoveryResult:
-        found = recover(compressed, source, calibration=texts, output=output, **training)
-        shutil.rmtree(compressed)
-        return found
-
-    return on_first(recovered)
+    found = recover(compressed, source, calibration=texts, output=output, **training)
+    shutil.rmtree(compressed)
+    return found

@@ -27,6 +27,7 @@ from transformers.integrations import get_available_reporting_integrations
 from .._utils.arguments import typed
 from .._utils.evaluating import evaluating
 from .._utils.files import check_output, read_json, write_json, write_text
+from .._utils.processes import launched_count
 from ..checkpoint.load import described, load_model
 from ..checkpoint.run import RunFolder
 from ..checkpoint.saving import creating
@@ -206,7 +207,20 @@ def recover(
     return RecoveryResult(network.eval(), record, recovered, output)
 
 
+def check_alone() -> None:
+    """Refuse several processes: the trainer would wait for all of them.
+
+    Raises:
+        OptionError: processes were launched together.
+    """
+    if launched_count() > 1:
+        raise OptionError(
+            f"training runs in one process, got {launched_count()}; give the command without torchrun or accelerate launch"
+        )
+
+
 def _check(options: Options, minutes: float | None, adapter: bool, output, report_to: str) -> None:
+    check_alone()
     for name in ("tokens", "rank", "batch_tokens", "length"):
         if getattr(options, name) < 1:
             raise OptionError(f"{name} must be at least 1, got {getattr(options, name)}")
