@@ -59,8 +59,7 @@ def card_for_hub(folder: Path, record: dict[str, Any], api: HfApi) -> ModelCard:
     """Return the model card with what hub search goes by."""
     card = ModelCard.load(folder / CARD)
     base, data = record["base_model"], cast(ModelCardData, card.data)
-    on_hub = base.count("/") == 1
-    if on_hub:
+    if base.count("/") == 1:  # it is on the hub
         of_base = api.model_info(base, revision=record.get("revision"))
         known = of_base.card_data.to_dict() if of_base.card_data else {}
         for key in ("license", "license_name", "license_link", "language"):
@@ -79,13 +78,12 @@ def card_for_hub(folder: Path, record: dict[str, Any], api: HfApi) -> ModelCard:
 
 
 def _results(record: dict[str, Any]) -> list[EvalResult]:
-    """Return perplexities as model-index has them: on held-out calibration text, and on that of a training."""
-    measured: dict[str, float] = {}
-    if "perplexity" in (record["held_out"] or {}) and not training_of(record):
-        measured["held-out calibration text"] = record["held_out"]["perplexity"]
-    measured |= {
-        name: facts["perplexity"] for name, facts in (training_of(record) or {"held_out": {}})["held_out"].items()
-    }
+    """Return perplexities as model-index has them: on the held-out text of the training, or else of the calibration."""
+    if training := training_of(record):
+        measured = {name: facts["perplexity"] for name, facts in training["held_out"].items()}
+    else:
+        held_out = record["held_out"] or {}
+        measured = {"held-out calibration text": held_out["perplexity"]} if "perplexity" in held_out else {}
     return [
         EvalResult("text-generation", "text", name, "perplexity", round(value, 3), metric_name="perplexity")
         for name, value in measured.items()

@@ -25,7 +25,7 @@ class Cells:
 
     Attributes:
         header, lines: names of columns, and a cell for each in every row.
-        notes: sentences that cells of the last column refer to by number, from 1.
+        notes: sentences that cells of the column `note` refer to by number, from 1.
         alike: columns left out because all rows have one value, and that value.
         best: (line, column) of the best value of each sparsity.
     """
@@ -147,11 +147,12 @@ def summary(rows: list[dict]) -> list[str]:
     return sentences
 
 
-def by_quality(rows: list[dict], text: int = 0) -> list[str]:
-    """Return the labels of methods, the one with the lowest perplexity first, by the mean logarithm over sparsities."""
+def by_quality(rows: list[dict]) -> list[str]:
+    """Return the labels of methods, the one with the lowest perplexity on the first text first, by the mean logarithm over
+    sparsities."""
     found: dict[str, list[float]] = {}
     for row in rows[1:]:
-        values = [row["measures"]["texts"][text]["perplexity"]] if row["status"] == "done" else []
+        values = [row["measures"]["texts"][0]["perplexity"]] if row["status"] == "done" else []
         found.setdefault(row["label"], []).extend(values)
     return sorted(found, key=lambda label: statistics.geometric_mean(found[label]) if found[label] else float("inf"))
 
