@@ -77,11 +77,13 @@ def command(
     from ..evaluation.tasks import Questions
     from ..evaluation.text import Texts
     from ..models.auto_classes import check_writes
+    from ..models.devices import say_if_slow
     from ..models.opening import open_model
     from ..report.identity import dtype_name
 
     source = open_model(model, dtype=dtype, device=device)
     check_writes(source.model.config, source.name)
+    say_if_slow(source.dtype, source.device)
     try:
         texts = Perplexities(source, Texts(text, text_length, limit, windows.text_column))
     except DataError as error:  # --max-length is of the calibration here
