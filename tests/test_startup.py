@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,10 @@ import pytest
 import rankfold
 from rankfold.methods import METHODS, method_class, method_names
 from saved import save_tiny
-from warm import python as python_with_torch
+from warm import TORCH
+from warm import python as forked
 
+python_with_torch = partial(forked, forked_from=TORCH)
 HEAVY = ("torch", "transformers", "datasets", "gguf", "accelerate", "numpy")
 PRINTING = ("--help", "--version", "compress --help", "compare --help", "models --help")
 
