@@ -78,3 +78,17 @@ def test_model_in_memory(tmp_path):
     printed = run("model_in_memory", tmp_path, tmp_path / "small")
     dense, small = (int(n.replace(",", "")) for n in re.findall(r"^\w+, ([\d,]+) parameters: The cap", printed, re.M))
     assert small < dense and (tmp_path / "small" / "config.json").exists()
+
+
+def test_the_notebook(tmp_path):
+    """Its cells of code, one after the other, on a tiny model; the cell that installs is left out."""
+    cells = json.loads((EXAMPLES / "rankfold.ipynb").read_text(encoding="utf-8"))["cells"]
+    codes = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in codes)
+    model, text = save_tiny(tmp_path / "model"), save_text(tmp_path / "text.txt")
+    tiny = f"MODEL, TEXT, SAMPLES, LENGTH, TRAINING_TOKENS = {str(model)!r}, {str(text)!r}, 8, 32, 256"
+    lines = [tiny if "parameters" in cell["metadata"].get("tags", ()) else "".join(cell["source"]) for cell in codes]
+    done = python("\n".join(line for line in lines if not line.startswith("%")), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    planned, loaded = (re.findall(r"([\d,]+) parameters$", done.stdout, re.M)[end] for end in (0, -1))
+    assert planned == loaded and "compressed: The capital of France is" in done.stdout
