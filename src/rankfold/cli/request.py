@@ -43,8 +43,9 @@ class Request:
         """Return what is done to each component, in their order; to the one of ``--component`` under ``None``.
 
         Raises:
-            OptionError: not sparsities of different components, or an option that does not parse.
+            OptionError: not sparsities of different components, or an option or a size that does not parse.
         """
+        self.goal()
         if self.components is None:
             return {None: self.what.parse()}
         methods: dict[str | None, Method] = {}
