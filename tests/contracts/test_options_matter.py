@@ -23,6 +23,7 @@ from rankfold.allocation import ALLOCATIONS, BUDGETS, OWL, Bytes, FLOPs, Influen
 from rankfold.errors import NumericsError
 from rankfold.methods import method_class
 from rankfold.methods.baselines.block_removal import BlockRemoval
+from rankfold.methods.baselines.reap import REAP
 from rankfold.methods.baselines.semi_structured import TwoOfFour
 from rankfold.methods.baselines.slicegpt.method import SliceGPT
 from rankfold.methods.baselines.structured.method import Slicing
@@ -752,7 +753,8 @@ ELSEWHERE = {
     "rankfold": {"attention_aware", "residual_correction", "norm_aware", "allow_module_removal"},
     "slicegpt+modegpt": {"slicing"},
 }
-OTHERS = (BlockRemoval, SliceGPT, TwoOfFour)  # test_removal.py, test_slicegpt.py, test_semi_structured_methods.py
+# test_removal.py, test_reap.py, test_slicegpt.py, test_semi_structured_methods.py
+OTHERS = (BlockRemoval, REAP, SliceGPT, TwoOfFour)
 CASES = [
     pytest.param(cls, row, id=f"{SPEAKS_FOR.get(cls, cls).name}-{row.option}-{i}")
     for cls, rows in ROWS.items()

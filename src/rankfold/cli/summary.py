@@ -9,6 +9,7 @@ from rich.console import Console
 
 from ..errors import OptionError
 from ..methods import make_method
+from ..report.goal import goal_line
 from ..report.outcomes import before_training, excess_of, held_out_row, kind_rows, size_rows
 from . import common as c
 
@@ -35,6 +36,8 @@ def removed(counts: Record) -> str:
 def show_numbers(record: Record, out: Console) -> None:
     """Print the dense and the compressed model side by side: sizes and perplexity; then where the time went."""
     held_out, probe_texts, seconds = record.get("held_out"), record.get("probe_texts"), dict(record["run"]["seconds"])
+    if goal := goal_line(record):
+        out.print(goal, soft_wrap=True)
     if excess := excess_of(record):
         out.print(excess)
     rows = [("", "dense", "compressed", ""), *size_rows(record["plan"])]
