@@ -36,7 +36,6 @@ def continue_text(
     ids = _ids_of_prompt(model, tokenizer, prompt, max_new_tokens)[None].to(model.device)
     length = ids.shape[1]
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     devices = [] if model.device.type == "cpu" else [model.device]
     with torch.random.fork_rng(devices, device_type=model.device.type):  # the caller's random state is not ours
         torch.manual_seed(seed)
@@ -45,10 +44,10 @@ def continue_text(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=max_new_tokens,
-                pad_token_id=pad,
+                pad_token_id=padding_of(tokenizer),
                 num_beams=1,  # one text, whatever the settings beside the weights ask for
                 num_return_sequences=1,
-                logits_processor=[_finite],
+                logits_processor=[finite_scores],
                 **sampling,
             )
         except (TypeError, ValueError) as error:  # what transformers raises for settings that are no settings
@@ -93,8 +92,13 @@ def _last_characters(prompt: str, encoded: Callable[[str], torch.Tensor], room: 
     return kept
 
 
-def _finite(_, scores: torch.Tensor) -> torch.Tensor:
-    """Logits of the next token; minus infinity is what must not follow."""
+def padding_of(tokenizer) -> int | None:
+    """Return the id that fills up a text that ended before others."""
+    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+
+
+def finite_scores(_, scores: torch.Tensor) -> torch.Tensor:
+    """Return the logits of the next token, of which minus infinity is what must not follow; raise for NaN."""
     if not (scores < torch.inf).all():  # NaN is not less either
         raise NumericsError(
             "the model predicts NaN or infinity; its weights or its config are damaged, or try "
