@@ -1,19 +1,17 @@
 """`rankfold compare`"""
 
-import importlib.util
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..errors import DataError, OptionError
+from .._utils.extras import require
+from ..errors import DataError
 from ..report.outcomes import kind_rows
 from . import common as c
 from . import options as o
 from .calibration import CalibrationOptions
 from .config import Comparison
-
-EXTRA = ("matplotlib", "jinja2")
 
 
 @o.expanded
@@ -68,20 +66,21 @@ def command(
     for run in config or [{}]:
         forms, fractions = run.get("methods", methods), run.get("sparsities", sparsities)
         cells |= {cell.key: cell for cell in cells_of(parse_forms(forms), parse_sparsities(fractions))}
-    missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
-    if missing:
-        raise OptionError(f"the report needs {' and '.join(missing)}; pip install 'rankfold[report]'")
+    for module in ("matplotlib", "jinja2"):
+        require(module, "the report")
     from ..checkpoint.load import load_model
     from ..comparison import Accuracies, Measures, Perplexities, Speed, compare
     from ..comparison.measures import Measure
     from ..evaluation.tasks import Questions
     from ..evaluation.text import Texts
     from ..models.auto_classes import check_writes
+    from ..models.devices import say_if_slow
     from ..models.opening import open_model
     from ..report.identity import dtype_name
 
     source = open_model(model, dtype=dtype, device=device)
     check_writes(source.model.config, source.name)
+    say_if_slow(source.dtype, source.device)
     try:
         texts = Perplexities(source, Texts(text, text_length, limit, windows.text_column))
     except DataError as error:  # --max-length is of the calibration here
