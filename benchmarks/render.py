@@ -29,6 +29,7 @@ PAGES = {
         "Studies on random matrices (LatentLLM, Figures 7 to 16)",
         random_matrices.random_matrices,
     ),
+    "joint_up_down": ("joint_up_down_*", "The joint form of up and down projections", costs.joint_up_down),
     "module_cost": ("module_cost_*", "What each kind of module holds, takes and loses", costs.module_cost),
     "module_speed": ("module_speed_*", "Speed by module", costs.module_speed),
     "junction_speed": ("junction_speed_*", "Speed of latents, by junction", costs.junction_speed),

@@ -161,6 +161,22 @@ def complexity(record: dict) -> list[str]:
     return lines
 
 
+def joint_up_down(record: dict) -> list[str]:
+    config = record["config"]
+    blocks, errors = config["blocks"], ("held_out_errors", "training_errors")
+    head = [
+        "",
+        *(f"block {b}, {key.split('_')[0]} rows" for key in ("held-out_", "fitted_") for b in blocks),
+        "CPU s a block",
+    ]
+    rows = [
+        [r["name"], *(f"{error:.4f}" for key in errors for error in r[key]), f"{r['cpu_seconds']:.1f}"]
+        for r in record["rows"]
+    ]
+    what = f"Sparsity {config['sparsity']}; {windows(config['calibration'])} of `{config['calibration']['source']}`."
+    return [what, "", *table(head, rows)]
+
+
 GROUPS = {"modegpt": 3, "latentllm": 6}  # groups of modules of a block
 
 
