@@ -47,6 +47,19 @@ def test_loss_never_rises(seed, kind, ranks, weights, ridge):
     assert all(b <= a * (1 + 1e-7) + 1e-12 for a, b in pairwise(out.loss_history))
 
 
+def test_only_the_ratio_of_alpha_and_beta_counts_in_the_first_round():
+    """What a truncated SVD leaves is orthogonal to its range, so the first Eq. 228 gives ``relu(Z)`` whatever gamma is."""
+    mlp, X = setup()
+
+    def small(rounds: int, *weights: float):
+        return compressed(joint_mlp(mlp, X, ranks=(4, 3), rounds=rounds, weights=weights), X)
+
+    torch.testing.assert_close(small(1, 1, 1, 100), small(1, 1, 1, 1), rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(small(1, 10, 1, 1), small(1, 1, 0.1, 1), rtol=1e-8, atol=1e-10)
+    assert (small(1, 10, 1, 1) - small(1, 1, 1, 1)).norm() > 1e-3 * small(1, 1, 1, 1).norm()
+    assert (small(2, 1, 1, 100) - small(2, 1, 1, 1)).norm() > 1e-4 * small(2, 1, 1, 1).norm()
+
+
 def test_fp32_samples_are_computed_with_in_fp64():
     mlp, X = setup()
     a, b = joint_mlp(mlp, X.float().double(), ranks=(4, 4)), joint_mlp(mlp, X.float(), ranks=(4, 4))
