@@ -73,6 +73,20 @@ rankfold.compress(model, 0.3, method="modegpt", calibration=texts, output=output
     assert done.returncode == 0 and (tmp_path / "small" / "rankfold.json").exists(), done.stderr
 
 
+def test_without_gguf_a_file_of_it_is_refused_with_what_to_install(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    code = """
+import sys
+sys.modules["gguf"] = None
+from rankfold.cli import main
+main()
+"""
+    for line in ("plan model.gguf --sparsity 0.3", "generate model.gguf hello"):
+        done = python_with_torch(code, *line.split(), cwd=tmp_path)
+        said = "rankfold: a .gguf file needs gguf, which is not installed; pip install 'rankfold[gguf]'"
+        assert (done.returncode, done.stdout, done.stderr.strip().splitlines()[-1]) == (2, "", said)
+
+
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'rankfold' has no attribute 'shrink'"):
         _ = rankfold.shrink
