@@ -43,7 +43,7 @@ from .models.devices import resolve_dtype
 from .models.opening import open_model
 from .models.outline import open_outline
 from .quality import compress_to_keep, method_to_keep
-from .report.goal import Goal
+from .report.goal import Goal, check_quality
 from .report.plan import Plan
 
 __all__ = [
@@ -346,6 +346,8 @@ def _goal(sparsity: float | None, target_size: int | str | None, keep_quality: f
     given = [name for name, value in asked.items() if value is not None]
     if len(given) > 1:
         raise OptionError(f"{' and '.join(given)} each say how much is removed; give one of them")
+    if keep_quality is not None:
+        check_quality(keep_quality)
     return None if target_size is None else Goal("target_size", parse_size(target_size))
 
 

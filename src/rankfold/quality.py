@@ -34,7 +34,7 @@ from .data.calibration_data import CalibrationData
 from .errors import DataError, OptionError, UnsupportedModelError, option
 from .methods import Method
 from .models.dense_model import DenseModel
-from .report.goal import Goal, kept_quality
+from .report.goal import Goal, check_quality, kept_quality
 from .report.identity import run_identity
 from .report.plan import Plan
 
@@ -234,10 +234,7 @@ def _allowed_loss(
 ) -> float:
     """Return the nats per token that may be lost."""
     asked = option("keep_quality", keep_quality)
-    if not 0 < keep_quality < 1:
-        raise OptionError(
-            f"{option('keep_quality')} must be in (0, 1), got {keep_quality}; 0.95 keeps 95 % of the likelihood"
-        )
+    check_quality(keep_quality)
     if method.own_sparsities:
         raise OptionError(f"{asked} chooses one sparsity, and modules have their own here; name the modules only")
     if not source.architecture.decoder:

@@ -25,13 +25,13 @@ PLACES = ("model", "text", "calibration", "include_path", "baseline")  # argumen
 HOME = re.compile("(?:^|[:=])(~[^/=]+)")  # of another user: ~name/x, ALIAS:~name/x, COMPONENT=~name/x
 # Option -> those of which one must be given, or nothing reads it; where a command has them.
 BESIDE = {
-    "include_path": ("tasks",),
+    "include_path": ("tasks", "generation"),
     "num_fewshot": ("tasks",),
     "batch_size": ("tasks",),
-    "baseline": ("speed",),
+    "baseline": ("speed", "generation"),
     "batch_sizes": ("speed",),
     "max_length": ("text",),
-    "limit": ("text", "tasks"),
+    "limit": ("text", "tasks", "generation"),
     "text_column": ("text",),
     "seed": ("temperature",),
     "gpus": ("gpu",),

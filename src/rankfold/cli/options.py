@@ -54,7 +54,13 @@ IncludePath = Annotated[
     of_measurements(help="Folder with the tasks' rows as NAME.jsonl or NAME_*.jsonl, instead of the hub."),
 ]
 Limit = Annotated[
-    int | None, of_measurements(help="Only the first N windows of a text, the first N questions of a task.")
+    int | None, of_measurements(help="Only the first N windows of a text, N questions of a task, N prompts of a kind.")
+]
+Generation = Annotated[
+    bool,
+    of_measurements(
+        "--generation", help="What it writes: exact answers, repetition, how long the text is the dense model's."
+    ),
 ]
 Moments = Annotated[
     Path | None, of_calibration(help="Folder written by `rankfold calibrate`, in place of a calibration.")

@@ -61,7 +61,10 @@ def show_next(folder: Path, record: Record, out: Console, *, has_stock: bool) ->
     commands = {}
     if "perplexity" in (record["held_out"] or {}):
         commands[f"rankfold evaluate {place} --text wikitext2"] = "perplexity on text it was not fitted to"
-        commands[f'rankfold generate {place} "Once upon a time"'] = "let it write"
+        if (folder / "chat_template.jinja").exists():
+            commands[f"rankfold chat {place}"] = "talk to it"
+        else:
+            commands[f'rankfold generate {place} "Once upon a time"'] = "let it write"
     if has_stock:
         commands[f"rankfold export {place} -o {shlex.quote(f'{folder}-stock')}"] = "for programs without rankfold"
     commands[f"rankfold push {place} OWNER/{name}"] = "share it on the Hugging Face hub"
