@@ -16,6 +16,7 @@ from .prunable import PrunableModule, RankCosts, Ranks
 from .ranks import allocate, averages, check_reachable, shared_budgets, to_remove
 from .spectrum import Spectrum
 from .uniform import Uniform
+from .zero_sum import ZeroSum
 
 __all__ = [
     "ALLOCATIONS",
@@ -41,6 +42,7 @@ __all__ = [
     "Share",
     "Spectrum",
     "Uniform",
+    "ZeroSum",
     "allocate",
     "averages",
     "block_weights",
@@ -62,4 +64,5 @@ ALLOCATIONS: dict[str, type[Allocation]] = {
     "measured": Measured,
     "least-influence": LeastInfluence,
     "greedy": Greedy,
+    "zero-sum": ZeroSum,
 }
