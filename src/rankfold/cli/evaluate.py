@@ -43,7 +43,7 @@ def command(
 ) -> None:
     """Measure perplexity, accuracy on tasks, and speed.
 
-    Of dense and compressed models; perplexity as for WikiText-2 in the papers, accuracy by lm-eval.
+    For dense and compressed models; perplexity as for WikiText-2 in the papers, accuracy by lm-eval.
 
     \b
     rankfold evaluate small --text wikitext2

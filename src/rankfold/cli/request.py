@@ -87,7 +87,7 @@ class Request:
         return [(source, methods[name], texts[name]) for name, source in sources.items()]
 
     def plans(self, methods: "dict[str | None, Method]", mode: str) -> "list[Plan]":
-        """Plan each component; what writes text is measured beside the dense tower, which it will not be."""
+        """Plan each component; the language model is measured after the dense tower, not after the compressed one."""
         from .. import pipeline
         from ..compression.duration import timed
 

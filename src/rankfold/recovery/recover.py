@@ -63,7 +63,7 @@ SCORING = 0.2  # of the minutes given, at most
 
 @dataclass(frozen=True)
 class Options:
-    """What a run does; equal options, models and texts give equal weights."""
+    """The options of a run; equal options, models and texts give equal weights."""
 
     tune: Tune
     loss: Loss
@@ -79,7 +79,7 @@ class Options:
 
 @dataclass(frozen=True)
 class RecoveryResult:
-    """What came out of a recovery."""
+    """The result of a recovery."""
 
     model: nn.Module  # the recovered model, or what went in
     record: dict  # what was trained on what, and perplexities before and after
