@@ -34,7 +34,7 @@ from .data.calibration_data import CalibrationData
 from .errors import DataError, OptionError, UnsupportedModelError, option
 from .methods import Method
 from .models.dense_model import DenseModel
-from .report.goal import Goal, kept_quality
+from .report.goal import Goal, check_quality, kept_quality
 from .report.identity import run_identity
 from .report.plan import Plan
 
@@ -99,6 +99,8 @@ def compress_to_keep(
         if on_run:
             on_run(f"run {len(runs)}: sparsity {sparsity:g} keeps {got:.4f}, asked {keep_quality:g}")
     if kept is None:
+        if place:
+            on_first(lambda: shutil.rmtree(place.folder))
         tried = ", ".join(f"{run['got']:.4f} at {run['sparsity']:g}" for run in earlier)
         raise OptionError(
             f"{option('keep_quality', keep_quality)} is not kept at any sparsity from {LEAST} on that was tried ({tried}); "
@@ -232,10 +234,7 @@ def _allowed_loss(
 ) -> float:
     """Return the nats per token that may be lost."""
     asked = option("keep_quality", keep_quality)
-    if not 0 < keep_quality < 1:
-        raise OptionError(
-            f"{option('keep_quality')} must be in (0, 1), got {keep_quality}; 0.95 keeps 95 % of the likelihood"
-        )
+    check_quality(keep_quality)
     if method.own_sparsities:
         raise OptionError(f"{asked} chooses one sparsity, and modules have their own here; name the modules only")
     if not source.architecture.decoder:

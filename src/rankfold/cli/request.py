@@ -101,15 +101,17 @@ class Request:
 
     def goal(self) -> "Goal | None":
         """Return what the size of a run is for, where one was asked for."""
+        from .._utils.sizes import parse_size
+        from ..report.goal import Goal, check_quality
+
+        if self.keep_quality is not None:
+            check_quality(self.keep_quality)
         if self.target_size is None:
             return None
-        from .._utils.sizes import parse_size
-        from ..report.goal import Goal
-
         return Goal("target_size", parse_size(self.target_size))
 
     def plans(self, methods: "dict[str | None, Method]", mode: str) -> "list[Plan]":
-        """Plan each component; what writes text is measured beside the dense tower, which it will not be."""
+        """Plan each component; the language model is measured after the dense tower, not after the compressed one."""
         from .. import pipeline
         from ..compression.duration import timed
         from ..quality import method_to_keep

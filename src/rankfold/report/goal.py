@@ -6,6 +6,7 @@ from typing import Any
 
 from .._utils.schema import NUMBER, Maybe
 from .._utils.sizes import size_text
+from ..errors import OptionError, option
 from .plan import Plan
 
 # What a record says of a goal; of most runs, which were given a sparsity, nothing.
@@ -65,3 +66,11 @@ def goal_line(record: Mapping[str, Any]) -> str | None:
         f"asked to keep {goal['asked']:g} of the likelihood of a held-out token: {predicted}got {goal['got']:.4f} at sparsity "
         f"{record['plan']['method']['sparsity']:g}" + (f"; before it {', '.join(runs)}" if runs else "")
     )
+
+
+def check_quality(keep_quality: float) -> None:
+    """Raise :class:`OptionError` for what is no fraction between nothing and all."""
+    if not 0 < keep_quality < 1:
+        raise OptionError(
+            f"{option('keep_quality')} must be in (0, 1), got {keep_quality}; 0.95 keeps 95 % of the likelihood"
+        )
