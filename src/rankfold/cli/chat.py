@@ -20,7 +20,7 @@ def command(
     system: Annotated[str, typer.Option(help="System message, for a model whose chat template takes one.")] = "",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens of an answer; at most half of the context.")] = 256,
     temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
     revision: o.Revision = None,

@@ -31,7 +31,7 @@ def emit(result: dict, as_json: bool, human) -> None:
 
 
 def result_of(record: dict) -> dict:
-    """What a run record says in a few numbers."""
+    """Return the main numbers of a run record."""
     seconds = dict(record["run"]["seconds"])
     spent = {"seconds": seconds.pop("total"), "seconds_by_part": seconds}
     found = {key: record.get(key) for key in ("held_out", "probe_texts")}

@@ -47,7 +47,7 @@ def command(
 ) -> None:
     """Measure perplexity, accuracy on tasks, what the model writes, and speed.
 
-    Of dense and compressed models; perplexity as for WikiText-2 in the papers, accuracy by lm-eval.
+    For dense and compressed models; perplexity as for WikiText-2 in the papers, accuracy by lm-eval.
 
     \b
     rankfold evaluate small --text wikitext2

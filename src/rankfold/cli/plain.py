@@ -10,8 +10,8 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # characters, apart from
 
 
 class Plain(Console):
-    """Prints strings as they are: a name may have brackets or colons in it, and a path must stay one word. What would steer a
-    terminal is shown, not sent: strings may come out of a stranger's checkpoint."""
+    """Prints strings as they are: a name may have brackets or colons in it, and a path must stay one word. Control
+    characters are shown, not sent: strings may come out of a stranger's checkpoint."""
 
     def __init__(self, file):
         free = not file.isatty() and "COLUMNS" not in os.environ

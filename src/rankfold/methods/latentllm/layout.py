@@ -154,7 +154,7 @@ def column_weights(method, view: BlockView, moments) -> dict[str, Tensor]:
         return {}
     found = {}
     for module in method.supported_modules(view.architecture, view):
-        layer, index = _stored(view, module)
+        layer, index = stored_rows(view, module)
         found[module] = moments[f"{layer}_{FISHER}"].total.double()[index].sum(0)
     return found
 
@@ -163,11 +163,11 @@ def fishers(method, view: BlockView) -> set[str]:
     """Statistics of gradients that :func:`column_weights` reads."""
     if method.precondition != FISHER:
         return set()
-    return {f"{_stored(view, module)[0]}_{FISHER}" for module in method.supported_modules(view.architecture, view)}
+    return {f"{stored_rows(view, module)[0]}_{FISHER}" for module in method.supported_modules(view.architecture, view)}
 
 
-def _stored(view: BlockView, module: str):
-    """The layer that holds a projection, and which of its rows."""
+def stored_rows(view: BlockView, module: str):
+    """Return the layer that holds a projection, and which of its rows."""
     return view.attention.qkv_rows().get(module, (module, slice(None)))
 
 
