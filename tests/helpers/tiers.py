@@ -4,6 +4,7 @@
 others; ``pytest -m matrix``: the rest.
 """
 
+import functools
 import heapq
 import random
 from collections import Counter, defaultdict
@@ -51,6 +52,7 @@ def mark(items: list[pytest.Item]) -> None:
                 item.add_marker("matrix")
 
 
+@functools.cache
 def is_in(path: Path, places: tuple[str, ...]) -> bool:
     """Return whether a file or folder is one of these places or below one."""
     return any(path.is_relative_to(TESTS / place) for place in places)
