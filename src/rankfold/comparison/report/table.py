@@ -13,6 +13,7 @@ from rich.text import Text
 from ...report.outcomes import kinds_in, marked_warnings, ratio_text
 
 RATIO = " (probe), × dense"  # how the column of a kind of probe text ends
+RETENTION = "Q. Ret."  # of a protocol
 LEFT_OUT = ("removed", "MiB", "KV bytes/token", "measured", "compressing, s")  # of the table in a terminal
 ALIKE = ("removed", "M parameters", "MiB", "KV bytes/token", "measured")  # stand once where all rows have the same
 NAMES = ("method", "sparsity")
@@ -55,7 +56,7 @@ def cells_of_table(rows: list[dict]) -> Cells:
 
 def _place(name: str) -> int:
     """Return where a column stands: names, perplexities, notes, other measures, then sizes."""
-    if name in NAMES or name.startswith("perplexity "):
+    if name in (*NAMES, "kept", RETENTION) or name.startswith("perplexity "):
         return 0
     return 1 if name == "note" else 3 if name in (*ALIKE, "compressing, s") else 2
 
@@ -69,7 +70,13 @@ def _cells(row: dict, dense: dict, notes: list[str]) -> dict[str, str]:
     for text, before in zip(measures["texts"], dense["measures"]["texts"], strict=True):
         over = "" if row is dense else f" (× {text['perplexity'] / before['perplexity']:.2f})"
         found[f"perplexity {text['text']}"] = f"{text['perplexity']:,.2f}{over}"
-    found |= {f"{task}, %": accuracy(facts) for task, facts in measures.get("tasks", {}).items()}
+    judged = row.get("protocol")
+    metric = judged["metric"] if judged else "acc"
+    found |= {f"{task}, %": accuracy(facts, metric) for task, facts in measures.get("tasks", {}).items()}
+    if judged:
+        found |= {f"{name}, %": f"{100 * mean:.1f}" for name, mean in judged["means"].items()}
+        found |= {"kept": f"{judged['kept']:.1%}", RETENTION: f"{judged['retention']:.3f}"}
+    found |= _of_generation(measures.get("generation"))
     if "speed" in measures:
         found |= {f"{kind}, × dense": f"{measures['speed'][f'{kind}_ratio']:.2f}" for kind in ("prefill", "decode")}
     found |= {f"{kind}{RATIO}": ratio_text(facts) for kind, facts in kinds_in(row.get("probe_texts")).items()}
@@ -87,18 +94,29 @@ def _cells(row: dict, dense: dict, notes: list[str]) -> dict[str, str]:
     }
 
 
+def _of_generation(generation: dict | None) -> dict[str, str]:
+    """Return column -> cell of what a model writes."""
+    if generation is None:
+        return {}
+    found = {f"{kind} (exact), %": f"{100 * facts['share']:.1f}" for kind, facts in generation["exact"].items()}
+    shares = {"repeated 4-grams, %": "repetition", "distinct 2-grams, %": "distinct", "tokens as dense, %": "equal"}
+    found |= {name: f"{100 * generation[key]:.1f}" for name, key in shares.items() if generation[key] is not None}
+    return found | {"tokens until another": f"{generation['first_difference']:.1f}"}
+
+
 def _note(notes: list[str], mark: str, sentence: str) -> str:
     if sentence not in notes:
         notes.append(sentence)
     return f"{mark} [{notes.index(sentence) + 1}]"
 
 
-def accuracy(task: dict) -> str:
-    """Accuracy in per cent with its standard error; nothing where a task has none."""
-    if task.get("acc") is None:
+def accuracy(task: dict, metric: str = "acc") -> str:
+    """Accuracy in per cent with its standard error; ``acc`` where a task lacks the metric, nothing where it has none."""
+    metric = metric if metric in task else "acc"
+    if task.get(metric) is None:
         return ""
-    error = task.get("acc_stderr")
-    return f"{100 * task['acc']:.1f}" + (f" ± {100 * error:.1f}" if error is not None else "")
+    error = task.get(f"{metric}_stderr")
+    return f"{100 * task[metric]:.1f}" + (f" ± {100 * error:.1f}" if error is not None else "")
 
 
 def _values(row: dict) -> dict[str, float]:
@@ -108,6 +126,8 @@ def _values(row: dict) -> dict[str, float]:
     found |= {
         f"{task}, %": -facts["acc"] for task, facts in measures.get("tasks", {}).items() if facts.get("acc") is not None
     }
+    if "protocol" in row:
+        found[RETENTION] = -row["protocol"]["retention"]
     speed = measures.get("speed")
     return found | {f"{kind}, × dense": -speed[f"{kind}_ratio"] for kind in ("prefill", "decode") if speed}
 
