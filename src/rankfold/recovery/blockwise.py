@@ -159,7 +159,7 @@ class Blockwise:
             happened.
         """
         log.info(
-            "block by block: %d blocks, each trained on %s tokens in %d epochs; memory about %.2f GiB beside the program",
+            "block by block: %d blocks, each trained on %s tokens in %d epochs; memory about %.2f GiB in addition to the program",
             len(self.student),
             f"{self.epochs * self.ids.numel():,}",
             self.epochs,

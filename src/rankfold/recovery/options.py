@@ -14,7 +14,7 @@ from .tuning import Tune
 
 @dataclass(frozen=True)
 class Options:
-    """What a run does; equal options, models and texts give equal weights."""
+    """The options of a run; equal options, models and texts give equal weights."""
 
     tune: Tune
     loss: Loss

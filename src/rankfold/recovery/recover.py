@@ -58,7 +58,7 @@ Run = WholeModel | by_block.Blockwise
 
 @dataclass(frozen=True)
 class RecoveryResult:
-    """What came out of a recovery."""
+    """The result of a recovery."""
 
     model: nn.Module | None  # the recovered model, or what went in; None: too large to be in memory, in ``output`` only
     record: dict  # what was trained on what, and perplexities before and after

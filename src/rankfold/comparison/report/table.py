@@ -71,8 +71,7 @@ def _cells(row: dict, dense: dict, notes: list[str]) -> dict[str, str]:
         over = "" if row is dense else f" (× {text['perplexity'] / before['perplexity']:.2f})"
         found[f"perplexity {text['text']}"] = f"{text['perplexity']:,.2f}{over}"
     judged = row.get("protocol")
-    metric = judged["metric"] if judged else "acc"
-    found |= {f"{task}, %": accuracy(facts, metric) for task, facts in measures.get("tasks", {}).items()}
+    found |= {f"{task}, %": accuracy(facts) for task, facts in _tasks(row).items()}
     if judged:
         found |= {f"{name}, %": f"{100 * mean:.1f}" for name, mean in judged["means"].items()}
         found |= {"kept": f"{judged['kept']:.1%}", RETENTION: f"{judged['retention']:.3f}"}
@@ -110,22 +109,24 @@ def _note(notes: list[str], mark: str, sentence: str) -> str:
     return f"{mark} [{notes.index(sentence) + 1}]"
 
 
-def accuracy(task: dict, metric: str = "acc") -> str:
-    """Accuracy in per cent with its standard error; ``acc`` where a task lacks the metric, nothing where it has none."""
-    metric = metric if metric in task else "acc"
-    if task.get(metric) is None:
+def _tasks(row: dict) -> dict[str, dict]:
+    """Return the accuracy of every task: by the metric of a protocol, or ``acc``."""
+    return row["protocol"]["tasks"] if "protocol" in row else row["measures"].get("tasks", {})
+
+
+def accuracy(task: dict) -> str:
+    """Accuracy in per cent with its standard error; nothing where a task has none."""
+    if task.get("acc") is None:
         return ""
-    error = task.get(f"{metric}_stderr")
-    return f"{100 * task[metric]:.1f}" + (f" ± {100 * error:.1f}" if error is not None else "")
+    error = task.get("acc_stderr")
+    return f"{100 * task['acc']:.1f}" + (f" ± {100 * error:.1f}" if error is not None else "")
 
 
 def _values(row: dict) -> dict[str, float]:
     """Return column -> number, such that less is better."""
     measures = row["measures"]
     found = {f"perplexity {text['text']}": text["perplexity"] for text in measures["texts"]}
-    found |= {
-        f"{task}, %": -facts["acc"] for task, facts in measures.get("tasks", {}).items() if facts.get("acc") is not None
-    }
+    found |= {f"{task}, %": -facts["acc"] for task, facts in _tasks(row).items() if facts.get("acc") is not None}
     if "protocol" in row:
         found[RETENTION] = -row["protocol"]["retention"]
     speed = measures.get("speed")
