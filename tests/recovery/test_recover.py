@@ -13,9 +13,9 @@ import torch
 import rankfold
 from clocks import set_by_hand
 from rankfold.cli.recover import parse_minutes
-from rankfold.data.probes import load_probes
+from rankfold.data.probes import Probes, load_probes
 from rankfold.recovery import whole as module
-from rankfold.recovery.judging import allowed
+from rankfold.recovery.judging import ProbeLosses, allowed, worse_kinds
 from rankfold.recovery.recover import recover
 from rankfold.recovery.training import arguments
 from rankfold.recovery.tuning import prepared, round_weights, without_dropout
@@ -122,6 +122,42 @@ def test_what_hurts_gives_back_what_went_in(place, tmp_path, caplog):
     assert "NOTHING WAS RECOVERED" in caplog.text
     before, after = (rankfold.load(folder, device="cpu").state_dict() for folder in (place / "small", tmp_path / "out"))
     assert all(torch.equal(after[name], p) for name, p in before.items())
+
+
+@pytest.mark.parametrize("tune", ["all", "lora"])
+def test_text_that_costs_all_other_text_gives_back_what_went_in(place, tmp_path, run, tune, caplog):
+    command = (
+        f"recover small -o {tmp_path / 'out'} --teacher dense --calibration noise.txt --loss next-token --tune {tune} "
+        "--lr 0.02 --tokens 16384 --max-length 64 --batch-tokens 1024 --device cpu"
+    )
+    code, shown, err = run(command)
+    assert code == 3, err
+    facts = read_record(tmp_path / "out")["recovery"]
+    assert not facts["recovered"] and facts["held_out"]["noise.txt"]["ratio"] < 0.9  # the noise itself has gained
+    assert re.fullmatch(
+        r"of the probe texts, .*prose \(perplexity x [0-9.]+\).* lost more than 2%", facts["unchanged_because"]
+    )
+    assert facts["unchanged_because"] in shown and "undone" in shown
+    assert "NOTHING WAS RECOVERED" in caplog.text
+    before, after = (rankfold.load(folder, device="cpu").state_dict() for folder in (place / "small", tmp_path / "out"))
+    assert all(torch.equal(after[name], p) for name, p in before.items())
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "without training" in card and "noise.txt" not in card
+
+
+def test_a_kind_of_text_is_worse_where_its_loss_is_more_than_chance_explains():
+    kinds = {"prose": {"is_known": True}, "dialogue": {"is_known": True}, "web text": {"is_known": False}}
+    names = tuple(kind for kind in kinds for _ in range(6))
+    probes = Probes(torch.zeros(18, 9, dtype=torch.long), (5,) * 18, names, "plain")
+    before = [torch.full((8,), 3.0) for _ in range(18)]
+    after = [x + 0.5 for x in before]
+    for i in range(
+        6, 12
+    ):  # as much on average, in one passage out of six; what is behind the end of a passage is padding
+        after[i] = before[i] + 9.0 * torch.arange(8).ge(4) + (3.0 if i == 6 else 0.0)
+    found = worse_kinds(probes, kinds, ProbeLosses(before, before, after), 0.02)
+    assert found == {"prose": pytest.approx(math.exp(0.5))}
+    assert worse_kinds(probes, kinds, ProbeLosses(before, before, after), 1.0) == {}
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ class RunFolder:
         found = self._found()
         if found is not None and found != self.identity:
             raise CheckpointError(
-                f"{self.path} is an unfinished run of another configuration ({_difference(found, self.identity)}); repeat that "
+                f"{self.path} is an unfinished run of another configuration ({difference(found, self.identity)}); repeat that "
                 "one to go on with it, remove the folder to start anew, or choose another output"
             )
         self.path.mkdir(exist_ok=True)
@@ -172,13 +172,13 @@ def _identified(record: dict, identity: dict) -> dict:
     return found
 
 
-def _difference(found: dict, wanted: dict, name: str = "") -> str:
+def difference(found: dict, wanted: dict, name: str = "") -> str:
     """Name the first setting in which two configurations differ."""
     for key in [*wanted, *found]:
         one, other = found.get(key), wanted.get(key)
         if one != other:
             path = f"{name}.{key}" if name else key
             if isinstance(one, dict) and isinstance(other, dict):
-                return _difference(one, other, path)
+                return difference(one, other, path)
             return f"its {path} is {str(one)[:40]}, not {str(other)[:40]}"
     return "it is damaged"

@@ -21,6 +21,7 @@ from .._utils.evaluating import evaluating
 from .._utils.files import read_json, sweep, write_json, write_tensors, writing
 from .._utils.locking import lock_of, locked
 from .._utils.progress import track
+from ..checkpoint.run import difference
 from ..errors import CheckpointError
 from ..models.dense_model import DenseModel
 from .judging import Losses, score
@@ -86,10 +87,9 @@ class CachedStates(Dataset):
             return write_json(path, identity)
         found = read_json(path)
         if found != identity:
-            wrong = next(name for name in [*identity, *found] if identity.get(name) != found.get(name))
             raise CheckpointError(
-                f"{self.folder} holds the predictions of another model or on other texts (its {wrong} is "
-                f"{str(found.get(wrong))[:60]}, not {str(identity.get(wrong))[:60]}); choose a new folder, or remove it"
+                f"{self.folder} holds the predictions of another model or on other texts ({difference(found, identity)}); "
+                "choose a new folder, or remove it"
             )
         sweep(self.folder)
 

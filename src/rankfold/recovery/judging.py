@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from .._utils.evaluating import evaluating
 from .._utils.files import read_json, write_json
-from ..calibration.likelihood import Comparison, compare_losses, perplexity_of
+from ..calibration.likelihood import compare_losses, perplexity_of
 from ..compression.held_out import CERTAIN
 from ..data.probes import Probes
 from .loss import POSITIONS, Head, hidden_states
@@ -73,41 +73,36 @@ def allowed(before: dict[str, float], after: dict[str, float], tolerance: float)
     return min(gaps) < 0 and max(gaps) <= math.log1p(tolerance) and all(map(math.isfinite, gaps))
 
 
-def change_elsewhere(probes: Probes, kinds: dict, before: list[Tensor], after: list[Tensor]) -> Comparison | None:
-    """Compare a model before and after training on the probe texts that the dense model knows; ``None``: it knows none.
+def worse_kinds(probes: Probes, kinds: dict, losses: ProbeLosses, tolerance: float) -> dict[str, float]:
+    """Return kind of probe text -> ratio of perplexities, of those that the dense model knows and training has made worse.
+
+    Passages are few, so a kind is worse where its loss is beyond the tolerance by more than chance.
 
     Args:
         kinds: kind -> what the record says of it.
-        before, after: losses of every passage.
+        tolerance: see :func:`allowed`.
     """
-    known = [i for i, kind in enumerate(probes.kinds) if kinds.get(kind, {}).get("is_known")]
-    if not known:
-        return None
-    return compare_losses(*([losses[i][: probes.lengths[i] - 1] for i in known] for losses in (before, after)))
+    found = {}
+    for kind in (kind for kind, facts in kinds.items() if facts["is_known"]):
+        mine = [i for i, other in enumerate(probes.kinds) if other == kind]
+        gap = compare_losses(*([x[i][: probes.lengths[i] - 1] for i in mine] for x in (losses.before, losses.after)))
+        if not gap.difference - CERTAIN * (gap.standard_error or 0.0) <= math.log1p(tolerance):
+            found[kind] = perplexity_of(gap.difference)
+    return found
 
 
-def why_not(before: Losses, after: Losses, elsewhere: Comparison | None, tolerance: float) -> str | None:
+def why_not(before: Losses, after: Losses, worse: dict[str, float], tolerance: float) -> str | None:
     """Return why a trained model is not better than what went in; ``None`` where it is.
 
-    Text that is trained on may gain while all other text is lost, so the probe texts count, too: together, and where their loss
-    is more than chance.
-
     Args:
-        before, after: losses on held-out sequences of the texts trained on.
-        elsewhere: of :func:`change_elsewhere`.
+        before, after: losses on held-out sequences of the texts trained on, which may gain while all other text is lost.
+        worse: of :func:`worse_kinds`.
         tolerance: see :func:`allowed`.
     """
     if not allowed(nats(before), nats(after), tolerance):
         return f"no held-out text gains, or one loses more than {tolerance:.0%}"
-    if elsewhere is None:
-        return None
-    lost = elsewhere.difference - CERTAIN * (elsewhere.standard_error or 0.0)
-    if lost <= math.log1p(tolerance):
-        return None
-    return (
-        f"probe texts lose: perplexity x {perplexity_of(elsewhere.difference):.2f} on text of other kinds than what it was "
-        "trained on"
-    )
+    lost = [f"{kind} (perplexity x {ratio:.2f})" for kind, ratio in worse.items()]
+    return f"of the probe texts, {', '.join(lost)} lost more than {tolerance:.0%}" if lost else None
 
 
 class Judge(TrainerCallback):

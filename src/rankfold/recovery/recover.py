@@ -43,7 +43,7 @@ from ..models.whole import read_config
 from ..report.model_card import model_card
 from ..report.record import NAME, read_record
 from . import blockwise as by_block
-from .judging import change_elsewhere, gains, why_not
+from .judging import gains, why_not, worse_kinds
 from .loss import Loss
 from .options import Options, Settings, check, check_blockwise
 from .tuning import LEARNING_RATES, Tune, check_trainable
@@ -176,14 +176,14 @@ def recover(
         )
         dense, before, after, facts = run.train()
         on_probes, measured = run.probe_losses(), given.record.get("probe_texts")
-        elsewhere = None
-        if probes is not None and on_probes is not None and measured is not None:
-            elsewhere = change_elsewhere(probes, measured["kinds"], on_probes.before, on_probes.after)
-        reason = why_not(before, after, elsewhere, tolerance)
+        worse = (
+            worse_kinds(probes, measured["kinds"], on_probes, tolerance) if probes and measured and on_probes else {}
+        )
+        reason = why_not(before, after, worse, tolerance)
         recovered, record = reason is None, given.record
         facts |= {**identity, "teacher_name": source.name, "recovered": recovered, "unchanged_because": reason}
         facts |= {"held_out": gains(dense, before, after)}
-        if recovered and probes is not None and on_probes is not None:
+        if recovered and probes and on_probes:
             sparsity, vocabulary = record["counts"]["sparsity"], source.config.vocab_size
             facts |= {"probe_texts_before": measured}
             again = describe_probe_texts(probes, on_probes.dense, on_probes.after, sparsity, vocabulary)

@@ -136,8 +136,9 @@ def recovery_lines(recovery: Record | None) -> list[str]:
     kept = (
         "" if recovery["recovered"] else f"; nothing was recovered ({reason}), so the weights are those before training"
     )
+    undone = "" if recovery["recovered"] else ", undone"
     return [trained_on(recovery) + kept] + [
         f"{text}: perplexity {facts['perplexity_before']:.2f} -> {facts['perplexity']:.2f} (dense "
-        f"{facts['perplexity_dense']:.2f}) on {facts['sequences']} held-out sequences"
+        f"{facts['perplexity_dense']:.2f}) on {facts['sequences']} held-out sequences{undone}"
         for text, facts in recovery["held_out"].items()
     ]

@@ -34,6 +34,7 @@ PROBE_TEXTS = Maybe({"skipped": Maybe(str), "kinds": Maybe(Each(KIND)), "warning
 # What a record says of training after the compression.
 RECOVERY = {
     "recovered": bool,
+    "unchanged_because": Maybe(str),
     "tune": str,
     "loss": str,
     "lr": NUMBER,
