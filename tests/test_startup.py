@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,10 @@ import pytest
 import rankfold
 from rankfold.methods import METHODS, method_class, method_names
 from saved import save_tiny
-from warm import python as python_with_torch
+from warm import TORCH
+from warm import python as forked
 
+python_with_torch = partial(forked, forked_from=TORCH)
 HEAVY = ("torch", "transformers", "datasets", "gguf", "accelerate", "numpy")
 PRINTING = ("--help", "--version", "compress --help", "compare --help", "models --help")
 
@@ -68,6 +71,20 @@ rankfold.compress(model, 0.3, method="modegpt", calibration=texts, output=output
 """
     done = python_with_torch(code, str(save_tiny(tmp_path / "model")), str(tmp_path / "small"))
     assert done.returncode == 0 and (tmp_path / "small" / "rankfold.json").exists(), done.stderr
+
+
+def test_without_gguf_a_file_of_it_is_refused_with_what_to_install(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    code = """
+import sys
+sys.modules["gguf"] = None
+from rankfold.cli import main
+main()
+"""
+    for line in ("plan model.gguf --sparsity 0.3", "generate model.gguf hello"):
+        done = python_with_torch(code, *line.split(), cwd=tmp_path)
+        said = "rankfold: a .gguf file needs gguf, which is not installed; pip install 'rankfold[gguf]'"
+        assert (done.returncode, done.stdout, done.stderr.strip().splitlines()[-1]) == (2, "", said)
 
 
 def test_an_unknown_name_is_an_attribute_error():

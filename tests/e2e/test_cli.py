@@ -2,9 +2,11 @@
 
 import fnmatch
 import importlib.util
+import io
 import json
 import re
 import shutil
+import sys
 
 import pytest
 import torch
@@ -198,6 +200,21 @@ def test_evaluate_speed_beside_the_dense_model(small, run):
 def test_generate(small, run):
     code, out, _ = run("generate small hello --max-new-tokens 4 --device cpu --json")
     assert code in (0, None) and json.loads(out)["prompt"] == "hello"
+
+
+def test_chat_takes_a_line_of_a_pipe_a_turn(small, run, monkeypatch):
+    lines = "hello\n\n" + "long " * 200 + "\nand \udce9\nand you\n/exit\nnever\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    code, out, err = run("chat small --max-new-tokens 4 --device cpu")
+    assert code in (0, None) and len(out.splitlines()) >= 2
+    long, broken = (line for line in err.splitlines() if line.startswith("rankfold: "))
+    assert "write a shorter one, or choose a smaller --max-new-tokens" in long and "not UTF-8" in broken
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    code, said, err = run("chat small --max-new-tokens 4 --device cpu --json")
+    turns = json.loads(said)["turns"]
+    assert code in (0, None) and [turn["content"] for turn in turns[::2]] == ["hello", "and you"]
+    assert out.split() == " ".join(turn["content"] for turn in turns[1::2]).split()
+    assert "small has no chat template: it continues your text" in err
 
 
 def test_calibrate_once_then_plan_and_compress_many(place, run):
@@ -400,6 +417,8 @@ BAD = [
     ("evaluate model --speed --batch-sizes 1,x", "--batch-sizes takes numbers such as 1,8,32; got '1,x'"),
     ("evaluate model --speed --baseline model", "--baseline is the model itself"),
     ("generate model x --max-new-tokens 0", "max-new-tokens must be >= 1"),
+    ("chat model --max-new-tokens 0", "max-new-tokens must be >= 1"),
+    ("chat model --system x", "--system needs a chat template, and the model has none; leave it out"),
     ("inspect model", "not a checkpoint written by"),
     ("compress small -o x --calibration text.txt", "already compressed or quantised"),
 ]
@@ -486,7 +505,7 @@ def test_a_hub_id_is_downloaded_without_pickles(run, monkeypatch, place):
 
 
 def test_help_has_examples(run):
-    for command in ("compress", "calibrate", "plan", "evaluate", "export", "generate", "inspect", "models", "methods"):
+    for command in ("compress", "calibrate", "plan", "evaluate", "export", "generate", "chat", "inspect", "models"):
         code, out, _ = run(f"{command} --help")
         assert code in (0, None) and f"rankfold {command}" in out
 
@@ -536,7 +555,10 @@ def test_compare_without_its_libraries_says_what_to_install(run, place, monkeypa
         importlib.util, "find_spec", lambda name, *more: None if name == "matplotlib" else find(name, *more)
     )
     code, _, err = run(f"compare model --methods svd --sparsities 0.2 {CALIBRATION} -o without --text text.txt")
-    assert (code, err) == (2, "rankfold: the report needs matplotlib; pip install 'rankfold[report]'\n")
+    assert (code, err) == (
+        2,
+        "rankfold: the report needs matplotlib, which is not installed; pip install 'rankfold[report]'\n",
+    )
     assert not (place / "without").exists()
 
 

@@ -3,21 +3,18 @@
 import html
 import json
 import re
-import shutil
 import subprocess
 
 import pytest
 
 pytest.importorskip("matplotlib", reason="rankfold[report] is not installed")
 
+from browser import CHROMIUM
 from compared import config, rows
 from rankfold.comparison.report.page import write_report
 from rankfold.comparison.report.plots import INKS
 
-BROWSER = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
-)
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on this machine")
 MEASURE = """<script>addEventListener("load", () => {
   document.querySelectorAll("details").forEach(d => d.open = true);
   const box = e => { const r = e.getBoundingClientRect(); return [r.left, r.top, r.right, r.bottom]; };
@@ -59,7 +56,7 @@ def test_the_page_fits_and_nothing_overlaps(folder, tmp_path, theme, width):
     done = subprocess.run(
         [
             *(
-                BROWSER,
+                CHROMIUM,
                 "--headless",
                 "--no-sandbox",
                 "--disable-gpu",

@@ -1,5 +1,6 @@
 """What the README and the first pages of the docs show is run: Python and commands, with a tiny local model and text."""
 
+import io
 import re
 import shlex
 import sys
@@ -24,6 +25,7 @@ LOCAL = {
     "evaluate": "--limit 2 --max-length 32",
     "recover": "--teacher model --calibration text.txt --tokens 128 --max-length 32",
     "generate": "--max-new-tokens 3",
+    "chat": "--max-new-tokens 3",
 }
 MOMENTS = {"--num-samples", "4", "--max-length", "32"}  # are of the moments, where these are given
 
@@ -74,6 +76,7 @@ def test_its_commands_run(place, monkeypatch, capsys, page):
         elif command in ("plan", "compress", "calibrate") and "--calibration" not in given:
             extra += ["--calibration", "text.txt"]
         monkeypatch.setattr(sys, "argv", ["rankfold", command, *given, *extra])
+        monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
         with pytest.raises(SystemExit) as stop:
             main()
         assert stop.value.code in (0, None, *([3] if command == "recover" else [])), capsys.readouterr().err

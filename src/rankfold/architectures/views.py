@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from .._utils.present import present
 from .attention import AttentionView, read_attention
 from .experts import ExpertsView, read_experts
 from .linear import Dense, read_linear
@@ -83,6 +84,11 @@ class BlockView:
         """``None`` in a block without; families may have blocks of both kinds."""
         spec = self.architecture.experts
         return read_experts(spec, self.module, self.config) if spec else None
+
+    @property
+    def experts_owner(self) -> nn.Module:
+        """Return what holds the experts and their router."""
+        return self.module.get_submodule(present(self.architecture.experts).owner)
 
     @property
     def mlp(self) -> MLPView | Any:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..errors import CheckpointError, OptionError, RankfoldError, UnsupportedModelError, first_line
 from ..models.auto_classes import auto_class
-from ..models.devices import resolve_device, resolve_dtype
+from ..models.devices import resolve_device, resolve_dtype, say_if_slow
 from ..models.given import ModelFiles, resolve_model
 from ..models.tables import check_tables
 from ..models.tokenizer import TokenizerFiles
@@ -66,6 +66,8 @@ def load_model(
     loaded = load_files(files, wanted, str(model), spread)
     if not spread:
         nn.Module.to(loaded, where)  # whose types a decorator of transformers hides
+        if wanted is None:
+            say_if_slow(loaded.dtype, where)
     return loaded
 
 

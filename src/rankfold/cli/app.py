@@ -9,7 +9,21 @@ import typer
 from .._utils.processes import is_first
 from ..errors import called_by
 from ..version import __version__
-from . import calibrate, compare, compress, evaluate, export, generate, inspect, methods, models, plan, push, recover
+from . import (
+    calibrate,
+    chat,
+    compare,
+    compress,
+    evaluate,
+    export,
+    generate,
+    inspect,
+    methods,
+    models,
+    plan,
+    push,
+    recover,
+)
 from .guard import Command
 
 app = typer.Typer(
@@ -18,7 +32,21 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
-for module in (compress, recover, calibrate, plan, evaluate, compare, export, push, generate, inspect, models, methods):
+for module in (
+    compress,
+    recover,
+    calibrate,
+    plan,
+    evaluate,
+    compare,
+    export,
+    push,
+    generate,
+    chat,
+    inspect,
+    models,
+    methods,
+):
     app.command(name=module.__name__.rpartition(".")[2], cls=Command)(module.command)
 
 

@@ -46,9 +46,8 @@ def result_of(record: dict) -> dict:
     """What a run record says in a few numbers."""
     seconds = dict(record["run"]["seconds"])
     spent = {"seconds": seconds.pop("total"), "seconds_by_part": seconds}
-    found = {
-        key: record.get(key) for key in ("held_out", "probe_texts", *(["recovery"] if "recovery" in record else []))
-    }
+    found = {key: record.get(key) for key in ("held_out", "probe_texts")}
+    found |= {key: record[key] for key in ("recovery", "goal") if key in record}
     return {**record["counts"], **spent, "excess": excess_of(record), **found}
 
 

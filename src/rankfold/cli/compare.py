@@ -1,20 +1,18 @@
 """`rankfold compare`"""
 
-import importlib.util
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..errors import DataError, OptionError
+from .._utils.extras import require
+from ..errors import DataError
 from ..report.outcomes import kind_rows
 from . import common as c
 from . import options as o
 from .calibration import CalibrationOptions
 from .config import Comparison, ProtocolName
-
-EXTRA = ("matplotlib", "jinja2")
 
 
 @o.expanded
@@ -79,9 +77,8 @@ def command(
             rules.check(fractions, (name for form in forms for name in form.options))
         common = {"scope": "model"} if rules else None
         cells |= {cell.key: cell for cell in cells_of(forms, fractions, common)}
-    missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
-    if missing:
-        raise OptionError(f"the report needs {' and '.join(missing)}; pip install 'rankfold[report]'")
+    for module in ("matplotlib", "jinja2"):
+        require(module, "the report")
     from ..checkpoint.load import load_model
     from ..comparison import Accuracies, Generations, Measures, Perplexities, Speed, compare
     from ..comparison.measures import Measure
@@ -89,11 +86,13 @@ def command(
     from ..evaluation.text import Texts
     from ..evaluation.writing import Writing
     from ..models.auto_classes import check_writes
+    from ..models.devices import say_if_slow
     from ..models.opening import open_model
     from ..report.identity import dtype_name
 
     source = open_model(model, dtype=dtype, device=device)
     check_writes(source.model.config, source.name)
+    say_if_slow(source.dtype, source.device)
     try:
         most = rules.texts if rules else {}
         texts = Perplexities(source, Texts(text, text_length, limit, windows.text_column, most))

@@ -46,6 +46,14 @@ INSTEAD = {
         ("calibration", "seed", "text_column", "component", "components", "moments", "device"),
         "--gpu plans by the shapes of a config alone, --{} would be ignored; leave one of them out",
     ),
+    "target_size": (
+        ("sparsity", "keep_quality", "budget", "scope", "components"),
+        "--target-size says how much of the whole model's bytes is removed, --{} would be ignored; leave one of them out",
+    ),
+    "keep_quality": (
+        ("sparsity", "components", "recover", "gpu"),
+        "--keep-quality finds the sparsity of one component by compressing it, --{} has no place beside it; leave one out",
+    ),
     "moments": (
         ("calibration", "num_samples", "max_length", "seed", "text_column", "shards", "mode"),
         "--moments is one pass over text that is measured already, --{} would be ignored; leave one of them out",

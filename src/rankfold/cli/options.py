@@ -39,6 +39,15 @@ Component = Annotated[
 Components = Annotated[
     str | None, of_model(help="Several in one run, each with its sparsity: language=0.3,vision=0.2.")
 ]
+TargetSize = Annotated[
+    str | None, of_method(metavar="SIZE", help="Instead of --sparsity: what all weights may take, e.g. 400MB, 1.5GiB.")
+]
+KeepQuality = Annotated[
+    float | None,
+    of_method(
+        help="Instead of --sparsity: fraction of a held-out token's likelihood to keep, e.g. 0.95. Two runs or so."
+    ),
+]
 Json = Annotated[bool, of_output("--json", help="Print the result as one JSON object on stdout.")]
 IncludePath = Annotated[
     str | None,

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from ..errors import OptionError
 from ..methods import make_method
+from ..report.goal import goal_line
 from ..report.outcomes import before_training, excess_of, held_out_row, kind_rows, size_rows
 from . import common as c
 
@@ -35,6 +36,8 @@ def removed(counts: Record) -> str:
 def show_numbers(record: Record, out: Console) -> None:
     """Print the dense and the compressed model side by side: sizes and perplexity; then where the time went."""
     held_out, probe_texts, seconds = record.get("held_out"), record.get("probe_texts"), dict(record["run"]["seconds"])
+    if goal := goal_line(record):
+        out.print(goal, soft_wrap=True)
     if excess := excess_of(record):
         out.print(excess)
     rows = [("", "dense", "compressed", ""), *size_rows(record["plan"])]
@@ -58,7 +61,10 @@ def show_next(folder: Path, record: Record, out: Console, *, has_stock: bool) ->
     commands = {}
     if "perplexity" in (record["held_out"] or {}):
         commands[f"rankfold evaluate {place} --text wikitext2"] = "perplexity on text it was not fitted to"
-        commands[f'rankfold generate {place} "Once upon a time"'] = "let it write"
+        if (folder / "chat_template.jinja").exists():
+            commands[f"rankfold chat {place}"] = "talk to it"
+        else:
+            commands[f'rankfold generate {place} "Once upon a time"'] = "let it write"
     if has_stock:
         commands[f"rankfold export {place} -o {shlex.quote(f'{folder}-stock')}"] = "for programs without rankfold"
     commands[f"rankfold push {place} OWNER/{name}"] = "share it on the Hugging Face hub"

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from ..checkpoint.load import load_model, load_tokenizer
 from ..data.chats import has_half_character
@@ -19,11 +20,10 @@ def generate_text(model: str | Path, prompt: str, *, dtype: str = "auto", device
     return continue_text(network, load_tokenizer(model), prompt, **options)
 
 
-@torch.no_grad()
 def continue_text(
     model, tokenizer, prompt: str, *, max_new_tokens: int = 64, temperature: float = 0.0, seed: int = 0
 ) -> str:
-    """What the model writes after ``prompt``, the prompt not included.
+    """Return what the model writes after ``prompt``, the prompt not included.
 
     Raises:
         OptionError: ``max_new_tokens`` below 1, or more than the model's context has room for; or a negative temperature.
@@ -31,23 +31,46 @@ def continue_text(
         CheckpointError: the model's generation settings are damaged.
         NumericsError: the model predicts NaN.
     """
+    check_sampling(max_new_tokens, temperature)
+    ids = _ids_of_prompt(model, tokenizer, prompt, max_new_tokens)
+    written = generate_ids(model, tokenizer, ids, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    return text_after(tokenizer, ids, written)
+
+
+def check_sampling(max_new_tokens: int, temperature: float) -> None:
+    """Raise :class:`OptionError` where no token is to be written, or the temperature is negative."""
     if max_new_tokens < 1 or temperature < 0:
         raise OptionError(f"max-new-tokens must be >= 1 and temperature >= 0, got {max_new_tokens} and {temperature}")
-    ids = _ids_of_prompt(model, tokenizer, prompt, max_new_tokens)[None].to(model.device)
-    length = ids.shape[1]
+
+
+@torch.no_grad()
+def generate_ids(
+    model, tokenizer, ids: Tensor, *, max_new_tokens: int, temperature: float, seed: int, streamer=None
+) -> Tensor:
+    """Return the ``(m,)`` ids that a model writes after the ``(n,)`` ids of a prompt.
+
+    Args:
+        streamer: of transformers; gets each token as soon as it is written.
+
+    Raises:
+        CheckpointError: the model's generation settings are damaged.
+        NumericsError: the model predicts NaN.
+    """
+    batch = ids[None].to(model.device)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     devices = [] if model.device.type == "cpu" else [model.device]
     with torch.random.fork_rng(devices, device_type=model.device.type):  # the caller's random state is not ours
         torch.manual_seed(seed)
         try:
-            ids = model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
+            written = model.generate(
+                input_ids=batch,
+                attention_mask=torch.ones_like(batch),
                 max_new_tokens=max_new_tokens,
                 pad_token_id=padding_of(tokenizer),
                 num_beams=1,  # one text, whatever the settings beside the weights ask for
                 num_return_sequences=1,
                 logits_processor=[finite_scores],
+                streamer=streamer,
                 **sampling,
             )
         except (TypeError, ValueError) as error:  # what transformers raises for settings that are no settings
@@ -55,18 +78,26 @@ def continue_text(
                 f"the model cannot generate with its settings ({first_line(error)}); correct or remove its "
                 "generation_config.json, or correct config.json"
             ) from error
-    # A tokenizer may drop the space in front of what it decodes first, so the prompt is decoded too.
-    begin, whole = (tokenizer.decode(some, skip_special_tokens=True) for some in (ids[0, :length], ids[0]))
-    return whole[len(begin) :]
+    return written[0, len(ids) :].cpu()
 
 
-def _ids_of_prompt(model, tokenizer, prompt: str, max_new_tokens: int) -> torch.Tensor:
+def text_after(tokenizer, ids: Tensor, written: Tensor) -> str:
+    """Return the text of the ``(m,)`` ids written after the ``(n,)`` ids of a prompt.
+
+    A tokenizer may drop the space in front of what it decodes first, so the prompt is decoded too.
+    """
+    whole = torch.cat([ids, written])
+    begin, text = (tokenizer.decode(some, skip_special_tokens=True) for some in (ids, whole))
+    return text[len(begin) :]
+
+
+def _ids_of_prompt(model, tokenizer, prompt: str, max_new_tokens: int) -> Tensor:
     """Return the ``(n,)`` token ids of a prompt that leaves room for what is to be written."""
     if not isinstance(prompt, str) or has_half_character(prompt):
         raise DataError(f"the prompt is not UTF-8 text, got {str(prompt)[:40]!a}; convert it")
     config = model.config.get_text_config()
 
-    def encoded(text: str) -> torch.Tensor:
+    def encoded(text: str) -> Tensor:
         return tokenised(tokenizer, text, type(model).__name__, config.vocab_size)
 
     ids, positions = encoded(prompt), getattr(config, "max_position_embeddings", None)
@@ -83,7 +114,7 @@ def _ids_of_prompt(model, tokenizer, prompt: str, max_new_tokens: int) -> torch.
     raise DataError(f"{got}; use the last {kept} characters of the prompt{fewer}")
 
 
-def _last_characters(prompt: str, encoded: Callable[[str], torch.Tensor], room: int) -> int:
+def _last_characters(prompt: str, encoded: Callable[[str], Tensor], room: int) -> int:
     """Return how many characters at the end of a prompt have no more tokens than there is room; a cut may change tokens, so
     each is tried."""
     kept = len(prompt)
@@ -97,7 +128,7 @@ def padding_of(tokenizer) -> int | None:
     return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
 
 
-def finite_scores(_, scores: torch.Tensor) -> torch.Tensor:
+def finite_scores(_, scores: Tensor) -> Tensor:
     """Return the logits of the next token, of which minus infinity is what must not follow; raise for NaN."""
     if not (scores < torch.inf).all():  # NaN is not less either
         raise NumericsError(

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import hashlib
-import importlib.util
 import io
 import logging
 import math
@@ -16,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .._utils.extras import require
 from .._utils.progress import count_steps, without_bars
 from .._utils.reporting import reporting
 from ..data.calibration_data import shown
@@ -65,8 +65,7 @@ class Questions:
                 number out of range.
             DataError: local rows that are missing or of another kind.
         """
-        if importlib.util.find_spec("lm_eval") is None:
-            raise OptionError(f"{option('tasks')} needs lm-eval, which is not installed; pip install 'rankfold[tasks]'")
+        require("lm_eval", option("tasks"))
         if not self.tasks or not all(self.tasks):
             raise OptionError(f"{option('tasks')} is empty or has an empty name; e.g. arc_easy,piqa,winogrande")
         found = [task if task in self.examples else task.rpartition(":")[0] for task in self.tasks]

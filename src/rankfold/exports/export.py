@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .._utils.extras import require
 from .._utils.files import check_output, write_text
 from ..checkpoint.compressed import open_compressed
 from ..checkpoint.load import described
@@ -33,6 +34,7 @@ class Format:
 
 
 def _write_gguf(*arguments, **settings) -> float:
+    require("gguf", "a .gguf file")
     from .gguf_file import write_gguf
 
     return write_gguf(*arguments, **settings)

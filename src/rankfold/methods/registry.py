@@ -34,6 +34,7 @@ METHODS = {
     "slicegpt+modegpt": Entry("baselines.slicegpt.combined", "SliceGPTMoDeGPT", "SliceGPT after MoDeGPT", "2408.09632"),
     "shortgpt": Entry("baselines.block_removal", "ShortGPT", "Remove the blocks that change the residual stream least", "2403.03853"),
     "sleb": Entry("baselines.block_removal", "SLEB", "Remove blocks one at a time, by the loss without them", "2402.09025"),
+    "reap": Entry("baselines.reap", "REAP", "Remove whole experts by router weight times output norm", "2510.13999"),
     "flap": Entry("baselines.structured.variants", "FLAP", "Keep the MLP units and heads that fluctuate most", "2312.11983"),
     "llm-pruner": Entry("baselines.structured.gradients", "LLMPruner", "Keep units and heads by weight times gradient", "2305.11627"),
     "llm-surgeon": Entry("baselines.structured.kronecker", "LLMSurgeon", "Kronecker-factored Fisher, updates of the rest", "2312.17244"),

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .._utils.extras import require
 from .._utils.present import present
 from ..architectures import architecture_of
-from ..errors import OptionError, UnsupportedModelError
+from ..errors import OptionError, UnsupportedModelError, option
 from ..modules.tensors import QuantizedTensor
 
 Tune = Literal["lora", "lora-mlp", "all", "norms"]
@@ -52,12 +53,9 @@ def prepared(model: PreTrainedModel, tune: Tune, rank: int, seed: int) -> nn.Mod
     """
     model.requires_grad_(False)
     if tune.startswith("lora"):
-        try:
-            from peft import LoraConfig, get_peft_model
-        except ImportError as error:
-            raise OptionError(
-                f"tune={tune!r} needs peft, which is not installed; pip install 'rankfold[recover]', or give tune='all'"
-            ) from error
+        require("peft", option("tune", tune), f"give {option('tune', 'all')}")
+        from peft import LoraConfig, get_peft_model
+
         targets = _linear_layers(model, mlp_only=tune == "lora-mlp")
         adapters = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, task_type="CAUSAL_LM")
         with torch.random.fork_rng():  # Trainer sets the seed too late for them
