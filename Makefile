@@ -39,6 +39,7 @@ lint: $(VENV)/.installed
 	$(RUN) -m ruff format --check src tests scripts $(wildcard benchmarks examples)
 	$(VENV)/bin/lint-imports
 	$(VENV)/bin/pyright --pythonpath $(RUN)
+	$(RUN) scripts/prose.py
 
 # The documentation site, in site/; a link or an anchor that leads nowhere is an error.
 docs: $(VENV)/.installed-docs

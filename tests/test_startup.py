@@ -14,7 +14,7 @@ from warm import TORCH
 from warm import python as forked
 
 python_with_torch = partial(forked, forked_from=TORCH)
-HEAVY = ("torch", "transformers", "datasets", "gguf", "accelerate", "numpy")
+HEAVY = ("torch", "transformers", "datasets", "gguf", "accelerate", "numpy", "rich")
 PRINTING = ("--help", "--version", "compress --help", "compare --help", "models --help")
 
 

@@ -203,7 +203,7 @@ def plan(
         given |= {"device": None if device == "auto" else device}
         if wrong := [name for name, value in given.items() if value is not None]:
             raise OptionError(
-                f"a plan for {option('gpu')} goes by shapes alone, so {wrong[0]} has no say; leave it out"
+                f"a plan for {option('gpu')} goes by shapes alone, so {wrong[0]} has no effect; leave it out"
             )
         source = open_outline(_shaped(model), dtype=resolve_dtype(dtype), revision=revision)
         if target_size is not None:
@@ -248,8 +248,8 @@ def calibrate(
     """Measure the second moments of every block of a dense model once, to compress it many times.
 
     Args:
-        output: folder to keep the moments in; ``None``: in memory. What an earlier call left there is read and checked, and
-            only what is missing or damaged is measured.
+        output: folder to keep the moments in; ``None``: in memory. The call reads and checks what an earlier one left
+            there, and measures only what is missing or damaged.
         statistics: names out of :data:`rankfold.calibration.statistics.STATISTICS`; all by default, so that any method can be
             computed from them.
 
@@ -312,8 +312,8 @@ def perplexity(
         stream: read a hub id or folder one block at a time, where the model is larger than memory.
 
     Returns:
-        ``{"perplexity", "nll", "windows", "length", "tokens", "definition"}``; ``nll`` in nats per predicted token. Of a stream
-        also ``peak_memory_bytes`` and ``peak_device_memory_bytes``.
+        ``{"perplexity", "nll", "windows", "length", "tokens", "definition"}``; ``nll`` in nats per predicted token. With
+        ``stream`` also ``peak_memory_bytes`` and ``peak_device_memory_bytes``.
 
     Raises:
         DataError: the windows are none, or too short to predict a token.
@@ -373,7 +373,7 @@ def _configured(
         own = getattr(method, name, None)
         if own != value:
             raise OptionError(
-                f"{name}={value!r} beside a method that has {name}={own!r}; give it to {type(method).__name__}(...) alone"
+                f"{name}={value!r} with a method that has {name}={own!r}; give it to {type(method).__name__}(...) alone"
             )
     return method
 
@@ -414,7 +414,7 @@ def _loaded(
         )
     if (num_samples, max_length, seed) != (128, 2048, 0):
         what = "there is no calibration set" if calibration is None else "the calibration set is loaded already"
-        raise OptionError(f"{what}, so num_samples, max_length and seed have no say; leave them out")
+        raise OptionError(f"{what}, so num_samples, max_length and seed have no effect; leave them out")
     return calibration
 
 

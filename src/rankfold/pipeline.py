@@ -261,15 +261,16 @@ class CompressionRun:
         """Say what came out, and put the model together; a folder is read back before it gets its name."""
         source, the_plan, folder, held_out = self.source, self.planned, self.folder, self.context.held_out
         can_exclude = self.method.can_exclude_blocks
+        found = held_out.finish(the_plan.sparsity, can_exclude=can_exclude) if held_out else None
         description = {
             "rankfold_version": __version__,
             **self.identity,
             "counts": published_counts(the_plan),
-            "held_out": held_out.finish(the_plan.sparsity, can_exclude=can_exclude) if held_out else None,
+            "held_out": found,
             "probe_texts": self.probes.finish(the_plan.sparsity),
         }
         if self.goal:
-            description["goal"] = self.goal.outcome(the_plan, description["held_out"])
+            description["goal"] = self.goal.outcome(the_plan, found)
         modules = {path: spec for block in self.blocks for path, spec in block.modules.items()}
         config = compressed_config(source, description, modules, self.writer.kept)
         reports = {str(index): block.reports for index, block in enumerate(self.blocks)}

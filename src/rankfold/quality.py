@@ -99,6 +99,8 @@ def compress_to_keep(
         if on_run:
             on_run(f"run {len(runs)}: sparsity {sparsity:g} keeps {got:.4f}, asked {keep_quality:g}")
     if kept is None:
+        if place:
+            on_first(lambda: shutil.rmtree(place.folder))
         tried = ", ".join(f"{run['got']:.4f} at {run['sparsity']:g}" for run in earlier)
         raise OptionError(
             f"{option('keep_quality', keep_quality)} is not kept at any sparsity from {LEAST} on that was tried ({tried}); "

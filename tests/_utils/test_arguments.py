@@ -165,7 +165,7 @@ def given(good):
         (lambda given: rankfold.compress(**given, ouput="small"), "'ouput'; did you mean 'output'"),
         (
             lambda given: rankfold.compress(**given, num_samples=3),
-            "the calibration set is loaded already, so num_samples, max_length and seed have no say",
+            "the calibration set is loaded already, so num_samples, max_length and seed have no effect",
         ),
         (
             lambda given: rankfold.compress(**given, moments="moments"),
@@ -177,7 +177,7 @@ def given(good):
         ),
         (
             lambda given: rankfold.compress(**given | {"method": rankfold.MoDeGPT(sparsity=0.2)}, sparsity=0.3),
-            r"sparsity=0.3 beside a method that has sparsity=0.2; give it to MoDeGPT\(...\) alone",
+            r"sparsity=0.3 with a method that has sparsity=0.2; give it to MoDeGPT\(...\) alone",
         ),
         (
             lambda given: rankfold.open_model(3),

@@ -270,7 +270,7 @@ def test_held_out_windows_that_are_damaged_are_named_and_made_anew(tmp_path, dam
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="a folder that takes no files")
 def test_a_place_that_takes_no_lock_is_not_said_to_be_held():
-    with pytest.raises(CheckpointError, match=r"cannot lock /proc/moments: no file can be made beside it, or"):
+    with pytest.raises(CheckpointError, match=r"cannot lock /proc/moments: no file can be made next to it, or"):
         with locked(lock_of(Path("/proc/moments")), Path("/proc/moments")):
             pass
 

@@ -193,7 +193,7 @@ def test_a_folder_without_a_tokenizer_says_so(tmp_path, family):
     """For the newer families transformers makes up a tokenizer that knows no words."""
     source = rankfold.open_model(saved(tmp_path / "dense", family), device="cpu")
     with pytest.raises(
-        CheckpointError, match=r"there is no tokenizer in .*dense; put the tokenizer files beside the weights"
+        CheckpointError, match=r"there is no tokenizer in .*dense; put the tokenizer files next to the weights"
     ):
         rankfold.load_calibration("pydoc", source)
 

@@ -236,8 +236,8 @@ def test_the_summary_says_where_and_by_what(capsys):
 def test_what_shapes_do_not_have_is_refused(tmp_path):
     config = CONFIGS["llama"]()
     for wrong, message in (
-        ({"calibration": ["text"]}, "goes by shapes alone, so calibration has no say"),
-        ({"device": "cpu"}, "so device has no say"),
+        ({"calibration": ["text"]}, "goes by shapes alone, so calibration has no effect"),
+        ({"device": "cpu"}, "so device has no effect"),
         ({"gpus": 0}, r"gpus must be in \[1, 128\]"),
         ({"gpus": 129}, r"gpus must be in \[1, 128\]"),
         ({"method": "sleb"}, "chooses what to remove by numbers of the model"),

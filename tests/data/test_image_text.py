@@ -246,7 +246,7 @@ def row(**columns) -> str:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (row(image="gone.png"), r"line 2: its image '.*gone.png' is gone; put it there, or remove the row"),
+        (row(image="gone.png"), r"line 2: its image '.*gone.png' is missing; put it there, or remove the row"),
         (row(image="broken.png"), "broken.png is not a readable image"),
         (row(image=[1]), r"line 2: column 'image' must hold a path, or a list of paths, got \[1\]"),
         (row(text=" "), "line 2: column 'text' is empty; every row needs a text"),
@@ -288,7 +288,7 @@ def test_a_file_with_images_is_one_whose_rows_have_any(tmp_path):
 
 def test_models_and_files_that_cannot_be_used(tmp_path, monkeypatch):
     file, source = write_pairs(tmp_path), opened("llava")
-    with pytest.raises(DataError, match="takes no images beside its text, and pairs.jsonl has an image column"):
+    with pytest.raises(DataError, match="takes no images with its text, and pairs.jsonl has an image column"):
         rankfold.load_calibration(file, opened_text("llama"))
     with pytest.raises(CheckpointError, match="came without a processor; pass one as tokenizer"):
         rankfold.load_calibration(file, source)
@@ -315,7 +315,7 @@ def test_models_and_files_that_cannot_be_used(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="ids must be a tensor .* of int64 token ids, or pixels .*, got tuple"):
         rankfold.CalibrationData((torch.ones(1, 4).long(),), "x", "x", 0)
     alone = Example.of({"input_ids": torch.tensor([[3, PLACE]])})
-    with pytest.raises(DataError, match="no text behind its first token"):
+    with pytest.raises(DataError, match="no text after its first token"):
         rankfold.calibrate(source, rankfold.CalibrationData((alone,), "x", "x", 0))
     for image in (tmp_path / "images").iterdir():
         picture(5).save(image)

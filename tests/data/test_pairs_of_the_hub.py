@@ -162,7 +162,7 @@ def test_what_is_not_to_be_had_is_one_line(monkeypatch, tmp_path):
             DataError, match="no data set at 'hub:.*': expected hub:OWNER/NAME, or hub:OWNER/NAME:CONFIG"
         ):
             rankfold.load_calibration(name, source)
-    with pytest.raises(DataError, match="takes no images beside its text, and hub:someone/pairs has an image column"):
+    with pytest.raises(DataError, match="takes no images with its text, and hub:someone/pairs has an image column"):
         rankfold.load_calibration(NAME, opened_text("llama"))
     assert has_images(NAME, source) and has_images(NAME, opened_text("llama"))
 

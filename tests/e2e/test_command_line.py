@@ -299,13 +299,13 @@ def test_a_bug_shows_its_traceback(place, monkeypatch):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_where_nothing_can_be_printed(place):
-    full = outside(place, "models > /dev/full")
+    full = outside(place, "methods > /dev/full")
     assert full.returncode == 2
     assert (
         full.stderr
         == "rankfold: cannot use a file: No space left on device; check the name, its permissions and the disk\n"
     )
-    assert outside(place, "models >&- 2>&- <&-").returncode == 0
+    assert outside(place, "methods >&- 2>&- <&-").returncode == 0
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may read everything")

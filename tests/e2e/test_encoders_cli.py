@@ -111,7 +111,7 @@ def test_what_surrounds_a_sentence_encoder_stays_byte_for_byte(tmp_path):
         ),
         (
             "compress vit -o x --calibration images --calibration broken",
-            "one folder or file of images is taken and nothing beside it, got",
+            "only one folder or file of images can be given, got",
         ),
         ("compress vit -o x --calibration images --method obd", "vit predicts no next token; take another method"),
         ("compare vit -o x --methods svd --sparsities 0.3 --text text.txt", "vit is an encoder (vit)"),

@@ -72,15 +72,15 @@ def test_a_plan(run, place):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("llama --calibration pairs.jsonl", "takes no images beside its text, and pairs.jsonl has an image column"),
+        ("llama --calibration pairs.jsonl", "takes no images with its text, and pairs.jsonl has an image column"),
         (
             "bare --calibration pairs.jsonl",
             "put the model's own preprocessor_config.json and processor_config.json beside",
         ),
-        ("llava --calibration gone.jsonl", "line 1: its image 'gone.png' is gone; put it there, or remove the row"),
+        ("llava --calibration gone.jsonl", "line 1: its image 'gone.png' is missing; put it there, or remove the row"),
         (
             "llava --calibration pairs.jsonl --calibration text.txt",
-            "one file of image-text examples is taken and nothing beside",
+            "only one file of image-text examples can be given, got",
         ),
     ],
 )

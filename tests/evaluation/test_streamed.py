@@ -119,5 +119,5 @@ def test_layers_may_be_on_the_disk(method, tmp_path):
         assert ("disk" in placed) == ("max_memory" in spread)
         assert found.config.tie_word_embeddings
         assert torch.equal(found(IDS).logits, whole(IDS).logits)
-    with pytest.raises(OptionError, match="device_map beside device 'cpu'; give one of them"):
+    with pytest.raises(OptionError, match="device_map with device 'cpu'; give one of them"):
         rankfold.load(folder, device="cpu", device_map="cpu")

@@ -42,7 +42,7 @@ class Kills:
         self.folder, self.operations, self.states = folder.resolve(), 0, {}
 
     def by_names(self) -> list[tuple[State, str]]:
-        """Of states that differ in temporary files alone, which nothing reads, one: with a half of such a file where there is."""
+        """Return one of the states that differ in temporary files alone, which nothing reads: with half of one, if there is."""
         chosen: dict[tuple, tuple[State, str]] = {}
         for items, what in self.states.items():
             named = tuple(item for item in items if not item[0].endswith(".tmp"))

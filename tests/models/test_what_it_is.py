@@ -135,7 +135,7 @@ FOLDERS = {  # name -> what is done to a copy of a model, and what is said
     "nothing-known": (alone("notes.txt"), r"has no config.json; it has notes.txt; give a folder that has config.json"),
     "adapter-beside": (
         adapter,
-        r"has an adapter of owner/base beside the model \(adapter_config.json\); move the adapter",
+        r"has an adapter of owner/base next to the model \(adapter_config.json\); move the adapter",
     ),
     "adapter-alone": (
         lambda folder: (adapter(folder), alone()(folder)),
@@ -158,7 +158,7 @@ FOLDERS = {  # name -> what is done to a copy of a model, and what is said
     ),
     "no-config": (
         files(without=("config.json",)),
-        r"has weights and no config.json; put the model's config.json beside",
+        r"has weights and no config.json; put the model's config.json next to",
     ),
     "no-weights": (
         instead(),
@@ -379,9 +379,7 @@ def test_a_prefix_of_all_names_is_named(place, tmp_path, use, prefix):
     """Whether names have one shows where the model is known."""
     shutil.copytree(place / "model", tmp_path / "prefixed")
     named(lambda n: prefix + n)(tmp_path / "prefixed")
-    with pytest.raises(
-        RankfoldError, match=f"prefixed has '{prefix}' in front of the names of all weights; take it off"
-    ):
+    with pytest.raises(RankfoldError, match=f"prefixed has '{prefix}' before the names of all weights; take it off"):
         use(tmp_path / "prefixed", device="cpu")
 
 

@@ -34,7 +34,7 @@ def locked(path: Path, what: Path) -> Generator[None]:
         except Timeout:
             if not path.exists():
                 raise CheckpointError(
-                    f"cannot lock {what}: no file can be made beside it, or another process has left it just now; choose "
+                    f"cannot lock {what}: no file can be made next to it, or another process has left it just now; choose "
                     "another folder, or give the command again"
                 ) from None
             raise CheckpointError(

@@ -85,7 +85,7 @@ def _attention(block: nn.Module, config) -> tuple[str, nn.Module]:
     found = [(name, m) for name, m in block.named_modules() if name and hasattr(m, "layer_idx") and linear_layers(m)]
     if not found:
         raise UnsupportedModelError(
-            _because(config, "no module of a block is an attention that knows the number of its layer")
+            _because(config, "no module of a block is an attention with the number of its layer")
         )
     return found[-1]  # the innermost: some wrap it
 
@@ -107,7 +107,8 @@ def _attention_spec(path: str, module: nn.Module, model: nn.Module, config) -> A
     if len(others) != 1:
         raise UnsupportedModelError(
             _because(
-                config, f"its attention has {', '.join(others) or 'nothing'} beside {', '.join(qkv)}, not one output"
+                config,
+                f"its attention has {', '.join(others) or 'nothing'} in addition to {', '.join(qkv)}, not one output",
             )
         )
     scaling = next((name for name in SCALES if getattr(module, name, getattr(config, name, None)) is not None), None)

@@ -10,7 +10,6 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from .._utils.present import present
 from .attention import AttentionView, read_attention
 from .experts import ExpertsView, read_experts
 from .linear import Dense, read_linear
@@ -88,7 +87,7 @@ class BlockView:
     @property
     def experts_owner(self) -> nn.Module:
         """Return what holds the experts and their router."""
-        return self.module.get_submodule(present(self.architecture.experts).owner)
+        return self.module.get_submodule(self.experts.spec.owner)
 
     @property
     def mlp(self) -> MLPView | Any:

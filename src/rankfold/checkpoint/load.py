@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .._utils.empty import empty_weights
 from ..errors import CheckpointError, OptionError, RankfoldError, UnsupportedModelError, first_line
 from ..models.auto_classes import auto_class
 from ..models.devices import resolve_device, resolve_dtype, say_if_slow
@@ -39,7 +39,7 @@ def load_model(
     offload_folder: str | Path | None = None,
     revision: str | None = None,
 ) -> PreTrainedModel:
-    """A model ready to run: compressed by rankfold, dense, or a ``.gguf`` file.
+    """Load a model ready to run: compressed by rankfold, dense, or a ``.gguf`` file.
 
     Args:
         model: hub id (``owner/name``, or ``owner/name@revision``), folder, or ``.gguf`` file.
@@ -52,7 +52,7 @@ def load_model(
         revision: of a hub id: branch, tag or commit.
 
     Raises:
-        OptionError: a revision of what is no hub id, or two of them; a device beside a device map; a map of a ``.gguf`` file.
+        OptionError: a revision of what is no hub id, or two of them; a device with a device map; a map of a ``.gguf`` file.
         CheckpointError: it cannot be read, or does not hold what its config describes.
         NumericsError: a weight is NaN or infinite (named).
     """
@@ -60,7 +60,7 @@ def load_model(
     spread = {"device_map": device_map, "max_memory": max_memory, "offload_folder": offload_folder}
     spread = {name: value for name, value in spread.items() if value is not None}
     if spread and device != "auto":
-        raise OptionError(f"{', '.join(spread)} beside device {device!r}; give one of them")
+        raise OptionError(f"{', '.join(spread)} with device {device!r}; give one of them")
     if spread and files.weights is None:
         raise OptionError(f"{model} is a GGUF file, which is read as a whole; leave {', '.join(spread)} out")
     loaded = load_files(files, wanted, str(model), spread)
@@ -78,7 +78,7 @@ def load_files(
 
     Args:
         name: what was asked for.
-        spread: arguments of ``from_pretrained`` that say where its layers go; on the CPU by default.
+        spread: arguments of ``from_pretrained`` for where its layers go; on the CPU by default.
     """
     wanted = dtype or "auto"
     path, weights = files
@@ -138,16 +138,16 @@ def _facts(config) -> dict[str, Any]:
 
 
 def described(config) -> RankfoldConfig | dict | None:
-    """What the config says was compressed; ``None`` where the model is a stock one."""
+    """Return the description of what was compressed; ``None`` for a stock model."""
     return getattr(config, "quantization_config", None)
 
 
 def empty_model(config, attention: str | None = None, dtype=None) -> PreTrainedModel:
-    """The compressed structure a config describes, parameters on the meta device, of its own dtype or another."""
+    """Return the compressed structure a config describes, parameters on the meta device, of its own dtype or another."""
     found = described(config)
     plain = config.__class__.from_dict(config.to_dict())
     plain.__dict__.pop("quantization_config", None)
-    with init_empty_weights(include_buffers=False):
+    with empty_weights():
         model = auto_class(plain).from_config(
             plain, dtype=dtype or config.dtype, attn_implementation=attention, trust_remote_code=False
         )
@@ -157,7 +157,7 @@ def empty_model(config, attention: str | None = None, dtype=None) -> PreTrainedM
 
 
 def assemble(source, config, blocks: dict[str, Tensor]) -> PreTrainedModel:
-    """A compressed model in memory: the source's outer tensors around the given block tensors."""
+    """Return a compressed model in memory: the source's outer tensors around the given block tensors."""
     model = empty_model(config, source.model.config._attn_implementation)
     outer = {name: tensor.clone() for name, tensor in source.outer_state().items()}  # the caller may hold the source
     state = outer | {name: t.to("cpu", source.dtype) if t.is_floating_point() else t for name, t in blocks.items()}
@@ -171,7 +171,7 @@ def assemble(source, config, blocks: dict[str, Tensor]) -> PreTrainedModel:
 
 
 def load_tokenizer(model: str | Path):
-    """The tokenizer beside a model, named as for :func:`load_model`.
+    """Load the tokenizer of a model, named as for :func:`load_model`.
 
     Raises:
         CheckpointError: there is none.

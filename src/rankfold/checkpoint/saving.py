@@ -20,7 +20,7 @@ def save_model(model: PreTrainedModel, folder: str | Path, tokenizer=None) -> Pa
     Args:
         model: what :func:`rankfold.compress` returned.
         folder: must not exist; after an error or a kill it still does not.
-        tokenizer: written beside the weights where given.
+        tokenizer: written next to the weights where given.
 
     Raises:
         CheckpointError: the folder exists, cannot be written, or is written by another process.
@@ -41,7 +41,7 @@ def save_model(model: PreTrainedModel, folder: str | Path, tokenizer=None) -> Pa
 
 @contextlib.contextmanager
 def creating(output: Path) -> Iterator[Path]:
-    """A name beside ``output`` for a folder or file to be made there, which is renamed to it behind the block.
+    """Yield a name next to ``output`` for a folder or file to be made there, which is renamed to it after the block.
 
     After an error or a kill there is no ``output``; what a kill leaves goes with the next try.
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """What text, or which images, a model is measured on."""
+    """The text or images that a model is measured on."""
 
     panel: ClassVar = "Calibration"
 

@@ -20,7 +20,7 @@ def command(
     system: Annotated[str, typer.Option(help="System message, for a model whose chat template takes one.")] = "",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens of an answer; at most half of the context.")] = 256,
     temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
     revision: o.Revision = None,
@@ -40,7 +40,7 @@ def command(
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     talk = open_conversation(name, system=system, dtype=dtype, device=device, **options)
     told = c.console()
-    out = told if json else c.Plain(sys.stdout)
+    out = told if json else c.plain(sys.stdout)
     if not talk.has_template:
         told.print(f"{name} has no chat template: it continues your text")
     turns = []

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from .._utils.processes import from_first, is_first, on_first
 from ..report.outcomes import recovery_lines
@@ -16,6 +15,8 @@ from .recover import UNCHANGED, parse_minutes
 from .request import Request, show_plans
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ..methods import Method
     from ..models.dense_model import DenseModel
     from ..report.plan import Plan
@@ -97,7 +98,7 @@ def command(
     records = from_first(lambda: records_of(read_record(output)))
     stock = on_first(lambda: summary.exported_as_stock(output, records[-1]))
 
-    def finish(out: Console) -> None:
+    def finish(out: "Console") -> None:
         for record in records:
             what = f"{output}, {record['plan']['part']}" if len(records) > 1 else str(output)
             summary.show_result(what, record, out)

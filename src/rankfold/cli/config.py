@@ -85,7 +85,7 @@ ProtocolName = Annotated[
 
 
 def remaining(context: typer.Context, settings: Settings, given: set[str]) -> Settings:
-    """Return what a record decides beside the options given, with the types of the parameters.
+    """Return what a record decides in addition to the options given, with the types of the parameters.
 
     A method other than the record's takes none of its options.
     """

@@ -1,13 +1,14 @@
 """`rankfold evaluate`"""
 
 from pathlib import Path
-from typing import Annotated
-
-from rich.table import Table
+from typing import TYPE_CHECKING, Annotated
 
 from ..errors import OptionError
 from . import common as c
 from . import options as o
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def command(
@@ -46,7 +47,7 @@ def command(
 ) -> None:
     """Measure perplexity, accuracy on tasks, what the model writes, and speed.
 
-    Of dense and compressed models; perplexity as for WikiText-2 in the papers, accuracy by lm-eval.
+    For dense and compressed models; perplexity as for WikiText-2 in the papers, accuracy by lm-eval.
 
     \b
     rankfold evaluate small --text wikitext2
@@ -114,7 +115,9 @@ def _show(out, result: dict) -> None:
         out.print(_speed(result["cost"]["batches"], labels))
 
 
-def _tasks(tasks: dict) -> Table:
+def _tasks(tasks: dict) -> "Table":
+    from rich.table import Table
+
     table = Table("task", "metric", "value", "standard error", "questions")
     for name, facts in tasks.items():
         parts = {name: facts} | {f"{name} {column}": part for column, part in facts.get("columns", {}).items()}
@@ -126,7 +129,9 @@ def _tasks(tasks: dict) -> Table:
     return table
 
 
-def _generation(found: dict) -> Table:
+def _generation(found: dict) -> "Table":
+    from rich.table import Table
+
     table = Table("generation", "value", "standard error", "prompts")
     for kind, facts in found["exact"].items():
         error = "-" if facts["stderr"] is None else f"{facts['stderr']:.4f}"
@@ -143,7 +148,9 @@ def _generation(found: dict) -> Table:
     return table
 
 
-def _cost(models: dict, labels: dict[str, str]) -> Table:
+def _cost(models: dict, labels: dict[str, str]) -> "Table":
+    from rich.table import Table
+
     table = Table("", *(labels[name] for name in models))
     for name, key, unit in (
         ("M parameters", "parameters", 1e6),
@@ -157,7 +164,9 @@ def _cost(models: dict, labels: dict[str, str]) -> Table:
     return table
 
 
-def _speed(batches: list[dict], labels: dict[str, str]) -> Table:
+def _speed(batches: list[dict], labels: dict[str, str]) -> "Table":
+    from rich.table import Table
+
     table = Table(
         "batch", "model", "prefill tokens/s", "decode tokens/s", "first token, ms", "peak memory, MiB", "ratios"
     )

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def parse_forms(text: str) -> "list[Form]":
     """Methods as ``NAME`` or ``NAME:KEY=VALUE,KEY=VALUE``, separated by commas; ``+`` stands for a comma in a value.
 
-    What has a ``=`` and no ``:`` before it belongs to the method before it.
+    A part with a ``=`` and no ``:`` before it belongs to the method before it.
 
     Raises:
         OptionError: unknown method or option (with a suggestion), or a value of the wrong kind.

@@ -13,7 +13,7 @@ def command(
     prompt: Annotated[str, typer.Argument(help="Text to continue.")],
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to write.")] = 64,
     temperature: Annotated[float, typer.Option(help="0: always the most likely token.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     dtype: o.Dtype = "auto",
     device: o.Device = "auto",
     revision: o.Revision = None,

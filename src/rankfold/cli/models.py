@@ -4,7 +4,6 @@ from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from ..errors import OptionError
 from . import common as c
@@ -24,8 +23,8 @@ def command(
 ) -> None:
     """List the models and what can be compressed, or look at one.
 
-    Of a model whose family is not listed the spec is read off its blocks and checked on its weights; what is printed can be
-    put into a file of rankfold as it is.
+    For a family that is not listed, the spec is derived from the blocks and checked on the weights. The output can be put into
+    a file of rankfold as it is.
 
     \b
     rankfold models
@@ -38,6 +37,8 @@ def command(
     rows = rows_of_models()
 
     def table(out) -> None:
+        from rich.table import Table
+
         grid = Table(*rows[0])
         for row in rows:
             grid.add_row(*row.values())

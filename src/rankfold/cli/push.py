@@ -13,7 +13,7 @@ def command(
     checkpoint: Annotated[Path, typer.Argument(help="Folder that `rankfold compress` or `recover` wrote.")],
     repository: Annotated[str, typer.Argument(help="OWNER/NAME on the hub; made where there is none.")],
     private: Annotated[bool, typer.Option("--private", help="Make it private, where it is made.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Upload a model that is called damaged.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Upload a model that is marked as damaged.")] = False,
     json: o.Json = False,
 ) -> None:
     """Share a checkpoint on the Hugging Face hub, with its model card.

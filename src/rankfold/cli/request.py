@@ -111,7 +111,7 @@ class Request:
         return Goal("target_size", parse_size(self.target_size))
 
     def plans(self, methods: "dict[str | None, Method]", mode: str) -> "list[Plan]":
-        """Plan each component; what writes text is measured beside the dense tower, which it will not be."""
+        """Plan each component; the language model is measured after the dense tower, not after the compressed one."""
         from .. import pipeline
         from ..compression.duration import timed
         from ..quality import method_to_keep

@@ -88,7 +88,7 @@ def method_of_size(source: DenseModel, method: Method, target_size: int | str) -
     if method.budget not in (Parameters(), Bytes()) or method.own_sparsities:
         other = f"budget {method.budget}" if method.budget != Parameters() else "sparsities of single modules"
         raise OptionError(
-            f"{option('target_size')} is a budget of its own, so {other} has no say; leave one of them out"
+            f"{option('target_size')} is a budget of its own, so {other} would have no effect; leave one of them out"
         )
     dense = unique_parameters(source.model) * torch.empty((), dtype=source.dtype).element_size()
     if size >= dense:

@@ -87,7 +87,7 @@ def written(document: str | Chat, tokenizer, model: str) -> str:
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(
             f"{document.where} is a chat, and the tokenizer of {model} has no chat template; give rows with a column of text, "
-            "or put the chat_template.jinja of the model beside its tokenizer files"
+            "or put the chat_template.jinja of the model next to its tokenizer files"
         )
     try:
         text = tokenizer.apply_chat_template(list(document.turns), tokenize=False)

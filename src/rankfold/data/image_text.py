@@ -59,7 +59,7 @@ def samples_of_examples(
     name = place.name if rows is None else name
     if model.image_token is None:
         raise DataError(
-            f"the {model.part.name} component of {model.name} takes no images beside its text, and {name} has an image "
+            f"the {model.part.name} component of {model.name} takes no images with its text, and {name} has an image "
             "column; calibrate on text, or take the column out"
         )
     found = _rows(place, column) if rows is None else _rows_of_hub(rows, name, column, options.wanted)
@@ -153,7 +153,7 @@ def _inputs(row: Row, processor, image_token: int) -> Mapping[str, Tensor]:
     except Exception as error:  # processors and templates of all families raise what they like
         raise DataError(
             f"{row.where}: the model's processor makes nothing of it ({first_line(error)}); correct the row, or the files of "
-            "the processor beside the weights"
+            "the processor next to the weights"
         ) from error
     if bool(placeholders) != bool(images):
         raise DataError(
@@ -167,7 +167,7 @@ def _image(image: Path | bytes, where: str):
     if isinstance(image, bytes):
         return read_image(f"{where}, its image", image)
     if not image.is_file():
-        raise DataError(f"{where}: its image {str(image)!r} is gone; put it there, or remove the row")
+        raise DataError(f"{where}: its image {str(image)!r} is missing; put it there, or remove the row")
     return read_image(str(image), image)
 
 

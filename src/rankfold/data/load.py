@@ -138,7 +138,7 @@ def _images(names: list[str], model, options: DrawOptions, processor) -> Calibra
     draw = samples_of_images if model.part.takes_images else samples_of_examples
     if len(names) != 1:
         what = "folder or file of images" if model.part.takes_images else "file of image-text examples"
-        raise OptionError(f"one {what} is taken and nothing beside it, got {' and '.join(names)}; put them into one")
+        raise OptionError(f"only one {what} can be given, got {' and '.join(names)}; put them into one")
     rows = image_text_rows(names[0], options.seed) if names[0].startswith(HUB) else None
     return draw(names[0], rows, model, options, processor)
 

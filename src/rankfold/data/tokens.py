@@ -51,11 +51,11 @@ def tokenised(tokenizer, text: str, name: str, vocabulary: int, **options) -> Te
         ids = tokenizer(text, return_tensors="pt", verbose=False, **options).input_ids[0].long()
     except (TypeError, ValueError, AttributeError, KeyError) as error:  # settings that are no settings
         raise CheckpointError(
-            f"the tokenizer of {name} cannot be used ({first_line(error)}); put its own tokenizer files beside the weights"
+            f"the tokenizer of {name} cannot be used ({first_line(error)}); put its own tokenizer files next to the weights"
         ) from error
     if text.strip() and not ids.numel():
         raise CheckpointError(
-            f"the tokenizer of {name} makes no tokens of a text of {len(text)} characters; put its own tokenizer files beside "
+            f"the tokenizer of {name} makes no tokens of a text of {len(text)} characters; put its own tokenizer files next to "
             "the weights"
         )
     check_vocabulary(ids, vocabulary)
@@ -108,7 +108,7 @@ def _check_examples(examples: tuple[Example, ...], source) -> None:
     for ids in texts:
         check_vocabulary(ids[ids != image_token], source.config.vocab_size)
         if not (ids[:, 1:] != image_token).any():
-            raise DataError("an example has no text behind its first token, so nothing can be predicted; leave it out")
+            raise DataError("an example has no text after its first token, so nothing can be predicted; leave it out")
 
 
 def _check_pixels(pixels: Tensor, source) -> None:

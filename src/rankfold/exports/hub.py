@@ -24,7 +24,7 @@ def push(folder: str | Path, repo_id: str, *, private: bool = False, force: bool
         folder: of the checkpoint; it is not changed.
         repo_id: ``owner/name``; made where there is none.
         private: make it private, where it is made.
-        force: upload a model that is called damaged.
+        force: upload a model that is marked as damaged.
 
     Returns:
         The address of the commit.

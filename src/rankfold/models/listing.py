@@ -89,7 +89,7 @@ def check_listing(listing: Listing) -> None:
         where = " or ".join(listing.at(name) for name in nested[-3:])
         raise CheckpointError(f"{place} has no {CONFIG}, and folders in it have; give {where}")
     if CONFIG not in files and not files.isdisjoint((SINGLE, INDEX)):
-        raise CheckpointError(f"{place} has weights and no {CONFIG}; put the model's {CONFIG} beside them")
+        raise CheckpointError(f"{place} has weights and no {CONFIG}; put the model's {CONFIG} next to them")
     lacks = f"no {SINGLE}" if CONFIG in files else f"no {CONFIG}"
     if found := [name for name in names if name.lower().endswith(GGUF)]:
         raise CheckpointError(
@@ -119,7 +119,7 @@ def _refuse_adapter(listing: Listing) -> None:
     of = f" of {listing.base}" if listing.base else ""
     if CONFIG in listing.files:
         raise CheckpointError(
-            f"{listing.place} has an adapter{of} beside the model ({ADAPTER}); move the adapter to a folder of its own, "
+            f"{listing.place} has an adapter{of} next to the model ({ADAPTER}); move the adapter to a folder of its own, "
             f"and to have it in the model, {MERGE}"
         )
     raise CheckpointError(f"{listing.place} is an adapter{of} without a model; {MERGE}")

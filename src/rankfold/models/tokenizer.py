@@ -63,11 +63,13 @@ class TokenizerFiles:
 
     def load(self):
         if self.folder.is_dir() and not self.exist:  # for some families transformers makes up an empty one
-            raise CheckpointError(f"there is no tokenizer in {self.folder}; put the tokenizer files beside the weights")
+            raise CheckpointError(
+                f"there is no tokenizer in {self.folder}; put the tokenizer files next to the weights"
+            )
         options = {} if self.gguf is None else {"gguf_file": self.gguf}
         options |= {} if self.revision is None or self.folder.is_dir() else {"revision": self.revision}
         what = f"no tokenizer can be read from {self.folder / (self.gguf or '')}"
-        with reporting(CheckpointError, what, "put the tokenizer files beside the weights"):
+        with reporting(CheckpointError, what, "put the tokenizer files next to the weights"):
             found = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False, **options)
         found.init_kwargs.pop("auto_map", None)  # to code that is not run, and not beside what is saved
         return found

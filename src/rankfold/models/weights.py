@@ -105,7 +105,7 @@ class Weights(TensorReader):
         for prefix in sorted(name.removesuffix(last) for name in self.places if name.endswith(f".{last}")):
             if all(prefix + name in self.places for name in wanted):
                 raise CheckpointError(
-                    f"{self.folder} has {prefix!r} in front of the names of all weights; take it off the names, and save the "
+                    f"{self.folder} has {prefix!r} before the names of all weights; take it off the names, and save the "
                     "tensors again"
                 )
 
@@ -220,7 +220,7 @@ def _read_index(folder: Path) -> dict[str, str]:
         )
     if strange:
         raise CheckpointError(
-            f"{folder / INDEX} names {listed(strange)}: not a file in this folder; only files beside the index are read"
+            f"{folder / INDEX} names {listed(strange)}: not a file in this folder; only files next to the index are read"
         )
     missing = sorted({file for file in named.values() if not (folder / file).exists()})
     if missing:

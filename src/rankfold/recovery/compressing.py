@@ -21,7 +21,8 @@ from ..models.dense_model import DenseModel
 from ..report.goal import Goal
 from ..report.identity import run_identity
 from ..report.plan import Plan
-from .recover import RecoveryResult, check_alone, recover
+from .options import check_alone
+from .recover import RecoveryResult, recover
 
 
 def compress_and_recover(

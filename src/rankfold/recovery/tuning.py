@@ -12,6 +12,7 @@ from .._utils.extras import require
 from .._utils.present import present
 from ..architectures import architecture_of
 from ..errors import OptionError, UnsupportedModelError, option
+from ..linalg.stochastic_rounding import round_stochastically
 from ..modules.tensors import QuantizedTensor
 
 Tune = Literal["lora", "lora-mlp", "all", "norms"]
@@ -62,12 +63,25 @@ def prepared(model: PreTrainedModel, tune: Tune, rank: int, seed: int) -> nn.Mod
             torch.manual_seed(seed)
             return get_peft_model(model, adapters)
     tied = {id(p) for p in present(model.get_output_embeddings()).parameters()}
+    for parameter in own_weights(model, tune):
+        parameter.requires_grad_(id(parameter) not in tied)
+    return model
+
+
+def own_weights(model: nn.Module, tune: Tune) -> Iterator[nn.Parameter]:
+    """Yield the weights of a model, or of a block, that ``all`` or ``norms`` trains; a tied head is among those of a model."""
     for module in model.modules():
         if isinstance(module, nn.Embedding) or (tune == "norms" and "norm" not in type(module).__name__.lower()):
             continue
-        for parameter in module.parameters(recurse=False):
-            parameter.requires_grad_(parameter.is_floating_point() and id(parameter) not in tied)
-    return model
+        yield from (parameter for parameter in module.parameters(recurse=False) if parameter.is_floating_point())
+
+
+def round_weights(model: nn.Module, dtype: torch.dtype, seed: int) -> None:
+    """Round weights to what will be written of them, so that steps below half a unit in the last place are not lost."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = round_stochastically(parameter.data, dtype, generator).to(parameter.dtype)
 
 
 def _linear_layers(model: PreTrainedModel, *, mlp_only: bool) -> list[str]:

@@ -54,7 +54,7 @@ class REAP(Method):
     def supported_modules(self, architecture, view: BlockView) -> tuple[str, ...]:
         if architecture.experts is None:
             raise UnsupportedModelError(
-                f"reap removes experts, and {architecture.model_type} has none that it knows; take another method, or a model "
+                f"reap removes experts, and {architecture.model_type} has none that rankfold can remove; take another method, or a model "
                 "with experts (docs/models.md)"
             )
         return (EXPERT_COUNT,)
@@ -154,7 +154,7 @@ def _of_experts(view: BlockView) -> dict[str, Tensor]:
 
 def _put(view: BlockView, keep: Tensor, result: BlockResult) -> None:
     """Replace what holds the experts and their router by the same with fewer."""
-    path, rows = view.architecture.experts.owner, _of_experts(view)
+    path, rows = view.experts.spec.owner, _of_experts(view)
     result.modules[path] = view.experts.describe_fewer(len(keep))
     for name, tensor in view.experts_owner.state_dict().items():
         result.state[f"{path}.{name}"] = tensor[keep.to(tensor.device)] if name in rows else tensor

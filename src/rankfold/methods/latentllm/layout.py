@@ -3,6 +3,7 @@
 The plan counts with it and the decomposition stores by it, so that what is planned is what is stored.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -119,11 +120,17 @@ class Slot:
 
         Counted on the module the runtime will build. A bias is not counted, as in :meth:`numbers`.
         """
-        with torch.device("meta"):
-            tensors = build(self.spec(rank)).state_dict().values()
-        floats = sum(t.numel() for t in tensors if t.is_floating_point())
-        other = sum(t.numel() * t.element_size() for t in tensors if not t.is_floating_point())
+        floats, other = _sizes_of(tuple(self.spec(rank).items()))
         return floats - self.out * self.bias, other
+
+
+@functools.cache
+def _sizes_of(spec: tuple[tuple[str, str | int], ...]) -> tuple[int, int]:
+    """Return the floating-point numbers of a module, and the bytes of all its other tensors: layers of a size recur."""
+    with torch.device("meta"):
+        tensors = build(dict(spec)).state_dict().values()
+    floats = sum(t.numel() for t in tensors if t.is_floating_point())
+    return floats, sum(t.numel() * t.element_size() for t in tensors if not t.is_floating_point())
 
 
 def dense_projections(method, view: BlockView) -> dict[str, Dense]:
