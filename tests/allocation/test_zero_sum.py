@@ -84,5 +84,7 @@ def test_what_it_takes():
     assert isinstance(from_text(Allocation, "zero-sum", {"zero-sum": ZeroSum}), ZeroSum)
     with pytest.raises(OptionError, match="takes allocation zero-sum, got uniform"):
         rankfold.make_method("zs-svd", allocation="uniform")
-    with pytest.raises(OptionError, match="goes by moments and gradients of the dense model, and there are none"):
+    with pytest.raises(OptionError, match="gradients are measured on text"):
         rankfold.plan(source, method="zs-svd", sparsity=0.3)
+    with pytest.raises(OptionError, match="goes by moments and gradients of the dense model, and there are none"):
+        rankfold.plan(source, method="zs-svd", sparsity=0.3, calibration=tokens())

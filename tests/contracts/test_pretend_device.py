@@ -18,7 +18,7 @@ from rankfold.models.dense_model import DenseModel
 from saved import save_gguf, save_tiny
 from tiny_encoders import ENCODERS, batch_of, samples_of, tiny_encoder
 
-BACKWARD = {"fwsvd", "kobd", "llm-pruner", "llm-surgeon", "obd", "pruner-zero"}
+BACKWARD = {"fwsvd", "kobd", "llm-pruner", "llm-surgeon", "obd", "pruner-zero", "zs-svd"}
 RUNS = [(name, mode) for name in ANY_MODEL if name not in BACKWARD for mode in method_class(name).modes]
 FAMILIES = ["opt", "gpt2", "gpt_neox", "falcon-gqa", "qwen3", "gemma3", "mixtral", "bert-head"]
 CLOSE = 1e-5  # of the norm of what a model computes

@@ -140,7 +140,8 @@ class DenseMeasures(NamedTuple):
 
     def singular_value_effects(self) -> dict[tuple[int, str], list[float]]:
         """Measure by moments and gradients what each singular value does to the loss; one block is resident."""
-        moments, gradients = self.moments, self.gradients
+        moments = self.moments
+        gradients = self.gradients or gradients_of(self.source, self.method, self.tokens, self.run)
         if moments is None or gradients is None:
             raise OptionError(
                 f"allocation {self.method.allocation.name} goes by moments and gradients of the dense model, and there are "

@@ -30,6 +30,7 @@ class ZSSVD(SVDLLM):
     """
 
     name: ClassVar[str] = "zs-svd"
+    workspace: ClassVar[tuple[float, float]] = (2.0, 4.0)  # a damped moment and its factor
     allocations: ClassVar[tuple[type[Allocation], ...]] = (ZeroSum,)
     takes_experts: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleMethodOverride,reportIncompatibleVariableOverride]
 
