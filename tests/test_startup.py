@@ -65,8 +65,16 @@ texts = [f"The number {i} comes after {i - 1} and before {i + 1}, as everybody k
 sizes = {"num_samples": 8, "max_length": 16, "rank_multiple": 2}
 model, output = sys.argv[1:]
 rankfold.compress(model, 0.3, method="modegpt", calibration=texts, output=output, device="cpu", **sizes)
+for what in (lambda: rankfold.load("x.gguf"), lambda: rankfold.export(output, output + ".gguf", "gguf")):
+    try:
+        open("x.gguf", "wb").write(b"GGUF")
+        what()
+    except rankfold.RankfoldError as error:
+        print(error)
 """
-    done = python_with_torch(code, str(save_tiny(tmp_path / "model")), str(tmp_path / "small"))
+    done = python_with_torch(code, str(save_tiny(tmp_path / "model")), str(tmp_path / "small"), cwd=tmp_path)
+    line = "GGUF files need gguf, which is not installed; pip install 'rankfold[gguf]'"
+    assert done.stdout.splitlines()[-2:] == [line, line], done.stdout + done.stderr
     assert done.returncode == 0 and (tmp_path / "small" / "rankfold.json").exists(), done.stderr
 
 
