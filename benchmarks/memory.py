@@ -81,7 +81,8 @@ def main() -> None:
     record = common.Record(args.json, {k: v for k, v in vars(args).items() if k not in hidden}, DEFINITIONS)
     runs = [(method, mode) for method in args.methods for mode in args.modes]
     if args.methods == ["all"]:
-        runs = [(method, method_class(method).modes[0]) for method in method_names()]
+        classes = {name: method_class(name) for name in method_names()}
+        runs = [(name, cls.modes[0]) for name, cls in classes.items() if not cls.needs_experts]
     with tempfile.TemporaryDirectory(prefix="rankfold-") as folder:
         write_model(args, Path(folder) / "model")
         for method, mode in runs:

@@ -16,7 +16,7 @@ import transformers as t
 import common
 from rankfold import CalibrationData, DenseModel, compress, make_method, open_model
 from rankfold.compression.duration import estimated_seconds
-from rankfold.methods import method_names
+from rankfold.methods import method_class, method_names
 from rankfold.report.record import read_record
 
 DEFINITIONS = {
@@ -38,7 +38,8 @@ VOCABULARY = 4096
 def main() -> None:
     parser = common.arguments(__doc__, "plan_time")
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["narrow", "wide"])
-    parser.add_argument("--methods", nargs="+", choices=method_names(), default=list(method_names()))
+    known = [name for name in method_names() if not method_class(name).needs_experts]
+    parser.add_argument("--methods", nargs="+", choices=known, default=known)
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--length", type=int, default=256)
     args = parser.parse_args()

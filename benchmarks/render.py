@@ -7,13 +7,14 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from pages import costs, gpu, models, perplexity, readme
+from pages import costs, gates, gpu, models, perplexity, random_matrices, readme
 from rankfold._utils.files import read_json, write_text
 
 HERE = Path(__file__).resolve().parent
 RESULTS, DOCS, README = HERE / "results", HERE.parent / "docs" / "results", HERE.parent / "README.md"
 # Page -> records, title, lines of one record.
 PAGES = {
+    "gates": ("gates_*", "What every method must keep", gates.gates),
     "zero_shot": ("zero_shot*", "Zero-shot accuracy", models.zero_shot),
     "domains": ("domains*", "Across texts", perplexity.domains),
     "calibration": ("calibration_*", "What the calibration text does across texts", perplexity.calibration),
@@ -24,6 +25,11 @@ PAGES = {
     "grid": ("grid_*", "Every method on the same texts", perplexity.grid),
     "studies": ("studies_*", "Single choices, as the papers study them", perplexity.studies),
     "latentllm_options": ("latentllm_options_*", "Options of LatentLLM", perplexity.options),
+    "random_matrices": (
+        "random_matrices*",
+        "Studies on random matrices (LatentLLM, Figures 7 to 16)",
+        random_matrices.random_matrices,
+    ),
     "module_cost": ("module_cost_*", "What each kind of module holds, takes and loses", costs.module_cost),
     "module_speed": ("module_speed_*", "Speed by module", costs.module_speed),
     "junction_speed": ("junction_speed_*", "Speed of latents, by junction", costs.junction_speed),
@@ -47,6 +53,7 @@ PAGES = {
     "gpu": ("gpu*", "On an accelerator", gpu.gpu),
     "decomposition_cost": ("decomposition_cost*", "Decomposing one block", costs.decomposition_cost),
 }
+DRAWN = ("tradeoff", "random_matrices")  # pages with pictures
 # Page -> patterns of records, title, lines of all of them together.
 TOGETHER = {
     "ablations": (("domains", "perplexity_*"), "The default without each of its steps", perplexity.ablations),
@@ -83,7 +90,7 @@ def pages(results: Path, pictures: Path | None = None) -> dict[str, str]:
     found = {}
     for name, (pattern, title, lines_of) in PAGES.items():
         records = [record for path, record in records_of(results, pattern) if "_seed" not in path.name]
-        lines_of = partial(lines_of, folder=pictures) if name == "tradeoff" else lines_of
+        lines_of = partial(lines_of, folder=pictures) if name in DRAWN else lines_of
         lines = [line for r in records for line in (*heading(r), *lines_of(r), "", *definitions(r))]
         found |= {name: "\n".join([f"# {title}", "", *lines, *FOOT])} if records else {}
     for name, (patterns, title, lines_of) in TOGETHER.items():

@@ -12,15 +12,13 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
-SAMPLES, LENGTH = 16, 512  # calibration samples and tokens of each
-EVALUATED = 12  # windows of the text it did not see
+SAMPLES, LENGTH = 8, 512  # calibration windows and tokens of each: little, so that a demonstration is short
+EVALUATED = 6  # windows of the text it did not see
 PROMPT = "Python is a programming language that"
 STARTED = time.perf_counter()
-NO_BAR = threading.Event()  # set while a step without a bar runs
 
 
 def main() -> None:
@@ -31,7 +29,6 @@ def main() -> None:
 
     if not sys.stderr.isatty():
         os.environ["TQDM_DISABLE"] = "1"  # bars of the libraries, in a log file
-    threading.Thread(target=tick, daemon=True).start()
     dense, small = gguf_of_wheel(), options.output / "small"
     step(1, f"text: calibration and held-out, from pydoc -> {options.output}/")
     texts = write_texts(options.output)
@@ -69,14 +66,6 @@ def main() -> None:
 
 def step(number: int, text: str) -> None:
     print(f"[{time.perf_counter() - STARTED:4.0f} s] {number}/6 {text}", file=sys.stderr, flush=True)
-
-
-def tick() -> None:
-    """Show that the demo is alive: in a log always, on a terminal where no bar is shown."""
-    while True:
-        time.sleep(8)
-        if NO_BAR.is_set() or not sys.stderr.isatty():
-            print(f"[{time.perf_counter() - STARTED:4.0f} s] ...", file=sys.stderr, flush=True)
 
 
 def gguf_of_wheel() -> Path:
@@ -132,15 +121,12 @@ def measure(dense: Path, small: Path, held_out: Path) -> tuple[dict, dict]:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     dtype = json.loads((small / "config.json").read_text(encoding="utf-8"))["dtype"]
-    NO_BAR.set()
-    models = {"before": rankfold.load(dense, dtype=dtype), "after": rankfold.load(small)}
-    facts = {name: sizes(model) for name, model in models.items()}
+    facts = {"before": sizes(rankfold.load(dense, dtype=dtype)), "after": sizes(rankfold.load(small, dtype=dtype))}
     facts["before"]["bytes_on_disk"] = dense.stat().st_size
     facts["after"]["bytes_on_disk"] = sum(shard.stat().st_size for shard in small.glob("*.safetensors"))
-    models = {name: model.float() for name, model in models.items()}
+    models = {"before": rankfold.load(dense, dtype="float32"), "after": rankfold.load(small, dtype="float32")}
     tokenizer = load_tokenizer(small)
 
-    NO_BAR.clear()
     step(4, f"perplexity on {held_out}, text the calibration did not see")
     ids = tokenizer(held_out.read_text(encoding="utf-8"), return_tensors="pt", verbose=False).input_ids[0]
     windows = windows_of(ids, LENGTH)[:EVALUATED]
@@ -148,11 +134,10 @@ def measure(dense: Path, small: Path, held_out: Path) -> tuple[dict, dict]:
     for name, model in models.items():
         facts[name]["perplexity"] = rankfold.perplexity(model, windows, autocast=autocast) | {"autocast": str(autocast)}
     step(5, f"speed, {torch.get_num_threads()} threads, runs of both models in turn")
-    speeds = speed(models, prompt=128, steps=16, repeats=3)
+    speeds = speed(models, prompt=128, steps=8, repeats=3)
     settings = {key: value for key, value in speeds.items() if key != "models"}
     for name in models:
         facts[name]["speed"] = {**speeds["models"][name], **settings}
-    NO_BAR.set()
     step(6, "what they write")
     for name, model in models.items():
         facts[name]["sample"] = {"prompt": PROMPT, "text": continue_text(model, tokenizer, PROMPT, max_new_tokens=48)}
@@ -188,7 +173,6 @@ def check_plan(plan: dict, before: dict, after: dict) -> None:
 def show(result: dict, small: Path, path: Path) -> None:
     from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
     before, after, out = result["before"], result["after"], Console(highlight=False, soft_wrap=True)
     title = f"{Path(result['command'][2]).stem}, {result['compression']['sparsity']:.1%} of the block weights removed"
@@ -211,12 +195,13 @@ def show(result: dict, small: Path, path: Path) -> None:
         row(f"{label}, tokens/s", a[key], b[key], ",.0f", b[f"{kind}_ratio"])
     out.print(table)
     out.print(f"speed ratios: median over {a['repeats']} rounds of both models in turn")
-    texts = Table("dense", "compressed", title=f"what they write after: {PROMPT}", title_justify="left")
-    texts.add_row(*(Text(" ".join(result[name]["sample"]["text"].split())) for name in ("before", "after")))
-    out.print(texts)
+    for name in ("before", "after"):
+        sample = result[name]["sample"]
+        out.print(f"\n{name}: {sample['prompt']}", end=" ", markup=False)
+        out.print(" ".join(sample["text"].split()), style="italic", markup=False)
     seconds = result["seconds"]
     out.print(f"\ncompressed in {seconds['compress']:.0f} s, all in {seconds['demo']:.0f} s")
-    out.print(f"the model: {small}/   the numbers: {path}   try: .venv/bin/rankfold chat {small}")
+    out.print(f"the model: {small}/   the numbers: {path}   try: .venv/bin/rankfold generate {small} 'Your prompt'")
 
 
 if __name__ == "__main__":

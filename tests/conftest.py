@@ -9,6 +9,7 @@ from huggingface_hub import constants
 
 import tiers
 from rankfold.cli import main
+from rankfold.data import probes
 
 torch.set_num_threads(1)
 
@@ -34,6 +35,15 @@ def in_a_hurry():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         patch.setattr(psutil, "heap_trim", lambda: None, raising=False)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def few_probe_texts():
+    """Score one passage of every kind: to score all takes longer than to compress a tiny model."""
+    with pytest.MonkeyPatch.context() as patch:
+        every = probes.passages_of
+        patch.setattr(probes, "passages_of", lambda kind: every(kind)[:1])
         yield
 
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,11 @@ import pytest
 import rankfold
 from rankfold.methods import METHODS, method_class, method_names
 from saved import save_tiny
-from warm import python as python_with_torch
+from warm import TORCH
+from warm import python as forked
 
-HEAVY = ("torch", "transformers", "datasets", "gguf", "accelerate", "numpy")
+python_with_torch = partial(forked, forked_from=TORCH)
+HEAVY = ("torch", "transformers", "datasets", "gguf", "accelerate", "numpy", "rich")
 PRINTING = ("--help", "--version", "compress --help", "compare --help", "models --help")
 
 
@@ -65,17 +68,23 @@ texts = [f"The number {i} comes after {i - 1} and before {i + 1}, as everybody k
 sizes = {"num_samples": 8, "max_length": 16, "rank_multiple": 2}
 model, output = sys.argv[1:]
 rankfold.compress(model, 0.3, method="modegpt", calibration=texts, output=output, device="cpu", **sizes)
-for what in (lambda: rankfold.load("x.gguf"), lambda: rankfold.export(output, output + ".gguf", "gguf")):
-    try:
-        open("x.gguf", "wb").write(b"GGUF")
-        what()
-    except rankfold.RankfoldError as error:
-        print(error)
 """
-    done = python_with_torch(code, str(save_tiny(tmp_path / "model")), str(tmp_path / "small"), cwd=tmp_path)
-    line = "GGUF files need gguf, which is not installed; pip install 'rankfold[gguf]'"
-    assert done.stdout.splitlines()[-2:] == [line, line], done.stdout + done.stderr
+    done = python_with_torch(code, str(save_tiny(tmp_path / "model")), str(tmp_path / "small"))
     assert done.returncode == 0 and (tmp_path / "small" / "rankfold.json").exists(), done.stderr
+
+
+def test_without_gguf_a_file_of_it_is_refused_with_what_to_install(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    code = """
+import sys
+sys.modules["gguf"] = None
+from rankfold.cli import main
+main()
+"""
+    for line in ("plan model.gguf --sparsity 0.3", "generate model.gguf hello"):
+        done = python_with_torch(code, *line.split(), cwd=tmp_path)
+        said = "rankfold: a .gguf file needs gguf, which is not installed; pip install 'rankfold[gguf]'"
+        assert (done.returncode, done.stdout, done.stderr.strip().splitlines()[-1]) == (2, "", said)
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -1,13 +1,14 @@
 """Processes that are forked are as new ones, but for what they have imported."""
 
-from warm import python
+from warm import TORCH, python
 
 LOADED = "import sys; print(*(name in sys.modules for name in ('torch', 'transformers', 'rankfold')))"
 
 
-def test_it_has_torch_and_nothing_that_knows_rankfold():
-    done = python(LOADED)
-    assert (done.returncode, done.stdout) == (0, "True False False\n"), done.stderr
+def test_it_has_torch_and_transformers_and_nothing_that_knows_rankfold():
+    for options, expected in (({}, "True True False\n"), ({"forked_from": TORCH}, "True False False\n")):
+        done = python(LOADED, **options)
+        assert (done.returncode, done.stdout) == (0, expected), done.stderr
 
 
 def test_how_it_ends_and_what_it_prints_is_handed_on(tmp_path):

@@ -18,11 +18,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 from . import exports, pipeline
 from ._utils.arguments import typed
 from ._utils.present import present
+from ._utils.sizes import parse_size
 from .calibration.store import MomentStore
 from .checkpoint.load import load_model
 from .checkpoint.saving import save_model
 from .checkpoint.streamed import open_streamed
 from .components import compress_components
+from .compression.budget import method_of_size
 from .compression.cards import find_card
 from .compression.prediction import predict
 from .compression.result import CompressionResult
@@ -40,6 +42,8 @@ from .models.dense_model import DenseModel
 from .models.devices import resolve_dtype
 from .models.opening import open_model
 from .models.outline import open_outline
+from .quality import compress_to_keep, method_to_keep
+from .report.goal import Goal, check_quality
 from .report.plan import Plan
 
 __all__ = [
@@ -67,6 +71,8 @@ def compress(
     model: AnyModel,
     sparsity: float | None = None,
     *,
+    target_size: int | str | None = None,
+    keep_quality: float | None = None,
     method: Method | str = "rankfold",
     calibration: Any = None,
     output: str | Path | None = None,
@@ -89,12 +95,19 @@ def compress(
 
         result = rankfold.compress("HuggingFaceTB/SmolLM2-135M", 0.3, output="small")
         result = rankfold.compress(model, 0.3, calibration=["some text", "more"], tokenizer=tokenizer)
+        result = rankfold.compress("HuggingFaceTB/SmolLM2-135M", target_size="200MB")
+        result = rankfold.compress("HuggingFaceTB/SmolLM2-135M", keep_quality=0.9)
         result.model.generate(...)
 
     Args:
         model: hub id, folder, ``.gguf`` file, a transformers model in memory, or what :func:`open_model` returned. It is not
             changed.
         sparsity: fraction of the weights to remove; by default that of the method, 0.3 for most.
+        target_size: in place of a sparsity, the bytes that all weights may take in the dtype written, such as ``"400MB"`` (1e6
+            each), ``"1.5GiB"`` (2^30) or a number. Implies ``scope="model"`` and ``budget="bytes"``.
+        keep_quality: in place of a sparsity, the fraction in (0, 1) of the likelihood of a held-out token that is to be kept:
+            the dense model's perplexity over the compressed one's. The largest sparsity that keeps it is predicted, run,
+            measured, and corrected in a second run, at most a fourth (:func:`rankfold.quality.compress_to_keep`).
         method: name of a method, or a configured one such as ``rankfold.MoDeGPT(sparsity=0.3, modules=("mlp",))``.
         calibration: what the model is measured on, see :func:`load_calibration`; by default ``mixture``: encyclopedia, web
             text and source code.
@@ -120,6 +133,7 @@ def compress(
     Raises:
         OptionError, UnsupportedModelError, NumericsError, CheckpointError, DataError: with one line saying what to do.
     """
+    goal = _goal(sparsity, target_size, keep_quality)
     method = _configured(compress, method, sparsity, options)
     if isinstance(calibration, MomentStore) and moments is None:
         calibration, moments = None, calibration
@@ -128,7 +142,12 @@ def compress(
     pipeline.check_request(method, calibration, moments, mode, output)
     moments, source = _stored(moments), _opened(model, tokenizer, component, dtype, device, revision)
     tokens = _loaded(calibration, source, tokenizer, num_samples, max_length, seed)
-    return pipeline.compress(source, method, tokens, output, moments=moments, mode=mode, on_plan=on_plan)
+    how: dict[str, Any] = {"moments": moments, "mode": mode, "on_plan": on_plan}
+    if keep_quality is not None:
+        return compress_to_keep(source, method, keep_quality, tokens, output, **how)
+    if target_size is not None:
+        method = method_of_size(source, method, target_size)
+    return pipeline.compress(source, method, tokens, output, **how, goal=goal)
 
 
 @typed
@@ -136,6 +155,8 @@ def plan(
     model: AnyModel | PretrainedConfig,
     sparsity: float | None = None,
     *,
+    target_size: int | str | None = None,
+    keep_quality: float | None = None,
     method: Method | str = "rankfold",
     calibration: Any = None,
     moments: MomentStore | str | Path | None = None,
@@ -160,6 +181,7 @@ def plan(
     Args:
         model: as for :func:`compress`; with ``gpu`` also a config of transformers, or a folder or hub id of which the config
             alone is read.
+        keep_quality: as for :func:`compress`; the plan is of its first run. The allocation must be ``measured``.
         calibration: as for :func:`compress`. Without it and without moments, ``mixture`` where the allocation
             compares predictions; else shapes are enough.
         moments: of the dense model, for predicted errors and for allocations that go by them.
@@ -173,15 +195,19 @@ def plan(
     Raises:
         OptionError, UnsupportedModelError, CheckpointError: as :func:`compress`; and with ``gpu`` what it does not go with.
     """
+    _goal(sparsity, target_size, keep_quality)
     method = _configured(plan, method, sparsity, options)
     if gpu is not None:
         given = {"calibration": calibration, "moments": moments, "tokenizer": tokenizer, "component": component}
+        given |= {"keep_quality": keep_quality}
         given |= {"device": None if device == "auto" else device}
         if wrong := [name for name, value in given.items() if value is not None]:
             raise OptionError(
                 f"a plan for {option('gpu')} goes by shapes alone, so {wrong[0]} has no effect; leave it out"
             )
         source = open_outline(_shaped(model), dtype=resolve_dtype(dtype), revision=revision)
+        if target_size is not None:
+            method = method_of_size(source, method, target_size)
         samples = planned_samples(num_samples, min(max_length, source.context_length))
         return predict(source, method, samples, find_card(gpu), gpus)
     if isinstance(model, PretrainedConfig):
@@ -196,6 +222,10 @@ def plan(
     if calibration is None and moments is None and method.allocation.needs_text:
         calibration = DEFAULT_TEXT
     tokens = _loaded(calibration, source, tokenizer, num_samples, max_length, seed)
+    if target_size is not None:
+        method = method_of_size(source, method, target_size)
+    if keep_quality is not None:
+        method = method_to_keep(source, method, keep_quality, tokens, moments)
     return pipeline.plan(source, method, tokens, moments=moments)
 
 
@@ -304,6 +334,21 @@ def perplexity(
     elif isinstance(model, CompressionResult):
         model = model.model
     return evaluation.perplexity(model, ids, autocast=autocast)
+
+
+def _goal(sparsity: float | None, target_size: int | str | None, keep_quality: float | None) -> Goal | None:
+    """Return what a run of a given size is for.
+
+    Raises:
+        OptionError: more than one of them.
+    """
+    asked = {"sparsity": sparsity, "target_size": target_size, "keep_quality": keep_quality}
+    given = [name for name, value in asked.items() if value is not None]
+    if len(given) > 1:
+        raise OptionError(f"{' and '.join(given)} each say how much is removed; give one of them")
+    if keep_quality is not None:
+        check_quality(keep_quality)
+    return None if target_size is None else Goal("target_size", parse_size(target_size))
 
 
 def _configured(

@@ -53,6 +53,7 @@ from .methods import BlockResult, Method
 from .models.auto_classes import auto_class
 from .models.block_reader import BlockReader
 from .models.dense_model import DenseModel
+from .report.goal import Goal
 from .report.identity import moments_identity, published_counts, run_identity
 from .report.model_card import model_card
 from .report.plan import Plan
@@ -125,14 +126,19 @@ def compress(
     moments: MomentStore | None = None,
     mode: str = "sequential",
     on_plan: Callable[[Plan], None] | None = None,
+    goal: Goal | None = None,
 ) -> CompressionResult:
-    """Compress an open model; arguments as for :func:`rankfold.compress`, each in its final form."""
+    """Compress an open model; arguments as for :func:`rankfold.compress`, each in its final form.
+
+    Args:
+        goal: what the sparsity of the method was chosen for, for the record.
+    """
     mode = check_request(method, tokens, moments, mode, output)
     calibration = tokens.describe() if tokens else present(moments).identity["tokens"]
     identity = from_first(lambda: run_identity(validated(source), method, calibration, mode))
     folder = RunFolder(output, identity) if output is not None else None
     with folder.working() if folder else contextlib.nullcontext():
-        result = CompressionRun(source, method, tokens, moments, identity, folder).carry_out(on_plan)
+        result = CompressionRun(source, method, tokens, moments, identity, folder, goal).carry_out(on_plan)
     if source.streamed or source.bytes_on_disk is None:  # not one that was read whole: it would stay in memory
         result.dense = source
     return result
@@ -148,6 +154,7 @@ class CompressionRun:
     moments: MomentStore | None  # in place of tokens
     identity: dict
     folder: RunFolder | None = None  # held by this process, perhaps with blocks of an earlier run
+    goal: Goal | None = None
 
     @one_run()
     def carry_out(self, on_plan: Callable[[Plan], None] | None = None) -> CompressionResult:
@@ -254,13 +261,16 @@ class CompressionRun:
         """Say what came out, and put the model together; a folder is read back before it gets its name."""
         source, the_plan, folder, held_out = self.source, self.planned, self.folder, self.context.held_out
         can_exclude = self.method.can_exclude_blocks
+        found = held_out.finish(the_plan.sparsity, can_exclude=can_exclude) if held_out else None
         description = {
             "rankfold_version": __version__,
             **self.identity,
             "counts": published_counts(the_plan),
-            "held_out": held_out.finish(the_plan.sparsity, can_exclude=can_exclude) if held_out else None,
+            "held_out": found,
             "probe_texts": self.probes.finish(the_plan.sparsity),
         }
+        if self.goal:
+            description["goal"] = self.goal.outcome(the_plan, found)
         modules = {path: spec for block in self.blocks for path, spec in block.modules.items()}
         config = compressed_config(source, description, modules, self.writer.kept)
         reports = {str(index): block.reports for index, block in enumerate(self.blocks)}

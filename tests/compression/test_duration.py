@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import rankfold
-from families import opened, tokens
+from families import ANY_MODEL, opened, tokens
 from rankfold.calibration import backward
 from rankfold.compression import duration, rates
 from rankfold.compression.budget import rank_options
@@ -16,7 +16,7 @@ from rankfold.compression.kl_divergence import least_rank
 from rankfold.compression.plan import allocate_ranks, build_plan
 from rankfold.errors import OptionError
 from rankfold.linalg import nystrom, residual_correction
-from rankfold.methods import make_method, method_names
+from rankfold.methods import make_method
 from rankfold.methods.work import CORRECTION_RIDGES, Work, multiplying, of_trial, times
 
 SPARSITY = dict.fromkeys(("wanda", "sparsegpt", "pruner-zero", "magnitude"), 0.5)
@@ -85,7 +85,7 @@ def test_the_time_of_an_unknown_mode_is_refused():
         timed(plan, source, calibration, "turbo")
 
 
-@pytest.mark.parametrize("name", method_names())
+@pytest.mark.parametrize("name", ANY_MODEL)
 def test_every_method_has_an_estimate(name):
     """Of real rates; and none that decomposes anything has work for free."""
     steps = {} if name in (*SPARSITY, "shortgpt", "sleb") else {"rank_multiple": 2}

@@ -9,9 +9,9 @@ import transformers
 
 import rankfold
 from allocations import peak_bytes
+from families import ANY_MODEL
 from rankfold.calibration import moments
 from rankfold.linalg import elimination, lowrank, nystrom, psd, residual_correction
-from rankfold.methods import method_names
 
 ROWS = 64
 SPARSITY = dict.fromkeys(("wanda", "sparsegpt", "pruner-zero"), 0.5)
@@ -45,7 +45,7 @@ def narrow_steps(monkeypatch):
     monkeypatch.setattr(residual_correction, "SKETCH", 16)
 
 
-@pytest.mark.parametrize("name", method_names())
+@pytest.mark.parametrize("name", ANY_MODEL)
 def test_the_estimate_is_what_is_taken(name, folder, narrow_steps, tmp_path):
     method = rankfold.make_method(name, sparsity=SPARSITY.get(name, 0.34))
     source, found = rankfold.open_model(folder, device="cpu"), []

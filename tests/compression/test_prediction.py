@@ -13,14 +13,14 @@ import transformers as t
 from torch.utils.flop_counter import FlopCounterMode
 
 import rankfold
-from families import CONFIGS, opened
+from families import ANY_MODEL, CONFIGS, opened
 from rankfold.calibration.runner import MOST_BATCH_TOKENS, batch_tokens
 from rankfold.cli import main
 from rankfold.compression import cards, passes
 from rankfold.compression.cards import Card, find_card
 from rankfold.compression.prediction import rates_on
 from rankfold.errors import CheckpointError, OptionError, UnsupportedModelError
-from rankfold.methods import make_method, method_names
+from rankfold.methods import make_method
 from rankfold.methods.work import ROUTINES, Work
 from rankfold.models.outline import open_outline
 
@@ -173,7 +173,7 @@ def test_what_does_not_fit_is_one_line_with_what_to_do():
 
 def test_every_method_is_planned_or_chooses_by_numbers(subtests):
     refused = set()
-    for name in method_names():
+    for name in ANY_MODEL:
         with subtests.test(name):
             try:
                 plan = rankfold.plan(CONFIGS["llama"](), method=name, gpu="80GB", num_samples=16)

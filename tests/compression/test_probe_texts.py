@@ -25,6 +25,13 @@ METHOD = MoDeGPT(sparsity=0.3, rank_multiple=2)
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ strftime_now('%d') }}{{ m.content }}</s>{% endfor %}"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def every_passage():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probes, "passages_of", passages_of)
+        yield
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("probing")

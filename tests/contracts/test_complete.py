@@ -8,9 +8,9 @@ import transformers as t
 
 import rankfold
 from complete import assert_complete, surround
-from families import CONFIGS, CalibrationData, some_ids, tiny_model
+from families import ANY_MODEL, CONFIGS, CalibrationData, some_ids, tiny_model
 from rankfold import make_method
-from rankfold.methods import NarrowingMethod, method_names
+from rankfold.methods import NarrowingMethod
 from saved import save_tiny
 from tiny_encoders import ENCODERS, samples_of, tiny_encoder
 
@@ -31,7 +31,7 @@ def compressed(folder, method: str, output, tokens=TOKENS, part=None):
     return rankfold.compress(source, method=chosen, calibration=tokens, output=output, mode=chosen.modes[-1]).output
 
 
-@pytest.mark.parametrize("method", method_names())
+@pytest.mark.parametrize("method", ANY_MODEL)
 def test_what_a_method_writes_and_its_exports(llama, method, tmp_path):
     small = compressed(llama, method, tmp_path / "small")
     assert_complete(small, llama)

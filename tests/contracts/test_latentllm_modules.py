@@ -127,7 +127,12 @@ def test_a_hostile_description_is_refused(change, message):
         ({"modules": ("qkv",)}, "module 'qkv' exists with shared_qkv=true only"),
         ({"split_head": True}, "split_head=true takes the junctions block_identity_left, left, right, symmetric"),
         ({"head_junction": True, "junction": "lu"}, "head_junction=true takes the junctions block_identity_right"),
-        ({"head_junction": True, "modules": ("k",)}, "acts on q and k together; name both in modules, got k"),
+        (
+            {"head_junction": True, "modules": ("k",)},
+            "on q and k together, and on v and o; name both of a pair.* got k",
+        ),
+        ({"head_junction": True, "modules": ("q", "v")}, "on q and k together, and on v and o; name both.* got q,v"),
+        ({"qk_ranks": "spectra", "modules": ("k",)}, "acts on q and k together; name both in modules, got k"),
         ({"qk_ranks": "spectra", "joint": "vo"}, "qk_ranks=spectra is for the joint query-key form"),
         ({"qk_ranks": "spectra", "junction": "left"}, "qk_ranks=spectra takes the junctions block_identity_left"),
         ({"qk_ranks": "spectrum"}, "unknown qk_ranks 'spectrum'; did you mean 'spectra'"),
@@ -141,8 +146,12 @@ def test_options_that_exclude_each_other(options, message):
 @pytest.mark.parametrize(
     "family, options, message",
     [
-        ("llama", {"head_junction": True}, "llama cannot take head_junction=true: it rotates"),
-        ("qwen3", {"head_junction": True}, "qwen3 cannot take head_junction=true: it normalises"),
+        (
+            "llama",
+            {"head_junction": True, "modules": ("q", "k")},
+            "llama cannot take head_junction=true for q and k: it rot",
+        ),
+        ("qwen3", {"head_junction": True, "modules": ("q", "k")}, "qwen3 cannot take.* for q and k: it normalises"),
         ("qwen3", {"joint": "qk", "qk_ranks": "spectra"}, "qwen3 cannot take the joint form 'qk'"),
     ],
 )

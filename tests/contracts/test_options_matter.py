@@ -8,7 +8,7 @@ blocks. An option without a row fails.
 import json
 from collections.abc import Callable, Collection
 from dataclasses import fields
-from itertools import combinations
+from itertools import combinations, product
 from typing import NamedTuple
 
 import pytest
@@ -23,6 +23,7 @@ from rankfold.allocation import ALLOCATIONS, BUDGETS, OWL, Bytes, FLOPs, Influen
 from rankfold.errors import NumericsError
 from rankfold.methods import method_class
 from rankfold.methods.baselines.block_removal import BlockRemoval
+from rankfold.methods.baselines.reap import REAP
 from rankfold.methods.baselines.semi_structured import TwoOfFour
 from rankfold.methods.baselines.slicegpt.method import SliceGPT
 from rankfold.methods.baselines.structured.method import Slicing
@@ -472,15 +473,15 @@ def ranks_are_of_heads(a: Outcome, b: Outcome) -> None:
 
 def an_identity_is_not_stored(a: Outcome, b: Outcome) -> None:
     """What it saves is spent on rank."""
-    for index in range(len(a.source)):
-        rank = [o.plan.ranks(index)["k"] for o in (a, b)]
+    for index, module in product(range(len(a.source)), "kv"):
+        rank = [o.plan.ranks(index)[module] for o in (a, b)]
         stored = [
-            sum(t.numel() for n, t in o.tensors()[index, "k"].items() if t.is_floating_point() and "bias" not in n)
+            sum(t.numel() for n, t in o.tensors()[index, module].items() if t.is_floating_point() and "bias" not in n)
             for o in (a, b)
         ]
         dense = rank[1] * (32 + 32 - rank[1])
         assert rank[0] <= rank[1] and stored[1] == dense - 4 * 8**2
-    assert "head_condition" in b.record["0"]["k"] and "head_condition" not in a.record["0"]["k"]
+        assert "head_condition" in b.record["0"][module] and "head_condition" not in a.record["0"][module]
 
 
 def attention_sends_what_it_sent(a: Outcome, b: Outcome) -> None:
@@ -730,9 +731,9 @@ ROWS = {
         ),
         Row(
             "head_junction",
-            LATENT | {"modules": dict.fromkeys("qkv", 0.4)},
-            LATENT | {"modules": dict.fromkeys("qkv", 0.4), "head_junction": True},
-            {"q", "k"},
+            LATENT | {"modules": dict.fromkeys("qkvo", 0.4)},
+            LATENT | {"modules": dict.fromkeys("qkvo", 0.4), "head_junction": True},
+            {"q", "k", "v", "o"},
             an_identity_is_not_stored,
             "opt",
         ),
@@ -752,7 +753,8 @@ ELSEWHERE = {
     "rankfold": {"attention_aware", "residual_correction", "norm_aware", "allow_module_removal"},
     "slicegpt+modegpt": {"slicing"},
 }
-OTHERS = (BlockRemoval, SliceGPT, TwoOfFour)  # test_removal.py, test_slicegpt.py, test_semi_structured_methods.py
+# test_removal.py, test_reap.py, test_slicegpt.py, test_semi_structured_methods.py
+OTHERS = (BlockRemoval, REAP, SliceGPT, TwoOfFour)
 CASES = [
     pytest.param(cls, row, id=f"{SPEAKS_FOR.get(cls, cls).name}-{row.option}-{i}")
     for cls, rows in ROWS.items()

@@ -9,6 +9,7 @@ import rankfold
 from families import tiny_model as tiny_text_model
 from tiny_encoders import tiny_encoder
 from tiny_pairs import FAMILIES, picture, tiny_model, write_pairs
+from warm import rankfold as rankfold_command
 
 COMMON = "--method modegpt --rank-multiple 2 --num-samples 12 --device cpu"
 PARTS = f"--components language=0.4,vision=0.2 {COMMON}"
@@ -27,14 +28,20 @@ def place(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def small(place):
+    """How the command that compresses both components ended, and what it printed."""
+    return rankfold_command(*f"compress llava -o small {PARTS} --calibration pairs.jsonl".split(), cwd=place)
+
+
 def same_weights(one, other) -> bool:
     first, second = (rankfold.load(folder, device="cpu").state_dict() for folder in (one, other))
     return first.keys() == second.keys() and all((tensor == second[name]).all() for name, tensor in first.items())
 
 
-def test_from_one_file_to_a_checkpoint_that_sees(run, place):
-    code, out, err = run(f"compress llava -o small {PARTS} --calibration pairs.jsonl")
-    assert code == 0, err
+def test_from_one_file_to_a_checkpoint_that_sees(run, place, small):
+    out, err = small.stdout, small.stderr
+    assert small.returncode == 0, err
     assert "small, vision: llava by modegpt, 20." in out and "small, language: llava by modegpt, 40." in out
     assert "cosine of the last states" in out and "perplexity" in out
     assert err.index("llava, vision: modegpt, sparsity 0.2") < err.index("llava, language: modegpt, sparsity 0.4")
@@ -50,7 +57,7 @@ def test_from_one_file_to_a_checkpoint_that_sees(run, place):
     assert "on 12 x 4 patches of pairs.jsonl" in out and "on 12 image-text examples of" in out
 
 
-def test_the_card_says_both_and_its_command_makes_the_same(run, place):
+def test_the_card_says_both_and_its_command_makes_the_same(run, place, small):
     card = (place / "small" / "README.md").read_text()
     record = json.loads((place / "small" / "rankfold.json").read_text())
     dense, small = tiny_model("llava").num_parameters(), rankfold.load(place / "small").num_parameters()

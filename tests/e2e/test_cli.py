@@ -555,7 +555,10 @@ def test_compare_without_its_libraries_says_what_to_install(run, place, monkeypa
         importlib.util, "find_spec", lambda name, *more: None if name == "matplotlib" else find(name, *more)
     )
     code, _, err = run(f"compare model --methods svd --sparsities 0.2 {CALIBRATION} -o without --text text.txt")
-    assert (code, err) == (2, "rankfold: the report needs matplotlib; pip install 'rankfold[report]'\n")
+    assert (code, err) == (
+        2,
+        "rankfold: the report needs matplotlib, which is not installed; pip install 'rankfold[report]'\n",
+    )
     assert not (place / "without").exists()
 
 

@@ -98,6 +98,13 @@ BAD = [
         "compress model -o x --sparsity 0.5 --modules mlp=0.2",
         "--sparsity would be ignored, it goes with modules that",
     ),
+    ("plan model --sparsity 0.5 --target-size 1MB", "--sparsity would be ignored; leave one of them out"),
+    ("plan model --target-size 1MB --budget flops", "--budget would be ignored; leave one of them out"),
+    ("compress model --keep-quality 0.9 --sparsity 0.5", "--sparsity has no place beside it; leave one out"),
+    ("compress model --target-size 1MB --keep-quality 0.9", "--keep-quality would be ignored; leave one of them out"),
+    ("plan model --target-size much", "--target-size takes a size above 0, such as 400MB or 1.5GiB"),
+    ("plan model --calibration text.txt --keep-quality 1.5", "--keep-quality must be in (0, 1), got 1.5"),
+    ("compress model --keep-quality 1.5", "--keep-quality must be in (0, 1), got 1.5"),  # before a text is fetched
     ("plan model --budget parameters:context=64", "unknown option of budget parameters 'context'"),
     ("plan model --allocation uniform:temperature=0.1", "unknown option of allocation uniform 'temperature'"),
     (
@@ -292,13 +299,13 @@ def test_a_bug_shows_its_traceback(place, monkeypatch):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_where_nothing_can_be_printed(place):
-    full = outside(place, "models > /dev/full")
+    full = outside(place, "methods > /dev/full")
     assert full.returncode == 2
     assert (
         full.stderr
         == "rankfold: cannot use a file: No space left on device; check the name, its permissions and the disk\n"
     )
-    assert outside(place, "models >&- 2>&- <&-").returncode == 0
+    assert outside(place, "methods >&- 2>&- <&-").returncode == 0
 
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may read everything")

@@ -40,7 +40,7 @@ def contents(folder) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("extra", ["", "--method modegpt --mode one-pass --allocation influence"])
 def test_killed_runs_end_in_the_same_bytes(tmp_path, extra):
-    save_tiny(tmp_path / "model", blocks=12)
+    save_tiny(tmp_path / "model", blocks=8)
     save_text(tmp_path / "text.txt")
     finish(tmp_path, "whole", extra)
     wait, kills = random.Random(7), 0

@@ -12,6 +12,7 @@ import torch
 from rankfold._utils import progress
 from rankfold.checkpoint.load import load_model, load_tokenizer
 from rankfold.errors import CheckpointError, DataError, NumericsError, OptionError
+from rankfold.evaluation.local_tasks import MMLU_MATH
 from rankfold.evaluation.science_qa import by_column
 from rankfold.evaluation.tasks import Questions
 from saved import save_tiny
@@ -155,6 +156,74 @@ def test_lambada_is_its_last_word(tiny, tmp_path):
     scores = [score(*tiny, context, f" {word}") for context, _, word in texts]
     assert found["perplexity"] == pytest.approx(math.exp(-sum(s for s, _ in scores) / len(scores)), rel=1e-4)
     assert found["acc"] == sum(best for _, best in scores) / len(scores) and found["perplexity_stderr"] > 0
+
+
+def mathematics(n: int) -> list[dict]:
+    """Rows of the subjects of ``mmlu_math``, ``n`` of each, as the hub has them."""
+    subjects = [name.removeprefix("mmlu_") for name in MMLU_MATH]
+    return [
+        {
+            "question": f"{WORDS[(i + j) % 8]} of {WORDS[i]}?",
+            "subject": subject,
+            "choices": [*WORDS[i : i + 4]],
+            "answer": (i + j) % 4,
+        }
+        for j, subject in enumerate(subjects)
+        for i in range(n + (j == 0))
+    ]
+
+
+def test_the_mathematics_of_mmlu_has_examples_of_its_own_subject_and_counts_every_question(tiny, tmp_path):
+    def asked(row: dict) -> str:
+        choices = [f"{letter}. {choice}" for letter, choice in zip("ABCD", row["choices"], strict=True)]
+        return "\n".join([row["question"], *choices, "Answer:"])
+
+    questions, examples = mathematics(2), mathematics(3)[::-1]
+    write(tmp_path, "mmlu_math_test", questions)
+    write(tmp_path, "mmlu_math_dev", examples)
+    right = []
+    for row in questions:
+        subject = row["subject"].replace("_", " ")
+        head = f"The following are multiple choice questions (with answers) about {subject}.\n\n"
+        shown = [f"{asked(one)} {'ABCD'[one['answer']]}\n\n" for one in examples if one["subject"] == row["subject"]][
+            :2
+        ]
+        context = head + "".join(shown) + asked(row)
+        values = [score(*tiny, context, f" {letter}")[0] for letter in "ABCD"]
+        right.append(values.index(max(values)) == row["answer"])
+    found = evaluate_tasks(*tiny, ["mmlu_math:2"], folder=tmp_path)
+    assert set(found) == {"mmlu_math"} and found["mmlu_math"]["acc"] == pytest.approx(sum(right) / len(right))
+    assert 0 < sum(right) < len(right) == 11
+
+
+def test_mathqa_is_the_text_of_five_choices(tiny, tmp_path):
+    made = [
+        {
+            "Problem": f"what is {i} ?",
+            "options": f"a ) {i} , b ) {i + 1} , c ) {WORDS[i]} , d ) none , e ) all",
+            "correct": "abcde"[i],
+        }
+        for i in range(5)
+    ]
+    right = 0
+    for i, row in enumerate(made):
+        choices = [f" {text}" for text in (i, i + 1, WORDS[i], "none", "all")]
+        values = [score(*tiny, f"Question: {row['Problem']}\nAnswer:", choice)[0] for choice in choices]
+        right += values.index(max(values)) == i
+    write(tmp_path, "mathqa", made)
+    assert evaluate_tasks(*tiny, ["mathqa"], folder=tmp_path)["mathqa"]["acc"] == pytest.approx(right / 5)
+
+
+def test_tasks_that_cannot_be_run_are_named_with_the_reason(tmp_path):
+    write(tmp_path, "piqa_val", rows("piqa"))
+    write(tmp_path, "mmlu_math_test", mathematics(1))
+    asked = Questions(["piqa", "mathqa", "mmlu_math:5"], str(tmp_path))
+    assert asked.left_out() == {
+        "mathqa": f"{tmp_path.name} has no questions of mathqa",
+        "mmlu_math:5": f"{tmp_path.name} has no examples of mmlu_math",
+    }
+    with pytest.raises(OptionError, match="names 'mmlu_math' more than once"):
+        Questions(["mmlu_math:5", "mmlu_math"], str(tmp_path)).check()
 
 
 def test_limit_takes_the_first_questions(tiny, tmp_path):

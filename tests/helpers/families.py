@@ -6,7 +6,10 @@ from torch import nn
 
 import rankfold
 from rankfold import CalibrationData
+from rankfold.methods import method_class, method_names
 
+# Methods that take models without experts.
+ANY_MODEL = tuple(name for name in method_names() if not method_class(name).needs_experts)
 SHAPE = {
     "hidden_size": 32,
     "intermediate_size": 48,

@@ -41,6 +41,15 @@ class Kills:
     def __init__(self, folder: Path):
         self.folder, self.operations, self.states = folder.resolve(), 0, {}
 
+    def by_names(self) -> list[tuple[State, str]]:
+        """Return one of the states that differ in temporary files alone, which nothing reads: with half of one, if there is."""
+        chosen: dict[tuple, tuple[State, str]] = {}
+        for items, what in self.states.items():
+            named = tuple(item for item in items if not item[0].endswith(".tmp"))
+            if named not in chosen or HALF in dict(items).values():
+                chosen[named] = dict(items), what
+        return list(chosen.values())
+
     def step(self, what: str, half: dict[str, bytes] | None = None) -> None:
         """A kill before an operation, or with ``half`` in the middle of one."""
         self.operations += 1

@@ -19,7 +19,7 @@ FAST = (
     *("modules/test_triangles.py", "report/test_commands.py", "test_errors.py", "test_tiers.py", "e2e/test_tiny.py"),
 )
 # ... but for these, which alone take as long as the others together.
-SLOW = ("allocation/test_determinism.py", "linalg/test_bounds.py", "linalg/test_joint_mlp.py")
+SLOW = ("linalg/test_bounds.py", "linalg/test_joint_mlp.py")
 FEW = 6  # a function with no more cases keeps them all
 # Families that every function runs on: gated, grouped, rotary, without biases; and the opposite of all four.
 PILLARS = ("llama", "opt")

@@ -1,28 +1,56 @@
-"""Python in a process of its own, without the seconds that importing torch takes: forked from one that has imported it.
+"""Python in a process of its own, without the seconds that imports take: forked from one that has made them.
 
-The process that is forked has nothing of transformers and of rankfold. A test of what happens before torch is imported needs
-``subprocess``.
+It has what a run takes of transformers, and nothing of rankfold; with ``forked_from=TORCH`` nothing of transformers either. A
+test of what happens before torch is imported needs ``subprocess``.
 """
 
+import functools
 import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from multiprocessing import forkserver
 from pathlib import Path
 
 FORKS = multiprocessing.get_context("forkserver" if hasattr(os, "fork") else "spawn")
-FORKS.set_forkserver_preload(
-    ["torch.distributed.tensor", "torch._dynamo", "scipy.optimize", "accelerate", "huggingface_hub", "tokenizers"]
+TORCH = (
+    *("torch.distributed.tensor", "torch._dynamo", "scipy.optimize", "accelerate", "huggingface_hub", "tokenizers"),
 )  # most of what transformers imports
+TRANSFORMERS = (
+    *TORCH,
+    *(
+        "transformers.models.auto.modeling_auto",
+        "transformers.models.auto.tokenization_auto",
+        "transformers.quantizers",
+    ),
+    *("transformers.models.llama.modeling_llama", "transformers.generation.utils", "transformers.processing_utils"),
+)
 RANKFOLD = "from rankfold.cli import main; main()"
 
 
-def start(code: str, *arguments: str, cwd=None, env: Mapping[str, str] | None = None, out=os.devnull, err=os.devnull):
+@functools.cache
+def server(modules: tuple[str, ...]) -> forkserver.ForkServer:
+    """Return what forks a process that has imported these modules."""
+    found = forkserver.ForkServer()
+    found.set_forkserver_preload([*modules])
+    return found
+
+
+def start(
+    code: str,
+    *arguments: str,
+    cwd=None,
+    env: Mapping[str, str] | None = None,
+    out=os.devnull,
+    err=os.devnull,
+    forked_from: tuple[str, ...] = TRANSFORMERS,
+):
     """Start ``python -c CODE ARGUMENTS`` and return its process; what it prints goes to the files ``out`` and ``err``."""
     given = code, arguments, str(cwd or os.getcwd()), dict(os.environ if env is None else env), str(out), str(err)
     process = FORKS.Process(target=_run, args=given)
+    forkserver.connect_to_new_process = server(forked_from).connect_to_new_process  # there is one server otherwise
     process.start()
     return process
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 import rankfold
-from families import opened, some_ids, tokens
+from families import ANY_MODEL, opened, some_ids, tokens
 from rankfold import MoDeGPT
 from rankfold._utils.files import read_json
 from rankfold.calibration.runner import measure, start
@@ -63,7 +63,7 @@ def test_relative_errors_do_not_depend_on_the_scale_of_what_is_sent(module, rank
     assert small == pytest.approx(plain, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", rankfold.method_names())
+@pytest.mark.parametrize("name", ANY_MODEL)
 @pytest.mark.parametrize("path", ["mlp.up_proj", "self_attn.v_proj"])
 def test_every_method_reports_numbers_where_a_module_of_the_first_block_sends_nothing(name, path, tmp_path):
     """Nothing is missing after a module that sends nothing, so a share of what is missing has no scale."""

@@ -14,16 +14,16 @@ import rankfold
 from clocks import set_by_hand
 from rankfold.cli.recover import parse_minutes
 from rankfold.data.probes import load_probes
-from rankfold.recovery import recover as module
+from rankfold.recovery import whole as module
 from rankfold.recovery.judging import allowed
 from rankfold.recovery.recover import recover
 from rankfold.recovery.training import arguments
-from rankfold.recovery.tuning import prepared, without_dropout
+from rankfold.recovery.tuning import prepared, round_weights, without_dropout
 from rankfold.report.model_card import model_card
 from rankfold.report.record import read_record
 from saved import save_tiny
 
-STEP = "rankfold.recovery.recover.Distiller.training_step"
+STEP = "rankfold.recovery.whole.Distiller.training_step"
 METHOD = rankfold.MoDeGPT(sparsity=0.65, rank_multiple=1)
 IDS = torch.arange(32 * 64).view(32, 64) * 7919 % 400
 OPTIONS = {"tokens": 16384, "max_length": 64, "batch_tokens": 1024, "device": "cpu", "lr": 1e-3}
@@ -394,7 +394,7 @@ COMPRESS = (
 
 
 def test_compress_recovers_and_a_killed_run_goes_on_in_either_half(place, run, monkeypatch):
-    monkeypatch.setattr("rankfold.recovery.recover._fitting", lambda *args: (10, 10))  # however busy the machine is
+    monkeypatch.setattr("rankfold.recovery.whole._fitting", lambda *args: (10, 10))  # however busy the machine is
     kills = {"rankfold.pipeline.CompressionRun.finish": "both.compressed.partial", STEP: "both.compressed"}
     for killed, left in kills.items():
         with monkeypatch.context() as patch, pytest.raises(Killed):
@@ -432,6 +432,6 @@ def test_steps_below_half_a_unit_in_the_last_place_are_not_lost():
     start = layer.weight.data.bfloat16().float()
     layer.weight.data = start + 0.1 * start.abs() / 256  # at most a fifth of half a unit: the nearest is where it was
     assert torch.equal(layer.weight.data.bfloat16().float(), start)
-    module._round(layer, torch.bfloat16, seed=0)
+    round_weights(layer, torch.bfloat16, seed=0)
     assert torch.equal(layer.weight.data, layer.weight.data.bfloat16().float())
     assert 0.97 < (layer.weight.data - start).sum() / (0.1 * start.abs() / 256).sum() < 1.03

@@ -30,6 +30,17 @@ def multiplies_bf16_fast() -> bool:
     return getattr(torch.cpu, "_is_avx512_bf16_supported", bool)() and "AMD" in _vendor()
 
 
+def multiplies_slowly(dtype: torch.dtype) -> bool:
+    """Whether the CPU has no instructions for a 16-bit float, so that PyTorch multiplies it number by number.
+
+    With AVX2 alone a linear layer takes 15 times as long in bf16 as in fp32 for 512 tokens, 6 times for 16, twice for one.
+    """
+    kernels = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    if dtype not in kernels or not torch.backends.mkldnn.is_available():
+        return False
+    return not getattr(torch.ops.mkldnn, kernels[dtype], lambda: True)()
+
+
 def _vendor() -> str:
     return cpu_facts().get("vendor_id") or platform.processor()
 

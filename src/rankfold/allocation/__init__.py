@@ -13,13 +13,16 @@ from .influence import Influence, ModuleInfluence
 from .named import from_text
 from .owl import OWL
 from .prunable import PrunableModule, RankCosts, Ranks
+from .quality import LEAST, Lost, expected_loss, guessed_loss, next_sparsity
 from .ranks import allocate, averages, check_reachable, shared_budgets, to_remove
 from .spectrum import Spectrum
 from .uniform import Uniform
+from .zero_sum import ZeroSum
 
 __all__ = [
     "ALLOCATIONS",
     "BUDGETS",
+    "LEAST",
     "OWL",
     "Allocation",
     "Budget",
@@ -31,6 +34,7 @@ __all__ = [
     "Influence",
     "Latency",
     "LeastInfluence",
+    "Lost",
     "Measured",
     "ModuleInfluence",
     "Parameters",
@@ -41,12 +45,16 @@ __all__ = [
     "Share",
     "Spectrum",
     "Uniform",
+    "ZeroSum",
     "allocate",
     "averages",
     "block_weights",
     "check_reachable",
+    "expected_loss",
     "from_text",
+    "guessed_loss",
     "largest_sparsity",
+    "next_sparsity",
     "shared_budgets",
     "tensor_bytes",
     "to_remove",
@@ -62,4 +70,5 @@ ALLOCATIONS: dict[str, type[Allocation]] = {
     "measured": Measured,
     "least-influence": LeastInfluence,
     "greedy": Greedy,
+    "zero-sum": ZeroSum,
 }

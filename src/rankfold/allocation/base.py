@@ -32,6 +32,10 @@ class DenseModelMeasures(Protocol):
         """Return (block, module) -> rank -> place in the order in which blocks are best removed."""
         ...
 
+    def singular_value_effects(self) -> dict[tuple[int, str], list[float]]:
+        """Return (block, module) -> expected change of the loss without each singular value, the largest value first."""
+        ...
+
 
 class Share(NamedTuple):
     """Modules that share one budget, and how much of it must be removed."""

@@ -6,12 +6,14 @@ from .linear import Dense, as_stored, read_linear
 from .models import MODELS, NamedModel
 from .norms import Norm
 from .parts import PARTS, Part, part_of
+from .rebuilding import FROM_CONFIG, from_config, with_fields
 from .registry import architecture_of, family_of, known_architectures
 from .spec import Architecture, AttentionSpec, ByConfig, ExpertsSpec, MLPSpec, NormsSpec
 from .views import BlockView, MLPView
 
 __all__ = [
     "FIXED_ROTARY",
+    "FROM_CONFIG",
     "MODELS",
     "PARTS",
     "Architecture",
@@ -31,8 +33,10 @@ __all__ = [
     "architecture_of",
     "as_stored",
     "family_of",
+    "from_config",
     "known_architectures",
     "own_frequencies",
     "part_of",
     "read_linear",
+    "with_fields",
 ]

@@ -23,6 +23,10 @@ SHARED = MLPSpec(
 
 ARCHITECTURES = (
     replace(
-        LLAMA, model_type="deepseek_v3", attention=LATENT, experts=ExpertsSpec(shared=SHARED, width=None), norms=None
+        LLAMA,
+        model_type="deepseek_v3",
+        attention=LATENT,
+        experts=ExpertsSpec(shared=SHARED, width=None, groups=("n_group", "topk_group")),
+        norms=None,
     ),
 )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .linear import Dense
+from .rebuilding import FROM_CONFIG
 from .spec import ExpertsSpec
 
 
@@ -20,6 +21,8 @@ class ExpertsView:
     spec: ExpertsSpec
     module: Any  # called with tokens (n, D), the experts of each (n, k), and their weights in its output (n, k)
     active: int  # k, experts that a token is sent to
+    groups: int = 1  # of experts side by side, of which the router first chooses some
+    active_groups: int = 1
 
     @property
     def count(self) -> int:
@@ -63,6 +66,17 @@ class ExpertsView:
         model_width = self.down(0).weight.shape[0]
         return 3 * model_width * width + (2 * width + model_width if self.biased else 0)
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Return how many experts a block of this family may have up to now, ascending: as many in each group, of which the
+        router sums the best two."""
+        return tuple(range(2 * self.groups if self.groups > 1 else 1, self.count + 1, self.groups))
+
+    def describe_fewer(self, count: int) -> dict:
+        """Describe the module around the experts with so many of them (:mod:`.rebuilding`)."""
+        active = min(self.active, count // self.groups * self.active_groups)
+        return {"kind": FROM_CONFIG, "config": {self.spec.count: count, "num_experts_per_tok": active}}
+
     def describe(self, width: int) -> dict:
         """Description of the experts with so many hidden units."""
         sizes = {"experts": self.count, "in": self.down(0).weight.shape[0], "width": width}
@@ -83,4 +97,7 @@ def read_experts(spec: ExpertsSpec, block: nn.Module, config: Any) -> ExpertsVie
     """The experts of a block; ``None`` where it has none."""
     owner, _, name = spec.path.rpartition(".")
     experts = getattr(block.get_submodule(owner), name, None)
-    return None if experts is None else ExpertsView(spec, experts, config.num_experts_per_tok)
+    if experts is None:
+        return None
+    groups = [getattr(config, name) for name in spec.groups or ()]
+    return ExpertsView(spec, experts, config.num_experts_per_tok, *groups)

@@ -18,7 +18,7 @@ SHARED = MLPSpec(
 
 ARCHITECTURES = (
     QWEN2,
-    replace(QWEN2, model_type="qwen2_moe", experts=ExpertsSpec(shared=SHARED)),
+    replace(QWEN2, model_type="qwen2_moe", experts=ExpertsSpec(shared=SHARED, count="num_experts")),
     QWEN3,
     replace(QWEN3, model_type="qwen3_moe", experts=ExpertsSpec()),
     *(replace(QWEN2, model_type=f"{name}_text") for name in ("qwen2_vl", "qwen2_5_vl")),

@@ -104,6 +104,14 @@ class ExpertsSpec:
     shared: MLPSpec | None = None  # the MLP that every token goes through beside its experts
     # Field of the config for the hidden units of an expert; None: the class makes other widths of it too.
     width: str | None = "moe_intermediate_size"
+    count: str = "num_local_experts"  # field of the config for the experts of a block
+    # Fields for the groups that the router chooses first, and how many of these; None: it chooses among all experts.
+    groups: tuple[str, str] | None = None
+
+    @property
+    def owner(self) -> str:
+        """Return the path of the module that holds the experts and their router."""
+        return self.path.rpartition(".")[0]
 
 
 @dataclass(frozen=True)

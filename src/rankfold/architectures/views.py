@@ -85,6 +85,11 @@ class BlockView:
         return read_experts(spec, self.module, self.config) if spec else None
 
     @property
+    def experts_owner(self) -> nn.Module:
+        """Return what holds the experts and their router."""
+        return self.module.get_submodule(self.experts.spec.owner)
+
+    @property
     def mlp(self) -> MLPView | Any:
         """Beside experts the one that all tokens go through; ``None`` where there is none."""
         experts = self.experts

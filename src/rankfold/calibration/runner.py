@@ -370,20 +370,42 @@ def _watched(observers: Iterable[Observer | Middle], end: nn.Module | None):
             handle.remove()
 
 
+def block_output(view: BlockView, stream: Stream, batch: int, module: nn.Module | None = None) -> Tensor:
+    """Return what a block makes of one batch of a stream, ``(B, T, D)``; with a gradient where its weights need one.
+
+    Args:
+        batch: number of the batch.
+        module: in place of the block.
+    """
+    args, kwargs, _ = stream.calls[batch][view.index]
+    with stream.context():
+        output = (module or view.module)(view.taken(stream.hidden[batch]), *args, **kwargs)
+    return _batched(output[0] if isinstance(output, tuple) else output)
+
+
+def middle_output(view: BlockView, stream: Stream, batch: int) -> Tensor:
+    """Return what a block makes of one batch up to the place between attention and MLP; see :func:`block_output`.
+
+    The block must have such a place (``view.middle``); what comes after it does not run.
+    """
+    middle = Middle(view)
+    with _watched([middle], view.middle), contextlib.suppress(_Stop):
+        block_output(view, stream, batch)
+    return middle.take(stream.hidden[batch])
+
+
 def _forward(view, stream, module, of: range | None = None) -> Iterator[tuple[int, dict, Tensor | Any]]:
     """Yield the number of each batch, or of those in a range, its keyword arguments and the output, which is ``None`` where the
     forward was left early."""
     ranges = []  # looked at once behind the last batch: a look waits for the device
     for i in range(len(stream.hidden)) if of is None else of:
-        hidden, (args, kwargs, _) = stream.hidden[i], stream.calls[i][view.index]
-        with stream.context():
-            try:
-                output = module(view.taken(hidden), *args, **kwargs)
-            except _Stop:
-                yield i, kwargs, None
-                continue
-        output = _batched(output[0] if isinstance(output, tuple) else output)
+        kwargs = stream.calls[i][view.index].kwargs
+        try:
+            output = block_output(view, stream, i, module)
+        except _Stop:
+            yield i, kwargs, None
+            continue
         ranges += torch.aminmax(output)
-        yield i, kwargs, output.to(hidden.dtype)
+        yield i, kwargs, output.to(stream.hidden[i].dtype)
     if ranges and not torch.stack(ranges).isfinite().all():
         raise NumericsError(f"the output of {view.path} has NaN or infinite entries; try {option('dtype', 'float32')}")

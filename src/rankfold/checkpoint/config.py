@@ -1,5 +1,6 @@
 """The config of a compressed model."""
 
+from ..architectures import FROM_CONFIG, with_fields
 from ..modules import AUTO_MAP, FORMAT, METHOD_NAME, digest
 from .numbered import cut_model, cut_part
 
@@ -9,7 +10,7 @@ def compressed_config(source, identity: dict, modules: dict[str, dict], kept: tu
 
     Args:
         identity: how it was made.
-        modules: path -> description.
+        modules: path -> description. Those of the family's own class become fields of the config, and are taken out.
         kept: blocks of the source that are in the result, ascending.
     """
     config = source.model.config.__class__.from_dict(source.model.config.to_dict())
@@ -19,6 +20,8 @@ def compressed_config(source, identity: dict, modules: dict[str, dict], kept: tu
         cut_part(_part_of(config, source), kept)
         if source.part.takes_images:
             cut_model(config, len(source), kept)
+    for path in [path for path, spec in modules.items() if spec["kind"] == FROM_CONFIG]:
+        with_fields(_part_of(config, source), modules.pop(path))
     config.__dict__.pop("auto_map", None)  # to code that is not run, and not beside the result
     before = _described(config)  # of another part
     if modules or before:

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .._utils.empty import empty_weights
 from ..errors import CheckpointError, OptionError, RankfoldError, UnsupportedModelError, first_line
 from ..models.auto_classes import auto_class
-from ..models.devices import resolve_device, resolve_dtype
+from ..models.devices import resolve_device, resolve_dtype, say_if_slow
 from ..models.given import ModelFiles, resolve_model
 from ..models.tables import check_tables
 from ..models.tokenizer import TokenizerFiles
@@ -66,6 +66,8 @@ def load_model(
     loaded = load_files(files, wanted, str(model), spread)
     if not spread:
         nn.Module.to(loaded, where)  # whose types a decorator of transformers hides
+        if wanted is None:
+            say_if_slow(loaded.dtype, where)
     return loaded
 
 
@@ -145,7 +147,7 @@ def empty_model(config, attention: str | None = None, dtype=None) -> PreTrainedM
     found = described(config)
     plain = config.__class__.from_dict(config.to_dict())
     plain.__dict__.pop("quantization_config", None)
-    with init_empty_weights(include_buffers=False):
+    with empty_weights():
         model = auto_class(plain).from_config(
             plain, dtype=dtype or config.dtype, attn_implementation=attention, trust_remote_code=False
         )

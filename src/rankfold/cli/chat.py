@@ -40,7 +40,7 @@ def command(
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     talk = open_conversation(name, system=system, dtype=dtype, device=device, **options)
     told = c.console()
-    out = told if json else c.Plain(sys.stdout)
+    out = told if json else c.plain(sys.stdout)
     if not talk.has_template:
         told.print(f"{name} has no chat template: it continues your text")
     turns = []

@@ -1,37 +1,25 @@
 """Printing that several commands share."""
 
 import json
-import os
-import re
 import sys
-
-from rich.console import Console
+from typing import TYPE_CHECKING
 
 from ..report.outcomes import excess_of
 
-WIDE = 240  # columns of a table that no terminal cuts
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # characters, apart from tabs and line ends
+if TYPE_CHECKING:
+    from .plain import Plain
 
 
-class Plain(Console):
-    """Prints strings as they are: a name may have brackets or colons in it, and a path must stay one word. Control
-    characters are shown, not sent: strings may come out of a stranger's checkpoint."""
+def plain(file) -> "Plain":
+    """Return a console that prints to a file what it is given."""
+    from .plain import Plain
 
-    def __init__(self, file):
-        free = not file.isatty() and "COLUMNS" not in os.environ
-        super().__init__(file=file, width=WIDE if free else None, highlight=False, markup=False, emoji=False)
-
-    def print(self, *objects, soft_wrap: bool | None = None, **options) -> None:
-        wrapped = all(isinstance(item, str) for item in objects) if soft_wrap is None else soft_wrap
-        super().print(*objects, soft_wrap=wrapped, **options)
-
-    def render_str(self, text: str, **options):
-        return super().render_str(CONTROL.sub(lambda c: c[0].encode("unicode_escape").decode(), text), **options)
+    return Plain(file)
 
 
-def console() -> Console:
+def console() -> "Plain":
     """For everything that is not the result."""
-    return Plain(sys.stderr)
+    return plain(sys.stderr)
 
 
 def emit(result: dict, as_json: bool, human) -> None:
@@ -39,16 +27,15 @@ def emit(result: dict, as_json: bool, human) -> None:
     if as_json:
         print(json.dumps(result, allow_nan=False))  # escaped: not every terminal, and no lone surrogate, is UTF-8
     else:
-        human(Plain(sys.stdout))
+        human(plain(sys.stdout))
 
 
 def result_of(record: dict) -> dict:
     """Return the main numbers of a run record."""
     seconds = dict(record["run"]["seconds"])
     spent = {"seconds": seconds.pop("total"), "seconds_by_part": seconds}
-    found = {
-        key: record.get(key) for key in ("held_out", "probe_texts", *(["recovery"] if "recovery" in record else []))
-    }
+    found = {key: record.get(key) for key in ("held_out", "probe_texts")}
+    found |= {key: record[key] for key in ("recovery", "goal") if key in record}
     return {**record["counts"], **spent, "excess": excess_of(record), **found}
 
 

@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
-from .._utils.processes import from_first, on_first
+from .._utils.processes import from_first, is_first, on_first
 from ..report.outcomes import recovery_lines
 from . import common as c
 from . import options as o
@@ -16,6 +15,8 @@ from .recover import UNCHANGED, parse_minutes
 from .request import Request, show_plans
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ..methods import Method
     from ..models.dense_model import DenseModel
     from ..report.plan import Plan
@@ -44,6 +45,8 @@ def command(
     rankfold compress HuggingFaceTB/SmolLM2-135M --sparsity 0.3
     rankfold compress ./my-model -o small --calibration my-text.txt
     rankfold compress ./my-model --sparsity 0.5 --dry-run
+    rankfold compress ./my-model --target-size 400MB
+    rankfold compress ./my-model --keep-quality 0.95
     rankfold compress ./my-model -o small --recover 15min
     rankfold compress --config small/rankfold.json -o other --sparsity 0.2
 
@@ -60,7 +63,7 @@ def command(
         pipeline.check_mode(method, mode, stored=request.moments is not None)
     if dry_run:
         return on_first(lambda: show_plans(request.plans(methods, mode), None, json))
-    output = output or Path(_name(o.at_revision(request.model, request.revision), [*methods.values()]))
+    output = output or Path(_name(request, [*methods.values()]))
     check_output(output)
     store = request.stored()
 
@@ -69,6 +72,10 @@ def command(
             plan = timed(plan, source, plan.calibration, mode)
         c.console().print(plan.table(), plan.summary())
 
+    def show(line: str) -> None:
+        if is_first():
+            c.console().print(line, soft_wrap=True)
+
     if len(methods) > 1:  # no name is kept of what is opened: it goes when its turn is over
         loaded = ((source, method, text.load(source)) for source, method, text in request.open(methods))
         compress_components(loaded, output, mode=mode, on_plan=announce)
@@ -76,16 +83,22 @@ def command(
         [(source, method, text)] = request.open(methods)
         tokens = None if store else text.load(source)
         how: dict[str, Any] = {"moments": store, "mode": mode, "on_plan": partial(announce, source=source)}
-        if minutes is None:
-            pipeline.compress(source, method, tokens, output, **how)
+        goal = request.goal()
+        if request.keep_quality is not None:
+            from ..quality import compress_to_keep
+
+            compress_to_keep(source, method, request.keep_quality, tokens, output, **how, on_run=show)
+        elif minutes is None:
+            pipeline.compress(source, method, tokens, output, **how, goal=goal)
         else:
             from ..recovery.compressing import compress_and_recover
 
-            compress_and_recover(source, method, tokens, output, minutes=minutes, **text.for_recovery(store), **how)
+            training = text.for_recovery(store)
+            compress_and_recover(source, method, tokens, output, minutes=minutes, goal=goal, **training, **how)
     records = from_first(lambda: records_of(read_record(output)))
     stock = on_first(lambda: summary.exported_as_stock(output, records[-1]))
 
-    def finish(out: Console) -> None:
+    def finish(out: "Console") -> None:
         for record in records:
             what = f"{output}, {record['plan']['part']}" if len(records) > 1 else str(output)
             summary.show_result(what, record, out)
@@ -104,9 +117,15 @@ def command(
         raise typer.Exit(UNCHANGED)
 
 
-def _name(model: str, methods: "list[Method]") -> str:
-    """Return the default output: the names of model and method, and every sparsity."""
+def _name(request: Request, methods: "list[Method]") -> str:
+    """Return the default output: the names of model and method, and every sparsity or what was asked in its place."""
+    model = o.at_revision(request.model, request.revision)
     place = Path(model).expanduser()
     name = place.resolve().name.removesuffix(".gguf") if place.exists() else place.name.partition("@")[0]
     sparsities = [value for method in methods for value in (method.own_sparsities or {"": method.sparsity}).values()]
-    return "-".join([name, methods[0].name, *(f"{value:g}" for value in sparsities)])
+    amounts = [f"{value:g}" for value in sparsities]
+    if request.target_size is not None:
+        amounts = ["".join(request.target_size.split())]
+    if request.keep_quality is not None:
+        amounts = [f"keep-{request.keep_quality:g}"]
+    return "-".join([name, methods[0].name, *amounts])

@@ -9,7 +9,7 @@ import typer
 
 from .._utils.schema import Maybe, check_record
 from ..errors import written
-from .options import MethodOptions, of_model
+from .options import MethodOptions, of_measurements, of_model
 
 # What a record must hold to be repeated, beside what the tables show.
 NEEDED = {"dtype": str, "revision": Maybe(str), "calibration": {"seed": int}, "plan": {"method": {"method": str}}}
@@ -53,6 +53,16 @@ def _read_comparison(context: typer.Context, path: Path | None) -> Recorded | No
     return _into_defaults(context, [shared | run for run in runs])
 
 
+def _read_protocol(context: typer.Context, name: str | None) -> str | None:
+    """Let the options that a protocol fixes be the defaults; those of a comparison to repeat go before them."""
+    if name is None or context.resilient_parsing:
+        return None
+    from ..comparison.protocol import read_protocol
+
+    context.default_map = read_protocol(name).settings() | dict(context.default_map or {})
+    return name
+
+
 _record_of = partial(of_model, parser=Path, metavar="<path>", is_eager=True)
 Run = Annotated[
     Recorded | None,
@@ -62,6 +72,14 @@ Comparison = Annotated[
     Recorded | None,
     _record_of(
         callback=_read_comparison, help="compare.json of a comparison to repeat; options given here override it."
+    ),
+]
+ProtocolName = Annotated[
+    str | None,
+    of_measurements(
+        callback=_read_protocol,
+        is_eager=True,
+        help="lowrankarena: texts, tasks, calibration, sizes by its rules. Options given here override it; the report says so.",
     ),
 ]
 
@@ -112,7 +130,9 @@ def _of_comparison(identity: Settings) -> Settings:
         "limit": first["limit"],
         "tasks": tasks and ",".join(tasks["tasks"]),
         "include_path": tasks and tasks["folder"],
+        "generation": "generation" in measures,
         "speed": "speed" in measures,
+        "protocol": identity.get("protocol", {}).get("name"),
     }
     return {key: value for key, value in values.items() if value is not None}
 

@@ -1,13 +1,14 @@
 """`rankfold evaluate`"""
 
 from pathlib import Path
-from typing import Annotated
-
-from rich.table import Table
+from typing import TYPE_CHECKING, Annotated
 
 from ..errors import OptionError
 from . import common as c
 from . import options as o
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def command(
@@ -25,7 +26,7 @@ def command(
     max_length: Annotated[int, o.of_measurements(help="Tokens per window.")] = 2048,
     text_column: Annotated[str, o.of_measurements(help="Column of the text in a file with rows.")] = "text",
     tasks: Annotated[
-        str | None, o.of_measurements(help="Tasks of lm-eval, e.g. arc_easy,piqa,winogrande; and scienceqa.")
+        str | None, o.of_measurements(help="Tasks of lm-eval, e.g. arc_easy,piqa; scienceqa, mmlu_math:5 (5 examples).")
     ] = None,
     include_path: o.IncludePath = None,
     num_fewshot: Annotated[
@@ -33,15 +34,18 @@ def command(
     ] = None,
     batch_size: Annotated[int, o.of_measurements(help="Questions in one forward.")] = 8,
     limit: o.Limit = None,
+    generation: o.Generation = False,
     speed: Annotated[bool, o.of_measurements("--speed", help="Tokens per second, memory, bytes, operations.")] = False,
-    baseline: Annotated[str | None, o.of_measurements(help="Another model, run in turn; ratios are over it.")] = None,
+    baseline: Annotated[
+        str | None, o.of_measurements(help="Another model: its text is compared with, and speeds are over its.")
+    ] = None,
     batch_sizes: Annotated[str, o.of_measurements(help="Sequences at a time.")] = "1,8,32",
     stream: Annotated[
         bool, o.of_model("--stream", help="Read one block at a time, for texts: of a model larger than memory.")
     ] = False,
     json: o.Json = False,
 ) -> None:
-    """Measure perplexity, accuracy on tasks, and speed.
+    """Measure perplexity, accuracy on tasks, what the model writes, and speed.
 
     For dense and compressed models; perplexity as for WikiText-2 in the papers, accuracy by lm-eval.
 
@@ -49,13 +53,14 @@ def command(
     rankfold evaluate small --text wikitext2
     rankfold evaluate small --text wikitext2:wiki.test.raw --text my-text.txt --limit 16 --json
     rankfold evaluate small --tasks arc_easy,piqa --include-path rows
-    rankfold evaluate small --speed --baseline dense
+    rankfold evaluate small --generation --speed --baseline dense
     """
     model = o.at_revision(model, revision)
     from ..evaluation.cost import Cost
     from ..evaluation.evaluate import evaluate
     from ..evaluation.tasks import Questions
     from ..evaluation.text import Texts
+    from ..evaluation.writing import Writing
 
     names = [name.strip() for name in (tasks or "").split(",")]
     result = evaluate(
@@ -63,11 +68,12 @@ def command(
         texts=Texts(text, max_length, limit, text_column) if text else None,
         questions=Questions(names, include_path, limit, batch_size, num_fewshot) if tasks is not None else None,
         cost=Cost(baseline, _sizes(batch_sizes)) if speed else None,
+        writing=Writing(include_path, limit or Writing.limit, baseline=baseline) if generation else None,
         dtype=dtype,
         device=device,
         stream=stream,
     )
-    if len(text or ()) == 1 and tasks is None and not speed:
+    if len(text or ()) == 1 and tasks is None and not speed and not generation:
         result = {"model": result["model"], **result["texts"][0]}
         c.emit(result, json, lambda out: out.print(_line(result), soft_wrap=True))
     else:
@@ -99,6 +105,8 @@ def _show(out, result: dict) -> None:
         out.print(f"{_line(text)}; {text['tokens_per_second']:,.0f} tokens/s", soft_wrap=True)
     if "tasks" in result:
         out.print(_tasks(result["tasks"]))
+    if "generation" in result:
+        out.print(_generation(result["generation"]))
     if "cost" in result:
         models = result["cost"]["models"]
         short = {name: Path(name).name for name in models}
@@ -107,7 +115,9 @@ def _show(out, result: dict) -> None:
         out.print(_speed(result["cost"]["batches"], labels))
 
 
-def _tasks(tasks: dict) -> Table:
+def _tasks(tasks: dict) -> "Table":
+    from rich.table import Table
+
     table = Table("task", "metric", "value", "standard error", "questions")
     for name, facts in tasks.items():
         parts = {name: facts} | {f"{name} {column}": part for column, part in facts.get("columns", {}).items()}
@@ -119,7 +129,28 @@ def _tasks(tasks: dict) -> Table:
     return table
 
 
-def _cost(models: dict, labels: dict[str, str]) -> Table:
+def _generation(found: dict) -> "Table":
+    from rich.table import Table
+
+    table = Table("generation", "value", "standard error", "prompts")
+    for kind, facts in found["exact"].items():
+        error = "-" if facts["stderr"] is None else f"{facts['stderr']:.4f}"
+        table.add_row(f"{kind}, exact", f"{facts['share']:.4f}", error, str(facts["prompts"]))
+    named = {
+        "repetition": "repeated 4-grams",
+        "distinct": "distinct 2-grams",
+        "equal": "tokens as the baseline's",
+        "first_difference": "tokens until the first other one",
+    }
+    for key, name in named.items():
+        if found.get(key) is not None:
+            table.add_row(name, f"{found[key]:.4g}", "", str(found["texts"]))
+    return table
+
+
+def _cost(models: dict, labels: dict[str, str]) -> "Table":
+    from rich.table import Table
+
     table = Table("", *(labels[name] for name in models))
     for name, key, unit in (
         ("M parameters", "parameters", 1e6),
@@ -133,7 +164,9 @@ def _cost(models: dict, labels: dict[str, str]) -> Table:
     return table
 
 
-def _speed(batches: list[dict], labels: dict[str, str]) -> Table:
+def _speed(batches: list[dict], labels: dict[str, str]) -> "Table":
+    from rich.table import Table
+
     table = Table(
         "batch", "model", "prefill tokens/s", "decode tokens/s", "first token, ms", "peak memory, MiB", "ratios"
     )

@@ -25,13 +25,13 @@ PLACES = ("model", "text", "calibration", "include_path", "baseline")  # argumen
 HOME = re.compile("(?:^|[:=])(~[^/=]+)")  # of another user: ~name/x, ALIAS:~name/x, COMPONENT=~name/x
 # Option -> those of which one must be given, or nothing reads it; where a command has them.
 BESIDE = {
-    "include_path": ("tasks",),
+    "include_path": ("tasks", "generation"),
     "num_fewshot": ("tasks",),
     "batch_size": ("tasks",),
-    "baseline": ("speed",),
+    "baseline": ("speed", "generation"),
     "batch_sizes": ("speed",),
     "max_length": ("text",),
-    "limit": ("text", "tasks"),
+    "limit": ("text", "tasks", "generation"),
     "text_column": ("text",),
     "seed": ("temperature",),
     "gpus": ("gpu",),
@@ -45,6 +45,14 @@ INSTEAD = {
     "gpu": (
         ("calibration", "seed", "text_column", "component", "components", "moments", "device"),
         "--gpu plans by the shapes of a config alone, --{} would be ignored; leave one of them out",
+    ),
+    "target_size": (
+        ("sparsity", "keep_quality", "budget", "scope", "components"),
+        "--target-size says how much of the whole model's bytes is removed, --{} would be ignored; leave one of them out",
+    ),
+    "keep_quality": (
+        ("sparsity", "components", "recover", "gpu"),
+        "--keep-quality finds the sparsity of one component by compressing it, --{} has no place beside it; leave one out",
     ),
     "moments": (
         ("calibration", "num_samples", "max_length", "seed", "text_column", "shards", "mode"),

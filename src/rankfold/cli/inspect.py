@@ -1,16 +1,17 @@
 """`rankfold inspect`"""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Column, Table
 
 from ..report.outcomes import recovery_lines, warnings_of
 from . import common as c
 from . import options as o
 from .summary import removed, show_numbers
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def command(
@@ -32,13 +33,15 @@ def command(
     c.emit(record, json, lambda out: [_print(one, out) for one in records_of(record)])
 
 
-def _print(record: dict[str, Any], out: Console) -> None:
+def _print(record: dict[str, Any], out: "Console") -> None:
     from ..report.model_card import measured_on
 
     calibration, component = record["calibration"], record["plan"].get("part")
     name = f"{record['base_model']}, {component}," if component else record["base_model"]
     out.print(f"{name} compressed by {record['method']} ({record['mode']}), rankfold {record['rankfold_version']}")
     out.print(f"calibrated on {measured_on(calibration)} of {calibration['source']}")
+    from rich.table import Column, Table
+
     table = Table(Column("block", justify="right"))
     names = list(dict.fromkeys(module for block in record["blocks"].values() for module in block))
     for column in (column for name in names for column in (name, "error", "held out")):

@@ -3,16 +3,17 @@
 import inspect
 import re
 from dataclasses import fields
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from ..errors import written
 from ..methods import METHODS, make_method, method_class
 from . import common as c
 from . import options as o
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 ATTRIBUTE = re.compile(r"^    (\w+): (.*(?:\n(?:     .*|$))*)", re.MULTILINE)  # an entry of a docstring's list
 SENTENCE_END = re.compile(r"(?<!\bApp)(?<!\bSec)(?<!\bEq)\. ")
@@ -38,7 +39,9 @@ def command(
     c.emit({"methods": rows}, json, lambda out: _print(rows, out))
 
 
-def _print(rows: list[dict[str, str]], out: Console) -> None:
+def _print(rows: list[dict[str, str]], out: "Console") -> None:
+    from rich.table import Table
+
     table = Table(*rows[0])
     for row in rows:
         table.add_row(*row.values())

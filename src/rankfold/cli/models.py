@@ -4,7 +4,6 @@ from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from ..errors import OptionError
 from . import common as c
@@ -38,6 +37,8 @@ def command(
     rows = rows_of_models()
 
     def table(out) -> None:
+        from rich.table import Table
+
         grid = Table(*rows[0])
         for row in rows:
             grid.add_row(*row.values())

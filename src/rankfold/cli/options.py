@@ -39,13 +39,28 @@ Component = Annotated[
 Components = Annotated[
     str | None, of_model(help="Several in one run, each with its sparsity: language=0.3,vision=0.2.")
 ]
+TargetSize = Annotated[
+    str | None, of_method(metavar="SIZE", help="Instead of --sparsity: what all weights may take, e.g. 400MB, 1.5GiB.")
+]
+KeepQuality = Annotated[
+    float | None,
+    of_method(
+        help="Instead of --sparsity: fraction of a held-out token's likelihood to keep, e.g. 0.95. Two runs or so."
+    ),
+]
 Json = Annotated[bool, of_output("--json", help="Print the result as one JSON object on stdout.")]
 IncludePath = Annotated[
     str | None,
     of_measurements(help="Folder with the tasks' rows as NAME.jsonl or NAME_*.jsonl, instead of the hub."),
 ]
 Limit = Annotated[
-    int | None, of_measurements(help="Only the first N windows of a text, the first N questions of a task.")
+    int | None, of_measurements(help="Only the first N windows of a text, N questions of a task, N prompts of a kind.")
+]
+Generation = Annotated[
+    bool,
+    of_measurements(
+        "--generation", help="What it writes: exact answers, repetition, how long the text is the dense model's."
+    ),
 ]
 Moments = Annotated[
     Path | None, of_calibration(help="Folder written by `rankfold calibrate`, in place of a calibration.")

@@ -7,12 +7,17 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Show errors of transformers only, and no progress bars of loaders where stderr is a file."""
+    """Show errors of transformers and of the hub only, and no progress bars of loaders where stderr is a file.
+
+    The hub's client tries five times and writes two lines a time; when it gives up, an error says so.
+    """
+    import huggingface_hub.utils.logging
     import transformers
 
     from .._utils.progress import without_bars
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
+    huggingface_hub.utils.logging.set_verbosity_error()
     with contextlib.nullcontext() if sys.stderr.isatty() else without_bars():
         yield

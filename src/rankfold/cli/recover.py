@@ -65,6 +65,13 @@ def command(
     adapter: Annotated[
         bool, o.of_output("--adapter", help="Write a PEFT adapter for the compressed model; do not merge it.")
     ] = False,
+    blockwise: Annotated[
+        bool, o.of_training("--blockwise", help="One block in memory with its optimiser, towards the dense one.")
+    ] = False,
+    cache_logits: Annotated[
+        Path | None,
+        o.of_training(help="Folder for what the dense model predicts, computed once; it leaves memory then."),
+    ] = None,
     gradient_checkpointing: Annotated[
         bool, o.of_training("--gradient-checkpointing", help="Less memory, one more forward.")
     ] = False,
@@ -103,6 +110,8 @@ def command(
         max_length=max_length,
         tolerance=tolerance,
         adapter=adapter,
+        blockwise=blockwise,
+        cache_logits=cache_logits,
         gradient_checkpointing=gradient_checkpointing,
         report_to=report_to,
         seed=seed,
@@ -110,7 +119,7 @@ def command(
         device=device,
     )
     facts = done.record["recovery"]
-    result = {"output": str(done.output), "recovered": done.recovered, **{k: facts[k] for k in SHOWN}}
+    result = {"output": str(done.output), "recovered": done.recovered, **{k: facts[k] for k in SHOWN if k in facts}}
 
     def show(out) -> None:
         out.print(f"{done.output}:", soft_wrap=True)
@@ -123,4 +132,4 @@ def command(
         raise typer.Exit(UNCHANGED)
 
 
-SHOWN = ("held_out", "tokens_seen", "tuned_parameters", "best_step", "seconds")
+SHOWN = ("held_out", "tokens_seen", "tuned_parameters", "best_step", "blocks", "seconds")

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ..data.calibration_data import CalibrationData
     from ..methods import Method
     from ..models.dense_model import DenseModel
+    from ..report.goal import Goal
     from ..report.plan import Plan
 
 Group = TypeVar("Group", o.MethodOptions, CalibrationOptions)
@@ -31,6 +32,8 @@ class Request:
     components: o.Components = None
     revision: o.Revision = None
     device: o.Device = "auto"
+    target_size: o.TargetSize = None
+    keep_quality: o.KeepQuality = None
     what: o.MethodOptions
     text: CalibrationOptions
     moments: o.Moments = None
@@ -40,8 +43,9 @@ class Request:
         """Return what is done to each component, in their order; to the one of ``--component`` under ``None``.
 
         Raises:
-            OptionError: not sparsities of different components, or an option that does not parse.
+            OptionError: not sparsities of different components, or an option or a size that does not parse.
         """
+        self.goal()
         if self.components is None:
             return {None: self.what.parse()}
         methods: dict[str | None, Method] = {}
@@ -84,19 +88,42 @@ class Request:
         sources = {name: validated(open_model(model, component=name or self.component, **options)) for name in methods}
         for name, source in sources.items():
             methods[name].supported_modules(source.architecture, source.meta_block(0))
+            methods[name] = self._sized(source, methods[name])
         return [(source, methods[name], texts[name]) for name, source in sources.items()]
+
+    def _sized(self, source: "DenseModel", method: "Method") -> "Method":
+        """Return a method with the sparsity that the size asked for takes."""
+        if self.target_size is None:
+            return method
+        from ..compression.budget import method_of_size
+
+        return method_of_size(source, method, self.target_size)
+
+    def goal(self) -> "Goal | None":
+        """Return what the size of a run is for, where one was asked for."""
+        from .._utils.sizes import parse_size
+        from ..report.goal import Goal, check_quality
+
+        if self.keep_quality is not None:
+            check_quality(self.keep_quality)
+        if self.target_size is None:
+            return None
+        return Goal("target_size", parse_size(self.target_size))
 
     def plans(self, methods: "dict[str | None, Method]", mode: str) -> "list[Plan]":
         """Plan each component; the language model is measured after the dense tower, not after the compressed one."""
         from .. import pipeline
         from ..compression.duration import timed
+        from ..quality import method_to_keep
 
         plans, store = [], self.stored()
         for source, method, text in self.open(methods):
-            if store is not None:
+            tokens = None if store else text.load(source)
+            if self.keep_quality is not None:
+                method = method_to_keep(source, method, self.keep_quality, tokens, store)
+            if tokens is None:
                 plans.append(pipeline.plan(source, method, moments=store))
                 continue
-            tokens = text.load(source)
             the_plan = pipeline.plan(source, method, tokens, moments=_predicting(source, method, tokens))
             plans.append(timed(the_plan, source, tokens.describe(), mode))
         return plans
@@ -108,6 +135,7 @@ class Request:
         (method,) = methods.values()
         return api.plan(
             self.model,
+            target_size=self.target_size,
             method=method,
             num_samples=self.text.num_samples,
             max_length=self.text.max_length,

@@ -3,14 +3,16 @@
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-from rich.console import Console
+from typing import TYPE_CHECKING, Any
 
 from ..errors import OptionError
 from ..methods import make_method
+from ..report.goal import goal_line
 from ..report.outcomes import before_training, excess_of, held_out_row, kind_rows, size_rows
 from . import common as c
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Record = Mapping[str, Any]  # of a run
 
@@ -19,7 +21,7 @@ TARGETS = {"stock": "stock", "gguf": "stock", "deci": "llama.cpp", "gguf-deci": 
 HEADS = {"qk", "vo", "heads"}  # modules that such a target leaves dense
 
 
-def show_result(what: str, record: Record, out: Console) -> None:
+def show_result(what: str, record: Record, out: "Console") -> None:
     """Print what came out of a run: how much is removed, then :func:`show_numbers`."""
     made = f"{what}: {record['base_model']} by {record['method']}, {removed(record['counts'])}"
     out.print(made, soft_wrap=True)
@@ -32,9 +34,11 @@ def removed(counts: Record) -> str:
     return f"{counts['sparsity']:.2%} of the {counts['counted_weights']:,} counted weights {how}"
 
 
-def show_numbers(record: Record, out: Console) -> None:
+def show_numbers(record: Record, out: "Console") -> None:
     """Print the dense and the compressed model side by side: sizes and perplexity; then where the time went."""
     held_out, probe_texts, seconds = record.get("held_out"), record.get("probe_texts"), dict(record["run"]["seconds"])
+    if goal := goal_line(record):
+        out.print(goal, soft_wrap=True)
     if excess := excess_of(record):
         out.print(excess)
     rows = [("", "dense", "compressed", ""), *size_rows(record["plan"])]
@@ -52,7 +56,7 @@ def show_numbers(record: Record, out: Console) -> None:
     out.print(f"  {c.where_time_went(seconds.pop('total'), seconds)}", soft_wrap=True)
 
 
-def show_next(folder: Path, record: Record, out: Console, *, has_stock: bool) -> None:
+def show_next(folder: Path, record: Record, out: "Console", *, has_stock: bool) -> None:
     """Print the commands that a result is for."""
     place, name = shlex.quote(str(folder)), shlex.quote(folder.name)
     commands = {}
@@ -81,7 +85,7 @@ def exported_as_stock(folder: Path, record: Record) -> dict[str, Any] | None:
     return {"parameters": exported, "saving_kept": max(0.0, (dense - exported) / (dense - now))}
 
 
-def show_kept(kept: float, parameters: int, format: str, folder: Path, out: Console) -> None:
+def show_kept(kept: float, parameters: int, format: str, folder: Path, out: "Console") -> None:
     """Print one line on what is left of the saving, the options that keep it, and what that costs by the plan.
 
     Args:

@@ -3,7 +3,7 @@
 from .compare import CellRunner, compare
 from .folder import Folder
 from .grid import Cell, Form, cells_of
-from .measures import Accuracies, Measures, Perplexities, Speed
+from .measures import Accuracies, Generations, Measures, Perplexities, Speed
 
 __all__ = [
     "Accuracies",
@@ -11,6 +11,7 @@ __all__ = [
     "CellRunner",
     "Folder",
     "Form",
+    "Generations",
     "Measures",
     "Perplexities",
     "Speed",

@@ -31,6 +31,7 @@ from ..report.record import environment, read_record, versions
 from .folder import DENSE, Folder
 from .grid import Cell
 from .measures import Measures
+from .protocol import Rules
 from .report.page import write_report, write_rows
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ def compare(
     output: str | Path,
     *,
     keep: bool = False,
+    rules: Rules | None = None,
     on_row: Callable[[dict], None] = lambda row: None,
 ) -> list[dict]:
     """Compress a model by every cell and measure the results and the dense model alike.
@@ -60,6 +62,7 @@ def compare(
         measures: what is measured.
         output: folder of the comparison.
         keep: keep the compressed models and the moments, in ``cells`` of the folder.
+        rules: a protocol that the run follows; what it keeps of the dense model's quality goes into every row.
         on_row: called with every new row.
 
     Returns:
@@ -73,6 +76,8 @@ def compare(
         error = next(iter(impossible.values()))
         raise error
     identity = from_first(lambda: comparison_identity(source, tokens.describe(), measures.describe()))
+    if rules:
+        identity["protocol"] = rules.describe(identity)
     folder = Folder(Path(output), identity)
     _warn_of_common_text(tokens, measures)
     with folder.working(cells) if is_first() else contextlib.nullcontext():
@@ -83,11 +88,15 @@ def compare(
             log.warning(told, len(lost), option("keep", True))
         work = CellRunner(source, tokens, measures, folder, [cell for cell in cells if cell.key not in impossible])
 
+        def judged(row: dict, dense: dict) -> dict:
+            return row | {"protocol": rules.protocol.retention(row, dense)} if rules and row["measures"] else row
+
         def take(cell: Cell, row: dict) -> None:
+            row = judged(row, folder.row(DENSE))
             folder.keep(cell.key, row)
             if not keep:
                 folder.clear(kept, [cell])
-            write_rows(folder.path, folder.rows())
+            write_rows(folder.path, folder.config(), folder.rows())
             on_row(row)
 
         def report() -> list[dict]:
@@ -97,8 +106,13 @@ def compare(
                 write_report(folder.path, folder.config(), folder.rows())
             return [folder.row(key) for key in (DENSE, *(cell.key for cell in cells))]
 
+        def take_dense() -> None:
+            row = work.dense_row()
+            folder.keep(DENSE, judged(row, row))
+            on_row(folder.row(DENSE))
+
         if DENSE not in done:
-            on_first(lambda: (folder.keep(DENSE, work.dense_row()), on_row(folder.row(DENSE))))
+            on_first(take_dense)
         for cell in track([cell for cell in cells if cell.key not in done], "comparing"):
             error = impossible.get(cell.key)
             row = _failed(cell, error) if error else work.run(cell)

@@ -39,13 +39,16 @@ class Form:
         listed = ",".join(f"{key}={written(value, '+')}" for key, value in given.items())
         return f"{self.name}:{listed}" if listed else self.name
 
-    def at(self, sparsity: float) -> "Cell":
+    def at(self, sparsity: float, common: Mapping | None = None) -> "Cell":
         """This method at a sparsity.
+
+        Args:
+            common: options of all methods of the grid; the method's own go before them.
 
         Raises:
             OptionError: an option that is unknown or out of range, or modules with another sparsity.
         """
-        method = make_method(self.name, **self.options, sparsity=sparsity)
+        method = make_method(self.name, **{**(common or {}), **self.options}, sparsity=sparsity)
         if method.own_sparsities and set(method.own_sparsities.values()) != {sparsity}:
             raise OptionError(
                 f"{self.label} gives its modules other sparsities than the {sparsity} of its row; give them that one, or name "
@@ -75,13 +78,13 @@ class Cell:
         return f"{self.method.name}-{self.method.sparsity}-{hashlib.sha256(facts.encode()).hexdigest()[:8]}"
 
 
-def cells_of(forms: Sequence[Form], sparsities: Iterable[float]) -> list[Cell]:
-    """The grid, method by method.
+def cells_of(forms: Sequence[Form], sparsities: Iterable[float], common: Mapping | None = None) -> list[Cell]:
+    """The grid, method by method; arguments as of :meth:`Form.at`.
 
     Raises:
         OptionError: nothing to run, something twice, or an option that is unknown or out of range.
     """
-    cells = [form.at(sparsity) for form in forms for sparsity in sparsities]
+    cells = [form.at(sparsity, common) for form in forms for sparsity in sparsities]
     if not cells:
         raise OptionError("nothing to compare; name at least one method and one sparsity")
     seen = {}

@@ -15,6 +15,7 @@ from ..errors import DataError
 from ..evaluation.speed import lengths, speed
 from ..evaluation.tasks import Questions
 from ..evaluation.text import Texts, timed_perplexity, windows_of_text
+from ..evaluation.writing import Writing
 from ..models.dense_model import DenseModel
 
 DENSE, COMPRESSED = "dense", "compressed"
@@ -66,8 +67,8 @@ class Perplexities:
     def __init__(self, source: DenseModel, texts: Texts):
         self.texts = texts.read()
         length = min(texts.max_length, source.context_length)
-        self.windows = [_windows(source, text, length, texts.limit) for text in self.texts]
-        self.labels, self.limit = _labels(texts.names), texts.limit
+        self.windows = [_windows(source, text, length, texts.limit_of(text.name)) for text in self.texts]
+        self.labels, self.limits = _labels(texts.names), [texts.limit_of(name) for name in texts.names]
         self.text_column = named_column(texts.names, texts.text_column)
 
     def describe(self) -> list[dict]:
@@ -75,13 +76,13 @@ class Perplexities:
             {
                 "text": label,
                 "origin": text.origin,
-                "limit": self.limit,
+                "limit": limit,
                 **({"text_column": self.text_column} if self.text_column else {}),
                 "windows": len(windows),
                 "length": windows.shape[1],
                 "sha256": hashlib.sha256(windows.numpy().tobytes()).hexdigest()[:32],
             }
-            for label, text, windows in zip(self.labels, self.texts, self.windows, strict=True)
+            for label, text, windows, limit in zip(self.labels, self.texts, self.windows, self.limits, strict=True)
         ]
 
     def __call__(self, model: PreTrainedModel, dense) -> list[dict]:
@@ -127,6 +128,28 @@ class Accuracies:
 
     def __call__(self, model: PreTrainedModel, dense) -> dict[str, dict]:
         return self.questions.measure(model, self.source.tokenizer)
+
+
+class Generations:
+    """What a model writes, beside the dense model's text; see :class:`~rankfold.evaluation.writing.Writing`.
+
+    Raises:
+        OptionError, DataError: see :meth:`~rankfold.evaluation.writing.Writing.prompts`.
+    """
+
+    def __init__(self, source: DenseModel, writing: Writing):
+        self.kinds = [*writing.prompts()]
+        self.source, self.writing = source, writing
+        self._dense: list[list[int]] | None = None  # what the dense model writes
+
+    def describe(self) -> dict:
+        return {"limit": self.writing.limit, "kinds": self.kinds}
+
+    def __call__(self, model: PreTrainedModel, dense: Callable[[], PreTrainedModel]) -> dict:
+        tokenizer = self.source.tokenizer
+        if self._dense is None:
+            self._dense = self.writing.free_text(dense(), tokenizer)
+        return self.writing.measure(model, tokenizer, self._dense)
 
 
 class Speed:

@@ -14,10 +14,11 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from .._utils.processes import from_first
-from ..allocation import Bytes, ContextBudget, block_weights, unique_parameters
+from .._utils.sizes import parse_size, size_text
+from ..allocation import Bytes, ContextBudget, Parameters, block_weights, check_reachable, unique_parameters
 from ..architectures import BlockView
 from ..checkpoint.removable import blocks_that_stay
-from ..errors import OptionError, UnsupportedModelError
+from ..errors import OptionError, UnsupportedModelError, option
 from ..methods import BLOCK, MeasurableMethod, Method, PrunableModule, fitted
 from ..models.dense_model import DenseModel
 from .latency import LatencyTable, likeness, measure_latency, read_latency_table, write_latency_table
@@ -68,6 +69,42 @@ def rank_options(source: DenseModel, method: Method, kept: Path | None = None) -
     else:
         size, counted, facts = _flops(source, whole, context)
     return RankOptions(units, weights, _priced(source, units, size), counted, counts | facts)
+
+
+def method_of_size(source: DenseModel, method: Method, target_size: int | str) -> Method:
+    """Return a method with the sparsity that leaves a model of at most so many bytes: ``scope="model"``, ``budget="bytes"``.
+
+    Args:
+        source: an open model.
+        method: what to do; its sparsity is not used.
+        target_size: bytes of all weights in the dtype written, embeddings, codes and indices included; see
+            :func:`.parse_size`.
+
+    Raises:
+        OptionError: the model is no larger, its modules cannot lose so much, or the method has a budget or sparsities of its
+            own.
+    """
+    size = parse_size(target_size)
+    if method.budget not in (Parameters(), Bytes()) or method.own_sparsities:
+        other = f"budget {method.budget}" if method.budget != Parameters() else "sparsities of single modules"
+        raise OptionError(
+            f"{option('target_size')} is a budget of its own, so {other} would have no effect; leave one of them out"
+        )
+    dense = unique_parameters(source.model) * torch.empty((), dtype=source.dtype).element_size()
+    if size >= dense:
+        raise OptionError(
+            f"{option('target_size')} is what all weights take together, got {size_text(size)}, and those of {source.name} "
+            f"take {size_text(dense)}; give a smaller size, or another dtype"
+        )
+    method = replace(method, sparsity=(dense - size) / dense, scope="model", budget=Bytes())
+    options = rank_options(source, method)
+    try:
+        check_reachable(options.priced, method, options.counted)
+    except OptionError as error:
+        raise OptionError(
+            f"{option('target_size')} {size_text(size)} of {size_text(dense)} is a sparsity of {method.sparsity:.4f}; {error}"
+        ) from None
+    return method
 
 
 def _bytes(source: DenseModel, method: Method, whole: nn.Module, context: int, batch: int) -> Price:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
 
 from torch import Tensor
 
@@ -79,6 +79,9 @@ def available(source: DenseModel, statistics: set[str]) -> set[str]:
     return seen - (set() if any(view.relu for view in blocks) else {"mlp_samples"})
 
 
+T = TypeVar("T")
+
+
 class DenseMeasures(NamedTuple):
     """The dense model, and what is known about it; :class:`rankfold.allocation.DenseModelMeasures`.
 
@@ -110,7 +113,7 @@ class DenseMeasures(NamedTuple):
     def _blocks(self) -> Iterator[int]:
         return track(range(len(self.source)), "looking at weights")
 
-    def _of_block(self, index: int, score: Callable[[BlockView], float]) -> float:
+    def _of_block(self, index: int, score: Callable[[BlockView], T]) -> T:
         with algebra(self.source.block(index)) as view:
             found = score(view)
         release_memory()
@@ -134,6 +137,23 @@ class DenseMeasures(NamedTuple):
         sizes = {unit.block: unit.dense for unit in share.modules if len(unit.ranks) > 1}
         stay = {(unit.block, BLOCK): {1: 0.0} for unit in share.modules if unit.block not in sizes}
         return greedy_block_removal(self.source, tokens.ids, sizes, share.remove, self._known(), self._keep) | stay
+
+    def singular_value_effects(self) -> dict[tuple[int, str], list[float]]:
+        """Measure by moments and gradients what each singular value does to the loss; one block is resident."""
+        moments, gradients = self.moments, self.gradients
+        if moments is None or gradients is None:
+            raise OptionError(
+                f"allocation {self.method.allocation.name} goes by moments and gradients of the dense model, and there are "
+                "none; give calibration text to `rankfold compress`"
+            )
+
+        def effects(index: int) -> dict[str, list[float]]:
+            return self._of_block(
+                index, lambda view: self.method.singular_value_effects(view, moments[index] | gradients[index])
+            )
+
+        found = from_first(lambda: {index: effects(index) for index in self._blocks()})
+        return {(index, module): changes for index, some in found.items() for module, changes in some.items()}
 
     def _text(self) -> CalibrationData:
         if self.tokens is None:

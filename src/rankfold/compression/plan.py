@@ -28,7 +28,7 @@ from ..calibration.statistics import SAMPLE_ROWS, STATISTICS
 from ..data.calibration_data import mean_length
 from ..data.probes import most_tokens
 from ..errors import OptionError, UnsupportedModelError
-from ..methods import BLOCK, Method, PrunableModule
+from ..methods import BLOCK, EXPERT_COUNT, Method, PrunableModule
 from ..models.dense_model import DenseModel
 from ..report.plan import ModulePlan, Plan
 from .budget import RankOptions, rank_options
@@ -92,7 +92,8 @@ def _excess(units: list[PrunableModule], ranks: dict, method: Method, amounts: d
         free = [unit for unit in units if not unit.fixed]
         width = ranks[free[0].key]
         less = freed(free, min(rank for rank in common_ranks(free) if rank > width))
-        reason = f"all blocks have one width, and the next larger one removes {max(0, less) / counted:.1%}"
+        what = "number of experts" if free[0].module == EXPERT_COUNT else "width"
+        reason = f"all blocks have one {what}, and the next larger one removes {max(0, less) / counted:.1%}"
     elif method.allocation.may_exceed:
         reason = "what was measured to cost nothing goes too"
     else:
@@ -187,9 +188,10 @@ def _idle(method: Method, blocks: Blocks) -> int:
     found = 0
     for view, ranks in blocks:
         if (experts := view.experts) and ranks.get(BLOCK) != 0:
+            left = ranks.get(EXPERT_COUNT, experts.count)
             mine = {module: rank for module, rank in ranks.items() if module.startswith("experts")}
             lost = -method.parameter_change(view, mine)[0] // experts.count if mine else 0
-            found += (experts.count - experts.active) * (experts.parameters_at(experts.hidden) - lost)
+            found += max(0, left - experts.active) * (experts.parameters_at(experts.hidden) - lost)
     return found
 
 

@@ -90,6 +90,9 @@ class _NoNumbers:
     def greedy_block_removal(self) -> NoReturn:
         raise _NumbersMissing
 
+    def singular_value_effects(self) -> NoReturn:
+        raise _NumbersMissing
+
 
 def _allocated(options: RankOptions, method: Method) -> tuple[Allocated, bool]:
     """Choose ranks, and tell whether the method's own allocation did."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from ..architectures import BlockView
+from ..architectures import FROM_CONFIG, BlockView, from_config
 from ..checkpoint.blocks import as_written
 from ..errors import NumericsError
 from ..methods import BlockResult
@@ -42,7 +42,8 @@ def _put_one(view: BlockView, result: BlockResult, path: str, source: DenseModel
     spec, (parent, _, name) = result.modules[path], path.rpartition(".")
     owner = view.module.get_submodule(parent)
     with torch.device("meta"):
-        module = build(spec, getattr(owner, name), view.config)
+        built = from_config if spec["kind"] == FROM_CONFIG else build
+        module = built(spec, getattr(owner, name), view.config)
     adopted = set(spec.get("adopt", {}))
     state = {
         key.removeprefix(path + "."): _as_computed(tensor, source)

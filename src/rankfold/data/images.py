@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import DataError, OptionError, first_line
+from .._utils.extras import require
+from ..errors import DataError, first_line
 from .batches import Data, Example, length_of
 from .calibration_data import CalibrationData
 from .hub import StreamedRows
@@ -215,12 +216,9 @@ def read_image(where: str, place: Path | bytes):
         DataError: it cannot be read.
         OptionError: Pillow is not installed.
     """
-    try:
-        from PIL import Image as pillow
-    except ImportError as error:
-        raise OptionError(
-            "images are read by Pillow, which is not installed; pip install 'rankfold[images]'"
-        ) from error
+    require("PIL", "reading images")
+    from PIL import Image as pillow
+
     try:
         with pillow.open(io.BytesIO(place) if isinstance(place, bytes) else place) as image:
             return image.convert("RGB")

@@ -13,6 +13,7 @@ from ..report.record import versions
 from .cost import Cost
 from .tasks import Questions
 from .text import Texts
+from .writing import Writing
 
 
 @one_run()
@@ -22,11 +23,12 @@ def evaluate(
     texts: Texts | None = None,
     questions: Questions | None = None,
     cost: Cost | None = None,
+    writing: Writing | None = None,
     dtype: str = "auto",
     device: str = "auto",
     stream: bool = False,
 ) -> dict:
-    """Perplexity on texts, accuracy on tasks, and cost of a model: whichever is asked for.
+    """Perplexity on texts, accuracy on tasks, what a model writes, and its cost: whichever is asked for.
 
     Args:
         model: hub id, folder (dense or compressed), or ``.gguf`` file.
@@ -34,34 +36,46 @@ def evaluate(
         stream: read the model one block at a time; of texts alone.
 
     Returns:
-        ``{"model", "versions", "texts": [...], "tasks": {...}, "cost": {...}}``, the last three where asked for; see
-        :meth:`Texts.measure`, :meth:`Questions.measure` and :meth:`Cost.measure`.
+        ``{"model", "versions", "texts": [...], "tasks": {...}, "generation": {...}, "cost": {...}}``, the last four where asked
+        for; see :meth:`Texts.measure`, :meth:`Questions.measure`, :meth:`Writing.measure` and :meth:`Cost.measure`.
 
     Raises:
-        OptionError: nothing is asked for; or see the three.
+        OptionError: nothing is asked for; or see the four.
         DataError, CheckpointError, NumericsError: with one line saying what to do.
     """
-    if not (texts or questions or cost):
-        raise OptionError(f"nothing to evaluate; give {option('text')}, {option('tasks')} or {option('speed')}")
-    if stream and (questions or cost):
+    others = f"{option('tasks')}, {option('generation')}", option("speed")
+    if not (texts or questions or cost or writing):
+        raise OptionError(f"nothing to evaluate; give {option('text')}, {' or '.join(others)}")
+    if stream and (questions or cost or writing):
         raise OptionError(
-            f"{option('stream')} reads one block at a time, for texts; leave it out for {option('tasks')} and {option('speed')}"
+            f"{option('stream')} reads one block at a time, for texts; leave it out for {' and '.join(others)}"
         )
     if questions:
         questions.check()
     if cost:
         cost.check(str(model))
+    if writing:
+        writing.prompts()
+    dense = _dense_texts(writing, dtype, device) if writing and writing.baseline else None
     read = texts.read() if texts else []
     network: Any = (open_streamed if stream else load_model)(model, dtype=dtype, device=device)
     check_writes(network.config, str(model))
-    tokenizer = load_tokenizer(model) if texts or questions else None
+    tokenizer = load_tokenizer(model) if texts or questions or writing else None
     result: dict[str, Any] = {"model": str(model), "versions": versions()}
     if texts:
         result["texts"] = texts.measure(str(model), network, tokenizer, read)
     if questions:
         result["versions"]["lm_eval"] = metadata.version("lm_eval")
         result["tasks"] = questions.measure(network, tokenizer)
+    if writing:
+        result["generation"] = writing.measure(network, tokenizer, dense)
     if cost:
         models = {cost.against: load_model(cost.against, dtype=dtype, device=device)} if cost.against else {}
         result["cost"] = cost.measure(models | {str(model): network})
     return result
+
+
+def _dense_texts(writing: Writing, dtype: str, device: str) -> list[list[int]]:
+    """Return the tokens that the model to compare with writes; it is gone afterwards."""
+    name = str(writing.baseline)
+    return writing.free_text(load_model(name, dtype=dtype, device=device), load_tokenizer(name))

@@ -58,7 +58,6 @@ def generate_ids(
     """
     batch = ids[None].to(model.device)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     devices = [] if model.device.type == "cpu" else [model.device]
     with torch.random.fork_rng(devices, device_type=model.device.type):  # the caller's random state is not ours
         torch.manual_seed(seed)
@@ -67,10 +66,10 @@ def generate_ids(
                 input_ids=batch,
                 attention_mask=torch.ones_like(batch),
                 max_new_tokens=max_new_tokens,
-                pad_token_id=pad,
+                pad_token_id=padding_of(tokenizer),
                 num_beams=1,  # one text, whatever the settings beside the weights ask for
                 num_return_sequences=1,
-                logits_processor=[_finite],
+                logits_processor=[finite_scores],
                 streamer=streamer,
                 **sampling,
             )
@@ -124,8 +123,13 @@ def _last_characters(prompt: str, encoded: Callable[[str], Tensor], room: int) -
     return kept
 
 
-def _finite(_, scores: Tensor) -> Tensor:
-    """Logits of the next token; minus infinity is what must not follow."""
+def padding_of(tokenizer) -> int | None:
+    """Return the id that fills up a text that ended before others."""
+    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+
+
+def finite_scores(_, scores: Tensor) -> Tensor:
+    """Return the logits of the next token, of which minus infinity is what must not follow; raise for NaN."""
     if not (scores < torch.inf).all():  # NaN is not less either
         raise NumericsError(
             "the model predicts NaN or infinity; its weights or its config are damaged, or try "

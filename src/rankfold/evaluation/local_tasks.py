@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .._utils.files import write_json
+from .._utils.files import write_json, write_text
 from ..data.text import decode, json_row
 from ..errors import DataError, OptionError, option, suggestion
 from .science_qa import SCIENCE_QA
@@ -19,6 +19,8 @@ class Form(NamedTuple):
     sound: Callable[[dict], bool]  # whether a row can be answered
     wanted: str  # the same in words
     changes: dict[str, Any] | None = None  # of lm-eval's definition, beside the place of the rows
+    examples: str = "train"  # the split that examples are drawn from; the file with it ends in this
+    parts: tuple[str, ...] = ()  # lm-eval's tasks that a group of our own is made of, one for each subject of the rows
 
 
 def _lettered(row: dict) -> bool:
@@ -27,6 +29,14 @@ def _lettered(row: dict) -> bool:
     return lists and len(labels) == len(texts) and row["answerKey"].strip() in labels
 
 
+# The mathematics of MMLU as LowRankArena groups it: benchmark/base/tasks/mmlu_math.yaml of Zishan-Shao/lowrankarena.
+MMLU_MATH = (
+    "mmlu_abstract_algebra",
+    "mmlu_college_mathematics",
+    "mmlu_elementary_mathematics",
+    "mmlu_high_school_mathematics",
+    "mmlu_high_school_statistics",
+)
 _LETTERS = ("choices", dict), ("answerKey", str)
 _ONE_LETTER = "answerKey has to be one of choices.label"
 LOCAL = {
@@ -76,6 +86,22 @@ LOCAL = {
         lambda row: row["label"] in (0, 1) and row["question"] in ("cause", "effect"),
         "label has to be 0 or 1 and the question cause or effect",
     ),
+    "mathqa": Form(
+        "mathqa",
+        "mathqa",
+        {"Problem": str, "options": str, "correct": str},
+        lambda row: row["correct"] in tuple("abcde"),
+        "correct has to be one of a, b, c, d, e",
+    ),
+    "mmlu_math": Form(
+        "mmlu/default",
+        "mmlu_math",
+        {"question": str, "subject": str, "choices": list, "answer": int},
+        lambda row: f"mmlu_{row['subject']}" in MMLU_MATH and len(row["choices"]) == 4 and row["answer"] in range(4),
+        f"answer has to be the number of one of four choices and the subject one of {', '.join(MMLU_MATH)} without mmlu_",
+        examples="dev",
+        parts=MMLU_MATH,
+    ),
     "scienceqa": Form(
         "",
         "scienceqa",
@@ -92,7 +118,7 @@ def local_rows(name: str, folder: Path, num_fewshot: int | None) -> dict[str, Pa
     Args:
         name: one of :data:`LOCAL`.
         folder: holds ``PREFIX.jsonl`` or ``PREFIX_ANYTHING.jsonl``, all rows of which are questions, whatever split they
-            are of; and ``PREFIX_train.jsonl`` or ``PREFIX_ANYTHING_train.jsonl`` where examples are drawn.
+            are of; and ``PREFIX_train.jsonl`` or ``PREFIX_ANYTHING_train.jsonl`` where examples are drawn (``_dev`` of MMLU).
         num_fewshot: examples shown before each question.
 
     Raises:
@@ -102,47 +128,69 @@ def local_rows(name: str, folder: Path, num_fewshot: int | None) -> dict[str, Pa
     if name not in LOCAL:
         hint = suggestion(name, LOCAL)
         raise OptionError(f"task {name!r} is not read from files; {hint}available: {', '.join(sorted(LOCAL))}")
-    found = _files(LOCAL[name], folder)
-    files = {"test": _one(name, folder, [path for path in found if not path.stem.endswith("_train")])}
+    found, suffix = _files(LOCAL[name], folder), f"_{LOCAL[name].examples}"
+    files = {"test": _one(name, folder, [path for path in found if not path.stem.endswith(suffix)])}
     if num_fewshot:
-        files["train"] = _one(name, folder, [path for path in found if path.stem.endswith("_train")], "_train")
+        files["train"] = _one(name, folder, [path for path in found if path.stem.endswith(suffix)], suffix)
     for path in files.values():
         _check_rows(path, LOCAL[name])
     return files
 
 
-def local_definition(name: str, files: dict[str, Path], index, scratch: Path) -> str | dict:
-    """What lm-eval loads in place of the task ``name``: the same definition over other rows.
+def local_definitions(name: str, files: dict[str, Path], index, scratch: Path) -> list[str | dict]:
+    """What lm-eval loads in place of the task ``name``, or of its parts: the same definitions over other rows.
 
     Args:
         name: one of :data:`LOCAL`.
         files: see :func:`local_rows`.
         index: lm-eval's tasks by name.
-        scratch: folder for the definition and the data set library's copies of the rows.
+        scratch: folder for the definitions and the data set library's copies of the rows.
     """
     form = LOCAL[name]
-    own = index[name].cfg if form.folder else SCIENCE_QA
+    if not form.folder:
+        return [SCIENCE_QA | _place_of_rows(form, SCIENCE_QA, files, scratch)]
+    found: list[str | dict] = []
+    for part in form.parts or (name,):
+        rows = _rows_of(part, files, scratch) if form.parts else files
+        definition = scratch / f"{part}.yaml"
+        place = _place_of_rows(form, index[part].cfg, rows, scratch)
+        write_json(definition, {"include": str(index[part].yaml_path), **place})  # JSON is YAML
+        found.append(str(definition))
+    return found
+
+
+def _place_of_rows(form: Form, own: dict[str, Any], files: dict[str, Path], scratch: Path) -> dict[str, Any]:
+    """Return what of lm-eval's definition ``own`` changes so that rows come from files."""
     # Under its own name: whether lm-eval keeps a question out of its own examples depends on which split it is.
-    kind = "test_split" if own.get("test_split") else "validation_split"
-    names = {"test": own[kind], "train": own.get("training_split") or "train"}
-    place = {
+    kind = "test_split" if own.get("test_split") or not own.get("validation_split") else "validation_split"
+    names = {"test": own.get(kind) or "test", "train": own.get("training_split") or form.examples}
+    examples = "training_split" if form.examples == "train" else "fewshot_split"
+    return {
         "dataset_path": "json",
         "dataset_name": None,
         "dataset_kwargs": {
             "data_files": {names[use]: str(path) for use, path in files.items()},
             "cache_dir": str(scratch / "rows"),
         },
-        "training_split": names["train"] if "train" in files else None,
+        "training_split": None,
         "validation_split": None,
         "test_split": None,
-        kind: own[kind],
+        kind: names["test"],
+        examples: names["train"] if "train" in files else None,
         **(form.changes or {}),
     }
-    if not form.folder:
-        return SCIENCE_QA | place
-    definition = scratch / f"{name}.yaml"
-    write_json(definition, {"include": str(index[name].yaml_path), **place})  # JSON is YAML
-    return str(definition)
+
+
+def _rows_of(part: str, files: dict[str, Path], scratch: Path) -> dict[str, Path]:
+    """Return files in ``scratch`` with the rows of the subject that a part of a group is about."""
+    subject, found = part.removeprefix("mmlu_"), {}
+    for use, path in files.items():
+        rows = [line for line in _lines(path) if json_row(line, "a row", path)["subject"] == subject]
+        if not rows:
+            raise DataError(f"{path} has no row of the subject {subject}; all of {', '.join(MMLU_MATH)} are needed")
+        found[use] = scratch / f"{part}_{use}.jsonl"
+        write_text(found[use], "\n".join(rows) + "\n")
+    return found
 
 
 def _files(form: Form, folder: Path) -> list[Path]:
@@ -162,9 +210,13 @@ def _one(name: str, folder: Path, found: list[Path], suffix: str = "") -> Path:
     return found[0].resolve()
 
 
+def _lines(path: Path) -> list[str]:
+    return [line for line in decode(path.read_bytes(), path).split("\n") if line.strip()]
+
+
 def _check_rows(path: Path, form: Form) -> None:
     """Raise :class:`DataError` unless every row has the fields of the task."""
-    lines = [line for line in decode(path.read_bytes(), path).split("\n") if line.strip()]
+    lines = _lines(path)
     if not lines:
         raise DataError(f"{path} is empty; one question a line is expected, with {', '.join(form.fields)}")
     for number, line in enumerate(lines, 1):

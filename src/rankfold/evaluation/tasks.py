@@ -3,25 +3,27 @@
 import contextlib
 import functools
 import hashlib
-import importlib.util
 import io
 import logging
 import math
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from .._utils.extras import require
 from .._utils.progress import count_steps, without_bars
 from .._utils.reporting import reporting
-from ..errors import CheckpointError, NumericsError, OptionError, option, suggestion
-from .local_tasks import LOCAL, local_definition, local_rows
+from ..data.calibration_data import shown
+from ..errors import CheckpointError, DataError, NumericsError, OptionError, option, suggestion
+from .local_tasks import LOCAL, local_definitions, local_rows
 from .science_qa import SCIENCE_QA, by_column
 
+OWN = ("scienceqa", "mmlu_math")  # that lm-eval does not have by these names
 SEED = 1234  # of the examples; lm-eval's own
 BOOTSTRAP = 1000  # draws for the error of what is no mean (perplexity of LAMBADA); 100,000 take minutes
 
@@ -31,7 +33,8 @@ class Questions:
     """Tasks of lm-eval to run, and how.
 
     Args:
-        tasks: lm-eval's names of tasks or groups, and ``scienceqa``.
+        tasks: lm-eval's names of tasks or groups, ``scienceqa``, and ``mmlu_math``; ``mmlu_math:5`` has 5 examples before each
+            question, whatever ``num_fewshot`` says.
         folder: take the rows from files there instead of the hub; see :func:`~.local_tasks.local_rows`.
         limit: only the first questions of each.
         batch_size: questions' choices per forward; results agree up to rounding.
@@ -44,6 +47,16 @@ class Questions:
     batch_size: int = 8
     num_fewshot: int | None = None
 
+    @property
+    def examples(self) -> dict[str, int | None]:
+        """Name of every task -> examples before each of its questions; ``None``: what the task defines."""
+        found = {}
+        for task in self.tasks:
+            name, colon, number = task.rpartition(":")
+            counted = colon and number.isdecimal()
+            found[name if counted else task] = int(number) if counted else self.num_fewshot
+        return found
+
     def check(self) -> None:
         """Refuse what can be refused before a model is loaded.
 
@@ -52,11 +65,11 @@ class Questions:
                 number out of range.
             DataError: local rows that are missing or of another kind.
         """
-        if importlib.util.find_spec("lm_eval") is None:
-            raise OptionError(f"{option('tasks')} needs lm-eval, which is not installed; pip install 'rankfold[tasks]'")
+        require("lm_eval", option("tasks"))
         if not self.tasks or not all(self.tasks):
             raise OptionError(f"{option('tasks')} is empty or has an empty name; e.g. arc_easy,piqa,winogrande")
-        twice = [name for name in self.tasks if self.tasks.count(name) > 1]
+        found = [task if task in self.examples else task.rpartition(":")[0] for task in self.tasks]
+        twice = [name for name in found if found.count(name) > 1]
         if twice:
             raise OptionError(f"{option('tasks')} names {twice[0]!r} more than once; name it once")
         for name, least in (("limit", 1), ("batch_size", 1), ("num_fewshot", 0)):
@@ -64,8 +77,8 @@ class Questions:
             if value is not None and value < least:
                 raise OptionError(f"{option(name)} must be >= {least}, got {value}")
         self._files()
-        names = [*_manager(tuple(self.tasks)).all_tasks, "scienceqa"]
-        for name in self.tasks:
+        names = [*_manager(tuple(self.examples)).all_tasks, *OWN]
+        for name in self.examples:
             if name not in names:
                 raise OptionError(f"unknown task {name!r}; {suggestion(name, names)}`lm-eval ls tasks` lists them all")
 
@@ -74,7 +87,26 @@ class Questions:
         if self.folder is None:
             return {}
         folder = Path(self.folder).expanduser()
-        return {name: local_rows(name, folder, self.num_fewshot) for name in self.tasks}
+        return {name: local_rows(name, folder, examples) for name, examples in self.examples.items()}
+
+    def left_out(self) -> dict[str, str]:
+        """Return why each task that cannot be run here cannot; the rows of all others are there.
+
+        Raises:
+            OptionError: lm-eval is not installed, an unknown task, or a number out of range.
+        """
+        found = {}
+        for task in self.tasks:
+            alone = replace(self, tasks=[task])
+            try:
+                alone.check()
+                if self.folder is None:
+                    with tempfile.TemporaryDirectory(prefix="rankfold-") as scratch, _silenced():
+                        alone._load(Path(scratch))
+            except (DataError, CheckpointError) as error:
+                reason = str(error).replace(str(self.folder), shown(self.folder)) if self.folder else str(error)
+                found[task] = reason.partition(";")[0]
+        return found
 
     def digest(self) -> str:
         """Of the local files that the questions, and examples, are read from: 32 hexadecimal digits."""
@@ -106,27 +138,42 @@ class Questions:
 
         with tempfile.TemporaryDirectory(prefix="rankfold-") as scratch, _silenced():
             loaded = self._load(Path(scratch))
-            for task in loaded["tasks"].values():
-                _set_examples(task, self.num_fewshot)
-            scorer = _scorer(network, tokenizer, self.batch_size, autocast, ", ".join(self.tasks))
+            for name, examples in self.examples.items():
+                for task in self._leaves(loaded, name):
+                    _set_examples(task, examples)
+            scorer = _scorer(network, tokenizer, self.batch_size, autocast, ", ".join(self.examples))
             samples = "scienceqa" in loaded["tasks"]
             result: Any = lm_eval.evaluate(
                 scorer, loaded, limit=self.limit, bootstrap_iters=BOOTSTRAP, log_samples=samples
             )
-            found = {name: _plain(name, result) for name in result["results"]}
+            parts = {part for name in self.examples if name in OWN for part in LOCAL[name].parts}
+            found = {name: _plain(name, result) for name in result["results"] if name not in parts}
         if "scienceqa" in found:
             found["scienceqa"]["columns"] = by_column(result["samples"]["scienceqa"])
         return found
 
     def _load(self, scratch: Path) -> Any:
         """lm-eval's task objects, rows included."""
-        manager, files = _manager(tuple(self.tasks)), self._files()
-        chosen = [SCIENCE_QA if name == "scienceqa" else name for name in self.tasks]
-        if files:
-            chosen = [local_definition(name, own, manager.task_index, scratch) for name, own in files.items()]
+        manager, files = _manager(tuple(self.examples)), self._files()
         advice = f"without the hub, put their rows into a folder and name it by {option('include_path')}"
-        with reporting(CheckpointError, f"the questions of {', '.join(self.tasks)} cannot be read", advice):
+        with reporting(CheckpointError, f"the questions of {', '.join(self.examples)} cannot be read", advice):
+            chosen: list[Any] = []
+            for name in self.examples:
+                parts = LOCAL[name].parts if name in OWN else ()
+                if name in files:
+                    found = local_definitions(name, files[name], manager.task_index, scratch)
+                else:
+                    found = [SCIENCE_QA] if name == "scienceqa" else [*(parts or (name,))]
+                chosen += [_group(name, manager.load(found))] if parts else found
             return manager.load(chosen)
+
+    def _leaves(self, loaded, name: str) -> list:
+        """Return lm-eval's task of a name, or those of a group or a tag."""
+        if name in loaded.get("groups", {}):
+            return loaded["groups"][name].get_all_tasks()
+        entry = _manager(tuple(self.examples)).task_index.get(name)
+        names = sorted(entry.tags or ()) if entry and name not in loaded["tasks"] else [name]
+        return [loaded["tasks"][leaf] for leaf in names]
 
 
 @functools.lru_cache(maxsize=1)
@@ -139,6 +186,18 @@ def _manager(tasks: tuple[str, ...]):
     root = Path(lm_eval.tasks.__file__).parent
     folders: list[str | Path] = sorted({root / LOCAL[name].folder for name in tasks if LOCAL[name].folder})
     return lm_eval.tasks.TaskManager(include_path=folders, include_defaults=False)
+
+
+def _group(name: str, loaded: Any):
+    """Return a group of lm-eval's tasks, whose accuracy is that of all their questions together."""
+    from lm_eval.api.group import Group
+    from lm_eval.config.group import GroupConfig
+
+    mean: Any = [{"metric": "acc", "weight_by_size": True}]
+    group = Group.from_config(GroupConfig(group=name, aggregate_metric_list=mean, metadata={"version": 1}))
+    for task in loaded["tasks"].values():
+        group.add(task)
+    return group
 
 
 def _set_examples(task, num_fewshot: int | None) -> None:

@@ -2,8 +2,8 @@
 
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
@@ -31,12 +31,18 @@ class Texts:
         max_length: tokens of a window, ``>= 2``; clamped to the model's context.
         limit: only the first windows of each, ``>= 1``.
         text_column: the column with the text, of files with rows.
+        most: name of a text -> windows of it at most, beside ``limit``.
     """
 
     names: Sequence[str]
     max_length: int = 2048
     limit: int | None = None
     text_column: str = "text"
+    most: Mapping[str, int] = field(default_factory=dict)
+
+    def limit_of(self, name: str) -> int | None:
+        """Return how many windows of a text are read at most; ``None``: all."""
+        return min((most for most in (self.limit, self.most.get(name)) if most), default=None)
 
     def read(self) -> list[Text]:
         """The texts.
@@ -53,10 +59,12 @@ class Texts:
         twice = [name for name, source in zip(self.names, read, strict=True) if read.count(source) > 1]
         if twice:
             raise OptionError(f"{option('text')} names {twice[0]!r} more than once; name it once")
-        characters = None if self.limit is None else self.limit * self.max_length * 8
-        return [
-            read_text(name, use="evaluation", column=self.text_column, characters=characters) for name in self.names
-        ]
+        return [self._read(name) for name in self.names]
+
+    def _read(self, name: str) -> Text:
+        limit = self.limit_of(name)
+        characters = None if limit is None else limit * self.max_length * 8
+        return read_text(name, use="evaluation", column=self.text_column, characters=characters)
 
     def measure(self, model: str, network, tokenizer, texts: list[Text]) -> list[dict]:
         """Of every text what :func:`~rankfold.evaluation.perplexity.perplexity` says, ``text``, and ``tokens_per_second``
@@ -75,7 +83,7 @@ class Texts:
             if text.origin in _calibrated_on(whole):
                 told = "warning: %s was calibrated or trained on this very text (%s); its perplexity here is too good"
                 log.warning(told, model, text.name)
-            windows = windows_of_text(text, tokenizer, model, config, length, self.limit)
+            windows = windows_of_text(text, tokenizer, model, config, length, self.limit_of(text.name))
             found.append({"text": text.name, **timed_perplexity(network, windows, text.name)})
         return found
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from .._utils.extras import require
 from .._utils.files import check_output, write_text
-from .._utils.installed import check_gguf
 from ..checkpoint.compressed import open_compressed
 from ..checkpoint.load import described
 from ..checkpoint.saving import creating
@@ -34,6 +34,7 @@ class Format:
 
 
 def _write_gguf(*arguments, **settings) -> float:
+    require("gguf", "a .gguf file")
     from .gguf_file import write_gguf
 
     return write_gguf(*arguments, **settings)
@@ -109,7 +110,7 @@ def export(model: str | Path, output: str | Path, format: str = "stock", *, dtyp
         dtype: what is written in: ``auto`` (as stored), ``float32``, ``bfloat16`` or ``float16``; GGUF files also ``q8_0``.
 
     Raises:
-        OptionError: an unknown format, a package that it needs, or a model that has that form already.
+        OptionError: an unknown format, or a model that has that form already.
         UnsupportedModelError: the form cannot express the model.
         CheckpointError: the model cannot be read, the output cannot be written, or computes something else.
     """
@@ -118,8 +119,6 @@ def export(model: str | Path, output: str | Path, format: str = "stock", *, dtyp
     output, chosen, quantised = Path(output), FORMATS[format], dtype == QUANTISED
     if quantised and not chosen.quantises:
         raise OptionError(f"format {format} has no dtype {QUANTISED}; choose auto, float32, bfloat16 or float16")
-    if chosen.quantises:
-        check_gguf()
     check_output(output)
     source = open_compressed(model, dtype="auto" if quantised else dtype)
     if format == "stock" and described(source.model.config) is None:

@@ -4,10 +4,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate import init_empty_weights
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from .._utils.empty import empty_weights
 from .._utils.present import present
 from ..architectures import Architecture, AttentionView, BlockView
 from ..checkpoint.load import empty_model
@@ -30,7 +30,7 @@ class Form:
     def empty(self, dtype=None) -> PreTrainedModel:
         """The model, parameters on the meta device."""
         model = empty_model(self.config, dtype=dtype)
-        with init_empty_weights(include_buffers=False):
+        with empty_weights():
             install(model, self.layers)
         return model.eval()
 

@@ -8,6 +8,7 @@ from .registry import METHODS, as_method, make_method, method_class, method_name
 if TYPE_CHECKING:
     from .base import BlockResult, CompressionStep, Curve, MeasurableMethod, Method, NarrowingMethod, PrunableModule
     from .baselines.block_removal import BLOCK
+    from .baselines.reap import EXPERT_COUNT
     from .baselines.semi_structured import SparseGPT
     from .latentllm.method import LatentLLM
     from .modegpt.method import MoDeGPT
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BLOCK",
+    "EXPERT_COUNT",
     "METHODS",
     "BlockResult",
     "CompressionStep",
@@ -41,6 +43,6 @@ __getattr__, __dir__ = importing(
     __name__,
     {entry.class_name: f".{entry.module}" for entry in METHODS.values()}
     | dict.fromkeys(_BASE, ".base")
-    | {"BLOCK": ".baselines.block_removal", "fitted": ".targets"},
+    | {"BLOCK": ".baselines.block_removal", "EXPERT_COUNT": ".baselines.reap", "fitted": ".targets"},
     globals(),
 )

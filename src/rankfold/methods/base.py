@@ -115,6 +115,10 @@ class Method(MethodConfig):
         """Count the linear algebra of compressing a block to these ranks (:mod:`.work`); weights may be on the meta device."""
         return Work()
 
+    def singular_value_effects(self, view: BlockView, moments: BlockMoments) -> dict[str, list[float]]:
+        """Return module -> expected change of the loss without each singular value; for the allocation ``zero-sum``."""
+        raise NotImplementedError
+
     def decompose(self, view: BlockView, moments, ranks: dict[str, int]) -> BlockResult:
         """Compress one block to the given ranks (module -> rank) in one step."""
         raise NotImplementedError

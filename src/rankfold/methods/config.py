@@ -53,6 +53,7 @@ class MethodConfig:
     together: ClassVar[Mapping[str, str]] = MappingProxyType({})
     targets: ClassVar[tuple[str, ...]] = ("transformers",)
     can_exclude_blocks: ClassVar[bool] = True  # whether single blocks can be left dense
+    needs_experts: ClassVar[bool] = False  # whether it takes models with experts only
     # Matrices in fp64 that decomposing takes at most beside weights and moments, for the plan's estimate of memory: so many of
     # the size of the widest moment, and so many of hidden units by the width of the model.
     workspace: ClassVar[tuple[float, float]] = (1.0, 5.0)  # a copy to measure an error in, and weights
@@ -103,7 +104,7 @@ class MethodConfig:
             raise OptionError(f"exclude_blocks takes block numbers such as (0, -1), got {self.exclude_blocks!r}")
         if self.exclude_blocks and not self.can_exclude_blocks:
             raise OptionError(
-                f"method {self.name} narrows the stream that runs through all blocks, so none can be protected, got "
+                f"method {self.name} gives all blocks one width or number of experts, so none can be excluded, got "
                 f"{self.exclude_blocks}; leave exclude_blocks out"
             )
 

@@ -1,9 +1,13 @@
 """Devices and dtypes by name, and in what precision blocks run on them."""
 
+import logging
+
 import torch
 
-from .._utils.hardware import multiplies_bf16_fast
+from .._utils.hardware import multiplies_bf16_fast, multiplies_slowly
 from ..errors import OptionError, option
+
+log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -52,3 +56,14 @@ def resolve_device(name: str) -> torch.device:
     if int(index or 0) >= count:
         raise OptionError(f"device {name!r} is not available here; use {option('device', 'auto')} or cpu")
     return torch.device(name)
+
+
+def say_if_slow(dtype: torch.dtype, device: torch.device) -> None:
+    """Warn of a model that will be run in a 16-bit float on a CPU that has no instructions for it."""
+    if device.type == "cpu" and multiplies_slowly(dtype):
+        log.warning(
+            "the model is run in %s, as it is stored, and this processor has no instructions for that; %s is 2 to 15 times "
+            "faster here and takes twice the memory",
+            str(dtype).removeprefix("torch."),
+            option("dtype", "float32"),
+        )

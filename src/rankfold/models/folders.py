@@ -6,7 +6,6 @@ Only names and first bytes are read, so that nothing of a foreign format is pars
 import re
 from pathlib import Path
 
-from .._utils.installed import check_gguf
 from ..errors import CheckpointError
 from .foreign import foreign_kind
 from .listing import CONFIG, GGUF, MODEL_INDEX, Listing, check_listing, read_dict
@@ -29,9 +28,6 @@ def check_file(file: Path) -> None:
     """Raise :class:`CheckpointError` unless a file is a whole GGUF file, by its name and first bytes.
 
     A damaged file under the name of a GGUF file is left to its reader.
-
-    Raises:
-        OptionError: it is one, and gguf is not installed.
     """
     _check_stand_in(file)
     parts = PARTED.fullmatch(file.name)
@@ -40,7 +36,7 @@ def check_file(file: Path) -> None:
             f"{file} is part {int(parts[1])} of {int(parts[2])}; join them with `llama-gguf-split --merge` and give the whole"
         )
     if file.suffix == GGUF:
-        return check_gguf()
+        return
     if file.suffix.lower() == GGUF or _head(file).startswith(b"gguf"):
         raise CheckpointError(f"{file} is a GGUF file under another suffix than {GGUF}; rename it")
     if file.suffix in (".safetensors", ".json") and file.name not in (MODEL_INDEX, "params.json"):

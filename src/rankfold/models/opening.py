@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from accelerate import init_empty_weights
 from torch import nn
 from transformers import PreTrainedModel
 
+from .._utils.empty import empty_weights
 from .._utils.memory import has_room
 from .._utils.reporting import reporting
 from ..architectures import part_of
@@ -177,5 +177,5 @@ def stored_dtype(config, weights: Weights) -> torch.dtype:
 
 def _empty(config, dtype: torch.dtype):
     with reporting(CheckpointError, "config.json describes no model that can be built"):
-        with init_empty_weights(include_buffers=False):
+        with empty_weights():
             return auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)

@@ -18,6 +18,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.core_model_loading import WeightRenaming
+from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
@@ -122,7 +123,7 @@ def install_described(model, config: RankfoldConfig) -> None:
     Raises:
         ValueError: what cannot be built, or is not what was written.
     """
-    with torch.device("meta"):
+    with torch.device("meta"), no_init_weights():  # on the meta device PyTorch initialises in Python
         install(model, config.modules)  # which says what is wrong where it can tell
     if config.fields.get("digest") not in (None, digest(config.modules)):
         raise ValueError("the description of the modules in config.json is not the one that was written")

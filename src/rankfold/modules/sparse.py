@@ -24,7 +24,8 @@ class SparseCorrection(nn.Module):
         self.values = nn.Parameter(torch.empty(nonzeros))
         # Until they are loaded the values lie evenly over rows and columns.
         columns = torch.arange(nonzeros) % in_features
-        starts = torch.arange(out_features + 1) * nonzeros // out_features
+        # A list: PyTorch divides integers on the meta device in Python, 20 ms at a time.
+        starts = torch.tensor([row * nonzeros // out_features for row in range(out_features + 1)])
         self.register_buffer("columns", columns.to(index_dtype(in_features)))
         self.register_buffer("starts", starts.int())
         self.in_features = in_features

@@ -18,9 +18,11 @@ from ..data.calibration_data import CalibrationData
 from ..errors import UnsupportedModelError
 from ..methods import Method
 from ..models.dense_model import DenseModel
+from ..report.goal import Goal
 from ..report.identity import run_identity
 from ..report.plan import Plan
-from .recover import RecoveryResult, check_alone, recover
+from .options import check_alone
+from .recover import RecoveryResult, recover
 
 
 def compress_and_recover(
@@ -34,12 +36,13 @@ def compress_and_recover(
     moments: MomentStore | None = None,
     mode: str = "sequential",
     on_plan: Callable[[Plan], None] | None = None,
+    goal: Goal | None = None,
     **training,
 ) -> RecoveryResult:
     """Compress an open model, and train the result with that model as its teacher; in one process.
 
     Args:
-        source, method, tokens, output, moments, mode, on_plan: as for :func:`rankfold.pipeline.compress`.
+        source, method, tokens, output, moments, mode, on_plan, goal: as for :func:`rankfold.pipeline.compress`.
         minutes, texts, training: ``minutes``, ``calibration`` and other options of :func:`rankfold.recover`.
 
     Raises:
@@ -57,7 +60,7 @@ def compress_and_recover(
     mode = pipeline.check_request(method, tokens, moments, mode, output)
     calibration = tokens.describe() if tokens else present(moments).identity["tokens"]
     if not RunFolder(compressed, run_identity(validated(source), method, calibration, mode)).published:
-        pipeline.compress(source, method, tokens, compressed, moments=moments, mode=mode, on_plan=on_plan)
+        pipeline.compress(source, method, tokens, compressed, moments=moments, mode=mode, on_plan=on_plan, goal=goal)
     training |= {"minutes": minutes, "device": str(source.device)}
     found = recover(compressed, source, calibration=texts, output=output, **training)
     shutil.rmtree(compressed)

@@ -6,6 +6,7 @@ Shape legend: N sequences, T tokens.
 import logging
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -14,12 +15,24 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from .._utils.evaluating import evaluating
 from .._utils.files import read_json, write_json
-from ..calibration.likelihood import compare_losses, perplexity_of
+from ..calibration.likelihood import Comparison, compare_losses, perplexity_of
+from ..compression.held_out import CERTAIN
+from ..data.probes import Probes
 from .loss import POSITIONS, Head, hidden_states
 
 log = logging.getLogger(__name__)
 
 HISTORY, BEST = "history.json", "best.safetensors"
+
+Losses = dict[str, list[Tensor]]  # text -> of every held-out sequence the nats of its predicted tokens
+
+
+class ProbeLosses(NamedTuple):
+    """Losses of every probe text, of its padding too."""
+
+    dense: list[Tensor]
+    before: list[Tensor]  # of the compressed model before training
+    after: list[Tensor]
 
 
 @torch.no_grad()
@@ -39,12 +52,12 @@ def token_losses(model: nn.Module, head: Head, ids: Tensor) -> list[Tensor]:
     return found
 
 
-def score(model: nn.Module, head: Head, texts: dict[str, Tensor]) -> dict[str, list[Tensor]]:
+def score(model: nn.Module, head: Head, texts: dict[str, Tensor]) -> Losses:
     """Return text -> losses of its sequences."""
     return {name: token_losses(model, head, ids) for name, ids in texts.items()}
 
 
-def nats(losses: dict[str, list[Tensor]]) -> dict[str, float]:
+def nats(losses: Losses) -> dict[str, float]:
     """Return text -> mean loss per predicted token."""
     return {name: torch.cat(some).double().mean().item() for name, some in losses.items()}
 
@@ -58,6 +71,43 @@ def allowed(before: dict[str, float], after: dict[str, float], tolerance: float)
     """
     gaps = [after[name] - before[name] for name in before]
     return min(gaps) < 0 and max(gaps) <= math.log1p(tolerance) and all(map(math.isfinite, gaps))
+
+
+def change_elsewhere(probes: Probes, kinds: dict, before: list[Tensor], after: list[Tensor]) -> Comparison | None:
+    """Compare a model before and after training on the probe texts that the dense model knows; ``None``: it knows none.
+
+    Args:
+        kinds: kind -> what the record says of it.
+        before, after: losses of every passage.
+    """
+    known = [i for i, kind in enumerate(probes.kinds) if kinds.get(kind, {}).get("is_known")]
+    if not known:
+        return None
+    return compare_losses(*([losses[i][: probes.lengths[i] - 1] for i in known] for losses in (before, after)))
+
+
+def why_not(before: Losses, after: Losses, elsewhere: Comparison | None, tolerance: float) -> str | None:
+    """Return why a trained model is not better than what went in; ``None`` where it is.
+
+    Text that is trained on may gain while all other text is lost, so the probe texts count, too: together, and where their loss
+    is more than chance.
+
+    Args:
+        before, after: losses on held-out sequences of the texts trained on.
+        elsewhere: of :func:`change_elsewhere`.
+        tolerance: see :func:`allowed`.
+    """
+    if not allowed(nats(before), nats(after), tolerance):
+        return f"no held-out text gains, or one loses more than {tolerance:.0%}"
+    if elsewhere is None:
+        return None
+    lost = elsewhere.difference - CERTAIN * (elsewhere.standard_error or 0.0)
+    if lost <= math.log1p(tolerance):
+        return None
+    return (
+        f"probe texts lose: perplexity x {perplexity_of(elsewhere.difference):.2f} on text of other kinds than what it was "
+        "trained on"
+    )
 
 
 class Judge(TrainerCallback):
@@ -131,9 +181,7 @@ def _mean(one: dict) -> float:
     return sum(one["nats"].values()) / len(one["nats"])
 
 
-def gains(
-    dense: dict[str, list[Tensor]], before: dict[str, list[Tensor]], after: dict[str, list[Tensor]]
-) -> dict[str, dict]:
+def gains(dense: Losses, before: Losses, after: Losses) -> dict[str, dict]:
     """Return text -> its perplexities, the ratio of after to before and the standard error of its logarithm."""
     found = {}
     for name in before:

@@ -24,7 +24,12 @@ AT_ONCE = 2048  # tokens of a forward and backward pass
 
 
 class Distiller(Trainer):
-    """Trainer whose loss compares with the dense model, some positions at a time."""
+    """Trainer whose loss compares with the dense model, some positions at a time.
+
+    Args:
+        base: the compressed model.
+        teacher: the dense model; of one whose states come with the sequences the head is enough.
+    """
 
     def __init__(self, *args, base: PreTrainedModel, teacher: PreTrainedModel | None, loss: Loss, **kwargs):
         super().__init__(*args, **kwargs)
@@ -36,8 +41,8 @@ class Distiller(Trainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Return the loss of one batch; see :func:`.loss.training_loss`."""
-        ids, dense = inputs["input_ids"], None
-        if self.teacher is not None and self.loss != "next-token":
+        ids, dense = inputs["input_ids"], inputs.get("dense")
+        if self.teacher is not None and self.loss != "next-token" and dense is None:
             with torch.no_grad():
                 dense = hidden_states(self.teacher.model, self.teacher.decoder, ids)
         compressed = hidden_states(model, self.student.decoder, ids)
@@ -96,11 +101,16 @@ def last_checkpoint(folder: Path) -> str | None:
     return str(whole[max(whole)]) if whole else None
 
 
-def _trains_in_bf16(device: torch.device) -> bool:
+def trains_in_bf16(device: torch.device) -> bool:
     """Tell whether autocast in bf16 is faster there than fp32."""
     if device.type == "cpu":
         return autocast_dtype(device) is not None
     return getattr(torch.get_device_module(device), "is_bf16_supported", bool)()
+
+
+def training_context(device: torch.device) -> torch.autocast:
+    """Return the precision in which a forward of a training runs there."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=trains_in_bf16(device))
 
 
 def warm_up(steps: int) -> int:
@@ -131,7 +141,7 @@ def arguments(
         lr_scheduler_type="cosine",
         warmup_steps=warm_up(steps),
         weight_decay=0.0,
-        bf16=_trains_in_bf16(device),
+        bf16=trains_in_bf16(device),
         use_cpu=device.type == "cpu",
         save_strategy="steps" if keep else "no",
         save_steps=every,

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .._utils.extras import require
 from .._utils.present import present
 from ..architectures import architecture_of
-from ..errors import OptionError, UnsupportedModelError
+from ..errors import OptionError, UnsupportedModelError, option
+from ..linalg.stochastic_rounding import round_stochastically
 from ..modules.tensors import QuantizedTensor
 
 Tune = Literal["lora", "lora-mlp", "all", "norms"]
@@ -52,24 +54,34 @@ def prepared(model: PreTrainedModel, tune: Tune, rank: int, seed: int) -> nn.Mod
     """
     model.requires_grad_(False)
     if tune.startswith("lora"):
-        try:
-            from peft import LoraConfig, get_peft_model
-        except ImportError as error:
-            raise OptionError(
-                f"tune={tune!r} needs peft, which is not installed; pip install 'rankfold[recover]', or give tune='all'"
-            ) from error
+        require("peft", option("tune", tune), f"give {option('tune', 'all')}")
+        from peft import LoraConfig, get_peft_model
+
         targets = _linear_layers(model, mlp_only=tune == "lora-mlp")
         adapters = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, task_type="CAUSAL_LM")
         with torch.random.fork_rng():  # Trainer sets the seed too late for them
             torch.manual_seed(seed)
             return get_peft_model(model, adapters)
     tied = {id(p) for p in present(model.get_output_embeddings()).parameters()}
+    for parameter in own_weights(model, tune):
+        parameter.requires_grad_(id(parameter) not in tied)
+    return model
+
+
+def own_weights(model: nn.Module, tune: Tune) -> Iterator[nn.Parameter]:
+    """Yield the weights of a model, or of a block, that ``all`` or ``norms`` trains; a tied head is among those of a model."""
     for module in model.modules():
         if isinstance(module, nn.Embedding) or (tune == "norms" and "norm" not in type(module).__name__.lower()):
             continue
-        for parameter in module.parameters(recurse=False):
-            parameter.requires_grad_(parameter.is_floating_point() and id(parameter) not in tied)
-    return model
+        yield from (parameter for parameter in module.parameters(recurse=False) if parameter.is_floating_point())
+
+
+def round_weights(model: nn.Module, dtype: torch.dtype, seed: int) -> None:
+    """Round weights to what will be written of them, so that steps below half a unit in the last place are not lost."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = round_stochastically(parameter.data, dtype, generator).to(parameter.dtype)
 
 
 def _linear_layers(model: PreTrainedModel, *, mlp_only: bool) -> list[str]:

@@ -180,5 +180,7 @@ def _recover_command(training: Record, folder: str) -> str:
     words = ["rankfold", "recover", f"{folder}-again", "-o", f"{folder}-recovered"]
     given = [(flag, str(training[key])) for flag, key in options.items()]
     given += [("calibration", f"{text}={facts['num_samples']}") for text, facts in training["texts"].items()]
-    words += [word for flag, value in given for word in (f"--{flag}", value)]
+    if training.get("blockwise"):
+        given = [("blockwise", "") if flag == "loss" else (flag, value) for flag, value in given]
+    words += [word for flag, value in given for word in (f"--{flag}", value) if word]
     return "\n" + shlex.join(words)

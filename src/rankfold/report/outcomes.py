@@ -119,6 +119,7 @@ def trained_on(recovery: Record) -> str:
         "kl": f"the predictions of {recovery['teacher_name']}",
         "next-token": "the next token",
         "both": f"the predictions of {recovery['teacher_name']} and the next token",
+        "states": f"the states after every block of {recovery['teacher_name']}",
     }
     texts = " + ".join(recovery["texts"])
     return (
@@ -131,7 +132,10 @@ def recovery_lines(recovery: Record | None) -> list[str]:
     """Return the lines on a recovery: what was trained, and the perplexity of every text before and after."""
     if recovery is None:
         return []
-    kept = "" if recovery["recovered"] else "; nothing was recovered, so the weights are those before training"
+    reason = recovery.get("unchanged_because") or "no text gains, or one loses too much"  # older records have none
+    kept = (
+        "" if recovery["recovered"] else f"; nothing was recovered ({reason}), so the weights are those before training"
+    )
     return [trained_on(recovery) + kept] + [
         f"{text}: perplexity {facts['perplexity_before']:.2f} -> {facts['perplexity']:.2f} (dense "
         f"{facts['perplexity_dense']:.2f}) on {facts['sequences']} held-out sequences"

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
-
-from rich.table import Column, Table
+from typing import TYPE_CHECKING, Any
 
 from .._utils.present import present
 from ..errors import option
 from .outcomes import change_text, size_rows
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Plan:
             del value["hardware"]
         return value | {"sparsity": self.sparsity, "modules": [*value["modules"]]}
 
-    def table(self) -> Table:
+    def table(self) -> "Table":
         """Return a row for every block: the rank of each module, with its predicted relative error."""
         of: dict[str, int] = {}
         for m in self.modules:
@@ -83,6 +84,8 @@ class Plan:
         zeros = " by zeros" if "zeros" in self.facts else ""
         part = f", {self.part}" if self.part else ""
         title = f"{self.model}{part}: {self.method['method']}, sparsity {self.sparsity:.4f}{zeros}"
+        from rich.table import Table
+
         table = Table(title=title, title_justify="left")
         for name in ("block", *(f"{name}/{rank}" for name, rank in of.items())):
             table.add_column(name, justify="right")
@@ -95,8 +98,10 @@ class Plan:
             table.add_row(str(block), *cells, f"{sum(m.weights for m in mine.values()):,}")
         return table
 
-    def summary(self) -> Table:
+    def summary(self) -> "Table":
         """Return a table of totals, before and after, and of what the run takes."""
+        from rich.table import Column, Table
+
         table = Table("", *(Column(name, justify="right") for name in ("before", "after", "change")))
         for row in self._sizes():
             table.add_row(*row)

@@ -17,6 +17,7 @@ from ..data.calibration_data import upgrade_calibration
 from ..errors import CheckpointError
 from ..methods.upgrade import upgraded as upgraded_options
 from ..version import __version__
+from .goal import GOAL
 
 NAME = "rankfold.json"
 # What a record says of every kind of probe text, or why there is none; older ones say nothing.
@@ -84,6 +85,7 @@ RECORD = {
     ),
     "probe_texts": PROBE_TEXTS,
     "recovery": Maybe(RECOVERY),
+    "goal": Maybe(GOAL),
     "run": {"seconds": {"total": NUMBER}},
 }
 # Of an encoder, which has no perplexity.

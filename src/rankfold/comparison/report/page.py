@@ -10,9 +10,10 @@ import jinja2
 import markupsafe
 
 from ..._utils.files import write_text
+from ..protocol import protocol_lines
 from .layers import layer_pictures
 from .plots import INKS, PAGE_WIDTH, Drawn, Picture, drawn, result_pictures, write_pictures
-from .table import cells_of_table, markdown, numbered, summary
+from .table import RETENTION, cells_of_table, markdown, numbered, summary
 
 RESULTS, TABLE, PLOTS, PAGE = "results.jsonl", "table.md", "plots", "report.html"
 MEANING = {
@@ -21,14 +22,29 @@ MEANING = {
     "measured": "one-pass: on the dense model, with moments that all such rows share; sequential: every block on what the "
     "compressed blocks before it send, anew for this row",
     "compressing, s": "wall time of this row on this machine; of rows that share moments without measuring these",
+    RETENTION: "mean of what is kept of the dense model: its perplexity over the row's on every text, the row's accuracy over "
+    "its own in every mean of tasks that the protocol names",
     "× dense": "median over rounds of the speed over the dense model's in the same round",
 }
 
+WRITTEN = {  # a definition -> the column that it is of
+    "exact": "(exact)",
+    "repetition": "repeated 4-grams",
+    "distinct": "distinct 2-grams",
+    "equal": "tokens as dense",
+    "first_difference": "tokens until another",
+}
 
-def write_rows(folder: Path, rows: list[dict]) -> None:
+
+def write_rows(folder: Path, config: dict, rows: list[dict]) -> None:
     """``results.jsonl`` and ``table.md``."""
     write_text(folder / RESULTS, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
-    write_text(folder / TABLE, markdown(rows))
+    write_text(folder / TABLE, markdown(rows) + "".join(f"\n{line}\n" for line in _protocol(config)))
+
+
+def _protocol(config: dict) -> list[str]:
+    described = config["identity"].get("protocol")
+    return protocol_lines(described) if described else []
 
 
 def write_report(folder: Path, config: dict, rows: list[dict]) -> None:
@@ -39,7 +55,7 @@ def write_report(folder: Path, config: dict, rows: list[dict]) -> None:
         config: ``compare.json``.
         rows: the first one is the dense model.
     """
-    write_rows(folder, rows)
+    write_rows(folder, config, rows)
     found = [drawn(picture) for picture in pictures(rows)]
     write_pictures(found, folder / PLOTS)
     write_text(folder / PAGE, page(config, rows, found, folder.resolve().name))
@@ -67,6 +83,7 @@ def page(config: dict, rows: list[dict], found: list[Drawn], name: str) -> str:
         command=f"rankfold compare --config {shlex.quote(f'{name}/compare.json')} -o {shlex.quote(f'{name}-again')}",
         cells=cells,
         lines=list(zip(rows, cells.lines, strict=True)),
+        protocol=_protocol(config),
         summary=summary(rows),
         notes=numbered(cells.notes),
         done=done,
@@ -75,7 +92,11 @@ def page(config: dict, rows: list[dict], found: list[Drawn], name: str) -> str:
         groups=groups,
         wide=drawn(found[0].picture, PAGE_WIDTH) if "results" in groups else None,
         environments=environments,
-        definitions={key: text for key, text in MEANING.items() if key not in cells.alike}
+        definitions={
+            key: text
+            for key, text in MEANING.items()
+            if key not in cells.alike and (key != RETENTION or RETENTION in cells.header)
+        }
         | _definitions(done[0]["measures"]),
         inks=INKS,
     )
@@ -93,4 +114,6 @@ def breakable(text: str) -> markupsafe.Markup:
 
 def _definitions(measures: dict) -> dict[str, str]:
     found = {"perplexity": measures["texts"][0]["definition"]}
+    for name, column in WRITTEN.items() if "generation" in measures else ():
+        found[column] = measures["generation"]["definitions"][name]
     return found | ({"prefill, decode": measures["speed"]["definition"]} if "speed" in measures else {})

@@ -13,6 +13,7 @@ from rich.text import Text
 from ...report.outcomes import kinds_in, marked_warnings, ratio_text
 
 RATIO = " (probe), × dense"  # how the column of a kind of probe text ends
+RETENTION = "Q. Ret."  # of a protocol
 LEFT_OUT = ("removed", "MiB", "KV bytes/token", "measured", "compressing, s")  # of the table in a terminal
 ALIKE = ("removed", "M parameters", "MiB", "KV bytes/token", "measured")  # stand once where all rows have the same
 NAMES = ("method", "sparsity")
@@ -55,7 +56,7 @@ def cells_of_table(rows: list[dict]) -> Cells:
 
 def _place(name: str) -> int:
     """Return where a column stands: names, perplexities, notes, other measures, then sizes."""
-    if name in NAMES or name.startswith("perplexity "):
+    if name in (*NAMES, "kept", RETENTION) or name.startswith("perplexity "):
         return 0
     return 1 if name == "note" else 3 if name in (*ALIKE, "compressing, s") else 2
 
@@ -69,7 +70,12 @@ def _cells(row: dict, dense: dict, notes: list[str]) -> dict[str, str]:
     for text, before in zip(measures["texts"], dense["measures"]["texts"], strict=True):
         over = "" if row is dense else f" (× {text['perplexity'] / before['perplexity']:.2f})"
         found[f"perplexity {text['text']}"] = f"{text['perplexity']:,.2f}{over}"
-    found |= {f"{task}, %": accuracy(facts) for task, facts in measures.get("tasks", {}).items()}
+    judged = row.get("protocol")
+    found |= {f"{task}, %": accuracy(facts) for task, facts in _tasks(row).items()}
+    if judged:
+        found |= {f"{name}, %": f"{100 * mean:.1f}" for name, mean in judged["means"].items()}
+        found |= {"kept": f"{judged['kept']:.1%}", RETENTION: f"{judged['retention']:.3f}"}
+    found |= _of_generation(measures.get("generation"))
     if "speed" in measures:
         found |= {f"{kind}, × dense": f"{measures['speed'][f'{kind}_ratio']:.2f}" for kind in ("prefill", "decode")}
     found |= {f"{kind}{RATIO}": ratio_text(facts) for kind, facts in kinds_in(row.get("probe_texts")).items()}
@@ -87,10 +93,25 @@ def _cells(row: dict, dense: dict, notes: list[str]) -> dict[str, str]:
     }
 
 
+def _of_generation(generation: dict | None) -> dict[str, str]:
+    """Return column -> cell of what a model writes."""
+    if generation is None:
+        return {}
+    found = {f"{kind} (exact), %": f"{100 * facts['share']:.1f}" for kind, facts in generation["exact"].items()}
+    shares = {"repeated 4-grams, %": "repetition", "distinct 2-grams, %": "distinct", "tokens as dense, %": "equal"}
+    found |= {name: f"{100 * generation[key]:.1f}" for name, key in shares.items() if generation[key] is not None}
+    return found | {"tokens until another": f"{generation['first_difference']:.1f}"}
+
+
 def _note(notes: list[str], mark: str, sentence: str) -> str:
     if sentence not in notes:
         notes.append(sentence)
     return f"{mark} [{notes.index(sentence) + 1}]"
+
+
+def _tasks(row: dict) -> dict[str, dict]:
+    """Return the accuracy of every task: by the metric of a protocol, or ``acc``."""
+    return row["protocol"]["tasks"] if "protocol" in row else row["measures"].get("tasks", {})
 
 
 def accuracy(task: dict) -> str:
@@ -105,9 +126,9 @@ def _values(row: dict) -> dict[str, float]:
     """Return column -> number, such that less is better."""
     measures = row["measures"]
     found = {f"perplexity {text['text']}": text["perplexity"] for text in measures["texts"]}
-    found |= {
-        f"{task}, %": -facts["acc"] for task, facts in measures.get("tasks", {}).items() if facts.get("acc") is not None
-    }
+    found |= {f"{task}, %": -facts["acc"] for task, facts in _tasks(row).items() if facts.get("acc") is not None}
+    if "protocol" in row:
+        found[RETENTION] = -row["protocol"]["retention"]
     speed = measures.get("speed")
     return found | {f"{kind}, × dense": -speed[f"{kind}_ratio"] for kind in ("prefill", "decode") if speed}
 

@@ -21,11 +21,12 @@ from ..base import BlockResult
 from ..result import put_attention
 from .factor import Fit, Input, Target, local, prepare, product
 from .layout import QKV, Slot, column_weights, dense_projections, slots
-from .measures import AttendedError, HeadError, InHeads, ScoreError
+from .measures import AttendedError, HeadError, InHeads, Measure, ScoreError, of_heads, on_heads
 from .report import Report
 from .storing import in_junction, store_all
 
 ATTENTION = ("q", "k", "v", QKV, "o")
+PARTNERS = {"k": "q", "v": "o"}  # what takes up the other factor of an identity in every head
 
 
 def decompose_attention(method, view: BlockView, moments: BlockMoments, ranks: dict[str, int]) -> BlockResult:
@@ -34,8 +35,8 @@ def decompose_attention(method, view: BlockView, moments: BlockMoments, ranks: d
     layout = slots(method, view)
     fits = _fits(method, view, moments, ranks, layout, dense)
     kept, parts = dict(dense), {}
-    if "k" in fits and layout["k"].head_identity:
-        fits, kept, parts = _head_junction(view, layout["k"], fits, dense)
+    for module in [m for m in ("k", "v") if m in fits and layout[m].head_identity]:
+        fits, kept, parts[module] = _head_junction(view, layout[module], fits, kept)
     latents, reports, errors = store_all(layout, fits, dense, moments, parts=parts)
     if QKV in dense and QKV not in fits:  # only the output projection loses weights
         kept = dict(zip("qkv", view.attention.qkv(), strict=True))
@@ -132,51 +133,77 @@ def _about(given: Input, mean: torch.Tensor | None) -> torch.Tensor:
 
 
 def _head_junction(view: BlockView, slot: Slot, fits: dict[str, Fit], dense: dict[str, Dense]):
-    """Keys with an identity in every head (Eq. 79-80): ``fits`` and ``dense`` with other queries, and the keys' junction.
+    """Keys or values with an identity in every head (Eq. 79-80, 187-188): ``fits`` and ``dense`` with queries or an output
+    projection that take up the other factor, and their junction.
 
     The identity in ``A`` is made first: it acts on the latent, this one on the heads, so both stay.
     """
-    attention, keys, queries = view.attention, fits["k"], fits.get("q", dense["q"])
-    parts = in_junction(slot, keys)
-    B_q = queries.B if isinstance(queries, Fit) else queries.weight.double()
-    found = head_block_identity(
-        B_q.unflatten(0, (attention.heads, -1)),
-        parts.numbers["B"].unflatten(0, (attention.kv_heads, -1)),
-        b_q=None if queries.bias is None else queries.bias.to(B_q).unflatten(0, (attention.heads, -1)),
-        b_k=None if keys.bias is None else keys.bias.to(B_q).unflatten(0, (attention.kv_heads, -1)),
-        limit=slot.method.condition_limit,
-    )
-    B_q, b_q = found.B_q.flatten(0, 1), None if found.b_q is None else found.b_q.flatten()
-    numbers, indices = {"A": parts.numbers["A"], "B.rest": found.B_k2}, parts.indices | {"B.order": found.order}
-    bias = None if found.b_k is None else found.b_k.flatten()
-    report = replace(keys.report, head_condition=found.condition)
-    B = parts.numbers["B"].unflatten(0, (attention.kv_heads, -1))  # (K, h, R), with columns that become the identity
+    mine, other = fits[slot.name], PARTNERS[slot.name]
+    parts, partner = in_junction(slot, mine), fits.get(other, dense[other])
+    facing = _facing(other, partner).unflatten(0, (view.attention.heads, -1))
+    B = parts.numbers["B"].unflatten(0, (slot.heads, -1))  # (K, h, R), with columns that become the identity
+    b_q, b_k = (None if b is None else b.to(B).view(M.shape[:2]) for b, M in ((partner.bias, facing), (mine.bias, B)))
+    b_q = None if other == "o" else b_q
+    found = head_block_identity(facing, B, b_q=b_q, b_k=b_k, limit=slot.method.condition_limit)
     T = B.gather(2, found.order[:, None, : B.shape[1]].expand(-1, B.shape[1], -1))
-    changed = {"k": _in_heads(keys, T)._replace(bias=bias, report=report)}
+    bias, report = (
+        None if found.b_k is None else found.b_k.flatten(),
+        replace(mine.report, head_condition=found.condition),
+    )
+    changed = {slot.name: _in_heads(mine, T)._replace(bias=bias, report=report)}
     kept = dict(dense)
-    if isinstance(queries, Fit):
-        T = torch.linalg.inv(T).mT.repeat_interleave(attention.heads // attention.kv_heads, 0)
-        changed["q"] = _in_heads(queries, T)._replace(bias=b_q)
+    bias = partner.bias if found.b_q is None else found.b_q.flatten()
+    if isinstance(partner, Fit):
+        turned = _inputs_in_heads(partner, T) if other == "o" else _in_heads(partner, torch.linalg.inv(T).mT)
+        changed[other] = turned._replace(bias=bias)
     else:
-        dtype = dense["q"].weight.dtype
-        kept["q"] = Dense(B_q.to(dtype), None if b_q is None else b_q.to(dtype))
-    return fits | changed, kept, {"k": parts._replace(numbers=numbers, indices=indices)}
+        weight = found.B_q.flatten(0, 1).to(partner.weight.dtype)
+        kept[other] = Dense(
+            weight.T.contiguous() if other == "o" else weight, None if bias is None else bias.to(weight)
+        )
+    numbers, indices = {"A": parts.numbers["A"], "B.rest": found.B_k2}, parts.indices | {"B.order": found.order}
+    return fits | changed, kept, parts._replace(numbers=numbers, indices=indices)
+
+
+def _facing(name: str, projection: Fit | Dense) -> torch.Tensor:
+    """Return the rows of queries, or the columns of an output projection, that meet the heads of the other side, as rows."""
+    if isinstance(projection, Fit):
+        return projection.A.T if name == "o" else projection.B
+    weight = projection.weight.double()
+    return weight.T if name == "o" else weight
 
 
 def _in_heads(fit: Fit, T: torch.Tensor) -> Fit:
     """``fit`` with outputs ``T^-1 y`` of each head; errors stay those of ``y``."""
+    groups, target = T, fit.target
+    T = of_heads(T, fit.B)
 
     def turned(rows: torch.Tensor) -> torch.Tensor:
         return torch.linalg.solve(T, rows.to(T).unflatten(0, (len(T), -1))).flatten(0, 1)
 
-    measure: Any = fit.measure
-    target = fit.target
-    if not isinstance(measure, ScoreError):  # scores are the same in any coordinates that queries and keys share
-        measure = InHeads(measure, measure.name, T)
     if target is not None:
         heads = T.mT @ T if target.heads is None else T.mT @ target.heads @ T
         target = Target(turned(target.weight), target.inputs, heads)
-    return fit._replace(B=turned(fit.B), measure=measure, target=target)
+    return fit._replace(B=turned(fit.B), measure=_measured_in_heads(fit, groups), target=target)
+
+
+def _inputs_in_heads(fit: Fit, T: torch.Tensor) -> Fit:
+    """``fit`` with inputs ``T^-1 x`` of each head; errors stay those for ``x``."""
+    inverse, target = torch.linalg.inv(T), fit.target
+    if target is not None:
+        inputs = on_heads(inverse, on_heads(inverse, target.inputs).T)
+        target = Target(on_heads(T.mT, target.weight.T).T, inputs, target.heads)
+    mean = None if fit.mean is None else on_heads(inverse, fit.mean[:, None])[:, 0]
+    A, measure = on_heads(T.mT, fit.A.T).T, _measured_in_heads(fit, T)
+    return fit._replace(A=A, measure=measure, target=target, mean=mean)
+
+
+def _measured_in_heads(fit: Fit, T: torch.Tensor) -> Measure:
+    """The measure of ``fit``; scores and outputs of heads are the same in any coordinates that both sides share."""
+    measure: Any = fit.measure
+    if isinstance(measure, ScoreError | HeadError):
+        return measure
+    return InHeads(measure, ("v", "o") if isinstance(measure, AttendedError) else (measure.name,), T)
 
 
 def _joint_vo(view: BlockView, given: Input, moments, ranks, layout: dict[str, Slot], dense) -> dict[str, Fit]:

@@ -3,6 +3,7 @@
 The plan counts with it and the decomposition stores by it, so that what is planned is what is stored.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,16 +36,12 @@ class Slot:
     gains: bool  # whether the dense one has none
     heads: int  # heads its outputs come in; of query, key and value projections
     copies: int = 1  # experts that have such a projection
+    head_identity: bool = False  # whether every head of ``B`` has an identity block (Eq. 79-80, 187-188)
 
     @property
     def split(self) -> bool:
         """Whether every head has a low rank of its own (App. D); the rank is then that of a head."""
         return self.method.split_head and self.name in ("q", "k", "v")
-
-    @property
-    def head_identity(self) -> bool:
-        """Whether every head of ``B`` has an identity block (Eq. 79-80)."""
-        return self.method.head_junction and self.name == "k"
 
     @property
     def alone(self) -> bool:
@@ -123,11 +120,17 @@ class Slot:
 
         Counted on the module the runtime will build. A bias is not counted, as in :meth:`numbers`.
         """
-        with torch.device("meta"):
-            tensors = build(self.spec(rank)).state_dict().values()
-        floats = sum(t.numel() for t in tensors if t.is_floating_point())
-        other = sum(t.numel() * t.element_size() for t in tensors if not t.is_floating_point())
+        floats, other = _sizes_of(tuple(self.spec(rank).items()))
         return floats - self.out * self.bias, other
+
+
+@functools.cache
+def _sizes_of(spec: tuple[tuple[str, str | int], ...]) -> tuple[int, int]:
+    """Return the floating-point numbers of a module, and the bytes of all its other tensors: layers of a size recur."""
+    with torch.device("meta"):
+        tensors = build(dict(spec)).state_dict().values()
+    floats = sum(t.numel() for t in tensors if t.is_floating_point())
+    return floats, sum(t.numel() * t.element_size() for t in tensors if not t.is_floating_point())
 
 
 def dense_projections(method, view: BlockView) -> dict[str, Dense]:
@@ -151,7 +154,7 @@ def column_weights(method, view: BlockView, moments) -> dict[str, Tensor]:
         return {}
     found = {}
     for module in method.supported_modules(view.architecture, view):
-        layer, index = _stored(view, module)
+        layer, index = stored_rows(view, module)
         found[module] = moments[f"{layer}_{FISHER}"].total.double()[index].sum(0)
     return found
 
@@ -160,18 +163,18 @@ def fishers(method, view: BlockView) -> set[str]:
     """Statistics of gradients that :func:`column_weights` reads."""
     if method.precondition != FISHER:
         return set()
-    return {f"{_stored(view, module)[0]}_{FISHER}" for module in method.supported_modules(view.architecture, view)}
+    return {f"{stored_rows(view, module)[0]}_{FISHER}" for module in method.supported_modules(view.architecture, view)}
 
 
-def _stored(view: BlockView, module: str):
-    """The layer that holds a projection, and which of its rows."""
+def stored_rows(view: BlockView, module: str):
+    """Return the layer that holds a projection, and which of its rows."""
     return view.attention.qkv_rows().get(module, (module, slice(None)))
 
 
 def slots(method, view: BlockView) -> dict[str, Slot]:
     """Module -> slot, for all that this block has."""
     heads = {"q": view.attention.heads, "k": view.attention.kv_heads, "v": view.attention.kv_heads}
-    found, copies = dense_projections(method, view), dict[str, int]()
+    found, copies, identities = dense_projections(method, view), dict[str, int](), head_identities(method, view)
     if (experts := view.experts) and method.takes_experts:
         found |= zip(EXPERTS, (experts.rising(0), experts.down(0)), strict=True)
         copies.update(dict.fromkeys(EXPERTS, experts.count))
@@ -179,9 +182,21 @@ def slots(method, view: BlockView) -> dict[str, Slot]:
     def slot(name: str, dense: Dense) -> Slot:
         has, gets = dense.bias is not None, method.centres(dense)
         out, wide = dense.weight.shape
-        return Slot(method, name, out, wide, has or gets, gets and not has, heads.get(name, 1), copies.get(name, 1))
+        counts = heads.get(name, 1), copies.get(name, 1)
+        return Slot(method, name, out, wide, has or gets, gets and not has, *counts, name in identities)
 
     return {name: slot(name, dense) for name, dense in found.items()}
+
+
+def head_identities(method, view: BlockView) -> set[str]:
+    """Return which of k and v get an identity in every head: of both factors of a pair that may lose weights, and of keys
+    only where nothing stands between them and the scores, as it would have to commute with that."""
+    if not method.head_junction:
+        return set()
+    pairs = {"k": {"q", "k"}, "v": {"v", "o"}}
+    if view.attention.rotary_dim or view.attention.norms:
+        del pairs["k"]
+    return {m for m, pair in pairs.items() if method.modules is None or pair <= set(method.modules)}
 
 
 def _stack(view: BlockView, *parts: Dense) -> Dense:

@@ -130,19 +130,30 @@ class MLPError:
 
 @dataclass(frozen=True)
 class InHeads:
-    """A measure of a module whose heads are stored in other coordinates, ``y = T y'``."""
+    """A measure of modules whose heads are stored in other coordinates, ``y = T y'``; of ``o`` those are its inputs."""
 
     measure: Measure
-    name: str
-    T: Tensor  # (H, h, h)
+    names: tuple[str, ...]
+    T: Tensor  # (H or K, h, h)
 
     def __call__(self, compressed: Mapping[str, Dense], moments: BlockMoments) -> float:
-        now = compressed[self.name]
-        bias = None if now.bias is None else self._turned(now.bias[:, None])[:, 0]
-        return self.measure({self.name: Dense(self._turned(now.weight), bias)}, moments)
+        return self.measure({name: self._back(name, compressed[name]) for name in self.names}, moments)
 
-    def _turned(self, rows: Tensor) -> Tensor:
-        return (self.T @ rows.to(self.T).unflatten(0, (len(self.T), -1))).flatten(0, 1)
+    def _back(self, name: str, now: Dense) -> Dense:
+        if name == "o":
+            return Dense(on_heads(torch.linalg.inv(self.T).mT, now.weight.T).T, now.bias)
+        bias = None if now.bias is None else on_heads(self.T, now.bias[:, None])[:, 0]
+        return Dense(on_heads(self.T, now.weight), bias)
+
+
+def of_heads(T: Tensor, rows: Tensor) -> Tensor:
+    """Return ``T`` (K, h, h) of every group of heads as those of all heads of ``rows`` (H h, any)."""
+    return T.repeat_interleave(len(rows) // (len(T) * T.shape[-1]), 0)
+
+
+def on_heads(T: Tensor, rows: Tensor) -> Tensor:
+    """Return ``T`` (K, h, h) of each group times the rows (H h, any) of its heads."""
+    return (of_heads(T, rows) @ rows.to(T).unflatten(0, (-1, T.shape[-1]))).flatten(0, 1)
 
 
 def mlp_of(up: Dense, down: Dense) -> MLP:

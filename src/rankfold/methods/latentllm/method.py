@@ -12,7 +12,7 @@ from ..base import BlockResult, NarrowingMethod, PrunableModule
 from ..work import Work, multiplying, passing, times
 from .attention import ATTENTION, decompose_attention
 from .experts import decompose_experts
-from .layout import EXPERTS, FISHER, QKV, fishers, slots
+from .layout import EXPERTS, FISHER, QKV, fishers, head_identities, slots
 from .mlp import decompose_mlp
 from .options import check_options
 from .report import Report
@@ -49,7 +49,8 @@ class LatentLLM(NarrowingMethod):
         shrink: how its entries are chosen: ``hard``, ``soft``, ``ste`` or ``diagonal``.
         shared_qkv: one latent for queries, keys and values (App. C), as unit ``qkv`` in place of ``q``, ``k``, ``v``.
         split_head: a low rank of its own for every head of ``q``, ``k``, ``v`` (App. D), the rank being a head's.
-        head_junction: an identity in every key head (Eq. 79-80): ``K h^2`` numbers less; nothing may rotate keys.
+        head_junction: an identity in every value head (Eq. 187-188), and in every key head that nothing rotates or normalises
+            (Eq. 79-80): ``K h^2`` numbers less of each.
         attention_aware: with ``joint=vo``, refit the output side to what attention sends into it (App. G.2).
         qk_ranks: ``plan``, or ``spectra``: in the joint form both ranks are chosen anew within what was planned for q and
             k together (App. E), once the spectra are known. The plan is then an upper bound; the record has the ranks.
@@ -135,11 +136,11 @@ class LatentLLM(NarrowingMethod):
                 raise UnsupportedModelError(
                     f"{architecture.model_type} has no module {module!r} that can be compressed; it has: {','.join(present)}"
                 )
-        if self.head_junction and (view.attention.rotary_dim or view.attention.norms):
+        if self.head_junction and not head_identities(self, view):
             why = "normalises" if view.attention.norms else "rotates"
             raise UnsupportedModelError(
-                f"{architecture.model_type} cannot take head_junction=true: it {why} queries and keys after their "
-                "projections, and an identity in a head's keys mixes its dimensions; leave it out"
+                f"{architecture.model_type} cannot take head_junction=true for q and k: it {why} queries and keys after their "
+                "projections, and an identity in a head's keys mixes its dimensions; name v and o in modules, or leave it out"
             )
         self.joint_forms(view)
         wanted = self.modules if self.modules is not None else present

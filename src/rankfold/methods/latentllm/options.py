@@ -41,7 +41,7 @@ def check_options(method) -> None:
     if method.split_head:
         _check_split(method)
     if method.head_junction:
-        _check_pair(method, "head_junction=true")
+        _check_pairs(method)
         _check_junction(method, "head_junction=true", ("block_identity_right", *PLAIN))
     if method.qk_ranks == "spectra":
         _check_spectra(method)
@@ -119,8 +119,20 @@ def _check_split(method) -> None:
     _check_junction(method, "split_head=true", ("block_identity_left", *PLAIN))
 
 
+def _check_pairs(method) -> None:
+    named = set(method.modules or "qkvo")
+    if not ({"q", "k"} <= named or {"v", "o"} <= named):
+        raise OptionError(
+            "head_junction=true acts on q and k together, and on v and o; name both of a pair in modules, "
+            f"got {','.join(method.modules)}"
+        )
+
+
 def _check_spectra(method) -> None:
-    _check_pair(method, "qk_ranks=spectra")
+    if method.modules is not None and not {"q", "k"} <= set(method.modules):
+        raise OptionError(
+            f"qk_ranks=spectra acts on q and k together; name both in modules, got {','.join(method.modules)}"
+        )
     _refuse(method, "qk_ranks=spectra", "head_junction")
     if method.joint != "auto" and "qk" not in method.joint_asked:
         raise OptionError(
@@ -132,11 +144,6 @@ def _check_spectra(method) -> None:
 def _check_junction(method, what: str, allowed: tuple[str, ...]) -> None:
     if method.junction not in allowed:
         raise OptionError(f"{what} takes the junctions {', '.join(allowed)}; got {method.junction!r}")
-
-
-def _check_pair(method, what: str) -> None:
-    if method.modules is not None and not {"q", "k"} <= set(method.modules):
-        raise OptionError(f"{what} acts on q and k together; name both in modules, got {','.join(method.modules)}")
 
 
 def _refuse_joint(method, what: str) -> None:

@@ -1,0 +1,149 @@
+"""Recompute every number of the README from the committed records, by the standard library alone.
+
+python scripts/audit.py             # a line for each number, PASS or FAIL; exit code 1 where one fails
+python scripts/audit.py other.md    # of another text with the same tables
+
+Perplexities are recomputed from the mean negative log-likelihood, means of tasks from their accuracies, percentages and
+ratios from the two numbers beside them. The example of a table in a terminal has no record: its arithmetic is checked, and the
+count of its weights against the record of the same model.
+"""
+
+import json
+import math
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+COLUMNS = {"dense": "dense", "rankfold": "rankfold 0.3", "modegpt": "modegpt 0.3", "latentllm": "latentllm (joint) 0.3"}
+RECORDS = {  # how the name of a model begins in the README -> record
+    "SmolLM2": "perplexity_smollm2",
+    "Qwen2.5": "perplexity_qwen2.5",
+    "Gemma 3": "perplexity_gemma3",
+}
+NONE = "–"
+
+
+class Finding(NamedTuple):
+    """A number as it is stated, and as it comes out of the records; the latter is empty where nothing vouches for it."""
+
+    what: str
+    stated: str
+    found: str
+
+    @property
+    def passes(self) -> bool:
+        return self.stated == self.found
+
+
+def record(name: str) -> dict:
+    """Return a committed record, its rows by name."""
+    found = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    return found | {"rows": {row["name"]: row for row in found["rows"]}}
+
+
+def table(text: str) -> Iterator[Finding]:
+    """Yield every number of the first table."""
+    lines = [line.strip("| ").split(" | ") for line in text.split("\n") if line.startswith("| ")]
+    names = [name.strip("`") for name in lines[0][1:]]
+    for what, *cells in lines[1:]:
+        for name, stated in zip(names, cells, strict=True):
+            yield Finding(f"{what}, {name}", stated, cell(what, COLUMNS.get(name, name)))
+        if found := re.search(r"(\d+) x (\d+) tokens", what):
+            config = record(of_model(what))["config"]["evaluation"]
+            yield Finding(f"{what}, excerpt", found[0], f"{config['samples']} x {config['length']} tokens")
+
+
+def of_model(what: str) -> str:
+    """Return the record that a row of the table is of."""
+    return next(name for model, name in RECORDS.items() if what.startswith(f"perplexity of {model}"))
+
+
+def cell(what: str, name: str) -> str:
+    """Return what a cell has to say; nothing where no record vouches for its row."""
+    if what == "parameters":
+        return millions(record("perplexity_smollm2")["rows"][name]["parameters"])
+    if what.startswith("perplexity of "):
+        row = record(of_model(what))["rows"].get(name)
+        return NONE if row is None else rounded(math.exp(row["nll"]))
+    if what.startswith("zero-shot accuracy, mean of four tasks"):
+        tasks = record("zero_shot_smollm2")["rows"][name]["tasks"]
+        return f"{100 * fmean(task['acc'] for task in tasks.values()):.1f} %" if len(tasks) == 4 else ""
+    return ""
+
+
+def millions(count: int) -> str:
+    return f"{count / 1e6:.1f} M"
+
+
+def rounded(value: float) -> str:
+    return f"{value:.1f}" if value < 200 else f"{value:.0f}"
+
+
+def example(text: str) -> Iterator[Finding]:
+    """Yield every number of the example of a table in a terminal that follows from others."""
+    block = re.search(r"```text\n(small: .*?)```", text, re.S)
+    if block is None:
+        return
+    head = re.search(r"([\d.]+)% of the ([\d,]+) counted weights", block[1])
+    rows = re.findall(r"^ +(\S.*?) {2,}([\d,.]+) +([\d,.]+) +(x [\d.]+|[+-][\d.]+%)", block[1], re.M)
+    for name, before, after, stated in rows:
+        a, b = (float(value.replace(",", "")) for value in (before, after))
+        yield Finding(f"example, {name}", stated, f"x {b / a:.2f}" if stated[0] == "x" else f"{(b - a) / a:+.1%}")
+    numbers = {name: [int(v.replace(",", "")) for v in values] for name, *values, _ in rows if name == "parameters"}
+    before, after = numbers["parameters"]
+    counted = int(head[2].replace(",", ""))
+    dense = record("perplexity_smollm2")["rows"]["dense"]["parameters"]
+    yield Finding("example, parameters of the dense model", f"{before:,}", f"{dense:,}")
+    yield Finding("example, counted weights removed", f"{head[1]}%", f"{(before - after) / counted:.2%}")
+
+
+def counts(text: str) -> Iterator[Finding]:
+    """Yield counts of families and methods, and the versions that are needed."""
+    if found := re.search(r"(\d+) model families", text):
+        page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+        listed = {line.split("|")[1].strip() for line in page.split("\n") if re.match(r"\| (?!---|model )", line)}
+        yield Finding("model families", found[1], str(len(listed)))
+    if "over twenty to compare with" in text:
+        page = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+        methods = len(re.findall(r"^## [a-z]", page, re.M)) - 3
+        yield Finding("methods to compare with", "over twenty", "over twenty" if 20 < methods < 30 else str(methods))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needed = {"Python": project["requires-python"], **dict(map(requirement, project["dependencies"]))}
+    for name, version in re.findall(r"\b(Python|PyTorch|transformers) (\d+\.\d+)", text):
+        bound = re.search(r">=(\d+\.\d+)", needed[{"PyTorch": "torch"}.get(name, name)])
+        yield Finding(f"least version of {name}", version, bound[1] if bound else "")
+
+
+def requirement(text: str) -> tuple[str, str]:
+    """Split the name of a package from its versions."""
+    name = re.match(r"[\w.-]+", text)[0]
+    return name, text[len(name) :]
+
+
+def audit(text: str) -> list[Finding]:
+    """Return all findings on a text like the README."""
+    return [*table(text), *example(text), *counts(text)]
+
+
+def main(path: Path) -> int:
+    findings = audit(path.read_text(encoding="utf-8"))
+    for finding in findings:
+        verdict = "PASS" if finding.passes else "FAIL"
+        print(
+            f"{verdict}  {finding.what}: {finding.stated}"
+            + ("" if finding.passes else f", got {finding.found or 'nothing'}")
+        )
+    failed = [finding for finding in findings if not finding.passes]
+    print(
+        f"{'FAIL' if failed else 'PASS'}: {len(findings) - len(failed)} of {len(findings)} numbers come out of the records"
+    )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "README.md"))

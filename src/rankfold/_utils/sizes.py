@@ -1,0 +1,32 @@
+"""Sizes of files, as people write them."""
+
+import re
+
+from ..errors import OptionError, option
+
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kMGT])(i?))?B?", re.IGNORECASE)
+POWERS = " kmgt"
+
+
+def parse_size(size: int | str) -> int:
+    """Return bytes: of a number, or of a text such as ``400MB`` (1e6 each) or ``1.5GiB`` (2^30).
+
+    Raises:
+        OptionError: no size, or none above 0.
+    """
+    found = SIZE.fullmatch(str(size).strip())
+    if found is None or isinstance(size, bool) or float(found[1]) <= 0:
+        raise OptionError(
+            f"{option('target_size')} takes a size above 0, such as 400MB or 1.5GiB, or a number of bytes; got {size!r}"
+        )
+    number, unit, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** POWERS.index((unit or " ").lower()))
+
+
+def size_text(size: float) -> str:
+    """Return bytes in a unit that suits them, powers of 1,000."""
+    unit = next((unit for unit in ("GB", "MB", "kB") if size >= _ONE[unit]), "bytes")
+    return f"{size / _ONE[unit]:,.2f} {unit}" if unit in _ONE else f"{size:,.0f} bytes"
+
+
+_ONE = {"GB": 1e9, "MB": 1e6, "kB": 1e3}

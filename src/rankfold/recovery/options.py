@@ -1,0 +1,97 @@
+"""What a recovery is asked for, and whether it can be done."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from transformers.integrations import get_available_reporting_integrations
+
+from .._utils.files import check_output
+from .._utils.processes import launched_count
+from ..errors import OptionError, option
+from .loss import Loss
+from .tuning import Tune
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a run; equal options, models and texts give equal weights."""
+
+    tune: Tune
+    loss: Loss
+    tokens: int
+    rank: int
+    lr: float
+    batch_tokens: int
+    length: int
+    tolerance: float
+    seed: int
+    text_column: str
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a run is done; with the same options every way gives the same weights, apart from ``minutes`` and ``adapter``."""
+
+    minutes: float | None = None
+    adapter: bool = False
+    gradient_checkpointing: bool = False
+    report_to: str = "none"
+    cache_logits: str | Path | None = None
+
+
+def check_alone() -> None:
+    """Refuse several processes: the trainer would wait for all of them.
+
+    Raises:
+        OptionError: processes were launched together.
+    """
+    if launched_count() > 1:
+        raise OptionError(
+            f"training runs in one process, got {launched_count()}; give the command without torchrun or accelerate launch"
+        )
+
+
+def check(options: Options, settings: Settings, output: str | Path | None) -> None:
+    """Raise :class:`OptionError` where an option is out of range, or has no effect beside another one."""
+    check_alone()
+    for name in ("tokens", "rank", "batch_tokens", "length"):
+        if getattr(options, name) < 1:
+            raise OptionError(f"{name} must be at least 1, got {getattr(options, name)}")
+    minutes = settings.minutes
+    if not (options.lr > 0 and options.tolerance >= 0 and (minutes is None or minutes > 0)):  # a NaN neither
+        raise OptionError("lr and minutes must be more than 0, and tolerance at least 0")
+    if not 0 <= options.seed < 2**32:
+        raise OptionError(f"seed must be at least 0 and fit into 32 bits, got {str(options.seed)[:24]}")
+    if settings.report_to not in (known := ["none", "all", *get_available_reporting_integrations()]):
+        raise OptionError(
+            f"report_to must be one of {', '.join(known)}, got {settings.report_to!r}; install what is to be used"
+        )
+    if settings.adapter and (not options.tune.startswith("lora") or output is None):
+        raise OptionError("adapter=True writes the adapters of tune='lora' or 'lora-mlp' to output; give both")
+    if settings.cache_logits is not None and options.loss == "next-token":
+        raise OptionError(
+            f"{option('cache_logits')} keeps what the dense model predicts, which {option('loss', 'next-token')} does not use; "
+            f"leave it out, or give {option('loss', 'kl')}"
+        )
+    if output is not None:
+        check_output(Path(output))
+
+
+def check_blockwise(options: Options, settings: Settings, output: str | Path | None) -> None:
+    """Raise :class:`OptionError` where an option has no effect block by block."""
+    if output is None:
+        raise OptionError(
+            f"{option('blockwise', True)} writes one block at a time to a folder; give {option('output')}"
+        )
+    if options.tune.startswith("lora"):
+        raise OptionError(
+            f"{option('blockwise', True)} trains the weights of a block themselves; give {option('tune', 'all')} or "
+            f"{option('tune', 'norms')}, got {option('tune', options.tune)}"
+        )
+    given = [field.name for field in fields(settings) if getattr(settings, field.name) != field.default]
+    given += ["loss"] if options.loss != "kl" else []
+    if given:
+        raise OptionError(
+            f"{option('blockwise', True)} compares the states after every block, on as many tokens as {option('tokens')} says; "
+            f"leave out {', '.join(map(option, given))}"
+        )

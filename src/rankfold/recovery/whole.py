@@ -1,0 +1,206 @@
+"""Recover a whole model in memory, by transformers' Trainer, towards the predictions of the dense model.
+
+Shape legend: N sequences, T tokens.
+"""
+
+import functools
+import itertools
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .._utils.evaluating import evaluating
+from .._utils.files import read_json, write_json
+from .._utils.present import present
+from ..data.batches import digest_of
+from ..data.calibration_data import CalibrationData
+from ..data.probes import Probes
+from ..models.dense_model import DenseModel
+from ..models.tokenizer import save_tokenizer
+from .cached import CachedStates
+from .judging import Judge, Losses, ProbeLosses, nats, score, token_losses
+from .loss import Head
+from .options import Options, Settings
+from .training import Distiller, KeepZeros, MarkWhole, Progress, arguments, last_checkpoint, trains_in_bf16
+from .tuning import mask_of_zeros, prepared, round_weights, without_dropout
+
+STEPS = "steps.json"
+HELD_OUT, PROBES = "held out: ", "probe texts"  # what losses are of, in a cache
+SCORES = 10  # times that held-out text is scored during a run
+SCORING = 0.2  # of the minutes given, at most
+
+
+class WholeModel:
+    """One recovery of a model in memory.
+
+    Args:
+        student: compressed model in fp32.
+        source: dense model.
+        texts: name -> sequences to train on, and held-out ones.
+        probes: probe texts; ``None``: they are not measured.
+        written: dtype in which weights are written.
+        work: folder of the unfinished run.
+        keep: whether an unfinished run can go on.
+
+    Attributes:
+        network: the model, with adapters around it while it has any.
+    """
+
+    def __init__(
+        self,
+        student: PreTrainedModel,
+        source: DenseModel,
+        texts: dict[str, CalibrationData],
+        probes: Probes | None,
+        options: Options,
+        settings: Settings,
+        *,
+        written: torch.dtype,
+        work: Path,
+        keep: bool,
+    ):
+        self.student, self.source, self.options, self.settings = student, source, options, settings
+        self.probes, self.written, self.work, self.keep = probes, written, work, keep
+        self.network: Any = student
+        self.held_out: dict[str, Any] = {name: one.held_out for name, one in texts.items()}
+        every: list[Any] = [one.ids for one in texts.values()]
+        self.ids = torch.cat(every)  # (N, T)
+        self.cache = self._cached(texts) if settings.cache_logits else None
+        self.dense: Any = source.model if self.cache else source.whole_model()  # of a cached one the head is enough
+
+    def _cached(self, texts: dict[str, CalibrationData]) -> CachedStates:
+        """Fill or read the cache of the dense model's predictions."""
+        scored = {f"{HELD_OUT}{name}": ids for name, ids in self.held_out.items()}
+        scored |= {PROBES: self.probes.ids} if self.probes else {}
+        identity = {
+            "teacher": self.source.fingerprint,
+            "texts": {name: one.describe() for name, one in texts.items()},
+            "scored": {name: digest_of(ids) for name, ids in scored.items()},
+            "bf16": trains_in_bf16(self.student.device),
+        }
+        folder = Path(present(self.settings.cache_logits))
+        return CachedStates(folder, self.source, self.ids, scored, json.loads(json.dumps(identity)))
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model whose config is written."""
+        return self.student
+
+    def train(self) -> tuple[Losses, Losses, Losses, dict[str, Any]]:
+        """Train the model, and leave it with the best weights, rounded as they will be written.
+
+        Returns:
+            Losses on held-out text of the dense model, of the compressed one, and of the trained one; and what happened.
+        """
+        settings, cached = self.settings, self.cache.losses if self.cache else None
+        of_dense = (
+            {name: cached[f"{HELD_OUT}{name}"] for name in self.held_out}
+            if cached
+            else score(self.dense, Head(self.dense), self.held_out)
+        )
+        scored = time.monotonic()
+        before = score(self.student, Head(self.student), self.held_out)
+        scoring = time.monotonic() - scored  # seconds
+        self.probes_before = self._on_probes()
+        seconds = None if settings.minutes is None else (60 * settings.minutes, scoring)
+        facts = self._train(nats(before), seconds)
+        if not settings.adapter and self.network is not self.student:
+            self.network = self.student = self.network.merge_and_unload()
+        round_weights(self.student, self.written, self.options.seed)
+        return of_dense, before, score(self.network, Head(self.student), self.held_out), facts
+
+    def _train(self, before: dict[str, float], seconds: tuple[float, float] | None) -> dict[str, Any]:
+        """Give the network its best weights, adapters around it, and return what happened.
+
+        Args:
+            before: text -> nats per token of the student.
+            seconds: there are, and that scoring once takes; ``None``: as many tokens as the options say.
+        """
+        student, options, work, ids = self.student, self.options, self.work, self.ids
+        masks = mask_of_zeros(student)
+        self.network = network = prepared(student, options.tune, options.rank, options.seed)
+        batch = max(1, options.batch_tokens // ids.shape[1])
+        judge = Judge(network, student, self.held_out, before, work, options.tolerance)
+        callbacks = [judge, Progress(judge.note), MarkWhole(), *([KeepZeros(network, masks)] if masks else [])]
+        steps = max(1, round(options.tokens / (batch * ids.shape[1])))
+        make = functools.partial(
+            Distiller,
+            network,
+            train_dataset=self.cache or [{"input_ids": sequence} for sequence in ids],
+            callbacks=callbacks,
+            base=student,
+            teacher=self.dense,
+            loss=options.loss,
+        )
+        common: dict = {"learning_rate": options.lr, "seed": options.seed, "device": student.device, "keep": self.keep}
+        common |= {"report_to": self.settings.report_to}
+        if self.settings.gradient_checkpointing:
+            common["gradient_checkpointing"] = True
+        args = functools.partial(arguments, work, batch=batch, length=ids.shape[1], **common)
+        with without_dropout(student), evaluating(self.dense):
+            scores = SCORES
+            if seconds is not None:
+                scores, most = _fitting(*seconds, work, network, make(args(steps=1, every=1)))
+                steps = min(steps, most)
+            judge.every = max(1, steps // scores)
+            trainer = make(args(steps=steps, every=judge.every))
+            trainer.train(resume_from_checkpoint=last_checkpoint(work))
+        judge.restore_best()
+        return {
+            "steps": trainer.state.global_step,
+            "tokens_seen": trainer.state.global_step * batch * ids.shape[1],
+            "tuned_parameters": sum(p.numel() for p in network.parameters() if p.requires_grad),
+            "best_step": judge.best["step"],
+            "history": judge.history,
+        }
+
+    def probe_losses(self) -> ProbeLosses | None:
+        """Return the losses on the probe texts once it is trained; ``None`` where there are none."""
+        if self.probes is None:
+            return None
+        dense, ids = self.dense, self.probes.ids
+        of_dense = self.cache.losses[PROBES] if self.cache else token_losses(dense, Head(dense), ids)
+        return ProbeLosses(of_dense, self.probes_before, self._on_probes())
+
+    def _on_probes(self) -> list[Tensor]:
+        return token_losses(self.network, Head(self.student), self.probes.ids) if self.probes else []
+
+    def give_back(self, student: PreTrainedModel) -> None:
+        """Take what went in, in place of what was trained."""
+        self.network = self.student = student
+        self.settings = replace(self.settings, adapter=False)
+
+    def cast(self) -> None:
+        """Hold the weights in the dtype in which they are written."""
+        for parameter in self.student.parameters():
+            parameter.data = parameter.data.to(self.written) if parameter.is_floating_point() else parameter.data
+        self.student.config.dtype = self.written
+        self.network.eval()
+
+    def write(self, folder: Path) -> None:
+        """Write the checkpoint, without its record and card, or the adapter, into a new folder."""
+        folder.mkdir()
+        self.network.save_pretrained(folder)
+        if not self.settings.adapter:
+            save_tokenizer(self.source.tokenizer, folder)
+
+
+def _fitting(seconds: float, scoring: float, work: Path, network: nn.Module, trial: Distiller) -> tuple[int, int]:
+    """Return how often to score, and how many steps take about the rest of so many seconds; written down, so that a killed run
+    goes on with as many."""
+    if not (work / STEPS).exists():
+        scores = max(1, min(SCORES, int(SCORING * seconds / scoring)))
+        begin, batches = time.monotonic(), trial.args.gradient_accumulation_steps
+        for batch in itertools.islice(trial.get_train_dataloader(), batches):
+            trial.compute_loss(network, batch).backward()
+        network.zero_grad()
+        left = seconds - (scores + 2) * scoring  # two before and after training
+        write_json(work / STEPS, {"scores": scores, "steps": max(1, int(left / (time.monotonic() - begin)))})
+    found = read_json(work / STEPS)
+    return found["scores"], found["steps"]

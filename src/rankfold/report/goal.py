@@ -1,0 +1,76 @@
+"""What was asked for in place of a sparsity, and what came out."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .._utils.schema import NUMBER, Maybe
+from .._utils.sizes import size_text
+from ..errors import OptionError, option
+from .plan import Plan
+
+# What a record says of a goal; of most runs, which were given a sparsity, nothing.
+GOAL = {
+    "option": str,
+    "asked": NUMBER,
+    "predicted": Maybe(NUMBER),
+    "got": NUMBER,
+    "earlier_runs": [{"sparsity": NUMBER, "got": NUMBER}],
+}
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What was asked for in place of a sparsity.
+
+    Attributes:
+        option: ``target_size``, bytes of all weights; or ``keep_quality``, the fraction of the likelihood of a held-out token
+            that is kept: the dense model's perplexity over the compressed one's.
+        asked: of that.
+        predicted: before the run; ``None`` where nothing was measured to predict it by.
+        earlier_runs: at other sparsities, each with what it got.
+    """
+
+    option: str
+    asked: float
+    predicted: float | None = None
+    earlier_runs: tuple[dict[str, float], ...] = ()
+
+    def outcome(self, plan: Plan, held_out: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return what the record says of it."""
+        got = kept_quality(held_out or {}) if self.option == "keep_quality" else plan.bytes_after
+        return {
+            "option": self.option,
+            "asked": self.asked,
+            "predicted": self.predicted,
+            "got": got,
+            "earlier_runs": [*self.earlier_runs],
+        }
+
+
+def kept_quality(held_out: Mapping[str, Any]) -> float:
+    """Return the fraction of the likelihood of a held-out token that is kept, by what a record says of these samples."""
+    return 1 / held_out["ratio"]
+
+
+def goal_line(record: Mapping[str, Any]) -> str | None:
+    """Return one line on what was asked, predicted and got; ``None`` where a sparsity was asked for."""
+    goal = record.get("goal")
+    if goal is None:
+        return None
+    if goal["option"] == "target_size":
+        return f"asked for at most {size_text(goal['asked'])} of weights: got {size_text(goal['got'])}"
+    predicted = "" if goal["predicted"] is None else f"predicted {goal['predicted']:.4f}, "
+    runs = [f"{run['got']:.4f} at sparsity {run['sparsity']:g}" for run in goal["earlier_runs"]]
+    return (
+        f"asked to keep {goal['asked']:g} of the likelihood of a held-out token: {predicted}got {goal['got']:.4f} at sparsity "
+        f"{record['plan']['method']['sparsity']:g}" + (f"; before it {', '.join(runs)}" if runs else "")
+    )
+
+
+def check_quality(keep_quality: float) -> None:
+    """Raise :class:`OptionError` for what is no fraction between nothing and all."""
+    if not 0 < keep_quality < 1:
+        raise OptionError(
+            f"{option('keep_quality')} must be in (0, 1), got {keep_quality}; 0.95 keeps 95 % of the likelihood"
+        )

@@ -1,0 +1,22 @@
+"""A model stored in a 16-bit float is slow on a processor without instructions for it, and the command says what to do."""
+
+import pytest
+
+import rankfold
+from families import tiny_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("stored")
+    tiny_model("llama").bfloat16().save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("slow, dtype, said", [(True, "auto", True), (True, "float32", False), (False, "auto", False)])
+def test_it_is_said_where_the_processor_is_slow_and_nothing_was_asked_for(
+    folder, monkeypatch, caplog, slow, dtype, said
+):
+    monkeypatch.setattr("rankfold.models.devices.multiplies_slowly", lambda dtype: slow)
+    rankfold.load(folder, dtype=dtype, device="cpu")
+    assert ("run in bfloat16, as it is stored" in caplog.text and "dtype='float32'" in caplog.text) == said
