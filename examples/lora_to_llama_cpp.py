@@ -1,6 +1,6 @@
 """Compress, win back some of the loss with LoRA, and write one GGUF file for llama.cpp.
 
-Needs: peft (pip install peft), a Llama-shaped model, a text file.
+Needs: pip install peft 'rankfold[gguf]', a Llama-shaped model, a text file.
 
     python examples/lora_to_llama_cpp.py MODEL TEXT OUT.gguf
     llama-cli -m OUT.gguf -p "Once upon a time"

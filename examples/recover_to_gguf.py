@@ -1,6 +1,6 @@
 """Compress, train for a few minutes to predict what the dense model predicts, and write one GGUF file for llama.cpp.
 
-Needs: a Llama-shaped model, a text file.
+Needs: pip install 'rankfold[gguf]', a Llama-shaped model, a text file.
 
     python examples/recover_to_gguf.py MODEL TEXT OUT.gguf
     llama-cli -m OUT.gguf -p "Once upon a time"

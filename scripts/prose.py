@@ -31,7 +31,7 @@ WORDS = {
     r"\bcalled damaged\b": "marked as damaged",
     r"\bat hand\b": "the given",
 }
-STARTS = re.compile(r"(?:^|(?<=[.!] ))(What|Of|Which) (?!is |are |does |do |if )[^?.]*[.:]?(?=$| )")
+STARTS = re.compile(r"(?:^|(?<=[.!] ))(What|Of|Which) (?!is |are |does |do |if )[^?.]*(?:[.:]|$)")
 
 
 class Text(NamedTuple):

@@ -1,6 +1,8 @@
 """A model of images and text on the command line, in this process: from a file of examples to a checkpoint that sees."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,6 +62,18 @@ def test_moments_once_then_compress(run, place):
     assert later == once
     small, same = (rankfold.load(place / f, device="cpu").state_dict() for f in ("later", "at-once"))
     assert all(torch.equal(tensor, same[name]) for name, tensor in small.items())
+
+
+def test_the_commands_of_the_page(run, place):
+    """Of docs/vision.md, with fewer examples."""
+    page = (Path(__file__).parents[2] / "docs" / "vision.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^rankfold .*$", page, re.M)
+    assert len(lines) == 3
+    for line in lines:
+        line = line.partition("#")[0].removeprefix("rankfold ").replace("MODEL", "llava").replace("-o small", "-o page")
+        few = "--num-samples 16 --rank-multiple 2 --device cpu" if line.startswith("compress") else ""
+        code, _, err = run(f"{line} {few}")
+        assert code in (0, None), f"{line}: {err}"
 
 
 def test_a_plan(run, place):

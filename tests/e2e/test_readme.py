@@ -3,6 +3,7 @@
 import io
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -11,13 +12,15 @@ import pytest
 import rankfold
 from rankfold.architectures.models import MODELS
 from rankfold.cli import main
+from rankfold.cli.forms import parse_forms
 from saved import save_text, save_tiny
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [ROOT / "README.md", *(ROOT / "docs" / name for name in ("index.md", "calibrate.md"))]
-SMALL = "--num-samples 4 --max-length 32"
-# Command -> what makes it small and local.
+NAMES = ("index", "calibrate", "recover", "fine-tune", "serve", "compare", "large-models", "gpu", "many-gpus")
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES)]
+SMALL = "--num-samples 8 --max-length 32"
+# Command -> what makes it small and local, where the page does not give it.
 LOCAL = {
     "plan": SMALL,
     "compress": f"{SMALL} --rank-multiple 2",
@@ -26,8 +29,21 @@ LOCAL = {
     "recover": "--teacher model --calibration text.txt --tokens 128 --max-length 32",
     "generate": "--max-new-tokens 3",
     "chat": "--max-new-tokens 3",
+    "compare": "--text-length 32 --limit 2",
 }
-MOMENTS = {"--num-samples", "4", "--max-length", "32"}  # are of the moments, where these are given
+SHAPES = {"--num-samples", "8", "--max-length", "32"}  # of moments, where these are given
+HERE = {  # what a page shows -> the same on a model and texts that are here
+    "HuggingFaceTB/SmolLM2-135M": "model",
+    "MODEL": "model",
+    "./my-model": "model",
+    "--text wikitext2 --text my-text.txt": "--text text.txt",
+    "my-text.txt": "text.txt",
+    "--text wikitext2": "--text text.txt",
+    "--calibration wikitext2 --num-samples 32 --max-length 1024": f"--calibration text.txt {SMALL}",
+    "rankfold,modegpt,latentllm,svd-llm --sparsities 0.1,0.3,0.5": "modegpt,svd-llm --sparsities 0.3",
+    "--recover 15min": "--recover 1s",
+    "--device cuda": "--device cpu",
+}
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -35,28 +51,49 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def local(text: str) -> str:
-    """The same code on a model and texts that are here."""
-    text = text.replace("HuggingFaceTB/SmolLM2-135M", "model").replace("MODEL", "model")
-    return text.replace("my-text.txt", "text.txt").replace("--text wikitext2", "--text text.txt")
+    """The same code on a model and texts that are here, one command a line, without a launcher of processes."""
+    text = re.sub(r"^(torchrun|accelerate launch) .* -m rankfold", "rankfold", text.replace("\\\n", " "), flags=re.M)
+    text = re.sub(r" +", " ", text) if text.startswith("rankfold") else text
+    for shown, here in HERE.items():
+        text = text.replace(shown, here)
+    return text
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A folder with a dense model, the same compressed, a config alone and a text."""
+    folder = tmp_path_factory.mktemp("pages")
+    save_tiny(folder / "model")
+    save_text(folder / "text.txt")
+    (folder / "only-a-config").mkdir()
+    shutil.copy(folder / "model" / "config.json", folder / "only-a-config")
+    sizes = {"num_samples": 8, "max_length": 32, "rank_multiple": 2}
+    text = str(folder / "text.txt")
+    rankfold.compress(folder / "model", 0.3, calibration=text, output=folder / "small", device="cpu", **sizes)
+    return folder
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
-    save_tiny(tmp_path / "model")
-    save_text(tmp_path / "text.txt")
+def place(models, tmp_path, monkeypatch):
+    shutil.copytree(models, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.name)
 def test_its_python_runs(place, monkeypatch, page):
-    compress = rankfold.compress
+    compress, recover = rankfold.compress, rankfold.recover
 
     def small(*args, **kwargs):
-        found = {"calibration": "text.txt"} | kwargs | {"num_samples": 4, "max_length": 32, "rank_multiple": 2}
+        shutil.rmtree(kwargs.get("output", "nothing"), ignore_errors=True)
+        found = {"calibration": "text.txt"} | kwargs | {"num_samples": 8, "max_length": 32, "rank_multiple": 2}
         return compress(*args, **found)
 
+    def short(*args, minutes, **kwargs):
+        return recover(*args, calibration="text.txt", tokens=128, max_length=32, **kwargs)
+
     monkeypatch.setattr(rankfold, "compress", small)
+    monkeypatch.setattr(rankfold, "recover", short)
     code = "\n".join(map(local, blocks(page, "python")))
     exec(compile(code, page.name, "exec"), {})
 
@@ -65,21 +102,39 @@ def test_its_python_runs(place, monkeypatch, page):
 def test_its_commands_run(place, monkeypatch, capsys, page):
     code = "\n".join(map(local, blocks(page, "bash")))
     lines = [line.partition("#")[0] for line in code.splitlines() if line.startswith("rankfold")]
-    assert len(lines) >= 3
+    assert lines
     for line in lines:
         command, *given = shlex.split(line)[1:]
         if command == "push":  # needs a hub: tests/exports/test_push.py
             continue
-        extra = shlex.split(LOCAL.get(command, ""))
-        if "--moments" in given:
-            extra = [word for word in extra if word not in MOMENTS]
-        elif command in ("plan", "compress", "calibrate") and "--calibration" not in given:
-            extra += ["--calibration", "text.txt"]
-        monkeypatch.setattr(sys, "argv", ["rankfold", command, *given, *extra])
+        if "-o" in given:  # two ways to make one folder, on some pages
+            shutil.rmtree(given[given.index("-o") + 1], ignore_errors=True)
+        monkeypatch.setattr(sys, "argv", ["rankfold", command, *given, *added(command, given)])
         monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
         with pytest.raises(SystemExit) as stop:
             main()
-        assert stop.value.code in (0, None, *([3] if command == "recover" else [])), capsys.readouterr().err
+        gained_nothing = [3] if "recover" in line else []
+        assert stop.value.code in (0, None, *gained_nothing), f"{line}: {capsys.readouterr().err}"
+
+
+def added(command: str, given: list[str]) -> list[str]:
+    """What a command needs to be small and local, and does not have."""
+    words = shlex.split(LOCAL.get(command, ""))
+    extra = [
+        word for name, value in zip(words[::2], words[1::2], strict=True) if name not in given for word in (name, value)
+    ]
+    if "--gpu" in given:  # goes by shapes alone
+        return extra
+    if "--moments" in given:
+        return [word for word in extra if word not in SHAPES]
+    if command in ("plan", "compress", "calibrate") and "--calibration" not in given:
+        return [*extra, "--calibration", "text.txt"]
+    return extra
+
+
+def test_methods_with_options_are_understood():
+    (line,) = re.findall(r"^--methods (.*)$", (ROOT / "docs" / "compare.md").read_text(encoding="utf-8"), re.M)
+    assert [form.name for form in parse_forms(line)] == ["modegpt"] * 3
 
 
 def test_make_targets_of_the_readme_exist():

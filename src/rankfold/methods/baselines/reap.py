@@ -54,8 +54,8 @@ class REAP(Method):
     def supported_modules(self, architecture, view: BlockView) -> tuple[str, ...]:
         if architecture.experts is None:
             raise UnsupportedModelError(
-                f"reap removes experts, and {architecture.model_type} has none that rankfold can remove; take another method, or "
-                "a model with experts (docs/models.md)"
+                f"reap removes experts, and {architecture.model_type} has none that rankfold can remove; take another "
+                "method, or a model with experts (docs/models.md)"
             )
         return (EXPERT_COUNT,)
 
