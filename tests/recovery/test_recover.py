@@ -158,6 +158,7 @@ def test_a_kind_of_text_is_worse_where_its_loss_is_more_than_chance_explains():
     found = worse_kinds(probes, kinds, ProbeLosses(before, before, after), 0.02)
     assert found == {"prose": pytest.approx(math.exp(0.5))}
     assert worse_kinds(probes, kinds, ProbeLosses(before, before, after), 1.0) == {}
+    assert worse_kinds(probes, kinds, ProbeLosses(before, before, [x + 0.1 for x in before]), 0.02) == {}
 
 
 @pytest.mark.parametrize(
