@@ -1,5 +1,5 @@
-# make demo | test | test-fast | test-all | lint | docs | bench | audit | gates | attack | mutants | integrations | clean: each installs what it needs into
-# .venv first, at the versions of constraints.txt.
+# make demo | test | test-fast | test-all | lint | docs | bench | audit | gates | attack | mutants | integrations | clean: each installs
+# what it needs into .venv first, at the versions of constraints.txt.
 
 # The first Python >= 3.11 of these that runs; override with `make PYTHON=...`.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
@@ -48,14 +48,14 @@ docs: $(VENV)/.installed-docs
 
 # PASSIVE: threads that wait do not spin, which on cores shared with other work is many times faster.
 demo: $(VENV)/.installed-demo
-	OMP_WAIT_POLICY=PASSIVE $(RUN) scripts/demo.py
+	PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=PASSIVE $(RUN) scripts/demo.py
 
 # What needs no data but the demo's model; each script writes its record to benchmarks/results/ (see benchmarks/README.md).
 bench: $(VENV)/.installed $(VENV)/.installed-demo
 	@set -e; for name in compression_cost speed memory complexity large_models render; do OMP_WAIT_POLICY=PASSIVE $(RUN) benchmarks/$$name.py; done
 
 # What every method must keep of the models at hand (benchmarks/gates.toml): about an hour with SmolLM2; GATES='--only opt-6m': one.
-gates: $(VENV)/.installed-demo
+gates: $(VENV)/.installed $(VENV)/.installed-demo
 	OMP_WAIT_POLICY=PASSIVE $(RUN) benchmarks/gates.py $(GATES); status=$$?; $(RUN) benchmarks/render.py; exit $$status
 
 # Every number of the README, recomputed from the committed records; needs nothing installed.
