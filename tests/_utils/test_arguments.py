@@ -55,7 +55,7 @@ def good(tmp_path_factory):
     opening = {"tokenizer": None, "component": None, "dtype": "auto", "device": "cpu", "revision": None}
     drawing = {"num_samples": 1, "max_length": 16, "seed": 0}
     measuring = {"calibration": place / "a.txt", **drawing, **opening}
-    choosing = {"sparsity": 0.3, "method": "modegpt", "rank_multiple": 1}
+    choosing = {"sparsity": 0.3, "target_size": None, "keep_quality": None, "method": "modegpt", "rank_multiple": 1}
     return {
         "calibrate": {"model": source.model, "output": None, "statistics": {"key"}}
         | {**measuring, "tokenizer": tokenizer()},
@@ -86,13 +86,8 @@ def good(tmp_path_factory):
         "push": {"folder": place / "nowhere", "repo_id": "me/small", "private": False, "force": False},
         "recover": {"model": source.model, "teacher": model, "calibration": place / "a.txt", "output": None}
         | {"tune": "norms", "loss": "kl", "tokens": 64, "minutes": None, "rank": 1, "lr": None, "batch_tokens": 32}
-        | {
-            "max_length": 16,
-            "tolerance": 0.02,
-            "adapter": False,
-            "gradient_checkpointing": False,
-            "text_column": "text",
-        }
+        | {"max_length": 16, "tolerance": 0.02, "adapter": False, "blockwise": False, "cache_logits": None}
+        | {"gradient_checkpointing": False, "text_column": "text"}
         | {"report_to": "none", "seed": 0, "device": "cpu"},
         "save": {"model": source.model, "folder": place / "saved", "tokenizer": None},
     }

@@ -274,7 +274,7 @@ def test_stock_forms_refuse_a_stream_that_changes_its_width():
 
 
 def test_no_block_can_be_protected_and_moments_are_not_enough():
-    with pytest.raises(OptionError, match=r"none can be protected, got \(0,\); leave exclude_blocks out"):
+    with pytest.raises(OptionError, match=r"none can be excluded, got \(0,\); leave exclude_blocks out"):
         method(exclude_blocks=(0,))
     source = opened("llama")
     with pytest.raises(OptionError, match="takes text and mode sequential, not moments"):

@@ -42,6 +42,8 @@ HERE = {  # what a page shows -> the same on a model and texts that are here
     "--calibration wikitext2 --num-samples 32 --max-length 1024": f"--calibration text.txt {SMALL}",
     "rankfold,modegpt,latentllm,svd-llm --sparsities 0.1,0.3,0.5": "modegpt,svd-llm --sparsities 0.3",
     "--recover 15min": "--recover 1s",
+    "--protocol lowrankarena --methods rankfold,modegpt,svd-llm": "--protocol lowrankarena --methods svd:rank_multiple=1 "
+    f"--sparsities 0.2 --calibration text.txt --text text.txt {SMALL}",
     "--device cuda": "--device cpu",
 }
 

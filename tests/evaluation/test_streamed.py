@@ -73,7 +73,10 @@ def test_the_command_streams_and_says_what_memory_it_took(run, place):
     code, shown, _ = run(f"{line} --stream")
     assert code == 0 and f"; peak memory {streamed['peak_memory_bytes'] / 2**30:.2f}"[:17] in shown.replace("\n", " ")
     code, _, error = run(f"{line} --stream --speed")
-    assert code == 2 and "--stream reads one block at a time, for texts; leave it out for --tasks and --speed" in error
+    assert (
+        code == 2
+        and "--stream reads one block at a time, for texts; leave it out for --tasks, --generation and --speed" in error
+    )
 
 
 def test_a_stream_holds_one_block_at_a_time(place, monkeypatch):

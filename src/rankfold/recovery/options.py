@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers.integrations import get_available_reporting_integrations
 
-from .._utils.files import check_output
+from .._utils.files import check_name, check_output
 from .._utils.processes import launched_count
 from ..errors import OptionError, option
 from .loss import Loss
@@ -73,6 +73,8 @@ def check(options: Options, settings: Settings, output: str | Path | None) -> No
             f"{option('cache_logits')} keeps what the dense model predicts, which {option('loss', 'next-token')} does not use; "
             f"leave it out, or give {option('loss', 'kl')}"
         )
+    if settings.cache_logits is not None:
+        check_name(Path(settings.cache_logits))
     if output is not None:
         check_output(Path(output))
 
