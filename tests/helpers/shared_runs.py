@@ -43,7 +43,7 @@ BASE = {
 }
 HALF = {name: Case(name, options={"sparsity": 0.5}) for name in ("sparsegpt", "wanda", "pruner-zero")}
 EVERY = (
-    {name: Case(name) for name in METHODS}
+    {name: Case(name, "mixtral" if method_class(name).needs_experts else "llama") for name in METHODS}
     | HALF
     | {
         "influence": Case("modegpt", options={"allocation": "influence"}, mode="one-pass"),
