@@ -121,10 +121,11 @@ def measure(dense: Path, small: Path, held_out: Path) -> tuple[dict, dict]:
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     dtype = json.loads((small / "config.json").read_text(encoding="utf-8"))["dtype"]
-    facts = {"before": sizes(rankfold.load(dense, dtype=dtype)), "after": sizes(rankfold.load(small, dtype=dtype))}
+    models = {"before": rankfold.load(dense, dtype=dtype), "after": rankfold.load(small, dtype=dtype)}
+    facts = {name: sizes(model) for name, model in models.items()}
     facts["before"]["bytes_on_disk"] = dense.stat().st_size
     facts["after"]["bytes_on_disk"] = sum(shard.stat().st_size for shard in small.glob("*.safetensors"))
-    models = {"before": rankfold.load(dense, dtype="float32"), "after": rankfold.load(small, dtype="float32")}
+    models = {name: model.float() for name, model in models.items()}
     tokenizer = load_tokenizer(small)
 
     step(4, f"perplexity on {held_out}, text the calibration did not see")
