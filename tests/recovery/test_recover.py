@@ -135,7 +135,7 @@ def test_text_that_costs_all_other_text_gives_back_what_went_in(place, tmp_path,
     facts = read_record(tmp_path / "out")["recovery"]
     assert not facts["recovered"] and facts["held_out"]["noise.txt"]["ratio"] < 0.9  # the noise itself has gained
     assert re.fullmatch(
-        r"of the probe texts, .*prose \(perplexity x [0-9.]+\).* lost more than 2%", facts["unchanged_because"]
+        r"of the probe texts, .*prose \(perplexity x [0-9.]+\).* lost more than 25%", facts["unchanged_because"]
     )
     assert facts["unchanged_because"] in shown and "undone" in shown
     assert "NOTHING WAS RECOVERED" in caplog.text
