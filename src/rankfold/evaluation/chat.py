@@ -99,7 +99,9 @@ class Conversation:
         stream = _Stream(self.tokenizer, show)
         options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature}
         try:
-            generate_ids(self.model, self.tokenizer, ids, seed=self.seed + len(self.turns), streamer=stream, **options)
+            generate_ids(
+                self.model, self.tokenizer, ids[None], seed=self.seed + len(self.turns), streamer=stream, **options
+            )
         except KeyboardInterrupt:
             stream.end()
         text = text_after(self.tokenizer, ids, torch.tensor(stream.written, dtype=ids.dtype))

@@ -33,7 +33,9 @@ def continue_text(
     """
     check_sampling(max_new_tokens, temperature)
     ids = _ids_of_prompt(model, tokenizer, prompt, max_new_tokens)
-    written = generate_ids(model, tokenizer, ids, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    [written] = generate_ids(
+        model, tokenizer, ids[None], max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
+    )
     return text_after(tokenizer, ids, written)
 
 
@@ -45,18 +47,18 @@ def check_sampling(max_new_tokens: int, temperature: float) -> None:
 
 @torch.no_grad()
 def generate_ids(
-    model, tokenizer, ids: Tensor, *, max_new_tokens: int, temperature: float, seed: int, streamer=None
+    model, tokenizer, ids: Tensor, *, max_new_tokens: int, temperature: float = 0.0, seed: int = 0, streamer=None
 ) -> Tensor:
-    """Return the ``(m,)`` ids that a model writes after the ``(n,)`` ids of a prompt.
+    """Return the ``(B, m)`` ids that a model writes after the ``(B, n)`` ids of prompts of one length.
 
     Args:
-        streamer: of transformers; gets each token as soon as it is written.
+        streamer: of transformers, for one prompt; gets each token as soon as it is written.
 
     Raises:
         CheckpointError: the model's generation settings are damaged.
         NumericsError: the model predicts NaN.
     """
-    batch = ids[None].to(model.device)
+    batch = ids.to(model.device)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
     devices = [] if model.device.type == "cpu" else [model.device]
     with torch.random.fork_rng(devices, device_type=model.device.type):  # the caller's random state is not ours
@@ -78,7 +80,7 @@ def generate_ids(
                 f"the model cannot generate with its settings ({first_line(error)}); correct or remove its "
                 "generation_config.json, or correct config.json"
             ) from error
-    return written[0, len(ids) :].cpu()
+    return written[:, ids.shape[1] :].cpu()
 
 
 def text_after(tokenizer, ids: Tensor, written: Tensor) -> str:

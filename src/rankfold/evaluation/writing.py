@@ -20,8 +20,8 @@ from .._utils.progress import track
 from ..data.probes import passages_of
 from ..data.text import decode
 from ..data.tokens import tokenised
-from ..errors import CheckpointError, DataError, OptionError, first_line, option
-from .generation import finite_scores, padding_of
+from ..errors import DataError, OptionError, option
+from .generation import generate_ids
 from .local_tasks import local_rows
 
 WRITTEN, BEGINNING = 64, 32  # tokens of free text, and of the passage it goes on from
@@ -211,7 +211,6 @@ def compared(texts: list[list[int]], dense: Sequence[Sequence[int]] | None = Non
     return facts | {"texts": len(texts), "written": max(map(len, texts)), "definitions": definitions}
 
 
-@torch.no_grad()
 def written(network, tokenizer, prompts: list[list[int]], steps: int, batch_size: int, kind: str) -> list[list[int]]:
     """Return at most ``steps`` tokens after each prompt, those before an end of text; prompts of one length go together, so
     that nothing is padded."""
@@ -221,23 +220,9 @@ def written(network, tokenizer, prompts: list[list[int]], steps: int, batch_size
     batches = [group[i : i + batch_size] for group in lengths.values() for i in range(0, len(group), batch_size)]
     found: dict[int, list[int]] = {}
     for batch in track(batches, f"generating: {kind}"):
-        ids = torch.tensor([prompts[index] for index in batch], device=network.device)
-        try:
-            out = network.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=steps,
-                pad_token_id=padding_of(tokenizer),
-                do_sample=False,
-                num_beams=1,
-                num_return_sequences=1,
-                logits_processor=[finite_scores],
-            )
-        except (TypeError, ValueError) as error:  # what transformers raises for settings that are no settings
-            raise CheckpointError(
-                f"the model cannot generate with its settings ({first_line(error)}); correct its generation_config.json"
-            ) from error
-        for index, row in zip(batch, out[:, ids.shape[1] :].tolist(), strict=True):
+        ids = torch.tensor([prompts[index] for index in batch])
+        out = generate_ids(network, tokenizer, ids, max_new_tokens=steps)
+        for index, row in zip(batch, out.tolist(), strict=True):
             found[index] = _before_end(row, network.generation_config.eos_token_id)
     return [found[index] for index in range(len(prompts))]
 
