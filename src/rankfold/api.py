@@ -18,7 +18,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from . import exports, pipeline
 from ._utils.arguments import typed
 from ._utils.present import present
-from ._utils.sizes import parse_size
 from .calibration.store import MomentStore
 from .checkpoint.load import load_model
 from .checkpoint.saving import save_model
@@ -43,7 +42,7 @@ from .models.devices import resolve_dtype
 from .models.opening import open_model
 from .models.outline import open_outline
 from .quality import compress_to_keep, method_to_keep
-from .report.goal import Goal, check_quality
+from .report.goal import Goal, goal_of
 from .report.plan import Plan
 
 __all__ = [
@@ -346,9 +345,7 @@ def _goal(sparsity: float | None, target_size: int | str | None, keep_quality: f
     given = [name for name, value in asked.items() if value is not None]
     if len(given) > 1:
         raise OptionError(f"{' and '.join(given)} each say how much is removed; give one of them")
-    if keep_quality is not None:
-        check_quality(keep_quality)
-    return None if target_size is None else Goal("target_size", parse_size(target_size))
+    return goal_of(target_size, keep_quality)
 
 
 def _configured(

@@ -48,6 +48,8 @@ KeepQuality = Annotated[
         help="Instead of --sparsity: fraction of a held-out token's likelihood to keep, e.g. 0.95. Two runs or so."
     ),
 ]
+Temperature = Annotated[float, typer.Option(help="0: always the most likely token.")]
+SamplingSeed = Annotated[int, typer.Option("--seed", help="Seed of the sampling.")]
 Json = Annotated[bool, of_output("--json", help="Print the result as one JSON object on stdout.")]
 IncludePath = Annotated[
     str | None,

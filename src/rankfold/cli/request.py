@@ -101,14 +101,9 @@ class Request:
 
     def goal(self) -> "Goal | None":
         """Return what the size of a run is for, where one was asked for."""
-        from .._utils.sizes import parse_size
-        from ..report.goal import Goal, check_quality
+        from ..report.goal import goal_of
 
-        if self.keep_quality is not None:
-            check_quality(self.keep_quality)
-        if self.target_size is None:
-            return None
-        return Goal("target_size", parse_size(self.target_size))
+        return goal_of(self.target_size, self.keep_quality)
 
     def plans(self, methods: "dict[str | None, Method]", mode: str) -> "list[Plan]":
         """Plan each component; the language model is measured after the dense tower, not after the compressed one."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._utils.schema import NUMBER, Maybe
-from .._utils.sizes import size_text
+from .._utils.sizes import parse_size, size_text
 from ..errors import OptionError, option
 from .plan import Plan
 
@@ -66,6 +66,17 @@ def goal_line(record: Mapping[str, Any]) -> str | None:
         f"asked to keep {goal['asked']:g} of the likelihood of a held-out token: {predicted}got {goal['got']:.4f} at sparsity "
         f"{record['plan']['method']['sparsity']:g}" + (f"; before it {', '.join(runs)}" if runs else "")
     )
+
+
+def goal_of(target_size: int | str | None, keep_quality: float | None) -> Goal | None:
+    """Return the goal of a run of a given size; ``None`` without a size. A quality, which takes several runs, is only checked.
+
+    Raises:
+        OptionError: a size that does not parse, or a quality out of range.
+    """
+    if keep_quality is not None:
+        check_quality(keep_quality)
+    return None if target_size is None else Goal("target_size", parse_size(target_size))
 
 
 def check_quality(keep_quality: float) -> None:
