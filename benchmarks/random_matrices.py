@@ -255,11 +255,9 @@ def rotary(given: Problem) -> Iterator[Curve]:
 
 def shrinkages(given: Problem) -> Iterator[Curve]:
     """Figure 13: how non-zeros are found, with and without correlated inputs."""
-    size = given.W.numel()
     for label, C in {"correlated": given.correlated, "uncorrelated": given.plain}.items():
         for name, method in {"hard": "hard", "soft": "soft", "straight-through": "ste"}.items():
-            found = [sparse(given.W, C, count=int(share * size), method=method).relative_error for share in FEW]
-            yield f"{name}, {label}", [(share, db(error)) for share, error in zip(FEW, found, strict=True)]
+            yield f"{name}, {label}", sparse_points(given, method, C)
         of_layer = TwoSided(
             torch.eye(given.width)[None].double(), C, (given.W @ C)[None], (given.W @ C * given.W).sum()
         )
@@ -271,10 +269,7 @@ def shrinkages(given: Problem) -> Iterator[Curve]:
 def low_rank_and_sparse(given: Problem) -> Iterator[Curve]:
     """Figure 14: a low rank with a sparse correction, against either alone."""
     W, C, d = given.W, given.correlated, given.width
-    metric = preconditioner(C, "rootcov", ridge=RIDGE)
-    ranks = [rank_storing(share, d, d) for share in FEW]
-    yield "low rank", [(r * (2 * d - r) / d**2, db(low_rank(W, metric, rank=r, C=C).relative_error)) for r in ranks]
-    yield "sparse", sparse_points(given, "hard", C)
+    yield from alone(given)
     for part in (12, 6):
         rank = d // part
         used = rank * (2 * d - rank)
@@ -289,13 +284,20 @@ def sparse_points(given: Problem, method: str, C: Tensor) -> list[tuple[float, f
     return [(x, db(sparse(given.W, C, count=int(x * size), method=method).relative_error)) for x in FEW]
 
 
-def sparse_factors(given: Problem) -> Iterator[Curve]:
-    """Figure 15: sparse factors, from ranks of 5/6 and 2/3 of the width."""
+def alone(given: Problem) -> Iterator[Curve]:
+    """Yield a low rank and a sparse matrix, each by itself, with correlated inputs."""
     W, C, d = given.W, given.correlated, given.width
     metric = preconditioner(C, "rootcov", ridge=RIDGE)
     ranks = [rank_storing(share, d, d) for share in FEW]
     yield "low rank", [(r * (2 * d - r) / d**2, db(low_rank(W, metric, rank=r, C=C).relative_error)) for r in ranks]
     yield "sparse", sparse_points(given, "hard", C)
+
+
+def sparse_factors(given: Problem) -> Iterator[Curve]:
+    """Figure 15: sparse factors, from ranks of 5/6 and 2/3 of the width."""
+    W, C, d = given.W, given.correlated, given.width
+    metric = preconditioner(C, "rootcov", ridge=RIDGE)
+    yield from alone(given)
     for name, rank in {"sparse factors, rank 5/6": 5 * d // 6, "sparse factors, rank 2/3": 2 * d // 3}.items():
         fit = low_rank(W, metric, rank=rank)
         yield name, [(x, db(factored(W, C, fit.B, fit.A, int(x * d * d)))) for x in FEW]
