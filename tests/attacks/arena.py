@@ -21,7 +21,7 @@ from .numbers import computed, may_change, same
 from .texts import FIELDS, ROWS, UNKNOWN, hostile_text
 
 KINDS = ("command lines", "records", "moments", "checkpoints", "texts")
-SECONDS = 60  # a case that takes longer hangs
+SECONDS, WAITING = 60, 600  # of the processor, and of a clock: a case that takes longer hangs; other work may be beside it
 CHECKPOINTS = ("model", "tied", "small", "latent")
 FINISHED = {"recover": 3, "compress": 3, "compare": 1}  # training that was undone; a row that could not be done
 LATENT = ("--rank-multiple", "2", "--set", "sparse=0.2", "--set", "bits=6")
@@ -43,7 +43,7 @@ VERDICTS = {
     "traceback": "an exception that is not explained",
     "messy": "refused, but not in one line, or something is left",
     "wrong": "exit code 0, and numbers or a text that the files do not give",
-    "hangs": f"more than {SECONDS} s",
+    "hangs": f"more than {SECONDS} s of the processor, or {WAITING} s in all",
 }
 HELD = ("done", "another", "refused")
 
@@ -190,8 +190,10 @@ def call(place: Path, arguments, typed: bytes = b"") -> tuple[int, str]:
     here, argv, stdin = os.getcwd(), sys.argv, sys.stdin
     sys.argv, sys.stdin = ["rankfold", *arguments], io.TextIOWrapper(io.BytesIO(typed), encoding="utf-8")
     os.chdir(place)
-    signal.signal(signal.SIGALRM, _slow)
-    signal.alarm(SECONDS)
+    for name in (signal.SIGALRM, signal.SIGPROF):
+        signal.signal(name, _slow)
+    signal.alarm(WAITING)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
             main()
@@ -199,6 +201,7 @@ def call(place: Path, arguments, typed: bytes = b"") -> tuple[int, str]:
         code = stop.code
     finally:
         signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         os.chdir(here)
         sys.argv, sys.stdin = argv, stdin
     streams[1].flush()
