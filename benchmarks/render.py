@@ -39,6 +39,7 @@ PAGES = {
     "integrations": ("integrations*", "Other programs on compressed models", costs.integrations),
     "engines": ("engines*", "Speed in other engines", costs.engines),
     "same_bytes": ("same_bytes*", "Compressed, quantised, or both, at the same bytes", same_bytes.same_bytes),
+    "draft": ("draft*", "As a draft of the dense model", costs.draft),
     "targets": ("targets_*", "What a target costs", models.targets),
     "compression_cost": ("compression_cost*", "What compressing costs, in forwards", costs.compression_cost),
     "qk_norm": ("qk_norm*", "Fewer dimensions of normalised queries and keys", models.qk_norm),
