@@ -16,7 +16,7 @@ def command(
     force: Annotated[bool, typer.Option("--force", help="Upload a model that is marked as damaged.")] = False,
     json: o.Json = False,
 ) -> None:
-    """Share a checkpoint on the Hugging Face hub, with its model card.
+    """Share a checkpoint on the hub, with its model card.
 
     \b
     rankfold push small my-name/SmolLM2-135M-rankfold-0.3
