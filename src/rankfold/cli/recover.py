@@ -128,7 +128,7 @@ def command(
 
     def show(out) -> None:
         out.print(f"{done.output}:", soft_wrap=True)
-        for line in recovery_lines(facts):
+        for line in recovery_lines(done.record):
             out.print(f"  {line}", soft_wrap=True)
         out.print(f"  {facts['seconds']:.0f} s")
 
