@@ -55,7 +55,7 @@ INSTEAD = {
         "--keep-quality finds the sparsity of one component by compressing it, --{} has no place beside it; leave one out",
     ),
     "moments": (
-        ("calibration", "num_samples", "max_length", "seed", "text_column", "shards", "mode"),
+        ("calibration", "num_samples", "max_length", "seed", "text_column", "shards", "mode", "offload"),
         "--moments is one pass over text that is measured already, --{} would be ignored; leave one of them out",
     ),
 }
