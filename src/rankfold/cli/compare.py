@@ -144,9 +144,9 @@ def _say(row: dict[str, Any]) -> None:
 def _show(output: Path, rows: list[dict], out) -> None:
     from ..comparison.folder import CONFIG, read_config
     from ..comparison.protocol import protocol_lines
-    from ..comparison.report.table import table
+    from ..comparison.report.table import tables
 
-    out.print(table(rows))
+    out.print(*tables(rows, out.width))
     described = read_config(output / CONFIG)["identity"].get("protocol")
     for line in protocol_lines(described) if described else []:
         out.print(line, soft_wrap=True)

@@ -17,6 +17,8 @@ RETENTION = "Q. Ret."  # of a protocol
 LEFT_OUT = ("removed", "MiB", "KV bytes/token", "measured", "compressing, s")  # of the table in a terminal
 ALIKE = ("removed", "M parameters", "MiB", "KV bytes/token", "measured")  # stand once where all rows have the same
 NAMES = ("method", "sparsity")
+TEXTS = ("method", "measured", "note")  # columns of words
+FOLDED, AROUND = 20, 3  # characters from which on words are folded, and around every cell
 ZEROS = ("zeros", "what is removed stays as zeros")
 
 
@@ -178,18 +180,54 @@ def by_quality(rows: list[dict]) -> list[str]:
     return sorted(found, key=lambda label: statistics.geometric_mean(found[label]) if found[label] else float("inf"))
 
 
-def table(rows: list[dict]) -> Table:
-    """What of it a terminal has room for; notes stand below."""
+def tables(rows: list[dict], width: int) -> list[Table]:
+    """Return what of it a terminal has room for, in as many tables as it takes; notes stand below the last one.
+
+    Args:
+        width: of the terminal, in characters; where not even one measure fits, it stands alone.
+    """
     cells = cells_of_table(rows)
     shown = [i for i, name in enumerate(cells.header) if name not in LEFT_OUT and not name.endswith(RATIO)]
+    names, others = (
+        [i for i in shown if cells.header[i] in NAMES],
+        [i for i in shown if cells.header[i] not in NAMES],
+    )
+    widths = {i: _width(cells, i) for i in shown}
+    room = width - 1 - sum(widths[i] + AROUND for i in names)
+    parts = _parts([(i, widths[i] + AROUND) for i in others], room)
+    found = [_shown(cells, {i: widths[i] for i in (*names, *part)}) for part in parts]
+    found[-1].caption = Text("\n".join(numbered(cells.notes)), style="default")
+    found[-1].caption_justify = "left"
+    return found
+
+
+def _width(cells: Cells, column: int) -> int:
+    """Return the characters of a column: numbers stay in one piece, and words are folded where they are long."""
+    name, longest = cells.header[column], max(len(line[column]) for line in cells.lines)
+    if name in TEXTS:
+        return min(max(longest, len(name)), FOLDED)
+    return max(longest, min(max(map(len, name.split())), FOLDED // 2))
+
+
+def _parts(columns: list[tuple[int, int]], room: int) -> list[list[int]]:
+    """Return columns, each given with its width, in as few groups as fit, in their order."""
+    found, left = [[]], room
+    for column, width in columns:
+        if width > left and found[-1]:
+            found.append([])
+            left = room
+        found[-1].append(column)
+        left -= width
+    return found
+
+
+def _shown(cells: Cells, columns: dict[int, int]) -> Table:
+    """Return some columns as a table, each in its width: rich by itself would take more than a terminal has, and cut it."""
     lines = [
-        [Text(line[i], style="bold" if (number, i) in cells.best else "") for i in shown]
+        [Text(line[i], style="bold" if (number, i) in cells.best else "") for i in columns]
         for number, line in enumerate(cells.lines)
     ]
-    found = _table([cells.header[i] for i in shown], lines, box.HEAVY_HEAD)
-    found.caption = Text("\n".join(numbered(cells.notes)), style="default")
-    found.caption_justify = "left"
-    return found
+    return _table([cells.header[i] for i in columns], lines, box.HEAVY_HEAD, [*columns.values()])
 
 
 def numbered(notes: list[str]) -> list[str]:
@@ -197,12 +235,11 @@ def numbered(notes: list[str]) -> list[str]:
     return [f"[{number}] {note}" for number, note in enumerate(notes, 1)]
 
 
-def _table(header: list[str], lines: list[list[Text]], style: box.Box) -> Table:
+def _table(header: list[str], lines: list[list[Text]], style: box.Box, widths: list[int] | None = None) -> Table:
     found = Table(box=style)
     for i, name in enumerate(header):
-        text = name in ("method", "measured", "note")
-        width = 10 if text else max(len(line[i]) for line in lines)  # numbers stay in one piece
-        found.add_column(name, justify="left" if text else "right", overflow="fold", min_width=width)
+        justify = "left" if name in TEXTS else "right"
+        found.add_column(name, justify=justify, overflow="fold", width=widths[i] if widths else None)
     for line in lines:
         found.add_row(*line)
     return found
