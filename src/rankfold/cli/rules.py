@@ -9,6 +9,7 @@ from typing import Any
 
 import typer
 
+from .._utils.present import present
 from ..errors import OptionError
 
 HOME = re.compile("(?:^|[:=])(~[^/=]+)")  # of another user: ~name/x, ALIAS:~name/x, COMPONENT=~name/x
@@ -65,7 +66,7 @@ def check_rules(context: typer.Context, given: set[str]) -> None:
         OptionError: an option that nothing would read, or a path that leads nowhere.
     """
     chosen = given | {name for name, value in (context.default_map or {}).items() if value}
-    for name, parameter in inspect.signature(context.command.callback, eval_str=True).parameters.items():
+    for name, parameter in inspect.signature(present(context.command.callback), eval_str=True).parameters.items():
         for rule in getattr(parameter.annotation, "__metadata__", ()):
             if isinstance(rule, Needs | Excludes | MayBePath):
                 rule.check(name, given, context.params, chosen)
