@@ -65,7 +65,7 @@ def command(
     rankfold compare ./my-model --protocol lowrankarena --include-path rows -o report
 
     The same command continues where it was; further methods and sparsities can be added to the folder. A row that cannot be
-    done says why; the exit code is 1 then. docs/compare.md has more, such as the option mode of a method.
+    done has the reason, and the exit code is 1. docs/compare.md has more, such as the option mode of a method.
     """
     model = o.at_revision(model, revision)
     from ..comparison import cells_of

@@ -54,7 +54,7 @@ def command(
     ] = False,
     json: o.Json = False,
 ) -> None:
-    """Measure perplexity, accuracy on tasks, what the model writes, and speed.
+    """Measure perplexity, accuracy on tasks, writing and speed.
 
     For dense and compressed models; perplexity as for WikiText-2 in the papers, accuracy by lm-eval.
 

@@ -34,6 +34,12 @@ Model = Annotated[
 Revision = Annotated[str | None, of_model(help="Branch, tag or commit of a hub id, as in owner/name@revision.")]
 Device = Annotated[str, of_model(help="auto, cpu, cuda or mps.")]
 Dtype = Annotated[str, of_model(help="auto (as stored), float32, bfloat16 or float16.")]
+Offload = Annotated[
+    str | None,
+    advanced(
+        metavar="cpu|FOLDER", help="Keep the samples' hidden states in host memory, or in a file there. Same result."
+    ),
+]
 Written = Annotated[str, of_output("--dtype", help="auto (as stored; .gguf: bfloat16), float32, bfloat16 or float16.")]
 Component = Annotated[
     str | None, of_model(help="language, vision or projector. Default: the one that writes text, or the only one.")
@@ -88,7 +94,7 @@ Moments = Annotated[
     Path | None,
     of_calibration(help="Folder written by `rankfold calibrate`, in place of a calibration."),
     Excludes(
-        ("calibration", "num_samples", "max_length", "seed", "text_column", "shards", "mode"),
+        ("calibration", "num_samples", "max_length", "seed", "text_column", "shards", "mode", "offload"),
         "--moments is one pass over text that is measured already, {} would be ignored; leave one of them out",
         agrees=("mode", "one-pass"),
     ),

@@ -87,10 +87,11 @@ def command(
     device: o.Device = "auto",
     json: o.Json = False,
 ) -> None:
-    """Train a compressed model for a few minutes to predict what the dense one predicts. It never comes out worse.
+    """Train a compressed model for a few minutes by distillation.
 
-    Held-out text is scored before, during and after, and the best state is kept. Where no text gains, or one loses more than
-    the tolerance, the model that went in is written, and the exit code is 3.
+    It learns to predict what the dense model predicts, and never comes out worse. Held-out text is scored before, during and
+    after, and the best state is kept. Where no text gains, or one loses more than the tolerance, the model that went in is
+    written, and the exit code is 3.
 
     \b
     rankfold recover small -o better --minutes 15
@@ -127,7 +128,7 @@ def command(
 
     def show(out) -> None:
         out.print(f"{done.output}:", soft_wrap=True)
-        for line in recovery_lines(facts):
+        for line in recovery_lines(done.record):
             out.print(f"  {line}", soft_wrap=True)
         out.print(f"  {facts['seconds']:.0f} s")
 

@@ -194,6 +194,7 @@ def run_record(source, description: dict, plan, reports: dict) -> dict:
         "peak_device_memory_bytes": peak_device_memory_bytes(source.device),
         "estimated": estimates,
         "processes": process_count(),
+        "offload": source.offload.name if source.offload else None,
     }
     planned = {key: value for key, value in plan.to_dict().items() if key not in {*estimates, "calibration"}}
     record = {
