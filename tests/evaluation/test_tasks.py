@@ -258,9 +258,12 @@ def test_the_hubs_rows_and_a_file_of_them_give_the_same(tiny, tmp_path, hub, mon
 
 
 def test_examples_are_drawn_as_lm_eval_draws_them(tiny, tmp_path, hub, monkeypatch):
-    monkeypatch.setattr(lm_eval.evaluator, "add_env_info", lambda results: None)
-    manager = lm_eval.tasks.TaskManager(include_defaults=False, include_path=f"{lm_eval.tasks.__path__[0]}/piqa")
-    model = lm_eval.models.huggingface.HFLM(pretrained=tiny[0], tokenizer=tiny[1])
+    from lm_eval import evaluator, tasks
+    from lm_eval.models.huggingface import HFLM
+
+    monkeypatch.setattr(evaluator, "add_env_info", lambda results: None)
+    manager = tasks.TaskManager(include_defaults=False, include_path=f"{tasks.__path__[0]}/piqa")
+    model = HFLM(pretrained=tiny[0], tokenizer=tiny[1])
     alone = lm_eval.simple_evaluate(model=model, tasks=["piqa"], num_fewshot=2, task_manager=manager, log_samples=True)
     monkeypatch.undo()
     write(tmp_path, "piqa", rows("piqa"))
@@ -330,13 +333,15 @@ def test_an_unreachable_hub_is_one_line(tiny, monkeypatch):
 
 
 def test_an_unknown_task_is_compared_with_all_of_lm_evals(tiny, monkeypatch):
-    real, built = lm_eval.tasks.TaskManager, []
+    from lm_eval import tasks
+
+    real, built = tasks.TaskManager, []
 
     def manager(**options):  # all of it takes many seconds to read
         built.append(options)
-        return real(include_defaults=False, include_path=f"{lm_eval.tasks.__path__[0]}/anli")
+        return real(include_defaults=False, include_path=f"{tasks.__path__[0]}/anli")
 
-    monkeypatch.setattr(lm_eval.tasks, "TaskManager", manager)
+    monkeypatch.setattr(tasks, "TaskManager", manager)
     with pytest.raises(OptionError, match="unknown task 'anli_r4'; did you mean 'anli_r3'"):
         Questions(["anli_r4"]).check()  # before a model is loaded and texts are measured
     with pytest.raises(OptionError, match="unknown task 'anli_r4'"):

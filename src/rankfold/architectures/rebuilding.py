@@ -22,7 +22,7 @@ def from_config(spec: dict, dense: nn.Module, config: Any) -> nn.Module:
 def copied_config(config: Any) -> Any:
     """Return a copy of a config of transformers, without what it does not save.
 
-    ``from_dict`` gives the same, and formats the config for a log on top: a third of the time of the copy.
+    ``from_dict`` gives the same, and formats the config for a log on top, which takes as long as the copy.
     """
     return type(config)(**config.to_dict())
 

@@ -31,7 +31,7 @@ def command(
         ),
     ],
     sparsities: Annotated[str, o.of_method(help="Fractions of the weights to remove, e.g. 0.1,0.3,0.5.")],
-    windows: CalibrationOptions,
+    samples: CalibrationOptions,
     text: Annotated[
         list[str],
         o.of_measurements(
@@ -97,7 +97,7 @@ def command(
     say_if_slow(source.dtype, source.device)
     try:
         most = rules.texts if rules else {}
-        texts = Perplexities(source, Texts(text, text_length, limit, windows.text_column, most))
+        texts = Perplexities(source, Texts(text, text_length, limit, samples.text_column, most))
     except DataError as error:  # --max-length is of the calibration here
         raise DataError(str(error).replace("--max-length", "--text-length")) from error
     measured: dict[str, Measure] = {"texts": texts}
@@ -117,7 +117,7 @@ def command(
     rows = compare(
         source,
         [*cells.values()],
-        windows.load(source),
+        samples.load(source),
         measures,
         output,
         keep=keep,
