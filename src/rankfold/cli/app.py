@@ -24,7 +24,7 @@ from . import (
     push,
     recover,
 )
-from .guard import Command
+from .command import Command
 
 app = typer.Typer(
     help="Shrink any Hugging Face language model in minutes, without training, and load the result anywhere.",

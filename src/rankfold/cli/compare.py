@@ -13,6 +13,7 @@ from . import common as c
 from . import options as o
 from .calibration import CalibrationOptions
 from .config import Comparison, ProtocolName
+from .rules import MayBePath
 
 
 @o.expanded
@@ -36,6 +37,7 @@ def command(
         o.of_measurements(
             metavar="TEXT", help="Text to compute perplexity on, named as for --calibration. Repeatable."
         ),
+        MayBePath(),
     ],
     text_length: Annotated[int, o.of_measurements(help="Tokens per window of the texts.")] = 2048,
     tasks: Annotated[

@@ -53,7 +53,7 @@ def _print(record: dict[str, Any], out: "Console") -> None:
     out.print(table)
     out.print(removed(record["counts"]))
     show_numbers(record, out)
-    for line in (*warnings_of(record), *recovery_lines(record.get("recovery"))):
+    for line in (*warnings_of(record), *recovery_lines(record)):
         out.print(line, soft_wrap=True)
 
 

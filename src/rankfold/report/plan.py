@@ -123,6 +123,8 @@ class Plan:
                 f"small or tokens few, as in decoding, this can be slower than the dense model; {option('method', 'rankfold')} "
                 "and modegpt add no product."
             )
+        if caution := self.facts.get("caution"):
+            yield caution
         if self.hardware:
             if self.hardware["allocation"] != self.method["allocation"].partition(":")[0]:
                 yield f"Ranks are those of a {self.hardware['allocation']} allocation: the method's own goes by numbers."
