@@ -175,7 +175,7 @@ def test_a_kind_that_is_damaged_is_named_everywhere_with_what_to_do(source, cali
     record = record_of(folder)
     warning = record["probe_texts"]["warning"]
     assert re.search(
-        r"SKILLS ARE LOST: source code x 5\.5 .*\(x 2\.9\); give a mixture with some .* 0\.3 of source code, or lower",
+        r"SKILLS ARE LOST: source code x 5\.5 .*\(x 2\.9\); add some to .* 0\.3 of source code, or lower",
         warning,
     )
     assert "web text" not in warning and warning in caplog.text and warning in (folder / "README.md").read_text()

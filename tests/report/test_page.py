@@ -76,7 +76,7 @@ def test_names_are_text_and_never_tags(html):
 def test_every_row_is_in_the_table_and_every_reason_below_it(html):
     cells = cells_of_table(rows())
     shown = [cell.strip() for line in [cells.header, *cells.lines] for cell in line]
-    assert [cell.strip() for cell in html.cells] == shown
+    assert [cell.strip().replace("\u200b", "") for cell in html.cells] == shown  # where long names may break
     note = cells.header.index("note")
     assert sum(line[note].startswith("failed [") for line in cells.lines) == 2
     assert sum("failed: cannot take module" in note for note in cells.notes) == 1  # one sentence for both

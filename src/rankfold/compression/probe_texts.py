@@ -133,10 +133,7 @@ def _warning(kinds: dict[str, dict], sparsity: float) -> str | None:
         f"{kind} x {facts['ratio']:.1f} (perplexity {facts['perplexity_dense']:.1f} -> {facts['perplexity']:.1f})"
         for kind, facts in ((kind, kinds[kind]) for kind in damaged)
     )
-    advice = (
-        f"give a mixture with some as {option('calibration')}, such as a share of 0.3 of {_joined(damaged)}, or lower the "
-        "sparsity"
-    )
+    advice = f"add some to {option('calibration')}, such as a share of 0.3 of {_joined(damaged)}, or lower the sparsity"
     if all(facts["is_damaged"] for facts in kinds.values() if facts["is_known"]):
         advice = "lower the sparsity"
     limit = explained_ratio(sparsity)

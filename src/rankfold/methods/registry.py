@@ -20,7 +20,7 @@ class Entry(NamedTuple):
 
 
 METHODS = {
-    "rankfold": Entry("rankfold.method", "Rankfold", "MoDeGPT's shapes, refitted to the dense outputs; ranks by effect"),
+    "rankfold": Entry("rankfold.method", "Rankfold", "As modegpt, refitted to the dense outputs; ranks by measured effect"),
     "modegpt": Entry("modegpt.method", "MoDeGPT", "Fewer MLP units, rotary pairs and value dimensions", "2408.09632"),
     "latentllm": Entry("latentllm.method", "LatentLLM", "Every linear layer through a latent, jointly", "2505.18413"),
     "rootcov": Entry("baselines.svd_family", "RootCov", "Local low rank by root covariance, with block identity", "2505.18413"),
