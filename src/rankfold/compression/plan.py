@@ -170,7 +170,9 @@ def build_plan(
         kv_bytes_per_token_after=sum(method.cached_numbers(*block) for block in caching) * item,
         peak_memory_bytes=_peak_memory(source, method, calibration),
         seconds=None,
-        facts=allocated.facts | ({"zeros": removed} if method.leaves_zeros else {}),
+        facts=allocated.facts
+        | ({"zeros": removed} if method.leaves_zeros else {})
+        | ({"caution": method.caution} if method.caution else {}),
         budget=allocated.budget,
         source_bytes=source.bytes_on_disk,
         calibration=calibration,

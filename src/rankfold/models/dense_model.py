@@ -136,7 +136,10 @@ class DenseModel:
 
     def read(self, index: int) -> nn.Module:
         """Return a private copy of block ``index`` where its weights are kept; of a streamed one in host memory."""
-        module = copy.deepcopy(self.blocks[index])  # the caller may change it; a streamed block is empty here
+        shared = {
+            id(self.config): self.config
+        }  # what modules read and nobody changes; half of the time of a small copy
+        module = copy.deepcopy(self.blocks[index], shared)  # the caller may change it; a streamed block is empty here
         if self.weights:
             self.weights.fill(module, self._prefix(index), self.dtype, self.compute_dtype)
         elif self.dtype != self.compute_dtype:

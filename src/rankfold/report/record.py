@@ -1,5 +1,6 @@
 """The run record: one JSON with everything a number depends on."""
 
+import functools
 import json
 import os
 import platform
@@ -125,8 +126,13 @@ def _check(record, path: Path) -> None:
 
 def versions() -> dict[str, str]:
     """Versions of what the numbers depend on."""
-    packages = ("torch", "transformers", "safetensors")
-    return {"rankfold": __version__, "python": platform.python_version()} | {p: metadata.version(p) for p in packages}
+    return {"rankfold": __version__, "python": platform.python_version(), **_packages()}
+
+
+@functools.cache
+def _packages() -> dict[str, str]:
+    """Read the metadata of packages, once: it is a mail that is parsed."""
+    return {name: metadata.version(name) for name in ("torch", "transformers", "safetensors")}
 
 
 def process_status(name: str) -> int | None:
