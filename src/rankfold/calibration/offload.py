@@ -209,10 +209,11 @@ class StatesOnDisk(OffloadedStates):
         self._written = self._thread.submit(self._write, self._places[index], states.cpu().contiguous())
 
     def _read_by_thread(self, index: int) -> "Future[Tensor]":
-        return self._thread.submit(self._read, self._places[index])
+        place = self._places[index]  # what a thread allocates, the system may not get back when another one frees it
+        states = torch.empty(place.shape, dtype=place.dtype, device="cpu", pin_memory=_locks(self.device))
+        return self._thread.submit(self._read, place, states)
 
-    def _read(self, place: _Place) -> Tensor:
-        states = torch.empty(place.shape, dtype=place.dtype, pin_memory=_locks(self.device))
+    def _read(self, place: _Place, states: Tensor) -> Tensor:
         self._file.seek(place.start)
         if self._file.readinto(_bytes(states)) != states.nbytes:
             raise OSError(f"a file of hidden states in {self.folder} is shorter than what was written to it")
