@@ -19,7 +19,7 @@ OPTIONS = Options("all", "kl", 4096, 16, 3e-3, 256, 32, 0.02, 0, "text")
 WHAT = ["attention", "mlp"]
 
 
-def blockwise(small, dense, work, **options) -> Blockwise:
+def blockwise(small, dense, work, texts=TEXTS, **options) -> Blockwise:
     """Return a recovery of a folder that nothing has trained yet."""
     student = open_streamed(small, dtype="float32", device="cpu")
     source = rankfold.open_model(dense, device="cpu")
@@ -27,7 +27,7 @@ def blockwise(small, dense, work, **options) -> Blockwise:
     kept = kept_of(student, source, read_record(small))
     options = Options(**{**vars(OPTIONS), **options})
     work.mkdir(exist_ok=True)
-    return Blockwise(student, source, kept, TEXTS, None, options, written=torch.float32, work=work)
+    return Blockwise(student, source, kept, texts, None, options, written=torch.float32, work=work)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def blockwise(small, dense, work, **options) -> Blockwise:
     [(128, 1024, 8, 128, "all"), (64, 128, 32, 1024, "all"), (64, 256, 16, 512, "norms")],
     ids=["weights", "activations", "norms"],
 )
-def test_the_estimate_of_memory_is_what_is_taken(width, hidden, sequences, batch, tune, tmp_path, monkeypatch):
+def test_the_estimate_of_memory_is_what_is_taken(width, hidden, sequences, batch, tune, tmp_path):
     shape = {"hidden_size": width, "intermediate_size": hidden, "num_hidden_layers": 2, "vocab_size": 128}
     config = transformers.LlamaConfig(**shape, num_attention_heads=8, num_key_value_heads=4)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "dense")
@@ -47,12 +47,11 @@ def test_the_estimate_of_memory_is_what_is_taken(width, hidden, sequences, batch
         output=tmp_path / "small",
     )
     texts = {"some": CalibrationData(some_ids(sequences, 64), "some", "some", 0, held_out=some_ids(4, 64, seed=1))}
-    monkeypatch.setitem(globals(), "TEXTS", texts)
     options = {"tune": tune, "batch_tokens": batch, "length": 64, "tokens": 64 * sequences, "lr": 1e-4}
     found = []
 
     def run():
-        found.append(blockwise(tmp_path / "small", tmp_path / "dense", tmp_path / "work", **options))
+        found.append(blockwise(tmp_path / "small", tmp_path / "dense", tmp_path / "work", texts, **options))
         found[0].train()
 
     peak = peak_bytes(run)
