@@ -158,7 +158,7 @@ def recover(
 
 @dataclass(frozen=True)
 class Recovery:
-    """What one recovery trains on what, once everything is open: train, judge, write.
+    """Train, judge and write, once everything is open.
 
     Args:
         given: the compressed model.
@@ -178,7 +178,7 @@ class Recovery:
 
     @property
     def identity(self) -> dict:
-        """What the trained weights depend on: an unfinished run goes on where it is the same."""
+        """Everything that the trained weights depend on: an unfinished run goes on where it is the same."""
         found = {
             **asdict(self.options),
             "teacher": self.source.fingerprint,
