@@ -71,7 +71,9 @@ def run(name: str, path: str, gate: dict, data: str | None, results: Path) -> li
     source = rankfold.open_model(path, dtype=gate["dtype"], device="cpu")
     calibration, text, tasks = gate["calibration"], gate["text"], gate.get("tasks")
     folder = f"{data}/tasks" if data else None
-    texts = Texts([str(data_file(data, text["name"]))], text["length"], text["windows"])
+    work = Path(tempfile.gettempdir()) / f"rankfold-gates-{name}-{source.fingerprint[:8]}"
+    halves = work.with_suffix(".texts")
+    texts = Texts([place_of_text(data, text["name"], text, halves)], text["length"], text["windows"])
     functions = {
         "texts": Perplexities(source, texts),
         "generation": Generations(source, Writing(folder, gate["prompts"])),
@@ -80,14 +82,13 @@ def run(name: str, path: str, gate: dict, data: str | None, results: Path) -> li
         functions["tasks"] = Accuracies(source, Questions(tasks["names"], folder, tasks["questions"]))
     measures = Measures(functions, lambda: rankfold.load(path, dtype=gate["dtype"], device="cpu"))
     tokens = rankfold.load_calibration(
-        str(data_file(data, calibration["text"])),
+        place_of_text(data, calibration["text"], calibration, halves),
         source,
         num_samples=calibration["num_samples"],
         max_length=calibration["max_length"],
     )
     methods = {method: limits for method, limits in gate.items() if method not in SETTINGS}
     cells = [cell for method, limits in methods.items() for cell in cells_of(parse_forms(method), map(float, limits))]
-    work = Path(tempfile.gettempdir()) / f"rankfold-gates-{name}-{source.fingerprint[:8]}"
     found = compare(
         source, cells, tokens, measures, work, on_row=lambda row: say(f"{name}: {row['label']} at {row['sparsity']}")
     )
@@ -99,7 +100,21 @@ def run(name: str, path: str, gate: dict, data: str | None, results: Path) -> li
         label = f"{row['label']} {row['sparsity']:g}"
         record.add(label, setting=row["label"], sparsity=row["sparsity"], least=least, **kept)
     shutil.rmtree(work)
+    shutil.rmtree(halves, ignore_errors=True)
     return record.value["rows"]
+
+
+def place_of_text(data: str | None, name: str, how: dict, folder: Path) -> str:
+    """Return the file of a text, or of the half of its lines that is asked for, written now: no line is in both."""
+    path = data_file(data, name)
+    if "half" not in how:
+        return str(path)
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    middle = len(lines) // 2
+    folder.mkdir(parents=True, exist_ok=True)
+    place = folder / f"{path.stem}, {how['half']} half{path.suffix}"
+    place.write_text("".join({"first": lines[:middle], "second": lines[middle:]}[how["half"]]), encoding="utf-8")
+    return str(place)
 
 
 def kept_of(own: dict, dense: dict) -> dict[str, float]:

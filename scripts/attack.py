@@ -3,7 +3,8 @@
     python scripts/attack.py --cases 500                # of each kind; writes the record and docs/results/robustness.md
     python scripts/attack.py --kind moments --seed 17   # one case again; nothing is written
 
-Every case is a kind and a seed. What must hold: exit code 0 or 2, a refusal is one line and leaves nothing behind, no exception
+Every case is a kind and a seed. What must hold: exit code 0 or 2 (3 where training was undone, 1 where a comparison has a row
+that could not be done), a refusal is one line and leaves nothing behind, no exception
 reaches the user. Damaged moments never change a result; a damaged checkpoint that is used computes what it did, or is another
 one for everybody who reads it; a text that is read is the one that was written.
 """

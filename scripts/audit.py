@@ -102,6 +102,14 @@ def example(text: str) -> Iterator[Finding]:
     yield Finding("example, counted weights removed", f"{head[1]}%", f"{(before - after) / counted:.2%}")
 
 
+def speeds(text: str) -> Iterator[Finding]:
+    """Yield the speed of prefill and of decoding."""
+    stated = re.search(r"prefill is × ([\d.]+) as fast .*?\sdecoding × ([\d.]+), in fp32", text, re.S)
+    for kind, value in zip(("prefill 8x256", "decode 8x32"), stated.groups(), strict=True) if stated else ():
+        found = record("speed")["rows"][f"{kind} float32"]["models"]["compressed"]["ratio"]
+        yield Finding(f"speed, {kind}", value, f"{found:.2f}")
+
+
 def counts(text: str) -> Iterator[Finding]:
     """Yield counts of families and methods, and the versions that are needed."""
     if found := re.search(r"(\d+) model families", text):
@@ -127,7 +135,7 @@ def requirement(text: str) -> tuple[str, str]:
 
 def audit(text: str) -> list[Finding]:
     """Return all findings on a text like the README."""
-    return [*table(text), *example(text), *counts(text)]
+    return [*table(text), *example(text), *speeds(text), *counts(text)]
 
 
 def main(path: Path) -> int:

@@ -159,15 +159,18 @@ class Target(NamedTuple):
 def main() -> None:
     parser = common.arguments(__doc__, "mutants")
     parser.add_argument("--most", type=int, default=6, metavar="N", help="mutants per file; 0: all (default: 6)")
-    parser.add_argument("--only", metavar="FILE", help="this file only, like linalg/psd.py")
+    parser.add_argument("--only", nargs="+", metavar="FILE", help="these files only, like linalg/psd.py")
     args = parser.parse_args()
     os.chdir(ROOT)
     overlook_no_grad()
-    wanted = [t for t in targets() if args.only in (None, t.name)]
-    if not wanted:
-        parser.error(f"{args.only} is none of {', '.join(t.name for t in targets())}")
+    known = list(targets())
+    wanted = [t for t in known if args.only is None or t.name in args.only]
+    if unknown := set(args.only or ()) - {t.name for t in known}:
+        parser.error(f"{', '.join(sorted(unknown))}: none of {', '.join(t.name for t in known)}")
     config = {"most": args.most, "seed": SEED, "mutmut": version("mutmut")}
     record = common.Record(args.json, config, DEFINITIONS, resume=True)
+    for gone in {row["name"] for row in record.value["rows"]} - {t.name for t in known}:
+        record.drop(gone)
     groups = defaultdict(list)  # files with the same tests share a copy, in which mutmut keeps what it knows of these
     for target in wanted:
         if not any(row["name"] == target.name and row["digest"] == target.digest(ROOT) for row in record.value["rows"]):

@@ -85,3 +85,14 @@ def test_a_run_writes_its_record_and_ends_with_what_falls_short(gates, tmp_path,
     (row,) = json.loads((tmp_path / "results" / "gates_tiny.json").read_text(encoding="utf-8"))["rows"]
     assert row["least"] == {"perplexity": 0.01, "equal": 1.0} and row["kept"]["perplexity"] > 0
     assert not list(tmp_path.glob("rankfold-gates-*"))
+
+
+def test_the_halves_of_a_text_share_no_line(gates, tmp_path):
+    (tmp_path / "text.txt").write_text("a\nb\nc\nd\ne\n", encoding="utf-8")
+    places = [
+        gates.place_of_text(str(tmp_path), "text.txt", {"half": half}, tmp_path / "made")
+        for half in ("first", "second")
+    ]
+    assert [Path(place).read_text(encoding="utf-8") for place in places] == ["a\nb\n", "c\nd\ne\n"]
+    assert gates.place_of_text(str(tmp_path), "text.txt", {}, tmp_path / "other") == str(tmp_path / "text.txt")
+    assert not (tmp_path / "other").exists()

@@ -13,7 +13,7 @@ import rankfold
 from families import opened, tokens
 from rankfold import pipeline, quality
 from rankfold.errors import DataError, OptionError, UnsupportedModelError
-from rankfold.report.goal import goal_line
+from rankfold.report.goal import asked_and_got, goal_line
 from tiny_encoders import opened_encoder
 from trained import calibration, trained, with_held_out
 
@@ -42,7 +42,14 @@ def test_the_quality_asked_for_is_kept_and_little_more(source, method):
     assert goal["got"] == pytest.approx(held_out["perplexity_dense"] / held_out["perplexity"])
     assert 0.9 <= goal["got"] < 0.95 and goal["asked"] == 0.9 and len(goal["earlier_runs"]) < 4
     assert (goal["predicted"] is None) == (method == "modegpt" and not goal["earlier_runs"])
-    assert f"got {goal['got']:.4f}" in (goal_line(found.record) or "")
+    line = goal_line(found.record) or ""
+    assert f"got {goal['got']:.4f}" in line and f"search took {goal['search_seconds']:.1f} s" in line
+    tried = {run["sparsity"] for run in goal["earlier_runs"] + goal["later_runs"]}
+    assert found.plan.method["sparsity"] not in tried
+    assert asked_and_got(found.record) == line.partition(";")[0]  # which the model card has
+    assert len(tried) < 4 and all(f"at sparsity {run:g}" in line for run in tried)
+    own = found.record["run"]["seconds"]["total"]
+    assert goal["search_seconds"] > own * (1 + len(tried)) / 2  # every run is in it
     again = rankfold.compress(source, found.plan.method["sparsity"], calibration=data, method=method, **FINE)
     assert same_weights(found.model, again.model) and "goal" not in again.record
 

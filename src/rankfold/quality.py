@@ -12,6 +12,7 @@ import contextlib
 import math
 import os
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from . import pipeline
-from ._utils.files import check_output, sync_folder, writing
+from ._utils.files import check_output, sync_folder, write_json, writing
 from ._utils.present import present
 from ._utils.processes import from_first, on_first
 from .allocation import LEAST, Lost, Measured, RankCosts, expected_loss, guessed_loss, next_sparsity
@@ -37,6 +38,7 @@ from .models.dense_model import DenseModel
 from .report.goal import Goal, check_quality, kept_quality
 from .report.identity import run_identity
 from .report.plan import Plan
+from .report.record import NAME
 
 MEASURED_AT = 0.3  # sparsity at which modules are tried for the curves; they reach 1 - (1 - 0.3)^3 = 0.66
 
@@ -79,11 +81,14 @@ def compress_to_keep(
     """
     mode = pipeline.check_request(method, tokens, moments, mode, output)
     allowed = _allowed_loss(source, method, keep_quality, tokens, moments)
+    begin = time.perf_counter()
     curve = loss_curve(validated(source), method, tokens, moments)
     tokens, moments = _measured_once(source, method, tokens, moments, mode)
+    measuring = time.perf_counter() - begin
     place = _Places(Path(output)) if output is not None else None
     runs: list[Lost] = []
     earlier: list[dict[str, float]] = []
+    results: list[CompressionResult] = []
     kept: CompressionResult | None = None
     while (sparsity := next_sparsity(curve, runs, allowed)) is not None:
         predicted = math.exp(-expected_loss(curve, runs, sparsity)) if curve.costs or runs else None
@@ -92,6 +97,7 @@ def compress_to_keep(
         how = {"moments": moments, "mode": mode, "on_plan": on_plan, "goal": goal}
         result = _run(source, replace(method, sparsity=sparsity), tokens, folder, how)
         got = kept_quality(result.record["held_out"])
+        results.append(result)
         runs.append(Lost(sparsity, -math.log(got)))
         earlier.append({"sparsity": sparsity, "got": got})
         if got >= keep_quality and all(run.sparsity <= sparsity for run in runs if run.is_within(allowed)):
@@ -106,8 +112,12 @@ def compress_to_keep(
             f"{option('keep_quality', keep_quality)} is not kept at any sparsity from {LEAST} on that was tried ({tried}); "
             "give a lower one, more calibration samples, or another method"
         )
+    at = results.index(kept)
+    compressing = sum(result.record["run"]["seconds"]["total"] for result in results)
+    kept.record["goal"] |= {"later_runs": earlier[at + 1 :], "search_seconds": measuring + compressing}
     if place:
         written = present(kept.output)
+        on_first(lambda: write_json(written / NAME, kept.record))
         kept.output = from_first(lambda: place.publish(written))
     return kept
 

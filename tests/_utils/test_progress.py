@@ -21,8 +21,21 @@ main()
 
 
 @pytest.fixture
-def clock(monkeypatch):
+def stop(monkeypatch):
+    """Moves the clock on while the process is stopped."""
     return set_by_hand(monkeypatch, progress, "monotonic")
+
+
+@pytest.fixture
+def clock(monkeypatch, stop):
+    """Moves the clock on while two threads work."""
+    work = set_by_hand(monkeypatch, progress, "process_time")
+
+    def wait(seconds: float) -> None:
+        stop(seconds)
+        work(2 * seconds)
+
+    return wait
 
 
 def test_a_log_gets_a_line_a_minute_with_what_is_done_left_and_known(clock, capsys):
@@ -84,6 +97,19 @@ def test_the_estimate_forgets_steps_that_were_done_before(clock):
     assert steps.seconds_left == 970
     clock(3000)
     assert steps.seconds_left == 0
+
+
+def test_the_estimate_leaves_out_a_pause(clock, stop):
+    """Of a process that was stopped for a night, in a step that is done and in the one under way."""
+    steps = Steps("compressing", 10)
+    for pause in (0, 30_000, 0):
+        clock(100)
+        stop(pause)
+        steps.advance()
+        clock(10)
+    assert steps.seconds_left == pytest.approx(7 * 330 / 3 - 10)
+    stop(30_000)
+    assert steps.seconds_left == pytest.approx(7 * 330 / 3 - 10)
 
 
 def test_the_estimate_knows_that_steps_differ(clock):

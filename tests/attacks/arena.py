@@ -15,14 +15,16 @@ from rankfold.cli import main
 from rankfold.data.text import read_text
 from saved import save_text, save_tiny
 
-from .lines import FITTING, USUAL, hostile_line
+from .lines import FITTING, USUAL, hostile_line, spoken
 from .mutations import mutate_bytes, mutate_json, mutate_settings, mutate_tensors
 from .numbers import computed, may_change, same
 from .texts import FIELDS, ROWS, UNKNOWN, hostile_text
 
 KINDS = ("command lines", "records", "moments", "checkpoints", "texts")
-SECONDS = 60  # a case that takes longer hangs
+SECONDS = 60  # of the processor: a case that takes longer hangs
+WAITING = 600  # of a clock, as other work may be beside it
 CHECKPOINTS = ("model", "tied", "small", "latent")
+FINISHED = {"recover": 3, "compress": 3, "compare": 1}  # training that was undone; a row that could not be done
 LATENT = ("--rank-multiple", "2", "--set", "sparse=0.2", "--set", "bits=6")
 
 
@@ -35,14 +37,14 @@ class Outcome(NamedTuple):
 
 
 VERDICTS = {
-    "done": "exit code 0; damaged moments and checkpoints gave the numbers that undamaged ones give, a text was read as it was "
-    "written",
+    "done": "exit code 0, 3 where training was undone, 1 where a comparison has a row that could not be done; damaged moments "
+    "and checkpoints gave the numbers that undamaged ones give, a text was read as it was written",
     "another": "exit code 0 and other numbers, of what is another checkpoint now and no damaged one; see below",
     "refused": "exit code 2, one line of reason, nothing left",
     "traceback": "an exception that is not explained",
     "messy": "refused, but not in one line, or something is left",
     "wrong": "exit code 0, and numbers or a text that the files do not give",
-    "hangs": f"more than {SECONDS} s",
+    "hangs": f"more than {SECONDS} s of the processor, or {WAITING} s in all",
 }
 HELD = ("done", "another", "refused")
 
@@ -88,7 +90,7 @@ class Arena:
         before = set(os.listdir(place))
         case = f"{kind} {seed}: {' '.join(line)!a}{what and f' ({what})'}"
         try:
-            code, err = call(place, line)
+            code, err = call(place, line, spoken(rng))
         except _Slow:
             return Outcome("hangs", case, "")
         except Exception as error:
@@ -96,7 +98,7 @@ class Arena:
             where = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else "?"
             return Outcome("traceback", case, f"{where}: {type(error).__name__}: {str(error)[:300]!a}")
         left = {name for name in set(os.listdir(place)) - before if not _is_unfinished(place / name)}
-        if code == 0:
+        if code in (0, FINISHED.get(line[0])):
             return Outcome(judge() if judge else "done", case, "")
         reasons = [row for row in err.splitlines() if row.startswith("rankfold: ")]
         fine = code == 2 and len(reasons) == 1 and err.splitlines()[-1] == reasons[0] and not left
@@ -183,14 +185,16 @@ def _weights(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
 
 
-def call(place: Path, arguments) -> tuple[int, str]:
-    """``rankfold ARGUMENTS`` in a folder, in this process: exit code and stderr."""
+def call(place: Path, arguments, typed: bytes = b"") -> tuple[int, str]:
+    """``rankfold ARGUMENTS`` in a folder, in this process, with ``typed`` on stdin: exit code and stderr."""
     streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors=e) for e in ("strict", "backslashreplace")]
-    here, argv = os.getcwd(), sys.argv
-    sys.argv = ["rankfold", *arguments]
+    here, argv, stdin = os.getcwd(), sys.argv, sys.stdin
+    sys.argv, sys.stdin = ["rankfold", *arguments], io.TextIOWrapper(io.BytesIO(typed), encoding="utf-8")
     os.chdir(place)
-    signal.signal(signal.SIGALRM, _slow)
-    signal.alarm(SECONDS)
+    for name in (signal.SIGALRM, signal.SIGPROF):
+        signal.signal(name, _slow)
+    signal.alarm(WAITING)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
             main()
@@ -198,8 +202,9 @@ def call(place: Path, arguments) -> tuple[int, str]:
         code = stop.code
     finally:
         signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         os.chdir(here)
-        sys.argv = argv
+        sys.argv, sys.stdin = argv, stdin
     streams[1].flush()
     return code, streams[1].buffer.getvalue().decode("utf-8", "backslashreplace")
 

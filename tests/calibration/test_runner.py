@@ -137,6 +137,26 @@ def test_influence_of_each_half_is_that_of_what_it_adds(family):
     torch.testing.assert_close(moment.mean[1:].float(), expected)
 
 
+@pytest.mark.parametrize("family", ["llama", "opt", "phi"])
+def test_the_stream_is_measured_as_a_norm_without_scale_leaves_it(family, monkeypatch):
+    """Before the block, between its halves, and after it; by LayerNorms about the mean of a token. In several batches."""
+    monkeypatch.setattr(runner, "BATCH_TOKENS", 32)
+    source = opened(family)
+    view, stream = source.block(1), start(source, some_ids(6, 16), autocast=None)
+    before, added = torch.cat(stream.hidden), []
+    hook = member(view.module, ATTENTION).register_forward_hook(lambda _, __, out: added.append(out[0].clone()))
+    places = ["stream_input", "stream_middle", "stream_output"]
+    moments = measure(view, stream, {*places}, step=True)
+    hook.remove()
+    assert len(stream.hidden) == len(added) > 1
+    for name, x in zip(places, (before, before + torch.cat(added), torch.cat(stream.hidden)), strict=True):
+        x = x.flatten(0, 1).double()
+        x = x if family == "llama" else x - x.mean(1, keepdim=True)
+        x = x / x.square().mean(1, keepdim=True).sqrt()
+        assert moments[name].count == len(x)
+        torch.testing.assert_close(moments[name].second_moment(), x.T @ x / len(x), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "opt", "bloom", "olmo2"])
 def test_moments_are_the_same_however_windows_share_batches(family, monkeypatch):
     """Seven windows at once, or three, three and one; every statistic there is."""

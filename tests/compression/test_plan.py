@@ -1,6 +1,9 @@
 """A plan is read off shapes: nothing here runs the model."""
 
+import io
+
 import pytest
+from rich.console import Console
 
 import rankfold
 from families import opened, tokens
@@ -35,3 +38,18 @@ def test_a_backward_pass_is_in_the_estimate_of_memory(monkeypatch):
     grown = memory[1].peak_memory_bytes - memory[0].peak_memory_bytes
     stream = 2**20 * 32 * 4  # bytes; of four of them, in front of 3 blocks and behind one, one is there anyway
     assert grown == pytest.approx(3 * stream, rel=0.02)
+
+
+def test_codes_in_a_junction_that_rounds_badly_are_warned_of():
+    """The others, more bits and no codes are not."""
+
+    def notes(**options) -> str:
+        plan = rankfold.plan(opened("llama"), method=rankfold.LatentLLM(sparsity=0.3, rank_multiple=2, **options))
+        console = Console(file=io.StringIO(), width=400)
+        console.print(plan.summary())
+        return console.file.getvalue()
+
+    for junction in ("lu", "block_identity_left"):
+        assert f"Codes of 4 bits lose much more in junction={junction}" in notes(bits=4, junction=junction)
+    for options in ({"bits": 5, "junction": "lu"}, {"junction": "lu"}, {"bits": 4}, {"bits": 4, "junction": "right"}):
+        assert "Codes of" not in notes(**options)

@@ -9,7 +9,8 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence, Sized
-from typing import Any, TypeVar
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
@@ -21,6 +22,25 @@ from .processes import is_first
 LINE_SECONDS = 60.0  # between two lines of a log, at least
 
 T = TypeVar("T")
+
+
+class _Moment(NamedTuple):
+    clock: float
+    busy: float  # processor time, of all threads
+
+
+def _now() -> _Moment:
+    return _Moment(time.monotonic(), time.process_time())
+
+
+def _ratio(steps: list[_Moment]) -> float:
+    """Return the median of clock over processor time, every step weighted by its processor time."""
+    ratios = sorted((step.clock / step.busy, step.busy) for step in steps if step.busy)
+    middle = sum(busy for _, busy in ratios) / 2
+    return next(
+        (ratio for (ratio, _), sofar in zip(ratios, accumulate(b for _, b in ratios), strict=True) if sofar >= middle),
+        0.0,
+    )
 
 
 class Steps:
@@ -42,7 +62,7 @@ class Steps:
     ):
         self.label, self.total, self.costs, self._note = label, total, costs, note
         self.note = ""
-        self._ends = [time.monotonic()]  # when the first step began and when each one was done
+        self._ends = [_now()]  # when the first step began and when each one was done
 
     @property
     def done(self) -> int:
@@ -50,22 +70,28 @@ class Steps:
 
     def advance(self) -> None:
         """Note that one more step is done."""
-        self._ends.append(time.monotonic())
+        self._ends.append(_now())
         self.note = self._note()
 
     @property
     def seconds(self) -> float:
         """Seconds since the work began."""
-        return time.monotonic() - self._ends[0]
+        return _now().clock - self._ends[0].clock
 
     @property
     def seconds_left(self) -> float | None:
-        """Estimate by the later half of the steps done: those of an earlier run are passed over quickly."""
+        """Estimate by the later half of the steps done: those of an earlier run are passed over quickly.
+
+        Steps are added up in processor time, which stands still while the process is stopped, and turned into time by the
+        median of their ratios.
+        """
         if self.total is None or not self.done:
             return None
         half, costs = self.done // 2, self.costs or [1.0] * self.total
-        rate = (self._ends[-1] - self._ends[half]) / (sum(costs[half : self.done]) or 1.0)
-        return max(0.0, rate * sum(costs[self.done :]) - (time.monotonic() - self._ends[-1]))
+        busy = self._ends[-1].busy - self._ends[half].busy
+        rate = busy / (sum(costs[half : self.done]) or 1.0)
+        steps = [_Moment(b.clock - a.clock, b.busy - a.busy) for a, b in pairwise(self._ends[half:])]
+        return _ratio(steps) * max(0.0, rate * sum(costs[self.done :]) - (_now().busy - self._ends[-1].busy))
 
     def line(self) -> str:
         """Return what a log says of this work."""

@@ -145,11 +145,18 @@ def _check(share: Share, method: AllocationRequest) -> None:
     alone = freed(units, min(common_ranks(units))) if method.one_rank else removable(units)
     most = alone - share.stays + share.given
     if share.asked > most:
-        finer = f"lower {method_option('rank_multiple')}"
-        if method.target != "transformers":
-            finer = f"leave out {method_option('target', method.target)}"
         raise OptionError(
             f"{share.named} cannot be reached: the chosen modules can lose at most {most:,} of the {share.asked:,} "
-            f"{share.counts} that must go, sparsity {most / max(share.counted, 1):.4f}; lower the sparsity, compress more "
-            f"modules, or {finer}"
+            f"{share.counts} that must go, sparsity {most / max(share.counted, 1):.4f}; {_how_to_reach(method)}"
         )
+
+
+def _how_to_reach(method: AllocationRequest) -> str:
+    """Name what lets modules lose more; only what the method has."""
+    if method.target != "transformers":
+        finer = f"leave out {method_option('target', method.target)}"
+    elif getattr(method, "rank_multiple", 1) > 1:
+        finer = f"lower {method_option('rank_multiple')}"
+    else:
+        return "lower the sparsity, or compress more modules"
+    return f"lower the sparsity, compress more modules, or {finer}"

@@ -28,7 +28,7 @@ def capped_sparsities(phi: Tensor, weights: Tensor, average: float, caps: Tensor
     if total > most * (1 + 1e-12):
         raise OptionError(
             f"an average sparsity of {average:.4f} cannot be reached with these modules and ranks; the most is "
-            f"{(most / weights.sum()).item():.4f}. Lower the sparsity, or compress more modules, or lower rank_multiple"
+            f"{(most / weights.sum()).item():.4f}. Lower the sparsity, or compress more modules"
         )
     phi, free = phi.clone(), torch.ones_like(phi, dtype=torch.bool)
     while True:

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 def command(
-    folder: Annotated[Path, typer.Argument(help="Folder written by `rankfold compress`.")],
+    folder: Annotated[
+        Path, typer.Argument(help="Folder that `rankfold compress` or `recover` wrote.", rich_help_panel="Model")
+    ],
     json: o.Json = False,
 ) -> None:
     """Show method, ranks, errors and sizes of a checkpoint.

@@ -96,6 +96,11 @@ class Method(MethodConfig):
         """``(change in parameters, bytes of codes and indices added)`` in a block at these ranks, biases included."""
         raise NotImplementedError
 
+    @property
+    def caution(self) -> str:
+        """Return a sentence on options that are known to lose much together, for the plan; empty where there are none."""
+        return ""
+
     def added_products(self, view: BlockView, ranks: dict[str, int]) -> int:
         """How many more matrix products a token goes through in a block: 0 where matrices only shrink."""
         return 0

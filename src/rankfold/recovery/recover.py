@@ -158,7 +158,7 @@ def recover(
 
 @dataclass(frozen=True)
 class Recovery:
-    """Train, judge and write, once everything is open.
+    """One recovery, once everything is open: train, judge, write.
 
     Args:
         given: the compressed model.
@@ -178,7 +178,7 @@ class Recovery:
 
     @property
     def identity(self) -> dict:
-        """Everything that the trained weights depend on: an unfinished run goes on where it is the same."""
+        """All that the trained weights depend on: an unfinished run goes on where it is the same."""
         found = {
             **asdict(self.options),
             "teacher": self.source.fingerprint,

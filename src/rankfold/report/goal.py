@@ -9,13 +9,16 @@ from .._utils.sizes import parse_size, size_text
 from ..errors import OptionError, option
 from .plan import Plan
 
+RUNS = [{"sparsity": NUMBER, "got": NUMBER}]
 # What a record says of a goal; of most runs, which were given a sparsity, nothing.
 GOAL = {
     "option": str,
     "asked": NUMBER,
     "predicted": Maybe(NUMBER),
     "got": NUMBER,
-    "earlier_runs": [{"sparsity": NUMBER, "got": NUMBER}],
+    "earlier_runs": RUNS,
+    "later_runs": Maybe(RUNS),  # added when the search is over, as are its seconds
+    "search_seconds": Maybe(NUMBER),
 }
 
 
@@ -54,6 +57,21 @@ def kept_quality(held_out: Mapping[str, Any]) -> float:
 
 
 def goal_line(record: Mapping[str, Any]) -> str | None:
+    """Return :func:`asked_and_got` with the other runs of a search, and the time of all together."""
+    line, goal = asked_and_got(record), record.get("goal") or {}
+    others = [
+        f"{run['got']:.4f} at sparsity {run['sparsity']:g}"
+        for run in (*goal.get("earlier_runs", ()), *(goal.get("later_runs") or ()))
+    ]
+    took = goal.get("search_seconds")
+    return line and (
+        line
+        + (f"; the other runs got {', '.join(others)}" if others else "")
+        + (f"; the search took {took:.1f} s in all" if took is not None else "")
+    )
+
+
+def asked_and_got(record: Mapping[str, Any]) -> str | None:
     """Return one line on what was asked, predicted and got; ``None`` where a sparsity was asked for."""
     goal = record.get("goal")
     if goal is None:
@@ -61,10 +79,9 @@ def goal_line(record: Mapping[str, Any]) -> str | None:
     if goal["option"] == "target_size":
         return f"asked for at most {size_text(goal['asked'])} of weights: got {size_text(goal['got'])}"
     predicted = "" if goal["predicted"] is None else f"predicted {goal['predicted']:.4f}, "
-    runs = [f"{run['got']:.4f} at sparsity {run['sparsity']:g}" for run in goal["earlier_runs"]]
     return (
         f"asked to keep {goal['asked']:g} of the likelihood of a held-out token: {predicted}got {goal['got']:.4f} at sparsity "
-        f"{record['plan']['method']['sparsity']:g}" + (f"; before it {', '.join(runs)}" if runs else "")
+        f"{record['plan']['method']['sparsity']:g}"
     )
 
 

@@ -4,6 +4,7 @@ import json
 import shlex
 from typing import Any
 
+from .goal import asked_and_got
 from .outcomes import (
     before_training,
     held_out_row,
@@ -126,7 +127,8 @@ def _made(record: Record, of: str) -> str:
     """Return calibration and options of one component."""
     calibration = record["calibration"]
     options = {k: v for k, v in record["plan"]["method"].items() if v is not None and k != "method"}
-    return (
+    goal = asked_and_got(record)
+    return (f"{goal[0].upper()}{goal[1:]}.\n\n" if goal else "") + (
         f"Calibration{of}: {measured_on(calibration)} of `{calibration['source']}` (seed {calibration['seed']}, sha256 "
         f"{calibration['sha256']}). Options{of}: `{json.dumps(options)}`."
     )

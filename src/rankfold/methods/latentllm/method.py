@@ -14,7 +14,7 @@ from .attention import ATTENTION, decompose_attention
 from .experts import decompose_experts
 from .layout import EXPERTS, FISHER, QKV, fishers, head_identities, slots
 from .mlp import decompose_mlp
-from .options import check_options
+from .options import COARSE, ROUNDED_BADLY, check_options
 from .report import Report
 
 
@@ -41,7 +41,7 @@ class LatentLLM(NarrowingMethod):
         latent_cache: cache latents instead of heads where that is smaller and still correct.
         bits: of the stored factors, 2 to 8, in chunks of ``chunk`` numbers (App. I.1); 0 keeps the model's dtype. Factors are
             refined under rounding in every junction and form; identities and other fixed entries stay exact. Sparse values,
-            biases and dense modules stay.
+            biases and dense modules stay. To 4 bits ``lu`` and ``block_identity_left`` lose most, and the plan says so.
         chunk: numbers that share a scale and a smallest value.
         sparse: share of a module's kept weights that are single values of a sparse matrix (App. I), in [0, 1]; the low
             rank has the rest. With 1 there is none, and a rank is the mean number of values for each output. All forms are
@@ -145,6 +145,15 @@ class LatentLLM(NarrowingMethod):
         self.joint_forms(view)
         wanted = self.modules if self.modules is not None else present
         return tuple(m for m in present if m in wanted)
+
+    @property
+    def caution(self) -> str:
+        if not 0 < self.bits <= COARSE or self.junction not in ROUNDED_BADLY:
+            return ""
+        return (
+            f"Codes of {self.bits} bits lose much more in junction={self.junction} than in any other; take "
+            f"junction=block_identity_right or symmetric, or more bits."
+        )
 
     @property
     def takes_experts(self) -> bool:

@@ -9,6 +9,8 @@ from .layout import FISHER, PLAIN, QKV
 
 JOINT = ("qk", "vo", "ud")
 QK_RANKS = ("plan", "spectra")
+COARSE = 4  # bits to which the codes of some junctions lose much (docs/results/latentllm_options.md)
+ROUNDED_BADLY = ("lu", "block_identity_left")
 
 
 def check_options(method) -> None:
