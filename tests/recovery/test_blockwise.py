@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import transformers
 
 import rankfold
+from allocations import peak_bytes
 from families import some_ids, tiny_model, tokens
 from rankfold.checkpoint.streamed import open_streamed
 from rankfold.data.calibration_data import CalibrationData
@@ -17,7 +19,7 @@ OPTIONS = Options("all", "kl", 4096, 16, 3e-3, 256, 32, 0.02, 0, "text")
 WHAT = ["attention", "mlp"]
 
 
-def blockwise(small, dense, work, **options) -> Blockwise:
+def blockwise(small, dense, work, texts=TEXTS, **options) -> Blockwise:
     """Return a recovery of a folder that nothing has trained yet."""
     student = open_streamed(small, dtype="float32", device="cpu")
     source = rankfold.open_model(dense, device="cpu")
@@ -25,7 +27,35 @@ def blockwise(small, dense, work, **options) -> Blockwise:
     kept = kept_of(student, source, read_record(small))
     options = Options(**{**vars(OPTIONS), **options})
     work.mkdir(exist_ok=True)
-    return Blockwise(student, source, kept, TEXTS, None, options, written=torch.float32, work=work)
+    return Blockwise(student, source, kept, texts, None, options, written=torch.float32, work=work)
+
+
+@pytest.mark.parametrize(
+    ("width", "hidden", "sequences", "batch", "tune"),
+    [(128, 1024, 8, 128, "all"), (64, 128, 32, 1024, "all"), (64, 256, 16, 512, "norms")],
+    ids=["weights", "activations", "norms"],
+)
+def test_the_estimate_of_memory_is_what_is_taken(width, hidden, sequences, batch, tune, tmp_path):
+    shape = {"hidden_size": width, "intermediate_size": hidden, "num_hidden_layers": 2, "vocab_size": 128}
+    config = transformers.LlamaConfig(**shape, num_attention_heads=8, num_key_value_heads=4)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "dense")
+    text = CalibrationData(some_ids(16, 32), "some", "some", 0, held_out=some_ids(2, 32, seed=1))
+    rankfold.compress(
+        rankfold.open_model(tmp_path / "dense", device="cpu"),
+        method=rankfold.MoDeGPT(sparsity=0.3),
+        calibration=text,
+        output=tmp_path / "small",
+    )
+    texts = {"some": CalibrationData(some_ids(sequences, 64), "some", "some", 0, held_out=some_ids(4, 64, seed=1))}
+    options = {"tune": tune, "batch_tokens": batch, "length": 64, "tokens": 64 * sequences, "lr": 1e-4}
+    found = []
+
+    def run():
+        found.append(blockwise(tmp_path / "small", tmp_path / "dense", tmp_path / "work", texts, **options))
+        found[0].train()
+
+    peak = peak_bytes(run)
+    assert 0.9 * peak <= found[0].memory_bytes <= 1.3 * peak
 
 
 @torch.no_grad()

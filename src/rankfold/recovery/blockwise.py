@@ -9,7 +9,7 @@ Shape legend: N sequences, T tokens, D model width.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,7 +45,12 @@ log = logging.getLogger(__name__)
 
 EPOCHS = 4  # over the sequences, where the texts hold enough of them
 LEARNING_RATES: dict[Tune, float] = {"all": 3e-4, "norms": 1e-3}
-TRAINED_BYTES = 20  # of a weight in fp32: itself, its gradient, two moments of Adam, its best state
+# In fp32, of every weight of a block; of the weights that are trained, and of those that are trained at once.
+WEIGHT_BYTES, TRAINED_BYTES, AT_ONCE_BYTES = (
+    4,
+    4,
+    16,
+)  # itself; as it was; gradient, two moments of Adam, its best state
 
 
 class Half(NamedTuple):
@@ -137,7 +142,7 @@ class Blockwise:
     @property
     def memory_bytes(self) -> int:
         """Estimate the peak in bytes, of tensors: what surrounds the blocks, two blocks and the optimiser, the streams."""
-        largest = max(map(unique_parameters, self.student.blocks))
+        training = max(map(self._training_bytes, self.student.meta_blocks()))
         dense = max(map(unique_parameters, self.teacher.blocks)) * self.teacher.compute_dtype.itemsize
         around = sum(
             t.nbytes for m in (self.student, self.teacher) for t in m.model.state_dict().values() if not t.is_meta
@@ -148,8 +153,16 @@ class Blockwise:
         # In the dense model also between attention and MLP; of held-out text before training, too.
         streams = (3 * self.ids.numel() + 4 * self.unseen.numel() + 3 * probes) * width * item
         hidden = view.mlp.hidden if view.mlp else 4 * width
-        passing = 4 * self.at_once * (16 * width + 6 * hidden)  # activations of a batch, kept for the backward pass
-        return around + TRAINED_BYTES * largest + dense + streams + passing
+        halves = (16 * width, 6 * width + 6 * hidden)  # activations of a batch, kept for the backward pass
+        passing = 4 * self.at_once * (sum(halves) if view.middle is None else max(halves))
+        return around + training + 2 * dense + streams + passing  # a dense block is read into a copy
+
+    def _training_bytes(self, view: BlockView) -> int:
+        """Return what a block takes with the optimiser of the half that is trained at once."""
+        attention: nn.Module = view.module.get_submodule(view.architecture.attention.path)
+        whole, one = (_count(own_weights(part, self.options.tune)) for part in (view.module, attention))
+        at_once = whole if view.middle is None else max(one, whole - one)
+        return WEIGHT_BYTES * unique_parameters(view.module) + TRAINED_BYTES * whole + AT_ONCE_BYTES * at_once
 
     def train(self) -> tuple[Losses, Losses, Losses, dict[str, Any]]:
         """Train every block; those that an earlier run has finished are read back.
@@ -328,7 +341,9 @@ class Blockwise:
                     parameter.data.mul_(mask)
             found = self._errors(half, view, held_out, unseen)
             if _is_better(found, best, first):
-                best, kept = found, _copies(half.weights)
+                best = found
+                for copy, weight in zip(kept, half.weights, strict=True):
+                    copy.copy_(weight.detach())
         _put(half.weights, kept)
         for weight in half.weights:
             weight.requires_grad_(False)
@@ -377,6 +392,10 @@ def _is_better(found: Tensor, best: Tensor, first: Tensor) -> bool:
 
 def _mean_square(half: Half, targets: list[DenseBatch]) -> float:
     return torch.stack([half.target(batch).float().square().mean() for batch in targets]).mean().item()
+
+
+def _count(weights: Iterable[nn.Parameter]) -> int:
+    return sum(weight.numel() for weight in weights)
 
 
 def _copies(weights: list[nn.Parameter]) -> list[Tensor]:
