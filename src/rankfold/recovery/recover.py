@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from .._utils.arguments import typed
 from .._utils.files import write_json, write_text
+from ..calibration.likelihood import warn_of_guessing
 from ..checkpoint.load import described, load_model
 from ..checkpoint.run import RunFolder
 from ..checkpoint.saving import creating
@@ -43,7 +44,7 @@ from ..models.whole import read_config
 from ..report.model_card import model_card
 from ..report.record import NAME, read_record
 from . import blockwise as by_block
-from .judging import gains, why_not, worse_kinds
+from .judging import gains, nats, why_not, worse_kinds
 from .loss import Loss
 from .options import Options, Settings, check, check_blockwise
 from .tuning import LEARNING_RATES, Tune, check_trainable
@@ -175,6 +176,8 @@ def recover(
             else by_block.Blockwise(given.model, source, kept, texts, probes, options, **common)
         )
         dense, before, after, facts = run.train()
+        for name, loss in nats(dense).items():
+            warn_of_guessing(loss, source.config.vocab_size, name)
         on_probes, measured = run.probe_losses(), given.record.get("probe_texts")
         worse = (
             worse_kinds(probes, measured["kinds"], on_probes, tolerance) if probes and measured and on_probes else {}
