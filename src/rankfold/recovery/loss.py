@@ -3,11 +3,12 @@
 Shape legend: B sequences, T tokens, n positions of a chunk, D hidden width, V vocabulary.
 """
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -81,8 +82,8 @@ def training_loss(
 ) -> Tensor:
     """Return the mean loss in nats per predicted token.
 
-    Logits of a chunk of positions are computed, and computed again in the backward pass, so that memory does not grow with
-    sequences times vocabulary.
+    The gradient of a chunk of positions is taken at once, with its loss, so that memory does not grow with sequences times
+    vocabulary and no logits are computed twice. It goes to the hidden states; the head itself is not trained.
 
     Args:
         student: head of the compressed model.
@@ -108,8 +109,29 @@ def training_loss(
         return torch.stack(found).sum()
 
     predicted = compressed[:, :-1]
-    parts = [
-        checkpoint(chunk, begin, hidden, use_reentrant=False)
-        for begin, hidden in zip(range(0, predicted.shape[1], POSITIONS), predicted.split(POSITIONS, 1), strict=True)
-    ]
-    return torch.stack(parts).sum() / predicted[..., 0].numel()
+    return _Chunks.apply(predicted, chunk) / predicted[..., 0].numel()
+
+
+class _Chunks(torch.autograd.Function):
+    """The sum of a function over chunks of positions, whose gradient is known once the sum is."""
+
+    @staticmethod
+    def forward(ctx, hidden: Tensor, chunk: Callable[[int, Tensor], Tensor]) -> Tensor:
+        trained, sums, gradients = ctx.needs_input_grad[0], [], []
+        for begin, some in zip(range(0, hidden.shape[1], POSITIONS), hidden.split(POSITIONS, 1), strict=True):
+            some = some.detach().requires_grad_(trained)
+            with torch.set_grad_enabled(trained):
+                found = chunk(begin, some)
+            if trained:
+                with torch.autocast(hidden.device.type, enabled=False):  # a backward pass has the dtypes of its forward
+                    gradients += torch.autograd.grad(found, some)
+            sums.append(found.detach())
+        if gradients:
+            ctx.save_for_backward(torch.cat(gradients, 1))
+        return torch.stack(sums).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * upstream, None
