@@ -176,8 +176,8 @@ def recover(
             else by_block.Blockwise(given.model, source, kept, texts, probes, options, **common)
         )
         dense, before, after, facts = run.train()
-        for name, loss in nats(dense).items():
-            warn_of_guessing(loss, source.config.vocab_size, name)
+        for name, mean in nats(dense).items():
+            warn_of_guessing(mean, source.config.vocab_size, name)
         on_probes, measured = run.probe_losses(), given.record.get("probe_texts")
         worse = (
             worse_kinds(probes, measured["kinds"], on_probes, tolerance) if probes and measured and on_probes else {}
