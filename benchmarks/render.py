@@ -7,7 +7,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from pages import costs, gates, gpu, models, perplexity, random_matrices, readme
+from pages import costs, gates, gpu, models, perplexity, random_matrices, readme, same_bytes
 from rankfold._utils.files import read_json, write_text
 
 HERE = Path(__file__).resolve().parent
@@ -38,6 +38,8 @@ PAGES = {
     "samples": ("samples_*", "What compressed models write", models.samples),
     "integrations": ("integrations*", "Other programs on compressed models", costs.integrations),
     "engines": ("engines*", "Speed in other engines", costs.engines),
+    "same_bytes": ("same_bytes*", "Compressed, quantised, or both, at the same bytes", same_bytes.same_bytes),
+    "draft": ("draft*", "As a draft of the dense model", costs.draft),
     "targets": ("targets_*", "What a target costs", models.targets),
     "compression_cost": ("compression_cost*", "What compressing costs, in forwards", costs.compression_cost),
     "qk_norm": ("qk_norm*", "Fewer dimensions of normalised queries and keys", models.qk_norm),
@@ -54,7 +56,7 @@ PAGES = {
     "gpu": ("gpu*", "On an accelerator", gpu.gpu),
     "decomposition_cost": ("decomposition_cost*", "Decomposing one block", costs.decomposition_cost),
 }
-DRAWN = ("tradeoff", "random_matrices")  # pages with pictures
+DRAWN = ("tradeoff", "random_matrices", "same_bytes")  # pages with pictures
 # Page -> patterns of records, title, lines of all of them together.
 TOGETHER = {
     "ablations": (("domains", "perplexity_*"), "The default without each of its steps", perplexity.ablations),

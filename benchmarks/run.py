@@ -11,16 +11,24 @@ import argparse
 import itertools
 import os
 import tempfile
+import time
 from pathlib import Path
 
 import common
 from experiment import DENSE, Row, read, rows
 from measures import MEASURES, Perplexities
 from rankfold.checkpoint.load import load_model
-from rankfold.comparison import CellRunner, Folder, Measures
+from rankfold.comparison import Cell, CellRunner, Folder, Measures
 from rankfold.errors import OptionError
+from rankfold.recovery.recover import recover
 from rankfold.report.identity import dtype_name
 from texts import TextFiles, described
+
+# Of a recovery, in its row.
+TRAINED = (
+    *("recovered", "unchanged_because", "tune", "loss", "lr", "rank", "tokens_seen", "tuned_parameters"),
+    *("best_step", "held_out", "seconds"),
+)
 
 
 def main() -> None:
@@ -113,6 +121,7 @@ class Experiment:
         }
         for function in self.functions.values():
             facts |= function.describe()
+        facts |= {key: self.experiment[key] for key in ("recover",) if key in self.experiment}
         return facts | self.experiment.get("protocol", {})
 
     def dense(self, record: common.Record) -> None:
@@ -141,11 +150,37 @@ class Experiment:
                     {"status": "failed", "error": str(error), "method": None, "mode": row.mode},
                 )
         runner = self.runner([cell for _, cell in cells], calibration, windows)
-        for row, cell in cells:
+        for _, same in itertools.groupby(cells, key=lambda pair: pair[1].key):
+            rows_of_cell = list(same)
+            cell = rows_of_cell[0][1]
             found = runner.run(cell)
+            for row, _ in rows_of_cell:
+                trains = row.recovery is not None and found["status"] == "done"
+                labels = row.labels | ({"windows": len(runner.tokens.ids)} if "study" in row.labels else {})
+                labels |= {"sha256": runner.tokens.sha256}
+                keep(record, row.name, labels, self.recovered(row.recovery, cell, found, runner) if trains else found)
             runner.folder.clear(set(), [cell])
-            labels = row.labels | ({"windows": len(runner.tokens.ids)} if "study" in row.labels else {})
-            keep(record, row.name, labels | {"sha256": runner.tokens.sha256}, found)
+
+    def recovered(self, recovery: dict, cell: Cell, found: dict, runner: CellRunner) -> dict:
+        """Return what is found of a compressed model once it is trained, in place of what was found before.
+
+        Args:
+            recovery: options of :func:`rankfold.recover`, and ``text``: name -> share, or one name.
+        """
+        options, begin = dict(recovery), time.perf_counter()
+        given = options.pop("text")
+        texts = {
+            self.files.path(name): share for name, share in (given if isinstance(given, dict) else {given: 1}).items()
+        }
+        with tempfile.TemporaryDirectory(dir=self.place) as place:
+            out, compressed = Path(place, "recovered"), runner.folder.checkpoint(cell.key)
+            record = recover(compressed, self.source, calibration=texts, output=out, **options).record
+            model = load_model(out, dtype=dtype_name(self.source), device="cpu")
+            measures = runner.measures(model, runner.dense)
+        facts = {key: record["recovery"][key] for key in TRAINED if key in record["recovery"]}
+        more = {"measures": measures, "probe_texts": record.get("probe_texts"), "recovery": facts}
+        seconds = time.perf_counter() - begin - facts["seconds"]
+        return found | more | {"measure_seconds": seconds}
 
 
 def keep(record: common.Record, name: str, labels: dict, row: dict) -> None:
@@ -157,6 +192,7 @@ def keep(record: common.Record, name: str, labels: dict, row: dict) -> None:
         return common.say(f"{name}: {row['error']}")
     measured = {key: value for found in row["measures"].values() for key, value in found.items()}
     facts |= counts(row) | measured | {"evaluate_seconds": row["measure_seconds"]}
+    facts |= {"recovery": row["recovery"]} if "recovery" in row else {}
     record.add(name, **facts)
     common.say(f"{name}: {measured.get('perplexity') or measured.get('mean') or 'done'}")
 

@@ -1,7 +1,8 @@
 """The texts of an experiment: calibration windows and evaluation windows, by what its YAML says of them.
 
-``texts`` names parts of files: ``{file, documents: [first, last]}`` of rows, ``{modules}`` of Python's standard library, or the
-source of an installed ``{package}``. Any other name is a file in the data, or an alias of rankfold.
+``texts`` names parts of files: ``{file, documents: [first, last]}`` of rows, ``{file, part: [0, 0.8]}`` of a text,
+``{modules}`` of Python's standard library, or the source of an installed ``{package}``. Any other name is a file in the data,
+or an alias of rankfold.
 """
 
 import importlib.util
@@ -43,6 +44,9 @@ class TextFiles:
             files = sorted(Path(importlib.util.find_spec(facts["package"]).origin).parent.rglob("*.py"))
         if files:
             text, suffix = "\n\n".join(file.read_text(encoding="utf-8") for file in files), ".txt"
+        elif "part" in facts:
+            whole = common.data_file(self.data, facts["file"]).read_text(encoding="utf-8")
+            text, suffix = whole[slice(*(round(share * len(whole)) for share in facts["part"]))], ".txt"
         else:
             rows = common.data_file(self.data, facts["file"]).read_text(encoding="utf-8").splitlines()
             text, suffix = "\n".join(rows[slice(*facts["documents"])]), ".jsonl"

@@ -37,6 +37,14 @@ otherwise one line says why not. `rankfold models MODEL` shows one model. To add
 data](add-an-architecture.md). {MADE}
 
 """
+# What a reader should know of a method before its options.
+USE = {
+    "rankfold": "Take it first: it loses least on text of the calibration set and on other text. [How it works](method.md).",
+    "modegpt": "Take it where one calibration serves many compressions, or where its form in the paper is wanted ([differences]"
+    "(papers.md#modegpt-arxiv240809632)). [How it works](concepts.md#what-is-compressed).",
+    "latentllm": "Take it for a narrow cache or for factors of 4 or 8 bits. [How it works](latentllm.md).",
+}
+BASES = ("latentllm", "modegpt")  # whose options others have, with other defaults
 METHODS_HEAD = f"""# Methods
 
 Three methods are for use: `rankfold` (the default), `modegpt` and `latentllm`. The others are for
@@ -88,9 +96,34 @@ def section(name: str, entry: Entry, shared: set[str], measured: dict[str, dict[
     if any(found.values()):
         said = "; ".join(f"{numbers(value)} at sparsity {sparsity}" for sparsity, value in found.items() if value)
         lines += [f"Perplexity: {said}.", ""]
-    given = ((row["option"], row) for row in options_of(name) if row["option"] not in shared)
-    own = [row | {"option": option.removeprefix("--set ").rstrip("=")} for option, row in given]
-    return "\n".join([*lines, code_cells(own)] if own else lines)
+    if name in USE:
+        lines += [USE[name], ""]
+    return "\n".join([*lines, *own_options(name, shared)])
+
+
+def own_options(name: str, shared: set[str]) -> list[str]:
+    """Return what is written about the options of a method: a table, or how they differ from those of another."""
+    own, written = defaults(name, shared), []
+    base = next((base for base in BASES if name not in (*USE, base) and {*defaults(base, shared)} <= {*own}), None)
+    if base:
+        before = defaults(base, shared)
+        changed = [f"`{key}={row['default']}`" for key, row in own.items() if key in before and row != before[key]]
+        written = [
+            f"Options of [`{base}`](#{base})" + (f", by default {', '.join(changed)}" if changed else "") + ".",
+            "",
+        ]
+        own = {key: row for key, row in own.items() if key not in before}
+    return [*written, code_cells([*own.values()])] if own else written
+
+
+def defaults(name: str, shared: set[str]) -> dict[str, dict[str, str]]:
+    """Return the options of a method that not all methods have, each with its row."""
+    rows = (
+        (row["option"].removeprefix("--set ").rstrip("="), row)
+        for row in options_of(name)
+        if row["option"] not in shared
+    )
+    return {option: row | {"option": option} for option, row in rows}
 
 
 def numbers(perplexity: dict[str, float]) -> str:

@@ -5,6 +5,7 @@ import sys
 import psutil
 import pytest
 import torch
+import transformers
 from huggingface_hub import constants
 
 import tiers
@@ -31,10 +32,16 @@ def pytest_collection_finish():
 
 @pytest.fixture(scope="session", autouse=True)
 def in_a_hurry():
-    """Do not wait for the disk after every file, nor give memory back after every block: no power fails, no model is large."""
+    """Do not wait for the disk after every file, nor give memory back after every block: no power fails, no model is large.
+
+    Nor write every config out.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         patch.setattr(psutil, "heap_trim", lambda: None, raising=False)
+        patch.setattr(
+            transformers.PreTrainedConfig, "__repr__", object.__repr__
+        )  # written out for a log that nobody reads
         yield
 
 

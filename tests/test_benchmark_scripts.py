@@ -89,6 +89,50 @@ def test_records_give_the_pages_that_are_there():
     assert [name for name in pages if pages[name] != written[name]] == []
 
 
+def test_a_file_is_on_the_page_of_bytes_if_no_other_one_beats_it():
+    best = importlib.import_module("pages.same_bytes").best
+    sizes = {
+        "a": (9, 20.0, 5),
+        "b": (5, 20.0, 4),
+        "c": (4, 22.0, 4),
+        "d": (4, 21.0, 3),
+        "e": (6, 30.0, 9),
+        "f": (1, 40.0, 1),
+    }
+    rows = [
+        {"name": name, "bytes": size, "perplexity": {"text": loss}, "decode": speed}
+        for name, (size, loss, speed) in sizes.items()
+    ]
+
+    def beaten(name: str, sign: int, what: str) -> bool:
+        one = next(row for row in rows if row["name"] == name)
+        return any(
+            other["perplexity"]["text"] <= one["perplexity"]["text"]
+            and sign * other[what] <= sign * one[what]
+            and (other["perplexity"]["text"], other[what]) != (one["perplexity"]["text"], one[what])
+            for other in rows
+        )
+
+    for what, sign, expected in (("bytes", 1, ["b", "d", "f"]), ("decode", -1, ["a", "e"])):
+        assert best(rows, what, "text") == expected == [name for name in sizes if not beaten(name, sign, what)]
+
+
+@pytest.mark.parametrize(
+    ("quartiles", "said"), [([1.01, 1.3], "no draft in three of four rounds: x."), ([0.9, 1.2], "not pay")]
+)
+def test_a_draft_pays_if_it_is_faster_in_three_of_four_rounds(quartiles, said):
+    """In two of them, which a median above 1 would be, is not enough."""
+    row = {"parameters": 1e6, "tokens per forward": 1.0, "tokens/s": 9.0, "same": 2, "prompts": 2}
+    rows = [
+        row | {"name": "none", "ratio": 1.0, "ratio quartiles": [1.0, 1.0]},
+        row | {"name": "x", "ratio": 1.1, "ratio quartiles": quartiles, "accepted": 0.5},
+    ]
+    window = {"samples": 2, "length": 8, "source": "text.txt"}
+    config = {"calibration": window, "prompts": window, "tokens": 4, "rounds": 3}
+    lines = importlib.import_module("pages.costs").draft({"config": config, "rows": rows})
+    assert said in lines[3] and "| x | 1.0 M | 50% |" in lines[-1]
+
+
 def test_the_tables_of_readme_and_results_are_what_the_records_say():
     readme = importlib.import_module("pages.readme")
     for path, lines in (

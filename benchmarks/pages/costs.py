@@ -283,6 +283,37 @@ def engines(record: dict) -> list[str]:
     return table(["engine", "version", "weights", "model", "rounds", "size", *speeds], rows)
 
 
+def draft(record: dict) -> list[str]:
+    """Return a line on whether any draft pays, and a row for each."""
+    config, rows = record["config"], record["rows"]
+
+    def shown(row: dict) -> list[str]:
+        low, high = row["ratio quartiles"]
+        accepted = f"{row['accepted']:.0%}" if "accepted" in row else ""
+        speed = [f"{row['tokens/s']:.1f}", f"{row['ratio']:.2f} ({low:.2f}–{high:.2f})"]
+        size, per_forward = f"{row['parameters'] / 1e6:.1f} M", f"{row['tokens per forward']:.2f}"
+        return [row["name"], size, accepted, per_forward, *speed, f"{row['same']} of {row['prompts']}"]
+
+    pays = [row["name"] for row in rows if row["ratio quartiles"][0] > 1]
+    said = (
+        f"Faster than no draft in three of four rounds: {', '.join(pays)}."
+        if pays
+        else ("It does not pay: no draft is faster than none in three of four rounds.")
+    )
+    calibration, prompts = config["calibration"], config["prompts"]
+    asked = f"- {windows(prompts)} of `{prompts['source']}`, {config['tokens']} tokens written after each"
+    return [
+        f"- calibration: {windows(calibration)} of `{calibration['source']}`",
+        f"{asked}; {config['rounds']} rounds",
+        "",
+        said,
+        "",
+        *table(
+            ["draft", "parameters", "accepted", "tokens per forward", "tokens/s", "ratio", "same"], map(shown, rows)
+        ),
+    ]
+
+
 def mutants(record: dict) -> list[str]:
     """Return a line a file, then every survivor, with why it may stay where somebody looked into it."""
     rows = sorted(record["rows"], key=lambda row: row["name"])

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from . import exports, pipeline
 from ._utils.arguments import typed
 from ._utils.present import present
+from .calibration.offload import Offload
 from .calibration.store import MomentStore
 from .checkpoint.load import load_model
 from .checkpoint.saving import save_model
@@ -86,6 +87,7 @@ def compress(
     dtype: str = "auto",
     device: str = "auto",
     revision: str | None = None,
+    offload: str | Path | None = None,
     **options: Any,
 ) -> CompressionResult:
     """Compress a model.
@@ -124,6 +126,8 @@ def compress(
         dtype: ``auto`` (as stored), ``float32``, ``bfloat16`` or ``float16``, in which weights are written.
         device: ``auto``, ``cpu``, ``cuda`` or ``mps``.
         revision: branch, tag or commit of a hub id.
+        offload: keep the hidden states of the samples in host memory (``cpu``), or in a file in this folder; see
+            :func:`open_model`.
         options: of a method that is given by name, such as ``modules=("mlp", "vo")``.
 
     Returns:
@@ -139,7 +143,7 @@ def compress(
     if calibration is None and moments is None:
         calibration = DEFAULT_TEXT
     pipeline.check_request(method, calibration, moments, mode, output)
-    moments, source = _stored(moments), _opened(model, tokenizer, component, dtype, device, revision)
+    moments, source = _stored(moments), _opened(model, tokenizer, component, dtype, device, revision, offload)
     tokens = _loaded(calibration, source, tokenizer, num_samples, max_length, seed)
     how: dict[str, Any] = {"moments": moments, "mode": mode, "on_plan": on_plan}
     if keep_quality is not None:
@@ -167,6 +171,7 @@ def plan(
     dtype: str = "auto",
     device: str = "auto",
     revision: str | None = None,
+    offload: str | Path | None = None,
     gpu: str | None = None,
     gpus: int = 1,
     **options: Any,
@@ -205,6 +210,8 @@ def plan(
                 f"a plan for {option('gpu')} goes by shapes alone, so {wrong[0]} has no effect; leave it out"
             )
         source = open_outline(_shaped(model), dtype=resolve_dtype(dtype), revision=revision)
+        if offload is not None:
+            source.offload = Offload(source.device, None if offload == "cpu" else Path(offload))
         if target_size is not None:
             method = method_of_size(source, method, target_size)
         samples = planned_samples(num_samples, min(max_length, source.context_length))
@@ -217,7 +224,7 @@ def plan(
         raise OptionError(
             f"gpus is of a plan for accelerators that are not here, got {gpus}; give gpu too, or leave it out"
         )
-    moments, source = _stored(moments), _opened(model, tokenizer, component, dtype, device, revision)
+    moments, source = _stored(moments), _opened(model, tokenizer, component, dtype, device, revision, offload)
     if calibration is None and moments is None and method.allocation.needs_text:
         calibration = DEFAULT_TEXT
     tokens = _loaded(calibration, source, tokenizer, num_samples, max_length, seed)
@@ -243,6 +250,7 @@ def calibrate(
     dtype: str = "auto",
     device: str = "auto",
     revision: str | None = None,
+    offload: str | Path | None = None,
 ) -> MomentStore:
     """Measure the second moments of every block of a dense model once, to compress it many times.
 
@@ -259,7 +267,7 @@ def calibrate(
         NumericsError: a weight or activation is NaN or infinite.
         CheckpointError: ``output`` holds something else, or another process writes it.
     """
-    source = _opened(model, tokenizer, component, dtype, device, revision)
+    source = _opened(model, tokenizer, component, dtype, device, revision, offload)
     calibration = DEFAULT_TEXT if calibration is None else calibration
     tokens = present(_loaded(calibration, source, tokenizer, num_samples, max_length, seed))
     return pipeline.calibrate(source, tokens, output, statistics=statistics)
@@ -387,14 +395,18 @@ def _stored(moments: MomentStore | str | Path | None) -> MomentStore | None:
 
 
 def _opened(
-    model: AnyModel, tokenizer: Tokenizer | None, component: str | None, dtype: str, device: str, revision: str | None
+    model: AnyModel,
+    tokenizer: Tokenizer | None,
+    component: str | None,
+    dtype: str,
+    device: str,
+    revision: str | None,
+    offload: str | Path | None,
 ) -> DenseModel:
     """Open a model, unless it is open."""
+    given: dict[str, Any] = {"component": component, "revision": revision, "offload": offload}
     if not isinstance(model, DenseModel):
-        return validated(
-            open_model(model, tokenizer=tokenizer, component=component, dtype=dtype, device=device, revision=revision)
-        )
-    given = {"component": component, "revision": revision}
+        return validated(open_model(model, tokenizer=tokenizer, dtype=dtype, device=device, **given))
     given |= {name: None if value == "auto" else value for name, value in {"dtype": dtype, "device": device}.items()}
     if wrong := [name for name, value in given.items() if value is not None]:
         raise OptionError(f"the model is open already, and {', '.join(wrong)} is for opening it; give it to open_model")

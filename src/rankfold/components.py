@@ -161,5 +161,6 @@ def _opened_again(place: Path, asked: DenseModel) -> DenseModel:
     """Open the component asked for, in the model whose other component is compressed."""
     source = open_model(place, dtype=dtype_name(asked), device=str(asked.device), component=asked.part.name)
     source.name, source.revision, source.autocast = asked.name, asked.revision, asked.autocast
+    source.offload = asked.offload
     source.processors.name = asked.name
     return source

@@ -312,4 +312,4 @@ def check_mode(method: Method, mode: str, *, stored: bool) -> str:
 def _start(source: DenseModel, tokens: CalibrationData) -> Stream:
     check_fits(tokens.ids, source)
     say_if_few(tokens.ids, source)
-    return start(source, tokens.ids, autocast=source.autocast, shards=tokens.shards)
+    return start(source, tokens.ids, autocast=source.autocast, shards=tokens.shards, offload=source.offload)

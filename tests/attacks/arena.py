@@ -21,9 +21,8 @@ from .numbers import computed, may_change, same
 from .texts import FIELDS, ROWS, UNKNOWN, hostile_text
 
 KINDS = ("command lines", "records", "moments", "checkpoints", "texts")
-# A case that takes longer hangs.
-SECONDS = 60  # of the processor: other work may be beside it
-WAITING = 600  # in all
+SECONDS = 60  # of the processor: a case that takes longer hangs
+WAITING = 600  # of a clock, as other work may be beside it
 CHECKPOINTS = ("model", "tied", "small", "latent")
 FINISHED = {"recover": 3, "compress": 3, "compare": 1}  # training that was undone; a row that could not be done
 LATENT = ("--rank-multiple", "2", "--set", "sparse=0.2", "--set", "bits=6")

@@ -9,7 +9,7 @@ import typer
 from compared import METHODS, config
 from rankfold.cli.app import app
 from rankfold.cli.calibration import CalibrationOptions
-from rankfold.cli.guard import UsageError
+from rankfold.cli.command import UsageError
 from rankfold.cli.options import MethodOptions
 from rankfold.errors import CheckpointError, OptionError
 from rankfold.methods import make_method

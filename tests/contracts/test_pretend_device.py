@@ -130,6 +130,21 @@ def test_moments_of_a_folder_and_of_memory_go_to_the_device(device, tmp_path):
     assert all(module.relative_error is not None for module in planned.modules)
 
 
+def test_hidden_states_wait_in_host_memory_and_come_back_as_they_were(device, tmp_path):
+    """One batch of a stream is on the device, whether the others are in memory or in a file."""
+    results = []
+    for place in (None, "cpu", tmp_path):
+        source = rankfold.open_model(tiny_model("llama").to("cuda"), offload=place)
+        source.autocast = None
+        results.append(rankfold.compress(source, method=method_of("rankfold"), calibration=tokens(160)))
+    assert [result.record["run"]["offload"] for result in results] == [None, "cpu", "disk"]
+    expected, *states = (result.model.to("cpu").state_dict() for result in results)
+    assert all(torch.equal(some[name], expected[name]) for some in states for name in expected)
+    kept = source.offload.states()
+    kept.append(torch.ones(1, 2, 3, device="cuda"))
+    assert kept[0].device == CUDA and kept._fetch(0).device.type == "cpu"
+
+
 def test_what_does_not_fit_into_host_memory_is_not_read_ahead(device, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(dense_model, "has_room", lambda size: asked.append(size))

@@ -228,7 +228,7 @@ def test_experts_are_refused(family_):
 
 @pytest.mark.parametrize("family_", sorted(BEHIND))
 def test_norms_behind_the_halves_are_refused(family_):
-    with pytest.raises(UnsupportedModelError, match="slicegpt cannot take this .*: a norm or a factor stands behind"):
+    with pytest.raises(UnsupportedModelError, match="slicegpt cannot take this .*: a norm or a factor follows"):
         rankfold.plan(rankfold.open_model(tiny_model(family_)), method=method())
 
 
@@ -236,9 +236,7 @@ def test_bloom_with_a_normalised_residual_is_refused():
     config = t.BloomConfig(
         hidden_size=32, n_layer=2, n_head=4, vocab_size=96, apply_residual_connection_post_layernorm=True
     )
-    with pytest.raises(
-        UnsupportedModelError, match="slicegpt cannot take this bloom: a norm or a factor stands behind"
-    ):
+    with pytest.raises(UnsupportedModelError, match="slicegpt cannot take this bloom: a norm or a factor follows"):
         rankfold.plan(rankfold.open_model(t.BloomForCausalLM(config)), method=method())
 
 

@@ -157,7 +157,7 @@ def test_refusals():
     with pytest.raises(OptionError, match="takes budget parameters, got flops"):
         method(budget="flops")
     with pytest.raises(
-        UnsupportedModelError, match="slicegpt\\+modegpt cannot take this gemma2: a norm or a factor stands behind"
+        UnsupportedModelError, match="slicegpt\\+modegpt cannot take this gemma2: a norm or a factor follows"
     ):
         rankfold.plan(opened("gemma2"), method=method())
     with pytest.raises(OptionError, match=r"sparsity 0.99 cannot be reached: .* sparsity 0\.6896"):

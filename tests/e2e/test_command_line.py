@@ -73,6 +73,7 @@ BAD = [
         "--calibration: there is no user whose home",
     ),
     ("evaluate model --text ptb:~nouser/x", "--text: there is no user whose home is '~nouser'"),
+    ("recover model -o x --teacher ~nouser/x", "--teacher: there is no user whose home is '~nouser'"),
     ("compress model -o x --set sparsity=0.9", "'sparsity' is an option of every method: give it as --sparsity"),
     ("compress model -o x --set ridge=nan", "--set 'ridge=nan': expected a finite number"),
     ("compress model -o x --set ridge=1 --set ridge=2", "--set gives 'ridge' more than once; give it once"),

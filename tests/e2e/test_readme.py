@@ -17,7 +17,21 @@ from saved import save_text, save_tiny
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-NAMES = ("index", "calibrate", "recover", "fine-tune", "serve", "compare", "large-models", "gpu", "many-gpus")
+NAMES = (
+    *(
+        "index",
+        "calibrate",
+        "keep-quality",
+        "recover",
+        "fine-tune",
+        "serve",
+        "compare",
+        "large-models",
+        "gpu",
+        "many-gpus",
+    ),
+    *("latentllm", "checkpoint"),
+)
 PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES)]
 SMALL = "--num-samples 8 --max-length 32"
 # Command -> what makes it small and local, where the page does not give it.
@@ -45,6 +59,9 @@ HERE = {  # what a page shows -> the same on a model and texts that are here
     "--protocol lowrankarena --methods rankfold,modegpt,svd-llm": "--protocol lowrankarena --methods svd:rank_multiple=1 "
     f"--sparsities 0.2 --calibration text.txt --text text.txt {SMALL}",
     "--device cuda": "--device cpu",
+    "200MB": "200kB",
+    "--budget latency": "--budget flops:context=64",
+    "mixture=0.7": "python-source=0.7",
 }
 
 

@@ -403,6 +403,10 @@ def test_probe_texts_are_those_of_the_trained_weights(place, tmp_path, run):
     card, (_, shown, _) = (tmp_path / "out" / "README.md").read_text(), run(f"inspect {tmp_path / 'out'}")
     assert "| perplexity, prose |" in card and "| perplexity before training |" in card
     assert "\n  perplexity before training " in shown and re.search(r"\n    prose +[0-9]", shown)
+    for kind, facts in record["probe_texts"]["kinds"].items():
+        was = before["kinds"][kind]["perplexity"]
+        line = f"{kind}: perplexity {was:.2f} -> {facts['perplexity']:.2f} (dense {facts['perplexity_dense']:.2f}) on "
+        assert f"  {line}{facts['passages']} probe texts\n" in f"{shown}\n"
 
 
 def test_probe_texts_of_an_earlier_recovery_are_those_before_training(place, tmp_path, run):

@@ -6,7 +6,7 @@ from .linear import Dense, as_stored, read_linear
 from .models import MODELS, NamedModel
 from .norms import Norm
 from .parts import PARTS, Part, part_of
-from .rebuilding import FROM_CONFIG, from_config, with_fields
+from .rebuilding import FROM_CONFIG, copied_config, from_config, with_fields
 from .registry import architecture_of, family_of, known_architectures
 from .spec import Architecture, AttentionSpec, ByConfig, ExpertsSpec, MLPSpec, NormsSpec
 from .views import BlockView, MLPView
@@ -32,6 +32,7 @@ __all__ = [
     "Part",
     "architecture_of",
     "as_stored",
+    "copied_config",
     "family_of",
     "from_config",
     "known_architectures",

@@ -115,7 +115,9 @@ def part_of(model: "PreTrainedModel", name: str | None = None) -> Part:
     if name not in names if name is not None else len(names) > 1 and not decodes:
         advice = f"choose one with {option('component')}" if len(names) > 1 else "name none"
         has = f"has the component{'s' * (len(names) > 1)} {' and '.join(names)}"
-        raise OptionError(f"{type(model).__name__} {has}, got {'none' if name is None else name or repr(name)}; {advice}")
+        raise OptionError(
+            f"{type(model).__name__} {has}, got {'none' if name is None else name or repr(name)}; {advice}"
+        )
     if decodes and name in (None, "language"):
         return Part("language", architecture_of(model), "", text, chosen=name is not None)
     if name == "projector" and projector:

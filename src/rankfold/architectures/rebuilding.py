@@ -19,6 +19,14 @@ def from_config(spec: dict, dense: nn.Module, config: Any) -> nn.Module:
     return type(dense)(with_fields(copy.deepcopy(config), spec))
 
 
+def copied_config(config: Any) -> Any:
+    """Return a copy of a config of transformers, without what it does not save.
+
+    ``from_dict`` gives the same, and formats the config for a log on top: a third of the time of the copy.
+    """
+    return type(config)(**config.to_dict())
+
+
 def with_fields(config: Any, spec: dict) -> Any:
     """Return a config after its fields were changed in place as a description says."""
     for name, value in spec["config"].items():

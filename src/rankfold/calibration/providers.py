@@ -7,6 +7,7 @@ from .._utils.processes import is_first
 from ..architectures import BlockView
 from .moments import BlockMoments
 from .observers import DenseBatch
+from .offload import DenseBatches
 from .runner import Stream, advance, advance_dense, measure
 from .store import MomentStore
 
@@ -61,11 +62,13 @@ class HiddenStates(MomentProvider):
 
     def __init__(self, compressed: Stream, dense: Stream | None = None):
         self.compressed, self.dense = compressed, dense
-        self._dense_batches: list[DenseBatch] | None = None
+        self._dense_batches: list[DenseBatch] | DenseBatches | None = None
 
     def enter(self, view: BlockView, *, skip: bool = False) -> None:
         if self.dense is not None:
-            self._dense_batches = advance_dense(view, self.dense)
+            offload = self.dense.offload
+            self._dense_batches = DenseBatches(offload) if offload else []
+            advance_dense(view, self.dense, self._dense_batches.append)
 
     def measure(self, view: BlockView, statistics: set[str]) -> BlockMoments:
         return measure(view, self.compressed, statistics, step=False, dense=self._dense_batches)

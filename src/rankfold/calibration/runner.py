@@ -2,13 +2,14 @@
 
 Shape legend: B sequences of a batch, T tokens, D model width.
 
-Only one block is resident. The residual stream between two blocks is kept on the device in the compute precision.
+Only one block is resident. The residual stream between two blocks is kept on the device in the compute precision, or off it
+(:mod:`.offload`).
 """
 
 import contextlib
 import inspect
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .._utils.evaluating import evaluating
+from .._utils.present import present
 from .._utils.processes import gather, own_shards, process_index
 from .._utils.stopwatch import time_spent
 from ..architectures import BlockView
@@ -25,6 +27,7 @@ from ..errors import NumericsError, option
 from .forward import forward
 from .moments import BlockMoments, check_finite, sum_shards
 from .observers import Batch, DenseBatch, Observer
+from .offload import Offload
 from .residual import Middle
 from .statistics import STATISTICS, observers_for
 
@@ -52,17 +55,18 @@ class Shard(NamedTuple):
 class Stream:
     """The residual stream of all batches before some block, and what every block is called with."""
 
-    hidden: list[Tensor]  # each (B, T, D)
+    hidden: list[Tensor] | Any  # each (B, T, D); OffloadedStates where they are kept off the device
     calls: list[list[Call]] = field(repr=False)  # of every batch, of every block; batches of one shape may share them
     autocast: torch.dtype | None
     ids: Data = ()  # what the batches were made of
     shards: tuple[Shard, ...] = ()  # of this process
     tokens: int = 0  # of all shards, in all processes
     is_shared: bool = False  # whether other processes have further shards
+    offload: Offload | None = None  # where the states are kept; None: on the device
 
     def copy(self) -> "Stream":
         """Another one at the same place, which goes its own way."""
-        return replace(self, hidden=list(self.hidden), calls=list(self.calls))
+        return replace(self, hidden=self.hidden.copy(), calls=list(self.calls))
 
     def move(self, batch: int, block: int, output: Tensor) -> None:
         """Put a batch behind a block that made this of it."""
@@ -74,7 +78,8 @@ class Stream:
         if self.autocast is None:
             return contextlib.nullcontext()
         # Every weight is used once a batch: a cache of them in bf16 saves nothing and costs half a block.
-        return torch.autocast(self.hidden[0].device.type, self.autocast, cache_enabled=False)
+        device = self.offload.device if self.offload else self.hidden[0].device
+        return torch.autocast(device.type, self.autocast, cache_enabled=False)
 
 
 class _Stop(Exception):
@@ -159,7 +164,13 @@ def batch_tokens(source) -> int:
 @torch.no_grad()
 @time_spent("forward")
 def start(
-    source, ids: Data, *, autocast: torch.dtype | None, shards: int | None = None, most: int | None = None
+    source,
+    ids: Data,
+    *,
+    autocast: torch.dtype | None,
+    shards: int | None = None,
+    most: int | None = None,
+    offload: Offload | None = None,
 ) -> Stream:
     """Embed all windows, images among them; learn from the model's own forward what each block is called with.
 
@@ -172,30 +183,34 @@ def start(
         shards: cut the windows into so many contiguous parts, and take those of this process; all processes call this then. By
             default all windows are one shard, which no other process has a part in.
         most: tokens of a batch; by default :func:`batch_tokens`.
+        offload: where the states are kept; on the device by default.
     """
-    stream, of_size = Stream([], [], autocast, is_shared=shards is not None), {}  # windows of one size are called alike
+    hidden = offload.states() if offload else []
+    stream = Stream(hidden, [], autocast, is_shared=shards is not None, offload=offload)
+    of_size: dict[int | None, list[Call]] = {}  # windows of one size are called alike
     shards, own = (1, range(1)) if shards is None else (shards, own_shards(shards))
-    stream.ids, ends = shard_of(ids, own, shards), [0]
+    stream.ids, ends, counts = shard_of(ids, own, shards), [0], list[int]()
     with _recording(source, stop=True) as recorders:
         for shard in own:
             some = shard_of(ids, range(shard, shard + 1), shards)
+            counts.append(0)
             for batch in batches(some, most or batch_tokens(source), source.part):
                 with contextlib.suppress(_Stop):
                     forward(source, batch.read() if isinstance(batch, Example) else batch)
-                first = recorders[0].hidden
-                stream.hidden.append(first.to(autocast or first.dtype))
+                first = recorders[0].hidden.to(autocast or recorders[0].hidden.dtype)
+                stream.hidden.append(first)
+                counts[-1] += first.shape[:2].numel()
                 size = None if isinstance(batch, Example) else len(batch)
                 if size is None or size not in of_size:
-                    of_size[size] = _calls(recorders, stream.hidden[-1].dtype)
+                    of_size[size] = _calls(recorders, first.dtype)
                 stream.calls.append(of_size[size])
             ends.append(len(stream.hidden))
-    _number_tokens(stream, [range(*pair) for pair in itertools.pairwise(ends)])
+    _number_tokens(stream, [range(*pair) for pair in itertools.pairwise(ends)], counts)
     return stream
 
 
-def _number_tokens(stream: Stream, parts: list[range]) -> None:
+def _number_tokens(stream: Stream, parts: list[range], counts: list[int]) -> None:
     """Note where the tokens of each shard stand among those of all; a shard without samples has no moments."""
-    counts = [sum(stream.hidden[i].shape[:2].numel() for i in part) for part in parts]
     everywhere = gather(counts) if stream.is_shared else [counts]
     firsts = itertools.accumulate(counts, initial=sum(map(sum, everywhere[: process_index()])))
     stream.tokens = sum(map(sum, everywhere))
@@ -227,7 +242,8 @@ def outputs(source, ids: Given, stream: Stream, hidden: Tensor | None = None, *,
     Raises:
         NumericsError: there is a NaN in it.
     """
-    some, hidden = {} if keep is None else {"logits_to_keep": keep}, stream.hidden[0] if hidden is None else hidden
+    some = {} if keep is None else {"logits_to_keep": keep}
+    hidden = present(stream.hidden[0] if hidden is None else hidden)
     if source.architecture.projects:
         return hidden
     with torch.set_grad_enabled(hidden.requires_grad), _recording(source, stop=False) as recorders, stream.context():
@@ -290,14 +306,14 @@ def advance(view: BlockView, stream: Stream, module: nn.Module | None = None) ->
 
 @torch.no_grad()
 @time_spent("forward")
-def advance_dense(view: BlockView, stream: Stream) -> list[DenseBatch]:
-    """Replace the stream by the output of the dense block; what it was between attention and MLP comes back beside it."""
-    middle, found = Middle(view), []
+def advance_dense(view: BlockView, stream: Stream, keep: Callable[[DenseBatch], None]) -> None:
+    """Replace the stream by the output of the dense block; that, and what it was between attention and MLP, is kept for each
+    batch."""
+    middle = Middle(view)
     with _watched([middle], None):
         for i, _, output in _forward(view, stream, view.module):
-            found.append(DenseBatch(middle.take(stream.hidden[i]).to(output.dtype), output))
+            keep(DenseBatch(middle.take(stream.hidden[i]).to(output.dtype), output))
             stream.move(i, view.index, output)
-    return found
 
 
 @torch.no_grad()
@@ -308,7 +324,7 @@ def measure(
     statistics: set[str],
     *,
     step: bool,
-    dense: list[DenseBatch] | None = None,
+    dense: Sequence[DenseBatch] | None = None,
     owner: int = 0,
 ) -> BlockMoments:
     """Return the moments of one block over the stream.
@@ -332,7 +348,7 @@ def measure(
 
 
 def _measure_shard(
-    view: BlockView, stream: Stream, shard: Shard, statistics: set[str], step: bool, dense: list[DenseBatch] | None
+    view: BlockView, stream: Stream, shard: Shard, statistics: set[str], step: bool, dense: Sequence[DenseBatch] | None
 ) -> BlockMoments:
     observers = observers_for(view, statistics, stream.tokens, shard.first)
     with _watched(observers.values(), None if step else _end(view, statistics)):

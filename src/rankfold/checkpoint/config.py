@@ -1,6 +1,6 @@
 """The config of a compressed model."""
 
-from ..architectures import FROM_CONFIG, with_fields
+from ..architectures import FROM_CONFIG, copied_config, with_fields
 from ..modules import AUTO_MAP, FORMAT, METHOD_NAME, digest
 from .numbered import cut_model, cut_part
 
@@ -13,7 +13,7 @@ def compressed_config(source, identity: dict, modules: dict[str, dict], kept: tu
         modules: path -> description. Those of the family's own class become fields of the config, and are taken out.
         kept: blocks of the source that are in the result, ascending.
     """
-    config = source.model.config.__class__.from_dict(source.model.config.to_dict())
+    config = copied_config(source.model.config)
     config.architectures = [type(source.model).__name__]
     config.dtype = source.dtype
     if len(kept) < len(source):

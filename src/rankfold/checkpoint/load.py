@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .._utils.empty import empty_weights
+from ..architectures import copied_config
 from ..errors import CheckpointError, OptionError, RankfoldError, UnsupportedModelError, first_line
 from ..models.auto_classes import auto_class
 from ..models.devices import resolve_device, resolve_dtype, say_if_slow
@@ -145,7 +146,7 @@ def described(config) -> RankfoldConfig | dict | None:
 def empty_model(config, attention: str | None = None, dtype=None) -> PreTrainedModel:
     """Return the compressed structure a config describes, parameters on the meta device, of its own dtype or another."""
     found = described(config)
-    plain = config.__class__.from_dict(config.to_dict())
+    plain = copied_config(config)
     plain.__dict__.pop("quantization_config", None)
     with empty_weights():
         model = auto_class(plain).from_config(

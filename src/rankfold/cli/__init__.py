@@ -25,7 +25,7 @@ def main() -> None:
     except KeyboardInterrupt:
         code = 130
     except OSError as error:
-        from .guard import explain
+        from .command import explain
 
         code = _refuse(explain(error) or str(error))
     if code == 130:
@@ -37,7 +37,7 @@ def _run(arguments: list[str]) -> int:
     from .._utils.processes import joined
     from ..errors import RankfoldError
     from .app import app
-    from .guard import UsageError, explain, usage
+    from .command import UsageError, explain, usage
 
     try:
         with joined():

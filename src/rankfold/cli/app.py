@@ -24,7 +24,7 @@ from . import (
     push,
     recover,
 )
-from .guard import Command
+from .command import Command
 
 app = typer.Typer(
     help="Shrink any Hugging Face language model in minutes, without training, and load the result anywhere.",
@@ -60,7 +60,7 @@ def _say_version(wanted: bool) -> None:
 def setup(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Say the version and stop.")
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and stop.")
     ] = False,
 ) -> None:
     """Shrink any Hugging Face language model in minutes, without training, and load the result anywhere."""

@@ -15,6 +15,7 @@ def command(
     component: o.Component = None,
     revision: o.Revision = None,
     device: o.Device = "auto",
+    offload: o.Offload = None,
     text: CalibrationOptions,
     output: Annotated[Path, o.of_output("-o", "--output", help="Folder for the moments.")],
     dtype: o.Written = "auto",
@@ -31,7 +32,7 @@ def command(
     from .._utils.stopwatch import timed_run
     from ..models.opening import open_model
 
-    source = open_model(model, dtype=dtype, device=device, component=component)
+    source = open_model(model, dtype=dtype, device=device, component=component, offload=offload)
     tokens = text.load(source)
     with timed_run() as stopwatch:
         store = pipeline.calibrate(source, tokens, output)

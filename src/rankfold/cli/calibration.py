@@ -10,6 +10,7 @@ from .._utils.processes import launched_count
 from ..data.built_in import DEFAULT_TEXT
 from ..data.hub import HUB
 from ..errors import DataError, OptionError
+from .rules import MayBePath
 
 if TYPE_CHECKING:
     from ..data.calibration_data import CalibrationData
@@ -29,6 +30,7 @@ class CalibrationOptions:
             help="mixture, wikitext2, ptb, c4, alpaca, pydoc, python-source, self (the model writes), a file, images. "
             "Repeatable; shares: a.txt=0.7.",
         ),
+        MayBePath(),
     ] = field(default_factory=lambda: [DEFAULT_TEXT])
     num_samples: Annotated[int, typer.Option(help="Samples of all texts together, or images, or examples.")] = 128
     max_length: Annotated[

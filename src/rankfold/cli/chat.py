@@ -26,9 +26,10 @@ def command(
     revision: o.Revision = None,
     json: o.Json = False,
 ) -> None:
-    """Chat with a dense or compressed model; answers appear as they are written.
+    """Chat with a dense or compressed model.
 
-    Ctrl-C ends an answer, /exit or Ctrl-D the chat. A file or pipe on stdin has one message a line.
+    Answers appear as they are written. Ctrl-C ends an answer, /exit or Ctrl-D the chat. A file or pipe on stdin has one
+    message a line.
 
     \b
     rankfold chat small

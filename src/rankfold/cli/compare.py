@@ -13,6 +13,7 @@ from . import common as c
 from . import options as o
 from .calibration import CalibrationOptions
 from .config import Comparison, ProtocolName
+from .rules import MayBePath
 
 
 @o.expanded
@@ -36,6 +37,7 @@ def command(
         o.of_measurements(
             metavar="TEXT", help="Text to compute perplexity on, named as for --calibration. Repeatable."
         ),
+        MayBePath(),
     ],
     text_length: Annotated[int, o.of_measurements(help="Tokens per window of the texts.")] = 2048,
     tasks: Annotated[
@@ -63,7 +65,7 @@ def command(
     rankfold compare ./my-model --protocol lowrankarena --include-path rows -o report
 
     The same command continues where it was; further methods and sparsities can be added to the folder. A row that cannot be
-    done says why; the exit code is 1 then. docs/compare.md has more, such as the option mode of a method.
+    done has the reason, and the exit code is 1. docs/compare.md has more, such as the option mode of a method.
     """
     model = o.at_revision(model, revision)
     from ..comparison import cells_of

@@ -102,7 +102,7 @@ def command(
         for record in records:
             what = f"{output}, {record['plan']['part']}" if len(records) > 1 else str(output)
             summary.show_result(what, record, out)
-        for line in recovery_lines(records[-1].get("recovery")):
+        for line in recovery_lines(records[-1]):
             out.print(f"  {line}", soft_wrap=True)
         if stock:
             summary.show_kept(stock["saving_kept"], stock["parameters"], "stock", output, out)

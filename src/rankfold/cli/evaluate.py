@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 from ..errors import OptionError
 from . import common as c
 from . import options as o
+from .rules import MayBePath, Needs
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,30 +23,38 @@ def command(
         o.of_measurements(
             metavar="TEXT", help="Text to compute perplexity on, named as for --calibration. Repeatable."
         ),
+        MayBePath(),
     ] = None,
-    max_length: Annotated[int, o.of_measurements(help="Tokens per window.")] = 2048,
-    text_column: Annotated[str, o.of_measurements(help="Column of the text in a file with rows.")] = "text",
+    max_length: Annotated[int, o.of_measurements(help="Tokens per window."), Needs(("text",))] = 2048,
+    text_column: Annotated[
+        str, o.of_measurements(help="Column of the text in a file with rows."), Needs(("text",))
+    ] = "text",
     tasks: Annotated[
         str | None, o.of_measurements(help="Tasks of lm-eval, e.g. arc_easy,piqa; scienceqa, mmlu_math:5 (5 examples).")
     ] = None,
     include_path: o.IncludePath = None,
     num_fewshot: Annotated[
-        int | None, o.of_measurements(help="Examples before each question. Default: the task's, mostly 0.")
+        int | None,
+        o.of_measurements(help="Examples before each question. Default: the task's, mostly 0."),
+        Needs(("tasks",)),
     ] = None,
-    batch_size: Annotated[int, o.of_measurements(help="Questions in one forward.")] = 8,
+    batch_size: Annotated[int, o.of_measurements(help="Questions in one forward."), Needs(("tasks",))] = 8,
     limit: o.Limit = None,
     generation: o.Generation = False,
     speed: Annotated[bool, o.of_measurements("--speed", help="Tokens per second, memory, bytes, operations.")] = False,
     baseline: Annotated[
-        str | None, o.of_measurements(help="Another model: its text is compared with, and speeds are over its.")
+        str | None,
+        o.of_measurements(help="Another model: its text is compared with, and speeds are over its."),
+        MayBePath(),
+        Needs(("speed", "generation")),
     ] = None,
-    batch_sizes: Annotated[str, o.of_measurements(help="Sequences at a time.")] = "1,8,32",
+    batch_sizes: Annotated[str, o.of_measurements(help="Sequences at a time."), Needs(("speed",))] = "1,8,32",
     stream: Annotated[
         bool, o.of_model("--stream", help="Read one block at a time, for texts: of a model larger than memory.")
     ] = False,
     json: o.Json = False,
 ) -> None:
-    """Measure perplexity, accuracy on tasks, what the model writes, and speed.
+    """Measure perplexity, accuracy on tasks, writing and speed.
 
     For dense and compressed models; perplexity as for WikiText-2 in the papers, accuracy by lm-eval.
 

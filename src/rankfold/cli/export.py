@@ -11,10 +11,12 @@ from .summary import show_kept
 
 
 def command(
-    checkpoint: Annotated[str, typer.Argument(help="Folder that `rankfold compress` wrote, or its hub id.")],
+    checkpoint: Annotated[
+        str, typer.Argument(help="Folder that `rankfold compress` wrote, or its hub id.", rich_help_panel="Model")
+    ],
     output: Annotated[Path, o.of_output("-o", "--output", help="Folder or file to write; must not exist.")],
     format: Annotated[
-        str, o.of_output(help="stock, deci, gguf or gguf-deci; docs/serve.md says what reads which.")
+        str, o.of_output(help="stock, deci, gguf or gguf-deci; docs/serve.md has what reads which.")
     ] = "stock",
     dtype: Annotated[
         str, o.of_output(help="auto (as stored), float32, bfloat16 or float16; GGUF files also q8_0.")

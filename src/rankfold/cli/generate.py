@@ -10,7 +10,7 @@ from . import options as o
 
 def command(
     model: o.Model,
-    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
+    prompt: Annotated[str, typer.Argument(help="Text to continue.", rich_help_panel="Model")],
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to write.")] = 64,
     temperature: o.Temperature = 0.0,
     seed: o.SamplingSeed = 0,

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 def command(
-    folder: Annotated[Path, typer.Argument(help="Folder written by `rankfold compress`.")],
+    folder: Annotated[
+        Path, typer.Argument(help="Folder that `rankfold compress` or `recover` wrote.", rich_help_panel="Model")
+    ],
     json: o.Json = False,
 ) -> None:
     """Show method, ranks, errors and sizes of a checkpoint.
@@ -51,7 +53,7 @@ def _print(record: dict[str, Any], out: "Console") -> None:
     out.print(table)
     out.print(removed(record["counts"]))
     show_numbers(record, out)
-    for line in (*warnings_of(record), *recovery_lines(record.get("recovery"))):
+    for line in (*warnings_of(record), *recovery_lines(record)):
         out.print(line, soft_wrap=True)
 
 

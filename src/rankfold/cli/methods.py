@@ -21,7 +21,10 @@ ROLE = re.compile(r":\w+:`~?(?:[\w.]*\.)?(\w+)`|``")
 
 
 def command(
-    name: Annotated[str | None, typer.Argument(help="Method whose options are listed.")] = None, json: o.Json = False
+    name: Annotated[
+        str | None, typer.Argument(help="Method whose options are listed.", rich_help_panel="Method")
+    ] = None,
+    json: o.Json = False,
 ) -> None:
     """List the compression methods, or the options of one.
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def command(
     model: Annotated[
-        str | None, typer.Argument(help="Folder, hub id or .gguf file: what this model is to rankfold.")
+        str | None, typer.Argument(help="Folder, hub id or .gguf file to look at.", rich_help_panel="Model")
     ] = None,
     component: o.Component = None,
     revision: o.Revision = None,

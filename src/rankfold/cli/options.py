@@ -13,6 +13,7 @@ import typer
 
 from ..errors import OptionError
 from ..methods import make_method, method_class
+from .rules import Excludes, MayBePath, Needs
 
 if TYPE_CHECKING:
     from ..methods import Method
@@ -28,35 +29,60 @@ Model = Annotated[
     typer.Argument(
         help="Hub id (owner/name or owner/name@revision), local folder, or .gguf file.", rich_help_panel="Model"
     ),
+    MayBePath(),
 ]
 Revision = Annotated[str | None, of_model(help="Branch, tag or commit of a hub id, as in owner/name@revision.")]
 Device = Annotated[str, of_model(help="auto, cpu, cuda or mps.")]
 Dtype = Annotated[str, of_model(help="auto (as stored), float32, bfloat16 or float16.")]
+Offload = Annotated[
+    str | None,
+    advanced(
+        metavar="cpu|FOLDER", help="Keep the samples' hidden states in host memory, or in a file there. Same result."
+    ),
+]
 Written = Annotated[str, of_output("--dtype", help="auto (as stored; .gguf: bfloat16), float32, bfloat16 or float16.")]
 Component = Annotated[
     str | None, of_model(help="language, vision or projector. Default: the one that writes text, or the only one.")
 ]
 Components = Annotated[
-    str | None, of_model(help="Several in one run, each with its sparsity: language=0.3,vision=0.2.")
+    str | None,
+    of_model(help="Several in one run, each with its sparsity: language=0.3,vision=0.2."),
+    Excludes(
+        ("sparsity", "component", "moments", "recover"),
+        "--components compresses several components, each with its own sparsity, {} is of one; leave one of them out",
+    ),
 ]
 TargetSize = Annotated[
-    str | None, of_method(metavar="SIZE", help="Instead of --sparsity: what all weights may take, e.g. 400MB, 1.5GiB.")
+    str | None,
+    of_method(metavar="SIZE", help="Instead of --sparsity: what all weights may take, e.g. 400MB, 1.5GiB."),
+    Excludes(
+        ("sparsity", "keep_quality", "budget", "scope", "components"),
+        "--target-size says how much of the whole model's bytes is removed, {} would be ignored; leave one of them out",
+    ),
 ]
 KeepQuality = Annotated[
     float | None,
     of_method(
         help="Instead of --sparsity: fraction of a held-out token's likelihood to keep, e.g. 0.95. Two runs or so."
     ),
+    Excludes(
+        ("sparsity", "components", "recover", "gpu"),
+        "--keep-quality finds the sparsity of one component by compressing it, {} has no place beside it; leave one out",
+    ),
 ]
 Temperature = Annotated[float, typer.Option(help="0: always the most likely token.")]
-SamplingSeed = Annotated[int, typer.Option("--seed", help="Seed of the sampling.")]
+SamplingSeed = Annotated[int, typer.Option("--seed", help="Seed of the sampling."), Needs(("temperature",))]
 Json = Annotated[bool, of_output("--json", help="Print the result as one JSON object on stdout.")]
 IncludePath = Annotated[
     str | None,
     of_measurements(help="Folder with the tasks' rows as NAME.jsonl or NAME_*.jsonl, instead of the hub."),
+    MayBePath(),
+    Needs(("tasks", "generation")),
 ]
 Limit = Annotated[
-    int | None, of_measurements(help="Only the first N windows of a text, N questions of a task, N prompts of a kind.")
+    int | None,
+    of_measurements(help="Only the first N windows of a text, N questions of a task, N prompts of a kind."),
+    Needs(("text", "tasks", "generation")),
 ]
 Generation = Annotated[
     bool,
@@ -65,7 +91,13 @@ Generation = Annotated[
     ),
 ]
 Moments = Annotated[
-    Path | None, of_calibration(help="Folder written by `rankfold calibrate`, in place of a calibration.")
+    Path | None,
+    of_calibration(help="Folder written by `rankfold calibrate`, in place of a calibration."),
+    Excludes(
+        ("calibration", "num_samples", "max_length", "seed", "text_column", "shards", "mode", "offload"),
+        "--moments is one pass over text that is measured already, {} would be ignored; leave one of them out",
+        agrees=("mode", "one-pass"),
+    ),
 ]
 
 

@@ -5,6 +5,7 @@ from typing import Annotated
 
 from . import options as o
 from .request import Request, show_plans
+from .rules import Excludes, Needs
 
 Gpu = Annotated[
     str | None,
@@ -12,8 +13,12 @@ Gpu = Annotated[
         metavar="80GB|NAME",
         help="Plan for GPUs that are not here, by config.json alone: memory of each, or h100, a100, ...",
     ),
+    Excludes(
+        ("calibration", "seed", "text_column", "component", "components", "moments", "device"),
+        "--gpu plans by the shapes of a config alone, {} would be ignored; leave one of them out",
+    ),
 ]
-Gpus = Annotated[int, o.of_measurements(help="GPUs that share the calibration samples; with --gpu.")]
+Gpus = Annotated[int, o.of_measurements(help="GPUs that share the calibration samples; with --gpu."), Needs(("gpu",))]
 
 
 @o.expanded

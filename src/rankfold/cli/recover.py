@@ -11,6 +11,7 @@ from ..errors import OptionError
 from . import common as c
 from . import options as o
 from .calibration import parse_texts
+from .rules import MayBePath
 
 TEXTS = [DEFAULT_TEXT]
 UNCHANGED = 3  # exit code where the model is what went in
@@ -35,11 +36,14 @@ def command(
     model: o.Model,
     output: Annotated[Path, o.of_output("-o", "--output", help="Folder to write; an unfinished run goes on.")],
     teacher: Annotated[
-        str | None, o.of_model(help="The dense model. Default: the one on the hub that it was compressed from.")
+        str | None,
+        o.of_model(help="The dense model. Default: the one on the hub that it was compressed from."),
+        MayBePath(),
     ] = None,
     calibration: Annotated[
         list[str],
         o.of_calibration(metavar="TEXT", help="Texts to train on, as for compress; also TEXT=SHARE. Repeatable."),
+        MayBePath(),
     ] = TEXTS,
     tune: Annotated[
         Literal["all", "lora", "lora-mlp", "norms"],
@@ -83,10 +87,11 @@ def command(
     device: o.Device = "auto",
     json: o.Json = False,
 ) -> None:
-    """Train a compressed model for a few minutes to predict what the dense one predicts. It never comes out worse.
+    """Train a compressed model for a few minutes by distillation.
 
-    Held-out text is scored before, during and after, and the best state is kept. Where no text gains, or one loses more than
-    the tolerance, the model that went in is written, and the exit code is 3.
+    It learns to predict what the dense model predicts, and never comes out worse. Held-out text is scored before, during and
+    after, and the best state is kept. Where no text gains, or one loses more than the tolerance, the model that went in is
+    written, and the exit code is 3.
 
     \b
     rankfold recover small -o better --minutes 15
@@ -123,7 +128,7 @@ def command(
 
     def show(out) -> None:
         out.print(f"{done.output}:", soft_wrap=True)
-        for line in recovery_lines(facts):
+        for line in recovery_lines(done.record):
             out.print(f"  {line}", soft_wrap=True)
         out.print(f"  {facts['seconds']:.0f} s")
 

@@ -32,6 +32,7 @@ class Request:
     components: o.Components = None
     revision: o.Revision = None
     device: o.Device = "auto"
+    offload: o.Offload = None
     target_size: o.TargetSize = None
     keep_quality: o.KeepQuality = None
     what: o.MethodOptions
@@ -85,7 +86,10 @@ class Request:
         model, options = o.at_revision(self.model, self.revision), {"dtype": self.dtype, "device": self.device}
         named = [name for name in methods if name is not None]
         texts: dict[str | None, CalibrationOptions] = {**self._texts(named)} if named else {None: self.text}
-        sources = {name: validated(open_model(model, component=name or self.component, **options)) for name in methods}
+        sources = {
+            name: validated(open_model(model, component=name or self.component, **options, offload=self.offload))
+            for name in methods
+        }
         for name, source in sources.items():
             methods[name].supported_modules(source.architecture, source.meta_block(0))
             methods[name] = self._sized(source, methods[name])
@@ -136,6 +140,7 @@ class Request:
             max_length=self.text.max_length,
             dtype=self.dtype,
             revision=self.revision,
+            offload=self.offload,
             gpu=gpu,
             gpus=gpus,
         )

@@ -61,13 +61,13 @@ def show_next(folder: Path, record: Record, out: "Console", *, has_stock: bool) 
     place, name = shlex.quote(str(folder)), shlex.quote(folder.name)
     commands = {}
     if "perplexity" in (record["held_out"] or {}):
-        commands[f"rankfold evaluate {place} --text wikitext2"] = "perplexity on text it was not fitted to"
+        commands[f"rankfold evaluate {place} --text wikitext2"] = "perplexity on other text"
         if (folder / "chat_template.jinja").exists():
-            commands[f"rankfold chat {place}"] = "talk to it"
+            commands[f"rankfold chat {place}"] = "chat with it"
         else:
-            commands[f'rankfold generate {place} "Once upon a time"'] = "let it write"
+            commands[f'rankfold generate {place} "Once upon a time"'] = "continue a text"
     if has_stock:
-        commands[f"rankfold export {place} -o {shlex.quote(f'{folder}-stock')}"] = "for programs without rankfold"
+        commands[f"rankfold export {place} -o {shlex.quote(f'{folder}-stock')}"] = "an ordinary model"
     commands[f"rankfold push {place} OWNER/{name}"] = "share it on the Hugging Face hub"
     width = max(map(len, commands))
     out.print("next:", *(f"  {line:<{width}}  {what}" for line, what in commands.items()), sep="\n")
@@ -99,7 +99,7 @@ def show_kept(kept: float, parameters: int, format: str, folder: Path, out: "Con
 
     if kept >= MOST:
         return
-    line = f"exported with --format {format} it has {parameters:,} parameters: {kept:.0%} of the saving is left"
+    line = f"export --format {format} pads it to {parameters:,} parameters: {kept:.0%} of the saving is left"
     record = read_record(folder) if (folder / "rankfold.json").exists() else None
     if record and (options := options_for_target(record, TARGETS[format])):
         line += f"; compress with {options} to keep all of it{_cost(record, TARGETS[format])}"
@@ -132,6 +132,6 @@ def _cost(record: Record, target: str) -> str:
     if target != "stock" or not {"divergence_for_stock", "divergence"} <= facts.keys():
         return ""
     return (
-        f", at an expected divergence from the dense model of {facts['divergence_for_stock']:.4f} nats a token in place of "
-        f"{sum(facts['divergence'].values()):.4f}"
+        f", at an expected divergence from the dense model of {facts['divergence_for_stock']:.3g} nats a token in place of "
+        f"{sum(facts['divergence'].values()):.3g}"
     )

@@ -8,7 +8,6 @@ have been left out so far.
 
 import logging
 from collections.abc import Callable, Collection
-from dataclasses import replace
 
 import torch
 
@@ -76,22 +75,17 @@ def losses_without(
         candidates: blocks to leave out one at a time; none of ``gone``.
     """
     mine = sorted(candidates)[process_index() :: process_count()]
-    stream, read, tried = start(source, ids, autocast=source.autocast), BlockReader(source), []
-    batches = len(stream.hidden)  # of what is left; every candidate adds as many
+    stream = start(source, ids, autocast=source.autocast, offload=source.offload)
+    read, tried = BlockReader(source), dict[int, Stream]()  # what is left out, and what the others make of that
     for index in track(range(len(source)), f"looking for block {len(gone) + 1} to remove"):
         if index in gone:
             continue
-        passed = stream.hidden[:batches] if index in mine else []
-        advance(read(index), stream)
-        if passed:
-            stream.hidden += passed
-            stream.calls += stream.calls[:batches]
-            tried.append(index)
+        passed = {index: stream.copy()} if index in mine else {}
+        view = read(index)
+        for one in (stream, *tried.values()):
+            advance(view, one)
+        tried |= passed
+        del view
         release_memory()
-    own = (_part(stream, batches, place) for place in range(1, len(tried) + 1))
-    losses = {index: nats_per_token(source, ids, part) for index, part in zip(tried, own, strict=True)}
+    losses = {index: nats_per_token(source, ids, one) for index, one in tried.items()}
     return {index: loss for found in gather(losses) for index, loss in found.items()}
-
-
-def _part(stream: Stream, batches: int, place: int) -> Stream:
-    return replace(stream, hidden=stream.hidden[place * batches : (place + 1) * batches], calls=stream.calls[:batches])

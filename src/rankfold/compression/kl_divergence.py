@@ -125,7 +125,7 @@ class _Search:
         self.source, self.method, self.units, self.averages = source, method, units, averages
         self.gradients, self.shards, self.read = gradients, tokens.shards, BlockReader(source)
         some = first(tokens.ids, fit_tokens(units), source.part)
-        self.fit = start(source, some, autocast=source.autocast, shards=tokens.shards)
+        self.fit = start(source, some, autocast=source.autocast, shards=tokens.shards, offload=source.offload)
         self.ids = _some_to_compare(source, tokens.ids if tokens.held_out is None else tokens.held_out)
         self.dense = start(source, self.ids, autocast=source.autocast, most=tokens_in(self.ids, source.part))
         self.together = _side_by_side(source, self.ids)

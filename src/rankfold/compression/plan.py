@@ -232,7 +232,8 @@ def _peak_memory(source: DenseModel, method: Method, calibration: dict | None) -
     two = any(STATISTICS[name].two_streams for name in statistics)
     streams = 3 if two else 1
     streams = len(source) + 1 if isinstance(method.allocation, Greedy) else streams  # of one round of the search
-    stream = (streams * tokens + 3 * held_out + 2 * probes) * width * active
+    here = min(tokens, source.offload.held * batch_tokens(source)) if source.offload else tokens
+    stream = (streams * here + 3 * held_out + 2 * probes) * width * active
     backwards = of_gradients = 8 * numbers(view, method.gradients(view))
     if calibration and (windows := _sweep_windows(source, method, calibration)):
         backwards += sweep_memory(source, windows * mean_length(calibration))

@@ -16,6 +16,7 @@ import torch
 
 from ..allocation import Measured, Uniform
 from ..architectures import BlockView
+from ..calibration.offload import Offload
 from ..data.calibration_data import mean_length
 from ..errors import OptionError, UnsupportedModelError, method_option, option
 from ..methods import MeasurableMethod, Method, make_method
@@ -27,8 +28,6 @@ from .duration import Machine, Rates, timed
 from .importance import of_dense
 from .passes import Operations, compression, forward, passes
 from .plan import Allocated, _peak_memory, allocate_ranks, build_plan, check
-
-FEWEST = 16  # calibration samples that are still suggested
 
 
 def predict(source: Outline, method: Method, calibration: dict[str, Any], card: Card, count: int) -> Plan:
@@ -167,26 +166,30 @@ def _advice(
     if peak <= card.bytes:
         return None
 
-    def fits(method: Method, samples: int) -> bool:
-        few = calibration | {"num_samples": samples, "tokens": int(samples * mean_length(calibration))}
-        return _peak_memory(source, method, _shared_out(few, count)) <= card.bytes
+    there, mine = source.offload, _shared_out(calibration, count)
 
-    return (
-        f"{peak / 1e9:.0f} GB do not fit on {card.gigabytes:g} GB: {_remedy(fits, method, calibration['num_samples'])}"
-    )
+    def fits(method: Method, is_offloaded: bool) -> bool:
+        source.offload = Offload(source.device) if is_offloaded else there
+        try:
+            return _peak_memory(source, method, mine) <= card.bytes
+        finally:
+            source.offload = there
+
+    return f"{peak / 1e9:.0f} GB do not fit on {card.gigabytes:g} GB: {_remedy(fits, method)}"
 
 
-def _remedy(fits: Callable[[Method, int], bool], method: Method, samples: int) -> str:
-    fewer = samples
-    while fewer // 2 >= FEWEST:
-        fewer //= 2
-        if fits(method, fewer):
-            return f"take fewer samples ({option('num_samples', fewer)}), shorter ones, or more accelerators"
+def _remedy(fits: Callable[[Method, bool], bool], method: Method) -> str:
+    host = option("offload", "cpu")
+    if fits(method, True):
+        return f"keep hidden states in host memory ({host}), or take fewer or shorter samples, or more accelerators"
     if method.name != "modegpt":
         try:
             lean = make_method("modegpt", sparsity=method.sparsity)
-            if fits(lean, samples):
-                return f"take {option('method', 'modegpt')}, which keeps fewer matrices of the MLP's width"
+            modegpt = f"take {option('method', 'modegpt')}, which keeps fewer matrices of the MLP's width"
+            if fits(lean, False):
+                return modegpt
+            if fits(lean, True):
+                return f"{modegpt}, and keep hidden states in host memory ({host})"
         except (OptionError, UnsupportedModelError):
             pass
     attention = method_option("modules", ("qk", "vo"))

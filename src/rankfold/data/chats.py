@@ -64,7 +64,7 @@ def _content(content: Any, where: str) -> str | None:
         return "".join(part["text"] for part in content)
     if is_chat(content):
         raise DataError(
-            f"{where} has a part that is not text; take it out, or give image-text examples (docs/concepts.md)"
+            f"{where} has a part that is not text; take it out, or give image-text examples (docs/vision.md)"
         )
     if not isinstance(content, str | None):
         raise DataError(f"{where}: the content holds {type(content).__name__}, not text")

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from .._utils.empty import empty_weights
 from .._utils.present import present
-from ..architectures import Architecture, AttentionView, BlockView
+from ..architectures import Architecture, AttentionView, BlockView, copied_config
 from ..checkpoint.load import empty_model
 from ..models.dense_model import DenseModel
 from ..modules import install
@@ -83,7 +83,7 @@ def stock_form(source: DenseModel) -> Form:
 
 def plain(config):
     """A copy of a config that describes no compressed modules."""
-    copy = config.__class__.from_dict(config.to_dict())
+    copy = copied_config(config)
     for name in ("quantization_config", "auto_map"):
         copy.__dict__.pop(name, None)
     return copy

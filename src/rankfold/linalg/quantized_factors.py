@@ -7,7 +7,6 @@ junction fixes (identity blocks, unit diagonals, zeros of triangles) stay exact,
 changes.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -92,25 +91,29 @@ def refine_factors(
     work = torch.float64
     problem = _Problem(W.to(work), C.to(work), None if M is None else M.to(work), latents)
 
-    def rounded(parts: list[StoredFactor]) -> _Rounded:
-        form = partial(quantize, bits=bits, chunk=chunk, scale_dtype=scale_dtype)
-        codes = [form(part.numbers) if part.numbers.numel() else None for part in parts]
-        pairs = zip(parts, codes, strict=True)
-        B, A = (part.filled(part.numbers if q is None else dequantize(q, work)) for part, q in pairs)
-        return _Rounded(codes, B, A, *problem.gap(B, A))
+    def rounded(part: StoredFactor) -> tuple[Quantized | None, Tensor]:
+        if not part.numbers.numel():
+            return None, part.filled(part.numbers)
+        codes = quantize(part.numbers, bits=bits, chunk=chunk, scale_dtype=scale_dtype)
+        return codes, part.filled(dequantize(codes, work))
+
+    def together(B: tuple[Quantized | None, Tensor], A: tuple[Quantized | None, Tensor]) -> _Rounded:
+        return _Rounded([B[0], A[0]], B[1], A[1], *problem.gap(B[1], A[1]))
 
     hidden = [part._replace(numbers=part.numbers.to(work)) for part in (B, A)]
-    best = rounded(hidden)
+    factors = [rounded(part) for part in hidden]
+    best = together(*factors)
     history, lengths = [best.error], [1.0, 1.0]
     for step in range(steps):
         side = step % 2
         numbers, move = hidden[side].numbers, problem.move(side, best, hidden[side].free)
-        tried = list(hidden)
-        tried[side] = hidden[side]._replace(numbers=numbers + lengths[side] * move.view_as(numbers))
-        now = rounded(tried)
+        moved = hidden[side]._replace(numbers=numbers + lengths[side] * move.view_as(numbers))
+        tried = list(factors)
+        tried[side] = rounded(moved)
+        now = together(*tried)
         history.append(now.error)
         if now.error < best.error:
-            best, hidden = now, tried
+            best, factors, hidden[side] = now, tried, moved
         else:  # a shorter move changes fewer codes
             lengths[side] /= 2
     B_codes, A_codes = best.codes

@@ -13,6 +13,7 @@ from .._utils.empty import empty_weights
 from .._utils.memory import has_room
 from .._utils.reporting import reporting
 from ..architectures import part_of
+from ..calibration.offload import resolve_offload
 from ..errors import CheckpointError, OptionError, option
 from .auto_classes import auto_class
 from .dense_model import DenseModel
@@ -40,6 +41,7 @@ def open_model(
     tokenizer=None,
     component: str | None = None,
     revision: str | None = None,
+    offload: str | Path | None = None,
 ) -> DenseModel:
     """Open a model for compression.
 
@@ -54,14 +56,19 @@ def open_model(
         component: ``language``, ``vision`` or ``projector`` of a model that has several; by default the one that writes text,
             or else the only one.
         revision: of a hub id: branch, tag or commit.
+        offload: keep the hidden states of the calibration samples off the device: ``cpu``, host memory next to an accelerator,
+            or a folder on a disk. What is computed is the same.
 
     Raises:
         CheckpointError, UnsupportedModelError, OptionError: with one line saying what to do.
     """
     wanted = resolve_dtype(dtype)
     if isinstance(model, nn.Module):
-        return _open_given(model, wanted, device, tokenizer, component, revision)
-    where, found = resolve_device(device), resolve_model(model, revision)
+        source = _open_given(model, wanted, device, tokenizer, component, revision)
+        source.offload = resolve_offload(offload, source.device)
+        return source
+    where = resolve_device(device)
+    kept, found = resolve_offload(offload, where), resolve_model(model, revision)
     path, is_here = found.path, Path(str(model)).expanduser().exists()
     name = path.name if is_here else split_revision(str(model))[0]  # no local paths in results
     if found.weights is None:
@@ -71,6 +78,7 @@ def open_model(
     network, storage_dtype, weights, size, stack = read
     processors = Processors(name, TokenizerFiles.beside(path), tokenizer)
     source = DenseModel(network, name, where, storage_dtype, weights, processors, size, stack, commit_of(path))
+    source.offload = kept
     if not len(source):
         raise CheckpointError(f"{name} has no blocks by its config; correct num_hidden_layers in config.json")
     return source

@@ -23,8 +23,8 @@ class SparseCorrection(nn.Module):
             raise ValueError(f"{nonzeros} non-zeros do not fit a ({out_features}, {in_features}) layer")
         self.values = nn.Parameter(torch.empty(nonzeros))
         # Until they are loaded the values lie evenly over rows and columns.
-        columns = torch.arange(nonzeros) % in_features
-        # A list: PyTorch divides integers on the meta device in Python, 20 ms at a time.
+        columns = torch.arange(in_features).repeat(-(-nonzeros // in_features))[:nonzeros]
+        # Neither by `%` nor by `//`: PyTorch divides integers on the meta device in Python, up to 20 ms at a time.
         starts = torch.tensor([row * nonzeros // out_features for row in range(out_features + 1)])
         self.register_buffer("columns", columns.to(index_dtype(in_features)))
         self.register_buffer("starts", starts.int())

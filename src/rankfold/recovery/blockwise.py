@@ -205,7 +205,9 @@ class Blockwise:
         found: list[list[DenseBatch]] = []
         for index in blocks:
             view = read(index)
-            last = [advance_dense(view, side.dense) for side in self.sides[:2]]
+            last: list[list[DenseBatch]] = [[], []]
+            for side, kept in zip(self.sides, last, strict=False):
+                advance_dense(view, side.dense, kept.append)
             for side in self.sides[2:]:
                 advance(view, side.dense)
             if index <= own:

@@ -6,46 +6,46 @@ compressed model --- tuned weights ---> Trainer: KL to the dense model's predict
 """
 
 import contextlib
-import copy
 import json
 import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from .._utils.arguments import typed
 from .._utils.files import write_json, write_text
 from ..calibration.likelihood import warn_of_guessing
-from ..checkpoint.load import described, load_model
+from ..checkpoint.load import described
 from ..checkpoint.run import RunFolder
 from ..checkpoint.saving import creating
-from ..checkpoint.streamed import open_streamed
 from ..compression.probe_texts import describe_probe_texts
-from ..compression.result import CompressionResult
 from ..data.built_in import DEFAULT_TEXT
-from ..data.calibration_data import CalibrationData, shown
-from ..data.load import load_calibration
-from ..data.mixing import expanded, shares_of
-from ..data.probes import Probes, load_probes
-from ..errors import CheckpointError, DataError, OptionError, option
+from ..data.calibration_data import CalibrationData
+from ..data.probes import Probes
 from ..models.auto_classes import auto_class
 from ..models.dense_model import DenseModel
-from ..models.given import resolve_model
-from ..models.opening import open_model, stored_dtype
-from ..models.whole import read_config
 from ..report.model_card import model_card
-from ..report.record import NAME, read_record
+from ..report.record import NAME
 from . import blockwise as by_block
-from .judging import gains, nats, why_not, worse_kinds
+from .judging import ProbeLosses, gains, nats, why_not, worse_kinds
 from .loss import Loss
+from .opening import (
+    Compressed,
+    Given,
+    Teacher,
+    Texts,
+    load_texts,
+    open_student,
+    open_student_streamed,
+    open_teacher,
+    probes_of,
+)
 from .options import Options, Settings, check, check_blockwise
 from .tuning import LEARNING_RATES, Tune, check_trainable
 from .whole import WholeModel
@@ -67,22 +67,12 @@ class RecoveryResult:
     output: Path | None = None
 
 
-@dataclass(frozen=True)
-class Given:
-    """A compressed model that is to be trained."""
-
-    model: Any  # in fp32; a DenseModel where blocks are read one at a time
-    record: dict
-    folder: Path | None
-    written: torch.dtype
-
-
 @typed
 def recover(
-    model: str | Path | PreTrainedModel | CompressionResult,
-    teacher: str | Path | PreTrainedModel | DenseModel | None = None,
+    model: Compressed,
+    teacher: Teacher | None = None,
     *,
-    calibration: str | Path | Sequence[str | Path] | Mapping[str, float] = DEFAULT_TEXT,
+    calibration: Texts = DEFAULT_TEXT,
     output: str | Path | None = None,
     tune: Tune = "all",
     loss: Loss = "kl",
@@ -146,126 +136,117 @@ def recover(
     if blockwise:
         check_blockwise(options, settings, output)
     check(options, settings, output)
-    given = (_streamed if blockwise else _student)(model, device)
-    student: PreTrainedModel = given.model.model if blockwise else given.model
-    check_trainable(student, tune)
-    known = model.dense if isinstance(model, CompressionResult) else None
-    teacher = teacher or known or _teacher_of(given.record)
-    source = teacher if isinstance(teacher, DenseModel) else open_model(teacher, device=device)
-    if source.config.vocab_size != (known := student.config.get_text_config().vocab_size):
-        raise OptionError(
-            f"the teacher has {source.config.vocab_size:,} tokens and the model {known:,}; give the dense model that it was "
-            "compressed from"
-        )
+    given = (open_student_streamed if blockwise else open_student)(model, device)
+    check_trainable(given.network, tune)
+    source = open_teacher(teacher, model, given, device)
     kept = by_block.kept_of(given.model, source, given.record) if blockwise else None
-    texts = _texts(calibration, source, options, tokens / max_length / (by_block.EPOCHS if blockwise else 1))
-    probes = _probes(source, given.record)
-    identity = {
-        **asdict(options),
-        "teacher": source.fingerprint,
-        "texts": {name: one.describe() for name, one in texts.items()},
-    }
-    if blockwise:
-        identity |= {"blockwise": True, "loss": "states"}
+    texts = load_texts(calibration, source, options, tokens / max_length / (by_block.EPOCHS if blockwise else 1))
+    recovery = Recovery(given, source, kept, texts, probes_of(source, given.record), options, settings)
     begin, output = time.monotonic(), Path(output) if output else None
-    with _working(output, identity) as work:
-        common: dict = {"written": given.written, "work": work}
-        run: Run = (
-            WholeModel(given.model, source, texts, probes, options, settings, keep=output is not None, **common)
-            if kept is None
-            else by_block.Blockwise(given.model, source, kept, texts, probes, options, **common)
-        )
+    with _working(output, recovery.identity) as work:
+        run = recovery.started(work, keep=output is not None)
+        record = recovery.train(run)
+        facts = record["recovery"]
+        facts["seconds"] = time.monotonic() - begin
+        if not facts["recovered"] and isinstance(run, WholeModel):
+            run.give_back(open_student(model, device).model)
+        run.cast()
+    if output is not None:
+        recovery.write(run, record, output)
+        shutil.rmtree(work)
+    return RecoveryResult(run.network, record, facts["recovered"], output)
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """One recovery, once everything is open: train, judge, write.
+
+    Args:
+        given: the compressed model.
+        source: the dense model.
+        kept: the block of the dense model from which every block was made; ``None``: it is trained as a whole.
+        texts: name -> sequences to train on, and held-out ones.
+        probes: probe texts; ``None``: they are not measured.
+    """
+
+    given: Given
+    source: DenseModel
+    kept: list[int] | None
+    texts: dict[str, CalibrationData]
+    probes: Probes | None
+    options: Options
+    settings: Settings
+
+    @property
+    def identity(self) -> dict:
+        """All that the trained weights depend on: an unfinished run goes on where it is the same."""
+        found = {
+            **asdict(self.options),
+            "teacher": self.source.fingerprint,
+            "texts": {name: one.describe() for name, one in self.texts.items()},
+        }
+        return found if self.kept is None else found | {"blockwise": True, "loss": "states"}
+
+    def started(self, work: Path, *, keep: bool) -> Run:
+        """Return the run, which goes on with what an earlier process left in a folder.
+
+        Args:
+            keep: whether an unfinished run can go on.
+        """
+        how: dict = {"written": self.given.written, "work": work}
+        common = self.texts, self.probes, self.options
+        if self.kept is not None:
+            return by_block.Blockwise(self.given.model, self.source, self.kept, *common, **how)
+        return WholeModel(self.given.model, self.source, *common, self.settings, keep=keep, **how)
+
+    def train(self, run: Run) -> dict:
+        """Train the model, judge what came out, and return the record of it."""
         dense, before, after, facts = run.train()
         for name, mean in nats(dense).items():
-            warn_of_guessing(mean, source.config.vocab_size, name)
-        on_probes, measured = run.probe_losses(), given.record.get("probe_texts")
-        worse = (
-            worse_kinds(probes, measured["kinds"], on_probes, tolerance) if probes and measured and on_probes else {}
-        )
-        reason = why_not(before, after, worse, tolerance)
-        recovered, record = reason is None, given.record
-        facts |= {**identity, "teacher_name": source.name, "recovered": recovered, "unchanged_because": reason}
-        facts |= {"held_out": gains(dense, before, after)}
-        if recovered and probes and on_probes:
-            sparsity, vocabulary = record["counts"]["sparsity"], source.config.vocab_size
-            facts |= {"probe_texts_before": measured}
-            again = describe_probe_texts(probes, on_probes.dense, on_probes.after, sparsity, vocabulary)
-            record = record | {"probe_texts": again}
-        record = record | {"recovery": facts | {"seconds": time.monotonic() - begin}}
-        if recovered:
-            _describe(run.model.config, texts, record)
+            warn_of_guessing(mean, self.source.config.vocab_size, name)
+        on_probes = run.probe_losses()
+        reason = why_not(before, after, self._worse(on_probes), self.options.tolerance)
+        facts |= {**self.identity, "teacher_name": self.source.name}
+        facts |= {"recovered": reason is None, "unchanged_because": reason, "held_out": gains(dense, before, after)}
+        record = self.given.record | {"recovery": facts}
+        if reason is None:
+            record |= self._measured_again(on_probes, facts)
+            _describe(run.model.config, self.texts, record)
         else:
             log.warning(
                 "NOTHING WAS RECOVERED, the model is what went in: %s; train on other text, more tokens, or with a smaller lr",
                 reason,
             )
-            if isinstance(run, WholeModel):
-                run.give_back(_student(model, device).model)
-        run.cast()
-    if output is None:
-        return RecoveryResult(run.network, record, recovered)
-    unchanged = None if recovered else given.folder
-    adapted = adapter and recovered
-    card = None if adapted or "plan" not in record else _card(run.model, record, output)
-    _write(output, run, record, card, unchanged)
-    shutil.rmtree(work)
-    return RecoveryResult(run.network, record, recovered, output)
+        return record
 
+    def _worse(self, on_probes: ProbeLosses | None) -> dict[str, float]:
+        measured = self.given.record.get("probe_texts")
+        if not (self.probes and measured and on_probes):
+            return {}
+        return worse_kinds(self.probes, measured["kinds"], on_probes, self.options.tolerance)
 
-def _student(model, device: str) -> Given:
-    """Load a model to train in fp32."""
-    known = {}
-    if isinstance(model, CompressionResult):
-        model, known = model.output or model.model, model.record
-    if isinstance(model, PreTrainedModel):
-        return Given(copy.deepcopy(model).float(), dict(known), None, model.dtype)
-    folder, record, written = _read(model)
-    return Given(load_model(folder, dtype="float32", device=device), record, folder, written)
+    def _measured_again(self, on_probes: ProbeLosses | None, facts: dict) -> dict:
+        """Return the probe texts of the record as they are after training; those before it go to its facts."""
+        record = self.given.record
+        if not (self.probes and on_probes):
+            return {}
+        facts["probe_texts_before"] = record["probe_texts"]
+        sparsity, vocabulary = record["counts"]["sparsity"], self.source.config.vocab_size
+        again = describe_probe_texts(self.probes, on_probes.dense, on_probes.after, sparsity, vocabulary)
+        return {"probe_texts": again}
 
-
-def _streamed(model, device: str) -> Given:
-    """Open a model to train in fp32, one block at a time."""
-    place = model.output if isinstance(model, CompressionResult) else model
-    if place is None or isinstance(place, PreTrainedModel):
-        raise OptionError(
-            f"{option('blockwise', True)} reads one block at a time, and the model is in memory; write it to a folder, or "
-            f"leave {option('blockwise')} out"
-        )
-    folder, record, written = _read(place)
-    return Given(open_streamed(folder, dtype="float32", device=device), record, folder, written)
-
-
-def _read(model: str | Path) -> tuple[Path, dict, torch.dtype]:
-    """Return the folder of a model, its record, and the dtype it is stored in."""
-    folder, weights = resolve_model(model)
-    record = read_record(folder) if (folder / NAME).exists() else {}
-    return folder, record, stored_dtype(read_config(folder), weights) if weights else torch.float32
-
-
-def _teacher_of(record: dict) -> str:
-    if record.get("base_model", "").count("/") != 1:  # the name of a folder, which may be anywhere
-        raise OptionError(
-            f"the dense model {record['base_model']!r} was a local one; give its path as teacher"
-            if "base_model" in record
-            else "the model has no record of what it was compressed from; give the dense model as teacher"
-        )
-    return f"{record['base_model']}@{record['revision']}" if "revision" in record else record["base_model"]
-
-
-def _texts(calibration, source: DenseModel, options: Options, sequences: float) -> dict[str, CalibrationData]:
-    """Return name -> sequences to train on, as many of all together, and held-out ones; of every text its share."""
-    how: dict = {"max_length": options.length, "seed": options.seed, "text_column": options.text_column}
-    found = {}
-    for text, share in expanded(shares_of(calibration)).items():
-        name, samples = shown(text), max(1, round(sequences * share))
-        if name in found:
-            raise OptionError(f"two texts are called {name!r}; rename one")
-        found[name] = load_calibration(text, source, num_samples=samples, **how)
-        if found[name].held_out is None:
-            raise OptionError(
-                f"text {name!r} has a single sequence, so none can be held out; give more text or a smaller max_length"
-            )
-    return found
+    def write(self, run: Run, record: dict, output: Path) -> None:
+        """Write the checkpoint, or the adapter where the network still has one; an unchanged model is copied."""
+        recovered = record["recovery"]["recovered"]
+        with creating(output) as unfinished:
+            if not recovered and self.given.folder is not None:
+                shutil.copytree(self.given.folder, unfinished)
+            else:
+                run.write(unfinished)
+            if "plan" in record and not (recovered and self.settings.adapter):
+                write_text(unfinished / "README.md", _card(run.model, record, output))
+            # What was not compressed by rankfold has no record that `read_record` would take.
+            write_json(unfinished / (NAME if "plan" in record else TRAINING), record)
 
 
 @contextlib.contextmanager
@@ -278,17 +259,6 @@ def _working(output: Path | None, identity: dict) -> Iterator[Path]:
     run = RunFolder(output, json.loads(json.dumps(identity)))  # as it will be read
     with run.working():
         yield run.path
-
-
-def _probes(source: DenseModel, record: dict) -> Probes | None:
-    """Return the probe texts, to be measured again; ``None`` where the record has none, or they cannot be read any more."""
-    if "kinds" not in (record.get("probe_texts") or {}):
-        return None
-    try:
-        return load_probes(source)
-    except (CheckpointError, DataError) as error:
-        log.info("probe texts are not measured again: %s", error)
-        return None
 
 
 def _describe(config, texts: dict[str, CalibrationData], record: dict) -> None:
@@ -304,16 +274,3 @@ def _describe(config, texts: dict[str, CalibrationData], record: dict) -> None:
 def _card(student: PreTrainedModel, record: dict, output: Path) -> str:
     auto = auto_class(student.config, type(student).__name__).__name__
     return model_card(record, output.name, stock=described(student.config) is None, auto=auto)
-
-
-def _write(output: Path, run: Run, record: dict, card: str | None, unchanged: Path | None) -> None:
-    """Write the checkpoint, or the adapter where the network still has one; an unchanged model is copied."""
-    with creating(output) as unfinished:
-        if unchanged is not None:
-            shutil.copytree(unchanged, unfinished)
-        else:
-            run.write(unfinished)
-        if card is not None:
-            write_text(unfinished / "README.md", card)
-        # What was not compressed by rankfold has no record that `read_record` would take.
-        write_json(unfinished / (NAME if "plan" in record else TRAINING), record)

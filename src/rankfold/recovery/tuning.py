@@ -1,6 +1,7 @@
 """What of a compressed model is trained: adapters or its own weights, with its ranks and zeros as they are."""
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Literal
 
@@ -59,8 +60,9 @@ def prepared(model: PreTrainedModel, tune: Tune, rank: int, seed: int) -> nn.Mod
 
         targets = _linear_layers(model, mlp_only=tune == "lora-mlp")
         adapters = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, task_type="CAUSAL_LM")
-        with torch.random.fork_rng():  # Trainer sets the seed too late for them
+        with torch.random.fork_rng(), warnings.catch_warnings():  # Trainer sets the seed too late for them
             torch.manual_seed(seed)
+            warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers for a name of before
             return get_peft_model(model, adapters)
     tied = {id(p) for p in present(model.get_output_embeddings()).parameters()}
     for parameter in own_weights(model, tune):

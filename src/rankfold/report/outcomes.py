@@ -128,8 +128,15 @@ def trained_on(recovery: Record) -> str:
     )
 
 
-def recovery_lines(recovery: Record | None) -> list[str]:
-    """Return the lines on a recovery: what was trained, and the perplexity of every text before and after."""
+def recovery_lines(record: Record) -> list[str]:
+    """Return the lines on a recovery: what was trained, and the perplexity of every text before and after.
+
+    Held-out text comes first, then the kinds of probe texts.
+
+    Args:
+        record: of the run; there are no lines where nothing was trained.
+    """
+    recovery = record.get("recovery")
     if recovery is None:
         return []
     reason = recovery.get("unchanged_because") or "no text gains, or one loses too much"  # older records have none
@@ -137,8 +144,23 @@ def recovery_lines(recovery: Record | None) -> list[str]:
         "" if recovery["recovered"] else f"; nothing was recovered ({reason}), so the weights are those before training"
     )
     undone = "" if recovery["recovered"] else ", undone"
-    return [trained_on(recovery) + kept] + [
-        f"{text}: perplexity {facts['perplexity_before']:.2f} -> {facts['perplexity']:.2f} (dense "
-        f"{facts['perplexity_dense']:.2f}) on {facts['sequences']} held-out sequences{undone}"
-        for text, facts in recovery["held_out"].items()
+    before = kinds_in(recovery.get("probe_texts_before"))
+    return [
+        trained_on(recovery) + kept,
+        *(
+            _before_and_after(
+                text, facts, facts["perplexity_before"], f"{facts['sequences']} held-out sequences{undone}"
+            )
+            for text, facts in recovery["held_out"].items()
+        ),
+        *(
+            _before_and_after(kind, facts, before[kind]["perplexity"], f"{facts['passages']} probe texts")
+            for kind, facts in kinds_in(record.get("probe_texts")).items()
+            if kind in before
+        ),
     ]
+
+
+def _before_and_after(text: str, facts: Record, before: float, where: str) -> str:
+    dense, after = facts["perplexity_dense"], facts["perplexity"]
+    return f"{text}: perplexity {before:.2f} -> {after:.2f} (dense {dense:.2f}) on {where}"

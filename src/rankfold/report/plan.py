@@ -40,7 +40,7 @@ class Plan:
     bytes_after: int
     kv_bytes_per_token: int
     kv_bytes_per_token_after: int
-    peak_memory_bytes: int  # estimate, beside the program and its libraries
+    peak_memory_bytes: int  # estimate, in addition to the program and its libraries
     seconds: float | None  # estimate; None where no block was timed, see `rankfold.compression.duration.timed`
     # Of the allocation: temperature, scores; what stays as zeros.
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -166,7 +166,7 @@ class Plan:
             memory = f"{self.peak_memory_bytes / 1e9:.1f} of {self.hardware['memory_bytes'] / 1e9:g} GB"
             yield "peak memory of an accelerator (estimate)", memory
         else:
-            yield "peak memory beside the program (estimate)", f"{self.peak_memory_bytes / 2**30:.2f} GiB"
+            yield "peak memory without the program (estimate)", f"{self.peak_memory_bytes / 2**30:.2f} GiB"
         if self.seconds is not None:
             yield f"time{self._where()} (estimate)", _duration(self.seconds)
 

@@ -1,5 +1,6 @@
 """The run record: one JSON with everything a number depends on."""
 
+import functools
 import json
 import os
 import platform
@@ -125,8 +126,13 @@ def _check(record, path: Path) -> None:
 
 def versions() -> dict[str, str]:
     """Versions of what the numbers depend on."""
-    packages = ("torch", "transformers", "safetensors")
-    return {"rankfold": __version__, "python": platform.python_version()} | {p: metadata.version(p) for p in packages}
+    return {"rankfold": __version__, "python": platform.python_version(), **_packages()}
+
+
+@functools.cache
+def _packages() -> dict[str, str]:
+    """Read the metadata of packages, once: it is a mail that is parsed."""
+    return {name: metadata.version(name) for name in ("torch", "transformers", "safetensors")}
 
 
 def process_status(name: str) -> int | None:
@@ -188,6 +194,7 @@ def run_record(source, description: dict, plan, reports: dict) -> dict:
         "peak_device_memory_bytes": peak_device_memory_bytes(source.device),
         "estimated": estimates,
         "processes": process_count(),
+        "offload": source.offload.name if source.offload else None,
     }
     planned = {key: value for key, value in plan.to_dict().items() if key not in {*estimates, "calibration"}}
     record = {

@@ -4,7 +4,7 @@ Shape legend: O outputs, N inputs, R latent width.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from ...modules import QuantizedTensor, build
 from ..result import Latent
 from .factor import Fit, product
 from .layout import Slot
-from .measures import as_dense
+from .measures import Measure, as_dense
 from .refining import refined_codes, rounded_codes
 from .report import Report
 
@@ -103,8 +103,8 @@ def store_all(
     """
     made = {m: parts[m] if m in parts else in_junction(layout[m], fit) for m, fit in fits.items()}
     latents: dict[str, Latent] = {}
-    stored = _Stored(latents)
-    errors = {m: partial(fit.measure, stored) for m, fit in fits.items()}
+    errors = {m: partial(fit.measure, _Stored(latents)) for m, fit in fits.items()}
+    known = _Known(latents, moments)
     reports = {m: replace(fit.report, junction_condition=made[m].condition) for m, fit in fits.items()}
 
     def put(module: str, codes: dict[str, Quantized | None] | None) -> None:
@@ -113,16 +113,16 @@ def store_all(
     quantised = [m for m in fits if layout[m].method.bits]
     for m in fits:
         put(m, rounded_codes(layout[m], made[m].numbers) if m in quantised else None)
-    rounded_errors = {m: errors[m](moments) for m in quantised}
+    rounded_errors = {m: known(fits[m].measure) for m in quantised}
     for m in quantised:
-        rounded, before = latents[m], errors[m](moments)
+        rounded, before = latents[m], known(fits[m].measure)
         put(m, refined_codes(layout[m], fits[m], made[m].numbers, made[m].indices))
-        worse = errors[m](moments) > before * (1 + SAME)  # of what modules that were fitted together compute
+        worse = known(fits[m].measure) > before * (1 + SAME)  # of what modules that were fitted together compute
         latents[m] = rounded if worse else latents[m]
         facts = {"bits": layout[m].method.bits, "quantisation": "rounded" if worse else "refined"}
         reports[m] = replace(reports[m], rounded_error=rounded_errors[m], **facts)
     for m in quantised:
-        reports[m] = replace(reports[m], relative_error=errors[m](moments))
+        reports[m] = replace(reports[m], relative_error=known(fits[m].measure))
     return latents, reports, errors
 
 
@@ -131,8 +131,10 @@ class _Stored(Mapping):
     """What stored projections amount to, made when looked at."""
 
     projections: dict[str, Latent]
+    looked_at: set[str] = field(default_factory=set)
 
     def __getitem__(self, module: str) -> Dense:
+        self.looked_at.add(module)
         return as_dense(self.projections[module])
 
     def __iter__(self):
@@ -140,6 +142,28 @@ class _Stored(Mapping):
 
     def __len__(self) -> int:
         return len(self.projections)
+
+
+@dataclass
+class _Known:
+    """Errors on the moments of the fit, measured again only where a projection that they depend on has changed.
+
+    Modules that are fitted together share a measure.
+    """
+
+    latents: dict[str, Latent]
+    moments: BlockMoments
+    found: dict[int, tuple[dict[str, Latent], float]] = field(
+        default_factory=dict
+    )  # by measure: of what, and its error
+
+    def __call__(self, measure: Measure) -> float:
+        measured, error = self.found.get(id(measure), ({}, 0.0))
+        if not measured or any(self.latents[m] is not latent for m, latent in measured.items()):
+            stored = _Stored(self.latents)
+            error = measure(stored, self.moments)
+            self.found[id(measure)] = {m: self.latents[m] for m in stored.looked_at}, error
+        return error
 
 
 def _as_built(spec: dict, tensors: dict[str, Tensor], dtype: torch.dtype) -> Latent:

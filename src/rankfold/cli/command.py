@@ -1,7 +1,6 @@
-"""What a command line must not be, whatever the command; and one line for what the machine refuses."""
+"""The class of all commands: what is checked before one runs, and its help page; one line for what the machine refuses."""
 
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -16,49 +15,12 @@ from ..errors import OptionError
 from .config import remaining
 from .options import PANELS, MethodOptions
 from .quiet import quiet_libraries
+from .rules import check_rules, flag
 
 UsageError = typer.TyperException  # what the parser raises
 
 SHARED = ("compress", "calibrate", "compare")  # whose work several processes share; the first one does the others alone
 
-PLACES = ("model", "text", "calibration", "include_path", "baseline")  # arguments that may be paths
-HOME = re.compile("(?:^|[:=])(~[^/=]+)")  # of another user: ~name/x, ALIAS:~name/x, COMPONENT=~name/x
-# Option -> those of which one must be given, or nothing reads it; where a command has them.
-BESIDE = {
-    "include_path": ("tasks", "generation"),
-    "num_fewshot": ("tasks",),
-    "batch_size": ("tasks",),
-    "baseline": ("speed", "generation"),
-    "batch_sizes": ("speed",),
-    "max_length": ("text",),
-    "limit": ("text", "tasks", "generation"),
-    "text_column": ("text",),
-    "seed": ("temperature",),
-    "gpus": ("gpu",),
-}
-# Option -> those that it leaves no use for, and why.
-INSTEAD = {
-    "components": (
-        ("sparsity", "component", "moments", "recover"),
-        "--components compresses several components, each with its own sparsity, --{} is of one; leave one of them out",
-    ),
-    "gpu": (
-        ("calibration", "seed", "text_column", "component", "components", "moments", "device"),
-        "--gpu plans by the shapes of a config alone, --{} would be ignored; leave one of them out",
-    ),
-    "target_size": (
-        ("sparsity", "keep_quality", "budget", "scope", "components"),
-        "--target-size says how much of the whole model's bytes is removed, --{} would be ignored; leave one of them out",
-    ),
-    "keep_quality": (
-        ("sparsity", "components", "recover", "gpu"),
-        "--keep-quality finds the sparsity of one component by compressing it, --{} has no place beside it; leave one out",
-    ),
-    "moments": (
-        ("calibration", "num_samples", "max_length", "seed", "text_column", "shards", "mode"),
-        "--moments is one pass over text that is measured already, --{} would be ignored; leave one of them out",
-    ),
-}
 WIDEST = 30  # names of options that stand on the line of their help
 HAS_COLUMNS = re.compile(
     r"\.(jsonl|ndjson|json|csv|tsv|parquet)(=[^=/]*)?$|^(\w+=)?hub:", re.IGNORECASE
@@ -73,7 +35,7 @@ class Command(TyperCommand):
         order, values = self.make_parser(ctx).parse_args(args=list(args))[2], ctx.params
         for parameter, times in Counter(order).items():
             if times > 1 and not getattr(parameter, "multiple", False):
-                raise OptionError(f"{_flag(parameter.name)} is given {times} times; give it once")
+                raise OptionError(f"{flag(parameter.name)} is given {times} times; give it once")
         given = {str(parameter.name) for parameter in order}
         if values.get("config"):
             values["config"] = [remaining(ctx, settings, given) for settings in values["config"]]
@@ -81,16 +43,7 @@ class Command(TyperCommand):
                 values |= values["config"][0]
         for name, value in values.items():
             _check_value(name, value)
-        for name, (others, reason) in INSTEAD.items():
-            ignored = [other for other in others if values.get(name) is not None and other in given]
-            if ignored and (ignored[0], values[ignored[0]]) != ("mode", "one-pass"):
-                raise OptionError(reason.format(ignored[0].replace("_", "-")))
-        chosen = given | {name for name, value in (ctx.default_map or {}).items() if value}
-        for name in given:
-            needed = [other for other in BESIDE.get(name, ()) if other in values]
-            if needed and not chosen & set(needed):
-                beside = " or ".join(map(_flag, needed))
-                raise OptionError(f"{_flag(name)} would be ignored without {beside}; give both or neither")
+        check_rules(ctx, given)
         if "text_column" in given:
             _check_column(values)
         if "method" in values:
@@ -128,21 +81,11 @@ def _code(invoke: Callable[[typer.Context], None], ctx: typer.Context) -> int:
     return 0
 
 
-def _flag(name: str | None) -> str:
-    return f"--{str(name).replace('_', '-')}"
-
-
 def _check_value(name: str, value: Any) -> None:
     if isinstance(value, float) and not math.isfinite(value):
-        raise OptionError(f"{_flag(name)} must be a finite number, got {value}")
+        raise OptionError(f"{flag(name)} must be a finite number, got {value}")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise OptionError(f"{_flag(name)} must fit into 64 bits, got {str(value)[:24]}...; choose a smaller number")
-    if name in PLACES:
-        for place in value if isinstance(value, list | tuple) else [value]:
-            home = HOME.search(str(place))
-            if home and os.path.expanduser(home[1]) == home[1]:
-                label = "MODEL" if name == "model" else _flag(name)
-                raise OptionError(f"{label}: there is no user whose home is {home[1]!r}; write the path out")
+        raise OptionError(f"{flag(name)} must fit into 64 bits, got {str(value)[:24]}...; choose a smaller number")
 
 
 def _check_column(values: dict[str, Any]) -> None:
@@ -162,7 +105,7 @@ def _check_method(given: set[str], values: dict[str, Any]) -> None:
     method = MethodOptions(**{field.name: values[field.name] for field in fields(MethodOptions)}).parse()
     for name, goes_with in ignored_options(method.describe()).items():
         if name in given:
-            raise OptionError(f"{_flag(name)} would be ignored, it goes with {goes_with}; leave it out")
+            raise OptionError(f"{flag(name)} would be ignored, it goes with {goes_with}; leave it out")
 
 
 def usage(error: UsageError) -> str:

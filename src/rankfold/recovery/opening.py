@@ -1,0 +1,140 @@
+"""Open what a recovery needs: the compressed model, the dense one, and the texts."""
+
+import copy
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..checkpoint.load import load_model
+from ..checkpoint.streamed import open_streamed
+from ..compression.result import CompressionResult
+from ..data.calibration_data import CalibrationData, shown
+from ..data.load import load_calibration
+from ..data.mixing import expanded, shares_of
+from ..data.probes import Probes, load_probes
+from ..errors import CheckpointError, DataError, OptionError, option
+from ..models.dense_model import DenseModel
+from ..models.given import resolve_model
+from ..models.opening import open_model, stored_dtype
+from ..models.whole import read_config
+from ..report.record import NAME, read_record
+from .options import Options
+
+log = logging.getLogger(__name__)
+
+Compressed = str | Path | PreTrainedModel | CompressionResult
+Teacher = str | Path | PreTrainedModel | DenseModel
+Texts = str | Path | Sequence[str | Path] | Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Given:
+    """A compressed model that is to be trained."""
+
+    model: Any  # in fp32; a DenseModel where blocks are read one at a time
+    record: dict
+    folder: Path | None
+    written: torch.dtype
+
+    @property
+    def network(self) -> PreTrainedModel:
+        """The transformers model; without the weights of its blocks where these are read one at a time."""
+        return self.model.model if isinstance(self.model, DenseModel) else self.model
+
+
+def open_student(model: Compressed, device: str) -> Given:
+    """Load a model to train in fp32."""
+    known = {}
+    if isinstance(model, CompressionResult):
+        model, known = model.output or model.model, model.record
+    if isinstance(model, PreTrainedModel):
+        return Given(copy.deepcopy(model).float(), dict(known), None, model.dtype)
+    folder, record, written = _read(model)
+    return Given(load_model(folder, dtype="float32", device=device), record, folder, written)
+
+
+def open_student_streamed(model: Compressed, device: str) -> Given:
+    """Open a model to train in fp32, one block at a time."""
+    place = model.output if isinstance(model, CompressionResult) else model
+    if place is None or isinstance(place, PreTrainedModel):
+        raise OptionError(
+            f"{option('blockwise', True)} reads one block at a time, and the model is in memory; write it to a folder, or "
+            f"leave {option('blockwise')} out"
+        )
+    folder, record, written = _read(place)
+    return Given(open_streamed(folder, dtype="float32", device=device), record, folder, written)
+
+
+def _read(model: str | Path) -> tuple[Path, dict, torch.dtype]:
+    """Return the folder of a model, its record, and the dtype it is stored in."""
+    folder, weights = resolve_model(model)
+    record = read_record(folder) if (folder / NAME).exists() else {}
+    return folder, record, stored_dtype(read_config(folder), weights) if weights else torch.float32
+
+
+def open_teacher(teacher: Teacher | None, model: Compressed, given: Given, device: str) -> DenseModel:
+    """Open the dense model: the one that is named, else the one that ``compress`` had, else that of the record.
+
+    Raises:
+        OptionError: nothing says which it is, or it has another vocabulary than the compressed model.
+    """
+    known = model.dense if isinstance(model, CompressionResult) else None
+    teacher = teacher or known or _recorded_teacher(given.record)
+    source = teacher if isinstance(teacher, DenseModel) else open_model(teacher, device=device)
+    if source.config.vocab_size != (size := given.network.config.get_text_config().vocab_size):
+        raise OptionError(
+            f"the teacher has {source.config.vocab_size:,} tokens and the model {size:,}; give the dense model that it was "
+            "compressed from"
+        )
+    return source
+
+
+def _recorded_teacher(record: dict) -> str:
+    if record.get("base_model", "").count("/") != 1:  # the name of a folder, which may be anywhere
+        raise OptionError(
+            f"the dense model {record['base_model']!r} was a local one; give its path as teacher"
+            if "base_model" in record
+            else "the model has no record of what it was compressed from; give the dense model as teacher"
+        )
+    return f"{record['base_model']}@{record['revision']}" if "revision" in record else record["base_model"]
+
+
+def load_texts(
+    calibration: Texts, source: DenseModel, options: Options, sequences: float
+) -> dict[str, CalibrationData]:
+    """Return name -> sequences to train on, and held-out ones.
+
+    Args:
+        sequences: to train on, of all texts together; each gives its share.
+
+    Raises:
+        OptionError: two texts have one name, or one has a single sequence.
+    """
+    how: dict = {"max_length": options.length, "seed": options.seed, "text_column": options.text_column}
+    found = {}
+    for text, share in expanded(shares_of(calibration)).items():
+        name, samples = shown(text), max(1, round(sequences * share))
+        if name in found:
+            raise OptionError(f"two texts are called {name!r}; rename one")
+        found[name] = load_calibration(text, source, num_samples=samples, **how)
+        if found[name].held_out is None:
+            raise OptionError(
+                f"text {name!r} has a single sequence, so none can be held out; give more text or a smaller max_length"
+            )
+    return found
+
+
+def probes_of(source: DenseModel, record: dict) -> Probes | None:
+    """Return the probe texts, to be measured again; ``None`` where the record has none, or they cannot be read any more."""
+    if "kinds" not in (record.get("probe_texts") or {}):
+        return None
+    try:
+        return load_probes(source)
+    except (CheckpointError, DataError) as error:
+        log.info("probe texts are not measured again: %s", error)
+        return None
