@@ -56,11 +56,15 @@ PROTECTED = {
         ],
         "",
     ),
-    "calibration/[!e]*.py": (
+    "calibration/[!ef]*.py": (
         ["tests/calibration", HELD_OUT, *(f"{CONTRACTS}{name}.py" for name in ("modegpt", "bolaco"))],
         f"{OF_NO_FAMILY} and not test_bolaco or blocks_run_one_by_one or windows_matter",
     ),
     "calibration/experts.py": ([EXPERTS], OF_EXPERTS),
+    "calibration/forward.py": (
+        ["tests/calibration/test_runner.py", f"{CONTRACTS}projector.py"],
+        "test_runner or given_whole or units_go and method0",
+    ),
     "data/*.py": (["tests/data"], ""),
     "compression/held_out.py": (
         [HELD_OUT, ENCODERS],

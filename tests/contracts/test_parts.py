@@ -37,8 +37,9 @@ def test_the_towers_of_clip_are_chosen_by_name():
         OptionError, match="CLIPModel has the components language and vision, got none; choose one with component$"
     ):
         rankfold.open_model(tiny_encoder("clip-vision"), device="cpu")
-    with pytest.raises(OptionError, match="BertModel has the component language, got vision; name none"):
-        rankfold.open_model(tiny_encoder("bert"), device="cpu", component="vision")
+    for name, shown in {"vision": "vision", "": "''"}.items():
+        with pytest.raises(OptionError, match=f"BertModel has the component language, got {shown}; name none"):
+            rankfold.open_model(tiny_encoder("bert"), device="cpu", component=name)
 
 
 @pytest.fixture(scope="module")

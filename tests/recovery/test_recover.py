@@ -140,6 +140,7 @@ def test_text_that_costs_all_other_text_gives_back_what_went_in(place, tmp_path,
     )
     assert facts["unchanged_because"] in shown and "undone" in shown
     assert "NOTHING WAS RECOVERED" in caplog.text
+    assert "the model predicts noise.txt no better than guessing" in caplog.text  # the dense one
     before, after = (rankfold.load(folder, device="cpu").state_dict() for folder in (place / "small", tmp_path / "out"))
     assert all(torch.equal(after[name], p) for name, p in before.items())
     card = (tmp_path / "out" / "README.md").read_text()

@@ -112,10 +112,12 @@ def part_of(model: "PreTrainedModel", name: str | None = None) -> Part:
     decodes = family.decoder if family else not towers or model.get_output_embeddings() is not None
     projector = _projector(model) if decodes and "vision" in towers else None
     names = [*(["language"] if decodes else []), *(["projector"] if projector else []), *towers]
-    if name not in names if name else len(names) > 1 and not decodes:
+    if name not in names if name is not None else len(names) > 1 and not decodes:
         advice = f"choose one with {option('component')}" if len(names) > 1 else "name none"
         has = f"has the component{'s' * (len(names) > 1)} {' and '.join(names)}"
-        raise OptionError(f"{type(model).__name__} {has}, got {name or 'none'}; {advice}")
+        raise OptionError(
+            f"{type(model).__name__} {has}, got {'none' if name is None else name or repr(name)}; {advice}"
+        )
     if decodes and name in (None, "language"):
         return Part("language", architecture_of(model), "", text, chosen=name is not None)
     if name == "projector" and projector:

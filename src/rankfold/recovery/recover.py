@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from .._utils.arguments import typed
 from .._utils.files import write_json, write_text
+from ..calibration.likelihood import warn_of_guessing
 from ..checkpoint.load import described
 from ..checkpoint.run import RunFolder
 from ..checkpoint.saving import creating
@@ -32,7 +33,7 @@ from ..models.dense_model import DenseModel
 from ..report.model_card import model_card
 from ..report.record import NAME
 from . import blockwise as by_block
-from .judging import ProbeLosses, gains, why_not, worse_kinds
+from .judging import ProbeLosses, gains, nats, why_not, worse_kinds
 from .loss import Loss
 from .opening import (
     Compressed,
@@ -201,6 +202,8 @@ class Recovery:
     def train(self, run: Run) -> dict:
         """Train the model, judge what came out, and return the record of it."""
         dense, before, after, facts = run.train()
+        for name, mean in nats(dense).items():
+            warn_of_guessing(mean, self.source.config.vocab_size, name)
         on_probes = run.probe_losses()
         reason = why_not(before, after, self._worse(on_probes), self.options.tolerance)
         facts |= {**self.identity, "teacher_name": self.source.name}
