@@ -155,7 +155,7 @@ class Blockwise:
         hidden = view.mlp.hidden if view.mlp else 4 * width
         halves = (16 * width, 6 * width + 6 * hidden)  # activations of a batch, kept for the backward pass
         passing = 4 * self.at_once * (sum(halves) if view.middle is None else max(halves))
-        return around + training + 2 * dense + streams + passing  # a dense block is read into a copy
+        return around + training + 2 * dense + streams + passing  # fits what was measured
 
     def _training_bytes(self, view: BlockView) -> int:
         """Return what a block takes with the optimiser of the half that is trained at once."""
