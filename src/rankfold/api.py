@@ -143,7 +143,7 @@ def compress(
     if calibration is None and moments is None:
         calibration = DEFAULT_TEXT
     pipeline.check_request(method, calibration, moments, mode, output)
-    moments, source = _stored(moments), _opened(model, tokenizer, component, dtype, device, revision, offload)
+    moments, source = _stored(moments, offload), _opened(model, tokenizer, component, dtype, device, revision, offload)
     tokens = _loaded(calibration, source, tokenizer, num_samples, max_length, seed)
     how: dict[str, Any] = {"moments": moments, "mode": mode, "on_plan": on_plan}
     if keep_quality is not None:
@@ -224,7 +224,7 @@ def plan(
         raise OptionError(
             f"gpus is of a plan for accelerators that are not here, got {gpus}; give gpu too, or leave it out"
         )
-    moments, source = _stored(moments), _opened(model, tokenizer, component, dtype, device, revision, offload)
+    moments, source = _stored(moments, offload), _opened(model, tokenizer, component, dtype, device, revision, offload)
     if calibration is None and moments is None and method.allocation.needs_text:
         calibration = DEFAULT_TEXT
     tokens = _loaded(calibration, source, tokenizer, num_samples, max_length, seed)
@@ -390,7 +390,11 @@ def _shaped(model: AnyModel | PretrainedConfig) -> str | Path | PretrainedConfig
     return model.config if isinstance(model, nn.Module) else model  # pyright: ignore[reportReturnType]  a transformers model has one
 
 
-def _stored(moments: MomentStore | str | Path | None) -> MomentStore | None:
+def _stored(moments: MomentStore | str | Path | None, offload: str | Path | None) -> MomentStore | None:
+    if moments is not None and offload is not None:
+        raise OptionError(
+            "offload keeps the hidden states of text that is measured, and moments are measured already; leave one of them out"
+        )
     return MomentStore.open(moments) if isinstance(moments, str | Path) else moments
 
 

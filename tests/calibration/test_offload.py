@@ -155,3 +155,11 @@ def test_the_peak_falls_by_what_is_kept_elsewhere_and_the_plan_knows(tmp_path, m
 def test_a_place_that_cannot_be_taken_is_told(value, message, tmp_path):
     with pytest.raises(OptionError, match=message):
         rankfold.open_model(save_tiny(tmp_path / "model"), device="cpu", offload=value)
+
+
+def test_moments_leave_no_states_to_keep_elsewhere(tmp_path):
+    source = opened("llama")
+    moments = rankfold.calibrate(source, calibration=tokens(4))
+    for call in (rankfold.compress, rankfold.plan):
+        with pytest.raises(OptionError, match="offload keeps the hidden states of text .* leave one of them out"):
+            call(save_tiny(tmp_path / "model"), method="modegpt", moments=moments, offload=tmp_path, device="cpu")
