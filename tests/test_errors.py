@@ -19,6 +19,7 @@ BUILTIN = {
     # What Python asks of a module without the name; an argument that a public function does not have, as Python says it.
     "_utils": {"AttributeError", "TypeError", "kind"},
     "linalg": {"ValueError", "LinAlgError"},
+    "calibration": {"IndexError", "ValueError"},  # of a sequence
     "modules": {"ValueError", "AttributeError", "NotImplementedError", "ImportError", "KeyError"},
     "methods": {"ValueError", "NotImplementedError"},
     "cli": {"Exit", "BadParameter"},

@@ -52,7 +52,14 @@ def good(tmp_path_factory):
     tokenizer().save_pretrained(place / "model")
     windows, method, model = tokens(4), rankfold.Rankfold(sparsity=0.3, rank_multiple=1), place / "model"
     vision = (rankfold.open_model(model), method, windows)
-    opening = {"tokenizer": None, "component": None, "dtype": "auto", "device": "cpu", "revision": None}
+    opening = {
+        "tokenizer": None,
+        "component": None,
+        "dtype": "auto",
+        "device": "cpu",
+        "revision": None,
+        "offload": None,
+    }
     drawing = {"num_samples": 1, "max_length": 16, "seed": 0}
     measuring = {"calibration": place / "a.txt", **drawing, **opening}
     choosing = {"sparsity": 0.3, "target_size": None, "keep_quality": None, "method": "modegpt", "rank_multiple": 1}
@@ -79,7 +86,14 @@ def good(tmp_path_factory):
         },
         "make_method": {"name": "modegpt", "sparsity": 0.3},
         "method_names": {},
-        "open_model": {"model": model, "dtype": "auto", "device": "cpu", "tokenizer": None, "component": None},
+        "open_model": {
+            "model": model,
+            "dtype": "auto",
+            "device": "cpu",
+            "tokenizer": None,
+            "component": None,
+            "offload": None,
+        },
         "perplexity": {"model": source.model, "windows": windows.ids, "autocast": None, "dtype": "auto"}
         | {"device": "auto", "stream": False},
         "plan": {"model": model, "moments": None, "gpu": None, "gpus": 1} | choosing | measuring,

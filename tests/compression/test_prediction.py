@@ -283,11 +283,11 @@ def test_the_page_of_large_models_runs(tmp_path, monkeypatch, capsys):
     page = (Path(__file__).parents[2] / "docs" / "large-models.md").read_text(encoding="utf-8")
     SEVEN.save_pretrained(tmp_path / "only-a-config")
     monkeypatch.chdir(tmp_path)
-    for line in re.findall(r"^rankfold .*$", page, re.M):
+    for line in re.findall(r"^rankfold plan .*$", page, re.M):
         monkeypatch.setattr(sys, "argv", shlex.split(line, comments=True))
         with pytest.raises(SystemExit) as stop:
             main()
         assert stop.value.code in (0, None)
-    assert capsys.readouterr().out.count("peak memory of an accelerator") == 2
+    assert capsys.readouterr().out.count("peak memory of an accelerator") == 3
     exec(re.search(r"```python\n(.*?)```", page, re.S)[1], {})
     assert float(capsys.readouterr().out.split()[0]) > 2e10

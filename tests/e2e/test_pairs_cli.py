@@ -68,9 +68,10 @@ def test_the_commands_of_the_page(run, place):
     """Of docs/vision.md, with fewer examples."""
     page = (Path(__file__).parents[2] / "docs" / "vision.md").read_text(encoding="utf-8")
     lines = re.findall(r"^rankfold .*$", page, re.M)
-    assert len(lines) == 3
+    assert len(lines) == 4
     for line in lines:
         line = line.partition("#")[0].removeprefix("rankfold ").replace("MODEL", "llava").replace("-o small", "-o page")
+        line = line.replace("language=wikitext2", "language=text.txt --max-length 16")
         few = "--num-samples 16 --rank-multiple 2 --device cpu" if line.startswith("compress") else ""
         code, _, err = run(f"{line} {few}")
         assert code in (0, None), f"{line}: {err}"

@@ -50,6 +50,7 @@ HERE = {  # what a page shows -> the same on a model and texts that are here
     "HuggingFaceTB/SmolLM2-135M": "model",
     "MODEL": "model",
     "./my-model": "model",
+    "/scratch": ".",
     "--text wikitext2 --text my-text.txt": "--text text.txt",
     "my-text.txt": "text.txt",
     "--text wikitext2": "--text text.txt",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._utils.files import writing
-from ..errors import OptionError, option
+from ..errors import CheckpointError, OptionError, option
 from .observers import DenseBatch
 
 
@@ -216,7 +216,10 @@ class StatesOnDisk(OffloadedStates):
     def _read(self, place: _Place, states: Tensor) -> Tensor:
         self._file.seek(place.start)
         if self._file.readinto(_bytes(states)) != states.nbytes:
-            raise OSError(f"a file of hidden states in {self.folder} is shorter than what was written to it")
+            raise CheckpointError(
+                f"a file of hidden states in {self.folder} is shorter than what was written to it; check the disk, give the "
+                "same command again"
+            )
         return states
 
     def _write(self, place: _Place, states: Tensor) -> None:
