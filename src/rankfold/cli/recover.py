@@ -59,9 +59,9 @@ def command(
     ] = None,
     rank: Annotated[int, o.of_training(help="Rank of adapters.")] = 16,
     lr: Annotated[
-        float | None, o.of_training(help="Largest learning rate. Default: 1e-4; adapters 5e-4, norms 1e-3.")
+        float | None, o.of_training(help="Largest learning rate. Default: 2e-4; adapters 5e-4, norms 1e-3.")
     ] = None,
-    batch_tokens: Annotated[int, o.of_training(help="Tokens of a step.")] = 4096,
+    batch_tokens: Annotated[int, o.of_training(help="Tokens of a step.")] = 2048,
     max_length: Annotated[int, o.of_calibration(help="Tokens of a sequence.")] = 512,
     tolerance: Annotated[
         float, o.of_training(help="How much the perplexity of a text may rise, as a fraction.")

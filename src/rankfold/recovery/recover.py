@@ -80,7 +80,7 @@ def recover(
     minutes: float | None = None,
     rank: int = 16,
     lr: float | None = None,
-    batch_tokens: int = 4096,
+    batch_tokens: int = 2048,
     max_length: int = 512,
     tolerance: float = 0.02,
     adapter: bool = False,
@@ -109,7 +109,7 @@ def recover(
         tokens: to train on; texts that hold fewer are read several times.
         minutes: train on as many tokens, at most ``tokens``, as take about this long here.
         rank: of adapters, ``>= 1``.
-        lr: largest learning rate of AdamW; 1e-4 for ``all`` (3e-4 block by block), 5e-4 for adapters, 1e-3 for norms. It
+        lr: largest learning rate of AdamW; 2e-4 for ``all`` (3e-4 block by block), 5e-4 for adapters, 1e-3 for norms. It
             rises over 5 % of the steps, three at least (half of a shorter run), and falls along a cosine.
         batch_tokens: tokens of a step.
         max_length: tokens of a sequence.

@@ -17,7 +17,7 @@ from ..linalg.stochastic_rounding import round_stochastically
 from ..modules.tensors import QuantizedTensor
 
 Tune = Literal["lora", "lora-mlp", "all", "norms"]
-LEARNING_RATES: dict[Tune, float] = {"lora": 5e-4, "lora-mlp": 5e-4, "all": 1e-4, "norms": 1e-3}
+LEARNING_RATES: dict[Tune, float] = {"lora": 5e-4, "lora-mlp": 5e-4, "all": 2e-4, "norms": 1e-3}
 ZEROS = 0.25  # a weight with a larger fraction of zeros has them on purpose
 
 
