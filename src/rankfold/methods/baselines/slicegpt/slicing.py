@@ -28,7 +28,7 @@ def check_architecture(method: Method, architecture: Architecture, view: BlockVi
     elif architecture.norms is None or architecture.mlp.activation is None:
         reason = "its spec does not say how its norms work and what its activation is"
     elif not view.adds:
-        reason = "a norm or a factor follows its attention and MLP or in its stream, and rotations do not pass it"
+        reason = "a norm or a factor follows its attention and MLP, or is in its stream, and rotations do not pass it"
     if reason:
         raise UnsupportedModelError(
             f"{method.name} cannot take this {architecture.model_type}: {reason}; use another method, such as "
