@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from rankfold import CalibrationData, DenseModel, open_model
+from rankfold import CalibrationData, DenseModel, load_calibration, open_model
 from rankfold._utils.files import read_json, write_json
 from rankfold.data.text import read_text
 from rankfold.evaluation.text import windows_of_text
@@ -61,6 +61,13 @@ def add_windows(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--seed", type=int, default=0)
+
+
+def calibration(args, source: DenseModel, file: str) -> CalibrationData:
+    """Return the calibration windows that :func:`add_windows` asks for, of a text of :func:`add_data`, within the context."""
+    length = min(args.length, source.context_length)
+    text = str(data_file(args.data, file))
+    return load_calibration(text, source, num_samples=args.samples, max_length=length, seed=args.seed)
 
 
 def skip(reason: str) -> None:

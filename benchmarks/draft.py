@@ -47,9 +47,7 @@ def main() -> None:
     if args.rounds < 2:
         parser.error("--rounds is at least 2: quartiles are reported")
     source = common.open_source(args.model)
-    length = min(args.length, source.context_length)
-    text = str(common.data_file(args.data, CALIBRATION))
-    tokens = rankfold.load_calibration(text, source, num_samples=args.samples, max_length=length, seed=args.seed)
+    tokens = common.calibration(args, source, CALIBRATION)
     prompts = common.windows(source, common.data_file(args.data, TEXT), PROMPT)
     prompts = prompts[:: len(prompts) // args.prompts][: args.prompts]
     config = {

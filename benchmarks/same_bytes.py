@@ -62,11 +62,7 @@ class Files:
         self.args, self.place = args, place
         place.mkdir(parents=True, exist_ok=True)
         self.source = common.open_source(args.model)
-        text = str(common.data_file(args.data, CALIBRATION))
-        length = min(args.length, self.source.context_length)
-        self.tokens = rankfold.load_calibration(
-            text, self.source, num_samples=args.samples, max_length=length, seed=args.seed
-        )
+        self.tokens = common.calibration(args, self.source, CALIBRATION)
         self.texts = {name: self._plain(name, file) for name, file in TEXTS.items()}
 
     def describe(self) -> dict:
