@@ -64,9 +64,7 @@ class Row:
     mode: str | None = None  # None: parallel where the method can
     calibration: str | None = None
     windows: int | None = None  # of the calibration; None: all
-    recovery: dict | None = (
-        None  # options of `rankfold.recover`, where what is compressed is trained before it is measured
-    )
+    recovery: dict | None = None  # options of `rankfold.recover`, by which it is trained before it is measured
     as_wide: bool = False  # own rotary pairs at the widths of these options
 
     def cell(self, source) -> Cell:

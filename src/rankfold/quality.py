@@ -84,20 +84,19 @@ def compress_to_keep(
     begin = time.perf_counter()
     curve = loss_curve(validated(source), method, tokens, moments)
     tokens, moments = _measured_once(source, method, tokens, moments, mode)
-    measuring = time.perf_counter() - begin
+    seconds = time.perf_counter() - begin
     place = _Places(Path(output)) if output is not None else None
     runs: list[Lost] = []
     earlier: list[dict[str, float]] = []
-    results: list[CompressionResult] = []
     kept: CompressionResult | None = None
     while (sparsity := next_sparsity(curve, runs, allowed)) is not None:
         predicted = math.exp(-expected_loss(curve, runs, sparsity)) if curve.costs or runs else None
-        goal = Goal("keep_quality", keep_quality, predicted, tuple(earlier))
+        asked = Goal("keep_quality", keep_quality, predicted, tuple(earlier))
         folder = place.of_run(sparsity) if place else None
-        how = {"moments": moments, "mode": mode, "on_plan": on_plan, "goal": goal}
+        how = {"moments": moments, "mode": mode, "on_plan": on_plan, "goal": asked}
         result = _run(source, replace(method, sparsity=sparsity), tokens, folder, how)
         got = kept_quality(result.record["held_out"])
-        results.append(result)
+        seconds += result.record["run"]["seconds"]["total"]  # also of one that an earlier search did
         runs.append(Lost(sparsity, -math.log(got)))
         earlier.append({"sparsity": sparsity, "got": got})
         if got >= keep_quality and all(run.sparsity <= sparsity for run in runs if run.is_within(allowed)):
@@ -112,9 +111,8 @@ def compress_to_keep(
             f"{option('keep_quality', keep_quality)} is not kept at any sparsity from {LEAST} on that was tried ({tried}); "
             "give a lower one, more calibration samples, or another method"
         )
-    at = results.index(kept)
-    compressing = sum(result.record["run"]["seconds"]["total"] for result in results)
-    kept.record["goal"] |= {"later_runs": earlier[at + 1 :], "search_seconds": measuring + compressing}
+    goal = kept.record["goal"]
+    goal |= {"later_runs": earlier[len(goal["earlier_runs"]) + 1 :], "search_seconds": seconds}
     if place:
         written = present(kept.output)
         on_first(lambda: write_json(written / NAME, kept.record))

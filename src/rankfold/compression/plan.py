@@ -23,6 +23,7 @@ from ..architectures import BlockView
 from ..calibration.backward import sweep_memory, windows_for
 from ..calibration.experts import INPUT, PER_UNIT, ROUTING
 from ..calibration.gradients import numbers, widest
+from ..calibration.offload import Offload
 from ..calibration.runner import batch_tokens
 from ..calibration.statistics import SAMPLE_ROWS, STATISTICS
 from ..data.calibration_data import mean_length
@@ -168,7 +169,7 @@ def build_plan(
         bytes_after=floats_after * item + sum(added for _, added in changes),
         kv_bytes_per_token=sum(view.attention.cached for view, _ in caching) * item,
         kv_bytes_per_token_after=sum(method.cached_numbers(*block) for block in caching) * item,
-        peak_memory_bytes=_peak_memory(source, method, calibration),
+        peak_memory_bytes=_peak_memory(source, method, calibration, source.offload),
         seconds=None,
         facts=allocated.facts
         | ({"zeros": removed} if method.leaves_zeros else {})
@@ -212,7 +213,7 @@ def _experts(blocks: Blocks, reports: Reports) -> dict | None:
     }
 
 
-def _peak_memory(source: DenseModel, method: Method, calibration: dict | None) -> int:
+def _peak_memory(source: DenseModel, method: Method, calibration: dict | None, offload: Offload | None) -> int:
     """Estimate the peak in bytes, of tensors: what surrounds the blocks, the residual streams, and the most that measuring or
     decomposing a block or a backward pass takes."""
     item = torch.empty((), dtype=source.compute_dtype).element_size()
@@ -232,7 +233,7 @@ def _peak_memory(source: DenseModel, method: Method, calibration: dict | None) -
     two = any(STATISTICS[name].two_streams for name in statistics)
     streams = 3 if two else 1
     streams = len(source) + 1 if isinstance(method.allocation, Greedy) else streams  # of one round of the search
-    here = min(tokens, source.offload.held * batch_tokens(source)) if source.offload else tokens
+    here = min(tokens, offload.held * batch_tokens(source)) if offload else tokens
     stream = (streams * here + 3 * held_out + 2 * probes) * width * active
     backwards = of_gradients = 8 * numbers(view, method.gradients(view))
     if calibration and (windows := _sweep_windows(source, method, calibration)):

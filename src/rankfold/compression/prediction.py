@@ -166,14 +166,11 @@ def _advice(
     if peak <= card.bytes:
         return None
 
-    there, mine = source.offload, _shared_out(calibration, count)
+    mine = _shared_out(calibration, count)
 
     def fits(method: Method, is_offloaded: bool) -> bool:
-        source.offload = Offload(source.device) if is_offloaded else there
-        try:
-            return _peak_memory(source, method, mine) <= card.bytes
-        finally:
-            source.offload = there
+        offload = Offload(source.device) if is_offloaded else source.offload
+        return _peak_memory(source, method, mine, offload) <= card.bytes
 
     return f"{peak / 1e9:.0f} GB do not fit on {card.gigabytes:g} GB: {_remedy(fits, method)}"
 

@@ -45,12 +45,10 @@ log = logging.getLogger(__name__)
 
 EPOCHS = 4  # over the sequences, where the texts hold enough of them
 LEARNING_RATES: dict[Tune, float] = {"all": 3e-4, "norms": 1e-3}
-# In fp32, of every weight of a block; of the weights that are trained, and of those that are trained at once.
-WEIGHT_BYTES, TRAINED_BYTES, AT_ONCE_BYTES = (
-    4,
-    4,
-    16,
-)  # itself; as it was; gradient, two moments of Adam, its best state
+# In fp32, added up for each weight of a block:
+WEIGHT_BYTES = 4  # itself
+TRAINED_BYTES = 4  # as it was, of one that is trained
+AT_ONCE_BYTES = 16  # gradient, two moments of Adam and its best state, of one that is trained at once with others
 
 
 class Half(NamedTuple):
@@ -219,7 +217,7 @@ class Blockwise:
         for index in blocks:
             view = read(index)
             last: list[list[DenseBatch]] = [[], []]
-            for side, kept in zip(self.sides, last, strict=False):
+            for side, kept in zip(self.sides[:2], last, strict=True):
                 advance_dense(view, side.dense, kept.append)
             for side in self.sides[2:]:
                 advance(view, side.dense)

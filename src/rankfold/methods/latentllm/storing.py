@@ -153,9 +153,8 @@ class _Known:
 
     latents: dict[str, Latent]
     moments: BlockMoments
-    found: dict[int, tuple[dict[str, Latent], float]] = field(
-        default_factory=dict
-    )  # by measure: of what, and its error
+    # By measure: the projections that it looked at, and its error.
+    found: dict[int, tuple[dict[str, Latent], float]] = field(default_factory=dict)
 
     def __call__(self, measure: Measure) -> float:
         measured, error = self.found.get(id(measure), ({}, 0.0))
