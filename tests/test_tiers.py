@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from itertools import product
 from types import SimpleNamespace
 
-from tiers import KINDS, PILLARS, span
+from tiers import KINDS, PILLARS, TESTS, kinds_of, span
 
 FAMILIES = [*KINDS, *(f"family-{i}" for i in range(10))]
 METHODS = [f"method-{i}" for i in range(8)]
@@ -35,6 +35,19 @@ def test_every_kind_of_family_is_there_and_on_the_pillars_every_method_and_every
     elsewhere = [c.originalname for c in spanning if c.family not in PILLARS]
     assert min(map(elsewhere.count, ("test_a", "test_b", "test_c"))) > len(elsewhere) / 6, "one stands for the others"
     assert len(spanning) <= len(PILLARS) * len(METHODS) + len(KINDS) < len(cases) / 5
+
+
+def test_every_file_has_the_pillars_and_every_kind_is_in_many_files():
+    files = [kinds_of(path) for path in TESTS.glob("contracts/test_*.py")]
+    assert len(files) > 30 and all(set(PILLARS) < kinds < set(KINDS) for kinds in files)
+    assert all(sum(kind in kinds for kinds in files) > len(files) / 3 for kind in KINDS)
+    assert kinds_of(TESTS / "contracts" / "test_modegpt.py") == kinds_of(TESTS / "test_modegpt.py")  # wherever it lies
+
+
+def test_families_that_do_not_stand_for_others_in_a_file_are_left_out():
+    cases = [Case("test_a", family, METHODS[0], MODES[0]) for family in FAMILIES]
+    few = {*PILLARS, *KINDS[2::2]}
+    assert {c.family for c in span(cases, few)} == few
 
 
 def test_functions_with_a_few_cases_keep_them_all():

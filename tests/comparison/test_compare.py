@@ -12,28 +12,20 @@ import rankfold
 from rankfold import perplexity, pipeline
 from rankfold.cli.forms import parse_forms
 from rankfold.comparison import Accuracies, Measures, Perplexities, Speed, cells_of, compare
-from rankfold.comparison.report import page
-from rankfold.comparison.report.plots import Drawn
 from rankfold.errors import CheckpointError, DataError, OptionError
 from rankfold.evaluation.tasks import Questions
 from rankfold.evaluation.text import Texts
 from saved import save_text, save_tiny
+from undrawn import draw_only
 
 module = importlib.import_module("rankfold.comparison.compare")
 METHODS = "modegpt:rank_multiple=2,latentllm,rankfold:rank_multiple=2"
 TIMES = ("compress_seconds", "measure_seconds", "environment")
 
 
-@pytest.fixture
-def pictures():
-    """Taken by a test that looks at pictures."""
-
-
 @pytest.fixture(autouse=True)
-def few_pictures(request, monkeypatch):
-    """Draw for ``finished`` and for tests that take ``pictures``: to draw takes longer than to run the grid."""
-    if "pictures" not in request.fixturenames:
-        monkeypatch.setattr(page, "drawn", lambda picture, width=0.0: Drawn(picture, b"", "", ""))
+def few_pictures(monkeypatch):
+    draw_only(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +62,7 @@ def finished(place, source, tokens, measures, tmp_path_factory):
     """Folder and rows of a whole grid, and how often the dense model was calibrated."""
     out, calls = tmp_path_factory.mktemp("done") / "out", []
     with pytest.MonkeyPatch.context() as patch:
+        draw_only(patch)
         calibrate = pipeline.calibrate
         patch.setattr(pipeline, "calibrate", lambda *args, **options: (calls.append(1), calibrate(*args, **options))[1])
         rows = compare(source, cells_of(parse_forms(METHODS), [0.2, 0.4]), tokens, measures, out)
@@ -123,24 +116,26 @@ def test_modules_have_ranks_and_held_out_errors(finished):
         assert any(module["held_out_error"] is not None for module in row["modules"])
 
 
-@pytest.mark.parametrize("stop", [1, 3, 6])
-def test_an_interrupted_grid_goes_on_where_it_was(source, tokens, measures, finished, tmp_path, stop, monkeypatch):
-    cells, seen = cells_of(parse_forms(METHODS), [0.2, 0.4]), []
+def test_a_grid_that_is_interrupted_again_and_again_goes_on_where_it_was(
+    source, tokens, measures, finished, tmp_path, monkeypatch
+):
+    """After the dense row, in the middle, and before the last row."""
+    cells, seen, compressed, done = cells_of(parse_forms(METHODS), [0.2, 0.4]), [], [], pipeline.compress
+    monkeypatch.setattr(
+        pipeline, "compress", lambda *args, **options: (compressed.append(args[1]), done(*args, **options))[1]
+    )
 
     def interrupt(row):
         seen.append(row["label"])
-        if len(seen) == stop:
+        if len(seen) in (1, 3, 6):
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        compare(source, cells, tokens, measures, tmp_path / "out", on_row=interrupt)
-    again, done = [], pipeline.compress
-    monkeypatch.setattr(
-        pipeline, "compress", lambda *args, **options: (again.append(args[1]), done(*args, **options))[1]
-    )
-    rows = compare(source, cells, tokens, measures, tmp_path / "out")
-    assert len(again) == len(cells) - stop + 1  # the dense row was the first
-    assert plain(rows) == plain(finished[1])
+    for rows in (1, 3, 6):
+        with pytest.raises(KeyboardInterrupt):
+            compare(source, cells, tokens, measures, tmp_path / "out", on_row=interrupt)
+        assert (len(seen), len(compressed)) == (rows, rows - 1)  # the dense row was the first
+    assert plain(compare(source, cells, tokens, measures, tmp_path / "out")) == plain(finished[1])
+    assert len(compressed) == len(cells)
 
 
 def test_a_model_that_was_compressed_but_not_measured_is_not_compressed_again(
@@ -241,7 +236,8 @@ def test_a_damaged_row_is_named(source, tokens, measures, finished, tmp_path, da
         compare(source, cells_of(parse_forms("svd"), [0.4]), tokens, measures, tmp_path / "out")
 
 
-def test_speed_is_measured_beside_the_dense_model(place, source, tokens, tmp_path, pictures):
+def test_speed_is_measured_beside_the_dense_model(place, source, tokens, tmp_path, monkeypatch):
+    draw_only(monkeypatch, "speed-decode")
     speed = Speed(source.context_length, batch=1, repeats=1)
     cells = cells_of(parse_forms("modegpt:rank_multiple=2"), [0.4])
     rows = compare(source, cells, tokens, made(place, source, speed=speed), tmp_path / "out")
@@ -276,9 +272,8 @@ def test_the_text_that_was_calibrated_on_is_named(finished, source, tokens, meas
     assert "text.txt is the calibration text too" in caplog.text and "other.txt" not in caplog.text
 
 
-def test_tasks_are_in_the_rows_and_in_the_command_that_repeats_them(
-    place, source, tokens, tmp_path, monkeypatch, pictures
-):
+def test_tasks_are_in_the_rows_and_in_the_command_that_repeats_them(place, source, tokens, tmp_path, monkeypatch):
+    draw_only(monkeypatch, "tasks-0.4")
     asked = []
 
     def measure(self, network, tokenizer):

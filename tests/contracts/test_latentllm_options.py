@@ -16,7 +16,7 @@ from rankfold.compression.replace import replace
 from rankfold.errors import OptionError
 from rankfold.linalg.junction import JUNCTIONS as JUNCTIONS_OF_FACTORS
 from rankfold.linalg.quantization import dequantize
-from rankfold.methods.latentllm import storing
+from rankfold.methods.latentllm import refining, storing
 from rankfold.methods.latentllm.factor import prepare
 from rankfold.methods.latentllm.layout import dense_projections
 from rankfold.methods.latentllm.refining import refined_codes, rounded_codes
@@ -62,8 +62,14 @@ MATRIX = [case for case in some_of(FAMILIES, OPTIONS) + some_of(FREE, OPTIONS_FR
 JUNCTIONS = ["block_identity_right", "block_identity_left", "lu", "symmetric"]
 
 
-def compressed(family: str, **options):
-    source, method = opened(family), method_for(family, **options)
+@pytest.fixture
+def few_steps(monkeypatch):
+    """Refine codes in 4 steps, not 30: for what holds of any codes."""
+    monkeypatch.setattr(refining, "refine_factors", functools.partial(refining.refine_factors, steps=4))
+
+
+def compressed(family: str, blocks: int = 3, **options):
+    source, method = opened(family, blocks), method_for(family, **options)
     return rankfold.compress(source, method=method, calibration=tokens(32)).model, rankfold.plan(source, method=method)
 
 
@@ -79,8 +85,8 @@ def bytes_of(folder) -> int:
 
 
 @pytest.mark.parametrize("family, option", MATRIX)
-def test_counts_bytes_round_trips_cache_and_generation(family, option, tmp_path):
-    model, plan = compressed(family, **(OPTIONS | OPTIONS_FREE)[option])
+def test_counts_bytes_round_trips_cache_and_generation(family, option, tmp_path, few_steps):
+    model, plan = compressed(family, blocks=2, **(OPTIONS | OPTIONS_FREE)[option])
     assert numbers(model) == plan.parameters_after
     assert "dense" in option or plan.sparsity >= 0.3
 
@@ -103,8 +109,8 @@ def test_counts_bytes_round_trips_cache_and_generation(family, option, tmp_path)
 
 
 @pytest.mark.parametrize("option", ["bits", "sparse-alone", "sparse-bits", "shared-all", "head-bits"])
-def test_written_block_by_block_in_bf16(option, tmp_path):
-    source = rankfold.open_model(tiny_model("opt").to(torch.bfloat16), device="cpu")
+def test_written_block_by_block_in_bf16(option, tmp_path, few_steps):
+    source = rankfold.open_model(tiny_model("opt", blocks=2).to(torch.bfloat16), device="cpu")
     method = method_for("opt", **(OPTIONS | OPTIONS_FREE)[option])
     rankfold.compress(source, method=method, calibration=tokens(32), output=tmp_path / "small")
     plan = rankfold.plan(source, method=method)
@@ -136,8 +142,8 @@ def distance(a, b) -> float:
 @pytest.mark.parametrize("family, junction", some_of(FAMILIES, JUNCTIONS))
 def test_eight_bits_are_close_to_none_and_more_bits_are_closer(family, junction):
     settings = {"junction": junction, "chunk": 16}
-    plain = logits(compressed(family, **settings)[0])
-    errors = [distance(logits(compressed(family, bits=bits, **settings)[0]), plain) for bits in (3, 5, 8)]
+    plain = logits(compressed(family, blocks=1, **settings)[0])
+    errors = [distance(logits(compressed(family, blocks=1, bits=bits, **settings)[0]), plain) for bits in (3, 5, 8)]
     assert errors[2] < 0.06 and errors[0] > errors[1] > errors[2]
 
 

@@ -149,10 +149,15 @@ def _falcon() -> dict:
     }
 
 
-def tiny_model(family: str, seed: int = 0) -> nn.Module:
+def tiny_model(family: str, seed: int = 0, blocks: int = 3) -> nn.Module:
     """A random model; weights and biases large enough that every path matters."""
     torch.manual_seed(seed)
-    model = t.AutoModelForCausalLM.from_config(CONFIGS[family]())
+    config = CONFIGS[family]()
+    if blocks != config.num_hidden_layers:
+        config.num_hidden_layers = blocks
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:blocks]
+    model = t.AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
         if parameter.dim() >= 2:
             nn.init.normal_(parameter, std=0.15)
@@ -175,9 +180,9 @@ def some_ids(rows: int = 2, length: int = 24, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, 96, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def opened(family: str):
+def opened(family: str, blocks: int = 3):
     """A tiny model, open, its blocks run in fp32."""
-    source = rankfold.open_model(tiny_model(family), device="cpu")
+    source = rankfold.open_model(tiny_model(family, blocks=blocks), device="cpu")
     source.autocast = None
     return source
 

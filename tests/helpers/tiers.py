@@ -7,7 +7,9 @@ others; ``pytest -m matrix``: the rest.
 import functools
 import heapq
 import random
+import zlib
 from collections import Counter, defaultdict
+from collections.abc import Collection
 from itertools import combinations, product
 from pathlib import Path
 
@@ -24,8 +26,8 @@ SLOW = ("linalg/test_bounds.py", "linalg/test_joint_mlp.py")
 FEW = 6  # a function with no more cases keeps them all
 # Families that every function runs on: gated, grouped, rotary, without biases; and the opposite of all four.
 PILLARS = ("llama", "opt")
-# One of each kind that a spec tells apart. The others are in the matrix alone, where what the functions of a file share on a
-# family, a compression most often, is made once; of a case here and there in both tiers it would be made twice.
+# One of each kind that a spec tells apart; a file has half of them. The others are in the matrix alone, where what the
+# functions of a file share on a family, a compression most often, is made once; of a case in both tiers it would be made twice.
 KINDS = (
     *PILLARS,
     *("gpt_neox", "gpt2", "phi3"),  # fused: heads one after the other, transposed, grouped and gated
@@ -41,12 +43,14 @@ def mark(items: list[pytest.Item]) -> None:
     """Mark tests as ``fast`` and as ``matrix``."""
     files = defaultdict(list)
     for item in items:
+        if item.get_closest_marker("matrix"):
+            continue
         if is_in(item.path, FAST) and not is_in(item.path, SLOW):
             item.add_marker("fast")
         else:
             files[item.path].append(item)
-    for cases in files.values():
-        spanning = span(cases)
+    for path, cases in files.items():
+        spanning = span(cases, kinds_of(path))
         for item in cases:
             if item not in spanning:
                 item.add_marker("matrix")
@@ -63,10 +67,15 @@ def has_fast(path: Path) -> bool:
     return (is_in(path, FAST) and not is_in(path, SLOW)) or any((TESTS / place).is_relative_to(path) for place in FAST)
 
 
-def span(items: list[pytest.Item]) -> set[pytest.Item]:
+def kinds_of(path: Path) -> set[str]:
+    """Return the families that stand for all others in a file: the pillars, and every other kind, in turns with other files."""
+    return {*PILLARS, *KINDS[len(PILLARS) + zlib.crc32(path.stem.encode()) % 2 :: 2]}
+
+
+def span(items: list[pytest.Item], kinds: Collection[str] = KINDS) -> set[pytest.Item]:
     """Choose cases of one file that span the others.
 
-    Every value of every argument is in one, of families those of ``KINDS``. Every function meets every value of a short
+    Every value of every argument is in one, of families those of ``kinds``. Every function meets every value of a short
     argument, and both pillars with it. Every pair of values of two long ones is in one, of families (with methods, say) those
     with a pillar. Functions with a few cases keep them all.
     """
@@ -74,7 +83,7 @@ def span(items: list[pytest.Item]) -> set[pytest.Item]:
     every = set().union(*values.values())
     lengths = Counter(axis for axis, _ in every)
     families = {axis for axis in lengths if sum((axis, kind) in every for kind in KINDS) > 1}
-    others = {(axis, value) for axis, value in every if axis in families and lengths[axis] > FEW and value not in KINDS}
+    others = {(axis, value) for axis, value in every if axis in families and lengths[axis] > FEW and value not in kinds}
     functions = defaultdict(list)
     for item in items:
         functions[item.originalname].append(item)

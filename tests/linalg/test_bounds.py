@@ -11,7 +11,7 @@ from rankfold.linalg.paired_svd import paired_svd
 
 F64 = torch.float64
 CLOSE = 0.02
-WIDTHS = (64, 256, 1024, 2048)
+WIDTHS = (64, 256, 1024, pytest.param(2048, marks=pytest.mark.matrix))
 
 
 def is_tight(found: float, exact: float) -> bool:
