@@ -9,8 +9,8 @@ import transformers
 from huggingface_hub import constants
 
 import tiers
+from few_probe_texts import score_few
 from rankfold.cli import main
-from rankfold.data import probes
 
 torch.set_num_threads(1)
 
@@ -47,10 +47,9 @@ def in_a_hurry():
 
 @pytest.fixture(scope="session", autouse=True)
 def few_probe_texts():
-    """Score one passage of every kind: to score all takes longer than to compress a tiny model."""
+    """Score one passage of every kind, here and in processes that tests start."""
     with pytest.MonkeyPatch.context() as patch:
-        every = probes.passages_of
-        patch.setattr(probes, "passages_of", lambda kind: every(kind)[:1])
+        score_few(patch.setattr)
         yield
 
 

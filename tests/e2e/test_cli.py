@@ -180,7 +180,8 @@ def test_evaluate_several_texts_and_tasks_at_once(small, place, run):
     )
 
 
-def test_evaluate_speed_beside_the_dense_model(small, run):
+def test_evaluate_speed_beside_the_dense_model(small, run, monkeypatch):
+    monkeypatch.setattr("rankfold.evaluation.speed.STEPS", 4)  # of 32 that a context of 128 tokens has room for
     code, out, err = run("evaluate small --speed --baseline model --batch-sizes 1,2 --device cpu --json")
     assert code in (0, None), err
     cost = json.loads(out)["cost"]
@@ -533,11 +534,15 @@ def test_export_prints_counts(even, run):
     assert code == 2 and err == "rankfold: model is a stock model already, nothing is to be exported: use it as it is\n"
 
 
-def test_compare_writes_a_report_and_says_what_failed(run, place):
+def test_compare_writes_a_report_and_says_what_failed(run, place, monkeypatch):
     pytest.importorskip("matplotlib", reason="rankfold[report] is not installed")
+    from undrawn import draw_only
+
     line = f"compare model --methods modegpt:rank_multiple=2,latentllm:joint=ud --sparsities 0.2,0.4 {CALIBRATION} -o compared "
     line += "--text text.txt --text-length 32 --limit 2"
-    code, out, err = run(line)
+    with monkeypatch.context() as patch:
+        draw_only(patch)
+        code, out, err = run(line)
     assert code == 1 and err.count("cannot take the joint form") == 2 and "failed" in out and "Traceback" not in err, (
         err
     )

@@ -13,6 +13,7 @@ import torch
 import rankfold
 import warm
 from families import opened, tokens
+from few_probe_texts import score_few
 from kills import CHANGES, WRITES
 from rankfold import make_method
 from rankfold._utils.processes import joined
@@ -74,6 +75,7 @@ def compress(name: str, output: Path, shards: int = SHARDS, rows: int = 16) -> N
 def work(folder: str, names: list[str]) -> None:
     """Compress in turn, in one of several processes or alone."""
     torch.set_num_threads(1)
+    score_few()
     if os.environ.get("RANK", "0") != "0":
         sys.addaudithook(partial(_end_if_writing, folder))
     with joined():

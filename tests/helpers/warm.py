@@ -26,8 +26,9 @@ TRANSFORMERS = (
         "transformers.quantizers",
     ),
     *("transformers.models.llama.modeling_llama", "transformers.generation.utils", "transformers.processing_utils"),
+    *("pydantic", "pydoc_data.topics", "rich.console", "rich.progress", "rich.table", "typer.core"),
 )
-RANKFOLD = "from rankfold.cli import main; main()"
+RANKFOLD = "from few_probe_texts import score_few; score_few(); from rankfold.cli import main; main()"
 
 
 @functools.cache

@@ -23,6 +23,7 @@ from rankfold.errors import OptionError
 from rankfold.models.opening import open_model
 from saved import save_text, save_tiny
 from shared_runs import BASE, EVERY, SHARDS, WORKER, join
+from warm import RANKFOLD
 
 STOPPED = "modegpt"  # the case whose second process ends in the middle
 STOPS = """
@@ -51,7 +52,6 @@ if os.environ["RANK"] == "2":
 from rankfold.cli import main
 main()
 """
-COMMAND = "from rankfold.cli import main; main()"
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -138,7 +138,7 @@ def arguments(files, output: Path, command: str = "compress") -> list[str]:
 
 def test_moments_of_two_processes_are_those_of_one_and_any_number_takes_them(files, place):
     """The first process prints, once."""
-    codes, out, err = run(2, COMMAND, *arguments(files, place / "moments-2", "calibrate"), folder=place / "calibrate")
+    codes, out, err = run(2, RANKFOLD, *arguments(files, place / "moments-2", "calibrate"), folder=place / "calibrate")
     assert codes == [0, 0], err
     assert out.count("moments of 4 blocks") == 1
     source = open_model(files[0], device="cpu")
@@ -170,7 +170,7 @@ def test_training_is_refused_before_anything_runs(files, place, line):
     words = [model if word in ("small", "model") else word for word in line]
     words += ["--teacher", model] if line[0] == "recover" else ["-o", str(place / "trained")]
     codes, _, err = run(
-        2, COMMAND, *words, "--calibration", text, "--max-length", "32", "--device", "cpu", folder=place / line[0]
+        2, RANKFOLD, *words, "--calibration", text, "--max-length", "32", "--device", "cpu", folder=place / line[0]
     )
     assert codes == [2, 2]
     said = [text for text in err.splitlines() if text.startswith("rankfold: ")]
@@ -185,7 +185,7 @@ def test_training_is_refused_before_anything_runs(files, place, line):
     [(["methods", "svd"], 0, "precondition="), (["compress", "nowhere", "--sparsity", "2"], 2, "sparsity")],
 )
 def test_what_cannot_be_shared_is_done_and_said_once(place, line, code, printed):
-    codes, out, err = run(2, COMMAND, *line, folder=place / line[0])
+    codes, out, err = run(2, RANKFOLD, *line, folder=place / line[0])
     assert codes == [code, code]
     lines = [text for text in (out + err).splitlines() if printed in text]
     assert len(lines) == 1, lines
