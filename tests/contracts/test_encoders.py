@@ -39,22 +39,16 @@ def method_of(name: str):
 
 @pytest.fixture(scope="module", params=METHODS, ids="-".join)
 def run(request, tmp_path_factory):
-    """Method, family, source, the model in memory, and the folder written."""
+    """Method, family, source, the folder written, and the model read back from it."""
     name, family = request.param
     source, folder = opened_encoder(family), tmp_path_factory.mktemp("encoders") / "small"
     rankfold.compress(source, method=method_of(name), calibration=samples_of(source), output=folder)
-    return (
-        name,
-        family,
-        source,
-        rankfold.compress(source, method=method_of(name), calibration=samples_of(source)).model,
-        folder,
-    )
+    return name, family, source, folder, rankfold.load(folder, device="cpu")
 
 
 def test_the_folder_loads_by_its_auto_class_with_its_head(run):
-    _, family, source, model, folder = run
-    again = rankfold.load(folder, device="cpu")
+    name, family, source, folder, again = run
+    model = rankfold.compress(source, method=method_of(name), calibration=samples_of(source)).model
     assert type(again) is type(source.model)
     assert torch.equal(states(again, family, batch_of(source)), states(model, family, batch_of(source)))
     auto = (folder / "README.md").read_text().partition("from transformers import ")[2].partition(",")[0]
@@ -72,17 +66,17 @@ def test_the_folder_loads_by_its_auto_class_with_its_head(run):
 
 
 def test_planned_equals_actual_and_what_is_no_block_stays_as_it_was(run):
-    _, _, source, model, folder = run
+    _, _, source, folder, model = run
     record = json.loads((folder / "rankfold.json").read_text())
     assert sum(p.numel() for p in model.parameters()) == record["counts"]["parameters"]
     assert record["counts"]["sparsity"] >= 0.28 and record["counts"]["kv_bytes_per_token"] == 0
-    blocks, small = f"{source.architecture.blocks}.", rankfold.load(folder, device="cpu").state_dict()
+    blocks, small = f"{source.architecture.blocks}.", model.state_dict()
     around = {key: tensor for key, tensor in source.model.state_dict().items() if not key.startswith(blocks)}
     assert around and all(torch.equal(small[key], tensor) for key, tensor in around.items())
 
 
 def test_the_record_says_how_far_held_out_states_have_moved(run):
-    _, family, source, model, folder = run
+    _, family, source, folder, model = run
     held_out = samples_of(source).held_out
     dense, small = (states(m, family, held_out).flatten(0, 1).double() for m in (tiny_encoder(family), model))
     found = json.loads((folder / "rankfold.json").read_text())["held_out"]

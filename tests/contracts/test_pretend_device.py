@@ -38,7 +38,7 @@ def method_of(name: str, **options):
 def opened(family: str, device: str) -> DenseModel:
     """A model that is in memory on the CPU, its blocks run in fp32."""
     encoder = family in ENCODERS
-    model = tiny_encoder(family) if encoder else tiny_model(family)
+    model = tiny_encoder(family) if encoder else tiny_model(family, blocks=2)
     source = rankfold.open_model(model, device=device, component=ENCODERS[family].part if encoder else None)
     source.autocast = None
     return source
