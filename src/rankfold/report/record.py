@@ -42,6 +42,7 @@ RECOVERY = {
     "length": int,
     "seed": int,
     "teacher_name": str,
+    "minutes": Maybe(NUMBER),  # asked for; as many tokens then as time allows
     "texts": Each({"num_samples": int}),
     "tokens_seen": int,
     "tuned_parameters": int,
