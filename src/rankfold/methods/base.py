@@ -47,7 +47,7 @@ class CompressionStep(NamedTuple):
     """One step of compressing a block, measured on what the steps before it left."""
 
     statistics: set[str]  # what it reads
-    # (the block as it is now, its moments, what measures the same on windows that nothing is fitted to, None without any)
+    # (the block as it is now, its moments, what measures the same on samples that nothing is fitted to, None without any)
     # -> what is replaced
     decompose: Callable[[BlockView, BlockMoments, Callable[[], BlockMoments | None]], BlockResult]
 

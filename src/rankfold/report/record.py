@@ -233,7 +233,7 @@ def run_record(source, description: dict, plan, reports: dict) -> dict:
     file is written.
 
     Args:
-        description: what was done, counts and what was found on held-out windows; ``before``, the record of the part that was
+        description: what was done, counts and what was found on held-out samples; ``before``, the record of the part that was
             compressed before this one, where one was.
     """
     estimates = {"seconds": plan.seconds, "peak_memory_bytes": plan.peak_memory_bytes}
