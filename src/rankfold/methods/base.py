@@ -54,7 +54,7 @@ class CompressionStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Method(MethodConfig):
-    """What the pipeline calls. A method defines the six that raise here; the others have defaults.
+    """What the pipeline calls. A method defines six that raise here; the others have defaults, or are for one allocation.
 
     :meth:`supported_modules`, :meth:`statistics` and :meth:`prunable_modules` say what there is to choose from,
     :meth:`parameter_change` and :meth:`cached_numbers` what a choice leaves, and :meth:`decompose` makes it.
