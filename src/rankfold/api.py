@@ -302,18 +302,18 @@ def export(
 @typed
 def perplexity(
     model: AnyModel | CompressionResult,
-    windows: Tensor | CalibrationData,
+    samples: Tensor | CalibrationData,
     *,
     autocast: torch.dtype | None = None,
     dtype: str = "auto",
     device: str = "auto",
     stream: bool = False,
 ) -> dict[str, Any]:
-    """Compute the perplexity of a model, dense or compressed, on token windows.
+    """Compute the perplexity of a model, dense or compressed, on samples of tokens.
 
     Args:
         model: hub id, folder, ``.gguf`` file, a model in memory, an open model, or what :func:`compress` returned.
-        windows: ``(W, T)`` token ids, or a calibration set of text, of which all windows are used.
+        samples: ``(W, T)`` token ids, or a calibration set of text, of which all samples are used.
         autocast: run the forward under autocast in this dtype.
         dtype: of a model that is not in memory, see :func:`load`.
         device: of a model that is not in memory.
@@ -324,11 +324,11 @@ def perplexity(
         ``stream`` also ``peak_memory_bytes`` and ``peak_device_memory_bytes``.
 
     Raises:
-        DataError: the windows are none, or too short to predict a token.
-        NumericsError: a window has no finite loss.
+        DataError: the samples are none, or too short to predict a token.
+        NumericsError: a sample has no finite loss.
         OptionError: the model is none of transformers; or it is to be streamed and can be read as a whole only.
     """
-    ids: Any = windows.ids if isinstance(windows, CalibrationData) else windows  # what is no text is refused there
+    ids: Any = samples.ids if isinstance(samples, CalibrationData) else samples  # what is no text is refused there
     if stream:
         if not isinstance(model, str | Path):
             raise OptionError("stream reads a model from the disk, and this one is in memory; leave it out")

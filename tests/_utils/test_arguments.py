@@ -93,7 +93,7 @@ def good(tmp_path_factory):
             "component": None,
             "offload": None,
         },
-        "perplexity": {"model": source.model, "windows": windows.ids, "autocast": None, "dtype": "auto"}
+        "perplexity": {"model": source.model, "samples": windows.ids, "autocast": None, "dtype": "auto"}
         | {"device": "auto", "stream": False},
         "plan": {"model": model, "moments": None, "gpu": None, "gpus": 1} | choosing | measuring,
         "push": {"folder": place / "nowhere", "repo_id": "me/small", "private": False, "force": False},

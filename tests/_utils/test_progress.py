@@ -157,7 +157,7 @@ TEXT = "--calibration text.txt --num-samples 8 --max-length 64 --device cpu --js
 COMMANDS = {
     f"compress model -o small --sparsity 0.3 --rank-multiple 2 {TEXT}": (
         r"measuring sensitivity: 4 of 4",
-        r"compressing: 2 of 4, \d+ s so far, about \d+ s left, error of the stream on held-out windows \d\.\d{3}",
+        r"compressing: 2 of 4, \d+ s so far, about \d+ s left, error of the stream on held-out samples \d\.\d{3}",
     ),
     f"calibrate model -o moments {TEXT}": (r"calibrating: 1 of 4, \d+ s so far, about \d+ s left",),
     f"plan model --sparsity 0.3 --rank-multiple 2 {TEXT}": (r"measuring sensitivity: 3 of 4",),

@@ -278,7 +278,7 @@ def test_a_model_whose_numbers_are_too_large_for_fp16_is_said_to_compute_nan(nam
     for parameter in source.blocks[0].mlp.parameters():
         parameter.data.mul_(100)
     with pytest.raises(
-        NumericsError, match="computes NaN on the calibration windows: its numbers are too large for float16"
+        NumericsError, match="computes NaN on the calibration samples: its numbers are too large for float16"
     ):
         rankfold.compress(
             source,

@@ -13,6 +13,7 @@ from rankfold.cli.command import UsageError
 from rankfold.cli.options import MethodOptions
 from rankfold.errors import CheckpointError, OptionError
 from rankfold.methods import make_method
+from rankfold.recovery.options import Options
 
 CALIBRATION = {"source": "a text.txt", "samples": 4, "length": 32, "tokens": 128, "seed": 1, "sha256": ""}
 COUNTED = ("counted_weights", "removed_weights", "parameters", "bytes", "kv_bytes_per_token")
@@ -76,6 +77,33 @@ def test_everything_that_is_not_as_by_default_is_repeated(tmp_path):
     assert (params["model"], params["mode"], params["component"]) == ("owner/my model@abc", "one-pass", "language")
     images = parsed(tmp_path, record_of(make_method("modegpt"), calibration=CALIBRATION | {"kind": "images"}))
     assert images["max_length"] == CalibrationOptions().max_length
+
+
+TRAINED = {
+    **{"tune": "lora", "loss": "both", "tokens": 99, "rank": 3, "lr": 0.5, "batch_tokens": 7, "tolerance": 0.1},
+    **{"seed": 4, "text_column": "body", "minutes": 2.5, "adapter": True},
+}
+
+
+def test_a_training_is_repeated_with_every_option_that_its_weights_depend_on(tmp_path):
+    facts = TRAINED | {"length": 16, "calibration": {"a.txt": 0.7, "b=1.txt": 0.3}}
+    asked = {field.name for field in fields(Options)} | {"minutes", "adapter", "calibration"}
+    assert set(facts) == asked  # a new option has to be repeated too
+
+    def repeated(*more: str, **other) -> dict:
+        line = ["small", "-o", "again", *more]
+        return parsed(tmp_path, {"recovery": facts | other}, *line, command="recover")
+
+    expected = TRAINED | {"max_length": 16, "calibration": ["a.txt=0.7", "b=1.txt=0.3"], "blockwise": False}
+    params = repeated()
+    assert {key: params[key] for key in expected} == expected
+    over = {"tokens": 5, "calibration": ["c.txt"]}
+    params = repeated("--tokens", "5", "--calibration", "c.txt")
+    assert {key: params[key] for key in expected} == expected | over
+    params = repeated(blockwise=True, loss="states")
+    assert (params["blockwise"], params["loss"]) == (True, "kl")
+    with pytest.raises(CheckpointError, match="recovery"):
+        parsed(tmp_path, {}, "small", "-o", "again", command="recover")
 
 
 def test_options_beside_it_come_first_and_settings_by_key(tmp_path):

@@ -252,7 +252,7 @@ def outputs(source, ids: Given, stream: Stream, hidden: Tensor | None = None, *,
     found = found.logits if source.architecture.decoder else _batched(found.last_hidden_state)
     if torch.aminmax(found.detach()).min.isnan():  # isnan() would make a second tensor of a vocabulary's size
         raise NumericsError(
-            f"{source.name} computes NaN on the calibration windows: its numbers are too large for "
+            f"{source.name} computes NaN on the calibration samples: its numbers are too large for "
             f"{str(source.model.dtype).removeprefix('torch.')}, or its weights are damaged; give it in float32"
         )
     return found

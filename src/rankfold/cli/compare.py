@@ -39,7 +39,7 @@ def command(
         ),
         MayBePath(),
     ],
-    text_length: Annotated[int, o.of_measurements(help="Tokens per window of the texts.")] = 2048,
+    text_length: Annotated[int, o.of_measurements(help="Tokens per sample of the texts.")] = 2048,
     tasks: Annotated[
         str | None, o.of_measurements(help="Tasks of lm-eval, e.g. arc_easy,piqa,mmlu_math:5 (5 examples).")
     ] = None,

@@ -1,5 +1,6 @@
 """`--config FILE`: repeat what a record holds. Options given on the command line override it."""
 
+import logging
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -7,12 +8,19 @@ from typing import Annotated, Any
 
 import typer
 
-from .._utils.schema import Maybe, check_record
+from .._utils.schema import NUMBER, Each, Maybe, check_record
 from ..errors import written
 from .options import MethodOptions, of_measurements, of_model
 
+log = logging.getLogger(__name__)
+
 # What a record must hold to be repeated, beside what the tables show.
 NEEDED = {"dtype": str, "revision": Maybe(str), "calibration": {"seed": int}, "plan": {"method": {"method": str}}}
+NEEDED_OF_RECOVERY = {
+    **dict.fromkeys(("tune", "loss", "text_column"), str),
+    **dict.fromkeys(("tokens", "rank", "batch_tokens", "length", "seed"), int),
+    **{"lr": NUMBER, "tolerance": NUMBER, "calibration": Each(NUMBER), "minutes": Maybe(NUMBER), "adapter": bool},
+}
 Settings = dict[str, Any]  # name of a parameter -> its value, as text until it is parsed
 
 
@@ -35,10 +43,25 @@ def _read_run(context: typer.Context, path: Path | None) -> Recorded | None:
     records = records_of(read_record(path))
     for record in records:
         check_record(record, NEEDED, path)
+    if "recovery" in records[-1]:
+        log.info(
+            "%s: what is repeated is the compression; `rankfold recover --config` repeats the training after it", path
+        )
     found = [_of_run(record) for record in records]
     if len(found) > 1:
         found[0]["components"] = ",".join(f"{one['component']}={one['sparsity']}" for one in found)
     return _into_defaults(context, found)
+
+
+def _read_recovery(context: typer.Context, path: Path | None) -> Recorded | None:
+    """Return the settings of the training that made a model."""
+    if path is None or context.resilient_parsing:
+        return None
+    from .._utils.files import read_json
+
+    record = read_json(path)
+    check_record(record, {"recovery": NEEDED_OF_RECOVERY}, path)
+    return _into_defaults(context, [_of_recovery(record["recovery"])])
 
 
 def _read_comparison(context: typer.Context, path: Path | None) -> Recorded | None:
@@ -67,6 +90,10 @@ _record_of = partial(of_model, parser=Path, metavar="<path>", is_eager=True)
 Run = Annotated[
     Recorded | None,
     _record_of(callback=_read_run, help="rankfold.json of a run to repeat; options given here override it."),
+]
+Recovery = Annotated[
+    Recorded | None,
+    _record_of(callback=_read_recovery, help="rankfold.json of a training to repeat; options given here override it."),
 ]
 Comparison = Annotated[
     Recorded | None,
@@ -116,6 +143,20 @@ def _of_run(record: Settings) -> Settings:
         "mode": record["mode"],
         **({"component": record["plan"]["part"]} if record["plan"].get("part") else {}),
     }
+
+
+def _of_recovery(facts: Settings) -> Settings:
+    """Name what a training was asked for; the models are given anew, as a record has their names only."""
+    is_blockwise = facts.get("blockwise", False)
+    asked = ("tune", "tokens", "minutes", "rank", "lr", "batch_tokens", "tolerance", "adapter", "seed", "text_column")
+    values = {
+        **{key: facts[key] for key in asked},
+        "loss": "kl" if is_blockwise else facts["loss"],  # the option has no effect there, and stays as by default
+        "max_length": facts["length"],
+        "blockwise": is_blockwise,
+        "calibration": [f"{text}={share}" for text, share in facts["calibration"].items()],
+    }
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def _of_comparison(identity: Settings) -> Settings:

@@ -25,7 +25,7 @@ def command(
         ),
         MayBePath(),
     ] = None,
-    max_length: Annotated[int, o.of_measurements(help="Tokens per window."), Needs(("text",))] = 2048,
+    max_length: Annotated[int, o.of_measurements(help="Tokens per sample."), Needs(("text",))] = 2048,
     text_column: Annotated[
         str, o.of_measurements(help="Column of the text in a file with rows."), Needs(("text",))
     ] = "text",
@@ -98,7 +98,7 @@ def _sizes(text: str) -> list[int]:
 
 def _line(result: dict) -> str:
     return (
-        f"perplexity {result['perplexity']:.2f} on {result['windows']} windows of {result['length']} tokens of "
+        f"perplexity {result['perplexity']:.2f} on {result['windows']} samples of {result['length']} tokens of "
         f"{result['text']} ({result['definition']}){_memory(result)}"
     )
 

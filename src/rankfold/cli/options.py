@@ -81,7 +81,7 @@ IncludePath = Annotated[
 ]
 Limit = Annotated[
     int | None,
-    of_measurements(help="Only the first N windows of a text, N questions of a task, N prompts of a kind."),
+    of_measurements(help="Only the first N samples of a text, N questions of a task, N prompts of a kind."),
     Needs(("text", "tasks", "generation")),
 ]
 Generation = Annotated[

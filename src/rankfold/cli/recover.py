@@ -11,6 +11,7 @@ from ..errors import OptionError
 from . import common as c
 from . import options as o
 from .calibration import parse_texts
+from .config import Recovery
 from .rules import MayBePath
 
 TEXTS = [DEFAULT_TEXT]
@@ -35,6 +36,7 @@ def parse_minutes(time: str | None) -> float | None:
 def command(
     model: o.Model,
     output: Annotated[Path, o.of_output("-o", "--output", help="Folder to write; an unfinished run goes on.")],
+    config: Recovery = None,
     teacher: Annotated[
         str | None,
         o.of_model(help="The dense model. Default: the one on the hub that it was compressed from."),
@@ -96,6 +98,7 @@ def command(
     \b
     rankfold recover small -o better --minutes 15
     rankfold recover small -o better --teacher dense --calibration wikitext2 --calibration c4 --tune lora
+    rankfold recover small -o again --teacher dense --config better/rankfold.json
     """
     from ..recovery.recover import recover
     from ..report.outcomes import recovery_lines

@@ -58,7 +58,7 @@ def compare(
     Args:
         source: an open model.
         cells: of :func:`~.grid.cells_of`.
-        tokens: calibration windows.
+        tokens: calibration samples.
         measures: what is measured.
         output: folder of the comparison.
         keep: keep the compressed models and the moments, in ``cells`` of the folder.

@@ -28,7 +28,7 @@ class RunContext(NamedTuple):
     source: DenseModel
     method: Method
     provider: MomentProvider
-    held_out: HeldOut | None  # windows that nothing is fitted to
+    held_out: HeldOut | None  # samples that nothing is fitted to
     gradients: MomentStore | None  # of the dense model, where the method reads any
     shared: BlockMoments  # of all blocks of the dense model together, likewise
 

@@ -37,7 +37,7 @@ def greedy_block_removal(
 
     Args:
         source: an open model.
-        ids: calibration windows, or examples.
+        ids: calibration samples, or examples.
         sizes: what every block that may go takes of the budget.
         remove: how much must go.
         known: what an earlier run found before it was stopped; may be empty.

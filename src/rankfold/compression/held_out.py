@@ -1,4 +1,4 @@
-"""Windows kept out of the fit: what a compression does to text it has not seen.
+"""Samples kept out of the fit: what a compression does to text it has not seen.
 
 Errors on the calibration text are training errors, and means over tokens: a module can look fine while the one token that all
 later ones attend to is lost. So some windows stay out of every fit and run beside it twice, through the dense blocks and
@@ -60,7 +60,7 @@ def perplexities(found: Comparison) -> dict[str, Any]:
 
 
 class HeldOut:
-    """Follows one compression on windows that it is not fitted to.
+    """Follows one compression on samples that it is not fitted to.
 
     Args:
         source: the dense model.
@@ -81,7 +81,7 @@ class HeldOut:
         self.provider.enter(view, skip=skip)
 
     def measure(self, view: BlockView, statistics: set[str]) -> BlockMoments:
-        """Return the moments of the block as it is now, on the held-out windows."""
+        """Return the moments of the block as it is now, on the held-out samples."""
         return self.provider.measure(view, statistics)
 
     def follow(self, view: BlockView) -> None:
@@ -93,7 +93,7 @@ class HeldOut:
 
     def so_far(self) -> str:
         """Return what is known after the last block."""
-        return f"error of the stream on held-out windows {self.drift[-1]:.3f}" if self.drift else ""
+        return f"error of the stream on held-out samples {self.drift[-1]:.3f}" if self.drift else ""
 
     @time_spent("forward")
     def finish(self, sparsity: float, *, can_exclude: bool = True) -> dict:
@@ -159,9 +159,9 @@ class HeldOut:
 
 
 def follow_held_out(source: DenseModel, ids: Data | None, mode: str, shards: int = 1) -> HeldOut | None:
-    """Start the held-out windows of a calibration set; a small one has none, which is logged."""
+    """Start the held-out samples of a calibration set; a small one has none, which is logged."""
     if ids is None:
-        log.warning("no calibration window is kept out of the fit, so nothing checks the result; evaluate it")
+        log.warning("no calibration sample is kept out of the fit, so nothing checks the result; evaluate it")
         return None
     check_fits(ids, source)
     return HeldOut(source, ids, sequential=mode == "sequential", shards=shards)

@@ -273,7 +273,7 @@ def _moment_bytes(view: BlockView, statistics: set[str], tokens: int, item: int)
 
 
 def _sweep_windows(source: DenseModel, method: Method, calibration: dict | None) -> int | None:
-    """Count the calibration windows that a backward pass runs over; ``None`` where there is none."""
+    """Count the calibration samples that a backward pass runs over; ``None`` where there is none."""
     view = source.meta_block(0)
     names = method.gradients(view)
     if not names or calibration is None:

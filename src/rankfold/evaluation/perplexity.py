@@ -36,10 +36,10 @@ def windows_of(ids: Tensor, length: int, limit: int | None = None) -> Tensor:
         DataError: windows too short to predict a token, or the text has less than one.
     """
     if length < 2:
-        raise DataError(f"a window of {length} tokens predicts none; {option('max_length')} must be at least 2")
+        raise DataError(f"a sample of {length} tokens predicts none; {option('max_length')} must be at least 2")
     if ids.numel() < length:
         raise DataError(
-            f"the text has {ids.numel()} tokens, less than one window of {length}; use a smaller {option('max_length')}"
+            f"the text has {ids.numel()} tokens, less than one sample of {length}; use a smaller {option('max_length')}"
         )
     return ids[: ids.numel() // length * length].view(-1, length)[:limit]
 
@@ -49,7 +49,7 @@ def perplexity(model: nn.Module, windows: Tensor, *, autocast: torch.dtype | Non
     """Compute the perplexity of a model in memory, in eval mode, on ``(W, T)`` token ids; see :func:`rankfold.perplexity`."""
     if not hasattr(model, "config"):  # an adapter or a compiled model has it too
         raise OptionError(f"model must be a transformers model, got a {type(model).__name__}")
-    check_ids("windows", windows)
+    check_ids("samples", windows)
     network: Any = model  # with a device, and logits among what it returns
     device, length = network.device, windows.shape[1]
     context = torch.autocast(device.type, autocast) if autocast else contextlib.nullcontext()
@@ -80,7 +80,7 @@ def streamed_perplexity(source: DenseModel, windows: Tensor, *, autocast: torch.
 
     Cost: the hidden states of all windows stay in memory, ``W T D`` numbers.
     """
-    check_ids("windows", windows)
+    check_ids("samples", windows)
     stream, read = start(source, windows, autocast=autocast, most=BATCH_TOKENS), BlockReader(source)
     for index in track(range(len(source)), "evaluating"):
         advance(read(index), stream)

@@ -51,7 +51,7 @@ class Texts:
             OptionError, DataError: a number out of range, a text named twice or that cannot be read.
         """
         if self.max_length < 2:
-            raise OptionError(f"a window of {self.max_length} tokens predicts none; windows of texts have at least 2")
+            raise OptionError(f"a sample of {self.max_length} tokens predicts none; samples of texts have at least 2")
         if self.limit is not None and self.limit < 1:
             raise OptionError(f"limit must be >= 1, got {self.limit}")
         found = [text_source(name, "evaluation") for name in self.names]

@@ -16,7 +16,7 @@ from torch import Tensor
 from .psd import choosing, damping, energy, spd_factor
 
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0)
-KEEP = 0.8  # of what the best step gains on held-out windows
+KEEP = 0.8  # of what the best step gains on held-out samples
 SKETCH = 128  # random combinations of the outputs by which ridges of wide moments are compared
 
 
@@ -42,17 +42,17 @@ class Correction(NamedTuple):
     W: Tensor  # (D, F)
     strength: float  # in [0, 1]; 0 leaves the weight as it is
     ridge: float
-    before: float  # relative error E||t - W h||^2 / E||t||^2 on the held-out windows
+    before: float  # relative error E||t - W h||^2 / E||t||^2 on the held-out samples
     after: float
 
 
 @torch.no_grad()
 def correct(W: Tensor, fit: Regression, held_out: Regression, ridges: tuple[float, ...] = RIDGES) -> Correction:
-    r"""Move a weight towards the regression of what is missing, by as much as held-out windows confirm.
+    r"""Move a weight towards the regression of what is missing, by as much as held-out samples confirm.
 
     With the residue :math:`r = t - W h` of the fit and :math:`\lambda` the ridge times the mean diagonal of ``C``, the step is
     :math:`\Delta = \mathbb{E}[r h^\top] (C + \lambda I)^{-1}`: ridge regression that shrinks towards the weight there is. On
-    the held-out windows :math:`\mathbb{E}\|t - (W + \alpha \Delta) h\|^2` is a parabola in :math:`\alpha`, so its best
+    the held-out samples :math:`\mathbb{E}\|t - (W + \alpha \Delta) h\|^2` is a parabola in :math:`\alpha`, so its best
     :math:`\alpha \in [0, 1]` is known for every ridge. Of all pairs that gain four fifths of what the best one gains there,
     the one that changes the weight least is taken.
 
@@ -62,7 +62,7 @@ def correct(W: Tensor, fit: Regression, held_out: Regression, ridges: tuple[floa
         ridges: candidates, relative to the mean diagonal of ``C``.
 
     Returns:
-        :class:`Correction`; never worse than ``W`` on the held-out windows.
+        :class:`Correction`; never worse than ``W`` on the held-out samples.
 
     Cost: a Cholesky factorisation of ``(F, F)``, two solves and three products of ``(D, F, F)``. For every ridge another
     factorisation, with solves and a product for ``min(D, SKETCH)`` outputs: of wide moments in fp32, on random combinations
@@ -100,7 +100,7 @@ def _few_outputs(residue: Tensor, slope: Tensor, dtype: torch.dtype) -> tuple[Te
 
 
 class _Step(NamedTuple):
-    """Regression of the residue at one ridge, and what it does on the held-out windows."""
+    """Regression of the residue at one ridge, and what it does on the held-out samples."""
 
     ridge: float
     change: Tensor  # (D, F)

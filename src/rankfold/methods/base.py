@@ -47,14 +47,14 @@ class CompressionStep(NamedTuple):
     """One step of compressing a block, measured on what the steps before it left."""
 
     statistics: set[str]  # what it reads
-    # (the block as it is now, its moments, what measures the same on windows that nothing is fitted to, None without any)
+    # (the block as it is now, its moments, what measures the same on samples that nothing is fitted to, None without any)
     # -> what is replaced
     decompose: Callable[[BlockView, BlockMoments, Callable[[], BlockMoments | None]], BlockResult]
 
 
 @dataclass(frozen=True)
 class Method(MethodConfig):
-    """What the pipeline calls. A method defines the six that raise here; the others have defaults.
+    """What the pipeline calls. A method defines six that raise here; the others have defaults, or are for one allocation.
 
     :meth:`supported_modules`, :meth:`statistics` and :meth:`prunable_modules` say what there is to choose from,
     :meth:`parameter_change` and :meth:`cached_numbers` what a choice leaves, and :meth:`decompose` makes it.

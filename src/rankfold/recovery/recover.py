@@ -26,7 +26,8 @@ from ..checkpoint.run import RunFolder
 from ..checkpoint.saving import creating
 from ..compression.probe_texts import describe_probe_texts
 from ..data.built_in import DEFAULT_TEXT
-from ..data.calibration_data import CalibrationData
+from ..data.calibration_data import CalibrationData, shown
+from ..data.mixing import shares_of
 from ..data.probes import Probes
 from ..models.auto_classes import auto_class
 from ..models.dense_model import DenseModel
@@ -147,7 +148,8 @@ def recover(
         run = recovery.started(work, keep=output is not None)
         record = recovery.train(run)
         facts = record["recovery"]
-        facts["seconds"] = time.monotonic() - begin
+        facts |= {"calibration": {shown(text): share for text, share in shares_of(calibration).items()}}
+        facts |= {"minutes": minutes, "adapter": adapter, "seconds": time.monotonic() - begin}
         if not facts["recovered"] and isinstance(run, WholeModel):
             run.give_back(open_student(model, device).model)
         run.cast()

@@ -43,6 +43,7 @@ RECOVERY = {
     "length": int,
     "seed": int,
     "teacher_name": str,
+    "minutes": Maybe(NUMBER),  # asked for; as many tokens then as time allows
     "texts": Each({"num_samples": int}),
     "tokens_seen": int,
     "tuned_parameters": int,
@@ -232,7 +233,7 @@ def run_record(source, description: dict, plan, reports: dict) -> dict:
     file is written.
 
     Args:
-        description: what was done, counts and what was found on held-out windows; ``before``, the record of the part that was
+        description: what was done, counts and what was found on held-out samples; ``before``, the record of the part that was
             compressed before this one, where one was.
     """
     estimates = {"seconds": plan.seconds, "peak_memory_bytes": plan.peak_memory_bytes}

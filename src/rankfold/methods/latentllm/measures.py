@@ -1,4 +1,4 @@
-"""Relative errors of decomposed modules on any moments: those of the fit, or of held-out windows.
+"""Relative errors of decomposed modules on any moments: those of the fit, or of held-out samples.
 
 Shape legend: O outputs, N inputs, H query heads, K key/value heads, h head dimension, D model width.
 

@@ -44,7 +44,7 @@ def _decompose_mlp(method, view: BlockView, moments, held_out, rank: int) -> Blo
 
 
 def _missing(better: Repair, fit: Nystrom) -> float:
-    """What is still missing on the held-out windows when the dropped units are gone."""
+    """What is still missing on the held-out samples when the dropped units are gone."""
     W = better.dense.weight.new_zeros(better.dense.weight.shape, dtype=choosing(better.held_out.C))
     W[:, fit.keep] = fit.W_down.to(W.dtype)
     return better.held_out.relative_loss(W)

@@ -17,13 +17,13 @@ class Repair(NamedTuple):
 
     dense: Dense  # the projection, corrected
     report: dict
-    held_out: Regression  # of what is missing, on the held-out windows
+    held_out: Regression  # of what is missing, on the held-out samples
 
 
 def repair(
     dense: Dense, moments: BlockMoments, held_out: BlockMoments, names: tuple[str, str], *, centred: bool
 ) -> Repair:
-    """An output projection moved towards what is missing behind it, as far as held-out windows confirm.
+    """An output projection moved towards what is missing behind it, as far as held-out samples confirm.
 
     Args:
         moments, held_out: of windows to fit and of others.
