@@ -148,3 +148,17 @@ def test_a_file_that_does_not_fit_is_read_tensor_by_tensor(place, tmp_path, monk
             assert path.read_bytes() == (folders[1] / path.name).read_bytes(), path.name
     ids = some_ids()
     assert torch.equal(streamed.whole_model()(ids).logits, whole.whole_model()(ids).logits)
+
+
+def test_a_file_is_parsed_once_to_be_opened(place, monkeypatch):
+    gguf = pytest.importorskip("gguf")
+    read = []
+
+    class Counted(gguf.GGUFReader):
+        def __init__(self, path, mode="r"):
+            read.append(path)
+            super().__init__(path, mode)
+
+    monkeypatch.setattr(gguf, "GGUFReader", Counted)
+    rankfold.open_model(place / "tiny.gguf")
+    assert len(read) == 1 and gguf.GGUFReader is Counted

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from .._utils.extras import require
 from .._utils.present import present
 from ..errors import CheckpointError, UnsupportedModelError
 
@@ -40,7 +39,6 @@ def gguf_config(file: Path) -> tuple[PreTrainedConfig, int, int]:
     Raises:
         UnsupportedModelError: the file stretches rotary frequencies in a way that cannot be said in a config, or is an adapter.
     """
-    require("gguf", "a .gguf file")
     import gguf
 
     config, reader = AutoConfig.from_pretrained(file.parent, gguf_file=file.name), gguf.GGUFReader(file)

@@ -19,6 +19,7 @@ from .auto_classes import auto_class
 from .dense_model import DenseModel
 from .devices import DTYPES, is_on, resolve_device, resolve_dtype
 from .gguf_config import check_biases, check_size, gguf_config
+from .gguf_reader import parsed_once
 from .gguf_weights import stream_gguf
 from .given import check_given, check_quantised, check_tied, resolve_model
 from .hub import commit_of, split_revision
@@ -121,7 +122,7 @@ def _read_gguf(file: Path, device: torch.device, dtype: torch.dtype | None, comp
 
 def _stream_gguf(file: Path):
     """The model of a GGUF file, empty, and where its weights are read from; ``None`` where it has to be read as a whole."""
-    with reporting(CheckpointError, f"{file} cannot be read as GGUF", "download or copy it again"):
+    with parsed_once(), reporting(CheckpointError, f"{file} cannot be read as GGUF", "download or copy it again"):
         config, biases, numbers = gguf_config(file)
         check_size(config, numbers, file)
         model = _empty(config, torch.float32)

@@ -11,6 +11,7 @@ from .._utils.reporting import reporting
 from ..errors import CheckpointError, UnsupportedModelError, first_line
 from .auto_classes import auto_class
 from .gguf_config import check_biases, check_size, gguf_config
+from .gguf_reader import parsed_once
 from .weights import listed, missed
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ def read_gguf(file: Path, dtype: torch.dtype | str) -> PreTrainedModel:
         UnsupportedModelError: see :func:`~.gguf_config.gguf_config`.
     """
     auto: Any = AutoModelForCausalLM
-    with reporting(CheckpointError, f"{file} cannot be read as GGUF", "download or copy it again"):
+    with parsed_once(), reporting(CheckpointError, f"{file} cannot be read as GGUF", "download or copy it again"):
         config, biases, numbers = gguf_config(file)
         check_size(config, numbers, file)
         model, info = auto.from_pretrained(file.parent, gguf_file=file.name, config=config, dtype=dtype, **REPORTED)
