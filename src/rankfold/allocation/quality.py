@@ -52,7 +52,7 @@ def next_sparsity(curve: Curve, runs: list[Lost], allowed: float) -> float | Non
     if is_near or len(runs) == RUNS or high - low <= 2 * STEP or high <= LEAST:
         return None
     found = max(_solve(lambda s: expected_loss(curve, runs, s), AIM * allowed, low, high), LEAST)
-    if 0 < low and high < 1:
+    if low > 0 and high < 1:
         found = max(found, round(low + FORWARD * (high - low), 4))
     return found if low < found < high else None
 
