@@ -7,7 +7,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from pages import costs, gates, gpu, models, perplexity, random_matrices, readme, recovery, same_bytes
+from pages import costs, gates, gpu, models, perplexity, random_matrices, readme, recovery, rounding, same_bytes
 from pages.summaries import summary
 from rankfold._utils.files import read_json, write_text
 
@@ -41,6 +41,7 @@ PAGES = {
     "engines": ("engines*", "Speed in other engines", costs.engines),
     "recover": ("recover_*", "What a few minutes of training give back", recovery.recover),
     "same_bytes": ("same_bytes*", "Compressed, quantised, or both, at the same bytes", same_bytes.same_bytes),
+    "rounding": ("rounding_*", "Compressed, rounded to few bits, or both", rounding.rounding),
     "draft": ("draft*", "As a draft of the dense model", costs.draft),
     "targets": ("targets_*", "What a target costs", models.targets),
     "compression_cost": ("compression_cost*", "What compressing costs, in forwards", costs.compression_cost),

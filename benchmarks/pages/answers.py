@@ -132,6 +132,20 @@ def tradeoff(records: list[dict]) -> str:
     )
 
 
+def rounding(records: list[dict]) -> str:
+    rounded, smaller = ([row for row in records[0]["rows"] if bool(row["sparsity"]) is cut] for cut in (False, True))
+    pays = [row["name"] for row in smaller if any(_is_beaten(one, row) for one in rounded)]
+    least = min(rounded, key=lambda row: row["bytes"])["name"]
+    told = (
+        f"better and smaller than rounding alone: {', '.join(pays)}" if pays else "rounding alone is the better choice"
+    )
+    return f"On opt-6m, down to the size of {least}, {told}."
+
+
+def _is_beaten(row: dict, by: dict) -> bool:
+    return by["bytes"] <= row["bytes"] and by["perplexity"]["text"] <= row["perplexity"]["text"]
+
+
 def gates(records: list[dict]) -> str:
     measured = [(row["kept"].get(name), least) for r in records for row in r["rows"] for name, least in _least(row)]
     short = sum((kept or 0.0) < least for kept, least in measured)

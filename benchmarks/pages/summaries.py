@@ -25,6 +25,10 @@ QUESTIONS = {
             "At one file size: compress, quantise, or both?",
             "Read it before you compress a model that you quantise.",
         ),
+        "rounding": (
+            "With few bits already: remove more, or round more?",
+            "Read it where the smallest format is not small enough.",
+        ),
         "gates": ("Does every method keep what it kept before?", "Contributors: `make gates` measures it again."),
     },
     "Speed, memory and cost": {

@@ -22,7 +22,7 @@ from ._utils.progress import one_run, track
 from ._utils.stopwatch import timed_run
 from .calibration.providers import MomentProvider, StoredMoments
 from .calibration.runner import Stream, advance, measure, start
-from .calibration.statistics import STORED
+from .calibration.statistics import STORED, dense_inputs
 from .calibration.store import MomentStore
 from .checkpoint.config import compressed_config
 from .checkpoint.load import described
@@ -205,7 +205,8 @@ class CompressionRun:
         source, kept = self.source, kept_blocks(self.ranks, len(self.source))
         shards = self.identity["calibration"].get("shards", 1)
         unseen = (self.tokens or present(self.moments)).held_out
-        held_out = follow_held_out(source, unseen, self.identity["mode"], shards)
+        inputs = dense_inputs(statistics_of(source, self.method))
+        held_out = follow_held_out(source, unseen, self.identity["mode"], shards, inputs)
         self.context = RunContext(source, self.method, self._provider(), held_out, self.gradients, self.shared)
         self.probes = follow_probe_texts(source, shards)
         self.followers = [follower for follower in (self.context.provider, held_out, self.probes) if follower]

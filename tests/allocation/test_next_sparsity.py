@@ -52,6 +52,16 @@ def test_a_jump_ends_at_the_run_before_it():
     assert len(runs) <= RUNS and any(run.is_within(0.1) for run in runs)
 
 
+@pytest.mark.parametrize(("flat", "steep", "edge"), [(0.01, 20, 0.5), (0.02, 12, 0.6)])
+def test_what_is_flat_and_then_steep_comes_near_its_edge(flat, steep, edge):
+    def lost(s: float) -> float:
+        return flat * guessed_loss(s) + math.exp(steep * (s - edge))
+
+    runs = searched(guessed_loss, lost, math.log(2))
+    best = max(run.sparsity for run in runs if run.is_within(math.log(2)))
+    assert lost(best / 0.9) > math.log(2) and len(runs) <= RUNS
+
+
 def test_sizes_as_people_write_them():
     known = {"400MB": 400_000_000, "1.5GiB": 3 * 2**29, "7": 7, 7: 7, "2 kB": 2000, "3k": 3000, "1gb": 10**9, "9B": 9}
     assert {text: parse_size(text) for text in known} == known

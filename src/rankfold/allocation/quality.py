@@ -8,6 +8,7 @@ AIM, NEAR = 0.9, 0.75  # of the loss allowed: what is aimed at, and from where o
 LEAST = 0.005  # sparsity that is worth a run
 STEP = 1e-4  # between sparsities that are tried
 RUNS = 4  # at most
+FORWARD = 0.25  # of the way from a run that kept it to one that did not, at least: losses are flat first and steep then
 CORRECTED = 0.05  # of what is predicted at least: a refit may lose nothing at all at a small sparsity
 ROUNDING = 1e-9  # nats: what is predicted to lose less loses nothing
 
@@ -37,7 +38,8 @@ def next_sparsity(curve: Curve, runs: list[Lost], allowed: float) -> float | Non
     """Return the sparsity to try next; ``None`` where a run is near enough, or no better one is to be expected.
 
     The curve is multiplied by what the runs have lost over what it predicted, interpolated between two of them, and solved
-    for a little less than what is allowed, between the largest sparsity that kept it and the smallest that did not.
+    for a little less than what is allowed, between the largest sparsity that kept it and the smallest that did not, a part of
+    the way from the one to the other at least.
 
     Args:
         curve: increasing.
@@ -50,6 +52,8 @@ def next_sparsity(curve: Curve, runs: list[Lost], allowed: float) -> float | Non
     if is_near or len(runs) == RUNS or high - low <= 2 * STEP or high <= LEAST:
         return None
     found = max(_solve(lambda s: expected_loss(curve, runs, s), AIM * allowed, low, high), LEAST)
+    if low > 0 and high < 1:
+        found = max(found, round(low + FORWARD * (high - low), 4))
     return found if low < found < high else None
 
 

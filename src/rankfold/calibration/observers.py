@@ -8,7 +8,8 @@ which is the table in ``statistics.py``.
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from .._utils.stopwatch import time_spent
 from ..architectures import Norm, read_linear
-from .moments import CrossMoment, Moment, Samples, VectorMoment, accumulator
+from .moments import CrossMoment, CrossSums, Moment, Samples, VectorMoment, accumulator
 
 
 class Batch(NamedTuple):
@@ -33,6 +34,7 @@ class DenseBatch(NamedTuple):
 
     middle: Tensor  # (B, T, D) between attention and MLP
     output: Tensor  # (B, T, D) behind the block
+    inputs: Mapping[str, Tensor] = MappingProxyType({})  # statistic of an input -> (..., N), of those that are compared
 
 
 class Observer:
@@ -130,3 +132,40 @@ class SamplesObserver(Observer):
 
     def hooks(self):
         return [self.module.register_forward_pre_hook(lambda _, args: self.sums.add(args[0]))]
+
+
+class LayerInput:
+    """What enters a layer, of the batch that ran last."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+        self._caught: Tensor | Any = None
+
+    def hooks(self):
+        return [self.module.register_forward_pre_hook(lambda _, args: self._catch(args[0]))]
+
+    def _catch(self, x: Tensor) -> None:
+        self._caught = x.detach()
+
+    def take(self) -> Tensor:
+        """Return it, ``(..., N)``, and forget it."""
+        caught, self._caught = self._caught, None
+        return caught
+
+
+class DenseInputObserver(Observer):
+    """What enters a layer, with what it lacks of the input in the dense model; exactly nothing where both are the same.
+
+    Args:
+        name: statistic of that input.
+    """
+
+    def __init__(self, module: nn.Module, name: str):
+        self.input, self.name, self.sums = LayerInput(module), name, CrossSums()
+
+    def hooks(self):
+        return self.input.hooks()
+
+    def after(self, batch) -> None:
+        x = self.input.take()
+        self.sums.add(x, batch.dense.inputs[self.name].float() - x.float())

@@ -141,18 +141,22 @@ class DenseBatches(Sequence[DenseBatch]):
     """What one block makes of all batches of the dense model's stream."""
 
     def __init__(self, offload: Offload):
-        self._middle, self._output = offload.states(), offload.states()
+        self._offload, self._middle, self._output = offload, offload.states(), offload.states()
+        self._inputs: dict[str, OffloadedStates] = {}
 
     def __len__(self) -> int:
         return len(self._output)
 
     def __getitem__(self, index: Any) -> Any:
-        return DenseBatch(self._middle[index], self._output[index])
+        inputs = {name: states[index] for name, states in self._inputs.items()}
+        return DenseBatch(self._middle[index], self._output[index], inputs)
 
     def append(self, batch: DenseBatch) -> None:
         """Add a batch at the end."""
         self._middle.append(batch.middle)
         self._output.append(batch.output)
+        for name, entered in batch.inputs.items():
+            self._inputs.setdefault(name, self._offload.states()).append(entered)
 
 
 class _Place(NamedTuple):

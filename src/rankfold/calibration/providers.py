@@ -3,6 +3,8 @@
 For every block: ``enter`` it while it is dense, ``measure`` it once for every step, ``follow`` it when it is compressed.
 """
 
+from collections.abc import Collection
+
 from .._utils.processes import is_first
 from ..architectures import BlockView
 from .moments import BlockMoments
@@ -58,17 +60,18 @@ class HiddenStates(MomentProvider):
     Args:
         compressed: the stream that goes through compressed blocks.
         dense: another one of the same windows, which goes through dense blocks; ``None`` where nothing compares the two.
+        inputs: of the dense layers that are compared with those here.
     """
 
-    def __init__(self, compressed: Stream, dense: Stream | None = None):
-        self.compressed, self.dense = compressed, dense
+    def __init__(self, compressed: Stream, dense: Stream | None = None, inputs: Collection[str] = ()):
+        self.compressed, self.dense, self.inputs = compressed, dense, inputs
         self._dense_batches: list[DenseBatch] | DenseBatches | None = None
 
     def enter(self, view: BlockView, *, skip: bool = False) -> None:
         if self.dense is not None:
             offload = self.dense.offload
             self._dense_batches = DenseBatches(offload) if offload else []
-            advance_dense(view, self.dense, self._dense_batches.append)
+            advance_dense(view, self.dense, self._dense_batches.append, self.inputs)
 
     def measure(self, view: BlockView, statistics: set[str]) -> BlockMoments:
         return measure(view, self.compressed, statistics, step=False, dense=self._dense_batches)

@@ -26,7 +26,7 @@ from ..data.batches import Data, Example, batches, ids_of, shard_of
 from ..errors import NumericsError, option
 from .forward import forward
 from .moments import BlockMoments, check_finite, sum_shards
-from .observers import Batch, DenseBatch, Observer
+from .observers import Batch, DenseBatch, LayerInput, Observer
 from .offload import Offload
 from .residual import Middle
 from .statistics import STATISTICS, observers_for
@@ -306,13 +306,21 @@ def advance(view: BlockView, stream: Stream, module: nn.Module | None = None) ->
 
 @torch.no_grad()
 @time_spent("forward")
-def advance_dense(view: BlockView, stream: Stream, keep: Callable[[DenseBatch], None]) -> None:
+def advance_dense(
+    view: BlockView, stream: Stream, keep: Callable[[DenseBatch], None], inputs: Iterable[str] = ()
+) -> None:
     """Replace the stream by the output of the dense block; that, and what it was between attention and MLP, is kept for each
-    batch."""
-    middle = Middle(view)
-    with _watched([middle], None):
+    batch.
+
+    Args:
+        inputs: statistics of inputs that are kept, too, where the block has them.
+    """
+    middle, paths = Middle(view), view.readers
+    layers = {name: LayerInput(view.module.get_submodule(paths[name][0])) for name in inputs if name in paths}
+    with _watched([middle, *layers.values()], None):
         for i, _, output in _forward(view, stream, view.module):
-            keep(DenseBatch(middle.take(stream.hidden[i]).to(output.dtype), output))
+            entered = {name: layer.take() for name, layer in layers.items()}
+            keep(DenseBatch(middle.take(stream.hidden[i]).to(output.dtype), output, entered))
             stream.move(i, view.index, output)
 
 
@@ -374,7 +382,7 @@ def _end(view: BlockView, statistics: set[str]) -> nn.Module | None:
 
 
 @contextlib.contextmanager
-def _watched(observers: Iterable[Observer | Middle], end: nn.Module | None):
+def _watched(observers: Iterable[Observer | Middle | LayerInput], end: nn.Module | None):
     """Hang the observers' hooks; with ``end`` every forward is left in front of that layer, after they have seen its input."""
     handles = [handle for observer in observers for handle in observer.hooks()]
     if end is not None:

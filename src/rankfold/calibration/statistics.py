@@ -1,6 +1,6 @@
 """What can be measured in a block, in one table: a new statistic is one row, with an observer that is there or a new one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -10,7 +10,7 @@ from ..architectures import BlockView
 from .experts import INPUT, ROUTING, ExpertInputs, RouterWeights
 from .heads import HeadObserver, Heads, ProductObserver, Projections
 from .moments import head_grams
-from .observers import EnergyObserver, InputObserver, Observer, SamplesObserver
+from .observers import DenseInputObserver, EnergyObserver, InputObserver, Observer, SamplesObserver
 from .residual import ChangeObserver, FeedbackObserver, InfluenceObserver, StreamObserver
 
 SAMPLE_ROWS = 8  # rows of `mlp_samples` kept for every hidden unit; fits on fewer remember them (docs/papers.md)
@@ -35,6 +35,10 @@ class Scene:
         # A bias would be divided too, and could not take a mean then.
         norm = self.view.norm_behind(module) if self.norms_behind and getattr(module, "bias", None) is None else None
         return InputObserver(module, absolute=self.absolute, windows=self.windows, norm=norm)
+
+    def dense_input(self, name: str) -> Observer:
+        """Of an input, with what it lacks of the one in the dense model."""
+        return DenseInputObserver(self.layer(self.view.readers[name][0]), name)
 
     def head(self, name: str) -> Observer:
         """Of queries, keys, centred keys or values."""
@@ -63,6 +67,7 @@ class Statistic(NamedTuple):
     two_streams: bool = False  # compares with the dense model on the same tokens
     sequential: bool = False  # of use only on what the compressed blocks send
     part: Literal["heads", "norms", "mlp", "experts", "stream"] | None = None  # which not every block has
+    dense_input: str = ""  # the input it reads of the dense model
 
     def seen_in(self, view: BlockView) -> bool:
         """Whether a block has what is measured."""
@@ -75,6 +80,10 @@ class Statistic(NamedTuple):
         return self.part is None or getattr(view, self.part) is not None
 
 
+def _beside(name: str, until: Literal["attention", "mlp"] = "attention", *, part) -> Statistic:
+    return Statistic(lambda s: s.dense_input(name), until, two_streams=True, part=part, dense_input=name)
+
+
 # What can be measured in a block. Methods name the ones they need.
 STATISTICS: dict[str, Statistic] = {
     # Inputs of q, k and v; of the output projection; of up and gate; of the down projection.
@@ -84,6 +93,11 @@ STATISTICS: dict[str, Statistic] = {
     "mlp_hidden": Statistic(lambda s: s.input_of(s.layer(s.view.mlp.spec.down)), "mlp", part="mlp"),
     # Rows of the input of up, for methods that iterate on activations.
     "mlp_samples": Statistic(Scene.samples, "mlp", part="mlp"),
+    # What these inputs lack of those in the dense model, with them.
+    "dense_attention_input": _beside("attention_input", part="heads"),
+    "dense_attention_output": _beside("attention_output", part="stream"),
+    "dense_mlp_input": _beside("mlp_input", "mlp", part="mlp"),
+    "dense_mlp_hidden": _beside("mlp_hidden", "mlp", part="mlp"),
     # What the dense stream has behind attention and this one lacks, with the input of the output projection.
     "attention_feedback": Statistic(
         lambda s: FeedbackObserver(s.view, s.view.attention.output_module, attention=True),
@@ -131,6 +145,11 @@ STATISTICS: dict[str, Statistic] = {
 
 # What a store of moments holds.
 STORED = frozenset(name for name, row in STATISTICS.items() if not row.two_streams and not row.sequential)
+
+
+def dense_inputs(statistics: Iterable[str]) -> set[str]:
+    """Return the inputs that some statistics read of the dense model."""
+    return {STATISTICS[name].dense_input for name in statistics} - {""}
 
 
 def observers_for(view: BlockView, statistics: set[str], tokens: int, first: int = 0) -> dict[str, Observer]:

@@ -63,6 +63,8 @@ def _run_stage(
                 result.reports[module]["held_out_error"] = error(found)
     result = present(from_first_process(result))
     view = replace(view, result, context.source)
+    for key in [key for key in whole.state if key.startswith(tuple(f"{path}." for path in result.modules))]:
+        del whole.state[key]  # of a module that is replaced again
     whole.modules.update(result.modules)
     whole.state.update(result.state)
     for module, report in result.reports.items():

@@ -9,6 +9,7 @@ model must not look like a success.
 
 import logging
 import math
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -67,13 +68,16 @@ class HeldOut:
         ids: ``(S, T)`` token ids, images, or image-text examples.
         sequential: whether blocks are fitted to what the compressed blocks before them send, or to the dense stream.
         shards: as for :func:`rankfold.calibration.runner.start`.
+        inputs: of dense layers that the method compares with those of the compressed ones.
     """
 
-    def __init__(self, source: DenseModel, ids: Data, *, sequential: bool, shards: int = 1):
+    def __init__(
+        self, source: DenseModel, ids: Data, *, sequential: bool, shards: int = 1, inputs: Collection[str] = ()
+    ):
         self.source, self.ids, self.sequential = source, ids, sequential
         self.dense = start(source, ids, autocast=source.autocast, shards=shards)
         self.small = self.dense.copy()
-        self.provider = HiddenStates(self.small, self.dense) if sequential else DenseMoments(self.dense)
+        self.provider = HiddenStates(self.small, self.dense, inputs) if sequential else DenseMoments(self.dense)
         self.drift: list[float] = []  # of the compressed from the dense stream, behind every block
 
     def enter(self, view: BlockView, *, skip: bool) -> None:
@@ -158,13 +162,15 @@ class HeldOut:
         return max(range(len(self.drift)), key=lambda i: self.drift[i] - before[i])
 
 
-def follow_held_out(source: DenseModel, ids: Data | None, mode: str, shards: int = 1) -> HeldOut | None:
+def follow_held_out(
+    source: DenseModel, ids: Data | None, mode: str, shards: int = 1, inputs: Collection[str] = ()
+) -> HeldOut | None:
     """Start the held-out samples of a calibration set; a small one has none, which is logged."""
     if ids is None:
         log.warning("no calibration sample is kept out of the fit, so nothing checks the result; evaluate it")
         return None
     check_fits(ids, source)
-    return HeldOut(source, ids, sequential=mode == "sequential", shards=shards)
+    return HeldOut(source, ids, sequential=mode == "sequential", shards=shards, inputs=inputs)
 
 
 @time_spent("forward")

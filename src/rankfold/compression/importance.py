@@ -16,7 +16,7 @@ from ..calibration.gradients import gradient_observers, widest
 from ..calibration.moments import BlockMoments
 from ..calibration.providers import DenseMoments, HiddenStates, MomentProvider
 from ..calibration.runner import Stream
-from ..calibration.statistics import STATISTICS
+from ..calibration.statistics import STATISTICS, dense_inputs
 from ..calibration.store import MomentStore
 from ..checkpoint.run import RunFolder
 from ..data.calibration_data import CalibrationData
@@ -40,8 +40,9 @@ def moment_provider(source: DenseModel, method: Method, stream: Stream, mode: st
     """Return what measures the blocks of a compression, on a stream before the first one."""
     if mode == "one-pass":
         return DenseMoments(stream)
-    two = any(STATISTICS[name].two_streams for name in statistics_of(source, method))
-    return HiddenStates(stream, stream.copy() if two else None)
+    statistics = statistics_of(source, method)
+    two = any(STATISTICS[name].two_streams for name in statistics)
+    return HiddenStates(stream, stream.copy() if two else None, dense_inputs(statistics))
 
 
 def needed(source: DenseModel, method: Method) -> set[str]:

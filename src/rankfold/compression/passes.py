@@ -71,6 +71,9 @@ def moments(view: BlockView, statistics: set[str]) -> Operations:
             found["fp32"] += width * width
         elif name in ("mlp_feedback", "attention_feedback"):
             found["fp32"] += 2 * width * (hidden if name == "mlp_feedback" else sent)
+        elif STATISTICS[name].dense_input:
+            side = {"dense_mlp_hidden": hidden, "dense_attention_output": sent}.get(name, width)
+            found["fp32"] += 2 * side * side
         elif name in _OF_HEADS or name == "query_key":
             found["fp32"] += 2 * attention.heads * attention.head_dim**2
         elif name == INPUT:

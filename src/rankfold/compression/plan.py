@@ -25,7 +25,7 @@ from ..calibration.experts import INPUT, PER_UNIT, ROUTING
 from ..calibration.gradients import numbers, widest
 from ..calibration.offload import Offload
 from ..calibration.runner import batch_tokens
-from ..calibration.statistics import SAMPLE_ROWS, STATISTICS
+from ..calibration.statistics import SAMPLE_ROWS, STATISTICS, dense_inputs
 from ..data.calibration_data import mean_length
 from ..data.probes import most_tokens
 from ..errors import OptionError, UnsupportedModelError
@@ -235,6 +235,8 @@ def _peak_memory(source: DenseModel, method: Method, calibration: dict | None, o
     streams = len(source) + 1 if isinstance(method.allocation, Greedy) else streams  # of one round of the search
     here = min(tokens, offload.held * batch_tokens(source)) if offload else tokens
     stream = (streams * here + 3 * held_out + 2 * probes) * width * active
+    compared = {"mlp_hidden": _hidden(view)}  # inputs of dense layers; others are as wide as the stream
+    stream += sum(compared.get(name, width) for name in dense_inputs(statistics)) * (here + held_out) * active
     backwards = of_gradients = 8 * numbers(view, method.gradients(view))
     if calibration and (windows := _sweep_windows(source, method, calibration)):
         backwards += sweep_memory(source, windows * mean_length(calibration))
@@ -258,7 +260,8 @@ def _hidden(view: BlockView) -> int:
 def _moment_bytes(view: BlockView, statistics: set[str], tokens: int, item: int) -> tuple[int, int]:
     """Count bytes of the second moments of a block, of experts one at a time; and of the rows that are kept beside them."""
     width, hidden = view.attention.output.weight.shape[0], view.mlp.hidden if view.mlp else 0
-    sides = {"mlp_hidden": (hidden, hidden), "mlp_feedback": (width, hidden), "change": (2, 1)}
+    squares = dict.fromkeys(("mlp_hidden", "dense_mlp_hidden"), (hidden, hidden))
+    sides = squares | {"mlp_feedback": (width, hidden), "change": (2, 1)}
     moments = sum(
         8 * math.prod(sides.get(name, (width, width)))
         for name in statistics - {"mlp_samples", INPUT, ROUTING}
