@@ -72,12 +72,13 @@ def main() -> None:
     parser.add_argument(
         "--mmap-threshold", type=int, metavar="BYTES", help="glibc's MALLOC_MMAP_THRESHOLD_; default: its own rule"
     )
+    parser.add_argument("--offload", type=Path, metavar="FOLDER", help="keep hidden states in a file there")
     parser.add_argument("--worker", nargs=3, metavar=("FOLDER", "METHOD", "MODE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         print(json.dumps(worker(args, *args.worker)))
         return
-    hidden = ("json", "worker", "modes")
+    hidden = ("json", "worker", "modes", "offload")
     record = common.Record(args.json, {k: v for k, v in vars(args).items() if k not in hidden}, DEFINITIONS)
     runs = [(method, mode) for method in args.methods for mode in args.modes]
     if args.methods == ["all"]:
@@ -135,7 +136,7 @@ def worker(args: argparse.Namespace, folder: str, name: str, mode: str) -> dict:
     release_memory()
     reset_peak()
     warm = resident()
-    source = open_model(Path(folder) / "model", device="cpu")
+    source = open_model(Path(folder) / "model", device="cpu", offload=args.offload)
     ids = tokens(args, args.length).ids
     output = Path(folder) / f"small-{name}-{mode}"
     result = compress(source, method=method, calibration=tokens(args, args.length), output=output, mode=mode)
@@ -151,6 +152,7 @@ def worker(args: argparse.Namespace, folder: str, name: str, mode: str) -> dict:
     parts = (getattr(m, part, None) for m in found.values() for part in ("total", "absolute", "second"))
     facts = {
         "mode": mode,
+        "offload": result.record["run"]["offload"],
         "precision": common.precision(source),
         "baseline_bytes": baseline,
         "warm_bytes": warm,
