@@ -33,6 +33,7 @@ import common
 from rankfold import CalibrationData, compress, make_method, open_model
 from rankfold._utils.memory import release_memory
 from rankfold.allocation import tensor_bytes
+from rankfold.calibration.observers import DenseBatch
 from rankfold.calibration.runner import advance_dense, measure, start
 from rankfold.methods import method_names
 from rankfold.methods.registry import method_class
@@ -147,7 +148,8 @@ def worker(args: argparse.Namespace, folder: str, name: str, mode: str) -> dict:
     item = torch.empty((), dtype=source.compute_dtype).element_size()
     view = source.block(0)
     stream = start(source, ids[:1], autocast=source.autocast)
-    dense = advance_dense(view, stream.copy())
+    dense: list[DenseBatch] = []
+    advance_dense(view, stream.copy(), dense.append)
     found = measure(view, stream, method.statistics(view), step=False, dense=dense)
     parts = (getattr(m, part, None) for m in found.values() for part in ("total", "absolute", "second"))
     facts = {
