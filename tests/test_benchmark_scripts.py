@@ -141,6 +141,25 @@ def test_the_tables_of_readme_and_results_are_what_the_records_say():
         (DOCS / "index.md", readme.table(BENCHMARKS / "results")),
     ):
         assert "\n\n" + "\n".join(lines) + "\n\n" in path.read_text(encoding="utf-8")
+    assert (DOCS / "index.md").read_text(encoding="utf-8").endswith("\n".join([readme.LIST, "", *readme.listed(DOCS)]))
+
+
+def test_every_page_of_results_begins_with_a_question():
+    render, questions = importlib.import_module("render"), importlib.import_module("pages.summaries").QUESTIONS
+    asked = [page for pages in questions.values() for page in pages]
+    assert sorted(asked) == sorted([*render.PAGES, *render.TOGETHER, "robustness"])
+
+
+def test_a_page_of_results_answers_its_question_by_the_record():
+    summary = importlib.import_module("pages.summaries").summary
+    names = {"dense": 10.0, "rankfold 0.3": 12.0, "modegpt 0.3": 13.0, "latentllm (joint) 0.3": 2345.0, "other": 1.0}
+    rows = [{"name": name, "perplexity": value} for name, value in names.items()]
+    records = [{"config": {"model": {"name": name}}, "rows": rows} for name in ("another", "SmolLM2")]
+    records[0] = records[0] | {"rows": []}
+    said = "At 0.3 SmolLM2 goes from 10.00 to 12.00 by the default, 13.00 by `modegpt` and 2,345 by `latentllm`."
+    assert said in summary("perplexity", records)[0]
+    gates = [{"kept": {"a": 0.5, "b": None}, "least": {"a": 0.6, "b": None}}, {"kept": {"a": 0.9}, "least": {"a": 0.6}}]
+    assert "Of 2 gates 1 falls short." in summary("gates", [{"rows": gates}])[0]
 
 
 def test_the_picture_of_the_readme_shows_the_record():

@@ -294,6 +294,7 @@ def test_questions_with_a_picture_are_left_out(tiny, hub):
         "LAN": 0,
         "SOC": 1,
         "TXT": 1,
+        "IMG": 0,
         "NO": 2,
         "G1-6": 2,
         "G7-12": 1,
@@ -302,7 +303,12 @@ def test_questions_with_a_picture_are_left_out(tiny, hub):
 
 def test_columns_by_hand():
     base = {"subject": "social science", "hint": "", "grade": "grade6"}
-    changes = [{}, {"hint": "x"}, {"grade": "grade7"}, {"subject": "natural science", "grade": "grade12"}]
+    changes = [
+        {},
+        {"hint": "x", "image": "a.png"},
+        {"grade": "grade7", "image": None},
+        {"subject": "natural science", "grade": "grade12"},
+    ]
     samples = [
         {"doc": base | change, "acc": value} for change, value in zip(changes, (1.0, 0.0, 1.0, 0.0), strict=True)
     ]
@@ -311,7 +317,7 @@ def test_columns_by_hand():
     assert table["NAT"] == {"acc": 0.0, "acc_stderr": None, "samples": 1}
     assert table["LAN"] == {"acc": None, "acc_stderr": None, "samples": 0}
     assert table["G1-6"]["acc"] == table["G7-12"]["acc"] == 0.5
-    assert table["TXT"]["samples"] == 1 and table["NO"]["acc"] == 2 / 3
+    assert table["TXT"]["samples"] == table["IMG"]["samples"] == 1 and table["NO"]["acc"] == 2 / 3
 
 
 def test_a_score_that_is_no_number_is_an_error(tiny, tmp_path):

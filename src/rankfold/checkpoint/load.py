@@ -178,3 +178,13 @@ def load_tokenizer(model: str | Path):
         CheckpointError: there is none.
     """
     return TokenizerFiles.beside(resolve_model(model).path).load()
+
+
+def load_processor(model: str | Path):
+    """Load the processor of a model of images and text, named as for :func:`load_model`.
+
+    Raises:
+        CheckpointError: there is none.
+        OptionError: it needs a package that is not installed.
+    """
+    return TokenizerFiles.beside(resolve_model(model).path).load_processor()

@@ -127,7 +127,9 @@ class Accuracies:
         return found if folder is None else found | {"folder": shown(folder), "sha256": self.questions.digest()}
 
     def __call__(self, model: PreTrainedModel, dense) -> dict[str, dict]:
-        return self.questions.measure(model, self.source.tokenizer)
+        seen = self.questions.has_pictures and self.source.image_token is not None
+        processor = self.source.processors.processor if seen else None
+        return self.questions.measure(model, self.source.tokenizer, processor=processor)
 
 
 class Generations:

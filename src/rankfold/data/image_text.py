@@ -135,7 +135,7 @@ def _answer(row: dict, where: str) -> str | None:
 
 def _example(row: Row, processor, source) -> Example:
     image_token = source.image_token  # an example must not keep the model
-    example = Example.made_by(lambda: _inputs(row, processor, image_token), row.where)
+    example = Example.made_by(lambda: inputs_of(row, processor, image_token), row.where)
     try:
         check_fits((example,), source)
     except DataError as error:
@@ -143,11 +143,19 @@ def _example(row: Row, processor, source) -> Example:
     return example
 
 
-def _inputs(row: Row, processor, image_token: int) -> Mapping[str, Tensor]:
-    """Of the model's forward, one example."""
+def inputs_of(row: Row, processor, image_token: int, *, asking: bool = False) -> Mapping[str, Tensor]:
+    """Return the inputs of the model's forward, one example.
+
+    Args:
+        image_token: id of the token in whose places images stand.
+        asking: the model is to answer, so the chat template ends with what stands before an answer.
+
+    Raises:
+        DataError: an image is gone or cannot be read, or the processor makes nothing of the row.
+    """
     images = [_image(image, row.where) for image in row.images]
     try:
-        made = _processed(row, images, processor)
+        made = _processed(row, images, processor, asking)
         inputs = {name: value for name, value in made.items() if isinstance(value, Tensor)}
         placeholders = int((inputs["input_ids"] == image_token).sum())
     except Exception as error:  # processors and templates of all families raise what they like
@@ -171,7 +179,7 @@ def _image(image: Path | bytes, where: str):
     return read_image(str(image), image)
 
 
-def _processed(row: Row, images: list, processor) -> Mapping[str, Any]:
+def _processed(row: Row, images: list, processor, asking: bool) -> Mapping[str, Any]:
     if not getattr(processor, "chat_template", None):
         token = getattr(processor, "boi_token", None) or processor.image_token
         lines = [token * len(images), row.text, row.answer]
@@ -181,4 +189,6 @@ def _processed(row: Row, images: list, processor) -> Mapping[str, Any]:
     turns = [{"role": "user", "content": [*shown, {"type": "text", "text": row.text}]}]
     if row.answer is not None:
         turns.append({"role": "assistant", "content": [{"type": "text", "text": row.answer}]})
-    return processor.apply_chat_template(turns, tokenize=True, return_dict=True, return_tensors="pt")
+    return processor.apply_chat_template(
+        turns, add_generation_prompt=asking, tokenize=True, return_dict=True, return_tensors="pt"
+    )

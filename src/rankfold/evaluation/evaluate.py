@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from .._utils.progress import one_run
-from ..checkpoint.load import load_model, load_tokenizer
+from ..checkpoint.load import load_model, load_processor, load_tokenizer
 from ..checkpoint.streamed import open_streamed
 from ..errors import OptionError, option
 from ..models.auto_classes import check_writes
@@ -66,7 +66,9 @@ def evaluate(
         result["texts"] = texts.measure(str(model), network, tokenizer, read)
     if questions:
         result["versions"]["lm_eval"] = metadata.version("lm_eval")
-        result["tasks"] = questions.measure(network, tokenizer)
+        sees = questions.has_pictures and getattr(network.config, "image_token_id", None) is not None
+        processor = load_processor(model) if sees else None
+        result["tasks"] = questions.measure(network, tokenizer, processor=processor)
     if writing:
         result["generation"] = writing.measure(network, tokenizer, dense)
     if cost:

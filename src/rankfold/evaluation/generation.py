@@ -1,7 +1,8 @@
 """Text a model writes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -47,11 +48,20 @@ def check_sampling(max_new_tokens: int, temperature: float) -> None:
 
 @torch.no_grad()
 def generate_ids(
-    model, tokenizer, ids: Tensor, *, max_new_tokens: int, temperature: float = 0.0, seed: int = 0, streamer=None
+    model,
+    tokenizer,
+    ids: Tensor,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    streamer=None,
+    others: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> Tensor:
     """Return the ``(B, m)`` ids that a model writes after the ``(B, n)`` ids of prompts of one length.
 
     Args:
+        others: further inputs of the model by name, such as the pixels of images, on its device.
         streamer: of transformers, for one prompt; gets each token as soon as it is written.
 
     Raises:
@@ -74,6 +84,7 @@ def generate_ids(
                 logits_processor=[finite_scores],
                 streamer=streamer,
                 **sampling,
+                **others,
             )
         except (TypeError, ValueError) as error:  # what transformers raises for settings that are no settings
             raise CheckpointError(

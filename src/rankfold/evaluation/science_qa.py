@@ -1,10 +1,16 @@
-"""ScienceQA (arXiv 2209.09513) as a task of lm-eval, and its accuracy by the columns of LatentLLM's Table 4.
+"""ScienceQA (arXiv:2209.09513), and its accuracy by the columns of LatentLLM's Table 4.
 
-The text of every choice is scored after the question, as lm-eval does for ARC. The table's models write an answer and see
-pictures: its numbers are of another kind. Questions with a picture are left out.
+A model of text is asked as a task of lm-eval: the text of every choice is scored after the question, as for ARC, and questions
+with a picture are left out. A model of images and text is asked all of them and writes the letter of a choice, by the prompt
+and the reading of LLaVA's own scripts (``convert_sqa_to_llava_base_prompt.py``, form CQM-A; ``model_vqa_science.py
+--single-pred-prompt``; ``eval_science_qa.py``), as in the table. An answer that names no choice is wrong.
 """
 
+import re
 from typing import Any
+
+LETTERS = "ABCDE"
+ONE_LETTER = "Answer with the option's letter from the given choices directly."
 
 HINT = "{% if hint %}Context: {{hint}}\n{% endif %}"
 
@@ -34,13 +40,30 @@ SCIENCE_QA: dict[str, Any] = {
     "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")],
     "metadata": {"version": 1.0},
 }
-# Column -> whether a question belongs to it; IMG is empty as long as pictures are left out.
+
+
+def prompt_of(row: dict) -> str:
+    """Return what a model of images and text is asked after the picture."""
+    choices = " ".join(f"({letter}) {choice}" for letter, choice in zip(LETTERS, row["choices"], strict=False))
+    return f"Context: {row['hint'].strip() or 'N/A'}\nQuestion: {row['question']}\nOptions: {choices}\n{ONE_LETTER}"
+
+
+def choice_of(text: str, choices: int) -> int | None:
+    """Return which of so many choices a written answer names: a letter alone, before a full stop, or in ``The answer is B``."""
+    text = text.strip().replace("\n", ". ")
+    found = re.match(r"([A-E])(?:$|\. )", text) or re.search(r"The answer is ([A-E])", text)
+    index = LETTERS.index(found[1]) if found else choices
+    return index if index < choices else None
+
+
+# Column -> whether a question belongs to it.
 COLUMNS = {
     "NAT": lambda row: row["subject"] == "natural science",
     "SOC": lambda row: row["subject"] == "social science",
     "LAN": lambda row: row["subject"] == "language science",
     "TXT": lambda row: bool(row["hint"]),
-    "NO": lambda row: not row["hint"],
+    "IMG": lambda row: bool(row.get("image")),
+    "NO": lambda row: not row["hint"] and not row.get("image"),
     "G1-6": lambda row: _grade(row) <= 6,
     "G7-12": lambda row: _grade(row) > 6,
 }
@@ -51,23 +74,29 @@ def _grade(row: dict) -> int:
 
 
 def by_column(samples: list[dict]) -> dict[str, dict]:
-    """Accuracy in each of :data:`COLUMNS`.
+    """Return the accuracy in each of :data:`COLUMNS`.
 
     Args:
-        samples: lm-eval's record of every question: ``{"doc": row, "acc": 0 or 1, ...}``.
+        samples: a record of every question: ``{"doc": row, "acc": 0 or 1, ...}``.
 
     Returns:
-        column -> ``{"acc", "acc_stderr", "samples"}``; the standard error is lm-eval's, of a mean; ``None`` where there is
-        no question, or only one to estimate it from.
+        column -> ``{"acc", "acc_stderr", "samples"}``; see :func:`mean_and_error`.
     """
-    from lm_eval.api.metrics import mean, mean_stderr
-
     table = {}
     for column, belongs in COLUMNS.items():
         values = [sample["acc"] for sample in samples if belongs(sample["doc"])]
-        table[column] = {
-            "acc": mean(values) if values else None,
-            "acc_stderr": mean_stderr(values) if len(values) > 1 else None,
-            "samples": len(values),
-        }
+        table[column] = mean_and_error("acc", values) | {"samples": len(values)}
     return table
+
+
+def mean_and_error(metric: str, values: list[float]) -> dict[str, float | None]:
+    """Return a mean and lm-eval's standard error of it.
+
+    Each is ``None`` where there is no value, the error also where there is only one to estimate it from.
+    """
+    from lm_eval.api.metrics import mean, mean_stderr
+
+    return {
+        metric: mean(values) if values else None,
+        f"{metric}_stderr": mean_stderr(values) if len(values) > 1 else None,
+    }

@@ -22,8 +22,10 @@ from ..data.calibration_data import shown
 from ..errors import CheckpointError, DataError, NumericsError, OptionError, option, suggestion
 from .local_tasks import LOCAL, local_definitions, local_rows
 from .science_qa import SCIENCE_QA, by_column
+from .with_pictures import ask
 
-OWN = ("scienceqa", "mmlu_math")  # that lm-eval does not have by these names
+SEEN = "scienceqa"  # the task whose questions have pictures
+OWN = (SEEN, "mmlu_math")  # that lm-eval does not have by these names
 SEED = 1234  # of the examples; lm-eval's own
 BOOTSTRAP = 1000  # draws for the error of what is no mean (perplexity of LAMBADA); 100,000 take minutes
 
@@ -56,6 +58,11 @@ class Questions:
             counted = colon and number.isdecimal()
             found[name if counted else task] = int(number) if counted else self.num_fewshot
         return found
+
+    @property
+    def has_pictures(self) -> bool:
+        """Whether there are questions with a picture, for models that take it."""
+        return SEEN in self.examples
 
     def check(self) -> None:
         """Refuse what can be refused before a model is loaded.
@@ -116,24 +123,39 @@ class Questions:
                 found.update(hashlib.sha256(file.read_bytes()).digest())
         return found.hexdigest()[:32]
 
-    def measure(self, network, tokenizer, *, autocast: torch.dtype | None = None) -> dict[str, dict]:
+    def measure(self, network, tokenizer, *, autocast: torch.dtype | None = None, processor=None) -> dict[str, dict]:
         """Run the tasks on a model in memory, dense or compressed.
 
         Args:
             network: a causal language model.
             tokenizer: the model's.
             autocast: run the forward under autocast in this dtype.
+            processor: of a model of images and text, which then is asked ``scienceqa`` with the pictures
+                (:func:`~.with_pictures.ask`).
 
         Returns:
             task -> ``{metric, metric + "_stderr", ..., "samples", "num_fewshot", "version"}``, as lm-eval computes them;
             ``scienceqa`` also has ``columns`` (:func:`~.science_qa.by_column`). Groups hold their own means.
 
         Raises:
-            OptionError, DataError: see :meth:`check`.
+            OptionError, DataError: see :meth:`check`; or examples before a question that has a picture.
             CheckpointError: the hub cannot be reached.
             NumericsError: a score is not a number.
         """
         self.check()
+        if processor is None or not self.has_pictures:
+            return self._by_lm_eval(network, tokenizer, autocast)
+        if self.examples[SEEN]:
+            raise OptionError(
+                f"a model of images and text is asked {SEEN} without examples; leave out {option('num_fewshot')} and "
+                f"{SEEN}:{self.examples[SEEN]}"
+            )
+        others = replace(self, tasks=[task for task in self.tasks if task.partition(":")[0] != SEEN])
+        found = others._by_lm_eval(network, tokenizer, autocast) if others.tasks else {}
+        file = self._files().get(SEEN, {}).get("test")
+        return found | {SEEN: ask(network, processor, file, limit=self.limit, batch_size=self.batch_size)}
+
+    def _by_lm_eval(self, network, tokenizer, autocast: torch.dtype | None) -> dict[str, dict]:
         import lm_eval
 
         with tempfile.TemporaryDirectory(prefix="rankfold-") as scratch, _silenced():
