@@ -33,6 +33,7 @@ import common
 from rankfold import CalibrationData, compress, make_method, open_model
 from rankfold._utils.memory import release_memory
 from rankfold.allocation import tensor_bytes
+from rankfold.calibration.observers import DenseBatch
 from rankfold.calibration.runner import advance_dense, measure, start
 from rankfold.methods import method_names
 from rankfold.methods.registry import method_class
@@ -72,12 +73,13 @@ def main() -> None:
     parser.add_argument(
         "--mmap-threshold", type=int, metavar="BYTES", help="glibc's MALLOC_MMAP_THRESHOLD_; default: its own rule"
     )
+    parser.add_argument("--offload", type=Path, metavar="FOLDER", help="keep hidden states in a file there")
     parser.add_argument("--worker", nargs=3, metavar=("FOLDER", "METHOD", "MODE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         print(json.dumps(worker(args, *args.worker)))
         return
-    hidden = ("json", "worker", "modes")
+    hidden = ("json", "worker", "modes", "offload")
     record = common.Record(args.json, {k: v for k, v in vars(args).items() if k not in hidden}, DEFINITIONS)
     runs = [(method, mode) for method in args.methods for mode in args.modes]
     if args.methods == ["all"]:
@@ -135,7 +137,7 @@ def worker(args: argparse.Namespace, folder: str, name: str, mode: str) -> dict:
     release_memory()
     reset_peak()
     warm = resident()
-    source = open_model(Path(folder) / "model", device="cpu")
+    source = open_model(Path(folder) / "model", device="cpu", offload=args.offload)
     ids = tokens(args, args.length).ids
     output = Path(folder) / f"small-{name}-{mode}"
     result = compress(source, method=method, calibration=tokens(args, args.length), output=output, mode=mode)
@@ -146,11 +148,13 @@ def worker(args: argparse.Namespace, folder: str, name: str, mode: str) -> dict:
     item = torch.empty((), dtype=source.compute_dtype).element_size()
     view = source.block(0)
     stream = start(source, ids[:1], autocast=source.autocast)
-    dense = advance_dense(view, stream.copy())
+    dense: list[DenseBatch] = []
+    advance_dense(view, stream.copy(), dense.append)
     found = measure(view, stream, method.statistics(view), step=False, dense=dense)
     parts = (getattr(m, part, None) for m in found.values() for part in ("total", "absolute", "second"))
     facts = {
         "mode": mode,
+        "offload": result.record["run"]["offload"],
         "precision": common.precision(source),
         "baseline_bytes": baseline,
         "warm_bytes": warm,

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import json
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -225,6 +226,17 @@ def test_rows_of_another_configuration_are_refused(place, monkeypatch):
 def test_a_row_that_does_not_exist_is_named(place, monkeypatch):
     with pytest.raises(SystemExit, match="no row is called nothing; rows: modegpt rank_multiple=2 0.3"):
         ran(place, monkeypatch, "--only", "nothing")
+
+
+def test_what_a_compression_holds_is_measured(tmp_path):
+    memory = importlib.import_module("memory")
+    shape = {"blocks": 2, "width": 32, "hidden": 64, "heads": 2, "samples": 4, "length": 16, "held_out": 1}
+    args = Namespace(**shape, dtype="float32", sparsity=0.3, first=None, offload=tmp_path)
+    memory.write_model(args, tmp_path / "model")
+    facts = memory.worker(args, str(tmp_path), "rankfold", "sequential")
+    assert facts["offload"] == "disk" and facts["stream_bytes"] == 4 * 4 * 16 * 32
+    assert facts["block_bytes"] == 4 * (4 * 32**2 + 3 * 32 * 64 + 2 * 32) and facts["moments_bytes"] > 8 * 64**2
+    assert facts["planned_bytes"] > facts["moments_bytes"] and facts["peak_bytes"] >= facts["warm_bytes"]
 
 
 def test_the_table_of_large_models_is_what_plans_say():

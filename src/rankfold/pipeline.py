@@ -27,7 +27,7 @@ from .calibration.store import MomentStore
 from .checkpoint.config import compressed_config
 from .checkpoint.load import described
 from .checkpoint.run import RunFolder
-from .compression.block import RunContext, decompose, from_first_process, run_stages
+from .compression.block import RunContext, decompose, run_stages, sent_by
 from .compression.budget import rank_options
 from .compression.held_out import follow_held_out
 from .compression.importance import (
@@ -242,7 +242,7 @@ class CompressionRun:
         writer, is_kept = self.writer, index in self.writer.kept
         view = dataclasses.replace(read(index), basis=basis)
         release_memory()
-        done = from_first_process(writer.load(index))
+        done = sent_by(0, writer.load(index))
         for follower in self.followers:
             follower.enter(view, skip=done is not None)
         if done is not None:

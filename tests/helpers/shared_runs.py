@@ -20,8 +20,10 @@ from rankfold._utils.processes import joined
 from rankfold.methods.base import NarrowingMethod
 from rankfold.methods.registry import METHODS, method_class
 from tiny_encoders import ENCODERS, opened_encoder, samples_of
+from tiny_pairs import FAMILIES, tiny_model, write_pairs
 
 SHARDS = 4
+BOTH = "components"  # one after the other, in one run
 WORKER = "import sys, shared_runs; shared_runs.work(sys.argv[1], sys.argv[2:])"
 
 
@@ -72,6 +74,25 @@ def compress(name: str, output: Path, shards: int = SHARDS, rows: int = 16) -> N
     rankfold.compress(source, method=method, calibration=replace(data, shards=shards), output=output, mode=case.mode)
 
 
+def save_both(folder: Path) -> None:
+    """Write a tiny model of images and text, and examples."""
+    tiny_model("llava").save_pretrained(folder / "dense")
+    FAMILIES["llava"].processor().save_pretrained(folder / "dense")
+    write_pairs(folder, 12)
+
+
+def compress_both(output: Path, shards: int = SHARDS) -> None:
+    """Compress both components of what :func:`save_both` wrote next to the folder of the outputs, unless that is done."""
+    if output.exists():
+        return
+    place, components = output.parent.parent / BOTH, []
+    for name in ("vision", "language"):
+        source = rankfold.open_model(place / "dense", device="cpu", component=name)
+        data = rankfold.load_calibration(place / "pairs.jsonl", source, num_samples=8, shards=shards)
+        components.append((source, make_method("modegpt", sparsity=0.3, rank_multiple=2), data))
+    rankfold.compress_components(components, output)
+
+
 def work(folder: str, names: list[str]) -> None:
     """Compress in turn, in one of several processes or alone."""
     torch.set_num_threads(1)
@@ -80,7 +101,7 @@ def work(folder: str, names: list[str]) -> None:
         sys.addaudithook(partial(_end_if_writing, folder))
     with joined():
         for name in names:
-            compress(name, Path(folder, name))
+            (compress_both if name == BOTH else partial(compress, name))(Path(folder, name))
 
 
 def _end_if_writing(folder: str, event: str, details: tuple) -> None:

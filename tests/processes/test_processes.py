@@ -14,15 +14,19 @@ from rankfold._utils import processes
 from rankfold.calibration import runner
 from rankfold.calibration.likelihood import token_losses
 from rankfold.calibration.moments import sum_shards
-from rankfold.calibration.runner import measure, start
+from rankfold.calibration.providers import HiddenStates, StoredMoments
+from rankfold.calibration.runner import Stream, measure, start
+from rankfold.calibration.store import MomentStore
 from rankfold.checkpoint.run import RECORD
 from rankfold.compression import kl_divergence
+from rankfold.compression.block import RunContext, _owners
 from rankfold.data import load
 from rankfold.data.calibration_data import CalibrationData
 from rankfold.errors import OptionError
 from rankfold.models.opening import open_model
+from rankfold.report.record import records_of
 from saved import save_text, save_tiny
-from shared_runs import BASE, EVERY, SHARDS, WORKER, join
+from shared_runs import BASE, BOTH, EVERY, SHARDS, WORKER, join, save_both
 from warm import RANKFOLD
 
 STOPPED = "modegpt"  # the case whose second process ends in the middle
@@ -58,7 +62,8 @@ def content(folder: Path) -> dict[str, bytes]:
     """All files of a checkpoint; of the record what does not tell of the machine."""
     found = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
     record = json.loads(found.pop(RECORD))
-    del record["run"]
+    for one in records_of(record):
+        del one["run"]
     return found | {RECORD: json.dumps(record).encode()}
 
 
@@ -72,12 +77,14 @@ def run(count: int, code: str, *arguments: str, folder: Path) -> tuple[list[int 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    return tmp_path_factory.mktemp("processes")
+    folder = tmp_path_factory.mktemp("processes")
+    save_both(folder / BOTH)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def alone(place):
-    codes, _, err = run(1, WORKER, str(place / "1"), *BASE, folder=place / "1")
+    codes, _, err = run(1, WORKER, str(place / "1"), *BASE, BOTH, folder=place / "1")
     assert codes == [0], err
     return place / "1"
 
@@ -93,12 +100,12 @@ def stopped(place):
 def shared(place, stopped):
     """Folders of what two and four processes compressed; four go on with what two have begun."""
     for count in (2, 4):
-        codes, _, err = run(count, WORKER, str(place / str(count)), *BASE, folder=place / str(count))
+        codes, _, err = run(count, WORKER, str(place / str(count)), *BASE, BOTH, folder=place / str(count))
         assert codes == [0] * count, err
     return {count: place / str(count) for count in (2, 4)}
 
 
-@pytest.mark.parametrize("name", BASE)
+@pytest.mark.parametrize("name", [*BASE, BOTH])
 def test_one_two_and_four_processes_write_the_same_bytes(alone, shared, name):
     expected = content(alone / name)
     for count, folder in shared.items():
@@ -211,6 +218,23 @@ def test_every_shard_has_one_owner(monkeypatch, shards, count):
         owned = [shard for shard in range(shards) if processes.owner_of(shard, shards) == index]
         assert owned == list(processes.own_shards(shards))
     assert len(owners) == shards and owners == sorted(owners)
+
+
+def test_pieces_of_a_step_are_dealt_where_every_process_can_have_their_moments(monkeypatch):
+    """Other processes have neither stored moments nor gradients."""
+    source, method = opened("llama"), rankfold.LatentLLM(sparsity=0.3, rank_multiple=2)
+    view = source.block(0)
+    ranks = {unit.module: unit.ranks[0] for unit in method.prunable_modules(view)} | {"q": 32}
+    (step,) = method.stages(view, ranks)
+    assert [piece.statistics for piece in step.pieces] == [
+        {"attention_input", "attention_output"},
+        {"mlp_input", "mlp_hidden"},
+    ]
+    monkeypatch.setattr(processes, "_group", processes._Group(1, 2, torch.device("cpu")))
+    measured, fisher = HiddenStates(Stream([], [], None)), replace(method, precondition="fisher")
+    stored = StoredMoments(MomentStore({}))
+    for given, owners in [((method, measured), [0, 1]), ((method, stored), [0, 0]), ((fisher, measured), [0, 0])]:
+        assert _owners(RunContext(source, *given, None, None, {}), view, 2) == owners
 
 
 def test_shards_sum_to_the_moments_of_the_whole():

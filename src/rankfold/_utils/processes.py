@@ -136,21 +136,22 @@ def from_first(compute: Callable[[], T]) -> T:
     return found
 
 
-def broadcast(value: T) -> T:
-    """Return in all processes the value of the first one, with the tensors in its dicts, wherever they are."""
+def broadcast(value: T, owner: int = 0) -> T:
+    """Return in all processes the value of the process ``owner``, with the tensors in its dicts, wherever they are."""
     if _group is None:
         return value
     from torch import distributed
 
-    outline = from_first(lambda: _outline(value))
-    if is_first():
+    is_mine = process_index() == owner
+    outline = gather(_outline(value) if is_mine else None)[owner]
+    if is_mine:
         for tensor in _tensors(value):
             with _connected():
-                distributed.broadcast(_as_bytes(tensor, _group), 0)
+                distributed.broadcast(_as_bytes(tensor, _group), owner)
         return value
 
     def receive(buffer: "torch.Tensor") -> None:
-        distributed.broadcast(buffer, 0)
+        distributed.broadcast(buffer, owner)
 
     return _filled(outline, receive, _group)
 

@@ -9,8 +9,9 @@ hardly any error to that of one (docs/results/moment_precision.md).
 
 import contextlib
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from ..linalg.psd import all_finite
 
 TILE = 512  # rows of a product x^T x; of every tile only the part on and above the diagonal is computed
 ROUNDING = 32 * torch.finfo(torch.float32).eps  # of a sum of squares in fp32, relative: up to 20 were measured
+NO_OWNERS: Mapping[str, int] = MappingProxyType({})
 FP32_ROWS = 8192  # are summed in fp32 before they go to the fp64 sum, which is twice as wide and slow to reach
 
 
@@ -222,18 +224,21 @@ def moved(moments: BlockMoments, device: torch.device) -> BlockMoments:
     return {name: there(moment) for name, moment in moments.items()}
 
 
-def sum_shards(shards: Iterable[BlockMoments], *, is_shared: bool, owner: int = 0) -> BlockMoments:
+def sum_shards(
+    shards: Iterable[BlockMoments], *, is_shared: bool, owner: int = 0, owners: Mapping[str, int] = NO_OWNERS
+) -> BlockMoments:
     """Add the moments of the shards of a calibration set, in their order.
 
     Args:
         shards: of this process; each is measured when its turn comes.
         is_shared: whether other processes have further shards. All of them call this then.
         owner: the process that gets the sums; the others get nothing then.
+        owners: statistic -> the process that gets its sums in place of ``owner``.
 
     Cost: the process that adds holds the moments of two shards at a time, any other one those of all its shards.
     """
     if is_shared and process_count() > 1:
-        shards = (_unpacked(parcel) for parcel in collect([_packed(moments) for moments in shards], owner))
+        shards = _collected([_packed(moments) for moments in shards], owner, owners)
     sums: BlockMoments = {}
     for moments in shards:
         for name, moment in moments.items():
@@ -242,6 +247,13 @@ def sum_shards(shards: Iterable[BlockMoments], *, is_shared: bool, owner: int = 
             else:
                 sums[name] = moment
     return sums
+
+
+def _collected(parcels: list[dict[str, Any]], owner: int, owners: Mapping[str, int]) -> Iterator[BlockMoments]:
+    """Yield the moments of all shards that are this process's to add, those of one owner after those of another."""
+    for process in sorted({owner, *owners.values()}):
+        theirs = [{name: m for name, m in parcel.items() if owners.get(name, owner) == process} for parcel in parcels]
+        yield from map(_unpacked, collect(theirs, process))
 
 
 def _packed(moments: BlockMoments) -> dict[str, dict[str, Any]]:

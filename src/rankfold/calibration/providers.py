@@ -3,11 +3,12 @@
 For every block: ``enter`` it while it is dense, ``measure`` it once for every step, ``follow`` it when it is compressed.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import ClassVar
 
 from .._utils.processes import is_first
 from ..architectures import BlockView
-from .moments import BlockMoments
+from .moments import NO_OWNERS, BlockMoments
 from .observers import DenseBatch
 from .offload import DenseBatches
 from .runner import Stream, advance, advance_dense, measure
@@ -15,13 +16,23 @@ from .store import MomentStore
 
 
 class MomentProvider:
-    """What the pipeline calls; nothing happens between the measurements by default."""
+    """What the pipeline calls; nothing happens between the measurements by default.
+
+    Attributes:
+        is_measured: whether moments are measured by all processes; otherwise the first one has them.
+    """
+
+    is_measured: ClassVar[bool] = True
 
     def enter(self, view: BlockView, *, skip: bool = False) -> None:
         """Go through a dense block; ``skip``: nobody needs its moments."""
 
-    def measure(self, view: BlockView, statistics: set[str]) -> BlockMoments:
-        """Return the moments of the block as it is now."""
+    def measure(self, view: BlockView, statistics: set[str], owners: Mapping[str, int] = NO_OWNERS) -> BlockMoments:
+        """Return the moments of the block as it is now.
+
+        Args:
+            owners: statistic -> the process that gets it in place of the first; only where ``is_measured``.
+        """
         raise NotImplementedError
 
     def follow(self, view: BlockView) -> None:
@@ -31,10 +42,12 @@ class MomentProvider:
 class StoredMoments(MomentProvider):
     """Moments of the dense model that are there already."""
 
+    is_measured: ClassVar[bool] = False
+
     def __init__(self, moments: MomentStore):
         self.moments = moments
 
-    def measure(self, view: BlockView, statistics: set[str]) -> BlockMoments:
+    def measure(self, view: BlockView, statistics: set[str], owners: Mapping[str, int] = NO_OWNERS) -> BlockMoments:
         return dict(self.moments[view.index]) if is_first() else {}
 
 
@@ -48,8 +61,8 @@ class DenseMoments(MomentProvider):
         if skip:
             advance(view, self.stream)
 
-    def measure(self, view: BlockView, statistics: set[str]) -> BlockMoments:
-        moments = measure(view, self.stream, statistics, step=True)
+    def measure(self, view: BlockView, statistics: set[str], owners: Mapping[str, int] = NO_OWNERS) -> BlockMoments:
+        moments = measure(view, self.stream, statistics, step=True, owners=owners)
         return {name: moment.rounded() for name, moment in moments.items()}
 
 
@@ -73,8 +86,8 @@ class HiddenStates(MomentProvider):
             self._dense_batches = DenseBatches(offload) if offload else []
             advance_dense(view, self.dense, self._dense_batches.append, self.inputs)
 
-    def measure(self, view: BlockView, statistics: set[str]) -> BlockMoments:
-        return measure(view, self.compressed, statistics, step=False, dense=self._dense_batches)
+    def measure(self, view: BlockView, statistics: set[str], owners: Mapping[str, int] = NO_OWNERS) -> BlockMoments:
+        return measure(view, self.compressed, statistics, step=False, dense=self._dense_batches, owners=owners)
 
     def follow(self, view: BlockView) -> None:
         self._dense_batches = None

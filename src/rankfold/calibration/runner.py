@@ -9,7 +9,7 @@ Only one block is resident. The residual stream between two blocks is kept on th
 import contextlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from ..data.batches import Batch as Given
 from ..data.batches import Data, Example, batches, ids_of, shard_of
 from ..errors import NumericsError, option
 from .forward import forward
-from .moments import BlockMoments, check_finite, sum_shards
+from .moments import NO_OWNERS, BlockMoments, check_finite, sum_shards
 from .observers import Batch, DenseBatch, LayerInput, Observer
 from .offload import Offload
 from .residual import Middle
@@ -334,6 +334,7 @@ def measure(
     step: bool,
     dense: Sequence[DenseBatch] | None = None,
     owner: int = 0,
+    owners: Mapping[str, int] = NO_OWNERS,
 ) -> BlockMoments:
     """Return the moments of one block over the stream.
 
@@ -344,12 +345,13 @@ def measure(
         step: also replace the stream by the block's output (one pass); otherwise it stays where it is.
         dense: the same batches in the dense model, for statistics that compare with it.
         owner: the process that gets the moments where several share the stream; the others get nothing.
+        owners: statistic -> the process that gets it in place of ``owner``.
 
     Raises:
         NumericsError: an activation is NaN or infinite.
     """
     found = (_measure_shard(view, stream, shard, statistics, step, dense) for shard in stream.shards)
-    moments = sum_shards(found, is_shared=stream.is_shared, owner=owner)
+    moments = sum_shards(found, is_shared=stream.is_shared, owner=owner, owners=owners)
     with time_spent("moments"):
         check_finite(moments, view.path)
     return moments

@@ -9,7 +9,7 @@ import torch
 
 from .._utils.memory import release_memory
 from .._utils.present import present
-from .._utils.processes import broadcast, is_first
+from .._utils.processes import broadcast, is_first, process_count, process_index
 from .._utils.stopwatch import time_spent
 from ..architectures import BlockView
 from ..calibration.moments import BlockMoments, moved
@@ -37,44 +37,58 @@ def run_stages(context: RunContext, view: BlockView, ranks: dict[str, int]) -> t
     """Compress a block: replace its modules by smaller ones."""
     whole = BlockResult({}, {}, {})
     for stage in context.method.stages(view, ranks):
-        view, whole = _run_stage(context, view, stage, whole)
+        result = _run_stage(context, view, stage)
+        view, whole = replace(view, result, context.source), _added(whole, result)
     return view, whole
 
 
-def _run_stage(
-    context: RunContext, view: BlockView, stage: CompressionStep, whole: BlockResult
-) -> tuple[BlockView, BlockResult]:
-    """Measure the block as it is, decompose, replace, and add what came of it to ``whole``."""
-    moments = context.provider.measure(view, stage.statistics)
+def _run_stage(context: RunContext, view: BlockView, stage: CompressionStep) -> BlockResult:
+    """Measure the block as it is, and decompose it; several processes share the pieces of a step."""
+    pieces = stage.pieces or (stage,)
+    owners = _owners(context, view, len(pieces))
+    where = {name: owner for piece, owner in zip(pieces, owners, strict=True) for name in piece.statistics}
+    moments = context.provider.measure(view, stage.statistics, where)
     unseen = context.held_out
     # Late, because moments are large.
-    held_out = functools.cache(lambda: unseen.measure(view, stage.statistics) if unseen else None)
+    held_out = functools.cache(lambda: unseen.measure(view, stage.statistics, where) if unseen else None)
     release_memory()
+    more = {}
     if is_first():
         more = dict(context.shared) | (context.gradients[view.index] if context.gradients else {})
-        result = decompose(stage, view, moments | more, held_out)
-    else:
-        result = None
+    mine = {n: pieces[n] for n, owner in enumerate(owners) if owner == process_index()}
+    made = {n: decompose(piece, view, moments | more, held_out) for n, piece in mine.items()}
     del moments
     found = held_out()  # the first process may ask for it earlier: there is no other exchange in between
-    if result is not None and found is not None:
+    if found is not None:
         with time_spent("decomposition"):
-            for module, error in result.errors.items():
-                result.reports[module]["held_out_error"] = error(found)
-    result = present(from_first_process(result))
-    view = replace(view, result, context.source)
+            for result in made.values():
+                for module, error in result.errors.items():
+                    result.reports[module]["held_out_error"] = error(found)
+    parts = (present(sent_by(owner, made.get(n))) for n, owner in enumerate(owners))
+    return functools.reduce(_added, parts, BlockResult({}, {}, {}))
+
+
+def _owners(context: RunContext, view: BlockView, pieces: int) -> list[int]:
+    """Return the process that decomposes each piece; the first where it alone has what the method reads."""
+    method = context.method
+    is_dealt = context.provider.is_measured and not method.gradients(view) and not method.shared(view)
+    return [n % process_count() if is_dealt else 0 for n in range(pieces)]
+
+
+def _added(whole: BlockResult, result: BlockResult) -> BlockResult:
+    """Return what is known of a block with what came of another step or piece, which changes ``whole``."""
     for key in [key for key in whole.state if key.startswith(tuple(f"{path}." for path in result.modules))]:
         del whole.state[key]  # of a module that is replaced again
     whole.modules.update(result.modules)
     whole.state.update(result.state)
     for module, report in result.reports.items():
         whole.reports.setdefault(module, {}).update(report)
-    return view, whole._replace(basis=result.basis)
+    return whole._replace(basis=result.basis)
 
 
-def from_first_process(result: BlockResult | None) -> BlockResult | None:
-    """Return the result of the first process in all: no process decomposes for itself, so none can differ."""
-    sent = broadcast(None if result is None else result._replace(errors={})._asdict())
+def sent_by(owner: int, result: BlockResult | None) -> BlockResult | None:
+    """Return in all processes the result of one: nothing is decomposed twice, so nothing can differ."""
+    sent = broadcast(None if result is None else result._replace(errors={})._asdict(), owner)
     return None if sent is None else BlockResult(**sent)
 
 

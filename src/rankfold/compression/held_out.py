@@ -9,7 +9,7 @@ model must not look like a success.
 
 import logging
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from .._utils.processes import gather
 from .._utils.stopwatch import time_spent
 from ..architectures import BlockView
 from ..calibration.likelihood import Comparison, compare_losses, perplexity_of, token_losses, warn_of_guessing
-from ..calibration.moments import BlockMoments
+from ..calibration.moments import NO_OWNERS, BlockMoments
 from ..calibration.providers import DenseMoments, HiddenStates
 from ..calibration.runner import Stream, advance, outputs, start
 from ..data.batches import Data, again, length_of
@@ -84,9 +84,9 @@ class HeldOut:
         """Go through the dense block; ``skip``: nobody will measure it."""
         self.provider.enter(view, skip=skip)
 
-    def measure(self, view: BlockView, statistics: set[str]) -> BlockMoments:
-        """Return the moments of the block as it is now, on the held-out samples."""
-        return self.provider.measure(view, statistics)
+    def measure(self, view: BlockView, statistics: set[str], owners: Mapping[str, int] = NO_OWNERS) -> BlockMoments:
+        """Return the moments of the block as it is now, on the held-out samples; ``owners`` as for a provider."""
+        return self.provider.measure(view, statistics, owners)
 
     def follow(self, view: BlockView) -> None:
         """Go through the compressed block in its place."""

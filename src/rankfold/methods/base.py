@@ -50,6 +50,8 @@ class CompressionStep(NamedTuple):
     # (the block as it is now, its moments, what measures the same on samples that nothing is fitted to, None without any)
     # -> what is replaced
     decompose: Callable[[BlockView, BlockMoments, Callable[[], BlockMoments | None]], BlockResult]
+    # The same step in pieces, which several processes share: no two read the same statistic, none reads held-out windows.
+    pieces: tuple["CompressionStep", ...] = ()
 
 
 @dataclass(frozen=True)

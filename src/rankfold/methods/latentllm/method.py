@@ -1,6 +1,8 @@
 """LatentLLM (arXiv:2505.18413): every linear layer through a latent, jointly where they act jointly."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from ..._utils.memory import release_memory
@@ -8,7 +10,7 @@ from ...architectures import BlockView, Dense
 from ...calibration.experts import STATISTICS
 from ...calibration.statistics import SAMPLE_ROWS
 from ...errors import UnsupportedModelError
-from ..base import BlockResult, NarrowingMethod, PrunableModule
+from ..base import BlockResult, CompressionStep, NarrowingMethod, PrunableModule
 from ..work import Work, multiplying, passing, times
 from .attention import ATTENTION, decompose_attention
 from .experts import decompose_experts
@@ -165,8 +167,10 @@ class LatentLLM(NarrowingMethod):
         return self.bias_refit and (self.features or dense.bias is not None)
 
     def statistics(self, view: BlockView) -> set[str]:
+        return self._statistics_of(view, self.supported_modules(view.architecture, view))
+
+    def _statistics_of(self, view: BlockView, modules: Iterable[str]) -> set[str]:
         needed = dict.fromkeys(ATTENTION, "attention_input") | {"o": "attention_output", "down": "mlp_hidden"}
-        modules = self.supported_modules(view.architecture, view)
         names = {needed.get(m, "mlp_input") for m in modules if m not in EXPERTS}
         names |= STATISTICS if set(modules) & set(EXPERTS) else set()
         names |= {"absolute"} if self.precondition == "l1" else set()
@@ -250,22 +254,43 @@ class LatentLLM(NarrowingMethod):
             found += times(times(multiplying(F, width, SAMPLE_ROWS * F), 4), self.rounds)
         return found
 
+    def stages(self, view: BlockView, ranks: dict[str, int]) -> list[CompressionStep]:
+        """One step, in a piece for each group of modules; modules that stay dense are in the first one."""
+        there, pieces = slots(self, view), []
+        dense = {m: rank for m, rank in ranks.items() if rank >= there[m].full}
+        for _, names in _groups(m for m in ranks if m not in dense):
+            mine = ({} if pieces else dense) | {m: ranks[m] for m in names}
+            piece = partial(_decompose_piece, self, ranks=mine)
+            pieces.append(CompressionStep(self._statistics_of(view, names), piece))
+        (step,) = super().stages(view, ranks)
+        return [step._replace(pieces=tuple(pieces))]
+
     def decompose(self, view: BlockView, moments, ranks: dict[str, int]) -> BlockResult:
         there = slots(self, view)
         lower = {m: r for m, r in ranks.items() if r < there[m].full}
         dense = {m: Report(there[m].full, there[m].full, "dense", 0.0).to_dict() for m in ranks if m not in lower}
         result = BlockResult({}, {}, dense, {})
-        for decompose, modules in (
-            (decompose_attention, [m for m in lower if m in ATTENTION]),
-            (decompose_mlp, [m for m in lower if m not in (*ATTENTION, *EXPERTS)]),
-            (decompose_experts, [m for m in lower if m in EXPERTS]),
-        ):
-            if modules:
-                part = decompose(self, view, moments, {m: lower[m] for m in modules})
-                for kind in ("modules", "state", "reports", "errors"):
-                    getattr(result, kind).update(getattr(part, kind))
-                release_memory()
+        for decompose, names in _groups(lower):
+            part = decompose(self, view, moments, {m: lower[m] for m in names})
+            for kind in ("modules", "state", "reports", "errors"):
+                getattr(result, kind).update(getattr(part, kind))
+            release_memory()
         return result
+
+
+def _groups(modules: Iterable[str]) -> list[tuple[Callable[..., BlockResult], list[str]]]:
+    """Return what decomposes them, and modules that are decomposed together; those of two groups share no statistic."""
+    names = list(modules)
+    groups: list[tuple[Callable[..., BlockResult], list[str]]] = [
+        (decompose_attention, [m for m in names if m in ATTENTION]),
+        (decompose_mlp, [m for m in names if m not in (*ATTENTION, *EXPERTS)]),
+        (decompose_experts, [m for m in names if m in EXPERTS]),
+    ]
+    return [group for group in groups if group[1]]
+
+
+def _decompose_piece(method: LatentLLM, view: BlockView, moments, held_out, ranks: dict[str, int]) -> BlockResult:
+    return method.decompose(view, moments, ranks)
 
 
 def _root_work(kind: str, wide: int) -> Work:
