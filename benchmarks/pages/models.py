@@ -5,6 +5,8 @@ import textwrap
 from itertools import pairwise
 from pathlib import Path
 
+from .curves import by_sparsity as by_sparsity_of
+from .curves import picture
 from .tables import by_sparsity, compressed, crossed, dense_of, number, score, setting, table, texts, windows
 
 
@@ -64,12 +66,16 @@ def tradeoff(record: dict, folder: Path | None) -> list[str]:
     about = f"{how['batch']} x {how['prompt']} tokens, then {how['steps']} steps; {how['repeats']} rounds"
     lines = [*texts(record), f"- speed: {about}", ""]
     lines += ["A point of a curve is a sparsity; from the smallest on, as in the table.", ""]
-    for picture in pictures([_as_compared(row) for row in (dense, *others)]):
-        if picture.name.startswith("speed-"):
-            file = f"{Path(record['config']['model']['name']).stem}-{picture.name}.png"
+    for one in pictures([_as_compared(row) for row in (dense, *others)]):
+        if one.name.startswith("speed-"):
+            file = f"{_stem(record)}-{one.name}.png"
             if folder:
-                (folder / file).write_bytes(drawn(picture).png)
-            lines += [f"![{picture.title}]({file})", ""]
+                (folder / file).write_bytes(drawn(one).png)
+            lines += [f"![{one.title}]({file})", ""]
+    for kind in KINDS:
+        curves = by_sparsity_of(others, value=lambda row: row["speed"][f"{kind}_ratio"])  # noqa: B023
+        file, title = f"{_stem(record)}-speedup-{kind}.png", f"{kind.capitalize()} speed (MoDeGPT, Figure 12)"
+        lines += picture(folder, file, title, curves, x="sparsity (%)", y="speed over the dense model's")
     speeds = " and ".join(f"{dense['speed'][f'{kind}_tokens_per_second']:,.0f} in {kind}" for kind in KINDS)
 
     def perplexities(row: dict) -> str:
@@ -81,6 +87,10 @@ def tradeoff(record: dict, folder: Path | None) -> list[str]:
 
     told = "Perplexity; speed over the dense model's in prefill, in decode."
     return [*lines, f"{told} Dense: {perplexities(dense)}; {speeds}, tokens/s.", "", *by_sparsity(others, cell), ""]
+
+
+def _stem(record: dict) -> str:
+    return Path(record["config"]["model"]["name"]).stem
 
 
 def _as_compared(row: dict) -> dict:
