@@ -42,9 +42,9 @@ lint: $(VENV)/.installed
 	$(VENV)/bin/pyright --pythonpath $(RUN)
 	$(RUN) scripts/prose.py
 
-# The documentation site, in site/; a link or an anchor that leads nowhere is an error.
+# The documentation site, in site/; a link or an anchor that leads nowhere is an error. Not --quiet: it hides warnings from strict.
 docs: $(VENV)/.installed-docs
-	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --quiet --clean
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --clean
 
 # PASSIVE: threads that wait do not spin, which on cores shared with other work is many times faster.
 demo: $(VENV)/.installed-demo

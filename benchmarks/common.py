@@ -6,6 +6,7 @@ variables RANKFOLD_DATA and RANKFOLD_MODELS, and commands are written with these
 
 import argparse
 import importlib.util
+import json
 import os
 import shlex
 import subprocess
@@ -127,6 +128,7 @@ class Record:
     def __init__(self, path: Path, config: dict, definitions: dict[str, str], *, resume: bool = False):
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
+        config = json.loads(json.dumps(config))  # as it is read: tuples are lists
         rows, commands = [], []
         if resume and path.exists():
             old = read_json(path)

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from pages import allocation, costs, gates, gpu, models, perplexity, random_matrices, readme, recovery, same_bytes
+from pages.summaries import summary
 from rankfold._utils.files import read_json, write_text
 
 HERE = Path(__file__).resolve().parent
@@ -59,7 +60,10 @@ PAGES = {
     "decomposition_cost": ("decomposition_cost*", "Decomposing one block", costs.decomposition_cost),
 }
 # Pages with pictures.
-DRAWN = ("tradeoff", "random_matrices", "same_bytes", "recover", "allocation", "grid", "studies", "latent_table")
+DRAWN = (
+    *("tradeoff", "random_matrices", "same_bytes", "recover", "allocation", "grid", "studies"),
+    *("latent_table", "images_and_text"),
+)
 # Page -> patterns of records, title, lines of all of them together.
 TOGETHER = {
     "ablations": (("domains", "perplexity_*"), "The default without each of its steps", perplexity.ablations),
@@ -98,13 +102,14 @@ def pages(results: Path, pictures: Path | None = None) -> dict[str, str]:
         records = [record for path, record in records_of(results, pattern) if "_seed" not in path.name]
         lines_of = partial(lines_of, folder=pictures) if name in DRAWN else lines_of
         lines = [line for r in records for line in (*heading(r), *lines_of(r), "", *definitions(r))]
-        found |= {name: "\n".join([f"# {title}", "", *lines, *FOOT])} if records else {}
+        found |= {name: "\n".join([f"# {title}", "", *summary(name, records), *lines, *FOOT])} if records else {}
     for name, (patterns, title, lines_of) in TOGETHER.items():
         paths = [item for pattern in patterns for item in records_of(results, pattern)]
         records = [record for path, record in paths if name == "seeds" or "_seed" not in path.name]
         lines_of = partial(lines_of, folder=pictures) if name in DRAWN else lines_of
         foot = [] if name == "latent_table" else FOOT
-        found |= {name: "\n".join([f"# {title}", "", *lines_of(records), *foot])} if records else {}
+        text = [f"# {title}", "", *summary(name, records), *lines_of(records), *foot] if records else []
+        found |= {name: "\n".join(text)} if records else {}
     return found
 
 

@@ -89,11 +89,14 @@ def page(record: dict) -> str:
     lines = [
         "# Attacks",
         "",
+        f"What do hostile commands and damaged files do? Of {cases * len(counts):,} cases {held:,} end with the right result "
+        "or with one line of reason. For contributors: `make attack`.",
+        "",
         f"```bash\npython scripts/attack.py --cases {cases}\n```",
         "",
         ", ".join(f"{name} {version}" for name, version in record["versions"].items()) + ".",
         "",
-        f"{cases * len(counts):,} cases, {held:,} held. Every case is a kind and a seed, 0 to {cases - 1}.",
+        f"Every case is a kind and a seed, 0 to {cases - 1}.",
         "",
         f"| kind | cases | {' | '.join(VERDICTS)} |",
         "|---" * (2 + len(VERDICTS)) + "|",

@@ -63,7 +63,7 @@ def test_the_first_guesses_of_a_user_work(kind, place, in_memory):
         "folder": (str(place / "model"), str(place / "text.txt"), {}),
         "id tensor": (in_memory, IDS, {}),
         "list of texts": (in_memory, rows, {"tokenizer": words}),
-        "dataset": (place / "model", datasets.Dataset.from_dict({"text": rows}), {}),
+        "dataset": (place / "model", datasets.Dataset.from_dict({"body": rows}), {"text_column": "body"}),
     }[kind]
     drawn = {} if kind == "id tensor" else {"num_samples": 8, "max_length": 32}
     result = rankfold.compress(model, sparsity=0.3, calibration=calibration, rank_multiple=2, **more, **drawn)

@@ -140,6 +140,25 @@ def test_the_tables_of_readme_and_results_are_what_the_records_say():
         (DOCS / "index.md", readme.table(BENCHMARKS / "results")),
     ):
         assert "\n\n" + "\n".join(lines) + "\n\n" in path.read_text(encoding="utf-8")
+    assert (DOCS / "index.md").read_text(encoding="utf-8").endswith("\n".join([readme.LIST, "", *readme.listed(DOCS)]))
+
+
+def test_every_page_of_results_begins_with_a_question():
+    render, questions = importlib.import_module("render"), importlib.import_module("pages.summaries").QUESTIONS
+    asked = [page for pages in questions.values() for page in pages]
+    assert sorted(asked) == sorted([*render.PAGES, *render.TOGETHER, "robustness"])
+
+
+def test_a_page_of_results_answers_its_question_by_the_record():
+    summary = importlib.import_module("pages.summaries").summary
+    names = {"dense": 10.0, "rankfold 0.3": 12.0, "modegpt 0.3": 13.0, "latentllm (joint) 0.3": 2345.0, "other": 1.0}
+    rows = [{"name": name, "perplexity": value} for name, value in names.items()]
+    records = [{"config": {"model": {"name": name}}, "rows": rows} for name in ("another", "SmolLM2")]
+    records[0] = records[0] | {"rows": []}
+    said = "At 0.3 SmolLM2 goes from 10.00 to 12.00 by the default, 13.00 by `modegpt` and 2,345 by `latentllm`."
+    assert said in summary("perplexity", records)[0]
+    gates = [{"kept": {"a": 0.5, "b": None}, "least": {"a": 0.6, "b": None}}, {"kept": {"a": 0.9}, "least": {"a": 0.6}}]
+    assert "Of 2 gates 1 falls short." in summary("gates", [{"rows": gates}])[0]
 
 
 def test_the_picture_of_the_readme_shows_the_record():
@@ -206,6 +225,36 @@ def test_rows_of_another_configuration_are_refused(place, monkeypatch):
 def test_a_row_that_does_not_exist_is_named(place, monkeypatch):
     with pytest.raises(SystemExit, match="no row is called nothing; rows: modegpt rank_multiple=2 0.3"):
         ran(place, monkeypatch, "--only", "nothing")
+
+
+def test_a_plan_gives_the_sparsity_of_every_block():
+    """By the weights of all its modules; with one score a block, or three."""
+    run = importlib.import_module("run")
+    modules = [
+        {"block": block, "module": name, "dense_weights": dense, "weights": left}
+        for block, name, dense, left in ((0, "mlp", 60, 30), (0, "qk", 40, 40), (1, "mlp", 60, 60), (1, "qk", 40, 10))
+    ]
+    plan = {"modules": modules, "facts": {"temperature": 0.1, "scores": {"0": [0.5, 0.1, 0.4], "1": [0.2, 0.3, 0.1]}}}
+    assert run.by_block(plan) == {"blocks": [0.3, 0.3], "scores": [[0.5, 0.1, 0.4], [0.2, 0.3, 0.1]]}
+    assert run.shares(modules[:3], 320) == {"share": 0.5, "largest": 0.3}
+    assert run.by_block({"modules": modules[1:3], "facts": {}}) == {"blocks": [0.0, 0.0], "scores": None}
+    page = importlib.import_module("pages.allocation")
+    row = {"blocks": [0.1, 0.5, 0.3], "scores": [[0.4, 0, 0], [0.1, 9, 9], [0.2, 0, 0]]}
+    assert page._by_score(row) == [(0.25, 50.0), (0.5, 30.0), (1.0, 10.0)]
+    assert page._row(row | {"setting": "x", "perplexity": 12.0}) == ["x", "30.0%", "16.3%", "10.0%", "50.0%", "12.00"]
+
+
+def test_curves_are_of_rows_that_were_done():
+    curves = importlib.import_module("pages.curves")
+    rows = [{"setting": name, "sparsity": s, "perplexity": p} for name, s, p in (("a", 0.2, 3.0), ("b", 0.1, 9.0))]
+    rows += [{"setting": "a", "sparsity": s, "perplexity": 20 * s} for s in (0.3, 0.1)]
+    rows += [{"setting": "b", "sparsity": s, "error": "no"} for s in (0.2, 0.3)]
+    found = curves.by_sparsity(rows)
+    assert {name: [y for _, y in points] for name, points in found.items()} == {"a": [2.0, 3.0, 6.0]}
+    assert [round(x) for x, _ in found["a"]] == [10, 20, 30]
+    assert [*curves.lowest({"a": [(1, 5.0)], "b": [(1, 2.0)], "c": [(1, 3.0)]}, 2)] == ["b", "c"]
+    assert curves.picture(None, "x.png", "t", {}, x="x", y="y") == []
+    assert curves.picture(None, "x.png", "t", found, x="x", y="y") == ["![t](x.png)", ""]
 
 
 def test_the_table_of_large_models_is_what_plans_say():

@@ -14,7 +14,7 @@ from warm import TORCH
 from warm import python as forked
 
 python_with_torch = partial(forked, forked_from=TORCH)
-HEAVY = ("torch", "transformers", "datasets", "gguf", "accelerate", "numpy", "rich")
+HEAVY = ("torch", "transformers", "datasets", "gguf", "accelerate", "numpy", "pydantic", "rich")
 PRINTING = ("--help", "--version", "compress --help", "compare --help", "models --help")
 
 
@@ -41,6 +41,35 @@ except SystemExit as stop:
     print("\\nLOADED", stop.code, [n for n in {HEAVY} if n in sys.modules])
 """
     assert python(code).splitlines()[-1] == "LOADED 0 []"
+
+
+@pytest.mark.parametrize(
+    "line, offered",
+    [
+        ("com", ["compress", "compare"]),
+        ("compress x --keep-quality 0.9 --sparsity 0.3 --me", ["--method"]),  # two that exclude each other
+        ("plan x --sparsity 0.3 --sparsity 0.4 --method latent", ["latentllm"]),
+        ("methods svd", ["svd", "svd-llm"]),
+    ],
+)
+def test_a_line_is_completed_at_once_whatever_stands_in_it(line, offered):
+    words = {
+        "COMP_WORDS": f"rankfold {line}",
+        "COMP_CWORD": str(len(line.split())),
+        "_RANKFOLD_COMPLETE": "complete_bash",
+    }
+    code = f"""
+import os, sys
+os.environ |= {words}
+sys.argv = ["rankfold"]
+from rankfold.cli import main
+try:
+    main()
+except SystemExit as stop:
+    print("\\nLOADED", stop.code, [n for n in {HEAVY} if n in sys.modules])
+"""
+    *found, _, loaded = python(code).splitlines()
+    assert (found, loaded) == (offered, "LOADED 0 []")
 
 
 def test_every_public_name_is_there_and_no_module_hides_one():

@@ -8,6 +8,7 @@ from rankfold._utils.files import read_json, write_text
 from rankfold.errors import CheckpointError
 
 from .perplexity import FORMS
+from .summaries import QUESTIONS
 
 HEAD = "| sparsity 0.3, 2 CPU cores | dense | `rankfold` | `modegpt` | module forms | as published | `latentllm` |"
 SHORT_HEAD = "| sparsity 0.3, 2 CPU cores | dense | `rankfold` | `modegpt` | `latentllm` |"
@@ -23,6 +24,7 @@ MODELS = {
     "perplexity_gemma3": "Gemma 3 270M (Q4_K_M)",
 }
 NONE = "–"
+LIST = "## All pages"  # the rest of the first page
 
 
 def render(results: Path, readme: Path, index: Path) -> None:
@@ -33,7 +35,23 @@ def render(results: Path, readme: Path, index: Path) -> None:
     """
     for path, lines in ((readme, short(results)), (index, table(results))):
         replace(path, lines)
+    write_text(
+        index, index.read_text(encoding="utf-8").partition(LIST)[0] + "\n".join([LIST, "", *listed(index.parent)])
+    )
     (index.parent / PICTURE).write_bytes(picture(rows(results, "tradeoff_smollm2")))
+
+
+def listed(folder: Path) -> list[str]:
+    """Return the list of the pages in a folder, by part, each with its question."""
+    titles = {
+        path.stem: path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+        for path in folder.glob("*.md")
+    }
+    lines: list[str] = []
+    for part, pages in QUESTIONS.items():
+        here = [f"- [{titles[page]}]({page}.md): {question}" for page, (question, _) in pages.items() if page in titles]
+        lines += [f"### {part}", "", *here, ""] if here else []
+    return lines
 
 
 def replace(path: Path, lines: list[str]) -> None:

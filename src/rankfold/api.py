@@ -81,6 +81,7 @@ def compress(
     num_samples: int = 128,
     max_length: int = 2048,
     seed: int = 0,
+    text_column: str = "text",
     on_plan: Callable[[Plan], None] | None = None,
     tokenizer: Tokenizer | None = None,
     component: str | None = None,
@@ -120,6 +121,7 @@ def compress(
         num_samples: samples of the calibration set, of all texts together.
         max_length: tokens of a sample, at most the model's context.
         seed: order in which samples are drawn.
+        text_column: column of the text in a ``datasets.Dataset``, rows or a file with rows.
         on_plan: called with the plan before any block is compressed.
         tokenizer: of a model in memory; a processor for a model of images and text.
         component: ``language``, ``vision`` or ``projector``; see :func:`open_model`.
@@ -144,12 +146,11 @@ def compress(
         calibration = DEFAULT_TEXT
     pipeline.check_request(method, calibration, moments, mode, output)
     moments, source = _stored(moments, offload), _opened(model, tokenizer, component, dtype, device, revision, offload)
-    tokens = _loaded(calibration, source, tokenizer, num_samples, max_length, seed)
+    tokens = _loaded(calibration, source, tokenizer, num_samples, max_length, seed, text_column)
     how: dict[str, Any] = {"moments": moments, "mode": mode, "on_plan": on_plan}
     if keep_quality is not None:
         return compress_to_keep(source, method, keep_quality, tokens, output, **how)
-    if target_size is not None:
-        method = method_of_size(source, method, target_size)
+    method = method_of_size(source, method, target_size)
     return pipeline.compress(source, method, tokens, output, **how, goal=goal)
 
 
@@ -166,6 +167,7 @@ def plan(
     num_samples: int = 128,
     max_length: int = 2048,
     seed: int = 0,
+    text_column: str = "text",
     tokenizer: Tokenizer | None = None,
     component: str | None = None,
     dtype: str = "auto",
@@ -212,8 +214,7 @@ def plan(
         source = open_outline(_shaped(model), dtype=resolve_dtype(dtype), revision=revision)
         if offload is not None:
             source.offload = Offload(source.device, None if offload == "cpu" else Path(offload))
-        if target_size is not None:
-            method = method_of_size(source, method, target_size)
+        method = method_of_size(source, method, target_size)
         samples = planned_samples(num_samples, min(max_length, source.context_length))
         return predict(source, method, samples, find_card(gpu), gpus)
     if isinstance(model, PretrainedConfig):
@@ -227,9 +228,8 @@ def plan(
     moments, source = _stored(moments, offload), _opened(model, tokenizer, component, dtype, device, revision, offload)
     if calibration is None and moments is None and method.allocation.needs_text:
         calibration = DEFAULT_TEXT
-    tokens = _loaded(calibration, source, tokenizer, num_samples, max_length, seed)
-    if target_size is not None:
-        method = method_of_size(source, method, target_size)
+    tokens = _loaded(calibration, source, tokenizer, num_samples, max_length, seed, text_column)
+    method = method_of_size(source, method, target_size)
     if keep_quality is not None:
         method = method_to_keep(source, method, keep_quality, tokens, moments)
     return pipeline.plan(source, method, tokens, moments=moments)
@@ -245,6 +245,7 @@ def calibrate(
     num_samples: int = 128,
     max_length: int = 2048,
     seed: int = 0,
+    text_column: str = "text",
     tokenizer: Tokenizer | None = None,
     component: str | None = None,
     dtype: str = "auto",
@@ -269,7 +270,7 @@ def calibrate(
     """
     source = _opened(model, tokenizer, component, dtype, device, revision, offload)
     calibration = DEFAULT_TEXT if calibration is None else calibration
-    tokens = present(_loaded(calibration, source, tokenizer, num_samples, max_length, seed))
+    tokens = present(_loaded(calibration, source, tokenizer, num_samples, max_length, seed, text_column))
     return pipeline.calibrate(source, tokens, output, statistics=statistics)
 
 
@@ -418,16 +419,26 @@ def _opened(
 
 
 def _loaded(
-    calibration: Any, source: DenseModel, tokenizer: Tokenizer | None, num_samples: int, max_length: int, seed: int
+    calibration: Any,
+    source: DenseModel,
+    tokenizer: Tokenizer | None,
+    num_samples: int,
+    max_length: int,
+    seed: int,
+    text_column: str,
 ) -> CalibrationData | None:
     """Load a calibration set, unless it is one, or there is none."""
+    how: dict[str, Any] = {
+        "num_samples": num_samples,
+        "max_length": max_length,
+        "seed": seed,
+        "text_column": text_column,
+    }
     if calibration is not None and not isinstance(calibration, CalibrationData):
-        return load_calibration(
-            calibration, source, tokenizer=tokenizer, num_samples=num_samples, max_length=max_length, seed=seed
-        )
-    if (num_samples, max_length, seed) != (128, 2048, 0):
+        return load_calibration(calibration, source, tokenizer=tokenizer, **how)
+    if [*how.values()] != [128, 2048, 0, "text"]:
         what = "there is no calibration set" if calibration is None else "the calibration set is loaded already"
-        raise OptionError(f"{what}, so num_samples, max_length and seed have no effect; leave them out")
+        raise OptionError(f"{what}, so {', '.join(how)} have no effect; leave them out")
     return calibration
 
 

@@ -60,7 +60,7 @@ def good(tmp_path_factory):
         "revision": None,
         "offload": None,
     }
-    drawing = {"num_samples": 1, "max_length": 16, "seed": 0}
+    drawing = {"num_samples": 1, "max_length": 16, "seed": 0, "text_column": "text"}
     measuring = {"calibration": place / "a.txt", **drawing, **opening}
     choosing = {"sparsity": 0.3, "target_size": None, "keep_quality": None, "method": "modegpt", "rank_multiple": 1}
     return {
@@ -80,7 +80,6 @@ def good(tmp_path_factory):
             "data": place / "a.txt",
             "model": source,
             "tokenizer": None,
-            "text_column": "text",
             "shards": 1,
             **drawing,
         },
@@ -174,7 +173,7 @@ def given(good):
         (lambda given: rankfold.compress(**given, ouput="small"), "'ouput'; did you mean 'output'"),
         (
             lambda given: rankfold.compress(**given, num_samples=3),
-            "the calibration set is loaded already, so num_samples, max_length and seed have no effect",
+            "the calibration set is loaded already, so num_samples, max_length, seed, text_column have no effect",
         ),
         (
             lambda given: rankfold.compress(**given, moments="moments"),

@@ -1,6 +1,7 @@
 """Records: what is there is what was written, or one error names what is not."""
 
 import json
+import operator
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankfold._utils.files import read_json
-from rankfold._utils.schema import NUMBER, Each, Maybe, check_record
+from rankfold._utils.schema import NUMBER, Each, Maybe, OneOf, check_record
 from rankfold.errors import CheckpointError
 from rankfold.report.record import RECORD
 
@@ -24,8 +25,11 @@ def some(kind):
     """Values that a kind describes."""
     if isinstance(kind, Maybe):
         return st.none() | some(kind.kind)
+    if isinstance(kind, OneOf):
+        return st.sampled_from(kind.values)
     if isinstance(kind, Each):
-        return st.dictionaries(st.text(max_size=3), some(kind.kind), max_size=2)
+        needed = st.fixed_dictionaries({key: some(kind.kind) for key in kind.needed})
+        return st.builds(operator.or_, st.dictionaries(st.text(max_size=3), some(kind.kind), max_size=2), needed)
     if isinstance(kind, list):
         return st.lists(some(kind[0]), max_size=2)
     if isinstance(kind, dict):

@@ -14,8 +14,9 @@ from rankfold.cli.options import MethodOptions
 from rankfold.errors import CheckpointError, OptionError
 from rankfold.methods import make_method
 
-CALIBRATION = {"source": "a text.txt", "samples": 4, "length": 32, "tokens": 128, "seed": 1}
+CALIBRATION = {"source": "a text.txt", "samples": 4, "length": 32, "tokens": 128, "seed": 1, "sha256": ""}
 COUNTED = ("counted_weights", "removed_weights", "parameters", "bytes", "kv_bytes_per_token")
+PLANNED = dict.fromkeys((*COUNTED, "parameters_after", "bytes_after", "kv_bytes_per_token_after", "sparsity"), 0)
 METHODS_WITH_OPTIONS = [
     ("rankfold", {}),
     ("modegpt", {"modules": {"mlp": 0.2}, "sparsity": 0.5}),
@@ -30,7 +31,7 @@ METHODS_WITH_OPTIONS = [
 
 
 def record_of(method, **facts) -> dict:
-    plan = {"method": method.describe(), "part": None, "kv_bytes_per_token": 0}
+    plan = {"model": "m", "method": method.describe(), "modules": [], "part": None, "facts": {}, **PLANNED}
     given = {
         "base_model": "owner/my model",
         "calibration": CALIBRATION,
@@ -38,7 +39,8 @@ def record_of(method, **facts) -> dict:
         "dtype": "float32",
         "plan": plan,
     }
-    needed = {"rankfold_version": "0", "method": method.name, "blocks": {}, "run": {"seconds": {"total": 1}}}
+    needed = {"rankfold_version": "0", "method": method.name, "blocks": {}}
+    needed["run"] = {"seconds": {"total": 1}, "estimated": {"seconds": None, "peak_memory_bytes": 0}}
     return needed | {"counts": {"sparsity": 0.3, **dict.fromkeys(COUNTED, 0)}} | given | facts
 
 
@@ -134,15 +136,15 @@ def wrong(key: str, value, *, method: bool = False) -> dict:
 @pytest.mark.parametrize(
     ("record", "said"),
     [
-        (wrong("sparsity", {"mlp": []}, method=True), "Invalid value for '--sparsity'"),
+        (wrong("sparsity", {"mlp": []}, method=True), "plan.method.sparsity should be a number"),
         (wrong("sparsity", 1.5, method=True), "sparsity must be in"),
         (wrong("method", "modgpt", method=True), "did you mean 'modegpt'"),
         (wrong("selcetion", "leverage", method=True), "did you mean 'selection'"),
         (wrong("method", 3), "method should be a string"),
         (wrong("dtype", 3), "dtype should be a string"),
         (wrong("calibration", CALIBRATION | {"seed": "x"}), "seed should be a whole number"),
-        (wrong("plan", {"kv_bytes_per_token": 1}), "plan lacks method"),
-        (wrong("plan", {"kv_bytes_per_token": 1, "method": {}}), "plan.method lacks method"),
+        (wrong("plan", {"kv_bytes_per_token": 1}), "plan lacks model, method, modules"),
+        (wrong("plan", {"model": "m", "modules": [], "facts": {}, "method": {}} | PLANNED), "plan.method lacks method"),
     ],
 )
 def test_a_damaged_record_is_one_line(tmp_path, record, said):

@@ -24,9 +24,10 @@ from . import (
     push,
     recover,
 )
-from .command import Command
+from .command import Command, Commands
 
 app = typer.Typer(
+    cls=Commands,
     help="Shrink any Hugging Face language model in minutes, without training, and load the result anywhere.",
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

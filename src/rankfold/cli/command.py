@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from .._utils.processes import from_first
 from ..errors import OptionError
@@ -27,10 +27,24 @@ HAS_COLUMNS = re.compile(
 )  # among names of texts and images
 
 
+class Commands(TyperGroup):
+    """All commands together."""
+
+    def get_params(self, ctx: typer.Context) -> list:
+        return _with_defaults(super().get_params(ctx))
+
+
 class Command(TyperCommand):
     """A command whose arguments are checked before it runs, and whose help page has a section for every panel."""
 
+    def get_params(self, ctx: typer.Context) -> list:
+        return _with_defaults(super().get_params(ctx))
+
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        if ctx.resilient_parsing:  # a line that is being completed: names are asked for, and nothing is to be refused
+            values, ctx.args, _ = self.make_parser(ctx).parse_args(args=list(args))
+            ctx.params |= values
+            return ctx.args
         rest = super().parse_args(ctx, list(args))
         order, values = self.make_parser(ctx).parse_args(args=list(args))[2], ctx.params
         for parameter, times in Counter(order).items():
@@ -70,6 +84,14 @@ class Command(TyperCommand):
             if rows:
                 with formatter.section(panel):
                     formatter.write_dl([(f"{name:<{width}}", text) for name, text in rows])
+
+
+def _with_defaults(parameters: list) -> list:
+    """Give flags without a default one: to check ``None``, typer imports pydantic, half the time of a help page."""
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False) and parameter.default is None:
+            parameter.default = False
+    return parameters
 
 
 def _code(invoke: Callable[[typer.Context], None], ctx: typer.Context) -> int:

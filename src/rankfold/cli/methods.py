@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 import typer
 
 from ..errors import written
-from ..methods import METHODS, make_method, method_class
+from ..methods import METHODS, make_method, method_class, method_names
 from . import common as c
 from . import options as o
 
@@ -22,7 +22,8 @@ ROLE = re.compile(r":\w+:`~?(?:[\w.]*\.)?(\w+)`|``")
 
 def command(
     name: Annotated[
-        str | None, typer.Argument(help="Method whose options are listed.", rich_help_panel="Method")
+        str | None,
+        typer.Argument(help="Method whose options are listed.", rich_help_panel="Method", autocompletion=method_names),
     ] = None,
     json: o.Json = False,
 ) -> None:

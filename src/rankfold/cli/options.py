@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
 import typer
 
 from ..errors import OptionError
-from ..methods import make_method, method_class
+from ..methods import make_method, method_class, method_names
 from .rules import Excludes, MayBePath, Needs
 
 if TYPE_CHECKING:
@@ -112,7 +112,10 @@ class MethodOptions:
         typer.Option(help="Fraction of the weights to remove, in [0, 1). Default: the method's, mostly 0.3."),
     ] = None
     method: Annotated[
-        str, typer.Option(help="rankfold, modegpt or latentllm; `rankfold methods` lists the others.")
+        str,
+        typer.Option(
+            help="rankfold, modegpt or latentllm; `rankfold methods` lists the others.", autocompletion=method_names
+        ),
     ] = "rankfold"
     modules: Annotated[
         str | None, typer.Option(help="mlp,qk,vo, or each with its sparsity: mlp=0.35,vo=0.2. Default: all.")

@@ -80,6 +80,7 @@ class Request:
 
     def open(self, methods: "dict[str | None, Method]") -> list[Opened]:
         """Open each component, with what is done to it and what it is to be calibrated on."""
+        from ..compression.budget import method_of_size
         from ..compression.validate_spec import validated
         from ..models.opening import open_model
 
@@ -92,16 +93,8 @@ class Request:
         }
         for name, source in sources.items():
             methods[name].supported_modules(source.architecture, source.meta_block(0))
-            methods[name] = self._sized(source, methods[name])
+            methods[name] = method_of_size(source, methods[name], self.target_size)
         return [(source, methods[name], texts[name]) for name, source in sources.items()]
-
-    def _sized(self, source: "DenseModel", method: "Method") -> "Method":
-        """Return a method with the sparsity that the size asked for takes."""
-        if self.target_size is None:
-            return method
-        from ..compression.budget import method_of_size
-
-        return method_of_size(source, method, self.target_size)
 
     def goal(self) -> "Goal | None":
         """Return what the size of a run is for, where one was asked for."""

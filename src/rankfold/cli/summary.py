@@ -60,7 +60,7 @@ def show_next(folder: Path, record: Record, out: "Console", *, has_stock: bool) 
     """Print the commands that a result is for."""
     place, name = shlex.quote(str(folder)), shlex.quote(folder.name)
     commands = {}
-    if "perplexity" in (record["held_out"] or {}):
+    if "perplexity" in (record.get("held_out") or {}):
         commands[f"rankfold evaluate {place} --text wikitext2"] = "perplexity on other text"
         if (folder / "chat_template.jinja").exists():
             commands[f"rankfold chat {place}"] = "chat with it"

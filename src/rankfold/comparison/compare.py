@@ -213,7 +213,7 @@ class CellRunner:
             "moments": "shared" if self._shares(cell) else "own",
             "counts": record["counts"],
             "modules": _modules(record),
-            "held_out": record["held_out"],
+            "held_out": record.get("held_out"),
             "probe_texts": record.get("probe_texts"),
             "compress_seconds": record["run"]["seconds"]["total"],
         }

@@ -71,19 +71,21 @@ def rank_options(source: DenseModel, method: Method, kept: Path | None = None) -
     return RankOptions(units, weights, _priced(source, units, size), counted, counts | facts)
 
 
-def method_of_size(source: DenseModel, method: Method, target_size: int | str) -> Method:
+def method_of_size(source: DenseModel, method: Method, target_size: int | str | None) -> Method:
     """Return a method with the sparsity that leaves a model of at most so many bytes: ``scope="model"``, ``budget="bytes"``.
 
     Args:
         source: an open model.
         method: what to do; its sparsity is not used.
         target_size: bytes of all weights in the dtype written, embeddings, codes and indices included; see
-            :func:`.parse_size`.
+            :func:`.parse_size`. ``None``: the method stays as it is.
 
     Raises:
         OptionError: the model is no larger, its modules cannot lose so much, or the method has a budget or sparsities of its
             own.
     """
+    if target_size is None:
+        return method
     size = parse_size(target_size)
     if method.budget not in (Parameters(), Bytes()) or method.own_sparsities:
         other = f"budget {method.budget}" if method.budget != Parameters() else "sparsities of single modules"

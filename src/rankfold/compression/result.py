@@ -45,10 +45,9 @@ class CompressionResult:
     def of_folder(cls, output: Path, *, device: str = "auto") -> "CompressionResult":
         """Describe a folder that a compression has written."""
         record = read_record(output)
-        planned: dict[str, Any] = record["plan"] | record["run"]["estimated"] | {"calibration": record["calibration"]}
-        planned["modules"] = tuple(ModulePlan(**module) for module in planned["modules"])
-        known = {field.name for field in dataclasses.fields(Plan)}
-        plan = Plan(**{key: value for key, value in planned.items() if key in known})
+        planned: dict[str, Any] = {"seconds": None} | record["plan"] | record["run"]["estimated"]
+        planned["modules"] = tuple(_as(ModulePlan, module) for module in planned["modules"])
+        plan = _as(Plan, planned | {"calibration": record["calibration"]})
         return cls(plan, record, output, device=device)
 
     @functools.cached_property
@@ -66,7 +65,7 @@ class CompressionResult:
         return save_model(self.model, folder, found.tokenizer if found and found.has_tokenizer else None)
 
     def __repr__(self) -> str:
-        plan, held_out = self.plan, self.record["held_out"] or {}
+        plan, held_out = self.plan, self.record.get("held_out") or {}
         facts = [
             f"{plan.method['method']}, sparsity {plan.sparsity:.2f}",
             f"{plan.parameters:,} -> {plan.parameters_after:,} parameters",
@@ -75,3 +74,8 @@ class CompressionResult:
             facts.append(f"held-out perplexity {held_out['perplexity_dense']:.2f} -> {held_out['perplexity']:.2f}")
         facts.append("in memory" if self.output is None else f"in {str(self.output)!r}")
         return f"CompressionResult({'; '.join(facts)})"
+
+
+def _as(kind: type[Any], values: dict[str, Any]) -> Any:
+    """Return a dataclass of the values that it knows; a record may hold others."""
+    return kind(**{field.name: values[field.name] for field in dataclasses.fields(kind) if field.name in values})

@@ -82,7 +82,7 @@ def _results(record: dict[str, Any]) -> list[EvalResult]:
     if training := training_of(record):
         measured = {name: facts["perplexity"] for name, facts in training["held_out"].items()}
     else:
-        held_out = record["held_out"] or {}
+        held_out = record.get("held_out") or {}
         measured = {"held-out calibration text": held_out["perplexity"]} if "perplexity" in held_out else {}
     return [
         EvalResult("text-generation", "text", name, "perplexity", round(value, 3), metric_name="perplexity")

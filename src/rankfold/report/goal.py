@@ -78,7 +78,7 @@ def asked_and_got(record: Mapping[str, Any]) -> str | None:
         return None
     if goal["option"] == "target_size":
         return f"asked for at most {size_text(goal['asked'])} of weights: got {size_text(goal['got'])}"
-    predicted = "" if goal["predicted"] is None else f"predicted {goal['predicted']:.4f}, "
+    predicted = "" if goal.get("predicted") is None else f"predicted {goal['predicted']:.4f}, "
     return (
         f"asked to keep {goal['asked']:g} of the likelihood of a held-out token: {predicted}got {goal['got']:.4f} at sparsity "
         f"{record['plan']['method']['sparsity']:g}"

@@ -147,7 +147,7 @@ def _outcomes(record: Record, part: str) -> list[tuple[str, ...]]:
         f"{_of(part)} {before_training(record, name)}".rstrip() for name in ("held_out", "probe_texts")
     )
     row = ("perplexity", "not measured", "not measured", "no calibration sample was held out")
-    if held_out := record["held_out"]:
+    if held_out := record.get("held_out"):
         *row, where = held_out_row(held_out)
         both = ", both after the other compressed components" if part and "perplexity" in held_out else ""
         row = (*row, where + both)

@@ -22,7 +22,7 @@ class ModulePlan:
     of: int  # rank when dense
     weights: int
     dense_weights: int
-    relative_error: float | None  # predicted from dense moments; None without moments
+    relative_error: float | None = None  # predicted from dense moments; None without moments
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,14 @@ import platform
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from .._utils.files import read_json
 from .._utils.hardware import cpu_facts
 from .._utils.processes import process_count
-from .._utils.schema import NUMBER, Each, Maybe, check_record
+from .._utils.schema import NUMBER, Each, Maybe, OneOf, check_record
 from ..data.calibration_data import upgrade_calibration
 from ..errors import CheckpointError
 from ..methods.upgrade import upgraded as upgraded_options
@@ -37,7 +38,7 @@ RECOVERY = {
     "recovered": bool,
     "unchanged_because": Maybe(str),
     "tune": str,
-    "loss": str,
+    "loss": OneOf("kl", "next-token", "both", "states"),
     "lr": NUMBER,
     "length": int,
     "seed": int,
@@ -57,13 +58,47 @@ RECOVERY = {
         }
     ),
 }
-# What it must hold for the tables that are made of it.
+# What it says of a plan, which is read back as one.
+MODULE = {
+    "block": int,
+    "module": str,
+    "rank": int,
+    "of": int,
+    "weights": int,
+    "dense_weights": int,
+    "relative_error": Maybe(NUMBER),
+}
+PLAN = {
+    "model": str,
+    "method": {"method": str, "scope": str, "sparsity": NUMBER},
+    "modules": [MODULE],
+    "counted_weights": int,
+    "removed_weights": int,
+    "sparsity": NUMBER,
+    "parameters": int,
+    "parameters_after": int,
+    "bytes": int,
+    "bytes_after": int,
+    "kv_bytes_per_token": int,
+    "kv_bytes_per_token_after": int,
+    "part": Maybe(str),
+    "facts": {},
+    "budget": Maybe({"excess": Maybe(str)}),
+}
+# What it must hold for what is made of it: tables, the model card, a result, the same run again.
 RECORD = {
     "rankfold_version": str,
     "method": str,
     "mode": str,
     "base_model": str,
-    "calibration": {"source": str, "num_samples": int, "max_length": int, "tokens": int},
+    "calibration": {
+        "source": str,
+        "num_samples": int,
+        "max_length": int,
+        "tokens": int,
+        "seed": int,
+        "sha256": str,
+    },
     "counts": {
         "sparsity": NUMBER,
         "counted_weights": int,
@@ -72,7 +107,7 @@ RECORD = {
         "bytes": int,
         "kv_bytes_per_token": int,
     },
-    "plan": {"part": Maybe(str), "kv_bytes_per_token": int, "budget": Maybe({"excess": Maybe(str)})},
+    "plan": PLAN,
     "blocks": Each(Each({"rank": int, "of": int, "relative_error": NUMBER, "held_out_error": Maybe(NUMBER)})),
     "held_out": Maybe(
         {
@@ -88,7 +123,7 @@ RECORD = {
     "probe_texts": PROBE_TEXTS,
     "recovery": Maybe(RECOVERY),
     "goal": Maybe(GOAL),
-    "run": {"seconds": {"total": NUMBER}},
+    "run": {"seconds": Each(NUMBER, "total"), "estimated": {"seconds": Maybe(NUMBER), "peak_memory_bytes": int}},
 }
 # Of an encoder, which has no perplexity.
 STATES = {"windows": int, "state_error": NUMBER, "cosine": NUMBER, "warning": Maybe(str)}
@@ -107,10 +142,8 @@ def read_record(place: Path) -> dict:
     if not path.exists():
         raise CheckpointError(f"{place} has no {NAME}: not a checkpoint written by `rankfold compress`")
     record = upgrade_calibration(read_json(path))
-    for one in records_of(record):
-        _check(one, path)
-        for options, key in ((one, "options"), (one["plan"], "method")):
-            options |= {key: upgraded_options(options[key])} if isinstance(options.get(key), dict) else {}
+    _upgrade_options(record)
+    _check(record, path)
     return record
 
 
@@ -119,9 +152,23 @@ def records_of(record: dict) -> list[dict]:
     return [*records_of(record["before"]), record] if "before" in record else [record]
 
 
-def _check(record, path: Path) -> None:
-    states = isinstance(record, dict) and "state_error" in (record.get("held_out") or ())
-    check_record(record, RECORD | ({"held_out": STATES} if states else {}), path)
+def _upgrade_options(record: Any) -> None:
+    """Give the options of a record, and of those before it, the names of today."""
+    while isinstance(record, dict):
+        for holder, key in ((record, "options"), (record.get("plan"), "method")):
+            if isinstance(holder, dict) and isinstance(holder.get(key), dict):
+                holder[key] = upgraded_options(holder[key])
+        record = record.get("before")
+
+
+def _check(record: Any, path: Path) -> None:
+    held_out = record.get("held_out") if isinstance(record, dict) else None
+    of_states = isinstance(held_out, dict) and "state_error" in held_out
+    check_record(record, RECORD | ({"held_out": Maybe(STATES)} if of_states else {}), path)
+    if "before" in record:
+        _check(record["before"], path)
+        for component in (record, record["before"]):  # of several, each has its name
+            check_record(component, {"plan": {"part": str}}, path)
 
 
 def versions() -> dict[str, str]:

@@ -1,0 +1,381 @@
+"""The answers that pages of results begin with, in a sentence each. Every number is the records'."""
+
+import math
+
+from .perplexity import FORMS
+from .random_matrices import STUDIES, verdict
+from .tables import number
+
+SMOL, OPT, STORIES = "SmolLM2", "opt-6m", "stories260K"
+PARTS = (("mlp", "MLP"), ("qk", "queries and keys"), ("vo", "values and outputs"))
+Rows = dict[str, dict]
+
+
+def of_model(records: list[dict], model: str, **config: object) -> Rows:
+    """Return name -> row of the first record of a model."""
+    return rows(
+        next(
+            r
+            for r in records
+            if model in r["config"].get("model", {}).get("name", "")
+            and all(r["config"].get(key) == value for key, value in config.items())
+        )
+    )
+
+
+def rows(record: dict) -> Rows:
+    return {row["name"]: row for row in record["rows"]}
+
+
+def first(row: dict) -> str:
+    """Return the perplexity on the first text."""
+    found = row["perplexity"]
+    return number(next(iter(found.values())) if isinstance(found, dict) else found)
+
+
+def percent(share: float) -> str:
+    return f"{share:.1%}".replace("%", " %")
+
+
+def perplexity(records: list[dict]) -> str:
+    found = of_model(records, SMOL)
+    dense, default, modegpt, latent = (
+        first(found[name]) for name in ("dense", "rankfold 0.3", "modegpt 0.3", "latentllm (joint) 0.3")
+    )
+    return (
+        f"At 0.3 SmolLM2 goes from {dense} to {default} by the "
+        f"default, {modegpt} by `modegpt` and {latent} by `latentllm`."
+    )
+
+
+def grid(records: list[dict]) -> str:
+    found = of_model(records, SMOL)
+    best = sorted(
+        (row for row in found.values() if row.get("sparsity") == 0.3 and "error" not in row), key=_first_value
+    )
+    named = [f"`{row['setting']}` ({first(row)})" for row in best[:3]]
+    return f"On SmolLM2 at 0.3 (dense {first(found['dense'])}) least by {named[0]}, then {named[1]} and {named[2]}."
+
+
+def _first_value(row: dict) -> float:
+    return next(iter(row["perplexity"].values()))
+
+
+def seeds(records: list[dict]) -> str:
+    drawn = [rows(r) for r in records if r["benchmark"] == "perplexity" and SMOL in r["config"]["model"]["name"]]
+    ranges = []
+    for setting in ("rankfold", "modegpt"):
+        values = [found[f"{setting} 0.3"]["perplexity"] for found in drawn]
+        ranges.append(f"{number(min(values))} to {number(max(values))}")
+    return f"Over {len(drawn)} draws the default has {ranges[0]} at 0.3 on SmolLM2, `modegpt` {ranges[1]}."
+
+
+def zero_shot(records: list[dict]) -> str:
+    found = of_model(records, SMOL)
+    dense, default, modegpt = (percent(found[name]["mean"]) for name in ("dense", "rankfold 0.3", "modegpt 0.3"))
+    noise = percent(found["rankfold 0.3"]["mean_stderr"])
+    return (
+        f"SmolLM2's mean of four tasks is {dense}; at 0.3 {default} by the default, {modegpt} by `modegpt` (± {noise})."
+    )
+
+
+def domains(records: list[dict]) -> str:
+    found = rows(records[0])
+    dense = found["dense"]["perplexity"]
+
+    def ratios(name: str) -> str:
+        return ", ".join(f"× {value / dense[text]:.2f}" for text, value in found[name]["perplexity"].items())
+
+    return (
+        f"Calibrated on C4, the default has {ratios('rankfold')} of the dense "
+        f"perplexity on three texts, MoDeGPT's module forms {ratios(FORMS)}."
+    )
+
+
+def calibration(records: list[dict]) -> str:
+    found = {row.get("calibration", ""): row["perplexity"] for row in records[0]["rows"] if row.get("setting") != FORMS}
+    c4, wiki = list(found["c4"])[:2]
+    mixed, alone = found["c4 + wikitext2"], (found["c4"][c4], found["wikitext2"][wiki])
+    worst = max(mixed[c4] / alone[0], mixed[wiki] / alone[1]) - 1
+    crossed = found["wikitext2"][c4] / alone[0] - 1
+    return (
+        f"A mixture of C4 and WikiText-2 is within {percent(worst)} of "
+        f"each alone; WikiText-2 alone costs C4 {percent(crossed)}."
+    )
+
+
+def probe_texts(records: list[dict]) -> str:
+    row = of_model(records, SMOL, method="rankfold")["wikitext2"]
+    code = row["probe_texts"]["kinds"]["source code"]["ratio"]
+    return (
+        f"No: SmolLM2 calibrated on WikiText-2 alone has × {row['held_out']['ratio']:.2f} "
+        f"of its perplexity there, and × {code:.0f} on source code."
+    )
+
+
+def recover(records: list[dict]) -> str:
+    found = of_model(records, STORIES)
+    dense, small, better = (
+        first(found[name]) for name in ("dense", "sparsity: nothing, 30%", "tokens: all weights, 300 k")
+    )
+    return f"stories260K with 0.3 removed goes from {small} to {better} in 300,000 tokens (dense {dense})."
+
+
+def tradeoff(records: list[dict]) -> str:
+    found = of_model(records, SMOL)
+    told = [
+        f"`{name}` {first(found[f'{name} 0.4'])} at × {found[f'{name} 0.4']['speed']['prefill_ratio']:.2f}"
+        for name in ("rankfold", "modegpt", "slicegpt", "shortgpt")
+    ]
+    return (
+        f"With 0.4 of SmolLM2 removed, perplexity (dense {first(found['dense'])}) and prefill speed: {', '.join(told)}."
+    )
+
+
+def gates(records: list[dict]) -> str:
+    measured = [(row["kept"].get(name), least) for r in records for row in r["rows"] for name, least in _least(row)]
+    short = sum((kept or 0.0) < least for kept, least in measured)
+    return f"Of {len(measured)} gates {short or 'none'} {'fall' if short > 1 else 'falls'} short."
+
+
+def _least(row: dict) -> list[tuple[str, float]]:
+    return [(name, least) for name, least in row.get("least", {}).items() if least is not None]
+
+
+def speed(records: list[dict]) -> str:
+    ratios = {name: row["models"]["compressed"]["ratio"] for name, row in rows(records[0]).items()}
+    prefill, decode = ratios["prefill 8x256 float32"], ratios["decode 8x32 float32"]
+    return f"At 0.3 SmolLM2's prefill is × {prefill:.2f} and its decoding × {decode:.2f}, in fp32."
+
+
+def module_speed(records: list[dict]) -> str:
+    found = records[0]["rows"][0]["models"]
+    told = [
+        f"{what} × {found[key]['prefill']['ratio']:.2f} and × {found[key]['decode']['ratio']:.2f}"
+        for key, what in (("mlp", "the MLP"), ("qk", "queries and keys"), ("vo", "values and outputs"))
+    ]
+    return f"With 0.3 of one kind removed, speed in prefill and in decode: {told[0]}, {told[1]}, {told[2]}."
+
+
+def decode(records: list[dict]) -> str:
+    found = {name: f"× {row['found']['compressed']['ratio']:.2f}" for name, row in rows(records[0]).items()}
+    smol, llama = "SmolLM2-135M", "Llama-3.2-1B, 4 of 16 blocks"
+    return (
+        f"At 0.3 SmolLM2 has {found[f'{smol}, batch 1']} with one sequence and {found[f'{smol}, batch 8']} with eight, "
+        f"blocks of Llama 3.2 1B {found[f'{llama}, batch 1']} and {found[f'{llama}, batch 8']}."
+    )
+
+
+def kv_cache(records: list[dict]) -> str:
+    found = of_model(records, OPT)
+    dense = found["dense"]["kv_bytes_per_token"]
+    told = [
+        f"{percent(1 - found[f'{name} 0.3']['kv_bytes_per_token'] / dense)} by `{name}`"
+        for name in ("rankfold", "modegpt", "latentllm")
+    ]
+    return f"At 0.3 opt-6m's loses {', '.join(told)}; where the cache is part of the budget it gets what was asked for."
+
+
+def complexity(records: list[dict]) -> str:
+    found = [row for row in records[0]["rows"] if row["name"] and row.get("kind") == "counted"]
+    equal = sum(row["equal"] for row in found)
+    return f"Yes: a counter and the plan agree on {equal} of {len(found)} models."
+
+
+def memory(records: list[dict]) -> str:
+    ratios = [row["ratio"] for record in records for row in record["rows"]]
+    return f"Between {min(ratios):.2f} and {max(ratios):.2f} times a block and its moments."
+
+
+def compression_cost(records: list[dict]) -> str:
+    found = rows(records[0])["autocast"]["ratios"]
+    default, sequential, one_pass = (f"{found[key]['ratio']:.1f}" for key in ("default", "sequential", "one-pass"))
+    return (
+        f"The default takes the time of {default} forwards over its "
+        f"calibration tokens, `modegpt` {sequential}, in one pass {one_pass}."
+    )
+
+
+def decomposition_cost(records: list[dict]) -> str:
+    seconds: dict[str, float] = {}
+    for row in records[0]["rows"]:
+        seconds[row["method"]] = seconds.get(row["method"], 0.0) + row.get("seconds", math.nan)
+    return (
+        f"On two CPU threads {seconds['modegpt']:.0f} s by `modegpt` and {seconds['latentllm']:.0f} s by `latentllm`."
+    )
+
+
+def large_models(records: list[dict]) -> str:
+    row = rows(records[0])["Llama 70B rankfold"]
+    return (
+        f"By estimate the default takes {row['peak_bytes']['1'] / 1e9:.0f} GB "
+        f"and {row['minutes']['1']:.0f} minutes for Llama 70B on one H100."
+    )
+
+
+def cholesky(records: list[dict]) -> str:
+    ratios = [row["ratio"] for row in records[0]["rows"]]
+    return (
+        f"It takes {min(ratios):.1f} to {max(ratios):.1f} times as long "
+        "as that of a matrix 8 rows larger, so rankfold appends 8 rows."
+    )
+
+
+def images_and_text(records: list[dict]) -> str:
+    found = rows(records[0])
+    dense, both, text = (
+        percent(found[name]["mean"])
+        for name in ("dense", "language: rankfold 0.5", "language, calibrated on text: rankfold 0.5")
+    )
+    return (
+        "Yes: with half of the language model removed the default answers "
+        f"{both} (dense {dense}), and {text} if calibrated on text alone."
+    )
+
+
+def encoders(records: list[dict]) -> str:
+    digits, sentences = of_model(records, "ViT"), of_model(records, "MiniLM")
+    return (
+        f"Yes: at 0.5 a ViT of digits has an accuracy of {digits['rankfold 0.5']['accuracy']:.3f} "
+        f"(dense {digits['dense']['accuracy']:.3f}); embeddings of sentences "
+        f"keep a cosine of {sentences['rankfold 0.3']['cosine']:.2f} to the dense ones at 0.3."
+    )
+
+
+def experts(records: list[dict]) -> str:
+    dense, *others = records[0]["rows"]
+    few = min(row["windows"] for row in others)
+    found = {(row["name"], row["windows"]): row["perplexity"] for row in others}
+    own, none = found["filled 4", few], found["none", few]
+    return (
+        f"Own tokens filled up with others: {own:.3f} with {few} windows, "
+        f"{none:.3f} by weights alone (dense {dense['perplexity']:.3f})."
+    )
+
+
+def qk_norm(records: list[dict]) -> str:
+    found = rows(records[0])
+    told = {}
+    for form in ("reduced", "dense"):
+        names = [f"rankfold, queries and keys {form}, {at}" for at in ("30%", "50%")]
+        told[form] = " and ".join(number(found[name]["perplexity"]) for name in names)
+    return (
+        f"Seldom: a tiny Qwen 3 has {told['reduced']} at 0.3 and 0.5 with them compressed, and {told['dense']} without."
+    )
+
+
+def engines(records: list[dict]) -> str:
+    found = rows(records[0])
+    llama, vllm = found["llama.cpp q8_0 rankfold for llama.cpp"], found["vllm bfloat16 rankfold for vllm"]
+    return (
+        f"Yes: at 0.3 SmolLM2's decoding is × {llama['decode ratio']:.2f} in llama.cpp (q8_0), "
+        f"and its throughput × {vllm['throughput ratio']:.2f} in vLLM."
+    )
+
+
+def integrations(records: list[dict]) -> str:
+    tested = [row["program"] for row in records[0]["rows"] if "tests" in row]
+    return f"{', '.join(tested[:-1])} and {tested[-1]} do; each row has what it reached and changed."
+
+
+def targets(records: list[dict]) -> str:
+    found = of_model(records, SMOL)
+    dense, *others = (
+        first(found[name])
+        for name in ("dense", *(f"rankfold for {t} 0.3" for t in ("transformers", "vllm", "llama.cpp")))
+    )
+    return (
+        f"SmolLM2 at 0.3 (dense {dense}) has {others[0]} for transformers, "
+        f"{others[1]} for vLLM and {others[2]} for llama.cpp."
+    )
+
+
+def ablations(records: list[dict]) -> str:
+    found = of_model([r for r in records if r["benchmark"] == "perplexity"], SMOL)
+    every, ranks, correction = (
+        first(found[f"rankfold{option} 0.3"]) for option in ("", " allocation=uniform", " feedback=false")
+    )
+    return f"SmolLM2 at 0.3 has {every}; {ranks} with uniform ranks, {correction} without residual correction."
+
+
+def studies(records: list[dict]) -> str:
+    found = of_model(records, OPT)
+    few, all_windows = (first(found[f"windows: modegpt, {n}"]) for n in ("8", "all 35"))
+    return (
+        f"For one, `modegpt` on opt-6m has {few} with 8 calibration windows "
+        f"and {all_windows} with 35 (dense {first(found['dense'])})."
+    )
+
+
+def allocation(records: list[dict]) -> str:
+    found = of_model(records, OPT)
+    names = {"uniform": "uniform", "Eq. 11, largest 0.8": "by Eq. 11", "OWL": "by OWL"}
+    told = ", ".join(f"{first(found[f'allocation: {key}'])} {name}" for key, name in names.items())
+    return f"On opt-6m with MoDeGPT's own modules at 0.3: {told} (dense {first(found['dense'])})."
+
+
+def module_cost(records: list[dict]) -> str:
+    found = of_model(records, OPT)
+    told = [f"{what} {found[f'rankfold: {key}']['held_out_error']:.3f}" for key, what in PARTS]
+    return f"With 0.3 of each removed from opt-6m by the default, the held-out errors are: {', '.join(told)}."
+
+
+def latent_table(records: list[dict]) -> str:
+    found = of_model(records, OPT)
+    order = ("identity", "covariance", "rootcov", "latentllm (joint)")
+    told = ", ".join(f"{name} {first(found[f'{name} 0.3'])}" for name in order)
+    return f"Yes on opt-6m (at 0.3 {told}; dense {first(found['dense'])}), in part on SmolLM2."
+
+
+def latentllm_options(records: list[dict]) -> str:
+    dense, *others = of_model(records, OPT).values()
+    done = [row for row in others if "error" not in row]
+    best, worst = min(done, key=_first_value), max(done, key=_first_value)
+    return (
+        f"On opt-6m (dense {first(dense)}) from {first(best)} by `{best['name'].removeprefix('latentllm ')}` "
+        f"to {first(worst)} by `{worst['name'].removeprefix('latentllm ')}`."
+    )
+
+
+def joint_up_down(records: list[dict]) -> str:
+    found = rows(records[0])
+    local, joint = found["local"], found["rounds 4"]
+    gains = [percent(1 - b / a) for a, b in zip(local["held_out_errors"], joint["held_out_errors"], strict=True)]
+    seconds = f"{joint['cpu_seconds']:.0f} s of CPU a block against {local['cpu_seconds']:.0f} s"
+    return (
+        "Hardly: four rounds lower the held-out errors of two "
+        f"blocks of opt-6m by {' and '.join(gains)}, for {seconds}."
+    )
+
+
+def junction_speed(records: list[dict]) -> str:
+    found = {
+        name: f"× {row['prefill']['ratio']:.2f}"
+        for name, row in records[0]["rows"][0]["models"].items()
+        if name != "dense"
+    }
+    return f"In prefill {', '.join(f'{name} {ratio}' for name, ratio in found.items())}."
+
+
+def moment_precision(records: list[dict]) -> str:
+    worst = sorted(row["errors"]["shipped"] for row in records[0]["rows"])
+    count = sum(error < 0.1 for error in worst)
+    return (
+        f"{records[0]['config']['fp32_rows']['shipped']:,}: the error "
+        f"is below 0.1 in {count} of {len(worst)} blocks of SmolLM2."
+    )
+
+
+def random_matrices(records: list[dict]) -> str:
+    by_figure: dict[int, list[dict]] = {}
+    for row in records[0]["rows"]:
+        by_figure.setdefault(row["figure"], []).append(row)
+    told = [verdict(STUDIES[n], mine) for n, mine in by_figure.items()]
+    in_part = sum(text.startswith("Holds in") for text in told)
+    return f"{len(told) - in_part} of {len(told)} hold, {in_part} in part."
+
+
+def mutants(records: list[dict]) -> str:
+    tried = sum(row["tried"] for row in records[0]["rows"])
+    alive = sum(len(row["survived"]) for row in records[0]["rows"])
+    return f"{alive} of {tried} that were tried; the survivors are below."
