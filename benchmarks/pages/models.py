@@ -217,7 +217,7 @@ def _radars(rows: list[dict], dense: dict, folder: Path | None) -> list[str]:
 
 
 def _as_asked(row: dict) -> dict:
-    """Return a row as the report of a comparison takes it, a kind of question for a task; methods in the order of their errors."""
+    """Return a row as the report of a comparison takes it, a kind of question for a task, the mean for its order."""
     tasks = {kind: {"acc": share} for kind, share in row["accuracy"].items()}
     counts = {"sparsity": row["sparsity"]}
     measures = {"texts": [{"text": "", "perplexity": 1 / row["mean"]}], "tasks": tasks}
