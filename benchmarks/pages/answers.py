@@ -309,7 +309,7 @@ def studies(records: list[dict]) -> str:
 
 def allocation(records: list[dict]) -> str:
     found = of_model(records, OPT)
-    names = {"uniform": "uniform", "Eq. 11, largest 0.8": "by Eq. 11", "OWL": "by OWL"}
+    names = {"uniform": "uniform"} | {f"Eq. {n}, largest 0.8": f"by Eq. {n}" for n in (11, 43)} | {"OWL": "by OWL"}
     told = ", ".join(f"{first(found[f'allocation: {key}'])} {name}" for key, name in names.items())
     return f"On opt-6m with MoDeGPT's own modules at 0.3: {told} (dense {first(found['dense'])})."
 
