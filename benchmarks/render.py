@@ -7,7 +7,19 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from pages import costs, gates, gpu, models, perplexity, random_matrices, readme, recovery, rounding, same_bytes
+from pages import (
+    allocation,
+    costs,
+    gates,
+    gpu,
+    models,
+    perplexity,
+    random_matrices,
+    readme,
+    recovery,
+    rounding,
+    same_bytes,
+)
 from pages.summaries import summary
 from rankfold._utils.files import read_json, write_text
 
@@ -24,6 +36,7 @@ PAGES = {
     "images_and_text": ("images_and_text*", "Images and text, by kind of question", models.images_and_text),
     "perplexity": ("perplexity_*", "Perplexity", perplexity.perplexity),
     "grid": ("grid_*", "Every method on the same texts", perplexity.grid),
+    "allocation": ("allocation_*", "Sparsity by block", allocation.allocation),
     "studies": ("studies_*", "Single choices, as the papers study them", perplexity.studies),
     "latentllm_options": ("latentllm_options_*", "Options of LatentLLM", perplexity.options),
     "random_matrices": (
@@ -59,7 +72,11 @@ PAGES = {
     "gpu": ("gpu*", "On an accelerator", gpu.gpu),
     "decomposition_cost": ("decomposition_cost*", "Decomposing one block", costs.decomposition_cost),
 }
-DRAWN = ("tradeoff", "random_matrices", "same_bytes", "recover")  # pages with pictures
+# Pages with pictures.
+DRAWN = (
+    *("tradeoff", "random_matrices", "same_bytes", "recover", "allocation", "grid", "studies"),
+    *("latent_table", "images_and_text"),
+)
 # Page -> patterns of records, title, lines of all of them together.
 TOGETHER = {
     "ablations": (("domains", "perplexity_*"), "The default without each of its steps", perplexity.ablations),
@@ -102,6 +119,7 @@ def pages(results: Path, pictures: Path | None = None) -> dict[str, str]:
     for name, (patterns, title, lines_of) in TOGETHER.items():
         paths = [item for pattern in patterns for item in records_of(results, pattern)]
         records = [record for path, record in paths if name == "seeds" or "_seed" not in path.name]
+        lines_of = partial(lines_of, folder=pictures) if name in DRAWN else lines_of
         foot = [] if name == "latent_table" else FOOT
         text = [f"# {title}", "", *summary(name, records), *lines_of(records), *foot] if records else []
         found |= {name: "\n".join(text)} if records else {}

@@ -22,6 +22,7 @@ from rankfold.comparison import Cell, CellRunner, Folder, Measures
 from rankfold.errors import OptionError
 from rankfold.recovery.recover import recover
 from rankfold.report.identity import dtype_name
+from rankfold.report.record import read_record
 from texts import TextFiles, described
 
 # Of a recovery, in its row.
@@ -158,6 +159,8 @@ class Experiment:
                 trains = row.recovery is not None and found["status"] == "done"
                 labels = row.labels | ({"windows": len(runner.tokens.ids)} if "study" in row.labels else {})
                 labels |= {"sha256": runner.tokens.sha256}
+                if self.experiment.get("blocks") and found["status"] == "done":
+                    labels |= by_block(read_record(runner.folder.checkpoint(cell.key))["plan"])
                 keep(record, row.name, labels, self.recovered(row.recovery, cell, found, runner) if trains else found)
             runner.folder.clear(set(), [cell])
 
@@ -214,13 +217,29 @@ def counts(row: dict) -> dict:
     return facts
 
 
-def shares(modules: list[dict], counted: int) -> dict:
-    """Return the share of the modules that are compressed, and the sparsity of the block that loses most."""
+def losses(modules: list[dict]) -> tuple[dict[int, int], dict[int, int]]:
+    """Return the weights that every block lost, and those that it had."""
     lost, there = {}, {}
     for module in modules:
         block = module["block"]
         lost[block] = lost.get(block, 0) + module["dense_weights"] - module["weights"]
         there[block] = there.get(block, 0) + module["dense_weights"]
+    return lost, there
+
+
+def by_block(plan: dict) -> dict:
+    """Return the sparsity of every block, and the scores that an allocation went by."""
+    lost, there = losses(plan["modules"])
+    scores = {key: list(plan["facts"][key].values()) for key in ("scores", "outliers") if key in plan["facts"]}
+    return {
+        "blocks": [round(lost[block] / there[block], 4) for block in there],
+        "scores": next(iter(scores.values()), None),
+    }
+
+
+def shares(modules: list[dict], counted: int) -> dict:
+    """Return the share of the modules that are compressed, and the sparsity of the block that loses most."""
+    lost, there = losses(modules)
     return {"share": sum(there.values()) / counted, "largest": max(lost[block] / there[block] for block in there)}
 
 

@@ -239,6 +239,36 @@ def test_what_a_compression_holds_is_measured(tmp_path):
     assert facts["planned_bytes"] > facts["moments_bytes"] and facts["peak_bytes"] >= facts["warm_bytes"]
 
 
+def test_a_plan_gives_the_sparsity_of_every_block():
+    """By the weights of all its modules; with one score a block, or three."""
+    run = importlib.import_module("run")
+    modules = [
+        {"block": block, "module": name, "dense_weights": dense, "weights": left}
+        for block, name, dense, left in ((0, "mlp", 60, 30), (0, "qk", 40, 40), (1, "mlp", 60, 60), (1, "qk", 40, 10))
+    ]
+    plan = {"modules": modules, "facts": {"temperature": 0.1, "scores": {"0": [0.5, 0.1, 0.4], "1": [0.2, 0.3, 0.1]}}}
+    assert run.by_block(plan) == {"blocks": [0.3, 0.3], "scores": [[0.5, 0.1, 0.4], [0.2, 0.3, 0.1]]}
+    assert run.shares(modules[:3], 320) == {"share": 0.5, "largest": 0.3}
+    assert run.by_block({"modules": modules[1:3], "facts": {}}) == {"blocks": [0.0, 0.0], "scores": None}
+    page = importlib.import_module("pages.allocation")
+    row = {"blocks": [0.1, 0.5, 0.3], "scores": [[0.4, 0, 0], [0.1, 9, 9], [0.2, 0, 0]]}
+    assert page._by_score(row) == [(0.25, 50.0), (0.5, 30.0), (1.0, 10.0)]
+    assert page._row(row | {"setting": "x", "perplexity": 12.0}) == ["x", "30.0%", "16.3%", "10.0%", "50.0%", "12.00"]
+
+
+def test_curves_are_of_rows_that_were_done():
+    curves = importlib.import_module("pages.curves")
+    rows = [{"setting": name, "sparsity": s, "perplexity": p} for name, s, p in (("a", 0.2, 3.0), ("b", 0.1, 9.0))]
+    rows += [{"setting": "a", "sparsity": s, "perplexity": 20 * s} for s in (0.3, 0.1)]
+    rows += [{"setting": "b", "sparsity": s, "error": "no"} for s in (0.2, 0.3)]
+    found = curves.by_sparsity(rows)
+    assert {name: [y for _, y in points] for name, points in found.items()} == {"a": [2.0, 3.0, 6.0]}
+    assert [round(x) for x, _ in found["a"]] == [10, 20, 30]
+    assert [*curves.lowest({"a": [(1, 5.0)], "b": [(1, 2.0)], "c": [(1, 3.0)]}, 2)] == ["b", "c"]
+    assert curves.picture(None, "x.png", "t", {}, x="x", y="y") == []
+    assert curves.picture(None, "x.png", "t", found, x="x", y="y") == ["![t](x.png)", ""]
+
+
 def test_the_table_of_large_models_is_what_plans_say():
     """Plans of two rows are made again; where the estimate has changed, `python benchmarks/large_models.py` and `render.py`."""
     large = importlib.import_module("large_models")

@@ -321,6 +321,13 @@ def studies(records: list[dict]) -> str:
     )
 
 
+def allocation(records: list[dict]) -> str:
+    found = of_model(records, OPT)
+    names = {"uniform": "uniform"} | {f"Eq. {n}, largest 0.8": f"by Eq. {n}" for n in (11, 43)} | {"OWL": "by OWL"}
+    told = ", ".join(f"{first(found[f'allocation: {key}'])} {name}" for key, name in names.items())
+    return f"On opt-6m with MoDeGPT's own modules at 0.3: {told} (dense {first(found['dense'])})."
+
+
 def module_cost(records: list[dict]) -> str:
     found = of_model(records, OPT)
     told = [f"{what} {found[f'rankfold: {key}']['held_out_error']:.3f}" for key, what in PARTS]

@@ -5,6 +5,8 @@ import textwrap
 from itertools import pairwise
 from pathlib import Path
 
+from .curves import by_sparsity as by_sparsity_of
+from .curves import picture
 from .tables import by_sparsity, compressed, crossed, dense_of, number, score, setting, table, texts, windows
 
 
@@ -64,12 +66,16 @@ def tradeoff(record: dict, folder: Path | None) -> list[str]:
     about = f"{how['batch']} x {how['prompt']} tokens, then {how['steps']} steps; {how['repeats']} rounds"
     lines = [*texts(record), f"- speed: {about}", ""]
     lines += ["A point of a curve is a sparsity; from the smallest on, as in the table.", ""]
-    for picture in pictures([_as_compared(row) for row in (dense, *others)]):
-        if picture.name.startswith("speed-"):
-            file = f"{Path(record['config']['model']['name']).stem}-{picture.name}.png"
+    for one in pictures([_as_compared(row) for row in (dense, *others)]):
+        if one.name.startswith("speed-"):
+            file = f"{_stem(record)}-{one.name}.png"
             if folder:
-                (folder / file).write_bytes(drawn(picture).png)
-            lines += [f"![{picture.title}]({file})", ""]
+                (folder / file).write_bytes(drawn(one).png)
+            lines += [f"![{one.title}]({file})", ""]
+    for kind in KINDS:
+        curves = by_sparsity_of(others, value=lambda row: row["speed"][f"{kind}_ratio"])  # noqa: B023
+        file, title = f"{_stem(record)}-speedup-{kind}.png", f"{kind.capitalize()} speed (MoDeGPT, Figure 12)"
+        lines += picture(folder, file, title, curves, x="sparsity (%)", y="speed over the dense model's")
     speeds = " and ".join(f"{dense['speed'][f'{kind}_tokens_per_second']:,.0f} in {kind}" for kind in KINDS)
 
     def perplexities(row: dict) -> str:
@@ -81,6 +87,10 @@ def tradeoff(record: dict, folder: Path | None) -> list[str]:
 
     told = "Perplexity; speed over the dense model's in prefill, in decode."
     return [*lines, f"{told} Dense: {perplexities(dense)}; {speeds}, tokens/s.", "", *by_sparsity(others, cell), ""]
+
+
+def _stem(record: dict) -> str:
+    return Path(record["config"]["model"]["name"]).stem
 
 
 def _as_compared(row: dict) -> dict:
@@ -158,7 +168,12 @@ def encoders(record: dict) -> list[str]:
 ORDER = (("identity",), ("hessian", "l2"), ("covariance",), ("rootcov",), ("latentllm (joint)",))
 
 
-def images_and_text(record: dict) -> list[str]:
+SPOKES = ("identity", "covariance", "rootcov", "latentllm (joint)", "modegpt", "rankfold")
+AT = (0.3, 0.5)  # at 0.1 all are alike
+
+
+def images_and_text(record: dict, folder: Path | None = None) -> list[str]:
+    """Return one table a component, each step of the paper's order in words, and the radars of its Figure 6."""
     config, dense = record["config"], dense_of(record)
     asked = ", ".join(f"{n} of {kind}" for kind, n in config["questions"].items())
     fitted = " or ".join(
@@ -179,9 +194,35 @@ def images_and_text(record: dict) -> list[str]:
         lines += [f"### Compressed: {case}", "", *means, ""]
         lines += ["The paper's order, worse first, in points of the mean that the second gains:", ""]
         lines += [_gain(found, a, b) for worse, better in pairwise(ORDER) for a in worse for b in better] + [""]
+    lines += _radars(rows["language"], dense, folder)
     for case, mine in rows.items():
         lines += [f"### By kind of question: {case}", "", *_by_kind(mine, dense, config["chance"]), ""]
     return lines
+
+
+def _radars(rows: list[dict], dense: dict, folder: Path | None) -> list[str]:
+    """Return the lines of the pictures of accuracy by kind at the sparsities of the paper's Figure 6."""
+    from rankfold.comparison.report.page import pictures  # the extra rankfold[report]
+    from rankfold.comparison.report.plots import drawn
+
+    shown = [row for row in rows if row["setting"] in SPOKES and row["sparsity"] in AT and "error" not in row]
+    lines = ["### Language model alone, by kind of question (LatentLLM, Figure 6)", ""]
+    found = pictures([_as_asked(row) for row in (dense, *shown)])
+    for one in (one for one in found if one.name.startswith("tasks-")):
+        file = f"images_and_text-{one.name}.png"
+        if folder:
+            (folder / file).write_bytes(drawn(one).png)
+        lines += [f"![{one.title}]({file})", ""]
+    return lines
+
+
+def _as_asked(row: dict) -> dict:
+    """Return a row as the report of a comparison takes it, a kind of question for a task, the mean for its order."""
+    tasks = {kind: {"acc": share} for kind, share in row["accuracy"].items()}
+    counts = {"sparsity": row["sparsity"]}
+    measures = {"texts": [{"text": "", "perplexity": 1 / row["mean"]}], "tasks": tasks}
+    facts = {"label": setting(row), "sparsity": row["sparsity"], "counts": counts, "measures": measures}
+    return facts | {"status": "done", "modules": []}
 
 
 def _by_kind(rows: list[dict], dense: dict, chance: dict) -> list[str]:

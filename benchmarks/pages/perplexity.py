@@ -4,7 +4,10 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 
+from .curves import Curves, lowest, picture
+from .curves import by_sparsity as by_sparsity_of
 from .tables import by_sparsity, compressed, crossed, dense_of, number, score, setting, table, texts, windows
 
 FORMS = "modegpt, the paper's module forms, uniform ranks, our ridge"
@@ -84,8 +87,8 @@ def _probed(facts: dict) -> str:
     return f"**{ratio}**" if facts["is_damaged"] else ratio
 
 
-def grid(record: dict) -> list[str]:
-    """Return one table a text: methods by sparsity; then the parameters that remain."""
+def grid(record: dict, folder: Path | None = None) -> list[str]:
+    """Return one table and picture a text: methods by sparsity; then the parameters that remain."""
     rows, dense = [row for row in compressed(record) if "error" not in row], dense_of(record)
 
     def name(row: dict) -> str:
@@ -95,6 +98,8 @@ def grid(record: dict) -> list[str]:
     for text, value in dense["perplexity"].items():
         found = by_sparsity(rows, lambda row: score(row | {"perplexity": row["perplexity"][text]}), name=name)  # noqa: B023
         lines += [f"Perplexity on `{text}`; dense {number(value)}:", "", *found, ""]
+        curves = by_sparsity_of(rows, value=lambda row: row["perplexity"][text])  # noqa: B023
+        lines += _picture(folder, record, f"grid-{Path(text).stem}", f"Perplexity on {text}", lowest(curves), value)
     sizes = by_sparsity(rows, lambda row: f"{row['parameters'] / 1e6:.2f}", name=name)
     lines += [f"Million parameters stored; dense {dense['parameters'] / 1e6:.2f}:", "", *sizes, ""]
     failed = [f"- {row['name']} could not be done: {row['error']}" for row in record["rows"] if "error" in row]
@@ -110,8 +115,11 @@ STUDIES = {
 }
 
 
-def studies(record: dict) -> list[str]:
-    """Return one table a study: settings by what is varied."""
+TITLES = {"sparsity": "Sparsity (MoDeGPT, Table 32)", "alone": "One module alone (MoDeGPT, Figure 4)"}
+
+
+def studies(record: dict, folder: Path | None = None) -> list[str]:
+    """Return one table a study: settings by what is varied; and pictures of calibration windows and of single modules."""
     rows, dense = compressed(record), dense_of(record)["perplexity"]
     lines = [*texts(record), f"- dense: {number(dense)}", ""]
     for study in dict.fromkeys(row["study"] for row in rows):
@@ -121,7 +129,32 @@ def studies(record: dict) -> list[str]:
         if study == "alone":
             cells |= {(setting, "slope"): f"{slope:.3f}" for setting, slope in _slopes(mine, dense).items()}
         lines += [f"### {STUDIES[study]}", "", *crossed(cells), ""]
+        if study in TITLES:  # of single modules MoDeGPT's alone: all are too many to be told apart
+            shown = [row for row in mine if study != "alone" or row["setting"].startswith("modegpt")]
+            curves = by_sparsity_of(shown, at=lambda row: float(row["value"].rstrip("%")) / 100)
+            lines += _picture(folder, record, f"study-{study}", TITLES[study], curves, dense)
+        if study == "windows":
+            file, title = f"{_stem(record)}-study-windows.png", "Calibration windows (MoDeGPT, Figure 5)"
+            lines += picture(folder, file, title, _by_windows(mine), x="windows", y="perplexity")
     return lines
+
+
+def _by_windows(rows: list[dict]) -> Curves:
+    """Return setting -> windows with perplexity."""
+    found: Curves = {}
+    for row in sorted(rows, key=lambda row: row["windows"]):
+        found.setdefault(row["setting"], []).append((row["windows"], row["perplexity"]))
+    return found
+
+
+def _picture(folder: Path | None, record: dict, name: str, title: str, curves: Curves, dense: float) -> list[str]:
+    """Return the line of a picture of perplexity against sparsity."""
+    labels = {"x": "sparsity (%)", "y": "perplexity"}
+    return picture(folder, f"{_stem(record)}-{name}.png", title, curves, dense=dense, **labels)
+
+
+def _stem(record: dict) -> str:
+    return Path(record["config"]["model"]["name"]).stem
 
 
 def _slopes(rows: list[dict], dense: float) -> dict[str, float]:
@@ -142,14 +175,14 @@ ORDER = (("identity",), ("hessian", "l2"), ("rootcov",), ("rootcov + block ident
 VO = ("rootcov + joint vo", "rootcov + joint vo, attention aware")
 
 
-def latent(records: list[dict]) -> list[str]:
+def latent(records: list[dict], folder: Path | None = None) -> list[str]:
     commands = [line for record in records for line in record["commands"]]
     lines = ["Made by", "", "```bash", *commands, "python benchmarks/render.py", "```", ""]
     lines += ["Perplexity, lower is better. The first six rows store plain factors.", ""]
-    return lines + [line for record in records for line in _latent(record)]
+    return lines + [line for record in records for line in _latent(record, folder)]
 
 
-def _latent(record: dict) -> list[str]:
+def _latent(record: dict, folder: Path | None) -> list[str]:
     rows, dense = compressed(record), dense_of(record)
     value = {(row["setting"], row["sparsity"]): row.get("perplexity") for row in rows}
     sparsities, measured = sorted({s for _, s in value}), {name for name, _ in value}
@@ -158,6 +191,9 @@ def _latent(record: dict) -> list[str]:
     order = ("identity", "hessian", "l1", "l2", "covariance")
     rows.sort(key=lambda row: order.index(row["setting"]) if row["setting"] in order else len(order))
     lines += by_sparsity(rows, lambda row: number(row.get("perplexity")), tight=True)
+    if dense:
+        title, curves = "Pre-conditioners (LatentLLM, Figure 4)", by_sparsity_of(rows)
+        lines += ["", *_picture(folder, record, "latent", title, curves, dense["perplexity"])]
     lines += ["", "The paper's orders, worse first, in these numbers (ratios of perplexities):", ""]
     for worse, better in pairwise(ORDER):
         lines += [verdict(a, b, value, sparsities) for a in worse for b in better]

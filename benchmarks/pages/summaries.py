@@ -72,6 +72,7 @@ QUESTIONS = {
     "What each choice does": {
         "ablations": ("What does each step of the default gain?", "Read it to leave one out."),
         "studies": ("What do single choices of the papers change?", "For readers of MoDeGPT."),
+        "allocation": ("Which sparsity of each block loses least?", "For readers of MoDeGPT's Table 27."),
         "module_cost": ("What does each kind of module hold and lose?", "Read it to choose `--modules`."),
         "latent_table": ("Does LatentLLM's order of pre-conditioners hold?", "For readers of its Table 2."),
         "latentllm_options": ("Which options of LatentLLM pay?", "Read it before you set one."),

@@ -121,7 +121,7 @@ def _rows_of_hub() -> list[tuple[dict, Row]]:
     name = SCIENCE_QA["dataset_path"]
     advice = f"without the hub, put its rows into a folder and name it by {option('include_path')}"
     with reporting(CheckpointError, "the questions of scienceqa cannot be read", advice):
-        rows = datasets.load_dataset(name, split="test").cast_column("image", datasets.Image(decode=False))
+        rows: Any = datasets.load_dataset(name, split="test").cast_column("image", datasets.Image(decode=False))
     places = [(f"{name}, row {number}", row) for number, row in enumerate(rows, 1)]
     return [_given(row, where, encoded_images(row, where)) for where, row in places]
 
