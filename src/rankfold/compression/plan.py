@@ -240,8 +240,9 @@ def _peak_memory(source: DenseModel, method: Method, calibration: dict | None, o
     backwards = of_gradients = 8 * numbers(view, method.gradients(view))
     if calibration and (windows := _sweep_windows(source, method, calibration)):
         backwards += sweep_memory(source, windows * mean_length(calibration))
-    # What is fitted to two streams needs the moments of held-out samples beside its own.
-    moments = (2 if two and held_out else 1) * moments + of_gradients
+    # What held-out samples must confirm needs their moments beside its own: a correction by what the stream lacks.
+    confirmed = any(STATISTICS[name].two_streams and not STATISTICS[name].dense_input for name in statistics)
+    moments = (2 if confirmed and held_out else 1) * moments + of_gradients
     hidden, (squares, sides) = _hidden(view), method.workspace
     widest = hidden if statistics & {"mlp_hidden", INPUT} else width
     decomposing = 2 * largest + moments + 8 * int(squares * widest**2 + sides * hidden * width)
