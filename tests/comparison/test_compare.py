@@ -202,7 +202,7 @@ def test_what_an_earlier_command_kept_stays(source, tokens, measures, tmp_path, 
 
 
 def test_other_questions_are_another_comparison(place, source, tokens, tmp_path, monkeypatch):
-    monkeypatch.setattr(Questions, "measure", lambda *_: {"piqa": {"acc": 0.5}})
+    monkeypatch.setattr(Questions, "measure", lambda *_, **__: {"piqa": {"acc": 0.5}})
     rows = [{"goal": "a", "sol1": "b", "sol2": "c", "label": label} for label in (0, 1)]
     cells = cells_of(parse_forms("svd"), [0.4])
     for number, folder in enumerate((tmp_path / "one" / "rows", tmp_path / "two" / "rows")):
@@ -276,7 +276,7 @@ def test_tasks_are_in_the_rows_and_in_the_command_that_repeats_them(place, sourc
     draw_only(monkeypatch, "tasks-0.4")
     asked = []
 
-    def measure(self, network, tokenizer):
+    def measure(self, network, tokenizer, processor):
         asked.append((sum(p.numel() for p in network.parameters()), tokenizer, self.folder, self.limit))
         return {task: {"acc": 0.25 * (i + 1), "acc_stderr": 0.05, "acc_norm": 0.1} for i, task in enumerate(self.tasks)}
 

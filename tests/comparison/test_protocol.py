@@ -118,7 +118,7 @@ def place(tmp_path_factory):
 
 def test_a_run_keeps_the_share_of_the_whole_model_and_says_what_it_left_out(place, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        Questions, "measure", lambda *_: {"boolq": {"acc": 0.5}, "piqa": {"acc": 0.1, "acc_norm": 0.75}}
+        Questions, "measure", lambda *_, **__: {"boolq": {"acc": 0.5}, "piqa": {"acc": 0.1, "acc_norm": 0.75}}
     )
     source = rankfold.open_model(place / "model", device="cpu")
     tokens = rankfold.load_calibration(str(place / "text.txt"), source, num_samples=4, max_length=32)

@@ -149,14 +149,15 @@ def _falcon() -> dict:
     }
 
 
-def tiny_model(family: str, seed: int = 0, blocks: int = 3) -> nn.Module:
-    """A random model; weights and biases large enough that every path matters."""
+def tiny_model(family: str, seed: int = 0, blocks: int | None = None) -> nn.Module:
+    """A random model; weights and biases large enough that every path matters. ``blocks``: so many, not the family's."""
     torch.manual_seed(seed)
     config = CONFIGS[family]()
-    if blocks != config.num_hidden_layers:
-        config.num_hidden_layers = blocks
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[:blocks]
+    if blocks is not None:
+        text = config.get_text_config()
+        text.num_hidden_layers = blocks
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:blocks]
     model = t.AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
         if parameter.dim() >= 2:
@@ -180,7 +181,7 @@ def some_ids(rows: int = 2, length: int = 24, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, 96, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-def opened(family: str, blocks: int = 3):
+def opened(family: str, blocks: int | None = None):
     """A tiny model, open, its blocks run in fp32."""
     source = rankfold.open_model(tiny_model(family, blocks=blocks), device="cpu")
     source.autocast = None

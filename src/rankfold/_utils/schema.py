@@ -44,12 +44,12 @@ def check_record(value: Any, kind: Kind, path: Path, where: str = "it") -> None:
         return None if value is None else check_record(value, kind.kind, path, where)
     if isinstance(kind, OneOf):
         if value not in kind.values:
-            raise _damaged(path, where, f"one of {', '.join(kind.values)}", value)
+            raise CheckpointError(_should_be(path, where, f"one of {', '.join(kind.values)}", value))
         return None
     wanted: Any = list if isinstance(kind, list) else dict if isinstance(kind, dict | Each) else kind
     endless = isinstance(value, float) and not math.isfinite(value)  # JSON has such numbers, 1e400 among them
     if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool) or endless:
-        raise _damaged(path, where, _name(wanted), value)
+        raise CheckpointError(_should_be(path, where, _name(wanted), value))
     for key, item, below in _below(value, kind, path, where):
         check_record(item, below, path, str(key) if where == "it" else f"{where}.{key}")
 
@@ -69,10 +69,8 @@ def _below(value: Any, kind: Kind, path: Path, where: str) -> list[tuple[Any, An
     return [(key, value[key], below) for key, below in kind.items() if key in value]
 
 
-def _damaged(path: Path, where: str, wanted: str, value: Any) -> CheckpointError:
-    return CheckpointError(
-        f"{path} is damaged: {where} should be {wanted}, got {str(value)[:40]!r}; copy or make it again"
-    )
+def _should_be(path: Path, where: str, wanted: str, value: Any) -> str:
+    return f"{path} is damaged: {where} should be {wanted}, got {str(value)[:40]!r}; copy or make it again"
 
 
 def _name(kind: Kind) -> str:
