@@ -1,4 +1,4 @@
-"""Dense against compressed: tokens per second of the blocks alone, of the whole prefill, and of decoding with a cache.
+"""Dense against compressed: tokens per second of the blocks alone and of the whole prefill; decode.py has the tokens after it.
 
 Rounds run both models in turning order; the ratio is formed within a round, the median over rounds is reported. Speed depends
 on shapes, not on values, so a model that is compressed here for the purpose is calibrated on little text (16 x 512 tokens).
@@ -19,11 +19,11 @@ from torch import nn
 import common
 from rankfold import compress, load, load_calibration, make_method
 from rankfold.architectures import architecture_of
-from rankfold.evaluation.speed import DEFINITION, speed
+from rankfold.evaluation.speed import speed
 
 DEFINITIONS = {
     "blocks": "B x T tokens over the time of one forward of all blocks, inputs given, no cache, no embedding, no head",
-    "prefill, decode": DEFINITION,
+    "prefill": "B x T prompt tokens over the time of one forward that fills the cache and computes the last logits",
     "ratio": "compressed over dense within a round; median over rounds",
 }
 
@@ -37,9 +37,8 @@ def main() -> None:
     parser.add_argument("--rank-multiple", type=int, default=8)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--shapes", nargs="+", default=["1x1024", "8x512"], help="of the blocks' prefill: BATCHxLENGTH")
-    parser.add_argument("--batch", type=int, default=8, help="of the whole prefill and of decoding")
+    parser.add_argument("--batch", type=int, default=8, help="of the whole prefill")
     parser.add_argument("--prompt", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args()
 
@@ -69,29 +68,19 @@ def run(record, models: dict[str, nn.Module], dtype: str, args: argparse.Namespa
         facts = blocks_speed(models, batch, length, args.repeats)
         record.add(f"blocks {shape} {dtype}", kind="blocks", dtype=dtype, batch=batch, length=length, models=facts)
         common.say(f"blocks {shape} {dtype}: x {facts['compressed']['ratio']:.2f}")
-    result = speed(models, batch=args.batch, prompt=args.prompt, steps=args.steps, repeats=args.repeats)
-    for kind in ("prefill", "decode"):
-        facts = {
-            name: {
-                "tokens_per_second": m[f"{kind}_tokens_per_second"],
-                "ratio": m[f"{kind}_ratio"],
-                "range": m[f"{kind}_range"],
-            }
-            for name, m in result["models"].items()
+    result = speed(models, batch=args.batch, prompt=args.prompt, steps=1, repeats=args.repeats)
+    facts = {
+        name: {
+            "tokens_per_second": m["prefill_tokens_per_second"],
+            "ratio": m["prefill_ratio"],
+            "range": m["prefill_range"],
         }
-        length = args.prompt if kind == "prefill" else args.steps
-        row = f"{kind} {args.batch}x{length} {dtype}"
-        record.add(
-            row,
-            kind=kind,
-            dtype=dtype,
-            batch=args.batch,
-            prompt=args.prompt,
-            steps=args.steps,
-            length=length,
-            models=facts,
-        )
-        common.say(f"{row}: x {facts['compressed']['ratio']:.2f}")
+        for name, m in result["models"].items()
+    }
+    row = f"prefill {args.batch}x{args.prompt} {dtype}"
+    shape = {"batch": args.batch, "prompt": args.prompt, "length": args.prompt}
+    record.add(row, kind="prefill", dtype=dtype, **shape, models=facts)
+    common.say(f"{row}: x {facts['compressed']['ratio']:.2f}")
 
 
 def calls_of(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, list[tuple[nn.Module, tuple, dict]]]:

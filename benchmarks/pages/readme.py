@@ -172,8 +172,7 @@ def speed(of: dict[str, dict], decode: dict[str, dict]) -> list[str]:
     """Every shape and precision that was measured: the least and the most."""
     prefill: dict[str, list[float]] = {}
     for row in of.values():
-        if row["kind"] != "decode":
-            prefill.setdefault(row["dtype"], []).append(row["models"]["compressed"]["ratio"])
+        prefill.setdefault(row["dtype"], []).append(row["models"]["compressed"]["ratio"])
     ratios = [row["found"]["compressed"]["ratio"] for row in decode.values()]
     both = f"{spread(prefill['float32'])} ({spread(prefill['bfloat16'])})"
     gaps = [NONE] * (len(SETTINGS) - 1)
