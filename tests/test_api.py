@@ -158,7 +158,10 @@ def test_the_default_calibration_is_a_mixture_where_text_is_needed(place, monkey
     for call in (rankfold.compress, rankfold.calibrate, rankfold.plan):
         with pytest.raises(KeyboardInterrupt):
             call(place / "model", num_samples=7, max_length=64, seed=3)
-    assert asked == [("mixture", {"tokenizer": None, "num_samples": 7, "max_length": 64, "seed": 3, "text_column": "text"})] * 3
+    assert (
+        asked
+        == [("mixture", {"tokenizer": None, "num_samples": 7, "max_length": 64, "seed": 3, "text_column": "text"})] * 3
+    )
     rankfold.plan(place / "model", method="modegpt")
     assert len(asked) == 3, "shapes are enough for uniform ranks"
 

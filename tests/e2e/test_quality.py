@@ -164,9 +164,7 @@ def test_wrong_moments_cost_much(subject, make, times, wrong, monkeypatch):
     method = make()
     right, dense = subject.ratio(method), subject.moments
     measure = HiddenStates.measure
-    monkeypatch.setattr(
-        HiddenStates, "measure", lambda *given: wrong(given[1], measure(*given), dense)
-    )
+    monkeypatch.setattr(HiddenStates, "measure", lambda *given: wrong(given[1], measure(*given), dense))
     assert subject.measured(method) - 1 > times * (right - 1)
 
 
