@@ -6,7 +6,6 @@ Weights are rounded to the formats of llama.cpp that the package `gguf` writes, 
 """
 
 import copy
-from functools import partial
 from pathlib import Path
 
 import gguf
@@ -70,19 +69,19 @@ def round_to(model: torch.nn.Module, exact: dict[str, Tensor], form: gguf.GGMLQu
     size = 0
     for name, parameter in model.named_parameters():
         values = exact[name].float().numpy()
-        codes, back = coded(values, form)
-        size += codes
-        parameter.data.copy_(torch.from_numpy(back().reshape(values.shape).copy()))
+        taken, rounded = round_trip(values, form)
+        size += taken
+        parameter.data.copy_(torch.from_numpy(rounded.reshape(values.shape).copy()))
     return size
 
 
-def coded(values, form: gguf.GGMLQuantizationType):
-    """Return the bytes of values in a format, and what gives them back."""
+def round_trip(values, form: gguf.GGMLQuantizationType):
+    """Return the bytes that values take in a format, and the values that it gives back."""
     fits = values.shape[-1] % gguf.GGML_QUANT_SIZES[form][0] == 0
     kind = form if fits else gguf.GGMLQuantizationType.F16
     kind = kind if values.ndim > 1 else gguf.GGMLQuantizationType.F32
     codes = gguf.quants.quantize(values, kind)
-    return codes.nbytes, partial(gguf.quants.dequantize, codes, kind)
+    return codes.nbytes, gguf.quants.dequantize(codes, kind)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import math
 
 from .perplexity import FORMS
 from .random_matrices import STUDIES, verdict
-from .tables import number
+from .tables import named, number, percent
 
 SMOL, OPT, STORIES = "SmolLM2", "opt-6m", "stories260K"
 PARTS = (("mlp", "MLP"), ("qk", "queries and keys"), ("vo", "values and outputs"))
@@ -13,7 +13,7 @@ Rows = dict[str, dict]
 
 def of_model(records: list[dict], model: str, **config: object) -> Rows:
     """Return name -> row of the first record of a model."""
-    return rows(
+    return named(
         next(
             r
             for r in records
@@ -23,18 +23,10 @@ def of_model(records: list[dict], model: str, **config: object) -> Rows:
     )
 
 
-def rows(record: dict) -> Rows:
-    return {row["name"]: row for row in record["rows"]}
-
-
 def first(row: dict) -> str:
     """Return the perplexity on the first text."""
     found = row["perplexity"]
     return number(next(iter(found.values())) if isinstance(found, dict) else found)
-
-
-def percent(share: float) -> str:
-    return f"{share:.1%}".replace("%", " %")
 
 
 def perplexity(records: list[dict]) -> str:
@@ -62,7 +54,7 @@ def _first_value(row: dict) -> float:
 
 
 def seeds(records: list[dict]) -> str:
-    drawn = [rows(r) for r in records if r["benchmark"] == "perplexity" and SMOL in r["config"]["model"]["name"]]
+    drawn = [named(r) for r in records if r["benchmark"] == "perplexity" and SMOL in r["config"]["model"]["name"]]
     ranges = []
     for setting in ("rankfold", "modegpt"):
         values = [found[f"{setting} 0.3"]["perplexity"] for found in drawn]
@@ -80,7 +72,7 @@ def zero_shot(records: list[dict]) -> str:
 
 
 def domains(records: list[dict]) -> str:
-    found = rows(records[0])
+    found = named(records[0])
     dense = found["dense"]["perplexity"]
 
     def ratios(name: str) -> str:
@@ -157,7 +149,7 @@ def _least(row: dict) -> list[tuple[str, float]]:
 
 
 def speed(records: list[dict]) -> str:
-    ratios = {name: row["models"]["compressed"]["ratio"] for name, row in rows(records[0]).items()}
+    ratios = {name: row["models"]["compressed"]["ratio"] for name, row in named(records[0]).items()}
     return f"At 0.3 SmolLM2's prefill is × {ratios['prefill 8x256 float32']:.2f} in fp32."
 
 
@@ -171,7 +163,7 @@ def module_speed(records: list[dict]) -> str:
 
 
 def decode(records: list[dict]) -> str:
-    found = {name: f"× {row['found']['compressed']['ratio']:.2f}" for name, row in rows(records[0]).items()}
+    found = {name: f"× {row['found']['compressed']['ratio']:.2f}" for name, row in named(records[0]).items()}
     smol, llama = "SmolLM2-135M", "Llama-3.2-1B, 4 of 16 blocks"
     return (
         f"At 0.3 SmolLM2 has {found[f'{smol}, batch 1']} with one sequence and {found[f'{smol}, batch 8']} with eight, "
@@ -201,7 +193,7 @@ def memory(records: list[dict]) -> str:
 
 
 def compression_cost(records: list[dict]) -> str:
-    found = rows(records[0])["autocast"]["ratios"]
+    found = named(records[0])["autocast"]["ratios"]
     default, sequential, one_pass = (f"{found[key]['ratio']:.1f}" for key in ("default", "sequential", "one-pass"))
     return (
         f"The default takes the time of {default} forwards over its "
@@ -219,7 +211,7 @@ def decomposition_cost(records: list[dict]) -> str:
 
 
 def large_models(records: list[dict]) -> str:
-    row = rows(records[0])["Llama 70B rankfold"]
+    row = named(records[0])["Llama 70B rankfold"]
     return (
         f"By estimate the default takes {row['peak_bytes']['1'] / 1e9:.0f} GB "
         f"and {row['minutes']['1']:.0f} minutes for Llama 70B on one H100."
@@ -235,7 +227,7 @@ def cholesky(records: list[dict]) -> str:
 
 
 def images_and_text(records: list[dict]) -> str:
-    found = rows(records[0])
+    found = named(records[0])
     dense, both, text = (
         percent(found[name]["mean"])
         for name in ("dense", "language: rankfold 0.5", "language, calibrated on text: rankfold 0.5")
@@ -267,7 +259,7 @@ def experts(records: list[dict]) -> str:
 
 
 def qk_norm(records: list[dict]) -> str:
-    found = rows(records[0])
+    found = named(records[0])
     told = {}
     for form in ("reduced", "dense"):
         names = [f"rankfold, queries and keys {form}, {at}" for at in ("30%", "50%")]
@@ -278,7 +270,7 @@ def qk_norm(records: list[dict]) -> str:
 
 
 def engines(records: list[dict]) -> str:
-    found = rows(records[0])
+    found = named(records[0])
     llama, vllm = found["llama.cpp q8_0 rankfold for llama.cpp"], found["vllm bfloat16 rankfold for vllm"]
     return (
         f"Yes: at 0.3 SmolLM2's decoding is × {llama['decode ratio']:.2f} in llama.cpp (q8_0), "
@@ -351,7 +343,7 @@ def latentllm_options(records: list[dict]) -> str:
 
 
 def joint_up_down(records: list[dict]) -> str:
-    found = rows(records[0])
+    found = named(records[0])
     local, joint = found["local"], found["rounds 4"]
     gains = [percent(1 - b / a) for a, b in zip(local["held_out_errors"], joint["held_out_errors"], strict=True)]
     seconds = f"{joint['cpu_seconds']:.0f} s of CPU a block against {local['cpu_seconds']:.0f} s"

@@ -9,6 +9,7 @@ from rankfold.errors import CheckpointError
 
 from .perplexity import FORMS
 from .summaries import QUESTIONS
+from .tables import named, percent
 
 HEAD = "| sparsity 0.3, 2 CPU cores | dense | `rankfold` | `modegpt` | module forms | as published | `latentllm` |"
 SHORT_HEAD = "| sparsity 0.3, 2 CPU cores | dense | `rankfold` | `modegpt` | `latentllm` |"
@@ -119,7 +120,7 @@ def table(results: Path) -> list[str]:
 
 
 def rows(results: Path, name: str) -> dict[str, dict]:
-    return {row["name"]: row for row in read_json(results / f"{name}.json")["rows"]}
+    return named(read_json(results / f"{name}.json"))
 
 
 def line(what: str, found: dict[str, dict], cell) -> str:
@@ -144,7 +145,7 @@ def number(value: float) -> str:
 
 
 def accuracy(row: dict) -> str:
-    return f"{row['mean']:.1%}".replace("%", " %")
+    return percent(row["mean"])
 
 
 def caches(results: Path) -> list[str]:

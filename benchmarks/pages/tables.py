@@ -36,6 +36,15 @@ def by_sparsity(rows: list[dict], cell: Callable[[dict], str], *, name=lambda ro
     return crossed({(name(row), f"{row['sparsity']:.0%}"): cell(row) for row in rows}, **form)
 
 
+def named(record: dict) -> dict[str, dict]:
+    """Return name -> row of a record."""
+    return {row["name"]: row for row in record["rows"]}
+
+
+def percent(share: float) -> str:
+    return f"{share:.1%}".replace("%", " %")
+
+
 def number(perplexity: float | None) -> str:
     if perplexity is None:
         return "failed"

@@ -77,8 +77,9 @@ def _owners(context: RunContext, view: BlockView, pieces: int) -> list[int]:
 
 def _added(whole: BlockResult, result: BlockResult) -> BlockResult:
     """Return what is known of a block with what came of another step or piece, which changes ``whole``."""
-    for key in [key for key in whole.state if key.startswith(tuple(f"{path}." for path in result.modules))]:
-        del whole.state[key]  # of a module that is replaced again
+    again = tuple(f"{path}." for path in result.modules)  # modules that may have been replaced by an earlier step
+    for key in [key for key in whole.state if key.startswith(again)]:
+        del whole.state[key]
     whole.modules.update(result.modules)
     whole.state.update(result.state)
     for module, report in result.reports.items():
