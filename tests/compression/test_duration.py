@@ -59,7 +59,7 @@ def test_blocks_take_what_one_block_takes_for_all_blocks_and_tokens(plain_rates)
 def test_a_measured_allocation_carries_every_trial_to_the_end(plain_rates):
     source, plan, calibration = planned(rankfold.Rankfold(sparsity=0.3, rank_multiple=2))
     found = estimated_seconds(plan, source, calibration, "sequential")["measured allocation"]
-    compared, trials = 2 * 32, BLOCKS * 3
+    compared, trials = (2 + 6) * 32, BLOCKS * 3  # held-out samples, and a probe text of each kind
     passes = BLOCKS + trials + 3 * (1 + 2)  # of the dense stream; of each trial its own block, and those after it
     assert found == BLOCKS * TOKENS * 3 + compared * passes + BLOCKS * 100 + compared * (trials + 1) * 0.5
 

@@ -15,7 +15,7 @@ from interrupted import assert_ends_in_the_same_bytes
 from rankfold import MoDeGPT
 from rankfold.compression import probe_texts as probing
 from rankfold.data import probes
-from rankfold.data.probes import KINDS, LENGTH, PLAIN, TEMPLATE, load_probes, passages_of
+from rankfold.data.probes import KINDS, LENGTH, PLAIN, TEMPLATE, Probes, load_probes, one_of_each, passages_of
 from rankfold.report.model_card import model_card
 from rankfold.report.record import read_record
 from saved import save_text, save_tiny
@@ -73,6 +73,16 @@ def test_passages_are_cut_to_a_length_and_padded_behind_their_end(source):
         assert len(set(row[length - 1 :].tolist())) == 1
         text = source.tokenizer.decode(row[:length])
         assert kind == "dialogue" or any(passage.startswith(text[:-1]) for passage in passages_of(kind))
+
+
+def test_of_each_kind_the_longest_passage_is_cut_to_the_shortest_of_these(source):
+    found = load_probes(source)
+    of_kind = {kind: [i for i, other in enumerate(found.kinds) if other == kind] for kind in KINDS}
+    longest = [max(rows, key=lambda i: found.lengths[i]) for rows in of_kind.values()]
+    length = min(found.lengths[i] for i in longest)
+    assert torch.equal(one_of_each(found), torch.stack([found.ids[i, :length] for i in longest]))
+    few = Probes(torch.arange(12).view(3, 4), (2, 4, 3), ("prose", "prose", "web text"), PLAIN)
+    assert one_of_each(few).tolist() == [[4, 5, 6], [8, 9, 10]]
 
 
 def test_a_context_shorter_than_a_passage_cuts_it(tmp_path):

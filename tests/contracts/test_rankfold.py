@@ -14,9 +14,11 @@ import rankfold
 from activations import ATTENTION, DOWN, OUTPUT, blocks_of, member, spliced, weight_of
 from families import EXPERTS, KINDS, named, opened, some_ids, tiny_model, tokens
 from rankfold import Rankfold
+from rankfold.compression import kl_divergence
 from rankfold.compression.budget import rank_options
 from rankfold.compression.kl_divergence import measure_kl_sensitivity
 from rankfold.compression.plan import shares
+from rankfold.data.probes import Probes
 from rankfold.errors import OptionError
 
 ALL = KINDS
@@ -203,15 +205,30 @@ def test_without_held_out_windows_nothing_confirms_a_correction(tmp_path):
         assert path.read_bytes() == (same[1] / path.name).read_bytes()
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_neox", "opt", "mixtral", "gemma3"])
-def test_costs_are_divergences_of_the_whole_model_with_one_module_compressed(name):
-    """At the rank that was tried; every other block protected, every other module left out."""
+def other_texts() -> Probes:
+    """Four passages of two kinds, which a model without a tokenizer can read; the third is the longest of its kind."""
+    return Probes(some_ids(4, 24, seed=3), (24, 20, 24, 21), ("prose", "prose", "web text", "web text"), "plain text")
+
+
+@pytest.mark.parametrize(
+    ("name", "probes"),
+    [("llama", True), *((name, False) for name in ("llama", "gpt_neox", "opt", "mixtral", "gemma3"))],
+)
+def test_costs_are_divergences_of_the_whole_model_with_one_module_compressed(name, probes, monkeypatch):
+    """At the rank that was tried; every other block protected, every other module left out. The calibration text and the
+    texts of other kinds count one half each."""
     source, text = opened(name), wide_tokens()
-    method = method_for(name)
+    method, texts = method_for(name), [text.held_out[:4]]
+    if probes:
+        monkeypatch.setattr(kl_divergence, "read_probes", lambda _: other_texts())
+        texts = [text.held_out[:8, :24], other_texts().ids[[0, 2]]]
     costs = measure_kl_sensitivity(source, method, text, *shares(rank_options(source, method), method))
-    ids = text.held_out[:4]
-    with torch.no_grad():
-        dense = source.model(ids).logits.log_softmax(-1)
+
+    @torch.no_grad()
+    def predicted(model) -> list[Tensor]:
+        return [model(ids).logits.log_softmax(-1) for ids in texts]
+
+    dense = predicted(source.model)
     units, averages = shares(rank_options(source, method), method)
     for unit in units:
         key = unit.block, unit.module
@@ -224,9 +241,9 @@ def test_costs_are_divergences_of_the_whole_model_with_one_module_compressed(nam
         }  # what feedback follows is fitted without it
         alone = Rankfold(modules=share, rank_multiple=2, allocation="uniform", exclude_blocks=others, **options)
         assert rankfold.plan(source, method=alone).ranks(unit.block)[unit.module] == tried
-        with torch.no_grad():
-            small = rankfold.compress(source, method=alone, calibration=text).model(ids).logits.log_softmax(-1)
-        divergence = (dense.exp() * (dense - small)).sum(-1).mean().item()
+        small = predicted(rankfold.compress(source, method=alone, calibration=text).model)
+        apart = [(p.exp() * (p - q)).sum(-1).mean().item() for p, q in zip(dense, small, strict=True)]
+        divergence = sum(apart) / len(apart)
         assert costs[key][tried] == pytest.approx(divergence, rel=2e-3, abs=1e-7), key
         assert costs[key][unit.ranks[-1]] == 0.0
         falling = [costs[key][rank] for rank in sorted(costs[key]) if rank]

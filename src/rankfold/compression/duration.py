@@ -30,7 +30,7 @@ from ..models.dense_model import DenseModel
 from ..report.plan import Plan
 from .held_out import nats_per_token
 from .importance import moment_provider, of_dense
-from .kl_divergence import LENGTH, WINDOWS, fit_tokens, least_rank, tried_ranks
+from .kl_divergence import compared_tokens, fit_tokens, least_rank, tried_ranks
 from .rates import seconds_for
 
 HEAD_TOKENS = 512  # that norm and head are timed on
@@ -176,8 +176,8 @@ def _allocation(
         for rank in tried:
             work += of_trial(alone.work(view, {unit.module: rank}))
     fit = min(calibration["tokens"], fit_tokens(units))
-    compared = min(WINDOWS, calibration.get("held_out") or calibration["num_samples"]) * min(
-        LENGTH, mean_length(calibration)
+    compared = compared_tokens(
+        source, calibration.get("held_out") or calibration["num_samples"], mean_length(calibration)
     )
     passed = blocks * fit * rates.alone + compared * rates.forward * (blocks + trials + trials * (blocks - 1) / 2)
     return (

@@ -2,9 +2,10 @@
 
 A module's relative error says nothing about what the rest of the model makes of it. So every module is compressed alone, to
 the sparsity that all would have, and its block's output carried through the dense blocks behind it: the divergence of the
-predictions there is its effect; of an encoder, the change of its last states. Between ranks it grows like the squared error;
-where a whole module may go, that is tried as well. Only one block is resident at a time; beside the dense stream as many
-short ones as there were trials so far go through it.
+predictions there is its effect; of an encoder, the change of its last states. It is measured on held-out samples and on texts
+of other kinds: a module may do little for the calibration text and much for source code. Between ranks it grows like the
+squared error; where a whole module may go, that is tried as well. Only one block is resident at a time; beside the dense
+stream as many short ones as there were trials so far go through it.
 """
 
 from collections.abc import Callable
@@ -38,16 +39,19 @@ from ..calibration.runner import (
 from ..calibration.store import MomentStore
 from ..data.batches import Batch, Data, again, first, length_of, tokens_in
 from ..data.calibration_data import CalibrationData
+from ..data.probes import KINDS, most_tokens, one_of_each
 from ..errors import CheckpointError
 from ..methods import MeasurableMethod, PrunableModule
 from ..models.block_reader import BlockReader
 from ..models.dense_model import DenseModel
 from .block import algebra, decompose
+from .probe_texts import NoProbeTexts, read_probes
 from .replace import replaced
 
 FIT_TOKENS = 8192  # that curves are measured on
 PER_DIMENSION = 4  # as many more for wide MLPs as make a moment of full rank
 WINDOWS, LENGTH = 4, 128  # that predictions are compared on
+SHORT = 64  # tokens of each window where probe texts are compared too, which are as long; there are more windows then
 ROWS = 16  # of logits that are compared at a time: those of a whole window do not fit a processor's caches
 # Of the largest squared error on a curve: with less a rank loses little but what does nothing, and its effect is rounding.
 # Models whose units all do something are far above: SmolLM2 at sparsity 0.3 has 0.09 and more.
@@ -89,7 +93,7 @@ def measure_kl_sensitivity(
     Args:
         source: an open model.
         method: one that has curves (:meth:`rankfold.methods.Method.curve`).
-        tokens: calibration samples; predictions are compared on held-out ones where there are any.
+        tokens: calibration samples; predictions are compared on held-out ones where there are any, and on probe texts.
         units: of all blocks.
         averages: ``(block, module)`` -> mean sparsity of the budget it belongs to; units without one stay dense.
         gradients: statistics of a backward pass, where the method reads any.
@@ -98,7 +102,7 @@ def measure_kl_sensitivity(
         ``(block, module)`` -> rank -> nats per token, mean ``KL(dense || with this module compressed)``; for an encoder the
         squared relative change of the states after its last norm.
 
-    Cost: for the curves one pass over 8k tokens or more, for the effects about half a forward of 512 tokens for every module,
+    Cost: for the curves one pass over 8k tokens or more, for the effects about half a forward of 896 tokens for every module,
     and as much again for every one that may be removed as a whole.
     """
     units = [unit for unit in units if unit.key in averages]
@@ -126,7 +130,7 @@ class _Search:
         self.gradients, self.shards, self.read = gradients, tokens.shards, BlockReader(source)
         some = first(tokens.ids, fit_tokens(units), source.part)
         self.fit = start(source, some, autocast=source.autocast, shards=tokens.shards, offload=source.offload)
-        self.ids = _some_to_compare(source, tokens.ids if tokens.held_out is None else tokens.held_out)
+        self.ids, self.weights = _to_compare(source, tokens.ids if tokens.held_out is None else tokens.held_out)
         self.dense = start(source, self.ids, autocast=source.autocast, most=tokens_in(self.ids, source.part))
         self.together = _side_by_side(source, self.ids)
         # Of every shard here, what was tried in the blocks that fell to it, and the streams behind these trials.
@@ -185,7 +189,9 @@ class _Search:
     def costs(self) -> RankCosts:
         """Return what every rank costs that was tried here."""
         for shard, found in self.found.items():
-            effects = _divergences(self.source, self.ids, self.dense, self.tried[shard]) if found else []
+            effects = []
+            if found:
+                effects = _divergences(self.source, self.ids, self.dense, self.tried[shard], self.weights)
             for (one, rank), effect in zip(_trials(found), effects, strict=True):
                 one.effects[rank] = effect
         return {one.module.key: one.costs() for found in self.found.values() for one in found}
@@ -238,13 +244,23 @@ def fit_tokens(units: list[PrunableModule]) -> int:
     return max(FIT_TOKENS, PER_DIMENSION * max((unit.ranks[-1] for unit in units), default=0))
 
 
-def _some_to_compare(source: DenseModel, ids: Data) -> Data:
-    """Return the beginnings of some windows, images that have as many patches, or as many examples."""
+def _to_compare(source: DenseModel, ids: Data) -> tuple[Data, Tensor | None]:
+    """Return the beginnings of some samples and of a probe text of each kind, and how much each of them counts.
+
+    The calibration text counts as much as all other kinds together: ranks that are chosen by it alone cost the others.
+    Return images that have as many patches, or some examples, where the model takes these; all of them count the same.
+    """
     if not isinstance(ids, Tensor):
-        return ids[:WINDOWS]
+        return ids[:WINDOWS], None
     if source.part.takes_images:
-        return first(ids, WINDOWS * LENGTH, source.part)
-    return ids[:WINDOWS, :LENGTH].contiguous()
+        return first(ids, WINDOWS * LENGTH, source.part), None
+    probes = read_probes(source)
+    if isinstance(probes, NoProbeTexts):
+        return ids[:WINDOWS, :LENGTH].contiguous(), None
+    own, others = ids[: WINDOWS * LENGTH // SHORT, :SHORT], one_of_each(probes)
+    length = min(own.shape[1], others.shape[1])
+    texts = [text[:, :length] for text in (own, others)]
+    return torch.cat(texts), torch.cat([torch.full((len(text),), 0.5 / len(text)) for text in texts])
 
 
 def _reference(unit: PrunableModule, average: float, curve: dict[int, float] | None = None) -> int:
@@ -256,6 +272,13 @@ def _reference(unit: PrunableModule, average: float, curve: dict[int, float] | N
         shows = MEASURABLE * max(curve.values())
         smaller = [rank for rank in smaller if curve.get(rank, 0.0) >= shows]
     return min(smaller, key=lambda rank: (abs(unit.size(rank) - wanted), rank), default=unit.ranks[-1])
+
+
+def compared_tokens(source: DenseModel, samples: int, length: int) -> int:
+    """Estimate how many tokens the predictions are compared on, with so many samples of such a length to take them from."""
+    if not most_tokens(source):
+        return min(WINDOWS, samples) * min(LENGTH, length)
+    return (min(WINDOWS * LENGTH // SHORT, samples) + len(KINDS)) * min(SHORT, length)
 
 
 def least_rank(unit: PrunableModule, average: float) -> int:
@@ -290,9 +313,15 @@ def _output(
 
 
 @time_spent("forward")
-def _divergences(source: DenseModel, ids: Data, dense: Stream, tried: Stream) -> list[float]:
-    """Return how far the predictions are from the dense model's with every module tried, in turn."""
-    distance = _divergence if source.architecture.decoder else _change
+def _divergences(
+    source: DenseModel, ids: Data, dense: Stream, tried: Stream, weights: Tensor | None = None
+) -> list[float]:
+    """Return how far the predictions are from the dense model's with every module tried, in turn.
+
+    Args:
+        weights: of the rows of ``ids``, with the sum 1; all the same without.
+    """
+    distance = partial(_divergence, weights=weights) if source.architecture.decoder else _change
     copies = [hidden for batch in tried.hidden for hidden in batch.split(len(dense.hidden[0]))]
     found, counts = [], []
     for number, (batch, hidden) in enumerate(zip(again(ids, dense.hidden), dense.hidden, strict=True)):
@@ -314,8 +343,8 @@ def _sent(source: DenseModel, batch: Batch, stream: Stream, hidden: Tensor) -> T
     return outputs_at(source, batch, stream, hidden, positions)
 
 
-def _divergence(logits: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return the mean ``KL(these || others)`` per position, as a function of others."""
+def _divergence(logits: Tensor, weights: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+    """Return the mean ``KL(these || others)`` per position, as a function of others; ``weights``: of the rows."""
     expected = logits.float().log_softmax(-1).flatten(0, -2)
     probable = expected.exp()
 
@@ -324,7 +353,8 @@ def _divergence(logits: Tensor) -> Callable[[Tensor], Tensor]:
         rows = [
             q.float().log_softmax(-1).neg_().add_(log_p).mul_(p).sum(-1) for q, log_p, p in zip(*parts, strict=True)
         ]
-        return wide(torch.cat(rows)).mean().clamp_min(0.0)
+        of_rows = wide(torch.cat(rows)).unflatten(0, (len(logits), -1)).mean(1)
+        return (of_rows.mean() if weights is None else of_rows @ weights.to(of_rows)).clamp_min(0.0)
 
     return distance
 

@@ -105,16 +105,21 @@ class NoProbeTexts:
 
 @time_spent(PROBES)
 def follow_probe_texts(source: DenseModel, shards: int = 1) -> ProbeTexts | NoProbeTexts:
-    """Start the probe texts of a model; encoders have none, and a model may have no tokenizer that reads them."""
+    """Start the probe texts of a model."""
+    probes = read_probes(source)
+    return probes if isinstance(probes, NoProbeTexts) else ProbeTexts(source, probes, shards)
+
+
+def read_probes(source: DenseModel) -> Probes | NoProbeTexts:
+    """Return the probe texts as a model reads them; encoders have none, and a model may have no tokenizer that reads them."""
     if not source.architecture.decoder:
         return NoProbeTexts(None)
     if not source.processors.has_tokenizer:
         return NoProbeTexts("the model came without a tokenizer")
     try:
-        probes = load_probes(source)
+        return load_probes(source)
     except (CheckpointError, DataError) as error:  # token ids may have been given, so that nobody needs the tokenizer
         return NoProbeTexts(str(error))
-    return ProbeTexts(source, probes, shards)
 
 
 def _facts(found: Comparison, sparsity: float, vocabulary: int) -> dict:

@@ -40,6 +40,14 @@ class Probes(NamedTuple):
     dialogue: str  # how turns are written
 
 
+def one_of_each(probes: Probes) -> Tensor:
+    """Return the longest passage of each kind, ``(K, t)``, all of them as long as the shortest."""
+    rows = {}
+    for row, kind in enumerate(probes.kinds):
+        rows[kind] = max(rows.get(kind, row), row, key=lambda i: (probes.lengths[i], -i))
+    return probes.ids[list(rows.values()), : min(probes.lengths[row] for row in rows.values())]
+
+
 @functools.cache
 def passages_of(kind: str) -> tuple:
     """Return the passages of a kind: texts, or lists of messages."""
