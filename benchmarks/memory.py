@@ -35,6 +35,7 @@ from rankfold._utils.memory import release_memory
 from rankfold.allocation import tensor_bytes
 from rankfold.calibration.observers import DenseBatch
 from rankfold.calibration.runner import advance_dense, measure, start
+from rankfold.calibration.statistics import dense_inputs
 from rankfold.methods import method_names
 from rankfold.methods.registry import method_class
 from rankfold.report.record import peak_memory_bytes, process_status
@@ -149,8 +150,9 @@ def worker(args: argparse.Namespace, folder: str, name: str, mode: str) -> dict:
     view = source.block(0)
     stream = start(source, ids[:1], autocast=source.autocast)
     dense: list[DenseBatch] = []
-    advance_dense(view, stream.copy(), dense.append)
-    found = measure(view, stream, method.statistics(view), step=False, dense=dense)
+    statistics = method.statistics(view)
+    advance_dense(view, stream.copy(), dense.append, dense_inputs(statistics))
+    found = measure(view, stream, statistics, step=False, dense=dense)
     parts = (getattr(m, part, None) for m in found.values() for part in ("total", "absolute", "second"))
     facts = {
         "mode": mode,

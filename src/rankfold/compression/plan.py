@@ -225,7 +225,9 @@ def _peak_memory(source: DenseModel, method: Method, calibration: dict | None, o
     if calibration:
         tokens, held_out = calibration["tokens"], calibration.get("held_out", 0) * mean_length(calibration)
     views = source.meta_blocks()
-    each = [_moment_bytes(view, method.statistics(view), tokens, active) for view in views]
+    # What experts receive, and rows that are kept, are of the samples of all accelerators.
+    everywhere = calibration.get("tokens_of_all", tokens) if calibration else 0
+    each = [_moment_bytes(view, method.statistics(view), everywhere, active) for view in views]
     moments, samples = (max(part) for part in zip(*each, strict=True))
     view, statistics = views[0], set().union(*map(method.statistics, views))
     width, probes = view.attention.output.weight.shape[0], most_tokens(source)
