@@ -197,9 +197,8 @@ def loss_curve(
         return LossCurve(method, options, None)
     method = replace(method, sparsity=MEASURED_AT)
     gradients = gradients_of(source, method, tokens)
-    return LossCurve(
-        method, options, DenseMeasures(source, method, options, moments, tokens, None, gradients).kl_sensitivity()
-    )
+    dense = DenseMeasures(source, method, options, moments, tokens, None, gradients)
+    return LossCurve(method, options, method.allocation.measure(dense))
 
 
 class _Places:

@@ -6,14 +6,16 @@ import pytest
 import torch
 
 import rankfold
-from families import ANY_MODEL, opened, tokens
+from families import ANY_MODEL, opened, some_ids, tokens
+from rankfold.allocation import Measured
 from rankfold.calibration import backward
-from rankfold.compression import duration, rates
+from rankfold.compression import duration, kl_divergence, rates
 from rankfold.compression.budget import rank_options
 from rankfold.compression.duration import estimated_seconds, timed
 from rankfold.compression.importance import DenseMeasures, of_dense
 from rankfold.compression.kl_divergence import least_rank
 from rankfold.compression.plan import allocate_ranks, build_plan
+from rankfold.data.probes import KINDS, Probes
 from rankfold.errors import OptionError
 from rankfold.linalg import nystrom, residual_correction
 from rankfold.methods import make_method
@@ -56,10 +58,14 @@ def test_blocks_take_what_one_block_takes_for_all_blocks_and_tokens(plain_rates)
     assert whole.to_dict() == plan.to_dict() | {"seconds": whole.seconds} and whole.seconds > 3 * BLOCKS * 100
 
 
-def test_a_measured_allocation_carries_every_trial_to_the_end(plain_rates):
-    source, plan, calibration = planned(rankfold.Rankfold(sparsity=0.3, rank_multiple=2))
+@pytest.mark.parametrize(("texts", "rows"), [(0.0, 2), (0.5, 2 + 6)])  # held-out samples, and a probe text of each kind
+def test_a_measured_allocation_carries_every_trial_to_the_end(texts, rows, plain_rates, monkeypatch):
+    six = Probes(some_ids(6, 32, seed=3), (32,) * 6, KINDS, "plain text")
+    monkeypatch.setattr(kl_divergence, "read_probes", lambda _: six)
+    allocation = Measured(other_texts=texts)
+    source, plan, calibration = planned(rankfold.Rankfold(sparsity=0.3, rank_multiple=2, allocation=allocation))
     found = estimated_seconds(plan, source, calibration, "sequential")["measured allocation"]
-    compared, trials = (2 + 6) * 32, BLOCKS * 3  # held-out samples, and a probe text of each kind
+    compared, trials = rows * 32, BLOCKS * 3
     passes = BLOCKS + trials + 3 * (1 + 2)  # of the dense stream; of each trial its own block, and those after it
     assert found == BLOCKS * TOKENS * 3 + compared * passes + BLOCKS * 100 + compared * (trials + 1) * 0.5
 

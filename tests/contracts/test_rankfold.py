@@ -210,19 +210,20 @@ def other_texts() -> Probes:
     return Probes(some_ids(4, 24, seed=3), (24, 20, 24, 21), ("prose", "prose", "web text", "web text"), "plain text")
 
 
-@pytest.mark.parametrize(
-    ("name", "probes"),
-    [("llama", True), *((name, False) for name in ("llama", "gpt_neox", "opt", "mixtral", "gemma3"))],
-)
-def test_costs_are_divergences_of_the_whole_model_with_one_module_compressed(name, probes, monkeypatch):
-    """At the rank that was tried; every other block protected, every other module left out. The calibration text and the
-    texts of other kinds count one half each."""
+PLAIN = [(name, 0.0) for name in ("llama", "gpt_neox", "opt", "mixtral", "gemma3")]
+
+
+@pytest.mark.parametrize(("name", "share"), [("llama", 0.3), ("opt", 1.0), *PLAIN])
+def test_costs_are_divergences_of_the_whole_model_with_one_module_compressed(name, share, monkeypatch):
+    """At the rank that was tried; every other block protected, every other module left out. Texts of other kinds count as
+    much as they are told to."""
     source, text = opened(name), wide_tokens()
-    method, texts = method_for(name), [text.held_out[:4]]
-    if probes:
+    method, texts, counted = method_for(name), [text.held_out[:4]], [1.0]
+    if share:
         monkeypatch.setattr(kl_divergence, "read_probes", lambda _: other_texts())
-        texts = [text.held_out[:8, :24], other_texts().ids[[0, 2]]]
-    costs = measure_kl_sensitivity(source, method, text, *shares(rank_options(source, method), method))
+        texts, counted = [text.held_out[:8, :24], other_texts().ids[[0, 2]]], [1 - share, share]
+    ranks = shares(rank_options(source, method), method)
+    costs = measure_kl_sensitivity(source, method, text, *ranks, other_texts=share)
 
     @torch.no_grad()
     def predicted(model) -> list[Tensor]:
@@ -243,7 +244,7 @@ def test_costs_are_divergences_of_the_whole_model_with_one_module_compressed(nam
         assert rankfold.plan(source, method=alone).ranks(unit.block)[unit.module] == tried
         small = predicted(rankfold.compress(source, method=alone, calibration=text).model)
         apart = [(p.exp() * (p - q)).sum(-1).mean().item() for p, q in zip(dense, small, strict=True)]
-        divergence = sum(apart) / len(apart)
+        divergence = sum(part * each for part, each in zip(counted, apart, strict=True))
         assert costs[key][tried] == pytest.approx(divergence, rel=2e-3, abs=1e-7), key
         assert costs[key][unit.ranks[-1]] == 0.0
         falling = [costs[key][rank] for rank in sorted(costs[key]) if rank]
@@ -284,7 +285,7 @@ def test_resumed_runs_find_the_same_ranks(tmp_path, monkeypatch):
         rankfold.compress(source, method=method, calibration=tokens(), output=tmp_path / "killed")
     monkeypatch.setattr(pipeline, "run_stages", run_stages)
     monkeypatch.setattr(
-        scores, "measure_kl_sensitivity", lambda *a: calls.append(a) or effects.measure_kl_sensitivity(*a)
+        scores, "measure_kl_sensitivity", lambda *a, **b: calls.append(a) or effects.measure_kl_sensitivity(*a, **b)
     )
     resumed = rankfold.compress(source, method=method, calibration=tokens(), output=tmp_path / "killed").output
     assert not calls

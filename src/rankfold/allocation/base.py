@@ -24,8 +24,12 @@ class DenseModelMeasures(Protocol):
         """Return a number of every block, computed from its weights."""
         ...
 
-    def kl_sensitivity(self) -> RankCosts:
-        """Return (block, module) -> rank -> divergence of the predictions with that module alone at that rank."""
+    def kl_sensitivity(self, other_texts: float) -> RankCosts:
+        """Return (block, module) -> rank -> divergence of the predictions with that module alone at that rank.
+
+        Args:
+            other_texts: how much the predictions on the probe texts count, in [0, 1].
+        """
         ...
 
     def greedy_block_removal(self) -> RankCosts:

@@ -26,15 +26,25 @@ class ByCost(Allocation):
 
 @dataclass(frozen=True)
 class Measured(ByCost):
-    """Take the ranks that change the predictions least, by error curves and what compressing each module alone does."""
+    """Take the ranks that change the predictions least, by error curves and what compressing each module alone does.
+
+    Attributes:
+        other_texts: how much the predictions on the probe texts count, texts of six other kinds, beside those on held-out
+            calibration text; 0: not at all, 1: nothing else does.
+    """
 
     name: ClassVar[str] = "measured"
     called: ClassVar[str] = "divergence"
     needs_text: ClassVar[bool] = True
     may_exceed: ClassVar[bool] = True
 
+    other_texts: float = 0.0
+
+    def __post_init__(self):
+        self.check("other_texts", "in [0, 1]", lambda value: 0 <= value <= 1)
+
     def measure(self, dense: DenseModelMeasures) -> RankCosts:
-        return dense.kl_sensitivity()
+        return dense.kl_sensitivity(self.other_texts)
 
     def is_recorded(self, rank: int) -> bool:
         return True

@@ -179,9 +179,8 @@ def _allocation(
         for rank in tried:
             work += of_trial(alone.work(view, {unit.module: rank}))
     fit = min(calibration["tokens"], fit_tokens(units))
-    compared = compared_tokens(
-        source, calibration.get("held_out") or calibration["num_samples"], mean_length(calibration)
-    )
+    samples, other_texts = calibration.get("held_out") or calibration["num_samples"], method.allocation.other_texts
+    compared = compared_tokens(samples, mean_length(calibration), other_texts=other_texts)
     passed = blocks * fit * rates.alone + compared * rates.forward * (blocks + trials + trials * (blocks - 1) / 2)
     return (
         passed + blocks * rates.read + compared * (trials + 1) * rates.head + machine.seconds_for(work) / machine.count

@@ -120,13 +120,14 @@ class DenseMeasures(NamedTuple):
         release_memory()
         return found
 
-    def kl_sensitivity(self) -> RankCosts:
+    def kl_sensitivity(self, other_texts: float) -> RankCosts:
         """Measure what every rank would cost; kept with the run, so that a resumed run finds the same ranks."""
         tokens, known = self._text(), self._known()
         if known:
             return known
         method = cast("MeasurableMethod", self.method)  # which all methods that take this allocation are
-        found = measure_kl_sensitivity(self.source, method, tokens, *shares(self.options, method), self.gradients)
+        ranks = shares(self.options, method)
+        found = measure_kl_sensitivity(self.source, method, tokens, *ranks, self.gradients, other_texts=other_texts)
         self._keep(found)
         return found
 

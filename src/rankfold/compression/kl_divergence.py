@@ -39,8 +39,8 @@ from ..calibration.runner import (
 from ..calibration.store import MomentStore
 from ..data.batches import Batch, Data, again, first, length_of, tokens_in
 from ..data.calibration_data import CalibrationData
-from ..data.probes import KINDS, most_tokens, one_of_each
-from ..errors import CheckpointError
+from ..data.probes import KINDS, one_of_each
+from ..errors import CheckpointError, OptionError, method_option
 from ..methods import MeasurableMethod, PrunableModule
 from ..models.block_reader import BlockReader
 from ..models.dense_model import DenseModel
@@ -87,28 +87,34 @@ def measure_kl_sensitivity(
     units: list[PrunableModule],
     averages: dict[tuple[int, str], float],
     gradients: MomentStore | None = None,
+    *,
+    other_texts: float = 0.0,
 ) -> RankCosts:
     """Measure the expected divergence of the predictions when a module has a rank and all others are dense.
 
     Args:
         source: an open model.
         method: one that has curves (:meth:`rankfold.methods.Method.curve`).
-        tokens: calibration samples; predictions are compared on held-out ones where there are any, and on probe texts.
+        tokens: calibration samples; predictions are compared on held-out ones where there are any.
         units: of all blocks.
         averages: ``(block, module)`` -> mean sparsity of the budget it belongs to; units without one stay dense.
         gradients: statistics of a backward pass, where the method reads any.
+        other_texts: how much the predictions on a probe text of each kind count, in [0, 1].
+
+    Raises:
+        OptionError: probe texts are to count, and the model can read none.
 
     Returns:
         ``(block, module)`` -> rank -> nats per token, mean ``KL(dense || with this module compressed)``; for an encoder the
         squared relative change of the states after its last norm.
 
-    Cost: for the curves one pass over 8k tokens or more, for the effects about half a forward of 896 tokens for every module,
-    and as much again for every one that may be removed as a whole.
+    Cost: for the curves one pass over 8k tokens or more, for the effects about half a forward of 512 tokens for every module
+    (896 where probe texts count), and as much again for every one that may be removed as a whole.
     """
     units = [unit for unit in units if unit.key in averages]
     if not units:
         return {}
-    search = _Search(source, method, tokens, units, averages, gradients)
+    search = _Search(source, method, tokens, units, averages, gradients, other_texts)
     with count_steps("measuring sensitivity", len(source)) as advance_bar:
         for begin in range(0, len(source), tokens.shards):
             turn = range(begin, min(begin + tokens.shards, len(source)))
@@ -125,12 +131,15 @@ class _Search:
     Arguments are those of :func:`measure_kl_sensitivity`.
     """
 
-    def __init__(self, source, method, tokens, units, averages, gradients):
+    def __init__(self, source, method, tokens, units, averages, gradients, other_texts):
         self.source, self.method, self.units, self.averages = source, method, units, averages
         self.gradients, self.shards, self.read = gradients, tokens.shards, BlockReader(source)
         some = first(tokens.ids, fit_tokens(units), source.part)
         self.fit = start(source, some, autocast=source.autocast, shards=tokens.shards, offload=source.offload)
-        self.ids, self.weights = _to_compare(source, tokens.ids if tokens.held_out is None else tokens.held_out)
+        unseen = tokens.ids if tokens.held_out is None else tokens.held_out
+        self.ids, self.weights = _some_to_compare(source, unseen), None
+        if other_texts:
+            self.ids, self.weights = _with_other_texts(source, unseen, other_texts)
         self.dense = start(source, self.ids, autocast=source.autocast, most=tokens_in(self.ids, source.part))
         self.together = _side_by_side(source, self.ids)
         # Of every shard here, what was tried in the blocks that fell to it, and the streams behind these trials.
@@ -244,23 +253,29 @@ def fit_tokens(units: list[PrunableModule]) -> int:
     return max(FIT_TOKENS, PER_DIMENSION * max((unit.ranks[-1] for unit in units), default=0))
 
 
-def _to_compare(source: DenseModel, ids: Data) -> tuple[Data, Tensor | None]:
-    """Return the beginnings of some samples and of a probe text of each kind, and how much each of them counts.
-
-    The calibration text counts as much as all other kinds together: ranks that are chosen by it alone cost the others.
-    Return images that have as many patches, or some examples, where the model takes these; all of them count the same.
-    """
+def _some_to_compare(source: DenseModel, ids: Data) -> Data:
+    """Return the beginnings of some windows, images that have as many patches, or as many examples."""
     if not isinstance(ids, Tensor):
-        return ids[:WINDOWS], None
+        return ids[:WINDOWS]
     if source.part.takes_images:
-        return first(ids, WINDOWS * LENGTH, source.part), None
+        return first(ids, WINDOWS * LENGTH, source.part)
+    return ids[:WINDOWS, :LENGTH].contiguous()
+
+
+def _with_other_texts(source: DenseModel, ids: Data, share: float) -> tuple[Tensor, Tensor]:
+    """Return the beginnings of windows and of a probe text of each kind, and how much each of these rows counts."""
     probes = read_probes(source)
-    if isinstance(probes, NoProbeTexts):
-        return ids[:WINDOWS, :LENGTH].contiguous(), None
+    if isinstance(probes, NoProbeTexts) or not isinstance(ids, Tensor):
+        reason = (isinstance(probes, NoProbeTexts) and probes.reason) or "those are text without images, for decoders"
+        raise OptionError(
+            f"{method_option('allocation', f'measured:other_texts={share}')} compares predictions on probe texts, and "
+            f"{source.name} reads none: {reason}; leave other_texts out"
+        )
     own, others = ids[: WINDOWS * LENGTH // SHORT, :SHORT], one_of_each(probes)
     length = min(own.shape[1], others.shape[1])
-    texts = [text[:, :length] for text in (own, others)]
-    return torch.cat(texts), torch.cat([torch.full((len(text),), 0.5 / len(text)) for text in texts])
+    parts = ((own, 1 - share), (others, share))
+    weights = [torch.full((len(text),), part / len(text), dtype=torch.float64) for text, part in parts]
+    return torch.cat([text[:, :length] for text, _ in parts]), torch.cat(weights)
 
 
 def _reference(unit: PrunableModule, average: float, curve: dict[int, float] | None = None) -> int:
@@ -274,9 +289,9 @@ def _reference(unit: PrunableModule, average: float, curve: dict[int, float] | N
     return min(smaller, key=lambda rank: (abs(unit.size(rank) - wanted), rank), default=unit.ranks[-1])
 
 
-def compared_tokens(source: DenseModel, samples: int, length: int) -> int:
-    """Estimate how many tokens the predictions are compared on, with so many samples of such a length to take them from."""
-    if not most_tokens(source):
+def compared_tokens(samples: int, length: int, *, other_texts: float) -> int:
+    """Return how many tokens the predictions are compared on, with so many samples of such a length to take them from."""
+    if not other_texts:
         return min(WINDOWS, samples) * min(LENGTH, length)
     return (min(WINDOWS * LENGTH // SHORT, samples) + len(KINDS)) * min(SHORT, length)
 

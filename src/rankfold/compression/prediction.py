@@ -83,7 +83,7 @@ class _NoNumbers:
     def of_blocks(self, score: object) -> NoReturn:
         raise _NumbersMissing
 
-    def kl_sensitivity(self) -> NoReturn:
+    def kl_sensitivity(self, other_texts: float) -> NoReturn:
         raise _NumbersMissing
 
     def greedy_block_removal(self) -> NoReturn:
