@@ -60,7 +60,7 @@ HERE = {  # what a page shows -> the same on a model and texts that are here
     "--protocol lowrankarena --methods rankfold,modegpt,svd-llm": "--protocol lowrankarena --methods svd:rank_multiple=1 "
     f"--sparsities 0.2 --calibration text.txt --text text.txt {SMALL}",
     "--device cuda": "--device cpu",
-    "200MB": "200kB",
+    "200MB": "150kB",
     "--budget latency": "--budget flops:context=64",
     "mixture=0.7": "python-source=0.7",
 }
@@ -83,7 +83,7 @@ def local(text: str) -> str:
 def models(tmp_path_factory):
     """A folder with a dense model, the same compressed, a config alone and a text."""
     folder = tmp_path_factory.mktemp("pages")
-    save_tiny(folder / "model")
+    save_tiny(folder / "model", blocks=2)
     save_text(folder / "text.txt")
     (folder / "only-a-config").mkdir()
     shutil.copy(folder / "model" / "config.json", folder / "only-a-config")
