@@ -23,6 +23,9 @@ VERBS = "says?|tells?|sees?|knows?|wants?|said|told|saw|knew|wanted"
 WORDS = {
     rf"\b(?:{THINGS})s? (?:{VERBS})\b": "a thing says nothing: state it, reports, contains, needs",
     r"\bhas? no say\b|\bhave no say\b": "has no effect",
+    r"\b(?:do|does|did|can|could) not (?:say|see|know|want)\b": "a thing sees nothing: ignores, lacks, does not name",
+    r"\b(?:knows?|sees?|says?) nothing\b": "a thing says nothing: ignores, does not use, there is no …",
+    r"\bkin\b": "relatives, similar methods",
     r"\bbehind\b": "after",
     r"\bin front of\b": "before",
     r"\bbeside\b": "with, next to, in addition to",
