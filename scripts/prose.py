@@ -94,9 +94,10 @@ def has_docstring(node: ast.AST) -> bool:
 
 
 def is_said(call: ast.Call) -> bool:
-    """Tell whether a call is given a text that a user reads: a help text, or a line of the log."""
+    """Tell whether a call is given a text that a user reads: a help text, a rule of options, or a line of the log."""
     logs = isinstance(call.func, ast.Attribute) and call.func.attr in ("warning", "info", "error")
-    return logs or any(keyword.arg == "help" for keyword in call.keywords)
+    rules = isinstance(call.func, ast.Name) and call.func.id in ("Needs", "Excludes")
+    return logs or rules or any(keyword.arg == "help" for keyword in call.keywords)
 
 
 def words_of(call: ast.Call) -> str:
