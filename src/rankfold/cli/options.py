@@ -57,7 +57,7 @@ TargetSize = Annotated[
     of_method(metavar="SIZE", help="Instead of --sparsity: what all weights may take, e.g. 400MB, 1.5GiB."),
     Excludes(
         ("sparsity", "keep_quality", "budget", "scope", "components"),
-        "--target-size says how much of the whole model's bytes is removed, {} would be ignored; leave one of them out",
+        "--target-size fixes how much of the whole model's bytes is removed, {} would be ignored; leave one of them out",
     ),
 ]
 KeepQuality = Annotated[
@@ -67,7 +67,7 @@ KeepQuality = Annotated[
     ),
     Excludes(
         ("sparsity", "components", "recover", "gpu"),
-        "--keep-quality finds the sparsity of one component by compressing it, {} has no place beside it; leave one out",
+        "--keep-quality finds the sparsity of one component by compressing it, {} cannot be given with it; leave one out",
     ),
 ]
 Temperature = Annotated[float, typer.Option(help="0: always the most likely token.")]

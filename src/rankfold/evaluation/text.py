@@ -151,7 +151,5 @@ def _calibrated_on(network) -> list[str]:
         or not isinstance(texts, list)
         or not all(isinstance(text, dict) for text in texts)
     ):
-        raise CheckpointError(
-            "config.json does not say what the model was calibrated on; copy or make the checkpoint again"
-        )
+        raise CheckpointError("config.json does not name the calibration set; copy or make the checkpoint again")
     return [*(text.get("origin") for text in texts), *trained]
