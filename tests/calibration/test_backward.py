@@ -7,13 +7,14 @@ import torch
 
 import rankfold
 from activations import blocks_of
-from families import KINDS, opened, some_ids, tiny_model
+from families import KINDS, opened, some_ids, tiny_model, tokens
 from gradients import stock_gradients
 from rankfold.calibration import backward, runner
 from rankfold.calibration.backward import sweep, sweep_memory, windows_for
 from rankfold.calibration.gradients import KINDS as MEASURED
 from rankfold.calibration.gradients import OutputGradient, gradient_observers, numbers, widest
 from rankfold.calibration.moments import Moment
+from rankfold.compression import importance
 from rankfold.errors import NumericsError
 
 IDS = some_ids(5, 24)
@@ -194,3 +195,19 @@ def test_merging_windows_adds_what_each_gives():
     for name, moment in whole[1].items():
         torch.testing.assert_close(moment.total, sum(part[1][name].total for part in parts), rtol=1e-3, atol=1e-6)
         assert moment.count == sum(part[1][name].count for part in parts)
+
+
+def test_the_gradients_of_one_block_are_held_at_a_time(monkeypatch):
+    """Those of a wide block are larger than the block."""
+    held, plain = [], importance.sweep
+
+    def watched(*given):
+        for index, moments in plain(*given):
+            assert not any(reference() for reference in held)
+            held.extend(weakref.ref(moment) for moment in moments.values())
+            yield index, moments
+            del moments
+
+    monkeypatch.setattr(importance, "sweep", watched)
+    importance.gradients_of(opened("llama"), rankfold.make_method("kobd"), tokens())
+    assert len(held) > 10

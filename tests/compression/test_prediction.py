@@ -18,10 +18,11 @@ from rankfold.calibration.runner import MOST_BATCH_TOKENS, batch_tokens
 from rankfold.cli import main
 from rankfold.compression import cards, passes
 from rankfold.compression.cards import Card, find_card
+from rankfold.compression.duration import _work
 from rankfold.compression.prediction import rates_on
 from rankfold.errors import CheckpointError, OptionError, UnsupportedModelError
 from rankfold.methods import make_method
-from rankfold.methods.work import ROUTINES, Work
+from rankfold.methods.work import ROUTINES, Work, times
 from rankfold.models.outline import open_outline
 
 SEVEN = t.LlamaConfig(
@@ -201,6 +202,18 @@ def test_the_largest_model_there_is_takes_seconds():
     plan = rankfold.plan(t.DeepseekV3Config(dtype="bfloat16"), 0.3, gpu="80GB")
     assert 6.7e11 < plan.parameters < 6.72e11 and plan.sparsity == pytest.approx(0.3, abs=1e-3)
     assert plan.experts["of_a_block"] == 256 and plan.seconds > 0
+
+
+def test_accelerators_share_experts_and_each_has_what_all_samples_send_to_them():
+    config = t.MixtralConfig(num_hidden_layers=2, dtype="bfloat16")
+    method = make_method("modegpt", sparsity=0.3, modules=("experts",))
+    plans = [rankfold.plan(config, method=method, gpu="80GB", gpus=8, num_samples=n) for n in (256, 512)]
+    more, width, experts = 256 * 2048, 4096, 8  # tokens; a stream of an eighth of them, and rows of all
+    peaks = [plan.peak_memory_bytes for plan in plans]
+    assert peaks[1] - peaks[0] == pytest.approx(more * (2 * width / 8 + 2 * width + 4 * experts), rel=0.03)
+    source = open_outline(config)
+    one, eight = (_work(source, method, plans[0], n) for n in (1, 8))
+    assert one and eight == times(one, 1 / 8)
 
 
 def test_the_command_takes_a_folder_without_weights(tmp_path, capsys, monkeypatch):

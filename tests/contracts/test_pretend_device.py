@@ -11,7 +11,9 @@ from families import ANY_MODEL, some_ids, tiny_model, tokens
 from interrupted import assert_ends_in_the_same_bytes
 from pretend_device import CUDA, Pretend, pretend_device, waits
 from rankfold import CompressionResult, make_method
+from rankfold.compression.output import MemoryWriter
 from rankfold.evaluation.speed import speed
+from rankfold.linalg import elimination
 from rankfold.methods import method_class
 from rankfold.models import dense_model
 from rankfold.models.dense_model import DenseModel
@@ -135,7 +137,7 @@ def test_hidden_states_wait_in_host_memory_and_come_back_as_they_were(device, tm
     """One batch of a stream is on the device, whether the others are in memory or in a file."""
     results = []
     for place in (None, "cpu", tmp_path):
-        source = rankfold.open_model(tiny_model("llama").to("cuda"), offload=place)
+        source = rankfold.open_model(tiny_model("llama", blocks=2).to("cuda"), offload=place)
         source.autocast = None
         results.append(rankfold.compress(source, method=method_of("rankfold"), calibration=tokens(160)))
     assert [result.record["run"]["offload"] for result in results] == [None, "cpu", "disk"]
@@ -165,7 +167,7 @@ def test_the_record_names_the_accelerator_and_its_memory(device):
 def test_a_model_in_memory_stays_where_it_is(device):
     """Its blocks come to the device one by one, wherever they are."""
     for given, asked, expected in (("cpu", "cuda", "cuda"), ("cuda", "cpu", "cpu"), ("cuda", "auto", "cuda")):
-        model = tiny_model("llama").to(given)
+        model = tiny_model("llama", blocks=2).to(given)
         source = rankfold.open_model(model, device=asked)
         source.autocast = None
         assert source.device.type == expected and source.is_resident == (given == expected)
@@ -193,3 +195,32 @@ def test_no_batch_makes_the_host_wait_for_the_device(device):
         counts.append(waits.copy())
     more = counts[1] - counts[0]
     assert counts[0] and {line.partition(":")[0] for line in more} <= {"calibration/forward.py"}
+
+
+def test_the_host_waits_once_for_a_block_that_is_read_and_once_for_a_group_of_units(device, monkeypatch):
+    groups, one_by_one = [], elimination._one_by_one
+    monkeypatch.setattr(elimination, "_one_by_one", lambda *given: (groups.append(1), one_by_one(*given))[1])
+    generator = torch.Generator().manual_seed(0)
+    W, x = (torch.randn(rows, 300, dtype=torch.float64, generator=generator) for rows in (32, 600))
+    W, P = W.to("cuda"), torch.linalg.inv(x.T @ x).to("cuda")
+    source = opened("llama", "cuda")
+    waits.clear()
+    elimination.elimination(W, P, rank=150)
+    assert max(waits.values()) == len(groups) > 10
+    assert sum(waits.values()) < len(groups) + 10  # the units that remain are moved together now and then
+    waits.clear()
+    source.block(1)
+    assert sum(waits.values()) == 1
+
+
+def test_compressed_blocks_wait_in_host_memory(device, monkeypatch):
+    """A device would fill with what is done."""
+    places, finish = [], MemoryWriter.finish
+
+    def noting(self, *given):
+        places.extend(tensor.device.type for tensor in self.state.values())
+        return finish(self, *given)
+
+    monkeypatch.setattr(MemoryWriter, "finish", noting)
+    assert compressed("llama", "cuda", "modegpt", "sequential").model.device == CUDA
+    assert len(places) > 10 and set(places) == {"cpu"}

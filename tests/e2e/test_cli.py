@@ -554,6 +554,28 @@ def test_compare_writes_a_report_and_says_what_failed(run, place, monkeypatch):
     assert page.count("failed [") == 2 and "cannot take the joint form" in page  # of the first command
 
 
+def test_compare_keeps_hidden_states_elsewhere_and_writes_the_same_bytes(run, place, monkeypatch):
+    """Of a row that shares the moments of the dense model, and of one that measures its own."""
+    pytest.importorskip("matplotlib", reason="rankfold[report] is not installed")
+    from rankfold.calibration.offload import StatesOnDisk
+    from undrawn import draw_only
+
+    draw_only(monkeypatch)
+    kept, keep = [], StatesOnDisk._keep
+    monkeypatch.setattr(StatesOnDisk, "_keep", lambda self, *given: (kept.append(self.folder), keep(self, *given))[1])
+    (place / "states").mkdir()
+    line = f"compare model --methods modegpt:rank_multiple=2,rankfold:rank_multiple=2 --sparsities 0.3 {SHORT} --keep"
+    line += " --calibration text.txt --text text.txt --text-length 32 --limit 2"
+    assert run(f"{line} -o plain")[0] == 0 and not kept
+    assert run(f"{line} -o away --offload states")[0] == 0
+    assert len(kept) > 10 and {folder.name for folder in kept} == {"states"} and not [*(place / "states").iterdir()]
+    plain, away = (sorted((place / name / "cells").glob("*/*.safetensors")) for name in ("plain", "away"))
+    assert [path.parts[-2:] for path in plain] == [path.parts[-2:] for path in away] and len(plain) >= 2
+    assert all(a.read_bytes() == b.read_bytes() for a, b in zip(plain, away, strict=True))
+    records = [json.loads(path.read_text()) for path in (place / "away" / "cells").glob("*/rankfold.json")]
+    assert [record["run"]["offload"] for record in records] == ["disk", "disk"]
+
+
 def test_compare_without_its_libraries_says_what_to_install(run, place, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(

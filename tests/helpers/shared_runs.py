@@ -42,6 +42,7 @@ BASE = {
     "rankfold": Case("rankfold"),
     "latentllm": Case("latentllm"),
     "experts": Case("rankfold", "mixtral"),
+    "latent experts": Case("latentllm", "mixtral"),
     "encoder": Case("rankfold", "bert"),
 }
 HALF = {name: Case(name, options={"sparsity": 0.5}) for name in ("sparsegpt", "wanda", "pruner-zero")}
@@ -54,7 +55,7 @@ EVERY = (
         "fisher": Case("modegpt", options={"output_weighting": "fisher"}),
         "measured fisher": Case("modegpt", options={"output_weighting": "fisher", "allocation": "measured"}),
         "windows": Case("modegpt", options={"allocation": "measured"}, mode="one-pass"),
-        "latent experts": Case("latentllm", "mixtral"),
+        "experts parallel": Case("modegpt", "mixtral", mode="one-pass"),
         "sinks": Case("rankfold", "gpt_oss"),
         "opt": Case("rankfold", "opt"),
     }

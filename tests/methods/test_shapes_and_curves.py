@@ -65,6 +65,16 @@ def test_a_curve_says_the_errors_that_modules_then_have(family, method):
         assert curve[least] == pytest.approx(error**2, rel=0.02 if unit.module == "mlp" else 1e-6), unit.module
 
 
+@pytest.mark.parametrize("method", [MoDeGPT(rank_multiple=2), Rankfold(rank_multiple=2, residual_correction=False)])
+def test_all_ranks_of_values_are_of_one_decomposition(method, monkeypatch):
+    source, calls, svd = opened("llama"), [], torch.linalg.svd
+    view = source.block(1)
+    (unit,) = [unit for unit in rank_options(source, method).units if (unit.block, unit.module) == (1, "vo")]
+    moments = rankfold.calibrate(source, tokens(), statistics=method.statistics(view))[1]
+    monkeypatch.setattr(torch.linalg, "svd", lambda *given, **options: (calls.append(1), svd(*given, **options))[1])
+    assert len(method.curve(view, moments, unit, unit.ranks[0]).errors) > 3 and len(calls) == 1
+
+
 @pytest.mark.parametrize(
     "method", [MoDeGPT(rank_multiple=2), Rankfold(rank_multiple=2, residual_correction=False)], ids=lambda m: m.name
 )

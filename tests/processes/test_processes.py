@@ -10,8 +10,10 @@ import torch
 import rankfold
 import shared_runs
 from families import opened, some_ids, tokens
+from rankfold import make_method
 from rankfold._utils import processes
 from rankfold.calibration import runner
+from rankfold.calibration.experts import STATISTICS
 from rankfold.calibration.likelihood import token_losses
 from rankfold.calibration.moments import sum_shards
 from rankfold.calibration.providers import HiddenStates, StoredMoments
@@ -47,6 +49,7 @@ FAILS = """
 import os
 from rankfold import errors
 from rankfold.calibration import runner
+from rankfold.calibration.experts import STATISTICS
 
 def fail(*_):
     raise errors.NumericsError("the third process fails")
@@ -221,20 +224,26 @@ def test_every_shard_has_one_owner(monkeypatch, shards, count):
 
 
 def test_pieces_of_a_step_are_dealt_where_every_process_can_have_their_moments(monkeypatch):
-    """Other processes have neither stored moments nor gradients."""
-    source, method = opened("llama"), rankfold.LatentLLM(sparsity=0.3, rank_multiple=2)
-    view = source.block(0)
-    ranks = {unit.module: unit.ranks[0] for unit in method.prunable_modules(view)} | {"q": 32}
-    (step,) = method.stages(view, ranks)
-    assert [piece.statistics for piece in step.pieces] == [
-        {"attention_input", "attention_output"},
-        {"mlp_input", "mlp_hidden"},
-    ]
+    """Other processes have neither stored moments nor gradients. What all share is sent by the first."""
+    latent, narrow = (make_method(name, sparsity=0.3, rank_multiple=2) for name in ("latentllm", "modegpt"))
+    inputs, scores = {"attention_input", "attention_output"}, {"query", "key", "query_key", "value"}
+    measured, stored = HiddenStates(Stream([], [], None)), StoredMoments(MomentStore({}))
+    fisher = replace(latent, precondition="fisher")
     monkeypatch.setattr(processes, "_group", processes._Group(1, 2, torch.device("cpu")))
-    measured, fisher = HiddenStates(Stream([], [], None)), replace(method, precondition="fisher")
-    stored = StoredMoments(MomentStore({}))
-    for given, owners in [((method, measured), [0, 1]), ((method, stored), [0, 0]), ((fisher, measured), [0, 0])]:
-        assert _owners(RunContext(source, *given, None, None, {}), view, 2) == owners
+    for family, method, expected, cases in (
+        ("llama", latent, [inputs, {"mlp_input", "mlp_hidden"}], [(measured, [0, 1]), (stored, [0, 0])]),
+        ("llama", fisher, [inputs, {"mlp_input", "mlp_hidden"}], [(measured, [0, 0])]),
+        ("llama", narrow, [{"mlp_hidden"}, scores], [(measured, [0, 1]), (stored, [0, 0])]),
+        ("mixtral", narrow, [STATISTICS, scores], [(measured, [0, 0])]),
+    ):
+        source = opened(family)
+        view = source.block(0)
+        ranks = {unit.module: unit.ranks[0] for unit in method.prunable_modules(view)}
+        (step,) = method.stages(view, ranks)
+        assert [piece.statistics for piece in step.pieces] == expected
+        assert [piece.is_shared for piece in step.pieces] == [piece.statistics == STATISTICS for piece in step.pieces]
+        for provider, owners in cases:
+            assert _owners(RunContext(source, method, provider, None, None, {}), view, step.pieces) == owners
 
 
 def test_shards_sum_to_the_moments_of_the_whole():

@@ -7,8 +7,8 @@ they would have waited for it. In a single process every function here is the id
 
 import contextlib
 import os
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 LONGEST = timedelta(days=2)  # that one process waits for another: the first may train while the others wait
 TOLD = "All processes of the run raise this."  # note on an error that needs no further exchange
 
+S = TypeVar("S")
 T = TypeVar("T")
+Each = Callable[
+    [Callable[[Any], Any], Iterable[Any]], Iterable[Any]
+]  # `map`, or `dealt`, by which processes share its calls
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,7 @@ def from_first(compute: Callable[[], T]) -> T:
 
 
 def broadcast(value: T, owner: int = 0) -> T:
-    """Return in all processes the value of the process ``owner``, with the tensors in its dicts, wherever they are."""
+    """Return in all processes the value of the process ``owner``, with the tensors in it, wherever they are."""
     if _group is None:
         return value
     from torch import distributed
@@ -168,7 +172,7 @@ def collect(parcels: list[dict[str, Any]], owner: int = 0) -> Iterator[dict[str,
     """Yield in the process ``owner`` the parcels of all processes, in their order; nothing in the others.
 
     Args:
-        parcels: values by name, with tensors in dicts, wherever they are. One parcel of another process is held at a time.
+        parcels: values by name, with tensors in them, wherever they are. One parcel of another process is held at a time.
     """
     if _group is None:
         yield from parcels
@@ -191,6 +195,20 @@ def collect(parcels: list[dict[str, Any]], owner: int = 0) -> Iterator[dict[str,
 
         for outline in theirs:
             yield _filled(outline, receive, _group)
+
+
+def dealt(compute: Callable[[S], T], items: Iterable[S]) -> list[T]:
+    """Return in all processes what ``map`` does, each value computed by one of them; all call this alike.
+
+    Args:
+        items: are dealt to the processes in turn.
+    """
+    count, index = process_count(), process_index()
+    own = {number: compute(item) for number, item in enumerate(items) if number % count == index}
+    found: dict[int, T] = {}
+    for owner in range(count):
+        found |= broadcast(own, owner)
+    return [found[number] for number in sorted(found)]
 
 
 @contextlib.contextmanager
@@ -256,41 +274,62 @@ class _Empty(NamedTuple):
     is_on_cpu: bool
 
 
+def _items(value: Any) -> dict[Any, Any] | None:
+    """Return what a dict, a tuple or a dataclass holds; ``None`` of anything else."""
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, tuple):
+        return dict(enumerate(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return None
+
+
+def _holding(value: Any, items: dict[Any, Any]) -> Any:
+    """Return the like of a value with other items."""
+    if isinstance(value, dict):
+        return items
+    if isinstance(value, tuple):
+        return type(value)(*items.values()) if hasattr(value, "_fields") else tuple(items.values())
+    return replace(value, **items)
+
+
 def _outline(value: Any) -> Any:
     """Return a value with its tensors left out."""
     import torch
 
-    if isinstance(value, dict):
-        return {key: _outline(item) for key, item in value.items()}
     if isinstance(value, torch.Tensor):
         return _Empty(tuple(value.shape), value.dtype, value.device.type == "cpu")
-    return value
+    items = _items(value)
+    return value if items is None else _holding(value, {key: _outline(item) for key, item in items.items()})
 
 
 def _tensors(value: Any) -> Iterator["torch.Tensor"]:
     """Yield the tensors of a value in the order of its outline."""
     import torch
 
-    if isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, torch.Tensor) and value.numel():
-        yield value
+    if isinstance(value, torch.Tensor):
+        if value.numel():
+            yield value
+        return
+    for item in (_items(value) or {}).values():
+        yield from _tensors(item)
 
 
 def _filled(outline: Any, receive: Callable[["torch.Tensor"], None], group: _Group) -> Any:
     """Return the value of an outline, with its tensors received one after the other."""
     import torch
 
-    if isinstance(outline, dict):
-        return {key: _filled(item, receive, group) for key, item in outline.items()}
-    if not isinstance(outline, _Empty):
+    if isinstance(outline, _Empty):
+        found = torch.empty(outline.shape, dtype=outline.dtype, device=group.device)
+        if found.numel():
+            with _connected():
+                receive(found.view(-1).view(torch.uint8))
+        return found.cpu() if outline.is_on_cpu else found
+    items = _items(outline)
+    if items is None:
         return outline
-    found = torch.empty(outline.shape, dtype=outline.dtype, device=group.device)
-    if found.numel():
-        with _connected():
-            receive(found.view(-1).view(torch.uint8))
-    return found.cpu() if outline.is_on_cpu else found
+    return _holding(outline, {key: _filled(item, receive, group) for key, item in items.items()})
 
 
 def _as_bytes(tensor: "torch.Tensor", group: _Group) -> "torch.Tensor":

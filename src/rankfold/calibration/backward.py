@@ -40,7 +40,7 @@ def sweep_memory(source, tokens: int) -> int:
     hidden = view.mlp.hidden if view.mlp else 4 * width
     item = torch.empty((), dtype=source.autocast or source.compute_dtype).element_size()
     batch = min(tokens, batch_tokens(source))
-    graph = 4 * batch * (12 * width + 6 * hidden)
+    graph = 4 * batch * (12 * width + 7 * hidden)  # the input of the down projection for what watches its gradient
     logits = 4 * 4 * min(batch, POSITIONS) * source.config.vocab_size  # logits, their softmax and the gradients of both
     return tokens * width * (len(source) * item + 4) + max(graph, logits)
 

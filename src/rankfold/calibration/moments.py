@@ -238,7 +238,7 @@ def sum_shards(
     Cost: the process that adds holds the moments of two shards at a time, any other one those of all its shards.
     """
     if is_shared and process_count() > 1:
-        shards = _collected([_packed(moments) for moments in shards], owner, owners)
+        shards = _collected(list(shards), owner, owners)
     sums: BlockMoments = {}
     for moments in shards:
         for name, moment in moments.items():
@@ -249,22 +249,11 @@ def sum_shards(
     return sums
 
 
-def _collected(parcels: list[dict[str, Any]], owner: int, owners: Mapping[str, int]) -> Iterator[BlockMoments]:
+def _collected(parcels: list[BlockMoments], owner: int, owners: Mapping[str, int]) -> Iterator[BlockMoments]:
     """Yield the moments of all shards that are this process's to add, those of one owner after those of another."""
     for process in sorted({owner, *owners.values()}):
         theirs = [{name: m for name, m in parcel.items() if owners.get(name, owner) == process} for parcel in parcels]
-        yield from map(_unpacked, collect(theirs, process))
-
-
-def _packed(moments: BlockMoments) -> dict[str, dict[str, Any]]:
-    return {
-        name: {"kind": type(moment), **{field.name: getattr(moment, field.name) for field in fields(moment)}}
-        for name, moment in moments.items()
-    }
-
-
-def _unpacked(parcel: dict[str, dict[str, Any]]) -> BlockMoments:
-    return {name: facts.pop("kind")(**facts) for name, facts in parcel.items()}
+        yield from collect(theirs, process)
 
 
 def _fp32_parts(x: Tensor, rows: int) -> list[Tensor]:

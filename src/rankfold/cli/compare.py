@@ -24,6 +24,7 @@ def command(
     protocol: ProtocolName = None,
     revision: o.Revision = None,
     device: o.Device = "auto",
+    offload: o.Offload = None,
     methods: Annotated[
         str,
         o.of_method(
@@ -92,7 +93,7 @@ def command(
     from ..models.opening import open_model
     from ..report.identity import dtype_name
 
-    source = open_model(model, dtype=dtype, device=device)
+    source = open_model(model, dtype=dtype, device=device, offload=offload)
     check_writes(source.model.config, source.name)
     say_if_slow(source.dtype, source.device)
     try:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def parse_forms(text: str) -> "list[Form]":
-    """Parse methods given as ``NAME`` or ``NAME:KEY=VALUE,KEY=VALUE``, separated by commas; ``+`` stands for a comma in a value.
+    """Parse methods, ``NAME`` or ``NAME:KEY=VALUE,KEY=VALUE`` separated by commas; ``+`` stands for a comma in a value.
 
     A part with a ``=`` and no ``:`` before it belongs to the method before it.
 

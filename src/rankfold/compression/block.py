@@ -2,7 +2,8 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,20 +46,25 @@ def run_stages(context: RunContext, view: BlockView, ranks: dict[str, int]) -> t
 def _run_stage(context: RunContext, view: BlockView, stage: CompressionStep) -> BlockResult:
     """Measure the block as it is, and decompose it; several processes share the pieces of a step."""
     pieces = stage.pieces or (stage,)
-    owners = _owners(context, view, len(pieces))
+    owners = _owners(context, view, pieces)
     where = {name: owner for piece, owner in zip(pieces, owners, strict=True) for name in piece.statistics}
-    moments = context.provider.measure(view, stage.statistics, where)
+    everywhere = set().union(*(piece.statistics for piece in pieces if piece.is_shared))
+    moments = _sent_to_all(context.provider.measure(view, stage.statistics, where), everywhere)
     unseen = context.held_out
     # Late, because moments are large.
-    held_out = functools.cache(lambda: unseen.measure(view, stage.statistics, where) if unseen else None)
+    held_out = functools.cache(
+        lambda: _sent_to_all(unseen.measure(view, stage.statistics, where), everywhere) if unseen else None
+    )
     release_memory()
     more = {}
     if is_first():
         more = dict(context.shared) | (context.gradients[view.index] if context.gradients else {})
-    mine = {n: pieces[n] for n, owner in enumerate(owners) if owner == process_index()}
+    # Shared ones after the others: there is an exchange in each.
+    turns = sorted(range(len(pieces)), key=lambda n: pieces[n].is_shared)
+    mine = {n: pieces[n] for n in turns if pieces[n].is_shared or owners[n] == process_index()}
     made = {n: decompose(piece, view, moments | more, held_out) for n, piece in mine.items()}
     del moments
-    found = held_out()  # the first process may ask for it earlier: there is no other exchange in between
+    found = held_out()  # may have been asked for already: by all processes, or by none
     if found is not None:
         with time_spent("decomposition"):
             for result in made.values():
@@ -68,11 +74,19 @@ def _run_stage(context: RunContext, view: BlockView, stage: CompressionStep) -> 
     return functools.reduce(_added, parts, BlockResult({}, {}, {}))
 
 
-def _owners(context: RunContext, view: BlockView, pieces: int) -> list[int]:
-    """Return the process that decomposes each piece; the first where it alone has what the method reads."""
-    method = context.method
+def _owners(context: RunContext, view: BlockView, pieces: Sequence[CompressionStep]) -> list[int]:
+    """Return the process that decomposes each piece, or whose result counts; the first one where it alone has what the method
+    reads."""
+    method, turn = context.method, itertools.count()
     is_dealt = context.provider.is_measured and not method.gradients(view) and not method.shared(view)
-    return [n % process_count() if is_dealt else 0 for n in range(pieces)]
+    return [next(turn) % process_count() if is_dealt and not piece.is_shared else 0 for piece in pieces]
+
+
+def _sent_to_all(moments: BlockMoments, names: set[str]) -> BlockMoments:
+    """Return the moments with those of these names in all processes, as the first one has them."""
+    if not names:
+        return moments
+    return moments | broadcast({name: moment for name, moment in moments.items() if name in names})
 
 
 def _added(whole: BlockResult, result: BlockResult) -> BlockResult:

@@ -25,7 +25,7 @@ from ..data.calibration_data import mean_length
 from ..data.probes import most_tokens
 from ..errors import OptionError
 from ..methods import BLOCK, MeasurableMethod, Method, make_method
-from ..methods.work import Work, of_trial
+from ..methods.work import Work, of_trial, times
 from ..models.dense_model import DenseModel
 from ..report.plan import Plan
 from .held_out import nats_per_token
@@ -53,7 +53,7 @@ class Machine(NamedTuple):
 
     rates: Callable[[DenseModel, Method, Plan, str, int], Rates]  # of source, method, plan, mode and tokens of a sample
     seconds_for: Callable[[Work], float]
-    count: int = 1  # of accelerators, which share the curves and trials of a measured allocation
+    count: int = 1  # of accelerators, which share experts, and the curves and trials of a measured allocation
 
 
 def timed(the_plan: Plan, source: DenseModel, calibration: dict, mode: str, machine: Machine | None = None) -> Plan:
@@ -88,7 +88,7 @@ def estimated_seconds(
     seconds = {
         "reading and writing": 3 * blocks * rates.read,  # read, written, read back
         "blocks": blocks * passed + 2 * held_out * rates.head,
-        "linear algebra": here.seconds_for(_work(source, method, the_plan)),
+        "linear algebra": here.seconds_for(_work(source, method, the_plan, here.count)),
         "probe texts": 2 * most_tokens(source) * (blocks * rates.forward + rates.head),  # dense and compressed
         "search": tokens * method.allocation.search_passes(blocks, removed) * rates.forward,
     }
@@ -109,13 +109,16 @@ def _sums(source: DenseModel, method: Method) -> float:
     return numbers(view, method.gradients(view)) / weights
 
 
-def _work(source: DenseModel, method: Method, the_plan: Plan) -> Work:
-    """Count the linear algebra of all blocks."""
+def _work(source: DenseModel, method: Method, the_plan: Plan, count: int) -> Work:
+    """Count the linear algebra of all blocks; so many accelerators share that of the experts."""
     found = Work()
     for index in range(len(source)):
-        ranks = the_plan.ranks(index)
+        view, ranks = source.meta_block(index), the_plan.ranks(index)
         if ranks.get(BLOCK) != 0:
-            found += method.work(source.meta_block(index), ranks)
+            rest = method.work(
+                view, {module: rank for module, rank in ranks.items() if not module.startswith("expert")}
+            )
+            found += rest + times(method.work(view, ranks) - rest, 1 / count)
     return found
 
 

@@ -204,6 +204,7 @@ def gradients_of(
             for index, moments in sweep(source, some.ids, gradient_observers(names), min(missing), tokens.shards):
                 if index in missing:
                     store[index] = moments
+                del moments  # those of the next block come beside nothing
     return store
 
 

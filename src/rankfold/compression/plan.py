@@ -225,7 +225,9 @@ def _peak_memory(source: DenseModel, method: Method, calibration: dict | None, o
     if calibration:
         tokens, held_out = calibration["tokens"], calibration.get("held_out", 0) * mean_length(calibration)
     views = source.meta_blocks()
-    each = [_moment_bytes(view, method.statistics(view), tokens, active) for view in views]
+    # What experts receive, and rows that are kept, are of the samples of all accelerators.
+    everywhere = calibration.get("tokens_of_all", tokens) if calibration else 0
+    each = [_moment_bytes(view, method.statistics(view), everywhere, active) for view in views]
     moments, samples = (max(part) for part in zip(*each, strict=True))
     view, statistics = views[0], set().union(*map(method.statistics, views))
     width, probes = view.attention.output.weight.shape[0], most_tokens(source)
@@ -237,7 +239,8 @@ def _peak_memory(source: DenseModel, method: Method, calibration: dict | None, o
     stream = (streams * here + 3 * held_out + 2 * probes) * width * active
     compared = {"mlp_hidden": _hidden(view)}  # inputs of dense layers; others are as wide as the stream
     stream += sum(compared.get(name, width) for name in dense_inputs(statistics)) * (here + held_out) * active
-    backwards = of_gradients = 8 * numbers(view, method.gradients(view))
+    of_gradients = 8 * numbers(view, method.gradients(view))
+    backwards = of_gradients * 5 // 4  # half of them once more, as sums in fp32
     if calibration and (windows := _sweep_windows(source, method, calibration)):
         backwards += sweep_memory(source, windows * mean_length(calibration))
     # What held-out samples must confirm needs their moments beside its own: a correction by what the stream lacks.

@@ -117,6 +117,7 @@ def _shared_out(calibration: dict[str, Any], count: int) -> dict[str, Any]:
     return calibration | {
         "num_samples": samples,
         "tokens": int(samples * length),
+        "tokens_of_all": calibration["tokens"],
         "held_out": share(calibration.get("held_out", 0)),
     }
 

@@ -50,8 +50,11 @@ class CompressionStep(NamedTuple):
     # (the block as it is now, its moments, what measures the same on samples that nothing is fitted to, None without any)
     # -> what is replaced
     decompose: Callable[[BlockView, BlockMoments, Callable[[], BlockMoments | None]], BlockResult]
-    # The same step in pieces, which several processes share: no two read the same statistic, none reads held-out windows.
+    # The same step in pieces, which are dealt to several processes: no two read the same statistic.
     pieces: tuple["CompressionStep", ...] = ()
+    # Of a piece: all processes run it, on the same moments, and share what is in it (:func:`rankfold._utils.processes.dealt`).
+    # Only such a piece may read held-out samples.
+    is_shared: bool = False
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,13 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from ..._utils.processes import Each, dealt
 from ...allocation import Allocation, Budget, Bytes, Parameters, Uniform
 from ...architectures import BlockView, ExpertsView, from_config
 from ...calibration.experts import INPUT, ROUTING, RoutedTokens
 from ...calibration.moments import BlockMoments
 from ...errors import UnsupportedModelError
-from ..base import BlockResult, Method, PrunableModule
+from ..base import BlockResult, CompressionStep, Method, PrunableModule
 from ..work import Work, multiplying
 
 EXPERT_COUNT = "expert_count"  # the module whose rank is the number of experts of a block
@@ -88,11 +89,19 @@ class REAP(Method):
             return Work()
         return multiplying(3 * experts.active * experts.hidden, experts.down(0).weight.shape[0], 128 * 2048)
 
-    def decompose(self, view: BlockView, moments: BlockMoments, ranks: dict[str, int]) -> BlockResult:
+    def stages(self, view: BlockView, ranks: dict[str, int]) -> list[CompressionStep]:
+        """One step, of which several processes share the experts."""
+        (step,) = super().stages(view, ranks)
+        shared = CompressionStep(
+            step.statistics, lambda view, moments, _: self.decompose(view, moments, ranks, dealt), is_shared=True
+        )
+        return [step._replace(pieces=(shared,))]
+
+    def decompose(self, view: BlockView, moments: BlockMoments, ranks: dict[str, int], each: Each = map) -> BlockResult:
         experts: ExpertsView | None = view.experts
         if experts is None:
             return BlockResult({}, {}, {})
-        rank, found = ranks[EXPERT_COUNT], saliency(experts, moments)
+        rank, found = ranks[EXPERT_COUNT], saliency(experts, moments, each)
         keep = kept_experts(found.scores, rank, experts.groups)
         report: dict[str, Any] = {
             "rank": rank,
@@ -105,14 +114,19 @@ class REAP(Method):
         result = BlockResult({}, {}, {EXPERT_COUNT: report}, {})
         if rank < experts.count:
             _put(view, keep, result)
-            result.errors[EXPERT_COUNT] = lambda others: lost(saliency(experts, others), keep)
+            result.errors[EXPERT_COUNT] = lambda others: lost(saliency(experts, others, each), keep)
         return result
 
 
-def saliency(experts: ExpertsView, moments: BlockMoments) -> Saliency:
-    """Compute what every expert adds to the output of its block, on the tokens that it is sent."""
-    routed, found = RoutedTokens.of(experts, moments), []
-    for expert in range(experts.count):
+def saliency(experts: ExpertsView, moments: BlockMoments, each: Each = map) -> Saliency:
+    """Compute what every expert adds to the output of its block, on the tokens that it is sent.
+
+    Args:
+        each: calls a function for every expert; by default here, one after another.
+    """
+    routed = RoutedTokens.of(experts, moments)
+
+    def of_expert(expert: int) -> tuple[Tensor, Tensor, int]:
         which, weights = routed.sent(expert)
         down = experts.down(expert)
         norms = torch.zeros(2, dtype=torch.float64)
@@ -121,8 +135,9 @@ def saliency(experts: ExpertsView, moments: BlockMoments) -> Saliency:
             sent = sent if down.bias is None else sent + w[:, None] * down.bias.float()
             size = torch.linalg.vector_norm(sent, dim=1).double().cpu()
             norms += torch.stack([size.sum(), size.square().sum()])
-        found.append((norms[0] / max(len(which), 1), norms[1], len(which)))
-    scores, energies, tokens = zip(*found, strict=True)
+        return norms[0] / max(len(which), 1), norms[1], len(which)
+
+    scores, energies, tokens = zip(*each(of_expert, range(experts.count)), strict=True)
     return Saliency(torch.stack(scores), torch.stack(energies), torch.tensor(tokens))
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..._utils.memory import release_memory
+from ..._utils.processes import Each
 from ...architectures import BlockView, Dense, ExpertsView
 from ...calibration.experts import ExpertMoment, RoutedTokens, energies
 from ...calibration.moments import BlockMoments
@@ -31,21 +32,26 @@ class Side(NamedTuple):
     centre: Tensor | None  # of its input, where its bias took the mean
 
 
-def decompose_experts(method, view: BlockView, moments: BlockMoments, ranks: dict[str, int]) -> BlockResult:
+def decompose_experts(
+    method, view: BlockView, moments: BlockMoments, ranks: dict[str, int], each: Each = map
+) -> BlockResult:
     """The sides of all experts listed in ``ranks``, each fitted to its own output (LatentLLM Sec. 3.2) on weighted tokens.
 
     One expert at a time, so that there is one moment at a time.
+
+    Args:
+        each: calls a function for every expert; by default here, one after another.
     """
     experts, layout, result = view.experts, slots(method, view), BlockResult({}, {}, {}, {})
     routed = RoutedTokens.of(experts, moments)
     sides = {
-        module: [_latent(method, layout[module], routed, expert, rank) for expert in range(experts.count)]
+        module: list(each(partial(_latent, method, layout[module], routed, rank=rank), range(experts.count)))
         for module, rank in ranks.items()
     }
     _put(result, experts, sides)
     for module, found in sides.items():
         result.reports[module] = _report(found)
-        result.errors[module] = partial(_error_on, experts, module, found)
+        result.errors[module] = partial(_error_on, experts, module, found, each)
     return result
 
 
@@ -93,13 +99,15 @@ def _put(result: BlockResult, experts: ExpertsView, sides: dict[str, list[Side]]
     result.modules[path] = spec
 
 
-def _error_on(experts: ExpertsView, module: str, found: list[Side], moments: BlockMoments) -> float:
+def _error_on(experts: ExpertsView, module: str, found: list[Side], each: Each, moments: BlockMoments) -> float:
     """RMS error over RMS output, each expert by itself on the tokens it is sent, about the mean that went into its bias."""
-    routed, found_on = RoutedTokens.of(experts, moments), torch.zeros(2, dtype=torch.float64)
-    for expert, one in enumerate(found):
-        W = _of(experts, module, expert).weight.float()
-        gap, sent = W - as_dense(one.latent).weight.to(W), routed.sent(expert)
+    routed = RoutedTokens.of(experts, moments)
+
+    def of_expert(expert: int) -> Tensor:
+        one, W, sent = found[expert], _of(experts, module, expert).weight.float(), routed.sent(expert)
+        gap = W - as_dense(one.latent).weight.to(W)
         parts = routed.inputs(*sent) if module == EXPERTS[0] else routed.activations(expert, *sent)
-        found_on += energies(parts, one.centre, gap, W)
-    lost, total = found_on.tolist()
+        return energies(parts, one.centre, gap, W)
+
+    lost, total = sum(each(of_expert, range(len(found))), torch.zeros(2, dtype=torch.float64)).tolist()
     return (lost / total) ** 0.5 if total else 0.0

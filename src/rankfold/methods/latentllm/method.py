@@ -6,6 +6,7 @@ from functools import partial
 from typing import ClassVar
 
 from ..._utils.memory import release_memory
+from ..._utils.processes import Each, dealt
 from ...architectures import BlockView, Dense
 from ...calibration.experts import STATISTICS
 from ...calibration.statistics import SAMPLE_ROWS
@@ -260,17 +261,18 @@ class LatentLLM(NarrowingMethod):
         dense = {m: rank for m, rank in ranks.items() if rank >= there[m].full}
         for _, names in _groups(m for m in ranks if m not in dense):
             mine = ({} if pieces else dense) | {m: ranks[m] for m in names}
-            piece = partial(_decompose_piece, self, ranks=mine)
-            pieces.append(CompressionStep(self._statistics_of(view, names), piece))
+            is_shared = names[0] in EXPERTS
+            piece = partial(_decompose_piece, self, ranks=mine, each=dealt if is_shared else map)
+            pieces.append(CompressionStep(self._statistics_of(view, names), piece, is_shared=is_shared))
         (step,) = super().stages(view, ranks)
         return [step._replace(pieces=tuple(pieces))]
 
-    def decompose(self, view: BlockView, moments, ranks: dict[str, int]) -> BlockResult:
+    def decompose(self, view: BlockView, moments, ranks: dict[str, int], each: Each = map) -> BlockResult:
         there = slots(self, view)
         lower = {m: r for m, r in ranks.items() if r < there[m].full}
         dense = {m: Report(there[m].full, there[m].full, "dense", 0.0).to_dict() for m in ranks if m not in lower}
         result = BlockResult({}, {}, dense, {})
-        for decompose, names in _groups(lower):
+        for decompose, names in _groups(lower, each):
             part = decompose(self, view, moments, {m: lower[m] for m in names})
             for kind in ("modules", "state", "reports", "errors"):
                 getattr(result, kind).update(getattr(part, kind))
@@ -278,19 +280,19 @@ class LatentLLM(NarrowingMethod):
         return result
 
 
-def _groups(modules: Iterable[str]) -> list[tuple[Callable[..., BlockResult], list[str]]]:
+def _groups(modules: Iterable[str], each: Each = map) -> list[tuple[Callable[..., BlockResult], list[str]]]:
     """Return what decomposes them, and modules that are decomposed together; those of two groups share no statistic."""
     names = list(modules)
     groups: list[tuple[Callable[..., BlockResult], list[str]]] = [
         (decompose_attention, [m for m in names if m in ATTENTION]),
         (decompose_mlp, [m for m in names if m not in (*ATTENTION, *EXPERTS)]),
-        (decompose_experts, [m for m in names if m in EXPERTS]),
+        (partial(decompose_experts, each=each), [m for m in names if m in EXPERTS]),
     ]
     return [group for group in groups if group[1]]
 
 
-def _decompose_piece(method: LatentLLM, view: BlockView, moments, held_out, ranks: dict[str, int]) -> BlockResult:
-    return method.decompose(view, moments, ranks)
+def _decompose_piece(method: LatentLLM, view: BlockView, moments, _, ranks: dict[str, int], each: Each) -> BlockResult:
+    return method.decompose(view, moments, ranks, each)
 
 
 def _root_work(kind: str, wide: int) -> Work:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..._utils.processes import Each
 from ...architectures import BlockView, Dense
 from ...calibration.experts import ExpertMoment, RoutedTokens, energies
 from ...calibration.moments import BlockMoments
@@ -30,16 +31,22 @@ class Expert(NamedTuple):
     total: float  # of its dense output
 
 
-def reduce_experts(method, view: BlockView, moments: BlockMoments, rank: int, result: BlockResult) -> None:
-    """Algorithm 1 in each expert; one at a time, so that there is one moment at a time."""
+def reduce_experts(
+    method, view: BlockView, moments: BlockMoments, rank: int, result: BlockResult, each: Each = map
+) -> None:
+    """Algorithm 1 in each expert; one at a time, so that there is one moment at a time.
+
+    Args:
+        each: calls a function for every expert; by default here, one after another.
+    """
     experts = view.experts
     report = result.reports["experts"] = {"rank": rank, "of": experts.hidden, "relative_error": 0.0}
     if rank == experts.hidden:
         return
     routed = RoutedTokens.of(experts, moments)
-    reduced = [_reduce(method, routed, expert, rank) for expert in range(experts.count)]
+    reduced = list(each(lambda expert: _reduce(method, routed, expert, rank), range(experts.count)))
     _put(view, [(expert.keep, expert.down) for expert in reduced], result)
-    result.errors["experts"] = lambda others: _error_on(RoutedTokens.of(experts, others), reduced)
+    result.errors["experts"] = lambda others: _error_on(RoutedTokens.of(experts, others), reduced, each)
     errors = [(one.error * one.seen.share, one.total * one.seen.share) for one in reduced]
     report |= {
         "selection": method.selection,
@@ -63,15 +70,16 @@ def _energy(down: Dense, C: Tensor) -> float:
     return energy(down.weight.to(C), C).item()
 
 
-def _error_on(routed: RoutedTokens, reduced: list[Expert]) -> float:
+def _error_on(routed: RoutedTokens, reduced: list[Expert], each: Each) -> float:
     """RMS error over RMS output, each expert by itself on the tokens it is sent, about the mean that went into its bias."""
-    found = torch.zeros(2, dtype=torch.float64)
-    for expert, one in enumerate(reduced):
-        W = routed.experts.down(expert).weight.float()
+
+    def found(expert: int) -> Tensor:
+        one, W = reduced[expert], routed.experts.down(expert).weight.float()
         gap = W.clone()
         gap[:, one.keep] -= one.down.weight.float()
-        found += energies(routed.activations(expert, *routed.sent(expert)), one.centre, gap, W)
-    return relative(*found.tolist())
+        return energies(routed.activations(expert, *routed.sent(expert)), one.centre, gap, W)
+
+    return relative(*sum(each(found, range(len(reduced))), torch.zeros(2, dtype=torch.float64)).tolist())
 
 
 def expert_errors(method, view: BlockView, moments: BlockMoments, unit: PrunableModule, least: int) -> dict[int, float]:

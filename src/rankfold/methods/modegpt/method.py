@@ -6,16 +6,17 @@ Nothing is added to the model: every matrix keeps its place and loses rows or co
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 from typing import ClassVar, Literal
 
+from ..._utils.processes import Each, dealt
 from ...architectures import BlockView
 from ...calibration.experts import STATISTICS as EXPERT_STATISTICS
 from ...calibration.moments import BlockMoments, Moment
 from ...errors import OptionError, UnsupportedModelError, method_option
 from ...linalg.column_row import relative_cost
-from ..base import BlockResult, Curve, MeasurableMethod, PrunableModule
+from ..base import BlockResult, CompressionStep, Curve, MeasurableMethod, PrunableModule
 from ..targets import TARGETS
 from ..work import Work, comparing_ranks, eliminating, inverting, multiplying, refitting, times
 from .attention import GRADIENT as ATTENTION_GRADIENT
@@ -257,12 +258,27 @@ class MoDeGPT(MeasurableMethod):
             return one if unit.module == "mlp" else times(one, view.experts.count)
         return self._work_of_values(view) if unit.module == "vo" else Work()
 
-    def decompose(self, view: BlockView, moments, ranks: dict[str, int]) -> BlockResult:
+    def stages(self, view: BlockView, ranks: dict[str, int]) -> list[CompressionStep]:
+        """One step, in a piece for the MLP, the experts and attention."""
+        needed, pieces = self._statistics_of_modules(view), []
+        for names in (("mlp",), ("experts",), ("qk", "vo")):
+            if mine := {module: ranks[module] for module in names if module in ranks}:
+                piece = partial(_decompose_piece, self, ranks=mine, each=dealt if "experts" in mine else map)
+                statistics = set().union(*(needed[module] for module in mine))
+                pieces.append(CompressionStep(statistics, piece, is_shared="experts" in mine))
+        (step,) = super().stages(view, ranks)
+        return [step._replace(pieces=tuple(pieces))]
+
+    def decompose(self, view: BlockView, moments, ranks: dict[str, int], each: Each = map) -> BlockResult:
         result = BlockResult({}, {}, {}, {})
         if "mlp" in ranks:
             reduce_mlp(self, view, view.mlp.down, moments, ranks["mlp"], result)
         if "experts" in ranks:
-            reduce_experts(self, view, moments, ranks["experts"], result)
+            reduce_experts(self, view, moments, ranks["experts"], result, each)
         if ranks.keys() & {"qk", "vo"}:
             compress_attention(self, view, moments, ranks, result)
         return result
+
+
+def _decompose_piece(method: MoDeGPT, view: BlockView, moments, _, ranks: dict[str, int], each: Each) -> BlockResult:
+    return method.decompose(view, moments, ranks, each)

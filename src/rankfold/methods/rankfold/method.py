@@ -10,6 +10,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import ClassVar, Self
 
+from ..._utils.processes import dealt
 from ...allocation import Allocation, Measured
 from ...architectures import BlockView
 from ...calibration.experts import STATISTICS as EXPERT_STATISTICS
@@ -83,14 +84,17 @@ class Rankfold(MoDeGPT):
                 module = "vo" if "vo" in ranks else "qk"
                 refit = partial(refit_output, self, module=module)
                 found.append(CompressionStep({"attention_output", "attention_feedback"}, refit))
-        needed = set()
+        pieces = []
         if "mlp" in ranks:
             # Beside experts nothing says which of them a correction would belong to.
-            needed |= norms | ({"mlp_hidden", "mlp_feedback"} if corrected and view.experts is None else {"mlp_hidden"})
+            needed = norms | ({"mlp_hidden", "mlp_feedback"} if corrected and view.experts is None else {"mlp_hidden"})
+            pieces.append(CompressionStep(needed, partial(decompose_mlp, self, ranks={"mlp": ranks["mlp"]})))
         if "experts" in ranks:
-            needed |= EXPERT_STATISTICS
-        if needed:
-            found.append(CompressionStep(needed, partial(decompose_mlp, self, ranks=ranks)))
+            mine = partial(decompose_mlp, self, ranks={"experts": ranks["experts"]}, each=dealt)
+            pieces.append(CompressionStep(EXPERT_STATISTICS, mine, is_shared=True))
+        if pieces:
+            needed = set().union(*(piece.statistics for piece in pieces))
+            found.append(CompressionStep(needed, partial(decompose_mlp, self, ranks=ranks), tuple(pieces)))
         return found
 
     def work(self, view: BlockView, ranks: dict[str, int]) -> Work:

@@ -4,6 +4,7 @@ Shape legend: F hidden width, R kept width, D model width.
 """
 
 from ..._utils.present import present
+from ..._utils.processes import Each
 from ...architectures import BlockView
 from ...linalg.nystrom import Nystrom
 from ...linalg.psd import choosing
@@ -16,13 +17,13 @@ from .residual_correction import Repair, repair
 NAMES = ("mlp_hidden", "mlp_feedback")
 
 
-def decompose_mlp(method, view: BlockView, moments, held_out, ranks: dict[str, int]) -> BlockResult:
+def decompose_mlp(method, view: BlockView, moments, held_out, ranks: dict[str, int], each: Each = map) -> BlockResult:
     """The MLP and the experts, where these are among the modules of ``ranks``."""
     result = BlockResult({}, {}, {}, {})
     if "mlp" in ranks:
         result = _decompose_mlp(method, view, moments, held_out, ranks["mlp"])
     if "experts" in ranks:
-        reduce_experts(method, view, moments, ranks["experts"], result)
+        reduce_experts(method, view, moments, ranks["experts"], result, each)
     return result
 
 
