@@ -23,6 +23,9 @@ VERBS = "says?|tells?|sees?|knows?|wants?|said|told|saw|knew|wanted"
 WORDS = {
     rf"\b(?:{THINGS})s? (?:{VERBS})\b": "a thing says nothing: state it, reports, contains, needs",
     r"\bhas? no say\b|\bhave no say\b": "has no effect",
+    r"\b(?:do|does|did|can|could) not (?:say|see|know|want)\b": "a thing sees nothing: ignores, lacks, does not name",
+    r"\b(?:knows?|sees?|says?) nothing\b": "a thing says nothing: ignores, does not use, there is no …",
+    r"\bkin\b": "relatives, similar methods",
     r"\bbehind\b": "after",
     r"\bin front of\b": "before",
     r"\bbeside\b": "with, next to, in addition to",
@@ -91,9 +94,10 @@ def has_docstring(node: ast.AST) -> bool:
 
 
 def is_said(call: ast.Call) -> bool:
-    """Tell whether a call is given a text that a user reads: a help text, or a line of the log."""
+    """Tell whether a call is given a text that a user reads: a help text, a rule of options, or a line of the log."""
     logs = isinstance(call.func, ast.Attribute) and call.func.attr in ("warning", "info", "error")
-    return logs or any(keyword.arg == "help" for keyword in call.keywords)
+    rules = isinstance(call.func, ast.Name) and call.func.id in ("Needs", "Excludes")
+    return logs or rules or any(keyword.arg == "help" for keyword in call.keywords)
 
 
 def words_of(call: ast.Call) -> str:

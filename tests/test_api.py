@@ -23,7 +23,7 @@ IDS = some_ids(8, 32, seed=1)
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     place = tmp_path_factory.mktemp("call")
-    save_tiny(place / "model")
+    save_tiny(place / "model", blocks=2)
     save_text(place / "text.txt")
     return place
 

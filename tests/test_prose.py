@@ -13,6 +13,7 @@ PROSE = runpy.run_path(str(Path(__file__).parents[1] / "scripts" / "prose.py"))
     ("line", "found"),
     [
         ("The record says which text.", ["record says"]),
+        ("The scores do not see it, nor does its kin.", ["do not see", "kin"]),
         ("A norm behind the MLP, in front of the head.", ["behind", "in front of"]),
         ("It runs. What is left over goes beside it.", ["beside"]),
         ("What knows no modules takes an export.", ["What …"]),

@@ -99,7 +99,7 @@ sizes = {"num_samples": 8, "max_length": 16, "rank_multiple": 2}
 model, output = sys.argv[1:]
 rankfold.compress(model, 0.3, method="modegpt", calibration=texts, output=output, device="cpu", **sizes)
 """
-    done = python_with_torch(code, str(save_tiny(tmp_path / "model")), str(tmp_path / "small"))
+    done = python_with_torch(code, str(save_tiny(tmp_path / "model", blocks=2)), str(tmp_path / "small"))
     assert done.returncode == 0 and (tmp_path / "small" / "rankfold.json").exists(), done.stderr
 
 
@@ -168,7 +168,7 @@ def small(tmp_path_factory) -> Path:
     from saved import save_tiny
 
     folder = tmp_path_factory.mktemp("small")
-    save_tiny(folder / "model")
+    save_tiny(folder / "model", blocks=2)
     source = rankfold.open_model(folder / "model", device="cpu")
     ids = torch.randint(0, 100, (8, 32), generator=torch.Generator().manual_seed(0))
     rankfold.compress(

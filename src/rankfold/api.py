@@ -212,7 +212,7 @@ def plan(
                 f"a plan for {option('gpu')} goes by shapes alone, so {wrong[0]} has no effect; leave it out"
             )
         source = open_outline(_shaped(model), dtype=resolve_dtype(dtype), revision=revision)
-        if offload is not None:
+        if offload is not None:  # not `resolve_offload`: the folder is on the machine that is planned for
             source.offload = Offload(source.device, None if offload == "cpu" else Path(offload))
         method = method_of_size(source, method, target_size)
         samples = planned_samples(num_samples, min(max_length, source.context_length))

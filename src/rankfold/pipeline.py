@@ -259,7 +259,7 @@ class CompressionRun:
         return BlockResult(modules, {}, result.reports), result.basis
 
     def finish(self) -> CompressionResult:
-        """Say what came out, and put the model together; a folder is read back before it gets its name."""
+        """Write record, card and config, and put the model together; a folder is read back before it gets its name."""
         source, the_plan, folder, held_out = self.source, self.planned, self.folder, self.context.held_out
         can_exclude = self.method.can_exclude_blocks
         found = held_out.finish(the_plan.sparsity, can_exclude=can_exclude) if held_out else None

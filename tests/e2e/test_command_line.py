@@ -101,7 +101,7 @@ BAD = [
     ),
     ("plan model --sparsity 0.5 --target-size 1MB", "--sparsity would be ignored; leave one of them out"),
     ("plan model --target-size 1MB --budget flops", "--budget would be ignored; leave one of them out"),
-    ("compress model --keep-quality 0.9 --sparsity 0.5", "--sparsity has no place beside it; leave one out"),
+    ("compress model --keep-quality 0.9 --sparsity 0.5", "--sparsity cannot be given with it; leave one out"),
     ("compress model --target-size 1MB --keep-quality 0.9", "--keep-quality would be ignored; leave one of them out"),
     ("plan model --target-size much", "--target-size takes a size above 0, such as 400MB or 1.5GiB"),
     ("plan model --calibration text.txt --keep-quality 1.5", "--keep-quality must be in (0, 1), got 1.5"),

@@ -86,7 +86,7 @@ def test_the_notebook(tmp_path):
     cells = json.loads((EXAMPLES / "rankfold.ipynb").read_text(encoding="utf-8"))["cells"]
     codes = [cell for cell in cells if cell["cell_type"] == "code"]
     assert not any(cell["outputs"] for cell in codes)
-    model, text = save_tiny(tmp_path / "model"), save_text(tmp_path / "text.txt")
+    model, text = save_tiny(tmp_path / "model", blocks=2), save_text(tmp_path / "text.txt")
     tiny = f"MODEL, TEXT, SAMPLES, LENGTH, TRAINING_TOKENS = {str(model)!r}, {str(text)!r}, 8, 32, 256"
     lines = [tiny if "parameters" in cell["metadata"].get("tags", ()) else "".join(cell["source"]) for cell in codes]
     done = python(HURRY + "\n".join(line for line in lines if not line.startswith("%")), cwd=tmp_path)

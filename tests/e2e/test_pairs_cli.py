@@ -77,6 +77,18 @@ def test_the_commands_of_the_page(run, place):
         assert code in (0, None), f"{line}: {err}"
 
 
+def test_the_python_of_the_page(place, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "vision.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    code = code.replace("MODEL", "llava").replace('"small"', '"by-python"')
+    code = code.replace("sparsity=", "rank_multiple=2, sparsity=")
+    code = re.sub(r'("pairs.jsonl", \w+)', r"\1, num_samples=16", code)
+    monkeypatch.chdir(place)
+    exec(compile(code, "vision.md", "exec"), {})
+    record = json.loads((place / "by-python" / "rankfold.json").read_text())
+    assert [part["options"]["sparsity"] for part in (record["before"], record)] == [0.2, 0.3]
+
+
 def test_a_plan(run, place):
     code, out, err = run(f"plan llava --sparsity 0.3 --rank-multiple 2 --method modegpt {CALIBRATION} --json")
     assert code == 0, err

@@ -16,7 +16,7 @@ GUESSING = "no better than guessing"
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("probe-texts")
-    save_tiny(folder / "model")
+    save_tiny(folder / "model", blocks=2)
     save_text(folder / "text.txt")
     return folder
 

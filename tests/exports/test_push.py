@@ -17,7 +17,7 @@ MODULE = "rankfold.exports.hub"
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
     place = tmp_path_factory.mktemp("push")
-    save_tiny(place / "dense")
+    save_tiny(place / "dense", blocks=2)
     save_text(place / "text.txt")
     data = {"calibration": str(place / "text.txt"), "num_samples": 8, "max_length": 32}
     rankfold.compress(str(place / "dense"), 0.3, method="modegpt", rank_multiple=2, output=place / "small", **data)

@@ -24,9 +24,9 @@ PARALLEL = {
 }
 
 
-def varied(family: str) -> nn.Module:
+def varied(family: str, blocks: int | None = None) -> nn.Module:
     """A tiny model whose norms scale and whose stream has a mean: both are folded into matrices."""
-    model = tiny_model(family)
+    model = tiny_model(family, blocks=blocks)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1 and name.endswith("weight"):
             parameter.data += 0.3 * torch.randn_like(parameter)
@@ -34,9 +34,9 @@ def varied(family: str) -> nn.Module:
     return model
 
 
-def opened(family: str):
+def opened(family: str, blocks: int | None = None):
     """The same, open, its blocks run in fp32."""
-    source = rankfold.open_model(varied(family), device="cpu")
+    source = rankfold.open_model(varied(family, blocks), device="cpu")
     source.autocast = None
     return source
 

@@ -4,6 +4,7 @@ import json
 import logging
 import sys
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -152,13 +153,21 @@ def test_a_file_that_does_not_fit_is_read_tensor_by_tensor(place, tmp_path, monk
 
 def test_a_file_is_parsed_once_to_be_opened(place, monkeypatch):
     gguf = pytest.importorskip("gguf")
-    read = []
+    read, named = [], []
 
     class Counted(gguf.GGUFReader):
         def __init__(self, path, mode="r"):
-            read.append(path)
+            read.append(self)
             super().__init__(path, mode)
 
+    def counted(arch, blocks, table=gguf.get_tensor_name_map):
+        named.append(arch)
+        return table(arch, blocks)
+
     monkeypatch.setattr(gguf, "GGUFReader", Counted)
-    rankfold.open_model(place / "tiny.gguf")
-    assert len(read) == 1 and gguf.GGUFReader is Counted
+    monkeypatch.setattr(gguf, "get_tensor_name_map", counted)
+    source = rankfold.open_model(place / "tiny.gguf")
+    assert len(read) == len(named) == 1
+    assert source.tokenizer is not None
+    assert [type(reader.data) for reader in read] == [np.ndarray] * 2  # slices of a memory map cost far more
+    assert gguf.GGUFReader is Counted and gguf.get_tensor_name_map is counted

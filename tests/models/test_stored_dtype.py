@@ -57,7 +57,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_auto_is_what_transformers_takes(tmp_path, case, sharded):
     dtype_of, fields = CASES[case]
-    folder = save_tiny(tmp_path / "dense")
+    folder = save_tiny(tmp_path / "dense", blocks=2)
     rewrite(folder, dtype_of, **fields)
     if sharded:
         shard(folder)
@@ -75,7 +75,7 @@ def test_auto_is_what_transformers_takes(tmp_path, case, sharded):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_an_export_has_the_dtype_of_a_compressed_checkpoint_that_does_not_name_it(tmp_path, dtype):
-    folder = save_tiny(tmp_path / "dense")
+    folder = save_tiny(tmp_path / "dense", blocks=2)
     rewrite(folder, lambda name: dtype)
     small = rankfold.compress(
         rankfold.open_model(folder, device="cpu"), method=METHOD, calibration=tokens(), output=tmp_path / "small"
@@ -102,7 +102,7 @@ def test_a_model_of_several_parts_has_the_dtype_that_its_own_config_names(tmp_pa
 
 
 def test_a_dtype_of_tensors_that_is_not_written_is_said_of_the_tensors(tmp_path):
-    folder = save_tiny(tmp_path / "dense")
+    folder = save_tiny(tmp_path / "dense", blocks=2)
     rewrite(folder, lambda name: torch.float64)
     with pytest.raises(
         CheckpointError, match="the tensors in .*dense have the dtype float64, which is not one of float32"
@@ -112,7 +112,7 @@ def test_a_dtype_of_tensors_that_is_not_written_is_said_of_the_tensors(tmp_path)
 
 
 def test_a_file_of_the_name_of_a_single_one_is_read_before_an_index(tmp_path):
-    folder = save_tiny(tmp_path / "dense")
+    folder = save_tiny(tmp_path / "dense", blocks=2)
     shutil.copy(folder / "model.safetensors", tmp_path / "single")
     rewrite(folder, lambda name: torch.float16)
     shard(folder)

@@ -33,7 +33,10 @@ OPTIONS = {"tokens": 16384, "max_length": 64, "batch_tokens": 1024, "device": "c
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Return a folder with a trained model, two texts and what compressing the model gave; runs of 16 steps are scored every 4."""
+    """Return a folder with a trained model, two texts and what compressing the model gave.
+
+    Runs of 16 steps are scored after every fourth.
+    """
     place = tmp_path_factory.mktemp("recover")
     (place / "manual.txt").write_text("\n\n".join(topics.values())[:200_000], encoding="utf-8")
     (place / "noise.txt").write_text(" ".join(f"{(7919 * i) % 10007:x}" for i in range(40_000)), encoding="utf-8")

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import sys
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterable, Sequence, Sized
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -33,14 +34,11 @@ def _now() -> _Moment:
     return _Moment(time.monotonic(), time.process_time())
 
 
-def _ratio(steps: list[_Moment]) -> float:
+def _clock_per_busy(steps: list[_Moment]) -> float:
     """Return the median of clock over processor time, every step weighted by its processor time."""
     ratios = sorted((step.clock / step.busy, step.busy) for step in steps if step.busy)
-    middle = sum(busy for _, busy in ratios) / 2
-    return next(
-        (ratio for (ratio, _), sofar in zip(ratios, accumulate(b for _, b in ratios), strict=True) if sofar >= middle),
-        0.0,
-    )
+    sums = [*accumulate(busy for _, busy in ratios)]
+    return ratios[bisect_left(sums, sums[-1] / 2)][0] if ratios else 0.0
 
 
 class Steps:
@@ -91,7 +89,7 @@ class Steps:
         busy = self._ends[-1].busy - self._ends[half].busy
         rate = busy / (sum(costs[half : self.done]) or 1.0)
         steps = [_Moment(b.clock - a.clock, b.busy - a.busy) for a, b in pairwise(self._ends[half:])]
-        return _ratio(steps) * max(0.0, rate * sum(costs[self.done :]) - (_now().busy - self._ends[-1].busy))
+        return _clock_per_busy(steps) * max(0.0, rate * sum(costs[self.done :]) - (_now().busy - self._ends[-1].busy))
 
     def line(self) -> str:
         """Return what a log says of this work."""

@@ -5,7 +5,7 @@ from .experts import ExpertsView
 from .linear import Dense, as_stored, read_linear
 from .models import MODELS, NamedModel
 from .norms import Norm
-from .parts import PARTS, Part, part_of
+from .parts import PARTS, Part, context_of, part_of
 from .rebuilding import FROM_CONFIG, copied_config, from_config, with_fields
 from .registry import architecture_of, family_of, known_architectures
 from .spec import Architecture, AttentionSpec, ByConfig, ExpertsSpec, MLPSpec, NormsSpec
@@ -32,6 +32,7 @@ __all__ = [
     "Part",
     "architecture_of",
     "as_stored",
+    "context_of",
     "copied_config",
     "family_of",
     "from_config",

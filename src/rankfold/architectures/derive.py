@@ -113,7 +113,7 @@ def _attention_spec(path: str, module: nn.Module, model: nn.Module, config) -> A
         )
     scaling = next((name for name in SCALES if getattr(module, name, getattr(config, name, None)) is not None), None)
     if scaling is None:
-        raise UnsupportedModelError(_because(config, "its attention does not say by what it scales scores"))
+        raise UnsupportedModelError(_because(config, "its attention has no attribute with the scale of its scores"))
     rotary = any(type(m).__name__.endswith("RotaryEmbedding") for m in model.modules())
     norms, over = _norms(module, layers[qkv[0]])
     return AttentionSpec(

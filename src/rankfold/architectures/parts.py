@@ -52,7 +52,7 @@ class Part:
             return None
         if self.takes_images:
             return math.prod(size // patch for size, patch in zip(*self._sizes, strict=True))
-        found = getattr(self.config, "max_position_embeddings", None)
+        found = context_of(self.config)
         if found and self.architecture.positions_behind_padding:
             return found - self.config.pad_token_id - 1
         return found
@@ -94,6 +94,11 @@ class Part:
         both = (self.config.image_size, self.config.patch_size)
         image, patch = ((size, size) if isinstance(size, int) else tuple(size) for size in both)
         return image, patch
+
+
+def context_of(config: Any) -> int | None:
+    """Return the tokens of the longest sample a model takes by its config; ``None`` where that names no limit."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def part_of(model: "PreTrainedModel", name: str | None = None) -> Part:

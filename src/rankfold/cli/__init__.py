@@ -12,7 +12,7 @@ INTERRUPTED = "interrupted; an unfinished run continues when it is started again
 
 
 def main() -> None:
-    """Entry point of ``rankfold``: 0 on success, 2 on an error of the user's input or the machine, 130 when interrupted.
+    """Run ``rankfold``: exit with 0 on success, 2 on an error of the user's input or the machine, 130 when interrupted.
 
     1 where `rankfold compare` has finished and some of its rows failed.
     """
@@ -78,7 +78,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _refuse(message: str) -> int:
-    """One line, whatever is in the names it quotes; of several processes the first prints it."""
+    """Print one line, whatever is in the names it quotes, by the first of several processes; return the exit code 2."""
     if _is_other_process():
         return 2
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in message.strip())

@@ -18,7 +18,7 @@ def plain(file) -> "Plain":
 
 
 def console() -> "Plain":
-    """For everything that is not the result."""
+    """Return the console for everything that is not the result."""
     return plain(sys.stderr)
 
 
@@ -40,7 +40,7 @@ def result_of(record: dict) -> dict:
 
 
 def where_time_went(total: float, parts: dict[str, float]) -> str:
-    """One line on the seconds of a run."""
+    """Return a line on the seconds of a run and of its parts."""
     digits = 1 if total < 100 else 0
     spent = ", ".join(f"{name.replace('_', ' ')} {seconds:.{digits}f}" for name, seconds in parts.items())
     return f"{total:.{digits}f} s: {spent}" if parts else f"{total:.{digits}f} s"

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from .._utils.hub_id import is_hub_id
 from .._utils.schema import NUMBER, Each, Maybe, check_record
 from ..errors import written
 from .options import MethodOptions, of_measurements, of_model
@@ -59,7 +60,9 @@ def _read_recovery(context: typer.Context, path: Path | None) -> Recorded | None
         return None
     from .._utils.files import read_json
 
-    record = read_json(path)
+    record = read_json(
+        path
+    )  # of a model that nobody compressed it holds the training alone, so `read_record` would refuse it
     check_record(record, {"recovery": NEEDED_OF_RECOVERY}, path)
     return _into_defaults(context, [_of_recovery(record["recovery"])])
 
@@ -184,7 +187,7 @@ def _of_base(facts: Settings) -> Settings:
     Of a local model the record has the name without the folder it lay in, so MODEL has to be given where it is not here.
     """
     name = f"{facts['base_model']}@{facts['revision']}" if "revision" in facts else facts["base_model"]
-    is_known = name.count("/") == 1 or Path(name).exists()
+    is_known = is_hub_id(facts["base_model"]) or Path(name).exists()
     return {**({"model": name} if is_known else {}), "dtype": facts["dtype"]}
 
 

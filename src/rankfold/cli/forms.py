@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 from ..errors import OptionError, suggestion
 from ..methods import make_method, method_class
-from .options import like, parse_modules
+from .options import parse_as, parse_modules
 
 if TYPE_CHECKING:
     from ..comparison import Form
 
 
 def parse_forms(text: str) -> "list[Form]":
-    """Methods as ``NAME`` or ``NAME:KEY=VALUE,KEY=VALUE``, separated by commas; ``+`` stands for a comma in a value.
+    """Parse methods, ``NAME`` or ``NAME:KEY=VALUE,KEY=VALUE`` separated by commas; ``+`` stands for a comma in a value.
 
     A part with a ``=`` and no ``:`` before it belongs to the method before it.
 
@@ -65,13 +65,13 @@ def _value(name: str, key: str, value: str, item: str):
     if key == "modules":
         return parse_modules(value.replace("+", ","))
     if key == "exclude_blocks":
-        return tuple(like(0, block, item, "--methods") for block in value.split("+"))
-    typed = like(known[key], value, item, "--methods")
+        return tuple(parse_as(0, block, item, "--methods") for block in value.split("+"))
+    typed = parse_as(known[key], value, item, "--methods")
     return typed.replace("+", ",") if isinstance(typed, str) else typed
 
 
 def parse_sparsities(text: str) -> list[float]:
-    """Numbers separated by commas.
+    """Parse sparsities, numbers separated by commas.
 
     Raises:
         OptionError: no numbers, or one out of range.

@@ -58,7 +58,7 @@ def _print(record: dict[str, Any], out: "Console") -> None:
 
 
 def _cells(report: dict[str, Any] | None) -> tuple[str, str, str]:
-    """Rank, error on the calibration moments and on the samples held out."""
+    """Return rank, error on the calibration moments and on the samples held out."""
     if report is None:
         return "-", "", ""
     held_out = report.get("held_out_error")

@@ -114,7 +114,7 @@ def _form(attention: "AttentionSpec") -> str:
 
 
 def code(spec: "Architecture | AttentionSpec | ExpertsSpec | MLPSpec") -> str:
-    """The expression that makes a spec, without what is as it is by default."""
+    """Return the expression that makes a spec, without what is as it is by default."""
     from ..architectures import AttentionSpec, ExpertsSpec, MLPSpec
 
     given = {

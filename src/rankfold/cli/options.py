@@ -57,7 +57,7 @@ TargetSize = Annotated[
     of_method(metavar="SIZE", help="Instead of --sparsity: what all weights may take, e.g. 400MB, 1.5GiB."),
     Excludes(
         ("sparsity", "keep_quality", "budget", "scope", "components"),
-        "--target-size says how much of the whole model's bytes is removed, {} would be ignored; leave one of them out",
+        "--target-size fixes how much of the whole model's bytes is removed, {} would be ignored; leave one of them out",
     ),
 ]
 KeepQuality = Annotated[
@@ -67,7 +67,7 @@ KeepQuality = Annotated[
     ),
     Excludes(
         ("sparsity", "components", "recover", "gpu"),
-        "--keep-quality finds the sparsity of one component by compressing it, {} has no place beside it; leave one out",
+        "--keep-quality finds the sparsity of one component by compressing it, {} cannot be given with it; leave one out",
     ),
 ]
 Temperature = Annotated[float, typer.Option(help="0: always the most likely token.")]
@@ -232,7 +232,7 @@ def _grouped(hints: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_modules(text: str | None):
-    """``mlp,qk`` as names, ``mlp=0.35,vo=0.2`` as sparsities by name.
+    """Parse modules: ``mlp,qk`` as names, ``mlp=0.35,vo=0.2`` as sparsities by name.
 
     Raises:
         OptionError: neither.
@@ -269,12 +269,12 @@ def _parse_settings(method: str, settings: list[str]) -> dict:
             raise OptionError(f"{key!r} is an option of every method: give it as --{flag}, not as --set {item}")
         if key in parsed:
             raise OptionError(f"--set gives {key!r} more than once; give it once")
-        parsed[key] = like(defaults.get(key), value, item)
+        parsed[key] = parse_as(defaults.get(key), value, item)
     return parsed
 
 
-def like(default, value: str, item: str, flag: str = "--set"):
-    """``value`` as the type of the option's default; ``item`` of ``flag`` is what was given."""
+def parse_as(default, value: str, item: str, flag: str = "--set"):
+    """Return ``value`` in the type of an option's default; ``item`` of ``flag`` is what was given."""
     if isinstance(default, bool):
         if value.lower() not in ("true", "false"):
             raise OptionError(f"{flag} {item!r}: expected true or false")

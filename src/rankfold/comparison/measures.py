@@ -127,9 +127,8 @@ class Accuracies:
         return found if folder is None else found | {"folder": shown(folder), "sha256": self.questions.digest()}
 
     def __call__(self, model: PreTrainedModel, dense) -> dict[str, dict]:
-        seen = self.questions.has_pictures and self.source.image_token is not None
-        processor = self.source.processors.processor if seen else None
-        return self.questions.measure(model, self.source.tokenizer, processor=processor)
+        processors = self.source.processors
+        return self.questions.measure(model, self.source.tokenizer, processor=lambda: processors.processor)
 
 
 class Generations:

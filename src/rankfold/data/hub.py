@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from .._utils.hub_id import is_hub_id
 from ..errors import CheckpointError, DataError, first_line
 from .built_in import BUILT_IN
 
@@ -102,7 +103,7 @@ def image_text_rows(name: str, seed: int) -> StreamedRows:
         CheckpointError: on the way, the hub cannot be reached, or there is no such data set.
     """
     path, _, config = name.removeprefix(HUB).partition(":")
-    if path.count("/") != 1 or not all(path.split("/")):
+    if not is_hub_id(path):
         raise DataError(f"no data set at {name!r}: expected {HUB}OWNER/NAME, or {HUB}OWNER/NAME:CONFIG")
     buffer = BUFFER // 10  # some 100 MB of images
     rows = enumerate(_image_text_rows(path, config or None, seed, buffer))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import TextStreamer
 
+from ..architectures import context_of
 from ..checkpoint.load import load_model, load_tokenizer
 from ..data.tokens import tokenised
 from ..errors import DataError, OptionError, first_line, option
@@ -50,7 +51,7 @@ class Conversation:
         self.system = [{"role": "system", "content": system}] if system else []
         self.turns: list[dict[str, str]] = []
         config = model.config.get_text_config()
-        self.vocabulary, self.positions = config.vocab_size, getattr(config, "max_position_embeddings", None)
+        self.vocabulary, self.positions = config.vocab_size, context_of(config)
         self.max_new_tokens = min(max_new_tokens, self.positions // 2) if self.positions else max_new_tokens
         if system:
             self._check_system()

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .._utils.memory import release_memory
+from ..architectures import context_of
 from ..errors import OptionError, UnsupportedModelError, option
 from ..models.given import resolve_model
 from ..report.record import environment, process_status
@@ -59,7 +60,7 @@ class Cost:
             :func:`~rankfold.evaluation.complexity.complexity` says. Operations that depend on routing (a mixture of experts)
             are ``None``, and ``not_counted`` says so. See :func:`~rankfold.evaluation.speed.speed` for the rest.
         """
-        contexts = [getattr(m.config.get_text_config(), "max_position_embeddings", None) for m in models.values()]
+        contexts = [context_of(m.config) for m in models.values()]
         context = min([c for c in contexts if c] or [PROMPT + STEPS])
         prompt, steps = lengths(context)
         if prompt < PROMPT:

@@ -66,9 +66,7 @@ def evaluate(
         result["texts"] = texts.measure(str(model), network, tokenizer, read)
     if questions:
         result["versions"]["lm_eval"] = metadata.version("lm_eval")
-        sees = questions.has_pictures and getattr(network.config, "image_token_id", None) is not None
-        processor = load_processor(model) if sees else None
-        result["tasks"] = questions.measure(network, tokenizer, processor=processor)
+        result["tasks"] = questions.measure(network, tokenizer, processor=lambda: load_processor(model))
     if writing:
         result["generation"] = writing.measure(network, tokenizer, dense)
     if cost:

@@ -7,6 +7,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from ..architectures import context_of
 from ..checkpoint.load import load_model, load_tokenizer
 from ..data.chats import has_half_character
 from ..data.tokens import tokenised
@@ -113,7 +114,7 @@ def _ids_of_prompt(model, tokenizer, prompt: str, max_new_tokens: int) -> Tensor
     def encoded(text: str) -> Tensor:
         return tokenised(tokenizer, text, type(model).__name__, config.vocab_size)
 
-    ids, positions = encoded(prompt), getattr(config, "max_position_embeddings", None)
+    ids, positions = encoded(prompt), context_of(config)
     if not len(ids):
         raise DataError("the prompt is empty; give some text to continue")
     if not positions or len(ids) + max_new_tokens <= positions:

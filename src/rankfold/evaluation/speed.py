@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from .._utils.hardware import now
 from .._utils.progress import track
+from ..architectures import context_of
 from ..errors import OptionError
 
 DEFINITION = (
@@ -81,7 +82,7 @@ def _check(models: Mapping[str, PreTrainedModel], batch: int, prompt: int, steps
         if value < 1:
             raise OptionError(f"{name} must be >= 1, got {value}")
     for name, model in models.items():
-        context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        context = context_of(model.config)
         if context is not None and prompt + steps > context:
             raise OptionError(
                 f"prompt + steps is {prompt + steps}, more than the context of {name}, {context}; lower them"

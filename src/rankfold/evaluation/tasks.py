@@ -7,7 +7,7 @@ import io
 import logging
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,11 +58,6 @@ class Questions:
             counted = colon and number.isdecimal()
             found[name if counted else task] = int(number) if counted else self.num_fewshot
         return found
-
-    @property
-    def has_pictures(self) -> bool:
-        """Whether there are questions with a picture, for models that take it."""
-        return SEEN in self.examples
 
     def check(self) -> None:
         """Refuse what can be refused before a model is loaded.
@@ -123,15 +118,17 @@ class Questions:
                 found.update(hashlib.sha256(file.read_bytes()).digest())
         return found.hexdigest()[:32]
 
-    def measure(self, network, tokenizer, *, autocast: torch.dtype | None = None, processor=None) -> dict[str, dict]:
+    def measure(
+        self, network, tokenizer, *, autocast: torch.dtype | None = None, processor: Callable[[], Any] = lambda: None
+    ) -> dict[str, dict]:
         """Run the tasks on a model in memory, dense or compressed.
 
         Args:
             network: a causal language model.
             tokenizer: the model's.
             autocast: run the forward under autocast in this dtype.
-            processor: of a model of images and text, which then is asked ``scienceqa`` with the pictures
-                (:func:`~.with_pictures.ask`).
+            processor: loads that of the model; called where a model of images and text is asked ``scienceqa``, with the
+                pictures (:func:`~.with_pictures.ask`).
 
         Returns:
             task -> ``{metric, metric + "_stderr", ..., "samples", "num_fewshot", "version"}``, as lm-eval computes them;
@@ -143,7 +140,9 @@ class Questions:
             NumericsError: a score is not a number.
         """
         self.check()
-        if processor is None or not self.has_pictures:
+        takes_pictures = getattr(network.config, "image_token_id", None) is not None
+        loaded = processor() if takes_pictures and SEEN in self.examples else None
+        if loaded is None:
             return self._by_lm_eval(network, tokenizer, autocast)
         if self.examples[SEEN]:
             raise OptionError(
@@ -153,7 +152,7 @@ class Questions:
         others = replace(self, tasks=[task for task in self.tasks if task.partition(":")[0] != SEEN])
         found = others._by_lm_eval(network, tokenizer, autocast) if others.tasks else {}
         file = self._files().get(SEEN, {}).get("test")
-        return found | {SEEN: ask(network, processor, file, limit=self.limit, batch_size=self.batch_size)}
+        return found | {SEEN: ask(network, loaded, file, limit=self.limit, batch_size=self.batch_size)}
 
     def _by_lm_eval(self, network, tokenizer, autocast: torch.dtype | None) -> dict[str, dict]:
         import lm_eval

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..architectures import family_of
+from ..architectures import context_of, family_of
 from ..calibration.likelihood import warn_of_guessing
 from ..checkpoint.load import load_model, load_tokenizer
 from ..data.special_tokens import frame_of
@@ -75,7 +75,7 @@ class Texts:
         """
         whole = network.model if isinstance(network, DenseModel) else network
         found, config, length = [], whole.config.get_text_config(), self.max_length
-        context = getattr(config, "max_position_embeddings", None) or length
+        context = context_of(config) or length
         if length > context:
             log.info("max_length %d is more than the model's context; using %d", length, context)
             length = context
@@ -151,7 +151,5 @@ def _calibrated_on(network) -> list[str]:
         or not isinstance(texts, list)
         or not all(isinstance(text, dict) for text in texts)
     ):
-        raise CheckpointError(
-            "config.json does not say what the model was calibrated on; copy or make the checkpoint again"
-        )
+        raise CheckpointError("config.json does not name the calibration set; copy or make the checkpoint again")
     return [*(text.get("origin") for text in texts), *trained]

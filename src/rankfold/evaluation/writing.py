@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._utils.progress import track
+from ..architectures import context_of
 from ..data.probes import passages_of
 from ..data.text import decode
 from ..data.tokens import tokenised
@@ -234,4 +235,4 @@ def _before_end(tokens: list[int], end: int | list[int] | None) -> list[int]:
 
 def _context(network) -> int:
     """Return the positions a model has; of one without a limit enough for any probe."""
-    return getattr(network.config.get_text_config(), "max_position_embeddings", None) or 4096
+    return context_of(network.config) or 4096

@@ -5,6 +5,7 @@ from typing import Any, cast
 
 from huggingface_hub import CommitOperationAdd, EvalResult, HfApi, ModelCard, ModelCardData
 
+from .._utils.hub_id import is_hub_id
 from .._utils.reporting import reporting
 from ..data.hub import ALIASES
 from ..errors import CheckpointError, OptionError, option
@@ -34,7 +35,7 @@ def push(folder: str | Path, repo_id: str, *, private: bool = False, force: bool
         CheckpointError: the folder is no finished checkpoint, or the hub refuses it.
     """
     folder = Path(folder)
-    if repo_id.count("/") != 1 or not all(repo_id.split("/")):
+    if not is_hub_id(repo_id):
         raise OptionError(f"the repository must be OWNER/NAME, got {repo_id!r}")
     if not (folder / NAME).is_file() or not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} is no finished checkpoint of rankfold; give the folder that `compress` wrote")
@@ -59,7 +60,7 @@ def card_for_hub(folder: Path, record: dict[str, Any], api: HfApi) -> ModelCard:
     """Return the model card with what hub search goes by."""
     card = ModelCard.load(folder / CARD)
     base, data = record["base_model"], cast(ModelCardData, card.data)
-    if base.count("/") == 1:  # it is on the hub
+    if is_hub_id(base):
         of_base = api.model_info(base, revision=record.get("revision"))
         known = of_base.card_data.to_dict() if of_base.card_data else {}
         for key in ("license", "license_name", "license_link", "language"):

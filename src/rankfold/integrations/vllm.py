@@ -153,12 +153,12 @@ class CompressedForCausalLM(TransformersForCausalLM):
         if module.adds_alibi or module.window or not module.is_causal or self.text_config.model_type == "mpt":
             raise UnsupportedModelError(
                 f"{self.text_config.model_type} has a mask or a bias of its own on its scores, which vLLM's backend for "
-                "transformers models does not know; use transformers"
+                "transformers models does not support; use transformers"
             )
         if module.sinks is not None:
             raise UnsupportedModelError(
                 f"{self.text_config.model_type} has attention sinks, which vLLM's backend for transformers models does not "
-                "know; use transformers"
+                "support; use transformers"
             )
         width = max(module.qk_dim, module.vo_dim)
         check_width(width, name)

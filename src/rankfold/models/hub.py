@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+from .._utils.hub_id import is_hub_id
 from .._utils.reporting import reporting
 from ..errors import CheckpointError, OptionError
 
@@ -44,7 +45,7 @@ def locate(name: str, revision: str | None = None) -> Path:
             raise OptionError(f"a revision is of a hub id, and {name!r} lies here, got {revision!r}; leave it out")
         return path
     repository, wanted = split_revision(name, revision)
-    if repository.count("/") != 1 or repository.startswith((".", "/", "~")):
+    if not is_hub_id(repository):
         raise CheckpointError(
             f"no model at {name!r}: expected a folder, a .gguf file, or a hub id such as owner/name or owner/name@revision"
         )

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PretrainedConfig
 
+from .._utils.hub_id import is_hub_id
 from .._utils.reporting import reporting
 from ..errors import CheckpointError, UnsupportedModelError, option
 from .dense_model import DenseModel
@@ -76,7 +77,7 @@ def _read(model: str | Path, revision: str | None) -> tuple[PretrainedConfig, st
         folder = path.parent if path.name == CONFIG else path
         return read_config(folder), folder.resolve().name
     name, at = split_revision(str(model), revision)
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+    if not is_hub_id(name):
         raise CheckpointError(
             f"no config at {str(model)!r}: expected a folder with {CONFIG}, or a hub id such as owner/name"
         )

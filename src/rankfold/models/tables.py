@@ -2,6 +2,7 @@
 
 from transformers import PreTrainedModel
 
+from ..architectures import context_of
 from ..errors import CheckpointError
 
 MOST_BYTES = 2**31  # GPT-Neo 2.7B, whose every block has a mask of all its positions, takes 134 MB
@@ -15,7 +16,7 @@ def check_tables(model: PreTrainedModel) -> None:
     saved = model.state_dict().keys()
     size = sum(table.nbytes for name, table in model.named_buffers() if name not in saved)
     if size > MOST_BYTES:
-        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        positions = context_of(model.config)
         raise CheckpointError(
             f"config.json describes a model that makes {size / 1e9:,.1f} GB of tables before it has a weight, for {positions} "
             "positions; correct max_position_embeddings (also called n_positions) and rotary_dim in config.json"

@@ -11,6 +11,7 @@ from transformers import AutoImageProcessor, AutoProcessor, AutoTokenizer
 from .._utils.files import write_bytes, write_json
 from .._utils.reporting import reporting
 from ..errors import CheckpointError, OptionError, first_line
+from .gguf_reader import parsed_once
 
 _NAMES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _MORE = ("added_tokens.json", "chat_template.jinja", "merges.txt", "sentencepiece.bpe.model", "special_tokens_map.json")
@@ -69,7 +70,8 @@ class TokenizerFiles:
         options = {} if self.gguf is None else {"gguf_file": self.gguf}
         options |= {} if self.revision is None or self.folder.is_dir() else {"revision": self.revision}
         what = f"no tokenizer can be read from {self.folder / (self.gguf or '')}"
-        with reporting(CheckpointError, what, "put the tokenizer files next to the weights"):
+        reading = contextlib.nullcontext() if self.gguf is None else parsed_once()
+        with reading, reporting(CheckpointError, what, "put the tokenizer files next to the weights"):
             found = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False, **options)
         found.init_kwargs.pop("auto_map", None)  # to code that is not run, and not beside what is saved
         return found

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from .._utils.hub_id import is_hub_id
 from ..checkpoint.load import load_model
 from ..checkpoint.streamed import open_streamed
 from ..compression.result import CompressionResult
@@ -95,7 +96,7 @@ def open_teacher(teacher: Teacher | None, model: Compressed, given: Given, devic
 
 
 def _recorded_teacher(record: dict) -> str:
-    if record.get("base_model", "").count("/") != 1:  # the name of a folder, which may be anywhere
+    if not is_hub_id(record.get("base_model", "")):  # the name of a folder, which may be anywhere
         raise OptionError(
             f"the dense model {record['base_model']!r} was a local one; give its path as teacher"
             if "base_model" in record

@@ -17,7 +17,7 @@ from .table import RETENTION, cells_of_table, markdown, numbered, summary
 
 RESULTS, TABLE, PLOTS, PAGE = "results.jsonl", "table.md", "plots", "report.html"
 MEANING = {
-    "removed": "fraction of the counted weights that is gone: linear weights of the blocks, unless the method says scope=model",
+    "removed": "fraction of the counted weights that is removed: linear weights of the blocks, or all with scope=model",
     "M parameters, MiB": "of the whole model, embeddings included, as it is written; tied matrices once",
     "measured": "one-pass: on the dense model, with moments that all such rows share; sequential: every block on what the "
     "compressed blocks before it send, anew for this row",
