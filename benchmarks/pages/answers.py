@@ -188,8 +188,12 @@ def complexity(records: list[dict]) -> str:
 
 
 def memory(records: list[dict]) -> str:
-    ratios = [row["ratio"] for record in records for row in record["rows"]]
-    return f"Between {min(ratios):.2f} and {max(ratios):.2f} times a block and its moments."
+    rows = [row for record in records for row in record["rows"]]
+    ratios, planned = ([row[key] for row in rows] for key in ("ratio", "planned"))
+    return (
+        f"Between {min(ratios):.2f} and {max(ratios):.2f} times a block and its moments; plans state {min(planned):.2f} to "
+        f"{max(planned):.2f} times what is measured."
+    )
 
 
 def compression_cost(records: list[dict]) -> str:
