@@ -29,7 +29,7 @@ CASES = [(f, o) for f in ("opt", "llama", "llama-bias") for o in FORMS] + [("opt
 
 def decomposed(family: str, moments=None, **options):
     """Block 0 at half of every rank, the moments of the fit, and held-out ones."""
-    source, method = opened(family), method_for(family, **options)
+    source, method = opened(family, blocks=1), method_for(family, **options)
     view = source.block(0)
     names = method.statistics(view)
     windows = (tokens(32).ids, some_ids(8, seed=7))

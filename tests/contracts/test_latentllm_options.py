@@ -68,7 +68,7 @@ def few_steps(monkeypatch):
     monkeypatch.setattr(refining, "refine_factors", functools.partial(refining.refine_factors, steps=4))
 
 
-def compressed(family: str, blocks: int = 3, **options):
+def compressed(family: str, blocks: int = 2, **options):
     source, method = opened(family, blocks), method_for(family, **options)
     return rankfold.compress(source, method=method, calibration=tokens(32)).model, rankfold.plan(source, method=method)
 
@@ -86,7 +86,7 @@ def bytes_of(folder) -> int:
 
 @pytest.mark.parametrize("family, option", MATRIX)
 def test_counts_bytes_round_trips_cache_and_generation(family, option, tmp_path, few_steps):
-    model, plan = compressed(family, blocks=2, **(OPTIONS | OPTIONS_FREE)[option])
+    model, plan = compressed(family, **(OPTIONS | OPTIONS_FREE)[option])
     assert numbers(model) == plan.parameters_after
     assert "dense" in option or plan.sparsity >= 0.3
 
@@ -140,7 +140,7 @@ def distance(a, b) -> float:
 
 
 @pytest.mark.parametrize("family, junction", some_of(FAMILIES, JUNCTIONS))
-def test_eight_bits_are_close_to_none_and_more_bits_are_closer(family, junction):
+def test_eight_bits_are_close_to_none_and_more_bits_are_closer(family, junction, few_steps):
     settings = {"junction": junction, "chunk": 16}
     plain = logits(compressed(family, blocks=1, **settings)[0])
     errors = [distance(logits(compressed(family, blocks=1, bits=bits, **settings)[0]), plain) for bits in (3, 5, 8)]
@@ -149,7 +149,7 @@ def test_eight_bits_are_close_to_none_and_more_bits_are_closer(family, junction)
 
 def reports(family: str, **options):
     """Moments of block 0, its view, and the reports of a method at the planned ranks."""
-    source, method = opened(family), method_for(family, **options)
+    source, method = opened(family, blocks=1), method_for(family, **options)
     moments = rankfold.calibrate(source, tokens(32))
     ranks = rankfold.plan(source, method=method).ranks(0)
     result = method.decompose(source.block(0), moments[0], ranks)
@@ -199,7 +199,7 @@ FORMS = {
 
 @functools.cache
 def measured(family: str):
-    source = opened(family)
+    source = opened(family, blocks=1)
     forms = [options for name, options in FORMS.items() if family == "opt" or "aware" not in name]
     methods = [method_for(family, junction="symmetric", **options) for options in forms]
     wanted = [method.statistics(source.block(0)) for method in methods]
@@ -271,7 +271,7 @@ def test_a_shared_latent_is_cached_once():
 @pytest.mark.parametrize("family", [*FREE, "llama", "qwen3"])
 @pytest.mark.parametrize("joint", ["auto", "none", "vo"])
 def test_a_per_head_identity_changes_no_output_and_saves_its_numbers(family, joint):
-    source = opened(family)
+    source = opened(family, blocks=1)
     plain, saving = (method_for(family, joint=joint, head_junction=on) for on in (False, True))
     moments = rankfold.calibrate(source, tokens(32))
     ranks = {u.module: u.ranks[len(u.ranks) // 2] for u in saving.prunable_modules(source.block(0))}
@@ -291,7 +291,7 @@ def test_a_per_head_identity_changes_no_output_and_saves_its_numbers(family, joi
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "falcon-gqa"])
 @pytest.mark.parametrize("junction", ["block_identity_right", "lu"])
 def test_ranks_by_spectra_stay_within_the_plan(family, junction, tmp_path):
-    source, method = opened(family), method_for(family, qk_ranks="spectra", junction=junction, sparsity=0.4)
+    source, method = opened(family, blocks=2), method_for(family, qk_ranks="spectra", junction=junction, sparsity=0.4)
     folder = rankfold.compress(source, method=method, calibration=tokens(32), output=tmp_path / "small").output
     plan = rankfold.plan(source, method=method)
     record, model = json.loads((folder / "rankfold.json").read_text()), rankfold.load(folder, device="cpu")

@@ -137,7 +137,7 @@ def test_hidden_states_wait_in_host_memory_and_come_back_as_they_were(device, tm
     """One batch of a stream is on the device, whether the others are in memory or in a file."""
     results = []
     for place in (None, "cpu", tmp_path):
-        source = rankfold.open_model(tiny_model("llama").to("cuda"), offload=place)
+        source = rankfold.open_model(tiny_model("llama", blocks=2).to("cuda"), offload=place)
         source.autocast = None
         results.append(rankfold.compress(source, method=method_of("rankfold"), calibration=tokens(160)))
     assert [result.record["run"]["offload"] for result in results] == [None, "cpu", "disk"]
@@ -167,7 +167,7 @@ def test_the_record_names_the_accelerator_and_its_memory(device):
 def test_a_model_in_memory_stays_where_it_is(device):
     """Its blocks come to the device one by one, wherever they are."""
     for given, asked, expected in (("cpu", "cuda", "cuda"), ("cuda", "cpu", "cpu"), ("cuda", "auto", "cuda")):
-        model = tiny_model("llama").to(given)
+        model = tiny_model("llama", blocks=2).to(given)
         source = rankfold.open_model(model, device=asked)
         source.autocast = None
         assert source.device.type == expected and source.is_resident == (given == expected)

@@ -5,6 +5,7 @@ Python makes below a folder, whoever makes it (what safetensors writes is heard 
 it, and where bytes are written, what is there after half of them. Operations that change nothing on the disk share a state.
 """
 
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -84,12 +85,16 @@ def _hook(event: str, arguments: tuple) -> None:
         _listening.hear(event, arguments)
 
 
-sys.addaudithook(_hook)  # cannot be taken away again; it does nothing between the tests
+@functools.cache
+def _listen() -> None:
+    """Hear of operations from now on. A hook cannot be taken away again; every attribute that torch looks up calls it."""
+    sys.addaudithook(_hook)
 
 
 def kill_everywhere(folder: Path, work: Callable, monkeypatch) -> Kills:
     """Run ``work()``, which writes below ``folder``, and keep what a kill at any of its operations leaves there."""
     global _listening
+    _listen()
     kills = Kills(folder)
 
     def save_file(tensors, path, metadata=None):

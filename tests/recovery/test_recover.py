@@ -33,11 +33,11 @@ OPTIONS = {"tokens": 16384, "max_length": 64, "batch_tokens": 1024, "device": "c
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Return a folder with a trained model, two texts and what compressing the model gave."""
+    """Return a folder with a trained model, two texts and what compressing the model gave; runs of 16 steps are scored every 4."""
     place = tmp_path_factory.mktemp("recover")
     (place / "manual.txt").write_text("\n\n".join(topics.values())[:200_000], encoding="utf-8")
     (place / "noise.txt").write_text(" ".join(f"{(7919 * i) % 10007:x}" for i in range(40_000)), encoding="utf-8")
-    save_tiny(place / "dense")
+    save_tiny(place / "dense", blocks=2)
     model = rankfold.load(place / "dense", device="cpu").train()
     source = rankfold.open_model(place / "dense", device="cpu")
     ids = rankfold.load_calibration(place / "manual.txt", source, num_samples=512, max_length=64).ids
@@ -50,7 +50,9 @@ def place(tmp_path_factory):
         file.unlink()
     model.save_pretrained(place / "dense")
     compress(place, METHOD, "small")
-    return place
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SCORES", 4)
+        yield place
 
 
 @pytest.fixture(scope="module")
@@ -310,6 +312,7 @@ class Trial:
 @pytest.mark.parametrize(("scoring", "scores", "steps"), [(0.01, 10, 188), (0.1, 4, 140), (9.0, 1, 1)])
 def test_scoring_takes_a_fifth_of_the_time_at_most_and_training_the_rest(tmp_path, monkeypatch, scoring, scores, steps):
     network, trial = torch.nn.Linear(1, 1), Trial(set_by_hand(monkeypatch, module, "monotonic"))
+    monkeypatch.setattr(module, "SCORES", 10)
     found = module._fitting(2.0, scoring, tmp_path, network, trial)
     assert found == (scores, pytest.approx(steps, abs=1)) and network.weight.grad is None
     assert module._fitting(99.0, scoring, tmp_path, network, trial) == found  # as it was written down

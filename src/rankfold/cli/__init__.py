@@ -2,9 +2,13 @@
 
 import io
 import os
+import signal
 import sys
+from types import FrameType
 
 __all__ = ["main"]
+
+INTERRUPTED = "interrupted; an unfinished run continues when it is started again"
 
 
 def main() -> None:
@@ -17,6 +21,10 @@ def main() -> None:
     for name in ("stdout", "stderr"):  # Python has none where the shell closed it
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for as long as the process lives
+    if (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ):  # neither ignored, as under nohup, nor a caller's own
+        signal.signal(signal.SIGINT, _interrupt)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be text
     try:
@@ -29,8 +37,24 @@ def main() -> None:
 
         code = _refuse(explain(error) or str(error))
     if code == 130:
-        _refuse("interrupted; an unfinished run continues when it is started again")
+        _refuse(INTERRUPTED)
     sys.exit(code)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt; end at once inside an import, which may swallow it or raise another error in its place.
+
+    Ending there is safe: a run that is killed at any moment continues.
+    """
+    inner = frame
+    while inner is not None and not inner.f_code.co_filename.startswith("<frozen importlib"):
+        inner = inner.f_back
+    if inner is None:
+        signal.default_int_handler(number, frame)
+    if sys.stderr.isatty():
+        sys.stderr.write("\x1b[?25h")  # the cursor, which a bar hides
+    _refuse(INTERRUPTED)
+    os._exit(130)
 
 
 def _run(arguments: list[str]) -> int:

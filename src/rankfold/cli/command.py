@@ -1,5 +1,6 @@
 """The class of all commands: what is checked before one runs, and its help page; one line for what the machine refuses."""
 
+import contextlib
 import math
 import re
 from collections import Counter
@@ -20,6 +21,10 @@ from .rules import check_rules, flag
 UsageError = typer.TyperException  # what the parser raises
 
 SHARED = ("compress", "calibrate", "compare")  # whose work several processes share; the first one does the others alone
+PRINTING = (
+    "inspect",
+    "methods",
+)  # which need no library whose messages were to be kept out: transformers takes seconds
 
 WIDEST = 30  # names of options that stand on the line of their help
 HAS_COLUMNS = re.compile(
@@ -66,7 +71,7 @@ class Command(TyperCommand):
 
     def invoke(self, ctx: typer.Context) -> Any:
         invoke = super().invoke
-        with quiet_libraries():
+        with contextlib.nullcontext() if ctx.info_name in PRINTING else quiet_libraries():
             if ctx.info_name in SHARED:
                 return invoke(ctx)
             return from_first(lambda: _code(invoke, ctx))
