@@ -188,11 +188,12 @@ def complexity(records: list[dict]) -> str:
 
 
 def memory(records: list[dict]) -> str:
-    rows = [row for record in records for row in record["rows"]]
-    ratios, planned = ([row[key] for row in rows] for key in ("ratio", "planned"))
+    planned = [row["planned"] for record in records for row in record["rows"]]
+    widest = max(records, key=lambda record: record["config"]["width"])
+    told = " and ".join(f"{row['peak_bytes'] / 2**30:.1f} GiB by `{row['name'].split()[0]}`" for row in widest["rows"])
     return (
-        f"Between {min(ratios):.2f} and {max(ratios):.2f} times a block and its moments; plans state {min(planned):.2f} to "
-        f"{max(planned):.2f} times what is measured."
+        f"Blocks of width {widest['config']['width']:,}: {told}, the program among it; plans state {min(planned):.2f} to "
+        f"{max(planned):.2f} times what is measured beside that."
     )
 
 
