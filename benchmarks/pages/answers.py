@@ -188,8 +188,13 @@ def complexity(records: list[dict]) -> str:
 
 
 def memory(records: list[dict]) -> str:
-    ratios = [row["ratio"] for record in records for row in record["rows"]]
-    return f"Between {min(ratios):.2f} and {max(ratios):.2f} times a block and its moments."
+    planned = [row["planned"] for record in records for row in record["rows"]]
+    widest = max(records, key=lambda record: record["config"]["width"])
+    told = " and ".join(f"{row['peak_bytes'] / 2**30:.1f} GiB by `{row['name'].split()[0]}`" for row in widest["rows"])
+    return (
+        f"Blocks of width {widest['config']['width']:,}: {told}, the program among it; plans state {min(planned):.2f} to "
+        f"{max(planned):.2f} times what is measured beside that."
+    )
 
 
 def compression_cost(records: list[dict]) -> str:
