@@ -251,6 +251,12 @@ def test_costs_are_divergences_of_the_whole_model_with_one_module_compressed(nam
         assert falling == sorted(falling, reverse=True)
 
 
+def test_a_model_that_reads_no_other_texts_is_refused():
+    method = method_for("llama", allocation="measured:other_texts=0.5")
+    with pytest.raises(OptionError, match=r"reads none: the model came without a tokenizer; leave other_texts out$"):
+        rankfold.compress(opened("llama"), method=method, calibration=tokens())
+
+
 def test_units_that_do_nothing_make_no_other_rank_free():
     """The rank that all would have loses none but them; the cost of smaller ones is measured all the same."""
     model = tiny_model("llama")
