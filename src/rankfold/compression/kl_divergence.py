@@ -2,8 +2,8 @@
 
 A module's relative error says nothing about what the rest of the model makes of it. So every module is compressed alone, to
 the sparsity that all would have, and its block's output carried through the dense blocks behind it: the divergence of the
-predictions there is its effect; of an encoder, the change of its last states. It is measured on held-out samples and on texts
-of other kinds: a module may do little for the calibration text and much for source code. Between ranks it grows like the
+predictions there is its effect; of an encoder, the change of its last states. Texts of other kinds may count beside held-out
+samples: a module may do little for the calibration text and much for source code. Between ranks the effect grows like the
 squared error; where a whole module may go, that is tried as well. Only one block is resident at a time; beside the dense
 stream as many short ones as there were trials so far go through it.
 """
@@ -198,9 +198,8 @@ class _Search:
     def costs(self) -> RankCosts:
         """Return what every rank costs that was tried here."""
         for shard, found in self.found.items():
-            effects = []
-            if found:
-                effects = _divergences(self.source, self.ids, self.dense, self.tried[shard], self.weights)
+            compared = self.source, self.ids, self.dense, self.tried[shard], self.weights
+            effects = _divergences(*compared) if found else []
             for (one, rank), effect in zip(_trials(found), effects, strict=True):
                 one.effects[rank] = effect
         return {one.module.key: one.costs() for found in self.found.values() for one in found}
