@@ -204,6 +204,8 @@ def test_an_interrupt_during_the_imports_is_one_line_even_where_the_import_swall
 import contextlib, signal, sys
 from rankfold.cli import main
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background without it
+
 class Interrupting:
     def find_spec(self, name, path=None, target=None):
         if name == {module!r}:

@@ -16,6 +16,7 @@ from rankfold.calibration.runner import advance, measure, start
 from rankfold.compression import block as stages
 from rankfold.compression import held_out
 from rankfold.compression.held_out import HeldOut, explained_ratio
+from rankfold.methods import BlockResult
 from rankfold.methods.modegpt import mlp
 
 MODES = ("sequential", "one-pass")
@@ -32,13 +33,15 @@ def method_for(family: str, **options) -> MoDeGPT:
 
 @pytest.fixture
 def watched(monkeypatch):
-    """Reports of every block as the run made them."""
-    seen = []
+    """Reports and errors of every block as the run made them, of all pieces of its step."""
+    seen = {}
     decompose = stages.decompose
 
     def spy(stage, view, *rest):
         result = decompose(stage, view, *rest)
-        seen.append((view.index, result))
+        whole = seen.setdefault(view.index, BlockResult({}, {}, {}, {}))
+        whole.reports.update(result.reports)
+        whole.errors.update(result.errors)
         return result
 
     monkeypatch.setattr(stages, "decompose", spy)
@@ -108,7 +111,7 @@ def test_errors_on_the_fitted_windows_are_those_of_the_fit(family, name, watched
     same = CalibrationData(calibration.ids, "random", "random", 0, held_out=calibration.ids)
     rankfold.compress(opened(family), method=method_for(family, **options), calibration=same, mode="one-pass")
     assert len(watched) == 3
-    for _, result in watched:
+    for result in watched.values():
         assert result.errors.keys() == {m for m, r in result.reports.items() if r["rank"] < r["of"]}
         for module in result.errors:
             report = result.reports[module]
@@ -121,7 +124,7 @@ def test_errors_are_measured_on_the_stream_that_was_fitted(mode, watched):
     source, calibration = opened("llama-bias"), tokens()
     model = rankfold.compress(source, method=method_for("llama-bias"), calibration=calibration, mode=mode).model
     stream = start(source, calibration.held_out, autocast=None)
-    for index, result in watched:
+    for index, result in watched.items():
         view = source.block(index)
         moments = measure(view, stream, method_for("llama-bias").statistics(view), step=False)
         for module, error in result.errors.items():
@@ -138,14 +141,14 @@ def test_a_run_that_destroys_the_model_says_so_everywhere(monkeypatch, tmp_path,
     fit = mlp.nystrom
     decompose = MoDeGPT.decompose
 
-    def noting(self, view, moments, ranks):
+    def noting(self, view, *rest):
         if view.index == 1:
             monkeypatch.setattr(
                 mlp, "nystrom", lambda W, C, **o: fit(W, C, **o)._replace(W_down=30 * W[:, : o["rank"]])
             )
         else:
             monkeypatch.setattr(mlp, "nystrom", fit)
-        return decompose(self, view, moments, ranks)
+        return decompose(self, view, *rest)
 
     monkeypatch.setattr(MoDeGPT, "decompose", noting)
     # Random models cannot get worse than guessing, so what counts as explained is set low.
@@ -215,7 +218,7 @@ def test_every_method_reports_held_out_errors(watched):
     for name in ("latentllm", "rootcov"):
         watched.clear()
         rankfold.compress(opened("opt"), method=make_method(name, sparsity=0.3, rank_multiple=2), calibration=tokens())
-        for _, result in watched:
+        for result in watched.values():
             lower = {m for m, r in result.reports.items() if r["rank"] < r["of"]}
             assert lower and all(result.reports[m]["held_out_error"] > 0 for m in lower)
 
@@ -226,7 +229,7 @@ def test_outputs_that_never_vary_have_no_errors_above_one(family, name, watched)
     """One token all the time: where a bias takes up the mean, nothing is left but the rounding of sums."""
     calibration = CalibrationData(torch.full((8, 32), 7), "one", "one", 0, held_out=torch.full((2, 32), 7))
     rankfold.compress(opened(family), method=make_method(name, sparsity=0.3, rank_multiple=2), calibration=calibration)
-    for _, result in watched:
+    for result in watched.values():
         for module, report in result.reports.items():
             errors = [report[key] for key in ("relative_error", "held_out_error") if report.get(key) is not None]
             assert errors and all(0 <= error <= 1 + 1e-6 for error in errors), (module, errors)

@@ -13,14 +13,14 @@ from rankfold.methods.latentllm.layout import slots
 @pytest.mark.parametrize("family", FAMILIES)
 def test_little_sparse_is_close_to_none(family):
     local = {"joint": "none", "sparsity": 0.2}
-    dense = logits(opened(family).model)
+    dense = logits(opened(family, 2).model)
     plain, some = (distance(logits(compressed(family, **local, **more)[0]), dense) for more in ({}, {"sparse": 0.02}))
     assert some < 1.2 * plain
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_more_values_stay_the_closer_is_a_sparse_model(family):
-    dense = logits(opened(family).model)
+    dense = logits(opened(family, 2).model)
     errors = [distance(logits(compressed(family, sparse=1.0, sparsity=s)[0]), dense) for s in (0.02, 0.2, 0.5)]
     assert errors[0] < 0.2 * errors[2] and errors[0] < errors[1] < errors[2]
 

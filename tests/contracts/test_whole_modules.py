@@ -55,7 +55,7 @@ def run(family, tmp_path_factory):
     """DenseModel, plan, folder, the model in memory; nothing costs less than to take these modules out."""
     source, method, plans = opened(family), method_for(family), []
 
-    def costs(source, method, tokens, units, *_):
+    def costs(source, method, tokens, units, *_, **__):
         found = {(u.block, u.module): {u.ranks[-1]: 0.0} for u in units}
         return found | {key: found[key] | {0: 1.0} for key in GONE}
 

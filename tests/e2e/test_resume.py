@@ -127,11 +127,11 @@ def test_a_failed_run_goes_on_and_is_never_replaced(tmp_path, monkeypatch, at, e
     tokens = rankfold.load_calibration(str(tmp_path / "text.txt"), source, num_samples=4, max_length=32)
     original, done = MoDeGPT.decompose, []
 
-    def decompose(self, view, *args):
+    def decompose(self, view, moments, ranks, *args):
         if at == "block 2" and view.index == 2:
             raise error
-        done.append(view.index)
-        return original(self, view, *args)
+        done.append((view.index, *ranks))
+        return original(self, view, moments, ranks, *args)
 
     def fail(*args, **kwargs):
         raise error

@@ -43,6 +43,9 @@ class Measured(ByCost):
     def __post_init__(self):
         self.check("other_texts", "in [0, 1]", lambda value: 0 <= value <= 1)
 
+    def __str__(self) -> str:
+        return super().__str__() if self.other_texts else self.name  # what records had before there was the option
+
     def measure(self, dense: DenseModelMeasures) -> RankCosts:
         return dense.kl_sensitivity(self.other_texts)
 
