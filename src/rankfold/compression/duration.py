@@ -98,7 +98,11 @@ def estimated_seconds(
         passed = (PASSES + _sums(source, method)) * blocks * rates.forward + HEAD_PASSES * rates.head
         seconds["gradients"] = the_plan.gradient_windows * length * passed
     if isinstance(method, MeasurableMethod) and isinstance(method.allocation, Measured):
-        seconds["measured allocation"] = _allocation(source, method, the_plan, calibration, rates, here)
+        samples, other_texts = calibration.get("held_out") or calibration["num_samples"], method.allocation.other_texts
+        compared = compared_tokens(samples, length, other_texts=other_texts)
+        seconds["measured allocation"] = _allocation(
+            source, method, the_plan, calibration["tokens"], compared, rates, here
+        )
     return seconds
 
 
@@ -164,9 +168,19 @@ def _through_stages(source: DenseModel, method: Method, view: BlockView, ranks, 
 
 
 def _allocation(
-    source: DenseModel, method: MeasurableMethod, the_plan: Plan, calibration: dict, rates: Rates, machine: Machine
+    source: DenseModel,
+    method: MeasurableMethod,
+    the_plan: Plan,
+    tokens: int,
+    compared: int,
+    rates: Rates,
+    machine: Machine,
 ) -> float:
-    """Estimate the seconds of :func:`rankfold.compression.kl_divergence.measure_kl_sensitivity`."""
+    """Estimate the seconds of :func:`rankfold.compression.kl_divergence.measure_kl_sensitivity`.
+
+    Args:
+        tokens: of the calibration set.  compared: that predictions are compared on.
+    """
     blocks, work, trials = len(source), Work(), 0
     units = [unit for index in range(blocks) for unit in method.prunable_modules(source.meta_block(index))]
     losing = averages(units, method, the_plan.counted_weights)
@@ -178,9 +192,7 @@ def _allocation(
         work += alone.work_of_curve(view, unit, least_rank(unit, average))
         for rank in tried:
             work += of_trial(alone.work(view, {unit.module: rank}))
-    fit = min(calibration["tokens"], fit_tokens(units))
-    samples, other_texts = calibration.get("held_out") or calibration["num_samples"], method.allocation.other_texts
-    compared = compared_tokens(samples, mean_length(calibration), other_texts=other_texts)
+    fit = min(tokens, fit_tokens(units))
     passed = blocks * fit * rates.alone + compared * rates.forward * (blocks + trials + trials * (blocks - 1) / 2)
     return (
         passed + blocks * rates.read + compared * (trials + 1) * rates.head + machine.seconds_for(work) / machine.count
