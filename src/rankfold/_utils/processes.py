@@ -22,9 +22,8 @@ TOLD = "All processes of the run raise this."  # note on an error that needs no 
 
 S = TypeVar("S")
 T = TypeVar("T")
-Each = Callable[
-    [Callable[[Any], Any], Iterable[Any]], Iterable[Any]
-]  # `map`, or `dealt`, by which processes share its calls
+# `map`, or `dealt`, by which processes share its calls.
+Each = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,8 @@ def main() -> None:
     for name in ("stdout", "stderr"):  # Python has none where the shell closed it
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for as long as the process lives
-    if (
-        signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    ):  # neither ignored, as under nohup, nor a caller's own
+    # Neither ignored, as under nohup, nor a caller's own.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be text

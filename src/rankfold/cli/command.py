@@ -21,10 +21,8 @@ from .rules import check_rules, flag
 UsageError = typer.TyperException  # what the parser raises
 
 SHARED = ("compress", "calibrate", "compare")  # whose work several processes share; the first one does the others alone
-PRINTING = (
-    "inspect",
-    "methods",
-)  # which need no library whose messages were to be kept out: transformers takes seconds
+# They need no library whose messages were to be kept out: transformers takes seconds.
+PRINTING = ("inspect", "methods")
 
 WIDEST = 30  # names of options that stand on the line of their help
 HAS_COLUMNS = re.compile(

@@ -60,9 +60,8 @@ def _read_recovery(context: typer.Context, path: Path | None) -> Recorded | None
         return None
     from .._utils.files import read_json
 
-    record = read_json(
-        path
-    )  # of a model that nobody compressed it holds the training alone, so `read_record` would refuse it
+    # Of a model that nobody compressed it holds the training alone, so `read_record` would refuse it.
+    record = read_json(path)
     check_record(record, {"recovery": NEEDED_OF_RECOVERY}, path)
     return _into_defaults(context, [_of_recovery(record["recovery"])])
 
