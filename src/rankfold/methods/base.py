@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from torch import Tensor
 
+from .._utils.processes import dealt
 from ..allocation import Allocation, Budget, Latency, Measured, PrunableModule
 from ..architectures import Architecture, BlockView
 from ..calibration.moments import BlockMoments
@@ -91,7 +92,14 @@ class Method(MethodConfig):
 
     def stages(self, view: BlockView, ranks: dict[str, int]) -> list[CompressionStep]:
         """The steps in which a block is compressed to the given ranks (module -> rank); one by default."""
-        return [CompressionStep(self.statistics(view), lambda view, moments, _: self.decompose(view, moments, ranks))]
+        return [self._step(self.statistics(view), ranks)]
+
+    def _step(self, statistics: set[str], ranks: dict[str, int], *, is_shared: bool = False) -> CompressionStep:
+        """Return the step that calls :meth:`decompose`; ``is_shared``: of which several processes share the experts."""
+        shared = {"each": dealt} if is_shared else {}
+        return CompressionStep(
+            statistics, lambda view, moments, _: self.decompose(view, moments, ranks, **shared), is_shared=is_shared
+        )
 
     def prunable_modules(self, view: BlockView) -> list[PrunableModule]:
         """The ranks to choose in this block; weights may be on the meta device."""

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..._utils.processes import Each, dealt
+from ..._utils.processes import Each
 from ...allocation import Allocation, Budget, Bytes, Parameters, Uniform
 from ...architectures import BlockView, ExpertsView, from_config
 from ...calibration.experts import INPUT, ROUTING, RoutedTokens
@@ -92,10 +92,7 @@ class REAP(Method):
     def stages(self, view: BlockView, ranks: dict[str, int]) -> list[CompressionStep]:
         """One step, of which several processes share the experts."""
         (step,) = super().stages(view, ranks)
-        shared = CompressionStep(
-            step.statistics, lambda view, moments, _: self.decompose(view, moments, ranks, dealt), is_shared=True
-        )
-        return [step._replace(pieces=(shared,))]
+        return [step._replace(pieces=(self._step(step.statistics, ranks, is_shared=True),))]
 
     def decompose(self, view: BlockView, moments: BlockMoments, ranks: dict[str, int], each: Each = map) -> BlockResult:
         experts: ExpertsView | None = view.experts

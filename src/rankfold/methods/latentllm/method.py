@@ -6,7 +6,7 @@ from functools import partial
 from typing import ClassVar
 
 from ..._utils.memory import release_memory
-from ..._utils.processes import Each, dealt
+from ..._utils.processes import Each
 from ...architectures import BlockView, Dense
 from ...calibration.experts import STATISTICS
 from ...calibration.statistics import SAMPLE_ROWS
@@ -261,9 +261,7 @@ class LatentLLM(NarrowingMethod):
         dense = {m: rank for m, rank in ranks.items() if rank >= there[m].full}
         for _, names in _groups(m for m in ranks if m not in dense):
             mine = ({} if pieces else dense) | {m: ranks[m] for m in names}
-            is_shared = names[0] in EXPERTS
-            piece = partial(_decompose_piece, self, ranks=mine, each=dealt if is_shared else map)
-            pieces.append(CompressionStep(self._statistics_of(view, names), piece, is_shared=is_shared))
+            pieces.append(self._step(self._statistics_of(view, names), mine, is_shared=names[0] in EXPERTS))
         (step,) = super().stages(view, ranks)
         return [step._replace(pieces=tuple(pieces))]
 
@@ -289,10 +287,6 @@ def _groups(modules: Iterable[str], each: Each = map) -> list[tuple[Callable[...
         (partial(decompose_experts, each=each), [m for m in names if m in EXPERTS]),
     ]
     return [group for group in groups if group[1]]
-
-
-def _decompose_piece(method: LatentLLM, view: BlockView, moments, _, ranks: dict[str, int], each: Each) -> BlockResult:
-    return method.decompose(view, moments, ranks, each)
 
 
 def _root_work(kind: str, wide: int) -> Work:

@@ -6,11 +6,11 @@ Nothing is added to the model: every matrix keeps its place and loses rows or co
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from operator import add
 from typing import ClassVar, Literal
 
-from ..._utils.processes import Each, dealt
+from ..._utils.processes import Each
 from ...architectures import BlockView
 from ...calibration.experts import STATISTICS as EXPERT_STATISTICS
 from ...calibration.moments import BlockMoments, Moment
@@ -263,9 +263,8 @@ class MoDeGPT(MeasurableMethod):
         needed, pieces = self._statistics_of_modules(view), []
         for names in (("mlp",), ("experts",), ("qk", "vo")):
             if mine := {module: ranks[module] for module in names if module in ranks}:
-                piece = partial(_decompose_piece, self, ranks=mine, each=dealt if "experts" in mine else map)
                 statistics = set().union(*(needed[module] for module in mine))
-                pieces.append(CompressionStep(statistics, piece, is_shared="experts" in mine))
+                pieces.append(self._step(statistics, mine, is_shared="experts" in mine))
         (step,) = super().stages(view, ranks)
         return [step._replace(pieces=tuple(pieces))]
 
@@ -278,7 +277,3 @@ class MoDeGPT(MeasurableMethod):
         if ranks.keys() & {"qk", "vo"}:
             compress_attention(self, view, moments, ranks, result)
         return result
-
-
-def _decompose_piece(method: MoDeGPT, view: BlockView, moments, _, ranks: dict[str, int], each: Each) -> BlockResult:
-    return method.decompose(view, moments, ranks, each)
