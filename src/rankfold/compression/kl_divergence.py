@@ -137,9 +137,10 @@ class _Search:
         some = first(tokens.ids, fit_tokens(units), source.part)
         self.fit = start(source, some, autocast=source.autocast, shards=tokens.shards, offload=source.offload)
         unseen = tokens.ids if tokens.held_out is None else tokens.held_out
-        self.ids, self.weights = _some_to_compare(source, unseen), None
         if other_texts:
             self.ids, self.weights = _with_other_texts(source, unseen, other_texts)
+        else:
+            self.ids, self.weights = _some_to_compare(source, unseen), None
         self.dense = start(source, self.ids, autocast=source.autocast, most=tokens_in(self.ids, source.part))
         self.together = _side_by_side(source, self.ids)
         # Of every shard here, what was tried in the blocks that fell to it, and the streams behind these trials.
