@@ -42,11 +42,13 @@ class Distiller(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Return the loss of one batch; see :func:`.loss.training_loss`."""
         ids, dense = inputs["input_ids"], inputs.get("dense")
-        if self.teacher is not None and self.loss != "next-token" and dense is None:
-            with torch.no_grad():
-                dense = hidden_states(self.teacher.model, self.teacher.decoder, ids)
-        compressed = hidden_states(model, self.student.decoder, ids)
-        return training_loss(self.student, compressed, ids, loss=self.loss, teacher=self.teacher, dense=dense)
+        # Accelerate sets the precision of the trained model alone; the dense one and both heads are half of the work.
+        with training_context(ids.device):
+            if self.teacher is not None and self.loss != "next-token" and dense is None:
+                with torch.no_grad():
+                    dense = hidden_states(self.teacher.model, self.teacher.decoder, ids)
+            compressed = hidden_states(model, self.student.decoder, ids)
+            return training_loss(self.student, compressed, ids, loss=self.loss, teacher=self.teacher, dense=dense)
 
     def training_step(self, *args, **kwargs) -> Tensor:
         """Take a step; training ends where the loss is not finite."""
