@@ -27,7 +27,7 @@ class CalibrationOptions:
         list[str],
         typer.Option(
             metavar="TEXT",
-            help="mixture, wikitext2, ptb, c4, alpaca, pydoc, python-source, self (the model writes), a file, images. "
+            help="mixture, wikitext2, ptb, c4, mc4, alpaca, pydoc, python-source, self (the model writes), a file, images. "
             "Repeatable; shares: a.txt=0.7.",
         ),
         MayBePath(),

@@ -22,9 +22,11 @@ class HubText:
     splits: dict[str, str]  # "calibration" / "evaluation" -> split
     column: str
     revision: str | None = None
-    data_files: dict[str, str] | None = None
+    data_files: dict[str, str | list[str]] | None = None
     endless: bool = False  # too large to be read to its end
 
+
+LANGUAGES = ("ar", "de", "es", "fr", "it", "ja", "ko", "pt", "ru", "zh")  # of `mc4`
 
 ALIASES = {
     "wikitext2": HubText(
@@ -45,6 +47,20 @@ ALIASES = {
         "text",
         # Perplexity on C4 is measured on the first validation shard; calibration text comes from all training shards.
         data_files={"train": "en/c4-train.*.json.gz", "validation": "en/c4-validation.00000-of-00008.json.gz"},
+        endless=True,
+    ),
+    # Web text in other languages than English; ten shards of each, so that all have the same share.
+    "mc4": HubText(
+        "allenai/c4",
+        None,
+        {"calibration": "train", "evaluation": "validation"},
+        "text",
+        data_files={
+            "train": [f"multilingual/c4-{language}.tfrecord-0000*-of-*.json.gz" for language in LANGUAGES],
+            "validation": [
+                f"multilingual/c4-{language}-validation.tfrecord-00000-of-*.json.gz" for language in LANGUAGES
+            ],
+        },
         endless=True,
     ),
     "alpaca": HubText("tatsu-lab/alpaca", None, {"calibration": "train", "evaluation": "train"}, "text"),
