@@ -211,7 +211,9 @@ def test_an_experiment_is_run_row_by_row_and_goes_on(place, monkeypatch):
     precision = {"autocast": source.autocast}
     assert row["perplexity"] == rankfold.perplexity(model, windows, **precision)["perplexity"]
     assert row["parameters"] == sum(p.numel() for p in model.parameters())
-    assert first["rows"][0]["perplexity"] == rankfold.perplexity(source.whole_model(), windows, **precision)["perplexity"]
+    assert (
+        first["rows"][0]["perplexity"] == rankfold.perplexity(source.whole_model(), windows, **precision)["perplexity"]
+    )
     both = ran(place, monkeypatch)
     assert both["rows"][:2] == first["rows"]
     assert [row["name"] for row in both["rows"][2:]] == ["svd-llm 0.3", "mlp only 0.3"]

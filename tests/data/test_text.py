@@ -149,8 +149,7 @@ def test_joined_separates_documents_by_a_blank_line():
         ("ptb", "evaluation", "ptb-text-only/ptb_text_only", "penn_treebank", "test"),
         ("c4", "calibration", "allenai/c4", None, "train"),
         ("c4", "evaluation", "allenai/c4", None, "validation"),
-        ("mc4", "calibration", "allenai/c4", None, "train"),
-        ("mc4", "evaluation", "allenai/c4", None, "validation"),
+        ("languages", "calibration", "wikimedia/wikipedia", None, "train"),
         ("alpaca", "calibration", "tatsu-lab/alpaca", None, "train"),
     ],
 )
@@ -177,15 +176,13 @@ def test_c4_is_evaluated_on_its_first_validation_shard(hub):
     assert files["validation"] == "en/c4-validation.00000-of-00008.json.gz"
 
 
-def test_all_languages_have_as_many_shards(hub):
-    read_text("mc4")
-    files = hub.calls[0][1]["data_files"]
-    assert len(files["train"]) == len(files["validation"]) == len(LANGUAGES)
-    for language, train, validation in zip(LANGUAGES, files["train"], files["validation"], strict=True):
-        assert fnmatch(f"multilingual/c4-{language}.tfrecord-00007-of-02048.json.gz", train)
-        assert not fnmatch(f"multilingual/c4-{language}.tfrecord-00010-of-02048.json.gz", train)
-        assert fnmatch(f"multilingual/c4-{language}-validation.tfrecord-00000-of-00016.json.gz", validation)
-        assert not fnmatch(f"multilingual/c4-{language}-validation.tfrecord-00000-of-00016.json.gz", train)
+def test_all_languages_have_one_shard(hub):
+    read_text("languages")
+    ((_, kwargs),) = hub.calls
+    assert len(kwargs["data_files"]["train"]) == len(LANGUAGES)
+    for language, pattern in zip(LANGUAGES, kwargs["data_files"]["train"], strict=True):
+        assert fnmatch(f"20231101.{language}/train-00001-of-00017.parquet", pattern)
+        assert not fnmatch(f"20231101.{language}/train-00011-of-00017.parquet", pattern)
 
 
 def test_an_endless_data_set_is_read_as_far_as_needed(hub):
@@ -244,7 +241,10 @@ def test_a_connection_lost_on_the_way_is_reported_too(hub):
         ('{"text": ' + "9" * 5000 + "}\n", r"line 1 is not JSON \(Exceeds the limit"),
         ('{"text": ' + "[" * 100_000 + "]" * 100_000 + "}\n", r"line 1 is not JSON \(maximum recursion depth"),
         ('["a"]\n', "line 1 has no text column 'text'; the row is a list, not an object"),
-        ("", r"text source '.*a\.jsonl' is empty; give a file with text, or one of alpaca, c4, mc4, ptb, wikitext2"),
+        (
+            "",
+            r"text source '.*a\.jsonl' is empty; give a file with text, or one of alpaca, c4, languages, ptb, wikitext2",
+        ),
     ],
 )
 def test_jsonl_errors_say_what_to_fix(tmp_path, content, message):
@@ -282,7 +282,7 @@ def test_a_source_that_is_not_there_lists_what_is(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
         DataError,
-        match=r"no text at .*expected alpaca, c4, mc4, ptb, wikitext2, pydoc, python-source, self, or a \.txt/\.jsonl/\.json/\.csv",
+        match=r"no text at .*expected alpaca, c4, languages, ptb, wikitext2, pydoc, .*, self, or a \.txt/\.jsonl/\.json/\.csv",
     ):
         read_text(name)
 

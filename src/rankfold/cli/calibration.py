@@ -27,8 +27,8 @@ class CalibrationOptions:
         list[str],
         typer.Option(
             metavar="TEXT",
-            help="mixture, wikitext2, ptb, c4, mc4, alpaca, pydoc, python-source, self (the model writes), a file, images. "
-            "Repeatable; shares: a.txt=0.7.",
+            help="mixture, wikitext2, ptb, c4, languages, alpaca, pydoc, python-source, self (the model writes), a file, "
+            "images. Repeatable; shares: a.txt=0.7.",
         ),
         MayBePath(),
     ] = field(default_factory=lambda: [DEFAULT_TEXT])

@@ -7,7 +7,7 @@ from pathlib import Path
 SOURCE_CODE = "python-source"
 DEFAULT_TEXT = "mixture"
 # Texts of several kinds with their shares: a model that is calibrated on one kind loses the others.
-MIXTURES = {DEFAULT_TEXT: {"wikitext2": 0.35, "c4": 0.3, SOURCE_CODE: 0.25, "mc4": 0.1}}
+MIXTURES = {DEFAULT_TEXT: {"wikitext2": 0.35, "c4": 0.3, SOURCE_CODE: 0.25, "languages": 0.1}}
 # Folders of the standard library that hold other projects, tests, tables of characters, or the text of `pydoc`.
 SKIPPED = {
     *("site-packages", "dist-packages", "ensurepip", "test", "tests", "idle_test"),

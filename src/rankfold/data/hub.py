@@ -26,7 +26,8 @@ class HubText:
     endless: bool = False  # too large to be read to its end
 
 
-LANGUAGES = ("ar", "de", "es", "fr", "it", "ja", "ko", "pt", "ru", "zh")  # of `mc4`
+# Of `languages`: as many as the shards from which `datasets` fills a buffer.
+LANGUAGES = ("ar", "de", "es", "fr", "it", "ja", "ko", "pt", "ru", "zh")
 
 ALIASES = {
     "wikitext2": HubText(
@@ -49,18 +50,13 @@ ALIASES = {
         data_files={"train": "en/c4-train.*.json.gz", "validation": "en/c4-validation.00000-of-00008.json.gz"},
         endless=True,
     ),
-    # Web text in other languages than English; ten shards of each, so that all have the same share.
-    "mc4": HubText(
-        "allenai/c4",
+    # One shard of each language, so that all have the same share; the first shard of some is three times as large.
+    "languages": HubText(
+        "wikimedia/wikipedia",
         None,
-        {"calibration": "train", "evaluation": "validation"},
+        {"calibration": "train", "evaluation": "train"},
         "text",
-        data_files={
-            "train": [f"multilingual/c4-{language}.tfrecord-0000*-of-*.json.gz" for language in LANGUAGES],
-            "validation": [
-                f"multilingual/c4-{language}-validation.tfrecord-00000-of-*.json.gz" for language in LANGUAGES
-            ],
-        },
+        data_files={"train": [f"20231101.{language}/train-00001-of-*.parquet" for language in LANGUAGES]},
         endless=True,
     ),
     "alpaca": HubText("tatsu-lab/alpaca", None, {"calibration": "train", "evaluation": "train"}, "text"),

@@ -45,10 +45,10 @@ def load_calibration(
     Args:
         data: one of
 
-            - the name of a text: ``wikitext2``, ``ptb``, ``c4``, ``mc4``, ``alpaca``; ``ALIAS:FILE``, the rows of a local copy;
-              a text file, or a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file with rows of text or of chats; ``pydoc``
-              and ``python-source``, which ship with Python; ``self``, text that the model writes; ``mixture``, several of
-              these (:data:`.built_in.MIXTURES`).
+            - the name of a text: ``wikitext2``, ``ptb``, ``c4``, ``languages``, ``alpaca``; ``ALIAS:FILE``, the rows of a local
+              copy; a text file, or a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file with rows of text or of chats;
+              ``pydoc`` and ``python-source``, which ship with Python; ``self``, text that the model writes; ``mixture``,
+              several of these (:data:`.built_in.MIXTURES`).
             - several names in a list, mixed in equal shares, or name -> share, any positive numbers. Each gives its share of
               all samples in a random order; what one lacks the others give (:mod:`.mixing`).
             - a list of texts. A list of strings is one of names if each string is an alias or an existing file, and one of
