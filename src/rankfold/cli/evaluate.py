@@ -176,9 +176,13 @@ def _cost(models: dict, labels: dict[str, str]) -> "Table":
 def _speed(batches: list[dict], labels: dict[str, str]) -> "Table":
     from rich.table import Table
 
-    table = Table(
-        "batch", "model", "prefill tokens/s", "decode tokens/s", "first token, ms", "peak memory, MiB", "ratios"
-    )
+    from ..evaluation.speed import RATIOS
+
+    columns = ["batch", "model", "prefill tokens/s", "decode tokens/s", "first token, ms", "peak memory, MiB"]
+    compared = len(labels) > 1
+    if compared:
+        columns.append("ratios, prefill and decode")
+    table = Table(*columns, caption=RATIOS if compared else None, caption_justify="left")
     for batch in batches:
         for name, facts in batch["models"].items():
             peak = facts["peak_memory_bytes"]
@@ -188,7 +192,7 @@ def _speed(batches: list[dict], labels: dict[str, str]) -> "Table":
                 *(_spread(facts, kind) for kind in ("prefill", "decode")),
                 f"{facts['first_token_seconds'] * 1e3:,.1f}",
                 "-" if peak is None else f"{peak / 2**20:,.0f}",
-                f"{facts['prefill_ratio']:.2f}, {facts['decode_ratio']:.2f}" if len(batch["models"]) > 1 else "",
+                *([f"{facts['prefill_ratio']:.2f}, {facts['decode_ratio']:.2f}"] if compared else []),
             )
     return table
 

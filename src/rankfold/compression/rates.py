@@ -1,7 +1,7 @@
 """Measure how long this device takes for the routines that :mod:`rankfold.methods.work` counts.
 
-Each routine runs once, as the methods call it, on matrices of the size it is counted for, or of :data:`LARGEST`; larger ones
-take longer by the cube of their size.
+Each routine runs once, as the methods call it, on matrices of about the size it is counted for, or of :data:`LARGEST`; the time
+of other sizes goes by the cube. Ranks differ from block to block, so sizes of up to an eighth less share one measurement.
 """
 
 import functools
@@ -54,7 +54,8 @@ def seconds_for(work: Work, device: torch.device) -> float:
 
 
 def _seconds_of(routine: str, size: int, device: torch.device, threads: int) -> float:
-    measured = min(size, LARGEST)
+    step = 1 << max(0, size.bit_length() - 4)
+    measured = min(-(-size // step) * step, LARGEST)
     return _measured(routine, measured, device, threads) * (size / measured) ** 3
 
 

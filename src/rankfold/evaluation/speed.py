@@ -22,6 +22,11 @@ DEFINITION = (
     "models in turning order; ratio: median over rounds of the speed over the first model's in the same round; one "
     "round before them is not counted"
 )
+# For reports, where a ratio stands beside the two speeds and need not be their quotient.
+RATIOS = (
+    "ratios compare two models within a round and are medians over rounds; each speed is a median of its own, so the "
+    "quotient of two speeds may differ from their ratio"
+)
 PROMPT, STEPS = 256, 32
 
 

@@ -13,7 +13,7 @@ from ..._utils.files import write_text
 from ..protocol import protocol_lines
 from .layers import layer_pictures
 from .plots import INKS, PAGE_WIDTH, Drawn, Picture, drawn, result_pictures, write_pictures
-from .table import RETENTION, cells_of_table, markdown, numbered, summary
+from .table import NAMES, RATIO, RETENTION, cells_of_table, markdown, numbered, summary
 
 RESULTS, TABLE, PLOTS, PAGE = "results.jsonl", "table.md", "plots", "report.html"
 MEANING = {
@@ -24,7 +24,6 @@ MEANING = {
     "compressing, s": "wall time of this row on this machine; of rows that share moments without measuring these",
     RETENTION: "mean of what is kept of the dense model: its perplexity over the row's on every text, the row's accuracy over "
     "its own in every mean of tasks that the protocol names",
-    "× dense": "median over rounds of the speed over the dense model's in the same round",
 }
 
 WRITTEN = {  # a definition -> the column that it is of
@@ -73,6 +72,9 @@ def page(config: dict, rows: list[dict], found: list[Drawn], name: str) -> str:
     environment.filters |= {"embedded": embedded, "breakable": breakable}
     cells = cells_of_table(rows)
     done = [row for row in rows if row["status"] == "done"]
+    lines = list(zip(range(len(rows)), rows, cells.lines, strict=True))
+    columns = range(len(cells.header))
+    probes = [i for i in columns if cells.header[i].endswith(RATIO)]
     environments, groups = [], dict[str, list[Drawn]]()
     for facts in ({**row["environment"], **row["versions"]} for row in done):
         environments += [] if facts in environments else [facts]
@@ -82,7 +84,11 @@ def page(config: dict, rows: list[dict], found: list[Drawn], name: str) -> str:
         identity=config["identity"],
         command=f"rankfold compare --config {shlex.quote(f'{name}/compare.json')} -o {shlex.quote(f'{name}-again')}",
         cells=cells,
-        lines=list(zip(rows, cells.lines, strict=True)),
+        lines=lines,
+        shown=[i for i in columns if i not in probes],
+        probes=[*(i for i in columns if cells.header[i] in NAMES), *probes] if probes else [],
+        probed=[entry for entry in lines if any(entry[-1][i] for i in probes)],
+        probe=RATIO,
         protocol=_protocol(config),
         summary=summary(rows),
         notes=numbered(cells.notes),

@@ -18,7 +18,7 @@ from .table import by_quality
 WIDTH, HEIGHT, DPI = 4.6, 3.5, 200  # inches of a panel
 PAGE_WIDTH = 9.2  # inches of the main picture on a desk
 LINE = 0.19  # inches of a line of the legend; a panel has room for two
-WIDE = 8  # largest value over the smallest from which on a scale is logarithmic
+WIDE = 4  # largest value over the smallest from which on a scale is logarithmic
 # Told apart by most eyes.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#7f3fbf", "#7f7f7f")
 MARKERS, DASHES = "osD^vPX*", ("-", "--", "-.", ":")
