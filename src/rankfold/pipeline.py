@@ -110,7 +110,7 @@ def plan(
         for index in track(range(len(source)), "predicting"):
             view = source.block(index)
             (stage,) = method.stages(view, of_block(allocated.ranks, index))
-            result = decompose(stage, view, moments[index] | shared | (gradients[index] if gradients else {}))
+            result = decompose(stage, view, moments[index] | shared(index) | (gradients[index] if gradients else {}))
             reports |= {(index, module): report for module, report in result.reports.items()}
     calibration = tokens.describe() if tokens else moments.identity["tokens"] if moments else None
     return build_plan(source, method, allocated, reports, calibration)

@@ -741,8 +741,10 @@ ROWS = {
     ],
     Slicing: slicing(("mlp", "heads"), ("mlp",)),
 }
-# On the compressed stream: test_rankfold.py, test_whole_modules.py, test_slicegpt_modegpt.py.
+# On the compressed stream: test_rankfold.py, test_whole_modules.py, test_slicegpt_modegpt.py. Blocks together:
+# test_basis_sharing.py.
 ELSEWHERE = {
+    "basis-sharing": {"group_size"},
     "rankfold": {"attention_aware", "residual_correction", "norm_aware", "allow_module_removal"},
     "slicegpt+modegpt": {"slicing"},
 }

@@ -153,7 +153,7 @@ def test_what_has_no_experts_and_what_goes_too_far():
         rankfold.compress(opened_family("llama"), method="reap", calibration=tokens())
     with pytest.raises(OptionError, match="sparsity 0.9 cannot be reached: the chosen modules can lose at most"):
         rankfold.plan(opened(model_of("mixtral")), 0.9, method="reap")
-    with pytest.raises(OptionError, match="method reap gives all blocks one width or number of experts"):
+    with pytest.raises(OptionError, match="method reap gives several blocks one width, basis or number of experts"):
         make_method("reap", exclude_blocks=(0,))
     with pytest.raises(OptionError, match="method reap takes allocation uniform, got owl"):
         make_method("reap", allocation="owl")

@@ -151,7 +151,7 @@ def test_little_slicing_costs_more_than_it_saves_and_the_rest_makes_up_for_it():
 def test_refusals():
     with pytest.raises(OptionError, match=r"slicing must be in \(0, 1\), got 1.0"):
         method(slicing=1.0)
-    with pytest.raises(OptionError, match="gives all blocks one width or number of experts"):
+    with pytest.raises(OptionError, match="gives several blocks one width, basis or number of experts"):
         method(exclude_blocks=(1,))
     with pytest.raises(OptionError, match="takes budget parameters, got flops"):
         method(budget="flops")

@@ -169,6 +169,13 @@ def test_blocks_in_coordinates_of_their_own_are_refused(tmp_path):
         blockwise(tmp_path / "s", tiny_model("llama"), tmp_path / "work")
 
 
+def test_blocks_that_share_bases_are_refused(tmp_path):
+    method = rankfold.make_method("basis-sharing", sparsity=0.3, rank_multiple=2)
+    rankfold.compress(tiny_model("llama"), method=method, calibration=tokens(), output=tmp_path / "s", device="cpu")
+    with pytest.raises(rankfold.RankfoldError, match="share bases, so none of them can be trained by itself"):
+        blockwise(tmp_path / "s", tiny_model("llama"), tmp_path / "work")
+
+
 def test_another_number_of_blocks_than_the_record_says_is_refused(small, tmp_path):
     dense = tiny_model("llama")
     dense.config.num_hidden_layers, dense.model.layers = 1, dense.model.layers[:1]

@@ -16,6 +16,8 @@ class PrunableModule:
     module: str
     ranks: tuple[int, ...]  # ascending; the last one leaves the module dense
     sizes: tuple[int, ...]  # weights stored at each rank, ascending; or what else the budget counts
+    # More blocks, whose module of this name is as large and has the same rank; sizes are of all together.
+    members: tuple[int, ...] = ()
     fixed: bool = False  # an option of the method has chosen the first rank; the budget chooses the others around it
 
     @property

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from .._utils.files import read_json, write_json, write_tensors
 from ..errors import CheckpointError
 from ..methods import BlockResult
+from ..modules import tied_weights
 from .load import empty_model
 from .shards import Shards
 
@@ -30,6 +31,7 @@ class BlockFiles:
         return self._report(index).exists()  # written after the shard
 
     def _basis(self, index: int) -> Path:
+        """What the run needs of a block and the result holds nowhere or in another block: ``basis``, and tied tensors."""
         return self.folder / f"basis-{index:05d}.safetensors"
 
     def _report(self, index: int) -> Path:
@@ -44,9 +46,11 @@ class BlockFiles:
             index: in the dense model.  place, prefix: number and path in the result.
         """
         state = {f"{prefix}.{name}": as_written(tensor, dtype) for name, tensor in module.state_dict().items()}
+        beside = {name: state.pop(f"{prefix}.{name}") for name in tied_weights(module)}
         self.shards.write(place, state)
-        if result.basis is not None:
-            write_tensors(self._basis(index), {"basis": result.basis}, {"format": "pt"})
+        beside |= {"basis": result.basis} if result.basis is not None else {}
+        if beside:
+            write_tensors(self._basis(index), beside, {"format": "pt"})
         self.save_report(index, result)
 
     def save_report(self, index: int, result: BlockResult) -> None:
@@ -59,7 +63,9 @@ class BlockFiles:
         found, changed = self._load_report(index)
         state = self._load(self.shards.path(place))
         state = {name.removeprefix(prefix + "."): tensor for name, tensor in state.items()}
-        basis = self._load(self._basis(index))["basis"] if self._basis(index).exists() else None
+        beside = self._load(self._basis(index)) if self._basis(index).exists() else {}
+        basis = beside.pop("basis", None)
+        state |= beside
         kept = {name: tensor for name, tensor in state.items() if name.startswith(_inside(found)) or name in changed}
         return found._replace(state=kept, basis=basis)
 

@@ -163,7 +163,7 @@ def assemble(source, config, blocks: dict[str, Tensor]) -> PreTrainedModel:
     outer = {name: tensor.clone() for name, tensor in source.outer_state().items()}  # the caller may hold the source
     state = outer | {name: t.to("cpu", source.dtype) if t.is_floating_point() else t for name, t in blocks.items()}
     model.load_state_dict(state, strict=False, assign=True)
-    model.tie_weights()
+    model.tie_weights(recompute_mapping=False)  # bases that blocks share too, which are in no mapping of the family
     if hasattr(source.model, "generation_config"):  # encoders have none
         model.generation_config = copy.deepcopy(source.model.generation_config)
     if described(config) is not None:

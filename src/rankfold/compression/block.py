@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,7 +31,7 @@ class RunContext(NamedTuple):
     provider: MomentProvider
     held_out: HeldOut | None  # samples that nothing is fitted to
     gradients: MomentStore | None  # of the dense model, where the method reads any
-    shared: BlockMoments  # of all blocks of the dense model together, likewise
+    shared: Callable[[int], BlockMoments]  # block -> what it reads of other blocks of the dense model, likewise
 
 
 def run_stages(context: RunContext, view: BlockView, ranks: dict[str, int]) -> tuple[BlockView, BlockResult]:
@@ -58,7 +58,7 @@ def _run_stage(context: RunContext, view: BlockView, stage: CompressionStep) -> 
     release_memory()
     more = {}
     if is_first():
-        more = dict(context.shared) | (context.gradients[view.index] if context.gradients else {})
+        more = context.shared(view.index) | (context.gradients[view.index] if context.gradients else {})
     # Shared ones after the others: there is an exchange in each.
     turns = sorted(range(len(pieces)), key=lambda n: pieces[n].is_shared)
     mine = {n: pieces[n] for n in turns if pieces[n].is_shared or owners[n] == process_index()}

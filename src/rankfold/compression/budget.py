@@ -50,7 +50,8 @@ def rank_options(source: DenseModel, method: Method, kept: Path | None = None) -
         UnsupportedModelError: multiply-accumulates of a mixture of experts; the cache of an encoder; blocks to remove that know
             their numbers.
     """
-    units = [u for view in source.meta_blocks() for u in fitted(method.prunable_modules(view), view, method)]
+    views = source.meta_blocks()
+    units = method.joined([u for view in views for u in fitted(method.prunable_modules(view), view, method)], views)
     if any(unit.module == BLOCK for unit in units):
         stay = blocks_that_stay(source)
         units = [replace(u, ranks=u.ranks[-1:], sizes=u.sizes[-1:]) if u.block in stay else u for u in units]

@@ -13,7 +13,7 @@ from ..allocation import RankCosts, shared_budgets
 from ..architectures import BlockView
 from ..calibration.backward import sweep, windows_for
 from ..calibration.gradients import gradient_observers, widest
-from ..calibration.moments import BlockMoments
+from ..calibration.moments import BlockMoments, moved
 from ..calibration.providers import DenseMoments, HiddenStates, MomentProvider
 from ..calibration.runner import Stream
 from ..calibration.statistics import STATISTICS, dense_inputs
@@ -60,17 +60,26 @@ def _shared(source: DenseModel, method: Method) -> set[str]:
     return set().union(*map(method.shared, source.meta_blocks()))
 
 
-def shared_of(source: DenseModel, method: Method, moments: MomentStore | None) -> BlockMoments:
-    """Return what a method makes of all blocks of the dense model together; nothing where it reads none.
+def shared_of(source: DenseModel, method: Method, moments: MomentStore | None) -> Callable[[int], BlockMoments]:
+    """Return a function that gives a block, by its number, what a method makes of all blocks of the dense model together
+    and of the group of this one; nothing where it reads none.
 
     Raises:
         CheckpointError: the moments lack what it reads.
     """
     wanted = _shared(source, method)
     if moments is None or not wanted or not is_first():
-        return {}
+        return lambda index: {}
     moments.check(source, wanted)
-    return method.sum_up(moments[index] for index in range(len(source)))
+    of_all = method.sum_up(moments[index] for index in range(len(source)))
+
+    def member(index: int) -> tuple[BlockView, BlockMoments]:
+        view = source.block(index)
+        view = view.on_cpu() if view.device.type == "mps" else view  # which has no fp64
+        known = moments[index]
+        return view, moved({name: known[name] for name in wanted if name in known}, view.device)
+
+    return lambda index: of_all | method.pool(member(other) for other in method.group(index, len(source)))
 
 
 def available(source: DenseModel, statistics: set[str]) -> set[str]:

@@ -55,6 +55,7 @@ def allocate_ranks(options: RankOptions, method: Method, measured=None) -> Alloc
     """Choose ranks under the budget; see :func:`rankfold.allocation.allocate`."""
     units, counted = options.priced, options.counted
     ranks, facts = allocate(units, method, counted, measured)
+    ranks |= {(block, unit.module): ranks[unit.key] for unit in units for block in unit.members}
     removed = sum(u.dense - u.size(ranks[u.key]) for u in units)
     amounts: dict[str, Any] = {"counted": counted, "asked": to_remove(units, method, counted), "removed": removed}
     amounts["excess"] = _excess(units, ranks, method, amounts)
@@ -136,18 +137,8 @@ def build_plan(
         calibration: description of the calibration tokens; the estimate of memory depends on them.
     """
     ranks = allocated.ranks
-    modules = tuple(
-        ModulePlan(
-            block=u.block,
-            module=u.module,
-            rank=ranks[u.key],
-            of=u.ranks[-1],
-            weights=u.size(ranks[u.key]),
-            dense_weights=u.dense,
-            relative_error=reports.get(u.key, {}).get("relative_error"),
-        )
-        for u in allocated.options.units
-    )
+    modules = tuple(row for unit in allocated.options.units for row in _rows(unit, ranks[unit.key], reports))
+    modules = tuple(sorted(modules, key=lambda row: row.block))  # of a unit with members they are of several blocks
     removed = sum(m.dense_weights - m.weights for m in modules)
     blocks = [(view, of_block(ranks, view.index)) for view in source.meta_blocks()]
     changes = [method.parameter_change(*block) for block in blocks]
@@ -185,6 +176,23 @@ def build_plan(
         part=source.part.name if source.part.chosen else None,
         added_products=sum(method.added_products(*block) for block in blocks),
     )
+
+
+def _rows(unit: PrunableModule, rank: int, reports: Reports) -> list[ModulePlan]:
+    """Return the plan of a module of one block, or of each of its members, which share what is stored evenly."""
+    blocks, weights = (unit.block, *unit.members), unit.size(rank)
+    return [
+        ModulePlan(
+            block=block,
+            module=unit.module,
+            rank=rank,
+            of=unit.ranks[-1],
+            weights=weights // len(blocks) + (place < weights % len(blocks)),
+            dense_weights=unit.dense // len(blocks),
+            relative_error=reports.get((block, unit.module), {}).get("relative_error"),
+        )
+        for place, block in enumerate(blocks)
+    ]
 
 
 def _idle(method: Method, blocks: Blocks) -> int:

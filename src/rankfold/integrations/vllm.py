@@ -102,6 +102,10 @@ class CompressedForCausalLM(TransformersForCausalLM):
                 raise UnsupportedModelError(
                     "a residual stream that changes its width (slicegpt) is not run by vLLM's backend; use transformers"
                 )
+            if isinstance(module, LatentLinear) and module.basis:
+                raise UnsupportedModelError(
+                    "bases that several blocks share (basis-sharing) are not loaded by vLLM's backend; use transformers"
+                )
             if any(isinstance(child, APART) for child in module.children()):
                 module.__class__ = _apart(type(module), tuple(type(child) for child in module.children()))
         if (count := self.tp_group.world_size) > 1:

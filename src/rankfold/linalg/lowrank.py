@@ -73,6 +73,37 @@ def low_rank(W: Tensor, precond: Preconditioner, *, rank: int, C: Tensor | None 
     return LowRank((B * signs).to(W.dtype), (A * signs[:, None]).to(W.dtype), S[: min(out, N)], _tail(energies, rank))
 
 
+@torch.no_grad()
+def shared_basis(gram: Tensor, precond: Preconditioner, *, rank: int) -> tuple[Tensor, Tensor]:
+    r"""Rows that several layers of as many inputs share as a basis: Basis Sharing (arXiv:2410.03765), Sec. 3.1.
+
+    The ``A`` of the best rank-``rank`` factors of all these weights, one above the other, in the metric ``E`` of a
+    pre-conditioner: :math:`V S^2 V^T = E^T (\sum_i W_i^T W_i) E`, ``A = V^T E^{-1}``, scaled to unit rows. The
+    coefficients of each layer are ``B_i = W_i E V``.
+
+    Args:
+        gram: ``(N, N)`` sum of ``W^T W`` over the layers.
+        precond: of the inputs of all of them together.
+        rank: ``1 <= rank <= N``.
+
+    Returns:
+        ``A`` (R, N), and ``V`` (N, R) of the same scale, dtype of the statistics. Signs: the largest entry of each column
+        of ``V`` is positive.
+
+    Raises:
+        ValueError: shapes disagree, or rank out of range.
+    """
+    N = precond.width
+    check_moment(gram, N)
+    if not 1 <= rank <= N:
+        raise ValueError(f"rank must be in [1, {N}] for {N} inputs, got {rank}")
+    half = precond.apply(gram.to(precond.dtype))
+    V = fix_signs(_descending(precond.apply(half.T))[1][:, :rank])
+    A = precond.undo(V.T)
+    size = A.norm(dim=1).clamp_min(torch.finfo(A.dtype).tiny)
+    return A / size[:, None], V * size
+
+
 def _from_outputs(W: Tensor, precond: Preconditioner, rank: int, C: Tensor | None):
     """Factors, singular values, and what every left singular vector adds to the energy of the output in ``C``."""
     if C is not None and isinstance(precond, RootCovariance) and C is precond.C:

@@ -5,7 +5,7 @@ A method says which ranks a block may take and what they cost (:meth:`Method.pru
 Allocation, calibration, checkpoints and reports know nothing else about it.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
@@ -90,6 +90,14 @@ class Method(MethodConfig):
         """What every block is given beside its own moments, of the :meth:`shared` statistics of all blocks."""
         return {}
 
+    def group(self, index: int, blocks: int) -> range:
+        """Blocks of the dense model that :meth:`pool` reads for a block; none by default."""
+        return range(0)
+
+    def pool(self, members: Iterable[tuple[BlockView, BlockMoments]]) -> BlockMoments:
+        """What a block is given beside its own moments, of the :meth:`shared` statistics of its :meth:`group`."""
+        return {}
+
     def stages(self, view: BlockView, ranks: dict[str, int]) -> list[CompressionStep]:
         """The steps in which a block is compressed to the given ranks (module -> rank); one by default."""
         return [self._step(self.statistics(view), ranks)]
@@ -104,6 +112,10 @@ class Method(MethodConfig):
     def prunable_modules(self, view: BlockView) -> list[PrunableModule]:
         """The ranks to choose in this block; weights may be on the meta device."""
         raise NotImplementedError
+
+    def joined(self, modules: list[PrunableModule], views: Sequence[BlockView]) -> list[PrunableModule]:
+        """Modules of all blocks, one for those of several blocks that must have one rank; as they are by default."""
+        return modules
 
     def parameter_change(self, view: BlockView, ranks: dict[str, int]) -> tuple[int, int]:
         """``(change in parameters, bytes of codes and indices added)`` in a block at these ranks, biases included."""

@@ -104,8 +104,8 @@ class MethodConfig:
             raise OptionError(f"exclude_blocks takes block numbers such as (0, -1), got {self.exclude_blocks!r}")
         if self.exclude_blocks and not self.can_exclude_blocks:
             raise OptionError(
-                f"method {self.name} gives all blocks one width or number of experts, so none can be excluded, got "
-                f"{self.exclude_blocks}; leave exclude_blocks out"
+                f"method {self.name} gives several blocks one width, basis or number of experts, so none can be excluded, "
+                f"got {self.exclude_blocks}; leave exclude_blocks out"
             )
 
     def _check_target(self) -> None:

@@ -27,6 +27,7 @@ METHODS = {
     "svd": Entry("baselines.svd_family", "SVD", "Truncated SVD of the weights"),
     "svd-llm": Entry("baselines.svd_family", "SVDLLM", "SVD after whitening the inputs", "2403.07378"),
     "aa-svd": Entry("baselines.anchored", "AASVD", "SVD-LLM on the inputs as they are now, for the dense outputs", "2604.02119"),
+    "basis-sharing": Entry("baselines.basis_sharing", "BasisSharing", "SVD-LLM, one basis for neighbouring blocks", "2410.03765"),
     "asvd": Entry("baselines.svd_family", "ASVD", "SVD after scaling by mean absolute activations", "2312.05821"),
     "fwsvd": Entry("baselines.svd_family", "FWSVD", "SVD weighted by the Fisher information of each column", "2207.00112"),
     "zs-svd": Entry("baselines.zero_sum", "ZSSVD", "SVD-LLM, ranks so that expected loss changes sum to zero", "2602.02848"),

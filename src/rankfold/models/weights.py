@@ -5,7 +5,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -51,6 +51,9 @@ class TensorReader:
         """Replace all meta tensors of ``module`` by those of the files; see :meth:`read`."""
         state = self.read([prefix + name for name in module.state_dict()], storage_dtype, dtype)
         module.load_state_dict({name.removeprefix(prefix): tensor for name, tensor in state.items()}, assign=True)
+
+    def repeat(self, tied: Mapping[str, str]) -> None:
+        """Find tensors under more names, which no file has: name -> the one it is stored under; nothing by default."""
 
     def _tensors(self, names: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """Read tensors, with the numbers that are stored."""
@@ -161,6 +164,11 @@ class Weights(TensorReader):
         names = set(self.places) - set(model.state_dict())
         return sorted(n for n in names if not any(re.search(pattern, n) for pattern in ignored))
 
+    def repeat(self, tied: Mapping[str, str]) -> None:
+        self.places = {
+            name: self.places[stored] for name, stored in tied.items() if stored in self.places
+        } | self.places
+
     def differ(self, one: str, other: str) -> bool:
         """Whether two tensors, both there, are unequal."""
         return {one, other} <= set(self.places) and not torch.equal(self.raw(one), self.raw(other))
@@ -264,6 +272,7 @@ def fill_outer(
     check_finite(state)
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
+    weights.repeat(getattr(model, "all_tied_weights_keys", None) or {})
     move_outer(model, blocks, device)
 
 

@@ -1,7 +1,7 @@
 """The modules found in a compressed model; :mod:`.bundle` puts them into one file beside every checkpoint."""
 
 from .attention import CompressedAttention
-from .building import build, install
+from .building import build, install, tied_weights
 from .bundle import CODE_FILE, code
 from .experts import LatentExperts
 from .latent import LatentLinear, SplitHeadLinear
@@ -46,4 +46,5 @@ __all__ = [
     "digest",
     "install",
     "install_described",
+    "tied_weights",
 ]

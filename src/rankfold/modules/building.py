@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from .attention import CompressedAttention, PackedAttention
 from .descriptions import check_description
 from .experts import LatentExperts, narrow_experts
+from .latent import LatentLinear
 from .latent_attention import LatentAttention
 from .layers import LAYERS, build_layer
 from .shortcuts import ShortcutBlock
@@ -73,7 +74,28 @@ def install(model: Any, modules: dict[str, dict]) -> None:
         owner._is_hf_initialized = True  # some families' weight init reaches into children by names that are gone now
     if any(spec["kind"] in ATTENTIONS for spec in modules.values()):
         model._get_static_cache_init_shape = _unknown  # the config does not have the widths; the first states do
+    _tie(model)
     _record(model)
+
+
+def tied_weights(root: nn.Module) -> list[str]:
+    """Return the names, inside of ``root``, of bases that an earlier block stores."""
+    return [f"{name}.A.weight" for name, module in _with_basis(root)]
+
+
+def _with_basis(root: nn.Module) -> list[tuple[str, LatentLinear]]:
+    return [(n, m) for n, m in root.named_modules() if isinstance(m, LatentLinear) and m.basis]
+
+
+def _tie(model: Any) -> None:
+    """Have transformers tie bases that several blocks share where it loads, and leave copies out where it saves."""
+    for name, module in _with_basis(model):
+        place = _place(model, module.basis or "")
+        owner = model.get_submodule(place)
+        if not isinstance(owner, LatentLinear) or owner.basis or owner.A.weight.shape != module.A.weight.shape:
+            raise ValueError(f"{name!r} cannot have the basis of {place!r}, which stores none of its shape")
+        model.all_tied_weights_keys[f"{name}.A.weight"] = f"{place}.A.weight"
+        module._tied_weights_keys = {"A.weight": f"{place}.A.weight"}
 
 
 def _unknown():

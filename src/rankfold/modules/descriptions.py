@@ -25,6 +25,8 @@ def check_description(spec: dict, kinds) -> None:
     kind = spec.get("kind")
     if kind is None or kind not in kinds:
         raise ValueError(f"unknown module kind {kind!r}; this version of rankfold reads: {', '.join(sorted(kinds))}")
+    if not isinstance(spec.get("basis", ""), str):
+        raise ValueError(f"'basis' of a {kind} module must be the path of a layer, got {spec['basis']!r}")
     for key in _SIZES:
         least = 0 if key in _MAY_BE_ZERO.get(kind, ()) else 1
         if key in spec and not (isinstance(spec[key], int) and least <= spec[key] < 2**31):

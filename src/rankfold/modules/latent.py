@@ -29,11 +29,14 @@ class LatentLinear(nn.Module):
     quantised numbers (see :mod:`.factors`). What is stored of them may be quantised (``bits``, ``chunk``), ``B`` may have an
     identity in every head (``head_identity`` heads), and ``nonzeros`` adds a sparse correction: ``y = B (A x) + D x + b``.
 
+    A layer with a ``basis`` has the ``A`` of the layer at that path, in an earlier block; it is stored there only.
+
     LatentLLM (arXiv:2505.18413), Sec. 3.3 and App. A.2, I.
     """
 
     def __init__(self, spec: dict):
         super().__init__()
+        self.basis: str | None = spec.get("basis")
         self.in_features, self.out_features, self.rank = spec["in"], spec["out"], spec["rank"]
         self.form = spec["form"]
         if self.form not in ("plain", "block_identity_right", "block_identity_left", "triangles", "lu"):

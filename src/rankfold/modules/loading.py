@@ -246,6 +246,7 @@ def _structured(dense):
             before = set(model.modules())
             install(model, description.modules)
             _initialise([module for module in model.modules() if module not in before], model)
+            model.tie_weights(recompute_mapping=False)
             attach(model, description)
         return model
 

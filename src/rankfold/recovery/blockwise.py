@@ -35,7 +35,7 @@ from ..errors import OptionError, UnsupportedModelError, option
 from ..methods import BLOCK
 from ..models.block_reader import BlockReader
 from ..models.dense_model import DenseModel
-from ..modules import CODE_FILE, FORMAT, ShortcutBlock, code
+from ..modules import CODE_FILE, FORMAT, ShortcutBlock, code, tied_weights
 from .judging import Losses, ProbeLosses
 from .options import Options
 from .training import AT_ONCE, warm_up
@@ -71,7 +71,7 @@ def kept_of(student: DenseModel, teacher: DenseModel, record: dict) -> list[int]
     """Return the block of the dense model from which every block of the compressed one was made.
 
     Raises:
-        UnsupportedModelError: blocks write their stream in other coordinates than those of the dense model.
+        UnsupportedModelError: blocks write their stream in other coordinates than those of the dense model, or share weights.
         OptionError: blocks were removed, and no record tells which; or the dense model is another one.
     """
     whole = f"leave {option('blockwise')} out"
@@ -79,6 +79,10 @@ def kept_of(student: DenseModel, teacher: DenseModel, record: dict) -> list[int]
         raise UnsupportedModelError(
             f"blocks of {student.name} write their states in coordinates of their own, which no dense block does, so there is "
             f"nothing to train a single block towards; {whole}"
+        )
+    if tied_weights(student.model):
+        raise UnsupportedModelError(
+            f"blocks of {student.name} share bases, so none of them can be trained by itself; {whole}"
         )
     removed = {m["block"] for m in record.get("plan", {}).get("modules", ()) if (m["module"], m["rank"]) == (BLOCK, 0)}
     kept = [block for block in range(len(teacher)) if block not in removed]

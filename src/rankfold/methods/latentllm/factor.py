@@ -75,7 +75,7 @@ def local(slot: Slot, dense: Dense, given: Input, rank: int) -> Fit:
     measure = OutputError(slot.name, given.statistic, dense, given.centred)
     fit = Fit(B, A, dense.bias, report, measure, D)
     if given.centred:
-        fit = fit._replace(bias=_moved(W, fit, dense.bias, given.mean))
+        fit = fit._replace(bias=moved_bias(W, fit, dense.bias, given.mean))
     if not method.bits:
         return fit
     target = Target(W if D is None else W - D, given.C)
@@ -113,8 +113,8 @@ def product(fit: Fit) -> Dense:
     return Dense(weight, None if fit.bias is None else fit.bias.double())
 
 
-def _moved(W: Tensor, fit: Fit, bias: Tensor | None, mean: Tensor) -> Tensor:
-    """The bias that makes the layer right on average (App. B.2)."""
+def moved_bias(W: Tensor, fit: Fit, bias: Tensor | None, mean: Tensor) -> Tensor:
+    """Return the bias that makes a layer ``W`` right on average, in its own dtype or fp64 (App. B.2)."""
     bias = W.new_zeros(len(W)) if bias is None else bias
     B, A = (torch.block_diag(*fit.B), fit.A.flatten(0, 1)) if fit.B.dim() == 3 else (fit.B, fit.A)
     W = W if fit.D is None else W - fit.D
