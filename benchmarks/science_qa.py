@@ -124,7 +124,7 @@ def write_questions(work: Path, each: int) -> None:
     """One folder for each of `SHOWN`: the same questions, with other pictures."""
     asked = picture_rows.rows_of_all_kinds(random.Random(1), True, each)
     own = [image for _, image in asked if image is not None]
-    others = [*own[len(picture_rows.SUBJECTS) :], *own[: len(picture_rows.SUBJECTS)]]
+    others = [*own[len(own) // 2 :], *own[: len(own) // 2]]  # far away, because neighbours can share a scene
     noise = np.random.default_rng(0).integers(0, 256, (len(own), *own[0].shape), np.uint8)
     for shown, images in (("own", own), ("other", others), ("noise", noise)):
         given = iter(images)

@@ -32,9 +32,10 @@ SEES = {
 }
 TRAINING = {
     "tower": {"steps": 150, "rate": 3e-3, "pictures": 128},
-    "language": {"steps": 250, "rate": 3e-4, "questions": 8, "from_block": 10},
+    "language": {"steps": 600, "rate": 3e-4, "questions": 16, "from_block": 10},
     "seed": 0,
 }
+ROUND = 16  # tokens: lengths of batches are multiples
 TEMPLATE = (
     "{% for turn in messages %}{% if turn['role'] == 'user' %}USER: {% for part in turn['content'] %}"
     "{% if part['type'] == 'image' %}" + IMAGE + "\n{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
@@ -91,12 +92,17 @@ def batch(asked: list[tuple[dict, np.ndarray | None]], tokenizer) -> tuple[dict[
         shown = "" if image is None else IMAGE * PLACES + "\n"
         question = tokenizer.encode(ASKED.format(image=shown, question=prompt_of(row)), add_special_tokens=False)
         answer = tokenizer.encode(f" {answer_of(row)}{END}", add_special_tokens=False)
-        ids.append(torch.tensor(question + answer))
-        labels.append(torch.tensor([-100] * len(question) + answer))
-    padded = nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=tokenizer.pad_token_id)
+        ids.append(question + answer)
+        labels.append([-100] * len(question) + answer)
     images = [image for _, image in asked if image is not None]
-    inputs = {"input_ids": padded} | ({"pixel_values": pixels_of(np.stack(images))} if images else {})
-    return inputs, nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100)
+    inputs = {"input_ids": padded(ids, tokenizer.pad_token_id)}
+    return inputs | ({"pixel_values": pixels_of(np.stack(images))} if images else {}), padded(labels, -100)
+
+
+def padded(rows: list[list[int]], value: int) -> Tensor:
+    """``(B, T)`` with few different T, because products of a new shape are slow the first time."""
+    longest = -(-max(map(len, rows)) // ROUND) * ROUND
+    return torch.tensor([[*row, *[value] * (longest - len(row))] for row in rows])
 
 
 def learn(parameters: list[nn.Parameter], steps: int, rate: float, loss_of: Callable[[], Tensor]) -> None:
@@ -111,7 +117,7 @@ def learn(parameters: list[nn.Parameter], steps: int, rate: float, loss_of: Call
         optimiser.step()
         optimiser.zero_grad()
         schedule.step()
-        if step % 10 == 0:
+        if step % 20 == 0:
             common.say(f"step {step}: loss {loss.item():.3f}")
 
 

@@ -77,11 +77,12 @@ def test_it_is_trained_on_what_its_processor_makes(scripts, tokenizer, subtests)
             answer = {"role": "assistant", "content": [{"type": "text", "text": model.answer_of(row)}]}
             made = processor.apply_chat_template([*turns, answer], **options)
             inputs, labels = model.batch([(row, image)], tokenizer)
-            assert torch.equal(inputs["input_ids"], made["input_ids"])
-            length = question.shape[1]
-            assert torch.equal(inputs["input_ids"][:, :length], question) and (labels[:, :length] == -100).all()
-            assert torch.equal(labels[:, length:], made["input_ids"][:, length:])
-            assert choice_of(tokenizer.decode(labels[0, length:-1]), len(row["choices"])) == row["answer"]
+            begin, end = question.shape[1], made["input_ids"].shape[1]
+            assert torch.equal(inputs["input_ids"][:, :end], made["input_ids"])
+            assert torch.equal(made["input_ids"][:, :begin], question)
+            assert torch.equal(labels[:, begin:end], made["input_ids"][:, begin:])
+            assert (labels[:, :begin] == -100).all() and (labels[:, end:] == -100).all()
+            assert choice_of(tokenizer.decode(labels[0, begin : end - 1]), len(row["choices"])) == row["answer"]
             if image is not None:
                 torch.testing.assert_close(inputs["pixel_values"], made["pixel_values"])
 

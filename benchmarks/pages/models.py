@@ -217,10 +217,10 @@ def _radars(page: str, dense: dict, rows: list[dict], folder: Path | None) -> li
 
 
 def _as_asked(row: dict) -> dict:
-    """Return a row as the report of a comparison takes it, a kind of question for a task, the mean for its order."""
+    """Return a row as the report of a comparison takes it, a kind of question for a task, the mean's loss for its order."""
     tasks = {kind: {"acc": share} for kind, share in row["accuracy"].items()}
     counts = {"sparsity": row["sparsity"]}
-    measures = {"texts": [{"text": "", "perplexity": 1 / row["mean"]}], "tasks": tasks}
+    measures = {"texts": [{"text": "", "perplexity": 2 - row["mean"]}], "tasks": tasks}
     facts = {"label": setting(row), "sparsity": row["sparsity"], "counts": counts, "measures": measures}
     return facts | {"status": "done", "modules": []}
 
