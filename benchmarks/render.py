@@ -34,6 +34,7 @@ PAGES = {
     "probe_texts": ("probe_texts_*", "Kinds of text that the calibration does not show", perplexity.probe_texts),
     "encoders": ("encoders_*", "Encoders", models.encoders),
     "images_and_text": ("images_and_text*", "Images and text, by kind of question", models.images_and_text),
+    "science_qa": ("science_qa*", "A model that sees, by column of ScienceQA", models.science_qa),
     "perplexity": ("perplexity_*", "Perplexity", perplexity.perplexity),
     "grid": ("grid_*", "Every method on the same texts", perplexity.grid),
     "allocation": ("allocation_*", "Sparsity by block", allocation.allocation),
@@ -76,7 +77,7 @@ PAGES = {
 # Pages with pictures.
 DRAWN = (
     *("tradeoff", "random_matrices", "same_bytes", "recover", "allocation", "grid", "studies"),
-    *("latent_table", "images_and_text"),
+    *("latent_table", "images_and_text", "science_qa"),
 )
 # Page -> patterns of records, title, lines of all of them together.
 TOGETHER = {

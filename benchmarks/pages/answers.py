@@ -243,6 +243,17 @@ def images_and_text(records: list[dict]) -> str:
     )
 
 
+def science_qa(records: list[dict]) -> str:
+    found = named(records[0])
+    dense, other = (percent(found[name]["acc"]) for name in ("dense", "dense, pictures of other questions"))
+    at = ("language", "vision", "language and vision")
+    shares = [percent(found[f"{case}: rankfold 0.3"]["acc"]) for case in at]
+    return (
+        f"With 0.3 of the language model, of the vision tower or of both removed the default answers {shares[0]}, {shares[1]} "
+        f"and {shares[2]} (dense {dense}; with other pictures {other})."
+    )
+
+
 def encoders(records: list[dict]) -> str:
     digits, sentences = of_model(records, "ViT"), of_model(records, "MiniLM")
     return (

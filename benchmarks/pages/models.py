@@ -194,22 +194,22 @@ def images_and_text(record: dict, folder: Path | None = None) -> list[str]:
         lines += [f"### Compressed: {case}", "", *means, ""]
         lines += ["The paper's order, worse first, in points of the mean that the second gains:", ""]
         lines += [_gain(found, a, b) for worse, better in pairwise(ORDER) for a in worse for b in better] + [""]
-    lines += _radars(rows["language"], dense, folder)
+    lines += ["### Language model alone, by kind of question (LatentLLM, Figure 6)", ""]
+    lines += _radars("images_and_text", dense, [row for row in rows["language"] if row["setting"] in SPOKES], folder)
     for case, mine in rows.items():
         lines += [f"### By kind of question: {case}", "", *_by_kind(mine, dense, config["chance"]), ""]
     return lines
 
 
-def _radars(rows: list[dict], dense: dict, folder: Path | None) -> list[str]:
+def _radars(page: str, dense: dict, rows: list[dict], folder: Path | None) -> list[str]:
     """Return the lines of the pictures of accuracy by kind at the sparsities of the paper's Figure 6."""
     from rankfold.comparison.report.page import pictures  # the extra rankfold[report]
     from rankfold.comparison.report.plots import drawn
 
-    shown = [row for row in rows if row["setting"] in SPOKES and row["sparsity"] in AT and "error" not in row]
-    lines = ["### Language model alone, by kind of question (LatentLLM, Figure 6)", ""]
+    lines, shown = [], [row for row in rows if row["sparsity"] in AT and "error" not in row]
     found = pictures([_as_asked(row) for row in (dense, *shown)])
     for one in (one for one in found if one.name.startswith("tasks-")):
-        file = f"images_and_text-{one.name}.png"
+        file = f"{page}-{one.name}.png"
         if folder:
             (folder / file).write_bytes(drawn(one).png)
         lines += [f"![{one.title}]({file})", ""]
@@ -217,22 +217,25 @@ def _radars(rows: list[dict], dense: dict, folder: Path | None) -> list[str]:
 
 
 def _as_asked(row: dict) -> dict:
-    """Return a row as the report of a comparison takes it, a kind of question for a task, the mean for its order."""
+    """Return a row as the report of a comparison takes it, a kind of question for a task, the mean's loss for its order."""
     tasks = {kind: {"acc": share} for kind, share in row["accuracy"].items()}
     counts = {"sparsity": row["sparsity"]}
-    measures = {"texts": [{"text": "", "perplexity": 1 / row["mean"]}], "tasks": tasks}
+    measures = {"texts": [{"text": "", "perplexity": 2 - row["mean"]}], "tasks": tasks}
     facts = {"label": setting(row), "sparsity": row["sparsity"], "counts": counts, "measures": measures}
     return facts | {"status": "done", "modules": []}
 
 
 def _by_kind(rows: list[dict], dense: dict, chance: dict) -> list[str]:
     """Return the shape of the paper's Table 4."""
-    kinds = list(dense["accuracy"])
-    body = [
-        ["the most frequent answer", "", *(f"{100 * chance[kind]:.1f}" for kind in kinds)]
-        + [f"{100 * sum(chance.values()) / len(chance):.1f}"]
-    ]
-    for row in [dense, *sorted(rows, key=lambda row: row["sparsity"])]:
+    mean = sum(chance.values()) / len(chance)
+    guessed = ["the most frequent answer", "", *(f"{100 * share:.1f}" for share in (*chance.values(), mean))]
+    return _table_4([guessed], [dense, *sorted(rows, key=lambda row: row["sparsity"])])
+
+
+def _table_4(first: list[list[str]], rows: list[dict]) -> list[str]:
+    kinds = list(rows[0]["accuracy"])
+    body = [*first]
+    for row in rows:
         cells = [row["error"], *[""] * len(kinds)] if "error" in row else [*(_kind(row, k) for k in kinds), _share(row)]
         body.append([setting(row), f"{row['sparsity']:.0%}", *cells])
     return table(["", "sparsity", *kinds, "mean"], body, tight=True)
@@ -244,6 +247,43 @@ def _kind(row: dict, kind: str) -> str:
 
 def _share(row: dict) -> str:
     return "failed" if "error" in row else f"{100 * row['mean']:.1f} ± {100 * row['mean_stderr']:.1f}"
+
+
+def science_qa(record: dict, folder: Path | None = None) -> list[str]:
+    """Return the model, LatentLLM's Table 4 of it, one table a component, and the radars of the paper's Figure 6."""
+    config = record["config"]
+    rows = [_by_column(row) for row in record["rows"]]
+    dense, shown = rows[0], [row for row in rows if "case" in row]
+    before, after = config["perplexity"].values()
+    asked = ", ".join(f"{n} of {kind}" for kind, n in config["questions"].items())
+    text, fitted = config["perplexity_text"], config["calibration"]
+    lines = [
+        f"{dense['parameters'] / 1e6:.1f} million parameters. Asked: {asked}; {config['chance']:.1%} can be guessed.",
+        "Natural science stands for colour, shape and count, social science for position and presence, language science",
+        "for texts and words; the grade is three times the number of wrong choices.",
+        f"Calibrated on {fitted['samples']} examples of `{fitted['source']}`. Training moves the language model's",
+        f"perplexity on {windows(text)} of `{text['source']}` from {number(before)} to {number(after)}.",
+        "Accuracy in percent, ± one standard error; the mean is over all questions.",
+        "",
+        *_table_4([], [row for row in rows if "case" not in row]),
+        "",
+    ]
+    for case in dict.fromkeys(row["case"] for row in shown):
+        mine = sorted((row for row in shown if row["case"] == case), key=lambda row: (row["sparsity"], row["setting"]))
+        means = by_sparsity(mine, _share, head="all questions", tight=True)
+        lines += [f"### Compressed: {case}", "", *means, "", *_table_4([], [dense, *mine]), ""]
+    lines += ["### Language model alone, by column (LatentLLM, Figure 6)", ""]
+    return lines + _radars("science_qa", dense, [row for row in shown if row["case"] == "language"], folder)
+
+
+def _by_column(row: dict) -> dict:
+    """Return a row with its columns as kinds of question."""
+    columns = {name: found for name, found in row["columns"].items() if found["samples"]}
+    return row | {
+        **{"accuracy": {name: found["acc"] for name, found in columns.items()}, "mean": row["acc"]},
+        **{"stderr": {name: found["acc_stderr"] for name, found in columns.items()}, "mean_stderr": row["acc_stderr"]},
+        "setting": row.get("setting", row["name"]),
+    }
 
 
 def _gain(found: dict, worse: str, better: str) -> str:

@@ -59,6 +59,10 @@ QUESTIONS = {
             "Does a model of images need images in its calibration set?",
             "Read it before you compress one.",
         ),
+        "science_qa": (
+            "What does a model that sees lose in its language model, and what in its vision tower?",
+            "Read it to choose what to compress.",
+        ),
         "encoders": ("Can encoders be compressed?", "Read it for classifiers and embeddings."),
         "experts": ("What is an expert with few tokens fitted to?", "Read it for mixtures of experts."),
         "whole_experts": (
