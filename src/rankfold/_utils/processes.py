@@ -221,8 +221,8 @@ def dealt(compute: Callable[[S], T], items: Iterable[S]) -> list[T]:
 def outside_exchanges() -> Generator[None]:
     """Share what runs inside by collectives of a library, such as those of DDP, which report no errors.
 
-    Other processes may wait in one of them for a process that fails, and cannot be told of the error. So it ends without an
-    exchange, which ends their wait, and prints the error; the first one prints its own at the end.
+    Other processes may wait in one of them for a process that fails, and cannot be told of the error. So it ends
+    without an exchange, which ends their wait, and prints the error; the first one prints its own at the end.
 
     Raises:
         RankfoldError: another process has ended.
@@ -298,8 +298,8 @@ def _connected() -> Generator[None]:
 def _lost(error: RuntimeError) -> RankfoldError:
     """Return what to raise where another process has died."""
     lost = RankfoldError(
-        f"another process of this run has ended ({first_line(error)[:120]}); give the same command again: it goes on, with any "
-        f"number of processes (where it takes {option('shards')}, with the same)"
+        f"another process of this run has ended ({first_line(error)[:120]}); give the same command again: it goes on, "
+        f"with any number of processes (where it takes {option('shards')}, with the same)"
     )
     lost.add_note(TOLD)
     return lost

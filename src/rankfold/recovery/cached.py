@@ -37,8 +37,8 @@ class CachedStates(Dataset):
     """Sequences with the states that the head of the dense model reads, from a folder.
 
     Args:
-        folder: is filled where it is not yet; what a killed run left of it is used. The first of several processes fills it,
-            and all read it.
+        folder: is filled where it is not yet; what a killed run left of it is used. The first of several processes
+            fills it, and all read it.
         source: dense model; it is read as a whole only where something is missing.
         ids: ``(N, T)`` token ids.
         scored: text -> ``(N, T)`` token ids whose losses are kept.

@@ -39,7 +39,9 @@ class ProbeLosses(NamedTuple):
 
 @torch.no_grad()
 def token_losses(model: nn.Module, head: Head, ids: Tensor) -> list[Tensor]:
-    """Return the negative log-likelihoods ``(T - 1,)`` in nats of every sequence, on the CPU; shared by the processes of a run.
+    """Return the negative log-likelihoods ``(T - 1,)`` in nats of every sequence, on the CPU.
+
+    The processes of a run share the sequences, and all have all losses.
 
     Args:
         ids: ``(N, T)`` token ids.

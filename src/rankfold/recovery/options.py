@@ -56,8 +56,8 @@ def check_processes() -> None:
     for name in ("FSDP", "DEEPSPEED"):
         if parse_flag_from_env(f"ACCELERATE_USE_{name}"):
             raise OptionError(
-                f"training shares sequences among processes, not weights, and accelerate is set to {name}; choose multi-GPU "
-                f"or multi-CPU in its config, or unset ACCELERATE_USE_{name}"
+                f"training shares sequences among processes, not weights, and accelerate is set to {name}; choose "
+                f"multi-GPU or multi-CPU in its config, or unset ACCELERATE_USE_{name}"
             )
 
 
@@ -105,8 +105,8 @@ def check_blockwise(options: Options, settings: Settings, output: str | Path | N
     """Raise :class:`OptionError` where an option has no effect block by block."""
     if launched_count() > 1:
         raise OptionError(
-            f"{option('blockwise', True)} trains in one process, got {launched_count()}; give the command without torchrun or "
-            "accelerate launch, or leave it out"
+            f"{option('blockwise', True)} trains in one process, got {launched_count()}; give the command without "
+            "torchrun or accelerate launch, or leave it out"
         )
     if output is None:
         raise OptionError(

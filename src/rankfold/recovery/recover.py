@@ -126,8 +126,9 @@ def recover(
         text_column: of texts in files with rows.
 
     Raises:
-        OptionError: an option out of range, or of another ``tune``; a teacher with another vocabulary; processes that cannot
-            share a step evenly, or a script that ``torchrun`` runs in several: only those of the command train together.
+        OptionError: an option out of range, or of another ``tune``; a teacher with another vocabulary; processes that
+            cannot share a step evenly, or a script that ``torchrun`` runs in several: only those of the command train
+            together.
         UnsupportedModelError: factors are quantised, or the model predicts no next token.
         CheckpointError: the folder holds the unfinished run of other options, or the cache is of other texts or another
             teacher.
@@ -240,8 +241,10 @@ class Recovery:
         return {"probe_texts": again}
 
     def publish(self, run: Run, record: dict, output: Path, work: Path) -> None:
-        """Write the checkpoint, or the adapter where the network still has one; an unchanged model is copied. The folder of the
-        unfinished run goes then."""
+        """Write the checkpoint, or the adapter where the network still has one; an unchanged model is copied.
+
+        Then remove the folder of the unfinished run.
+        """
         recovered = record["recovery"]["recovered"]
         with creating(output) as unfinished:
             if not recovered and self.given.folder is not None:

@@ -44,8 +44,8 @@ class Distiller(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Return the loss of one batch; see :func:`.loss.training_loss`.
 
-        The processes of a run fail and stop together: alone, one would leave the others waiting for its gradients. A forward of
-        the compressed model may begin with an exchange of DDP, so they agree before it, too.
+        The processes of a run fail and stop together: alone, one would leave the others waiting for its gradients. A
+        forward of the compressed model may begin with an exchange of DDP, so they agree before it, too.
         """
         ids = inputs["input_ids"]
         with together():
@@ -134,7 +134,7 @@ def warm_up(steps: int) -> int:
 def reaches_all(network: nn.Module, decoder: nn.Module) -> bool:
     """Return whether a single token gives every trained weight a gradient, so that any text does.
 
-    It does not where a router chooses experts, or where images have a part of their own.
+    It does not in a model whose images have a part of their own.
 
     Args:
         network, decoder: see :func:`.loss.hidden_states`.

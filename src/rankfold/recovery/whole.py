@@ -208,8 +208,11 @@ class WholeModel:
 
 
 def _fitting(seconds: float, scoring: float, work: Path, network: nn.Module, trial: Distiller) -> tuple[int, int]:
-    """Return how often to score, and how many steps take about the rest of so many seconds; written down, so that a killed run
-    goes on with as many. The slowest of several processes decides, without the time in which they exchange gradients."""
+    """Return how often to score, and how many steps take about the rest of so many seconds.
+
+    Both are written down, so that a killed run goes on with as many. The slowest of several processes decides, without
+    the time in which they exchange gradients.
+    """
     path = work / STEPS
     if not from_first(path.exists):
         scores = max(1, min(SCORES, int(SCORING * seconds / scoring)))
