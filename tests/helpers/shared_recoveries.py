@@ -48,6 +48,7 @@ def save_all(place: Path) -> None:
 
 def save_own(place: Path, name: str) -> None:
     """Write the models of a case that has its own: with zeros on purpose, or with experts that a router chooses."""
+    (place / name).mkdir()
     if name == "experts":
         shutil.copytree(place / "dense", place / name / "dense")
         torch.manual_seed(0)

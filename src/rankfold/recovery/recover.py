@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from .._utils.arguments import typed
 from .._utils.files import write_json, write_text
-from .._utils.processes import on_first
+from .._utils.processes import on_first, process_count
 from ..calibration.likelihood import warn_of_guessing
 from ..checkpoint.load import described
 from ..checkpoint.run import RunFolder
@@ -154,6 +154,7 @@ def recover(
         facts = record["recovery"]
         facts |= {"calibration": {shown(text): share for text, share in shares_of(calibration).items()}}
         facts |= {"minutes": minutes, "adapter": adapter, "seconds": time.monotonic() - begin}
+        facts |= {"processes": process_count()}
         if not facts["recovered"] and isinstance(run, WholeModel):
             run.give_back(open_student(model, device).model)
         run.cast()

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from .._utils.evaluating import evaluating
 from .._utils.files import read_json, write_json
 from .._utils.present import present
-from .._utils.processes import from_first, gather, on_first, outside_exchanges, process_count
+from .._utils.processes import from_first, gather, on_first, outside_exchanges
 from ..data.batches import digest_of
 from ..data.calibration_data import CalibrationData
 from ..data.probes import Probes
@@ -152,8 +152,7 @@ class WholeModel:
         )
         common: dict = {"learning_rate": options.lr, "seed": options.seed, "device": student.device, "keep": self.keep}
         common |= {"report_to": self.settings.report_to}
-        if process_count() > 1:
-            common["ddp_find_unused_parameters"] = not reaches_all(network, student.get_decoder())
+        common["ddp_find_unused_parameters"] = not reaches_all(network, student.get_decoder())
         if self.settings.gradient_checkpointing:
             common["gradient_checkpointing"] = True
         args = functools.partial(arguments, work, batch=batch, length=ids.shape[1], **common)
