@@ -99,13 +99,13 @@ def work(folder: str, names: list[str]) -> None:
     torch.set_num_threads(1)
     score_few()
     if os.environ.get("RANK", "0") != "0":
-        sys.addaudithook(partial(_end_if_writing, folder))
+        sys.addaudithook(partial(end_if_writing, folder))
     with joined():
         for name in names:
             (compress_both if name == BOTH else partial(compress, name))(Path(folder, name))
 
 
-def _end_if_writing(folder: str, event: str, details: tuple) -> None:
+def end_if_writing(folder: str, event: str, details: tuple) -> None:
     """End a process that writes in a folder."""
     writes = event in CHANGES or (event == "open" and isinstance(details[2], int) and details[2] & WRITES)
     if writes and isinstance(details[0], str | bytes | os.PathLike) and os.fsdecode(details[0]).startswith(folder):
@@ -130,6 +130,14 @@ def start(count: int, code: str, *arguments: str, folder: Path, env: dict[str, s
         )
         for index in range(count)
     ]
+
+
+def run(count: int, code: str, *arguments: str, folder: Path, **options) -> tuple[list[int | None], str, str]:
+    """Return exit codes of so many processes, and what all of them printed; ``options`` of :func:`start`."""
+    folder.mkdir(exist_ok=True)
+    codes = join(start(count, code, *arguments, folder=folder, **options))
+    out, err = ("".join((folder / f"{kind}-{i}").read_text() for i in range(count)) for kind in ("out", "err"))
+    return codes, out, err
 
 
 def join(processes: list, seconds: float = 120) -> list[int | None]:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import rankfold
-import shared_runs
 from families import opened, some_ids, tokens
 from rankfold import make_method
 from rankfold._utils import processes
@@ -28,7 +27,7 @@ from rankfold.errors import OptionError
 from rankfold.models.opening import open_model
 from rankfold.report.record import records_of
 from saved import save_text, save_tiny
-from shared_runs import BASE, BOTH, EVERY, SHARDS, WORKER, join, save_both
+from shared_runs import BASE, BOTH, EVERY, SHARDS, WORKER, run, save_both
 from warm import RANKFOLD
 
 STOPPED = "modegpt"  # the case whose second process ends in the middle
@@ -68,14 +67,6 @@ def content(folder: Path) -> dict[str, bytes]:
     for one in records_of(record):
         del one["run"]
     return found | {RECORD: json.dumps(record).encode()}
-
-
-def run(count: int, code: str, *arguments: str, folder: Path) -> tuple[list[int | None], str, str]:
-    """Exit codes of so many processes, and what all of them printed."""
-    folder.mkdir(exist_ok=True)
-    codes = join(shared_runs.start(count, code, *arguments, folder=folder))
-    out, err = ("".join((folder / f"{kind}-{i}").read_text() for i in range(count)) for kind in ("out", "err"))
-    return codes, out, err
 
 
 @pytest.fixture(scope="module")
@@ -172,22 +163,6 @@ def test_an_error_of_one_process_is_one_line_and_the_exit_code_of_all(files, pla
     assert codes == [2, 2, 2]
     assert [text for text in err.splitlines() if text.startswith("rankfold: ")] == ["rankfold: the third process fails"]
     assert "Traceback" not in err and not (place / "failed").exists()
-
-
-@pytest.mark.parametrize("line", [["recover", "small", "-o", "better"], ["compress", "model", "--recover", "20s"]])
-def test_training_is_refused_before_anything_runs(files, place, line):
-    model, text = map(str, files)
-    words = [model if word in ("small", "model") else word for word in line]
-    words += ["--teacher", model] if line[0] == "recover" else ["-o", str(place / "trained")]
-    codes, _, err = run(
-        2, RANKFOLD, *words, "--calibration", text, "--max-length", "32", "--device", "cpu", folder=place / line[0]
-    )
-    assert codes == [2, 2]
-    said = [text for text in err.splitlines() if text.startswith("rankfold: ")]
-    assert said == [
-        "rankfold: training runs in one process, got 2; give the command without torchrun or accelerate launch"
-    ]
-    assert not list(place.glob("trained*"))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ they would have waited for it. In a single process every function here is the id
 """
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 LONGEST = timedelta(days=2)  # that one process waits for another: the first may train while the others wait
 TOLD = "All processes of the run raise this."  # note on an error that needs no further exchange
+
+log = logging.getLogger(__name__)
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -34,7 +37,6 @@ class _Group:
 
 
 _group: _Group | None = None  # of this process; None where it works alone
-_launched = 1
 
 
 def process_count() -> int:
@@ -53,8 +55,13 @@ def is_first() -> bool:
 
 
 def launched_count() -> int:
-    """Return how many processes were launched together, also while the first works alone."""
-    return _launched
+    """Return how many processes were launched together, also where this one works alone."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "LOCAL_RANK" in os.environ else 1
+
+
+def exchange_device() -> "torch.device | None":
+    """Return the device whose memory the processes exchange, the one of this process; ``None`` where it works alone."""
+    return _group and _group.device
 
 
 def own_shards(shards: int) -> range:
@@ -71,8 +78,8 @@ def owner_of(shard: int, shards: int) -> int:
 @contextlib.contextmanager
 def joined() -> Generator[None]:
     """Share what runs inside with the processes that were launched together with this one, if there are any."""
-    global _group, _launched
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or "LOCAL_RANK" not in os.environ:
+    global _group
+    if launched_count() < 2:
         yield
         return
     import torch
@@ -85,13 +92,13 @@ def joined() -> Generator[None]:
     )
     state = PartialState(cpu=on_cpu, timeout=LONGEST)
     device: Any = state.device
-    _group, _launched = _Group(state.process_index, state.num_processes, device), state.num_processes
+    _group = _Group(state.process_index, state.num_processes, device)
     try:
         with together():
             yield
         state.destroy_process_group()  # after an error it might wait for a process that has ended
     finally:
-        _group, _launched = None, 1
+        _group = None
 
 
 @contextlib.contextmanager
@@ -211,6 +218,34 @@ def dealt(compute: Callable[[S], T], items: Iterable[S]) -> list[T]:
 
 
 @contextlib.contextmanager
+def outside_exchanges() -> Generator[None]:
+    """Share what runs inside by collectives of a library, such as those of DDP, which report no errors.
+
+    Other processes may wait in one of them for a process that fails, and cannot be told of the error. So it ends
+    without an exchange, which ends their wait, and prints the error; the first one prints its own at the end.
+
+    Raises:
+        RankfoldError: another process has ended.
+    """
+    if _group is None:
+        yield
+        return
+    from torch import distributed
+
+    try:
+        yield
+    except Exception as error:
+        if is_told(error):
+            raise
+        if isinstance(error, distributed.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
+            raise _lost(error) from error
+        error.add_note(TOLD)
+        if not is_first():
+            log.critical("%s", _portable(error, _group))
+        raise
+
+
+@contextlib.contextmanager
 def _alone() -> Generator[None]:
     """Make all functions here the identity for a while: the other processes wait."""
     global _group
@@ -257,12 +292,17 @@ def _connected() -> Generator[None]:
     try:
         yield
     except RuntimeError as error:
-        lost = RankfoldError(
-            f"another process of this run has ended ({first_line(error)[:120]}); give the same command again, with the same "
-            f"{option('shards')}: it goes on, with any number of processes"
-        )
-        lost.add_note(TOLD)
-        raise lost from error
+        raise _lost(error) from error
+
+
+def _lost(error: RuntimeError) -> RankfoldError:
+    """Return what to raise where another process has died."""
+    lost = RankfoldError(
+        f"another process of this run has ended ({first_line(error)[:120]}); give the same command again: it goes on, "
+        f"with any number of processes (where it takes {option('shards')}, with the same)"
+    )
+    lost.add_note(TOLD)
+    return lost
 
 
 class _Empty(NamedTuple):

@@ -20,7 +20,8 @@ from .rules import check_rules, flag
 
 UsageError = typer.TyperException  # what the parser raises
 
-SHARED = ("compress", "calibrate", "compare")  # whose work several processes share; the first one does the others alone
+# Whose work several processes share; the first one does the others alone.
+SHARED = ("compress", "recover", "calibrate", "compare")
 # They need no library whose messages were to be kept out: transformers takes seconds.
 PRINTING = ("inspect", "methods")
 

@@ -1,7 +1,7 @@
 """One function for every kind of calibration data."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,10 +80,10 @@ def load_calibration(
     """
     if isinstance(data, CalibrationData):
         return data
-    options = DrawOptions(num_samples, max_length, seed, text_column)
     if shards < process_count():
         raise OptionError(f"shards must be >= {process_count()}, the number of processes that share them, got {shards}")
-    found = _load_once(lambda: _load(data, model, tokenizer, options))
+    options = DrawOptions(num_samples, max_length, seed, text_column)
+    found = load_undivided(data, model, options, tokenizer)
     if shards > len(found.ids):
         raise OptionError(
             f"{len(found.ids)} samples cannot be cut into {shards} shards, one a process or more; give more samples, or "
@@ -92,13 +92,19 @@ def load_calibration(
     return replace(found, shards=shards)
 
 
-def _load_once(load: Callable[[], CalibrationData]) -> CalibrationData:
-    """Load in the first process, and send the samples to the others. Examples, which files are read for, cannot be sent: each
+def load_undivided(data, model, options: DrawOptions, tokenizer=None) -> CalibrationData:
+    """Load samples that the processes of a run do not share by shards; see :func:`load_calibration`.
+
+    The first process loads them, and sends them to the others. Examples, which files are read for, cannot be sent: each
     process draws them, and all must have drawn the same.
 
     Raises:
         DataError: they have not.
     """
+
+    def load() -> CalibrationData:
+        return _load(data, model, tokenizer, options)
+
     tokens = on_first(load)
     sent = from_first(lambda: _sendable(present(tokens)))
     if isinstance(sent, CalibrationData):

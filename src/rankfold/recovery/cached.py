@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from .._utils.evaluating import evaluating
 from .._utils.files import read_json, sweep, write_json, write_tensors, writing
 from .._utils.locking import lock_of, locked
+from .._utils.processes import on_first
 from .._utils.progress import track
 from ..checkpoint.run import difference
 from ..errors import CheckpointError
@@ -36,7 +37,8 @@ class CachedStates(Dataset):
     """Sequences with the states that the head of the dense model reads, from a folder.
 
     Args:
-        folder: is filled where it is not yet; what a killed run left of it is used.
+        folder: is filled where it is not yet; what a killed run left of it is used. The first of several processes
+            fills it, and all read it.
         source: dense model; it is read as a whole only where something is missing.
         ids: ``(N, T)`` token ids.
         scored: text -> ``(N, T)`` token ids whose losses are kept.
@@ -49,9 +51,7 @@ class CachedStates(Dataset):
     def __init__(self, folder: Path, source: DenseModel, ids: Tensor, scored: dict[str, Tensor], identity: dict):
         self.folder, self.ids = folder, ids
         self.each = max(1, IN_FILE // ids.shape[1])  # sequences of a file
-        with locked(lock_of(folder), folder):
-            self._claim(identity)
-            self._fill(source, scored)
+        on_first(lambda: self._complete(source, scored, identity))
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -75,6 +75,11 @@ class CachedStates(Dataset):
     @functools.cache  # noqa: B019 - as many as there are files, which are mapped
     def _file(self, file: int) -> Any:
         return safe_open(self._path(file), framework="pt")
+
+    def _complete(self, source: DenseModel, scored: dict[str, Tensor], identity: dict) -> None:
+        with locked(lock_of(self.folder), self.folder):
+            self._claim(identity)
+            self._fill(source, scored)
 
     def _claim(self, identity: dict) -> None:
         """Take the folder, whose states must be of the same texts and model."""

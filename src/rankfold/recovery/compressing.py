@@ -11,6 +11,7 @@ from pathlib import Path
 
 from .. import pipeline
 from .._utils.present import present
+from .._utils.processes import from_first, on_first
 from ..calibration.store import MomentStore
 from ..checkpoint.run import RunFolder
 from ..compression.validate_spec import validated
@@ -21,7 +22,7 @@ from ..models.dense_model import DenseModel
 from ..report.goal import Goal
 from ..report.identity import run_identity
 from ..report.plan import Plan
-from .options import check_alone
+from .options import check_processes
 from .recover import RecoveryResult, recover
 
 
@@ -39,7 +40,7 @@ def compress_and_recover(
     goal: Goal | None = None,
     **training,
 ) -> RecoveryResult:
-    """Compress an open model, and train the result with that model as its teacher; in one process.
+    """Compress an open model, and train the result with that model as its teacher.
 
     Args:
         source, method, tokens, output, moments, mode, on_plan, goal: as for :func:`rankfold.pipeline.compress`.
@@ -49,7 +50,7 @@ def compress_and_recover(
         UnsupportedModelError: what would come out cannot be trained.
         RankfoldError: as of both.
     """
-    check_alone()
+    check_processes()
     if not source.architecture.decoder or getattr(method, "bits", 0):
         raise UnsupportedModelError(
             f"what {method.name} makes of {source.name} cannot be trained: it predicts no tokens, or has quantised factors; "
@@ -59,9 +60,11 @@ def compress_and_recover(
     compressed = output.with_name(f"{output.name}.compressed")
     mode = pipeline.check_request(method, tokens, moments, mode, output)
     calibration = tokens.describe() if tokens else present(moments).identity["tokens"]
-    if not RunFolder(compressed, run_identity(validated(source), method, calibration, mode)).published:
+    if not from_first(
+        lambda: RunFolder(compressed, run_identity(validated(source), method, calibration, mode)).published
+    ):
         pipeline.compress(source, method, tokens, compressed, moments=moments, mode=mode, on_plan=on_plan, goal=goal)
     training |= {"minutes": minutes, "device": str(source.device)}
     found = recover(compressed, source, calibration=texts, output=output, **training)
-    shutil.rmtree(compressed)
+    on_first(lambda: shutil.rmtree(compressed))
     return found

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from .._utils.evaluating import evaluating
 from .._utils.files import read_json, write_json
+from .._utils.processes import broadcast, dealt, from_first, is_first, on_first, together
 from ..calibration.likelihood import compare_losses, perplexity_of
 from ..compression.held_out import CERTAIN
 from ..data.probes import Probes
@@ -40,17 +41,21 @@ class ProbeLosses(NamedTuple):
 def token_losses(model: nn.Module, head: Head, ids: Tensor) -> list[Tensor]:
     """Return the negative log-likelihoods ``(T - 1,)`` in nats of every sequence, on the CPU.
 
+    The processes of a run share the sequences, and all have all losses.
+
     Args:
         ids: ``(N, T)`` token ids.
     """
-    found = []
+
+    def losses(row: Tensor) -> Tensor:
+        hidden, targets = hidden_states(model, head.decoder, row)[:, :-1], row[0, 1:]
+        chunks = zip(hidden.split(POSITIONS, 1), targets.split(POSITIONS), strict=True)
+        return torch.cat(
+            [nn.functional.cross_entropy(head(h)[0].float(), t, reduction="none") for h, t in chunks]
+        ).cpu()
+
     with evaluating(model):
-        for row in ids.to(head.model.device).split(1):
-            hidden, targets = hidden_states(model, head.decoder, row)[:, :-1], row[0, 1:]
-            chunks = zip(hidden.split(POSITIONS, 1), targets.split(POSITIONS), strict=True)
-            losses = [nn.functional.cross_entropy(head(h)[0].float(), t, reduction="none") for h, t in chunks]
-            found.append(torch.cat(losses).cpu())
-    return found
+        return dealt(losses, ids.to(head.model.device).split(1))
 
 
 def score(model: nn.Module, head: Head, texts: dict[str, Tensor]) -> Losses:
@@ -109,6 +114,8 @@ def why_not(before: Losses, after: Losses, worse: dict[str, float], tolerance: f
 class Judge(TrainerCallback):
     """Score held-out texts every ``every`` steps, keep the best allowed state in a folder, and save with every score.
 
+    Several processes have the same scores, and so the same best state; the first one writes it.
+
     Args:
         model: with what is tuned.
         base: the transformers model in it.
@@ -129,7 +136,11 @@ class Judge(TrainerCallback):
     ):
         self.model, self.head, self.texts, self.before = model, Head(base), texts, before
         self.folder, self.every, self.tolerance = folder, 1, tolerance
-        self.history: list[dict] = read_json(folder / HISTORY)["scores"] if (folder / HISTORY).exists() else []
+        self.history: list[dict] = from_first(self._scored)
+
+    def _scored(self) -> list[dict]:
+        path = self.folder / HISTORY
+        return read_json(path)["scores"] if path.exists() else []
 
     @property
     def best(self) -> dict:
@@ -149,9 +160,9 @@ class Judge(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         if state.global_step % self.every == 0 or state.global_step == state.max_steps:
-            control.should_training_stop |= not self._keep(
-                state.global_step, nats(score(self.model, self.head, self.texts))
-            )
+            with together():
+                found = nats(score(self.model, self.head, self.texts))
+            control.should_training_stop |= not self._keep(state.global_step, found)
             control.should_save = True
 
     def _keep(self, step: int, found: dict[str, float]) -> bool:
@@ -160,17 +171,20 @@ class Judge(TrainerCallback):
             log.warning("step %d: a loss is not finite, so training stops; the best state before it is kept", step)
             return False
         self.history.append({"step": step, "nats": found})
+        on_first(self._write)
+        return True
+
+    def _write(self) -> None:
         if self.best is self.history[-1]:
             save_file(self._tuned(), self.folder / BEST)
         write_json(self.folder / HISTORY, {"scores": self.history})
-        return True
 
     def _tuned(self) -> dict[str, Tensor]:
         return {name: p.detach().contiguous() for name, p in self.model.named_parameters() if p.requires_grad}
 
     def restore_best(self) -> None:
-        """Give the model the weights of the best allowed state."""
-        self.model.load_state_dict(load_file(self.folder / BEST), strict=False)
+        """Give the model the weights of the best allowed state, which the first of several processes has written."""
+        self.model.load_state_dict(broadcast(load_file(self.folder / BEST) if is_first() else {}), strict=False)
 
 
 def _mean(one: dict) -> float:

@@ -15,8 +15,8 @@ from ..checkpoint.load import load_model
 from ..checkpoint.streamed import open_streamed
 from ..compression.result import CompressionResult
 from ..data.calibration_data import CalibrationData, shown
-from ..data.load import load_calibration
-from ..data.mixing import expanded, shares_of
+from ..data.load import load_undivided
+from ..data.mixing import DrawOptions, expanded, shares_of
 from ..data.probes import Probes, load_probes
 from ..errors import CheckpointError, DataError, OptionError, option
 from ..models.dense_model import DenseModel
@@ -116,13 +116,14 @@ def load_texts(
     Raises:
         OptionError: two texts have one name, or one has a single sequence.
     """
-    how: dict = {"max_length": options.length, "seed": options.seed, "text_column": options.text_column}
     found = {}
     for text, share in expanded(shares_of(calibration)).items():
         name, samples = shown(text), max(1, round(sequences * share))
         if name in found:
             raise OptionError(f"two texts are called {name!r}; rename one")
-        found[name] = load_calibration(text, source, num_samples=samples, **how)
+        found[name] = load_undivided(
+            text, source, DrawOptions(samples, options.length, options.seed, options.text_column)
+        )
         if found[name].held_out is None:
             raise OptionError(
                 f"text {name!r} has a single sequence, so none can be held out; give more text or a smaller max_length"

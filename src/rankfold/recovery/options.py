@@ -3,11 +3,14 @@
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from accelerate.utils import parse_flag_from_env
+from transformers import PreTrainedModel
 from transformers.integrations import get_available_reporting_integrations
 
 from .._utils.files import check_name, check_output
-from .._utils.processes import launched_count
+from .._utils.processes import exchange_device, launched_count, process_count
 from ..errors import OptionError, option
+from ..models.devices import is_on
 from .loss import Loss
 from .tuning import Tune
 
@@ -39,21 +42,40 @@ class Settings:
     cache_logits: str | Path | None = None
 
 
-def check_alone() -> None:
-    """Refuse several processes: the trainer would wait for all of them.
+def check_processes() -> None:
+    """Refuse what Trainer would read from the environment, and what cannot be done.
 
     Raises:
-        OptionError: processes were launched together.
+        OptionError: others were launched with this process, which works alone; or accelerate is to shard the weights.
     """
-    if launched_count() > 1:
+    if launched_count() > process_count():
         raise OptionError(
-            f"training runs in one process, got {launched_count()}; give the command without torchrun or accelerate launch"
+            f"{launched_count()} processes run this script, and only those of a command train together; give `rankfold "
+            "recover` to torchrun or accelerate launch, or run the script without them"
         )
+    for name in ("FSDP", "DEEPSPEED"):
+        if parse_flag_from_env(f"ACCELERATE_USE_{name}"):
+            raise OptionError(
+                f"training shares sequences among processes, not weights, and accelerate is set to {name}; choose "
+                f"multi-GPU or multi-CPU in its config, or unset ACCELERATE_USE_{name}"
+            )
+
+
+def check_device(model: PreTrainedModel) -> None:
+    """Raise :class:`OptionError` where processes that train together have a model elsewhere than what they exchange."""
+    expected = exchange_device()
+    if expected is None or is_on(next(model.parameters()), expected):
+        return
+    on_cpu = ", or set ACCELERATE_USE_CPU=1" if model.device.type == "cpu" else ""
+    raise OptionError(
+        f"the processes of this run exchange gradients on {expected}, and the model is on {model.device}; "
+        f"give {option('device', expected.type)}{on_cpu}"
+    )
 
 
 def check(options: Options, settings: Settings, output: str | Path | None) -> None:
     """Raise :class:`OptionError` where an option is out of range, or has no effect beside another one."""
-    check_alone()
+    check_processes()
     for name in ("tokens", "rank", "batch_tokens", "length"):
         if getattr(options, name) < 1:
             raise OptionError(f"{name} must be at least 1, got {getattr(options, name)}")
@@ -81,6 +103,11 @@ def check(options: Options, settings: Settings, output: str | Path | None) -> No
 
 def check_blockwise(options: Options, settings: Settings, output: str | Path | None) -> None:
     """Raise :class:`OptionError` where an option has no effect block by block."""
+    if launched_count() > 1:
+        raise OptionError(
+            f"{option('blockwise', True)} trains in one process, got {launched_count()}; give the command without "
+            "torchrun or accelerate launch, or leave it out"
+        )
     if output is None:
         raise OptionError(
             f"{option('blockwise', True)} writes one block at a time to a folder; give {option('output')}"

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from .._utils.arguments import typed
 from .._utils.files import write_json, write_text
+from .._utils.processes import on_first, process_count
 from ..calibration.likelihood import warn_of_guessing
 from ..checkpoint.load import described
 from ..checkpoint.run import RunFolder
@@ -47,7 +48,7 @@ from .opening import (
     open_teacher,
     probes_of,
 )
-from .options import Options, Settings, check, check_blockwise
+from .options import Options, Settings, check, check_blockwise, check_device
 from .tuning import LEARNING_RATES, Tune, check_trainable
 from .whole import WholeModel
 
@@ -112,7 +113,7 @@ def recover(
         rank: of adapters, ``>= 1``.
         lr: largest learning rate of AdamW; 2e-4 for ``all`` (3e-4 block by block), 5e-4 for adapters, 1e-3 for norms. It
             rises over 5 % of the steps, three at least (half of a shorter run), and falls along a cosine.
-        batch_tokens: tokens of a step.
+        batch_tokens: tokens of a step, of all processes together where ``torchrun`` has started several.
         max_length: tokens of a sequence.
         tolerance: how much the perplexity of a text may rise, as a fraction.
         adapter: write a PEFT adapter for the compressed model instead of merging it.
@@ -125,7 +126,9 @@ def recover(
         text_column: of texts in files with rows.
 
     Raises:
-        OptionError: an option out of range, or of another ``tune``; a teacher with another vocabulary.
+        OptionError: an option out of range, or of another ``tune``; a teacher with another vocabulary; processes that
+            cannot share a step evenly, or a script that ``torchrun`` runs in several: only those of the command train
+            together.
         UnsupportedModelError: factors are quantised, or the model predicts no next token.
         CheckpointError: the folder holds the unfinished run of other options, or the cache is of other texts or another
             teacher.
@@ -138,6 +141,7 @@ def recover(
         check_blockwise(options, settings, output)
     check(options, settings, output)
     given = (open_student_streamed if blockwise else open_student)(model, device)
+    check_device(given.network)
     check_trainable(given.network, tune)
     source = open_teacher(teacher, model, given, device)
     kept = by_block.kept_of(given.model, source, given.record) if blockwise else None
@@ -150,12 +154,12 @@ def recover(
         facts = record["recovery"]
         facts |= {"calibration": {shown(text): share for text, share in shares_of(calibration).items()}}
         facts |= {"minutes": minutes, "adapter": adapter, "seconds": time.monotonic() - begin}
+        facts |= {"processes": process_count()}
         if not facts["recovered"] and isinstance(run, WholeModel):
             run.give_back(open_student(model, device).model)
         run.cast()
     if output is not None:
-        recovery.write(run, record, output)
-        shutil.rmtree(work)
+        on_first(lambda: recovery.publish(run, record, output, work))
     return RecoveryResult(run.network, record, facts["recovered"], output)
 
 
@@ -237,8 +241,11 @@ class Recovery:
         again = describe_probe_texts(self.probes, on_probes.dense, on_probes.after, sparsity, vocabulary)
         return {"probe_texts": again}
 
-    def write(self, run: Run, record: dict, output: Path) -> None:
-        """Write the checkpoint, or the adapter where the network still has one; an unchanged model is copied."""
+    def publish(self, run: Run, record: dict, output: Path, work: Path) -> None:
+        """Write the checkpoint, or the adapter where the network still has one; an unchanged model is copied.
+
+        Then remove the folder of the unfinished run.
+        """
         recovered = record["recovery"]["recovered"]
         with creating(output) as unfinished:
             if not recovered and self.given.folder is not None:
@@ -249,6 +256,7 @@ class Recovery:
                 write_text(unfinished / "README.md", _card(run.model, record, output))
             # What was not compressed by rankfold has no record that `read_record` would take.
             write_json(unfinished / (NAME if "plan" in record else TRAINING), record)
+        shutil.rmtree(work)
 
 
 @contextlib.contextmanager

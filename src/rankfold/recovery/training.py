@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+from .._utils.processes import gather, is_first, on_first, process_count, together
 from .._utils.progress import track
+from ..errors import OptionError, option
 from ..models.devices import autocast_dtype
 from .loss import Head, Loss, hidden_states, training_loss
 
@@ -40,23 +42,34 @@ class Distiller(Trainer):
         self.model_accepts_loss_kwargs = False  # so that accumulated steps are averaged here
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """Return the loss of one batch; see :func:`.loss.training_loss`."""
-        ids, dense = inputs["input_ids"], inputs.get("dense")
-        # Accelerate sets the precision of the trained model alone; the dense one and both heads are half of the work.
-        with training_context(ids.device):
-            if self.teacher is not None and self.loss != "next-token" and dense is None:
-                with torch.no_grad():
-                    dense = hidden_states(self.teacher.model, self.teacher.decoder, ids)
-            compressed = hidden_states(model, self.student.decoder, ids)
-            return training_loss(self.student, compressed, ids, loss=self.loss, teacher=self.teacher, dense=dense)
+        """Return the loss of one batch; see :func:`.loss.training_loss`.
 
-    def training_step(self, *args, **kwargs) -> Tensor:
-        """Take a step; training ends where the loss is not finite."""
-        found = super().training_step(*args, **kwargs)
-        if not found.isfinite():
+        The processes of a run fail and stop together: alone, one would leave the others waiting for its gradients. A
+        forward of the compressed model may begin with an exchange of DDP, so they agree before it, too.
+        """
+        ids = inputs["input_ids"]
+        # Accelerate sets the precision of the trained model alone; the dense one and both heads are half of the work.
+        precision = training_context(ids.device)
+        with together(), precision:
+            dense = self._dense_states(inputs)
+        with together(), precision:
+            compressed = hidden_states(model, self.student.decoder, ids)
+            found = training_loss(self.student, compressed, ids, loss=self.loss, teacher=self.teacher, dense=dense)
+        if not all(gather(bool(found.isfinite()))):
             log.warning("the loss is not finite, so training stops; the best state before it is kept")
             self.control.should_training_stop = True
         return found
+
+    @torch.no_grad()
+    def _dense_states(self, inputs: dict[str, Tensor]) -> Tensor | None:
+        if self.teacher is None or self.loss == "next-token" or "dense" in inputs:
+            return inputs.get("dense")
+        return hidden_states(self.teacher.model, self.teacher.decoder, inputs["input_ids"])
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Leave the folder of the run to the first process; training draws no numbers."""
+        if is_first():
+            super()._save_rng_state(output_dir)
 
 
 class KeepZeros(TrainerCallback):
@@ -94,7 +107,7 @@ class MarkWhole(TrainerCallback):
     """Mark a checkpoint once everything in it is written, so that a killed run goes on from a whole one."""
 
     def on_save(self, args, state, control, **kwargs) -> None:
-        (Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / DONE).touch()
+        on_first((Path(str(args.output_dir)) / f"checkpoint-{state.global_step}" / DONE).touch)
 
 
 def last_checkpoint(folder: Path) -> str | None:
@@ -120,6 +133,42 @@ def warm_up(steps: int) -> int:
     return min(steps // 2, max(LEAST_WARM_UP, round(WARM_UP * steps)))
 
 
+def reaches_all(network: nn.Module, decoder: nn.Module) -> bool:
+    """Return whether a single token gives every trained weight a gradient, so that any text does.
+
+    It does not in a model whose images have a part of their own.
+
+    Args:
+        network, decoder: see :func:`.loss.hidden_states`.
+    """
+    trained = [p for p in network.parameters() if p.requires_grad]
+    token = torch.zeros(1, 1, dtype=torch.long, device=trained[0].device)
+    hidden_states(network, decoder, token).sum().backward()
+    found = all(p.grad is not None for p in trained)
+    network.zero_grad()
+    return found
+
+
+def sequences_of_step(batch_tokens: int, length: int) -> int:
+    """Return the sequences of a step, of all processes of a run together; each takes as many.
+
+    Args:
+        batch_tokens: tokens of a step, at most.
+        length: tokens of a sequence.
+
+    Raises:
+        OptionError: the processes cannot share them evenly.
+    """
+    found, count = max(1, batch_tokens // length), process_count()
+    if found % count:
+        allowed = [n * count * length for n in (found // count, found // count + 1) if n]
+        raise OptionError(
+            f"{option('batch_tokens', batch_tokens)} is a step of {found} sequences of {length} tokens, which {count} "
+            f"processes cannot share evenly; give {' or '.join(option('batch_tokens', n) for n in allowed)}"
+        )
+    return found
+
+
 def arguments(
     folder: Path, *, steps: int, batch: int, length: int, every: int, device: torch.device, keep: bool, **others
 ) -> TrainingArguments:
@@ -128,18 +177,19 @@ def arguments(
     Args:
         folder: of the unfinished run.
         steps: of the optimiser.
-        batch: sequences of a step.
+        batch: sequences of a step, which the processes of a run share.
         length: tokens of a sequence.
         every: steps between two checkpoints.
         keep: whether checkpoints are written at all.
         others: of TrainingArguments.
     """
-    at_once = next(n for n in range(min(batch, max(1, AT_ONCE // length)), 0, -1) if batch % n == 0)
+    own = batch // process_count()
+    at_once = next(n for n in range(min(own, max(1, AT_ONCE // length)), 0, -1) if own % n == 0)
     return TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,
         per_device_train_batch_size=at_once,
-        gradient_accumulation_steps=batch // at_once,
+        gradient_accumulation_steps=own // at_once,
         lr_scheduler_type="cosine",
         warmup_steps=warm_up(steps),
         weight_decay=0.0,

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from .._utils.evaluating import evaluating
 from .._utils.files import read_json, write_json
 from .._utils.present import present
+from .._utils.processes import from_first, gather, on_first, outside_exchanges
 from ..data.batches import digest_of
 from ..data.calibration_data import CalibrationData
 from ..data.probes import Probes
@@ -27,7 +28,17 @@ from .cached import CachedStates
 from .judging import Judge, Losses, ProbeLosses, nats, score, token_losses
 from .loss import Head
 from .options import Options, Settings
-from .training import Distiller, KeepZeros, MarkWhole, Progress, arguments, last_checkpoint, trains_in_bf16
+from .training import (
+    Distiller,
+    KeepZeros,
+    MarkWhole,
+    Progress,
+    arguments,
+    last_checkpoint,
+    reaches_all,
+    sequences_of_step,
+    trains_in_bf16,
+)
 from .tuning import mask_of_zeros, prepared, round_weights, without_dropout
 
 STEPS = "steps.json"
@@ -71,6 +82,7 @@ class WholeModel:
         self.held_out: dict[str, Any] = {name: one.held_out for name, one in texts.items()}
         every: list[Any] = [one.ids for one in texts.values()]
         self.ids = torch.cat(every)  # (N, T)
+        self.batch = sequences_of_step(options.batch_tokens, self.ids.shape[1])
         self.cache = self._cached(texts) if settings.cache_logits else None
         self.dense: Any = source.model if self.cache else source.whole_model()  # of a cached one the head is enough
 
@@ -106,7 +118,7 @@ class WholeModel:
         )
         scored = time.monotonic()
         before = score(self.student, Head(self.student), self.held_out)
-        scoring = time.monotonic() - scored  # seconds
+        scoring = max(gather(time.monotonic() - scored))  # seconds
         self.probes_before = self._on_probes()
         seconds = None if settings.minutes is None else (60 * settings.minutes, scoring)
         facts = self._train(nats(before), seconds)
@@ -125,7 +137,7 @@ class WholeModel:
         student, options, work, ids = self.student, self.options, self.work, self.ids
         masks = mask_of_zeros(student)
         self.network = network = prepared(student, options.tune, options.rank, options.seed)
-        batch = max(1, options.batch_tokens // ids.shape[1])
+        batch = self.batch
         judge = Judge(network, student, self.held_out, before, work, options.tolerance)
         callbacks = [judge, Progress(judge.note), MarkWhole(), *([KeepZeros(network, masks)] if masks else [])]
         steps = max(1, round(options.tokens / (batch * ids.shape[1])))
@@ -140,6 +152,7 @@ class WholeModel:
         )
         common: dict = {"learning_rate": options.lr, "seed": options.seed, "device": student.device, "keep": self.keep}
         common |= {"report_to": self.settings.report_to}
+        common["ddp_find_unused_parameters"] = not reaches_all(network, student.get_decoder())
         if self.settings.gradient_checkpointing:
             common["gradient_checkpointing"] = True
         args = functools.partial(arguments, work, batch=batch, length=ids.shape[1], **common)
@@ -150,7 +163,9 @@ class WholeModel:
                 steps = min(steps, most)
             judge.every = max(1, steps // scores)
             trainer = make(args(steps=steps, every=judge.every))
-            trainer.train(resume_from_checkpoint=last_checkpoint(work))
+            checkpoint = from_first(lambda: last_checkpoint(work))
+            with outside_exchanges():
+                trainer.train(resume_from_checkpoint=checkpoint)
         judge.restore_best()
         return {
             "steps": trainer.state.global_step,
@@ -192,15 +207,20 @@ class WholeModel:
 
 
 def _fitting(seconds: float, scoring: float, work: Path, network: nn.Module, trial: Distiller) -> tuple[int, int]:
-    """Return how often to score, and how many steps take about the rest of so many seconds; written down, so that a killed run
-    goes on with as many."""
-    if not (work / STEPS).exists():
+    """Return how often to score, and how many steps take about the rest of so many seconds.
+
+    Both are written down, so that a killed run goes on with as many. The slowest of several processes decides, without
+    the time in which they exchange gradients.
+    """
+    path = work / STEPS
+    if not from_first(path.exists):
         scores = max(1, min(SCORES, int(SCORING * seconds / scoring)))
         begin, batches = time.monotonic(), trial.args.gradient_accumulation_steps
         for batch in itertools.islice(trial.get_train_dataloader(), batches):
             trial.compute_loss(network, batch).backward()
         network.zero_grad()
         left = seconds - (scores + 2) * scoring  # two before and after training
-        write_json(work / STEPS, {"scores": scores, "steps": max(1, int(left / (time.monotonic() - begin)))})
-    found = read_json(work / STEPS)
+        found = {"scores": scores, "steps": max(1, int(left / max(gather(time.monotonic() - begin))))}
+        on_first(lambda: write_json(path, found))
+    found = from_first(lambda: read_json(path))
     return found["scores"], found["steps"]
