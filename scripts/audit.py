@@ -84,6 +84,13 @@ def rounded(value: float) -> str:
     return f"{value:.1f}" if value < 200 else f"{value:.0f}"
 
 
+def ratio(stated: str, a: float, b: float) -> str:
+    """Return the ratio of two numbers of two decimals: the stated one, if it may have been theirs before rounding."""
+    half = 0.005
+    least, most = (b - half) / (a + half), (b + half) / (a - half)
+    return stated if round(least, 2) <= float(stated[2:]) <= round(most, 2) else f"x {b / a:.2f}"
+
+
 def example(text: str) -> Iterator[Finding]:
     """Yield every number of the example of a table in a terminal that follows from others."""
     block = re.search(r"```text\n(small: .*?)```", text, re.S)
@@ -93,7 +100,7 @@ def example(text: str) -> Iterator[Finding]:
     rows = re.findall(r"^ +(\S.*?) {2,}([\d,.]+) +([\d,.]+) +(x [\d.]+|[+-][\d.]+%)", block[1], re.M)
     for name, before, after, stated in rows:
         a, b = (float(value.replace(",", "")) for value in (before, after))
-        yield Finding(f"example, {name}", stated, f"x {b / a:.2f}" if stated[0] == "x" else f"{(b - a) / a:+.1%}")
+        yield Finding(f"example, {name}", stated, ratio(stated, a, b) if stated[0] == "x" else f"{(b - a) / a:+.1%}")
     numbers = {name: [int(v.replace(",", "")) for v in values] for name, *values, _ in rows if name == "parameters"}
     before, after = numbers["parameters"]
     counted = int(head[2].replace(",", ""))
