@@ -25,16 +25,17 @@ class Case:
         return SimpleNamespace(params={"case": (self.family, self.method), "mode": self.mode})
 
 
-def test_every_kind_of_family_is_there_and_on_the_pillars_every_method_and_every_function_in_every_mode():
+def test_every_kind_of_family_is_there_and_on_a_pillar_every_method_and_every_function_in_every_mode():
     cases = [Case(*values) for values in product(("test_a", "test_b", "test_c"), FAMILIES, METHODS, MODES)]
     spanning = span(cases)
     assert {c.family for c in spanning} == set(KINDS)
-    assert {(c.family, c.method) for c in spanning} >= set(product(PILLARS, METHODS))
-    on_pillars = {(c.originalname, c.family, c.mode) for c in spanning if c.family in PILLARS}
-    assert on_pillars == set(product(("test_a", "test_b", "test_c"), PILLARS, MODES))
+    on_pillars = [c for c in spanning if c.family in PILLARS]
+    assert {c.method for c in on_pillars} == set(METHODS)
+    assert {(c.originalname, c.mode) for c in on_pillars} == set(product(("test_a", "test_b", "test_c"), MODES))
+    assert {(c.originalname, c.family) for c in on_pillars} == set(product(("test_a", "test_b", "test_c"), PILLARS))
     elsewhere = [c.originalname for c in spanning if c.family not in PILLARS]
     assert min(map(elsewhere.count, ("test_a", "test_b", "test_c"))) > len(elsewhere) / 6, "one stands for the others"
-    assert len(spanning) <= len(PILLARS) * len(METHODS) + len(KINDS) < len(cases) / 5
+    assert len(spanning) <= len(METHODS) + len(KINDS) < len(cases) / 10
 
 
 def test_every_file_has_the_pillars_and_every_kind_is_in_many_files():

@@ -75,9 +75,9 @@ def kinds_of(path: Path) -> set[str]:
 def span(items: list[pytest.Item], kinds: Collection[str] = KINDS) -> set[pytest.Item]:
     """Choose cases of one file that span the others.
 
-    Every value of every argument is in one, of families those of ``kinds``. Every function meets every value of a short
-    argument, and both pillars with it. Every pair of values of two long ones is in one, of families (with methods, say) those
-    with a pillar. Functions with a few cases keep them all.
+    Every value of every argument is in one, of families those of ``kinds``. Every function meets both pillars, and every
+    value of a short argument on one of them. Every pair of values of two long ones is in one; of families (with methods,
+    say) those with one of the pillars. Functions with a few cases keep them all.
     """
     values = {item: values_of(item) for item in items}
     every = set().union(*values.values())
@@ -108,12 +108,13 @@ def demands(function: str, values: set[tuple[str, str]], lengths: dict[str, int]
     """Return what a case is an example of; ``families``: arguments that are families."""
     short = {(axis, value) for axis, value in values if lengths[axis] <= FEW}
     pillars = {(axis, value) for axis, value in values - short if value in PILLARS}
-    paired = {(axis, value) for axis, value in values - short if axis not in families} | pillars
+    either = {(axis, "one of the pillars") for axis, _ in pillars}
+    paired = {(axis, value) for axis, value in values - short if axis not in families} | either
     return {
         function,
         *values,
         *product([function], short | pillars),
-        *product([function], pillars, short),
+        *product([function], either, short),
         *combinations(sorted(paired), 2),
     }
 
