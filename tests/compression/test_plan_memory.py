@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
     config = transformers.LlamaConfig(
         hidden_size=64,
         intermediate_size=512,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         vocab_size=128,

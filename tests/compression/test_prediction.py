@@ -25,10 +25,11 @@ from rankfold.methods import make_method
 from rankfold.methods.work import ROUTINES, Work, times
 from rankfold.models.outline import open_outline
 
+# As wide as models of 7 and 70 billion parameters; four blocks of theirs, which are all alike.
 SEVEN = t.LlamaConfig(
     hidden_size=4096,
     intermediate_size=11008,
-    num_hidden_layers=32,
+    num_hidden_layers=4,
     num_attention_heads=32,
     vocab_size=32000,
     max_position_embeddings=4096,
@@ -37,7 +38,7 @@ SEVEN = t.LlamaConfig(
 SEVENTY = t.LlamaConfig(
     hidden_size=8192,
     intermediate_size=28672,
-    num_hidden_layers=80,
+    num_hidden_layers=4,
     num_attention_heads=64,
     num_key_value_heads=8,
     vocab_size=32000,

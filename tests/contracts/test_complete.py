@@ -20,7 +20,7 @@ SPARSITY = {"wanda": 0.5, "sparsegpt": 0.5, "pruner-zero": 0.5, "slicegpt+modegp
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    return surround(save_tiny(tmp_path_factory.mktemp("complete") / "llama", blocks=3))
+    return surround(save_tiny(tmp_path_factory.mktemp("complete") / "llama", blocks=2))
 
 
 def compressed(folder, method: str, output, tokens=TOKENS, part=None):
