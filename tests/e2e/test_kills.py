@@ -27,9 +27,9 @@ RUNS = {
 }
 # Kinds of which `make test` kills at every second state. The others are in the matrix, and so is "one-pass", which writes
 # nothing that the two others of one pass do not write.
-HALVED = ("gradient", "one-pass, influence", "two of four")
+HALVED = ("default", "gradient", "one-pass, influence", "two of four")
 KILLS = [
-    *(("default", 1, 0), ("sequential", 1, 0)),
+    ("sequential", 1, 0),
     *((kind, 2, 0) for kind in HALVED),
     *(pytest.param(kind, 2, 1, marks=pytest.mark.matrix) for kind in HALVED),
     pytest.param("one-pass", 1, 0, marks=pytest.mark.matrix),
