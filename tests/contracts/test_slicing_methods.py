@@ -105,6 +105,12 @@ def parts_of(view, module: str, count: int) -> list[list[Tensor]]:
 
 
 @functools.cache
+def dense_model(family: str) -> nn.Module:
+    """Return a tiny model that nothing changes: references read it for every module of every block."""
+    return tiny_model(family)
+
+
+@functools.cache
 def gradients_of(family: str) -> list[dict[tuple[int, str], list[Tensor]]]:
     """Of every sequence alone: (block, module) -> unit -> gradients of its weights.
 
@@ -182,7 +188,7 @@ def metric_of(name: str, factor: Tensor, mine: Tensor) -> Tensor:
 def kronecker_costs(family: str, name: str, index: int, module: str, W: Tensor, X: Tensor, count: int) -> list[float]:
     """Half the Fisher's quadratic form, layer by layer; of rows what they computed stands for weight and input."""
     *before, last = signals_of(family, index)[module]
-    centred = name == "llm-surgeon" and projections(tiny_model(family), index)[module].bias is not None
+    centred = name == "llm-surgeon" and projections(dense_model(family), index)[module].bias is not None
     inside, behind = second(X - X.mean(0) * centred), second(last.gradients[0])
     metrics, costs = [second(torch.cat([g.flatten(1) for g in layer.gradients], 1)) for layer in before], []
     for unit in range(count):
@@ -203,7 +209,7 @@ def expected_units(family: str, name: str, view, module: str, X: Tensor, count: 
     if name == "strided":
         return [int((i + 0.5) * count / rank) for i in range(rank)]
     weights = [torch.cat(unit).double() for unit in parts_of(view, module, count)]
-    W, scores = weight_of(projections(tiny_model(family), view.index)[module]).double(), []
+    W, scores = weight_of(projections(dense_model(family), view.index)[module]).double(), []
     if name in ("kobd", "llm-surgeon"):
         scores = kronecker_costs(family, name, view.index, module, W, X, count)
     for unit, weight in enumerate([] if scores else weights):
@@ -245,7 +251,7 @@ class Left(NamedTuple):
 
 def expected(family: str, name: str, source, plan, index: int, module: str) -> Left:
     unit = next(m for m in plan.modules if (m.block, m.module) == (index, module))
-    projection = projections(tiny_model(family), index)[module]
+    projection = projections(dense_model(family), index)[module]
     W, X = weight_of(projection).double(), inputs_of(family, index, module)
     keep = expected_units(family, name, source.block(index), module, X, unit.of, unit.rank)
     assert len(keep) == unit.rank < unit.of
@@ -256,7 +262,7 @@ def expected(family: str, name: str, source, plan, index: int, module: str) -> L
 
 @functools.cache
 def inputs_of(family: str, index: int, module: str) -> Tensor:
-    dense = tiny_model(family)
+    dense = dense_model(family)
     return inputs(dense, projections(dense, index)[module], tokens().ids)
 
 
@@ -298,7 +304,7 @@ def test_errors_are_of_what_dropped_units_send(run, case):
     source, method, folder, _ = run
     family, name = case
     record, plan = json.loads((folder / "rankfold.json").read_text()), rankfold.plan(source, method=method)
-    dense, text = tiny_model(family), tokens()
+    dense, text = dense_model(family), tokens()
     for module in modules_of(family):
         projection, report = projections(dense, 0)[module], record["blocks"]["0"][module]
         found = expected(family, name, source, plan, 0, module)
