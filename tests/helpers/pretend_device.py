@@ -171,9 +171,6 @@ def _computed(func, name: str, a, k):
 @functools.cache
 def _put_guard() -> None:
     """Compile and load the guard; skip the test where there is no compiler."""
-    folder = Path(tempfile.mkdtemp(prefix="rankfold-guard-"))
-    source, library = folder / "guard.cpp", folder / "guard.so"
-    source.write_text(GUARD, encoding="utf-8")
     torch_folder = Path(torch.__file__).parent
     flags = [
         "-std=c++20",
@@ -183,12 +180,16 @@ def _put_guard() -> None:
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
     ]
     places = [f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}", "-lc10"]
-    try:
-        done = subprocess.run(["c++", *flags, str(source), "-o", str(library), *places], capture_output=True, text=True)
-    except FileNotFoundError:
-        pytest.skip("there is no C++ compiler (c++), which a pretend device needs")
-    assert done.returncode == 0, done.stderr
-    CDLL(str(library)).put_guard()
+    with tempfile.TemporaryDirectory(prefix="rankfold-guard-") as folder:
+        source, library = Path(folder, "guard.cpp"), Path(folder, "guard.so")
+        source.write_text(GUARD, encoding="utf-8")
+        command = ["c++", *flags, str(source), "-o", str(library), *places]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+        except FileNotFoundError:
+            pytest.skip("there is no C++ compiler (c++), which a pretend device needs")
+        assert done.returncode == 0, done.stderr
+        CDLL(str(library)).put_guard()
 
 
 @contextlib.contextmanager
