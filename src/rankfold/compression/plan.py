@@ -34,7 +34,8 @@ from ..models.dense_model import DenseModel
 from ..report.plan import ModulePlan, Plan
 from .budget import RankOptions, rank_options
 
-ROUNDING = 0.01  # of what is counted: more than this beyond what was asked for is worth a line
+# Of what is counted: removing this much more than was asked for is worth a line.
+ROUNDING = 0.01
 
 
 Blocks = list[tuple[BlockView, dict[str, int]]]  # on the meta device, and module -> rank
@@ -81,14 +82,14 @@ def divergence_for_stock(source: DenseModel, method: Method, costs) -> float | N
 
 
 def _excess(units: list[PrunableModule], ranks: dict, method: Method, amounts: dict) -> str | None:
-    """Say why more goes than was asked for, where it is more than the rounding of ranks explains."""
+    """Return why the ranks remove more than was asked for, where that is more than their rounding explains."""
     counted, asked, removed = (amounts[name] for name in ("counted", "asked", "removed"))
     if removed - asked <= ROUNDING * counted:
         return None
     smaller = [unit for unit in units if ranks[unit.key] < unit.ranks[-1]]
     if any(unit.module == BLOCK for unit in smaller):
         least = min(unit.dense for unit in smaller if unit.module == BLOCK)
-        reason = f"whole blocks go, and the smallest of these is {least / counted:.1%}"
+        reason = f"whole blocks are removed, and the smallest of these is {least / counted:.1%}"
     elif method.one_rank:
         free = [unit for unit in units if not unit.fixed]
         width = ranks[free[0].key]
@@ -96,12 +97,12 @@ def _excess(units: list[PrunableModule], ranks: dict, method: Method, amounts: d
         what = "number of experts" if free[0].module == EXPERT_COUNT else "width"
         reason = f"all blocks have one {what}, and the next larger one removes {max(0, less) / counted:.1%}"
     elif method.allocation.may_exceed:
-        reason = "what was measured to cost nothing goes too"
+        reason = "removing more was measured to cost nothing"
     else:
         levels = [(unit, unit.ranks.index(ranks[unit.key])) for unit in smaller]
         step = min(unit.sizes[level + 1] - unit.sizes[level] for unit, level in levels)
         reason = f"the smallest step between two ranks is {step / counted:.1%}"
-    return f"{asked / counted:.1%} was asked for and {removed / counted:.1%} goes: {reason}"
+    return f"{removed / counted:.1%} is removed, more than the {asked / counted:.1%} asked for: {reason}"
 
 
 def check(options: RankOptions, method: Method) -> None:
