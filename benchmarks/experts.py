@@ -56,15 +56,14 @@ def main() -> None:
             common.say(f"{windows} windows, {name}: {statistics.mean(found):.4f}")
 
 
-def train(ids: Tensor, vocabulary: int, shape: dict = SHAPE, steps: int = STEPS, batch_size: int = BATCH) -> nn.Module:
-    """Train a Mixtral of this shape on windows of a text."""
+def train(ids: Tensor, vocabulary: int) -> nn.Module:
     torch.manual_seed(0)
-    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(vocab_size=vocabulary, **shape, **IDS))
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(vocab_size=vocabulary, **SHAPE, **IDS))
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=STEPS, pct_start=0.1)
     generator = torch.Generator().manual_seed(0)
-    for _ in range(steps):
-        starts = torch.randint(len(ids) - WINDOW, (batch_size,), generator=generator)
+    for _ in range(STEPS):
+        starts = torch.randint(len(ids) - WINDOW, (BATCH,), generator=generator)
         batch = torch.stack([ids[s : s + WINDOW] for s in starts])
         logits = model(batch, use_cache=False).logits[:, :-1]
         optimizer.zero_grad()

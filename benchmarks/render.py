@@ -69,7 +69,6 @@ PAGES = {
     "complexity": ("complexity*", "Parameters, MACs and cache against sparsity", costs.complexity),
     "mutants": ("mutants*", "Mutants that the tests notice", costs.mutants),
     "experts": ("experts*", "What experts are fitted to", models.experts),
-    "whole_experts": ("whole_experts*", "Whole experts before the default", models.whole_experts),
     "large_models": ("large_models*", "Memory and time of large models, computed", costs.large_models),
     "gpu": ("gpu*", "On an accelerator", gpu.gpu),
     "decomposition_cost": ("decomposition_cost*", "Decomposing one block", costs.decomposition_cost),

@@ -274,18 +274,6 @@ def experts(records: list[dict]) -> str:
     )
 
 
-def whole_experts(records: list[dict]) -> str:
-    dense, *rows = records[0]["rows"]
-    found = {(row["sparsity"], row["removed_experts"]): row["perplexity"] for row in rows}
-    told = []
-    for sparsity in sorted({sparsity for sparsity, _ in found}):
-        best = min((value, removed) for (at, removed), value in found.items() if at == sparsity and removed)
-        told.append(f"{found[sparsity, 0]:.3f} by the default alone at {sparsity:g}, {best[0]:.3f} after {best[1]}")
-    wins = sum(found[s, 0] > min(v for (at, r), v in found.items() if at == s and r) for s in {s for s, _ in found})
-    answer = "Yes" if wins == len(told) else "Not always" if wins else "No"
-    return f"{answer}: {'; '.join(told)} (dense {dense['perplexity']:.3f})."
-
-
 def qk_norm(records: list[dict]) -> str:
     found = named(records[0])
     told = {}

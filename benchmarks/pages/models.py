@@ -320,9 +320,3 @@ def experts(record: dict) -> list[str]:
     fewest = {row["windows"]: f"{row['windows']} windows, fewest tokens {row['fewest']:.0f}" for row in rows}
     cells = {(row["name"], fewest[row["windows"]]): f"{row['perplexity']:.3f}" for row in rows}
     return [f"Perplexity; dense {dense['perplexity']:.3f}.", "", *crossed(cells, head="fitted to")]
-
-
-def whole_experts(record: dict) -> list[str]:
-    dense, *rows = record["rows"]
-    cells = {(f"{row['removed_experts']} of 8", f"{row['sparsity']:.0%}"): f"{row['perplexity']:.3f}" for row in rows}
-    return [f"Perplexity; dense {dense['perplexity']:.3f}.", "", *crossed(cells, head="experts removed first")]

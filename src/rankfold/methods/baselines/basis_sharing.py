@@ -50,8 +50,8 @@ class BasisSharing(SVDLLM):
     """
 
     name: ClassVar[str] = "basis-sharing"
-    # Beside that of svd-llm five Gram matrices, and moments of the group.
-    workspace: ClassVar[tuple[float, float]] = (2.5, 4.0)
+    # Beside that of svd-llm five Gram matrices as wide as the model, and moments of the group.
+    workspace: ClassVar[tuple[float, float]] = (1.0, 6.0)
     allocations: ClassVar[tuple[type[Allocation], ...]] = (Uniform,)
     budgets: ClassVar[tuple[type[Budget], ...]] = (Parameters,)
     targets: ClassVar[tuple[str, ...]] = ("transformers",)
