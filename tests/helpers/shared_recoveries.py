@@ -56,7 +56,10 @@ def save_own(place: Path, name: str) -> None:
         config = t.MixtralConfig(
             **sizes, num_key_value_heads=2, vocab_size=400, num_local_experts=4, num_experts_per_tok=1
         )
-        t.MixtralForCausalLM(config).save_pretrained(place / name / "dense")
+        model = t.MixtralForCausalLM(config)
+        for parameter in filter(lambda parameter: parameter.dim() > 1, model.parameters()):
+            torch.nn.init.normal_(parameter, std=0.15)
+        model.save_pretrained(place / name / "dense")
     source = rankfold.open_model(place / name / "dense" if name == "experts" else place / "dense", device="cpu")
     method = rankfold.LatentLLM(sparsity=0.3) if name == "experts" else rankfold.make_method("wanda")
     data = rankfold.load_calibration(place / "text.txt", source, num_samples=16, max_length=32)
