@@ -32,7 +32,7 @@ SEES = {
 }
 TRAINING = {
     "tower": {"steps": 150, "rate": 3e-3, "pictures": 128},
-    "language": {"steps": 600, "rate": 3e-4, "questions": 16, "from_block": 10},
+    "language": {"steps": 400, "rate": 3e-4, "questions": 16, "from_block": 10},
     "seed": 0,
 }
 ROUND = 16  # tokens: lengths of batches are multiples
