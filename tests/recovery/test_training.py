@@ -1,10 +1,15 @@
 """The Trainer of a recovery, one step of it."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from transformers import TrainingArguments
 
 from families import some_ids, tiny_model
+from rankfold.errors import OptionError
 from rankfold.recovery import training
+from rankfold.recovery.options import check_device
 from rankfold.recovery.training import Distiller, arguments
 
 
@@ -19,3 +24,19 @@ def test_a_step_runs_the_dense_model_and_both_heads_in_the_precision_of_the_trai
     trainer = Distiller(student, args, base=student, teacher=teacher, loss="kl")
     trainer.compute_loss(student, {"input_ids": ids})
     assert len(found) >= 4 and set(found) == {torch.bfloat16 if bf16 else torch.float32}
+
+
+def test_one_process_trains_on_one_device_whatever_it_sees(monkeypatch, tmp_path):
+    def sees_eight(self):
+        self._n_gpu = 8
+        return torch.device("cpu")
+
+    monkeypatch.setattr(TrainingArguments, "_setup_devices", property(sees_eight))
+    args = arguments(tmp_path, steps=1, batch=4, length=8, every=1, device=torch.device("cpu"), keep=False)
+    assert args.n_gpu == 1 and args.train_batch_size == 4
+
+
+def test_a_model_on_another_device_than_the_first_is_refused():
+    check_device(tiny_model("llama"))
+    with pytest.raises(OptionError, match="the first device that the program sees, and the model is on meta:3; give"):
+        check_device(SimpleNamespace(device=torch.device("meta:3")))

@@ -62,8 +62,16 @@ def check_processes() -> None:
 
 
 def check_device(model: PreTrainedModel) -> None:
-    """Raise :class:`OptionError` where processes that train together have a model elsewhere than what they exchange."""
+    """Raise :class:`OptionError` where processes that train together have a model elsewhere than what they exchange.
+
+    Alone, Trainer knows one device of each kind: the first that it sees.
+    """
     expected = exchange_device()
+    if expected is None and model.device.index:
+        raise OptionError(
+            f"training runs on the first device that the program sees, and the model is on {model.device}; give "
+            f"{option('device', model.device.type)}, and choose the device by CUDA_VISIBLE_DEVICES or the like"
+        )
     if expected is None or is_on(next(model.parameters()), expected):
         return
     on_cpu = ", or set ACCELERATE_USE_CPU=1" if model.device.type == "cpu" else ""

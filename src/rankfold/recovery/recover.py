@@ -141,7 +141,8 @@ def recover(
         check_blockwise(options, settings, output)
     check(options, settings, output)
     given = (open_student_streamed if blockwise else open_student)(model, device)
-    check_device(given.network)
+    if not blockwise:
+        check_device(given.network)
     check_trainable(given.network, tune)
     source = open_teacher(teacher, model, given, device)
     kept = by_block.kept_of(given.model, source, given.record) if blockwise else None

@@ -48,7 +48,7 @@ class Distiller(Trainer):
         forward of the compressed model may begin with an exchange of DDP, so they agree before it, too.
         """
         ids = inputs["input_ids"]
-        # Accelerate sets the precision of the trained model alone; the dense one and both heads are half of the work.
+        # Not by accelerate, which sets the precision of the trained model alone, and leaves it so when that is scored.
         precision = training_context(ids.device)
         with together(), precision:
             dense = self._dense_states(inputs)
@@ -185,7 +185,7 @@ def arguments(
     """
     own = batch // process_count()
     at_once = next(n for n in range(min(own, max(1, AT_ONCE // length)), 0, -1) if own % n == 0)
-    return TrainingArguments(
+    found = TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,
         per_device_train_batch_size=at_once,
@@ -193,7 +193,6 @@ def arguments(
         lr_scheduler_type="cosine",
         warmup_steps=warm_up(steps),
         weight_decay=0.0,
-        bf16=trains_in_bf16(device),
         use_cpu=device.type == "cpu",
         save_strategy="steps" if keep else "no",
         save_steps=every,
@@ -203,3 +202,5 @@ def arguments(
         disable_tqdm=True,
         **others,
     )
+    found._n_gpu = min(found.n_gpu, 1)  # or Trainer gives every GPU that it sees a batch of this size, by DataParallel
+    return found
