@@ -40,3 +40,21 @@ def test_a_model_on_another_device_than_the_first_is_refused():
     check_device(tiny_model("llama"))
     with pytest.raises(OptionError, match="the first device that the program sees, and the model is on meta:3; give"):
         check_device(SimpleNamespace(device=torch.device("meta:3")))
+
+
+def test_a_trained_model_is_scored_in_the_precision_in_which_it_was_before(monkeypatch, tmp_path):
+    monkeypatch.setattr(training, "trains_in_bf16", lambda device: True)
+    student, ids = tiny_model("llama", seed=1), some_ids()
+    before = student(ids).logits
+    how = {
+        "batch": 1,
+        "length": ids.shape[1],
+        "every": 1,
+        "device": student.device,
+        "keep": False,
+        "learning_rate": 0.0,
+    }
+    rows = [{"input_ids": row} for row in ids]
+    args = arguments(tmp_path, steps=2, **how)
+    Distiller(student, args, base=student, teacher=tiny_model("llama"), loss="kl", train_dataset=rows).train()
+    assert torch.equal(student.eval()(ids).logits, before)

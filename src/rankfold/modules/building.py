@@ -89,8 +89,9 @@ def _with_basis(root: nn.Module) -> list[tuple[str, LatentLinear]]:
 
 def _tie(model: Any) -> None:
     """Have transformers tie bases that several blocks share where it loads, and leave copies out where it saves."""
+    module: Any
     for name, module in _with_basis(model):
-        place = _place(model, module.basis or "")
+        place = _place(model, module.basis)
         owner = model.get_submodule(place)
         if not isinstance(owner, LatentLinear) or owner.basis or owner.A.weight.shape != module.A.weight.shape:
             raise ValueError(f"{name!r} cannot have the basis of {place!r}, which stores none of its shape")
