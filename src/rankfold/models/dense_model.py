@@ -57,7 +57,8 @@ class DenseModel:
     ):
         self.model, self.name, self.device, self.dtype = model, name, device, dtype
         self.part = part or part_of(model)
-        self.autocast = autocast_dtype(device)  # precision of block forwards; None for the compute dtype itself
+        # Precision of block forwards; None for the compute dtype itself. Autocast in bf16 cannot join tensors of fp16.
+        self.autocast = autocast_dtype(device) if model.dtype != torch.float16 else None
         self.weights, self.bytes_on_disk, self.revision = weights, bytes_on_disk, revision
         self.processors = processors or Processors(name)
         self.offload: Offload | None = None
