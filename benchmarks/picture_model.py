@@ -131,10 +131,19 @@ def padded(rows: list[tuple[list[int], list[bool]]]) -> tuple[dict[str, Tensor],
     return {"input_ids": ids}, ids.masked_fill(~learnt, -100)
 
 
-def learn(parameters: list[nn.Parameter], steps: int, losses: Callable[[], list[Tensor]]) -> None:
-    """So many steps on the sum of the losses that each call gives."""
-    optimiser = torch.optim.AdamW(parameters, lr=TRAINING["rate"], betas=(0.9, 0.95), weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, TRAINING["rate"], total_steps=steps, pct_start=0.05)
+def learn(
+    parameters: list[nn.Parameter],
+    steps: int,
+    losses: Callable[[], list[Tensor]],
+    *,
+    rate: float = TRAINING["rate"],
+    decay: float = 0.05,
+    warm_up: float = 0.05,
+    every: int = 100,
+) -> None:
+    """So many steps on the sum of the losses that each call gives, which are shown at every so many."""
+    optimiser = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), weight_decay=decay)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, rate, total_steps=steps, pct_start=warm_up)
     for step in range(steps):
         found = losses()
         sum(found).backward()
@@ -142,7 +151,7 @@ def learn(parameters: list[nn.Parameter], steps: int, losses: Callable[[], list[
         optimiser.step()
         optimiser.zero_grad()
         schedule.step()
-        if step % 100 == 0:
+        if step % every == 0:
             common.say(f"step {step}: loss {', '.join(f'{loss.item():.3f}' for loss in found)}")
 
 

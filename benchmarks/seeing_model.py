@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import common
 import picture_rows
 import pictures
+from picture_model import learn
 from rankfold.evaluation.science_qa import LETTERS, prompt_of
 
 IMAGE = "<empty_output>"  # a token of SmolLM2's vocabulary that no text has: its vocabulary does not grow
@@ -105,20 +106,14 @@ def padded(rows: list[list[int]], value: int) -> Tensor:
     return torch.tensor([[*row, *[value] * (longest - len(row))] for row in rows])
 
 
-def learn(parameters: list[nn.Parameter], steps: int, rate: float, loss_of: Callable[[], Tensor]) -> None:
-    """Take so many steps on the loss that each call gives, products in bf16."""
-    optimiser = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, rate, total_steps=steps, pct_start=0.1)
-    for step in range(steps):
+def in_bf16(loss_of: Callable[[], Tensor]) -> Callable[[], list[Tensor]]:
+    """The same loss, alone in a list, products in bf16."""
+
+    def losses() -> list[Tensor]:
         with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of()
-        loss.backward()
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimiser.step()
-        optimiser.zero_grad()
-        schedule.step()
-        if step % 20 == 0:
-            common.say(f"step {step}: loss {loss.item():.3f}")
+            return [loss_of()]
+
+    return losses
 
 
 def train(model: nn.Module, tokenizer) -> None:
@@ -132,7 +127,7 @@ def train(model: nn.Module, tokenizer) -> None:
         (language, of_answers(model, tokenizer, draw), TRAINING["language"]),
     ):
         parameters = [p.requires_grad_() for module in modules for p in module.parameters()]
-        learn(parameters, how["steps"], how["rate"], loss_of)
+        learn(parameters, how["steps"], in_bf16(loss_of), rate=how["rate"], decay=0.01, warm_up=0.1, every=20)
         model.requires_grad_(False)
 
 

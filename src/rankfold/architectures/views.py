@@ -35,6 +35,12 @@ class MLPView:
     def hidden(self) -> int:
         return self.down.weight.shape[1]
 
+    @property
+    def paths(self) -> dict[str, str]:
+        """Paths of its linear layers: ``gate``, ``up`` (with the gate in it where that is fused) and ``down``."""
+        found = {"gate": self.spec.gate, "up": self.spec.up, "down": self.spec.down}
+        return {name: path for name, path in found.items() if path}
+
     def rising(self) -> dict[str, Dense]:
         """Path -> projection into the hidden units: up, gate, or both stacked."""
         paths = [p for p in (self.spec.gate, self.spec.up) if p]
@@ -103,9 +109,8 @@ class BlockView:
         modules = self.attention.qkv_modules
         names = {3: ("q", "k", "v"), 1: ("qkv",), 0: ()}[len(modules)]
         found = dict(zip(names, modules, strict=True)) | {"o": self.attention.output_module}
-        spec = self.mlp.spec if self.mlp else None
-        paths = {"gate": spec.gate, "up": spec.up, "down": spec.down} if spec else {}
-        return found | {name: self.module.get_submodule(path) for name, path in paths.items() if path}
+        paths = self.mlp.paths if self.mlp else {}
+        return found | {name: self.module.get_submodule(path) for name, path in paths.items()}
 
     @property
     def readers(self) -> dict[str, tuple[str, ...]]:

@@ -84,9 +84,7 @@ class _Block:
         self.dense = dense_projections(method, view)
         self.attention: AttentionView = view.attention
         self.latent_cache = method.cached_latents(view, ranks)
-        spec = view.mlp.spec if view.mlp else None
-        paths = {"gate": spec.gate, "up": spec.up, "down": spec.down} if spec else {}
-        self.paths = {module: path for module, path in paths.items() if path}
+        self.paths: dict[str, str] = view.mlp.paths if view.mlp else {}
         self.now: dict[str, Projection] = {m: dense for m, dense in self.dense.items() if m not in self.paths}
 
     def fit(self, _: BlockView, moments: BlockMoments, __, *, modules: list[str], statistic: str) -> BlockResult:

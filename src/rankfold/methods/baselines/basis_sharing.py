@@ -186,12 +186,12 @@ class BasisSharing(SVDLLM):
         first = self.first(view.index)
         if first == view.index or module not in self.sharing(view):
             return latent
-        path = f"{view.attention.spec.path}.{module}_proj" if module in ATTENTION else _mlp_paths(view)[module]
+        path = f"{view.attention.spec.path}.{module}_proj" if module in ATTENTION else view.mlp.paths[module]
         return Latent(latent.spec | {"basis": f"{view.architecture.path_of(first)}.{path}"}, latent.tensors)
 
     def _put(self, result: BlockResult, view: BlockView, layers: Mapping[str, Projection]) -> None:
         now = {module for module, layer in layers.items() if isinstance(layer, Latent)}
-        for module, path in _mlp_paths(view).items():
+        for module, path in (view.mlp.paths if view.mlp else {}).items():
             if module in now:
                 put_projection(result, path, layers[module])
         if now & set(ATTENTION):
@@ -220,9 +220,3 @@ def combined(slot: Slot, dense: Dense, given: Input, rank: int, gram: Tensor, me
 def _pooled(statistic: str, centred: bool) -> str:
     """Name the moment of an input of all blocks of a group."""
     return f"{statistic} of the group" + (", centred" if centred else "")
-
-
-def _mlp_paths(view: BlockView) -> dict[str, str]:
-    spec = view.mlp.spec if view.mlp else None
-    paths = {"gate": spec.gate, "up": spec.up, "down": spec.down} if spec else {}
-    return {module: path for module, path in paths.items() if path}

@@ -6,7 +6,6 @@ from typing import Any
 from torch import Tensor
 
 from ..._utils.memory import release_memory
-from ..._utils.present import present
 from ...architectures import BlockView, Dense
 from ...calibration.moments import BlockMoments
 from ...linalg.joint_mlp import joint_mlp, mlp_error, varies
@@ -23,17 +22,16 @@ HELD_OUT = 8  # one of so many rows is not fitted
 
 def decompose_mlp(method, view: BlockView, moments: BlockMoments, ranks: dict[str, int]) -> BlockResult:
     """The projections of the MLP listed in ``ranks``, latent: fit, junction, store."""
-    dense, layout, spec = dense_projections(method, view), slots(method, view), view.mlp.spec
+    dense, layout = dense_projections(method, view), slots(method, view)
     weights = column_weights(method, view, moments)
     result = BlockResult({}, {}, {}, {})
-    paths = {"up": spec.up, "gate": spec.gate, "down": spec.down}
     for modules in _together(method, view, ranks):
         fits = _local(method, {m: ranks[m] for m in modules}, layout, dense, moments, weights)
         if len(modules) > 1 and "down" in modules:
             fits = _joint(method, moments, fits, layout, dense)
         latents, reports, errors = store_all(layout, fits, dense, moments)
         for module in modules:
-            put_projection(result, present(paths[module]), latents[module])
+            put_projection(result, view.mlp.paths[module], latents[module])
             result.reports[module] = reports[module].to_dict()
         result.errors.update(errors)
         del fits
