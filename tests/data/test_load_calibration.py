@@ -6,7 +6,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
@@ -304,6 +304,7 @@ anything = st.recursive(
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(anything)
+@example({"attention_mask": None, "pixel_values": None, "input_ids": (ROWS[0],)})
 def test_anything_else_is_refused_in_a_line_of_our_own(model, data):
     try:
         load(data, model)

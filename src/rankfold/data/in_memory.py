@@ -276,7 +276,7 @@ def _examples(item, where: str) -> Iterator[Example]:
         raise DataError(f"{where} has no {IDS}; every batch needs them")
     _check_honoured(item, where)
     rows = [*_rows(item, where)]
-    if len(rows) != 1 or len(rows[0]) != torch.as_tensor(item[IDS]).numel():
+    if len(rows) != 1 or len(rows[0]) != sum(map(len, _tensors(item[IDS], IDS, where))):
         raise DataError(
             f"{where}: images and texts of several rows cannot be told apart; give batches of one, without padding"
         )
