@@ -7,8 +7,8 @@
     result = rankfold.compress("HuggingFaceTB/SmolLM2-135M", 0.3, output="small")
     result.model.generate(...)
 
-After ``import rankfold``, ``AutoModelForCausalLM.from_pretrained`` loads compressed checkpoints. The import itself takes a few
-milliseconds: PyTorch and transformers are imported with the first name that needs them.
+After ``import rankfold``, ``AutoModelForCausalLM.from_pretrained`` loads compressed checkpoints. The import itself
+takes a few milliseconds: PyTorch and transformers are imported with the first name that needs them.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,5 @@
-"""Let transformers load compressed checkpoints once rankfold is imported, without importing transformers or PyTorch for it.
+"""Let transformers load compressed checkpoints once rankfold is imported, without importing transformers or PyTorch for
+it.
 
 The classes that read a compressed checkpoint (:mod:`rankfold.modules`) are imported when a model is first built.
 """

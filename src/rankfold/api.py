@@ -102,17 +102,18 @@ def compress(
         result.model.generate(...)
 
     Args:
-        model: hub id, folder, ``.gguf`` file, a transformers model in memory, or what :func:`open_model` returned. It is not
-            changed.
+        model: hub id, folder, ``.gguf`` file, a transformers model in memory, or what :func:`open_model` returned. It
+            is not changed.
         sparsity: fraction of the weights to remove; by default that of the method, 0.3 for most.
-        target_size: in place of a sparsity, the bytes that all weights may take in the dtype written, such as ``"400MB"`` (1e6
-            each), ``"1.5GiB"`` (2^30) or a number. Implies ``scope="model"`` and ``budget="bytes"``.
-        keep_quality: in place of a sparsity, the fraction in (0, 1) of the likelihood of a held-out token that is to be kept:
-            the dense model's perplexity over the compressed one's. The largest sparsity that keeps it is predicted, run,
-            measured, and corrected in a second run, at most a fourth (:func:`rankfold.quality.compress_to_keep`).
+        target_size: in place of a sparsity, the bytes that all weights may take in the dtype written, such as
+            ``"400MB"`` (1e6 each), ``"1.5GiB"`` (2^30) or a number. Implies ``scope="model"`` and ``budget="bytes"``.
+        keep_quality: in place of a sparsity, the fraction in (0, 1) of the likelihood of a held-out token that is to be
+            kept: the dense model's perplexity over the compressed one's. The largest sparsity that keeps it is
+            predicted, run, measured, and corrected in a second run, at most a fourth
+            (:func:`rankfold.quality.compress_to_keep`).
         method: name of a method, or a configured one such as ``rankfold.MoDeGPT(sparsity=0.3, modules=("mlp",))``.
-        calibration: what the model is measured on, see :func:`load_calibration`; by default ``mixture``: encyclopedia, web
-            text and source code.
+        calibration: what the model is measured on, see :func:`load_calibration`; by default ``mixture``: encyclopedia,
+            web text and source code.
         output: folder to write, block by block. The same call goes on where a killed one was. ``None``: in memory only.
         moments: of the dense model, from :func:`calibrate` or the folder it wrote; in place of ``calibration``. Implies
             ``mode="one-pass"``.
@@ -185,21 +186,22 @@ def plan(
         rankfold.plan("big-model", 0.3, gpu="80GB", gpus=8)  # a folder with config.json is enough
 
     Args:
-        model: as for :func:`compress`; with ``gpu`` also a config of transformers, or a folder or hub id of which the config
-            alone is read.
+        model: as for :func:`compress`; with ``gpu`` also a config of transformers, or a folder or hub id of which the
+            config alone is read.
         keep_quality: as for :func:`compress`; the plan is of its first run. The allocation must be ``measured``.
         calibration: as for :func:`compress`. Without it and without moments, ``mixture`` where the allocation
             compares predictions; else shapes are enough.
         moments: of the dense model, for predicted errors and for allocations that go by them.
-        gpu: plan for accelerators that are not here, from shapes alone: memory of each, such as ``80GB``, or a name out of
-            ``compression/cards.json``, such as ``h100``. Ranks are uniform where the method's own go by numbers of the model;
-            time is predicted from the card's rates.
+        gpu: plan for accelerators that are not here, from shapes alone: memory of each, such as ``80GB``, or a name out
+            of ``compression/cards.json``, such as ``h100``. Ranks are uniform where the method's own go by numbers of
+            the model; time is predicted from the card's rates.
         gpus: accelerators that share the calibration samples.
 
     All other arguments are those of :func:`compress`.
 
     Raises:
-        OptionError, UnsupportedModelError, CheckpointError: as :func:`compress`; and with ``gpu`` what it does not go with.
+        OptionError, UnsupportedModelError, CheckpointError: as :func:`compress`; and with ``gpu`` what it does not go
+            with.
     """
     _goal(sparsity, target_size, keep_quality)
     method = _configured(plan, method, sparsity, options)
@@ -258,8 +260,8 @@ def calibrate(
     Args:
         output: folder to keep the moments in; ``None``: in memory. The call reads and checks what an earlier one left
             there, and measures only what is missing or damaged.
-        statistics: names out of :data:`rankfold.calibration.statistics.STATISTICS`; all by default, so that any method can be
-            computed from them.
+        statistics: names out of :data:`rankfold.calibration.statistics.STATISTICS`; all by default, so that any method
+            can be computed from them.
 
     All other arguments are those of :func:`compress`.
 
@@ -289,7 +291,8 @@ def export(
         model: hub id, folder, the model in memory, or what :func:`compress` returned.
         output: folder or file to write; must not exist.
         format: one of :data:`rankfold.exports.FORMATS`.
-        dtype: what is written in: ``auto`` (as stored), ``float32``, ``bfloat16`` or ``float16``; GGUF files also ``q8_0``.
+        dtype: what is written in: ``auto`` (as stored), ``float32``, ``bfloat16`` or ``float16``; GGUF files also
+            ``q8_0``.
         tokenizer: of a model in memory.
 
     Raises:
@@ -320,8 +323,8 @@ def perplexity(
         stream: read a hub id or folder one block at a time, where the model is larger than memory.
 
     Returns:
-        ``{"perplexity", "nll", "windows", "length", "tokens", "definition"}``; ``nll`` in nats per predicted token. With
-        ``stream`` also ``peak_memory_bytes`` and ``peak_device_memory_bytes``.
+        ``{"perplexity", "nll", "windows", "length", "tokens", "definition"}``; ``nll`` in nats per predicted token.
+        With ``stream`` also ``peak_memory_bytes`` and ``peak_device_memory_bytes``.
 
     Raises:
         DataError: the samples are none, or too short to predict a token.

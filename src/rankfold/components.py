@@ -2,8 +2,8 @@
 
     dense model --- vision ---> OUT.partial/before/vision --- language ---> OUT.partial ---> OUT
 
-Each component goes through the pipeline as it would alone; those before the last one are a run of this kind themselves. The run
-is known by what all were given, so that the same call goes on wherever an earlier one was killed.
+Each component goes through the pipeline as it would alone; those before the last one are a run of this kind themselves.
+The run is known by what all were given, so that the same call goes on wherever an earlier one was killed.
 """
 
 from collections.abc import Callable, Iterable
@@ -52,21 +52,21 @@ def compress_components(
     """Compress several components of a model, each in its own way.
 
     Args:
-        components: of each the open model (``open_model(model, component="vision")``, ``component="language"``), what to do,
-            and what to calibrate on. They are compressed in the order in which an image goes through them, whatever their order
-            here.
+        components: of each the open model (``open_model(model, component="vision")``, ``component="language"``), what
+            to do, and what to calibrate on. They are compressed in the order in which an image goes through them,
+            whatever their order here.
         output: folder to write (resumable).
         mode: of all, see :func:`rankfold.compress`.
         on_plan: called with the plan of a component, and the model it is about, before any block of it is compressed.
 
     Returns:
-        As :func:`rankfold.compress`; plan and record are those of the last component, with the record of the one before it
-        under ``before``.
+        As :func:`rankfold.compress`; plan and record are those of the last component, with the record of the one before
+        it under ``before``.
 
     Raises:
         OptionError: not different components of one model.
-        OptionError, UnsupportedModelError, NumericsError, CheckpointError, DataError: as :func:`rankfold.compress`; what can be
-            said of a component beforehand is said before another one is compressed.
+        OptionError, UnsupportedModelError, NumericsError, CheckpointError, DataError: as :func:`rankfold.compress`;
+            what can be said of a component beforehand is said before another one is compressed.
     """
     in_turn = _in_order(components)
     del components

@@ -236,8 +236,8 @@ class CompressionRun:
             basis: the coordinates in which the block before writes the stream.
 
         Returns:
-            Descriptions by full path and what was measured, without tensors; and the coordinates in which this block writes the
-            stream.
+            Descriptions by full path and what was measured, without tensors; and the coordinates in which this block
+            writes the stream.
         """
         writer, is_kept = self.writer, index in self.writer.kept
         view = dataclasses.replace(read(index), basis=basis)

@@ -1,11 +1,13 @@
-"""The largest saving that keeps a quality: predict, compress, measure on held-out text, correct, and compress once more.
+"""The largest saving that keeps a quality: predict, compress, measure on held-out text, correct, and compress once
+more.
 
-    curves of the dense model ---> sparsity ---> OUT.search/SPARSITY/OUT ---> likelihood kept ---> corrected sparsity ---> ...
+    curves of the dense model ---> sparsity ---> OUT.search/SPARSITY/OUT ---> likelihood kept ---> corrected sparsity
+    ---> ...
                                                           |
                                     the smallest that keeps enough ---> OUT
 
-Every run is one of :func:`rankfold.compress` at a sparsity, so the result is what that call would give. A killed search goes
-on with the run in which it was; what earlier ones wrote stays until the end.
+Every run is one of :func:`rankfold.compress` at a sparsity, so the result is what that call would give. A killed search
+goes on with the run in which it was; what earlier ones wrote stays until the end.
 """
 
 import contextlib
@@ -59,12 +61,12 @@ def compress_to_keep(
 ) -> CompressionResult:
     """Compress an open model by the largest sparsity that keeps a fraction of the likelihood of a held-out token.
 
-    The fraction is ``exp(mean log-likelihood)`` of the compressed model over that of the dense one, which is the dense model's
-    perplexity over the compressed one's.
+    The fraction is ``exp(mean log-likelihood)`` of the compressed model over that of the dense one, which is the dense
+    model's perplexity over the compressed one's.
 
     Args:
-        source, method, tokens, output, moments, mode, on_plan: as for :func:`rankfold.pipeline.compress`; the sparsity of the
-            method is not used. Several results lie beside ``output`` until the end.
+        source, method, tokens, output, moments, mode, on_plan: as for :func:`rankfold.pipeline.compress`; the sparsity
+            of the method is not used. Several results lie beside ``output`` until the end.
         keep_quality: that fraction, in (0, 1).
         on_run: called with a line on each run when it is done.
 
@@ -148,8 +150,8 @@ class LossCurve:
     Args:
         method: what is done, at any sparsity.
         options: the ranks there are.
-        costs: (block, module) -> rank -> divergence of the predictions with that module alone at that rank. Without them, and
-            where they end, :func:`.guessed_loss` takes their place.
+        costs: (block, module) -> rank -> divergence of the predictions with that module alone at that rank. Without
+            them, and where they end, :func:`.guessed_loss` takes their place.
     """
 
     def __init__(self, method: Method, options: RankOptions, costs: RankCosts | None):

@@ -21,9 +21,9 @@ def cpu_facts() -> dict[str, str]:
 def multiplies_bf16_fast() -> bool:
     """Whether the CPU multiplies bf16 faster than fp32: with AMX, three times, and with AVX512-BF16 by AMD, four times.
 
-    Intel's AVX512-BF16 alone does not pay: products of bf16 take longer there than of fp32 (linear 25.5 ms against 19.5, Gram
-    10.2 against 5.8, attention 33 against 22). AMD's has the full width (Zen 5: linear 4.7 against 19.5, Gram 25.6 against
-    52.3, attention 23.7 against 22.8).
+    Intel's AVX512-BF16 alone does not pay: products of bf16 take longer there than of fp32 (linear 25.5 ms against
+    19.5, Gram 10.2 against 5.8, attention 33 against 22). AMD's has the full width (Zen 5: linear 4.7 against 19.5,
+    Gram 25.6 against 52.3, attention 23.7 against 22.8).
     """
     if getattr(torch.cpu, "_is_amx_tile_supported", bool)():
         return True
@@ -33,7 +33,8 @@ def multiplies_bf16_fast() -> bool:
 def multiplies_slowly(dtype: torch.dtype) -> bool:
     """Whether the CPU has no instructions for a 16-bit float, so that PyTorch multiplies it number by number.
 
-    With AVX2 alone a linear layer takes 15 times as long in bf16 as in fp32 for 512 tokens, 6 times for 16, twice for one.
+    With AVX2 alone a linear layer takes 15 times as long in bf16 as in fp32 for 512 tokens, 6 times for 16, twice for
+    one.
     """
     kernels = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
     if dtype not in kernels or not torch.backends.mkldnn.is_available():

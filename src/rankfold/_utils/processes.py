@@ -1,8 +1,9 @@
 """Several processes that share one run, as `torchrun` and `accelerate launch` start them.
 
-Shards of the calibration set define the numbers; processes only share the shards (docs/many-gpus.md). Every exchange begins
-with a round in which each process reports whether it has failed. So all processes raise the error of one, at the exchange where
-they would have waited for it. In a single process every function here is the identity, and torch.distributed is not imported.
+Shards of the calibration set define the numbers; processes only share the shards (docs/many-gpus.md). Every exchange
+begins with a round in which each process reports whether it has failed. So all processes raise the error of one, at the
+exchange where they would have waited for it. In a single process every function here is the identity, and
+torch.distributed is not imported.
 """
 
 import contextlib
@@ -178,7 +179,8 @@ def collect(parcels: list[dict[str, Any]], owner: int = 0) -> Iterator[dict[str,
     """Yield in the process ``owner`` the parcels of all processes, in their order; nothing in the others.
 
     Args:
-        parcels: values by name, with tensors in them, wherever they are. One parcel of another process is held at a time.
+        parcels: values by name, with tensors in them, wherever they are. One parcel of another process is held at a
+            time.
     """
     if _group is None:
         yield from parcels

@@ -1,7 +1,7 @@
 """Show how far a run is, on stderr: bars on a terminal, elsewhere a line now and then.
 
-A line tells what is done, an estimate of what is left, and what is known of the result so far. It is written when a step is
-done and the last line is a minute old, so a log of an hour has at most sixty.
+A line tells what is done, an estimate of what is left, and what is known of the result so far. It is written when a
+step is done and the last line is a minute old, so a log of an hour has at most sixty.
 """
 
 import contextlib
@@ -80,8 +80,8 @@ class Steps:
     def seconds_left(self) -> float | None:
         """Estimate by the later half of the steps done: those of an earlier run are passed over quickly.
 
-        Steps are added up in processor time, which stands still while the process is stopped, and turned into time by the
-        median of their ratios.
+        Steps are added up in processor time, which stands still while the process is stopped, and turned into time by
+        the median of their ratios.
         """
         if self.total is None or not self.done:
             return None

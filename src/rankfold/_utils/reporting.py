@@ -10,7 +10,8 @@ from ..errors import RankfoldError, first_line
 def reporting(kind: type[RankfoldError], what: str, advice: str = "") -> Generator[None]:
     """Raise ``kind`` with ``what (what it says); advice`` for whatever another library raises in the block.
 
-    A damaged file ends in whatever type the code that meets it raises, plain ones too; and errors of networks share no base.
+    A damaged file ends in whatever type the code that meets it raises, plain ones too; and errors of networks share no
+    base.
     """
     try:
         yield

@@ -86,8 +86,8 @@ class AttentionView:
         return q.rows((heads[: self.heads] + order).flatten()), k.rows((heads[: self.kv_heads] + order).flatten())
 
     def _order(self, device: torch.device) -> Tensor | None:
-        """``(N,)`` dimensions of a head in the order that has the partners of rotary pairs half a rotation apart, which all
-        that is computed here takes for granted: a score does not change when queries and keys are reordered alike.
+        """``(N,)`` dimensions of a head in the order that has the partners of rotary pairs half a rotation apart, which
+        all that is computed here takes for granted: a score does not change when queries and keys are reordered alike.
         """
         if self.spec.pairs == "halves" or not self.rotary_dim:
             return None
@@ -97,8 +97,8 @@ class AttentionView:
         return torch.cat([turning[::2], turning[1::2], still])
 
     def qkv_rows(self) -> dict[str, tuple[str, Tensor]]:
-        """q, k, v -> the layer that holds the projection (``qkv`` where it is fused), and which of its rows are it; nothing
-        where they are none such."""
+        """q, k, v -> the layer that holds the projection (``qkv`` where it is fused), and which of its rows are it;
+        nothing where they are none such."""
         layers = [read_linear(module).weight for module in self.qkv_modules]
         if not layers:
             return {}
@@ -163,9 +163,11 @@ class AttentionView:
 
     @property
     def takes_pairs(self) -> bool:
-        """Whether a stock model of this family can have narrower heads that turn by some of its rotary frequencies only.
+        """Whether a stock model of this family can have narrower heads that turn by some of its rotary frequencies
+        only.
 
-        Its config has a width of heads then, all of which turns, and LongRoPE in it gives every pair a frequency of its own.
+        Its config has a width of heads then, all of which turns, and LongRoPE in it gives every pair a frequency of its
+        own.
         """
         parameters = getattr(self.config, "rope_parameters", None) or {}  # of layers that differ: by kind of layer
         usual = parameters.get("rope_type") in FIXED_ROTARY and "mrope_section" not in parameters

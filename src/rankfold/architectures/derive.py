@@ -1,6 +1,7 @@
 """The spec of a family that nobody wrote down, read off one block: names and shapes.
 
-It is a guess until numbers confirm it on the model at hand (:mod:`rankfold.compression.validate_spec`); nothing uses it before.
+It is a guess until numbers confirm it on the model at hand (:mod:`rankfold.compression.validate_spec`); nothing uses it
+before.
 """
 
 import re

@@ -68,8 +68,8 @@ class ExpertsView:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Return how many experts a block of this family may have up to now, ascending: as many in each group, of which the
-        router sums the best two."""
+        """Return how many experts a block of this family may have up to now, ascending: as many in each group, of which
+        the router sums the best two."""
         return tuple(range(2 * self.groups if self.groups > 1 else 1, self.count + 1, self.groups))
 
     def describe_fewer(self, count: int) -> dict:

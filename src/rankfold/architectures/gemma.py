@@ -1,5 +1,5 @@
-"""Gemma: Llama's block, and lost without its start token. Gemma 2 and 3: norms before and after each half of a block, sliding
-windows, soft caps, q/k-norm (3)."""
+"""Gemma: Llama's block, and lost without its start token. Gemma 2 and 3: norms before and after each half of a block,
+sliding windows, soft caps, q/k-norm (3)."""
 
 from dataclasses import replace
 

@@ -63,8 +63,8 @@ class Part:
         return (self.config.num_channels, *self._sizes[0])
 
     def example(self, samples: int, length: int) -> Tensor | dict[str, Tensor]:
-        """What goes into its network and needs no data: ids spread over the vocabulary, ``(B, length)``, or ``(B, C, H, W)``
-        noise; by name where the network takes more, one image of at least so many patches."""
+        """What goes into its network and needs no data: ids spread over the vocabulary, ``(B, length)``, or
+        ``(B, C, H, W)`` noise; by name where the network takes more, one image of at least so many patches."""
         generator = torch.Generator().manual_seed(0)
         if self.packed:
             return self._patches(math.ceil((samples * length) ** 0.5), generator)

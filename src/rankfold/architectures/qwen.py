@@ -1,5 +1,5 @@
-"""Qwen2 (biases on q, k, v) and Qwen3 (norms over the head dimension of q and k), each with experts too, and what they are in
-models that see images: there rotary tables hold positions of several kinds, which is nothing to a block."""
+"""Qwen2 (biases on q, k, v) and Qwen3 (norms over the head dimension of q and k), each with experts too, and what they
+are in models that see images: there rotary tables hold positions of several kinds, which is nothing to a block."""
 
 from dataclasses import replace
 

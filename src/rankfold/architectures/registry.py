@@ -34,7 +34,8 @@ def family_of(config: Any) -> Architecture | None:
 
 
 def architecture_of(model: "PreTrainedModel") -> Architecture:
-    """The family of a transformers model that writes text; of one for images and text, the family of its language model.
+    """The family of a transformers model that writes text; of one for images and text, the family of its language
+    model.
 
     Of a type that is not known a spec that was read off its blocks, ``derived``: it may be wrong.
 

@@ -34,8 +34,9 @@ class AttentionSpec:
     # [its q heads | k | v]; with one query head each this is what GPT-NeoX and BLOOM call interleaved.
     layout: QKVLayout = "split"
     kv_heads: str | None = "config.num_key_value_heads"  # None: as many as query heads
-    # rope: queries and keys are rotated in pairs, so type II may only select pairs. alibi: a bias on the scores is passed
-    # in and must still be added. none: nothing sits between queries and keys, so they may be rotated freely (SVD).
+    # rope: queries and keys are rotated in pairs, so type II may only select pairs. alibi: a bias on the scores is
+    # passed in and must still be added. none: nothing sits between queries and keys, so they may be rotated freely
+    # (SVD).
     position: Literal["rope", "alibi", "none"] = "rope"
     # Which dimensions rotary embedding turns together: p and p + half, or 2 p and 2 p + 1 ("adjacent").
     pairs: Literal["halves", "adjacent"] = "halves"
@@ -43,40 +44,40 @@ class AttentionSpec:
     interleaved_table: bool = False
     # Base of the angles, where the module makes them itself out of position numbers; None: it is handed tables of them.
     rotary_base: float | None = None
-    # Attribute of the module that says whether this very layer rotates; None: all do. Queries and keys of a layer that does
-    # not may be rotated freely.
+    # Attribute of the module that says whether this very layer rotates; None: all do. Queries and keys of a layer that
+    # does not may be rotated freely.
     rotates: str | ByConfig[str | None] | None = None
-    # Norms between projection and rotation: dropping dimensions changes the mean square they divide by, which then has to be
-    # predicted from those that are left.
+    # Norms between projection and rotation: dropping dimensions changes the mean square they divide by, which then has
+    # to be predicted from those that are left.
     qk_norm: tuple[str, str] | None = None
     norm_over: Literal["head", "all heads"] = "head"
-    # What these norms add to their weight to get the scale; None: they subtract a mean, or it is not known what they do, and
-    # the query-key pair stays dense.
+    # What these norms add to their weight to get the scale; None: they subtract a mean, or it is not known what they
+    # do, and the query-key pair stays dense.
     norm_offset: float | None = 0.0
-    # Field of the config for the width of a head, so that a stock model may have narrower or fewer heads; None: the class
-    # divides the model width by the number of heads.
+    # Field of the config for the width of a head, so that a stock model may have narrower or fewer heads; None: the
+    # class divides the model width by the number of heads.
     width: str | None = "head_dim"
     # Whether that config takes LongRoPE, a factor for every rotary pair, with heads of any width.
     longrope: bool = True
-    # Where the module itself masks what is further back than a window: its attribute that is "local" in such a layer, and the
-    # field of the config for the window; None: it is handed all there is to mask.
+    # Where the module itself masks what is further back than a window: its attribute that is "local" in such a layer,
+    # and the field of the config for the window; None: it is handed all there is to mask.
     window: tuple[str, str] | None = None
-    # Attribute with a learned score per query head that stands in the softmax beside those of the keys (an attention sink):
-    # then a shift of all scores of a query counts too. None: there is none.
+    # Attribute with a learned score per query head that stands in the softmax beside those of the keys (an attention
+    # sink): then a shift of all scores of a query counts too. None: there is none.
     sinks: str | None = None
     # What it computes that a compressed attention cannot, so that it stays as it is; None: nothing.
     beyond: str | None = None
     # Fields of the config that add up to the numbers it caches per token; none: keys and values of all heads.
     cached: tuple[str, ...] = ()
-    # Attribute with the softmax scale, or the scale; None: the root of the head dimension divides. The compressed module keeps
-    # this number.
+    # Attribute with the softmax scale, or the scale; None: the root of the head dimension divides. The compressed
+    # module keeps this number.
     scaling: str | float | None = "scaling"
     dropout: str = "attention_dropout"
     output_dropout: str | None = None
     # The output projection is not in the attention module, and its path is relative to the block: so it is in BERT.
     outside: bool = False
-    # The patches of all images stand in one sequence without a batch dimension, and the block is told where each begins: so
-    # Qwen-VL's towers take images of any size.
+    # The patches of all images stand in one sequence without a batch dimension, and the block is told where each
+    # begins: so Qwen-VL's towers take images of any size.
     packed: bool = False
 
 
@@ -90,7 +91,8 @@ class MLPSpec:
     fused_gate: bool = False  # `up` holds [gate; up] stacked in its rows
     # Field of the config for the hidden units; None: the class fixes their number.
     width: str | None = "intermediate_size"
-    # Between them: a block whose stream changes its width calls the layers itself. None: not said, and no such block can be.
+    # Between them: a block whose stream changes its width calls the layers itself. None: not said, and no such block
+    # can be.
     activation: str | None = None
 
 
@@ -137,14 +139,14 @@ class Architecture:
     # The module whose input is the residual stream between attention and MLP; None in a parallel block, where both read
     # the block's input. The per-module influence score (MoDeGPT Eq. 42) needs that point.
     middle: str | ByConfig[str | None] | None = "post_attention_layernorm"
-    # Whether attention and MLP add their outputs to the residual stream as they are, with no norm or factor behind them. Only
-    # then can an output projection be fitted to what is missing from the stream.
+    # Whether attention and MLP add their outputs to the residual stream as they are, with no norm or factor behind
+    # them. Only then can an output projection be fitted to what is missing from the stream.
     adds: bool | ByConfig[bool] = True
     # The RMS norms that the outputs of attention and of the MLP go through before they are added; None: no such norms.
     norms_behind: tuple[str, str] | None = None
     norms: NormsSpec | None = None  # None: not said, and the stream of such a family cannot be sliced
-    # Whether the model predicts the next token of a text. What an encoder is for is not known, so its hidden states behind the
-    # last block are looked at in place of predictions.
+    # Whether the model predicts the next token of a text. What an encoder is for is not known, so its hidden states
+    # behind the last block are looked at in place of predictions.
     decoder: bool = True
     # Whether this is one block that makes another stream of what it receives, instead of adding to it.
     projects: bool = False
@@ -152,7 +154,8 @@ class Architecture:
     needs_start: bool = False
     # Whether images are added to the stream behind some blocks, which their numbers name, too.
     images_behind_blocks: bool = False
-    # Whether positions are counted from behind the number of the padding token, as in RoBERTa: so many fewer can be used.
+    # Whether positions are counted from behind the number of the padding token, as in RoBERTa: so many fewer can be
+    # used.
     positions_behind_padding: bool = False
     returns_tuple: bool = False  # the block returns (hidden, ...) instead of the hidden states
     derived: bool = False  # read off a block, and not yet proved on the model (rankfold.compression.validate_spec)

@@ -104,8 +104,8 @@ class BlockView:
 
     @property
     def layers(self) -> dict[str, nn.Module]:
-        """Its linear layers, by what they compute: ``q``, ``k``, ``v`` or the fused ``qkv``; ``o``; ``gate``, ``up`` (with the
-        gate in it where that is fused) and ``down`` of an MLP that is shown."""
+        """Its linear layers, by what they compute: ``q``, ``k``, ``v`` or the fused ``qkv``; ``o``; ``gate``, ``up``
+        (with the gate in it where that is fused) and ``down`` of an MLP that is shown."""
         modules = self.attention.qkv_modules
         names = {3: ("q", "k", "v"), 1: ("qkv",), 0: ()}[len(modules)]
         found = dict(zip(names, modules, strict=True)) | {"o": self.attention.output_module}

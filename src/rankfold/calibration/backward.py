@@ -2,9 +2,10 @@
 
 Shape legend: B sequences of a batch, T tokens, D model width, V vocabulary.
 
-The loss is the model's own: nats of every next token, summed. A forward keeps what enters every block. From the gradient behind
-the last one the blocks run once more, last to first, each with the graph of one batch; so one block is resident here too.
-Only observers form gradients of weights, one layer at a time, out of what enters it and the gradient at its output.
+The loss is the model's own: nats of every next token, summed. A forward keeps what enters every block. From the
+gradient behind the last one the blocks run once more, last to first, each with the graph of one batch; so one block is
+resident here too. Only observers form gradients of weights, one layer at a time, out of what enters it and the gradient
+at its output.
 """
 
 import contextlib
@@ -33,8 +34,8 @@ def windows_for(samples: int, length: int, width: int) -> int:
 
 
 def sweep_memory(source, tokens: int) -> int:
-    """Estimate of what a sweep over so many tokens holds beside the block, in bytes: what enters every block and the gradient
-    behind one; then the logits of some positions, or the graph of one block and batch."""
+    """Estimate of what a sweep over so many tokens holds beside the block, in bytes: what enters every block and the
+    gradient behind one; then the logits of some positions, or the graph of one block and batch."""
     view = source.meta_block(0)
     width = view.attention.output.weight.shape[0]
     hidden = view.mlp.hidden if view.mlp else 4 * width
@@ -67,8 +68,8 @@ def sweep(
     Raises:
         NumericsError: an activation or gradient is NaN or infinite.
 
-    Cost: two forwards of all blocks, of norm and head one; about as much again backwards; in memory what enters each of the
-    blocks, ``(S, T, D)`` in the precision of the stream, and the graph of one block for one batch.
+    Cost: two forwards of all blocks, of norm and head one; about as much again backwards; in memory what enters each of
+    the blocks, ``(S, T, D)`` in the precision of the stream, and the graph of one block for one batch.
     """
     stream, inputs = start(source, ids, autocast=source.autocast, shards=shards), []
     for index in range(len(source)):
@@ -144,8 +145,8 @@ def _frozen(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _watched(observers: Iterable[BackwardObserver], length: int) -> Iterator[None]:
-    """Have every observer told of the gradient at the output of its layer, sequence by sequence, also where a block hands
-    its layers the tokens of all sequences in one row."""
+    """Have every observer told of the gradient at the output of its layer, sequence by sequence, also where a block
+    hands its layers the tokens of all sequences in one row."""
 
     def sequences(x: Tensor) -> Tensor:
         return x.reshape(-1, length, x.shape[-1])

@@ -1,8 +1,8 @@
 """What experts receive, and from it the moments of one expert at a time.
 
-A block has up to hundreds of experts, and all their second moments together are larger than its weights: E F^2 numbers against
-3 E D F. So what is kept of a block are its tokens, which all experts share, and the moment of an expert is made when its turn
-comes.
+A block has up to hundreds of experts, and all their second moments together are larger than its weights: E F^2 numbers
+against 3 E D F. So what is kept of a block are its tokens, which all experts share, and the moment of an expert is made
+when its turn comes.
 
 Shape legend: E experts, n tokens, k experts of a token, D model width, F hidden width of an expert.
 """
@@ -113,8 +113,9 @@ class RoutedTokens:
     def _seen(self, expert: int) -> tuple[Tensor, Tensor, ExpertMoment]:
         """Which tokens an expert is fitted to, and with which weights.
 
-        An expert that saw fewer than ``PER_UNIT`` tokens for every hidden unit is given more, evenly out of all, as if they had
-        been sent to it with the weight that its own have in the mean square: its moment is shrunk towards the pooled one.
+        An expert that saw fewer than ``PER_UNIT`` tokens for every hidden unit is given more, evenly out of all, as if
+        they had been sent to it with the weight that its own have in the mean square: its moment is shrunk towards the
+        pooled one.
         """
         which, weights = self.sent(expert)
         tokens, share = len(which), weights.double().square().sum().item()

@@ -11,8 +11,9 @@ def forward(source, batch: Tensor | Mapping[str, Tensor], **options):
 
     Args:
         source: an open model.
-        batch: ``(B, T)`` token ids, or ``(B, C, H, W)`` pixels as its image processor gives them; or all inputs by name, as
-            the processor of a model of images and text gives them, or as a tower for images of any size takes them.
+        batch: ``(B, T)`` token ids, or ``(B, C, H, W)`` pixels as its image processor gives them; or all inputs by
+            name, as the processor of a model of images and text gives them, or as a tower for images of any size takes
+            them.
         options: of the network's own forward.
     """
     part = source.part
@@ -25,8 +26,8 @@ def forward(source, batch: Tensor | Mapping[str, Tensor], **options):
 
 
 def _project(network, pixel_values: Tensor):
-    """Send images through the tower before a projector. Some ask for the sizes of images that were cut into several; these were
-    not."""
+    """Send images through the tower before a projector. Some ask for the sizes of images that were cut into several;
+    these were not."""
     see = network.get_image_features
     sizes = inspect.signature(see).parameters.get("image_sizes")
     is_wanted = sizes is not None and sizes.default is inspect.Parameter.empty

@@ -2,10 +2,10 @@
 
 Shape legend: B sequences of a batch, T tokens, O outputs and I inputs of a layer.
 
-The gradients are of the summed loss of a sequence. A statistic of them is a sum over tokens or sequences, as all others are.
-The diagonal of the empirical Fisher is one of sequences: ``E[(dL_s / dW)^2]`` with ``L_s`` the loss of a whole sequence, as
-FWSVD and LLM-Pruner (arXiv:2207.00112, arXiv:2305.11627) sum it over examples. "Empirical" says that the loss is that of the
-tokens of the text and not of tokens drawn from the model (Kunstner et al., arXiv:1905.12558).
+The gradients are of the summed loss of a sequence. A statistic of them is a sum over tokens or sequences, as all others
+are. The diagonal of the empirical Fisher is one of sequences: ``E[(dL_s / dW)^2]`` with ``L_s`` the loss of a whole
+sequence, as FWSVD and LLM-Pruner (arXiv:2207.00112, arXiv:2305.11627) sum it over examples. "Empirical" says that the
+loss is that of the tokens of the text and not of tokens drawn from the model (Kunstner et al., arXiv:1905.12558).
 """
 
 from collections.abc import Callable
@@ -75,7 +75,8 @@ class WeightGradient:
 
 
 class Fisher(WeightGradient):
-    """Diagonal ``(O, I)`` of the empirical Fisher of the weight of a layer: squares of the gradients of single sequences.
+    """Diagonal ``(O, I)`` of the empirical Fisher of the weight of a layer: squares of the gradients of single
+    sequences.
 
     The gradient of one sequence is there at a time.
     """

@@ -62,8 +62,8 @@ class Heads:
 
     @cached_property
     def key_spread(self) -> Tensor:
-        """Keys minus their mean over the window: softmax ignores a shift that all keys of a query share, unless a sink stands
-        beside them."""
+        """Keys minus their mean over the window: softmax ignores a shift that all keys of a query share, unless a sink
+        stands beside them."""
         return self.key - self.key.mean(2, keepdim=True) if self.attention.averages else self.key
 
     def grams(self, name: str) -> Tensor:

@@ -57,9 +57,9 @@ def compare_losses(dense: Sequence[Tensor], compressed: Sequence[Tensor]) -> Com
     """Compare two models by their losses on the same tokens.
 
     The difference of two means is known far better than either mean, because a hard token is hard for both models: its
-    standard error is that of paired differences, ``sqrt(k / (k - 1) * sum_j e_j^2) / N`` with ``e_j = sum_(i in j) (d_i - d)``
-    over ``k`` observations ``j`` of ``N`` tokens together. An observation is a window; where there are few windows, a piece of
-    one.
+    standard error is that of paired differences, ``sqrt(k / (k - 1) * sum_j e_j^2) / N`` with
+    ``e_j = sum_(i in j) (d_i - d)`` over ``k`` observations ``j`` of ``N`` tokens together. An observation is a window;
+    where there are few windows, a piece of one.
 
     Args:
         dense: of every window ``(n,)`` nats; windows may differ in length, and one of them has a token at least.
@@ -83,8 +83,8 @@ def guesses(nats: float, vocabulary: int) -> bool:
 def warn_of_guessing(nats: float, vocabulary: int, text: str) -> str | None:
     """Log and return a warning where a model predicts a text no better than guessing does.
 
-    Model, tokenizer and text belong together only if the model predicts the text. A random model does not, and may still be
-    what the caller wants, so nothing is refused.
+    Model, tokenizer and text belong together only if the model predicts the text. A random model does not, and may
+    still be what the caller wants, so nothing is refused.
 
     Args:
         nats: loss per token.

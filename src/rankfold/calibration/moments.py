@@ -2,9 +2,9 @@
 
 Shape legend: N width of what is measured, H heads, n rows (tokens) of a batch.
 
-Precision policy of the statistics, in this one place: products in fp32 (bf16 activations multiply exactly in it), sums of a
-batch and of a few batches too, beyond that in fp64; saved as fp32. On real activations the fp32 sums of four batches add
-hardly any error to that of one (docs/results/moment_precision.md).
+Precision policy of the statistics, in this one place: products in fp32 (bf16 activations multiply exactly in it), sums
+of a batch and of a few batches too, beyond that in fp64; saved as fp32. On real activations the fp32 sums of four
+batches add hardly any error to that of one (docs/results/moment_precision.md).
 """
 
 import contextlib
@@ -125,9 +125,9 @@ BlockMoments = dict[str, Any]  # statistic -> Moment, or CrossMoment of two stre
 def _bf16_products():
     """Let oneDNN multiply fp32 tensors that HOLD bf16 numbers with its bf16 instructions.
 
-    Such products are exact in fp32 and sums stay in fp32, so nothing is lost, and it is 3 times faster on CPUs with AMX.
-    PyTorch offers this only as a process-wide setting on CPUs (on CUDA `torch.mm(out_dtype=)` does the same), hence the
-    scope.
+    Such products are exact in fp32 and sums stay in fp32, so nothing is lost, and it is 3 times faster on CPUs with
+    AMX. PyTorch offers this only as a process-wide setting on CPUs (on CUDA `torch.mm(out_dtype=)` does the same),
+    hence the scope.
     """
     backend: Any = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]  made at run time
     before = backend.fp32_precision

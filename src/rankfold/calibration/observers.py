@@ -2,9 +2,9 @@
 
 Shape legend: B sequences of a batch, T tokens, D model width.
 
-An observer hangs hooks on a block, sees one batch after another, and ends as a moment. Those of queries, keys and values are
-in ``heads.py``, those of the residual stream in ``residual.py``, those of experts in ``experts.py``; which statistic takes
-which is the table in ``statistics.py``.
+An observer hangs hooks on a block, sees one batch after another, and ends as a moment. Those of queries, keys and
+values are in ``heads.py``, those of the residual stream in ``residual.py``, those of experts in ``experts.py``; which
+statistic takes which is the table in ``statistics.py``.
 """
 
 import functools

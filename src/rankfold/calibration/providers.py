@@ -1,6 +1,7 @@
 """Where the moments of the next block come from while blocks are compressed one after the other.
 
-For every block: ``enter`` it while it is dense, ``measure`` it once for every step, ``follow`` it when it is compressed.
+For every block: ``enter`` it while it is dense, ``measure`` it once for every step, ``follow`` it when it is
+compressed.
 """
 
 from collections.abc import Collection, Mapping
@@ -67,12 +68,13 @@ class DenseMoments(MomentProvider):
 
 
 class HiddenStates(MomentProvider):
-    """Moments measured on the hidden states that the compressed blocks produce and, where a statistic compares the two, beside
-    those of the dense blocks.
+    """Moments measured on the hidden states that the compressed blocks produce and, where a statistic compares the two,
+    beside those of the dense blocks.
 
     Args:
         compressed: the stream that goes through compressed blocks.
-        dense: another one of the same windows, which goes through dense blocks; ``None`` where nothing compares the two.
+        dense: another one of the same windows, which goes through dense blocks; ``None`` where nothing compares the
+            two.
         inputs: of the dense layers that are compared with those here.
     """
 

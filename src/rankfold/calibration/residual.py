@@ -15,8 +15,8 @@ from .observers import Observer
 
 
 class Middle:
-    """The residual stream between attention and MLP; in a parallel block the input plus what attention adds; what enters a
-    projector, which has no attention."""
+    """The residual stream between attention and MLP; in a parallel block the input plus what attention adds; what
+    enters a projector, which has no attention."""
 
     def __init__(self, view: BlockView):
         self.view = view
@@ -43,8 +43,8 @@ class Middle:
 class FeedbackObserver(Observer):
     """What an output projection receives, with what the dense stream has and this one lacks without its output.
 
-    Attention: the dense stream behind attention minus this block's input. MLP: the dense stream behind the block minus this
-    stream behind attention. A projection that gave exactly this would repair all that was lost before it.
+    Attention: the dense stream behind attention minus this block's input. MLP: the dense stream behind the block minus
+    this stream behind attention. A projection that gave exactly this would repair all that was lost before it.
     """
 
     def __init__(self, view: BlockView, module: nn.Module, *, attention: bool):

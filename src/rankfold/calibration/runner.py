@@ -2,8 +2,8 @@
 
 Shape legend: B sequences of a batch, T tokens, D model width.
 
-Only one block is resident. The residual stream between two blocks is kept on the device in the compute precision, or off it
-(:mod:`.offload`).
+Only one block is resident. The residual stream between two blocks is kept on the device in the compute precision, or
+off it (:mod:`.offload`).
 """
 
 import contextlib
@@ -180,8 +180,8 @@ def start(
         source: an open model.
         ids: ``(S, T)`` token ids, or ``(S, C, H, W)`` pixels for a part that takes images of one size, or examples.
         autocast: precision of the block forwards, or ``None``.
-        shards: cut the windows into so many contiguous parts, and take those of this process; all processes call this then. By
-            default all windows are one shard, which no other process has a part in.
+        shards: cut the windows into so many contiguous parts, and take those of this process; all processes call this
+            then. By default all windows are one shard, which no other process has a part in.
         most: tokens of a batch; by default :func:`batch_tokens`.
         offload: where the states are kept; on the device by default.
     """
@@ -218,8 +218,8 @@ def _number_tokens(stream: Stream, parts: list[range], counts: list[int]) -> Non
 
 
 def _calls(recorders: list[_Recorder], dtype: torch.dtype) -> list[Call]:
-    """What every block was called with. A block whose output the model adds to on the way to the next one is told by what
-    enters that: recorders pass on what they receive."""
+    """What every block was called with. A block whose output the model adds to on the way to the next one is told by
+    what enters that: recorders pass on what they receive."""
     calls, entered = [r.call for r in recorders], [r.hidden for r in recorders]
     for i, (before, after) in enumerate(itertools.pairwise(entered)):
         if after is not before and not torch.equal(after, before):
@@ -233,11 +233,13 @@ def outputs(source, ids: Given, stream: Stream, hidden: Tensor | None = None, *,
 
     Args:
         source: an open model.  ids: what the batch was started from.  stream: what it belongs to.
-        hidden: ``(B, T, D)`` the batch; the only one of the stream by default. If it needs a gradient, the result has one.
+        hidden: ``(B, T, D)`` the batch; the only one of the stream by default. If it needs a gradient, the result has
+            one.
         keep: positions whose logits are wanted, where the model can leave out others; all by default.
 
     Returns:
-        ``(B, T, vocabulary)`` logits of a decoder, ``(B, T, D)`` normalised states of an encoder, what a projector sends.
+        ``(B, T, vocabulary)`` logits of a decoder, ``(B, T, D)`` normalised states of an encoder, what a projector
+        sends.
 
     Raises:
         NumericsError: there is a NaN in it.
@@ -281,8 +283,8 @@ def targets_of(source, batch: Given) -> Tensor:
 def predictions(
     source, ids: Given, stream: Stream, hidden: Tensor, *, positions: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits ``(B, n, V)`` and the next tokens ``(B, n)`` of one batch behind the last block, some positions at a time; those
-    where only images follow are left out.
+    """Logits ``(B, n, V)`` and the next tokens ``(B, n)`` of one batch behind the last block, some positions at a time;
+    those where only images follow are left out.
 
     Args:
         source, ids, stream, hidden: as for :func:`outputs`.
@@ -309,8 +311,8 @@ def advance(view: BlockView, stream: Stream, module: nn.Module | None = None) ->
 def advance_dense(
     view: BlockView, stream: Stream, keep: Callable[[DenseBatch], None], inputs: Iterable[str] = ()
 ) -> None:
-    """Replace the stream by the output of the dense block; that, and what it was between attention and MLP, is kept for each
-    batch.
+    """Replace the stream by the output of the dense block; that, and what it was between attention and MLP, is kept for
+    each batch.
 
     Args:
         inputs: statistics of inputs that are kept, too, where the block has them.
@@ -421,8 +423,8 @@ def middle_output(view: BlockView, stream: Stream, batch: int) -> Tensor:
 
 
 def _forward(view, stream, module, of: range | None = None) -> Iterator[tuple[int, dict, Tensor | Any]]:
-    """Yield the number of each batch, or of those in a range, its keyword arguments and the output, which is ``None`` where the
-    forward was left early."""
+    """Yield the number of each batch, or of those in a range, its keyword arguments and the output, which is ``None``
+    where the forward was left early."""
     ranges = []  # looked at once behind the last batch: a look waits for the device
     for i in range(len(stream.hidden)) if of is None else of:
         kwargs = stream.calls[i][view.index].kwargs

@@ -104,7 +104,8 @@ STATISTICS: dict[str, Statistic] = {
         two_streams=True,
         part="stream",
     ),
-    # What the dense stream has behind the block and this one lacks behind attention, with the input of the down projection.
+    # What the dense stream has behind the block and this one lacks behind attention, with the input of the down
+    # projection.
     "mlp_feedback": Statistic(
         lambda s: FeedbackObserver(s.view, s.layer(s.view.mlp.spec.down), attention=False),
         "mlp",
@@ -134,7 +135,8 @@ STATISTICS: dict[str, Statistic] = {
     "windows": Statistic(None),
     # Inputs of output and down projections over the RMS of what these make of them, where a norm stands behind them.
     "norms_behind": Statistic(None, sequential=True),
-    # Squares of what q, k and v, the output projection, up and gate, and the down projection receive, one behind the other.
+    # Squares of what q, k and v, the output projection, up and gate, and the down projection receive, one behind the
+    # other.
     "input_energy": Statistic(
         lambda s: EnergyObserver([s.layer(paths[0]) for paths in s.view.readers.values()]), "mlp"
     ),

@@ -53,7 +53,8 @@ def load_model(
         revision: of a hub id: branch, tag or commit.
 
     Raises:
-        OptionError: a revision of what is no hub id, or two of them; a device with a device map; a map of a ``.gguf`` file.
+        OptionError: a revision of what is no hub id, or two of them; a device with a device map; a map of a ``.gguf``
+            file.
         CheckpointError: it cannot be read, or does not hold what its config describes.
         NumericsError: a weight is NaN or infinite (named).
     """

@@ -7,7 +7,8 @@ LISTS = (
 )
 COUNTS = ("first_k_dense_replace", "num_dense_layers", "max_window_layers")  # so many blocks in front are of one kind
 NUMBERS = ("mlp_only_layers", "fullatt_block_indexes", "deepstack_visual_indexes")  # of the blocks of one kind
-# Rules that the lists above were made by, where the config takes None for a rule. Only a missing list is made by them again.
+# Rules that the lists above were made by, where the config takes None for a rule. Only a missing list is made by them
+# again.
 RULES = ("sliding_window_pattern", "_sliding_window_pattern")
 
 

@@ -13,8 +13,8 @@ IGNORED = ("layer_idx", "layer_id", "training", *RULES)  # a place in the cache;
 def blocks_that_stay(source) -> frozenset[int]:
     """Blocks that cannot be removed, because one that took their place would be made into something else.
 
-    What a block is made of is compared, sizes and settings, between the model and one of its class whose config lacks a block
-    at either end. So every setting that depends on a block's number is found, whatever its name.
+    What a block is made of is compared, sizes and settings, between the model and one of its class whose config lacks a
+    block at either end. So every setting that depends on a block's number is found, whatever its name.
 
     Raises:
         UnsupportedModelError: blocks depend on their number in a way that a config with fewer blocks cannot say.

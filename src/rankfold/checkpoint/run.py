@@ -1,9 +1,9 @@
 """The folder of a run: a killed run can go on, and nothing unfinished looks finished.
 
-While a run is under way everything lies in ``OUT.partial``: its configuration, its finished blocks, and what was measured
-there. When all is written and checked, removing ``run.json`` declares the rest to be the checkpoint; what belonged to the run
-is cleared away and the folder renamed to ``OUT``. A kill or an error before that removal leaves a run to go on with, a kill
-after it a checkpoint that lacks its name only: clearing and renaming can be repeated.
+While a run is under way everything lies in ``OUT.partial``: its configuration, its finished blocks, and what was
+measured there. When all is written and checked, removing ``run.json`` declares the rest to be the checkpoint; what
+belonged to the run is cleared away and the folder renamed to ``OUT``. A kill or an error before that removal leaves a
+run to go on with, a kill after it a checkpoint that lacks its name only: clearing and renaming can be repeated.
 """
 
 import contextlib
@@ -31,8 +31,8 @@ class RunFolder:
 
     Args:
         output: the final folder; must not exist.
-        identity: configuration of the run; an unfinished run is continued only if it is equal. Under ``before``, that of
-            another component of the model, which is compressed first.
+        identity: configuration of the run; an unfinished run is continued only if it is equal. Under ``before``, that
+            of another component of the model, which is compressed first.
 
     Attributes:
         path: where everything lies until the run is done.

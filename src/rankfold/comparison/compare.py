@@ -51,9 +51,9 @@ def compare(
 ) -> list[dict]:
     """Compress a model by every cell and measure the results and the dense model alike.
 
-    Cells that can be computed from moments of the dense model share them: it is calibrated once. A cell that cannot be done
-    becomes a row that says why, and the others go on. Rows are kept as soon as they are done, so the same call continues after
-    a kill; further cells may be added to a folder of the same model, calibration and measures.
+    Cells that can be computed from moments of the dense model share them: it is calibrated once. A cell that cannot be
+    done becomes a row that says why, and the others go on. Rows are kept as soon as they are done, so the same call
+    continues after a kill; further cells may be added to a folder of the same model, calibration and measures.
 
     Args:
         source: an open model.
@@ -66,7 +66,8 @@ def compare(
         on_row: called with every new row.
 
     Returns:
-        The rows of these cells behind the row of the dense model; ``status`` is ``done`` or ``failed``, with an ``error``.
+        The rows of these cells behind the row of the dense model; ``status`` is ``done`` or ``failed``, with an
+        ``error``.
 
     Raises:
         RankfoldError: no cell can be done; the dense model cannot be measured; or the folder cannot be used.
@@ -141,7 +142,8 @@ def _warn_of_common_text(tokens: CalibrationData, measures: Measures) -> None:
 
 
 class CellRunner:
-    """Compress a model by one cell after another and measure each result; the cells share the dense model and its moments.
+    """Compress a model by one cell after another and measure each result; the cells share the dense model and its
+    moments.
 
     Args:
         cells: that are to be tried, done already or not: the statistics of shared moments depend on all of them.

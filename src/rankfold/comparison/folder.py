@@ -1,8 +1,8 @@
 """The folder of a comparison: what is finished stays, whatever happens to the process.
 
-``compare.json`` says what the rows have in common and which were asked for; ``cells/KEY.json`` is a row that is done or has
-failed, written in one step. Beside it lies, while it is worked on, the compressed checkpoint of the row. All else in the
-folder is made out of these files.
+``compare.json`` says what the rows have in common and which were asked for; ``cells/KEY.json`` is a row that is done or
+has failed, written in one step. Beside it lies, while it is worked on, the compressed checkpoint of the row. All else
+in the folder is made out of these files.
 """
 
 import contextlib
@@ -62,7 +62,8 @@ class Folder:
         """Keep the folder to this process, and note which rows are wanted now.
 
         Raises:
-            CheckpointError: it holds something else or another comparison, another process writes it, or it cannot be written.
+            CheckpointError: it holds something else or another comparison, another process writes it, or it cannot be
+                written.
         """
         if os.path.lexists(self.path):
             check_name(self.path)

@@ -1,7 +1,8 @@
-"""The rules of a comparison that others made: what is calibrated on and measured, and the one number it is summed up by.
+"""The rules of a comparison that others made: what is calibrated on and measured, and the one number it is summed up
+by.
 
-Each protocol is a file of data in the folder ``protocols``. What a run does otherwise is a departure from it, and the report
-names each.
+Each protocol is a file of data in the folder ``protocols``. What a run does otherwise is a departure from it, and the
+report names each.
 """
 
 import tomllib
@@ -121,8 +122,9 @@ class Protocol:
             row, dense: rows of a comparison, with the same measures.
 
         Returns:
-            ``terms``: perplexity of the dense model over that of the row for each text, accuracy of the row over that of the
-            dense model for each mean of tasks, left out where none of its tasks was run; ``retention``: the mean of these;
+            ``terms``: perplexity of the dense model over that of the row for each text, accuracy of the row over that
+            of the dense model for each mean of tasks, left out where none of its tasks was run; ``retention``: the mean
+            of these;
             ``means``: accuracies of several tasks; ``kept``: share of the parameters; ``tasks``:
             accuracy and standard error of each by the protocol's metric.
         """

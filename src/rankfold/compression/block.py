@@ -75,8 +75,8 @@ def _run_stage(context: RunContext, view: BlockView, stage: CompressionStep) -> 
 
 
 def _owners(context: RunContext, view: BlockView, pieces: Sequence[CompressionStep]) -> list[int]:
-    """Return the process that decomposes each piece, or whose result counts; the first one where it alone has what the method
-    reads."""
+    """Return the process that decomposes each piece, or whose result counts; the first one where it alone has what the
+    method reads."""
     method, turn = context.method, itertools.count()
     is_dealt = context.provider.is_measured and not method.gradients(view) and not method.shared(view)
     return [next(turn) % process_count() if is_dealt and not piece.is_shared else 0 for piece in pieces]

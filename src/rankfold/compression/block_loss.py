@@ -1,9 +1,9 @@
 """Which blocks a model does best without, found one after another: SLEB (arXiv:2402.09025).
 
-Every block that is still there is left out once, what the blocks behind it make of that is carried to the end, and the block
-without which the text is predicted best goes for good. Then the same on the model that is left. All candidates of a round are
-tried side by side: only one block is resident at a time, and beside the stream of what is left run as many others as blocks
-have been left out so far.
+Every block that is still there is left out once, what the blocks behind it make of that is carried to the end, and the
+block without which the text is predicted best goes for good. Then the same on the model that is left. All candidates of
+a round are tried side by side: only one block is resident at a time, and beside the stream of what is left run as many
+others as blocks have been left out so far.
 """
 
 import logging
@@ -46,8 +46,8 @@ def greedy_block_removal(
     Returns:
         ``(block, "block")`` -> ``{0: place in the order, 1: 0.0}``; blocks that stay have no rank 0.
 
-    Cost: for every block removed about half a forward over the windows, and the head once, for every block that is left; memory
-    for as many residual streams as there are blocks.
+    Cost: for every block removed about half a forward over the windows, and the head once, for every block that is
+    left; memory for as many residual streams as there are blocks.
     """
     gone = sorted((block for block, _ in known if 0 in known[block, BLOCK]), key=lambda b: known[b, BLOCK][0])
     while sum(sizes[block] for block in gone) < remove:

@@ -1,7 +1,8 @@
-"""What a sparsity is a fraction of: weights, bytes (with or without the cache), multiply-accumulates or time, as integers.
+"""What a sparsity is a fraction of: weights, bytes (with or without the cache), multiply-accumulates or time, as
+integers.
 
-A unit's sizes come in weights; here they become what the method's budget counts. A rank that takes no less than a larger one is
-no choice then.
+A unit's sizes come in weights; here they become what the method's budget counts. A rank that takes no less than a
+larger one is no choice then.
 """
 
 from collections.abc import Callable
@@ -43,12 +44,13 @@ def rank_options(source: DenseModel, method: Method, kept: Path | None = None) -
     Args:
         source: an open model; its weights may be on the meta device, except where time is measured.
         method: what to do.
-        kept: file that measured times are read from where it exists, and written to; so a run that goes on plans the same.
+        kept: file that measured times are read from where it exists, and written to; so a run that goes on plans the
+            same.
 
     Raises:
         OptionError: no module is left to compress.
-        UnsupportedModelError: multiply-accumulates of a mixture of experts; the cache of an encoder; blocks to remove that know
-            their numbers.
+        UnsupportedModelError: multiply-accumulates of a mixture of experts; the cache of an encoder; blocks to remove
+            that know their numbers.
     """
     views = source.meta_blocks()
     units = method.joined([u for view in views for u in fitted(method.prunable_modules(view), view, method)], views)
@@ -73,7 +75,8 @@ def rank_options(source: DenseModel, method: Method, kept: Path | None = None) -
 
 
 def method_of_size(source: DenseModel, method: Method, target_size: int | str | None) -> Method:
-    """Return a method with the sparsity that leaves a model of at most so many bytes: ``scope="model"``, ``budget="bytes"``.
+    """Return a method with the sparsity that leaves a model of at most so many bytes: ``scope="model"``,
+    ``budget="bytes"``.
 
     Args:
         source: an open model.
@@ -82,8 +85,8 @@ def method_of_size(source: DenseModel, method: Method, target_size: int | str | 
             :func:`.parse_size`. ``None``: the method stays as it is.
 
     Raises:
-        OptionError: the model is no larger, its modules cannot lose so much, or the method has a budget or sparsities of its
-            own.
+        OptionError: the model is no larger, its modules cannot lose so much, or the method has a budget or sparsities
+            of its own.
     """
     if target_size is None:
         return method

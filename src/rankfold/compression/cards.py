@@ -36,7 +36,8 @@ class Card:
 
     Attributes:
         gigabytes: of its memory, 1e9 bytes.
-        tflops: by kind of product: ``bf16``, ``gram`` (bf16 into fp32), ``fp32``, ``fp64``; ``eigh`` of large matrices, fp64.
+        tflops: by kind of product: ``bf16``, ``gram`` (bf16 into fp32), ``fp32``, ``fp64``; ``eigh`` of large matrices,
+            fp64.
         memory, read: 1e9 bytes a second of its memory, and of reading a checkpoint.
         solver_ms, launch_us: least time of a small eigenvalue problem, and of an operation on a few numbers.
         is_measured: whether ``benchmarks/gpu.py rates`` gave these numbers; they are predicted otherwise.
@@ -85,7 +86,8 @@ def find_card(text: str) -> Card:
     """Return the card that is meant.
 
     Args:
-        text: a name, such as ``h100``; or a size such as ``80GB``, which takes the rates of the card with the nearest memory.
+        text: a name, such as ``h100``; or a size such as ``80GB``, which takes the rates of the card with the nearest
+            memory.
 
     Raises:
         OptionError: neither.

@@ -1,10 +1,10 @@
 """Samples kept out of the fit: what a compression does to text it has not seen.
 
-Errors on the calibration text are training errors, and means over tokens: a module can look fine while the one token that all
-later ones attend to is lost. So some windows stay out of every fit and run beside it twice, through the dense blocks and
-through the compressed ones. They give every module's error there, how far the two streams drift apart block by block, and in
-the end both perplexities; of an encoder, which predicts nothing, how far its last states have moved. A run that destroys a
-model must not look like a success.
+Errors on the calibration text are training errors, and means over tokens: a module can look fine while the one token
+that all later ones attend to is lost. So some windows stay out of every fit and run beside it twice, through the dense
+blocks and through the compressed ones. They give every module's error there, how far the two streams drift apart block
+by block, and in the end both perplexities; of an encoder, which predicts nothing, how far its last states have moved. A
+run that destroys a model must not look like a success.
 """
 
 import logging

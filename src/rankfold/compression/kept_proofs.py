@@ -1,7 +1,7 @@
 """Proofs of derived specs, kept beside the cache of the hub: a proof reads all weights two or three times.
 
-A proof holds for the weights, the spec that was read off the blocks, and the versions of what runs them. Only models on disk
-are run by nothing but the code of these versions, so proofs of models in memory are not kept.
+A proof holds for the weights, the spec that was read off the blocks, and the versions of what runs them. Only models on
+disk are run by nothing but the code of these versions, so proofs of models in memory are not kept.
 """
 
 import hashlib

@@ -1,11 +1,11 @@
 """What compressing each module alone does to the model's predictions, and so what every rank of it would cost.
 
-A module's relative error says nothing about what the rest of the model makes of it. So every module is compressed alone, to
-the sparsity that all would have, and its block's output carried through the dense blocks behind it: the divergence of the
-predictions there is its effect; of an encoder, the change of its last states. Texts of other kinds may count beside held-out
-samples: a module may do little for the calibration text and much for source code. Between ranks the effect grows like the
-squared error; where a whole module may go, that is tried as well. Only one block is resident at a time; beside the dense
-stream as many short ones as there were trials so far go through it.
+A module's relative error says nothing about what the rest of the model makes of it. So every module is compressed
+alone, to the sparsity that all would have, and its block's output carried through the dense blocks behind it: the
+divergence of the predictions there is its effect; of an encoder, the change of its last states. Texts of other kinds
+may count beside held-out samples: a module may do little for the calibration text and much for source code. Between
+ranks the effect grows like the squared error; where a whole module may go, that is tried as well. Only one block is
+resident at a time; beside the dense stream as many short ones as there were trials so far go through it.
 """
 
 from collections.abc import Callable
@@ -53,8 +53,8 @@ PER_DIMENSION = 4  # as many more for wide MLPs as make a moment of full rank
 WINDOWS, LENGTH = 4, 128  # that predictions are compared on
 SHORT = 64  # tokens of each window where probe texts are compared too, which are as long; there are more windows then
 ROWS = 16  # of logits that are compared at a time: those of a whole window do not fit a processor's caches
-# Of the largest squared error on a curve: with less a rank loses little but what does nothing, and its effect is rounding.
-# Models whose units all do something are far above: SmolLM2 at sparsity 0.3 has 0.09 and more.
+# Of the largest squared error on a curve: with less a rank loses little but what does nothing, and its effect is
+# rounding. Models whose units all do something are far above: SmolLM2 at sparsity 0.3 has 0.09 and more.
 MEASURABLE = 1e-3
 TOGETHER = 4  # modules tried whose streams go through a block as one batch
 
@@ -105,11 +105,11 @@ def measure_kl_sensitivity(
         OptionError: probe texts are to count, and the model can read none.
 
     Returns:
-        ``(block, module)`` -> rank -> nats per token, mean ``KL(dense || with this module compressed)``; for an encoder the
-        squared relative change of the states after its last norm.
+        ``(block, module)`` -> rank -> nats per token, mean ``KL(dense || with this module compressed)``; for an encoder
+        the squared relative change of the states after its last norm.
 
-    Cost: for the curves one pass over 8k tokens or more, for the effects about half a forward of 512 tokens for every module
-    (896 where probe texts count), and as much again for every one that may be removed as a whole.
+    Cost: for the curves one pass over 8k tokens or more, for the effects about half a forward of 512 tokens for every
+    module (896 where probe texts count), and as much again for every one that may be removed as a whole.
     """
     units = [unit for unit in units if unit.key in averages]
     if not units:
@@ -126,7 +126,8 @@ def measure_kl_sensitivity(
 
 
 class _Search:
-    """Try the modules of some blocks at a time, one block for each shard; processes share the blocks as they do the shards.
+    """Try the modules of some blocks at a time, one block for each shard; processes share the blocks as they do the
+    shards.
 
     Arguments are those of :func:`measure_kl_sensitivity`.
     """
@@ -231,7 +232,8 @@ def _side_by_side(source: DenseModel, ids: Data) -> dict[int, list[Call]]:
 
 
 def _append(tried: Stream, more: list[Tensor], dense: Stream, together: dict[int, list[Call]]) -> None:
-    """Put what some trials sent after the others: copies of windows into the last batch and new ones, examples as they are.
+    """Put what some trials sent after the others: copies of windows into the last batch and new ones, examples as they
+    are.
 
     Args:
         more: of one trial after the other, all batches of the dense stream.

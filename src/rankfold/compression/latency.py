@@ -1,7 +1,7 @@
 """How long a block takes at which ranks, on this device: what a budget in time is counted by.
 
-Blocks of one shape share their tables. A block runs with one of its modules at a rank, made of its first units or dimensions,
-beside the dense one in turning order; a few ranks are timed and what lies between is interpolated.
+Blocks of one shape share their tables. A block runs with one of its modules at a rank, made of its first units or
+dimensions, beside the dense one in turning order; a few ranks are timed and what lies between is interpolated.
 """
 
 import statistics
@@ -40,7 +40,8 @@ class ModuleLatency:
     saved: dict[int, float]
 
     def nanoseconds(self, rank: int) -> int:
-        """Return what the module takes: a share of its block's time that falls to nothing at rank 0, less what the rank saves.
+        """Return what the module takes: a share of its block's time that falls to nothing at rank 0, less what the rank
+        saves.
 
         The savings that were measured are made to fall with the rank (least squares) and interpolated.
         """

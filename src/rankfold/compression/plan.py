@@ -63,7 +63,8 @@ def allocate_ranks(options: RankOptions, method: Method, measured=None) -> Alloc
 
 
 def divergence_for_stock(source: DenseModel, method: Method, costs) -> float | None:
-    """Return the expected divergence of the predictions, in nats per token, with the ranks that ``target="stock"`` chooses.
+    """Return the expected divergence of the predictions, in nats per token, with the ranks that ``target="stock"``
+    chooses.
 
     Args:
         costs: of a measured allocation, (block, module) -> rank -> nats per token.
@@ -223,8 +224,8 @@ def _experts(blocks: Blocks, reports: Reports) -> dict | None:
 
 
 def _peak_memory(source: DenseModel, method: Method, calibration: dict | None, offload: Offload | None) -> int:
-    """Estimate the peak in bytes, of tensors: what surrounds the blocks, the residual streams, and the most that measuring or
-    decomposing a block or a backward pass takes."""
+    """Estimate the peak in bytes, of tensors: what surrounds the blocks, the residual streams, and the most that
+    measuring or decomposing a block or a backward pass takes."""
     item = torch.empty((), dtype=source.compute_dtype).element_size()
     active = 2 if source.autocast else item
     blocks = [unique_parameters(block) for block in source.blocks]

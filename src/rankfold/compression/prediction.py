@@ -1,8 +1,8 @@
 """A plan of a model that is only a config, on accelerators that are not here.
 
-Ranks are those of a uniform allocation where the method's own goes by numbers. Sizes are exact. Memory is the estimate of
-:mod:`.plan`. Time is that of :mod:`.duration`, with operations counted from shapes (:mod:`.passes`) and the rates of a card
-(:mod:`.cards`) in place of what is measured.
+Ranks are those of a uniform allocation where the method's own goes by numbers. Sizes are exact. Memory is the estimate
+of :mod:`.plan`. Time is that of :mod:`.duration`, with operations counted from shapes (:mod:`.passes`) and the rates of
+a card (:mod:`.cards`) in place of what is measured.
 
 Several accelerators share the calibration samples, and the curves and trials of a measured allocation; reading and
 decompositions are not shared.

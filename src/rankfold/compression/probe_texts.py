@@ -1,8 +1,8 @@
 """Probe texts: what a compression does to skills that the calibration text does not show.
 
-Held-out windows are of the calibration text, so they say nothing of other kinds of text. Short passages of several kinds
-(:mod:`rankfold.data.probes`) run through the dense and through the compressed blocks as well, one block at a time, and the
-likelihoods of every kind are compared.
+Held-out windows are of the calibration text, so they say nothing of other kinds of text. Short passages of several
+kinds (:mod:`rankfold.data.probes`) run through the dense and through the compressed blocks as well, one block at a
+time, and the likelihoods of every kind are compared.
 """
 
 import logging

@@ -1,7 +1,8 @@
 """Measure how long this device takes for the routines that :mod:`rankfold.methods.work` counts.
 
-Each routine runs once, as the methods call it, on matrices of about the size it is counted for, or of :data:`LARGEST`; the time
-of other sizes goes by the cube. Ranks differ from block to block, so sizes of up to an eighth less share one measurement.
+Each routine runs once, as the methods call it, on matrices of about the size it is counted for, or of :data:`LARGEST`;
+the time of other sizes goes by the cube. Ranks differ from block to block, so sizes of up to an eighth less share one
+measurement.
 """
 
 import functools

@@ -25,9 +25,10 @@ class StateComparison:
 def compare_states(pairs: Iterable[tuple[Tensor, Tensor]]) -> StateComparison:
     """Compare two models by their states of the same tokens.
 
-    The standard error is that of a ratio of two sums over ``k`` observations, ``R = sum_j a_j / sum_j v_j``, with the residuals
-    ``e_j = a_j - R v_j``: ``sqrt(k / (k - 1) * sum_j e_j^2) / sum_j v_j``, and for its root divided by ``2 sqrt(R)``. An
-    observation is a sample; where there are few, a piece of one, as in :func:`~rankfold.calibration.likelihood.compare_losses`.
+    The standard error is that of a ratio of two sums over ``k`` observations, ``R = sum_j a_j / sum_j v_j``, with the
+    residuals ``e_j = a_j - R v_j``: ``sqrt(k / (k - 1) * sum_j e_j^2) / sum_j v_j``, and for its root divided by
+    ``2 sqrt(R)``. An observation is a sample; where there are few, a piece of one, as in
+    :func:`~rankfold.calibration.likelihood.compare_losses`.
 
     Args:
         pairs: batches of states of the dense and of the compressed model, both ``(S, T, D)``; of samples that several

@@ -3,9 +3,9 @@
 Shape legend: B sequences, T tokens, D model width.
 
 Three proofs: the blocks, run one by one, give the logits that the model gives; every block computes the same with its
-attention replaced by a compressed one of full rank; and half of its hidden units compute what they compute among all. Traits
-that names do not show (how pairs rotate, whether a layer rotates at all, where the stream between attention and MLP is) are
-those with which the numbers agree. One block is in memory at a time.
+attention replaced by a compressed one of full rank; and half of its hidden units compute what they compute among all.
+Traits that names do not show (how pairs rotate, whether a layer rotates at all, where the stream between attention and
+MLP is) are those with which the numbers agree. One block is in memory at a time.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """What a model is measured on, as a whole and in batches.
 
-Windows of token ids are one tensor, images too. Image-text examples differ in length and in the sizes of their images: each
-is a batch of its own, so nothing is padded and no padding token is ever measured.
+Windows of token ids are one tensor, images too. Image-text examples differ in length and in the sizes of their images:
+each is a batch of its own, so nothing is padded and no padding token is ever measured.
 
 Shape legend: S samples, B samples of a batch, T tokens.
 """

@@ -51,8 +51,8 @@ class TextShare:
 class CalibrationData:
     """Samples to calibrate a model on, and where they came from (:func:`rankfold.load_calibration`)."""
 
-    # (S, T) int64 token ids; (S, C, H, W) floating-point pixels; or examples, which differ in length: sequences, image-text
-    # examples or images. Moments are measured on these.
+    # (S, T) int64 token ids; (S, C, H, W) floating-point pixels; or examples, which differ in length: sequences,
+    # image-text examples or images. Moments are measured on these.
     ids: Data
     name: str  # the source as the user named it, or its type
     origin: str

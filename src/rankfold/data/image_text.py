@@ -39,19 +39,19 @@ def samples_of_examples(
 ) -> CalibrationData:
     """Draw image-text examples for the language part of a model of images and text.
 
-    A row is what a user says with images in front and, if the row has it, what the model answers; the chat template of the
-    processor puts them together. Where it has none, images, text and answer stand on lines of their own.
+    A row is what a user says with images in front and, if the row has it, what the model answers; the chat template of
+    the processor puts them together. Where it has none, images, text and answer stand on lines of their own.
 
     Args:
-        name: a ``.jsonl`` file. Columns: ``text`` or ``question``; ``image``, a path from the folder of the file, or a list of
-            several, or nothing; perhaps ``answer``, a text, or a number among ``choices``, a list of texts.
+        name: a ``.jsonl`` file. Columns: ``text`` or ``question``; ``image``, a path from the folder of the file, or a
+            list of several, or nothing; perhaps ``answer``, a text, or a number among ``choices``, a list of texts.
         rows: a data set with these columns, and images in place of paths; ``name`` is then for messages.
         options: a row without ``text`` is read from ``question``.
         processor: in place of the model's own.
 
     Raises:
-        DataError: the model takes no images, a row has no text, an image is gone or cannot be read, the processor makes nothing
-            of a row, or more than the model's context (each named).
+        DataError: the model takes no images, a row has no text, an image is gone or cannot be read, the processor makes
+            nothing of a row, or more than the model's context (each named).
         OptionError: Pillow or what the processor needs is not installed.
         CheckpointError: there is no processor beside the weights, or the hub cannot be reached.
     """
@@ -82,8 +82,8 @@ def samples_of_examples(
 
 
 def has_images(path: str, source) -> bool:
-    """Whether a ``.jsonl`` file names images: in any row, or, for a model that has no use for them, in the first. A data set
-    on the hub does."""
+    """Whether a ``.jsonl`` file names images: in any row, or, for a model that has no use for them, in the first. A
+    data set on the hub does."""
     if path.startswith(HUB):
         return True
     file = path_of(path)

@@ -35,8 +35,8 @@ def samples_of_images(
     """Draw images for a component that takes images; some more are held out (:func:`.load_calibration`).
 
     Args:
-        name: a folder, searched with all folders in it, a ``.parquet`` file with encoded images, as data sets on the hub are
-            stored, or a ``.jsonl`` file with paths of images, each of which counts once.
+        name: a folder, searched with all folders in it, a ``.parquet`` file with encoded images, as data sets on the
+            hub are stored, or a ``.jsonl`` file with paths of images, each of which counts once.
         rows: a data set with images, of which the first ones are taken; ``name`` is then for messages.
         processor: in place of the model's own.
 

@@ -38,44 +38,47 @@ def load_calibration(
 ) -> CalibrationData:
     """Load the samples that a model is calibrated on.
 
-    The papers calibrate on 128 x 2048 tokens (MoDeGPT Sec. 4.1). A few more samples of the same draw are held out: nothing is
-    fitted to them, and they show what the compression does to text it has not seen. That is one for eight samples, at least one
-    and of texts at most 8; where there are too few samples, they are taken out of these. A single sample is fitted.
+    The papers calibrate on 128 x 2048 tokens (MoDeGPT Sec. 4.1). A few more samples of the same draw are held out:
+    nothing is fitted to them, and they show what the compression does to text it has not seen. That is one for eight
+    samples, at least one and of texts at most 8; where there are too few samples, they are taken out of these. A single
+    sample is fitted.
 
     Args:
         data: one of
 
-            - the name of a text: ``wikitext2``, ``ptb``, ``c4``, ``languages``, ``alpaca``; ``ALIAS:FILE``, the rows of a local
-              copy; a text file, or a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file with rows of text or of chats;
-              ``pydoc`` and ``python-source``, which ship with Python; ``self``, text that the model writes; ``mixture``,
-              several of these (:data:`.built_in.MIXTURES`).
-            - several names in a list, mixed in equal shares, or name -> share, any positive numbers. Each gives its share of
-              all samples in a random order; what one lacks the others give (:mod:`.mixing`).
-            - a list of texts. A list of strings is one of names if each string is an alias or an existing file, and one of
-              texts if none is and some string has white space in it or more than 255 characters. Other lists are refused.
-            - a ``datasets.Dataset`` or ``IterableDataset``, or a list of rows; chats (``messages``) are written by the chat
-              template.
-            - token ids: a tensor ``(N, T)``, a list of tensors ``(T,)``, or rows or batches with ``input_ids``, such as those
-              of a ``DataLoader``. Padding is left out by the ``attention_mask``. Rows of several lengths run one by one.
-            - for a part that takes images: a folder, a ``.parquet`` file, a ``.jsonl`` file with paths, ``hub:OWNER/NAME``,
-              rows with an image, Pillow images, or pixels ``(N, C, H, W)``.
-            - for a model of images and text: a ``.jsonl`` file, ``hub:OWNER/NAME`` or rows with ``text`` or ``question``,
-              ``image`` and perhaps ``answer``.
+            - the name of a text: ``wikitext2``, ``ptb``, ``c4``, ``languages``, ``alpaca``; ``ALIAS:FILE``, the rows of a
+              local copy; a text file, or a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file with rows of text or of chats;
+              ``pydoc`` and ``python-source``, which ship with Python; ``self``, text that the model writes;
+              ``mixture``, several of these (:data:`.built_in.MIXTURES`).
+            - several names in a list, mixed in equal shares, or name -> share, any positive numbers. Each gives its
+              share of all samples in a random order; what one lacks the others give (:mod:`.mixing`).
+            - a list of texts. A list of strings is one of names if each string is an alias or an existing file, and one
+              of texts if none is and some string has white space in it or more than 255 characters. Other lists are
+              refused.
+            - a ``datasets.Dataset`` or ``IterableDataset``, or a list of rows; chats (``messages``) are written by the
+              chat template.
+            - token ids: a tensor ``(N, T)``, a list of tensors ``(T,)``, or rows or batches with ``input_ids``, such as
+              those of a ``DataLoader``. Padding is left out by the ``attention_mask``. Rows of several lengths run one
+              by one.
+            - for a part that takes images: a folder, a ``.parquet`` file, a ``.jsonl`` file with paths,
+              ``hub:OWNER/NAME``, rows with an image, Pillow images, or pixels ``(N, C, H, W)``.
+            - for a model of images and text: a ``.jsonl`` file, ``hub:OWNER/NAME`` or rows with ``text`` or
+              ``question``, ``image`` and perhaps ``answer``.
             - a :class:`CalibrationData`, which is returned as it is.
         model: an open model (:func:`rankfold.open_model`).
         tokenizer: in place of the model's own; for images, a processor.
         num_samples: ``>= 1``, and at least one for every text; of all texts together. There may be fewer.
-        max_length: tokens of a sample, ``>= 2``; clamped to the model's context, and to the length of a short text. Image-text
-            examples are not cut.
+        max_length: tokens of a sample, ``>= 2``; clamped to the model's context, and to the length of a short text.
+            Image-text examples are not cut.
         seed: of the draw, and of the order of texts.
         text_column: column of the text, or of the images of a part that takes images; ``image`` by default there.
-        shards: contiguous parts that are measured one by one, between 1 and the number of samples. Sums of floats depend on
-            them, so equal shards give equal bytes, whatever number of processes shares them.
+        shards: contiguous parts that are measured one by one, between 1 and the number of samples. Sums of floats
+            depend on them, so equal shards give equal bytes, whatever number of processes shares them.
 
     Raises:
         DataError: too little data, or none that the model can run on.
-        OptionError: a number out of range, a text that is named twice, fewer shards than processes, or ``data`` of no kind
-            above.
+        OptionError: a number out of range, a text that is named twice, fewer shards than processes, or ``data`` of no
+            kind above.
         CheckpointError: the hub cannot be reached, or the model has no tokenizer.
     """
     if isinstance(data, CalibrationData):

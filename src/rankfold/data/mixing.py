@@ -197,7 +197,8 @@ def draw_all(
 def portions(samples: int, shares: list[float], room: list[float]) -> list[Portion]:
     """Windows wanted of every text, the fitted and the held-out ones in the same proportions.
 
-    Every text is fitted; every text is held out too, where it has two windows and as many are held out as there are texts.
+    Every text is fitted; every text is held out too, where it has two windows and as many are held out as there are
+    texts.
 
     Args:
         samples: windows to fit in total, at least as many as texts.
@@ -217,8 +218,8 @@ def portions(samples: int, shares: list[float], room: list[float]) -> list[Porti
 def spread(total: int, shares: list[float], room: list[float]) -> list[int]:
     """Whole numbers in proportion to ``shares`` that add up to ``total``, none above its ``room``.
 
-    What rounding down leaves goes, one by one, to whom it brings closest to its share (Webster's method). Nobody goes away
-    empty where there is enough for all.
+    What rounding down leaves goes, one by one, to whom it brings closest to its share (Webster's method). Nobody goes
+    away empty where there is enough for all.
 
     Args:
         total: at most the sum of ``room``.

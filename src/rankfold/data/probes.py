@@ -1,7 +1,8 @@
-"""Short texts of several kinds that come with the package, as a model reads them: the same for every model and every run.
+"""Short texts of several kinds that come with the package, as a model reads them: the same for every model and every
+run.
 
-They show what a calibration text may not: a model that was fitted to prose can forget how to write code. All were written
-for this purpose, so that no training set has them by heart.
+They show what a calibration text may not: a model that was fitted to prose can forget how to write code. All were
+written for this purpose, so that no training set has them by heart.
 
 Shape legend: S passages, T tokens of the longest one.
 """
@@ -72,8 +73,8 @@ def load_probes(source) -> Probes:
 
     Raises:
         CheckpointError: the tokenizer cannot be read or used.
-        DataError: it gives ids that the embedding does not have, or a text of less than two tokens; or the context has no room
-            for one.
+        DataError: it gives ids that the embedding does not have, or a text of less than two tokens; or the context has
+            no room for one.
     """
     tokenizer, frame = source.tokenizer, frame_of(source.architecture, source.tokenizer)
     room = min(LENGTH, source.part.positions or LENGTH) - frame.tokens

@@ -1,5 +1,5 @@
-"""What stands around a window of text. To an encoder it is a whole text, from its first special token to its last; a decoder,
-which may begin anywhere in a text, has nothing around it, unless it is lost without its start token.
+"""What stands around a window of text. To an encoder it is a whole text, from its first special token to its last; a
+decoder, which may begin anywhere in a text, has nothing around it, unless it is lost without its start token.
 
 Shape legend: S windows, T tokens of one.
 """

@@ -1,7 +1,7 @@
 """Pieces of a text too large to be read or tokenised as a whole, in a seeded random order, none twice.
 
-A local file is cut into slots of equal size. A slot of a ``.txt`` file is a piece; of a file with one row a line the rows that
-BEGIN in a slot are its pieces, so every row belongs to one slot. Only the slots that are drawn are read.
+A local file is cut into slots of equal size. A slot of a ``.txt`` file is a piece; of a file with one row a line the
+rows that BEGIN in a slot are its pieces, so every row belongs to one slot. Only the slots that are drawn are read.
 """
 
 from collections.abc import Iterator

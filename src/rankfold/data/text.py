@@ -1,10 +1,10 @@
 """Where calibration and evaluation text comes from.
 
 A source is named by one string: a hub data set by alias (``wikitext2``), the same rows from a local copy
-(``wikitext2:wiki.test.raw``), a local file, or what ships with Python and so is on every machine, ``pydoc`` (the language
-reference) or ``python-source`` (the standard library). A ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` or ``.parquet`` file has
-rows, of text or of chats; any other file is one text. ``self``, text sampled from the model, is made in :mod:`.tokens`. What is
-too large to be read as a whole is drawn from in :mod:`.streaming`.
+(``wikitext2:wiki.test.raw``), a local file, or what ships with Python and so is on every machine, ``pydoc`` (the
+language reference) or ``python-source`` (the standard library). A ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` or
+``.parquet`` file has rows, of text or of chats; any other file is one text. ``self``, text sampled from the model, is
+made in :mod:`.tokens`. What is too large to be read as a whole is drawn from in :mod:`.streaming`.
 """
 
 import contextlib
@@ -131,11 +131,11 @@ def read_text(name: str, *, use: str = "calibration", column: str = "text", char
     """Read a text source from its beginning.
 
     Args:
-        name: alias, ``alias:local file``, ``pydoc``, ``python-source``, or a file: ``.jsonl``, ``.json`` (a list of rows, or an
-            object that holds one), ``.csv``, ``.tsv`` or ``.parquet`` with rows, any other as one text.
+        name: alias, ``alias:local file``, ``pydoc``, ``python-source``, or a file: ``.jsonl``, ``.json`` (a list of
+            rows, or an object that holds one), ``.csv``, ``.tsv`` or ``.parquet`` with rows, any other as one text.
         use: ``calibration`` or ``evaluation``; picks the split of a hub data set.
-        column: the column with the text, of a file with rows. Where a row has no ``text`` but ``messages`` (turns with ``role``
-            and ``content``) or ``conversations`` (``from`` and ``value``), it is a chat.
+        column: the column with the text, of a file with rows. Where a row has no ``text`` but ``messages`` (turns with
+            ``role`` and ``content``) or ``conversations`` (``from`` and ``value``), it is a chat.
         characters: stop reading after about this many (a hub data set may be endless).
 
     Raises:

@@ -45,11 +45,11 @@ def pack(ids: Tensor, *, samples: int, length: int, seed: int) -> Tensor:
 def samples_of_texts(shares: dict[str, float], model, options: DrawOptions, read: Read) -> CalibrationData:
     """Draw sequences at random over one text, or over several.
 
-    A text of up to 16 MiB is tokenised as a whole and cut into samples, of which some are drawn; of a larger one random pieces
-    are tokenised, one sample each (:mod:`.streaming`). Samples never overlap.
+    A text of up to 16 MiB is tokenised as a whole and cut into samples, of which some are drawn; of a larger one random
+    pieces are tokenised, one sample each (:mod:`.streaming`). Samples never overlap.
 
-    An encoder reads whole texts: every sample is given the special tokens its tokenizer puts around one. A decoder that is
-    lost without its start token (Gemma) has it in front of every sample.
+    An encoder reads whole texts: every sample is given the special tokens its tokenizer puts around one. A decoder that
+    is lost without its start token (Gemma) has it in front of every sample.
 
     Args:
         shares: name of a text -> its share (:func:`.shares_of`); ``self`` is text sampled from the model.
@@ -172,7 +172,8 @@ def _written_by(source, portion: Portion, length: int, seed: int) -> Drawn:
 
 @torch.no_grad()
 def _sampled(model, source, samples: int, count: int, length: int, seed: int) -> Tensor:
-    """``(count, T)``: text the model writes itself, from its start token, at temperature 1; calibration without any data.
+    """``(count, T)``: text the model writes itself, from its start token, at temperature 1; calibration without any
+    data.
 
     The first ``samples`` do not depend on ``count``.
     """

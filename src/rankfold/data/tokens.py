@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 
 
 def encode(text: Text, source) -> Tensor:
-    """``(n,)`` token ids of a text, checked against the model's vocabulary; without the special tokens that stand around every
-    window of it.
+    """``(n,)`` token ids of a text, checked against the model's vocabulary; without the special tokens that stand
+    around every window of it.
 
     Raises:
         DataError: the tokenizer gives ids that the embedding does not have.
@@ -28,8 +28,8 @@ def encode(text: Text, source) -> Tensor:
 
 
 def ids_of(text: Text, tokenizer, name: str, vocabulary: int, **options) -> Tensor:
-    """Return the ``(n,)`` token ids of a text; arguments as for :func:`tokenised`. A chat template writes its special tokens
-    itself."""
+    """Return the ``(n,)`` token ids of a text; arguments as for :func:`tokenised`. A chat template writes its special
+    tokens itself."""
     options |= {"add_special_tokens": False} if text.has_chats else {}
     return tokenised(tokenizer, text.joined(tokenizer, name), name, vocabulary, **options)
 
@@ -66,8 +66,8 @@ def check_fits(ids: Data, source) -> None:
     """Whether a model can run on these windows, images or examples.
 
     Raises:
-        DataError: an id has no embedding, windows are longer than the positions the model has, images have another shape
-            than it takes, or it takes no image-text examples.
+        DataError: an id has no embedding, windows are longer than the positions the model has, images have another
+            shape than it takes, or it takes no image-text examples.
     """
     if not isinstance(ids, Tensor):
         return _check_examples(ids, source)

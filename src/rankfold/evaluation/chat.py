@@ -27,8 +27,8 @@ def open_conversation(model: str | Path, *, dtype: str = "auto", device: str = "
 class Conversation:
     """Turns of a user and a model.
 
-    Where the tokenizer has a chat template, it writes the turns out. A base model has none: then the turns are one text, a
-    line of the user continued by the model.
+    Where the tokenizer has a chat template, it writes the turns out. A base model has none: then the turns are one
+    text, a line of the user continued by the model.
 
     Args:
         system: the first message, which a template shows before all turns.
@@ -68,8 +68,8 @@ class Conversation:
             The number of dropped questions, each with its answer.
 
         Raises:
-            DataError: the message is no text, the template does not take it, or it is longer than the context; the turns
-                are then as they were.
+            DataError: the message is no text, the template does not take it, or it is longer than the context; the
+                turns are then as they were.
         """
         turns = [*self.turns, {"role": "user", "content": message}]
         dropped = 0

@@ -60,8 +60,9 @@ def complexity(model: PreTrainedModel, tokens: int = 128) -> dict:
 def counted_macs(model: PreTrainedModel, tokens: int) -> int:
     """MACs of one forward over ``tokens`` tokens, counted operation by operation by PyTorch.
 
-    Attention runs by its formula meanwhile: the counter does not see inside fused kernels on every device, and these pad.
-    Rotary angles (frequency times position, no weights) are left out: whether they are a matrix product changes with versions.
+    Attention runs by its formula meanwhile: the counter does not see inside fused kernels on every device, and these
+    pad. Rotary angles (frequency times position, no weights) are left out: whether they are a matrix product changes
+    with versions.
     """
     ids = torch.zeros(1, tokens, dtype=torch.long, device=model.device)
     with _eager(model), FlopCounterMode(display=False) as counter:
@@ -105,7 +106,8 @@ def formula_macs(model: PreTrainedModel, tokens: int) -> dict[str, int]:
 
 
 def planned_macs(source: DenseModel, plan: Plan, tokens: int) -> dict[str, int]:
-    """What :func:`formula_macs` will say of the model that a plan leads to; the source's weights may be on the meta device.
+    """What :func:`formula_macs` will say of the model that a plan leads to; the source's weights may be on the meta
+    device.
 
     Raises:
         UnsupportedModelError: see :func:`formula_macs`.

@@ -57,8 +57,9 @@ class Cost:
         Returns:
             ``{"models": {name: facts}, "batches": [speed at a batch size with "peak_memory_bytes" in every model],
             "environment", "memory_definition"}``; facts are ``bytes_on_disk`` and what
-            :func:`~rankfold.evaluation.complexity.complexity` says. Operations that depend on routing (a mixture of experts)
-            are ``None``, and ``not_counted`` says so. See :func:`~rankfold.evaluation.speed.speed` for the rest.
+            :func:`~rankfold.evaluation.complexity.complexity` says. Operations that depend on routing (a mixture of
+            experts) are ``None``, and ``not_counted`` says so. See :func:`~rankfold.evaluation.speed.speed` for the
+            rest.
         """
         contexts = [context_of(m.config) for m in models.values()]
         context = min([c for c in contexts if c] or [PROMPT + STEPS])

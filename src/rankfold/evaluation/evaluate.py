@@ -36,8 +36,9 @@ def evaluate(
         stream: read the model one block at a time; of texts alone.
 
     Returns:
-        ``{"model", "versions", "texts": [...], "tasks": {...}, "generation": {...}, "cost": {...}}``, the last four where asked
-        for; see :meth:`Texts.measure`, :meth:`Questions.measure`, :meth:`Writing.measure` and :meth:`Cost.measure`.
+        ``{"model", "versions", "texts": [...], "tasks": {...}, "generation": {...}, "cost": {...}}``, the last four
+        where asked for; see :meth:`Texts.measure`, :meth:`Questions.measure`, :meth:`Writing.measure` and
+        :meth:`Cost.measure`.
 
     Raises:
         OptionError: nothing is asked for; or see the four.

@@ -28,7 +28,8 @@ def continue_text(
     """Return what the model writes after ``prompt``, the prompt not included.
 
     Raises:
-        OptionError: ``max_new_tokens`` below 1, or more than the model's context has room for; or a negative temperature.
+        OptionError: ``max_new_tokens`` below 1, or more than the model's context has room for; or a negative
+            temperature.
         DataError: the prompt is no text, has no tokens, or more than the model's context has room for.
         CheckpointError: the model's generation settings are damaged.
         NumericsError: the model predicts NaN.
@@ -129,8 +130,8 @@ def _ids_of_prompt(model, tokenizer, prompt: str, max_new_tokens: int) -> Tensor
 
 
 def _last_characters(prompt: str, encoded: Callable[[str], Tensor], room: int) -> int:
-    """Return how many characters at the end of a prompt have no more tokens than there is room; a cut may change tokens, so
-    each is tried."""
+    """Return how many characters at the end of a prompt have no more tokens than there is room; a cut may change
+    tokens, so each is tried."""
     kept = len(prompt)
     while (count := len(encoded(prompt[-kept:]))) > room and kept > 1:
         kept = max(1, min(kept - 1, kept * room // count))

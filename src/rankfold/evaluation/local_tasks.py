@@ -113,12 +113,14 @@ LOCAL = {
 
 
 def local_rows(name: str, folder: Path, num_fewshot: int | None) -> dict[str, Path]:
-    """Files with the questions (``test``) of a task and, where examples are drawn, with those (``train``); rows checked.
+    """Files with the questions (``test``) of a task and, where examples are drawn, with those (``train``); rows
+    checked.
 
     Args:
         name: one of :data:`LOCAL`.
-        folder: holds ``PREFIX.jsonl`` or ``PREFIX_ANYTHING.jsonl``, all rows of which are questions, whatever split they
-            are of; and ``PREFIX_train.jsonl`` or ``PREFIX_ANYTHING_train.jsonl`` where examples are drawn (``_dev`` of MMLU).
+        folder: holds ``PREFIX.jsonl`` or ``PREFIX_ANYTHING.jsonl``, all rows of which are questions, whatever split
+            they are of; and ``PREFIX_train.jsonl`` or ``PREFIX_ANYTHING_train.jsonl`` where examples are drawn
+            (``_dev`` of MMLU).
         num_fewshot: examples shown before each question.
 
     Raises:

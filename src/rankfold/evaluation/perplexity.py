@@ -76,7 +76,8 @@ def streamed_perplexity(source: DenseModel, windows: Tensor, *, autocast: torch.
         source: of :func:`~rankfold.checkpoint.streamed.open_streamed`.
 
     Returns:
-        What :func:`perplexity` does, ``peak_memory_bytes`` of the process, and ``peak_device_memory_bytes``, ``None`` of a CPU.
+        What :func:`perplexity` does, ``peak_memory_bytes`` of the process, and ``peak_device_memory_bytes``, ``None``
+        of a CPU.
 
     Cost: the hidden states of all windows stay in memory, ``W T D`` numbers.
     """

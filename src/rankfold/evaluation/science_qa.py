@@ -1,9 +1,10 @@
 """ScienceQA (arXiv:2209.09513), and its accuracy by the columns of LatentLLM's Table 4.
 
-A model of text is asked as a task of lm-eval: the text of every choice is scored after the question, as for ARC, and questions
-with a picture are left out. A model of images and text is asked all of them and writes the letter of a choice, by the prompt
-and the reading of LLaVA's own scripts (``convert_sqa_to_llava_base_prompt.py``, form CQM-A; ``model_vqa_science.py
---single-pred-prompt``; ``eval_science_qa.py``), as in the table. An answer that names no choice is wrong.
+A model of text is asked as a task of lm-eval: the text of every choice is scored after the question, as for ARC, and
+questions with a picture are left out. A model of images and text is asked all of them and writes the letter of a
+choice, by the prompt and the reading of LLaVA's own scripts (``convert_sqa_to_llava_base_prompt.py``, form CQM-A;
+``model_vqa_science.py --single-pred-prompt``; ``eval_science_qa.py``), as in the table. An answer that names no choice
+is wrong.
 """
 
 import re

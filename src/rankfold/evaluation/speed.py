@@ -53,8 +53,8 @@ def speed(
 
     Returns:
         ``{"models": {name: {"prefill_tokens_per_second", "decode_tokens_per_second", "prefill_ratio", "decode_ratio",
-        "prefill_range", "decode_range", "first_token_seconds"}}, "batch", "prompt", "steps", "repeats", "definition"}``;
-        ranges are ``[slowest, fastest]`` round.
+        "prefill_range", "decode_range", "first_token_seconds"}}, "batch", "prompt", "steps", "repeats",
+        "definition"}``; ranges are ``[slowest, fastest]`` round.
 
     Raises:
         OptionError: nothing to measure, or more tokens than a model's context.

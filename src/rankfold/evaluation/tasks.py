@@ -35,8 +35,8 @@ class Questions:
     """Tasks of lm-eval to run, and how.
 
     Args:
-        tasks: lm-eval's names of tasks or groups, ``scienceqa``, and ``mmlu_math``; ``mmlu_math:5`` has 5 examples before each
-            question, whatever ``num_fewshot`` says.
+        tasks: lm-eval's names of tasks or groups, ``scienceqa``, and ``mmlu_math``; ``mmlu_math:5`` has 5 examples
+            before each question, whatever ``num_fewshot`` says.
         folder: take the rows from files there instead of the hub; see :func:`~.local_tasks.local_rows`.
         limit: only the first questions of each.
         batch_size: questions' choices per forward; results agree up to rounding.
@@ -63,8 +63,8 @@ class Questions:
         """Refuse what can be refused before a model is loaded.
 
         Raises:
-            OptionError: lm-eval is not installed, nothing to do, an unknown task (with a suggestion), one named twice, or a
-                number out of range.
+            OptionError: lm-eval is not installed, nothing to do, an unknown task (with a suggestion), one named twice,
+                or a number out of range.
             DataError: local rows that are missing or of another kind.
         """
         require("lm_eval", option("tasks"))
@@ -131,8 +131,8 @@ class Questions:
                 pictures (:func:`~.with_pictures.ask`).
 
         Returns:
-            task -> ``{metric, metric + "_stderr", ..., "samples", "num_fewshot", "version"}``, as lm-eval computes them;
-            ``scienceqa`` also has ``columns`` (:func:`~.science_qa.by_column`). Groups hold their own means.
+            task -> ``{metric, metric + "_stderr", ..., "samples", "num_fewshot", "version"}``, as lm-eval computes
+            them; ``scienceqa`` also has ``columns`` (:func:`~.science_qa.by_column`). Groups hold their own means.
 
         Raises:
             OptionError, DataError: see :meth:`check`; or examples before a question that has a picture.

@@ -67,8 +67,8 @@ class Texts:
         return read_text(name, use="evaluation", column=self.text_column, characters=characters)
 
     def measure(self, model: str, network, tokenizer, texts: list[Text]) -> list[dict]:
-        """Of every text what :func:`~rankfold.evaluation.perplexity.perplexity` says, ``text``, and ``tokens_per_second``
-        (tokens of the windows over the time of their forwards and losses).
+        """Of every text what :func:`~rankfold.evaluation.perplexity.perplexity` says, ``text``, and
+        ``tokens_per_second`` (tokens of the windows over the time of their forwards and losses).
 
         Args:
             network: the model, or one that is open to be run one block at a time.
@@ -103,8 +103,8 @@ def windows_of_text(text: Text, tokenizer, model: str, config, length: int, limi
 
 
 def timed_perplexity(network, windows: Tensor, text: str) -> dict:
-    """What :func:`~rankfold.evaluation.perplexity.perplexity` says, ``tokens_per_second`` of it, and a ``warning``, which names
-    the ``text``, where the model is no better than guessing."""
+    """What :func:`~rankfold.evaluation.perplexity.perplexity` says, ``tokens_per_second`` of it, and a ``warning``,
+    which names the ``text``, where the model is no better than guessing."""
     begin = time.perf_counter()
     if isinstance(network, DenseModel):
         result = streamed_perplexity(network, windows)

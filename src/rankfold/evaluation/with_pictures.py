@@ -1,6 +1,7 @@
 """ScienceQA asked of a model of images and text, pictures included, by its own processor.
 
-Shape legend: B questions asked together, n tokens of a prompt with those in whose places pictures stand, m tokens written.
+Shape legend: B questions asked together, n tokens of a prompt with those in whose places pictures stand, m tokens
+written.
 """
 
 from collections.abc import Iterable, Iterator
@@ -43,7 +44,8 @@ def ask(network, processor, file: Path | None, *, limit: int | None = None, batc
     Args:
         network: a model of images and text, dense or compressed.
         processor: the model's.
-        file: rows as the hub has them, pictures as paths from the folder of the file; ``None``: the test split on the hub.
+        file: rows as the hub has them, pictures as paths from the folder of the file; ``None``: the test split on the
+            hub.
         limit: only the first questions.
 
     Raises:
@@ -62,13 +64,15 @@ def prepared(rows: list[tuple[dict, Row]], processor, image_token: int) -> Itera
 
 
 def answered(network, tokenizer, questions: Iterable[Asked], total: int, batch_size: int) -> dict[str, Any]:
-    """Return the accuracy of what a model writes to questions, greedily, as :meth:`~.tasks.Questions.measure` reports it.
+    """Return the accuracy of what a model writes to questions, greedily, as :meth:`~.tasks.Questions.measure` reports
+    it.
 
     Args:
         batch_size: questions asked together, where their inputs have one shape; nothing is padded.
 
     Returns:
-        ``acc``, and ``answered``, the share of answers that name a choice at all, each with its ``_stderr``; ``columns``.
+        ``acc``, and ``answered``, the share of answers that name a choice at all, each with its ``_stderr``;
+        ``columns``.
 
     Raises:
         CheckpointError: the model's generation settings are damaged.

@@ -51,15 +51,15 @@ class Prompt(NamedTuple):
 
 
 def repetition(tokens: Sequence[int], order: int = ORDERS["repetition"]) -> float | None:
-    """Return ``1 - distinct n-grams / n-grams`` of one text, in [0, 1) (rep-n of arXiv:1908.04319); ``None`` where it has
-    none."""
+    """Return ``1 - distinct n-grams / n-grams`` of one text, in [0, 1) (rep-n of arXiv:1908.04319); ``None`` where it
+    has none."""
     share = distinct([tokens], order)
     return None if share is None else 1 - share
 
 
 def distinct(texts: Iterable[Sequence[int]], order: int = ORDERS["distinct"]) -> float | None:
-    """Return ``distinct n-grams / n-grams`` of all texts together, in (0, 1] (distinct-n of arXiv:1510.03055); ``None`` where
-    there are none."""
+    """Return ``distinct n-grams / n-grams`` of all texts together, in (0, 1] (distinct-n of arXiv:1510.03055); ``None``
+    where there are none."""
     found = [tuple(text[i : i + order]) for text in texts for i in range(len(text) - order + 1)]
     return len(set(found)) / len(found) if found else None
 
@@ -161,8 +161,9 @@ class Writing:
             dense: tokens that the dense model writes, of :meth:`free_text`.
 
         Returns:
-            ``exact``: kind -> ``{"share", "stderr", "prompts"}``; ``repetition``, ``distinct``; with ``dense`` ``equal`` and
-            ``first_difference``; ``texts``, ``written`` tokens of each at most, and ``definitions`` of all.
+            ``exact``: kind -> ``{"share", "stderr", "prompts"}``; ``repetition``, ``distinct``; with ``dense``
+            ``equal`` and ``first_difference``; ``texts``, ``written`` tokens of each at most, and ``definitions`` of
+            all.
 
         Raises:
             OptionError, DataError: see :meth:`prompts`.
@@ -213,8 +214,8 @@ def compared(texts: list[list[int]], dense: Sequence[Sequence[int]] | None = Non
 
 
 def written(network, tokenizer, prompts: list[list[int]], steps: int, batch_size: int, kind: str) -> list[list[int]]:
-    """Return at most ``steps`` tokens after each prompt, those before an end of text; prompts of one length go together, so
-    that nothing is padded."""
+    """Return at most ``steps`` tokens after each prompt, those before an end of text; prompts of one length go
+    together, so that nothing is padded."""
     lengths: dict[int, list[int]] = {}
     for index, prompt in enumerate(prompts):
         lengths.setdefault(len(prompt), []).append(index)

@@ -45,7 +45,8 @@ def _narrower(view: BlockView, stock: BlockView) -> dict[str, dict]:
 
 
 def write_deci(source: DenseModel, form: Form, folder: Path, probe: Probe) -> float:
-    """Write a folder that vLLM reads as ``DeciLMForCausalLM``, and read its tensors back; see :func:`~.folder.write_folder`.
+    """Write a folder that vLLM reads as ``DeciLMForCausalLM``, and read its tensors back; see
+    :func:`~.folder.write_folder`.
 
     There is no such class in transformers. What is run is a Llama with those widths, so ``config.json`` itself is not.
     """

@@ -104,10 +104,11 @@ def export(model: str | Path, output: str | Path, format: str = "stock", *, dtyp
 
     Args:
         model: hub id or folder that `rankfold compress` wrote.
-        output: folder or file to write; must not exist. It gets its name when it has been read back and computes what the
-            compressed model computes.
+        output: folder or file to write; must not exist. It gets its name when it has been read back and computes what
+            the compressed model computes.
         format: one of :data:`FORMATS`.
-        dtype: what is written in: ``auto`` (as stored), ``float32``, ``bfloat16`` or ``float16``; GGUF files also ``q8_0``.
+        dtype: what is written in: ``auto`` (as stored), ``float32``, ``bfloat16`` or ``float16``; GGUF files also
+            ``q8_0``.
 
     Raises:
         OptionError: an unknown format, or a model that has that form already.

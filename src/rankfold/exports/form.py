@@ -57,8 +57,9 @@ class _Sizes:
 def stock_form(source: DenseModel) -> Form:
     """The narrowest stock model of its own family that all blocks of a compressed one fit into.
 
-    Heads and widths of heads stay dense where the config of the family cannot say otherwise, or a rotary embedding needs all
-    places of a head: where all heads turn by the same few frequencies it does not. All MLPs become as wide as the widest one.
+    Heads and widths of heads stay dense where the config of the family cannot say otherwise, or a rotary embedding
+    needs all places of a head: where all heads turn by the same few frequencies it does not. All MLPs become as wide as
+    the widest one.
 
     Raises:
         UnsupportedModelError: a block is made of something else than matrices.
@@ -132,8 +133,8 @@ def _few_pairs(full: AttentionView, sizes: list[_Sizes]) -> list[int] | None:
 
 
 def _set_heads(text, full: AttentionView, sizes: list[_Sizes], pairs: list[int] | None) -> None:
-    """Say in a config how many heads there are and how wide they are; a rotary embedding turns as many dimensions as before,
-    or by ``pairs`` only."""
+    """Say in a config how many heads there are and how wide they are; a rotary embedding turns as many dimensions as
+    before, or by ``pairs`` only."""
     rotary_dim = max(size.rotary_dim for size in sizes)  # of layers that rotate
     width = max(rotary_dim, *(size.width for size in sizes)) if pairs is None else 2 * len(pairs)
     if 0 < rotary_dim < full.head_dim and width < full.head_dim:  # the config has a share, which the class rounds down

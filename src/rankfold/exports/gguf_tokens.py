@@ -27,7 +27,8 @@ def write_tokenizer(writer: gguf.GGUFWriter, tokenizer, vocabulary: int) -> None
     """Tokens with their kinds, merges, how text is cut, special ids and the chat template.
 
     Args:
-        tokenizer: of transformers; byte-level BPE, or BPE over characters with bytes for those it lacks (SentencePiece's form).
+        tokenizer: of transformers; byte-level BPE, or BPE over characters with bytes for those it lacks
+            (SentencePiece's form).
         vocabulary: rows of the embedding; ids that the tokenizer does not have are marked as unused.
 
     Raises:

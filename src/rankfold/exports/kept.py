@@ -24,7 +24,8 @@ class _Shapes(DenseModel):
 
 
 def stock_parameters(folder: Path) -> int | None:
-    """Return how many parameters a compressed checkpoint has as a stock model, padded as `export` pads it; no weight is read.
+    """Return how many parameters a compressed checkpoint has as a stock model, padded as `export` pads it; no weight is
+    read.
 
     Returns:
         ``None`` where it is a stock model already, is no decoder, or no stock model can express it.

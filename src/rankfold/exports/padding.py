@@ -1,7 +1,7 @@
 """The tensors of a stock block that computes what a smaller one computes: zeros stand where nothing is left.
 
-Shape legend: D model width, H query heads, K key/value heads, G = H / K, N head width of the stock block, R query-key width, V
-value width, F hidden units.
+Shape legend: D model width, H query heads, K key/value heads, G = H / K, N head width of the stock block, R query-key
+width, V value width, F hidden units.
 """
 
 import dataclasses

@@ -22,7 +22,8 @@ def places_of(pairs: list[int], width: int) -> Tensor:
 
 
 def turning_by(frequencies: Tensor, text) -> dict:
-    """Rotary parameters of a config with which a head of R dimensions turns by these frequencies, at any length of text.
+    """Rotary parameters of a config with which a head of R dimensions turns by these frequencies, at any length of
+    text.
 
     Args:
         frequencies: ``(R / 2,)`` angle per position of each pair, > 0.

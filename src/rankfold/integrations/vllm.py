@@ -1,8 +1,8 @@
 """Compressed checkpoints in vLLM: a plugin of its group ``vllm.general_plugins``, found wherever rankfold is installed.
 
 vLLM's backend for transformers models builds the model from its config, which with rankfold's modules registered is the
-compressed one, and puts its own layers and attention in place. What is left to do is here: choose that backend, give every
-block a cache of its own width, and fill the indices, which are no parameters. It needs vLLM 0.32 or newer.
+compressed one, and puts its own layers and attention in place. What is left to do is here: choose that backend, give
+every block a cache of its own width, and fill the indices, which are no parameters. It needs vLLM 0.32 or newer.
 """
 
 # pyright: reportMissingImports=false
@@ -113,7 +113,8 @@ class CompressedForCausalLM(TransformersForCausalLM):
         super().recursive_replace()
 
     def _share(self, count: int) -> None:
-        """Give each of so many devices its share of the heads of every compressed attention, whatever its family calls them.
+        """Give each of so many devices its share of the heads of every compressed attention, whatever its family calls
+        them.
 
         Raises:
             UnsupportedModelError: something cannot be shared by so many.

@@ -39,9 +39,9 @@ def pair_up(scores: Tensor, rotary_dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """Group dimensions into the pairs that must stay or go together.
 
     Rotary embedding turns dimension ``p`` with ``p + rotary_dim / 2`` (Hugging Face's half layout), so a kept dimension
-    needs its partner; the pair's score is the sum of its two scores, with which Proposition 2 still holds (with the root
-    of their squares it does not). The other dimensions are free; the best is paired with the second best, and so on,
-    which keeps the choice of the top pairs equal to the choice of the top dimensions.
+    needs its partner; the pair's score is the sum of its two scores, with which Proposition 2 still holds (with the
+    root of their squares it does not). The other dimensions are free; the best is paired with the second best, and so
+    on, which keeps the choice of the top pairs equal to the choice of the top dimensions.
 
     Returns:
         ``(first, second, score)``, each ``(..., N // 2)``: rotary pairs in order of frequency, then the free ones.
@@ -89,8 +89,9 @@ def eliminate_pairs(M: Tensor, *, rank: int, rotary_dim: int) -> ColumnRow:
 
     Dropping the set ``D`` changes the scores of the group by :math:`\sum_{i,j \in D} M_{ij}`, with :math:`M = \sum_n
     (Q_n^\top Q_n) \circ (\tilde K_n^\top \tilde K_n)` summed over windows and over the queries of the group. With
-    :math:`\tilde K` the keys minus their mean over the window this is the change that softmax sees: a shift that all keys of a
-    query share leaves it as it is, and in models whose keys have large biases nearly all their energy is such a shift.
+    :math:`\tilde K` the keys minus their mean over the window this is the change that softmax sees: a shift that all
+    keys of a query share leaves it as it is, and in models whose keys have large biases nearly all their energy is such
+    a shift.
 
     Args:
         M: ``(..., N, N)``.
@@ -121,8 +122,9 @@ def eliminate_pairs(M: Tensor, *, rank: int, rotary_dim: int) -> ColumnRow:
 def relative_cost(M: Tensor) -> Tensor:
     r"""Cost of dropping dimensions from all heads of a block alike, as a share of the energy of its scores.
 
-    The sum of this over blocks is what :func:`eliminate_pairs` takes to choose one set of dimensions for all of them: it then
-    minimises the sum of their squared relative errors, :math:`\sum_b \sum_{i,j \in D} M^b_{ij} / \sum_{i,j} M^b_{ij}`.
+    The sum of this over blocks is what :func:`eliminate_pairs` takes to choose one set of dimensions for all of them:
+    it then minimises the sum of their squared relative errors,
+    :math:`\sum_b \sum_{i,j \in D} M^b_{ij} / \sum_{i,j} M^b_{ij}`.
 
     Args:
         M: ``(H, N, N)`` of all heads of a block, as in :func:`eliminate_pairs`.
@@ -158,8 +160,8 @@ def column_row_bounds(C_q: Tensor, C_k: Tensor, keep: Tensor) -> tuple[Tensor, T
 
     Theorem 2 (Eq. 8): :math:`V \le \|C_k^{1/2}(I - SS^\top)C_q^{1/2}\|_F^2 = \sum_{i,j \in D} C_{q,ij} C_{k,ij}` over
     the dropped set ``D``, summed over the group. Proposition 2: :math:`V \le (\tfrac{N-R}{N})^2 \operatorname{tr} C_k
-    \operatorname{tr} C_q`. Its printed step (b) does not follow, because queries and keys are averaged separately while the
-    choice is by their product; averaging the dropped products first and applying Cauchy-Schwarz over all dimensions
+    \operatorname{tr} C_q`. Its printed step (b) does not follow, because queries and keys are averaged separately while
+    the choice is by their product; averaging the dropped products first and applying Cauchy-Schwarz over all dimensions
     gives the same end, for pairs and groups too, where the choice is by the norm scores.
 
     Args:

@@ -2,9 +2,9 @@
 
 Shape legend: D output width, F hidden width, n groups of head dimensions.
 
-One-shot scores (leverage, norms) judge every unit as if all others stayed. Where several are collinear each of them looks
-dispensable, and all of them go: on Qwen2.5-0.5B that drops 98 % of what an MLP sends (docs/papers.md). Elimination looks
-again after every removal.
+One-shot scores (leverage, norms) judge every unit as if all others stayed. Where several are collinear each of them
+looks dispensable, and all of them go: on Qwen2.5-0.5B that drops 98 % of what an MLP sends (docs/papers.md).
+Elimination looks again after every removal.
 """
 
 import math
@@ -43,13 +43,14 @@ def elimination(W: Tensor, P: Tensor, *, rank: int) -> Elimination:
     r"""Remove hidden units one after another, each time the one whose loss after refitting the rest is least.
 
     With :math:`P = (C + \lambda I)^{-1}`, removing unit ``j`` and refitting ``W`` on the others raises
-    :math:`\mathbb{E}\|W a - W' a\|^2` by :math:`\|w_j\|^2 / P_{jj}`, after which :math:`W \leftarrow W - w_j P_{j:} / P_{jj}`
-    and :math:`P \leftarrow P - P_{:j} P_{j:} / P_{jj}`: optimal brain surgery (Hassibi and Stork 1993) in the metric of the
-    activations. It sees the output weights, which the leverage scores of MoDeGPT Algorithm 1 do not.
+    :math:`\mathbb{E}\|W a - W' a\|^2` by :math:`\|w_j\|^2 / P_{jj}`, after which
+    :math:`W \leftarrow W - w_j P_{j:} / P_{jj}` and :math:`P \leftarrow P - P_{:j} P_{j:} / P_{jj}`: optimal brain
+    surgery (Hassibi and Stork 1993) in the metric of the activations. It sees the output weights, which the leverage
+    scores of MoDeGPT Algorithm 1 do not.
 
-    The large matrices are updated for up to ``F / 96`` units at once. Among these the removals are exact, one after the other,
-    and the group ends as soon as its next unit costs more than the best one outside did: a collinear group cannot leave
-    together because each of its units looked cheap.
+    The large matrices are updated for up to ``F / 96`` units at once. Among these the removals are exact, one after the
+    other, and the group ends as soon as its next unit costs more than the best one outside did: a collinear group
+    cannot leave together because each of its units looked cheap.
 
     Args:
         W: ``(D, F)`` output weights.
@@ -62,8 +63,8 @@ def elimination(W: Tensor, P: Tensor, *, rank: int) -> Elimination:
     Raises:
         ValueError: shapes disagree or ``rank`` is out of range.
 
-    Cost: O((F + D) F (F - R)) time in F / 96 or more steps with one synchronisation each. The updates of ``P`` are those of a
-    Cholesky factorisation, and as stable.
+    Cost: O((F + D) F (F - R)) time in F / 96 or more steps with one synchronisation each. The updates of ``P`` are
+    those of a Cholesky factorisation, and as stable.
     """
     F = W.shape[1]
     if P.shape != (F, F):
@@ -96,10 +97,11 @@ def elimination(W: Tensor, P: Tensor, *, rank: int) -> Elimination:
 
 
 class _Downdated:
-    """A symmetric matrix ``P - Y Y^T`` whose diagonal is kept current; ``Y`` is subtracted once it is ``PENDING`` columns wide.
+    """A symmetric matrix ``P - Y Y^T`` whose diagonal is kept current; ``Y`` is subtracted once it is ``PENDING``
+    columns wide.
 
-    One product of that width moves the large matrix through memory once where one product a group would do so many times. Only
-    the lower triangle of ``P`` is kept, which halves the operations.
+    One product of that width moves the large matrix through memory once where one product a group would do so many
+    times. Only the lower triangle of ``P`` is kept, which halves the operations.
     """
 
     def __init__(self, P: Tensor):
@@ -143,10 +145,10 @@ class _Downdated:
 def _one_by_one(W: Tensor, P: Tensor, limit: Tensor, most: int) -> tuple[Tensor, list[float]]:
     """Exact elimination among a few units, one to ``most`` of them, as long as the next costs no more than ``limit``.
 
-    Left-looking: only the diagonals of ``P`` and of the Gram matrix ``G = W^T W`` are kept current; a column is brought up to
-    date when its unit is chosen. Removing ``j``, with ``r = P_:j / P_jj``, makes ``P - P_jj r r^T`` of ``P``, and of ``G``
-    ``G - r u^T - u r^T`` with ``u = G_:j - G_jj r / 2``. That is O(n) for each earlier removal where updating the matrices is
-    O(n^2). NumPy's calls on vectors of a hundred numbers cost a fraction of PyTorch's.
+    Left-looking: only the diagonals of ``P`` and of the Gram matrix ``G = W^T W`` are kept current; a column is brought
+    up to date when its unit is chosen. Removing ``j``, with ``r = P_:j / P_jj``, makes ``P - P_jj r r^T`` of ``P``, and
+    of ``G`` ``G - r u^T - u r^T`` with ``u = G_:j - G_jj r / 2``. That is O(n) for each earlier removal where updating
+    the matrices is O(n^2). NumPy's calls on vectors of a hundred numbers cost a fraction of PyTorch's.
 
     Returns:
         Indices of the removed units, in order, and what each costs.
@@ -181,12 +183,12 @@ def _one_by_one(W: Tensor, P: Tensor, limit: Tensor, most: int) -> tuple[Tensor,
 def eliminate_groups(M: Tensor, drop: int, sizes: Tensor | None = None) -> Tensor:
     r"""Choose groups of head dimensions to drop, by the exact error of dropping them together.
 
-    Dropping the set ``D`` changes all scores by :math:`\sum_{a,b \in D} M_{ab}` in squared norm. Greedily, the group with the
-    least :math:`(M_{aa} + 2 c_a)` per dimension goes, ``c`` the sum of the columns dropped so far; then dropped and kept
-    groups of one size are exchanged one for one as long as that helps; where sizes differ, once for every way to make up
-    ``drop`` of them. MoDeGPT Algorithm 2 drops the smallest norms, which
-    bounds this error (Theorem 2) but does not see that groups act together; that choice, exchanged likewise, is the other
-    start, so the result is never worse.
+    Dropping the set ``D`` changes all scores by :math:`\sum_{a,b \in D} M_{ab}` in squared norm. Greedily, the group
+    with the least :math:`(M_{aa} + 2 c_a)` per dimension goes, ``c`` the sum of the columns dropped so far; then
+    dropped and kept groups of one size are exchanged one for one as long as that helps; where sizes differ, once for
+    every way to make up ``drop`` of them. MoDeGPT Algorithm 2 drops the smallest norms, which
+    bounds this error (Theorem 2) but does not see that groups act together; that choice, exchanged likewise, is the
+    other start, so the result is never worse.
 
     Args:
         M: ``(..., n, n)`` symmetric cost of every pair of groups; any batch of heads.

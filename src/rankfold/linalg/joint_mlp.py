@@ -2,11 +2,11 @@
 
 Shape legend: d input width, F hidden width, d_out output width, l calibration tokens, r_u, r_d ranks.
 
-Samples are columns here, as in the paper; they are gone through in chunks, and what a chunk has become after some rounds
-is computed anew from the fits of these rounds. LatentLLM (arXiv:2505.18413), Sec. 4.3 and App. H, after SparseLLM: the
-non-linearity is cut out by letting pre-activations ``Z`` and activations ``A`` be free and charging for every broken
-link. Only ReLU has the closed form. Gated or smooth MLPs (SiLU, GELU) are not in the paper: compress their layers one
-by one with :func:`rankfold.linalg.lowrank.low_rank`.
+Samples are columns here, as in the paper; they are gone through in chunks, and what a chunk has become after some
+rounds is computed anew from the fits of these rounds. LatentLLM (arXiv:2505.18413), Sec. 4.3 and App. H, after
+SparseLLM: the non-linearity is cut out by letting pre-activations ``Z`` and activations ``A`` be free and charging for
+every broken link. Only ReLU has the closed form. Gated or smooth MLPs (SiLU, GELU) are not in the paper: compress their
+layers one by one with :func:`rankfold.linalg.lowrank.low_rank`.
 """
 
 from collections.abc import Callable, Iterator
@@ -84,8 +84,8 @@ def joint_mlp(
 
     Args:
         mlp: dense weights.
-        X: ``(d, l)`` calibration inputs, computed with in fp64 chunk by chunk. ``l`` should be several times ``F``, else
-            ``W_d`` interpolates: judge by :func:`mlp_error` on inputs that were not fitted.
+        X: ``(d, l)`` calibration inputs, computed with in fp64 chunk by chunk. ``l`` should be several times ``F``,
+            else ``W_d`` interpolates: judge by :func:`mlp_error` on inputs that were not fitted.
         ranks: ``(r_u, r_d)``, at most ``min(F, d)`` and ``min(d_out, F)``.
         weights: ``(alpha, beta, gamma)``, positive.
         rounds: ``>= 0``; the paper uses 4.
@@ -94,9 +94,11 @@ def joint_mlp(
             auxiliary ones (not in the paper; never increases the damped output error).
 
     Raises:
-        ValueError: shapes disagree, ranks, weights or rounds out of range, non-finite samples, or nothing :func:`varies`.
+        ValueError: shapes disagree, ranks, weights or rounds out of range, non-finite samples, or nothing
+            :func:`varies`.
 
-    Cost of round t: O(l F (d + d_out + F) + F^3) and t replays of O(l F (d + d_out)); memory O(F^2 + F d), whatever ``l``.
+    Cost of round t: O(l F (d + d_out + F) + F^3) and t replays of O(l F (d + d_out)); memory O(F^2 + F d), whatever
+    ``l``.
     """
     _check(mlp, X, ranks, weights, rounds, ridge)
     dense = _in_fp64(mlp, X)

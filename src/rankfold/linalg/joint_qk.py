@@ -75,8 +75,8 @@ def joint_qk(
             (App. E).
         affine: mean and biases.
         rotations: ``(D, h, h)`` from :func:`rankfold.linalg.rotations.rope_rotations`.
-        alternations: at most, ``>= 1``; the paper uses 8. They end once the error has settled to 1e-6 of itself, on trained
-            models after two or three.
+        alternations: at most, ``>= 1``; the paper uses 8. They end once the error has settled to 1e-6 of itself, on
+            trained models after two or three.
 
     Raises:
         ValueError: shapes disagree, ranks or alternations out of range, non-finite weights.

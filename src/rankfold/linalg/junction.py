@@ -56,8 +56,8 @@ def apply_junction(B: Tensor, A: Tensor, kind: str, *, limit: float | None = Non
     ``A`` (Eq. 9, Remark 4); ``block_identity_left``: identity in ``B``; ``lu``: both triangular (Remark 5). App. A.2
     writes ``J = [V]_{:r}`` where Eq. 8 has ``[V P^+]_{:r}``; Eq. 8 is followed.
 
-    The row space of ``A`` is orthonormalised first, so a rank-deficient ``A`` is no problem. Work is done in the dtype of
-    ``B`` (fp32 if that is shorter): pass unrounded factors.
+    The row space of ``A`` is orthonormalised first, so a rank-deficient ``A`` is no problem. Work is done in the dtype
+    of ``B`` (fp32 if that is shorter): pass unrounded factors.
 
     Args:
         B: ``(O, R)``.
@@ -117,8 +117,8 @@ def head_block_identity(
 
     ``B_k,g <- J_g^{-1} B_k,g = [I, B_k2]`` after a permutation, ``B_q,i <- J_g^T B_q,i``: LatentLLM Eq. 79-80. Put
     into ``B_k`` because the queries of a group share it. **Not for RoPE**, which the paper does not say: ``J_g``
-    would have to commute with every rotation. For value-output (Eq. 187-188, whatever the keys do) pass the columns of the
-    output projection that meet head ``i`` as rows of ``B_q`` and ``B_v`` as ``B_k``.
+    would have to commute with every rotation. For value-output (Eq. 187-188, whatever the keys do) pass the columns of
+    the output projection that meet head ``i`` as rows of ``B_q`` and ``B_v`` as ``B_k``.
 
     Args:
         B_q: ``(H, h, r_q)``.

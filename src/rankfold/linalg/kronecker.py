@@ -2,9 +2,9 @@
 
 Shape legend: O outputs, N inputs of a layer, n units, c rows (columns) that belong to each, r units kept.
 
-``A = E[x x^T]`` is the moment of the inputs and ``G = E[g g^T]`` that of the gradients at the outputs (K-FAC, Martens & Grosse,
-arXiv:1503.05671). A change ``D`` of the weight costs ``tr(G D A D^T) / 2``. Written here for rows; columns are the rows of
-``W^T`` with ``A`` and ``G`` in each other's place.
+``A = E[x x^T]`` is the moment of the inputs and ``G = E[g g^T]`` that of the gradients at the outputs (K-FAC, Martens &
+Grosse, arXiv:1503.05671). A change ``D`` of the weight costs ``tr(G D A D^T) / 2``. Written here for rows; columns are
+the rows of ``W^T`` with ``A`` and ``G`` in each other's place.
 """
 
 import torch
@@ -16,9 +16,9 @@ from rankfold.linalg.psd import check_moment, damping, spd_inverse
 def row_costs(W: Tensor, A: Tensor, blocks: Tensor) -> Tensor:
     r"""``(n,)`` cost :math:`\frac12 \operatorname{tr}(M_u W_u A W_u^\top)` of the rows of every unit.
 
-    With :func:`diagonal_blocks` of ``G`` as ``M``: of setting them to zero (Kron-OBD of Wang et al., arXiv:1905.05934, K-OBD
-    of arXiv:2312.17244). With :func:`schur_blocks`: of removing them, the other rows being updated as :func:`compensated` does
-    (LLM Surgeon, arXiv:2312.17244, for one row or several).
+    With :func:`diagonal_blocks` of ``G`` as ``M``: of setting them to zero (Kron-OBD of Wang et al., arXiv:1905.05934,
+    K-OBD of arXiv:2312.17244). With :func:`schur_blocks`: of removing them, the other rows being updated as
+    :func:`compensated` does (LLM Surgeon, arXiv:2312.17244, for one row or several).
 
     Args:
         W: ``(n, c, N)`` the rows of every unit.
@@ -51,10 +51,11 @@ def schur_blocks(G: Tensor, index: Tensor) -> Tensor:
 
 @torch.no_grad()
 def compensated(W: Tensor, G: Tensor, keep: Tensor, drop: Tensor) -> Tensor:
-    r"""``(r c, N)`` rows that stay, changed so that the loss of the others costs least: :math:`W_K + G_{KK}^{-1} G_{KR} W_R`.
+    r"""``(r c, N)`` rows that stay, changed so that the loss of the others costs least:
+    :math:`W_K + G_{KK}^{-1} G_{KR} W_R`.
 
-    The minimiser of ``tr(G D A D^T)`` over changes ``D`` with :math:`D_R = -W_R`, whatever ``A`` is: the update of Optimal
-    Brain Surgeon for all removed rows together, "correlated" in LLM Surgeon (arXiv:2312.17244).
+    The minimiser of ``tr(G D A D^T)`` over changes ``D`` with :math:`D_R = -W_R`, whatever ``A`` is: the update of
+    Optimal Brain Surgeon for all removed rows together, "correlated" in LLM Surgeon (arXiv:2312.17244).
 
     Args:
         W: ``(O, N)``.

@@ -17,8 +17,8 @@ def largest_eigenvalue(multiply: Callable[[Tensor], Tensor], like: Tensor) -> fl
     r"""Return a number that is not below :math:`\lambda_{max}(A)`, and less than 1 % above it.
 
     Lanczos iteration with full reorthogonalisation from a random vector. It ends when the residual of the largest Ritz
-    value is under half of ``SLACK``; both are added, so that a bound made of the result still holds. A matrix that needs
-    more than ``MOST`` steps gets the residual it ends with on top.
+    value is under half of ``SLACK``; both are added, so that a bound made of the result still holds. A matrix that
+    needs more than ``MOST`` steps gets the residual it ends with on top.
 
     Args:
         multiply: ``x -> A x`` for ``x`` ``(N,)``; ``A`` symmetric, positive semi-definite.

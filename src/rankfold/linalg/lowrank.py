@@ -31,14 +31,14 @@ def low_rank(W: Tensor, precond: Preconditioner, *, rank: int, C: Tensor | None 
     r"""Best rank-``rank`` factors of a weight in the metric of a pre-conditioner.
 
     Solves :math:`\min_{B, A} \|(W - B A) P\|_F` by :math:`U S V = \mathrm{svd}_r[W P]`: LatentLLM Eq. 3 and 7 with
-    ``J = I``. No SVD is made: ``S^2`` and the vectors of the shorter side come from one ``eigh`` of a Gram matrix. Squaring
-    costs what lies below 1e-8 of the largest singular value (in fp64), which is below 1e-8 in the error.
+    ``J = I``. No SVD is made: ``S^2`` and the vectors of the shorter side come from one ``eigh`` of a Gram matrix.
+    Squaring costs what lies below 1e-8 of the largest singular value (in fp64), which is below 1e-8 in the error.
 
-    ``O <= N``, or ``P`` singular: :math:`U S^2 U^T = W P P^T W^T`, ``B = U S``, ``A = S^{-1} U^T W``. This equals the paper's
-    ``V P^+`` whenever ``P`` is invertible and keeps the output right on inputs outside the span of the calibration data.
-    (Eq. 42 of the paper has a stray ``S'`` in ``A``, against its Eq. 39.) ``O > N``: with ``E E^T = P P^T``,
-    :math:`V S^2 V^T = E^T W^T W E`, ``B = W E V``, ``A = V^T E^{-1}``. Signs: the largest entry of each column of ``B`` is
-    positive.
+    ``O <= N``, or ``P`` singular: :math:`U S^2 U^T = W P P^T W^T`, ``B = U S``, ``A = S^{-1} U^T W``. This equals the
+    paper's ``V P^+`` whenever ``P`` is invertible and keeps the output right on inputs outside the span of the
+    calibration data. (Eq. 42 of the paper has a stray ``S'`` in ``A``, against its Eq. 39.) ``O > N``: with
+    ``E E^T = P P^T``, :math:`V S^2 V^T = E^T W^T W E`, ``B = W E V``, ``A = V^T E^{-1}``. Signs: the largest entry of
+    each column of ``B`` is positive.
 
     Args:
         W: ``(O, N)`` weight, any float dtype. Pass it in the dtype of the statistics to get unrounded factors, which
@@ -46,8 +46,8 @@ def low_rank(W: Tensor, precond: Preconditioner, *, rank: int, C: Tensor | None 
             (App. C).
         precond: from :func:`rankfold.linalg.preconditioner.preconditioner`, on the inputs of ``W``.
         rank: ``1 <= rank <= min(O, N)``.
-        C: ``(N, N)`` metric of ``relative_error``; default: the metric of ``precond``. Its product with ``W`` is shared where
-            it is the moment that a root covariance was made of.
+        C: ``(N, N)`` metric of ``relative_error``; default: the metric of ``precond``. Its product with ``W`` is shared
+            where it is the moment that a root covariance was made of.
 
     Returns:
         :class:`LowRank`. At full rank the weight comes back.

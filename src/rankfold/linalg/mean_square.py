@@ -34,7 +34,8 @@ def fit_mean_square(G: Tensor, keep: Tensor, *, eps: float, ridge: float = 1e-6)
     Minimises :math:`\mathbb{E}[(1 - (\sum_{i \in S} a_i x_i^2 + c) / m)^2]` under :math:`a_i \ge 1/N`, :math:`c \ge
     \epsilon`: what the kept dimensions give is known, and of the others a non-negative combination is predicted. So the
     prediction is never below what the kept dimensions alone give, no normalised number can exceed :math:`\sqrt{N}` in
-    size, and with all dimensions kept it is exact. The error is relative because a norm divides: every token counts alike.
+    size, and with all dimensions kept it is exact. The error is relative because a norm divides: every token counts
+    alike.
 
     Args:
         G: ``(..., N + 1, N + 1)`` second moment of :func:`square_features`.
@@ -88,8 +89,8 @@ def nonnegative_fit(G: Tensor, c: Tensor, *, ridge: float) -> Tensor:
     r"""Minimise :math:`x^\top (G + \lambda D) x - 2 c^\top x` under ``x >= 0``, with ``D`` the diagonal of ``G``.
 
     Non-negative least squares from moments, by block principal pivoting (Kim and Park, SIAM J. Sci. Comput. 33, 2011):
-    all variables and multipliers of the wrong sign change sides at once; where that no longer leaves fewer of them, only the
-    last one does, which ends in a strictly convex problem.
+    all variables and multipliers of the wrong sign change sides at once; where that no longer leaves fewer of them,
+    only the last one does, which ends in a strictly convex problem.
 
     Args:
         G: ``(..., n, n)`` positive semi-definite.
@@ -97,7 +98,8 @@ def nonnegative_fit(G: Tensor, c: Tensor, *, ridge: float) -> Tensor:
         ridge: relative to the diagonal, > 0.
 
     Returns:
-        ``(..., n)``. Should rounding keep the exchanges from ending, what is negative after ``ROUNDS`` of them is set to 0.
+        ``(..., n)``. Should rounding keep the exchanges from ending, what is negative after ``ROUNDS`` of them is set
+        to 0.
     """
     scale = G.diagonal(dim1=-2, dim2=-1).clamp_min(torch.finfo(G.dtype).tiny).sqrt()
     identity = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device)

@@ -2,9 +2,10 @@ r"""A block with LayerNorms as one with plain RMSNorms: all that is linear in a 
 
 Shape legend: D model width, O rows of a projection that reads the stream, F inputs of one that writes it.
 
-``LayerNorm(x) = scale * N(M x) + shift`` with :math:`M = I - \mathbf{1}\mathbf{1}^\top / D`, which subtracts the mean, and
-``N(x) = x / sqrt(mean(x^2) + eps)``. ``N`` commutes with every rotation of the stream, the rest does not: scale and shift go
-into what reads the norm, ``M`` into everything that writes to the stream. SliceGPT (arXiv:2401.15024), Sec. 3.2.
+``LayerNorm(x) = scale * N(M x) + shift`` with :math:`M = I - \mathbf{1}\mathbf{1}^\top / D`, which subtracts the mean,
+and ``N(x) = x / sqrt(mean(x^2) + eps)``. ``N`` commutes with every rotation of the stream, the rest does not: scale and
+shift go into what reads the norm, ``M`` into everything that writes to the stream. SliceGPT (arXiv:2401.15024), Sec.
+3.2.
 """
 
 from typing import NamedTuple
@@ -20,7 +21,8 @@ class Affine(NamedTuple):
 
 
 def fold_norm(W: Tensor, b: Tensor | None, scale: Tensor | None, shift: Tensor | None) -> Affine:
-    r"""The projection that reads ``n`` instead of ``scale * n + shift``: :math:`W \operatorname{diag}(s)`, ``b + W shift``.
+    r"""The projection that reads ``n`` instead of ``scale * n + shift``: :math:`W \operatorname{diag}(s)`,
+    ``b + W shift``.
 
     Args:
         W: ``(O, D)``.  b: ``(O,)`` or ``None``.

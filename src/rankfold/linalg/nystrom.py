@@ -50,8 +50,8 @@ class _Damped(NamedTuple):
 def _damp(C: Tensor, ridge: float, *dtypes: torch.dtype) -> _Damped:
     """``(C + lam I)^-1`` with ``lam = ridge * mean(diag C)``.
 
-    Sums of fp32 products with a few massive activations are indefinite by more than a small ridge. There, and only there,
-    negative eigenvalues are clamped first (one ``eigh``); otherwise Cholesky is ten times cheaper.
+    Sums of fp32 products with a few massive activations are indefinite by more than a small ridge. There, and only
+    there, negative eigenvalues are clamped first (one ``eigh``); otherwise Cholesky is ten times cheaper.
 
     Args:
         dtypes: of the inverse; the first in which rounding is below the ridge, and last that of ``C``.
@@ -89,17 +89,17 @@ def nystrom(
 ) -> Nystrom:
     r"""Choose ``rank`` hidden units and the best down projection on top of them.
 
-    For hidden activations ``a`` with second moment ``C = E[a a^T]`` and the index set ``k`` of the chosen units, returns the
-    minimiser
+    For hidden activations ``a`` with second moment ``C = E[a a^T]`` and the index set ``k`` of the chosen units,
+    returns the minimiser
 
     .. math:: W' = \arg\min_{W'} \mathbb{E}\,\|W_\text{down} a - W' a_k\|^2
                  = W_k + W_d\, C_{dk}\, (C_{kk} + \lambda I)^{-1},
 
-    ``d`` the dropped units. The paper's :math:`W_\text{down} C_{:,k} C_{kk}^{+}` is the same for ``lambda = 0``; damped, it
-    would also shrink the kept weights towards zero, for nothing.
+    ``d`` the dropped units. The paper's :math:`W_\text{down} C_{:,k} C_{kk}^{+}` is the same for ``lambda = 0``;
+    damped, it would also shrink the kept weights towards zero, for nothing.
 
-    MoDeGPT Algorithm 1 and Theorem 1. The caller slices ``W_up[keep]`` and, for a gated MLP, ``W_gate[keep]``. Where the
-    down projection has a bias, pass the covariance and move the mean into the bias (LatentLLM App. B.2).
+    MoDeGPT Algorithm 1 and Theorem 1. The caller slices ``W_up[keep]`` and, for a gated MLP, ``W_gate[keep]``. Where
+    the down projection has a bias, pass the covariance and move the mean into the bias (LatentLLM App. B.2).
 
     Args:
         W_down: ``(D, F)`` weight of the down projection.
@@ -107,16 +107,18 @@ def nystrom(
         rank: hidden units to keep, ``1 <= rank <= F``.
         ridge: ``lam = ridge * mean(diag(C))``, used for the choice and for the solve.
         selection: ``obs``: one after another the unit whose loss costs least after refitting
-            (:func:`rankfold.linalg.elimination.eliminate_units`). ``leverage``: the largest ridge leverage scores, the paper's
-            Algorithm 1; it does not see ``W_down``, and drops collinear units all together.
-        output_root: ``(D, D)`` root ``R`` of an output metric: units go by what they add to :math:`\|R (W a - W' a_k)\|^2`. The
-            best weights on the units that stay are the same in every metric. All outputs count alike by default.
-        keep: ``(rank,)`` units to keep, ascending, from :func:`error_curve` on the same moment, to compare what they do.
-            Neither the inverse nor the choice is computed again then, and no bounds; wide moments are solved in fp32.
+            (:func:`rankfold.linalg.elimination.eliminate_units`). ``leverage``: the largest ridge leverage scores, the
+            paper's Algorithm 1; it does not see ``W_down``, and drops collinear units all together.
+        output_root: ``(D, D)`` root ``R`` of an output metric: units go by what they add to
+            :math:`\|R (W a - W' a_k)\|^2`. The best weights on the units that stay are the same in every metric. All
+            outputs count alike by default.
+        keep: ``(rank,)`` units to keep, ascending, from :func:`error_curve` on the same moment, to compare what they
+            do. Neither the inverse nor the choice is computed again then, and no bounds; wide moments are solved in
+            fp32.
 
     Returns:
-        :class:`Nystrom`. With ``rank == F`` the units all stay and ``W_down`` comes back unchanged; where no unit ever fires
-        the first ones stay and the error is exactly 0.
+        :class:`Nystrom`. With ``rank == F`` the units all stay and ``W_down`` comes back unchanged; where no unit ever
+        fires the first ones stay and the error is exactly 0.
 
     Raises:
         ValueError: shapes disagree, ``rank`` or ``ridge`` is out of range, ``C`` is not finite, unknown ``selection``.
@@ -162,8 +164,8 @@ def _fit(
     """The best weights on the kept units and their error, without bounds; and what :class:`_Refit` has for these."""
     dropped = others(keep, len(C))
     refit = _refit(W, C, keep, dropped, lam, bounded=bounded)
-    # Everything is optimal, hence orthogonal, under C + lam I; what the damping adds is taken off again. It acts on what
-    # stands in for dropped units only: kept weights are not shrunk.
+    # Everything is optimal, hence orthogonal, under C + lam I; what the damping adds is taken off again. It acts on
+    # what stands in for dropped units only: kept weights are not shrunk.
     lost = energy(W[:, dropped], C[dropped][:, dropped])
     error = lost - refit.told.square().sum() - lam * refit.added.square().sum()
     error, total = error.clamp_min(0).item(), energy(W.to(choosing(C)), C).item()
@@ -180,8 +182,8 @@ class ErrorCurve(NamedTuple):
 
 @torch.no_grad()
 def error_curve(W_down: Tensor, C: Tensor, *, least: int, ridge: float = 1e-4) -> ErrorCurve:
-    """Compute the error at every rank from ``least`` on, from one elimination on the damped moment; of wide moments in fp32
-    (:func:`rankfold.linalg.psd.choosing`).
+    """Compute the error at every rank from ``least`` on, from one elimination on the damped moment; of wide moments in
+    fp32 (:func:`rankfold.linalg.psd.choosing`).
 
     Arguments as for :func:`nystrom`.
 
@@ -211,7 +213,8 @@ class _Refit(NamedTuple):
 
 
 def _refit(W: Tensor, C: Tensor, keep: Tensor, dropped: Tensor, lam: float, *, bounded: bool = False) -> _Refit:
-    """Solve for the weights on the kept units afresh, whatever chose them; in the dtype of ``W`` where rounding allows that.
+    """Solve for the weights on the kept units afresh, whatever chose them; in the dtype of ``W`` where rounding allows
+    that.
 
     Cost: R^3 / 3 + 2 D R F flops; ``bounded``, also those of the complement: F R (F - R).
     """
@@ -247,15 +250,16 @@ def _complement(C: Tensor, dropped: Tensor, half: Tensor, lam: float) -> float:
 def _bounds(
     W: Tensor, W_dropped: Tensor, complement: float, inverse_norm: float, epsilon: float, lam: float
 ) -> NystromBounds:
-    r"""Guarantees on :math:`V = \mathbb{E}\|W a - W' a_k\|^2`, both evaluated on ``C + lam I``, where ``W'`` is optimal.
+    r"""Guarantees on :math:`V = \mathbb{E}\|W a - W' a_k\|^2`, both evaluated on ``C + lam I``, where ``W'`` is
+    optimal.
 
     Theorem 1 (Eq. 7): :math:`V \le \|W_D\|_2^2\, \|C^{-1}\|_2\, \|C - C_{:,k} C_{kk}^{-1} C_{k,:}\|_F^2`.
 
     Proposition 1 as printed, :math:`\|W_D\|_2^2 \|C^{-1}\|_2 \frac{\varepsilon^2 F^2}{R^2 (1-\varepsilon)^2}
-    \sum_{i>R} \sigma_i^2(C)`, holds only for the ridge of McCurdy (2018), the tail of the spectrum over ``R``; with a ridge
-    of one's own it is no bound. The same proof with that ridge left in gives :math:`V \le \lambda
-    \frac{\varepsilon}{1-\varepsilon} \|W_d\|_2^2`, which is reported. It needs :math:`\varepsilon = \sum_{i \notin k} s_i
-    < 1`; real MLPs drop hundreds of units with scores near one, so there it says nothing and is ``None``.
+    \sum_{i>R} \sigma_i^2(C)`, holds only for the ridge of McCurdy (2018), the tail of the spectrum over ``R``; with a
+    ridge of one's own it is no bound. The same proof with that ridge left in gives :math:`V \le \lambda
+    \frac{\varepsilon}{1-\varepsilon} \|W_d\|_2^2`, which is reported. It needs :math:`\varepsilon = \sum_{i \notin k}
+    s_i < 1`; real MLPs drop hundreds of units with scores near one, so there it says nothing and is ``None``.
     """
     theorem = _squared_norm(W) * inverse_norm * complement
     proposition = lam * epsilon / (1 - epsilon) * _squared_norm(W_dropped) if epsilon < 1 else None

@@ -31,9 +31,9 @@ class OutputRefit(NamedTuple):
 def refit_across_heads(W: Tensor, C: Tensor, down: Tensor, up: Tensor, *, ridge: float) -> OutputRefit:
     r"""Minimise :math:`\mathbb{E}\|W z - W' E z\|^2 + \lambda \|W' - W U\|^2` over the whole output projection.
 
-    ``E`` is block-diagonal with the ``down`` of every head, ``U`` with its ``up``. Per head ``W U`` is all there is to gain;
-    across heads what one head lost is partly told by the others: :math:`W' = W U + (W - W U E)\, C E^\top (E C E^\top + \lambda
-    I)^{-1}`.
+    ``E`` is block-diagonal with the ``down`` of every head, ``U`` with its ``up``. Per head ``W U`` is all there is to
+    gain; across heads what one head lost is partly told by the others: :math:`W' = W U + (W - W U E)\, C E^\top (E C
+    E^\top + \lambda I)^{-1}`.
 
     Args:
         W: ``(D, H N)`` dense output projection.

@@ -1,6 +1,7 @@
 """Narrow heads in wide ones: zeros where a stock layer wants more rows or columns than are left.
 
-Shape legend: H heads, R width of a narrow head, P = R / 2 rotary pairs, N width of a wide head, D width of the other side.
+Shape legend: H heads, R width of a narrow head, P = R / 2 rotary pairs, N width of a wide head, D width of the other
+side.
 """
 
 import torch
@@ -12,13 +13,13 @@ def head_places(pairs: Tensor, rotary_dim: int) -> Tensor:
     """``(H, R)`` places that the dimensions of a narrow head take in a wide one.
 
     Rotary embedding turns dimension ``p`` of a narrow head together with ``p + P``, and in Hugging Face's half layout
-    place ``f`` of a wide head with ``f + rotary_dim / 2`` by frequency ``f``. So a pair goes to the places of its frequency,
-    and one that does not turn to the next two places behind ``rotary_dim``. Scores of queries and keys scattered so are those
-    of the narrow heads.
+    place ``f`` of a wide head with ``f + rotary_dim / 2`` by frequency ``f``. So a pair goes to the places of its
+    frequency, and one that does not turn to the next two places behind ``rotary_dim``. Scores of queries and keys
+    scattered so are those of the narrow heads.
 
     Args:
-        pairs: ``(H, P)`` frequency of each pair, in ``[0, rotary_dim / 2]``; the last one stands for "does not turn". No head
-            has a frequency twice.
+        pairs: ``(H, P)`` frequency of each pair, in ``[0, rotary_dim / 2]``; the last one stands for "does not turn".
+            No head has a frequency twice.
         rotary_dim: leading places of a wide head that turn.
 
     Raises:
@@ -37,7 +38,8 @@ def head_places(pairs: Tensor, rotary_dim: int) -> Tensor:
 
 
 def scatter_heads(x: Tensor, places: Tensor, width: int) -> Tensor:
-    """``(H N, ...)`` rows of wide heads: dimension ``i`` of narrow head ``h`` at place ``places[h, i]``, zeros elsewhere.
+    """``(H N, ...)`` rows of wide heads: dimension ``i`` of narrow head ``h`` at place ``places[h, i]``, zeros
+    elsewhere.
 
     Args:
         x: ``(H R, ...)``.  places: ``(H, R)``.  width: N, larger than all places.

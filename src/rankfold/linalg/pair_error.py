@@ -26,13 +26,14 @@ def pair_error(
 ) -> float:
     r"""Relative error of all products :math:`G_i = L_i^\top \Theta R_g`, in the metric of inputs on either side.
 
-    :math:`\sum \operatorname{tr}(C_l D C_r D^\top)` for ``D`` the change of ``G_i``, over the same for ``G_i``, root. From
-    ``h x h`` moments: with ``D = (L - L')^T R + L'^T (R - R')`` every small term is a product of small factors.
+    :math:`\sum \operatorname{tr}(C_l D C_r D^\top)` for ``D`` the change of ``G_i``, over the same for ``G_i``, root.
+    From ``h x h`` moments: with ``D = (L - L')^T R + L'^T (R - R')`` every small term is a product of small factors.
 
     Args:
         dense, other: what is measured against what.
-        metrics: ``C_l (d_l, d_l)``, or None for the identity, and ``C_r (d_r, d_r)``: for scores twice the second moment of the
-            tokens (twice the covariance where means are given), for value-output None and that of the tokens.
+        metrics: ``C_l (d_l, d_l)``, or None for the identity, and ``C_r (d_r, d_r)``: for scores twice the second
+            moment of the tokens (twice the covariance where means are given), for value-output None and that of the
+            tokens.
         rotations: as in :func:`rankfold.linalg.joint_qk.joint_qk`.
 
     Cost: products of O((H + K) h d^2).

@@ -66,9 +66,9 @@ def paired_factors(A: Tensor, B: Tensor) -> PairedFactors:
     :math:`U = A^{1/2} V_r`.
 
     With ``v = W_v x`` and ``X = W_o`` of one head this is MoDeGPT Theorem 3 (Algorithm 3), from ``N x N`` matrices
-    instead of a ``d x d`` root. With ``B`` summed over the query heads that share a value head it is the joint optimum for
-    grouped queries, where the paper's App. B.1 ignores the output projections; that form is ``B = I``. With the queries'
-    moment as ``B`` it is the optimal query-key pair where nothing sits between them (no rotary embedding).
+    instead of a ``d x d`` root. With ``B`` summed over the query heads that share a value head it is the joint optimum
+    for grouped queries, where the paper's App. B.1 ignores the output projections; that form is ``B = I``. With the
+    queries' moment as ``B`` it is the optimal query-key pair where nothing sits between them (no rotary embedding).
 
     Args:
         A: ``(..., N, N)`` second moment of ``v``; any batch of heads.

@@ -14,9 +14,9 @@ def pivot_columns(Q: Tensor, candidates: int | None = None) -> Tensor:
     r"""Choose as many well-conditioned columns as there are rows: the pivots of an LU of ``Q^T``.
 
     Partial pivoting takes, row by row of ``Q``, the column that the rows before it explain least. On the row spaces of
-    weights the chosen block is conditioned about half as well as with QR with column pivoting, for one LAPACK call instead of
-    R passes over ``Q``. The worst case of LU is exponential in R, as it is for QR with pivoting, and never met; what is
-    chosen has to pass :func:`eliminate`.
+    weights the chosen block is conditioned about half as well as with QR with column pivoting, for one LAPACK call
+    instead of R passes over ``Q``. The worst case of LU is exponential in R, as it is for QR with pivoting, and never
+    met; what is chosen has to pass :func:`eliminate`.
 
     Args:
         Q: ``(R, N)`` with orthonormal rows, ``R <= N``.
@@ -47,7 +47,8 @@ def split_pivots(pivots: Tensor, size: int) -> Tensor:
 
 
 def eliminate(Q: Tensor, order: Tensor, limit: float | None, what: str, instead: str) -> tuple[Tensor, float]:
-    """``X = Q_1^-1 Q_2`` for the columns ``order``, of which the first R are ``Q_1``, and the condition number of ``Q_1``.
+    """``X = Q_1^-1 Q_2`` for the columns ``order``, of which the first R are ``Q_1``, and the condition number of
+    ``Q_1``.
 
     ``Q`` (R, N) has orthonormal rows, so ``Q_1 (I + X X^T) Q_1^T = I``, and the singular values of ``X`` hold those of
     ``Q_1``.

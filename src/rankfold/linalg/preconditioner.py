@@ -2,10 +2,10 @@
 
 Shape legend: O output width, N input width, R any number of rows.
 
-A pre-conditioner ``P`` enters every problem through ``P P^T`` alone, so any ``E`` with ``E E^T = P P^T`` may stand in for it.
-The root covariance is the optimal one, and its cheapest ``E`` is a Cholesky factor, three times cheaper than one ``eigh``
-and ten times cheaper than both roots. It is made only when somebody asks for coordinates (:meth:`Preconditioner.apply`);
-:meth:`Preconditioner.gram` needs no factor at all.
+A pre-conditioner ``P`` enters every problem through ``P P^T`` alone, so any ``E`` with ``E E^T = P P^T`` may stand in
+for it. The root covariance is the optimal one, and its cheapest ``E`` is a Cholesky factor, three times cheaper than
+one ``eigh`` and ten times cheaper than both roots. It is made only when somebody asks for coordinates
+(:meth:`Preconditioner.apply`); :meth:`Preconditioner.gram` needs no factor at all.
 """
 
 from functools import cached_property
@@ -87,8 +87,8 @@ class _Spectral(Preconditioner):
 class RootCovariance(Preconditioner):
     """``E E^T = (C + lam I) / scale^2``; ``E`` is a Cholesky factor, made when first asked for.
 
-    Where a sum of activations is indefinite by more than the ridge, or too close to singular for triangular solves, ``E``
-    comes from ``eigh`` with clamped eigenvalues.
+    Where a sum of activations is indefinite by more than the ridge, or too close to singular for triangular solves,
+    ``E`` comes from ``eigh`` with clamped eigenvalues.
     """
 
     def __init__(self, C: Tensor, ridge: float):
@@ -150,16 +150,16 @@ def preconditioner(
 ) -> Preconditioner:
     r"""Choose the metric in which a layer is approximated.
 
-    With :math:`\lambda = \text{ridge} \cdot \operatorname{mean}(\operatorname{diag} C)`, ``P`` is: ``identity`` :math:`I`;
-    ``hessian`` :math:`\operatorname{diag}[(C + \lambda I)^{-1}]^{-1/2}`; ``l1``
+    With :math:`\lambda = \text{ridge} \cdot \operatorname{mean}(\operatorname{diag} C)`, ``P`` is: ``identity``
+    :math:`I`; ``hessian`` :math:`\operatorname{diag}[(C + \lambda I)^{-1}]^{-1/2}`; ``l1``
     :math:`\operatorname{diag}[E|x|]^\alpha`; ``l2`` :math:`\operatorname{diag}[C]^{1/2}`; ``covariance`` :math:`C +
     \lambda I`; ``rootcov`` :math:`(C + \lambda I)^{1/2}`. LatentLLM, Table 1 and Remark 3 (scaling has no impact), by
     which every matrix is normalised here. App. B.1 prints the l1 form without its exponent and the covariance form
     without its damping; Table 1 is followed.
 
     Args:
-        C: ``(N, N)`` second moment ``E[x x^T]``, or the covariance when a bias is updated; any scale. fp64 is advised: the
-            products made of it square the spread of the weights. Kept, not copied, by rootcov: leave it as it is.
+        C: ``(N, N)`` second moment ``E[x x^T]``, or the covariance when a bias is updated; any scale. fp64 is advised:
+            the products made of it square the spread of the weights. Kept, not copied, by rootcov: leave it as it is.
         kind: one of :data:`PRECONDITIONERS`.
         ridge: relative damping, ``>= 0``; used by hessian, covariance and rootcov.
         alpha: exponent of the l1 form, ``> 0``.

@@ -21,7 +21,8 @@ class Principal(NamedTuple):
 
 @torch.no_grad()
 def principal_directions(C: Tensor, rank: int) -> Principal:
-    r"""``Q`` that minimises :math:`E\|x - Q Q^\top x\|^2` under :math:`Q^\top Q = I`: the leading eigenvectors of ``C``.
+    r"""``Q`` that minimises :math:`E\|x - Q Q^\top x\|^2` under :math:`Q^\top Q = I`: the leading eigenvectors of
+    ``C``.
 
     No mean is subtracted: where it is large, it is a direction that counts.
 

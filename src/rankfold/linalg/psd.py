@@ -63,7 +63,8 @@ def quadratic(W: Tensor, C: Tensor) -> Tensor:
 def energy(W: Tensor, C: Tensor) -> Tensor:
     """``tr(W C W^T)`` of ``W`` (O, N) and a symmetric ``C`` (N, N), in fp64; products in the dtype of ``W``.
 
-    Only the upper triangle of ``C`` is read, which halves the operations; of a copy in another dtype there are ``ROWS`` rows.
+    Only the upper triangle of ``C`` is read, which halves the operations; of a copy in another dtype there are ``ROWS``
+    rows.
     """
     found = torch.zeros((), dtype=torch.float64, device=W.device)
     for a in range(0, W.shape[1], ROWS):
@@ -86,8 +87,9 @@ def choosing(C: Tensor) -> torch.dtype:
 def psd_root(C: Tensor, *, ridge: float = 0.0, cutoff: float | None = None) -> PSDRoot:
     r"""Symmetric square root of a second moment and its pseudo-inverse.
 
-    Computes :math:`(C + \lambda I)^{1/2}` with :math:`\lambda = \text{ridge} \cdot \operatorname{mean}(\operatorname{diag} C)`
-    from one ``eigh``; eigenvalues below ``cutoff * max`` are treated as zero in the inverse.
+    Computes :math:`(C + \lambda I)^{1/2}` with
+    :math:`\lambda = \text{ridge} \cdot \operatorname{mean}(\operatorname{diag} C)` from one ``eigh``; eigenvalues below
+    ``cutoff * max`` are treated as zero in the inverse.
 
     Args:
         C: ``(N, N)`` symmetric, positive semi-definite up to rounding; fp32 or fp64, any positive scale.
@@ -169,8 +171,8 @@ def spd_inverse(A: Tensor, *, shift: float = 0.0, dtype: torch.dtype | None = No
 
 
 def _padded_factor(A: Tensor, shift: float, dtype: torch.dtype) -> Tensor | None:
-    """The factor, with a few rows of the identity appended: rows whose length is a multiple of a memory page, as the widths
-    of models make them, fall on the same cache sets, and MKL's Cholesky takes up to three times as long
+    """The factor, with a few rows of the identity appended: rows whose length is a multiple of a memory page, as the
+    widths of models make them, fall on the same cache sets, and MKL's Cholesky takes up to three times as long
     (docs/results/cholesky.md)."""
     N = len(A)
     padded = torch.eye(N + CACHE_LINE // dtype.itemsize, dtype=dtype, device=A.device)
@@ -189,7 +191,8 @@ def metric_root(G: Tensor, *, ridge: float) -> Tensor:
     Upper triangular, by Cholesky: any root serves where only products count, and ``eigh`` would take ten times as long.
 
     Args:
-        G: ``(D, D)`` second moment, fp32 or fp64, any positive scale. Where it is 0 all directions count alike: ``R = I``.
+        G: ``(D, D)`` second moment, fp32 or fp64, any positive scale. Where it is 0 all directions count alike:
+            ``R = I``.
         ridge: ``lambda`` relative to the mean diagonal of ``G``, ``> 0``.
 
     Raises:

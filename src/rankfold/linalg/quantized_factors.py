@@ -2,9 +2,9 @@
 
 Shape legend: G groups of outputs (heads, or 1), O outputs of a group, N input width, R rank.
 
-LatentLLM (arXiv:2505.18413), App. I.1, Eq. 239-240, for the factors of every junction (Sec. 3.3, App. A.2): entries that a
-junction fixes (identity blocks, unit diagonals, zeros of triangles) stay exact, and the others make up for what rounding
-changes.
+LatentLLM (arXiv:2505.18413), App. I.1, Eq. 239-240, for the factors of every junction (Sec. 3.3, App. A.2): entries
+that a junction fixes (identity blocks, unit diagonals, zeros of triangles) stay exact, and the others make up for what
+rounding changes.
 """
 
 from typing import NamedTuple
@@ -61,15 +61,16 @@ def refine_factors(
 ) -> QuantizedFactors:
     r"""Move the stored entries of low-rank factors so that their rounded values fit better.
 
-    Minimises :math:`\sum_g \|M_g^{1/2} (W_g - Q[B_g] Q[A]) C^{1/2}\|^2` with the straight-through estimator of LatentLLM Eq.
-    239-240: gradients are taken at the rounded factors and applied to hidden unrounded ones. The paper leaves optimiser and
-    step open. Here a step is the damped least-squares move of one factor's free entries, halved for the steps after it where
-    it did not lower the error, so no learning rate depends on the data. The result is never worse than plain rounding.
+    Minimises :math:`\sum_g \|M_g^{1/2} (W_g - Q[B_g] Q[A]) C^{1/2}\|^2` with the straight-through estimator of
+    LatentLLM Eq. 239-240: gradients are taken at the rounded factors and applied to hidden unrounded ones. The paper
+    leaves optimiser and step open. Here a step is the damped least-squares move of one factor's free entries, halved
+    for the steps after it where it did not lower the error, so no learning rate depends on the data. The result is
+    never worse than plain rounding.
 
-    The free entries must be a staircase: of ``A`` what lies above or right of a free entry is free too, of ``B`` what lies
-    below or left of it. Then triangular roots of both metrics map the set onto itself, and the least-squares move is two
-    triangular solves, a mask, and two triangular solves. Identity blocks and triangles are staircases once rows and columns
-    are in the order of their pivots.
+    The free entries must be a staircase: of ``A`` what lies above or right of a free entry is free too, of ``B`` what
+    lies below or left of it. Then triangular roots of both metrics map the set onto itself, and the least-squares move
+    is two triangular solves, a mask, and two triangular solves. Identity blocks and triangles are staircases once rows
+    and columns are in the order of their pivots.
 
     Args:
         W: ``(G, O, N)`` target.

@@ -2,10 +2,11 @@
 
 Shape legend: D model width, F width of the projection's input.
 
-A refit to the outputs of the dense layer leaves what earlier layers lost where it is. A refit to everything the stream lacks
-repairs some of that too, and over-fits: the residue is large, mostly noise to this layer, and differs between texts. Held-out
-windows tell how much of it is noise; they are of the same text, so what they confirm still holds less on another one. Hence
-the smallest step that keeps most of what the best one gains on them: its last fifth is dearly bought (docs/method.md).
+A refit to the outputs of the dense layer leaves what earlier layers lost where it is. A refit to everything the stream
+lacks repairs some of that too, and over-fits: the residue is large, mostly noise to this layer, and differs between
+texts. Held-out windows tell how much of it is noise; they are of the same text, so what they confirm still holds less
+on another one. Hence the smallest step that keeps most of what the best one gains on them: its last fifth is dearly
+bought (docs/method.md).
 """
 
 from typing import NamedTuple
@@ -50,11 +51,11 @@ class Correction(NamedTuple):
 def correct(W: Tensor, fit: Regression, held_out: Regression, ridges: tuple[float, ...] = RIDGES) -> Correction:
     r"""Move a weight towards the regression of what is missing, by as much as held-out samples confirm.
 
-    With the residue :math:`r = t - W h` of the fit and :math:`\lambda` the ridge times the mean diagonal of ``C``, the step is
-    :math:`\Delta = \mathbb{E}[r h^\top] (C + \lambda I)^{-1}`: ridge regression that shrinks towards the weight there is. On
-    the held-out samples :math:`\mathbb{E}\|t - (W + \alpha \Delta) h\|^2` is a parabola in :math:`\alpha`, so its best
-    :math:`\alpha \in [0, 1]` is known for every ridge. Of all pairs that gain four fifths of what the best one gains there,
-    the one that changes the weight least is taken.
+    With the residue :math:`r = t - W h` of the fit and :math:`\lambda` the ridge times the mean diagonal of ``C``, the
+    step is :math:`\Delta = \mathbb{E}[r h^\top] (C + \lambda I)^{-1}`: ridge regression that shrinks towards the weight
+    there is. On the held-out samples :math:`\mathbb{E}\|t - (W + \alpha \Delta) h\|^2` is a parabola in :math:`\alpha`,
+    so its best :math:`\alpha \in [0, 1]` is known for every ridge. Of all pairs that gain four fifths of what the best
+    one gains there, the one that changes the weight least is taken.
 
     Args:
         W: ``(D, F)``.
@@ -64,9 +65,10 @@ def correct(W: Tensor, fit: Regression, held_out: Regression, ridges: tuple[floa
     Returns:
         :class:`Correction`; never worse than ``W`` on the held-out samples.
 
-    Cost: a Cholesky factorisation of ``(F, F)``, two solves and three products of ``(D, F, F)``. For every ridge another
-    factorisation, with solves and a product for ``min(D, SKETCH)`` outputs: of wide moments in fp32, on random combinations
-    of the outputs, whose expected gain and size are those of all outputs. Memory: beside the moments one ``(F, F)``.
+    Cost: a Cholesky factorisation of ``(F, F)``, two solves and three products of ``(D, F, F)``. For every ridge
+    another factorisation, with solves and a product for ``min(D, SKETCH)`` outputs: of wide moments in fp32, on random
+    combinations of the outputs, whose expected gain and size are those of all outputs. Memory: beside the moments one
+    ``(F, F)``.
     """
     residue, slope = (moment.cross.addmm(W, moment.C, alpha=-1) for moment in (fit, held_out))  # (D, F) E[r h^T]
     before, scale = held_out.energy - (W * (held_out.cross + slope)).sum(), held_out.energy.item() or 1.0
@@ -88,7 +90,8 @@ def correct(W: Tensor, fit: Regression, held_out: Regression, ridges: tuple[floa
 
 
 def _few_outputs(residue: Tensor, slope: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Both ``(D, F)``, or where choices are made in another ``dtype`` ``SKETCH`` combinations of their rows with random signs.
+    """Both ``(D, F)``, or where choices are made in another ``dtype`` ``SKETCH`` combinations of their rows with random
+    signs.
 
     Sums over outputs of products of two rows keep their expectation, and all ridges have the same signs.
     """

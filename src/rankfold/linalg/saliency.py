@@ -24,10 +24,11 @@ def damage(weights: Sequence[Tensor], fisher: Sequence[Tensor]) -> Tensor:
 
 
 def taylor(weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
-    r"""``(n,)`` change of the loss to first order, every weight by itself: :math:`\sum_i |w_i \, \partial L / \partial w_i|`.
+    r"""``(n,)`` change of the loss to first order, every weight by itself:
+    :math:`\sum_i |w_i \, \partial L / \partial w_i|`.
 
-    LLM-Pruner (arXiv:2305.11627, Sec. 3.2): element-wise importance without its second-order term, summed over all weights that
-    belong to a unit.
+    LLM-Pruner (arXiv:2305.11627, Sec. 3.2): element-wise importance without its second-order term, summed over all
+    weights that belong to a unit.
 
     Args:
         weights: of the units, each ``(n, ...)``.

@@ -1,7 +1,7 @@
 """Weights with two zeros in every four: which ones, and what the others become.
 
-Shape legend: O output width, N input width, a multiple of four. A group is four consecutive inputs of one output, as sparse
-tensor cores want it.
+Shape legend: O output width, N input width, a multiple of four. A group is four consecutive inputs of one output, as
+sparse tensor cores want it.
 """
 
 import torch
@@ -26,11 +26,13 @@ def activation_scores(W: Tensor, C: Tensor) -> Tensor:
 
 
 def gradient_scores(W: Tensor, gradient: Tensor) -> Tensor:
-    r"""``(O, N)`` of Pruner-Zero (arXiv:2406.02924): :math:`|W \cdot W| \, \mathrm{mms}(G)`, ``mms`` scales a layer to [0, 1].
+    r"""``(O, N)`` of Pruner-Zero (arXiv:2406.02924): :math:`|W \cdot W| \, \mathrm{mms}(G)`, ``mms`` scales a layer to
+    [0, 1].
 
     Args:
         W: ``(O, N)``.
-        gradient: ``(O, N)`` magnitude of the loss's gradient, ``>= 0``. Where it is the same everywhere all count alike.
+        gradient: ``(O, N)`` magnitude of the loss's gradient, ``>= 0``. Where it is the same everywhere all count
+            alike.
 
     Raises:
         ValueError: shapes disagree.
@@ -56,13 +58,15 @@ def largest_of_four(scores: Tensor) -> Tensor:
 
 @torch.no_grad()
 def surgeon(W: Tensor, C: Tensor, *, ridge: float = 0.01) -> Tensor:
-    r"""Set two of every four weights to zero and let the weights behind them make up for it: SparseGPT (arXiv:2301.00774).
+    r"""Set two of every four weights to zero and let the weights behind them make up for it: SparseGPT
+    (arXiv:2301.00774).
 
-    Algorithm 1 with the 2:4 pattern. Columns go from left to right. With :math:`H = C + \lambda I` and the inverse :math:`P =
-    (H_{j:,j:})^{-1}` over the columns not yet passed, a weight that goes at column :math:`j` changes those to its right by
-    :math:`-w_j P_{0:} / P_{00}`: optimal brain surgery with the columns passed held still. At the first column of a group the
-    two with the smallest :math:`w_j^2 / P_{00}` (each with its own :math:`P`) are chosen. The rows :math:`P_{0:} /
-    \sqrt{P_{00}}` of all columns are those of the Cholesky factor :math:`U` of :math:`H^{-1} = U^\top U`.
+    Algorithm 1 with the 2:4 pattern. Columns go from left to right. With :math:`H = C + \lambda I` and the inverse
+    :math:`P = (H_{j:,j:})^{-1}` over the columns not yet passed, a weight that goes at column :math:`j` changes those
+    to its right by :math:`-w_j P_{0:} / P_{00}`: optimal brain surgery with the columns passed held still. At the first
+    column of a group the two with the smallest :math:`w_j^2 / P_{00}` (each with its own :math:`P`) are chosen. The
+    rows :math:`P_{0:} / \sqrt{P_{00}}` of all columns are those of the Cholesky factor :math:`U` of
+    :math:`H^{-1} = U^\top U`.
 
     Args:
         W: ``(O, N)``.

@@ -1,7 +1,7 @@
 """Keeping some units of a layer as they are: which ones, and what the others would have sent.
 
-Shape legend: n units, c channels each sends into the next projection (1 for a hidden unit, a group of heads has many), D width
-of the output, r units kept.
+Shape legend: n units, c channels each sends into the next projection (1 for a hidden unit, a group of heads has many),
+D width of the output, r units kept.
 """
 
 from functools import reduce

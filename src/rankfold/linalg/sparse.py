@@ -59,11 +59,11 @@ def sparse(
 ) -> Sparse:
     r"""Sparse approximation of a weight with a given number of non-zeros.
 
-    Minimises :math:`\|(D - W)(C + \lambda I)^{1/2}\|^2` over :math:`\|D\|_0 \le` ``count`` (LatentLLM App. I). ``diagonal``:
-    closed form for diagonal ``C`` (Eq. 238, the criterion of WandA), weights unchanged. The others start there.
-    ``hard``: hard shrinkage after each gradient step, loss never rises; ``soft``: soft shrinkage by the ``count``-th
-    magnitude; ``ste``: the gradient passes straight through (Eq. 237), zeros keep a hidden value and can come back.
-    The best iterate's non-zeros are then re-solved by least squares on their support.
+    Minimises :math:`\|(D - W)(C + \lambda I)^{1/2}\|^2` over :math:`\|D\|_0 \le` ``count`` (LatentLLM App. I).
+    ``diagonal``: closed form for diagonal ``C`` (Eq. 238, the criterion of WandA), weights unchanged. The others start
+    there. ``hard``: hard shrinkage after each gradient step, loss never rises; ``soft``: soft shrinkage by the
+    ``count``-th magnitude; ``ste``: the gradient passes straight through (Eq. 237), zeros keep a hidden value and can
+    come back. The best iterate's non-zeros are then re-solved by least squares on their support.
 
     Args:
         W: ``(O, N)``.
@@ -74,7 +74,8 @@ def sparse(
         ridge: relative to ``mean(diag C)``, ``>= 0``.
 
     Returns:
-        :class:`Sparse`; ``loss_history`` before the re-solve and with the damping, ``relative_error`` without. Where ``C`` is
+        :class:`Sparse`; ``loss_history`` before the re-solve and with the damping, ``relative_error`` without. Where
+        ``C`` is
         zero every ``D`` is exact: the largest entries stay, ``loss_history`` is theirs, ``relative_error`` is 0.
 
     Raises:

@@ -19,8 +19,8 @@ def auto_class(config, name: str | None = None):
     """The Auto class that gives the class a checkpoint was written by, so that its head is kept.
 
     Args:
-        name: of the class; by default the first of ``config.architectures``, and without any a decoder is a causal language
-            model and an encoder has no head.
+        name: of the class; by default the first of ``config.architectures``, and without any a decoder is a causal
+            language model and an encoder has no head.
 
     Raises:
         UnsupportedModelError: no Auto class gives it.

@@ -13,8 +13,8 @@ from .dense_model import DenseModel
 class BlockReader:
     """Hands out blocks in order; where reading overlaps, the next one is read while the caller works on this one.
 
-    What is read ahead waits in host memory, page-locked where a device copies faster from there, and goes to the device when
-    it is asked for: the device holds one block.
+    What is read ahead waits in host memory, page-locked where a device copies faster from there, and goes to the device
+    when it is asked for: the device holds one block.
     """
 
     def __init__(self, source: DenseModel):

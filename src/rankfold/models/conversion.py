@@ -1,6 +1,7 @@
 """Tensors that lie in a checkpoint under other names than the model class has, or in parts: experts one by one.
 
-Transformers knows which and how, for whole models; here it is asked about names, and the parts are joined when they are read.
+Transformers knows which and how, for whole models; here it is asked about names, and the parts are joined when they are
+read.
 """
 
 import copy
@@ -66,7 +67,8 @@ Placed = Place | Joined
 
 
 def converted(places: dict[str, Placed], model: PreTrainedModel) -> dict[str, Placed]:
-    """Places by the names that transformers gives them when it loads this class; as they are where it does more than join.
+    """Places by the names that transformers gives them when it loads this class; as they are where it does more than
+    join.
 
     Args:
         places: by name in the files.

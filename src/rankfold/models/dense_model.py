@@ -1,8 +1,9 @@
 """The dense model, one block at a time.
 
-A :class:`DenseModel` hands out decoder blocks with their weights in place, and everything around the blocks (embeddings,
-final norm, head). Two kinds share it: weights streamed from safetensors, so that one block is resident at a time, and a
-model that is in memory as a whole (a GGUF file, a checkpoint stored under other names, or a model the caller holds).
+A :class:`DenseModel` hands out decoder blocks with their weights in place, and everything around the blocks
+(embeddings, final norm, head). Two kinds share it: weights streamed from safetensors, so that one block is resident at
+a time, and a model that is in memory as a whole (a GGUF file, a checkpoint stored under other names, or a model the
+caller holds).
 """
 
 import copy
@@ -30,17 +31,18 @@ class DenseModel:
 
     Attributes:
         name: what the user called it.  part: what of the model is taken.  config: of that part.  architecture: its family.
-        model: the model around the blocks, on :attr:`device`. The blocks of a streamed source are on the meta device, others
-            wherever they are kept.
-        dtype: the dtype weights are written in, in the compressed model; what is read is rounded to it first, block by block.
+        model: the model around the blocks, on :attr:`device`. The blocks of a streamed source are on the meta device,
+            others wherever they are kept.
+        dtype: the dtype weights are written in, in the compressed model; what is read is rounded to it first, block by
+            block.
         device: where blocks run.
         offload: where hidden states of the calibration samples are kept; ``None``: on the device.
         weights: where blocks are read from; ``None`` where all are in memory.
         processors: what makes its inputs, the tokenizer first.
         revision: commit on the hub; ``None`` where the model is from elsewhere.
         bytes_on_disk: of the files the weights are read from; ``None`` for a model that the caller holds.
-        overlaps: read the next block and write the last one while this one is computed. It costs the host the memory of two
-            blocks, so they have to fit, and gains nothing where the processor that computes also reads.
+        overlaps: read the next block and write the last one while this one is computed. It costs the host the memory of
+            two blocks, so they have to fit, and gains nothing where the processor that computes also reads.
     """
 
     def __init__(
@@ -78,8 +80,8 @@ class DenseModel:
 
     @property
     def network(self) -> nn.Module:
-        """Return what embeds a batch and runs the blocks: the model itself where it writes text, an encoder without its head,
-        what owns a projector."""
+        """Return what embeds a batch and runs the blocks: the model itself where it writes text, an encoder without its
+        head, what owns a projector."""
         return self.model.get_submodule(self.part.network)
 
     @property
@@ -127,7 +129,8 @@ class DenseModel:
 
     @time_spent("reading")
     def block(self, index: int) -> BlockView:
-        """Return a private copy of block ``index`` with its weights on :attr:`device`, released with the last reference.
+        """Return a private copy of block ``index`` with its weights on :attr:`device`, released with the last
+        reference.
 
         Raises:
             NumericsError: a weight is NaN or infinite (named).
@@ -179,8 +182,8 @@ class DenseModel:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Return what blocks run in: fp32 (under autocast) on CPUs and where they were de-quantised, a caller's model as it is,
-        otherwise the dtype they are written in.
+        """Return what blocks run in: fp32 (under autocast) on CPUs and where they were de-quantised, a caller's model
+        as it is, otherwise the dtype they are written in.
         """
         return self.model.dtype
 

@@ -50,7 +50,8 @@ KINDS = (
 
 
 def foreign_kind(names: list[str]) -> tuple[str, str, str] | None:
-    """Return which format names of files belong to: one of the names, what it is, and what to do; ``None`` where it is unknown.
+    """Return which format names of files belong to: one of the names, what it is, and what to do; ``None`` where it is
+    unknown.
 
     A folder's name has a slash behind it.
     """

@@ -1,5 +1,5 @@
-"""What transformers overlooks in a GGUF file, as the config of the model says it: rotary frequencies that are not plain,
-and biases of a Llama.
+"""What transformers overlooks in a GGUF file, as the config of the model says it: rotary frequencies that are not
+plain, and biases of a Llama.
 
 Shape legend: N rotary dimensions of a head.
 """
@@ -31,13 +31,14 @@ READ_BY_TRANSFORMERS = ("gpt-oss",)
 
 
 def gguf_config(file: Path) -> tuple[PreTrainedConfig, int, int]:
-    """The config of the model in a GGUF file, and how many numbers there are in its biases (for :func:`check_biases`) and in
-    all its tensors (for :func:`check_size`).
+    """The config of the model in a GGUF file, and how many numbers there are in its biases (for :func:`check_biases`)
+    and in all its tensors (for :func:`check_size`).
 
     All at once, because opening a file takes seconds: its vocabulary is parsed token by token.
 
     Raises:
-        UnsupportedModelError: the file stretches rotary frequencies in a way that cannot be said in a config, or is an adapter.
+        UnsupportedModelError: the file stretches rotary frequencies in a way that cannot be said in a config, or is an
+            adapter.
     """
     import gguf
 
@@ -111,8 +112,8 @@ def _by(factors: Tensor, config) -> dict:
 def longrope(factors: Tensor, config) -> dict:
     """Rotary parameters with which every frequency is divided by a factor ``(N / 2,)``, at any length of text.
 
-    LongRoPE (arXiv:2402.13753) has factors for short and for long texts, here the same, and multiplies scores by another,
-    here 1.
+    LongRoPE (arXiv:2402.13753) has factors for short and for long texts, here the same, and multiplies scores by
+    another, here 1.
     """
     each = factors.tolist()
     return {

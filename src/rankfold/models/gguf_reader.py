@@ -13,8 +13,8 @@ from .._utils.extras import require
 def parsed_once() -> Iterator[None]:
     """Let everything that opens a GGUF file inside share one reader and one table of names.
 
-    transformers opens it for the config, for the weights and for the tokenizer, and makes the table of names anew for every
-    module of the model; both are imported at every call.
+    transformers opens it for the config, for the weights and for the tokenizer, and makes the table of names anew for
+    every module of the model; both are imported at every call.
 
     Raises:
         OptionError: the package gguf is not installed.

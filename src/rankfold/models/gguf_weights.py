@@ -1,6 +1,7 @@
 """Tensors of a GGUF file, de-quantised one by one.
 
-Transformers knows what a tensor is called and how its rows lie, and de-quantises whole models; here it is asked about one.
+Transformers knows what a tensor is called and how its rows lie, and de-quantises whole models; here it is asked about
+one.
 """
 
 from collections.abc import Iterator
@@ -45,8 +46,8 @@ class GgufWeights(TensorReader):
 def stream_gguf(file: Path, model: PreTrainedModel) -> GgufWeights | None:
     """Return the tensors of a file by the names of a model, which may be empty.
 
-    ``None`` where they are not those of the model, one for one: experts lie in other parts, and a file may have too many or
-    too few.
+    ``None`` where they are not those of the model, one for one: experts lie in other parts, and a file may have too
+    many or too few.
     """
     from gguf import GGUFReader
 

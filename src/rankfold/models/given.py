@@ -127,8 +127,8 @@ def check_quantised(config, name: str, blocks: str | None = None) -> None:
     """Raise :class:`UnsupportedModelError` where a config says that the model is compressed or quantised already.
 
     Args:
-        blocks: path of those that are to be compressed; another part of the model may be compressed by rankfold. ``None``:
-            it is not known yet, and that is left open.
+        blocks: path of those that are to be compressed; another part of the model may be compressed by rankfold.
+            ``None``: it is not known yet, and that is left open.
     """
     done = getattr(config, "quantization_config", None)
     if not done:

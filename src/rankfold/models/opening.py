@@ -47,18 +47,18 @@ def open_model(
     """Open a model for compression.
 
     Args:
-        model: hub id (``owner/name``, or ``owner/name@revision``), local folder, local ``.gguf`` file, or a transformers model
-            already in memory, which is not changed.
-        dtype: ``float32``, ``bfloat16`` or ``float16``: what the result is written in; ``auto`` is as the checkpoint stores
-            it, and ``bfloat16`` for a ``.gguf`` file, whose few bits fp32 would only make longer.
-        device: ``cpu``, ``cuda`` or ``mps``: where blocks run, one at a time. A model in memory need not be there. ``auto`` is
-            that of a model in memory, or else the fastest there is.
+        model: hub id (``owner/name``, or ``owner/name@revision``), local folder, local ``.gguf`` file, or a
+            transformers model already in memory, which is not changed.
+        dtype: ``float32``, ``bfloat16`` or ``float16``: what the result is written in; ``auto`` is as the checkpoint
+            stores it, and ``bfloat16`` for a ``.gguf`` file, whose few bits fp32 would only make longer.
+        device: ``cpu``, ``cuda`` or ``mps``: where blocks run, one at a time. A model in memory need not be there.
+            ``auto`` is that of a model in memory, or else the fastest there is.
         tokenizer: overrides the one beside the weights.
-        component: ``language``, ``vision`` or ``projector`` of a model that has several; by default the one that writes text,
-            or else the only one.
+        component: ``language``, ``vision`` or ``projector`` of a model that has several; by default the one that writes
+            text, or else the only one.
         revision: of a hub id: branch, tag or commit.
-        offload: keep the hidden states of the calibration samples off the device: ``cpu``, host memory next to an accelerator,
-            or a folder on a disk. What is computed is the same.
+        offload: keep the hidden states of the calibration samples off the device: ``cpu``, host memory next to an
+            accelerator, or a folder on a disk. What is computed is the same.
 
     Raises:
         CheckpointError, UnsupportedModelError, OptionError: with one line saying what to do.
@@ -136,8 +136,8 @@ def _stream_gguf(file: Path):
 def _read_folder(
     folder: Path, weights: Weights, device: torch.device, dtype: torch.dtype | None, component: str | None
 ):
-    """The model around its blocks, the dtype weights are written in, where blocks are read from, bytes on disk, and the part
-    that is taken."""
+    """The model around its blocks, the dtype weights are written in, where blocks are read from, bytes on disk, and the
+    part that is taken."""
     config, size = read_config(folder), weights.bytes_on_disk
     check_quantised(config, str(folder))
     weights.check_config(config)

@@ -9,7 +9,8 @@ MOST_BYTES = 2**31  # GPT-Neo 2.7B, whose every block has a mask of all its posi
 
 
 def check_tables(model: PreTrainedModel) -> None:
-    """Raise :class:`CheckpointError` where the tables of a model, all of it on the meta device, are larger than any there are.
+    """Raise :class:`CheckpointError` where the tables of a model, all of it on the meta device, are larger than any
+    there are.
 
     GPT-J and GPT-Neo keep one in every block, as long as the config has positions.
     """

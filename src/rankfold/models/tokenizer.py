@@ -54,8 +54,8 @@ class TokenizerFiles:
 
     @property
     def around(self) -> list[Path]:
-        """Files that say what surrounds the model, relative to the folder: what prepares images, and what is made of the
-        states of a sentence encoder. Beside a GGUF file lies what belongs to others."""
+        """Files that say what surrounds the model, relative to the folder: what prepares images, and what is made of
+        the states of a sentence encoder. Beside a GGUF file lies what belongs to others."""
         if self.gguf:
             return []
         found = [self.folder / name for name in (*_PROCESSOR, *_BESIDE_IT)]
@@ -101,10 +101,11 @@ class TokenizerFiles:
 
 
 def save_tokenizer(tokenizer, folder: Path) -> None:
-    """Write a tokenizer: the files it was read from as they are, or, where it was changed since, what transformers writes.
+    """Write a tokenizer: the files it was read from as they are, or, where it was changed since, what transformers
+    writes.
 
-    What transformers writes names a class that earlier versions do not have, and leaves out settings and files that they and
-    other programs read, such as ``add_bos_token`` and ``tokenizer.model``.
+    What transformers writes names a class that earlier versions do not have, and leaves out settings and files that
+    they and other programs read, such as ``add_bos_token`` and ``tokenizer.model``.
     """
     files = TokenizerFiles(Path(getattr(tokenizer, "name_or_path", None) or folder))
     if not (files.exist and _is_unchanged(tokenizer, files)):

@@ -35,8 +35,8 @@ class TensorReader:
         self.place = place
 
     def read(self, names: list[str], storage_dtype: torch.dtype, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Read tensors by name into host memory; floats are rounded to ``storage_dtype``, the precision of the result, and held
-        as ``dtype``."""
+        """Read tensors by name into host memory; floats are rounded to ``storage_dtype``, the precision of the result,
+        and held as ``dtype``."""
         return {
             name: tensor.to(storage_dtype).to(dtype) if tensor.is_floating_point() else tensor
             for name, tensor in self._tensors(names)
@@ -92,7 +92,8 @@ class Weights(TensorReader):
             current: what a name of the files' format is called in this version's.
 
         Raises:
-            CheckpointError: a tensor lies in parts that do not go together, or all names have a prefix that no model has.
+            CheckpointError: a tensor lies in parts that do not go together, or all names have a prefix that no model
+                has.
         """
         self.places = {current(name): place for name, place in self.places.items()}
         prefix, wanted = model.base_model_prefix, required_names(model)
@@ -131,7 +132,8 @@ class Weights(TensorReader):
             )
 
     def check_fits(self, model: PreTrainedModel) -> None:
-        """Compare with the model, which may be empty: what both have by shape, and that floats are floats; then the sizes.
+        """Compare with the model, which may be empty: what both have by shape, and that floats are floats; then the
+        sizes.
 
         Raises:
             CheckpointError: a tensor is another than the config describes, or it describes far more than there is.
@@ -291,8 +293,8 @@ def move_outer(model: nn.Module, blocks: str, device: torch.device) -> None:
 def check_finite(state: dict[str, torch.Tensor]) -> None:
     """Raise :class:`NumericsError` where a weight has entries that are NaN or infinite, and name it.
 
-    The ranges on a device are looked at together: a look waits for it. Tensors on the meta device, which has no numbers, are
-    passed over.
+    The ranges on a device are looked at together: a look waits for it. Tensors on the meta device, which has no
+    numbers, are passed over.
     """
     there = {name: x for name, x in state.items() if x.is_floating_point() and x.numel() and not x.is_meta}
     ends = defaultdict(list)

@@ -21,7 +21,8 @@ REPORTED = {"output_loading_info": True, "ignore_mismatched_sizes": True, "trust
 
 
 def read_whole(folder: Path, config, dtype: torch.dtype) -> PreTrainedModel:
-    """Read a dense model from a folder of safetensors and its config into host memory; its numbers are held in ``dtype``.
+    """Read a dense model from a folder of safetensors and its config into host memory; its numbers are held in
+    ``dtype``.
 
     Raises:
         CheckpointError: it cannot be read, or does not hold what its config describes.

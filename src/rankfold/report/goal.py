@@ -27,8 +27,8 @@ class Goal:
     """What was asked for in place of a sparsity.
 
     Attributes:
-        option: ``target_size``, bytes of all weights; or ``keep_quality``, the fraction of the likelihood of a held-out token
-            that is kept: the dense model's perplexity over the compressed one's.
+        option: ``target_size``, bytes of all weights; or ``keep_quality``, the fraction of the likelihood of a held-out
+            token that is kept: the dense model's perplexity over the compressed one's.
         asked: of that.
         predicted: before the run; ``None`` where nothing was measured to predict it by.
         earlier_runs: at other sparsities, each with what it got.
@@ -86,7 +86,8 @@ def asked_and_got(record: Mapping[str, Any]) -> str | None:
 
 
 def goal_of(target_size: int | str | None, keep_quality: float | None) -> Goal | None:
-    """Return the goal of a run of a given size; ``None`` without a size. A quality, which takes several runs, is only checked.
+    """Return the goal of a run of a given size; ``None`` without a size. A quality, which takes several runs, is only
+    checked.
 
     Raises:
         OptionError: a size that does not parse, or a quality out of range.

@@ -55,8 +55,8 @@ class Plan:
     experts: dict[str, Any] | None = None  # how many there are, how many tokens they want, and with moments saw
     part: str | None = None  # the component, of a model of which one was chosen
     added_products: int = 0  # more matrix products for every token than the dense model has
-    # Of a plan for accelerators that are not here: gpu, gpus, memory_bytes, num_samples, max_length, rates_are_measured,
-    # allocation (that chose the ranks) and advice (where it does not fit).
+    # Of a plan for accelerators that are not here: gpu, gpus, memory_bytes, num_samples, max_length,
+    # rates_are_measured, allocation (that chose the ranks) and advice (where it does not fit).
     hardware: dict[str, Any] | None = None
 
     @property

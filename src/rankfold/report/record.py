@@ -229,12 +229,12 @@ def _cpu_name() -> str:
 
 
 def run_record(source, description: dict, plan, reports: dict) -> dict:
-    """``rankfold.json``: everything but ``run`` is equal between two runs of the same configuration. Seconds are added when the
-    file is written.
+    """``rankfold.json``: everything but ``run`` is equal between two runs of the same configuration. Seconds are added
+    when the file is written.
 
     Args:
-        description: what was done, counts and what was found on held-out samples; ``before``, the record of the part that was
-            compressed before this one, where one was.
+        description: what was done, counts and what was found on held-out samples; ``before``, the record of the part
+            that was compressed before this one, where one was.
     """
     estimates = {"seconds": plan.seconds, "peak_memory_bytes": plan.peak_memory_bytes}
     measurements = {

@@ -171,8 +171,8 @@ def summary(rows: list[dict]) -> list[str]:
 
 
 def by_quality(rows: list[dict]) -> list[str]:
-    """Return the labels of methods, the one with the lowest perplexity on the first text first, by the mean logarithm over
-    sparsities."""
+    """Return the labels of methods, the one with the lowest perplexity on the first text first, by the mean logarithm
+    over sparsities."""
     found: dict[str, list[float]] = {}
     for row in rows[1:]:
         values = [row["measures"]["texts"][0]["perplexity"]] if row["status"] == "done" else []
