@@ -79,7 +79,7 @@ _caller: ContextVar[str] = ContextVar("caller", default="python")
 
 @contextlib.contextmanager
 def called_by(caller: str) -> Generator[None]:
-    """Have options named as this caller gives them: ``python``, ``command``, or ``compare``, whose methods have their own."""
+    """Name options as this caller gives them: ``python``, ``command``, or ``compare``, whose methods have their own."""
     token = _caller.set(caller)
     try:
         yield

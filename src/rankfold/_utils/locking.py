@@ -34,8 +34,8 @@ def locked(path: Path, what: Path) -> Generator[None]:
         except Timeout:
             if not path.exists():
                 raise CheckpointError(
-                    f"cannot lock {what}: no file can be made next to it, or another process has left it just now; choose "
-                    "another folder, or give the command again"
+                    f"cannot lock {what}: no file can be made next to it, or another process has left it just now; "
+                    "choose another folder, or give the command again"
                 ) from None
             raise CheckpointError(
                 f"{what} is being written by {_holder(path)}; wait until it is done or choose another folder"

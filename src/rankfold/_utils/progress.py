@@ -130,7 +130,7 @@ _log: _Log | None = None  # of the run under way
 
 
 def track(items: Iterable[T], label: str, total: int | None = None, **about: Any) -> Generator[T]:
-    """Iterate over ``items`` and show how far that is; ``total`` where they have no length, ``about``: see :class:`Steps`."""
+    """Iterate over ``items`` and show progress; ``total``: where they have no length, ``about``: see :class:`Steps`."""
     total = len(items) if total is None and isinstance(items, Sized) else total
     with count_steps(label, total, **about) as advance:
         for item in items:

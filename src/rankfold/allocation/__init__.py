@@ -1,7 +1,7 @@
 """How many ranks each module keeps: budgets, allocations, exact counts.
 
-An allocation is one file here and one line in :data:`ALLOCATIONS` (docs/add-an-allocation.md); one of another package adds
-itself to that table.
+An allocation is one file here and one line in :data:`ALLOCATIONS` (docs/add-an-allocation.md); one of another package
+adds itself to that table.
 """
 
 from .base import Allocation, DenseModelMeasures, RanksBySparsity, Share

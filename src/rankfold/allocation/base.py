@@ -37,7 +37,7 @@ class DenseModelMeasures(Protocol):
         ...
 
     def singular_value_effects(self) -> dict[tuple[int, str], list[float]]:
-        """Return (block, module) -> expected change of the loss without each singular value, the largest value first."""
+        """Return (block, module) -> expected change of the loss without each singular value, largest value first."""
         ...
 
 
@@ -81,7 +81,7 @@ class Allocation(Named):
         return None
 
     def search_passes(self, blocks: int, removed: int) -> float:
-        """Count the block forwards over the calibration tokens that :meth:`measure` takes beside statistics of blocks."""
+        """Count the block forwards over the calibration tokens that :meth:`measure` takes beside the statistics."""
         return 0.0
 
     def allocate(self, share: Share, measured: Any) -> tuple[Ranks, dict[str, Any]]:

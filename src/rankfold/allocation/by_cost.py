@@ -20,7 +20,7 @@ class ByCost(Allocation):
         return ranks, {self.called: costs}
 
     def is_recorded(self, rank: int) -> bool:
-        """Tell whether the record holds the cost of a module at this rank: by default of whole blocks that are removed."""
+        """Tell whether the record holds the cost of a module at this rank: by default, of whole removed blocks."""
         return rank == 0
 
 
@@ -29,8 +29,8 @@ class Measured(ByCost):
     """Take the ranks that change the predictions least, by error curves and what compressing each module alone does.
 
     Attributes:
-        other_texts: how much the predictions on the probe texts count, texts of six other kinds, beside those on held-out
-            calibration text; 0: not at all, 1: nothing else does.
+        other_texts: how much the predictions on the probe texts count, texts of six other kinds, beside those on
+            held-out calibration text; 0: not at all, 1: nothing else does.
     """
 
     name: ClassVar[str] = "measured"

@@ -14,7 +14,7 @@ from .prunable import PrunableModule, RankCosts, Ranks
 def largest_sparsity(average: float) -> float:
     """Return ``1 - (1 - average)^3``: where the curves of cost end, and so the most that any one module may lose.
 
-    Costs of modules do not add up when much is taken from one of them, and a curve is extrapolated from one measurement.
+    Costs of modules do not add up when much is taken from one, and a curve is extrapolated from one measurement.
     """
     return 1 - (1 - average) ** 3
 
@@ -26,9 +26,10 @@ def cheapest(
     what: str = "weights",
     together: Mapping[str, str] = MappingProxyType({}),
 ) -> Ranks:
-    """Return the ranks that remove at least ``remove`` at the least total cost, exactly; of equals those that remove most.
+    """Return the ranks that remove at least ``remove`` at the least total cost, exactly.
 
-    So a smaller budget never costs less, and never leaves more: what solves it is allowed under a larger one too.
+    Of equals it takes those that remove most. So a smaller budget never costs less, and never leaves more: what solves
+    it is allowed under a larger one too.
 
     Args:
         units: of all blocks.
@@ -49,8 +50,9 @@ def cheapest(
     if choice is None:
         most = sum(int(group.removed.max()) for group in groups)
         raise OptionError(
-            f"the ranks whose cost was measured can lose {most:,} of the {remove:,} {what} that must go; lower the sparsity, "
-            f"compress more modules, lower {method_option('rank_multiple')}, or use {method_option('allocation', 'uniform')}"
+            f"the ranks whose cost was measured can lose {most:,} of the {remove:,} {what} that must go; lower the "
+            f"sparsity, compress more modules, lower {method_option('rank_multiple')}, "
+            f"or use {method_option('allocation', 'uniform')}"
         )
     found: Ranks = {}
     for some, ranks, n in zip(bound.values(), options, choice, strict=True):

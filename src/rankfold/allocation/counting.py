@@ -7,7 +7,7 @@ from torch import nn
 
 
 def block_weights(block: nn.Module) -> int:
-    """Count the weights of a block's linear maps: every parameter with two or more dimensions (3-D expert stacks included)."""
+    """Count the weights of a block's linear maps: every parameter of two or more dimensions (3-D experts too)."""
     return sum(p.numel() for p in block.parameters() if p.dim() >= 2)
 
 

@@ -88,8 +88,8 @@ def softmax_sparsities(scores: Tensor, weights: Tensor, average: float, temperat
     r"""Return the sparsity ``phi`` of every layer, high where the score is low; MoDeGPT Eq. 11.
 
     Maximises :math:`\sum_i s_i (1 - \phi_i) + \varepsilon H(\phi)` under the average: :math:`\phi_i = c\, e^{-s_i /
-    \varepsilon}`, with ``c`` so that the WEIGHTED mean of ``phi`` is ``average``. With equal weights ``c`` is the paper's
-    :math:`L \phi_{avg} / \sum_j e^{-s_j/\varepsilon}`. Entries may exceed 1; see :func:`capped_sparsities`.
+    \varepsilon}`, with ``c`` so that the WEIGHTED mean of ``phi`` is ``average``. With equal weights ``c`` is the
+    paper's :math:`L \phi_{avg} / \sum_j e^{-s_j/\varepsilon}`. Entries may exceed 1; see :func:`capped_sparsities`.
 
     Args:
         scores: ``(L,)`` importance, e.g. ``1 - cos(input, output)``.

@@ -1,6 +1,6 @@
 """The multiple-choice knapsack problem, exactly: one option of every group, so much removed, the least total cost.
 
-Shape legend: n options of a group, S states (sets of options of the groups so far) that may still be part of an optimum.
+Shape legend: n options of a group, S states (sets of options of the groups so far) that may be in an optimum.
 """
 
 import sys
@@ -19,13 +19,13 @@ class Group(NamedTuple):
 
 
 def cheapest_options(groups: list[Group], remove: int) -> list[int] | None:
-    r"""Find the option of every group with least :math:`\sum c_i` and :math:`\sum r_i \ge` ``remove``; of equals the largest.
+    r"""Find one option a group with least :math:`\sum c_i` and :math:`\sum r_i \ge` ``remove``; of equals the largest.
 
-    For any price :math:`\lambda \ge 0` the cost of a choice is the Lagrangian bound :math:`\lambda R + \sum_i \min_o (c_{io} -
-    \lambda r_{io})`, plus what its options lie above these minima, plus :math:`\lambda` times the surplus: all of it
-    :math:`\ge 0`. With the price of the linear relaxation an optimum is close to the bound, so only sets of options less than a
-    small gap above it are followed, group by group; the gap grows until one of them is a solution, which proves it optimal
-    (Kellerer, Pferschy and Pisinger 2004, Knapsack Problems, ch. 11).
+    For any price :math:`\lambda \ge 0` the cost of a choice is the Lagrangian bound :math:`\lambda R + \sum_i \min_o
+    (c_{io} - \lambda r_{io})`, plus what its options lie above these minima, plus :math:`\lambda` times the surplus:
+    all of it :math:`\ge 0`. With the price of the linear relaxation an optimum is close to the bound, so only sets of
+    options less than a small gap above it are followed, group by group; the gap grows until one of them is a solution,
+    which proves it optimal (Kellerer, Pferschy and Pisinger 2004, Knapsack Problems, ch. 11).
 
     Returns:
         Its index in every group; ``None`` where even all groups together cannot remove so much.
@@ -44,7 +44,7 @@ def cheapest_options(groups: list[Group], remove: int) -> list[int] | None:
 
 
 def _price(groups: list[Group], remove: int) -> tuple[float, float]:
-    """Return the cost of the last unit removed where options may be taken in parts, and the size of all costs up to there.
+    """Return the cost of the last unit removed where options may be taken in parts, and the size of costs up to there.
 
     Edges of the lower convex hulls are taken cheapest first, the last one whole.
     """
@@ -83,7 +83,7 @@ class _Step(NamedTuple):
 
 
 def _within(groups: list[Group], remove: int, price: float, gap: float) -> list[int] | None:
-    """Return the optimum if it is clearly less than ``gap`` above the bound: what costs the same was followed then, too."""
+    """Return the optimum if it is clearly less than ``gap`` above the bound: equals were followed then, too."""
     lows = [(group.cost - price * group.removed).min() for group in groups]
     options = [
         torch.nonzero(g.cost - price * g.removed - low <= gap).flatten() for g, low in zip(groups, lows, strict=True)

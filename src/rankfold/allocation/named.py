@@ -35,7 +35,7 @@ class Named:
         return cls(**given)
 
     def check(self, key: str, allowed: str, is_allowed: Callable[[float], bool]) -> None:
-        """Raise :class:`OptionError` unless an option is a finite number that ``is_allowed``, a whole one where its default is.
+        """Raise :class:`OptionError` unless an option is a finite number that ``is_allowed``; whole if its default is.
 
         Args:
             allowed: what it may be, for the message; after a semicolon, why.
@@ -76,8 +76,8 @@ def from_text(kind: type[T], value: T | str, table: Mapping[str, type[T]]) -> T:
         return value
     if not isinstance(value, str):
         raise OptionError(
-            f"{kind.kind} must be one of {', '.join(table)}, or an object such as {next(iter(table.values())).__name__}(), got "
-            f"{' '.join(repr(value).split())[:80]}"
+            f"{kind.kind} must be one of {', '.join(table)}, or an object such as "
+            f"{next(iter(table.values())).__name__}(), got {' '.join(repr(value).split())[:80]}"
         )
     name, _, options = value.partition(":")
     check_choice(kind.kind, name, table)

@@ -20,8 +20,8 @@ class OWL(RanksBySparsity):
     """Give every block a sparsity that falls with the share of outliers among its weights.
 
     Attributes:
-        threshold: a weight is an outlier where its size times the norm of its input is so many times the mean of its block,
-            the paper's M, 3 to 10.
+        threshold: a weight is an outlier where its size times the norm of its input is so many times the mean of its
+            block, the paper's M, 3 to 10.
         spread: sparsities of blocks differ by at most twice this, the paper's lambda, 0.02 to 0.2.
     """
 
@@ -57,7 +57,7 @@ def _outliers(view: Any, energies: Tensor, threshold: float) -> float:
 
 
 def outlier_fraction(weights: Sequence[Tensor], energies: Sequence[Tensor], factor: float) -> float:
-    r"""Return the share of a block's weights whose :math:`|W_{ij}| \, \|x_j\|` is over ``M`` times the mean of the block.
+    r"""Return the share of a block's weights whose :math:`|W_{ij}| \, \|x_j\|` is over ``M`` times the block's mean.
 
     The layerwise outlier distribution of OWL (arXiv:2310.05175, Sec. 3).
 

@@ -37,9 +37,9 @@ def guessed_loss(sparsity: float) -> float:
 def next_sparsity(curve: Curve, runs: list[Lost], allowed: float) -> float | None:
     """Return the sparsity to try next; ``None`` where a run is near enough, or no better one is to be expected.
 
-    The curve is multiplied by what the runs have lost over what it predicted, interpolated between two of them, and solved
-    for a little less than what is allowed, between the largest sparsity that kept it and the smallest that did not, a part of
-    the way from the one to the other at least.
+    The curve is multiplied by what the runs have lost over what it predicted, interpolated between two of them, and
+    solved for a little less than what is allowed, between the largest sparsity that kept it and the smallest that did
+    not, a part of the way from the one to the other at least.
 
     Args:
         curve: increasing.
@@ -72,7 +72,7 @@ def _solve(curve: Curve, value: float, low: float, high: float) -> float:
 
 
 def _correction(curve: Curve, runs: list[Lost], sparsity: float) -> float:
-    """Return what losses are of the predicted ones at a sparsity: between runs interpolated, and beyond them as at the last."""
+    """Return actual over predicted losses at a sparsity: between runs interpolated, beyond them as at the nearest."""
     known = sorted((run.sparsity, max(run.loss / max(curve(run.sparsity), ROUNDING), CORRECTED)) for run in runs)
     if not known:
         return 1.0

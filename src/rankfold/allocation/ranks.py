@@ -46,8 +46,9 @@ def removable(units: list[PrunableModule]) -> int:
 def allocate(
     units: list[PrunableModule], method: AllocationRequest, counted: int, measured: Any = None
 ) -> tuple[Ranks, dict[str, Any]]:
-    """Choose ranks such that at least ``sparsity`` of ``counted`` is removed, and less than one rank step more, but for what
-    a measured allocation finds to cost nothing.
+    """Choose ranks such that at least ``sparsity`` of ``counted`` is removed, and less than one rank step more.
+
+    A measured allocation also removes what it finds to cost nothing.
 
     Args:
         units: of all blocks.
@@ -87,7 +88,7 @@ def to_remove(units: list[PrunableModule], method: AllocationRequest, counted: i
 
 
 def check_reachable(units: list[PrunableModule], method: AllocationRequest, counted: int) -> None:
-    """Raise :class:`OptionError` where no ranks remove enough, whatever the allocation; the message says what can be."""
+    """Raise :class:`OptionError` where no ranks remove enough, whatever the allocation; the message names the most."""
     for share in shared_budgets(units, method, counted):
         _check(share, method)
 

@@ -46,10 +46,10 @@ def capped_sparsities(phi: Tensor, weights: Tensor, average: float, caps: Tensor
 def round_sparsities(units: list[PrunableModule], phi: list[float], budget: int) -> dict[tuple[int, str], int]:
     """Return integer ranks that take at most ``budget``, and less than one smallest step fewer.
 
-    Modules with coarse steps (a head of 64 in multiples of 8) are rounded to the NEAREST rank in every block; the module
-    with the finest steps relative to its size (the MLP) absorbs the difference. Rounding down everywhere and handing out
-    the rest would leave some blocks a whole coarse step below others for no reason. Where the finest module cannot absorb
-    it, all modules diffuse their remainders.
+    Modules with coarse steps (a head of 64 in multiples of 8) are rounded to the NEAREST rank in every block; the
+    module with the finest steps relative to its size (the MLP) absorbs the difference. Rounding down everywhere and
+    handing out the rest would leave some blocks a whole coarse step below others for no reason. Where the finest module
+    cannot absorb it, all modules diffuse their remainders.
     """
     wanted = [(1 - share) * unit.dense for share, unit in zip(phi, units, strict=True)]
     finest = min(dict.fromkeys(u.module for u in units), key=lambda m: max(_step(u) for u in units if u.module == m))

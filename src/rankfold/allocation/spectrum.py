@@ -37,8 +37,8 @@ class Spectrum(RanksBySparsity):
 def effective_rank(weights: Sequence[Tensor]) -> float:
     r"""Return the mean over a block's parameters of :math:`e^{H(p)} / \min(O, N)`, the effective rank of a layer.
 
-    Roy and Vetterli (2007). ``H`` is the entropy of the layer's singular values, :math:`p_i = \sigma_i / \sum_j \sigma_j`.
-    In (0, 1]; 0 where all weights are.
+    Roy and Vetterli (2007). ``H`` is the entropy of the layer's singular values, :math:`p_i = \sigma_i / \sum_j
+    \sigma_j`. In (0, 1]; 0 where all weights are.
 
     Args:
         weights: ``(O, N)`` of every layer of a block.

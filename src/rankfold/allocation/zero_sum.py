@@ -12,10 +12,10 @@ Queues = dict[bool, list[tuple[float, int]]]  # whether the loss rises -> size o
 
 @dataclass(frozen=True)
 class ZeroSum(Allocation):
-    """Remove the singular value whose removal changes the loss least, of the sign that brings the sum of changes back to zero.
+    """Remove the singular value that changes the loss least, of the sign that brings the sum of changes back to zero.
 
-    Only the smallest singular value left of each matrix can go next. A matrix saves nothing until its factors hold fewer
-    numbers than it does; the values removed until then count in the sum all the same.
+    Only the smallest singular value left of each matrix can go next. A matrix saves nothing until its factors hold
+    fewer numbers than it does; the values removed until then count in the sum all the same.
     """
 
     name: ClassVar[str] = "zero-sum"

@@ -195,7 +195,7 @@ class AttentionView:
 
     @property
     def averages(self) -> bool:
-        """Whether the shares of the tokens add up to one, so that a constant in all values passes through; a sink takes one."""
+        """Whether the shares of the tokens add up to one, so that a constant in all values passes; a sink takes one."""
         return self.spec.sinks is None
 
     def runtime(self) -> dict:
@@ -254,7 +254,7 @@ def _output_path(block: nn.Module, spec: AttentionSpec) -> str:
 
 
 def _kv_heads(spec: AttentionSpec, module: nn.Module, config) -> int | None:
-    """``None``: as many as query heads. A compressed attention has one name for them, whatever its family calls them."""
+    """``None``: as many as query heads. A compressed attention has one name for them, whatever its family uses."""
     if spec.kv_heads is None or hasattr(module, "kv_heads"):
         return getattr(module, "kv_heads", None)
     owner, name = spec.kv_heads.split(".")

@@ -1,4 +1,4 @@
-"""BERT and RoBERTa: norms behind each half, learned positions, an output projection that is not in the attention module."""
+"""BERT and RoBERTa: norms after each half, learned positions, an output projection outside the attention module."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""CLIP and SigLIP: a tower for texts and one for images, whose blocks are alike; and towers that others made of the latter."""
+"""CLIP and SigLIP: a tower for texts and a like one for images; and towers that others made of the latter."""
 
 from dataclasses import replace
 

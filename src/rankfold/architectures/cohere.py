@@ -1,4 +1,4 @@
-"""Command R and R7B: parallel block, rotary embedding in adjacent pairs; Cohere 2 rotates where it attends through a window."""
+"""Command R and R7B: parallel block, rotary in adjacent pairs; Cohere 2 rotates in layers with a window."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""EXAONE 4: norms behind each half of the block and over heads of q and k; with windows, only layers that slide rotate."""
+"""EXAONE 4: norms after each half and over heads of q and k; with windows, only layers that slide rotate."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Falcon: multi-query or grouped-query attention in one fused projection, rotary or ALiBi, parallel block (by config)."""
+"""Falcon: multi-query or grouped-query attention in one fused projection, rotary or ALiBi, parallel block by config."""
 
 from .spec import Architecture, AttentionSpec, ByConfig, MLPSpec, NormsSpec
 

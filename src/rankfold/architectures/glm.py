@@ -1,4 +1,4 @@
-"""GLM: half of each head rotates, in adjacent pairs; gate and up in one projection. GLM 4: norms behind each half as well."""
+"""GLM: half of each head rotates, in adjacent pairs; gate and up in one projection. GLM 4: norms after halves too."""
 
 from dataclasses import replace
 

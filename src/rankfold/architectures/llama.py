@@ -1,4 +1,4 @@
-"""Llama and the families that share its block: separate projections, rotary embedding, gated MLP or experts in its place."""
+"""Llama and the families that share its block: separate projections, rotary embedding, gated MLP or experts."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The models that people name, and the family of each of their parts: one list, of which command and documents are made."""
+"""The models that people name, and the family of each of their parts: one list for the command and the documents."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

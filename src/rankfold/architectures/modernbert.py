@@ -1,4 +1,4 @@
-"""ModernBERT: an encoder of today's parts, with rotary tables for global and local layers and no norm before the first one."""
+"""ModernBERT: an encoder with rotary tables for global and for local layers, and no norm before the first layer."""
 
 from .spec import Architecture, AttentionSpec, MLPSpec
 

@@ -1,4 +1,4 @@
-"""OLMo: Llama's block, norms without weights. OLMo 2 and 3: norms behind each half of it, and over all heads of q and k."""
+"""OLMo: Llama's block, norms without weights. OLMo 2 and 3: norms after each half, and over all heads of q and k."""
 
 from dataclasses import replace
 

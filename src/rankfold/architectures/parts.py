@@ -47,7 +47,7 @@ class Part:
 
     @property
     def positions(self) -> int | None:
-        """Tokens of the longest window it can take, or patches of its images; ``None`` where the config names no limit."""
+        """Tokens of the longest window it takes, or patches of its images; ``None`` where the config names no limit."""
         if self.packed:
             return None
         if self.takes_images:

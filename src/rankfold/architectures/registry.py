@@ -59,8 +59,8 @@ def _tower(model: nn.Module, config) -> str:
         if hasattr(module, "main_input_name") and module.config.model_type == config.model_type:
             return name
     raise UnsupportedModelError(
-        f"{type(model).__name__} has no part of the type {config.model_type!r} of its text config; give its language model "
-        "alone"
+        f"{type(model).__name__} has no part of the type {config.model_type!r} of its text config; give its language "
+        "model alone"
     )
 
 

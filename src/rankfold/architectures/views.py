@@ -114,7 +114,7 @@ class BlockView:
 
     @property
     def readers(self) -> dict[str, tuple[str, ...]]:
-        """Statistic of an input -> paths of the linear layers that read it, as they are stored; experts are not among them."""
+        """Statistic of an input -> paths of the linear layers that read it, as they are stored; without experts."""
         attention, mlp = self.architecture.attention, self.mlp.spec if self.mlp else None
         inputs = tuple(f"{attention.path}.{name}" for name in attention.qkv)
         found = {"attention_input": inputs} if inputs else {}
@@ -130,7 +130,7 @@ class BlockView:
 
     @property
     def relu(self) -> bool:
-        """Whether the MLP is ``down(relu(up(x)))``: methods that solve for its activations need the closed form of that."""
+        """Whether the MLP is ``down(relu(up(x)))``: methods that solve for its activations need that closed form."""
         keys = ("activation_function", "hidden_act", "activation")
         gated = self.mlp is None or self.mlp.spec.gate or self.mlp.spec.fused_gate
         return not gated and any(getattr(self.config, key, None) == "relu" for key in keys)

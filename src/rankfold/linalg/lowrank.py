@@ -87,8 +87,8 @@ def shared_basis(gram: Tensor, precond: Preconditioner, *, rank: int) -> tuple[T
         rank: ``1 <= rank <= N``.
 
     Returns:
-        ``A`` (R, N), and ``V`` (N, R) of the same scale, dtype of the statistics. Signs: the largest entry of each column
-        of ``V`` is positive.
+        ``A`` (R, N), and ``V`` (N, R) of the same scale, dtype of the statistics. Signs: the largest entry of each
+        column of ``V`` is positive.
 
     Raises:
         ValueError: shapes disagree, or rank out of range.

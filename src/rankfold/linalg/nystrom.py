@@ -22,7 +22,8 @@ BELOW_ZERO = {torch.float64: 1e-6, torch.float32: 1e-3}
 class NystromBounds(NamedTuple):
     """Guarantees for a choice of units; both bound :attr:`Nystrom.error`."""
 
-    theorem: float  # Theorem 1, Eq. 7, on C + lam I; less than 2 % above, for its two spectral norms are estimated from above
+    # Theorem 1, Eq. 7, on C + lam I; less than 2 % above, for its two spectral norms are estimated from above.
+    theorem: float
     proposition: float | None  # Proposition 1, corrected; None where its premise (epsilon < 1) does not hold
     epsilon: float  # sum of the leverage scores of the dropped units
 

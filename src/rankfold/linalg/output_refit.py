@@ -56,6 +56,7 @@ def refit_across_heads(W: Tensor, C: Tensor, down: Tensor, up: Tensor, *, ridge:
         if not C.diagonal().any():  # nothing is ever sent
             return OutputRefit(prior, down)
         raise torch.linalg.LinAlgError(
-            f"the moment of what {H} heads of width {R} send is not positive definite; raise the ridge or use more tokens"
+            f"the moment of what {H} heads of width {R} send is not positive definite; "
+            "raise the ridge or use more tokens"
         )
     return OutputRefit(prior + torch.cholesky_solve(residue.T, factor).T, down)

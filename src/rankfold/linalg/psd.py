@@ -45,12 +45,12 @@ def check_moment(C: Tensor, size: int, *, name: str = "C") -> None:
 
 
 def damping(C: Tensor, ridge: float) -> float:
-    """``ridge * mean(diag C)``, what ``lambda`` is everywhere: relative, so that no result depends on the scale of ``C``."""
+    """``ridge * mean(diag C)``, ``lambda`` everywhere: relative, so that no result depends on the scale of ``C``."""
     return ridge * C.diagonal().mean().clamp_min(0).item()
 
 
 def quadratic(W: Tensor, C: Tensor) -> Tensor:
-    """``W C W^T`` (O, O) for ``W`` (O, N) and a symmetric ``C`` (N, N); exactly symmetric, ``O N`` numbers never at once."""
+    """``W C W^T`` (O, O) for ``W`` (O, N), symmetric ``C`` (N, N); exactly symmetric, ``O N`` numbers never at once."""
     K = W.new_empty(len(W), len(W))
     for a in range(0, len(W), ROWS):
         b = min(a + ROWS, len(W))
@@ -114,7 +114,7 @@ def psd_root(C: Tensor, *, ridge: float = 0.0, cutoff: float | None = None) -> P
 
 
 class Factor(NamedTuple):
-    """Result of :func:`spd_factor`: the lower Cholesky factor ``L`` (N, N) of a matrix, with rows of the identity appended."""
+    """Result of :func:`spd_factor`: the lower Cholesky factor ``L`` (N, N), with rows of the identity appended."""
 
     padded: Tensor  # (N + n, N + n), column-major
     size: int  # N

@@ -22,7 +22,7 @@ SKETCH = 128  # random combinations of the outputs by which ridges of wide momen
 
 
 class Regression(NamedTuple):
-    """Moments of a regression of targets ``t`` on inputs ``h``, over some windows; all on one positive scale of any size."""
+    """Moments of a regression of targets ``t`` on inputs ``h`` over some windows, all on any one positive scale."""
 
     C: Tensor  # (F, F) E[h h^T]
     cross: Tensor  # (D, F) E[t h^T]

@@ -95,7 +95,7 @@ def surgeon(W: Tensor, C: Tensor, *, ridge: float = 0.01) -> Tensor:
 
 
 def _factor(C: Tensor, ridge: float) -> Tensor:
-    """``(N, N)`` upper triangular, ``U^T U = (C + lambda I)^-1``; of any scale, which no choice and no update depends on."""
+    """``(N, N)`` upper triangular, ``U^T U = (C + lambda I)^-1``; of any scale: no choice, no update depends on it."""
     silent = not C.diagonal().any()
     inverse = spd_inverse(torch.eye(len(C)).to(C) if silent else C, shift=0.0 if silent else damping(C, ridge))
     if inverse is None:
@@ -106,7 +106,7 @@ def _factor(C: Tensor, ridge: float) -> Tensor:
 
 
 def _columns(W: Tensor, U: Tensor) -> Tensor:
-    """Go through some columns in place; returns what was removed from each, over the diagonal of ``U``: ``(O, columns)``."""
+    """Go through some columns in place; returns what each lost, over the diagonal of ``U``: ``(O, columns)``."""
     removed = torch.zeros_like(W)
     for j in range(W.shape[1]):
         if j % GROUP == 0:
