@@ -130,7 +130,7 @@ class RoutedTokens:
 
 
 def energies(parts: Iterator[tuple[Tensor, Tensor]], centre: Tensor | None, *matrices: Tensor) -> Tensor:
-    """``||M r||^2`` summed over weighted rows, for every matrix ``M``, fp64; rows about ``centre`` where a bias took that."""
+    """Sum ``||M r||^2`` over weighted rows, for every matrix ``M``, fp64; rows about ``centre`` if a bias took it."""
     found = torch.zeros(len(matrices), dtype=torch.float64)
     for rows, weights in parts:
         rows = rows if centre is None else rows - weights[:, None] * centre.to(rows)

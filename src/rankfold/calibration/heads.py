@@ -96,7 +96,7 @@ class Projections:
         self.outputs.append(output)
 
     def heads(self, kwargs: dict) -> list[Heads]:
-        """Of the batch that just ran, called with ``kwargs``; of a packed one those of every length of its sequences."""
+        """Of the batch that just ran, called with ``kwargs``; of a packed one those of each length of its sequences."""
         if self._heads is None:
             together = [(self.outputs, kwargs)]
             if self.attention.spec.packed:

@@ -76,7 +76,7 @@ def compare_losses(dense: Sequence[Tensor], compressed: Sequence[Tensor]) -> Com
 
 
 def guesses(nats: float, vocabulary: int) -> bool:
-    """Tell whether a loss per token is that of guessing: the perplexity is more than half the vocabulary, or not a number."""
+    """Tell whether a loss per token is that of guessing: a perplexity over half the vocabulary, or not a number."""
     return not nats <= math.log(vocabulary / 2)
 
 
@@ -94,8 +94,9 @@ def warn_of_guessing(nats: float, vocabulary: int, text: str) -> str | None:
     if not guesses(nats, vocabulary):
         return None
     warning = (
-        f"the model predicts {text} no better than guessing: perplexity {perplexity_of(nats):,.0f} with {vocabulary:,} tokens "
-        "to choose from; check the encoding of the text, the tokenizer and the weights: they may not belong together"
+        f"the model predicts {text} no better than guessing: perplexity {perplexity_of(nats):,.0f} with {vocabulary:,} "
+        "tokens to choose from; check the encoding of the text, the tokenizer and the weights: "
+        "they may not belong together"
     )
     log.warning(warning)
     return warning

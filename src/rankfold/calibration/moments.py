@@ -30,7 +30,7 @@ FP32_ROWS = 8192  # are summed in fp32 before they go to the fp64 sum, which is 
 
 @dataclass
 class Moment:
-    """Sums over ``count`` observations of a vector ``x`` (or of one per head); ``None`` for those that nobody asked for."""
+    """Sums over ``count`` observations of a vector ``x`` (or of one per head); ``None`` for those not asked for."""
 
     count: float
     total: Tensor | Any  # (..., N) sum of x
@@ -69,7 +69,7 @@ class Moment:
         return found.mul_(varies.unsqueeze(-1)).mul_(varies.unsqueeze(-2))
 
     def within_windows(self) -> Tensor:
-        """Mean over the windows of the covariance within each, fp64: the pooled covariance, divided by counts; not clamped."""
+        """Mean over the windows of the covariance within each, fp64: pooled, divided by counts; not clamped."""
         # (S, N) means, each times the root of the window's length over the mean length: a longer one counts for more
         means = self.windows.double() * (len(self.windows) / self.count)
         return self.second_moment().sub_(means.mT @ means / len(means))
@@ -86,7 +86,7 @@ class Moment:
         self.count += other.count
 
     def _windows_beside(self, other: "Moment") -> list[Tensor]:
-        """Return the sums over the windows of both, times the roots of the mean length of all over the means of their own."""
+        """Return the window sums of both, times the roots of the mean length of all over the means of their own."""
         mean = (self.count + other.count) / (len(self.windows) + len(other.windows))
         return [one.windows * (mean * len(one.windows) / one.count) ** 0.5 for one in (self, other)]
 
@@ -196,7 +196,7 @@ def upper_tiles(N: int, device: torch.device) -> list[Tensor]:
 
 
 def mirror(A: Tensor) -> None:
-    """Copy the upper triangle of the square ``A`` onto the lower one, in place: a copy of the largest moment is a peak."""
+    """Copy the upper triangle of square ``A`` onto the lower one, in place: a copy of the largest moment is a peak."""
     for a in range(0, len(A), TILE):
         b = a + TILE
         A[b:, a:b] = A[a:b, b:].T
@@ -349,7 +349,7 @@ class Samples:
 
 
 def heads_first(x: Tensor) -> Tensor:
-    """``(B, H, T, N)`` fp32 copy of ``x`` ``(B, T, H, N)``: its products and what is done in place run on whole rows."""
+    """``(B, H, T, N)`` fp32 copy of ``x`` ``(B, T, H, N)``: products and what is done in place run on whole rows."""
     x = x.detach().transpose(1, 2)
     return torch.empty(x.shape, dtype=torch.float32, device=x.device).copy_(x)
 
@@ -388,5 +388,6 @@ def check_finite(moments: BlockMoments, block: str, what: str = "activations") -
         for tensor in (moment.total, moment.second, moment.rows):
             if tensor is not None and not all_finite(tensor):
                 raise NumericsError(
-                    f"{what} of {block} ({name}) are NaN or infinite; try {option('dtype', 'float32')}, or check the checkpoint"
+                    f"{what} of {block} ({name}) are NaN or infinite; try {option('dtype', 'float32')}, "
+                    "or check the checkpoint"
                 )

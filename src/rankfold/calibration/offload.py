@@ -62,8 +62,8 @@ def resolve_offload(value: str | Path | None, device: torch.device) -> Offload |
     if str(value) == "cpu":
         if device.type == "cpu":
             raise OptionError(
-                f"{option('offload', 'cpu')} has no effect where blocks run on the CPU: hidden states are in host memory "
-                "already; give a folder on a disk, or leave it out"
+                f"{option('offload', 'cpu')} has no effect where blocks run on the CPU: hidden states are in host "
+                "memory already; give a folder on a disk, or leave it out"
             )
         return Offload(device)
     folder = Path(value).expanduser()
@@ -221,8 +221,8 @@ class StatesOnDisk(OffloadedStates):
         self._file.seek(place.start)
         if self._file.readinto(_bytes(states)) != states.nbytes:
             raise CheckpointError(
-                f"a file of hidden states in {self.folder} is shorter than what was written to it; check the disk, give the "
-                "same command again"
+                f"a file of hidden states in {self.folder} is shorter than what was written to it; check the disk, "
+                "give the same command again"
             )
         return states
 

@@ -94,7 +94,7 @@ class StreamObserver(Observer):
 
 
 class InfluenceObserver(Observer):
-    """``1 - cosine`` between input and output of the block, of its attention and of its MLP (MoDeGPT Sec. 3.3, Eq. 42)."""
+    """``1 - cosine`` of input and output of the block, its attention and its MLP (MoDeGPT Sec. 3.3, Eq. 42)."""
 
     def __init__(self, view: BlockView):
         self.middle, self.parallel = Middle(view), view.middle is None

@@ -83,7 +83,7 @@ class Stream:
 
 
 class _Stop(Exception):
-    """Leaves a forward whose rest is not needed: the model's before norm and head, a block's before its last product."""
+    """Leaves a forward whose rest is not needed: a model's before norm and head, a block's before the last product."""
 
 
 def _stop(*_):
@@ -273,7 +273,7 @@ def _leaves_out(source) -> bool:
 
 
 def targets_of(source, batch: Given) -> Tensor:
-    """``(B, T)`` the tokens of a batch; :data:`IGNORED` where an image of an example stands, which no model predicts."""
+    """``(B, T)`` tokens of a batch; :data:`IGNORED` where an image of an example stands, which no model predicts."""
     ids: Any = ids_of(batch)
     ids = ids.to(source.device)
     has_images = isinstance(batch, Example) and source.image_token is not None
@@ -387,7 +387,7 @@ def _end(view: BlockView, statistics: set[str]) -> nn.Module | None:
 
 @contextlib.contextmanager
 def _watched(observers: Iterable[Observer | Middle | LayerInput], end: nn.Module | None):
-    """Hang the observers' hooks; with ``end`` every forward is left in front of that layer, after they have seen its input."""
+    """Hang the observers' hooks; with ``end`` every forward is left before that layer, once they have its input."""
     handles = [handle for observer in observers for handle in observer.hooks()]
     if end is not None:
         handles.append(end.register_forward_pre_hook(_stop))

@@ -1,4 +1,4 @@
-"""What can be measured in a block, in one table: a new statistic is one row, with an observer that is there or a new one."""
+"""What can be measured in a block, in one table: a new statistic is one row, with an existing observer or a new one."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

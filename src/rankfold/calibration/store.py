@@ -188,7 +188,7 @@ class MomentStore:
         }
 
     def _digest(self, index: int, tensors: dict[str, Tensor], counts: dict[str, float]) -> str:
-        """SHA-256 of a block's numbers, their names, and what they were measured on: tells other moments from damaged ones."""
+        """SHA-256 of a block's numbers, names and what they were measured on: tells other moments from damaged ones."""
         digest = hashlib.sha256(json.dumps([self._written, index, counts], sort_keys=True).encode())
         add_tensors(digest, tensors)
         return digest.hexdigest()
@@ -198,8 +198,8 @@ class MomentStore:
         where, dtype = self.folder or "memory", str(source.dtype).removeprefix("torch.")
         if self.identity["dtype"] != dtype:
             raise CheckpointError(
-                f"the moments in {where} were measured on weights in {self.identity['dtype']}, not {dtype}; use that dtype or "
-                "calibrate again"
+                f"the moments in {where} were measured on weights in {self.identity['dtype']}, not {dtype}; use that "
+                "dtype or calibrate again"
             )
         if self.identity["model"] != source.fingerprint:
             raise CheckpointError(
@@ -229,7 +229,8 @@ def _check_folder(folder: Path, identity: dict) -> None:
         if found != identity:
             other = ", ".join(sorted(key for key in identity if found.get(key) != identity[key]))
             raise CheckpointError(
-                f"{folder} holds moments of another model, text or setting; choose another folder (it differs in: {other})"
+                f"{folder} holds moments of another model, text or setting; choose another folder (it differs in: "
+                f"{other})"
             )
 
 

@@ -50,7 +50,8 @@ def _turn(turn: Mapping, where: str) -> dict[str, Any]:
         given = {"role": SHAREGPT.get(given["from"], given["from"]), "content": given.get("value")}
     if not isinstance(given.get("role"), str):
         raise DataError(
-            f"{where} has no role; a turn has 'role' and 'content', or 'from' and 'value', got {', '.join(map(repr, turn))}"
+            f"{where} has no role; a turn has 'role' and 'content', or 'from' and 'value', "
+            f"got {', '.join(map(repr, turn))}"
         )
     content = _content(given.get("content"), where)
     if content is None and "tool_calls" not in given:
@@ -86,8 +87,8 @@ def written(document: str | Chat, tokenizer, model: str) -> str:
         return document
     if not getattr(tokenizer, "chat_template", None):
         raise DataError(
-            f"{document.where} is a chat, and the tokenizer of {model} has no chat template; give rows with a column of text, "
-            "or put the chat_template.jinja of the model next to its tokenizer files"
+            f"{document.where} is a chat, and the tokenizer of {model} has no chat template; give rows with a column "
+            "of text, or put the chat_template.jinja of the model next to its tokenizer files"
         )
     try:
         text = tokenizer.apply_chat_template(list(document.turns), tokenize=False)
@@ -97,8 +98,8 @@ def written(document: str | Chat, tokenizer, model: str) -> str:
         ) from error
     except Exception as error:  # a template is a program of its author and raises whatever it likes
         raise DataError(
-            f"{document.where}: the chat template of {model} does not take this chat ({first_line(error)}); correct or remove "
-            "the row"
+            f"{document.where}: the chat template of {model} does not take this chat ({first_line(error)}); correct or "
+            "remove the row"
         ) from error
     if has_half_character(text):
         raise DataError(f"{document.where} has half a character (a lone surrogate) in it; write the file as UTF-8")

@@ -137,5 +137,6 @@ def _reaching(what: str, instead: str) -> Iterator[None]:
         yield
     except Exception as error:  # network, hub and datasets errors share no base; all mean "not to be had"
         raise CheckpointError(
-            f"cannot read {what} from the hub ({first_line(error)}); check the connection, or name what is here: {instead}"
+            f"cannot read {what} from the hub ({first_line(error)}); check the connection, or name what is here: "
+            f"{instead}"
         ) from error

@@ -160,13 +160,13 @@ def inputs_of(row: Row, processor, image_token: int, *, asking: bool = False) ->
         placeholders = int((inputs["input_ids"] == image_token).sum())
     except Exception as error:  # processors and templates of all families raise what they like
         raise DataError(
-            f"{row.where}: the model's processor makes nothing of it ({first_line(error)}); correct the row, or the files of "
-            "the processor next to the weights"
+            f"{row.where}: the model's processor makes nothing of it ({first_line(error)}); correct the row, or the "
+            "files of the processor next to the weights"
         ) from error
     if bool(placeholders) != bool(images):
         raise DataError(
-            f"{row.where}: {len(images)} images became {placeholders} image tokens; the text must not hold the token of images "
-            "itself, and the processor's files must be those of the model"
+            f"{row.where}: {len(images)} images became {placeholders} image tokens; the text must not hold the token "
+            "of images itself, and the processor's files must be those of the model"
         )
     return inputs
 

@@ -201,8 +201,8 @@ def _processed(images: list[Image], processor, *names: str) -> list[Tensor]:
         return [made[name] for name in names]
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise DataError(
-            f"the model's image processor makes no {' and '.join(names)} of these images ({first_line(error)}); give others, "
-            "or correct preprocessor_config.json"
+            f"the model's image processor makes no {' and '.join(names)} of these images ({first_line(error)}); give "
+            "others, or correct preprocessor_config.json"
         ) from error
 
 

@@ -34,8 +34,8 @@ IDS, MASK, PIXELS = "input_ids", "attention_mask", "pixel_values"
 # Inputs of a model that the samples would not be measured with.
 NOT_HONOURED = ("position_ids", "token_type_ids", "inputs_embeds", "decoder_input_ids")
 KINDS = (
-    "the name of a text, a list of texts or of names, name -> share, a datasets.Dataset or rows, token ids (N, T), a list of "
-    "them, or batches with input_ids"
+    "the name of a text, a list of texts or of names, name -> share, a datasets.Dataset or rows, token ids (N, T), a "
+    "list of them, or batches with input_ids"
 )
 
 

@@ -46,9 +46,9 @@ def load_calibration(
     Args:
         data: one of
 
-            - the name of a text: ``wikitext2``, ``ptb``, ``c4``, ``languages``, ``alpaca``; ``ALIAS:FILE``, the rows of a
-              local copy; a text file, or a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file with rows of text or of chats;
-              ``pydoc`` and ``python-source``, which ship with Python; ``self``, text that the model writes;
+            - the name of a text: ``wikitext2``, ``ptb``, ``c4``, ``languages``, ``alpaca``; ``ALIAS:FILE``, the rows of
+              a local copy; a text file, or a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file with rows of text or
+              of chats; ``pydoc`` and ``python-source``, which ship with Python; ``self``, text that the model writes;
               ``mixture``, several of these (:data:`.built_in.MIXTURES`).
             - several names in a list, mixed in equal shares, or name -> share, any positive numbers. Each gives its
               share of all samples in a random order; what one lacks the others give (:mod:`.mixing`).
@@ -89,8 +89,8 @@ def load_calibration(
     found = load_undivided(data, model, options, tokenizer)
     if shards > len(found.ids):
         raise OptionError(
-            f"{len(found.ids)} samples cannot be cut into {shards} shards, one a process or more; give more samples, or "
-            "start fewer processes"
+            f"{len(found.ids)} samples cannot be cut into {shards} shards, one a process or more; give more samples, "
+            "or start fewer processes"
         )
     return replace(found, shards=shards)
 

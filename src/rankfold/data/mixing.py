@@ -106,7 +106,7 @@ def order_of(count: int, seed: int) -> Tensor:
 
 
 def fitted_of(count: int, samples: int, beside: Callable[[int], int] = held_out_of) -> int:
-    """Return how many of the first ``count`` rows are fitted, the others being held out; arguments as for :func:`some_of`."""
+    """Return how many of the first ``count`` rows are fitted and not held out; arguments as for :func:`some_of`."""
     return max(1, min(samples, count - beside(min(samples, count))))
 
 

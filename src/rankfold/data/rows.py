@@ -51,8 +51,9 @@ def _rows_of_object(found: dict, place: str, columns: tuple[str, ...]) -> list:
     if len(lists) == 1:
         return next(iter(lists.values()))
     raise DataError(
-        f"{place} is an object with {'several lists' if lists else 'no list'} of rows in it (it has: {', '.join(found)}); give "
-        f"the list of rows alone, or name the column of the text (use {option('text_column')})"
+        f"{place} is an object with {'several lists' if lists else 'no list'} of rows in it (it has: "
+        f"{', '.join(found)}); give the list of rows alone, or name the column of the text (use "
+        f"{option('text_column')})"
     )
 
 

@@ -108,7 +108,7 @@ def _lines(file, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _parquet_rows(path: Path, column: str, seed: int) -> Iterator[str | Chat]:
-    """Yield rows in random order, a few thousand at a time, so that a row group is read once for all rows wanted of it."""
+    """Yield rows in random order, a few thousand at a time, so that a row group is read once for all rows wanted."""
     from pyarrow.dataset import dataset
 
     with open_parquet(path, column) as file:

@@ -109,7 +109,7 @@ def _kind_of(path: Path, raw: bool) -> str:
 
 
 def named_column(names: Iterable[str], column: str) -> str | None:
-    """The column that was read of any of these texts; ``None`` where it is the usual one, or none of them has columns."""
+    """The column that was read of any of these texts; ``None`` where it is the usual one, or none of them has any."""
     kinds = [text_source(name).kind for name in names if name != "self"] if column != "text" else []
     return column if {*KINDS.values()} & {*kinds} else None
 
@@ -255,7 +255,7 @@ def use_column() -> str:
 
 @contextlib.contextmanager
 def open_parquet(path: Path, column: str) -> Iterator[Any]:
-    """A ``pyarrow.parquet.ParquetFile`` that has the column ``column``; :class:`DataError` where it has not or is damaged."""
+    """A ``pyarrow.parquet.ParquetFile`` with this ``column``; :class:`DataError` where it has none or is damaged."""
     import pyarrow.parquet as parquet
     from pyarrow.lib import ArrowException
 

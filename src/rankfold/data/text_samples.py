@@ -61,7 +61,8 @@ def samples_of_texts(shares: dict[str, float], model, options: DrawOptions, read
     """
     if options.num_samples < len(shares):
         raise OptionError(
-            f"{len(shares)} calibration texts need at least as many samples, got {options.num_samples}; give more samples"
+            f"{len(shares)} calibration texts need at least as many samples, got {options.num_samples}; "
+            "give more samples"
         )
     length = options.max_length
     if length > model.context_length:
@@ -128,8 +129,8 @@ def _windows_of_text(text: Text, model, count: int, length: int, seed: int) -> T
         shorter = 2 ** (ids.numel().bit_length() - 1)
         if shorter < 32:
             raise DataError(
-                f"text source {text.name!r} has {ids.numel()} tokens; at least 32 are needed, and {count * length} wanted "
-                f"({count} samples of {length}); give more text"
+                f"text source {text.name!r} has {ids.numel()} tokens; at least 32 are needed, and {count * length} "
+                f"wanted ({count} samples of {length}); give more text"
             )
         log.info("the text has %d tokens, less than one sample; using length %d", ids.numel(), shorter)
         length = shorter

@@ -51,12 +51,13 @@ def tokenised(tokenizer, text: str, name: str, vocabulary: int, **options) -> Te
         ids = tokenizer(text, return_tensors="pt", verbose=False, **options).input_ids[0].long()
     except (TypeError, ValueError, AttributeError, KeyError) as error:  # settings that are no settings
         raise CheckpointError(
-            f"the tokenizer of {name} cannot be used ({first_line(error)}); put its own tokenizer files next to the weights"
+            f"the tokenizer of {name} cannot be used ({first_line(error)}); "
+            "put its own tokenizer files next to the weights"
         ) from error
     if text.strip() and not ids.numel():
         raise CheckpointError(
-            f"the tokenizer of {name} makes no tokens of a text of {len(text)} characters; put its own tokenizer files next to "
-            "the weights"
+            f"the tokenizer of {name} makes no tokens of a text of {len(text)} characters; put its own tokenizer files "
+            "next to the weights"
         )
     check_vocabulary(ids, vocabulary)
     return ids
@@ -80,7 +81,8 @@ def check_fits(ids: Data, source) -> None:
     check_vocabulary(ids, source.config.vocab_size)
     if source.part.positions and ids.shape[1] > source.part.positions:
         raise DataError(
-            f"samples of {ids.shape[1]} tokens are longer than the model's context of {source.part.positions}; cut them shorter"
+            f"samples of {ids.shape[1]} tokens are longer than the model's context of {source.part.positions}; "
+            "cut them shorter"
         )
 
 
@@ -90,8 +92,8 @@ def _check_examples(examples: tuple[Example, ...], source) -> None:
         return
     if len(texts) < len(examples):
         raise DataError(
-            f"the {source.part.name} component of {source.name} takes no images of any size by themselves; calibrate on "
-            f"{'images of one size' if source.part.takes_images else 'text or image-text examples'}"
+            f"the {source.part.name} component of {source.name} takes no images of any size by themselves; calibrate "
+            f"on {'images of one size' if source.part.takes_images else 'text or image-text examples'}"
         )
     if source.part.takes_images or (source.image_token is None and any(example.images for example in examples)):
         raise DataError(
@@ -116,20 +118,20 @@ def _check_pixels(pixels: Tensor, source) -> None:
     wanted = "any size, an example each" if part.packed else f"{list(part.image_shape)} (channels, height, width)"
     if part.packed or pixels.shape[1:] != part.image_shape:
         raise DataError(
-            f"the {part.name} component of {source.name} takes images of {wanted}, got {list(pixels.shape[1:])}; calibrate "
-            "on a folder of images"
+            f"the {part.name} component of {source.name} takes images of {wanted}, got {list(pixels.shape[1:])}; "
+            "calibrate on a folder of images"
         )
 
 
 def say_if_few(ids: Data, source) -> None:
-    """A line in the log where there are fewer tokens than the widest moment has dimensions: it has no full rank then."""
+    """Log a line where there are fewer tokens than the widest moment has dimensions: it has no full rank then."""
     view = source.meta_block(0)
     widest = max(view.attention.output.weight.shape[1], view.mlp.hidden if view.mlp else 0)
     tokens = tokens_in(ids, source.part)
     if tokens < widest:
         log.warning(
-            "%d calibration tokens are too few: the widest moment has %d dimensions and needs at least as many, better four "
-            "times; give more or longer samples",
+            "%d calibration tokens are too few: the widest moment has %d dimensions and needs at least as many, better "
+            "four times; give more or longer samples",
             *(tokens, widest),
         )
 
@@ -138,6 +140,6 @@ def check_vocabulary(ids: Tensor, vocabulary: int) -> None:
     """Raise :class:`DataError` where an id has no embedding."""
     if ids.numel() and int(ids.max()) >= vocabulary:
         raise DataError(
-            f"the tokenizer gives token id {int(ids.max())}, the model has {vocabulary} embeddings; tokenizer and model do "
-            "not belong together"
+            f"the tokenizer gives token id {int(ids.max())}, the model has {vocabulary} embeddings; tokenizer and "
+            "model do not belong together"
         )
