@@ -1,8 +1,8 @@
 """What every compression method is to the pipeline.
 
-A method says which ranks a block may take and what they cost (:meth:`Method.prunable_modules`), which statistics it needs
-(:meth:`Method.statistics`), and turns a block, its moments and its ranks into smaller modules (:meth:`Method.decompose`).
-Allocation, calibration, checkpoints and reports know nothing else about it.
+A method says which ranks a block may take and what they cost (:meth:`Method.prunable_modules`), which statistics it
+needs (:meth:`Method.statistics`), and turns a block, its moments and its ranks into smaller modules
+(:meth:`Method.decompose`). Allocation, calibration, checkpoints and reports know nothing else about it.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,11 +28,11 @@ class BlockResult(NamedTuple):
     # Tensor name relative to the block -> value: all of the modules above, and what changes in those of earlier stages.
     state: dict[str, Tensor]
     reports: dict[str, dict]  # module -> what was measured: relative_error, bounds, ...
-    # Module -> relative error of its fit on any moments of the same statistics, such as those of windows kept out of the fit.
-    # The default is shared by all results, so it cannot be changed: who adds to it gives a dict.
+    # Module -> relative error of its fit on any moments of the same statistics, such as those of windows kept out of
+    # the fit. The default is shared by all results, so it cannot be changed: who adds to it gives a dict.
     errors: dict[str, Callable[[BlockMoments], float]] = MappingProxyType({})  # pyright: ignore[reportAssignmentType]
-    # (D, r) orthonormal: the block writes the stream in these coordinates, and the next one, whose ``view.basis`` it is, reads
-    # it in them. Kept with the run, not in the model. ``None``: in the model's own coordinates.
+    # (D, r) orthonormal: the block writes the stream in these coordinates, and the next one, whose ``view.basis`` it
+    # is, reads it in them. Kept with the run, not in the model. ``None``: in the model's own coordinates.
     basis: Tensor | None = None
 
 
@@ -48,19 +48,21 @@ class CompressionStep(NamedTuple):
     """One step of compressing a block, measured on what the steps before it left."""
 
     statistics: set[str]  # what it reads
-    # (the block as it is now, its moments, what measures the same on samples that nothing is fitted to, None without any)
-    # -> what is replaced
+    # (the block as it is now, its moments, what measures the same on samples that nothing is fitted to, None without
+    # any) -> what is replaced
     decompose: Callable[[BlockView, BlockMoments, Callable[[], BlockMoments | None]], BlockResult]
     # The same step in pieces, which are dealt to several processes: no two read the same statistic.
     pieces: tuple["CompressionStep", ...] = ()
-    # Of a piece: all processes run it, on the same moments, and share what is in it (:func:`rankfold._utils.processes.dealt`).
-    # Only such a piece may read held-out samples.
+    # Of a piece: all processes run it, on the same moments, and share what is in it
+    # (:func:`rankfold._utils.processes.dealt`). Only such a piece may read held-out samples.
     is_shared: bool = False
 
 
 @dataclass(frozen=True)
 class Method(MethodConfig):
-    """What the pipeline calls. A method defines six that raise here; the others have defaults, or are for one allocation.
+    """What the pipeline calls.
+
+    A method defines six that raise here; the others have defaults, or are for one allocation.
 
     :meth:`supported_modules`, :meth:`statistics` and :meth:`prunable_modules` say what there is to choose from,
     :meth:`parameter_change` and :meth:`cached_numbers` what a choice leaves, and :meth:`decompose` makes it.
@@ -79,7 +81,7 @@ class Method(MethodConfig):
         raise NotImplementedError
 
     def gradients(self, view: BlockView) -> set[str]:
-        """Names out of :data:`rankfold.calibration.gradients.GRADIENTS` that it reads beside the moments; none by default."""
+        """Names out of :data:`rankfold.calibration.gradients.GRADIENTS` that it reads too; none by default."""
         return set()
 
     def shared(self, view: BlockView) -> set[str]:
@@ -123,7 +125,7 @@ class Method(MethodConfig):
 
     @property
     def caution(self) -> str:
-        """Return a sentence on options that are known to lose much together, for the plan; empty where there are none."""
+        """Return a sentence on options known to lose much together, for the plan; empty where there are none."""
         return ""
 
     def added_products(self, view: BlockView, ranks: dict[str, int]) -> int:
@@ -131,18 +133,19 @@ class Method(MethodConfig):
         return 0
 
     def float_change(self, view: BlockView, ranks: dict[str, int]) -> int:
-        """Change in the numbers a block keeps in the model's dtype; not all parameters where a method quantises them."""
+        """Change in the numbers a block keeps in the model's dtype: not all parameters where a method quantises."""
         return self.parameter_change(view, ranks)[0]
 
     def cached_numbers(self, view: BlockView, ranks: dict[str, int]) -> int:
         """Return the numbers that the key/value cache of this block holds per token at these ranks.
 
-        A module that ``ranks`` leaves out is dense; rank 0 is what remains without it, so that a budget can price one module.
+        A module that ``ranks`` leaves out is dense, so that a budget can price one module; rank 0 is what remains
+        without it.
         """
         raise NotImplementedError
 
     def work(self, view: BlockView, ranks: dict[str, int]) -> Work:
-        """Count the linear algebra of compressing a block to these ranks (:mod:`.work`); weights may be on the meta device."""
+        """Count the work of compressing a block to these ranks (:mod:`.work`); weights may be on the meta device."""
         return Work()
 
     def singular_value_effects(self, view: BlockView, moments: BlockMoments) -> dict[str, list[float]]:

@@ -33,13 +33,13 @@ class MethodConfig:
         modules: which modules to compress; ``None`` for all that the architecture allows, but queries and keys that it
             normalises, which are taken where ``qk`` is named (docs/method.md). A mapping gives each its own
             sparsity, a fraction of that module's weights (MoDeGPT Tables 29, 31); ``sparsity`` is then not used.
-        budget: what the sparsity is a fraction of: :class:`~rankfold.allocation.Parameters`, ``Bytes`` of the checkpoint (codes
-            and indices too) with or without the cache, ``FLOPs`` per token, or ``Latency``, the time a forward takes on this
-            device; or text, such as ``"bytes:context=4096,batch=8"``.
-        allocation: how ranks are chosen: an object out of :data:`rankfold.allocation.ALLOCATIONS`, such as ``OWL(spread=0.1)``;
-            or text, such as ``"owl:spread=0.1"``.
-        target: what is to run the result: ``transformers`` takes any ranks; ``vllm``, ``llama.cpp`` and ``stock`` take those
-            with which nothing has to be padded there (:data:`rankfold.methods.targets.TARGETS`).
+        budget: what the sparsity is a fraction of: :class:`~rankfold.allocation.Parameters`, ``Bytes`` of the
+            checkpoint (codes and indices too) with or without the cache, ``FLOPs`` per token, or ``Latency``, the time
+            a forward takes on this device; or text, such as ``"bytes:context=4096,batch=8"``.
+        allocation: how ranks are chosen: an object out of :data:`rankfold.allocation.ALLOCATIONS`, such as
+            ``OWL(spread=0.1)``; or text, such as ``"owl:spread=0.1"``.
+        target: what is to run the result: ``transformers`` takes any ranks; ``vllm``, ``llama.cpp`` and ``stock`` take
+            those with which nothing has to be padded there (:data:`rankfold.methods.targets.TARGETS`).
         exclude_blocks: blocks left dense; negative numbers count from the end.
     """
 
@@ -54,8 +54,8 @@ class MethodConfig:
     targets: ClassVar[tuple[str, ...]] = ("transformers",)
     can_exclude_blocks: ClassVar[bool] = True  # whether single blocks can be left dense
     needs_experts: ClassVar[bool] = False  # whether it takes models with experts only
-    # Matrices in fp64 that decomposing takes at most beside weights and moments, for the plan's estimate of memory: so many of
-    # the size of the widest moment, and so many of hidden units by the width of the model.
+    # Matrices in fp64 that decomposing takes at most beside weights and moments, for the plan's estimate of memory: so
+    # many of the size of the widest moment, and so many of hidden units by the width of the model.
     workspace: ClassVar[tuple[float, float]] = (1.0, 5.0)  # a copy to measure an error in, and weights
     leaves_zeros: ClassVar[bool] = False  # what is removed stays in the tensors, as zeros: nothing gets smaller
 
@@ -104,22 +104,22 @@ class MethodConfig:
             raise OptionError(f"exclude_blocks takes block numbers such as (0, -1), got {self.exclude_blocks!r}")
         if self.exclude_blocks and not self.can_exclude_blocks:
             raise OptionError(
-                f"method {self.name} gives several blocks one width, basis or number of experts, so none can be excluded, "
-                f"got {self.exclude_blocks}; leave exclude_blocks out"
+                f"method {self.name} gives several blocks one width, basis or number of experts, so none can be "
+                f"excluded, got {self.exclude_blocks}; leave exclude_blocks out"
             )
 
     def _check_target(self) -> None:
         if self.target not in self.targets:
             raise OptionError(
-                f"method {self.name} writes for {', '.join(self.targets)}, got {method_option('target', self.target)}; leave "
-                f"it out, or take {option('method', 'rankfold')}"
+                f"method {self.name} writes for {', '.join(self.targets)}, got {method_option('target', self.target)}; "
+                f"leave it out, or take {option('method', 'rankfold')}"
             )
         if not TARGETS[self.target].common:
             return
         if not isinstance(self.allocation, Uniform):
             raise OptionError(
-                f"{method_option('target', self.target)} gives all MLPs one width, got allocation {self.allocation}; take "
-                "allocation uniform"
+                f"{method_option('target', self.target)} gives all MLPs one width, got allocation {self.allocation}; "
+                "take allocation uniform"
             )
         if self.exclude_blocks:
             raise OptionError(
@@ -145,8 +145,11 @@ class MethodConfig:
 
 
 def ignored_options(options: Mapping) -> dict[str, str]:
-    """Of the options of a method, as :meth:`Method.describe` gives them: what nothing reads beside the others -> what it goes
-    with."""
+    """Of the options of a method: what nothing reads beside the others -> what it goes with.
+
+    Args:
+        options: as :meth:`Method.describe` gives them.
+    """
     read = {
         "sparsity": (not isinstance(options.get("modules"), Mapping), "modules that name no sparsity of their own"),
         "rank_multiple": ("rank_multiple" in options, "methods that make layers narrower"),

@@ -1,7 +1,7 @@
 """What is to run the result, and the ranks it can take without padding.
 
-An engine's kernels and a format's classes allow some widths only. Where the ranks are chosen among these, an export or an
-engine keeps all that a compression has saved (docs/serve.md).
+An engine's kernels and a format's classes allow some widths only. Where the ranks are chosen among these, an export or
+an engine keeps all that a compression has saved (docs/serve.md).
 """
 
 from collections.abc import Iterable
@@ -30,8 +30,8 @@ TARGETS = {
     "transformers": Target(empty=True),
     # Head sizes of its kernels on the CPU; those on GPUs take multiples of 8 and these among them.
     "vllm": Target(heads=16, least=32, inner=32),
-    # GGUF has one width of heads for a model, with all pairs or the same ones everywhere (option head_dim); a quantised row is
-    # cut into blocks of 32 (Q8_0) or 256.
+    # GGUF has one width of heads for a model, with all pairs or the same ones everywhere (option head_dim); a quantised
+    # row is cut into blocks of 32 (Q8_0) or 256.
     "llama.cpp": Target(heads=None, inner=32, wide=256),
     "stock": Target(heads=None, common=True),
 }
@@ -51,8 +51,9 @@ def fitted(units: Iterable, view: BlockView, method) -> list:
         asked = [m for m in method.modules or () if m in HEADS]
         if asked:
             raise OptionError(
-                f"what runs on {method.target} has heads as many and as wide as the dense ones, got module {asked[0]!r}; leave "
-                f"it out, give all heads one width by the option head_dim, or take {method_option('target', 'transformers')}"
+                f"what runs on {method.target} has heads as many and as wide as the dense ones, got module "
+                f"{asked[0]!r}; leave it out, give all heads one width by the option head_dim, "
+                f"or take {method_option('target', 'transformers')}"
             )
         units = [unit for unit in units if unit.module not in HEADS]
     return [unit if unit in narrow else _fitted(unit, view, target) for unit in units]
@@ -63,12 +64,14 @@ def _check_width(width: int, view: BlockView, name: str) -> None:
     target = TARGETS[name]
     if target.heads is None and not view.attention.takes_pairs:
         raise OptionError(
-            f"head_dim {width} has no place in a stock {view.architecture.model_type}: its class has no width of heads, or not "
-            f"all of a head turns alike; leave head_dim out, or take {method_option('target', 'transformers')}"
+            f"head_dim {width} has no place in a stock {view.architecture.model_type}: its class has no width of "
+            f"heads, or not all of a head turns alike; leave head_dim out, "
+            f"or take {method_option('target', 'transformers')}"
         )
     if target.heads is not None and (width % target.heads or width < target.least):
         raise OptionError(
-            f"{name} takes heads of widths that are multiples of {target.heads} from {target.least} on, got head_dim {width}"
+            f"{name} takes heads of widths that are multiples of {target.heads} from {target.least} on, "
+            f"got head_dim {width}"
         )
 
 

@@ -33,7 +33,7 @@ ABSORBED = {"epsilon", "outlier", "spread", "context", "batch"}
 
 
 def upgraded(options: Mapping) -> dict:
-    """Return the options of a method, as a record holds them, by their names of today; those of today stay as they are."""
+    """Return the options of a method, as a record holds them, by today's names; those of today stay as they are."""
     if "scope" in options:
         return dict(options)
     renamed = {RENAMED.get(key, key): value for key, value in options.items() if key not in ABSORBED}

@@ -1,7 +1,8 @@
 """Count the linear algebra of a compression, so that its time can be told before it is done.
 
-Work maps a routine and the size of its matrices to how often it runs: ``{("eigh", 1024): 2.0}``. Each method declares its own
-in ``work`` and ``work_of_curve``; leading terms are enough. The rates are measured (:mod:`rankfold.compression.rates`).
+Work maps a routine and the size of its matrices to how often it runs: ``{("eigh", 1024): 2.0}``. Each method declares
+its own in ``work`` and ``work_of_curve``; leading terms are enough. The rates are measured
+(:mod:`rankfold.compression.rates`).
 
 Shape legend: D output width, F hidden width, R kept width.
 """

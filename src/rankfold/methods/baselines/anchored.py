@@ -33,17 +33,18 @@ STEPS = {
 
 @dataclass(frozen=True)
 class AASVD(SVDLLM):
-    """Layer after layer: what a low rank makes of the inputs as they are now, nearest to what the dense layer makes of its own.
+    """Layer after layer: what a low rank makes of the inputs as they are now,
+    nearest to what the dense layer makes of its own.
 
-    The least ``E |W t - W' x|^2`` of rank R, ``t`` the input of a layer in the dense model and ``x`` what the compressed layers
-    before it send: the SVD, in the metric of ``x``, of the best map of any rank. Where a layer has a bias, it takes the means.
-    Left out: training of every block on its output afterwards, which the paper's numbers have.
+    The least ``E |W t - W' x|^2`` of rank R, ``t`` the input of a layer in the dense model and ``x`` what the
+    compressed layers before it send: the SVD, in the metric of ``x``, of the best map of any rank. Where a layer has a
+    bias, it takes the means. Left out: training of every block on its output afterwards, as in the paper's numbers.
     """
 
     name: ClassVar[str] = "aa-svd"
     modes: ClassVar[tuple[str, ...]] = ("sequential",)
     workspace: ClassVar[tuple[float, float]] = (3.0, 4.0)  # a damped moment, its factor, and what was shifted
-    takes_experts: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleMethodOverride,reportIncompatibleVariableOverride]
+    takes_experts: ClassVar[bool] = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -115,7 +116,9 @@ class _Block:
 
 
 def anchored(dense: Dense, given: Input, missing: CrossMoment) -> Dense:
-    """Return the layer that makes of its inputs ``x`` what comes nearest to ``W t + b``, ``t`` these inputs in the dense model.
+    """Return the layer that makes of its inputs ``x`` what comes nearest to ``W t + b``.
+
+    ``t`` are these inputs in the dense model.
 
     Args:
         given: the moment of ``x``, about its mean where the bias takes that.

@@ -41,9 +41,9 @@ ALONE |= {"shared_qkv": False, "split_head": False, "head_junction": False}
 class BasisSharing(SVDLLM):
     """One basis for the same layer of neighbouring blocks, coefficients for each: Basis Sharing (arXiv:2410.03765).
 
-    Queries, keys, values, gate and up share; outputs of attention and ``down`` do not, as in the paper, and are those of
-    SVD-LLM. Basis and coefficients come from the dense model, in both modes. Where a model has experts, its MLPs share
-    nothing. Left out: bases wider than the outputs of a layer, the update of the coefficients, and training afterwards.
+    Queries, keys, values, gate and up share; outputs of attention and ``down`` do not, as in the paper, and are those
+    of SVD-LLM. Basis and coefficients come from the dense model, in both modes. Where a model has experts, its MLPs
+    share nothing. Left out: bases wider than a layer's outputs, the update of the coefficients, training afterwards.
 
     Attributes:
         group_size: blocks that share a basis; the last group may be smaller.
@@ -56,7 +56,7 @@ class BasisSharing(SVDLLM):
     budgets: ClassVar[tuple[type[Budget], ...]] = (Parameters,)
     targets: ClassVar[tuple[str, ...]] = ("transformers",)
     can_exclude_blocks: ClassVar[bool] = False
-    takes_experts: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleMethodOverride,reportIncompatibleVariableOverride]
+    takes_experts: ClassVar[bool] = False
 
     # Factors as they are: any other scale would be that of one layer.
     junction: str = "left"
@@ -132,8 +132,8 @@ class BasisSharing(SVDLLM):
 
     def _differ(self, view: BlockView, module: str) -> UnsupportedModelError:
         return UnsupportedModelError(
-            f"{view.path} and the block whose basis it would have differ in module {module!r}; leave it out of modules, "
-            "or take group_size=1"
+            f"{view.path} and the block whose basis it would have differ in module {module!r}; leave it out of "
+            "modules, or take group_size=1"
         )
 
     def parameter_change(self, view: BlockView, ranks: dict[str, int]) -> tuple[int, int]:

@@ -39,8 +39,9 @@ class Saliency(NamedTuple):
 class REAP(Method):
     """Remove the experts that add least to what the router sends them: REAP (arXiv:2510.13999).
 
-    All blocks keep the same number of experts, the largest with which the budget holds: the config has one number. A token is
-    sent to as many experts as before, or to all that are left. Shared experts, blocks without experts and everything else stay.
+    All blocks keep the same number of experts, the largest with which the budget holds: the config has one number. A
+    token is sent to as many experts as before, or to all that are left. Shared experts, blocks without experts and
+    everything else stay.
     """
 
     name: ClassVar[str] = "reap"
@@ -139,7 +140,7 @@ def saliency(experts: ExpertsView, moments: BlockMoments, each: Each = map) -> S
 
 
 def kept_experts(scores: Tensor, rank: int, groups: int = 1) -> Tensor:
-    """Return the experts that stay, ``(r,)`` ascending: the largest scores, as many of every group; of equals the first.
+    """Return the experts that stay, ``(r,)`` ascending: the largest scores, as many of each group; of equals the first.
 
     Args:
         scores: ``(E,)``; experts of a group stand side by side.

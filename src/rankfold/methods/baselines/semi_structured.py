@@ -29,8 +29,8 @@ INPUTS = {"qkv": "attention_input", "o": "attention_output", "up": "mlp_input", 
 class TwoOfFour(Method):
     """Set two of every four consecutive weights of an output to zero (2:4, for sparse tensor cores).
 
-    Modules: ``qkv``, ``o``, ``up`` (with the gate) and ``down``; a rank is what stays of four, 2 or 4. The sparsity is 0.5 and
-    counts zeros: shapes, bytes and cache stay as they are. ``allocation`` has no meaning here.
+    Modules: ``qkv``, ``o``, ``up`` (with the gate) and ``down``; a rank is what stays of four, 2 or 4. The sparsity is
+    0.5 and counts zeros: shapes, bytes and cache stay as they are. ``allocation`` has no meaning here.
     """
 
     all_modules: ClassVar[tuple[str, ...]] = tuple(INPUTS)
@@ -47,8 +47,8 @@ class TwoOfFour(Method):
         Args:
             W: ``(O, N)`` fp64, of all layers of a module.
             C: ``(N, N)`` second moment of their input.
-            gradients: ``(out, in)`` of every layer, root mean square over windows of the loss's gradient; empty where the
-                method looks at none.
+            gradients: ``(out, in)`` of every layer, root mean square over windows of the loss's gradient; empty where
+                the method looks at none.
         """
         raise NotImplementedError
 
@@ -57,13 +57,15 @@ class TwoOfFour(Method):
         for sparsity in self.own_sparsities.values() if self.own_sparsities else (self.sparsity,):
             if sparsity not in (0, SPARSITY):
                 raise OptionError(
-                    f"method {self.name} keeps {KEPT} of {GROUP} weights, so its sparsity is {SPARSITY}, got {sparsity}; take "
-                    f"{SPARSITY}, or a method that makes tensors smaller, such as {option('method', 'rankfold')}"
+                    f"method {self.name} keeps {KEPT} of {GROUP} weights, so its sparsity is {SPARSITY}, got "
+                    f"{sparsity}; take {SPARSITY}, or a method that makes tensors smaller, "
+                    f"such as {option('method', 'rankfold')}"
                 )
         if self.exclude_blocks or self.scope == "model" or (self.modules and not self.own_sparsities):
             raise OptionError(
                 f"method {self.name} takes a half of all linear weights of the blocks; leave out exclude_blocks and "
-                f"scope=model, and give modules their own sparsity, such as {method_option('modules', {'down': SPARSITY})}"
+                f"scope=model, and give modules their own sparsity, such as "
+                f"{method_option('modules', {'down': SPARSITY})}"
             )
 
     def supported_modules(self, architecture, view: BlockView) -> tuple[str, ...]:
@@ -73,15 +75,16 @@ class TwoOfFour(Method):
             if module not in there:
                 rest = dict.fromkeys(there, SPARSITY)
                 raise UnsupportedModelError(
-                    f"{architecture.model_type} has no linear layers that are module {module!r}; the stacked weights of "
-                    f"experts are not taken; use {method_option('modules', rest)}"
+                    f"{architecture.model_type} has no linear layers that are module {module!r}; the stacked weights "
+                    f"of experts are not taken; use {method_option('modules', rest)}"
                 )
         wanted = tuple(m for m in there if m in (self.modules or there))
         for module in wanted:
             width = _weights(view, module)[0].shape[1]
             if width % GROUP:
                 raise UnsupportedModelError(
-                    f"{architecture.model_type} has {width} inputs in module {module!r}, no multiple of {GROUP}; leave it out"
+                    f"{architecture.model_type} has {width} inputs in module {module!r}, no multiple of {GROUP}; "
+                    "leave it out"
                 )
         return wanted
 
@@ -149,7 +152,9 @@ def _weights(view: BlockView, module: str) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Wanda(TwoOfFour):
-    """The two weights stay whose size times the norm of their input is largest: Wanda (arXiv:2306.11695). None is changed."""
+    """The two weights stay whose size times the norm of their input is largest: Wanda (arXiv:2306.11695).
+    None is changed.
+    """
 
     name: ClassVar[str] = "wanda"
 
@@ -185,10 +190,11 @@ class SparseGPT(TwoOfFour):
 
 @dataclass(frozen=True)
 class PrunerZero(TwoOfFour):
-    """The two weights stay whose square times the scaled gradient of the loss is largest: Pruner-Zero (arXiv:2406.02924).
+    """The two weights stay whose square times the scaled gradient of the loss is largest:
+    Pruner-Zero (arXiv:2406.02924).
 
-    The metric its search found. Gradients are of the dense model: the root mean square over the windows of a backward pass,
-    which forms and keeps one for every weight. No weight is changed.
+    The metric its search found. Gradients are of the dense model: the root mean square over the windows of a backward
+    pass, which forms and keeps one for every weight. No weight is changed.
     """
 
     name: ClassVar[str] = "pruner-zero"

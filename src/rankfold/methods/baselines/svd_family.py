@@ -44,8 +44,8 @@ class SVD(SVDLLM):
 class FWSVD(SVDLLM):
     """SVD of the weights with every column weighed by the empirical Fisher of its entries: FWSVD (arXiv:2207.00112).
 
-    The paper's rows: its weights multiply inputs from the right, so its rows are the inputs of a layer, columns here. Left out:
-    training afterwards.
+    The paper's rows: its weights multiply inputs from the right, so its rows are the inputs of a layer, columns here.
+    Left out: training afterwards.
     """
 
     name: ClassVar[str] = "fwsvd"
@@ -56,11 +56,11 @@ class FWSVD(SVDLLM):
 class Bolaco(SVDLLM):
     """Principal components of what a layer sends: Bolaco (arXiv:2405.10616), without its search for ranks.
 
-    ``y - m ~ U U^T (y - m)``, ``m`` the mean of ``y`` and ``U`` the leading eigenvectors of its pooled covariance, the mean of
-    the covariances within single windows. So ``W`` becomes ``U (U^T W)``, and a bias takes ``(I - U U^T) m``; a layer without
-    one gets one, a parameter for each output. With ``S`` the same covariance of the inputs, that of the outputs is
-    ``W S W^T``, and this is the SVD in the metric ``S``. Values stay dense, as in the paper, unless ``modules`` names them.
-    Left out: Bayesian optimisation of the ranks, which come from ``allocation``, and tuning afterwards.
+    ``y - m ~ U U^T (y - m)``, ``m`` the mean of ``y`` and ``U`` the leading eigenvectors of its pooled covariance, the
+    mean of the covariances within single windows. So ``W`` becomes ``U (U^T W)``, and a bias takes ``(I - U U^T) m``; a
+    layer without one gets one, a parameter for each output. With ``S`` the same covariance of the inputs, that of the
+    outputs is ``W S W^T``, and this is the SVD in the metric ``S``. Values stay dense, as in the paper, unless
+    ``modules`` names them. Left out: Bayesian optimisation of the ranks, which come from ``allocation``, and tuning.
     """
 
     name: ClassVar[str] = "bolaco"

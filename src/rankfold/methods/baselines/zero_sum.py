@@ -24,15 +24,15 @@ INPUTS = dict.fromkeys(ATTENTION, "attention_input") | {"o": "attention_output",
 class ZSSVD(SVDLLM):
     """SVD after whitening, ranks by the zero-sum rule: ZS-SVD (arXiv:2602.02848) in one shot.
 
-    Removing a singular value ``s`` of ``W E = U S V^T`` changes the loss by ``-s u^T G E^-T v`` to first order, ``G`` the
-    gradient of the weight and ``E`` the whitening of its inputs. Ranks are chosen on the dense model; the paper's factors are
-    those of mode one-pass. Left out: corrections between stages, and quantised factors.
+    Removing a singular value ``s`` of ``W E = U S V^T`` changes the loss by ``-s u^T G E^-T v`` to first order, ``G``
+    the gradient of the weight and ``E`` the whitening of its inputs. Ranks are chosen on the dense model; the paper's
+    factors are those of mode one-pass. Left out: corrections between stages, and quantised factors.
     """
 
     name: ClassVar[str] = "zs-svd"
     workspace: ClassVar[tuple[float, float]] = (2.0, 4.0)  # a damped moment and its factor
     allocations: ClassVar[tuple[type[Allocation], ...]] = (ZeroSum,)
-    takes_experts: ClassVar[bool] = False  # pyright: ignore[reportIncompatibleMethodOverride,reportIncompatibleVariableOverride]
+    takes_experts: ClassVar[bool] = False
 
     allocation: Allocation = field(default=ZeroSum())
 
@@ -56,7 +56,7 @@ class ZSSVD(SVDLLM):
 
 
 def loss_changes(W: Tensor, G: Tensor, precond: Preconditioner) -> Tensor:
-    """Return ``(K,)`` first-order changes of a loss when a singular value of ``W E`` becomes zero, the largest value first.
+    """Return ``(K,)`` first-order changes of a loss when a singular value of ``W E`` becomes zero, largest value first.
 
     Args:
         W: ``(O, N)`` weight.  G: ``(O, N)`` gradient of the loss by it.  precond: ``E``.

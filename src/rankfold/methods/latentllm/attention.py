@@ -133,10 +133,10 @@ def _about(given: Input, mean: torch.Tensor | None) -> torch.Tensor:
 
 
 def _head_junction(view: BlockView, slot: Slot, fits: dict[str, Fit], dense: dict[str, Dense]):
-    """Keys or values with an identity in every head (Eq. 79-80, 187-188): ``fits`` and ``dense`` with queries or an output
-    projection that take up the other factor, and their junction.
+    """Keys or values with an identity in every head (Eq. 79-80, 187-188).
 
-    The identity in ``A`` is made first: it acts on the latent, this one on the heads, so both stay.
+    Returned are ``fits`` and ``dense`` with queries or an output projection that take up the other factor, and their
+    junction. The identity in ``A`` is made first: it acts on the latent, this one on the heads, so both stay.
     """
     mine, other = fits[slot.name], PARTNERS[slot.name]
     parts, partner = in_junction(slot, mine), fits.get(other, dense[other])
@@ -166,7 +166,7 @@ def _head_junction(view: BlockView, slot: Slot, fits: dict[str, Fit], dense: dic
 
 
 def _facing(name: str, projection: Fit | Dense) -> torch.Tensor:
-    """Return the rows of queries, or the columns of an output projection, that meet the heads of the other side, as rows."""
+    """Return the rows of queries, or the columns of an output projection, that meet the other side's heads, as rows."""
     if isinstance(projection, Fit):
         return projection.A.T if name == "o" else projection.B
     weight = projection.weight.double()
@@ -239,7 +239,7 @@ def _joint_vo(view: BlockView, given: Input, moments, ranks, layout: dict[str, S
 
 
 def _heads_as_targets(fits: dict[str, Fit], given: Input, W_v, W_o, moments, aware) -> dict[str, Fit]:
-    """What is refined under rounding: each side's own fit, values by what the output makes of them, the output by values."""
+    """What is refined under rounding: the fit of each side, values by their use in the output, the output by values."""
     heads = len(W_o) // len(W_v)
     metric = (W_o.mT @ W_o).unflatten(0, (len(W_v), -1)).sum(1)  # (K, h, h)
     taken = given.mean if given.centred and fits["v"].bias is not None else None

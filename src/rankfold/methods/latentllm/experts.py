@@ -35,7 +35,7 @@ class Side(NamedTuple):
 def decompose_experts(
     method, view: BlockView, moments: BlockMoments, ranks: dict[str, int], each: Each = map
 ) -> BlockResult:
-    """The sides of all experts listed in ``ranks``, each fitted to its own output (LatentLLM Sec. 3.2) on weighted tokens.
+    """The sides of all experts in ``ranks``, each fitted to its own output (LatentLLM Sec. 3.2) on weighted tokens.
 
     One expert at a time, so that there is one moment at a time.
 
@@ -100,7 +100,7 @@ def _put(result: BlockResult, experts: ExpertsView, sides: dict[str, list[Side]]
 
 
 def _error_on(experts: ExpertsView, module: str, found: list[Side], each: Each, moments: BlockMoments) -> float:
-    """RMS error over RMS output, each expert by itself on the tokens it is sent, about the mean that went into its bias."""
+    """RMS error over RMS output, each expert alone on the tokens it is sent, about the mean that went into its bias."""
     routed = RoutedTokens.of(experts, moments)
 
     def of_expert(expert: int) -> Tensor:

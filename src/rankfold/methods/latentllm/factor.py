@@ -50,7 +50,9 @@ class Fit(NamedTuple):
 
 
 def prepare(method, moments: BlockMoments, statistic: str, *, centred: bool, weights: Tensor | None = None) -> Input:
-    """Pre-conditioner of an input. Errors are measured in the moment of all tokens; Bolaco fits the covariance within windows.
+    """Pre-conditioner of an input.
+
+    Errors are measured in the moment of all tokens; Bolaco fits the covariance within windows.
 
     Args:
         centred: for layers whose bias takes the mean (LatentLLM App. B.2).

@@ -45,7 +45,7 @@ class Slot:
 
     @property
     def alone(self) -> bool:
-        """Whether it is sparse and nothing else (App. I); the rank is then the mean number of values for each output."""
+        """Whether it is sparse and nothing else (App. I); the rank is then the mean number of values of an output."""
         return self.method.sparse == 1
 
     @property
@@ -109,7 +109,7 @@ class Slot:
         return spec
 
     def products(self, rank: int) -> int:
-        """Matrix products that one token takes: of each factor, of a square that holds two triangles, of the sparse part."""
+        """Matrix products that a token takes: of factors, of a square that holds two triangles, of the sparse part."""
         spec = self.spec(rank)
         if self.alone:
             return 1
@@ -189,8 +189,10 @@ def slots(method, view: BlockView) -> dict[str, Slot]:
 
 
 def head_identities(method, view: BlockView) -> set[str]:
-    """Return which of k and v get an identity in every head: of both factors of a pair that may lose weights, and of keys
-    only where nothing stands between them and the scores, as it would have to commute with that."""
+    """Return which of k and v get an identity in every head: of both factors of a pair that may lose weights.
+
+    Keys get one only where nothing stands between them and the scores, as it would have to commute with that.
+    """
     if not method.head_junction:
         return set()
     pairs = {"k": {"q", "k"}, "v": {"v", "o"}}

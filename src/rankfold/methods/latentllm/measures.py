@@ -2,8 +2,8 @@
 
 Shape legend: O outputs, N inputs, H query heads, K key/value heads, h head dimension, D model width.
 
-A measure keeps the dense projections of one form and is called with what they have become, by module, and with the moments
-of a block. On the moments of the fit it gives the ``relative_error`` of the report.
+A measure keeps the dense projections of one form and is called with what they have become, by module, and with the
+moments of a block. On the moments of the fit it gives the ``relative_error`` of the report.
 """
 
 from collections.abc import Callable, Mapping
@@ -64,7 +64,7 @@ class ScoreError:
 
 @dataclass(frozen=True)
 class HeadError:
-    """Of the outputs of single heads (LatentLLM Eq. 184), and of the mean of their sum where the output's bias takes it."""
+    """Of the outputs of heads (LatentLLM Eq. 184), and of the mean of their sum where the output's bias takes it."""
 
     v: Dense
     o: Dense

@@ -31,9 +31,9 @@ class LatentLLM(NarrowingMethod):
             ``fisher``: every column by its empirical Fisher, from one backward pass (FWSVD); all forms are then local.
         junction: ``block_identity_right``, ``block_identity_left``, ``lu`` (these store ``R (O + N) - R^2`` numbers),
             ``left``, ``right`` or ``symmetric`` (plain factors).
-        joint: which pairs are decomposed together, comma-separated: ``qk`` (Sec. 4.1), ``vo`` (Sec. 4.2; the paper found
-            split better), ``ud`` (Sec. 4.3; ReLU without gate). A pair that the architecture cannot take this way is
-            decomposed locally unless it was asked for by name here, and the record says so.
+        joint: which pairs are decomposed together, comma-separated: ``qk`` (Sec. 4.1), ``vo`` (Sec. 4.2; the paper
+            found split better), ``ud`` (Sec. 4.3; ReLU without gate). A pair that the architecture cannot take this way
+            is decomposed locally unless it was asked for by name here, and the record says so.
         alternations: of the joint query-key and value-output forms.
         window: offsets of the rotary-aware joint query-key form (App. F.3), 0 for none.
         rounds: of the joint up-down form.
@@ -42,21 +42,23 @@ class LatentLLM(NarrowingMethod):
         bias_refit: let biases take the mean (App. B.2).
         condition_limit: largest condition number of the block a junction inverts.
         latent_cache: cache latents instead of heads where that is smaller and still correct.
-        bits: of the stored factors, 2 to 8, in chunks of ``chunk`` numbers (App. I.1); 0 keeps the model's dtype. Factors are
-            refined under rounding in every junction and form; identities and other fixed entries stay exact. Sparse values,
-            biases and dense modules stay. To 4 bits ``lu`` and ``block_identity_left`` lose most, and the plan says so.
+        bits: of the stored factors, 2 to 8, in chunks of ``chunk`` numbers (App. I.1); 0 keeps the model's dtype.
+            Factors are refined under rounding in every junction and form; identities and other fixed entries stay
+            exact. Sparse values, biases and dense modules stay. To 4 bits ``lu`` and ``block_identity_left`` lose most,
+            and the plan says so.
         chunk: numbers that share a scale and a smallest value.
         sparse: share of a module's kept weights that are single values of a sparse matrix (App. I), in [0, 1]; the low
-            rank has the rest. With 1 there is none, and a rank is the mean number of values for each output. All forms are
-            then local, and heads are cached: a sparse matrix has no latent.
+            rank has the rest. With 1 there is none, and a rank is the mean number of values for each output. All forms
+            are then local, and heads are cached: a sparse matrix has no latent.
         shrink: how its entries are chosen: ``hard``, ``soft``, ``ste`` or ``diagonal``.
         shared_qkv: one latent for queries, keys and values (App. C), as unit ``qkv`` in place of ``q``, ``k``, ``v``.
         split_head: a low rank of its own for every head of ``q``, ``k``, ``v`` (App. D), the rank being a head's.
-        head_junction: an identity in every value head (Eq. 187-188), and in every key head that nothing rotates or normalises
-            (Eq. 79-80): ``K h^2`` numbers less of each.
+        head_junction: an identity in every value head (Eq. 187-188), and in every key head that nothing rotates or
+            normalises (Eq. 79-80): ``K h^2`` numbers less of each.
         attention_aware: with ``joint=vo``, refit the output side to what attention sends into it (App. G.2).
-        qk_ranks: ``plan``, or ``spectra``: in the joint form both ranks are chosen anew within what was planned for q and
-            k together (App. E), once the spectra are known. The plan is then an upper bound; the record has the ranks.
+        qk_ranks: ``plan``, or ``spectra``: in the joint form both ranks are chosen anew within what was planned for q
+            and k together (App. E), once the spectra are known. The plan is then an upper bound;
+            the record has the ranks.
     """
 
     name: ClassVar[str] = "latentllm"
@@ -112,7 +114,8 @@ class LatentLLM(NarrowingMethod):
         for pair in self.joint_asked:
             if pair in reasons:
                 raise UnsupportedModelError(
-                    f"{view.architecture.model_type} cannot take the joint form {pair!r}: {reasons[pair]}; use joint=auto"
+                    f"{view.architecture.model_type} cannot take the joint form {pair!r}: {reasons[pair]}; "
+                    "use joint=auto"
                 )
         moves = view.attention.averages and view.attention.output.bias is not None
         if self.attention_aware and view.attention.spec.qkv and view.attention.qkv()[2].bias is not None and not moves:
@@ -137,13 +140,15 @@ class LatentLLM(NarrowingMethod):
         for module in self.modules or ():
             if module not in (*present, *elsewhere):
                 raise UnsupportedModelError(
-                    f"{architecture.model_type} has no module {module!r} that can be compressed; it has: {','.join(present)}"
+                    f"{architecture.model_type} has no module {module!r} that can be compressed; it has: "
+                    f"{','.join(present)}"
                 )
         if self.head_junction and not head_identities(self, view):
             why = "normalises" if view.attention.norms else "rotates"
             raise UnsupportedModelError(
-                f"{architecture.model_type} cannot take head_junction=true for q and k: it {why} queries and keys after their "
-                "projections, and an identity in a head's keys mixes its dimensions; name v and o in modules, or leave it out"
+                f"{architecture.model_type} cannot take head_junction=true for q and k: it {why} queries and keys "
+                "after their projections, and an identity in a head's keys mixes its dimensions; "
+                "name v and o in modules, or leave it out"
             )
         self.joint_forms(view)
         wanted = self.modules if self.modules is not None else present

@@ -40,7 +40,7 @@ def decompose_mlp(method, view: BlockView, moments: BlockMoments, ranks: dict[st
 
 
 def _together(method, view: BlockView, ranks: dict[str, int]) -> list[list[str]]:
-    """Modules that are fitted at the same time: to one input, or jointly; one after another, to hold one moment at a time."""
+    """Modules fitted at the same time: to one input, or jointly; one after another, to hold one moment at a time."""
     if "ud" in method.joint_forms(view) and {"up", "down"} <= ranks.keys():
         return [list(ranks)]
     rising = [m for m in ranks if m != "down"]
@@ -64,8 +64,8 @@ def _local(
 def _joint(method, moments, local: dict[str, Fit], layout: dict[str, Slot], dense: dict[str, Dense]) -> dict[str, Fit]:
     """App. H: alternation with auxiliary activations, on rows of the MLP's input; the local form where that is better.
 
-    The last rows are not fitted: with few rows for each hidden unit the joint form interpolates, and the error on the rows it
-    was fitted to does not show it.
+    The last rows are not fitted: with few rows for each hidden unit the joint form interpolates, and the error on the
+    rows it was fitted to does not show it.
     """
     X = moments["mlp_samples"].rows.T  # (D, n)
     known = X.shape[1] - max(1, X.shape[1] // HELD_OUT)

@@ -24,8 +24,8 @@ def check_options(method) -> None:
         )
     if isinstance(method.budget, FLOPs) and (method.junction == "lu" or method.head_junction):
         raise OptionError(
-            "budget flops counts the weights stored, and junction=lu and head_junction=true multiply more than they store; "
-            "use another budget or junction"
+            "budget flops counts the weights stored, and junction=lu and head_junction=true multiply more than they "
+            "store; use another budget or junction"
         )
     if method.features and (method.sparse or method.joint_asked):
         raise OptionError(
@@ -74,7 +74,8 @@ def _check_sparse(method) -> None:
         raise OptionError(f"sparse > 0 fits the root covariance; use precondition=rootcov, got {method.precondition!r}")
     if method.joint_asked:
         raise OptionError(
-            f"sparse > 0 corrects the output of each layer, joint={method.joint} fits products of two; use joint=auto or none"
+            f"sparse > 0 corrects the output of each layer, joint={method.joint} fits products of two; "
+            "use joint=auto or none"
         )
     _refuse(method, "sparse > 0", "head_junction", "split_head", "qk_ranks")
     if method.sparse == 1:
@@ -91,7 +92,8 @@ def _check_alone(method) -> None:
         )
     if method.junction != "block_identity_right":
         raise OptionError(
-            f"sparse=1 has no factors for a junction; use junction=block_identity_right, the default, got {method.junction!r}"
+            f"sparse=1 has no factors for a junction; use junction=block_identity_right, the default, "
+            f"got {method.junction!r}"
         )
 
 
@@ -106,7 +108,8 @@ def _check_shared(method) -> None:
 def _check_fisher(method) -> None:
     if method.joint_asked:
         raise OptionError(
-            f"precondition=fisher weighs the columns of one layer, joint={method.joint} fits two; use joint=auto or none"
+            f"precondition=fisher weighs the columns of one layer, joint={method.joint} fits two; "
+            "use joint=auto or none"
         )
     _refuse(method, "precondition=fisher", "split_head")
     if method.shared_qkv:

@@ -10,16 +10,16 @@ class Report:
     Attributes:
         rank, of: the rank, and the one that stands for the dense module.
         form: how the factors were fitted.
-        relative_error: RMS error over RMS of what the form approximates (the module's output; scores; the output of single
-            heads; of the MLP), on the moments it was fitted to. Of the stored numbers where they are quantised.
+        relative_error: RMS error over RMS of what the form approximates (the module's output; scores; the output of
+            single heads; of the MLP), on the moments it was fitted to. Of the stored numbers where they are quantised.
         loss_history: of iterative forms.
         training_error: of the joint up-down form, on the rows it was fitted to.
         form_errors: form -> error of the MLP on rows that neither form was fitted to; local moments are of all tokens.
         nonzeros: values of the sparse part.
         weights, planned_weights, planned_rank: stored, and before the ranks were chosen anew by spectra.
         clamped: the moment was indefinite beyond the ridge and its negative eigenvalues were set to zero.
-        bits, quantisation: of the stored factors, and whether they are ``refined``, or ``rounded`` where refining them did not
-            lower the error.
+        bits, quantisation: of the stored factors, and whether they are ``refined``, or ``rounded`` where refining them
+            did not lower the error.
         rounded_error: the error if all factors that share it were rounded and none refined.
         junction_condition: of the block the junction inverted.
         head_condition: the worst of those of the per-head junction.

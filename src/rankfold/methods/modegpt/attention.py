@@ -99,7 +99,8 @@ def is_free(method, attention: AttentionView) -> bool:
 def _with_norms(error: float, norms: tuple[float, float]) -> float:
     """Relative error of the scores when those that are left are also multiplied by what the norms get wrong.
 
-    A norm divides by the root of what is predicted, so its relative error is half of that; taken as independent of the scores.
+    A norm divides by the root of what is predicted, so its relative error is half of that; it is taken as
+    independent of the scores.
     """
     wrong = sum(e**2 for e in norms) / 4
     return (error**2 + max(1 - error**2, 0.0) * wrong) ** 0.5
@@ -121,8 +122,8 @@ def _choose(method, attention: AttentionView, moments, rank: int) -> ColumnRow:
 def _score_error(moments: BlockMoments, keep: Tensor) -> tuple[Tensor, Tensor]:
     """Squared change of all scores by a selection, and squared scores, over heads and position pairs.
 
-    Dropping the set D costs exactly ``sum_{i,j in D} M_ij`` with ``M = sum_n (Q_n^T Q_n) o (K~_n^T K~_n)``, the keys centred
-    over the window (before the causal mask). Theorem 2 bounds it by the product of the two sums over all sequences.
+    Dropping the set D costs exactly ``sum_{i,j in D} M_ij`` with ``M = sum_n (Q_n^T Q_n) o (K~_n^T K~_n)``, the keys
+    centred over the window (before the causal mask). Theorem 2 bounds it by the product of both sums over sequences.
     """
     M = moments["query_key"].second.double()  # (H, N, N)
     M = M.unflatten(0, (len(keep), -1)).sum(1)
@@ -157,9 +158,9 @@ def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dens
     """Return the values and outputs of any rank: Algorithm 3, jointly over the query heads that share a value head.
 
     Attention weights sum to one, so a constant passes through them: where the output projection has a bias, the value
-    bias and the mean of the values move into it and the covariance is fitted. Elsewhere nothing may be added, and beside a
-    sink a constant does not pass, so the second moment (value bias included) is fitted and the value bias is mapped with its
-    dimensions.
+    bias and the mean of the values move into it and the covariance is fitted. Elsewhere nothing may be added, and
+    beside a sink a constant does not pass, so the second moment (value bias included) is fitted and the value bias is
+    mapped with its dimensions.
     """
     v, o, K = dense["v"], dense["o"], attention.kv_heads
     centre = moments["value"].mean if values_move(method, attention) else None  # (K, N), value bias included

@@ -14,7 +14,7 @@ from .output_weighting import output_root, weighted
 def squared_errors(method, view: BlockView, moments, unit: PrunableModule, least: int, vo=compress_vo) -> Curve:
     """Compute the squared relative error of a module at the ranks of ``unit`` from ``least`` on.
 
-    In the output metric where the moments hold a gradient: that is what the fit makes least. ``vo`` reduces value and output.
+    In the output metric where the moments hold a gradient: the fit makes that least. ``vo`` reduces value and output.
     """
     if unit.module == "experts":
         return Curve(expert_errors(method, view, moments, unit, least))

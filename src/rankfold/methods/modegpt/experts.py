@@ -71,7 +71,7 @@ def _energy(down: Dense, C: Tensor) -> float:
 
 
 def _error_on(routed: RoutedTokens, reduced: list[Expert], each: Each) -> float:
-    """RMS error over RMS output, each expert by itself on the tokens it is sent, about the mean that went into its bias."""
+    """RMS error over RMS output, each expert alone on the tokens it is sent, about the mean that went into its bias."""
 
     def found(expert: int) -> Tensor:
         one, W = reduced[expert], routed.experts.down(expert).weight.float()

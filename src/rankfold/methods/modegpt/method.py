@@ -36,26 +36,26 @@ class MoDeGPT(MeasurableMethod):
     """Options of MoDeGPT beside those of every method.
 
     Attributes:
-        selection: which hidden units stay. ``obs`` (optimal brain surgeon): they go one after another, each time the one whose
-            loss after refitting the others is least. ``leverage``: the largest ridge leverage scores, the paper's Algorithm 1,
-            which drops collinear units all together (docs/papers.md).
+        selection: which hidden units stay. ``obs`` (optimal brain surgeon): they go one after another, each time the
+            one whose loss after refitting the others is least. ``leverage``: the largest ridge leverage scores, the
+            paper's Algorithm 1, which drops collinear units all together (docs/papers.md).
         selection_qk: which query-key dimensions stay. ``obs``: by the exact error of the scores with keys centred over
             the window, as softmax sees them. ``norm``: the largest norm scores, the paper's Algorithm 2.
         gqa: value-output under grouped queries: ``joint`` is the optimum over the group; ``paper`` ignores the output
             projections (App. B.1). The same where every query head has its own value head.
-        qk: query-key where no rotary embedding sits between them: ``svd``, the optimum, or ``cr``, the paper's selection.
-            With rotary embedding it is always a selection of pairs.
-        bias_refit: where a projection has a bias, fit the covariance and move the mean into the bias (LatentLLM App. B.2);
-            ``False`` keeps the bias as it is and fits the second moment, as the paper does.
+        qk: query-key where no rotary embedding sits between them: ``svd``, the optimum, or ``cr``, the paper's
+            selection. With rotary embedding it is always a selection of pairs.
+        bias_refit: where a projection has a bias, fit the covariance and move the mean into the bias (LatentLLM App.
+            B.2); ``False`` keeps the bias as it is and fits the second moment, as the paper does.
         ridge: damping lambda of the MLP's moment, in the unit that ``ridge_scale`` names.
         ridge_scale: ``relative``: a fraction of the mean diagonal of the moment, the same for any number of tokens.
             ``absolute``: a number that is added to the sum over all calibration tokens; the paper takes 1 (App. B.2).
-        output_weighting: which errors at the output of a module count. ``none``: all alike. ``fisher``: by the second moment of
-            the gradient of the loss there, from one backward pass over a few windows (docs/method.md). It decides which
-            units and which dimensions of values stay; the weights fitted to these are best either way.
-        head_dim: width of every head of the result, even. Queries and keys keep the same rotary pairs in the whole model, and
-            values as many dimensions, so that a stock model can have such heads (docs/serve.md); the budget chooses the other
-            ranks around it. 0: every block has widths, and every key head pairs, of its own.
+        output_weighting: which errors at the output of a module count. ``none``: all alike. ``fisher``: by the second
+            moment of the gradient of the loss there, from one backward pass over a few windows (docs/method.md). It
+            decides which units and which dimensions of values stay; the weights fitted to these are best either way.
+        head_dim: width of every head of the result, even. Queries and keys keep the same rotary pairs in the whole
+            model, and values as many dimensions, so that a stock model can have such heads (docs/serve.md); the budget
+            chooses the other ranks around it. 0: every block has widths, and every key head pairs, of its own.
     """
 
     name: ClassVar[str] = "modegpt"
@@ -80,8 +80,8 @@ class MoDeGPT(MeasurableMethod):
         for key, value in {"selection": "leverage", "gqa": "paper"}.items():
             if self.output_weighting != "none" and getattr(self, key) == value:
                 raise OptionError(
-                    f"{key}={value} does not look at outputs, so output_weighting={self.output_weighting} has nothing to "
-                    "weigh; drop one"
+                    f"{key}={value} does not look at outputs, so output_weighting={self.output_weighting} has nothing "
+                    "to weigh; drop one"
                 )
         self._check_head_dim()
 
@@ -181,8 +181,8 @@ class MoDeGPT(MeasurableMethod):
         """Raise unless all of the attention can have narrower heads."""
         if not {"qk", "vo"} <= set(modules):
             raise UnsupportedModelError(
-                f"head_dim {self.head_dim} is the width of queries, keys and values, and {view.architecture.model_type} gives "
-                f"{','.join(modules)} only; leave head_dim out"
+                f"head_dim {self.head_dim} is the width of queries, keys and values, and "
+                f"{view.architecture.model_type} gives {','.join(modules)} only; leave head_dim out"
             )
         if self.head_dim >= view.attention.head_dim:
             raise OptionError(f"head_dim must be below the model's {view.attention.head_dim}, got {self.head_dim}")

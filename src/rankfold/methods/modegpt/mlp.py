@@ -88,8 +88,8 @@ def metric_of(method, down: Dense, moment: Moment) -> tuple[Tensor, float, Tenso
     """What a down projection is fitted in.
 
     Returns:
-        ``C`` ``(F, F)``, fp64: the covariance where a bias takes the mean, else the sum of products, which needs no copy; what
-        a squared error under ``C`` is to be divided by; the mean ``(F,)`` where a bias takes it.
+        ``C`` ``(F, F)``, fp64: the covariance where a bias takes the mean, else the sum of products, which needs no
+        copy; what a squared error under ``C`` is to be divided by; the mean ``(F,)`` where a bias takes it.
     """
     if method.bias_refit and down.bias is not None:
         return moment.covariance(), 1.0, moment.mean
@@ -97,7 +97,7 @@ def metric_of(method, down: Dense, moment: Moment) -> tuple[Tensor, float, Tenso
 
 
 def relative_ridge(method, C: Tensor, samples: float) -> float:
-    """Return the damping as a fraction of the mean diagonal of ``C``; ``C`` times ``samples`` is the sum over all tokens."""
+    """Return the damping as a fraction of the mean diagonal of ``C``; ``C`` times ``samples`` is a sum over tokens."""
     if method.ridge_scale == "relative":
         return method.ridge
     return (method.ridge / (samples * C.diagonal().mean())).item()
@@ -112,7 +112,7 @@ def refitted(down: Dense, fit: Nystrom, centre: Tensor | None, dtype: torch.dtyp
 
 
 def output_error(W: Tensor, fit: Nystrom, centre: Tensor | None, moment: Moment) -> float:
-    """RMS error of the MLP's output over its RMS on activations with this moment, about the mean that went into the bias.
+    """RMS error of the MLP's output over its RMS on activations of this moment, about the mean that went into its bias.
 
     Args:
         W: ``(D, F)`` dense down projection.

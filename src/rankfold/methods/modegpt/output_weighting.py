@@ -2,8 +2,8 @@
 
 Shape legend: D width of the output, N width of the input.
 
-With ``g`` the gradient of the loss at the output and ``G = E[g g^T]``, an error ``e = (W - W') h`` changes the loss, to second
-order and in the Fisher approximation, by ``E[(g^T e)^2] / 2``; where gradient and input are independent that is
+With ``g`` the gradient of the loss at the output and ``G = E[g g^T]``, an error ``e = (W - W') h`` changes the loss, to
+second order and in the Fisher approximation, by ``E[(g^T e)^2] / 2``; where gradient and input are independent that is
 ``tr(G (W - W') C (W - W')^T) / 2``. ``G`` says which outputs matter, as ``C`` says which inputs occur.
 """
 
@@ -26,6 +26,6 @@ def weighted(root: Tensor | None, W: Tensor) -> Tensor:
 
 
 def predicted_loss(gradient: Moment, gap: Tensor, C: Tensor) -> float:
-    """Nats per token that an error ``gap`` ``(D, N)`` of a projection should cost on inputs with moment ``C`` ``(N, N)``."""
+    """Predict the nats per token that an error ``gap`` ``(D, N)`` costs on inputs with moment ``C`` ``(N, N)``."""
     G, C = gradient.second_moment().to(gap), C.to(gap)
     return ((G @ gap) * (gap @ C)).sum().clamp_min(0).item() / 2

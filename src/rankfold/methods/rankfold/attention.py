@@ -37,8 +37,8 @@ def values_of(method, view: BlockView):
 def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dense]) -> Callable[[int], Part]:
     """Return the values and outputs of any rank: Algorithm 3 on what attention sends, then a refit across heads.
 
-    Attention averages values, so what it sends has another second moment than the values have. Where the output projection has
-    a bias, the value bias and the mean move into it and the covariance is fitted, as in MoDeGPT.
+    Attention averages values, so what it sends has another second moment than the values have. Where the output
+    projection has a bias, the value bias and the mean move into it and the covariance is fitted, as in MoDeGPT.
     """
     v, o, K = dense["v"], dense["o"], attention.kv_heads
     sent = moments["attention_output"]
@@ -81,7 +81,7 @@ def compress_vo(method, attention: AttentionView, moments, dense: dict[str, Dens
 
 
 def _of_heads(C: Tensor, W: Tensor, attention: AttentionView) -> tuple[Tensor, Tensor]:
-    """``(K, N, N)`` each: moment of what a group of query heads sends, and Gram of the output columns that receive it."""
+    """``(K, N, N)`` each: moment of what a group of query heads sends, and Gram of the output columns that read it."""
     H, N, K = attention.heads, attention.head_dim, attention.kv_heads
     own = C.view(H, N, H, N).diagonal(dim1=0, dim2=2).permute(2, 0, 1)  # (H, N, N)
     columns = W.unflatten(1, (H, N)).permute(1, 0, 2)  # (H, D, N)

@@ -1,7 +1,7 @@
 """The default: MoDeGPT's shapes, each module fitted to what really reaches it and to what is missing behind it.
 
-Nothing is added to the model: every matrix keeps its place and loses rows or columns. A block is compressed in three stages,
-each measured on what the stages before it left, on two streams side by side: the compressed one and the dense one.
+Nothing is added to the model: every matrix keeps its place and loses rows or columns. A block is compressed in three
+stages, each measured on what the stages before it left, on two streams side by side: compressed and dense.
 """
 
 from collections.abc import Mapping
@@ -27,17 +27,17 @@ class Rankfold(MoDeGPT):
     """Options beside those of MoDeGPT, whose ranks and shapes these are.
 
     Attributes:
-        attention_aware: where no residual correction follows, fit values to what attention makes of them, the input of the
-            output projection, and refit the whole output projection across heads; ``False``, and before a correction: to the
-            values themselves, head by head (MoDeGPT Algorithm 3).
+        attention_aware: where no residual correction follows, fit values to what attention makes of them, the input of
+            the output projection, and refit the whole output projection across heads; ``False``, and before a
+            correction: to the values themselves, head by head (MoDeGPT Algorithm 3).
         residual_correction: fit output and down projections to all that the residual stream lacks after them, as far as
-            held-out samples confirm; ``False``: to their own dense outputs only. An output projection is refitted where queries
-            and keys or values lose dimensions, a down projection where units are removed.
+            held-out samples confirm; ``False``: to their own dense outputs only. An output projection is refitted where
+            queries and keys or values lose dimensions, a down projection where units are removed.
         norm_aware: where a norm follows output and down projections (Gemma 2 and 3, OLMo 2, GLM 4), count errors as it
             does: relative to each token's output; ``False``: as they are, so that tokens with large outputs count most.
-        allow_module_removal: a measured allocation may remove a whole attention or MLP, where that costs less than many smaller
-            ones; not with a budget in time or with sparsities of single modules. ``False``: something remains of each, because
-            what a module does on other texts is lost with all of it (docs/method.md).
+        allow_module_removal: a measured allocation may remove a whole attention or MLP, where that costs less than many
+            smaller ones; not with a budget in time or with sparsities of single modules. ``False``: something remains
+            of each, because what a module does on other texts is lost with all of it (docs/method.md).
     """
 
     name: ClassVar[str] = "rankfold"
@@ -70,7 +70,7 @@ class Rankfold(MoDeGPT):
         return set().union(*(stage.statistics for stage in self.stages(view, ranks)))
 
     def stages(self, view: BlockView, ranks: dict[str, int]) -> list[CompressionStep]:
-        """Queries, keys and values; the output projection on what these became; MLP and experts on what attention became."""
+        """Queries, keys, values; the output projection on what these became; MLP and experts on the new attention."""
         full, corrected = view.attention.head_dim, self.follows(view)
         norms = {"norms_behind"} if self.norm_aware and view.architecture.norms_behind else set()
         found = []

@@ -28,7 +28,7 @@ def decompose_mlp(method, view: BlockView, moments, held_out, ranks: dict[str, i
 
 
 def _decompose_mlp(method, view: BlockView, moments, held_out, rank: int) -> BlockResult:
-    """Units go by what they cost the corrected projection, and the others take over their part of the correction too."""
+    """Units go by what they cost the corrected projection; the others take over their part of the correction too."""
     if rank == 0:
         return without_mlp(method, view, moments)
     result, down = BlockResult({}, {}, {}, {}), view.mlp.down

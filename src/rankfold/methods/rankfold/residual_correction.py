@@ -48,8 +48,10 @@ def repair(
 
 
 def regression(received: Moment, missing: CrossMoment, about: tuple[Tensor, Tensor] | None) -> Regression:
-    """Return the moments of the input and of what is missing: as sums, of which no copy is made, or about two points where a
-    bias takes them."""
+    """Return the moments of the input and of what is missing.
+
+    They are sums, of which no copy is made, or about two points where a bias takes them.
+    """
     if about is None:
         scale = received.count / missing.count
         return Regression(received.second.double(), missing.second.double() * scale, missing.energy * scale)

@@ -1,4 +1,4 @@
-"""SliceGPT and MoDeGPT in one model: they shorten different sides of the matrices (MoDeGPT, arXiv:2408.09632, App. B.8).
+"""SliceGPT and MoDeGPT in one model: they shorten different sides of the matrices (arXiv:2408.09632, App. B.8).
 
 Shape legend: D width of the dense stream, r of the sliced one.
 """
@@ -23,8 +23,8 @@ class SliceGPTMoDeGPT(MoDeGPT):
     Each block is compressed by MoDeGPT on what the sliced blocks before it send, and then sliced.
 
     Attributes:
-        slicing: fraction of the width of the stream that goes, in (0, 1), as the paper counts it; the width kept is rounded
-            down to ``rank_multiple``. ``sparsity`` is of everything together.
+        slicing: fraction of the width of the stream that goes, in (0, 1), as the paper counts it; the width kept is
+            rounded down to ``rank_multiple``. ``sparsity`` is of everything together.
     """
 
     name: ClassVar[str] = "slicegpt+modegpt"
@@ -49,9 +49,10 @@ class SliceGPTMoDeGPT(MoDeGPT):
         return super().statistics(view) | stream_statistics(view)
 
     def prunable_modules(self, view: BlockView) -> list[PrunableModule]:
-        """Those of MoDeGPT in a stream of width r, and the stream, which has the rest of the block and all that slicing saves.
+        """Those of MoDeGPT in a stream of width r, and the stream.
 
-        Sliced little, it takes more than before: its shortcuts do.
+        The stream has the rest of the block and all that slicing saves. Sliced little, it takes more than before: its
+        shortcuts do.
         """
         rank, width = self._rank(view), width_of(view)
         inner = [

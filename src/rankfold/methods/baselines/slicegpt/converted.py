@@ -14,9 +14,10 @@ from ....modules import CompressedAttention, PredictedNorm
 
 @dataclass(frozen=True)
 class Converted:
-    """The linear layers of a block whose norms are plain RMSNorms: scales and shifts in the readers, means out of the writers.
+    """The linear layers of a block whose norms are plain RMSNorms.
 
-    Exactly the same function as the block of a stream whose mean is subtracted, where that block has LayerNorms.
+    Scales and shifts are in the readers, means out of the writers. Exactly the same function as the block of a stream
+    whose mean is subtracted, where that block has LayerNorms.
     """
 
     attention: AttentionView  # of the dense block
@@ -53,7 +54,7 @@ class Converted:
         return self.norms[0].centres
 
     def reader(self, name: str, basis: Tensor | None) -> Dense:
-        """``(O, r)`` on a stream in the coordinates ``basis``, ``(D, r)`` orthonormal fp64; ``None``: the model's own."""
+        """``(O, r)`` on a stream in the coordinates ``basis``, ``(D, r)`` orthonormal fp64; ``None``: the model's."""
         layer, norm = self.readers[name]
         W, b = fold_norm(layer.weight.double(), layer.bias, norm.scale, norm.shift)
         return _stored(W if basis is None else W @ basis, b, layer)

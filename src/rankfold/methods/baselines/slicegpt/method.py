@@ -1,12 +1,12 @@
 """Delete rows and columns of every matrix: the residual stream itself becomes narrower (SliceGPT, arXiv:2401.15024).
 
-The stream in front of every half of a block is written in the principal directions of what calibration text sends there, and
-the smallest of them are deleted. Norms stand in no way: they are turned into plain RMSNorms first, which commute with
-rotations. Where coordinates change, the residual branch has a matrix from the old ones to the new ones.
+The stream in front of every half of a block is written in the principal directions of what calibration text sends
+there, and the smallest of them are deleted. Norms stand in no way: they are turned into plain RMSNorms first, which
+commute with rotations. Where coordinates change, the residual branch has a matrix from the old ones to the new ones.
 
 Embeddings, final norm and head stay as they are: the first block takes the stream into its coordinates and the last one
-takes it back, which is the function that the paper computes by multiplying both matrices into embedding and head. So tied
-heads stay tied, and pictures and positions may enter the stream as they do. What this costs is counted.
+takes it back, which is the function that the paper computes by multiplying both matrices into embedding and head. So
+tied heads stay tied, and pictures and positions may enter the stream as they do. What this costs is counted.
 """
 
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ from .slicing import STREAM, check_architecture, slicing_stages, slicing_work, s
 class SliceGPT(NarrowingMethod):
     """One width of the residual stream for all blocks, the largest with which the budget holds; shortcuts count.
 
-    ``exclude_blocks`` and influence have no meaning here. The paper slices by a fraction of the width, which
-    removes less than that fraction of the weights; here ``sparsity`` is what goes, and the fraction sliced is in the record.
+    ``exclude_blocks`` and influence have no meaning here. The paper slices by a fraction of the width, which removes
+    less than that fraction of the weights; here ``sparsity`` is what goes, and the fraction sliced is in the record.
     """
 
     name: ClassVar[str] = "slicegpt"

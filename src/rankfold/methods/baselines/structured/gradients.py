@@ -15,7 +15,7 @@ from .units import Sliceable, sliceable
 
 @dataclass(frozen=True)
 class GradientSlicing(Slicing):
-    """Units by a statistic of the gradient of the dense model's loss, measured in one backward pass over some windows."""
+    """Units by a statistic of the gradient of the dense model's loss, from one backward pass over some windows."""
 
     kind: ClassVar[str]  # of the statistic, for every layer of a unit
 
@@ -33,8 +33,8 @@ class GradientSlicing(Slicing):
 class OBD(GradientSlicing):
     """The units stay whose weights cost the loss most by the diagonal of the empirical Fisher, of sequences.
 
-    Optimal Brain Damage (LeCun et al., 1989) on units in place of single weights. Biases have no share in the choice. Left out:
-    training in between, and removing a few at a time with the Fisher measured anew.
+    Optimal Brain Damage (LeCun et al., 1989) on units in place of single weights. Biases have no share in the choice.
+    Left out: training in between, and removing a few at a time with the Fisher measured anew.
     """
 
     name: ClassVar[str] = "obd"
@@ -48,10 +48,10 @@ class OBD(GradientSlicing):
 class LLMPruner(GradientSlicing):
     """The units stay whose weights times their gradients are largest, absolute values summed over all coupled layers.
 
-    LLM-Pruner (arXiv:2305.11627), block-wise, element-wise importance of first order, sum over the group: what its published
-    commands use. Its groups are the hidden units and heads here. Left out: the second-order term, channel-wise pruning of the
-    stream, and the training of LoRA adapters that recovers what is lost. The paper leaves the first and last blocks dense:
-    ``exclude_blocks`` does.
+    LLM-Pruner (arXiv:2305.11627), block-wise, element-wise importance of first order, sum over the group: what its
+    published commands use. Its groups are the hidden units and heads here. Left out: the second-order term,
+    channel-wise pruning of the stream, and the training of LoRA adapters that recovers what is lost. The paper leaves
+    the first and last blocks dense: ``exclude_blocks`` does.
     """
 
     name: ClassVar[str] = "llm-pruner"

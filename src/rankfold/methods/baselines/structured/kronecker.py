@@ -1,6 +1,7 @@
 """Which units stay, by a Fisher that is a Kronecker product for every layer.
 
-Shape legend: n units, c channels each sends into the output projection, O outputs and N inputs of a layer, D model width.
+Shape legend: n units, c channels each sends into the output projection, O outputs and N inputs of a layer, D model
+width.
 """
 
 from dataclasses import dataclass
@@ -21,10 +22,10 @@ DAMPING = 0.01  # of the mean diagonal of a factor, LLM Surgeon's
 
 @dataclass(frozen=True)
 class KroneckerSlicing(GradientSlicing):
-    """Units by a Fisher ``G (x) A`` of every layer (K-FAC): ``A`` of its inputs as they reach it, ``G`` of its gradients.
+    """Units by a Fisher ``G (x) A`` of every layer (K-FAC): ``A`` of its inputs as they come, ``G`` of its gradients.
 
-    A unit's cost is the sum of those of its rows in the layers before the output projection, and of its columns in that: layers
-    are independent in K-FAC. The bias of a layer is one more column of its weight, for an input of one.
+    A unit's cost is the sum of those of its rows in the layers before the output projection, and of its columns in
+    that: layers are independent in K-FAC. The bias of a layer is one more column of its weight, for an input of one.
     """
 
     kind: ClassVar[str] = "gradient"
@@ -53,7 +54,7 @@ class KroneckerSlicing(GradientSlicing):
         return moment.second_moment()
 
     def blocks(self, factor: Tensor, index: Tensor) -> Tensor:
-        """``(n, c, c)`` what of the factor on the side of the units a unit's cost has, for its rows or columns ``index``."""
+        """``(n, c, c)`` part of the factor on the units' side in a unit's cost, for its rows or columns ``index``."""
         raise NotImplementedError
 
 
@@ -61,8 +62,8 @@ class KroneckerSlicing(GradientSlicing):
 class KOBD(KroneckerSlicing):
     """The units stay that cost the loss most when their weights are zero, by a Kronecker-factored Fisher.
 
-    Kron-OBD (Wang et al., arXiv:1905.05934), which LLM Surgeon (arXiv:2312.17244) calls K-OBD. Left out: several shots with the
-    factors measured anew, and one threshold for all layers: shares come from ``allocation``.
+    Kron-OBD (Wang et al., arXiv:1905.05934), which LLM Surgeon (arXiv:2312.17244) calls K-OBD. Left out: several shots
+    with the factors measured anew, and one threshold for all layers: shares come from ``allocation``.
     """
 
     name: ClassVar[str] = "kobd"
@@ -73,13 +74,15 @@ class KOBD(KroneckerSlicing):
 
 @dataclass(frozen=True)
 class LLMSurgeon(KroneckerSlicing):
-    """The units stay that cost the loss most after the best update of the others, and the output projection is so updated.
+    """The units stay that cost the loss most after the best update of the others,
+    and the output projection is so updated.
 
-    LLM Surgeon (arXiv:2312.17244), structured, one shot: costs of removing rows and columns with the weights that stay updated,
-    and the update for all that goes together. There rows and columns go by themselves. Here they are coupled: without a unit's
-    column nothing reads its rows any more, and updating the rows of other units as well would make up for the unit twice. So
-    only columns are updated; with its bias, where the output projection has one. Left out: 40 shots with the factors measured
-    anew, one threshold for all layers (shares come from ``allocation``), and LoRA corrections in between.
+    LLM Surgeon (arXiv:2312.17244), structured, one shot: costs of removing rows and columns with the weights that stay
+    updated, and the update for all that goes together. There rows and columns go by themselves. Here they are coupled:
+    without a unit's column nothing reads its rows any more, and updating the rows of other units as well would make up
+    for the unit twice. So only columns are updated; with its bias, where the output projection has one. Left out: 40
+    shots with the factors measured anew, one threshold for all layers (shares come from ``allocation``), and LoRA
+    corrections in between.
     """
 
     name: ClassVar[str] = "llm-surgeon"

@@ -22,8 +22,8 @@ from .units import Sliceable, sliceable
 class Slicing(NarrowingMethod):
     """Drop hidden units of the MLP and whole heads; the weights of the others stay as they are.
 
-    Modules: ``mlp``, whose rank is the number of hidden units, and ``heads``, whose rank is the number of key/value heads, each
-    with all its query heads. Heads go one at a time, whatever ``rank_multiple`` is.
+    Modules: ``mlp``, whose rank is the number of hidden units, and ``heads``, whose rank is the number of key/value
+    heads, each with all its query heads. Heads go one at a time, whatever ``rank_multiple`` is.
     """
 
     all_modules: ClassVar[tuple[str, ...]] = ("mlp", "heads")
@@ -37,8 +37,10 @@ class Slicing(NarrowingMethod):
         return False
 
     def lost(self, units: Sliceable, moments: BlockMoments, keep: Tensor) -> Tensor:
-        """``(D, n c)`` the output projection minus the one that is left, at the same channels; where nothing is refitted, its
-        columns of the units that go."""
+        """``(D, n c)`` the output projection minus the one that is left, at the same channels.
+
+        Where nothing is refitted: its columns of the units that go.
+        """
         lost = units.output.weight.clone()
         lost[:, channels_of(keep, units.channels)] = 0
         return lost

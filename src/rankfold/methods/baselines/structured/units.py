@@ -56,7 +56,7 @@ class Sliceable:
         return torch.arange(self.count * self.channels, device=self.output.weight.device).view(self.count, -1)
 
     def parts(self, tensors: Mapping[str, Tensor]) -> list[Tensor]:
-        """What belongs to each unit, ``(n, c, ...)``, of tensors with the shapes of the weights, by the names of the layers."""
+        """``(n, c, ...)`` what belongs to each unit, of tensors shaped as the weights, by the names of the layers."""
         before = [tensors[layer][index] for layer, index in self.rows]
         return [*before, tensors[self.last].T.unflatten(0, (self.count, -1))]
 

@@ -11,7 +11,9 @@ from .method import Slicing
 
 @dataclass(frozen=True)
 class Magnitude(Slicing):
-    """The units whose weights have the largest Euclidean norm stay. Calibration text gives the errors reported, no choice."""
+    """The units whose weights have the largest Euclidean norm stay.
+    Calibration text gives the errors reported, no choice.
+    """
 
     name: ClassVar[str] = "magnitude"
 
@@ -21,7 +23,9 @@ class Magnitude(Slicing):
 
 @dataclass(frozen=True)
 class Strided(Slicing):
-    """Every n-th unit stays, whatever it does ("uniform pruning"). Calibration text gives the errors reported, no choice."""
+    """Every n-th unit stays, whatever it does ("uniform pruning").
+    Calibration text gives the errors reported, no choice.
+    """
 
     name: ClassVar[str] = "strided"
 
@@ -33,9 +37,10 @@ class Strided(Slicing):
 class FLAP(Slicing):
     """The units stay whose contribution fluctuates most, and a bias takes what the others send on average.
 
-    FLAP (arXiv:2312.11983): weighted input feature variance and bias compensation. Where an output projection has no bias it
-    gets one, as in the paper; that is D parameters for each module sliced. Left out: the paper's search for a structure over
-    the whole model by standardised scores. Ranks come from ``allocation`` instead, by default the same share of every module.
+    FLAP (arXiv:2312.11983): weighted input feature variance and bias compensation. Where an output projection has no
+    bias it gets one, as in the paper; that is D parameters for each module sliced. Left out: the paper's search for a
+    structure over the whole model by standardised scores. Ranks come from ``allocation`` instead, by default the same
+    share of every module.
     """
 
     name: ClassVar[str] = "flap"
