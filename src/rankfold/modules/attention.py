@@ -31,10 +31,10 @@ from .tensors import check_range
 class CompressedAttention(nn.Module):
     """Self-attention whose query-key width R and value width V need not be the head dimension.
 
-    It stands in for the attention module of any family: it takes the names each of them is called with, and differs from
-    them in three things only. The softmax scale is stored (it belongs to the ORIGINAL head dimension). Rotary pairs are
-    chosen per key/value head, by an index into the model's own cos/sin table, so that a reduced key is still a rotated
-    key. And keys and values may have different widths, so the cache holds ``K * (R + V)`` numbers per token.
+    It stands in for the attention module of any family: it takes the names each of them is called with, and differs
+    from them in three things only. The softmax scale is stored (it belongs to the ORIGINAL head dimension). Rotary
+    pairs are chosen per key/value head, by an index into the model's own cos/sin table, so that a reduced key is still
+    a rotated key. And keys and values may have different widths, so the cache holds ``K * (R + V)`` numbers per token.
     """
 
     # Layers; keys and values may be rows of a shared latent.
@@ -144,7 +144,7 @@ class CompressedAttention(nn.Module):
         return x if norm is None or self.norms_all_heads else norm(x)
 
     def _turned(self, query, key, tables, kwargs):
-        """Normalise queries (B, T, H R), and turn them and keys (B, T, K, R) where the family does; (B, H, T, R) and keys."""
+        """Normalise queries (B, T, H R); turn them and keys (B, T, K, R) where the family does; (B, H, T, R), keys."""
         query = self._normalised(query, self.q_norm)
         if self.rotary_base is not None:
             tables = angles_at(kwargs["position_ids"], self.rotary_base, self.rotary_dim)
@@ -170,8 +170,8 @@ class CompressedAttention(nn.Module):
     def _attend_cached(self, query, key, value, **kwargs):
         """Attend to all tokens of a cache.
 
-        One new token on a CPU takes two products: that is faster than the kernel for many queries, which also wants keys and
-        values of one width.
+        One new token on a CPU takes two products: that is faster than the kernel for many queries, which also wants
+        keys and values of one width.
         """
         stock = self.config._attn_implementation != "sdpa" or query.device.type != "cpu" or "cache" in kwargs
         if query.shape[2] > 1 or stock or self.training:
@@ -229,8 +229,8 @@ class CompressedAttention(nn.Module):
         heads = getattr(self.config, "num_key_value_heads", self.config.num_attention_heads)
         if heads != self.kv_heads:
             raise ValueError(
-                f"continuous batching has pages for {heads} heads of keys and values by the config, and this attention has "
-                f"{self.kv_heads}; use generate, or vLLM"
+                f"continuous batching has pages for {heads} heads of keys and values by the config, and this attention "
+                f"has {self.kv_heads}; use generate, or vLLM"
             )
         return (nn.functional.pad(x, (0, width - x.shape[-1])) for x in states)
 
@@ -241,7 +241,7 @@ class CompressedAttention(nn.Module):
 
 
 class PackedAttention(CompressedAttention):
-    """Over sequences that stand one behind the other, without a batch dimension: images of any size in Qwen-VL's towers."""
+    """Over sequences one after the other, without a batch dimension: images of any size in Qwen-VL's towers."""
 
     def _forward(self, hidden_states, *, cu_seqlens, position_embeddings, **_):
         together, mixed = of_one_length(cu_seqlens), []

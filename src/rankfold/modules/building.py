@@ -26,8 +26,8 @@ def build(spec: dict, dense: nn.Module | None = None, config=None) -> nn.Module:
         config: the model's (text) config, for kinds that attend.
 
     Raises:
-        ValueError: an unknown kind, sizes that are no positive integers, what is no module of this kind, or an attention that
-            could not run; ``dense`` is missing.
+        ValueError: an unknown kind, sizes that are no positive integers, what is no module of this kind, or an
+            attention that could not run; ``dense`` is missing.
     """
     check_description(spec, (*LAYERS, *ATTENTIONS, "experts", "latent_experts", "shortcut_block"))
     if isinstance(dense, nn.Embedding):
@@ -104,7 +104,7 @@ def _unknown():
 
 
 def _record(model: nn.Module) -> None:
-    """Have transformers collect the weights of attention (``output_attentions``): it looks for the family's own class."""
+    """Have transformers collect attention weights (``output_attentions``): it looks for the family's own class."""
     for part in model.modules():
         recorded = getattr(type(part), "_can_record_outputs", None) or {}
         classes = recorded.get("attentions", CompressedAttention)
@@ -123,8 +123,11 @@ def _config_of(model: Any, place: str):
 
 
 def _place(model: nn.Module, path: str) -> str:
-    """Where a module is in this model: paths are those of the class that was compressed, with a head or without one, and a
-    model without one has no prefix in them."""
+    """Where a module is in this model.
+
+    Paths are those of the class that was compressed, with a head or without one, and a model without one has no
+    prefix in them.
+    """
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     for place in (path, path.removeprefix(prefix), prefix + path):
         parent, _, name = place.rpartition(".")

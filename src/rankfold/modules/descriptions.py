@@ -35,8 +35,11 @@ def check_description(spec: dict, kinds) -> None:
 
 
 def check_attention(spec: dict) -> None:
-    """Raise :class:`ValueError` where an attention could be built and not run: numbers that are none, widths of projections
-    that are not those of its heads, or a latent to cache that there is not."""
+    """Raise :class:`ValueError` where an attention could be built and not run.
+
+    That is so for numbers that are none, widths of projections that are not those of its heads, or a latent to cache
+    that there is not.
+    """
     for key, (allowed, is_so) in _FAMILYS_OWN.items():
         value = spec.get(key)
         number = isinstance(value, int | float) and not isinstance(value, bool)

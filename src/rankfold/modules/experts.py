@@ -38,8 +38,8 @@ class LatentExperts(nn.Module):
     """Experts with layers of their own, of which some or all go through a latent, in place of stacked parameters.
 
     Args:
-        spec: ``experts``, and the description of the layers into (``rising``: gate and up, rows as the family stores them) and
-            out of (``falling``) the hidden units of each.
+        spec: ``experts``, and the description of the layers into (``rising``: gate and up, rows as the family stores
+            them) and out of (``falling``) the hidden units of each.
         dense: the experts it replaces; what they make of gate and up is the family's own.
     """
 

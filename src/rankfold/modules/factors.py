@@ -1,6 +1,6 @@
 """Factors of latent layers: what holds the numbers of ``A`` or ``B`` under the name ``weight``.
 
-A factor that is a plain matrix is an ``nn.Linear``, so that whatever looks for these finds it: adapters, quantisers, engines.
+A factor that is a plain matrix is an ``nn.Linear``, so that adapters, quantisers and engines find it.
 """
 
 import torch
@@ -101,7 +101,7 @@ class HeadIdentity(nn.Module):
 
 
 def matrix_of(factor, columns: int, like):
-    """``(rows, columns)`` that a factor multiplies by, with the dtype and device of ``like`` where it has to be computed.
+    """``(rows, columns)`` that a factor multiplies by; where it has to be computed, of dtype and device of ``like``.
 
     A layer that adapters, a quantiser or an engine put in place of an ``nn.Linear`` may compute something else than its
     ``weight`` says, so it is run on the identity.

@@ -43,7 +43,7 @@ def add_alibi(alibi, mask, batch, heads, dtype):
 
 
 def add_bias(bias, hidden, length, dtype):
-    """The same as an additive mask out of a bias (H, 1, positions) on the last positions and a mask that is true where not."""
+    """The same as an additive mask: a bias (H, 1, positions) on the last positions, but for those that are hidden."""
     bias = bias[None, :, :, -length:].to(dtype)
     return bias if hidden is None else bias.masked_fill(hidden, torch.finfo(dtype).min)
 
@@ -66,7 +66,7 @@ def within(window, mask, new, length, device):
 
 
 def of_one_length(ends):
-    """Rows of sequences that stand one behind the other, (B, T) for every length there is; ``ends`` of each behind a zero."""
+    """Rows of sequences one after the other, (B, T) for every length there is; ``ends`` of each after a zero."""
     lengths = ends.diff()
     return [ends[:-1][lengths == T, None] + torch.arange(T, device=ends.device) for T in lengths.unique().tolist() if T]
 
@@ -80,7 +80,7 @@ def masked(scores, mask, softcap):
 
 
 def shares(scores, sinks):
-    """What of each token (B, H, T, S) attention takes, fp32; a sink (H,) is a score more, and its share goes nowhere."""
+    """What of each token (B, H, T, S) attention takes, fp32; a sink (H,) is a score more, whose share goes nowhere."""
     if sinks is None:
         return torch.softmax(scores, dim=-1, dtype=torch.float32)
     sink = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
@@ -99,8 +99,10 @@ def eager_attention(module, query, key, value, mask, scaling, dropout=0.0, softc
 
 
 def attend_one(query, key, value, mask, scaling, softcap=None, sinks=None):
-    """Attention of one token: queries (B, H, 1, R) to keys (B, heads, S, R) and values (B, other heads, S, V), whose numbers of
-    heads divide H; the output (B, H, V) and the weights (B, H, S)."""
+    """Attention of one token: the output (B, H, V) and the weights (B, H, S).
+
+    Queries (B, H, 1, R) go to keys (B, heads, S, R) and values (B, other heads, S, V), whose numbers of heads divide H.
+    """
     B, H = query.shape[:2]
     grouped = query.reshape(B * key.shape[1], -1, query.shape[-1])
     scores = torch.baddbmm(query.new_empty(()), grouped, key.flatten(0, 1).transpose(1, 2), beta=0, alpha=scaling)

@@ -22,12 +22,13 @@ class LatentLinear(nn.Module):
     * ``block_identity_left``: the mirror, ``y[q_1] = z``, ``y[q_2] = B_2 z``.
     * ``triangles``: ``B`` unit lower, ``A`` upper trapezoidal. Their triangles share a square ``T`` (rank, rank), as in
       LAPACK's LU; ``A`` and ``B`` are the rest. Stores ``rank * (out + in - rank)`` numbers too.
-    * ``lu``: the same, both trapezoids packed row by row: where they are quantised, and in earlier checkpoints. They are
-      unpacked in every call.
+    * ``lu``: the same, both trapezoids packed row by row: where they are quantised, and in earlier checkpoints. They
+      are unpacked in every call.
 
-    ``A`` and ``B`` are layers of their own, each an ``nn.Linear`` of what is stored but for ``lu``, a per-head identity and
-    quantised numbers (see :mod:`.factors`). What is stored of them may be quantised (``bits``, ``chunk``), ``B`` may have an
-    identity in every head (``head_identity`` heads), and ``nonzeros`` adds a sparse correction: ``y = B (A x) + D x + b``.
+    ``A`` and ``B`` are layers of their own, each an ``nn.Linear`` of what is stored but for ``lu``, a per-head identity
+    and quantised numbers (see :mod:`.factors`). What is stored of them may be quantised (``bits``, ``chunk``), ``B``
+    may have an identity in every head (``head_identity`` heads), and ``nonzeros`` adds a sparse correction:
+    ``y = B (A x) + D x + b``.
 
     A layer with a ``basis`` has the ``A`` of the layer at that path, in an earlier block; it is stored there only.
 
@@ -77,8 +78,11 @@ class LatentLinear(nn.Module):
         return A, B
 
     def forward(self, x, part: str | None = None):
-        """All of it, or a part that attention on latents needs alone. These go through here because what puts weights away
-        (accelerate's offloading) brings back those of a module that is called."""
+        """All of it, or a part that attention on latents needs alone.
+
+        These go through here because what puts weights away (accelerate's offloading) brings back those of a module
+        that is called.
+        """
         if part is not None:
             return {"down": self._down, "up": self._up, "shift": self._shift}[part](x)
         y = self._up(self._down(x))
@@ -122,7 +126,7 @@ class LatentLinear(nn.Module):
         )
 
     def up_matrix(self, like):
-        """Dense ``(out, rank)`` of what :meth:`up` does before the bias; see :func:`~.factors.matrix_of` about ``like``."""
+        """Dense ``(out, rank)`` of :meth:`up` without the bias; see :func:`~.factors.matrix_of` about ``like``."""
         if self.form in ("plain", "block_identity_right"):
             return matrix_of(self.B, self.rank, like)
         return self._expanded(torch.eye(self.rank, dtype=like.dtype, device=like.device)).T
@@ -175,7 +179,7 @@ class SplitHeadLinear(nn.Module):
 
 
 class LatentRows:
-    """Some outputs of a :class:`LatentLinear` as if they were a layer of their own: keys or values of a shared latent."""
+    """Some outputs of a :class:`LatentLinear` as if they were their own layer: keys or values of a shared latent."""
 
     def __init__(self, shared: LatentLinear, start: int, stop: int):
         self.shared, self.rows = shared, slice(start, stop)

@@ -1,7 +1,7 @@
 """Attention that caches latents instead of heads.
 
-Shape legend: B batch, T new tokens, S cached tokens, H query heads, K key/value heads, G = H / K, R query-key width, V value
-width.
+Shape legend: B batch, T new tokens, S cached tokens, H query heads, K key/value heads, G = H / K, R query-key width, V
+value width.
 """
 
 import torch
@@ -49,8 +49,10 @@ class LatentAttention(CompressedAttention):
         return query, z if self.latent_keys else key, z if self.latent_values else value
 
     def _cached(self, past, key, value):
-        """Return keys and values of all tokens. A static cache has as many heads of values as of keys, so there heads that
-        stand beside a latent are one."""
+        """Return keys and values of all tokens.
+
+        A static cache has as many heads of values as of keys, so there heads that stand beside a latent are one.
+        """
         one = self.qkv_proj is not None and self.latent_keys and self.latent_values
         if self.latent_keys == self.latent_values or not getattr(past, "is_compileable", False):
             key, value = past.update(key, value, self.layer_idx)

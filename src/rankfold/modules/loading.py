@@ -29,8 +29,8 @@ from .building import install
 from .bundle import CODE_FILE, code
 from .tensors import QuantizedTensor
 
-# What meets a checkpoint without this code names the method that it does not know: transformers, lm-eval and engines alike. So
-# the name says what helps. Checkpoints with the plain name were written before.
+# What meets a checkpoint without this code names the method that it does not know: transformers, lm-eval and engines
+# alike. So the name says what helps. Checkpoints with the plain name were written before.
 METHOD_NAME = "rankfold (import rankfold first, or give trust_remote_code=True)"
 METHOD_NAMES = (METHOD_NAME, "rankfold")
 FORMAT = 2
@@ -80,8 +80,9 @@ class RankfoldQuantizer(HfQuantizer):
         written = self.quantization_config.fields.get("format")
         if written not in FORMATS:
             raise ValueError(
-                f"this checkpoint has rankfold format {written!r}, this version reads {' and '.join(map(str, FORMATS))}; "
-                "upgrade rankfold, or load with trust_remote_code=True to use the code beside the weights"
+                f"this checkpoint has rankfold format {written!r}, this version reads "
+                f"{' and '.join(map(str, FORMATS))}; upgrade rankfold, or load with trust_remote_code=True to use the "
+                "code beside the weights"
             )
         install_described(model, self.quantization_config)
 
@@ -138,8 +139,8 @@ def check_rotation(model) -> None:
         halves = 2 if isinstance(module, PackedAttention) else 1  # rows and columns of an image turn by the same table
         if module.rotary_dim / halves not in tables:
             raise ValueError(
-                f"{name} turns {module.rotary_dim} dimensions, and the model by its config {min(tables)}; config.json is "
-                "not the one that was written"
+                f"{name} turns {module.rotary_dim} dimensions, and the model by its config {min(tables)}; config.json "
+                "is not the one that was written"
             )
 
 
@@ -161,8 +162,10 @@ def attach(model, config, quantizer: RankfoldQuantizer | None = None) -> None:
 
 
 class _Saving:
-    """The method ``save_pretrained`` of one model: with the function and the model that quantisers look for, and, as a bound
-    method of another name is not, pickled with it."""
+    """The method ``save_pretrained`` of one model, with the function and the model that quantisers look for.
+
+    It is pickled with the model, as a bound method of another name is not.
+    """
 
     def __init__(self, model):
         self.__self__, self.__func__ = model, _save_with_code
@@ -213,8 +216,10 @@ class RankfoldForCausalLM(_Remote):
 
 
 class RankfoldAutoConfig(_Remote):
-    """The config under ``trust_remote_code=True``: the stock one. That this code then runs, before anybody asks about the
-    method, is the point: lm-eval does so, and a model without head has no class of its own here.
+    """The config under ``trust_remote_code=True``: the stock one.
+
+    That this code then runs, before anybody asks about the method, is the point: lm-eval does so, and a model without
+    head has no class of its own here.
     """
 
     @classmethod
@@ -223,7 +228,7 @@ class RankfoldAutoConfig(_Remote):
 
 
 def _register() -> None:
-    """Make the format known to transformers, once in a process, whether the package or a checkpoint brings this code."""
+    """Make the format known to transformers once a process, whether the package or a checkpoint brings this code."""
     for name in METHOD_NAMES:
         if name in AUTO_QUANTIZATION_CONFIG_MAPPING:
             return
@@ -234,7 +239,10 @@ def _register() -> None:
 
 
 def _structured(dense):
-    """``_from_config`` that builds what the config describes. There is no hook for it: it would be a dense model, silently."""
+    """``_from_config`` that builds what the config describes.
+
+    There is no hook for it: it would be a dense model, silently.
+    """
 
     @functools.wraps(dense)
     def from_config(cls, config, **kwargs):

@@ -11,13 +11,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 class ShortcutBlock(GradientCheckpointingLayer):
-    """``y = S1 x + attention(N(x))``, ``z = S2 y + mlp(N(y))``; in a parallel block ``z = S x + attention(N(x)) + mlp(N(x))``.
+    """``y = S1 x + attention(N(x))``, ``z = S2 y + mlp(N(y))``.
 
-    It stands in for the block of any family: the layers of attention and MLP keep their places in it, and only the sums and
-    norms are its own. ``S`` take the stream from the coordinates in front of a half to those behind it. ``N(x) = x /
-    sqrt(|x|^2 / D + eps)`` divides by the width of the dense model, so that a direction that is gone counts as zero; scales,
-    shifts and means of the family's norms are in the weights. In the first block ``enter`` takes the stream from the model's
-    coordinates, in the last one ``leave`` takes it back.
+    A parallel block has ``z = S x + attention(N(x)) + mlp(N(x))``. It stands in for the block of any family: the layers
+    of attention and MLP keep their places in it, and only the sums and norms are its own. ``S`` take the stream from
+    the coordinates in front of a half to those behind it. ``N(x) = x / sqrt(|x|^2 / D + eps)`` divides by the width of
+    the dense model, so that a direction that is gone counts as zero; scales, shifts and means of the family's norms are
+    in the weights. In the first block ``enter`` takes the stream from the model's coordinates, in the last one
+    ``leave`` takes it back.
 
     Dropout that a family has in its block (not in its attention) is not there.
     """

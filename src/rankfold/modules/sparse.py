@@ -36,7 +36,8 @@ class SparseCorrection(nn.Module):
         ends = (int(self.starts[0]), int(self.starts[-1]))
         if ends != (0, self.values.numel()) or (self.starts.diff() < 0).any():
             raise ValueError(
-                f"{name}.starts do not rise from 0 to {self.values.numel()}: they are damaged, or the checkpoint lacks them"
+                f"{name}.starts do not rise from 0 to {self.values.numel()}: they are damaged, "
+                "or the checkpoint lacks them"
             )
 
     def forward(self, x):

@@ -91,8 +91,8 @@ def check_range(index, size: int, name: str) -> None:
     """Raise :class:`ValueError` unless every entry of ``index`` is in ``[0, size)``."""
     if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < size:
         raise ValueError(
-            f"{name} has entries {int(index.min())} to {int(index.max())}, allowed are 0 to {size - 1}: it is damaged, or the "
-            "checkpoint lacks it"
+            f"{name} has entries {int(index.min())} to {int(index.max())}, allowed are 0 to {size - 1}: it is damaged, "
+            "or the checkpoint lacks it"
         )
 
 
