@@ -31,7 +31,7 @@ class BlockFiles:
         return self._report(index).exists()  # written after the shard
 
     def _basis(self, index: int) -> Path:
-        """What the run needs of a block and the result holds nowhere or in another block: ``basis``, and tied tensors."""
+        """What the run needs of a block and the result lacks or holds in another one: ``basis``, and tied tensors."""
         return self.folder / f"basis-{index:05d}.safetensors"
 
     def _report(self, index: int) -> Path:

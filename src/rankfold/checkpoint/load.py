@@ -108,7 +108,8 @@ def _read_folder(
         raise
     except ImportError as error:
         raise UnsupportedModelError(
-            f"{name} needs a package that is not installed ({first_line(error)}); install it, or start from the dense model"
+            f"{name} needs a package that is not installed ({first_line(error)}); install it, "
+            "or start from the dense model"
         ) from error
     except Exception as error:  # transformers, safetensors and json raise many types for a damaged checkpoint
         raise CheckpointError(f"{name} cannot be loaded: {first_line(error)}; copy or make it again") from error
@@ -145,7 +146,7 @@ def described(config) -> RankfoldConfig | dict | None:
 
 
 def empty_model(config, attention: str | None = None, dtype=None) -> PreTrainedModel:
-    """Return the compressed structure a config describes, parameters on the meta device, of its own dtype or another."""
+    """Return the compressed structure a config describes, on the meta device, of its own dtype or another."""
     found = described(config)
     plain = copied_config(config)
     plain.__dict__.pop("quantization_config", None)

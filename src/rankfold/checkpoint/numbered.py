@@ -1,4 +1,4 @@
-"""Settings of a config that say something of single blocks, by their numbers, and what they are once blocks are removed."""
+"""Settings of a config about single blocks, by their numbers, and what they are once blocks are removed."""
 
 # An entry for every block.
 LISTS = (
@@ -78,7 +78,7 @@ def cut_model(config, blocks: int, kept: tuple[int, ...]) -> None:
 
 
 def named_blocks(source) -> frozenset[int]:
-    """Blocks behind which a model adds or takes images: Qwen3-VL's tower by number, its language model one after another."""
+    """Blocks after which a model takes or adds images: of Qwen3-VL's tower by number, of its language model in turn."""
     if source.architecture.images_behind_blocks:
         tower = getattr(source.model.config, "vision_config", None)
         return frozenset(range(len(getattr(tower, "deepstack_visual_indexes", None) or ())))

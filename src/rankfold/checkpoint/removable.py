@@ -28,8 +28,8 @@ def blocks_that_stay(source) -> frozenset[int]:
             return frozenset(stay)
         stay |= blocked
     raise UnsupportedModelError(
-        f"every block of this {source.architecture.model_type} has a number that it depends on, so none can be removed; use a "
-        f"method that makes blocks smaller, such as {option('method', 'rankfold')}"
+        f"every block of this {source.architecture.model_type} has a number that it depends on, so none can be "
+        f"removed; use a method that makes blocks smaller, such as {option('method', 'rankfold')}"
     )
 
 
@@ -46,8 +46,8 @@ def _takes_its_place(source, gone: int) -> bool:
         return True
     block = min(changed)
     raise UnsupportedModelError(
-        f"block {block} of this {source.architecture.model_type} depends on its number: without block {gone} it has another "
-        f"{changed[block]}, which its config cannot say; use a method that makes blocks smaller, such as "
+        f"block {block} of this {source.architecture.model_type} depends on its number: without block {gone} it has "
+        f"another {changed[block]}, which its config cannot say; use a method that makes blocks smaller, such as "
         f"{option('method', 'rankfold')}"
     )
 
@@ -58,8 +58,8 @@ def _changed(source, kept: tuple[int, ...]) -> dict[int, str]:
         fewer = empty_model(compressed_config(source, {}, {}, kept))
     except Exception as error:  # a config that its class refuses ends in whatever type its checks raise
         raise UnsupportedModelError(
-            f"{type(source.model).__name__} cannot be built with fewer blocks ({first_line(error)}); use a method that makes "
-            f"blocks smaller, such as {option('method', 'rankfold')}"
+            f"{type(source.model).__name__} cannot be built with fewer blocks ({first_line(error)}); use a method that "
+            f"makes blocks smaller, such as {option('method', 'rankfold')}"
         ) from error
     blocks = [*fewer.get_submodule(source.architecture.blocks).children()]
     pairs = ((block, source.blocks[block], blocks[place]) for place, block in enumerate(kept))

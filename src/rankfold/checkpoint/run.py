@@ -73,8 +73,8 @@ class RunFolder:
         found = self._found()
         if found is not None and found != self.identity:
             raise CheckpointError(
-                f"{self.path} is an unfinished run of another configuration ({difference(found, self.identity)}); repeat that "
-                "one to go on with it, remove the folder to start anew, or choose another output"
+                f"{self.path} is an unfinished run of another configuration ({difference(found, self.identity)}); "
+                "repeat that one to go on with it, remove the folder to start anew, or choose another output"
             )
         self.path.mkdir(exist_ok=True)
         sweep(self.path)
@@ -155,8 +155,8 @@ class RunFolder:
             sync_folder(self.path)
         if os.path.lexists(self.output):
             raise CheckpointError(
-                f"{self.output} appeared while the run was under way; the finished checkpoint is {self.path}: rename it, "
-                f"or remove {self.output} and give the same command again"
+                f"{self.output} appeared while the run was under way; the finished checkpoint is {self.path}: rename "
+                f"it, or remove {self.output} and give the same command again"
             )
         with writing(self.output):
             os.rename(self.path, self.output)

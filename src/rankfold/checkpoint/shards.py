@@ -1,4 +1,4 @@
-"""The files of a checkpoint: one shard of weights a block and one for the rest, their index, and what lies beside them."""
+"""The files of a checkpoint: one shard of weights a block, one for the rest, their index, and what lies beside them."""
 
 from pathlib import Path
 
@@ -63,7 +63,7 @@ class Shards:
 
 
 def write_around(folder: Path, source, config) -> None:
-    """What transformers wants beside the weights: config, settings for generating, tokenizer, and what surrounds the model."""
+    """What transformers needs beside weights: config, settings for generating, tokenizer, what surrounds the model."""
     config.save_pretrained(folder)
     if getattr(source.model, "generation_config", None) is not None:
         source.model.generation_config.save_pretrained(folder)

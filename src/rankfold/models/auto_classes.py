@@ -36,18 +36,19 @@ def auto_class(config, name: str | None = None):
         if found is not None and (found.__name__ == named if named else auto is AutoModel):
             return auto
     raise UnsupportedModelError(
-        f"model type {config.model_type!r}{f' as {named}' if named else ''} is not one that transformers loads as a causal "
-        "language model, an encoder with or without a head, or a model for images and text; give its language model alone"
+        f"model type {config.model_type!r}{f' as {named}' if named else ''} is not one that transformers loads as a "
+        "causal language model, an encoder with or without a head, or a model for images and text; "
+        "give its language model alone"
     )
 
 
 def check_writes(config, name: str) -> None:
-    """Raise :class:`UnsupportedModelError` unless a model writes text, so that it has a perplexity, tasks and exports."""
+    """Raise :class:`UnsupportedModelError` unless a model writes text and so has a perplexity, tasks and exports."""
     text = config.get_text_config()
     family = family_of(text)
     if family is not None and not family.decoder:
         raise UnsupportedModelError(
-            f"{name} is an encoder ({text.model_type}) and predicts no next token, so it has no perplexity, writes no text and "
-            "has no form of a decoder; `rankfold inspect` says how far its states have moved, and its own head is what to "
-            "evaluate"
+            f"{name} is an encoder ({text.model_type}) and predicts no next token, so it has no perplexity, writes no "
+            "text and has no form of a decoder; `rankfold inspect` says how far its states have moved, and its own "
+            "head is what to evaluate"
         )

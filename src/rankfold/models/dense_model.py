@@ -30,7 +30,8 @@ class DenseModel:
     """One stack of blocks in a dense model, read block by block.
 
     Attributes:
-        name: what the user called it.  part: what of the model is taken.  config: of that part.  architecture: its family.
+        name: what the user called it.  part: what of the model is taken.  config: of that part.
+        architecture: its family.
         model: the model around the blocks, on :attr:`device`. The blocks of a streamed source are on the meta device,
             others wherever they are kept.
         dtype: the dtype weights are written in, in the compressed model; what is read is rounded to it first, block by
@@ -86,7 +87,7 @@ class DenseModel:
 
     @property
     def image_token(self) -> int | None:
-        """Return the id of the token in whose places images stand among the tokens; ``None`` where this part sees no images."""
+        """Return the id of the token in whose places images stand; ``None`` where this part takes no images."""
         return getattr(self.model.config, "image_token_id", None) if self.architecture.decoder else None
 
     @property
@@ -214,7 +215,7 @@ class DenseModel:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Return the digest of the part's config and all weights; the same in whatever dtype the result is to be stored."""
+        """Return the digest of the part's config and all weights; the same whatever dtype the result is stored in."""
         read = self.weights.raw if self.weights else None
         tensors = ((name, read(name) if read else tensor) for name, tensor in sorted(self._untied_state().items()))
         return fingerprint(self.config.to_diff_dict(), tensors)

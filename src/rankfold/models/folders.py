@@ -33,7 +33,8 @@ def check_file(file: Path) -> None:
     parts = PARTED.fullmatch(file.name)
     if parts and int(parts[2]) > 1:
         raise CheckpointError(
-            f"{file} is part {int(parts[1])} of {int(parts[2])}; join them with `llama-gguf-split --merge` and give the whole"
+            f"{file} is part {int(parts[1])} of {int(parts[2])}; join them with `llama-gguf-split --merge` and give "
+            "the whole"
         )
     if file.suffix == GGUF:
         return

@@ -11,7 +11,8 @@ KINDS = (
     (
         r"zero_to_fp32\.py|global_step\d+/|(bf16_)?zero_pp_rank_.*|mp_rank_\d+.*",
         "a DeepSpeed checkpoint in shards",
-        "join them with `python zero_to_fp32.py FOLDER OUT --safe_serialization`, beside the model's config.json and tokenizer",
+        "join them with `python zero_to_fp32.py FOLDER OUT --safe_serialization`, "
+        "beside the model's config.json and tokenizer",
     ),
     (
         r".*\.distcp|pytorch_model_fsdp.*",
@@ -34,15 +35,16 @@ KINDS = (
     (
         r"tf_model.*\.h5|.*\.(h5|keras)|saved_model\.pb|.*\.ckpt\.(index|data-.*)|flax_model.*\.msgpack",
         "weights of TensorFlow or Flax",
-        "take its PyTorch weights, or convert it with from_pretrained(..., from_tf=True or from_flax=True) of transformers 4",
+        "take its PyTorch weights, or convert it with from_pretrained(..., "
+        "from_tf=True or from_flax=True) of transformers 4",
     ),
     (r"(source_|target_|shared_)?vocabulary\.(json|txt)", "a CTranslate2 model", DENSE),
     (r"ggml-.*\.bin", "a GGML file", DENSE),
     (
         r".*\.(bin|pt|pth|ckpt|pkl|pickle)(\.index\.json)?",
         "pickled weights",
-        "rankfold reads safetensors and GGUF only (a pickle may run code): if you trust them, load them with transformers and "
-        "write them with save_pretrained",
+        "rankfold reads safetensors and GGUF only (a pickle may run code): if you trust them, load them with "
+        "transformers and write them with save_pretrained",
     ),
     (r".*\.(zip|tar|t?gz|tgz|bz2|xz|7z|zst|rar)", "an archive", "unpack it and give the folder that has config.json"),
     (r"optimizer.*|trainer_state\.json", TRAINER, "give a folder that has the weights too"),

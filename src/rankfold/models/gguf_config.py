@@ -46,7 +46,8 @@ def gguf_config(file: Path) -> tuple[PreTrainedConfig, int, int]:
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     if found := next((name for name in tensors if name.endswith((".lora_a", ".lora_b"))), None):
         raise UnsupportedModelError(
-            f"{file} is an adapter without a model ({found}); merge it with `llama-export-lora` and give the merged file"
+            f"{file} is an adapter without a model ({found}); merge it with `llama-export-lora` and give the merged "
+            "file"
         )
     for name, tensor in BIASES.items():
         if tensor in tensors and hasattr(config, name):
@@ -59,13 +60,13 @@ def gguf_config(file: Path) -> tuple[PreTrainedConfig, int, int]:
 
 
 def check_size(config: PreTrainedConfig, numbers: int, file: Path) -> None:
-    """Raise :class:`CheckpointError` where a file has far fewer ``numbers`` than its config: they would be made first."""
+    """Raise :class:`CheckpointError` for a file of far fewer ``numbers`` than its config: they would be made first."""
     with torch.device("meta"):
         needed = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
     if needed > 2 * numbers:
         raise CheckpointError(
-            f"{file} holds {numbers:,} numbers, and its config describes {needed:,}; download or copy it again, or take the "
-            "folder of safetensors this file was made of"
+            f"{file} holds {numbers:,} numbers, and its config describes {needed:,}; download or copy it again, or "
+            "take the folder of safetensors this file was made of"
         )
 
 
@@ -80,8 +81,8 @@ def _stretched(config, reader: "gguf.GGUFReader", tensors: dict, file: Path) -> 
     known = kind in (None, "none") or (kind == "linear" and _turning(config))
     if not known or other or (FACTORS in tensors and not _whole(config)):
         raise UnsupportedModelError(
-            f"{file} stretches rotary frequencies by {', '.join(other) or (FACTORS if kind is None else repr(kind))}, which "
-            "is read of safetensors only; take the folder of safetensors this file was made of"
+            f"{file} stretches rotary frequencies by {', '.join(other) or (FACTORS if kind is None else repr(kind))}, "
+            "which is read of safetensors only; take the folder of safetensors this file was made of"
         )
     if FACTORS in tensors:
         return _by(torch.from_numpy(tensors[FACTORS].data.copy()).double(), config)
@@ -89,7 +90,7 @@ def _stretched(config, reader: "gguf.GGUFReader", tensors: dict, file: Path) -> 
 
 
 def _turning(config) -> dict:
-    """Rotary parameters of the layers that are stretched: in Gemma 3 not those with a window; empty where there are none."""
+    """Rotary parameters of the layers that are stretched: in Gemma 3 not those with a window; empty without any."""
     found = getattr(config, "rope_parameters", None) or {}
     found = found.get("full_attention", found)
     return found if "rope_theta" in found else {}
@@ -102,7 +103,7 @@ def _whole(config) -> bool:
 
 
 def _by(factors: Tensor, config) -> dict:
-    """Rotary parameters that divide every frequency by a factor ``(N / 2,)``: Llama 3's where they fit, else LongRoPE's."""
+    """Rotary parameters that divide frequencies by a factor ``(N / 2,)``: Llama 3's where they fit, else LongRoPE's."""
     llama3 = LLAMA3 | {"rope_theta": config.rope_parameters["rope_theta"], "factor": factors.max().item()}
     if factors.max() > 1 and torch.allclose(_factors(llama3, config), factors, rtol=1e-4):
         return llama3
@@ -138,10 +139,10 @@ def _factors(parameters: dict, config) -> Tensor:
 
 
 def check_biases(model: nn.Module, there: int, file: Path) -> None:
-    """Raise :class:`CheckpointError` where a file has more numbers in biases (``there``) than the model has places for."""
+    """Raise :class:`CheckpointError` where a file has more bias numbers (``there``) than the model has places for."""
     found = sum(tensor.numel() for name, tensor in model.state_dict().items() if name.endswith("bias"))
     if there > found:
         raise CheckpointError(
-            f"{file} has {there} numbers in biases and the model that transformers makes of it {found}; take the folder of "
-            "safetensors this file was made of"
+            f"{file} has {there} numbers in biases and the model that transformers makes of it {found}; take the "
+            "folder of safetensors this file was made of"
         )

@@ -88,7 +88,7 @@ def _check_method(config: dict, folder: Path) -> None:
 
 
 def check_given(model: nn.Module, name: str | None) -> Part:
-    """The part of this name; :class:`UnsupportedModelError`, saying what to do, unless the model is a plain dense one."""
+    """The part of this name; :class:`UnsupportedModelError`, with what to do, unless the model is a plain dense one."""
     if hasattr(model, "_orig_mod"):
         raise UnsupportedModelError("the model is compiled; give the model that was compiled (model._orig_mod)")
     if hasattr(model, "peft_config"):
@@ -107,7 +107,8 @@ def check_given(model: nn.Module, name: str | None) -> Part:
     on_meta = [name for name, tensor in state.items() if tensor.device.type == "meta"]
     if on_meta:
         raise UnsupportedModelError(
-            f"{on_meta[0]} and {len(on_meta) - 1} more tensors are on the meta device, without numbers; load the weights first"
+            f"{on_meta[0]} and {len(on_meta) - 1} more tensors are on the meta device, without numbers; "
+            "load the weights first"
         )
     check_names(list(state), type(model).__name__)
     if not getattr(model.config, "quantization_config", None):
@@ -149,14 +150,14 @@ def check_quantised(config, name: str, blocks: str | None = None) -> None:
 
 
 def _check_one_device(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
-    """Refuse a model that ``device_map`` has put on several devices, or on the disk: its hooks move what blocks are sent."""
+    """Refuse a model that ``device_map`` has put on several devices or on disk: its hooks move what blocks are sent."""
     mapped = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
     found = {str(tensor.device) for tensor in state.values() if not tensor.is_meta}
     if len(mapped) > 1 or len(found) > 1:
         places = sorted(mapped if len(mapped) > 1 else found)
         raise UnsupportedModelError(
-            f"the model is spread over {', '.join(places)}; give its folder or hub id, which is read block by block, or load "
-            "it without device_map"
+            f"the model is spread over {', '.join(places)}; give its folder or hub id, which is read block by block, "
+            "or load it without device_map"
         )
 
 
@@ -166,17 +167,17 @@ def check_tied(model: nn.Module) -> None:
     for name, other in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         if not torch.equal(state[name], state[other]):
             raise UnsupportedModelError(
-                f"{name} differs from {other}, and the model's config ties them; set config.tie_word_embeddings=False and "
-                "save and load the model, so that both are kept"
+                f"{name} differs from {other}, and the model's config ties them; set config.tie_word_embeddings=False "
+                "and save and load the model, so that both are kept"
             )
 
 
 def _check_layers(model: nn.Module, architecture: Architecture) -> None:
-    """Projections are read as their weight; a layer that computes something else would be replaced by something else."""
+    """Projections are read as their weight; a layer that computes anything else would be replaced by something else."""
     for name, layer in model.get_submodule(architecture.blocks).named_modules():
         own = type(layer).__module__.partition(".")[0] not in KNOWN
         if isinstance(layer, nn.Linear) and (own or hasattr(layer, "parametrizations")):
             raise UnsupportedModelError(
-                f"{architecture.blocks}.{name} is a {type(layer).__name__}, which may compute something else than its weight "
-                "says; replace it by nn.Linear"
+                f"{architecture.blocks}.{name} is a {type(layer).__name__}, which may compute something else than its "
+                "weight says; replace it by nn.Linear"
             )

@@ -47,7 +47,8 @@ def locate(name: str, revision: str | None = None) -> Path:
     repository, wanted = split_revision(name, revision)
     if not is_hub_id(repository):
         raise CheckpointError(
-            f"no model at {name!r}: expected a folder, a .gguf file, or a hub id such as owner/name or owner/name@revision"
+            f"no model at {name!r}: expected a folder, a .gguf file, or a hub id such as owner/name or "
+            "owner/name@revision"
         )
     from huggingface_hub import snapshot_download
 

@@ -98,8 +98,8 @@ def check_listing(listing: Listing) -> None:
     own = [name for name in names if name.endswith(".safetensors") and not foreign_kind([name])]
     if own and CONFIG in files:
         raise CheckpointError(
-            f"{place} has {lacks} and no {INDEX}, and other safetensors ({listed(own)}); add the index of these, or rename a "
-            f"single one to {SINGLE}"
+            f"{place} has {lacks} and no {INDEX}, and other safetensors ({listed(own)}); add the index of these, or "
+            f"rename a single one to {SINGLE}"
         )
     if kind := foreign_kind(names):
         raise CheckpointError(f"{place} has {lacks}; {kind[0]} is {kind[1]}: {kind[2]}")
@@ -119,7 +119,7 @@ def _refuse_adapter(listing: Listing) -> None:
     of = f" of {listing.base}" if listing.base else ""
     if CONFIG in listing.files:
         raise CheckpointError(
-            f"{listing.place} has an adapter{of} next to the model ({ADAPTER}); move the adapter to a folder of its own, "
-            f"and to have it in the model, {MERGE}"
+            f"{listing.place} has an adapter{of} next to the model ({ADAPTER}); move the adapter to a folder of its "
+            f"own, and to have it in the model, {MERGE}"
         )
     raise CheckpointError(f"{listing.place} is an adapter{of} without a model; {MERGE}")

@@ -104,7 +104,7 @@ def _open_given(model: nn.Module, dtype: torch.dtype | None, device: str, tokeni
 
 
 def _read_gguf(file: Path, device: torch.device, dtype: torch.dtype | None, component: str | None):
-    """As :func:`_read_folder`. All numbers are held in fp32, so that the fingerprint does not depend on the dtype written."""
+    """As :func:`_read_folder`. All numbers are in fp32: the fingerprint does not depend on the dtype written."""
     written = dtype or torch.bfloat16
     log.info("%s is de-quantised; its weights are written in %s", file.name, str(written).removeprefix("torch."))
     size = file.stat().st_size
@@ -121,7 +121,7 @@ def _read_gguf(file: Path, device: torch.device, dtype: torch.dtype | None, comp
 
 
 def _stream_gguf(file: Path):
-    """The model of a GGUF file, empty, and where its weights are read from; ``None`` where it has to be read as a whole."""
+    """The model of a GGUF file, empty, and where its weights are read from; ``None`` where all of it has to be read."""
     with parsed_once(), reporting(CheckpointError, f"{file} cannot be read as GGUF", "download or copy it again"):
         config, biases, numbers = gguf_config(file)
         check_size(config, numbers, file)
@@ -178,8 +178,8 @@ def stored_dtype(config, weights: Weights) -> torch.dtype:
     if stored not in DTYPES.values():
         named = f"{weights.folder / 'config.json'} names" if config.dtype else f"the tensors in {weights.folder} have"
         raise CheckpointError(
-            f"{named} the dtype {str(stored).removeprefix('torch.')}, which is not one of {', '.join(DTYPES)}; choose one of "
-            f"these with {option('dtype')}"
+            f"{named} the dtype {str(stored).removeprefix('torch.')}, which is not one of {', '.join(DTYPES)}; choose "
+            f"one of these with {option('dtype')}"
         )
     return stored
 

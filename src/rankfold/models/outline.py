@@ -65,8 +65,8 @@ def open_outline(
     outline = Outline(network, name, torch.device("meta"), written)
     if outline.architecture.derived:
         raise UnsupportedModelError(
-            f"model type {config.model_type!r} has no spec, and one read off its blocks is checked on weights, which a config "
-            f"does not have; give the model, without {option('gpu')}"
+            f"model type {config.model_type!r} has no spec, and one read off its blocks is checked on weights, which a "
+            f"config does not have; give the model, without {option('gpu')}"
         )
     return outline
 

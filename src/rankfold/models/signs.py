@@ -24,13 +24,15 @@ FEW_BITS = re.compile(r"F[468](_|$)|[IU](4|8|16|32)$")  # floats of few bits, an
 WRAPPED = (
     (
         "is wrapped by peft, its adapter not merged",
-        r"(^|\.)(lora_(A|B|embedding_A|embedding_B|magnitude_vector)|base_layer|modules_to_save|original_module)\.|^base_model\.model\.",
+        r"(^|\.)(lora_(A|B|embedding_A|embedding_B|magnitude_vector)|base_layer|modules_to_save|original_module)\."
+        r"|^base_model\.model\.",
         MERGE,
     ),
     (
         "was compiled by torch.compile",
         r"(^|\.)_orig_mod\.",
-        "give or save the model as it was before (model._orig_mod), or take '_orig_mod.' out of the names of its tensors",
+        "give or save the model as it was before (model._orig_mod), or take '_orig_mod.' out of the names of its "
+        "tensors",
     ),
     (
         "was wrapped by FSDP or by activation checkpointing",
@@ -54,19 +56,19 @@ def check_names(names: list[str], place: str) -> None:
             raise UnsupportedModelError(f"{place} {what} ({found}); {to_do}")
     if names and all(name.startswith("module.") for name in names):
         raise UnsupportedModelError(
-            f"{place} was wrapped by DataParallel, DDP or DeepSpeed ({names[0]}); save the model in it (model.module), or take "
-            "'module.' off the names of its tensors"
+            f"{place} was wrapped by DataParallel, DDP or DeepSpeed ({names[0]}); save the model in it (model.module), "
+            "or take 'module.' off the names of its tensors"
         )
 
 
 def check_numbers(kinds: Mapping[str, str], place: str) -> None:
-    """Raise :class:`UnsupportedModelError` where tensors, by name and :func:`kind_of`, are those of a quantised model."""
+    """Raise :class:`UnsupportedModelError` where tensors, by name and :func:`kind_of`, are of a quantised model."""
     found = next(((name, what) for what, pattern in QUANTISED for name in kinds if re.search(pattern, name)), None)
     found = found or _of_few_bits(kinds)
     if found:
         raise UnsupportedModelError(
-            f"{place} is quantised ({found[1]}: {found[0]}), and its config has no quantization_config; start from the dense "
-            f"model, or, where transformers has de-quantised it, save it again with {SAVED}"
+            f"{place} is quantised ({found[1]}: {found[0]}), and its config has no quantization_config; start from the "
+            f"dense model, or, where transformers has de-quantised it, save it again with {SAVED}"
         )
 
 
@@ -74,8 +76,8 @@ def check_filled(shapes: Mapping[str, tuple[int, ...]], place: str) -> None:
     """Raise :class:`UnsupportedModelError` where vectors have no entries."""
     if found := [name for name, shape in shapes.items() if tuple(shape) == (0,)]:
         raise UnsupportedModelError(
-            f"{place} has {len(found)} tensors without entries ({found[0]}), as DeepSpeed's ZeRO-3 leaves them; gather the "
-            "weights (zero_to_fp32.py, or stage3_gather_16bit_weights_on_model_save) and save them again"
+            f"{place} has {len(found)} tensors without entries ({found[0]}), as DeepSpeed's ZeRO-3 leaves them; gather "
+            "the weights (zero_to_fp32.py, or stage3_gather_16bit_weights_on_model_save) and save them again"
         )
 
 

@@ -19,6 +19,7 @@ def check_tables(model: PreTrainedModel) -> None:
     if size > MOST_BYTES:
         positions = context_of(model.config)
         raise CheckpointError(
-            f"config.json describes a model that makes {size / 1e9:,.1f} GB of tables before it has a weight, for {positions} "
-            "positions; correct max_position_embeddings (also called n_positions) and rotary_dim in config.json"
+            f"config.json describes a model that makes {size / 1e9:,.1f} GB of tables before it has a weight, for "
+            f"{positions} positions; correct max_position_embeddings (also called n_positions) and rotary_dim in "
+            "config.json"
         )

@@ -93,7 +93,8 @@ class TokenizerFiles:
                 found = AutoProcessor.from_pretrained(self.folder, trust_remote_code=False)
             except ImportError as error:  # torchvision for those that see films too, num2words for SmolVLM
                 raise OptionError(
-                    f"the processor in {self.folder} needs a package that is not installed ({first_line(error)}); install it"
+                    f"the processor in {self.folder} needs a package that is not installed ({first_line(error)}); "
+                    "install it"
                 ) from error
         if not hasattr(found, "image_processor"):  # transformers then gives the tokenizer, or whatever there is
             raise CheckpointError(f"there is no processor of images and text in {self.folder}; {advice}")
@@ -117,7 +118,7 @@ def save_tokenizer(tokenizer, folder: Path) -> None:
 
 
 def copy_file(file: Path, place: Path) -> None:
-    """Copy a file as it is, but for what a config names that is not beside the result: code, which is not run, and places."""
+    """Copy a file as it is, but for what a config names and the result lacks: code, which is not run, and places."""
     if file.name.endswith("config.json"):
         with contextlib.suppress(ValueError):  # a damaged file stays what it is
             found = json.loads(file.read_text(encoding="utf-8"))

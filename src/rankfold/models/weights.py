@@ -80,7 +80,7 @@ class Weights(TensorReader):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the first tensor of floats in the first file, as transformers takes it for ``dtype="auto"``; fp32 without any."""
+        """Of the first float tensor in the first file, as transformers does for ``dtype="auto"``; fp32 without any."""
         first = min((place.file for place in self.places.values()), default=None)
         kinds = [place.kind for place in self.places.values() if place.file == first]
         return next((KINDS[kind] for kind in kinds if kind in KINDS), torch.float32)
@@ -109,8 +109,8 @@ class Weights(TensorReader):
         for prefix in sorted(name.removesuffix(last) for name in self.places if name.endswith(f".{last}")):
             if all(prefix + name in self.places for name in wanted):
                 raise CheckpointError(
-                    f"{self.folder} has {prefix!r} before the names of all weights; take it off the names, and save the "
-                    "tensors again"
+                    f"{self.folder} has {prefix!r} before the names of all weights; take it off the names, and save "
+                    "the tensors again"
                 )
 
     def check_config(self, config) -> None:
@@ -127,8 +127,8 @@ class Weights(TensorReader):
             )
         if isinstance(blocks, int) and blocks > len(self.places):
             raise CheckpointError(
-                f"{self.folder} holds {len(self.places)} tensors, and has {blocks} blocks by the config; correct config.json, "
-                "or download or copy the checkpoint again"
+                f"{self.folder} holds {len(self.places)} tensors, and has {blocks} blocks by the config; correct "
+                "config.json, or download or copy the checkpoint again"
             )
 
     def check_fits(self, model: PreTrainedModel) -> None:
@@ -144,20 +144,21 @@ class Weights(TensorReader):
             floats = isinstance(tensor, nn.Parameter) or tensor.is_floating_point()
             if place and place.shape != tuple(tensor.shape):
                 raise CheckpointError(
-                    f"{name} has shape {list(place.shape)} in {place.file}, and {list(tensor.shape)} by the config; correct "
-                    "config.json, or download or copy the checkpoint again"
+                    f"{name} has shape {list(place.shape)} in {place.file}, and {list(tensor.shape)} by the config; "
+                    "correct config.json, or download or copy the checkpoint again"
                 )
             if place and (("F" in place.kind) != floats or place.kind.startswith("C")):  # C64: complex
                 wanted = "floating-point numbers" if floats else "integers"
                 raise CheckpointError(
-                    f"{name} holds {place.kind} in {place.file}, and must hold {wanted}; download or copy the checkpoint again"
+                    f"{name} holds {place.kind} in {place.file}, and must hold {wanted}; "
+                    "download or copy the checkpoint again"
                 )
         held = sum(math.prod(place.shape) for place in self.places.values())
         needed = sum(state[name].numel() for name in required_names(model))
         if needed > 2 * held:  # what is missing would be made before it is missed
             raise CheckpointError(
-                f"{self.folder} holds {held:,} numbers, and the config describes {needed:,}; correct config.json, or download "
-                "or copy the checkpoint again"
+                f"{self.folder} holds {held:,} numbers, and the config describes {needed:,}; correct config.json, or "
+                "download or copy the checkpoint again"
             )
 
     def unused(self, model: PreTrainedModel) -> list[str]:
@@ -230,7 +231,8 @@ def _read_index(folder: Path) -> dict[str, str]:
         )
     if strange:
         raise CheckpointError(
-            f"{folder / INDEX} names {listed(strange)}: not a file in this folder; only files next to the index are read"
+            f"{folder / INDEX} names {listed(strange)}: not a file in this folder; "
+            "only files next to the index are read"
         )
     missing = sorted({file for file in named.values() if not (folder / file).exists()})
     if missing:
@@ -254,7 +256,7 @@ def listed(names: list[str]) -> str:
 
 
 def missed(model: PreTrainedModel, unused: list[str]) -> list[str]:
-    """Of the tensors a model has no use for, weights of its own blocks: with a config without them it is another model."""
+    """Of tensors a model does not use, weights of its own blocks: with a config without them it is another model."""
     lists = {name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     lists |= {name.removeprefix(f"{model.base_model_prefix}.") for name in lists}
     return [name for name in unused if (found := IN_LIST.match(name)) and found[1] in lists]

@@ -69,8 +69,9 @@ def read_config(folder: Path):
     except Exception as error:  # a damaged file ends in whatever type the code that meets it raises
         if "trust_remote_code" in str(error):
             raise UnsupportedModelError(
-                f"{folder} is of a class that transformers does not have, with code of its own, which is not run; give a model "
-                "of a family that transformers has, or, where this is an export for an engine, the folder it was made from"
+                f"{folder} is of a class that transformers does not have, with code of its own, which is not run; give "
+                "a model of a family that transformers has, or, where this is an export for an engine, "
+                "the folder it was made from"
             ) from error
         raise CheckpointError(f"{folder} has no readable config.json ({first_line(error)})") from error
 
@@ -103,7 +104,8 @@ def check_loaded(info: dict, model: PreTrainedModel, place: Path, *, only_descri
     missing, saved, read = sorted(info["missing_keys"]), (model.config.architectures or [None])[0], type(model).__name__
     if missing and saved and saved != read:
         raise CheckpointError(
-            f"{place} was saved as {saved} and lacks {listed(missing)}, which {read} has; give one that was saved as {read}"
+            f"{place} was saved as {saved} and lacks {listed(missing)}, which {read} has; "
+            f"give one that was saved as {read}"
         )
     problems = {"lacks": missing, "has the wrong shape of": wrong}
     refuse_unfit(place, problems | ({"has no use for": unused} if only_described else {}))
@@ -126,7 +128,8 @@ def refuse_unfit(place: Path, problems: dict[str, list[str]]) -> None:
     found = [f"{what} {listed(names)}" for what, names in problems.items() if names]
     if found:
         raise CheckpointError(
-            f"{place} does not fit its config: it {'; it '.join(found)}; correct config.json, or download or copy it again"
+            f"{place} does not fit its config: it {'; it '.join(found)}; correct config.json, "
+            "or download or copy it again"
         )
 
 
@@ -140,7 +143,7 @@ def untie_where_unequal(model: PreTrainedModel, name: str) -> None:
 
 
 def check_head(model: PreTrainedModel, place: Path) -> None:
-    """Raise :class:`CheckpointError` where a compressed checkpoint has the head that its config ties to the embedding."""
+    """Raise :class:`CheckpointError` where a compressed checkpoint has a head that its config ties to the embedding."""
     if _head_differs(model):
         raise CheckpointError(
             f"{place} has a head of its own, and its config ties it to the embedding; download or copy it again"
