@@ -115,8 +115,8 @@ def _in_order(components: Iterable[tuple[DenseModel, Method | str, CalibrationDa
     for other in (given.source for given in found[1:]):
         if (one.name, one.dtype, one.model.config.to_dict()) != (other.name, other.dtype, other.model.config.to_dict()):
             raise OptionError(
-                f"compress_components takes components of one model in one dtype, got {one.name} in {dtype_name(one)} and "
-                f"{other.name} in {dtype_name(other)}; open the same model for each"
+                f"compress_components takes components of one model in one dtype, got {one.name} in {dtype_name(one)} "
+                f"and {other.name} in {dtype_name(other)}; open the same model for each"
             )
     return sorted(found, key=lambda given: PARTS.index(given.source.part.name))
 
@@ -132,8 +132,8 @@ def _given(component: object) -> _Given:
             return _Given(source, as_method(method), tokens)
         case _:
             raise OptionError(
-                "each of the components is an open model (open_model(model, component=...)), a method and calibration data, "
-                f"got {str(component)[:60]!r}"
+                "each of the components is an open model (open_model(model, component=...)), a method and calibration "
+                f"data, got {str(component)[:60]!r}"
             )
 
 

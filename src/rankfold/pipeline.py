@@ -304,8 +304,8 @@ def check_mode(method: Method, mode: str, *, stored: bool) -> str:
     mode = "one-pass" if stored else mode
     if mode not in method.modes:
         raise OptionError(
-            f"method {method.name} measures every block on what the compressed ones before it send, so it takes text and mode "
-            f"{method.modes[0]}, not moments or mode {mode}; or use {option('method', 'modegpt')}"
+            f"method {method.name} measures every block on what the compressed ones before it send, so it takes text "
+            f"and mode {method.modes[0]}, not moments or mode {mode}; or use {option('method', 'modegpt')}"
         )
     return mode
 

@@ -110,8 +110,8 @@ def compress_to_keep(
             on_first(lambda: shutil.rmtree(place.folder))
         tried = ", ".join(f"{run['got']:.4f} at {run['sparsity']:g}" for run in earlier)
         raise OptionError(
-            f"{option('keep_quality', keep_quality)} is not kept at any sparsity from {LEAST} on that was tried ({tried}); "
-            "give a lower one, more calibration samples, or another method"
+            f"{option('keep_quality', keep_quality)} is not kept at any sparsity from {LEAST} on that was tried "
+            f"({tried}); give a lower one, more calibration samples, or another method"
         )
     goal = kept.record["goal"]
     goal |= {"later_runs": earlier[len(goal["earlier_runs"]) + 1 :], "search_seconds": seconds}
@@ -136,8 +136,9 @@ def method_to_keep(
     """
     if not method.allocation.needs_text:
         raise OptionError(
-            f"the sparsity for {option('keep_quality', keep_quality)} is predicted on the curves of allocation measured, got "
-            f"{method.allocation}; compress, which finds it by trying, or take {option('method', 'rankfold')}"
+            f"the sparsity for {option('keep_quality', keep_quality)} is predicted on the curves of allocation "
+            f"measured, got {method.allocation}; compress, which finds it by trying, "
+            f"or take {option('method', 'rankfold')}"
         )
     allowed = _allowed_loss(source, method, keep_quality, tokens, moments)
     curve = loss_curve(validated(source), method, tokens, moments)

@@ -99,8 +99,8 @@ def method_of_size(source: DenseModel, method: Method, target_size: int | str | 
     dense = unique_parameters(source.model) * torch.empty((), dtype=source.dtype).element_size()
     if size >= dense:
         raise OptionError(
-            f"{option('target_size')} is what all weights take together, got {size_text(size)}, and those of {source.name} "
-            f"take {size_text(dense)}; give a smaller size, or another dtype"
+            f"{option('target_size')} is what all weights take together, got {size_text(size)}, and those of "
+            f"{source.name} take {size_text(dense)}; give a smaller size, or another dtype"
         )
     method = replace(method, sparsity=(dense - size) / dense, scope="model", budget=Bytes())
     options = rank_options(source, method)
@@ -108,7 +108,8 @@ def method_of_size(source: DenseModel, method: Method, target_size: int | str | 
         check_reachable(options.priced, method, options.counted)
     except OptionError as error:
         raise OptionError(
-            f"{option('target_size')} {size_text(size)} of {size_text(dense)} is a sparsity of {method.sparsity:.4f}; {error}"
+            f"{option('target_size')} {size_text(size)} of {size_text(dense)} is a sparsity of {method.sparsity:.4f}; "
+            f"{error}"
         ) from None
     return method
 
@@ -137,11 +138,11 @@ def _bytes(source: DenseModel, method: Method, whole: nn.Module, context: int, b
 
 
 def _flops(source: DenseModel, whole: nn.Module, context: int) -> Price:
-    """Count every weight of a linear layer once, and every dimension of a query head once for each of ``context`` positions."""
+    """Count a weight of a linear layer once, and a query head dimension once for each of ``context`` positions."""
     if source.architecture.experts or source.architecture.mlp is None:
         raise UnsupportedModelError(
-            f"{source.architecture.model_type} routes tokens to experts, so its multiply-accumulates are not a matter of "
-            "shapes; use another budget"
+            f"{source.architecture.model_type} routes tokens to experts, so its multiply-accumulates are not a matter "
+            "of shapes; use another budget"
         )
 
     def size(view: BlockView, unit: PrunableModule, rank: int) -> int:
@@ -153,7 +154,7 @@ def _flops(source: DenseModel, whole: nn.Module, context: int) -> Price:
 
 
 def attended_macs(view: BlockView, module: str, rank: int) -> int:
-    """Count the multiply-accumulates of a token's attention products with one position, as far as they go with its rank."""
+    """Count the multiply-accumulates of a token's attention with one position, as far as they go with its rank."""
     attention = view.attention
     if module == BLOCK:
         return 2 * attention.heads * attention.head_dim * rank
@@ -187,7 +188,7 @@ def _latency_table(
 
 
 def _priced(source: DenseModel, units: list[PrunableModule], size: Size) -> list[PrunableModule]:
-    """Size units in what the budget counts; of ranks that take the same the largest stays. Count blocks that are alike once."""
+    """Size units in what the budget counts; of ranks that take the same the largest stays. Count alike blocks once."""
     found: dict[tuple, tuple[tuple[int, ...], tuple[int, ...]]] = {}
     priced = []
     for unit in units:

@@ -107,7 +107,7 @@ def estimated_seconds(
 
 
 def _sums(source: DenseModel, method: Method) -> float:
-    """Forwards of a block that summing its gradients is worth: a number of a sum takes what a weight does in a forward."""
+    """Forwards that summing a block's gradients is worth: a number of a sum takes what a weight does in a forward."""
     view = source.meta_block(len(source) // 2)
     weights = sum(read_linear(layer).weight.numel() for layer in view.layers.values())
     return numbers(view, method.gradients(view)) / weights

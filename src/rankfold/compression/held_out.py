@@ -114,8 +114,8 @@ class HeldOut:
             facts |= {"breaks_away_at": block}
             advice = f"Exclude it ({method_option('exclude_blocks', (block,))}), lower" if can_exclude else "Lower"
             facts["warning"] = (
-                f"THE MODEL IS DAMAGED: {damage}; the stream breaks away at block {block}. {advice} the sparsity, or calibrate "
-                f"on more {self._what}"
+                f"THE MODEL IS DAMAGED: {damage}; the stream breaks away at block {block}. {advice} the sparsity, or "
+                f"calibrate on more {self._what}"
             )
             log.warning(facts["warning"])
         return facts
@@ -137,7 +137,7 @@ class HeldOut:
         )
 
     def _states(self, sparsity: float) -> tuple[dict, str | None]:
-        """Return how far the states after the last norm have moved, and what is wrong where a constant would be as near."""
+        """Return how far the states after the last norm moved, and what is wrong where a constant would be as near."""
         batches = zip(again(self.dense.ids, self.dense.hidden), self.dense.hidden, self.small.hidden, strict=True)
         last = partial(outputs, self.source)
         pairs = ((last(ids, self.dense, a), last(ids, self.dense, b)) for ids, a, b in batches)
@@ -146,8 +146,8 @@ class HeldOut:
         if found.standard_error is None or found.error - CERTAIN * found.standard_error < 1:
             return facts, None
         return facts, (
-            f"its last states on held-out {self._what} are as far from the dense model's as a constant would be (relative "
-            f"error {facts['state_error']:.2f})"
+            f"its last states on held-out {self._what} are as far from the dense model's as a constant would be "
+            f"(relative error {facts['state_error']:.2f})"
         )
 
     @property

@@ -61,8 +61,9 @@ def _shared(source: DenseModel, method: Method) -> set[str]:
 
 
 def shared_of(source: DenseModel, method: Method, moments: MomentStore | None) -> Callable[[int], BlockMoments]:
-    """Return a function that gives a block, by its number, what a method makes of all blocks of the dense model together
-    and of the group of this one; nothing where it reads none.
+    """Return a function that gives a block, by its number, what a method makes of all dense blocks together.
+
+    That includes what it makes of the group of this block. A method that reads none is given nothing.
 
     Raises:
         CheckpointError: the moments lack what it reads.
@@ -110,8 +111,8 @@ class DenseMeasures(NamedTuple):
     def means(self, statistic: str) -> dict[int, Tensor]:
         if self.moments is None or statistic not in self.moments.identity["statistics"]:
             raise OptionError(
-                f"allocation {self.method.allocation.name} goes by the statistic {statistic!r} of the dense model, and there "
-                "are no moments that hold it; run `rankfold calibrate`, or give calibration text"
+                f"allocation {self.method.allocation.name} goes by the statistic {statistic!r} of the dense model, and "
+                "there are no moments that hold it; run `rankfold calibrate`, or give calibration text"
             )
         moments = self.moments
         return from_first(lambda: {index: moments[index][statistic].mean for index in range(len(self.source))})
@@ -155,8 +156,8 @@ class DenseMeasures(NamedTuple):
         gradients = self.gradients or gradients_of(self.source, self.method, self.tokens, self.run)
         if moments is None or gradients is None:
             raise OptionError(
-                f"allocation {self.method.allocation.name} goes by moments and gradients of the dense model, and there are "
-                "none; give calibration text to `rankfold compress`"
+                f"allocation {self.method.allocation.name} goes by moments and gradients of the dense model, and there "
+                "are none; give calibration text to `rankfold compress`"
             )
 
         def effects(index: int) -> dict[str, list[float]]:
@@ -170,8 +171,8 @@ class DenseMeasures(NamedTuple):
     def _text(self) -> CalibrationData:
         if self.tokens is None:
             raise OptionError(
-                f"a {self.method.allocation.name} allocation compares predictions on text, which moments do not hold; give "
-                "calibration text, or take another allocation or method"
+                f"a {self.method.allocation.name} allocation compares predictions on text, which moments do not hold; "
+                "give calibration text, or take another allocation or method"
             )
         return self.tokens
 
@@ -202,8 +203,8 @@ def gradients_of(
     _check_predicts(source, "gradients are those")
     if tokens is None:
         raise OptionError(
-            "gradients are measured on text, which moments do not hold; give calibration text, or take a method or option that "
-            "reads no gradients"
+            "gradients are measured on text, which moments do not hold; give calibration text, or take a method or "
+            "option that reads no gradients"
         )
     length = tokens.tokens // len(tokens.ids)
     some = replace(tokens, ids=tokens.ids[: windows_for(len(tokens.ids), length, widest(view, names))])
@@ -222,6 +223,6 @@ def _check_predicts(source: DenseModel, what: str) -> None:
     """Raise :class:`UnsupportedModelError` for an encoder, which has no loss of its own."""
     if not source.architecture.decoder:
         raise UnsupportedModelError(
-            f"{what} of the next-token loss, and {source.architecture.model_type} predicts no next token; take another method "
-            "or allocation, one that reads no loss"
+            f"{what} of the next-token loss, and {source.architecture.model_type} predicts no next token; take another "
+            "method or allocation, one that reads no loss"
         )

@@ -30,7 +30,7 @@ KEPT: dict[str, dict[str, Any]] = {  # what names do not show and a proof finds
 
 
 def load_proof(source: DenseModel) -> tuple[Architecture, float, float] | None:
-    """Return what :func:`keep_proof` kept of this model before: spec and differences; ``None`` where there is nothing."""
+    """Return what :func:`keep_proof` kept of this model: spec and differences; ``None`` where there is nothing."""
     if source.bytes_on_disk is None or not (place := _place(source)).exists():
         return None
     try:

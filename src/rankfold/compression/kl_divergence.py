@@ -176,7 +176,7 @@ class _Search:
         return from_first(lambda: gradients[index]) if gradients else {}
 
     def _try(self, shard: int, view: BlockView, moments: BlockMoments, dense: Stream) -> list[Tensor]:
-        """Return what the block sends of the dense stream, batch by batch, with one module after the other compressed."""
+        """Return what the block sends of the dense stream, batch by batch, with one module after another compressed."""
         method, here = self.method, list[Sensitivity]()
         for unit in (unit for unit in self.units if unit.block == view.index):
             average = self.averages[unit.key]
@@ -213,7 +213,7 @@ def _trials(sensitivities: list[Sensitivity]) -> list[tuple[Sensitivity, int]]:
 
 
 def _to_try(method: MeasurableMethod, unit: PrunableModule, reference: int) -> list[int]:
-    """List a rank on the curve, and 0 where the whole module may be removed; modules removed together are tried once."""
+    """List a rank on the curve, and 0 where all of the module may go; modules removed together are tried once."""
     whole = unit.ranks[0] == 0 and unit.module not in method.together
     return [reference, *([0] if whole else [])]
 
@@ -292,7 +292,7 @@ def _reference(unit: PrunableModule, average: float, curve: dict[int, float] | N
 
 
 def compared_tokens(samples: int, length: int, *, other_texts: float) -> int:
-    """Return how many tokens the predictions are compared on, with so many samples of such a length to take them from."""
+    """Return how many tokens the predictions are compared on, with so many samples of such a length."""
     if not other_texts:
         return min(WINDOWS, samples) * min(LENGTH, length)
     return (min(WINDOWS * LENGTH // SHORT, samples) + len(KINDS)) * min(SHORT, length)

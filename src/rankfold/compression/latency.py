@@ -175,7 +175,7 @@ def _cast(value, dtype: torch.dtype):
 
 
 def _falling(values: list[float]) -> list[float]:
-    """Return the nearest sequence that never rises, in least squares: neighbours that rise are averaged until none do."""
+    """Return the nearest sequence that never rises, in least squares: average neighbours that rise until none do."""
     pools: list[tuple[float, int]] = []
     for value in values:
         pools.append((value, 1))

@@ -73,7 +73,7 @@ class NoWriter(BlockWriter):
 
 
 class MemoryWriter(BlockWriter):
-    """Keeps the tensors of all blocks in host memory until the model is put together: a device holds one block at a time."""
+    """Keeps the tensors of all blocks in host memory until the model is put together: the device holds one block."""
 
     def __init__(self, source: DenseModel, kept: tuple[int, ...]):
         super().__init__(source, kept)

@@ -209,7 +209,7 @@ def _idle(method: Method, blocks: Blocks) -> int:
 
 
 def _experts(blocks: Blocks, reports: Reports) -> dict | None:
-    """Describe the experts for the plan; with moments also how many tokens each saw, or was given where they were too few."""
+    """Describe the experts for the plan; with moments also how many tokens each saw, or was given if too few."""
     experts = next((view.experts for view, _ in blocks if view.experts), None)
     if experts is None:
         return None
@@ -272,7 +272,7 @@ def _hidden(view: BlockView) -> int:
 
 
 def _moment_bytes(view: BlockView, statistics: set[str], tokens: int, item: int) -> tuple[int, int]:
-    """Count bytes of the second moments of a block, of experts one at a time; and of the rows that are kept beside them."""
+    """Count bytes of the second moments of a block, of experts one at a time; and of the rows kept beside them."""
     width, hidden = view.attention.output.weight.shape[0], view.mlp.hidden if view.mlp else 0
     squares = dict.fromkeys(("mlp_hidden", "dense_mlp_hidden"), (hidden, hidden))
     sides = squares | {"mlp_feedback": (width, hidden), "change": (2, 1)}

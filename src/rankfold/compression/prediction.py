@@ -101,8 +101,8 @@ def _allocated(options: RankOptions, method: Method) -> tuple[Allocated, bool]:
         pass
     if not issubclass(Uniform, method.allocations):
         raise OptionError(
-            f"method {method.name} chooses what to remove by numbers of the model, which a config does not have; give the "
-            f"model without {option('gpu')}, or another {option('method')}"
+            f"method {method.name} chooses what to remove by numbers of the model, which a config does not have; give "
+            f"the model without {option('gpu')}, or another {option('method')}"
         )
     return allocate_ranks(options, replace(method, allocation=Uniform())), False
 

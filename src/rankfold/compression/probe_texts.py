@@ -111,7 +111,7 @@ def follow_probe_texts(source: DenseModel, shards: int = 1) -> ProbeTexts | NoPr
 
 
 def read_probes(source: DenseModel) -> Probes | NoProbeTexts:
-    """Return the probe texts as a model reads them; encoders have none, and a model may have no tokenizer that reads them."""
+    """Return the probe texts as a model reads them; none for encoders, or without a tokenizer that reads them."""
     if not source.architecture.decoder:
         return NoProbeTexts(None)
     if not source.processors.has_tokenizer:

@@ -111,13 +111,13 @@ class _InOtherCoordinates(nn.Module):
 
 
 def _turned(x: Tensor, Q: Tensor) -> Tensor:
-    """Return ``x Q`` in the dtype of ``x``, multiplied in fp32 whatever surrounds it: no block of the model does this."""
+    """Return ``x Q`` in the dtype of ``x``, multiplied in fp32 whatever surrounds it: no block of the model does it."""
     with torch.autocast(x.device.type, enabled=False):
         return (x.float() @ Q.to(x.device, torch.float32)).to(x.dtype)
 
 
 def in_model_coordinates(view: BlockView, behind: Tensor | None) -> BlockView:
-    """Return a block between two streams in the model's own coordinates, whatever it reads (``view.basis``) and writes."""
+    """Return a block between two streams in the model's coordinates, whatever it reads (``view.basis``) and writes."""
     if view.basis is None and behind is None:
         return view
     return dataclasses.replace(view, module=_InOtherCoordinates(view.module, view.basis, behind))

@@ -187,7 +187,7 @@ def _forms(attention: AttentionSpec) -> list[dict]:
 
 
 def _rotation(spec: Architecture, view: BlockView, stream: Stream, source: DenseModel):
-    """Find the spec with which attention at full rank computes what this block does, the difference, and whether it rotates."""
+    """Find the spec with which attention at full rank computes this block, the difference, and whether it rotates."""
     given, best, expected = spec.attention, float("inf"), _sent(view, BlockResult({}, {}, {}), stream, source)
     for form in _forms(given) if view.index == 0 else [{}]:
         for position in dict.fromkeys((given.position, "none")):

@@ -59,8 +59,8 @@ class Probe:
         difference = ((got - expected).norm() / expected.norm()).item()
         if not difference <= self.tolerance:
             raise CheckpointError(
-                f"the checkpoint written computes other logits than the model in memory (they differ by {difference:.1e} of "
-                "their norm); this is a bug, please report it"
+                f"the checkpoint written computes other logits than the model in memory (they differ by "
+                f"{difference:.1e} of their norm); this is a bug, please report it"
             )
         return difference
 

@@ -65,7 +65,8 @@ tags:
 
 # {title}
 
-{base}, compressed by `{method}` and exported from `{source}` by rankfold {version} ({what}). It needs no code of rankfold.
+{base}, compressed by `{method}` and exported from `{source}` by rankfold {version} ({what}). \
+It needs no code of rankfold.
 
 | parameters | |
 |---|---|
@@ -157,7 +158,7 @@ def _counts(source: DenseModel, form: Form) -> tuple[int, int, int]:
     whole, compressed, padded = (parameters(model) for model in (dense.empty(), source.model, form.empty()))
     if whole > compressed and padded >= whole:
         raise UnsupportedModelError(
-            f"padded to what {type(source.model).__name__} can have, {source.name} would be as large as the dense model; serve "
-            "the folder as it is (docs/serve.md)"
+            f"padded to what {type(source.model).__name__} can have, {source.name} would be as large as the dense "
+            "model; serve the folder as it is (docs/serve.md)"
         )
     return whole, compressed, padded

@@ -19,7 +19,7 @@ from .rotary import places_of, turning_by
 
 @dataclass(frozen=True)
 class Form:
-    """A stock model: its config, and the layers that are narrower than the config says, for classes that can have them."""
+    """A stock model: its config, and the layers that are narrower than it says, for classes that can have them."""
 
     config: Any
     architecture: Architecture

@@ -112,7 +112,7 @@ def _tensors(source: DenseModel, form: Form, empty: PreTrainedModel, probe: Prob
 
 
 def _ordered(name: str, tensor: Tensor, attention: AttentionView, *, inverse: bool = False) -> Tensor:
-    """Rows of queries and keys as llama.cpp rotates them: dimension ``p`` beside ``p + N / 2``, not half a head behind it."""
+    """Rows of queries and keys as llama.cpp rotates them: ``p`` beside ``p + N / 2``, not half a head behind it."""
     if not name.rpartition(".")[0].endswith(TURNED):
         return tensor
     halves = (attention.head_dim // 2, 2) if inverse else (2, attention.head_dim // 2)

@@ -78,9 +78,9 @@ def _pre_tokenizer(facts: dict) -> str:
     stages = tuple(stage for step in steps for stage in _stages(step))
     if model.get("type") != "BPE" or model.get("byte_fallback") or stages not in PRE_TOKENIZERS:
         raise UnsupportedModelError(
-            f"the tokenizer ({model.get('type')}, cut by {stages or 'nothing'}) has no GGUF form: known are SentencePiece's "
-            f"BPE and what llama.cpp calls {', '.join(PRE_TOKENIZERS.values())}; use {option('format', 'stock')} and "
-            "llama.cpp's converter"
+            f"the tokenizer ({model.get('type')}, cut by {stages or 'nothing'}) has no GGUF form: known are "
+            f"SentencePiece's BPE and what llama.cpp calls {', '.join(PRE_TOKENIZERS.values())}; use "
+            f"{option('format', 'stock')} and llama.cpp's converter"
         )
     return PRE_TOKENIZERS[stages]
 

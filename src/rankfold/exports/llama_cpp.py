@@ -1,4 +1,4 @@
-"""What llama.cpp computes of what a model does; asked before its file format, which is a package of its own, is imported."""
+"""What llama.cpp computes of what a model does; asked before its file format, a package of its own, is imported."""
 
 import sys
 
@@ -19,8 +19,8 @@ def check_family(source: DenseModel) -> None:
     for what, (got, allowed) in found.items():
         if got not in allowed:
             raise UnsupportedModelError(
-                f"this form takes a {what} out of {', '.join(allowed)}, got {got}; use {option('format', 'stock')}, and the "
-                "converter of the engine you want"
+                f"this form takes a {what} out of {', '.join(allowed)}, got {got}; use {option('format', 'stock')}, "
+                "and the converter of the engine you want"
             )
 
 

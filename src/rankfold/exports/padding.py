@@ -110,8 +110,8 @@ def _stored(where: str, path: str, layer: Dense, module: Any) -> dict[str, Tenso
     if module.bias is None:
         if layer.bias is not None and layer.bias.count_nonzero():
             raise UnsupportedModelError(
-                f"{where} has a bias, and the stock class has no place for one; serve the folder as it is (docs/serve.md), or "
-                f"compress with a method that adds none, such as {option('method', 'rankfold')}"
+                f"{where} has a bias, and the stock class has no place for one; serve the folder as it is "
+                f"(docs/serve.md), or compress with a method that adds none, such as {option('method', 'rankfold')}"
             )
         return {f"{path}.weight": weight}
     bias = weight.new_zeros(module.bias.shape) if layer.bias is None else layer.bias
@@ -119,7 +119,7 @@ def _stored(where: str, path: str, layer: Dense, module: Any) -> dict[str, Tenso
 
 
 def _as_it_is(view: BlockView, stock: AttentionView, name: str, like: Tensor) -> Tensor:
-    """A tensor that no method changes: norms, routers; a compressed attention has names of its own for norms it adopted."""
+    """A tensor that no method changes: norms, routers; a compressed attention renames the norms that it adopted."""
     state, found = view.module.state_dict(), name
     for ours, theirs in zip(("q_norm", "k_norm"), stock.norms or (), strict=bool(stock.norms)):
         path = f"{stock.spec.path}.{theirs}."
@@ -127,7 +127,7 @@ def _as_it_is(view: BlockView, stock: AttentionView, name: str, like: Tensor) ->
             found = f"{stock.spec.path}.{ours}.{name.removeprefix(path)}"
     if found not in state or state[found].shape != like.shape:
         raise UnsupportedModelError(
-            f"{view.path} has no {name} of shape {list(like.shape)}, which its stock class wants; serve the folder as it is "
-            "(docs/serve.md)"
+            f"{view.path} has no {name} of shape {list(like.shape)}, which its stock class wants; serve the folder as "
+            "it is (docs/serve.md)"
         )
     return state[found]

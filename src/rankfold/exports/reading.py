@@ -67,8 +67,8 @@ def read_heads(view: BlockView, rotary_dim: int) -> Heads:
     if isinstance(module, CompressedAttention):
         if isinstance(module.q_norm, PredictedNorm):
             raise UnsupportedModelError(
-                f"{path} has fewer dimensions of queries and keys than its norms are over, and predicts what these divide by, "
-                "which no stock model does; serve the folder as it is (docs/serve.md), or compress with "
+                f"{path} has fewer dimensions of queries and keys than its norms are over, and predicts what these "
+                "divide by, which no stock model does; serve the folder as it is (docs/serve.md), or compress with "
                 f"{method_option('modules', ('mlp', 'vo'))}"
             )
         q, k, v, o = (

@@ -52,7 +52,7 @@ class Goal:
 
 
 def kept_quality(held_out: Mapping[str, Any]) -> float:
-    """Return the fraction of the likelihood of a held-out token that is kept, by what a record says of these samples."""
+    """Return the kept fraction of the likelihood of a held-out token, by what a record says of these samples."""
     return 1 / held_out["ratio"]
 
 
@@ -80,8 +80,8 @@ def asked_and_got(record: Mapping[str, Any]) -> str | None:
         return f"asked for at most {size_text(goal['asked'])} of weights: got {size_text(goal['got'])}"
     predicted = "" if goal.get("predicted") is None else f"predicted {goal['predicted']:.4f}, "
     return (
-        f"asked to keep {goal['asked']:g} of the likelihood of a held-out token: {predicted}got {goal['got']:.4f} at sparsity "
-        f"{record['plan']['method']['sparsity']:g}"
+        f"asked to keep {goal['asked']:g} of the likelihood of a held-out token: {predicted}got {goal['got']:.4f} at "
+        f"sparsity {record['plan']['method']['sparsity']:g}"
     )
 
 

@@ -35,7 +35,7 @@ def run_identity(source: DenseModel, method: Method, calibration: dict[str, Any]
 
 
 def comparison_identity(source: DenseModel, calibration: dict[str, Any], measures: dict[str, Any]) -> dict[str, Any]:
-    """Return the identity of a comparison, without its methods and sparsities: rows of equal identity can be compared."""
+    """Return the identity of a comparison, without methods and sparsities: rows of equal identity can be compared."""
     return {
         **_base_model(source),
         "device": source.device.type,

@@ -1,4 +1,4 @@
-"""Words for what a compression did to sizes and likelihoods: of the command line, the model card and a comparison's table."""
+"""Words for what a compression did to sizes and likelihoods: for the command line, the model card and tables."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -29,7 +29,7 @@ def change_text(before: float, after: float, unit: int = 1) -> tuple[str, str, s
 
 
 def held_out_row(held_out: Record) -> Row:
-    """Return the row of the held-out samples: perplexity, or how far an encoder's last states are from the dense ones."""
+    """Return the row of the held-out samples: perplexity, or how far an encoder's last states are from dense ones."""
     samples = f"{held_out['windows']} held-out calibration samples"
     if "state_error" in held_out:
         remark = f"relative error {held_out['state_error']:.3f} on {samples}"
@@ -123,8 +123,8 @@ def trained_on(recovery: Record) -> str:
     }
     texts = " + ".join(recovery["texts"])
     return (
-        f"{recovery['tuned_parameters']:,} parameters ({recovery['tune']}) trained on {recovery['tokens_seen']:,} tokens of "
-        f"{texts} towards {towards[recovery['loss']]}"
+        f"{recovery['tuned_parameters']:,} parameters ({recovery['tune']}) trained on {recovery['tokens_seen']:,} "
+        f"tokens of {texts} towards {towards[recovery['loss']]}"
     )
 
 

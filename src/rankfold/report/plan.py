@@ -119,15 +119,17 @@ class Plan:
     def _notes(self) -> Iterator[str]:
         if self.added_products:
             yield (
-                f"Every token takes {self.added_products:,} more matrix products than in the dense model. Where matrices are "
-                f"small or tokens few, as in decoding, this can be slower than the dense model; {option('method', 'rankfold')} "
-                "and modegpt add no product."
+                f"Every token takes {self.added_products:,} more matrix products than in the dense model. Where "
+                f"matrices are small or tokens few, as in decoding, this can be slower than the dense model; "
+                f"{option('method', 'rankfold')} and modegpt add no product."
             )
         if caution := self.facts.get("caution"):
             yield caution
         if self.hardware:
             if self.hardware["allocation"] != self.method["allocation"].partition(":")[0]:
-                yield f"Ranks are those of a {self.hardware['allocation']} allocation: the method's own goes by numbers."
+                yield (
+                    f"Ranks are those of a {self.hardware['allocation']} allocation: the method's own goes by numbers."
+                )
             if not self.hardware["rates_are_measured"]:
                 yield f"Rates of {self.hardware['gpu']} are predicted; none was measured."
             if self.hardware["advice"]:

@@ -149,7 +149,7 @@ def read_record(place: Path) -> dict:
 
 
 def records_of(record: dict) -> list[dict]:
-    """Return the records of the components that were compressed in one run, in their order; of any other run the record."""
+    """Return the records of the components compressed in one run, in their order; of any other run the record."""
     return [*records_of(record["before"]), record] if "before" in record else [record]
 
 
@@ -206,7 +206,7 @@ def peak_memory_bytes() -> int | None:
 
 
 def peak_device_memory_bytes(device: torch.device) -> int | None:
-    """Return the most bytes of tensors on an accelerator so far; ``None`` for a CPU, and where PyTorch does not count them."""
+    """Return the most bytes of tensors on an accelerator so far; ``None`` for a CPU, and where PyTorch has no count."""
     count = getattr(torch.get_device_module(device), "max_memory_allocated", None)
     return None if device.type == "cpu" or count is None else count(device)
 
