@@ -391,13 +391,15 @@ def _shaped(model: AnyModel | PretrainedConfig) -> str | Path | PretrainedConfig
     """Return what an outline is made of."""
     if isinstance(model, DenseModel):
         model = model.model
-    return model.config if isinstance(model, nn.Module) else model  # pyright: ignore[reportReturnType]  a transformers model has one
+    # A transformers model has a config.
+    return model.config if isinstance(model, nn.Module) else model  # pyright: ignore[reportReturnType]
 
 
 def _stored(moments: MomentStore | str | Path | None, offload: str | Path | None) -> MomentStore | None:
     if moments is not None and offload is not None:
         raise OptionError(
-            "offload keeps the hidden states of text that is measured, and moments are measured already; leave one of them out"
+            "offload keeps the hidden states of text that is measured, and moments are measured already; "
+            "leave one of them out"
         )
     return MomentStore.open(moments) if isinstance(moments, str | Path) else moments
 

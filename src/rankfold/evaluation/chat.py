@@ -76,8 +76,8 @@ class Conversation:
         while not self._fits(ids := self._ids(turns)):
             if len(turns) == 1:
                 raise DataError(
-                    f"a message of {len(ids)} tokens and an answer of {self.max_new_tokens} are more than the model's context "
-                    f"of {self.positions}; write a shorter one, or choose a smaller {option('max_new_tokens')}"
+                    f"a message of {len(ids)} tokens and an answer of {self.max_new_tokens} are more than the model's "
+                    f"context of {self.positions}; write a shorter one, or choose a smaller {option('max_new_tokens')}"
                 )
             turns, dropped = turns[2:], dropped + 1
         self.turns = turns
@@ -124,7 +124,8 @@ class Conversation:
             )
         except Exception as error:  # a template is a program of its author and raises whatever it likes
             raise DataError(
-                f"the model's chat template does not take this conversation ({first_line(error)}); try `rankfold generate`"
+                f"the model's chat template does not take this conversation ({first_line(error)}); "
+                "try `rankfold generate`"
             ) from error
         return tokenised(self.tokenizer, text, name, self.vocabulary, add_special_tokens=False)
 

@@ -24,8 +24,9 @@ from ..modules.factors import triangle_macs
 from ..report.plan import Plan
 
 DEFINITION = (
-    "MACs per token of one forward over T tokens without cache: every weight of a linear map once (head included, embedding "
-    "not), and heads x (query-key width + value width) x T for the attention of each block, mask not used; FLOPs are twice that"
+    "MACs per token of one forward over T tokens without cache: every weight of a linear map once (head included, "
+    "embedding not), and heads x (query-key width + value width) x T for the attention of each block, mask not used; "
+    "FLOPs are twice that"
 )
 
 
@@ -88,7 +89,8 @@ def formula_macs(model: PreTrainedModel, tokens: int) -> dict[str, int]:
         raise UnsupportedModelError(f"model type {architecture.model_type!r} has no spec to count by; use counted_macs")
     if architecture.experts or architecture.mlp is None:
         raise UnsupportedModelError(
-            f"{architecture.model_type} routes tokens to experts, so its MACs are not a matter of shapes; use counted_macs"
+            f"{architecture.model_type} routes tokens to experts, so its MACs are not a matter of shapes; "
+            "use counted_macs"
         )
     attention = 0
     for index, block in enumerate(model.get_submodule(architecture.blocks).children()):
@@ -115,7 +117,8 @@ def planned_macs(source: DenseModel, plan: Plan, tokens: int) -> dict[str, int]:
     """
     if plan.method.get("junction") == "lu" or plan.method.get("head_junction"):
         raise OptionError(
-            "MACs of junction=lu and head_junction=true do not follow from the weights stored; count the compressed model"
+            "MACs of junction=lu and head_junction=true do not follow from the weights stored; "
+            "count the compressed model"
         )
     parts = formula_macs(source.model, tokens)
     views, saved = [source.meta_block(index) for index in range(len(source))], 0
@@ -136,7 +139,7 @@ def cache_bytes(model: PreTrainedModel) -> int:
 
 
 def _linear(module: nn.Module) -> int:
-    """MACs per token of one module without the linear layers in it; only the identity of a junction is not multiplied."""
+    """MACs per token of one module without its linear layers; only the identity of a junction is not multiplied."""
     if isinstance(module, nn.Linear | Conv1D):
         return module.weight.numel()
     if isinstance(module, LatentLinear):

@@ -19,8 +19,8 @@ from .speed import PROMPT, STEPS, lengths, prompts, run, speed
 
 log = logging.getLogger(__name__)
 MEMORY = (
-    "bytes of parameters and buffers, and by how much the process (CPU) or the device's allocator grew at most during one "
-    "prefill and decode of the batch; null where the system does not tell"
+    "bytes of parameters and buffers, and by how much the process (CPU) or the device's allocator grew at most during "
+    "one prefill and decode of the batch; null where the system does not tell"
 )
 COUNTED = 128  # tokens of the forward whose operations are counted
 

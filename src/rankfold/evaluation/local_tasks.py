@@ -98,7 +98,8 @@ LOCAL = {
         "mmlu_math",
         {"question": str, "subject": str, "choices": list, "answer": int},
         lambda row: f"mmlu_{row['subject']}" in MMLU_MATH and len(row["choices"]) == 4 and row["answer"] in range(4),
-        f"answer has to be the number of one of four choices and the subject one of {', '.join(MMLU_MATH)} without mmlu_",
+        f"answer has to be the number of one of four choices and the subject one of {', '.join(MMLU_MATH)} without "
+        "mmlu_",
         examples="dev",
         parts=MMLU_MATH,
     ),

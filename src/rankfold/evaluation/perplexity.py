@@ -46,7 +46,7 @@ def windows_of(ids: Tensor, length: int, limit: int | None = None) -> Tensor:
 
 @torch.no_grad()
 def perplexity(model: nn.Module, windows: Tensor, *, autocast: torch.dtype | None = None) -> dict:
-    """Compute the perplexity of a model in memory, in eval mode, on ``(W, T)`` token ids; see :func:`rankfold.perplexity`."""
+    """Compute the perplexity of a model in eval mode on ``(W, T)`` token ids; see :func:`rankfold.perplexity`."""
     if not hasattr(model, "config"):  # an adapter or a compiled model has it too
         raise OptionError(f"model must be a transformers model, got a {type(model).__name__}")
     check_ids("samples", windows)

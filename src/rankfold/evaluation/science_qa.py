@@ -50,7 +50,7 @@ def prompt_of(row: dict) -> str:
 
 
 def choice_of(text: str, choices: int) -> int | None:
-    """Return which of so many choices a written answer names: a letter alone, before a full stop, or in ``The answer is B``."""
+    """Return which choice a written answer names: a letter alone, before a full stop, or in ``The answer is B``."""
     text = text.strip().replace("\n", ". ")
     found = re.match(r"([A-E])(?:$|\. )", text) or re.search(r"The answer is ([A-E])", text)
     index = LETTERS.index(found[1]) if found else choices

@@ -16,8 +16,8 @@ from ..architectures import context_of
 from ..errors import OptionError
 
 DEFINITION = (
-    "prefill: B x T prompt tokens over the time of one forward that fills the cache and computes the last logits; first "
-    "token: that time; "
+    "prefill: B x T prompt tokens over the time of one forward that fills the cache and computes the last logits; "
+    "first token: that time; "
     "decode: B x S tokens over the time of S greedy steps with that cache; medians over rounds, every round runs all "
     "models in turning order; ratio: median over rounds of the speed over the first model's in the same round; one "
     "round before them is not counted"

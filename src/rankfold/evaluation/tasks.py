@@ -1,4 +1,4 @@
-"""Accuracy on question sets, by lm-eval (the extra ``rankfold[tasks]``): its definitions, its scores, its standard errors."""
+"""Accuracy on question sets, by lm-eval (the extra ``rankfold[tasks]``): its definitions, scores, standard errors."""
 
 import contextlib
 import functools
@@ -199,7 +199,7 @@ class Questions:
 
 @functools.lru_cache(maxsize=1)
 def _manager(tasks: tuple[str, ...]):
-    """lm-eval's index; all of it takes many seconds to read, so only the folders of well-known tasks where that will do."""
+    """lm-eval's index; all of it takes many seconds to read, so only folders of well-known tasks where that will do."""
     import lm_eval.tasks
 
     if not set(tasks) <= set(LOCAL):

@@ -33,8 +33,8 @@ WORDS = (
     *("garden", "paper", "silver", "window", "forest", "bottle", "candle", "yellow"),
 )
 DEFINITIONS = {
-    "exact": "share of prompts whose greedy continuation is the answer: its first word (last word), line (copying) or number "
-    "(arithmetic)",
+    "exact": "share of prompts whose greedy continuation is the answer: its first word (last word), line (copying) or "
+    "number (arithmetic)",
     "repetition": "1 - distinct 4-grams / 4-grams of a text, mean over texts",
     "distinct": "distinct 2-grams / 2-grams of all texts together",
     "equal": "share of positions with the token that the dense model writes there",

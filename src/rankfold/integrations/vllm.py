@@ -130,8 +130,8 @@ class CompressedForCausalLM(TransformersForCausalLM):
             if isinstance(module, CompressedAttention):
                 if module.norms_all_heads or isinstance(module.q_norm, PredictedNorm):
                     raise UnsupportedModelError(
-                        f"{name} normalises queries and keys by what all heads have, got tensor_parallel_size {count}; leave "
-                        f"it out, or compress with {method_option('modules', ('mlp',))}"
+                        f"{name} normalises queries and keys by what all heads have, got tensor_parallel_size {count}; "
+                        f"leave it out, or compress with {method_option('modules', ('mlp',))}"
                     )
                 styles = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise") | {"o_proj": "rowwise"}
                 plan |= {re.escape(f"{name}.{layer}"): style for layer, style in styles.items()}
@@ -157,13 +157,13 @@ class CompressedForCausalLM(TransformersForCausalLM):
     def _attention(self, module: CompressedAttention, name: str) -> Attention:
         if module.adds_alibi or module.window or not module.is_causal or self.text_config.model_type == "mpt":
             raise UnsupportedModelError(
-                f"{self.text_config.model_type} has a mask or a bias of its own on its scores, which vLLM's backend for "
-                "transformers models does not support; use transformers"
+                f"{self.text_config.model_type} has a mask or a bias of its own on its scores, which vLLM's backend "
+                "for transformers models does not support; use transformers"
             )
         if module.sinks is not None:
             raise UnsupportedModelError(
-                f"{self.text_config.model_type} has attention sinks, which vLLM's backend for transformers models does not "
-                "support; use transformers"
+                f"{self.text_config.model_type} has attention sinks, which vLLM's backend for transformers models does "
+                "not support; use transformers"
             )
         width = max(module.qk_dim, module.vo_dim)
         check_width(width, name)
@@ -194,7 +194,7 @@ class CompressedForCausalLM(TransformersForCausalLM):
 
 @functools.cache
 def _apart(cls: type, children: tuple[type, ...]) -> type:
-    """A class for modules of ``cls`` with children of these classes: vLLM decides by class what it fuses to one matrix."""
+    """A class for modules of ``cls`` with children of these classes: vLLM decides by class what it fuses."""
     return type(cls.__name__, (cls,), {"__module__": cls.__module__})
 
 
@@ -202,8 +202,8 @@ def check_shares(name: str, what: str, of_all: int, count: int) -> None:
     """Raise :class:`UnsupportedModelError` where so many devices cannot have equal shares."""
     if of_all % count:
         raise UnsupportedModelError(
-            f"{name} has {of_all} {what}, which cannot be shared by tensor_parallel_size {count}; take a divisor, or compress "
-            f"with {method_option('target', 'vllm')}, which has units in multiples of 32"
+            f"{name} has {of_all} {what}, which cannot be shared by tensor_parallel_size {count}; take a divisor, or "
+            f"compress with {method_option('target', 'vllm')}, which has units in multiples of 32"
         )
 
 

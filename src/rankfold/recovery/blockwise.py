@@ -71,14 +71,14 @@ def kept_of(student: DenseModel, teacher: DenseModel, record: dict) -> list[int]
     """Return the block of the dense model from which every block of the compressed one was made.
 
     Raises:
-        UnsupportedModelError: blocks write their stream in other coordinates than those of the dense model, or share weights.
+        UnsupportedModelError: blocks write their stream in other coordinates than the dense model's, or share weights.
         OptionError: blocks were removed, and no record tells which; or the dense model is another one.
     """
     whole = f"leave {option('blockwise')} out"
     if any(isinstance(block, ShortcutBlock) for block in student.blocks):
         raise UnsupportedModelError(
-            f"blocks of {student.name} write their states in coordinates of their own, which no dense block does, so there is "
-            f"nothing to train a single block towards; {whole}"
+            f"blocks of {student.name} write their states in coordinates of their own, which no dense block does, so "
+            f"there is nothing to train a single block towards; {whole}"
         )
     if tied_weights(student.model):
         raise UnsupportedModelError(
@@ -88,8 +88,8 @@ def kept_of(student: DenseModel, teacher: DenseModel, record: dict) -> list[int]
     kept = [block for block in range(len(teacher)) if block not in removed]
     if len(kept) != len(student):
         raise OptionError(
-            f"the model has {len(student)} blocks where {len(kept)} of the dense model are left by its record; give the dense "
-            f"model that it was compressed from, or {whole}"
+            f"the model has {len(student)} blocks where {len(kept)} of the dense model are left by its record; give "
+            f"the dense model that it was compressed from, or {whole}"
         )
     return kept
 
@@ -143,7 +143,7 @@ class Blockwise:
 
     @property
     def memory_bytes(self) -> int:
-        """Estimate the peak in bytes, of tensors: what surrounds the blocks, two blocks and the optimiser, the streams."""
+        """Estimate the peak in bytes, of tensors: what surrounds the blocks, two blocks and the optimiser, streams."""
         training = max(map(self._training_bytes, self.student.meta_blocks()))
         dense = max(map(unique_parameters, self.teacher.blocks)) * self.teacher.compute_dtype.itemsize
         around = sum(
@@ -170,8 +170,8 @@ class Blockwise:
         """Train every block; those that an earlier run has finished are read back.
 
         Returns:
-            Losses on held-out text of the dense model, of the compressed one, and of the trained one as it is written; and what
-            happened.
+            Losses on held-out text of the dense model, of the compressed one, and of the trained one as it is written;
+            and what happened.
         """
         log.info(
             "block by block: %d blocks, each trained on %s tokens in %d epochs; memory about %.2f GiB in addition "

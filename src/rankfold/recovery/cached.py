@@ -1,7 +1,7 @@
 """What the dense model predicts, kept on disk, so that it need not be in memory while the compressed one is trained.
 
-Logits of a million tokens are 98 GB in fp16 with a vocabulary of 49 thousand. Kept are the states that the head reads, from
-which it makes the same logits again: 2.3 GB in fp32 with a width of 576.
+Logits of a million tokens are 98 GB in fp16 with a vocabulary of 49 thousand. Kept are the states that the head reads,
+from which it makes the same logits again: 2.3 GB in fp32 with a width of 576.
 
 Shape legend: N sequences, T tokens, D model width.
 """
@@ -93,8 +93,8 @@ class CachedStates(Dataset):
         found = read_json(path)
         if found != identity:
             raise CheckpointError(
-                f"{self.folder} holds the predictions of another model or on other texts ({difference(found, identity)}); "
-                "choose a new folder, or remove it"
+                f"{self.folder} holds the predictions of another model or on other texts "
+                f"({difference(found, identity)}); choose a new folder, or remove it"
             )
         sweep(self.folder)
 

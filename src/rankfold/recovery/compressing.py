@@ -53,8 +53,8 @@ def compress_and_recover(
     check_processes()
     if not source.architecture.decoder or getattr(method, "bits", 0):
         raise UnsupportedModelError(
-            f"what {method.name} makes of {source.name} cannot be trained: it predicts no tokens, or has quantised factors; "
-            "compress it without recovery"
+            f"what {method.name} makes of {source.name} cannot be trained: it predicts no tokens, or has quantised "
+            "factors; compress it without recovery"
         )
     output = Path(output)
     compressed = output.with_name(f"{output.name}.compressed")

@@ -80,7 +80,7 @@ def allowed(before: dict[str, float], after: dict[str, float], tolerance: float)
 
 
 def worse_kinds(probes: Probes, kinds: dict, losses: ProbeLosses, tolerance: float) -> dict[str, float]:
-    """Return kind of probe text -> ratio of perplexities, of those that the dense model knows and training has made worse.
+    """Return kind of probe text -> ratio of perplexities, of those that the dense model knows and training made worse.
 
     Passages are few, so a kind is worse where its loss is beyond the tolerance by more than chance.
 
@@ -101,7 +101,7 @@ def why_not(before: Losses, after: Losses, worse: dict[str, float], tolerance: f
     """Return why a trained model is not better than what went in; ``None`` where it is.
 
     Args:
-        before, after: losses on held-out sequences of the texts trained on, which may gain while all other text is lost.
+        before, after: losses on held-out sequences of the texts trained on, which may gain while others are lost.
         worse: of :func:`worse_kinds`.
         tolerance: see :func:`allowed`.
     """

@@ -1,4 +1,4 @@
-"""Losses of a compressed model against the dense one, over chunks of positions, so that no whole vocabulary is ever held.
+"""Losses of a compressed model against the dense one, over chunks of positions, so that no whole vocabulary is held.
 
 Shape legend: B sequences, T tokens, n positions of a chunk, D hidden width, V vocabulary.
 """
@@ -62,9 +62,10 @@ def hidden_states(model: nn.Module, decoder: nn.Module, ids: Tensor) -> Tensor:
 
 
 def kl_divergence(dense: Tensor, compressed: Tensor) -> Tensor:
-    """Return ``sum_v p_v (log p_v - log q_v)`` in nats at every position, ``p`` of the dense and ``q`` of the compressed model.
+    """Return ``sum_v p_v (log p_v - log q_v)`` in nats at every position.
 
-    The gradient goes to the logits of the compressed model alone: it is ``q - p``.
+    ``p`` is of the dense model and ``q`` of the compressed one. The gradient goes to the logits of the compressed model
+    alone: it is ``q - p``.
 
     Args:
         dense, compressed: ``(..., V)`` logits.
@@ -101,15 +102,15 @@ def training_loss(
 ) -> Tensor:
     """Return the mean loss in nats per predicted token.
 
-    The gradient of a chunk of positions is taken at once, with its loss, so that memory does not grow with sequences times
-    vocabulary and no logits are computed twice. It goes to the hidden states; the head itself is not trained.
+    The gradient of a chunk of positions is taken at once, with its loss, so that memory does not grow with sequences
+    times vocabulary and no logits are computed twice. It goes to the hidden states; the head itself is not trained.
 
     Args:
         student: head of the compressed model.
         compressed: ``(B, T, D)`` its hidden states.
         ids: ``(B, T)`` the tokens; the last position of a sequence predicts none.
-        loss: ``kl``: divergence from the dense model's predictions. ``next-token``: cross entropy of the text. ``both``: their
-            sum.
+        loss: ``kl``: divergence from the dense model's predictions. ``next-token``: cross entropy of the text.
+            ``both``: their sum.
         teacher, dense: head and hidden states of the dense model; not needed for ``next-token``.
     """
 

@@ -64,8 +64,8 @@ def open_student_streamed(model: Compressed, device: str) -> Given:
     place = model.output if isinstance(model, CompressionResult) else model
     if place is None or isinstance(place, PreTrainedModel):
         raise OptionError(
-            f"{option('blockwise', True)} reads one block at a time, and the model is in memory; write it to a folder, or "
-            f"leave {option('blockwise')} out"
+            f"{option('blockwise', True)} reads one block at a time, and the model is in memory; write it to a folder, "
+            f"or leave {option('blockwise')} out"
         )
     folder, record, written = _read(place)
     return Given(open_streamed(folder, dtype="float32", device=device), record, folder, written)
@@ -89,8 +89,8 @@ def open_teacher(teacher: Teacher | None, model: Compressed, given: Given, devic
     source = teacher if isinstance(teacher, DenseModel) else open_model(teacher, device=device)
     if source.config.vocab_size != (size := given.network.config.get_text_config().vocab_size):
         raise OptionError(
-            f"the teacher has {source.config.vocab_size:,} tokens and the model {size:,}; give the dense model that it was "
-            "compressed from"
+            f"the teacher has {source.config.vocab_size:,} tokens and the model {size:,}; give the dense model that it "
+            "was compressed from"
         )
     return source
 
@@ -132,7 +132,7 @@ def load_texts(
 
 
 def probes_of(source: DenseModel, record: dict) -> Probes | None:
-    """Return the probe texts, to be measured again; ``None`` where the record has none, or they cannot be read any more."""
+    """Return the probe texts, to be measured again; ``None`` where the record has none, or they cannot be read now."""
     if "kinds" not in (record.get("probe_texts") or {}):
         return None
     try:

@@ -33,7 +33,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Settings:
-    """How a run is done; with the same options every way gives the same weights, apart from ``minutes`` and ``adapter``."""
+    """How a run is done; with equal options every way gives the same weights, but for ``minutes`` and ``adapter``."""
 
     minutes: float | None = None
     adapter: bool = False
@@ -100,8 +100,8 @@ def check(options: Options, settings: Settings, output: str | Path | None) -> No
         raise OptionError("adapter=True writes the adapters of tune='lora' or 'lora-mlp' to output; give both")
     if settings.cache_logits is not None and options.loss == "next-token":
         raise OptionError(
-            f"{option('cache_logits')} keeps what the dense model predicts, which {option('loss', 'next-token')} does not use; "
-            f"leave it out, or give {option('loss', 'kl')}"
+            f"{option('cache_logits')} keeps what the dense model predicts, which {option('loss', 'next-token')} does "
+            f"not use; leave it out, or give {option('loss', 'kl')}"
         )
     if settings.cache_logits is not None:
         check_name(Path(settings.cache_logits))
@@ -129,6 +129,6 @@ def check_blockwise(options: Options, settings: Settings, output: str | Path | N
     given += ["loss"] if options.loss != "kl" else []
     if given:
         raise OptionError(
-            f"{option('blockwise', True)} compares the states after every block, on as many tokens as {option('tokens')} says; "
-            f"leave out {', '.join(map(option, given))}"
+            f"{option('blockwise', True)} compares the states after every block, on as many tokens as "
+            f"{option('tokens')} says; leave out {', '.join(map(option, given))}"
         )

@@ -96,32 +96,32 @@ def recover(
 ) -> RecoveryResult:
     """Train a compressed model for a few minutes to predict what the dense one predicts.
 
-    Held-out sequences of every text are scored before, during and after. The best state is kept, and where no text gains or
-    one loses more than the tolerance, what went in is given back.
+    Held-out sequences of every text are scored before, during and after. The best state is kept, and where no text
+    gains or one loses more than the tolerance, what went in is given back.
 
     Args:
-        model: folder or hub id of what ``compress`` wrote, what it returned, or the model in memory, which is not changed.
+        model: folder or hub id of what ``compress`` wrote, what it returned, or a model in memory; it is not changed.
         teacher: the dense model; by default the one that ``compress`` had, or the one on the hub that the record of the
             checkpoint names.
         calibration: texts to train on, as for :func:`rankfold.compress`; shares as numbers.
         output: folder to write, resumable while it is unfinished; ``None``: in memory.
-        tune: ``all``: all weights but embeddings and head. ``lora``: adapters on all linear layers. ``lora-mlp``: on those of
-            the MLPs. ``norms``: norms only.
-        loss: ``kl``: divergence from the dense model's predictions. ``next-token``: cross entropy of the text. ``both``.
+        tune: ``all``: all weights but embeddings and head. ``lora``: adapters on all linear layers. ``lora-mlp``: on
+            those of the MLPs. ``norms``: norms only.
+        loss: ``kl``: divergence from the dense predictions. ``next-token``: cross entropy of the text. ``both``.
         tokens: to train on; texts that hold fewer are read several times.
         minutes: train on as many tokens, at most ``tokens``, as take about this long here.
         rank: of adapters, ``>= 1``.
-        lr: largest learning rate of AdamW; 2e-4 for ``all`` (3e-4 block by block), 5e-4 for adapters, 1e-3 for norms. It
-            rises over 5 % of the steps, three at least (half of a shorter run), and falls along a cosine.
+        lr: largest learning rate of AdamW; 2e-4 for ``all`` (3e-4 block by block), 5e-4 for adapters, 1e-3 for norms.
+            It rises over 5 % of the steps, three at least (half of a shorter run), and falls along a cosine.
         batch_tokens: tokens of a step, of all processes together where ``torchrun`` has started several.
         max_length: tokens of a sequence.
         tolerance: how much the perplexity of a text may rise, as a fraction.
         adapter: write a PEFT adapter for the compressed model instead of merging it.
         gradient_checkpointing: compute activations again in the backward pass, for less memory.
-        blockwise: train one block at a time, towards the dense model's states after it, with one block and its optimiser in
-            memory; for folders, into a folder.
-        cache_logits: folder for what the dense model predicts on the texts: it is computed once, and the dense model is not in
-            memory while the compressed one is trained. A folder with the same of an earlier run is read.
+        blockwise: train one block at a time, towards the dense model's states after it, with one block and its
+            optimiser in memory; for folders, into a folder.
+        cache_logits: folder for what the dense model predicts on the texts: it is computed once, and the dense model is
+            not in memory while the compressed one is trained. A folder with the same of an earlier run is read.
         report_to: of Trainer, e.g. ``tensorboard``.
         text_column: of texts in files with rows.
 
@@ -221,7 +221,8 @@ class Recovery:
             _describe(run.model.config, self.texts, record)
         else:
             log.warning(
-                "NOTHING WAS RECOVERED, the model is what went in: %s; train on other text, more tokens, or with a smaller lr",
+                "NOTHING WAS RECOVERED, the model is what went in: %s; train on other text, more tokens, "
+                "or with a smaller lr",
                 reason,
             )
         return record

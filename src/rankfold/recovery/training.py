@@ -129,7 +129,7 @@ def training_context(device: torch.device) -> torch.autocast:
 
 
 def warm_up(steps: int) -> int:
-    """Return the steps over which the learning rate rises, out of so many; the first of them has a learning rate of 0."""
+    """Return the steps over which the learning rate rises, of so many; the first of them has a learning rate of 0."""
     return min(steps // 2, max(LEAST_WARM_UP, round(WARM_UP * steps)))
 
 

@@ -48,8 +48,8 @@ def prepared(model: PreTrainedModel, tune: Tune, rank: int, seed: int) -> nn.Mod
     """Return the model with nothing but what is tuned requiring a gradient; PEFT's adapters are around it.
 
     Args:
-        tune: ``lora``: adapters on all linear layers of the blocks; ``lora-mlp``: on those of the MLPs; ``all``: all weights
-            but embeddings and head; ``norms``: scales and shifts of norms.
+        tune: ``lora``: adapters on all linear layers of the blocks; ``lora-mlp``: on those of the MLPs; ``all``: all
+            weights but embeddings and head; ``norms``: scales and shifts of norms.
         rank: of adapters.
         seed: of the numbers that adapters begin with.
     """
@@ -71,7 +71,7 @@ def prepared(model: PreTrainedModel, tune: Tune, rank: int, seed: int) -> nn.Mod
 
 
 def own_weights(model: nn.Module, tune: Tune) -> Iterator[nn.Parameter]:
-    """Yield the weights of a model, or of a block, that ``all`` or ``norms`` trains; a tied head is among those of a model."""
+    """Yield the weights that ``all`` or ``norms`` trains, of a model or a block; a tied head is one of a model's."""
     for module in model.modules():
         if isinstance(module, nn.Embedding) or (tune == "norms" and "norm" not in type(module).__name__.lower()):
             continue

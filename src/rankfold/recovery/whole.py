@@ -108,7 +108,7 @@ class WholeModel:
         """Train the model, and leave it with the best weights, rounded as they will be written.
 
         Returns:
-            Losses on held-out text of the dense model, of the compressed one, and of the trained one; and what happened.
+            Losses on held-out text of the dense, the compressed and the trained model; and what happened.
         """
         settings, cached = self.settings, self.cache.losses if self.cache else None
         of_dense = (
