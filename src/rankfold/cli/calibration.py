@@ -27,8 +27,8 @@ class CalibrationOptions:
         list[str],
         typer.Option(
             metavar="TEXT",
-            help="mixture, wikitext2, ptb, c4, languages, alpaca, pydoc, python-source, self (the model writes), a file, "
-            "images. Repeatable; shares: a.txt=0.7.",
+            help="mixture, wikitext2, ptb, c4, languages, alpaca, pydoc, python-source, self (the model writes), a "
+            "file, images. Repeatable; shares: a.txt=0.7.",
         ),
         MayBePath(),
     ] = field(default_factory=lambda: [DEFAULT_TEXT])
@@ -101,7 +101,8 @@ def parse_texts(texts: list[str]) -> dict[str, float]:
         return dict.fromkeys(names, 1.0)
     if any(share is None for _, share in parsed):
         raise OptionError(
-            f"--calibration takes a share for every text or for none, e.g. a.txt=0.7 and b.txt=0.3; got {' and '.join(texts)}"
+            f"--calibration takes a share for every text or for none, e.g. a.txt=0.7 and b.txt=0.3; "
+            f"got {' and '.join(texts)}"
         )
     return {name: share for name, share in parsed if share is not None}
 

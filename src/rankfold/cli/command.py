@@ -1,4 +1,4 @@
-"""The class of all commands: what is checked before one runs, and its help page; one line for what the machine refuses."""
+"""The class of all commands: checks before one runs, its help page, and one line for what the machine refuses."""
 
 import contextlib
 import math
@@ -119,8 +119,8 @@ def _check_column(values: dict[str, Any]) -> None:
     names = [*(values.get("calibration") or ()), *(values.get("text") or ())]
     if names and not any(HAS_COLUMNS.search(name) for name in names):
         raise OptionError(
-            f"--text-column {values['text_column']} would be ignored, of {' and '.join(names)}; it is of files with rows, such "
-            "as .jsonl"
+            f"--text-column {values['text_column']} would be ignored, of {' and '.join(names)}; it is of files with "
+            "rows, such as .jsonl"
         )
 
 

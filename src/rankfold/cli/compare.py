@@ -61,12 +61,13 @@ def command(
 
     \b
     rankfold compare ./my-model --methods rankfold,modegpt,latentllm --sparsities 0.1,0.3 --text wikitext2 -o report
-    rankfold compare ./my-model --methods modegpt,modegpt:mode=sequential --sparsities 0.3 --text a.txt --speed -o report
+    rankfold compare ./my-model --methods modegpt,modegpt:mode=sequential --sparsities 0.3 --text a.txt --speed -o speed
 
     rankfold compare ./my-model --protocol lowrankarena --include-path rows -o report
 
-    The same command continues where it was; further methods and sparsities can be added to the folder. A row that cannot be
-    done has the reason, and the exit code is 1. docs/compare.md has more, such as the option mode of a method.
+    The same command continues where it was; further methods and sparsities can be added to the folder. A row that
+    cannot be done has the reason, and the exit code is 1. docs/compare.md has more,
+    such as the option mode of a method.
     """
     model = o.at_revision(model, revision)
     from ..comparison import cells_of

@@ -108,7 +108,8 @@ ProtocolName = Annotated[
     of_measurements(
         callback=_read_protocol,
         is_eager=True,
-        help="lowrankarena: texts, tasks, calibration, sizes by its rules. Options given here override it; the report says so.",
+        help="lowrankarena: texts, tasks, calibration, sizes by its rules. Options given here override it; "
+        "the report says so.",
     ),
 ]
 
@@ -183,7 +184,7 @@ def _of_comparison(identity: Settings) -> Settings:
 def _of_base(facts: Settings) -> Settings:
     """Name the dense model, one from the hub with the commit it was read at, and the precision written.
 
-    Of a local model the record has the name without the folder it lay in, so MODEL has to be given where it is not here.
+    Of a local model the record has the name without its folder, so MODEL has to be given where it is not here.
     """
     name = f"{facts['base_model']}@{facts['revision']}" if "revision" in facts else facts["base_model"]
     is_known = is_hub_id(facts["base_model"]) or Path(name).exists()

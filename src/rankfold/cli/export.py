@@ -45,7 +45,8 @@ def command(
 
     def show(out) -> None:
         out.print(
-            f"{done.output}: parameters {done.dense:,} dense, {done.compressed:,} compressed, {done.exported:,} exported"
+            f"{done.output}: parameters {done.dense:,} dense, {done.compressed:,} compressed, "
+            f"{done.exported:,} exported"
         )
         out.print(
             f"{done.kept:.0%} of the saving kept; read back, its logits differ by {done.difference:.1e} of their norm"

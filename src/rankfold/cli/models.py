@@ -23,8 +23,8 @@ def command(
 ) -> None:
     """List the models and what can be compressed, or look at one.
 
-    For a family that is not listed, the spec is derived from the blocks and checked on the weights. The output can be put into
-    a file of rankfold as it is.
+    For a family that is not listed, the spec is derived from the blocks and checked on the weights. The output can be
+    put into a file of rankfold as it is.
 
     \b
     rankfold models

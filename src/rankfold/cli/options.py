@@ -57,7 +57,8 @@ TargetSize = Annotated[
     of_method(metavar="SIZE", help="Instead of --sparsity: what all weights may take, e.g. 400MB, 1.5GiB."),
     Excludes(
         ("sparsity", "keep_quality", "budget", "scope", "components"),
-        "--target-size fixes how much of the whole model's bytes is removed, {} would be ignored; leave one of them out",
+        "--target-size fixes how much of the whole model's bytes is removed, {} would be ignored; "
+        "leave one of them out",
     ),
 ]
 KeepQuality = Annotated[
@@ -67,7 +68,8 @@ KeepQuality = Annotated[
     ),
     Excludes(
         ("sparsity", "components", "recover", "gpu"),
-        "--keep-quality finds the sparsity of one component by compressing it, {} cannot be given with it; leave one out",
+        "--keep-quality finds the sparsity of one component by compressing it, {} cannot be given with it; "
+        "leave one out",
     ),
 ]
 Temperature = Annotated[float, typer.Option(help="0: always the most likely token.")]
@@ -182,7 +184,7 @@ def at_revision(model: str, revision: str | None) -> str:
 
 
 def expanded(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command for typer: in place of a parameter that is one of the groups above stand the options of the group."""
+    """Return a command for typer: a parameter that is one of the groups above becomes the options of that group."""
     signature = inspect.signature(command, eval_str=True)
     defaults = {name: parameter.default for name, parameter in signature.parameters.items()}
     hints = {name: parameter.annotation for name, parameter in signature.parameters.items()}

@@ -91,9 +91,9 @@ def command(
 ) -> None:
     """Train a compressed model for a few minutes by distillation.
 
-    It learns to predict what the dense model predicts, and never comes out worse. Held-out text is scored before, during and
-    after, and the best state is kept. Where no text gains, or one loses more than the tolerance, the model that went in is
-    written, and the exit code is 3.
+    It learns to predict what the dense model predicts, and never comes out worse. Held-out text is scored before,
+    during and after, and the best state is kept. Where no text gains, or one loses more than the tolerance, the model
+    that went in is written, and the exit code is 3.
 
     \b
     rankfold recover small -o better --minutes 15

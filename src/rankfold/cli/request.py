@@ -1,4 +1,4 @@
-"""What `compress` and `plan` take alike: a model, or several components of one, what is done, and what it is measured on."""
+"""What `compress` and `plan` both take: one model or several components, what is done, and what it is measured on."""
 
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -54,8 +54,8 @@ class Request:
             method = self._of(name, self.what).parse()
             if method.own_sparsities and not self.config:
                 raise OptionError(
-                    f"--components gives each component its sparsity, --modules {self.what.modules} would take its place; name "
-                    f"the modules only, e.g. --modules {','.join(method.own_sparsities)}"
+                    f"--components gives each component its sparsity, --modules {self.what.modules} would take its "
+                    f"place; name the modules only, e.g. --modules {','.join(method.own_sparsities)}"
                 )
             methods[name] = replace(method, sparsity=sparsity)
         return methods
@@ -166,8 +166,8 @@ def _parse_components(text: str) -> dict[str, float]:
         ) from None
     if len(found) < 2:
         raise OptionError(
-            f"--components takes two components or more, e.g. language=0.3,vision=0.2; got {text!r}; for one of them give "
-            "--component and --sparsity"
+            f"--components takes two components or more, e.g. language=0.3,vision=0.2; got {text!r}; for one of them "
+            "give --component and --sparsity"
         )
     return {name: found[name] for name in PARTS if name in found}
 

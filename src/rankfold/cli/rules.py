@@ -1,4 +1,4 @@
-"""What an option needs and what it leaves no use for: rules in the ``Annotated`` type of the option that they are about."""
+"""What an option needs and what it leaves no use for: rules in the ``Annotated`` type of that option."""
 
 import inspect
 import os

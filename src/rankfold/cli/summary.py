@@ -107,7 +107,7 @@ def show_kept(kept: float, parameters: int, format: str, folder: Path, out: "Con
 
 
 def options_for_target(record: Record, target: str) -> str | None:
-    """Return the options that choose the ranks of a target; ``None`` where the method of a checkpoint has no such ranks.
+    """Return the options that choose the ranks of a target; ``None`` where the method of a checkpoint has none.
 
     Args:
         record: of the run.
@@ -132,6 +132,6 @@ def _cost(record: Record, target: str) -> str:
     if target != "stock" or not {"divergence_for_stock", "divergence"} <= facts.keys():
         return ""
     return (
-        f", at an expected divergence from the dense model of {facts['divergence_for_stock']:.3g} nats a token in place of "
-        f"{sum(facts['divergence'].values()):.3g}"
+        f", at an expected divergence from the dense model of {facts['divergence_for_stock']:.3g} nats a token in "
+        f"place of {sum(facts['divergence'].values()):.3g}"
     )

@@ -122,7 +122,7 @@ def compare(
 
 
 def _impossible(source: DenseModel, cells: Sequence[Cell]) -> dict[str, RankfoldError]:
-    """Key -> error of the cells that can be told to fail from shapes alone: the architecture, or a sparsity out of reach."""
+    """Key -> error of the cells that fail by shapes alone: by the architecture, or by a sparsity out of reach."""
     found = {}
     for cell in cells:
         try:

@@ -88,8 +88,8 @@ class Folder:
         if found["identity"] != self.identity:
             other = [key for key in self.identity if found["identity"].get(key) != self.identity[key]]
             raise CheckpointError(
-                f"{self.path} holds a comparison of another model, text or setting; choose another folder (it differs in: "
-                f"{', '.join(sorted(other)) or 'what it lacks'})"
+                f"{self.path} holds a comparison of another model, text or setting; choose another folder (it differs "
+                f"in: {', '.join(sorted(other)) or 'what it lacks'})"
             )
         return found
 
@@ -137,14 +137,14 @@ class Folder:
         return self.path / CELLS / f"{MOMENTS}{names}"
 
     def kept(self) -> set[str]:
-        """Names of the models of rows that are done, and of the moments beside them: a command that kept them is through."""
+        """Names of the models of finished rows, and of the moments beside them: a command that kept them is through."""
         folders = {path.name for path in (self.path / CELLS).iterdir() if path.is_dir()}
         moments = {name for name in folders if name.startswith(MOMENTS)}
         models = {name for name in folders - moments if self.done(name)}
         return models | moments if models else set()
 
     def clear(self, kept: set[str], cells: Sequence[Cell] | None = None) -> None:
-        """Remove the compressed models of ``cells`` but for those ``kept``; ``None``: all, what is unfinished, the moments."""
+        """Remove the models of ``cells`` but for those ``kept``; ``None``: all, what is unfinished, the moments."""
         with writing(self.path):
             for path in sorted((self.path / CELLS).iterdir()):
                 if path.is_dir() and path.name not in kept and (cells is None or path.name in {c.key for c in cells}):

@@ -51,8 +51,8 @@ class Form:
         method = make_method(self.name, **{**(common or {}), **self.options}, sparsity=sparsity)
         if method.own_sparsities and set(method.own_sparsities.values()) != {sparsity}:
             raise OptionError(
-                f"{self.label} gives its modules other sparsities than the {sparsity} of its row; give them that one, or name "
-                "them without a sparsity"
+                f"{self.label} gives its modules other sparsities than the {sparsity} of its row; give them that one, "
+                "or name them without a sparsity"
             )
         # A measured allocation compares predictions on text and has no use for moments of the dense model.
         best = "sequential" if method.allocation.needs_text or "one-pass" not in method.modes else "one-pass"
@@ -68,7 +68,7 @@ class Cell:
     mode: str
 
     def takes_moments(self, view: BlockView) -> bool:
-        """Whether it can be computed from moments of the dense model that other cells use too; otherwise it takes text."""
+        """Whether it can be computed from moments of the dense model that other cells use too; otherwise from text."""
         return self.mode == "one-pass" and not self.method.allocation.needs_text and not self.method.gradients(view)
 
     @property

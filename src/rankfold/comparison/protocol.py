@@ -78,8 +78,8 @@ class Protocol:
         """
         for name in {"scope", "budget"} & {*options}:
             raise OptionError(
-                f"protocol {self.name} counts the parameters of the whole model, got {method_option(name)}; leave it out, or "
-                "the protocol"
+                f"protocol {self.name} counts the parameters of the whole model, got {method_option(name)}; leave it "
+                "out, or the protocol"
             )
         others = [value for value in sparsities if value not in self.sparsities]
         if others:

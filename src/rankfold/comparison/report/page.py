@@ -19,11 +19,11 @@ RESULTS, TABLE, PLOTS, PAGE = "results.jsonl", "table.md", "plots", "report.html
 MEANING = {
     "removed": "fraction of the counted weights that is removed: linear weights of the blocks, or all with scope=model",
     "M parameters, MiB": "of the whole model, embeddings included, as it is written; tied matrices once",
-    "measured": "one-pass: on the dense model, with moments that all such rows share; sequential: every block on what the "
-    "compressed blocks before it send, anew for this row",
+    "measured": "one-pass: on the dense model, with moments that all such rows share; sequential: every block on what "
+    "the compressed blocks before it send, anew for this row",
     "compressing, s": "wall time of this row on this machine; of rows that share moments without measuring these",
-    RETENTION: "mean of what is kept of the dense model: its perplexity over the row's on every text, the row's accuracy over "
-    "its own in every mean of tasks that the protocol names",
+    RETENTION: "mean of what is kept of the dense model: its perplexity over the row's on every text, the row's "
+    "accuracy over its own in every mean of tasks that the protocol names",
 }
 
 WRITTEN = {  # a definition -> the column that it is of

@@ -1,4 +1,4 @@
-"""Pictures of a comparison: what is a number in the table becomes a curve. One panel a picture, wide enough for a telephone."""
+"""Pictures of a comparison: a number of the table becomes a curve. One panel a picture, wide enough for a telephone."""
 
 import io
 import math
@@ -87,7 +87,7 @@ def _perplexity(index: int, text: str, done: list[dict], styles: dict) -> Pictur
 
 
 def _speed(kind: str, done: list[dict], styles: dict) -> Picture:
-    """MoDeGPT Fig. 3, with ratios to the dense model in the same rounds: speeds of different minutes are no comparison."""
+    """MoDeGPT Fig. 3, with ratios to the dense model in the same rounds: speeds of different minutes differ."""
     dense = done[0]["measures"]
     base, text = dense["speed"][f"{kind}_tokens_per_second"], shorten(dense["texts"][0]["text"], 18)
 

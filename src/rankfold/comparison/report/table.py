@@ -165,7 +165,8 @@ def summary(rows: list[dict]) -> list[str]:
             winners.append(f"{best['label']} at {sparsity:g} ({value['perplexity']:,.2f}, × {over:.2f})")
         if winners:
             sentences.append(
-                f"Lowest perplexity on {text['text']}: {', '.join(winners)}; the dense model has {text['perplexity']:,.2f}."
+                f"Lowest perplexity on {text['text']}: {', '.join(winners)}; the dense model has "
+                f"{text['perplexity']:,.2f}."
             )
     return sentences
 
@@ -222,7 +223,7 @@ def _parts(columns: list[tuple[int, int]], room: int) -> list[list[int]]:
 
 
 def _shown(cells: Cells, columns: dict[int, int]) -> Table:
-    """Return some columns as a table, each in its width: rich by itself would take more than a terminal has, and cut it."""
+    """Return some columns as a table, each in its width: rich alone would take more than a terminal has, and cut it."""
     lines = [
         [Text(line[i], style="bold" if (number, i) in cells.best else "") for i in columns]
         for number, line in enumerate(cells.lines)
@@ -246,7 +247,7 @@ def _table(header: list[str], lines: list[list[Text]], style: box.Box, widths: l
 
 
 def markdown(rows: list[dict]) -> str:
-    """The table in Markdown, with the best of each sparsity in bold, and its notes; what is in the cells cannot end them."""
+    """The table in Markdown, the best of each sparsity in bold, and its notes; what is in the cells cannot end them."""
     cells = cells_of_table([_escape(row) for row in rows])
     lines = [
         [Text(f"**{cell}**" if (number, i) in cells.best else cell) for i, cell in enumerate(line)]
