@@ -65,7 +65,7 @@ def add_windows(parser: argparse.ArgumentParser) -> None:
 
 
 def calibration(args, source: DenseModel, file: str) -> CalibrationData:
-    """Return the calibration windows that :func:`add_windows` asks for, of a text of :func:`add_data`, within the context."""
+    """Return the calibration windows that :func:`add_windows` asks for, from a text of :func:`add_data`."""
     length = min(args.length, source.context_length)
     text = str(data_file(args.data, file))
     return load_calibration(text, source, num_samples=args.samples, max_length=length, seed=args.seed)

@@ -1,8 +1,8 @@
 """Parameters, multiply-accumulates and cache against sparsity: Table 3 of LatentLLM (arXiv:2505.18413).
 
-Two kinds of rows. `counted`: a model of a few random blocks is really compressed; PyTorch counts its operations, and the
-count must equal the closed formula and the plan, or the script fails. `planned`: the same formula for large models, from
-their shapes alone, without a weight in memory. Compressing is fast because ranks depend on shapes only.
+Two kinds of rows. `counted`: a model of a few random blocks is really compressed; PyTorch counts its operations, and
+the count must equal the closed formula and the plan, or the script fails. `planned`: the same formula for large models,
+from their shapes alone, without a weight in memory. Compressing is fast because ranks depend on shapes only.
 
     python benchmarks/complexity.py
 """

@@ -1,10 +1,10 @@
 """What compressing costs, in forwards: the time of a whole compression over the time of one plain forward.
 
-All times are of ONE run on one machine, in rounds that take the measurements in turning order; ratios are formed within a
-round. `forward`: embedding and all blocks over the calibration tokens, nothing measured. `one-pass` and `sequential`:
+All times are of ONE run on one machine, in rounds that take the measurements in turning order; ratios are formed within
+a round. `forward`: embedding and all blocks over the calibration tokens, nothing measured. `one-pass` and `sequential`:
 `rankfold.compress` into a folder, from an open model to the finished checkpoint on disk. `default`: the method and the
-allocation that are taken when nothing is said; its target is three times `one-pass` on top of it. The default without each of
-its steps, or with one that is off, is below.
+allocation that are taken when nothing is said; its target is three times `one-pass` on top of it. The default without
+each of its steps, or with one that is off, is below.
 
     python benchmarks/compression_cost.py                      # SmolLM2-135M, 32 x 1024 tokens
     python benchmarks/compression_cost.py --method latentllm --json benchmarks/results/compression_cost_latentllm.json
@@ -29,7 +29,8 @@ KINDS = ("forward", "one-pass", "sequential", *DEFAULTS)
 DEFINITIONS = {
     "forward_seconds": "embedding and all blocks over the calibration tokens, block by block; median over rounds",
     "one-pass_seconds": "compress(mode='one-pass') of an open model into a folder, all included; median over rounds",
-    "sequential_seconds": "compress(mode='sequential') of an open model into a folder, all included; median over rounds",
+    "sequential_seconds": "compress(mode='sequential') of an open model into a folder, all included; "
+    "median over rounds",
     "default_seconds": "compress() by method rankfold with its measured allocation into a folder; median over rounds",
     "rankfold ..._seconds": "the same with these options",
     "default_over_one_pass": "seconds over those of one-pass in the same round; median over rounds",

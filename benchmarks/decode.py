@@ -1,7 +1,7 @@
 """Decoding one token at a time: compressed over dense, and the floor that the bare products of both set.
 
 Speed depends on shapes, not on values, so weights are random: a compressed model is made from its config. Steps of all
-candidates alternate, so a machine that slows down for a moment slows all; a ratio is formed within a round of one step each.
+candidates alternate, so a machine that slows down for a moment slows all; ratios are formed within rounds of one step.
 
     python benchmarks/decode.py                                # two shapes, batch 1 and 8, about 3 minutes of two cores
     python benchmarks/decode.py --checkpoint small             # the shapes of a compressed checkpoint instead
@@ -35,7 +35,8 @@ SIZES = (
     "num_hidden_layers",
     "vocab_size",
 )
-SHAPES = {  # dense sizes; widths of queries and keys, of values, and of the MLP that leave 70% of the weights of the blocks
+# Dense sizes; widths of queries and keys, of values, and of the MLP that leave 70% of the weights of the blocks.
+SHAPES = {
     "SmolLM2-135M": ((576, 1536, 9, 3, 30, 49152), (48, 56, 1000)),
     "Llama-3.2-1B, 4 of 16 blocks": ((2048, 8192, 32, 8, 4, 32000), (48, 56, 5696)),
 }

@@ -1,4 +1,4 @@
-"""What decomposing one block of a 7B model costs: seconds and peak memory of every module, each in a process of its own.
+"""What decomposing one block of a 7B model costs: seconds and peak memory of every module, each in its own process.
 
 Random weights and moments of the shape of Llama-2-7B (d = 4096, F = 11008, 32 heads); `--scale 4` divides all of it. No
 matrix larger than the moment of the MLP's hidden units is needed; one d x d matrix per head would be 32 x 128 MiB.

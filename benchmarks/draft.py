@@ -1,8 +1,9 @@
 """Compressed models as drafts of their own parent: speculative decoding, whose output stays the dense model's.
 
 A draft writes DRAFTED tokens, the dense model checks them in one forward and takes those that it would have written. A
-compressed model shares its parent's tokenizer by construction. Drafts by transformers' `assistant_model` are compared with
-none, and with `prompt_lookup_num_tokens`, which copies from the prompt and costs nothing. Rounds run all of them in turn.
+compressed model shares its parent's tokenizer by construction. Drafts by transformers' `assistant_model` are compared
+with none, and with `prompt_lookup_num_tokens`, which copies from the prompt and costs nothing. Rounds run all of them
+in turn.
 
     python benchmarks/draft.py
     python benchmarks/draft.py --model stories260K --prompts 2 --tokens 16 --sparsities 0.5     # a try in seconds
@@ -24,8 +25,9 @@ DRAFTED, PROMPT = 4, 64
 NONE, LOOKUP, BOTH = "none", "prompt lookup", "shortgpt, then rankfold"
 CALIBRATION, TEXT = "text/wikitext2-valid.tokens", "text/wikitext2-test.tokens"
 DEFINITIONS = {
-    "draft": f"what proposes {DRAFTED} tokens for every forward of the dense model; a compressed model by method and sparsity, "
-    f"all calibrated alike. `{BOTH}`: one after the other, each by the sparsity that leaves the same share of the rest",
+    "draft": f"what proposes {DRAFTED} tokens for every forward of the dense model; a compressed model by method and "
+    f"sparsity, all calibrated alike. `{BOTH}`: one after the other, "
+    "each by the sparsity that leaves the same share of the rest",
     "accepted": "proposed tokens that the dense model takes, of all proposed",
     "tokens per forward": "tokens written over forwards of the dense model; 1 without a draft",
     "tokens/s": "of greedy writing, fp32, one prompt at a time; median over rounds, each over all prompts",
@@ -131,7 +133,7 @@ def written(dense: Counted, draft: Counted | None, prompts: Tensor, count: int, 
 
 
 def row(name: str, facts: dict[str, dict], seconds: dict[str, list[float]], parameters: int) -> dict:
-    """Return one row of the record; the parameters are those of the draft, or of the dense model where there is none."""
+    """Return one row of the record; the parameters are those of the draft, or of the dense model without one."""
     mine, plain = facts[name], facts[NONE]["tokens"]
     count = sum(map(len, mine["tokens"]))
     # Every forward of the dense model writes one token of its own beside those that it takes.

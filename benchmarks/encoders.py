@@ -1,9 +1,9 @@
-"""Encoders: what is left of a sentence encoder's similarities, and of a vision transformer's accuracy, at every sparsity.
+"""Encoders: what is left of a sentence encoder's similarities and of a vision transformer's accuracy, by sparsity.
 
-``sentences``: all-MiniLM-L6-v2 (a BERT), calibrated on C4 (96 x 64 tokens, 12 windows held out with `--samples 96`), asked for
-the mean-pooled embeddings of sentences of WikiText-2's test text. ``digits``: a ViT that the script trains on scikit-learn's
-digits (8 x 8 pixels), calibrated on images it was trained on, asked for the digits it has not seen. A killed run goes on where
-it was.
+``sentences``: all-MiniLM-L6-v2 (a BERT), calibrated on C4 (96 x 64 tokens, 12 windows held out with `--samples 96`),
+asked for the mean-pooled embeddings of sentences of WikiText-2's test text. ``digits``: a ViT that the script trains on
+scikit-learn's digits (8 x 8 pixels), calibrated on images it was trained on, asked for the digits it has not seen. A
+killed run goes on where it was.
 
     python benchmarks/encoders.py sentences
     python benchmarks/encoders.py digits

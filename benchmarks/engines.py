@@ -1,7 +1,7 @@
 """Speed in other engines, dense against compressed: llama.cpp's own `llama-bench`, and vLLM's own throughput benchmark.
 
-Rounds run the models in turn; a ratio is formed within a round, and medians over rounds are reported: on a machine that does
-something else beside, none of it means anything. llama.cpp is built by `llama_tools.py`; vLLM is the
+Rounds run the models in turn; a ratio is formed within a round, and medians over rounds are reported: on a machine that
+does something else beside, none of it means anything. llama.cpp is built by `llama_tools.py`; vLLM is the
 environment of `integrations.py`.
 
     python benchmarks/engines.py
@@ -34,12 +34,12 @@ main(parser.parse_args())
 """
 SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 DEFINITIONS = {
-    "model": "method, options and --for of a compressed model, sparsity 0.3; for llama.cpp as gguf-deci, for vLLM the folder "
-    "itself or `as` its export",
+    "model": "method, options and --for of a compressed model, sparsity 0.3; for llama.cpp as gguf-deci, for vLLM the "
+    "folder itself or `as` its export",
     "prefill": f"tokens per second of a prompt of {PROMPT}: llama-bench -p",
     "decode": f"tokens per second of {NEW} tokens one by one: llama-bench -n",
-    "throughput": "tokens per second, read and written, of 16 requests of 256 and 64: `vllm bench throughput` with its random "
-    "prompts, bf16",
+    "throughput": "tokens per second, read and written, of 16 requests of 256 and 64: `vllm bench throughput` with its "
+    "random prompts, bf16",
     "rounds": "of which all speeds are the medians",
     "ratio": "over the dense model, within a round: median, and quartiles over the rounds",
     "bytes": "of the file, or of the weights in the folder",

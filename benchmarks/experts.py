@@ -1,8 +1,8 @@
 """What experts should be fitted to: their own tokens, weighted by the router, and others where these are few.
 
-A small Mixtral is trained on text that ships with Python, in seconds; its router sends some experts thousands of tokens and
-others a handful. Half of every expert's units go, nothing else does. Perplexity is on text it has not seen, mean over draws
-of the calibration windows.
+A small Mixtral is trained on text that ships with Python, in seconds; its router sends some experts thousands of tokens
+and others a handful. Half of every expert's units go, nothing else does. Perplexity is on text it has not seen, mean
+over draws of the calibration windows.
 
     python benchmarks/experts.py
 """

@@ -1,4 +1,4 @@
-"""What every method must keep of the dense model (gates.toml), measured; what falls short is named, and the exit code is 1.
+"""What every method must keep of the dense model (gates.toml), measured; names what falls short, with exit code 1.
 
 python benchmarks/gates.py                          # all models at hand; a killed run goes on where it was
 python benchmarks/gates.py --only opt-6m            # one model

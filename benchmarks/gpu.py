@@ -1,7 +1,8 @@
-"""rankfold on one accelerator: rates, equality with the CPU, precision, waits, time and memory by block, speed of the results.
+"""rankfold on one accelerator: rates, equality with the CPU, precision, waits, time and memory by block, speed.
 
-Nothing but this repository, PyTorch, transformers and accelerate is needed: models are made where they run, no text is loaded.
-Every command ends within nine minutes: what does not fit any more is left out, and done when the same command runs again.
+Nothing but this repository, PyTorch, transformers and accelerate is needed: models are made where they run, no text is
+loaded. Every command ends within nine minutes: what does not fit any more is left out, and done when the same command
+runs again.
 
     python benchmarks/gpu.py rates precision waits parity   # first: about 7 minutes on an H100
     python benchmarks/gpu.py blocks                         # by stage, for shapes of 7, 13 and 70 billion parameters

@@ -1,9 +1,9 @@
 """LatentLLM's Table 4 and Fig. 6 in small: what is left of a model of images and text, by kind of question.
 
-A model of LLaVA's architecture (picture_model.py) is trained here on pictures that pictures.py draws, and kept in `--work`.
-Its language model is compressed, calibrated on image-text examples by its own processor (`load_calibration`); also with
-the vision tower compressed before by the same method, and calibrated on such questions and answers without the pictures.
-Asked about pictures and texts of a test that shares none with training. A killed run goes on where it was.
+A model of LLaVA's architecture (picture_model.py) is trained here on pictures that pictures.py draws, and kept in
+`--work`. Its language model is compressed, calibrated on image-text examples by its own processor (`load_calibration`);
+also with the vision tower compressed before by the same method, and calibrated on such questions and answers without
+the pictures. Asked about pictures and texts of a test that shares none with training. A killed run goes on.
 
     python benchmarks/images_and_text.py
 """

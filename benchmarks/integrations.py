@@ -1,8 +1,8 @@
 """Other programs on compressed models, each in a virtual environment of its own: what `make integrations` runs.
 
-For every program the environment is made under `.venv-integrations/` (once), then the tests that need it run on tiny models,
-and what it does to compressed models and to exports of them is measured. The model is SmolLM2-135M unless `--model` names
-another one; what several programs take is compressed once.
+For every program the environment is made under `.venv-integrations/` (once), then the tests that need it run on tiny
+models, and what it does to compressed models and to exports of them is measured. The model is SmolLM2-135M unless
+`--model` names another one; what several programs take is compressed once.
 
     python benchmarks/integrations.py
     python benchmarks/integrations.py --only peft torchao
@@ -70,7 +70,8 @@ DEFINITIONS = {
     "tests": "last line of pytest over the tests that need the program, on tiny models",
     "on": "method, options and --for of a compressed model; sparsity 0.3; `as`: its export in that form",
     "reached": "linear layers in the blocks that the program took, of all there",
-    "change": "|logits after - logits before| / |logits before| on one window; peft: after merging, against the adapters",
+    "change": "|logits after - logits before| / |logits before| on one window; peft: after merging, "
+    "against the adapters",
     "losses": "first and last of the training steps",
     "equal": "prompts of unequal lengths whose greedy tokens are those of transformers in fp32, of all",
     "cache_bytes_per_token": "of all blocks, as the engine allots them in fp32; dense: of the dense model",

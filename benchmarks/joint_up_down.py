@@ -1,4 +1,4 @@
-"""The joint form of up and down projections (LatentLLM Sec. 4.3): its rounds, its weights alpha, beta, gamma, and its cost.
+"""The joint form of up and down projections (LatentLLM Sec. 4.3): its rounds, weights alpha, beta, gamma, and cost.
 
 Every row fits the MLP of some blocks alone, on the dense model's hidden states; one of eight rows is held out.
 

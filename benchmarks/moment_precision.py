@@ -1,8 +1,9 @@
 """What fp32 sums of several batches cost in a moment: hardly more than one batch has cost already.
 
-The moment of an MLP's hidden activations is a sum of products over batches. Sums of a batch are fp32, as the matrix product
-makes them; beyond `FP32_ROWS` rows they are fp64. The error against the exact fp64 moment of the same activations is given in
-units of the ridge that the compression adds, for fp64 after every batch, for the setting shipped, and for fp32 throughout.
+The moment of an MLP's hidden activations is a sum of products over batches. Sums of a batch are fp32, as the matrix
+product makes them; beyond `FP32_ROWS` rows they are fp64. The error against the exact fp64 moment of the same
+activations is given in units of the ridge that the compression adds, for fp64 after every batch, for the setting
+shipped, and for fp32 throughout.
 
     python benchmarks/moment_precision.py                      # SmolLM2-135M, 32 x 1024 tokens
 """

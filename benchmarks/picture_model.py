@@ -1,7 +1,8 @@
 """A small model of LLaVA's architecture that learns benchmarks/pictures.py, for benchmarks/images_and_text.py.
 
-A CLIP vision tower and a projector of two layers, which first learn words for what lies where; then with them a Llama. Its
-processor and tokenizer (one word, one token) are what transformers has for LLaVA, so that it is used as any other such model.
+A CLIP vision tower and a projector of two layers, which first learn words for what lies where; then with them a Llama.
+Its processor and tokenizer (one word, one token) are what transformers has for LLaVA, so that it is used as any other
+such model.
 
 Shape legend: B conversations or pictures, H x W pixels.
 """

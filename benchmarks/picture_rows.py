@@ -1,7 +1,7 @@
 """The questions of pictures.py as rows of ScienceQA, for benchmarks/science_qa.py.
 
-Kinds of question stand for subjects: ScienceQA's social science is mostly maps, its language science mostly text. Questions
-of the kind ``text`` have a description as their context; those of the kind ``word`` have neither context nor picture.
+Kinds of question stand for subjects: ScienceQA's social science is mostly maps, its language science mostly text.
+Questions of the kind ``text`` have a description as their context; those of the kind ``word`` have neither.
 """
 
 import random

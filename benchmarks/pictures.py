@@ -1,7 +1,7 @@
 """Pictures of a few coloured shapes, and questions about them, for benchmarks/images_and_text.py.
 
 Everything follows from a seed. A scene is asked about in training or in the test, never in both: its key decides,
-the shapes and colours and the cells they lie in. Those of the kind ``text`` come with a description in the place of a picture.
+the shapes and colours and the cells they lie in. Those of the kind ``text`` have a description in place of a picture.
 
 Shape legend: H = W = SIZE pixels.
 """

@@ -1,7 +1,7 @@
 """The time that a plan estimates over the time that the compression takes, for every method.
 
-On random Llamas with a narrow and a wide MLP, and, as `qwen`, on a few blocks of the shapes of Qwen2 with 1.5 B parameters.
-Run it on a quiet machine: both sides are wall time.
+On random Llamas with a narrow and a wide MLP, and, as `qwen`, on a few blocks of the shapes of Qwen2 with 1.5 B
+parameters. Run it on a quiet machine: both sides are wall time.
 """
 
 import shutil
@@ -56,8 +56,8 @@ def main() -> None:
                 facts = measure(shape, name, args.samples, args.length)
                 record.add(f"{shape} {name}", shape=shape, method=name, **facts)
                 common.say(
-                    f"{shape} {name}: said {sum(facts['said'].values()):.1f} s, needed {facts['needed']['total']:.1f} s, "
-                    f"ratio {facts['ratio']:.2f}"
+                    f"{shape} {name}: said {sum(facts['said'].values()):.1f} s, needed {facts['needed']['total']:.1f} "
+                    f"s, ratio {facts['ratio']:.2f}"
                 )
     wrong = [row["name"] for row in record.value["rows"] if not 1 / 1.5 <= row["ratio"] <= 1.5]
     common.say(f"outside of a factor of 1.5: {', '.join(wrong) or 'none'}")

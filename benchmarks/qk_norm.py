@@ -1,10 +1,10 @@
 """Does it pay to take dimensions from queries and keys where these are normalised?
 
-A tiny Qwen 3, trained here in seconds on the letters of a text that ships with Python; then compressed at equal numbers of
-weights with queries and keys dense, so that MLP, values and output give more, and with rotary pairs taken too. And where
-only queries and keys lose something: with the mean square of the norms predicted, with that of what is left, and with that
-of the dense model, as if it were known. Calibrated on what it was trained on, evaluated on the last tenth of the text. A
-killed run goes on where it was.
+A tiny Qwen 3, trained here in seconds on the letters of a text that ships with Python; then compressed at equal numbers
+of weights with queries and keys dense, so that MLP, values and output give more, and with rotary pairs taken too. And
+where only queries and keys lose something: with the mean square of the norms predicted, with that of what is left, and
+with that of the dense model, as if it were known. Calibrated on what it was trained on, evaluated on the last tenth of
+the text. A killed run goes on where it was.
 
     python benchmarks/qk_norm.py
 """

@@ -1,7 +1,7 @@
 """Figures 7 to 16 of LatentLLM (arXiv:2505.18413): studies on random matrices, without a model.
 
-Weights are normal. The moment of the inputs is a Wishart matrix of four samples a dimension, whose expectation is the identity
-or ``0.9^|i-j|``; the paper leaves the number of samples open. Errors are relative squared errors in decibels.
+Weights are normal. The moment of the inputs is a Wishart matrix of four samples a dimension, whose expectation is the
+identity or ``0.9^|i-j|``; the paper leaves the number of samples open. Errors are relative squared errors in decibels.
 
     python benchmarks/random_matrices.py
     python benchmarks/random_matrices.py --figures 7 12 --width 128 --json out.json
@@ -31,8 +31,10 @@ SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 FEW = (0.1, 0.3, 0.5, 0.7, 0.9)  # where every point iterates
 ROPE_THETA, ROPE_WINDOW = 1e4, 10
 DEFINITIONS = {
-    "x": "figures 7, 10 and 12: rank over width; else numbers stored over numbers of the dense weights, indices not counted",
-    "y": "10 log10 of the squared error over the squared norm: of outputs W x; figures 10 to 12: of all heads' score matrices",
+    "x": "figures 7, 10 and 12: rank over width; else numbers stored over numbers of the dense weights, "
+    "indices not counted",
+    "y": "10 log10 of the squared error over the squared norm: of outputs W x; figures 10 to 12: "
+    "of all heads' score matrices",
     "seconds": "of the whole curve",
 }
 Curve = tuple[str, Iterable[tuple[float, float]]]

@@ -1,6 +1,6 @@
 """Compressed, rounded to few bits, or both: perplexity against bytes of weights, in PyTorch, so for any family.
 
-Weights are rounded to the formats of llama.cpp that the package `gguf` writes, and back. A killed run goes on where it was.
+Weights are rounded to the formats of llama.cpp that the package `gguf` writes, and back. A killed run goes on.
 
     python benchmarks/rounding.py --model $RANKFOLD_MODELS/opt-6m
 """
@@ -20,7 +20,8 @@ FORMATS = ("F16", "Q8_0", "Q5_0", "Q4_0")
 CALIBRATION = "text/wikitext2-valid.tokens"
 MULTIPLE = 32  # of ranks: a block of the formats
 DEFINITIONS = {
-    "bytes": "of all weights in the format, tied ones once; vectors in fp32, matrices whose rows are no whole blocks in f16",
+    "bytes": "of all weights in the format, tied ones once; vectors in fp32, "
+    "matrices whose rows are no whole blocks in f16",
     "perplexity": "exp of the mean negative log-likelihood per predicted token, weights rounded to the format and back",
 }
 

@@ -1,6 +1,6 @@
 """Run experiments: compress a model by every setting of a YAML file, measure all results alike, keep one row of each.
 
-Rows are kept as soon as they are done, and a killed run continues with the same command. Rows that failed are tried again.
+Rows are kept as soon as they are done, and a killed run continues with the same command. Failed rows are retried.
 
     python benchmarks/run.py perplexity_smollm2
     python benchmarks/run.py grid_opt-6m --only rankfold slicegpt --sparsity 0.3
@@ -68,7 +68,7 @@ def run(name: str, args: argparse.Namespace) -> None:
 
 
 def chosen(found: list[Row], only: list[str] | None, sparsities: list[float] | None) -> list[Row]:
-    """Return the rows that ``--only`` and ``--sparsity`` name: by their own name, or by every kind of label that is named."""
+    """Return the rows that ``--only`` and ``--sparsity`` name: by their own name, or by every kind of label named."""
     labels = [{"name": row.name} | {k: v for k, v in row.labels.items() if k != "sparsity"} for row in found]
     given = set(only or ())
     named = {key: given & {one[key] for one in labels if key in one} for key in ("setting", "study", "calibration")}

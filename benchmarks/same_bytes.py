@@ -1,8 +1,8 @@
 """Perplexity and speed against file bytes: the dense model and compressed ones, each in the formats of llama.cpp.
 
-All of it runs in llama.cpp, by its own tools (`llama_tools.py` builds them): files are quantised by `llama-quantize` without an
-importance matrix; perplexity is that of `llama-perplexity`, speed that of `llama-bench`. Ranks are those of `--target
-llama.cpp`. A killed run goes on with the file at which it was.
+All of it runs in llama.cpp, by its own tools (`llama_tools.py` builds them): files are quantised by `llama-quantize`
+without an importance matrix; perplexity is that of `llama-perplexity`, speed that of `llama-bench`. Ranks are those of
+`--target llama.cpp`. A killed run goes on with the file at which it was.
 
     python benchmarks/same_bytes.py
     python benchmarks/same_bytes.py --model stories260K --windows 4 --rounds 0     # a try in seconds; no speeds
@@ -27,8 +27,10 @@ TEXTS = {"WikiText-2": "text/wikitext2-test.tokens", "C4": "calibration/c4_demo.
 DEFINITIONS = {
     "model": "dense, or compressed by the default method with `--target llama.cpp` at a sparsity; as gguf-deci",
     "bytes": "of the file",
-    "perplexity": f"of the second half of every window of {CONTEXT} tokens, the same windows for all files: llama-perplexity",
-    "fallback": "matrices whose rows are no whole blocks of the format, which llama-quantize writes in the next larger one",
+    "perplexity": f"of the second half of every window of {CONTEXT} tokens, the same windows for all files: "
+    "llama-perplexity",
+    "fallback": "matrices whose rows are no whole blocks of the format, which llama-quantize writes in the next larger "
+    "one",
     "prefill": f"tokens per second of a prompt of {llama_tools.PROMPT}: llama-bench -p, median over rounds",
     "decode": f"tokens per second of {llama_tools.NEW} tokens one by one: llama-bench -n, median over rounds",
     "ratio": "over the dense model in F16, within a round: median over rounds",

@@ -1,9 +1,10 @@
 """LatentLLM's Table 4 and Fig. 6: what a model of images and text still answers, by column of ScienceQA.
 
-SmolLM2-135M with a vision tower (seeing_model.py) is trained here on questions in ScienceQA's form (picture_rows.py), and kept
-in `--work`. Its vision tower, its language model or both are compressed, calibrated on image-text examples of the training.
-It is asked as by `rankfold evaluate MODEL --tasks scienceqa`, about scenes of a test that shares none with training; the
-dense one also with the picture of another question, or noise, in place of each picture. A killed run goes on where it was.
+SmolLM2-135M with a vision tower (seeing_model.py) is trained here on questions in ScienceQA's form (picture_rows.py),
+and kept in `--work`. Its vision tower, its language model or both are compressed, calibrated on image-text examples of
+the training. It is asked as by `rankfold evaluate MODEL --tasks scienceqa`, about scenes of a test that shares none
+with training; the dense one also with the picture of another question, or noise, in place of each picture. A killed run
+goes on where it was.
 
     python benchmarks/science_qa.py
 """

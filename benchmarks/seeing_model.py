@@ -132,7 +132,7 @@ def train(model: nn.Module, tokenizer) -> None:
 
 
 def of_tower(model: nn.Module, tokenizer, draw: random.Random) -> Callable[[], Tensor]:
-    """Return the loss of naming what lies at each place of a picture: shape, colour and the place, by their embeddings."""
+    """Return the loss of naming what lies at each place of a picture: shape, colour and place, by embeddings."""
     groups = (("no", *pictures.SHAPES), ("no", *pictures.COLOURS), pictures.PLACES)
     embeddings = model.get_input_embeddings().weight.detach()
     known = [embeddings[[tokenizer.encode(f" {word}")[-1] for word in words]] for words in groups]

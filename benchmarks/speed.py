@@ -1,7 +1,8 @@
-"""Dense against compressed: tokens per second of the blocks alone and of the whole prefill; decode.py has the tokens after it.
+"""Dense against compressed: tokens per second of the blocks alone and of the whole prefill.
 
-Rounds run both models in turning order; the ratio is formed within a round, the median over rounds is reported. Speed depends
-on shapes, not on values, so a model that is compressed here for the purpose is calibrated on little text (16 x 512 tokens).
+decode.py has the tokens after it. Rounds run both models in turning order; the ratio is formed within a round, the
+median over rounds is reported. Speed depends on shapes, not on values, so a model that is compressed here for the
+purpose is calibrated on little text (16 x 512 tokens).
 
     python benchmarks/speed.py                                          # SmolLM2-135M, the default method, sparsity 0.3
     python benchmarks/speed.py --model DENSE --compressed SMALL         # two checkpoints

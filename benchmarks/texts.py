@@ -1,8 +1,8 @@
 """The texts of an experiment: calibration windows and evaluation windows, by what its YAML says of them.
 
 ``texts`` names parts of files: ``{file, documents: [first, last]}`` of rows, ``{file, part: [0, 0.8]}`` of a text,
-``{modules}`` of Python's standard library, or the source of an installed ``{package}``. Any other name is a file in the data,
-or an alias of rankfold.
+``{modules}`` of Python's standard library, or the source of an installed ``{package}``. Any other name is a file in the
+data, or an alias of rankfold.
 """
 
 import importlib.util

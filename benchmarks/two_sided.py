@@ -51,7 +51,7 @@ class TwoSided:
         return self.refit(best) / self.size
 
     def fista(self, steps: int = STEPS, penalties: int = 12) -> Iterator[Tensor]:
-        """Yield solutions for falling penalties, refitted: FISTA (LatentLLM Eq. 233-236) with the step and the momentum apart.
+        """Yield solutions for falling penalties, refitted: FISTA (LatentLLM Eq. 233-236), step and momentum apart.
 
         Eq. 233-235 use one ``mu`` for both, which diverges as soon as it exceeds one over the largest eigenvalue.
         """

@@ -64,7 +64,7 @@ class Bench:
         empty_cache(self.device)
 
     def seconds(self, run: Callable[[], object], repeats: int = 3) -> float:
-        """Return the median seconds of a call, all work of the device included; the first counts only where it takes long."""
+        """Return the median seconds of a call, with all work of the device; the first counts only if it is long."""
         begin = now(self.device)
         run()
         first = now(self.device) - begin

@@ -1,4 +1,4 @@
-"""Compressions of random models of real shapes: seconds by part, peak memory against the plan, minutes for a whole model."""
+"""Compressions of random models of real shapes: seconds by part, peak memory against the plan, minutes for a model."""
 
 import shutil
 import time
@@ -14,8 +14,8 @@ DEFINITIONS = {
     "total": "seconds from an open model to a finished checkpoint on disk, read back and checked",
     "parts": "seconds by part of the run record; work of the device is counted where the run waits for its result",
     "block_seconds": "total over blocks",
-    "whole_minutes": "block_seconds times the blocks of the whole model, over 60; trials of a measured allocation run through "
-    "all blocks after their own, which grows with the square and is not in it",
+    "whole_minutes": "block_seconds times the blocks of the whole model, over 60; trials of a measured allocation run "
+    "through all blocks after their own, which grows with the square and is not in it",
     "peak_bytes": "largest memory of the device that tensors took; on a CPU what the process grew by",
     "plan_bytes": "peak that the plan of the run estimated",
     "predicted_minutes": "of the whole model, by rankfold.plan for a card of this memory",
@@ -51,7 +51,7 @@ def _measure(bench: Bench, shape: str, blocks: int, name: str, mode: str | None,
         return
     with bench.trying(row):
         samples, length = (4, 32) if bench.is_tiny else (SAMPLES, LENGTH)
-        # An eigenvalue problem of that width takes seconds, and there are ten in a block: one block shows what it takes.
+        # An eigenvalue problem of that width takes seconds, and a block has ten: one block shows what it takes.
         alone = name == "latentllm" and blocks > 1 and not bench.is_tiny
         excluded = tuple(range(1, blocks)) if alone else ()
         method = make_method(name, sparsity=SPARSITY / blocks if alone else SPARSITY, exclude_blocks=excluded)

@@ -1,4 +1,4 @@
-"""Models by shape: random weights with falling spectra and uneven columns, made on the device and written block by block."""
+"""Models by shape: random weights with falling spectra and uneven columns, made on the device and written by block."""
 
 import json
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def depth_of(shape: str) -> int:
 
 
 def random_weight(shape: torch.Size, generator: torch.Generator, device: torch.device) -> Tensor:
-    """Return a bf16 weight: ones of a norm; else ``(out, in)`` with singular values that fall, and columns of uneven size."""
+    """Return a bf16 weight: ones of a norm; else ``(out, in)`` with falling singular values and uneven columns."""
     if len(shape) == 1:
         return torch.ones(shape, dtype=torch.bfloat16, device=device)
 

@@ -1,4 +1,4 @@
-"""The result on the device beside the result on the CPU: how far their predictions are apart, and what else is equal."""
+"""The result on the device against that on the CPU: how far their predictions are apart, and what else is equal."""
 
 import copy
 import sys
@@ -24,8 +24,8 @@ DEFINITIONS = {
     "perplexity_ratio": "of the device's result over the CPU's, on held-out samples",
     "same_ranks": "whether all modules have the same rank",
     "limit": "of kl, asked of trained models alone: of random ones decisions are ties, which rounding decides",
-    "same": "whether every byte of the result is the same when the device does it again; with reading ahead switched off; with "
-    "batches of half the tokens. Not asked",
+    "same": "whether every byte of the result is the same when the device does it again; with reading ahead switched "
+    "off; with batches of half the tokens. Not asked",
 }
 LIMITS = {"float32": 1e-4, "bfloat16": 5e-3}
 MAIN = ("rankfold", "modegpt", "latentllm")

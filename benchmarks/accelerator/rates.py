@@ -1,4 +1,4 @@
-"""What the device does in a second: products, moments, decompositions, copies; and the entry of the plan's table of cards."""
+"""What the device does in a second: products, moments, decompositions, copies; and its entry of the table of cards."""
 
 import statistics
 from collections.abc import Callable, Iterator
@@ -18,8 +18,8 @@ from .bench import Bench, memory_of
 from .models import random_block
 
 DEFINITIONS = {
-    "seconds": "median of calls, each until the device has done all of it, after one that does not count; of calls that take "
-    "longer than 2 s the first",
+    "seconds": "median of calls, each until the device has done all of it, after one that does not count; of calls "
+    "that take longer than 2 s the first",
     "rate": "operations, or bytes read and written, over seconds; in 1e12 (TFLOP/s) or 1e9 (GB/s) of them a second",
     "routine": "what plans count (rankfold.methods.work), on matrices of that width, as the methods call it",
     "predicted_seconds": "of that routine by the table of cards, compression/cards.json",

@@ -192,8 +192,8 @@ def memory(records: list[dict]) -> str:
     widest = max(records, key=lambda record: record["config"]["width"])
     told = " and ".join(f"{row['peak_bytes'] / 2**30:.1f} GiB by `{row['name'].split()[0]}`" for row in widest["rows"])
     return (
-        f"Blocks of width {widest['config']['width']:,}: {told}, the program among it; plans state {min(planned):.2f} to "
-        f"{max(planned):.2f} times what is measured beside that."
+        f"Blocks of width {widest['config']['width']:,}: {told}, the program among it; plans state {min(planned):.2f} "
+        f"to {max(planned):.2f} times what is measured beside that."
     )
 
 
@@ -249,8 +249,8 @@ def science_qa(records: list[dict]) -> str:
     at = ("language", "vision", "language and vision")
     shares = [percent(found[f"{case}: rankfold 0.3"]["acc"]) for case in at]
     return (
-        f"With 0.3 of the language model, of the vision tower or of both removed the default answers {shares[0]}, {shares[1]} "
-        f"and {shares[2]} (dense {dense}; with other pictures {other})."
+        f"With 0.3 of the language model, of the vision tower or of both removed the default answers {shares[0]}, "
+        f"{shares[1]} and {shares[2]} (dense {dense}; with other pictures {other})."
     )
 
 

@@ -1,4 +1,4 @@
-"""Pages of what compressing costs and of how fast results are; and of what other programs and the tests make of them."""
+"""Pages of what compressing costs, of how fast results are, and of what other programs and the tests make of them."""
 
 import statistics
 import tomllib

@@ -1,4 +1,4 @@
-"""Pages of what compressed models can do: accuracy, pictures and text, what they write, speed against perplexity, targets."""
+"""Pages of what compressed models can do: accuracy, pictures and text, what they write, speed, targets."""
 
 import math
 import textwrap
@@ -217,7 +217,7 @@ def _radars(page: str, dense: dict, rows: list[dict], folder: Path | None) -> li
 
 
 def _as_asked(row: dict) -> dict:
-    """Return a row as the report of a comparison takes it, a kind of question for a task, the mean's loss for its order."""
+    """Return a row as the report of a comparison takes it, with questions for tasks and the mean's loss for order."""
     tasks = {kind: {"acc": share} for kind, share in row["accuracy"].items()}
     counts = {"sparsity": row["sparsity"]}
     measures = {"texts": [{"text": "", "perplexity": 2 - row["mean"]}], "tasks": tasks}
@@ -259,7 +259,8 @@ def science_qa(record: dict, folder: Path | None = None) -> list[str]:
     text, fitted = config["perplexity_text"], config["calibration"]
     lines = [
         f"{dense['parameters'] / 1e6:.1f} million parameters. Asked: {asked}; {config['chance']:.1%} can be guessed.",
-        "Natural science stands for colour, shape and count, social science for position and presence, language science",
+        "Natural science stands for colour, shape and count, social science for position and presence, "
+        "language science",
         "for texts and words; the grade is three times the number of wrong choices.",
         f"Calibrated on {fitted['samples']} examples of `{fitted['source']}`. Training moves the language model's",
         f"perplexity on {windows(text)} of `{text['source']}` from {number(before)} to {number(after)}.",

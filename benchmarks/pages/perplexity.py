@@ -96,7 +96,11 @@ def grid(record: dict, folder: Path | None = None) -> list[str]:
 
     lines = [*texts(record), ""]
     for text, value in dense["perplexity"].items():
-        found = by_sparsity(rows, lambda row: score(row | {"perplexity": row["perplexity"][text]}), name=name)  # noqa: B023
+        found = by_sparsity(
+            rows,
+            lambda row: score(row | {"perplexity": row["perplexity"][text]}),  # noqa: B023
+            name=name,
+        )
         lines += [f"Perplexity on `{text}`; dense {number(value)}:", "", *found, ""]
         curves = by_sparsity_of(rows, value=lambda row: row["perplexity"][text])  # noqa: B023
         lines += _picture(folder, record, f"grid-{Path(text).stem}", f"Perplexity on {text}", lowest(curves), value)
@@ -108,7 +112,8 @@ def grid(record: dict, folder: Path | None = None) -> list[str]:
 
 STUDIES = {
     "windows": "Calibration windows (MoDeGPT Fig. 5)",
-    "epsilon": "Temperature of the influence allocation (Table 25); in brackets the sparsity of the block that loses most",
+    "epsilon": "Temperature of the influence allocation (Table 25); in brackets the sparsity of the block that loses "
+    "most",
     "sparsity": "Sparsity (Table 32)",
     "alone": "One module alone, by a share of its own weights (Table 29)",
     "shares": "Other shares of the modules (Table 31)",
@@ -119,7 +124,7 @@ TITLES = {"sparsity": "Sparsity (MoDeGPT, Table 32)", "alone": "One module alone
 
 
 def studies(record: dict, folder: Path | None = None) -> list[str]:
-    """Return one table a study: settings by what is varied; and pictures of calibration windows and of single modules."""
+    """Return one table a study: settings by what varies; and pictures of calibration windows and of single modules."""
     rows, dense = compressed(record), dense_of(record)["perplexity"]
     lines = [*texts(record), f"- dense: {number(dense)}", ""]
     for study in dict.fromkeys(row["study"] for row in rows):
@@ -222,7 +227,7 @@ def verdict(worse: str, better: str, value: dict, sparsities: list[float]) -> st
 
 
 def ablations(records: list[dict]) -> list[str]:
-    """Return the default without each of its steps, of the models that have a record on one text and one across texts."""
+    """Return the default without each of its steps, of models with a record on one text and one across texts."""
     across = {r["config"]["model"]["fingerprint"]: r for r in records if r["benchmark"] == "domains"}
     lines = []
     for record in records:

@@ -29,8 +29,8 @@ STUDIES = {
     8: Study(
         "One latent for queries, keys and values",
         "one latent leaves more rank at equal numbers, and a smaller error",
-        "Holds: {} dB with plain factors and {} dB with identity blocks at 0.4 of the numbers; with those the gain is {} dB "
-        "at 0.9.",
+        "Holds: {} dB with plain factors and {} dB with identity blocks at 0.4 of the numbers; with those the gain is "
+        "{} dB at 0.9.",
         (
             ("split", "joint", 0.4),
             ("split, identity block", "joint, identity block", 0.4),
@@ -64,15 +64,16 @@ STUDIES = {
     12: Study(
         "Rotary embedding",
         "without the rotations already good; with them 1 to 2 dB better",
-        "Holds for the gain, {} dB. Without the rotations the joint form is only {} dB better than fitting queries and keys "
-        "apart.",
+        "Holds for the gain, {} dB. Without the rotations the joint form is only {} dB better than fitting queries and "
+        "keys apart.",
         (("attention-aware", "attention-aware, rotations", 0.5), ("activation-aware", "attention-aware", 0.5)),
     ),
     13: Study(
         "How non-zeros are found",
         "hard shrinkage works best",
-        "Holds in part, with correlated inputs: hard beats FISTA by {} dB at a density of 0.5, straight-through beats hard by "
-        "{} dB at 0.1 and by {} dB at 0.5. Without correlation hard, soft and straight-through agree and FISTA is {} dB worse.",
+        "Holds in part, with correlated inputs: hard beats FISTA by {} dB at a density of 0.5, straight-through beats "
+        "hard by {} dB at 0.1 and by {} dB at 0.5. Without correlation hard, "
+        "soft and straight-through agree and FISTA is {} dB worse.",
         (
             ("FISTA, correlated", "hard, correlated", 0.5),
             ("hard, correlated", "straight-through, correlated", 0.1),
@@ -83,15 +84,16 @@ STUDIES = {
     14: Study(
         "Low rank plus sparse",
         "no better than sparse alone",
-        "Holds: sparse alone is {} dB better than a rank of a twelfth of the width plus sparse, and that {} dB better than a "
-        "low rank alone. Indices are not counted ([with them it turns round](../papers.md#what-was-learned-on-the-way)).",
+        "Holds: sparse alone is {} dB better than a rank of a twelfth of the width plus sparse, and that {} dB better "
+        "than a low rank alone. Indices are not counted ([with them it turns "
+        "round](../papers.md#what-was-learned-on-the-way)).",
         (("rank width/12 + sparse", "sparse", 0.5), ("low rank", "rank width/12 + sparse", 0.5)),
     ),
     15: Study(
         "Sparse factors",
         "better than a low rank, no better than sparse alone",
-        "Holds in the middle: at a density of 0.5 {} dB better than a low rank and {} dB worse than sparse alone. At 0.1 they "
-        "are {} dB better than sparse alone, at 0.9 {} dB worse than a low rank.",
+        "Holds in the middle: at a density of 0.5 {} dB better than a low rank and {} dB worse than sparse alone. At "
+        "0.1 they are {} dB better than sparse alone, at 0.9 {} dB worse than a low rank.",
         (
             ("low rank", "sparse factors, rank 2/3", 0.5),
             ("sparse factors, rank 2/3", "sparse", 0.5),

@@ -18,7 +18,7 @@ PICTURE = "front.png"
 DRAWN = {"rankfold": "#3f51b5", "modegpt": "#00897b", "slicegpt": "#8d6e63", "shortgpt": "#9e9e9e"}  # setting -> colour
 DENSE = "dense"
 SETTINGS = ("rankfold", "modegpt", FORMS, "MoDeGPT as published", "latentllm (joint)")  # columns
-# Record -> what its file is: the name of a model hides that the weights have few bits and that the model was tuned for chat.
+# Record -> what its file is: the name of a model hides that weights have few bits and that it was tuned for chat.
 MODELS = {
     "perplexity_smollm2": "SmolLM2-135M-Instruct (Q4_1)",
     "perplexity_qwen2.5": "Qwen2.5-Coder-0.5B-Instruct-AWQ (Q4_K_M)",

@@ -21,8 +21,8 @@ def rounding(record: dict) -> list[str]:
         f"- calibration: {windows(config['calibration'])} of `{config['calibration']['source']}`",
         f"- evaluation: {windows(config['evaluation'])} of `{config['evaluation']['source']}`",
         "",
-        "In bold: no other row is as small and better. Loss: nats per token more than the first row. Expected: what pruning "
-        "alone and rounding alone lose, added.",
+        "In bold: no other row is as small and better. Loss: nats per token more than the first row. Expected: what "
+        "pruning alone and rounding alone lose, added.",
         "",
         *table(
             ["weights", "MB", "perplexity", "loss", "expected"],

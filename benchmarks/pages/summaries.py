@@ -2,7 +2,7 @@
 
 from . import answers
 
-# Part of the list on the first page -> page -> its question, and who reads it for what. The answer is the function of its name.
+# Part of the list on the first page -> page -> its question, and who reads it for what; its function answers.
 QUESTIONS = {
     "Quality": {
         "perplexity": ("How much perplexity does each method cost?", "Read it to choose a method and a sparsity."),
