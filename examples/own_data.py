@@ -1,4 +1,4 @@
-"""Compress for one job: calibrate on rows of your own, and compare both models on rows that the calibration did not see.
+"""Compress for one job: calibrate on rows of your own, and compare both models on held-out rows.
 
 Needs: a .jsonl file with a column of text (chats in a column "messages" work in `calibration=` as they are).
 
