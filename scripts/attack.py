@@ -3,10 +3,10 @@
     python scripts/attack.py --cases 500                # of each kind; writes the record and docs/results/robustness.md
     python scripts/attack.py --kind moments --seed 17   # one case again; nothing is written
 
-Every case is a kind and a seed. What must hold: exit code 0 or 2 (3 where training was undone, 1 where a comparison has a row
-that could not be done), a refusal is one line and leaves nothing behind, no exception
-reaches the user. Damaged moments never change a result; a damaged checkpoint that is used computes what it did, or is another
-one for everybody who reads it; a text that is read is the one that was written.
+Every case is a kind and a seed. What must hold: exit code 0 or 2 (3 where training was undone, 1 where a comparison has
+a row that could not be done), a refusal is one line and leaves nothing behind, no exception reaches the user. Damaged
+moments never change a result; a damaged checkpoint that is used computes what it did, or is another one for everybody
+who reads it; a text that is read is the one that was written.
 """
 
 import argparse
@@ -89,8 +89,8 @@ def page(record: dict) -> str:
     lines = [
         "# Attacks",
         "",
-        f"What do hostile commands and damaged files do? Of {cases * len(counts):,} cases {held:,} end with the right result "
-        "or with one line of reason. For contributors: `make attack`.",
+        f"What do hostile commands and damaged files do? Of {cases * len(counts):,} cases {held:,} end with the right "
+        "result or with one line of reason. For contributors: `make attack`.",
         "",
         f"```bash\npython scripts/attack.py --cases {cases}\n```",
         "",
@@ -104,11 +104,12 @@ def page(record: dict) -> str:
         "",
         *(f"- {verdict}: {text}" for verdict, text in VERDICTS.items()),
         "",
-        "What cannot be seen in the bytes is another checkpoint, not a damaged one: other numbers in weights of the same",
-        "names, shapes and kinds; settings such as `rms_norm_eps`, with which transformers finds and uses every tensor; other",
-        "entries of a tokenizer. Logits are compared with the undamaged checkpoint's, and where they differ, those of a dense",
-        "model with transformers' own. Not judged: what a damaged `rankfold.json` or `README.md` says, damaged pages of a",
-        "parquet file that still decode, and texts under another suffix than their own.",
+        "What cannot be seen in the bytes is another checkpoint, not a damaged one: other numbers in weights of the",
+        "same names, shapes and kinds; settings such as `rms_norm_eps`, with which transformers finds and uses every",
+        "tensor; other entries of a tokenizer. Logits are compared with the undamaged checkpoint's, and where they",
+        "differ, those of a dense model with transformers' own. Not judged: what a damaged `rankfold.json` or",
+        "`README.md` says, damaged pages of a parquet file that still decode, and texts under another suffix than",
+        "their own.",
         "",
     ]
     return "\n".join(lines)

@@ -4,8 +4,8 @@ python scripts/audit.py             # a line for each number, PASS or FAIL; exit
 python scripts/audit.py other.md    # of another text with the same tables
 
 Perplexities are recomputed from the mean negative log-likelihood, means of tasks from their accuracies, percentages and
-ratios from the two numbers beside them. The example of a table in a terminal has no record: its arithmetic is checked, and the
-count of its weights against the record of the same model.
+ratios from the two numbers beside them. The example of a table in a terminal has no record: its arithmetic is checked,
+and the count of its weights against the record of the same model.
 """
 
 import json
@@ -29,7 +29,7 @@ NONE = "–"
 
 
 class Finding(NamedTuple):
-    """A number as it is stated, and as it comes out of the records; the latter is empty where nothing vouches for it."""
+    """A number as it is stated, and as the records have it; the latter is empty where nothing vouches for it."""
 
     what: str
     stated: str
@@ -158,7 +158,8 @@ def main(path: Path) -> int:
         )
     failed = [finding for finding in findings if not finding.passes]
     print(
-        f"{'FAIL' if failed else 'PASS'}: {len(findings) - len(failed)} of {len(findings)} numbers come out of the records"
+        f"{'FAIL' if failed else 'PASS'}: {len(findings) - len(failed)} of {len(findings)} numbers come out of the "
+        "records"
     )
     return 1 if failed else 0
 

@@ -1,12 +1,13 @@
 """`make mutants`: change the source in one small place at a time; do the tests notice?
 
-mutmut makes the mutants (`+` becomes `-`, an argument becomes None, …) and runs, for each, those tests out of `PROTECTED`
-that reach the changed function. It works in a temporary copy; the checkout is only read. Of each file `--most` mutants are
-drawn, always the same ones. The record holds every finished file: a killed run goes on with the same command, and a file
-is done again when it, or a test that protects it, has changed. Why a survivor may stay: `survivors.toml`.
+mutmut makes the mutants (`+` becomes `-`, an argument becomes None, …) and runs, for each, those tests out of
+`PROTECTED` that reach the changed function. It works in a temporary copy; the checkout is only read. Of each file
+`--most` mutants are drawn, always the same ones. The record holds every finished file: a killed run goes on with the
+same command, and a file is done again when it, or a test that protects it, has changed. Why a survivor may stay:
+`survivors.toml`.
 
-What is not tried: texts of errors (tests look for their facts with match=, their wording is free), annotations, docstrings,
-properties and other decorated functions than those under ``torch.no_grad()``, and what is outside of functions.
+What is not tried: texts of errors (tests look for their facts with match=, their wording is free), annotations,
+docstrings, properties and other decorated functions than those under ``torch.no_grad()``, and code outside functions.
 """
 
 import ast
@@ -81,7 +82,8 @@ PROTECTED = {
     "compression/kl_divergence.py": ([DEFAULT, WHOLE, ENCODERS], "costs or ranks"),
     "compression/importance.py": (
         [DEFAULT, SENSITIVITY, f"{CONTRACTS}modegpt.py", f"{CONTRACTS}shares_of_blocks.py"],
-        "resumed or refused or moments_hold_no or influence_allocations and (llama or opt) or shares and (llama or opt)",
+        "resumed or refused or moments_hold_no or influence_allocations and (llama or opt) "
+        "or shares and (llama or opt)",
     ),
     "compression/block.py": ([DEFAULT, HELD_OUT], f"{OF_NO_FAMILY} or llama or opt"),
     "linalg/*.py": (["tests/linalg"], ""),

@@ -1,10 +1,10 @@
 """mutmut, told two things it does not know; `python scripts/mutmut_here.py run …` is `mutmut run …`.
 
-It leaves decorated functions alone, but the functions that count here are under ``torch.no_grad()``. That decorator may be
-applied to every copy of a function that mutmut makes, so it is overlooked when it alone is there.
+It leaves decorated functions alone, but the functions that count here are under ``torch.no_grad()``. That decorator may
+be applied to every copy of a function that mutmut makes, so it is overlooked when it alone is there.
 
-It runs, for a mutant, the tests during which the function ran. What a module's fixture ran is seen during the first test
-only, so it would be tried on that one alone: here it counts for every test that is handed the fixture.
+It runs, for a mutant, the tests during which the function ran. What a module's fixture ran is seen during the first
+test only, so it would be tried on that one alone: here it counts for every test that is handed the fixture.
 
 Nothing of rankfold is imported, for it is the copy that counts.
 """

@@ -28,7 +28,8 @@ LLaVA, LLaVA-NeXT, Idefics 3 and SmolVLM take a language model of any family; th
 default is shown.
 
 - **mlp**: hidden units are removed, of every expert where there are experts.
-- **qk**: rotary *pairs* of queries and keys are removed; *svd*: nothing rotates, so directions are; *dense*: they stay. With a
+- **qk**: rotary *pairs* of queries and keys are removed; *svd*: nothing rotates, so directions are; *dense*: \
+they stay. With a
   norm over queries and keys, pairs are removed only *where named* (`--modules mlp,qk,vo`).
 - **vo**: values and outputs are compressed jointly.
 
@@ -39,9 +40,10 @@ data](add-an-architecture.md). {MADE}
 """
 # What a reader should know of a method before its options.
 USE = {
-    "rankfold": "Take it first: it loses least on text of the calibration set and on other text. [How it works](method.md).",
-    "modegpt": "Take it where one calibration serves many compressions, or where its form in the paper is wanted ([differences]"
-    "(papers.md#modegpt-arxiv240809632)). [How it works](concepts.md#what-is-compressed).",
+    "rankfold": "Take it first: it loses least on text of the calibration set and on other text. "
+    "[How it works](method.md).",
+    "modegpt": "Take it where one calibration serves many compressions, or where its form in the paper is wanted "
+    "([differences](papers.md#modegpt-arxiv240809632)). [How it works](concepts.md#what-is-compressed).",
     "latentllm": "Take it for a narrow cache or for factors of 4 or 8 bits. [How it works](latentllm.md).",
 }
 BASES = ("latentllm", "modegpt")  # whose options others have, with other defaults

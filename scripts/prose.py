@@ -33,8 +33,12 @@ WORDS = {
     r"\bdear\b": "costs, expensive",
     r"\bcalled damaged\b": "marked as damaged",
     r"\bat hand\b": "the given",
-    r"\b(?:held-out|calibration|token|per|first|short|every) windows?\b|\bwindows? of (?:text|tokens)\b": "sample, sequence",
-    r"--(?:samples|length|of|for|protect|multiple|tasks-from|against|field|option)(?![\w-])": "an earlier name of an option",
+    r"\b(?:held-out|calibration|token|per|first|short|every) windows?\b|\bwindows? of (?:text|tokens)\b": (
+        "sample, sequence"
+    ),
+    r"--(?:samples|length|of|for|protect|multiple|tasks-from|against|field|option)(?![\w-])": (
+        "an earlier name of an option"
+    ),
 }
 STARTS = re.compile(r"(?:^|(?<=[.!] ))(What|Of|Which) (?!is |are |does |do |if )[^?.]*(?:[.:]|$)")
 
