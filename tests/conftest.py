@@ -25,16 +25,16 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Take what stays for the session, transformers and the tests, out of what every collection of garbage looks through."""
+    """Take what stays for the session, transformers and the tests, out of what garbage collections look through."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def in_a_hurry():
-    """Do not wait for the disk after every file, nor give memory back after every block: no power fails, no model is large.
+    """Do not wait for the disk after every file, nor give memory back after every block, nor write every config out.
 
-    Nor write every config out.
+    No power fails, and no model is large.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)

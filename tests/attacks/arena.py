@@ -37,8 +37,8 @@ class Outcome(NamedTuple):
 
 
 VERDICTS = {
-    "done": "exit code 0, 3 where training was undone, 1 where a comparison has a row that could not be done; damaged moments "
-    "and checkpoints gave the numbers that undamaged ones give, a text was read as it was written",
+    "done": "exit code 0, 3 where training was undone, 1 where a comparison has a row that could not be done; damaged "
+    "moments and checkpoints gave the numbers that undamaged ones give, a text was read as it was written",
     "another": "exit code 0 and other numbers, of what is another checkpoint now and no damaged one; see below",
     "refused": "exit code 2, one line of reason, nothing left",
     "traceback": "an exception that is not explained",
@@ -104,7 +104,7 @@ class Arena:
         fine = code == 2 and len(reasons) == 1 and err.splitlines()[-1] == reasons[0] and not left
         return Outcome("refused" if fine else "messy", case, f"exit code {code}, left {sorted(left)}: {err[-300:]!a}")
 
-    # Of every kind: a command line, what is hostile about it, and, where that can be told, whether exit code 0 was right.
+    # Of every kind: a command line, what is hostile about it, and, if that can be told, whether 0 was right.
 
     def _command_lines(self, place: Path, rng):
         return hostile_line(rng), "", None

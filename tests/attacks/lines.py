@@ -162,7 +162,7 @@ def spoken(rng: random.Random) -> bytes:
 
 
 def hostile_line(rng: random.Random) -> list[str]:
-    """A usual command with up to three options changed or added, sometimes with something missing, doubled or renamed."""
+    """A usual command with up to three options changed or added, sometimes one missing, doubled or renamed."""
     command = rng.choice(["compress"] * 4 + ["calibrate"] * 2 + sorted(USUAL))
     arguments = list(USUAL[command])
     for _ in range(rng.randrange(4)):

@@ -1,7 +1,7 @@
 """Raw activations of a block, recorded in transformers' own modules: no moments and no views of rankfold.
 
-Shape legend: B windows, T tokens of a window, n = B T, H query heads, K key/value heads, N head dimension, F hidden width
-of the MLP, D model width.
+Shape legend: B windows, T tokens of a window, n = B T, H query heads, K key/value heads, N head dimension, F hidden
+width of the MLP, D model width.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Rows of a comparison as they are written, made up: names that break what does not escape them, long ones, many of them."""
+"""Rows of a comparison as they are written, made up: names that break what does not escape them, long ones, many."""
 
 NASTY = '<script src="http://x.example/x.js">|$a_b$'
 LONG = "modegpt:selection=leverage,selection_qk=norm,gqa=paper,bias_refit=False"

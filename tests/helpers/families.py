@@ -110,7 +110,7 @@ CONFIGS = {
     ),
 }
 
-# Families whose specs say nothing that those of others do not: the contracts of one method run on them, not those of all.
+# Families whose specs say nothing that those of others do not: they run the contracts of one method only.
 ALIKE = {
     *("seed_oss", "ernie4_5", "helium", "granite", "granitemoe", "olmo", "olmo3", "olmoe", "glm4", "stablelm"),
     *("stablelm-parallel", "arcee", "nemotron", "apertus", "starcoder2", "qwen2_moe", "gptj", "gpt_neo", "mpt"),
@@ -150,7 +150,7 @@ def _falcon() -> dict:
 
 
 def tiny_model(family: str, seed: int = 0, blocks: int | None = None) -> nn.Module:
-    """A random model; weights and biases large enough that every path matters. ``blocks``: so many, not the family's."""
+    """A random model; weights and biases large enough that every path matters. ``blocks``: how many, if not its own."""
     torch.manual_seed(seed)
     config = CONFIGS[family]()
     if blocks is not None:

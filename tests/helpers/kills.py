@@ -1,8 +1,9 @@
 """What a process leaves behind that is killed at its k-th file operation, for every k.
 
-A killed process leaves what is on the disk and nothing else. So one run is enough: an audit hook hears of every operation that
-Python makes below a folder, whoever makes it (what safetensors writes is heard of at the call), and keeps what is there before
-it, and where bytes are written, what is there after half of them. Operations that change nothing on the disk share a state.
+A killed process leaves what is on the disk and nothing else. So one run is enough: an audit hook hears of every
+operation that Python makes below a folder, whoever makes it (what safetensors writes is heard of at the call), and
+keeps what is there before it, and where bytes are written, what is there after half of them. Operations that change
+nothing on the disk share a state.
 """
 
 import functools
@@ -43,7 +44,7 @@ class Kills:
         self.folder, self.operations, self.states = folder.resolve(), 0, {}
 
     def by_names(self) -> list[tuple[State, str]]:
-        """Return one of the states that differ in temporary files alone, which nothing reads: with half of one, if there is."""
+        """Return one of the states that differ in temporary files alone, which nothing reads: a half one, if any."""
         chosen: dict[tuple, tuple[State, str]] = {}
         for items, what in self.states.items():
             named = tuple(item for item in items if not item[0].endswith(".tmp"))
@@ -87,7 +88,7 @@ def _hook(event: str, arguments: tuple) -> None:
 
 @functools.cache
 def _listen() -> None:
-    """Hear of operations from now on. A hook cannot be taken away again; every attribute that torch looks up calls it."""
+    """Hear of operations from now on. A hook cannot be removed; every attribute that torch looks up calls it."""
     sys.addaudithook(_hook)
 
 

@@ -1,7 +1,7 @@
 """A pretend CUDA device on a CPU: tensors that are on ``cuda:0`` by what they tell, and hold a tensor of the CPU.
 
-To mix devices raises, as on CUDA, with the line of rankfold that did; every place where the host waits for the device is
-counted. There are no streams, no numerics of CUDA and no backward pass, for which autograd wants a device that is there.
+To mix devices raises, as on CUDA, with the line of rankfold that did; every place where the host waits for the device
+is counted. There are no streams, no numerics of CUDA and no backward pass, for which autograd wants a real device.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 CUDA = torch.device("cuda", 0)
 MEMORY = 2**20  # bytes, so that a forward takes as many tokens as on a CPU
-# PyTorch for CPUs has no guard of this device, which makes it the current one for a call: there is one, so none is needed.
+# PyTorch for CPUs has no guard of this device, which makes it current for a call: with one, none is needed.
 GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 static c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> guard;
@@ -113,8 +113,8 @@ def _run(func, args, kwargs):
     kind = None if target is None else torch.device(target).type
     if here and name not in MIXING and (strange := [tuple(x.shape) for x in elsewhere if x.dim()]):
         raise RuntimeError(
-            f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! ({name}, on the "
-            f"CPU {strange}) at {_where()}"
+            f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! ({name}, "
+            f"on the CPU {strange}) at {_where()}"
         )
     if name == "aten::_fused_sdp_choice" and here:
         return 0  # the kernel of plain mathematics
@@ -142,7 +142,7 @@ def _inside(x: torch.Tensor) -> torch.Tensor:
 
 
 def _each(change, x):
-    """Return ``x`` with every tensor in it changed, as ``tree_map`` of PyTorch does, which takes longer than operations do.
+    """Return ``x`` with every tensor in it changed, as PyTorch's ``tree_map``, which takes longer than operations do.
 
     Args:
         x: what operations take and give: tensors, numbers, and lists and tuples of these.

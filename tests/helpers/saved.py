@@ -52,7 +52,7 @@ def save_tiny(folder: Path, blocks: int = 4, **options) -> Path:
 
 
 def save_tokenizer_over_characters(folder: Path) -> Path:
-    """In place of the tokenizer of :func:`save_tiny` one in SentencePiece's form: characters, and bytes for those it lacks."""
+    """Replace the tokenizer of :func:`save_tiny` by one in SentencePiece's form: characters, and bytes for others."""
     trained = tokenizers.Tokenizer(tokenizers.models.BPE())
     words = [f"\u2581{word}" for word in (topics["integers"] + topics["class"]).split()]
     trained.train_from_iterator(words, tokenizers.trainers.BpeTrainer(vocab_size=120, show_progress=False))
@@ -75,7 +75,7 @@ def save_tokenizer_over_characters(folder: Path) -> Path:
 
 
 def save_gguf(folder: Path, file: Path) -> Path:
-    """What :func:`save_tiny` wrote, as GGUF: matrices in blocks of 8 bits where rows have whole blocks, all else in fp32."""
+    """What :func:`save_tiny` wrote, as GGUF: matrices with rows of whole blocks in 8 bits, all else in fp32."""
     model = t.LlamaForCausalLM.from_pretrained(folder)
     config, tokenizer = model.config, json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]
     writer = gguf.GGUFWriter(file, "llama")

@@ -83,7 +83,7 @@ def save_both(folder: Path) -> None:
 
 
 def compress_both(output: Path, shards: int = SHARDS) -> None:
-    """Compress both components of what :func:`save_both` wrote next to the folder of the outputs, unless that is done."""
+    """Compress both components of what :func:`save_both` wrote next to the folder of outputs, unless that is done."""
     if output.exists():
         return
     place, components = output.parent.parent / BOTH, []

@@ -1,7 +1,7 @@
 """Which tests are fast, and which only the whole matrix of families, methods and options has.
 
-``pytest -m fast``: files named here, whole. ``pytest -m "not matrix"``: these, and of all other files those cases that span the
-others; ``pytest -m matrix``: the rest.
+``pytest -m fast``: files named here, whole. ``pytest -m "not matrix"``: these, and of all other files those cases that
+span the others; ``pytest -m matrix``: the rest.
 """
 
 import functools
@@ -27,7 +27,8 @@ FEW = 6  # a function with no more cases keeps them all
 # Families that every function runs on: gated, grouped, rotary, without biases; and the opposite of all four.
 PILLARS = ("llama", "opt")
 # One of each kind that a spec tells apart; a file has half of them. The others are in the matrix alone, where what the
-# functions of a file share on a family, a compression most often, is made once; of a case in both tiers it would be made twice.
+# functions of a file share on a family, a compression most often, is made once; of a case in both tiers it would be
+# made twice.
 KINDS = (
     *PILLARS,
     *("gpt_neox", "gpt2", "phi3"),  # fused: heads one after the other, transposed, grouped and gated
@@ -68,16 +69,16 @@ def has_fast(path: Path) -> bool:
 
 
 def kinds_of(path: Path) -> set[str]:
-    """Return the families that stand for all others in a file: the pillars, and every other kind, in turns with other files."""
+    """Return the families that stand for all in a file: the pillars, and the other kinds, in turns with other files."""
     return {*PILLARS, *KINDS[len(PILLARS) + zlib.crc32(path.stem.encode()) % 2 :: 2]}
 
 
 def span(items: list[pytest.Item], kinds: Collection[str] = KINDS) -> set[pytest.Item]:
     """Choose cases of one file that span the others.
 
-    Every value of every argument is in one, of families those of ``kinds``. Every function meets both pillars, and every
-    value of a short argument on one of them. Every pair of values of two long ones is in one; of families (with methods,
-    say) those with one of the pillars. Functions with a few cases keep them all.
+    Every value of every argument is in one, of families those of ``kinds``. Every function meets both pillars, and
+    every value of a short argument on one of them. Every pair of values of two long ones is in one; of families (with
+    methods, say) those with one of the pillars. Functions with a few cases keep them all.
     """
     values = {item: values_of(item) for item in items}
     every = set().union(*values.values())

@@ -1,4 +1,4 @@
-"""Tiny random models of images and text with processors built here, and files of examples for them. Offline, seconds."""
+"""Tiny random models of images and text with processors built here, and files of examples. Offline, seconds."""
 
 import json
 from pathlib import Path
@@ -31,8 +31,8 @@ TEXT = GQA | {"vocab_size": 112, "max_position_embeddings": 512}
 SEES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28, "intermediate_size": 16}
 # Turns as chat templates write them; the image token is the processor's own.
 TEMPLATE = (
-    "{% for turn in messages %}[{{ turn['role'] }}]{% for part in turn['content'] %}{% if part['type'] == 'image' %}MARK"
-    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}"
+    "{% for turn in messages %}[{{ turn['role'] }}]{% for part in turn['content'] %}{% if part['type'] == 'image' "
+    "%}MARK{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}"
 )
 
 

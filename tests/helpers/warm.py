@@ -1,7 +1,7 @@
 """Python in a process of its own, without the seconds that imports take: forked from one that has made them.
 
-It has what a run takes of transformers, and nothing of rankfold; with ``forked_from=TORCH`` nothing of transformers either. A
-test of what happens before torch is imported needs ``subprocess``.
+It has what a run takes of transformers, and nothing of rankfold; with ``forked_from=TORCH`` nothing of transformers
+either. A test of what happens before torch is imported needs ``subprocess``.
 """
 
 import functools
@@ -48,7 +48,7 @@ def start(
     err=os.devnull,
     forked_from: tuple[str, ...] = TRANSFORMERS,
 ):
-    """Start ``python -c CODE ARGUMENTS`` and return its process; what it prints goes to the files ``out`` and ``err``."""
+    """Start ``python -c CODE ARGUMENTS`` and return its process; its output goes to the files ``out`` and ``err``."""
     given = code, arguments, str(cwd or os.getcwd()), dict(os.environ if env is None else env), str(out), str(err)
     process = FORKS.Process(target=_run, args=given)
     forkserver.connect_to_new_process = server(forked_from).connect_to_new_process  # there is one server otherwise
