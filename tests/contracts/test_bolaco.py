@@ -1,4 +1,4 @@
-"""What must hold for Bolaco on every family; the reference is PCA of the raw outputs of every layer, window by window."""
+"""What must hold for Bolaco on every family; the reference is PCA of every layer's raw outputs, window by window."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What must hold for encoders of every family: attention without causal mask, norms behind or in front, texts and images."""
+"""What must hold for encoders of every family: attention without causal mask, norms after or before, texts, images."""
 
 import json
 

@@ -225,7 +225,7 @@ def experts_width(model: nn.Module, index: int) -> int:
 
 
 def squares(dense: One, small: One, keep: Tensor, x: Tensor, w: Tensor) -> Tensor:
-    """Squared error of an expert in the output of its block, and its squared output; about means where a bias takes them."""
+    """Squared error of an expert in the output of its block, and its squared output; about means in a bias."""
     h = dense.hidden(x)
     if dense.down_bias is not None:
         h = h - (w.square() * h).sum(0) / w.square().sum()

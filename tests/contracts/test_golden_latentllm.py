@@ -1,7 +1,8 @@
-"""LatentLLM (arXiv:2505.18413) as its paper prints it, computed on whole models: matrix roots, all ``d x d`` products of heads
-and their singular vectors in fp64, no moments, nothing of rankfold. ``method latentllm`` must stay that.
+"""LatentLLM (arXiv:2505.18413) as its paper prints it, computed on whole models.
 
-The reference writes the products of the factors into a model of the dense shapes, and so it is run like any other model.
+Matrix roots, all ``d x d`` products of heads and their singular vectors in fp64, no moments, nothing of rankfold.
+``method latentllm`` must stay that. The reference writes the products of the factors into a model of the dense shapes,
+and so it is run like any other model.
 
 Shape legend: n tokens, d inputs, H query heads, K key heads, h head dimension, r rank, P pre-conditioner.
 """
@@ -40,7 +41,7 @@ def projections(block: nn.Module) -> dict[str, nn.Module]:
 
 
 class Metric:
-    """Sec. 3.2: ``P = (C + lambda I)^1/2`` of the inputs of a layer, ``C`` the covariance where it has a bias (App. B.2)."""
+    """Sec. 3.2: ``P = (C + lambda I)^1/2`` of a layer's inputs, ``C`` the covariance where it has a bias (App. B.2)."""
 
     def __init__(self, X: Tensor, centred: bool):
         self.mean = X.mean(0) if centred else torch.zeros_like(X[0])
@@ -67,7 +68,7 @@ def rotations(turning: bool) -> list[Tensor]:
 
 
 def top(S: Tensor, r: int, mean: bool) -> Tensor:
-    """``(r, d)`` leading eigenvectors; with a mean, whose direction is the last coordinate and always kept (App. E.2)."""
+    """``(r, d)`` leading eigenvectors; with a mean, whose direction comes last and is always kept (App. E.2)."""
     if not mean:
         return torch.linalg.eigh(S).eigenvectors.flip(1)[:, :r].T
     return torch.block_diag(torch.linalg.eigh(S[:-1, :-1]).eigenvectors.flip(1)[:, :r].T, torch.ones(1, 1).to(S))
@@ -112,7 +113,7 @@ def reduce_block(model: nn.Module, source: nn.Module, ids: Tensor, index: int, r
 
 
 def assert_block_identity(latent: nn.Module, W: Tensor) -> None:
-    """Eq. 8 and 9 with pivots (Remark 4): ``A = [I | V_1^+ V_2]``, so ``B`` is columns of the product; ``r^2`` numbers less."""
+    """Eq. 8 and 9 with pivots (Remark 4): ``A = [I | V_1^+ V_2]``, so ``B`` is columns of the product: ``r^2`` less."""
     pivots, others = latent.columns.long().split([latent.rank, W.shape[1] - latent.rank])
     assert latent.A.weight.numel() + latent.B.weight.numel() == latent.rank * sum(W.shape) - latent.rank**2
     close = {"rtol": 1e-3, "atol": 1e-4}

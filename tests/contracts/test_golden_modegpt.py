@@ -1,10 +1,11 @@
-"""MoDeGPT (arXiv:2408.09632) as its paper prints it, computed on whole models: matrix roots, pseudo-inverses and singular
-vectors in fp64, no moments, nothing of rankfold. ``selection=leverage selection_qk=norm gqa=paper qk=cr`` must stay that.
+"""MoDeGPT (arXiv:2408.09632) as its paper prints it, computed on whole models.
 
-The reference keeps the shapes of the dense model, with zeros in place of what goes, and so it is run like any other model.
+Matrix roots, pseudo-inverses and singular vectors in fp64, no moments, nothing of rankfold. ``selection=leverage
+selection_qk=norm gqa=paper qk=cr`` must stay that. The reference keeps the shapes of the dense model, with zeros in
+place of what goes, and so it is run like any other model.
 
-Shape legend: n tokens, d model width, F hidden width of the MLP, H query heads, K key/value heads, h head dimension, k rank.
-The paper's weights are ``(in, out)``; here ``W`` is ``(out, in)``.
+Shape legend: n tokens, d model width, F hidden width of the MLP, H query heads, K key/value heads, h head dimension, k
+rank. The paper's weights are ``(in, out)``; here ``W`` is ``(out, in)``.
 """
 
 import copy
@@ -62,7 +63,7 @@ def algorithm_1(A: Tensor, W_D: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def algorithm_2(q: Tensor, key: Tensor, k: int, turning: bool) -> Tensor:
-    """Dimensions of one key head that stay; queries ``(G, n, h)`` of its group (App. B.1), keys ``(n, h)``, both rotated.
+    """Dimensions of a key head that stay; queries ``(G, n, h)`` of its group (App. B.1), keys ``(n, h)``, both rotated.
 
     Where rotary embedding turns ``i`` with ``i + h/2`` both stay or both go, by the sum of their scores.
     """
@@ -78,8 +79,8 @@ def algorithm_2(q: Tensor, key: Tensor, k: int, turning: bool) -> Tensor:
 def algorithm_3(X: Tensor, W_V: Tensor, W_O: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Values ``(k, d)`` and outputs ``(G, d, k)`` of one value head; ``W_V`` (h, d), ``W_O`` (G, d, h).
 
-    Alone it is lines 3 to 5; in a group App. B.1: only the first decomposition, whose right singular vectors do for the values
-    and for all outputs (the paper prints ``U``, which does not multiply).
+    Alone it is lines 3 to 5; in a group App. B.1: only the first decomposition, whose right singular vectors do for the
+    values and for all outputs (the paper prints ``U``, which does not multiply).
     """
     C = root(X.T @ X)
     U, S, Vh = torch.linalg.svd(C @ W_V.T, full_matrices=False)
@@ -146,7 +147,7 @@ def left(weight: Tensor) -> Tensor:
 
 @torch.no_grad()
 def assert_same_tensors(small: nn.Module, expected: nn.Module) -> None:
-    """Up, gate and down, queries and keys; of values and outputs, whose latent basis is free, the product of every head."""
+    """Up, gate and down, queries and keys; of values and outputs, with a free basis, the product of each head."""
     for ours, theirs in zip(blocks_of(small), blocks_of(expected), strict=True):
         for names in (GATE, UP):
             if (projection := member(theirs, names)) is not None:

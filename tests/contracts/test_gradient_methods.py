@@ -1,5 +1,7 @@
-"""Methods that read the gradient of the loss: what their run does beside choosing units (test_slicing_methods.py), and FWSVD
-against the SVD of its definition."""
+"""Methods that read the gradient of the loss: what their run does, and FWSVD against the SVD of its definition.
+
+Which units they choose is in test_slicing_methods.py.
+"""
 
 import io
 
@@ -28,7 +30,7 @@ def method_for(name: str, **options):
 
 
 def fisher(family: str) -> list[nn.Module]:
-    """Blocks whose parameters hold the diagonal of the empirical Fisher: squared gradients of every sequence alone, summed."""
+    """Blocks whose parameters hold the diagonal of the empirical Fisher: squared gradients of each sequence, summed."""
     model, holder = tiny_model(family), tiny_model(family)
     for held in holder.parameters():
         held.data.zero_()
@@ -41,7 +43,7 @@ def fisher(family: str) -> list[nn.Module]:
 
 
 def projections(block: nn.Module) -> dict[str, Tensor]:
-    """``(out, in)`` by the name of the module, of families whose projections are not fused, and of the fused ones of GPT-2."""
+    """``(out, in)`` by name of the module, of families whose projections are not fused, and of GPT-2's fused ones."""
     attention = member(block, ATTENTION)
     found = {"o": member(attention, OUTPUT), "up": member(block, UP), "down": member(block, DOWN)}
     found |= {"gate": block.mlp.gate_proj} if hasattr(member(block, ("mlp",)), "gate_proj") else {}
@@ -54,8 +56,10 @@ def projections(block: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt2"])
 def test_fwsvd_is_the_svd_of_the_weight_with_its_columns_weighed(family):
-    """``svd_r(W diag(I)^(1/2)) diag(I)^(-1/2)``, ``I`` the Fisher of a column; OPT has hidden units that never fire, where any
-    column would do."""
+    """``svd_r(W diag(I)^(1/2)) diag(I)^(-1/2)``, ``I`` the Fisher of a column.
+
+    OPT has hidden units that never fire, where any column would do.
+    """
     names = ("q", "v", "o", *(("gate",) if family == "llama" else ()), "up", "down")
     source, method = opened(family), method_for("fwsvd", modules=dict.fromkeys(names, 0.4))
     model, plan = (
@@ -119,7 +123,7 @@ def test_fused_and_separate_projections_are_weighed_alike():
 
 @pytest.mark.parametrize("name", ["obd", "llm-surgeon", "fwsvd"])
 def test_resumed_runs_find_the_same_gradients(name, tmp_path, monkeypatch):
-    """Killed in the sweep: what it measured is read again, the rest is measured, and the bytes are those of a whole run."""
+    """Killed in the sweep: what it measured is read again, the rest measured; the bytes are those of a whole run."""
     source, method, sweep, ends = opened("llama"), method_for(name), scores.sweep, []
     whole = rankfold.compress(source, method=method, calibration=tokens(), output=tmp_path / "whole").output
 
@@ -172,7 +176,7 @@ def test_the_plan_says_how_much_goes_backwards(name):
 
 
 def test_the_estimate_of_memory_holds_what_is_measured_in_a_block(monkeypatch):
-    """Where the backward pass is the peak: as many fp64 numbers as the layers have weights, and half as many in fp32."""
+    """Where the backward pass is the peak: as many fp64 numbers as the layers have weights, and half as many fp32."""
     source, method = opened("llama"), method_for("obd")
     long = tokens(16).describe() | {"num_samples": 1, "max_length": 2**20, "tokens": 2**20, "held_out": 0}
     found = []

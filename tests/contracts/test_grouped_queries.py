@@ -1,7 +1,7 @@
 """Grouped queries and the multi-head model with repeated key and value heads are one function.
 
-Compressed they stay so where the joint form loses nothing, and where all queries of a group want the same. Elsewhere the
-multi-head model fits every head by itself, so it is better, and stores more.
+Compressed they stay so where the joint form loses nothing, and where all queries of a group want the same. Elsewhere
+the multi-head model fits every head by itself, so it is better, and stores more.
 """
 
 import pytest

@@ -3,8 +3,8 @@
 Nothing of rankfold is used for the references: activations come from hooks on transformers' modules, fits from least
 squares and singular values on them. Every family, every block, both modes.
 
-Shape legend: n tokens, B windows, T tokens of a window, F hidden width of the MLP, R kept width, D model width, H query heads,
-K key/value heads, G = H / K, N head dimension.
+Shape legend: n tokens, B windows, T tokens of a window, F hidden width of the MLP, R kept width, D model width, H query
+heads, K key/value heads, G = H / K, N head dimension.
 """
 
 import itertools
@@ -260,7 +260,7 @@ def the_bounds_of_the_mlp_are_those_of_the_papers_formulas(block):
 
 
 def errors_of_fits(C: Tensor, W: Tensor, kept: Tensor) -> Tensor:
-    """``(m,)`` squared error of the best refit on each of ``m`` sets of units, ``kept`` ``(m, R)``; the plain formula."""
+    """``(m,)`` squared error of the best refit on each of ``m`` sets ``kept`` ``(m, R)`` of units; plain formula."""
     cross = C[kept]  # (m, R, F)
     inner = cross.gather(2, kept[:, None].expand(-1, kept.shape[1], -1))
     fit = torch.linalg.solve(inner, cross)  # what stands in for every unit
@@ -394,7 +394,7 @@ def the_bounds_of_a_selection_are_those_of_the_papers_formulas(block):
 
 
 def score_errors(block: Block, rank: int) -> tuple[float, float, float]:
-    """Squared change of the scores of every query with every key of all windows; squared scores; what a rank cannot reach."""
+    """Squared change of the scores of queries with keys of all windows; squared scores; what a rank cannot reach."""
     error = total = best = 0.0
     K = block.heads.key.shape[1]
     for head in range(K):
@@ -499,7 +499,7 @@ class ValueOutput(NamedTuple):
         return self.values - self.values.mean(1, keepdim=True) if self.refit else self.values
 
     def outputs(self, there: "ValueOutput") -> tuple[Tensor, Tensor]:
-        """``(H, n, D)`` of every head by itself in other windows, dense and compressed, without the mean that a bias took."""
+        """``(H, n, D)`` of single heads in other windows, dense and compressed, without the mean that a bias took."""
         sent = []
         for values, fitted, W_o in (
             (there.values, self.values, self.W_o),

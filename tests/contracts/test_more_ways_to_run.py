@@ -1,5 +1,7 @@
-"""Ways of running that transformers has, for families that the other matrices of it leave out: what the dense model can, a
-compressed one can, with the same results in all of them."""
+"""Ways of running that transformers has, for families that the other matrices of it leave out.
+
+What the dense model can, a compressed one can, with the same results in all of them.
+"""
 
 import copy
 import pickle

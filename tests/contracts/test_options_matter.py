@@ -1,8 +1,8 @@
 """Every option changes what it says it changes, and nothing else.
 
-One row an option: two compressions that differ in it alone. Tensors of modules it is about differ, all others have the same
-bits, and the quantity its documentation names moves the way it says. Dense moments, so that no change travels on to later
-blocks. An option without a row fails.
+One row an option: two compressions that differ in it alone. Tensors of modules it is about differ, all others have the
+same bits, and the quantity its documentation names moves the way it says. Dense moments, so that no change travels on
+to later blocks. An option without a row fails.
 """
 
 from collections.abc import Callable, Collection
@@ -167,7 +167,7 @@ def the_model_is_what_counts(a: Outcome, b: Outcome) -> None:
 
 
 def products_count(a: Outcome, b: Outcome) -> None:
-    """Beside the weights of 3 blocks, the two products of 4 heads of 8 dimensions with each of the model's 64 positions."""
+    """Beside the weights of 3 blocks, both products of 4 heads of 8 dimensions with each of the 64 positions."""
     linear = sum(p.numel() for p in b.source.blocks.parameters() if p.dim() == 2)
     assert b.plan.budget["counted"] == linear + 3 * 2 * 4 * 8 * 64 > a.plan.budget["counted"]
     for o in (a, b):
@@ -321,8 +321,10 @@ def rounds_go_on(a: Outcome, b: Outcome) -> None:
 
 @torch.no_grad()
 def the_model_keeps_its_best_pairs(a: Outcome, b: Outcome) -> None:
-    """All heads of all blocks the same ones: those of the six choices with the least relative change of the dense scores, keys
-    centred over the window, summed over blocks."""
+    """All heads of all blocks the same ones: of the six choices those that change the dense scores least, relatively.
+
+    Keys are centred over the window, and changes summed over blocks.
+    """
     chosen = {tuple(row) for block in blocks_of(b.model) for row in block.self_attn.rotary_pairs.tolist()}
     assert len(chosen) == 1 < len({tuple(row) for x in blocks_of(a.model) for row in x.self_attn.rotary_pairs.tolist()})
     assert all((b.ranks(module) == 4).all() for module in ("qk", "vo"))
@@ -561,7 +563,7 @@ def common(cls, base: dict) -> list[Row]:
 
 
 def slicing(every: Collection[str], mlp: Collection[str]) -> list[Row]:
-    """As :func:`common`; these Llamas have two key heads, and one of them is too coarse a step for what the MLP can show."""
+    """As :func:`common`; these Llamas have two key heads, and one is too coarse a step for what the MLP can show."""
     both, base = SMALL | {"sparsity": 0.3}, SMALL | {"modules": mlp}
     budget = base | {"sparsity": 0.2}
     influential, warm = (base | {"allocation": Influence(temperature=t)} for t in (None, 1e4))
@@ -800,7 +802,8 @@ def test_the_mode_changes_every_block_but_the_first(method):
     before, after = first.tensors(), second.tensors()
     touched = {
         key
-        for key, tensors in before.items()  # moments of one pass are rounded to fp32, so the first block is not the same bits
+        # Moments of one pass are rounded to fp32, so the first block is not the same bits.
+        for key, tensors in before.items()
         if not all(torch.allclose(t, after[key][name], rtol=1e-3, atol=1e-3) for name, t in tensors.items())
     }
     assert {block for block, _ in touched} == {1, 2} and None not in {module for _, module in touched}

@@ -1,4 +1,4 @@
-"""Errors weighed by the gradient of the loss, against raw activations, autograd through the stock model, installed weights.
+"""Errors weighed by the gradient of the loss, against raw activations, autograd in the stock model, and weights.
 
 Shape legend: D model width, H query heads, K key heads, N head dimension.
 """

@@ -192,7 +192,7 @@ def test_parts_of_models_that_see(family, tmp_path):
 
 
 def test_a_position_of_several_kinds_is_turned_as_in_the_dense_model():
-    """Queries and keys of an image turn by its rows and columns; the table that the model makes of them is what blocks get."""
+    """Queries and keys of an image turn by its rows and columns; blocks get the table that the model makes of them."""
     torch.manual_seed(0)
     cls, config, _, _ = SEEING["qwen2_5_vl"]
     model = cls(config()).eval()

@@ -187,7 +187,7 @@ def test_blocks_of_a_gguf_file_stay_on_the_host(device, tmp_path):
 
 
 def test_no_batch_makes_the_host_wait_for_the_device(device):
-    """The model's own forward may look at its masks while it embeds a batch; nothing else waits more often for more batches."""
+    """The model may look at its masks while it embeds a batch; nothing else waits more often for more batches."""
     counts = []
     for rows in (16, 160):  # one batch, and three
         waits.clear()

@@ -51,7 +51,7 @@ def run(family, tmp_path_factory):
 
 @torch.no_grad()
 def streams(model, ids: Tensor, index: int) -> dict[str, Tensor]:
-    """Rows of one block: its input, the stream between attention and MLP, its output, and what its projections receive."""
+    """Rows of one block: its input, the stream between attention and MLP, its output, what its projections receive."""
     block, seen = blocks_of(model)[index], {}
     attention = member(block, ATTENTION)
 
@@ -76,7 +76,7 @@ def streams(model, ids: Tensor, index: int) -> dict[str, Tensor]:
 
 
 def missing_and_received(dense, small, ids: Tensor, index: int, family: str) -> dict[str, tuple[Tensor, Tensor]]:
-    """Module -> what the stream lacks in front of it, and what its projection receives, in a model compressed so far."""
+    """Module -> what the stream lacks before it, and what its projection receives, in a model compressed so far."""
     before = spliced(dense, small, range(index + 1))
     theirs, ours = (streams(model, ids, index) for model in (dense, before))
     found = {"vo": (theirs["input"] + theirs["attention"] - ours["input"], ours["sent"])}
@@ -129,8 +129,10 @@ def rows_fitted(sent: Tensor, centred: bool) -> Tensor:
 
 @pytest.mark.parametrize("name", ["llama", "opt", "llama-bias"])
 def test_attention_aware_values_and_output_are_the_regression_on_what_attention_sends(name):
-    """In the first block, whose input is the dense one: the installed output projection is the best one on the installed
-    values, and these keep more of what is sent than values fitted to themselves do."""
+    """In the first block, whose input is the dense one, the output projection is the best one on the installed values.
+
+    These keep more of what is sent than values fitted to themselves do.
+    """
     shape = {"modules": {"vo": 0.5}, "rank_multiple": 2, "residual_correction": False, "allocation": "uniform"}
     losses = {}
     for aware in (True, False):
@@ -155,7 +157,7 @@ def test_attention_aware_values_and_output_are_the_regression_on_what_attention_
 @pytest.mark.parametrize("module", ["mlp", "vo"])
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "olmo2", "exaone4", "glm4"])
 def test_where_a_norm_follows_every_token_counts_alike(name, module):
-    """In the first block: the installed projection is the best one of rows over the RMS of the dense projection's outputs."""
+    """In the first block: the installed projection is the best one of rows over the RMS of the dense one's outputs."""
     projection_of = {
         "mlp": lambda block: member(block, DOWN),
         "vo": lambda block: member(member(block, ATTENTION), OUTPUT),
@@ -215,8 +217,10 @@ PLAIN = [(name, 0.0) for name in ("llama", "gpt_neox", "opt", "mixtral", "gemma3
 
 @pytest.mark.parametrize(("name", "share"), [("llama", 0.3), ("opt", 1.0), *PLAIN])
 def test_costs_are_divergences_of_the_whole_model_with_one_module_compressed(name, share, monkeypatch):
-    """At the rank that was tried; every other block protected, every other module left out. Texts of other kinds count as
-    much as they are told to."""
+    """At the rank that was tried; every other block protected, every other module left out.
+
+    Texts of other kinds count as much as they are told to.
+    """
     source, text = opened(name), wide_tokens()
     method, texts, counted = method_for(name), [text.held_out[:4]], [1.0]
     if share:

@@ -1,4 +1,4 @@
-"""What must hold for the methods that remove blocks, on every family; references are stock models whose blocks are bypassed."""
+"""What must hold for methods that remove blocks, on every family; references are stock models that bypass blocks."""
 
 import json
 

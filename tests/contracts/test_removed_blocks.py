@@ -213,7 +213,8 @@ def test_blocks_that_depend_on_their_number_are_refused_before_the_run(tmp_path)
     seen = []
     with pytest.raises(
         UnsupportedModelError,
-        match="block 1 of this gpt2 depends on its number: without block 0 it has another attn.scaling, which its config",
+        match="block 1 of this gpt2 depends on its number: without block 0 it has another attn.scaling, "
+        "which its config",
     ):
         rankfold.compress(
             source, method=make_method("shortgpt"), calibration=tokens(), output=tmp_path / "out", on_plan=seen.append

@@ -1,4 +1,4 @@
-"""What must hold for 2:4 methods on every family; references are made of raw activations of transformers' own linear layers."""
+"""What must hold for 2:4 methods on every family; references are raw activations of transformers' linear layers."""
 
 import json
 

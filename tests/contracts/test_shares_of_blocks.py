@@ -1,4 +1,4 @@
-"""Allocations by a number of every block: these numbers from raw weights and activations, the budget, all ways to a result."""
+"""Allocations by a number of every block: these numbers from raw tensors, the budget, all ways to a result."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What must hold for SliceGPT on every family; the reference is the stock model with a projected stream (projected.py)."""
+"""What must hold for SliceGPT on every family, against the stock model with a projected stream (projected.py)."""
 
 import json
 import re

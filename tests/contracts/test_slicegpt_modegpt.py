@@ -1,6 +1,6 @@
 """What must hold where SliceGPT and MoDeGPT are combined.
 
-The reference is the dense model with the smaller modules MoDeGPT put into it on the way, its stream projected (projected.py).
+The reference is the dense model with the smaller modules MoDeGPT put into it, its stream projected (projected.py).
 """
 
 import json
@@ -17,7 +17,7 @@ from rankfold.errors import OptionError, UnsupportedModelError
 from rankfold.evaluation.complexity import counted_macs, formula_macs, planned_macs
 from rankfold.modules import CompressedAttention, install
 
-# Grouped queries with biases and without, fused projections, no rotation, ALiBi, norms of heads, parallel blocks, other pairs.
+# Grouped queries with and without biases, fused projections, no rotation, ALiBi, head norms, parallel blocks, pairs.
 FAMILIES = (
     "bloom",
     "cohere",

@@ -1,8 +1,8 @@
 """What must hold for the methods that only drop units, on every family.
 
-The reference is the dense model with what dropped units send set to zero (FLAP: to its mean; LLM Surgeon: an output projection
-solved for on raw activations), and which units these are is decided here anew, unit by unit on raw weights, activations and
-gradients.
+The reference is the dense model with what dropped units send set to zero (FLAP: to its mean; LLM Surgeon: an output
+projection solved for on raw activations), and which units these are is decided here anew, unit by unit on raw weights,
+activations and gradients.
 """
 
 import functools
@@ -134,7 +134,7 @@ def gradients_of(family: str) -> list[dict[tuple[int, str], list[Tensor]]]:
 
 
 class Signals(NamedTuple):
-    """What a layer computed for every token of the text, and the gradient of the loss there; parts are ``(n, units, c)``."""
+    """What a layer computed for every token of the text, and the loss's gradient there; parts are ``(n, units, c)``."""
 
     outputs: list[Tensor]
     gradients: list[Tensor]
@@ -142,7 +142,7 @@ class Signals(NamedTuple):
 
 @functools.cache
 def signals_of(family: str, index: int) -> dict[str, list[Signals]]:
-    """Module -> layers before its output projection, in parts of one unit after another, and behind them that projection."""
+    """Module -> layers before its output projection, in parts of one unit after another, and last that projection."""
     model, view = tiny_model(family), opened(family).block(index)
     names = {module: name for name, module in view.module.named_modules()}
     paths, caught = {name: names[module] for name, module in view.layers.items()}, {}
@@ -230,7 +230,7 @@ def takes_mean(name: str, projection: nn.Module) -> bool:
 
 
 def left(name: str, W: Tensor, X: Tensor, kept: list[int]) -> Tensor:
-    """``(D, F)`` the output projection that is left; LLM Surgeon's by least squares over tokens, damping as further tokens."""
+    """``(D, F)`` the output projection that is left; LLM Surgeon's by least squares over tokens, with damping."""
     rest = torch.zeros_like(W)
     rest[:, kept] = W[:, kept]
     if name == "llm-surgeon":
